@@ -1,0 +1,1 @@
+"""The multi-process profiler; it knows transfers and measurements, and no ring."""

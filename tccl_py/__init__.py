@@ -1,0 +1,1 @@
+"""TCCL-style path finding: fast communication rings for GPU clusters, handed to NCCL."""

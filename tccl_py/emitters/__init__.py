@@ -1,0 +1,1 @@
+"""Emitters translate a plan into the files a runtime loads; they decide nothing."""

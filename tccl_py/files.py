@@ -1,0 +1,88 @@
+"""Reading and writing files: bounded reads, and writes that are whole or not there at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from tccl_py.errors import InputError
+
+MAX_INPUT_BYTES = 32 * 1024 * 1024
+"""No description of one machine, plan or graph comes near this; larger input is refused unread."""
+
+T = TypeVar("T")
+
+
+def read_text(path: Path, *, limit: int = MAX_INPUT_BYTES) -> str:
+    """Read a UTF-8 text file of at most `limit` bytes.
+
+    Raises:
+        InputError: missing, unreadable, a directory or device, too large, or not UTF-8.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise InputError(str(path), "is not a regular file", "name a file")
+        with path.open("rb") as handle:
+            data = handle.read(limit + 1)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(str(path), f"cannot be read ({reason})", "name a readable file") from error
+    if len(data) > limit:
+        raise InputError(
+            str(path), f"is larger than {limit} bytes", "give the description of one machine"
+        )
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} byte {error.start}", "is not UTF-8 text", "save it as UTF-8"
+        ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` beside `path` and rename it into place; on failure nothing is left behind.
+
+    Raises:
+        InputError: the place cannot be written (no space, no permission, no such directory).
+    """
+    temporary: str | None = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        reason = error.strerror or str(error)
+        raise InputError(
+            str(path), f"cannot be written ({reason})", "choose a writable place with free space"
+        ) from error
+
+
+def decode_json(text: str, kind: type[T], *, where: str) -> T:
+    """Decode JSON into a msgspec type, strictly.
+
+    Raises:
+        InputError: not JSON, nested too deep, or not of `kind`; names the place in the document.
+    """
+    try:
+        return msgspec.json.decode(text.encode(), type=kind)
+    except RecursionError as error:
+        raise InputError(where, "is nested too deep", "give a file this program wrote") from error
+    except msgspec.MsgspecError as error:
+        raise InputError(
+            where, f"does not fit {kind.__name__} ({error})", "give a file this program wrote"
+        ) from error
+
+
+def encode_json(value: Any) -> str:
+    """Encode as indented JSON with a final newline; field order is the declared one."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"

@@ -1,0 +1,1 @@
+"""Measurements of transfer sets, where they come from and where they are kept."""

@@ -1,0 +1,1 @@
+"""Plans: rings, the settings that realise them, what to expect, and the proof."""

@@ -1,0 +1,1 @@
+"""What a runtime can be made to do, by which settings."""

@@ -1,0 +1,1 @@
+"""A BandwidthSource over machine models: everything it answers says it is simulated."""
