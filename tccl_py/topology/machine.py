@@ -122,6 +122,10 @@ class NvLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kind: Literal["nvlink", "xgmi", "c2c"] = "nvlink"
 
 
+PciDevice = PciBridge | Gpu | Nic
+Device = NumaNode | PciBridge | Gpu | Nic | NvSwitch
+
+
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """One node's structure: a PCI tree below NUMA nodes, NVLinks beside it.
 
@@ -143,15 +147,25 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """NVML indices in order."""
         return tuple(gpu.index for gpu in self.gpus)
 
+    @property
+    def pci_devices(self) -> tuple[PciDevice, ...]:
+        """Everything that hangs from a PCI parent."""
+        return (*self.bridges, *self.gpus, *self.nics)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Everything with an id."""
+        return (*self.numa_nodes, *self.bridges, *self.gpus, *self.nics, *self.nvswitches)
+
     @cached_property
     def parents(self) -> dict[str, str]:
         """Each PCI device's id -> the id it hangs from."""
-        return {device.id: device.parent for device in (*self.bridges, *self.gpus, *self.nics)}
+        return {device.id: device.parent for device in self.pci_devices}
 
     @cached_property
     def links(self) -> dict[str, PciLink]:
         """Each PCI device's id -> its link to its parent."""
-        return {device.id: device.link for device in (*self.bridges, *self.gpus, *self.nics)}
+        return {device.id: device.link for device in self.pci_devices}
 
     def ancestors(self, device: str) -> tuple[str, ...]:
         """Ids from `device`'s parent up to its NUMA node.
@@ -254,24 +268,25 @@ def _check_counts(machine: Machine, where: str) -> None:
         raise InputError(where, "has no NUMA node", "one <cpu> or NUMA node is the root")
     if not machine.gpus:
         raise InputError(where, "has no GPU", "a machine to plan for has at least one")
-    indices = [d.index for d in (*machine.numa_nodes, *machine.gpus, *machine.nics)]
-    if any(index < 0 for index in indices):
+    indexed: tuple[NumaNode | Gpu | Nic, ...] = (
+        *machine.numa_nodes,
+        *machine.gpus,
+        *machine.nics,
+    )
+    if any(device.index < 0 for device in indexed):
         raise InputError(where, "has a negative device index", "indices count from 0")
 
 
 def _check_ids(machine: Machine, where: str) -> None:
-    devices = (*machine.numa_nodes, *machine.bridges, *machine.gpus, *machine.nics)
-    for ids, kind in (
-        ([d.id for d in (*devices, *machine.nvswitches)], "device"),
-        ([d.bus_id for d in (*machine.bridges, *machine.gpus)], "bus id"),
-    ):
+    bus_ids = [b.bus_id for b in machine.bridges] + [g.bus_id for g in machine.gpus]
+    for ids, kind in (([d.id for d in machine.devices], "device"), (bus_ids, "bus id")):
         twice = _repeated(ids)
         if twice is not None:
             raise InputError(where, f"names {kind} {twice} twice", "every name is used once")
 
 
 def _check_tree(machine: Machine, where: str) -> None:
-    inner = {d.id for d in (*machine.numa_nodes, *machine.bridges)}
+    inner = {n.id for n in machine.numa_nodes} | {b.id for b in machine.bridges}
     for device, parent in machine.parents.items():
         if parent not in inner:
             raise InputError(
@@ -296,7 +311,7 @@ def _check_links(machine: Machine, where: str) -> None:
             raise InputError(where, f"{device} has link speed {speed}", "GT/s between 0 and 1000")
         if width is not None and not 0 < width <= 32:
             raise InputError(where, f"{device} has link width {width}", "1 to 32 lanes")
-    ends = {d.id for d in (*machine.gpus, *machine.nvswitches, *machine.numa_nodes)}
+    ends = {d.id for d in machine.devices if not isinstance(d, PciBridge | Nic)}
     for nvlink in machine.nvlinks:
         if nvlink.source not in ends or nvlink.target not in ends:
             raise InputError(

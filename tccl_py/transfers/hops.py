@@ -32,7 +32,7 @@ class HopSpace(msgspec.Struct, frozen=True, kw_only=True):
         """The hops from `source` to `target`, perhaps none."""
         return self.hops.get((source, target), ())
 
-    def __iter__(self) -> Iterator[Hop]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Hop]:
         for pair in sorted(self.hops):
             yield from self.hops[pair]
 

@@ -165,7 +165,8 @@ def _parse_place(text: str, where: str) -> Place:
     return Place(match["kind"], int(match["index"]), match["host"] or "")  # type: ignore[arg-type]
 
 
-def _transfer(source: Place, executor: Place, destination: Place, where: str) -> Transfer:
+def _transfer(places: list[Place], where: str) -> Transfer:
+    source, executor, destination = places
     for end in (source, destination):
         if end.kind not in "GCN":
             raise InputError(where, f"{end} holds no bytes", "bytes lie in G, C or N places")
@@ -228,9 +229,9 @@ def parse_flow(text: str) -> Flow:
         raise InputError(where, "the options do not end", "close them with }")
     places = [_parse_place(part, where) for part in body.split("->")]
     if len(places) == 3:
-        transfers: tuple[Transfer, ...] = (_transfer(*places, where),)
+        transfers: tuple[Transfer, ...] = (_transfer(places, where),)
     elif len(places) == 5:
-        transfers = (_transfer(*places[:3], where), _transfer(*places[2:], where))
+        transfers = (_transfer(places[:3], where), _transfer(places[2:], where))
         if [p.kind for p in (places[0], places[2], places[4])] != ["G", "C", "G"]:
             raise InputError(where, "is no bounce", "a bounce goes GPU, host memory, GPU")
         if transfers[0].executor.index != places[0].index or (
