@@ -1,0 +1,81 @@
+"""The measurement journal."""
+
+import msgspec
+import pytest
+
+from tccl_py.errors import InputError
+from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.measurements.measurement import BandwidthSource, Measurement
+from tccl_py.transfers.transfer import parse_set
+
+HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
+ONE, TWO = parse_set("G0->G0->G1"), parse_set("G1->G1->G0")
+
+
+class Counting:
+    simulated = True
+
+    def __init__(self):
+        self.calls = []
+
+    def measure(self, sets):
+        self.calls += [str(one) for one in sets]
+        return [
+            Measurement(transfers=str(s), samples_gbps=((1.5, 2.0),) * len(s), simulated=True)
+            for s in sets
+        ]
+
+
+def test_a_resumed_run_measures_nothing_twice(tmp_path):
+    source, path = Counting(), tmp_path / "m.jsonl"
+    with JournalledSource(source, path, HEADER) as journal:
+        first = journal.measure([ONE])
+    with JournalledSource(source, path, HEADER) as journal:
+        assert journal.measure([ONE, TWO])[0] == first[0]
+        assert journal.answered_from_journal == 1
+        assert isinstance(journal, BandwidthSource)
+    assert source.calls == [str(ONE), str(TWO)]
+
+
+def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(tmp_path):
+    source, path = Counting(), tmp_path / "m.jsonl"
+    with JournalledSource(source, path, HEADER) as journal:
+        journal.measure([ONE, TWO])
+    path.write_bytes(path.read_bytes()[:-9])
+    with JournalledSource(source, path, HEADER) as journal:
+        assert journal.notices[0].endswith("dropped a torn last line of 91 characters")
+        journal.measure([ONE, TWO])
+    assert source.calls == [str(ONE), str(TWO), str(TWO)]
+    assert len(read_journal(path).measurements) == 2
+
+
+def test_every_set_is_on_disk_as_soon_as_it_is_measured(tmp_path):
+    path = tmp_path / "m.jsonl"
+    journal = JournalledSource(Counting(), path, HEADER)
+    journal.measure([ONE])
+    assert list(read_journal(path).measurements) == [str(ONE)]
+    journal.close()
+
+
+@pytest.mark.parametrize("change", [{"machine": "other"}, {"identity": "x"}, {"simulated": False}])
+def test_a_journal_of_another_machine_is_refused_by_name(tmp_path, change):
+    path = tmp_path / "m.jsonl"
+    JournalledSource(Counting(), path, HEADER).close()
+    with pytest.raises(InputError, match=r"belongs to machine toy .*use a new output directory"):
+        JournalledSource(Counting(), path, msgspec.structs.replace(HEADER, **change))
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "m.jsonl"
+    with JournalledSource(Counting(), path, HEADER) as journal:
+        journal.measure([ONE, TWO])
+    lines = path.read_text().split("\n")
+    path.write_text("\n".join([lines[0], lines[1][:-5], lines[2], ""]))
+    with pytest.raises(InputError, match=r"m\.jsonl:2: does not fit Measurement"):
+        read_journal(path)
+
+
+def test_a_file_without_header_is_no_journal(tmp_path):
+    (tmp_path / "m.jsonl").write_text("{}")
+    with pytest.raises(InputError, match="has no header line"):
+        read_journal(tmp_path / "m.jsonl")

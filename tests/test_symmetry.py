@@ -1,0 +1,80 @@
+"""Automorphisms of machines."""
+
+import itertools
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.topology.knowledge import HiddenLink, Knowledge, PeerAccess
+from tccl_py.topology.machine import toy_machine
+from tccl_py.topology.symmetry import automorphisms, keeping, no_symmetry
+
+
+def brute_force_order(graph, gpus):
+    """Distinct GPU permutations that extend to an automorphism, by listing all isomorphisms."""
+    matcher = nx.algorithms.isomorphism.GraphMatcher(
+        graph,
+        graph,
+        node_match=lambda a, b: a["colour"] == b["colour"],
+        edge_match=lambda a, b: a["colour"] == b["colour"],
+    )
+    return len({tuple(m[g] for g in gpus) for m in matcher.isomorphisms_iter()})
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 3))
+def test_the_order_equals_brute_force_on_small_machines(gpus, numa, per_switch):
+    machine = toy_machine(gpus=gpus, numa_nodes=min(numa, gpus), per_switch=per_switch)
+    expected = brute_force_order(machine.graph, [g.id for g in machine.gpus])
+    symmetry = automorphisms(machine)
+    assert symmetry.order == expected
+    assert len(np.unique(symmetry.elements[:, :gpus], axis=0)) == expected
+
+
+def test_listed_elements_are_closed_under_composition():
+    elements = automorphisms(toy_machine(gpus=4, numa_nodes=2)).elements
+    rows = {tuple(row) for row in elements.tolist()}
+    for one, other in itertools.product(elements, repeat=2):
+        assert tuple(one[other].tolist()) in rows
+
+
+def test_a_hidden_link_breaks_the_symmetry_it_breaks():
+    machine = toy_machine(gpus=8, numa_nodes=1, per_switch=2)
+    switches = [b.id for b in machine.bridges]
+    link = HiddenLink(one=switches[0], other=switches[1], provenance="assumed")
+    assert automorphisms(machine).order == 2**4 * 24
+    assert automorphisms(machine, Knowledge(hidden_links=(link,))).order == 2**4 * 4
+
+
+def test_a_pair_without_peer_access_is_told_apart_by_direction():
+    machine = toy_machine(gpus=3)
+    fact = PeerAccess(source=0, target=1, supported=False, provenance="reported")
+    assert automorphisms(machine, Knowledge(peer_access=(fact,))).order == 1
+
+
+def test_only_relabellings_that_keep_the_chosen_gpus_count():
+    machine = toy_machine(gpus=4, numa_nodes=2)
+    assert automorphisms(machine, gpus=(0, 2, 3)).order == 2
+
+
+def test_a_large_group_is_counted_in_full_and_listed_in_part():
+    symmetry = automorphisms(toy_machine(gpus=16, numa_nodes=1, per_switch=4))
+    assert symmetry.order == 24**4 * 24
+    assert 1 < len(symmetry.elements) <= 50_000
+    assert (symmetry.elements[0] == np.arange(17)).all()
+
+
+def test_a_subgroup_keeps_the_identity():
+    symmetry = automorphisms(toy_machine(gpus=3))
+    kept = keeping(symmetry, np.zeros(6, dtype=bool))
+    assert kept.is_trivial
+    assert no_symmetry(toy_machine(gpus=3)).is_trivial
+
+
+@pytest.mark.parametrize("count", [8, 16, 64])
+def test_large_machines_are_quick(count):
+    symmetry = automorphisms(toy_machine(gpus=count, numa_nodes=2, per_switch=4))
+    assert symmetry.order > 1
