@@ -43,7 +43,7 @@ def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(tmp_path):
         journal.measure([ONE, TWO])
     path.write_bytes(path.read_bytes()[:-9])
     with JournalledSource(source, path, HEADER) as journal:
-        assert journal.notices[0].endswith("dropped a torn last line of 91 characters")
+        assert journal.notices[0].endswith("dropped a torn last line of 120 characters")
         journal.measure([ONE, TWO])
     assert source.calls == [str(ONE), str(TWO), str(TWO)]
     assert len(read_journal(path).measurements) == 2

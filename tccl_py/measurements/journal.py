@@ -7,6 +7,7 @@ samples. Every line is flushed as it is written; a torn last line is dropped wit
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -37,11 +38,12 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class JournalContents(msgspec.Struct, frozen=True, kw_only=True):
     """What a journal file holds; `notices` are sentences for the user.
 
+    A set may have been measured several times; its list keeps the order.
     `whole_bytes` is the length of the file up to its last whole line.
     """
 
     header: JournalHeader
-    measurements: dict[str, Measurement]
+    measurements: dict[str, list[Measurement]]
     notices: tuple[str, ...]
     whole_bytes: int
 
@@ -64,10 +66,10 @@ def read_journal(path: Path) -> JournalContents:
             f"has format version {header.format_version}",
             f"this program reads version {FORMAT_VERSION}",
         )
-    measurements = {}
+    measurements: dict[str, list[Measurement]] = {}
     for number, line in enumerate(lines[1:], start=2):
         measurement = decode_json(line, Measurement, where=f"{path}:{number}")
-        measurements[measurement.transfers] = measurement
+        measurements.setdefault(measurement.transfers, []).append(measurement)
     notices = (f"{path}: dropped a torn last line of {len(torn)} characters",) if torn else ()
     return JournalContents(
         header=header,
@@ -82,7 +84,7 @@ class JournalledSource:
 
     def __init__(self, source: BandwidthSource, path: Path, header: JournalHeader) -> None:
         self._source = source
-        self._known: dict[str, Measurement] = {}
+        self._known: dict[str, list[Measurement]] = {}
         self.notices: tuple[str, ...] = ()
         self.answered_from_journal = 0
         if path.exists() and path.stat().st_size:
@@ -120,19 +122,23 @@ class JournalledSource:
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set from the journal or, once, by the source.
 
+        A set that is listed twice in one call is wanted twice: it gets two measurements.
+
         Raises:
             MeasurementError: as the source behind it.
         """
-        answers = []
+        answers, wanted = [], Counter[str]()
         for one in sets:
             key = str(one)
-            if key in self._known:
+            known = self._known.setdefault(key, [])
+            if wanted[key] < len(known):
                 self.answered_from_journal += 1
             else:
                 (measurement,) = self._source.measure([one])
-                self._known[key] = measurement
+                known.append(measurement)
                 self._append(measurement)
-            answers.append(self._known[key])
+            answers.append(known[wanted[key]])
+            wanted[key] += 1
         return answers
 
     def __enter__(self) -> JournalledSource:

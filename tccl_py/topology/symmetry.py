@@ -96,8 +96,9 @@ class _Level(msgspec.Struct, frozen=True):
 
 
 def _points(machine: Machine) -> tuple[str, ...]:
-    devices = (*machine.gpus, *machine.numa_nodes, *machine.nics)
-    return tuple(device.id for device in devices)
+    gpus = tuple(gpu.id for gpu in machine.gpus)
+    nodes = tuple(node.id for node in machine.numa_nodes)
+    return (*gpus, *nodes, *(nic.id for nic in machine.nics))
 
 
 def _coloured_graph(machine: Machine, knowledge: Knowledge, gpus: Sequence[int] | None) -> nx.Graph:
