@@ -1,0 +1,62 @@
+"""What one flow's executors reach by themselves: thread blocks, FIFO windows, copy engines."""
+
+from __future__ import annotations
+
+from tccl_py.simulator.figures import Figures
+from tccl_py.simulator.model import ExecutorLimit, Figure
+from tccl_py.simulator.routes import Leg, Network
+from tccl_py.transfers.transfer import Flow
+
+
+def applies(limit: ExecutorLimit, network: Network, flow: Flow, legs: tuple[Leg, ...]) -> bool:
+    """Whether a limit speaks of this flow; of a bounce, whether of either half."""
+    if (limit.path == "bounce") != flow.is_bounce:
+        return False
+    return any(
+        leg.executor == limit.executor
+        and limit.operation in ("any", leg.operation)
+        and limit.over in ("any", _over(network, leg))
+        for leg in legs
+    )
+
+
+def _over(network: Network, leg: Leg) -> str:
+    kinds = {network.kinds[edge] for edge in leg.edges}
+    return "nvlink" if kinds <= {"nvlink", "xgmi", "c2c"} else "pci"
+
+
+def figures_used(limit: ExecutorLimit, flow: Flow) -> tuple[Figure, ...]:
+    """The figures behind `flow_cap`: a flow that names no blocks asks for the ceiling only."""
+    used = [limit.ceiling]
+    if _blocks(limit, flow) is not None:
+        used += [limit.per_block, limit.latency_us if flow.is_bounce else None]
+    return tuple(figure for figure in used if figure is not None)
+
+
+def flow_cap(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
+    """The rate in GB/s at which the executor gives out; inf if the limit says nothing of it."""
+    ceiling = figures.value(limit.ceiling) if limit.ceiling is not None else float("inf")
+    blocks = _blocks(limit, flow)
+    if blocks is None or limit.per_block is None:
+        return ceiling
+    together = blocks * _block_rate(limit, figures, flow)
+    # Scaled by the smaller of the two, so that powers neither overflow nor vanish.
+    small, large = sorted((together, ceiling))
+    bend: float = (1.0 + (small / large) ** limit.sharpness) ** (-1.0 / limit.sharpness)
+    return small * bend
+
+
+def _blocks(limit: ExecutorLimit, flow: Flow) -> int | None:
+    return 1 if limit.executor == "copy_engine" else flow.blocks
+
+
+def _block_rate(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
+    assert limit.per_block is not None
+    rate = figures.value(limit.per_block)
+    if limit.latency_us is None or flow.fifo is None:
+        return rate
+    size = flow.fifo.bytes
+    if limit.executor == "copy_engine":
+        size = max(1, size // flow.fifo.slots)
+    # 1 GB/s is 1000 bytes a microsecond.
+    return size / (figures.value(limit.latency_us) + size / (rate * 1000.0)) / 1000.0

@@ -1,0 +1,205 @@
+"""Routes: which links a transfer goes over, and what it is to capacities and rules."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Literal
+
+import msgspec
+
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.simulator.model import Key, MachineModel
+from tccl_py.topology.machine import Machine
+from tccl_py.transfers.transfer import Flow, Place, Transfer
+
+Edge = tuple[str, str]
+"""A link in one direction, from device to device."""
+
+_COST = {"nvlink": 0.1, "xgmi": 0.1, "c2c": 0.1, "hidden": 1.0, "pci": 1.0, "smp": 1.0}
+"""NVLink wins over PCI where it exists; else the path over the fewest links does."""
+
+
+class Leg(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One transfer with its route and everything that capacities and rules ask about it.
+
+    `keys` has the devices for each grouping key; a key that does not apply is absent:
+    source_gpu: the GPU that the bytes come from;
+    source_uplink: the device at the root port where the route goes up into a CPU;
+    destination_root: the device at the root port where the bytes come down again. Bytes that end
+        in host memory count as going there; in a bounce, as going to the root port of the GPU
+        that will read them, since each reader's buffers are its own;
+    memory: the NUMA node whose memory is one end;
+    executor_gpu: the GPU whose SMs or copy engine move the bytes.
+    """
+
+    edges: tuple[Edge, ...]
+    operation: Literal["write", "read"]
+    path: Literal["peer", "host", "bounce", "network"]
+    crosses: Literal["socket", "numa", "nothing"]
+    memory: Literal["own", "other", ""]
+    executor: Literal["kernel", "copy_engine"]
+    keys: dict[Key, str]
+
+
+class Network:
+    """The links of a model's machine, hidden ones included, and shortest paths over them."""
+
+    def __init__(self, model: MachineModel) -> None:
+        self.model = model
+        self.machine: Machine = model.machine
+        self.kinds: dict[Edge, str] = {}
+        for one, other, kind in self.machine.graph.edges(data="kind"):
+            self._add(one, other, kind)
+        for hidden in model.knowledge.hidden_links:
+            self._add(hidden.one, hidden.other, "hidden")
+        self._neighbours: dict[str, list[str]] = {}
+        for one, other in sorted(self.kinds):
+            self._neighbours.setdefault(one, []).append(other)
+        self._sockets = {node.id: node.socket for node in self.machine.numa_nodes}
+        self._paths: dict[str, dict[str, str]] = {}
+
+    def _add(self, one: str, other: str, kind: str) -> None:
+        self.kinds[one, other] = self.kinds[other, one] = kind
+
+    def between_sockets(self, edge: Edge) -> bool:
+        """Whether a link joins two sockets; NUMA nodes of unknown socket are on one each."""
+        if self.kinds[edge] != "smp":
+            return False
+        one, other = (self._sockets[end] for end in edge)
+        return one is None or other is None or one != other
+
+    def path(self, source: str, destination: str) -> tuple[Edge, ...]:
+        """The links from one device to another, in order.
+
+        Raises:
+            MeasurementError: nothing joins them.
+        """
+        if source not in self._paths:
+            self._paths[source] = self._search(source)
+        previous = self._paths[source]
+        if destination not in previous:
+            raise MeasurementError(f"no link leads from {source} to {destination}")
+        edges: list[Edge] = []
+        while destination != source:
+            edges.append((previous[destination], destination))
+            destination = previous[destination]
+        return tuple(reversed(edges))
+
+    def _search(self, source: str) -> dict[str, str]:
+        """Dijkstra from `source`; GPUs and NICs end paths and forward nothing."""
+        costs = {source: 0.0}
+        previous: dict[str, str] = {}
+        queue = [(0.0, source)]
+        while queue:
+            cost, device = heapq.heappop(queue)
+            if cost > costs[device] or (device != source and device[0] in "GN"):
+                continue
+            for neighbour in self._neighbours.get(device, ()):
+                further = cost + _COST[self.kinds[device, neighbour]]
+                if further < costs.get(neighbour, float("inf")):
+                    costs[neighbour] = further
+                    previous[neighbour] = device
+                    heapq.heappush(queue, (further, neighbour))
+        return previous
+
+
+def legs_of(network: Network, flow: Flow) -> tuple[Leg, ...]:
+    """The legs of a flow: one, or a bounce's two.
+
+    Raises:
+        InputError: the machine has no such GPU, NUMA node or NIC.
+        MeasurementError: another host, or direct access between GPUs that do not have it.
+    """
+    return tuple(_leg(network, flow, transfer) for transfer in flow.transfers)
+
+
+def _leg(network: Network, flow: Flow, transfer: Transfer) -> Leg:
+    source, destination = (_device(network, p) for p in (transfer.source, transfer.destination))
+    _device(network, transfer.executor)
+    if transfer.source.kind == transfer.destination.kind == "G":
+        _check_access(network, transfer)
+    edges = network.path(source, destination)
+    return Leg(
+        edges=edges,
+        operation=transfer.operation,
+        path=_path_kind(flow, transfer),
+        crosses=_crossing(network, edges),
+        memory=_memory(network.machine, transfer),
+        executor="copy_engine" if transfer.uses_copy_engine else "kernel",
+        keys=_keys(network, flow, transfer, edges),
+    )
+
+
+def _device(network: Network, place: Place) -> str:
+    if place.host:
+        raise MeasurementError(
+            f"{place} is on another host; the simulator simulates one, so leave {place.host}. out"
+        )
+    device = f"{'G' if place.kind == 'D' else place.kind}{place.index}"
+    if device not in network.machine.graph:
+        alike = [name for name in network.machine.graph if name[0] == device[0]]
+        known = [name for name in alike if name[1:].isdigit()]
+        raise InputError(
+            str(place),
+            f"is not in machine {network.machine.name}",
+            f"it has {', '.join(known) or 'none of this kind'}",
+        )
+    return device
+
+
+def _check_access(network: Network, transfer: Transfer) -> None:
+    source, target = transfer.source.index, transfer.destination.index
+    # A write needs the sender to reach the receiver's memory; a read the other way round.
+    reach = (source, target) if transfer.operation == "write" else (target, source)
+    if not network.model.knowledge.can_access(network.machine, *reach):
+        raise MeasurementError(
+            f"{transfer}: GPU {reach[0]} has no direct access to GPU {reach[1]} on "
+            f"{network.machine.name}; bounce through host memory instead"
+        )
+
+
+def _path_kind(flow: Flow, transfer: Transfer) -> Literal["peer", "host", "bounce", "network"]:
+    kinds = transfer.source.kind + transfer.destination.kind
+    if flow.is_bounce:
+        return "bounce"
+    if "N" in kinds:
+        return "network"
+    return "host" if "C" in kinds else "peer"
+
+
+def _crossing(network: Network, edges: tuple[Edge, ...]) -> Literal["socket", "numa", "nothing"]:
+    smp = [edge for edge in edges if network.kinds[edge] == "smp"]
+    if any(network.between_sockets(edge) for edge in smp):
+        return "socket"
+    return "numa" if smp else "nothing"
+
+
+def _memory(machine: Machine, transfer: Transfer) -> Literal["own", "other", ""]:
+    for end in (transfer.source, transfer.destination):
+        if end.kind == "C":
+            own = machine.numa_of(f"G{transfer.executor.index}")
+            return "own" if end.index == own else "other"
+    return ""
+
+
+def _keys(
+    network: Network, flow: Flow, transfer: Transfer, edges: tuple[Edge, ...]
+) -> dict[Key, str]:
+    keys: dict[Key, str] = {"executor_gpu": f"G{transfer.executor.index}"}
+    if transfer.source.kind == "G":
+        keys["source_gpu"] = str(transfer.source)
+    for end in (transfer.source, transfer.destination):
+        if end.kind == "C":
+            keys["memory"] = str(end)
+    for one, other in edges:
+        if network.kinds[one, other] == "pci" and other[0] == "C":
+            keys["source_uplink"] = one
+        if network.kinds[one, other] == "pci" and one[0] == "C":
+            keys["destination_root"] = other
+    if transfer.destination.kind == "C":
+        keys["destination_root"] = str(transfer.destination)
+        if flow.is_bounce:
+            reader = network.path(str(transfer.destination), str(flow.destination))
+            ports = [b for a, b in reader if a[0] == "C" and b[0] != "C"]
+            keys["destination_root"] = ports[0]
+    return keys

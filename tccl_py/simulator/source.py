@@ -1,0 +1,85 @@
+"""The simulator: a BandwidthSource that answers from a machine model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from tccl_py.errors import InputError
+from tccl_py.measurements.measurement import Measurement
+from tccl_py.simulator.engine import Engine
+from tccl_py.simulator.model import MachineModel
+from tccl_py.simulator.parameters import Parameters, bundled_parameters
+from tccl_py.transfers.transfer import TransferSet
+
+NOISY_REPEATS = 9
+"""Repeats of a noisy measurement where none are asked for; without noise one says it all."""
+
+
+class Simulator:
+    """Answers transfer sets from `model`; every answer says it is simulated.
+
+    Args:
+        model: the machine and what its parts carry.
+        noise: standard deviation of a sample in log terms, 0.05 being about 5 %.
+        seed: the same seed gives a set the same samples, whatever was asked before.
+        repeats: samples a flow; 1 without noise, else 9, unless given.
+        parameters: values of the shared parameters, the bundled ones unless given.
+
+    Raises:
+        InputError: noise, seed or repeats out of range.
+    """
+
+    simulated = True
+
+    def __init__(
+        self,
+        model: MachineModel,
+        *,
+        noise: float = 0.0,
+        seed: int = 0,
+        repeats: int | None = None,
+        parameters: Parameters | None = None,
+    ) -> None:
+        # The comparison is written so that NaN fails it.
+        if not 0.0 <= noise <= 1.0:
+            raise InputError("noise", f"is {noise}", "0 to 1, the standard deviation of a sample")
+        self.repeats = repeats if repeats is not None else (NOISY_REPEATS if noise else 1)
+        if not 1 <= self.repeats <= 10_000:
+            raise InputError("repeats", f"are {self.repeats}", "1 to 10000 samples a flow")
+        self.model = model
+        self.noise = noise
+        self.seed = seed
+        self._engine = Engine(model, parameters or bundled_parameters())
+
+    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
+        """Answer each set, in the order given.
+
+        Raises:
+            InputError: a set names a place the machine does not have.
+            MeasurementError: a set cannot run: another host, no direct access, no known figure.
+        """
+        return [self._measure(one) for one in sets]
+
+    def _measure(self, transfers: TransferSet) -> Measurement:
+        rates = self._engine.rates(transfers)
+        return Measurement(
+            transfers=str(transfers),
+            samples_gbps=self._samples(str(transfers), rates.gbps),
+            simulated=True,
+            assumed=rates.assumed,
+            source=f"simulator:{self.model.name}",
+        )
+
+    def _samples(self, text: str, gbps: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
+        if not self.noise:
+            return tuple((rate,) * self.repeats for rate in gbps)
+        digest = hashlib.blake2b(f"{self.seed} {text}".encode(), digest_size=16).digest()
+        generator = np.random.default_rng(int.from_bytes(digest, "big"))
+        factors = np.exp(generator.normal(0.0, self.noise, (len(gbps), self.repeats)))
+        return tuple(
+            tuple(float(rate * factor) for factor in row)
+            for rate, row in zip(gbps, factors, strict=True)
+        )
