@@ -1,0 +1,132 @@
+"""Upper bounds on the rate of a set of hops, from everything that has been measured.
+
+Adding transfers never helps, so the rate of any subset, or of a symmetric image of one, bounds a
+set. Single hops and pairs are looked up in a vector and a matrix; larger subsets ("patterns") are
+bit masks, one bit for each copy of a hop that a set may hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tccl_py.search.hop_index import HopIndex
+
+Floats = npt.NDArray[np.float64]
+Masks = npt.NDArray[np.uint64]
+
+
+class Bounds:
+    """What is known about the hops of one index, for ring sets of `copies` rings.
+
+    `version` grows with every new pattern or pair, so that older states know to ask again.
+    """
+
+    def __init__(self, index: HopIndex, *, copies: int) -> None:
+        count = len(index.hops)
+        self._index = index
+        self._copies = copies
+        self._words = -(-count * copies // 64)
+        self.single: Floats = np.full(count, np.inf)
+        self.pair: Floats = np.full((count, count), np.inf)
+        self.pair_known = np.zeros((count, count), dtype=bool)
+        self._masks: Masks = np.zeros((0, self._words), dtype=np.uint64)
+        self._rates: Floats = np.zeros(0)
+        self._with_hop: list[npt.NDArray[np.int64] | None] = [None] * count
+        self.version = 0
+
+    def learn(self, hops: Sequence[int], upper: float) -> None:
+        """Take in an upper bound on the rate of `hops`, for all symmetric images as well."""
+        orbit = self._index.orbit(hops)
+        self.version += 1
+        if len(hops) == 1:
+            self.single[orbit[:, 0]] = np.minimum(self.single[orbit[:, 0]], upper)
+            limit = np.minimum(self.single[:, None], self.single[None, :])
+            np.minimum(self.pair, limit, out=self.pair)
+        elif len(hops) == 2:
+            for one, other in ((0, 1), (1, 0)):
+                cells = (orbit[:, one], orbit[:, other])
+                self.pair[cells] = np.minimum(self.pair[cells], upper)
+                self.pair_known[cells] = True
+        else:
+            self._learn_pattern(orbit, upper)
+
+    def _learn_pattern(self, orbit: npt.NDArray[np.int32], upper: float) -> None:
+        masks = np.stack([self.mask(row) for row in orbit.tolist()])
+        self._masks = np.concatenate([self._masks, masks])
+        self._rates = np.concatenate([self._rates, np.full(len(masks), upper)])
+        self._with_hop = [None] * len(self._index.hops)
+
+    def mask(self, hops: Sequence[int]) -> Masks:
+        """The bits of these hops: the second copy of a hop has a bit of its own."""
+        bits = np.zeros(self._words, dtype=np.uint64)
+        for hop, count in Counter(hops).items():
+            for copy in range(min(count, self._copies)):
+                bit = hop * self._copies + copy
+                bits[bit // 64] |= np.uint64(1 << (bit % 64))
+        return bits
+
+    def pattern_bound(self, hops: Sequence[int], newest: int | None = None) -> float:
+        """Least rate of the patterns inside `hops`; only those with `newest`, if that is given."""
+        if not len(self._rates):
+            return float("inf")
+        rows = slice(None) if newest is None else self._rows_with(newest)
+        inside = ~(self._masks[rows] & ~self.mask(hops)).any(axis=1)
+        return float(self._rates[rows][inside].min(initial=np.inf))
+
+    def _rows_with(self, hop: int) -> npt.NDArray[np.int64]:
+        rows = self._with_hop[hop]
+        if rows is None:
+            first = hop * self._copies
+            word = self._masks[:, first // 64] >> np.uint64(first % 64)
+            rows = np.flatnonzero(word & np.uint64(1))
+            self._with_hop[hop] = rows
+        return rows
+
+    def bound(self, hops: Sequence[int]) -> float:
+        """Upper bound on the rate of `hops` together, GB/s."""
+        numbers = np.fromiter(hops, dtype=np.int64)
+        least = float(self.single[numbers].min(initial=np.inf))
+        pairs = self.pair[np.ix_(numbers, numbers)].copy()
+        # A hop is paired with itself only if the set holds it twice.
+        counts = np.bincount(numbers, minlength=len(self.single))[numbers]
+        np.fill_diagonal(pairs, np.where(counts > 1, np.diagonal(pairs), np.inf))
+        least = min(least, float(pairs.min(initial=np.inf)))
+        return min(least, self.pattern_bound(hops))
+
+    def bounds_of_many(self, sets: npt.NDArray[np.int64]) -> Floats:
+        """Upper bound for each row of hop numbers (rows equally long, each sorted), GB/s."""
+        least: Floats = self.single[sets].min(axis=1)
+        width = sets.shape[1]
+        for i in range(width):
+            for j in range(i + 1, width):
+                np.minimum(least, self.pair[sets[:, i], sets[:, j]], out=least)
+        if len(self._rates) and width > 2:
+            masks = self._masks_of_many(sets)
+            for mask, rate in zip(self._masks, self._rates, strict=True):
+                inside = ~(mask & ~masks).any(axis=1)
+                least[inside] = np.minimum(least[inside], rate)
+        return least
+
+    def _masks_of_many(self, sets: npt.NDArray[np.int64]) -> Masks:
+        masks = np.zeros((len(sets), self._words), dtype=np.uint64)
+        rows = np.arange(len(sets))
+        copy = np.zeros(len(sets), dtype=np.int64)
+        for column in range(sets.shape[1]):
+            if column:
+                same = sets[:, column] == sets[:, column - 1]
+                copy = np.where(same, copy + 1, 0)
+            bit = sets[:, column] * self._copies + np.minimum(copy, self._copies - 1)
+            masks[rows, bit // 64] |= np.uint64(1) << (bit % 64).astype(np.uint64)
+        return masks
+
+    def alongside(self, hops: Sequence[int]) -> Floats:
+        """For every hop: upper bound on its rate beside `hops`, from singles and pairs, GB/s."""
+        if not hops:
+            return self.single
+        beside: Floats = self.pair[list(hops)].min(axis=0)
+        np.minimum(beside, self.single, out=beside)
+        return beside

@@ -1,0 +1,138 @@
+"""Hops as small integers, so that bounds and symmetries are array operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tccl_py.topology.symmetry import Permutation, Symmetry
+from tccl_py.transfers.hops import Hop, HopSpace, Ring, RingSet, ring, ring_set
+from tccl_py.transfers.transfer import Flow, Place, Transfer, TransferSet, transfer_set
+
+Hops = tuple[int, ...]
+"""Hop numbers, ascending; a number that comes twice is a hop that two rings take."""
+
+
+class HopIndex:
+    """Numbers the hops of a space in the order of their text, which all spaces share.
+
+    `pair[i, j]` lists the numbers of the hops from the i-th to the j-th GPU, padded with -1.
+    `images[e, h]` is the hop that the e-th symmetry element takes hop h to; `inside` tells which
+    elements are among them: those that take every hop to a hop of the space.
+    """
+
+    def __init__(self, space: HopSpace, symmetry: Symmetry) -> None:
+        self.space = space
+        self.gpus = space.gpus
+        self.hops: tuple[Hop, ...] = tuple(sorted(space, key=lambda hop: str(hop.flow)))
+        self.number = {hop: number for number, hop in enumerate(self.hops)}
+        position = {gpu: i for i, gpu in enumerate(self.gpus)}
+        self.source = np.array([position[hop.source] for hop in self.hops])
+        self.target = np.array([position[hop.target] for hop in self.hops])
+        self.bounces = np.array([hop.flow.is_bounce for hop in self.hops])
+        self.pair = self._pairs()
+        self.symmetry = symmetry
+        table = self._images(symmetry)
+        self.inside: npt.NDArray[np.bool_] = np.logical_and.reduce(table >= 0, axis=1)
+        self.images: npt.NDArray[np.int32] = table[self.inside]
+
+    def _pairs(self) -> npt.NDArray[np.int64]:
+        count = len(self.gpus)
+        cells: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(count)]
+        for number in range(len(self.hops)):
+            cells[self.source[number]][self.target[number]].append(number)
+        width = max((len(cell) for row in cells for cell in row), default=1)
+        table = np.full((count, count, max(width, 1)), -1)
+        for i, row in enumerate(cells):
+            for j, cell in enumerate(row):
+                table[i, j, : len(cell)] = cell
+        return table
+
+    def _images(self, symmetry: Symmetry) -> npt.NDArray[np.int32]:
+        """For each element and hop the hop it becomes, -1 if the space lacks that."""
+        points = {point: i for i, point in enumerate(symmetry.points)}
+        places = [_touched(hop.flow) for hop in self.hops]
+        by_shape = {
+            (_shape(hop.flow), touched): number
+            for number, (hop, touched) in enumerate(zip(self.hops, places, strict=True))
+        }
+        columns = []
+        for hop, touched in zip(self.hops, places, strict=True):
+            shape = _shape(hop.flow)
+            moved = symmetry.elements[:, [points[name] for name in touched]]
+            unique, inverse = np.unique(moved, axis=0, return_inverse=True)
+            names = [tuple(symmetry.points[i] for i in row) for row in unique]
+            numbers = np.array([by_shape.get((shape, name), -1) for name in names], dtype=np.int32)
+            columns.append(numbers[inverse.reshape(-1)])
+        return np.stack(columns, axis=1)
+
+    @cached_property
+    def gpu_positions(self) -> npt.NDArray[np.int64]:
+        """0 .. number of GPUs - 1."""
+        return np.arange(len(self.gpus))
+
+    def transfer_set(self, hops: Sequence[int]) -> TransferSet:
+        """The flows of these hops, all together."""
+        return transfer_set(self.hops[number].flow for number in hops)
+
+    def canonical(self, hops: Sequence[int]) -> Hops:
+        """The smallest image of these hops under the symmetry."""
+        images = np.sort(self.images[:, list(hops)], axis=1)
+        for column in range(images.shape[1]):
+            images = images[images[:, column] == images[:, column].min()]
+        return tuple(int(number) for number in images[0])
+
+    def orbit(self, hops: Sequence[int]) -> npt.NDArray[np.int32]:
+        """All distinct images of these hops, one sorted row each."""
+        return np.unique(np.sort(self.images[:, list(hops)], axis=1), axis=0)
+
+    def rings(self, sequences: Sequence[Sequence[int]]) -> RingSet:
+        """The ring set of these sequences of hop numbers."""
+        return ring_set([self.ring(sequence) for sequence in sequences])
+
+    def ring(self, sequence: Sequence[int]) -> Ring:
+        """The ring of one sequence of hop numbers."""
+        return ring([self.hops[number] for number in sequence])
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    """A flow without its device numbers."""
+
+    kinds: tuple[str, ...]
+    blocks: int | None
+    fifo: str
+
+
+def _ends(transfer: Transfer) -> tuple[Place, Place, Place]:
+    return (transfer.source, transfer.executor, transfer.destination)
+
+
+def _touched(flow: Flow) -> tuple[str, ...]:
+    """Points of the symmetry that a flow names; a copy engine moves with its GPU."""
+    places = [place for transfer in flow.transfers for place in _ends(transfer)]
+    return tuple(f"{'G' if p.kind == 'D' else p.kind}{p.index}" for p in places)
+
+
+def _shape(flow: Flow) -> _Shape:
+    kinds = tuple(place.kind for transfer in flow.transfers for place in _ends(transfer))
+    return _Shape(kinds, flow.blocks, str(flow.fifo))
+
+
+def relabelled(flow: Flow, permutation: Permutation) -> Flow:
+    """The flow that a relabelling of the machine's devices makes of this one.
+
+    >>> from tccl_py.transfers.transfer import direct_write
+    >>> str(relabelled(direct_write(0, 1), {"G0": "G3", "G1": "G2"}))
+    'G3->G3->G2'
+    """
+
+    def moved(place: Place) -> Place:
+        name = f"{'G' if place.kind == 'D' else place.kind}{place.index}"
+        return Place(place.kind, int(permutation[name][1:]), place.host)
+
+    transfers = tuple(Transfer(*(moved(place) for place in _ends(t))) for t in flow.transfers)
+    return Flow(transfers, flow.blocks, flow.fifo)

@@ -1,0 +1,73 @@
+"""The best ring set so far, and those so close that noise may have misjudged them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tccl_py.search.hop_index import HopIndex
+
+Sequences = tuple[tuple[int, ...], ...]
+
+MAX_FINALISTS = 12
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A measured ring set: one sequence of hop numbers a ring, and its score in GB/s."""
+
+    score: float
+    index: HopIndex
+    sequences: Sequences
+
+    @property
+    def hops(self) -> tuple[int, ...]:
+        """All hops of all rings."""
+        return tuple(hop for sequence in self.sequences for hop in sequence)
+
+    @property
+    def bounces(self) -> int:
+        """How many of the hops bounce."""
+        return int(self.index.bounces[list(self.hops)].sum())
+
+
+class Incumbent:
+    """Keeps the best candidate and a few runners-up."""
+
+    def __init__(self) -> None:
+        self._candidates: list[Candidate] = []
+        self.improved_at = 0
+
+    @property
+    def score(self) -> float:
+        """The best score so far, GB/s; 0 before the first."""
+        return self._candidates[0].score if self._candidates else 0.0
+
+    @property
+    def best(self) -> Candidate | None:
+        """The best candidate, if there is one."""
+        return self._candidates[0] if self._candidates else None
+
+    def offer(
+        self, score: float, index: HopIndex, sequences: Sequence[Sequence[int]], *, at: int
+    ) -> None:
+        """Take note of a measured ring set; on equal scores fewer bounces and rings win.
+
+        `at` is how many sets had been measured by then; `improved_at` keeps it for the best.
+        """
+        if score > self.score:
+            self.improved_at = at
+        candidate = Candidate(
+            score=score, index=index, sequences=tuple(tuple(one) for one in sequences)
+        )
+        self._candidates.append(candidate)
+        self._candidates.sort(key=lambda c: (-round(c.score, 6), c.bounces, len(c.sequences)))
+        del self._candidates[MAX_FINALISTS:]
+
+    def finalists(self, error: float) -> list[Candidate]:
+        """Candidates whose score is within two standard errors of the difference of the best."""
+        return [c for c in self._candidates if c.score >= self.score * (1 - 3 * error)]
+
+    def forget(self) -> None:
+        """Forget all candidates, because what they were judged by no longer holds."""
+        self._candidates.clear()

@@ -1,0 +1,119 @@
+"""What a search is asked, what it answers, and who watches it: one signature for all strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from tccl_py.errors import SearchError
+from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.topology.symmetry import Symmetry
+from tccl_py.transfers.hops import HopSpace, RingSet
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """When to stop without a proof; None is "no limit".
+
+    `sets` measured and `seconds` are for the whole search, and shared between ring counts;
+    `idle_sets` ends the search of one ring count after so many sets without a better ring.
+    """
+
+    sets: int | None = None
+    seconds: float | None = None
+    idle_sets: int | None = None
+
+
+class SearchProblem(msgspec.Struct, frozen=True, kw_only=True):
+    """Find the ring set with the highest score, k x the slowest transfer of all k rings together.
+
+    `spaces[k]` holds the hops open to each ring of a set of k. `orders` are rings known
+    beforehand, as GPU orders (NCCL's own choice, say): they are tried first, and the answer is
+    never below them. `cuts` are groups of GPUs that share a way out, for upper bounds; any groups
+    are right, good ones make proofs quicker. `tolerance` is the relative gap at which an
+    answer counts as proven. `noise` is the relative standard deviation of one measurement, where
+    measurements do not tell it themselves.
+    """
+
+    spaces: Mapping[int, HopSpace]
+    source: BandwidthSource
+    symmetry: Symmetry
+    orders: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    cuts: tuple[frozenset[int], ...] = ()
+    budget: Budget = Budget()
+    tolerance: float = 0.01
+    noise: float = 0.0
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """The GPUs to join, ascending."""
+        return next(iter(self.spaces.values())).gpus
+
+
+class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The best ring set found, and how good it is known to be.
+
+    `rate_gbps` is the score of `rings`, GB/s; no ring set of the searched sizes is above
+    `bound_gbps`, as far as measurements and symmetries hold (None: nothing is known); `proven`
+    means the two are within the tolerance. `sets_measured` counts what the source was asked,
+    `sets_by_symmetry` what a measured image or repetition answered.
+    """
+
+    strategy: str
+    rings: RingSet
+    rate_gbps: float
+    bound_gbps: float | None
+    proven: bool
+    sets_measured: int
+    sets_by_symmetry: int
+    seconds: float
+    simulated: bool
+    assumed: bool
+    cancelled: bool = False
+    notices: tuple[str, ...] = ()
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a search is; `best_gbps` is 0 before the first ring is known."""
+
+    strategy: str
+    rings_in_set: int
+    sets_measured: int
+    best_gbps: float
+    bound_gbps: float
+
+
+class Reporter(Protocol):
+    """Watches a search; raising KeyboardInterrupt from `update` cancels it."""
+
+    def update(self, progress: Progress) -> None:
+        """Called after every measurement and every few hundred states."""
+
+
+class SilentReporter:
+    """A reporter that says nothing."""
+
+    def update(self, progress: Progress) -> None:
+        """Say nothing."""
+
+
+def check_problem(problem: SearchProblem) -> None:
+    """Refuse a problem that no ring can solve.
+
+    Raises:
+        SearchError: fewer than two GPUs, no ring count, or a GPU without a hop in or out.
+    """
+    if not problem.spaces:
+        raise SearchError("no number of rings to search for")
+    for count, space in problem.spaces.items():
+        if count < 1:
+            raise SearchError(f"{count} rings are none")
+        if len(space.gpus) < 2:
+            raise SearchError(f"a ring needs at least 2 GPUs, not {len(space.gpus)}")
+        for gpu in space.gpus:
+            others = [other for other in space.gpus if other != gpu]
+            if not any(space.between(gpu, other) for other in others):
+                raise SearchError(f"{space.name}: no hop leaves GPU {gpu}")
+            if not any(space.between(other, gpu) for other in others):
+                raise SearchError(f"{space.name}: no hop reaches GPU {gpu}")

@@ -1,0 +1,292 @@
+"""Strategies by name, all with one signature: a problem and a reporter in, a result out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tccl_py.errors import SearchError
+from tccl_py.search.best_first import RingSetSearch
+from tccl_py.search.brute_force import all_ring_sets, count_ring_sets
+from tccl_py.search.eager import eager_rings, interchangeable
+from tccl_py.search.hop_index import HopIndex
+from tccl_py.search.incumbent import Candidate, Incumbent
+from tccl_py.search.ledger import BudgetSpentError, Ledger
+from tccl_py.search.problem import (
+    Progress,
+    Reporter,
+    SearchProblem,
+    SearchResult,
+    SilentReporter,
+    check_problem,
+)
+from tccl_py.search.trust import trusted_index
+from tccl_py.topology.symmetry import Symmetry, keeping
+from tccl_py.transfers.hops import ring_from_order
+
+Strategy = Callable[["Run"], None]
+
+MAX_BRUTE_FORCE = 200_000
+"""Ring sets that brute force measures at most; more are skipped, with their number."""
+SPOT_CHECKS = 2
+"""Further members measured of each class of hops that symmetries call equal."""
+AGREEMENT = 0.03
+"""An answer that symmetry vouched for may differ this much (relative) from its own measurement."""
+CONFIRMATIONS = 16
+
+
+class SkippedError(SearchError):
+    """A strategy that would need too many states; `states` says how many."""
+
+    def __init__(self, strategy: str, states: int) -> None:
+        super().__init__(f"{strategy} skipped: {states} states")
+        self.states = states
+
+
+class Run:
+    """One run of one strategy: the problem, what is known by now, and who watches."""
+
+    def __init__(self, problem: SearchProblem, strategy: str, reporter: Reporter) -> None:
+        self.problem = problem
+        self.strategy = strategy
+        self.reporter = reporter
+        self.incumbent = Incumbent()
+        self.ledger = Ledger(
+            problem.source, budget=problem.budget, noise=problem.noise, watch=self.report
+        )
+        self.bounds: dict[int, float] = {}
+        self.notices: list[str] = []
+        self.current = min(problem.spaces)
+        self.budget_spent = False
+
+    @property
+    def bound_gbps(self) -> float:
+        """Upper bound over all ring counts, never below the best found."""
+        return max(self.incumbent.score, *self.bounds.values(), 0.0)
+
+    def report(self) -> None:
+        """Tell the reporter how far the run is."""
+        self.reporter.update(
+            Progress(
+                strategy=self.strategy,
+                rings_in_set=self.current,
+                sets_measured=self.ledger.sets_measured,
+                best_gbps=self.incumbent.score,
+                bound_gbps=self.bound_gbps,
+            )
+        )
+
+    def offer(self, index: HopIndex, sequences: Sequence[Sequence[int]]) -> None:
+        """Measure a ring set and take note of it."""
+        hops = [hop for sequence in sequences for hop in sequence]
+        rate = self.ledger.rate(index, hops)
+        at = self.ledger.sets_measured
+        self.incumbent.offer(len(sequences) * rate, index, sequences, at=at)
+
+    def offer_orders(self, indices: dict[int, HopIndex]) -> None:
+        """Measure the rings known beforehand, and the plain ascending one."""
+        for order in ((self.problem.gpus,), *self.problem.orders):
+            for count, index in indices.items():
+                if count % len(order) == 0:
+                    self._offer_order(index, list(order) * (count // len(order)))
+
+    def _offer_order(self, index: HopIndex, order: Sequence[Sequence[int]]) -> None:
+        try:
+            rings = [ring_from_order(index.space, one) for one in order]
+        except SearchError:
+            return  # this order needs a hop that the space does not have
+        self.offer(index, [[index.number[hop] for hop in one.hops] for one in rings])
+
+
+def find_rings(
+    problem: SearchProblem, *, strategy: str = "best-first", reporter: Reporter | None = None
+) -> SearchResult:
+    """Find the ring set with the highest score, by the named strategy.
+
+    Ctrl-C (KeyboardInterrupt) and a spent budget end the search with the best so far.
+
+    Raises:
+        SearchError: unknown strategy (the names are listed), no ring possible, or none found yet
+            when the search was cut short.
+        SkippedError: brute force over too many states.
+    """
+    if strategy not in STRATEGIES:
+        raise SearchError(f"no strategy {strategy!r}; there are {', '.join(STRATEGIES)}")
+    check_problem(problem)
+    run = Run(problem, strategy, reporter or SilentReporter())
+    cancelled = False
+    try:
+        STRATEGIES[strategy](run)
+    except KeyboardInterrupt:
+        cancelled = True
+    except BudgetSpentError:
+        run.budget_spent = True
+    if run.incumbent.best is None:
+        raise SearchError("no ring was found: cut short, or no closed ring exists")
+    return _result(run, cancelled=cancelled)
+
+
+def _result(run: Run, *, cancelled: bool) -> SearchResult:
+    best = run.incumbent.best
+    assert best is not None
+    bound = run.bound_gbps if set(run.bounds) == set(run.problem.spaces) else None
+    close = bound is not None and bound <= best.score * (1 + run.problem.tolerance) * (1 + 1e-9)
+    return SearchResult(
+        strategy=run.strategy,
+        rings=best.index.rings(best.sequences),
+        rate_gbps=best.score,
+        bound_gbps=bound,
+        proven=close,
+        sets_measured=run.ledger.sets_measured,
+        sets_by_symmetry=run.ledger.sets_by_symmetry,
+        seconds=run.ledger.seconds,
+        simulated=run.ledger.simulated,
+        assumed=run.ledger.assumed,
+        cancelled=cancelled,
+        notices=tuple(run.notices),
+    )
+
+
+def _best_first(run: Run) -> None:
+    """Search under the symmetry, as far as measurements bear it out; then check the answer."""
+    symmetry, checks = run.problem.symmetry, SPOT_CHECKS
+    indices = _trusted_indices(run, symmetry, checks)
+    _search_all_counts(run, indices)
+    if not _answer_holds(run):
+        # Some device is unlike its images: measure every hop, keep what symmetry is left.
+        run.notices.append("the machine is less symmetric than described; searched again")
+        run.incumbent.forget()
+        run.bounds.clear()
+        _search_all_counts(run, _trusted_indices(run, symmetry, None))
+
+
+def _trusted_indices(run: Run, symmetry: Symmetry, checks: int | None) -> dict[int, HopIndex]:
+    indices: dict[int, HopIndex] = {}
+    for count in sorted(run.problem.spaces):
+        run.current = count
+        space = run.problem.spaces[count]
+        index = trusted_index(space, symmetry, run.ledger, checks=checks)
+        # Hops that differ at one ring count are not trusted at the next.
+        symmetry = index.symmetry
+        indices[count] = index
+    return indices
+
+
+def _plain_index(run: Run, count: int) -> HopIndex:
+    """The hops of one ring count without any symmetry: every set is measured as it is."""
+    symmetry = run.problem.symmetry
+    identity = keeping(symmetry, np.zeros(len(symmetry.elements), dtype=bool))
+    return HopIndex(run.problem.spaces[count], identity)
+
+
+def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> None:
+    run.offer_orders(indices)
+    position = {gpu: i for i, gpu in enumerate(run.problem.gpus)}
+    singles = [(i,) for i in position.values()]
+    groups = [tuple(position[gpu] for gpu in cut if gpu in position) for cut in run.problem.cuts]
+    cuts = [cut for cut in (*singles, *groups) if 0 < len(cut) < len(position)]
+    for turn, (count, index) in enumerate(indices.items()):
+        run.current = count
+        run.ledger.share_out(len(indices) - turn)
+        search = RingSetSearch(
+            index,
+            run.ledger,
+            run.incumbent,
+            count=count,
+            tolerance=run.problem.tolerance,
+            idle_sets=run.problem.budget.idle_sets,
+        )
+        try:
+            search.relax(_one_of_each(index, cuts))
+            search.run()
+        except BudgetSpentError:
+            run.budget_spent = True
+        finally:
+            run.bounds[count] = search.bound_gbps
+    run.ledger.share_out(1)
+    _confirm(run)
+
+
+def _one_of_each(index: HopIndex, cuts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Leaves out cuts that the symmetry takes to one already there."""
+    names = [f"G{gpu}" for gpu in index.gpus]
+    point = {name: i for i, name in enumerate(index.symmetry.points)}
+    elements = index.symmetry.elements[index.inside]
+    kept: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for cut in cuts:
+        columns = [point[names[i]] for i in cut]
+        images = np.unique(np.sort(elements[:, columns], axis=1), axis=0)
+        kept.setdefault(tuple(images[0].tolist()), cut)
+    return list(kept.values())
+
+
+def _answer_holds(run: Run) -> bool:
+    """Whether the answer itself measures as the image did that it was judged by."""
+    best = run.incumbent.best
+    if best is None:
+        return True
+    itself = run.ledger.exactly(best.index, best.hops)
+    expected = best.score / len(best.sequences)
+    allowed = AGREEMENT + 6 * run.ledger.relative_error(itself)
+    return abs(itself.rate_gbps - expected) <= allowed * expected
+
+
+def _confirm(run: Run) -> None:
+    """Where noise could have chosen, measure the finalists again and take the best."""
+    best = run.incumbent.best
+    if best is None:
+        return
+    error = run.ledger.relative_error(run.ledger.measurement(best.index, best.hops))
+    finalists = run.incumbent.finalists(error)
+    if error <= run.problem.tolerance / 2 or len(finalists) < 2:
+        return
+
+    def fresh(candidate: Candidate) -> float:
+        rate = run.ledger.confirm(candidate.index, candidate.hops, CONFIRMATIONS)
+        return rate * len(candidate.sequences)
+
+    scores = [fresh(candidate) for candidate in finalists]
+    run.incumbent.forget()
+    for score, candidate in zip(scores, finalists, strict=True):
+        at = run.ledger.sets_measured
+        run.incumbent.offer(score, candidate.index, candidate.sequences, at=at)
+
+
+def _tccl(run: Run) -> None:
+    """Every child of a state is measured at once; interchangeable GPUs share the answers."""
+    for count in sorted(run.problem.spaces):
+        run.current = count
+        eager_rings(
+            run.ledger,
+            run.incumbent,
+            _plain_index(run, count),
+            count=count,
+            kin=interchangeable(run.problem.symmetry, run.problem.gpus),
+        )
+
+
+def _brute_force(run: Run) -> None:
+    """Every ring set is measured."""
+    states = sum(count_ring_sets(space, count) for count, space in run.problem.spaces.items())
+    if states > MAX_BRUTE_FORCE:
+        raise SkippedError("brute-force", states)
+    for count in run.problem.spaces:
+        run.current = count
+        index = _plain_index(run, count)
+        for sequences in all_ring_sets(index, count):
+            run.offer(index, sequences)
+        run.bounds[count] = run.incumbent.score
+
+
+def _nccl_order(run: Run) -> None:
+    """The orders of the problem (NCCL's own), or the ascending one, as they are."""
+    run.offer_orders({count: _plain_index(run, count) for count in run.problem.spaces})
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "best-first": _best_first,
+    "tccl": _tccl,
+    "brute-force": _brute_force,
+    "nccl-order": _nccl_order,
+}

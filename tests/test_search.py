@@ -1,0 +1,215 @@
+"""Strategies: right answers, few questions, honest bounds."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.errors import SearchError
+from tccl_py.search.brute_force import count_ring_sets
+from tccl_py.search.problem import Budget, SearchProblem
+from tccl_py.search.strategies import SkippedError, find_rings
+from tccl_py.topology.machine import toy_machine
+from tccl_py.topology.symmetry import automorphisms, no_symmetry
+from tccl_py.transfers.transfer import parse_set
+from tests.fakes import SharedResources, random_resources, space_of, two_uplinks
+
+
+def problem_for(source, gpus, *, counts=(1,), mechanisms=1, symmetry=None, missing=(), **more):
+    space = space_of(range(gpus), mechanisms=mechanisms, missing=missing)
+    return SearchProblem(
+        spaces=dict.fromkeys(counts, space),
+        source=source,
+        symmetry=symmetry or no_symmetry(toy_machine(gpus=gpus)),
+        **more,
+    )
+
+
+def switches(gpus=4, per_switch=2):
+    return automorphisms(toy_machine(gpus=gpus, per_switch=per_switch))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 5), st.integers(1, 3))
+def test_best_first_equals_brute_force_for_single_rings(seed, gpus, mechanisms):
+    mechanisms = min(mechanisms, 2) if gpus == 5 else mechanisms
+    problem = problem_for(random_resources(seed), gpus, mechanisms=mechanisms)
+    best, brute = find_rings(problem), find_rings(problem, strategy="brute-force")
+    assert best.rate_gbps >= brute.rate_gbps / 1.01
+    assert brute.rate_gbps <= best.bound_gbps * (1 + 1e-9)
+    assert best.proven
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([(3, (1, 2)), (4, (1, 2)), (3, (1, 2, 4))]))
+def test_best_first_equals_brute_force_for_ring_sets(seed, shape):
+    gpus, counts = shape
+    problem = problem_for(random_resources(seed), gpus, counts=counts)
+    best, brute = find_rings(problem), find_rings(problem, strategy="brute-force")
+    assert best.rate_gbps >= brute.rate_gbps / 1.01
+    assert brute.rate_gbps <= best.bound_gbps * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(5, 60), st.floats(5, 60), st.sampled_from([(1,), (1, 2), (1, 2, 4)]))
+def test_symmetry_changes_the_questions_but_not_the_answer(uplink, port, counts):
+    source = two_uplinks(uplink=uplink, port=port)
+    plain = find_rings(problem_for(source, 4, counts=counts))
+    fewer = find_rings(problem_for(source, 4, counts=counts, symmetry=switches()))
+    assert fewer.rate_gbps == pytest.approx(plain.rate_gbps, rel=0.011)
+    assert fewer.sets_measured <= plain.sets_measured
+
+
+def test_two_rings_over_two_uplinks_beat_any_single_ring():
+    def uses(flow):
+        """Each GPU has an uplink of its own to the other side."""
+        one, other = flow.source.index, flow.destination.index
+        across = [f"up{one}", f"down{other}"] if one // 2 != other // 2 else []
+        return [f"out{one}", f"in{other}", *across]
+
+    source = SharedResources(uses, lambda r: 10.0 if r[:2] in ("up", "do") else 30.0)
+    single = find_rings(problem_for(source, 4))
+    double = find_rings(problem_for(source, 4, counts=(1, 2)))
+    assert single.rate_gbps == 10.0
+    assert double.rate_gbps == 20.0
+    assert len(double.rings.rings) == 2
+
+
+def test_one_slower_hop_changes_the_ring():
+    before = find_rings(problem_for(two_uplinks(), 4, symmetry=switches()))
+    slow = str(before.rings.rings[0].hops[0].flow)
+    source = two_uplinks(alone={slow: 1.0})
+    after = find_rings(problem_for(source, 4, symmetry=switches()))
+    assert slow not in str(after.rings.flows)
+    assert after.rate_gbps == before.rate_gbps
+
+
+def test_a_false_symmetry_is_found_out_by_measuring_the_answer():
+    ascending = "G0->G0->G1"
+    source = two_uplinks(alone={ascending: 2.0, "G1->G1->G0": 2.0, "G2->G2->G3": 2.5})
+    result = find_rings(problem_for(source, 4, symmetry=switches()))
+    truth = find_rings(problem_for(source, 4), strategy="brute-force")
+    assert result.rate_gbps == truth.rate_gbps
+    assert ascending not in str(result.rings.flows)
+
+
+def test_every_set_is_asked_for_once():
+    source = two_uplinks()
+    result = find_rings(problem_for(source, 4, counts=(1, 2), symmetry=switches()))
+    assert len(source.calls) == len(set(source.calls)) == result.sets_measured
+
+
+def test_no_prefix_is_measured_on_the_way_to_the_first_ring():
+    source = two_uplinks()
+    find_rings(problem_for(source, 4, symmetry=switches()))
+    sizes = [len(parse_set(call)) for call in source.calls]
+    assert 3 not in sizes[: sizes.index(4)]
+
+
+def test_best_first_asks_at_most_a_tenth_of_what_the_eager_search_asks():
+    def uses(flow):
+        one, other = flow.source.index, flow.destination.index
+        across = [f"up{one // 2}", f"down{other // 2}"] if one // 2 != other // 2 else []
+        return [f"out{one}", f"in{other}", *across]
+
+    def source():
+        return SharedResources(uses, lambda r: 10.0 if r[:2] in ("up", "do") else 30.0)
+
+    symmetry = switches(gpus=8)
+    eager = find_rings(problem_for(source(), 8, symmetry=symmetry), strategy="tccl")
+    best = find_rings(problem_for(source(), 8, symmetry=symmetry))
+    assert best.rate_gbps >= eager.rate_gbps
+    assert best.proven
+    assert best.sets_measured * 10 <= eager.sets_measured
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_with_five_percent_noise_the_true_rate_is_never_five_percent_below(seed):
+    source = random_resources(seed, noise=0.05)
+    result = find_rings(problem_for(source, 4, counts=(1, 2), noise=0.05))
+    truth = find_rings(
+        problem_for(random_resources(seed), 4, counts=(1, 2)), strategy="brute-force"
+    )
+    found = len(result.rings.rings) * source.true_rate(result.rings.flows)
+    assert found >= 0.95 * truth.rate_gbps
+
+
+def test_known_orders_are_never_undercut():
+    source = random_resources(7)
+    problem = problem_for(source, 6, orders=(((0, 3, 1, 5, 2, 4),),), budget=Budget(sets=40))
+    known = find_rings(problem, strategy="nccl-order")
+    assert find_rings(problem).rate_gbps >= known.rate_gbps
+
+
+def test_a_spent_budget_gives_the_best_so_far_and_a_true_bound():
+    problem = problem_for(random_resources(3), 7, budget=Budget(sets=60))
+    result = find_rings(problem)
+    assert result.sets_measured <= 60
+    assert result.rate_gbps <= result.bound_gbps
+
+
+def test_ctrl_c_gives_the_best_so_far():
+    class Impatient:
+        calls = 0
+
+        def update(self, progress):
+            self.calls += 1
+            if self.calls > 45:
+                raise KeyboardInterrupt
+
+    result = find_rings(problem_for(random_resources(3), 6, counts=(1, 2)), reporter=Impatient())
+    assert result.cancelled
+    assert not result.proven
+    assert result.rate_gbps > 0
+
+
+def test_pairs_without_a_hop_are_avoided():
+    missing = [(0, 1), (1, 2), (2, 3), (3, 0)]
+    result = find_rings(problem_for(two_uplinks(), 4, missing=missing))
+    assert not {(h.source, h.target) for h in result.rings.rings[0].hops} & set(missing)
+
+
+def test_fewer_bounces_win_a_tie():
+    source = SharedResources(lambda flow: ["one"], lambda resource: 10.0)
+    result = find_rings(problem_for(source, 4, mechanisms=3))
+    assert not any(hop.flow.is_bounce for hop in result.rings.rings[0].hops)
+
+
+def test_an_unknown_strategy_lists_the_right_ones():
+    with pytest.raises(SearchError, match="best-first, tccl, brute-force, nccl-order"):
+        find_rings(problem_for(two_uplinks(), 4), strategy="magic")
+
+
+def test_brute_force_says_how_many_states_it_skips():
+    problem = problem_for(two_uplinks(), 8, counts=(2,))
+    with pytest.raises(SkippedError, match="12703320 states"):
+        find_rings(problem, strategy="brute-force")
+    assert count_ring_sets(problem.spaces[2], 2) == 12703320
+
+
+def test_a_gpu_without_a_way_out_is_named():
+    missing = [(2, other) for other in range(4)]
+    with pytest.raises(SearchError, match="no hop leaves GPU 2"):
+        find_rings(problem_for(two_uplinks(), 4, missing=missing))
+
+
+def test_one_gpu_makes_no_ring():
+    with pytest.raises(SearchError, match="at least 2 GPUs"):
+        find_rings(problem_for(two_uplinks(), 1))
+
+
+def test_two_gpus_make_one():
+    assert find_rings(problem_for(two_uplinks(), 2)).rings.rings[0].gpus == (0, 1)
+
+
+def test_a_result_says_whether_it_is_simulated():
+    source = two_uplinks()
+    assert find_rings(problem_for(source, 3)).simulated
+    source.simulated = False
+    assert not find_rings(problem_for(source, 3)).simulated
+
+
+def test_a_tighter_tolerance_is_kept():
+    problem = msgspec.structs.replace(problem_for(random_resources(11), 5), tolerance=0.0)
+    brute = find_rings(problem, strategy="brute-force")
+    assert find_rings(problem).rate_gbps == pytest.approx(brute.rate_gbps)
