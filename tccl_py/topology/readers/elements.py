@@ -1,0 +1,174 @@
+"""XML as plain elements that know their line: bounded, without entities, every fault a sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from xml.etree.ElementTree import ParseError
+
+from defusedxml import DefusedXmlException
+from defusedxml.ElementTree import DefusedXMLParser
+
+from tccl_py.errors import InputError
+
+MAX_DEPTH = 64
+MAX_ELEMENTS = 10_000
+"""NCCL itself stops at 256 elements in a topology and 4096 in a graph."""
+
+_INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]{1,15}|0|[1-9][0-9]{0,17})", re.ASCII)
+_SHOWN = 40
+
+
+@dataclass(kw_only=True)
+class Element:
+    """An element with the line it starts on; `where` is `file:line <tag>` for messages."""
+
+    tag: str
+    attributes: dict[str, str]
+    where: str
+    children: list[Element] = field(default_factory=list)
+
+    def refused(self, what: str, right: str) -> InputError:
+        """The error that names this element."""
+        return InputError(self.where, what, right)
+
+    def text(self, name: str, *, default: str | None = None) -> str:
+        """An attribute; required if there is no default.
+
+        Raises:
+            InputError: it is missing.
+        """
+        value = self.attributes.get(name, default)
+        if value is None:
+            raise self.refused(f"has no {name}", f'write {name}="..."')
+        return value
+
+    def integer(
+        self, name: str, *, default: int | None = None, least: int = 0, most: int = 2**31 - 1
+    ) -> int:
+        """An attribute as an integer, decimal or 0x..; required if there is no default.
+
+        Raises:
+            InputError: missing, no integer, or not within `least` and `most`.
+        """
+        if name not in self.attributes and default is not None:
+            return default
+        text = self.text(name)
+        value = int(text, 0) if _INTEGER.fullmatch(text) else None
+        if value is None or not least <= value <= most:
+            raise self.refused(
+                f'has {name}="{shortened(text)}"', f"an integer from {least} to {most}"
+            )
+        return value
+
+    def matching(self, name: str, pattern: re.Pattern[str], meaning: str) -> str:
+        """An attribute that matches `pattern` as a whole, or is missing or empty, which gives "".
+
+        Raises:
+            InputError: it does not match; `meaning` says what would be right.
+        """
+        value = self.attributes.get(name, "")
+        if value and not pattern.fullmatch(value):
+            raise self.refused(f'has {name}="{shortened(value)}"', meaning)
+        return value
+
+    def only(self, *tags: str) -> Iterator[Element]:
+        """The children, each of which is one of `tags`.
+
+        Raises:
+            InputError: there is another element; the message names it and what may stand here.
+        """
+        for child in self.children:
+            if child.tag not in tags:
+                allowed = ", ".join(f"<{tag}>" for tag in tags) or "nothing"
+                raise child.refused(f"is unknown inside <{self.tag}>", f"{allowed} can stand there")
+            yield child
+
+
+def shortened(text: str) -> str:
+    """`text` cut to what fits a message."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def parse_elements(text: str, *, where: str) -> Element:
+    """Parse XML text into elements.
+
+    Args:
+        text: the whole document.
+        where: file name for messages.
+
+    Raises:
+        InputError: not well-formed, a document type or entities, text between elements, deeper
+            than `MAX_DEPTH` or more elements than `MAX_ELEMENTS`.
+    """
+    builder = _Builder(where)
+    builder.parser = DefusedXMLParser(target=builder, forbid_dtd=True)
+    try:
+        builder.parser.feed(text)
+        root = builder.parser.close()
+    except ParseError as error:
+        line = error.position[0]
+        raise InputError(
+            f"{where}:{line}", f"is not well-formed XML ({error})", "give the file NCCL wrote"
+        ) from error
+    except DefusedXmlException as error:
+        raise InputError(
+            f"{where}:{builder.line}",
+            "has a document type or entities",
+            "remove them: NCCL's files have none",
+        ) from error
+    except (ValueError, LookupError) as error:
+        raise InputError(where, f"is not XML text ({error})", "save it as UTF-8") from error
+    if not isinstance(root, Element):
+        raise InputError(where, "has no element", "give the file NCCL wrote")
+    return root
+
+
+class _Builder:
+    """Target of the parser: builds elements and keeps the bounds."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.parser: Any = None
+        self.root: Element | None = None
+        self.open: list[Element] = []
+        self.count = 0
+
+    @property
+    def line(self) -> int:
+        return int(self.parser.parser.CurrentLineNumber)
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        self.count += 1
+        element = Element(
+            tag=tag,
+            attributes=dict(attributes),
+            where=f"{self.where}:{self.line} <{shortened(tag)}>",
+        )
+        if self.count > MAX_ELEMENTS:
+            raise element.refused(
+                f"is element number {self.count}", f"one machine has at most {MAX_ELEMENTS}"
+            )
+        if len(self.open) >= MAX_DEPTH:
+            raise element.refused("is nested too deep", f"at most {MAX_DEPTH} levels")
+        if self.open:
+            self.open[-1].children.append(element)
+        else:
+            self.root = element
+        self.open.append(element)
+
+    def end(self, tag: str) -> None:  # noqa: ARG002 (the parser has checked the tag)
+        self.open.pop()
+
+    def data(self, text: str) -> None:
+        # The parser buffers text, so its line is not told; the element around it is.
+        if text.strip():
+            raise self.open[-1].refused(
+                f'has the text "{shortened(text.strip())}" between its elements',
+                "everything is an attribute here",
+            )
+
+    def close(self) -> Element | None:
+        return self.root

@@ -1,0 +1,402 @@
+"""The reader of NCCL topology XML: real files of three vendors, and what it refuses and how."""
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tccl_py.errors import InputError
+from tccl_py.topology.machine import (
+    Gpu,
+    Machine,
+    Nic,
+    NumaNode,
+    NvLink,
+    NvSwitch,
+    PciLink,
+    machine_from_json,
+    machine_to_json,
+)
+from tccl_py.topology.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
+
+CASES = Path(__file__).parent / "cases"
+FILES = [
+    CASES / "h200x4-vm" / "topo.xml",
+    *sorted((CASES / "nccl-verdicts" / "topologies").glob("*.xml")),
+    *sorted((CASES / "topologies").glob("*-topo.xml")),
+    *sorted((CASES / "topologies").glob("[!n]*.xml")),
+]
+TEXTS = [path.read_text() for path in FILES]
+
+
+def read(name: str) -> Machine:
+    return read_nccl_topology(next(path for path in FILES if path.name == name))
+
+
+def gpu_xml(dev: str = "0", bus: str = "0000:01:00.0", inner: str = "") -> str:
+    return (
+        f'<pci busid="{bus}" class="0x030200" link_speed="16.0 GT/s PCIe" link_width="16">'
+        f'<gpu dev="{dev}" sm="86" gdr="1">{inner}</gpu></pci>'
+    )
+
+
+def system(body: str, numa: str = "0") -> str:
+    return f'<system version="1">\n<cpu numaid="{numa}" arch="x86_64">\n{body}\n</cpu>\n</system>'
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(InputError) as caught:
+        parse_nccl_topology(text, where="topo.xml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_topology_file_is_read_and_survives_json(path):
+    machine = read_nccl_topology(path)
+    assert machine.name == path.stem
+    assert machine_from_json(machine_to_json(machine), where="json") == machine
+    assert list(machine.gpu_indices) == list(range(len(machine.gpus)))
+
+
+def test_a_graph_is_refused_with_a_sentence():
+    path = CASES / "topologies" / "ncv4-graph.xml"
+    with pytest.raises(InputError) as caught:
+        read_nccl_topology(path)
+    assert str(caught.value) == (
+        f"{path}:1 <graphs>: is an NCCL graph (rings), not a topology; "
+        "give what NCCL_TOPO_DUMP_FILE wrote"
+    )
+
+
+def test_a_virtual_machine_keeps_numa_minus_one_and_unknown_links():
+    machine = read("h200x4-vm.xml")
+    assert machine.numa_nodes == (
+        NumaNode(index=0, numa_id=-1, vendor="GenuineIntel", family=6, model=207),
+    )
+    assert machine.gpus[3] == Gpu(
+        index=3, bus_id="0000:00:09.0", parent="C0", link=PciLink(speed_gts=32.0), sm=90, gdr=True
+    )
+    assert machine.nics == (Nic(index=0, name="eth0", parent="C0", speed_mbps=10000, guid="0x0"),)
+    assert machine.nvswitches == (NvSwitch(index=0),)
+    assert machine.nvlinks[0] == NvLink(source="G0", target="S0", count=18)
+
+
+def test_all_planes_of_an_nvswitch_fabric_are_one_switch_with_summed_counts():
+    machine = read("e_hgx_h100.xml")
+    assert machine.nvswitches == (NvSwitch(index=0, bus_id="0000:05:00.0"),)
+    assert machine.nvlinks == tuple(NvLink(source=f"G{i}", target="S0", count=18) for i in range(8))
+    assert machine.nics[3].parent == machine.gpus[3].parent == "0000:5d:00.0"
+
+
+def test_bridges_keep_their_vendor_and_device():
+    bridge = read("asus-esc8000a-e13p.xml").bridges[0]
+    assert (bridge.bus_id, bridge.parent) == ("0000:11:00.0", "C0")
+    assert (bridge.vendor, bridge.device) == ("0x1000", "0xc030")
+    assert (bridge.subsystem_vendor, bridge.subsystem_device) == ("0x1000", "0x0000")
+    assert bridge.link == PciLink(speed_gts=32.0, width=16)
+
+
+def test_azure_files_without_gpus_number_them_by_bus_id():
+    machine = read("ndv4-topo.xml")
+    assert machine.gpu(0).bus_id == "0001:00:00.0"
+    assert machine.gpu(2).bus_id == "0003:00:00.0"
+    assert machine.gpu(2).parent == "ffff:ff:01.0"
+    assert [nic.bus_id for nic in machine.nics][:2] == ["0101:00:00.0", "0102:00:00.0"]
+    assert len(machine.gpus) == len(machine.nics) == 8
+
+
+def test_azures_links_from_a_gpu_to_itself_form_no_nvlink():
+    machine = read("ncv4-topo.xml")
+    assert machine.nvlinks == ()
+    assert [node.numa_id for node in machine.numa_nodes] == [0, 1, 2, 3]
+
+
+def test_one_way_nvlinks_stay_one_way():
+    assert read("x_fake_nvlink_oneway.xml").nvlinks == (NvLink(source="G1", target="G2", count=1),)
+
+
+def test_rccl_files_give_xgmi_links_and_no_compute_capability():
+    machine = read("rccl-topo_16p1h.xml")
+    assert NvLink(source="G0", target="G1", count=4, kind="xgmi") in machine.nvlinks
+    assert {gpu.sm for gpu in machine.gpus} == {None}
+    assert machine.gpus[0].name == "gcn910"
+    assert len(machine.nics) == 8
+
+
+def test_numa_nodes_are_numbered_in_the_systems_order_not_the_files():
+    machine = read("rccl-topo_8p_ts1_n4_1.xml")
+    assert [(node.id, node.numa_id) for node in machine.numa_nodes][:2] == [("C0", 0), ("C1", 1)]
+    assert machine.gpu(0).parent == "0000:41:00.0"
+    assert machine.numa_of("G0") == 1
+
+
+def test_cpu_attributes_are_kept():
+    node = read("wrx90-16gpu-4switch.xml").numa_nodes[0]
+    assert (node.arch, node.vendor, node.family, node.model) == ("x86_64", "AuthenticAMD", 175, 24)
+    assert node.affinity == "00000000,0000000f"
+
+
+def test_two_nets_of_a_card_are_two_nics_at_one_bus_id():
+    nets = '<net name="a" dev="1" port="1" speed="-1"/><net name="b" dev="0" port="2"/>'
+    card = f'<pci busid="0000:40:00.0" class="0x020700"><nic>{nets}</nic></pci>'
+    machine = parse_nccl_topology(system(gpu_xml() + card), where="t.xml")
+    assert [(n.id, n.name, n.bus_id, n.port, n.speed_mbps) for n in machine.nics] == [
+        ("N0", "b", "0000:40:00.0", 2, 0),
+        ("N1", "a", "0000:40:00.0", 1, 0),
+    ]
+
+
+def test_bare_cards_beside_nets_take_the_free_numbers():
+    nics = (
+        '<nic><net name="eth0" dev="1"/></nic>'
+        '<pci busid="0000:50:00.0" class="0x020700"/><pci busid="0000:40:00.0" class="0x020000"/>'
+    )
+    machine = parse_nccl_topology(system(gpu_xml() + nics), where="t.xml")
+    assert [nic.name for nic in machine.nics] == ["0000:40:00.0", "eth0", "0000:50:00.0"]
+
+
+def test_c2c_joins_a_gpu_and_its_cpu():
+    body = gpu_xml(inner='<c2c bw="44712" count="10"/>')
+    machine = parse_nccl_topology(system(body), where="t.xml")
+    assert machine.nvlinks == (NvLink(source="G0", target="C0", count=10, kind="c2c"),)
+
+
+def test_display_adapters_and_childless_strangers_are_passed_over():
+    body = (
+        gpu_xml()
+        + '<pci busid="0000:02:00.0" class="0x030000" vendor="0x1a03"/>'
+        + '<pci busid="0000:03:00.0" class="0x010802"/>'
+        + '<pci busid="0000:05:00.0" class="0x068000"/>'
+    )
+    machine = parse_nccl_topology(system(body), where="t.xml")
+    assert (len(machine.gpus), machine.bridges) == (1, ())
+
+
+def test_links_to_gpus_that_are_not_in_the_file_make_no_link():
+    link = '<nvlink target="0000:99:00.0" count="4" tclass="0x030200"/>'
+    assert parse_nccl_topology(system(gpu_xml(inner=link)), where="t.xml").nvlinks == ()
+
+
+def test_a_link_without_a_class_leads_to_a_known_gpu_or_a_hidden_switch():
+    body = gpu_xml(inner='<nvlink target="0000:02:00.0" count="1"/>') + gpu_xml(
+        "1", "0000:02:00.0", '<nvlink target="fffffff:ff:ff.0" count="2"/>'
+    )
+    machine = parse_nccl_topology(system(body), where="t.xml")
+    assert [(link.source, link.target) for link in machine.nvlinks] == [("G0", "G1"), ("G1", "S0")]
+
+
+def test_comments_unknown_attributes_and_an_xml_line_do_not_matter():
+    text = '<?xml version="1.0"?>\n<!-- dumped -->\n' + system(gpu_xml()).replace(
+        "<cpu ", '<cpu new_in_2_40="x" '
+    )
+    assert len(parse_nccl_topology(text, where="t.xml").gpus) == 1
+
+
+PCI = '<pci busid="0000:01:00.0" class="0x030200" {}><gpu dev="0"/></pci>'
+REFUSED = {
+    "two gpus of one number": (
+        gpu_xml() + "\n" + gpu_xml(bus="0000:02:00.0"),
+        "topo.xml:4 <gpu>: repeats dev 0; every GPU has its own dev",
+    ),
+    "two devices at one bus id": (
+        gpu_xml() + gpu_xml(dev="1"),
+        "topo.xml:3 <pci>: repeats bus id 0000:01:00.0; every bus id stands once",
+    ),
+    "an unknown element": (
+        "<pcie/>",
+        "topo.xml:3 <pcie>: is unknown inside <cpu>; <pci>, <nic> can stand there",
+    ),
+    "an unknown element in a gpu": (
+        gpu_xml(inner="<nvlnk/>"),
+        "topo.xml:3 <nvlnk>: is unknown inside <gpu>; <nvlink>, <xgmi>, <c2c> can stand there",
+    ),
+    "a number that is none": (
+        gpu_xml(dev="zero"),
+        'topo.xml:3 <gpu>: has dev="zero"; an integer from 0 to 255',
+    ),
+    "a negative number": (
+        gpu_xml(dev="-1"),
+        'topo.xml:3 <gpu>: has dev="-1"; an integer from 0 to 255',
+    ),
+    "a NaN width": (
+        PCI.format('link_width="nan"'),
+        'topo.xml:3 <pci>: has link_width="nan"; an integer from 0 to 255',
+    ),
+    "a width no slot has": (
+        PCI.format('link_width="64"'),
+        'topo.xml:3 <pci>: has link_width="64"; 1 to 32 lanes, or 0 if unknown',
+    ),
+    "a NaN speed": (
+        PCI.format('link_speed="nan GT/s"'),
+        'topo.xml:3 <pci>: has link_speed="nan GT/s"; a rate such as "16.0 GT/s PCIe"',
+    ),
+    "a negative speed": (
+        PCI.format('link_speed="-8 GT/s"'),
+        'topo.xml:3 <pci>: has link_speed="-8 GT/s"; a rate such as "16.0 GT/s PCIe"',
+    ),
+    "a bus id that is none": (
+        gpu_xml(bus="1:2"),
+        'topo.xml:3 <pci>: has busid="1:2"; a bus id such as 0000:1a:00.0',
+    ),
+    "a link of no count": (
+        gpu_xml(inner='<nvlink target="0000:02:00.0" count="0" tclass="0x03"/>'),
+        'topo.xml:3 <nvlink>: has count="0"; an integer from 1 to 1024',
+    ),
+    "a link to a disk": (
+        gpu_xml(inner='<nvlink target="0000:02:00.0" count="1" tclass="0x010802"/>'),
+        'topo.xml:3 <nvlink>: has tclass="0x010802"; '
+        "0x03.... (a GPU), 0x068000 (a switch) or 0x068001 (a CPU)",
+    ),
+    "text between elements": (
+        "hello",
+        'topo.xml:2 <cpu>: has the text "hello" between its elements; '
+        "everything is an attribute here",
+    ),
+    "no gpu": ("", "topo.xml: has no GPU; a machine to plan for has at least one"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_understood_is_refused_by_file_line_and_element(case):
+    body, sentence = REFUSED[case]
+    assert refusal(system(body)) == sentence
+
+
+def test_a_wrong_root_version_or_numa_node_is_refused():
+    assert (
+        refusal("<a/>") == "topo.xml:1 <a>: is no NCCL topology; the outermost element is <system>"
+    )
+    assert refusal('<system version="3"/>') == (
+        "topo.xml:1 <system>: has version 3; version 1 or 2"
+    )
+    assert refusal(system(gpu_xml(), numa="-2")) == (
+        'topo.xml:2 <cpu>: has numaid="-2"; an integer from -1 to 2147483647'
+    )
+    twice = '<system version="1"><cpu numaid="0"/>\n<cpu numaid="0"/></system>'
+    assert refusal(twice) == "topo.xml:2 <cpu>: repeats numaid 0; every NUMA node stands once"
+
+
+def test_a_file_of_several_hosts_is_refused():
+    text = (
+        '<system version="1"><cpu numaid="0" host_hash="0x1"/>'
+        '<cpu numaid="1" host_hash="0x2"/></system>'
+    )
+    assert refusal(text) == (
+        "topo.xml:1 <system>: describes several hosts; give the file of one host"
+    )
+
+
+def test_a_truncated_file_is_refused_with_its_line():
+    text = (CASES / "topologies" / "asus-esc8000a-e13p.xml").read_text()
+    assert refusal(text[: len(text) // 2]).startswith("topo.xml:19: is not well-formed XML (")
+    assert refusal("").startswith("topo.xml:1: is not well-formed XML (")
+
+
+def test_entity_bombs_and_external_entities_are_refused():
+    bomb = (
+        '<!DOCTYPE a [<!ENTITY b "ha">'
+        + "".join(f'<!ENTITY b{i} "&b{i - 1 if i else ""};' * 9 + '">' for i in range(9))
+        + "]><system>&b8;</system>"
+    )
+    outside = '<!DOCTYPE a [<!ENTITY x SYSTEM "file:///etc/passwd">]><system>&x;</system>'
+    for text in (bomb, outside):
+        assert refusal(text) == (
+            "topo.xml:1: has a document type or entities; remove them: NCCL's files have none"
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("<system>" * 10**5, "topo.xml:1 <system>: is nested too deep; at most 64 levels"),
+        (
+            system("".join(gpu_xml(dev=str(i)) for i in range(10**5))),
+            "topo.xml:3 <pci>: is element number 10001; one machine has at most 10000",
+        ),
+        (
+            system("".join(gpu_xml(str(i), f"0000:{i:02x}:00.0") for i in range(65))),
+            "topo.xml:3 <gpu>: is GPU number 65; at most 64 fit a node",
+        ),
+    ],
+    ids=["deep", "wide", "65 GPUs"],
+)
+def test_too_much_is_refused_at_once(text, sentence):
+    start = time.monotonic()
+    assert refusal(text) == sentence
+    assert time.monotonic() - start < 2
+
+
+def machine_or_sentence(text: str) -> None:
+    try:
+        machine = parse_nccl_topology(text, where="topo.xml")
+    except InputError as error:
+        assert str(error).startswith("topo.xml")
+    else:
+        assert machine.gpus
+
+
+QUICK = settings(
+    max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+PIECES = [
+    '"',
+    "<",
+    ">",
+    "/>",
+    "</pci>",
+    "&",
+    "\0",
+    "é",
+    "-1",
+    "nan",
+    "1e9",
+    "0x",
+    '="',
+    "\n",
+    "<!--",
+]
+
+
+@QUICK
+@given(
+    text=st.sampled_from(TEXTS),
+    edits=st.lists(
+        st.tuples(
+            st.floats(0, 1), st.integers(0, 40), st.sampled_from(PIECES) | st.text(max_size=4)
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_a_damaged_file_gives_a_machine_or_a_sentence(text, edits):
+    for place, length, piece in edits:
+        at = int(place * len(text))
+        text = text[:at] + piece + text[at + length :]
+    machine_or_sentence(text)
+
+
+@QUICK
+@given(
+    text=st.sampled_from(TEXTS),
+    place=st.integers(0, 2000),
+    value=st.sampled_from(["", "-1", "nan", "999999999999999999999", "0x", "٣", "1_0", " 1"])
+    | st.text("0123456789abcdefx.:-", max_size=12),
+)
+def test_any_value_in_place_of_another_gives_a_machine_or_a_sentence(text, place, value):
+    parts = text.split('"')
+    at = (place * 2 + 1) % (len(parts) - 1)
+    parts[at] = value
+    machine_or_sentence('"'.join(parts))
+
+
+@QUICK
+@given(text=st.text(max_size=300))
+def test_any_text_gives_a_machine_or_a_sentence(text):
+    machine_or_sentence(text)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"cannot be read \(No such file or directory\)"):
+        read_nccl_topology(tmp_path / "none.xml")
