@@ -1,0 +1,275 @@
+"""The reader of `nvidia-smi topo -m`: real shapes of output, and what no PCI tree can be."""
+
+import time
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.errors import InputError
+from tccl_py.topology.machine import Machine, NvLink, machine_from_json, machine_to_json
+from tccl_py.topology.paths import PathType, path_type
+from tccl_py.topology.readers.nvidia_smi import parse_nvidia_smi, read_nvidia_smi
+
+CASES = Path(__file__).parent / "cases"
+H200 = CASES / "h200x4-vm" / "topo-m.txt"
+
+# Eight A100 behind NVSwitches on two EPYC with four NUMA nodes each, cut to four GPUs.
+A100 = """\
+\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tNIC2\tNIC3\tCPU Affinity\tNUMA Affinity
+GPU0\t X \tNV12\tNV12\tNV12\tPXB\tPXB\tSYS\tSYS\t48-63,176-191\t3
+GPU1\tNV12\t X \tNV12\tNV12\tPXB\tPXB\tSYS\tSYS\t48-63,176-191\t3
+GPU2\tNV12\tNV12\t X \tNV12\tSYS\tSYS\tPIX\tSYS\t16-31,144-159\t1
+GPU3\tNV12\tNV12\tNV12\t X \tSYS\tSYS\tNODE\tSYS\t16-31,144-159\t1
+NIC0\tPXB\tPXB\tSYS\tSYS\t X \tPIX\tSYS\tSYS\t\t
+NIC1\tPXB\tPXB\tSYS\tSYS\tPIX\t X \tSYS\tSYS\t\t
+NIC2\tSYS\tSYS\tPIX\tNODE\tSYS\tSYS\t X \tSYS\t\t
+NIC3\tSYS\tSYS\tSYS\tSYS\tSYS\tSYS\tSYS\t X \t\t
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+  NIC1: mlx5_1
+  NIC2: mlx5_2
+  NIC3: mlx5_bond_0
+"""
+
+# An older driver: NIC names in the columns, no NUMA affinity, spaces for tabs.
+V100 = """\
+        GPU0    GPU1    GPU2    GPU3    mlx5_0  CPU Affinity
+GPU0     X      NV1     NV1     SYS     NODE    0-11,24-35
+GPU1    NV1      X      NV2     SYS     NODE    0-11,24-35
+GPU2    NV1     NV2      X      NV2     PIX     0-11,24-35
+GPU3    SYS     SYS     NV2      X      SYS     12-23,36-47
+mlx5_0  NODE    NODE    PIX     SYS      X
+"""
+
+
+def matrix(cells: dict[tuple[int, int], str], gpus: int, numa: list[str] | None = None) -> str:
+    """A matrix in which unnamed pairs are SYS."""
+    lines = ["\t" + "\t".join(f"GPU{i}" for i in range(gpus)) + "\tCPU Affinity\tNUMA Affinity"]
+    for i in range(gpus):
+        row = [" X " if i == j else cells.get((min(i, j), max(i, j)), "SYS") for j in range(gpus)]
+        affinity = numa[i] if numa else "N/A"
+        lines.append(f"GPU{i}\t" + "\t".join(row) + f"\t0-7\t{affinity}")
+    return "\n".join(lines)
+
+
+def mesh(kind: str, gpus: int) -> dict[tuple[int, int], str]:
+    return dict.fromkeys(combinations(range(gpus), 2), kind)
+
+
+def parse(text: str) -> Machine:
+    return parse_nvidia_smi(text, where="topo.txt")
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(InputError) as caught:
+        parse(text)
+    return str(caught.value)
+
+
+def test_a_virtual_machine_with_nv18_all_to_all_has_an_nvlink_switch():
+    machine = read_nvidia_smi(H200)
+    assert machine.name == "topo-m"
+    assert machine.nvlinks == tuple(NvLink(source=f"G{i}", target="S0", count=18) for i in range(4))
+    (node,) = machine.numa_nodes
+    assert (node.numa_id, node.affinity) == (0, "ffffffff,ffffffff")
+    assert [gpu.parent for gpu in machine.gpus] == ["C0"] * 4
+    assert machine.bridges == ()
+
+
+def test_what_the_text_does_not_say_stays_unknown():
+    gpu = read_nvidia_smi(H200).gpu(1)
+    assert (gpu.sm, gpu.name, gpu.link.speed_gts, gpu.link.width) == (None, "", None, None)
+    assert gpu.bus_id == "ffff:01:00.0"
+
+
+def test_underlined_headers_prompts_and_carriage_returns_do_not_matter():
+    text = H200.read_text().replace("GPU0\tGPU1", "\x1b[4mGPU0\tGPU1", 1)
+    text = "$ nvidia-smi topo -m\r\n" + text.replace("NUMA ID\n", "NUMA ID\x1b[0m\n").replace(
+        "\n", "\r\n"
+    )
+    assert parse(text).nvlinks == read_nvidia_smi(H200).nvlinks
+
+
+def test_nics_decide_where_nvlinked_gpus_lie_on_pci():
+    machine = parse(A100)
+    assert [nic.name for nic in machine.nics] == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_bond_0"]
+    assert [node.numa_id for node in machine.numa_nodes] == [1, 3, -1]
+    assert path_type(machine, "G0", "N0") is PathType.PXB
+    assert path_type(machine, "N0", "N1") is PathType.PIX
+    assert path_type(machine, "G2", "N2") is PathType.PIX
+    assert path_type(machine, "G3", "N2") is PathType.PHB
+    assert path_type(machine, "N3", "G0") is PathType.SYS
+    assert path_type(machine, "G0", "G3") is PathType.NVL
+    assert machine.numa_nodes[0].affinity == "ffff0000,00000000,00000000,00000000,ffff0000"
+
+
+def test_old_output_with_nic_names_in_the_columns_is_read():
+    machine = parse(V100)
+    assert [nic.name for nic in machine.nics] == ["mlx5_0"]
+    assert NvLink(source="G1", target="G2", count=2) in machine.nvlinks
+    assert len(machine.nvlinks) == 8
+    assert path_type(machine, "G2", "N0") is PathType.PIX
+    assert path_type(machine, "G0", "N0") is PathType.PHB
+    assert path_type(machine, "G0", "G3") is PathType.NVB
+    assert [machine.numa_of(f"G{i}") for i in range(4)] == [0, 0, 0, 1]
+    assert [node.numa_id for node in machine.numa_nodes] == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("told", "found"), [("PIX", "PIX"), ("PXB", "PXB"), ("PHB", "PHB"), ("NODE", "PHB"),
+                        ("SYS", "SYS"), ("SOC", "SYS"), ("NV4", "NVL")]
+)  # fmt: skip
+def test_two_gpus_get_the_path_type_the_text_tells(told, found):
+    machine = parse(matrix({(0, 1): told}, 2))
+    assert path_type(machine, "G0", "G1").name == found
+
+
+def test_a_pair_with_one_gpu_is_read():
+    assert parse("\tGPU0\tCPU Affinity\nGPU0\t X \t0-3").numa_nodes[0].affinity == "0000000f"
+
+
+def test_four_a100_with_four_links_to_each_other_are_linked_directly():
+    machine = parse(matrix(mesh("NV4", 4), 4))
+    assert machine.nvswitches == ()
+    assert len(machine.nvlinks) == 12
+
+
+def test_more_links_than_a_gpu_has_mean_a_switch():
+    assert parse(matrix(mesh("NV6", 16), 16)).nvlinks[0].target == "S0"
+    assert parse(matrix(mesh("NV12", 3), 3)).nvlinks[0].target == "S0"
+    assert parse(matrix(mesh("NV6", 4), 4)).nvswitches == ()
+    assert parse(matrix(mesh("NV12", 2), 2)).nvswitches == ()
+
+
+def test_nvlinked_gpus_share_a_numa_node_unless_their_affinities_differ():
+    cells = {(0, 1): "NV4", (2, 3): "NV4"}
+    machine = parse(matrix(cells, 4, ["0", "0", "1", "2"]))
+    assert [machine.numa_of(f"G{i}") for i in range(4)] == [0, 0, 1, 2]
+    unknown = parse(matrix(cells, 4))
+    assert [unknown.numa_of(f"G{i}") for i in range(4)] == [0, 0, 1, 1]
+
+
+def test_several_numa_affinities_of_a_gpu_leave_its_node_unnamed():
+    machine = parse(matrix({(0, 1): "PHB"}, 2, ["0-1", "0-1"]))
+    assert [node.numa_id for node in machine.numa_nodes] == [-1]
+
+
+def test_a_matrix_that_is_not_symmetric_is_refused():
+    text = matrix({(0, 1): "PIX"}, 2).replace("GPU1\tPIX", "GPU1\tPHB")
+    assert refusal(text) == (
+        "topo.txt: relates GPU0 and GPU1 by PIX one way, PHB the other; both ways are the same"
+    )
+
+
+def test_relations_that_are_no_tree_are_refused_by_the_two_devices():
+    text = matrix({(0, 1): "PIX", (1, 2): "PIX", (0, 2): "PHB"}, 3)
+    assert refusal(text) == (
+        "topo.txt: relates GPU0 and GPU2 by PHB, but others join them by PIX or nearer; "
+        "a PCI tree has no such relations"
+    )
+
+
+def test_truncated_output_is_refused():
+    text = H200.read_text()
+    lines = text.splitlines()
+    assert refusal("\n".join(lines[:3])) == (
+        "topo.txt: has 2 rows for 4 devices; give the whole output of `nvidia-smi topo -m`"
+    )
+    assert refusal("\n".join([*lines[:4], "GPU3\tNV18"])) == (
+        "topo.txt:5: has 1 of GPU3's 4 relations; give the whole output of `nvidia-smi topo -m`"
+    )
+    assert refusal("") == ("topo.txt: has no line that begins with GPU0; give `nvidia-smi topo -m`")
+
+
+def test_cells_rows_and_columns_that_are_wrong_are_refused_where_they_stand():
+    assert refusal(matrix({(0, 1): "WARP"}, 2)) == (
+        'topo.txt:2: relates GPU0 and GPU1 by "WARP"; X, PIX, PXB, PHB, NODE, SYS or NV#'
+    )
+    assert refusal(matrix({(0, 1): "X"}, 2)) == (
+        "topo.txt: relates GPU0 and GPU1 by X; X stands on the diagonal only"
+    )
+    assert refusal(matrix({}, 2).replace("\nGPU1", "\nGPU7")) == (
+        "topo.txt:3: begins with GPU7; the row of GPU1 comes here"
+    )
+    assert refusal("\tGPU0\tGPU0\n") == (
+        "topo.txt:1: names GPU0 twice; every device has one column"
+    )
+    assert refusal(matrix({}, 1).replace("0-7", "7-0")) == (
+        "topo.txt: names CPUs 7-0; a list such as 0-15,32-47"
+    )
+    assert refusal("GPU0 NIC0\nGPU0 X NV2\nNIC0 NV2 X") == (
+        "topo.txt: relates GPU0 and NIC0 by NVLinks; NVLinks join GPUs"
+    )
+
+
+def test_ten_to_the_five_gpus_are_refused_at_once():
+    start = time.monotonic()
+    text = "\t".join(f"GPU{i}" for i in range(10**5))
+    assert refusal(text) == (
+        "topo.txt:1: names 1000 GPUs and 99000 other devices; "
+        "at most 64 GPUs and 256 devices fit a node"
+    )
+    assert time.monotonic() - start < 2
+
+
+LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
+
+
+@st.composite
+def trees(draw):
+    """Relations of a random PCI tree: each device has a place at every level."""
+    count = draw(st.integers(1, 8))
+    place = st.integers(0, 1)
+    places = draw(st.lists(st.tuples(place, place, place, place), min_size=count, max_size=count))
+    cells = {}
+    for a, b in combinations(range(count), 2):
+        same = next((n for n in range(4) if places[a][n] != places[b][n]), 4)
+        cells[a, b] = LEVELS[4 - same]
+    return cells, count
+
+
+@settings(max_examples=100, deadline=2000, derandomize=True)
+@given(tree=trees())
+def test_the_tree_that_is_built_has_the_relations_that_were_told(tree):
+    cells, count = tree
+    machine = parse(matrix(cells, count))
+    assert machine_from_json(machine_to_json(machine), where="json") == machine
+    for (a, b), told in cells.items():
+        expected = "PHB" if told == "NODE" else told
+        assert path_type(machine, f"G{a}", f"G{b}").name == expected
+
+
+@settings(max_examples=200, deadline=2000, derandomize=True)
+@given(
+    text=st.sampled_from([A100, V100, H200.read_text()]),
+    edits=st.lists(
+        st.tuples(
+            st.floats(0, 1),
+            st.integers(0, 30),
+            st.sampled_from(["\t", "\n", " X ", "NV18", "SYS", "GPU0", "N/A", "\x1b[4m", "٣"])
+            | st.text(max_size=4),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_damaged_text_gives_a_machine_or_a_sentence(text, edits):
+    for place, length, piece in edits:
+        at = int(place * len(text))
+        text = text[:at] + piece + text[at + length :]
+    try:
+        machine = parse(text)
+    except InputError as error:
+        assert str(error).startswith("topo.txt")
+    else:
+        assert machine.gpus
