@@ -1,0 +1,182 @@
+"""The machine this process runs on -> Machine, Knowledge and Fingerprint.
+
+GPUs, NVLinks and peer access come from the driver (NVML), the PCI tree, NUMA nodes and network
+cards from sysfs, so that the result is what NCCL would find here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.topology.knowledge import HiddenLink, Knowledge, check_knowledge
+from tccl_py.topology.machine import Gpu, Machine, Nic, NvLink, NvSwitch, PciBridge, check
+from tccl_py.topology.readers.busid import normal_bus_id
+from tccl_py.topology.readers.network import Port, network_ports
+from tccl_py.topology.readers.nvml import DriverFacts, GpuFacts, driver_facts
+from tccl_py.topology.readers.sysfs import (
+    Attachment,
+    PciTree,
+    numa_nodes,
+    read_word,
+    system_numa_ids,
+)
+
+_WITHOUT_GPU_DIRECT = ("GeForce", "TITAN")
+"""Product lines without GPUDirect RDMA, says docs.nvidia.com/cuda/gpudirect-rdma."""
+_DMA_BUF_SINCE = (5, 12)
+_HERE = "this machine"
+
+
+def discover_machine(
+    *, sysfs: Path = Path("/sys"), proc: Path = Path("/proc"), nvml: Any = None
+) -> tuple[Machine, Knowledge, Fingerprint]:
+    """Discover this machine.
+
+    GPUs and NICs that report no NUMA node (virtual machines) hang from one with `numa_id` -1, as
+    NCCL has it. `Gpu.gdr` follows the product line and `Nic.gdr` the loaded kernel modules: both
+    say what is offered, not what was tried.
+
+    Args:
+        sysfs: where sysfs is mounted.
+        proc: where procfs is mounted.
+        nvml: the `pynvml` module, or what stands for it.
+
+    Raises:
+        InputError: no NVIDIA driver answers, or it answers what no machine has.
+    """
+    facts = driver_facts(nvml)
+    machine = check(_machine(facts, sysfs, proc), where=_HERE)
+    knowledge = Knowledge(
+        peer_access=facts.peer_access, hidden_links=_virtual_switch_links(machine.bridges, sysfs)
+    )
+    return (
+        machine,
+        check_knowledge(knowledge, machine, where=_HERE),
+        _fingerprint(facts, sysfs, proc),
+    )
+
+
+def _machine(facts: DriverFacts, sysfs: Path, proc: Path) -> Machine:
+    # 1. Where everything hangs; this tells which bridges and NUMA nodes there are.
+    tree, ports = PciTree(sysfs=sysfs), network_ports(sysfs)
+    gpu_places = [tree.attach(gpu.bus_id) for gpu in facts.gpus]
+    port_places = [tree.attach(port.bus_id) if port.bus_id else None for port in ports]
+    used = [place.numa_id for place in (*gpu_places, *port_places) if place is not None]
+    nodes = numa_nodes(used, sysfs=sysfs, proc=proc)
+    names = {node.numa_id: node.id for node in nodes}
+    # 2. The devices, by those names.
+    links = _nvlinks(facts.gpus, [names[place.numa_id] for place in gpu_places])
+    gdr = _gpu_direct_modules(sysfs, proc)
+    nics = enumerate(zip(ports, port_places, strict=True))
+    return Machine(
+        name=_name(facts),
+        numa_nodes=nodes,
+        bridges=tree.built(names),
+        gpus=tuple(_gpu(g, p, names) for g, p in zip(facts.gpus, gpu_places, strict=True)),
+        nics=tuple(_nic(index, port, place, names, gdr=gdr) for index, (port, place) in nics),
+        nvswitches=(NvSwitch(index=0),) if any(link.target == "S0" for link in links) else (),
+        nvlinks=links,
+    )
+
+
+def _name(facts: DriverFacts) -> str:
+    """A name that equal machines share: `4x-nvidia-h200`."""
+    kinds = list(dict.fromkeys(gpu.name for gpu in facts.gpus))
+    model = re.sub(r"[^a-z0-9]+", "-", kinds[0].lower()).strip("-") or "gpu"
+    return f"{len(facts.gpus)}x-{model}" + ("-and-others" if len(kinds) > 1 else "")
+
+
+def _gpu(gpu: GpuFacts, place: Attachment, names: dict[int, str]) -> Gpu:
+    return Gpu(
+        index=gpu.index,
+        bus_id=gpu.bus_id,
+        parent=place.bridge or names[place.numa_id],
+        link=place.link,
+        sm=gpu.sm,
+        name=gpu.name,
+        gdr=not any(line in gpu.name for line in _WITHOUT_GPU_DIRECT),
+    )
+
+
+def _nic(
+    index: int, port: Port, place: Attachment | None, names: dict[int, str], *, gdr: bool
+) -> Nic:
+    if place is None:
+        # Not on PCI (virtio): NCCL hangs it from the first CPU it knows.
+        first = next(iter(names.values()))
+        return Nic(index=index, name=port.name, parent=first, speed_mbps=port.speed_mbps)
+    return Nic(
+        index=index,
+        name=port.name,
+        parent=place.bridge or names[place.numa_id],
+        bus_id=port.bus_id,
+        link=place.link,
+        speed_mbps=port.speed_mbps,
+        gdr=gdr and port.rdma,
+        guid=port.guid,
+        port=port.port,
+    )
+
+
+def _nvlinks(gpus: Iterable[GpuFacts], cpus: list[str]) -> tuple[NvLink, ...]:
+    """NVLinks by GPU; ends that are no GPU of this host are the switch, as NCCL concludes."""
+    known = {gpu.bus_id: f"G{gpu.index}" for gpu in gpus}
+    links = []
+    for gpu, cpu in zip(gpus, cpus, strict=True):
+        counts: dict[tuple[str, Literal["nvlink", "c2c"]], int] = {}
+        for bus_id, count in gpu.links.items():
+            target = known.get(bus_id, "S0")
+            counts[target, "nvlink"] = counts.get((target, "nvlink"), 0) + count
+        if gpu.c2c_links:
+            counts[cpu, "c2c"] = gpu.c2c_links
+        links += [
+            NvLink(source=f"G{gpu.index}", target=target, count=count, kind=kind)
+            for (target, kind), count in sorted(counts.items())
+        ]
+    return tuple(links)
+
+
+def _virtual_switch_links(bridges: Iterable[PciBridge], sysfs: Path) -> tuple[HiddenLink, ...]:
+    """Broadcom's virtual switches that share a chip; its driver names each one's peers."""
+    known = {bridge.id for bridge in bridges}
+    links = []
+    for one in sorted(known):
+        peers = sysfs / "kernel" / "pci_switch_link" / "virtual_switch_links" / one
+        for entry in sorted(peers.iterdir()) if peers.is_dir() else ():
+            other = normal_bus_id(entry.name)
+            if other in known and one < other:
+                links.append(
+                    HiddenLink(
+                        one=one, other=other, provenance="reported", note="one PCIe switch chip"
+                    )
+                )
+    return tuple(links)
+
+
+def _gpu_direct_modules(sysfs: Path, proc: Path) -> bool:
+    """Whether the kernel offers RDMA cards GPU memory: nvidia-peermem, or DMA-BUF.
+
+    DMA-BUF needs the open driver and Linux 5.12.
+    """
+    if any((sysfs / "module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem")):
+        return True
+    opened = "Open Kernel Module" in read_word(proc / "driver" / "nvidia" / "version")
+    release = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", _kernel(proc))
+    return opened and release is not None and ((int(release[1]), int(release[2])) >= _DMA_BUF_SINCE)
+
+
+def _kernel(proc: Path) -> str:
+    return read_word(proc / "sys" / "kernel" / "osrelease")
+
+
+def _fingerprint(facts: DriverFacts, sysfs: Path, proc: Path) -> Fingerprint:
+    return Fingerprint(
+        gpu_uuids=tuple(gpu.uuid for gpu in facts.gpus),
+        driver=facts.driver,
+        numa_count=len(system_numa_ids(sysfs)),
+        kernel=_kernel(proc),
+    )
