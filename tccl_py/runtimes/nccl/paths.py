@@ -1,0 +1,185 @@
+"""Paths between devices as NCCL computes them: type, bandwidth and the links on the way.
+
+Source: paths.cc of NCCL 2.30.7 (ncclTopoSetPaths, ncclTopoComputePaths).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tccl_py.runtimes.nccl.bandwidths import LOCAL_GBPS, PathType
+from tccl_py.runtimes.nccl.system import Link, System
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The links from one device to another, the least bandwidth among them in GB/s, the type."""
+
+    links: tuple[Link, ...]
+    gbps: float
+    type: PathType
+
+
+Paths = dict[tuple[str, str], Path]
+DISCONNECTED = Path((), 0.0, PathType.DIS)
+_LONGEST_NVB = 1
+
+
+def shortest_paths(system: System) -> Paths:
+    """Paths to every CPU, GPU, NIC port and NVSwitch, from every device; no policy applied yet."""
+    reverse = {(link.source, link.target, link.type): link for link in system.links}
+    paths: Paths = {}
+    for base in (*system.cpus, *system.gpus, *system.nets, *system.nvs):
+        for device, path in _paths_to(system, base, reverse).items():
+            paths[device, base] = path
+    return paths
+
+
+def _paths_to(
+    system: System, base: str, reverse: dict[tuple[str, str, PathType], Link]
+) -> dict[str, Path]:
+    """Breadth first from `base`; a later path replaces a wider-known one only if not longer."""
+    found = {base: Path((), LOCAL_GBPS, PathType.LOC)}
+    frontier = [base]
+    while frontier:
+        reached: dict[str, None] = {}
+        for name in frontier:
+            for link in system.nodes[name].links:
+                if not _may_pass(system, base, found[name], link):
+                    continue
+                path = _extended(system, found[name], link, reverse)
+                known = found.get(link.target)
+                if known is None or (
+                    len(known.links) >= len(path.links) and known.gbps < path.gbps
+                ):
+                    found[link.target] = path
+                    reached[link.target] = None
+        frontier = list(reached)
+    return found
+
+
+def _may_pass(system: System, base: str, path: Path, link: Link) -> bool:
+    """Through another GPU only by NVLink, only to a GPU, and only as the single step between."""
+    if link.source == base or system.nodes[link.source].kind != "gpu":
+        return True
+    onward = link.type == PathType.NVL and system.nodes[link.target].kind == "gpu"
+    return onward and len(path.links) <= _LONGEST_NVB
+
+
+def _extended(
+    system: System, path: Path, link: Link, reverse: dict[tuple[str, str, PathType], Link]
+) -> Path:
+    back = reverse[link.target, link.source, link.type]
+    near, far = system.nodes[link.source].kind, system.nodes[link.target].kind
+    kind = PathType.LOC if link.type == PathType.NET else link.type
+    if near == far == "pci":
+        kind = PathType.PXB
+    if link.type == PathType.PIX and "cpu" in (near, far):
+        kind = PathType.PHB
+    if near == "gpu" and path.links and path.type == kind == PathType.NVL:
+        kind = PathType.NVB
+    return Path((back, *path.links), min(path.gbps, link.gbps), max(path.type, kind))
+
+
+def local_cpu(system: System, paths: Paths, gpu: str) -> str:
+    """The CPU with the fewest links to `gpu`."""
+    return min(
+        (cpu for cpu in system.cpus if (gpu, cpu) in paths),
+        key=lambda cpu: len(paths[gpu, cpu].links),
+    )
+
+
+def by_way_of(paths: Paths, source: str, middle: str, target: str) -> Path:
+    """The path from `source` over `middle` to `target`."""
+    first, second = paths[source, middle], paths[middle, target]
+    kind = max(first.type, second.type)
+    if {first.type, second.type} == {PathType.PHB, PathType.C2C}:
+        kind = PathType.P2C
+    return Path((*first.links, *second.links), min(first.gbps, second.gbps), kind)
+
+
+def with_policy(
+    system: System,
+    paths: Paths,
+    *,
+    direct: Callable[[str, str], bool],
+    gpu_direct: Callable[[str, str], bool],
+) -> Paths:
+    """Paths as they are once pairs without P2P go over a CPU and NICs are reached as NCCL would.
+
+    Args:
+        system: what the paths are of.
+        paths: from `shortest_paths`; it stays as it is.
+        direct: whether a GPU may talk to another without the CPU.
+        gpu_direct: whether a NIC may reach a GPU's memory.
+    """
+    result = dict(paths)
+    for target in system.gpus:
+        for source in system.gpus:
+            if source != target and not direct(source, target):
+                cpu = local_cpu(system, result, target)
+                result[source, target] = by_way_of(result, source, cpu, target)
+    for net in system.nets:
+        for gpu in system.gpus:
+            _reach_net(system, result, gpu, net, gpu_direct(gpu, net))
+    return result
+
+
+def _reach_net(system: System, paths: Paths, gpu: str, net: str, gpu_direct: bool) -> None:
+    own = paths.get((gpu, net), DISCONNECTED)
+    relay = local_gpu(system, paths, net)
+    if relay is not None and relay != gpu:
+        theirs = paths.get((relay, net), DISCONNECTED)
+        near = theirs.type <= PathType.P2C and paths[relay, gpu].type <= PathType.NVL
+        if near and (theirs.gbps > own.gbps or own.type > PathType.PXN):
+            over = by_way_of(paths, gpu, relay, net)
+            own = paths[gpu, net] = Path(over.links, over.gbps, PathType.PXN)
+    if own.type < PathType.PHB and own.type != PathType.PXN and not gpu_direct:
+        cpu = local_cpu(system, paths, gpu)
+        paths[net, gpu] = by_way_of(paths, net, cpu, gpu)
+        paths[gpu, net] = by_way_of(paths, gpu, cpu, net)
+
+
+def nearest(paths: Paths, source: str, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `targets` that `source` reaches with the most bandwidth, then the nearest type."""
+    reached = [(name, paths.get((source, name), DISCONNECTED)) for name in targets]
+    reached = [(name, path) for name, path in reached if path.gbps > 0]
+    if not reached:
+        return ()
+    best = max((path.gbps, -path.type) for _, path in reached)
+    return tuple(name for name, path in reached if (path.gbps, -path.type) == best)
+
+
+def local_nets(system: System, paths: Paths, gpu: str) -> tuple[str, ...]:
+    """The NIC ports a GPU prefers, in the order its channels take them.
+
+    GPUs with several equally near ports begin at different ones, by their NVML index.
+    """
+    nets = nearest(paths, gpu, system.nets)
+    if not nets:
+        return ()
+    sharers = nearest(paths, nets[0], system.gpus)
+    count = len(nets)
+    start = int(gpu[1:])
+    if count & (count - 1) == 0:
+        start = _mirrored(start, count)
+    per_gpu = -(-count // max(1, len(sharers)))
+    return tuple(nets[(start + step) % count] for step in range(per_gpu))
+
+
+def _mirrored(value: int, power: int) -> int:
+    bits = power.bit_length() - 1
+    low = value & (power - 1)
+    return int(format(low, f"0{bits}b")[::-1], 2) if bits else 0
+
+
+def local_gpu(system: System, paths: Paths, net: str) -> str | None:
+    """The GPU that prefers this port, and that others would use to reach it."""
+    close = nearest(paths, net, system.gpus)
+    choices = {gpu: local_nets(system, paths, gpu) for gpu in close}
+    for step in range(max((len(nets) for nets in choices.values()), default=0)):
+        for gpu in close:
+            if choices[gpu][step : step + 1] == (net,):
+                return gpu
+    return None

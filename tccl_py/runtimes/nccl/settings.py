@@ -1,0 +1,170 @@
+"""Settings: one process-wide choice for stock NCCL, and the environment that makes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.runtimes.nccl.versions import LATEST, Level, version_facts
+from tccl_py.transfers.transfer import DEFAULT_FIFO_BYTES, MAX_FIFO_BYTES, Side
+
+CopyEngineSide = Literal["sender", "receiver", "both"]
+
+_SHM_MODES: dict[CopyEngineSide, str] = {"sender": "1", "receiver": "2", "both": "3"}
+_OLD_LEVELS: tuple[Level, ...] = ("LOC", "PIX", "PXB", "PHB", "SYS", "SYS")
+"""What NCCL_P2P_LEVEL=0, 1, ... meant before levels had names; larger numbers are SYS."""
+_INTEGER = re.compile(r"[ \t\n]*(?P<sign>[+-]?)(?P<digits>[0-9]{1,18})")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one NCCL process is told; None is NCCL's own default.
+
+    `p2p_level` LOC lets no pair talk directly. `p2p_read` None reads on NVLink between two sm 80
+    GPUs and writes elsewhere. `channels` are ring channels in the graph file; a communicator ends
+    up with more, see `final_channels`. `buffsize` is one channel's FIFO in bytes.
+    """
+
+    version: str = LATEST
+    p2p_level: Level | None = None
+    p2p_read: bool | None = None
+    p2p_copy_engine: bool = False
+    shm_locality: Side = "receiver"
+    shm_copy_engine: CopyEngineSide | None = None
+    net_disable_intra: bool = False
+    channels: int = 1
+    buffsize: int = DEFAULT_FIFO_BYTES
+    algo: Literal["Ring"] | None = None
+
+
+def check_settings(settings: Settings) -> Settings:
+    """Return `settings` if its version of NCCL can be made to do that.
+
+    Raises:
+        InputError: a choice this version does not have, or a number out of its range.
+    """
+    facts = version_facts(settings.version)
+    where = f"settings for NCCL {settings.version}"
+    if settings.shm_copy_engine is not None and not facts.shm_copy_engine:
+        raise InputError(
+            where, "bounces cannot use a copy engine", "leave shm_copy_engine out, or use NCCL 2.28"
+        )
+    if settings.p2p_copy_engine and not facts.p2p_copy_engine:
+        raise InputError(where, "P2P cannot use a copy engine", "leave p2p_copy_engine out")
+    if not 1 <= settings.channels <= facts.max_channels:
+        raise InputError(
+            where,
+            f"channels is {settings.channels}",
+            f"a graph file holds 1 to {facts.max_channels}",
+        )
+    if not 1024 <= settings.buffsize <= MAX_FIFO_BYTES:
+        raise InputError(where, f"buffsize is {settings.buffsize}", "1024 bytes to 1 GiB")
+    return settings
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """The variables that differ from NCCL's defaults; the graph file is not among them.
+
+    >>> environment(Settings(p2p_level="LOC", buffsize=524288))
+    {'NCCL_P2P_DISABLE': '1', 'NCCL_BUFFSIZE': '524288'}
+
+    Raises:
+        InputError: from `check_settings`.
+    """
+    check_settings(settings)
+    level = settings.p2p_level
+    mode = settings.shm_copy_engine
+    read = settings.p2p_read
+    choices = {
+        "NCCL_P2P_DISABLE": "1" if level == "LOC" else None,
+        "NCCL_P2P_LEVEL": level if level != "LOC" else None,
+        "NCCL_P2P_READ_ENABLE": None if read is None else str(int(read)),
+        "NCCL_P2P_USE_CUDA_MEMCPY": "1" if settings.p2p_copy_engine else None,
+        "NCCL_SHM_LOCALITY": "1" if settings.shm_locality == "sender" else None,
+        "NCCL_SHM_USE_CUDA_MEMCPY": "1" if mode else None,
+        "NCCL_SHM_MEMCPY_MODE": _SHM_MODES[mode] if mode else None,
+        "NCCL_NET_DISABLE_INTRA": "1" if settings.net_disable_intra else None,
+        "NCCL_BUFFSIZE": (
+            str(settings.buffsize) if settings.buffsize != DEFAULT_FIFO_BYTES else None
+        ),
+        "NCCL_ALGO": settings.algo,
+    }
+    return {name: value for name, value in choices.items() if value is not None}
+
+
+def settings_from_environment(
+    variables: Mapping[str, str], *, version: str = LATEST, channels: int = 1
+) -> Settings:
+    """What NCCL makes of these variables; a value it would not understand counts as unset.
+
+    Copy-engine bounces are dropped for a version that no longer has them.
+    """
+    number = {name: integer(variables.get(name)) for name in variables}
+    engine: CopyEngineSide | None = None
+    if number.get("NCCL_SHM_USE_CUDA_MEMCPY") == 1 and version_facts(version).shm_copy_engine:
+        modes = {int(code): side for side, code in _SHM_MODES.items()}
+        engine = modes.get(number.get("NCCL_SHM_MEMCPY_MODE") or 1, "sender")
+    read = number.get("NCCL_P2P_READ_ENABLE")
+    size = number.get("NCCL_BUFFSIZE") or 0
+    return Settings(
+        version=version,
+        p2p_level=_level(variables, number),
+        p2p_read=None if read is None else read != 0,
+        p2p_copy_engine=number.get("NCCL_P2P_USE_CUDA_MEMCPY") == 1,
+        shm_locality="sender" if number.get("NCCL_SHM_LOCALITY") == 1 else "receiver",
+        shm_copy_engine=engine,
+        net_disable_intra=number.get("NCCL_NET_DISABLE_INTRA") == 1,
+        channels=channels,
+        buffsize=size if 1024 <= size <= MAX_FIFO_BYTES else DEFAULT_FIFO_BYTES,
+        algo="Ring" if variables.get("NCCL_ALGO", "").lower() == "ring" else None,
+    )
+
+
+def _level(variables: Mapping[str, str], number: Mapping[str, int | None]) -> Level | None:
+    if number.get("NCCL_P2P_DISABLE") == 1:
+        return "LOC"
+    text = variables.get("NCCL_P2P_LEVEL")
+    for name in get_args(Level):
+        if text == name:
+            return name  # type: ignore[no-any-return]
+    old = number.get("NCCL_P2P_LEVEL")
+    if old is None or old < 0:
+        return None
+    return _OLD_LEVELS[min(old, len(_OLD_LEVELS) - 1)]
+
+
+def integer(text: str | None) -> int | None:
+    """The decimal number that a variable begins with, as C's strtol reads it; None if none."""
+    match = _INTEGER.match(text or "")
+    return None if match is None else int(match["sign"] + match["digits"])
+
+
+def final_channels(
+    channels: int,
+    *,
+    sm: int | None,
+    nodes: int = 1,
+    speed_intra: float = 0.0,
+    variables: Mapping[str, str] | None = None,
+    version: str = LATEST,
+) -> int:
+    """How many channels a communicator ends up with for `channels` of the search or file.
+
+    Doubled always; once more from sm 90 on several nodes above 45 GB/s a channel while there are
+    fewer than 16 (connect.cc); then clipped or filled up by NCCL_MAX_NCHANNELS, NCCL_MIN_NCHANNELS.
+
+    >>> final_channels(8, sm=90)
+    16
+    """
+    limit = version_facts(version).max_final_channels
+    count = min(channels * 2, limit)
+    if (sm or 0) >= 90 and nodes > 1 and speed_intra > 45 and count < 16:
+        count *= 2
+    low = integer((variables or {}).get("NCCL_MIN_NCHANNELS")) or 0
+    high = integer((variables or {}).get("NCCL_MAX_NCHANNELS"))
+    low = max(0, min(low, limit))
+    high = limit if high is None else max(1, min(high, limit), low)
+    return max(min(count, high), low)

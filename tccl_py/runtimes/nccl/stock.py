@@ -1,0 +1,373 @@
+"""What NCCL chooses when nobody tells it: ring orders, channels, the rate it expects of them.
+
+Source: ncclTopoCompute (search.cc) and ncclTopoPostset (connect.cc) of NCCL 2.30.7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tccl_py.runtimes.nccl.bandwidths import LOCAL_GBPS, PathType, speeds
+from tccl_py.runtimes.nccl.channel_search import ChannelSearch, Clock, Pattern, Trial
+from tccl_py.runtimes.nccl.paths import DISCONNECTED
+from tccl_py.runtimes.nccl.settings import Settings, final_channels
+from tccl_py.runtimes.nccl.system import System
+from tccl_py.runtimes.nccl.transport import Mechanism, View, pair_mechanism, view
+from tccl_py.runtimes.nccl.versions import version_facts
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import Machine
+
+FALLBACK_GBPS = 0.1
+"""What NCCL writes down for the simple order it falls back to."""
+_TIME = 1 << 14
+_TIME_SAME_CHANNELS = 1 << 8
+_TIME_IN_ALL = 1 << 19
+_FEW_GPUS = 8
+_CROSS_NIC = 2
+_SLOWER_IS_NO_HELP = 0.49
+_DUPLICATE_FROM = 25.0
+
+
+class StockHop(msgspec.Struct, frozen=True, kw_only=True):
+    """One hop of NCCL's first ring and how it would be connected."""
+
+    source: int
+    target: int
+    mechanism: Mechanism
+
+
+class StockChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """NCCL's own choice; `rings` has one GPU order a searched channel, `bw_intra` GB/s of each.
+
+    `channels` is what the communicator runs in the end: no more than the tree has, then doubled.
+    `fallback` is true where the search found nothing and NCCL took the simple order.
+    `assumed_sys` is true where `stock_default` took NCCL_P2P_LEVEL=SYS because of that.
+    """
+
+    rings: tuple[tuple[int, ...], ...]
+    nchannels: int
+    bw_intra: float
+    type_intra: str
+    channels: int
+    hops: tuple[StockHop, ...]
+    settings: Settings
+    fallback: bool = False
+    assumed_sys: bool = False
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """A graph as NCCL's search leaves it: GPU ids per channel, ids of the NIC ports at its ends."""
+
+    orders: tuple[tuple[str, ...], ...]
+    ports: tuple[tuple[str, str], ...]
+    rate_intra: float
+    type_intra: PathType
+    fallback: bool = False
+
+
+class _Compute:
+    """The ladder of searches that NCCL climbs down until one finds channels, then up again."""
+
+    def __init__(self, seen: View, *, pattern: Pattern, nodes: int, low: int, high: int) -> None:
+        self.system, self.pattern = seen.system, pattern
+        self.search = ChannelSearch(seen.system, seen.paths, nodes=nodes)
+        self.inter = self.search.inter
+        self.speeds = speeds(seen.system.sm_min, nodes=2 if self.inter else 1)
+        self._bounds(seen)
+        self._totals(seen)
+        if len(self.system.gpus) == 1 and pattern != "ring":
+            self.pattern = "tree"
+        if pattern == "ring" and low == 1 and high >= 2 and _two_nvlink_islands(seen):
+            low = 2
+        self.best = Trial(
+            pattern=self.pattern,
+            min_channels=low,
+            max_channels=high,
+            type_intra=self.least_intra,
+            type_inter=self.least_inter,
+            cross_nic=0,
+        )
+        self.may_cross = self.inter and len(self.system.nets) > 1 and pattern != "tree"
+        self.trial = self.best.copy()
+        self.step = self._first_step(low)
+        self._set_rates(self.speeds[self.step])
+        self.time_left = _TIME_IN_ALL
+
+    def _bounds(self, seen: View) -> None:
+        gpus, nets, paths = self.system.gpus, self.system.nets, seen.paths
+        intra = [paths.get((a, b), DISCONNECTED).type for a in gpus for b in gpus if a != b]
+        inter = [paths.get((a, b), DISCONNECTED).type for a in gpus for b in nets]
+        self.least_intra = min([PathType.SYS, *intra]) if len(gpus) > 1 else PathType.LOC
+        self.most_intra = max([PathType.LOC, *intra]) if len(gpus) > 1 else PathType.SYS
+        self.least_inter, self.most_inter = PathType.PIX, PathType.SYS
+        if self.inter:
+            self.least_inter = min([PathType.SYS, *inter])
+            self.most_inter = max([PathType.LOC, *inter])
+            if self.system.sm_min < 90:
+                self.most_inter = PathType.SYS
+
+    def _totals(self, seen: View) -> None:
+        """The most one channel and all channels of a GPU could carry, in GB/s."""
+        gpus = self.system.gpus
+        if len(gpus) == 1 and not self.inter:
+            self.most, self.total = LOCAL_GBPS, LOCAL_GBPS
+            return
+        ends = self.system.nets if self.inter else gpus
+        ways = [seen.paths.get((a, b), DISCONNECTED) for a in gpus for b in ends]
+        self.most = max((way.gbps for way in ways if way.links), default=0.0)
+        self.total = max(_leaving(self.system, gpu) for gpu in gpus)
+
+    def _first_step(self, channels: int) -> int:
+        total, count = self.total, len(self.system.gpus)
+        if count > 1 and self.pattern != "ring":
+            total *= count / (count - 1)
+        for step, speed in enumerate(self.speeds):
+            if speed <= self.most and speed * channels <= total:
+                return step
+        return len(self.speeds) - 1
+
+    def _set_rates(self, rate: float) -> None:
+        self.trial.rate_intra = self.trial.rate_inter = rate
+
+    def run(self) -> Found:
+        """Search until nothing better is to be expected; the simple order if nothing was found."""
+        while self._search_once() and self._next_after_failure():
+            pass
+        self._duplicate()
+        self._faster()
+        best = self.best
+        if best.channels == 0:
+            return _simple_order(self.system, self.inter)
+        return Found(
+            orders=tuple(tuple(order) for order in best.orders[: best.channels]),
+            ports=tuple((one, other) for one, other in best.ports[: best.channels]),
+            rate_intra=best.rate_intra,
+            type_intra=best.type_intra,
+        )
+
+    def _search_once(self) -> bool:
+        """Whether there may be more to find after one search."""
+        trial = self.trial
+        clock = Clock(_TIME_SAME_CHANNELS if trial.same_channels else _TIME)
+        self.time_left -= clock.left
+        trial.channels, trial.hops = 0, 0
+        if self._hopeless():
+            self.clock = 0
+            return True
+        self.best = self.search.run(trial, self.best, clock)
+        self.clock = clock.left
+        return clock.left != -1 and self.best.channels * self.best.rate_inter < self.total
+
+    def _hopeless(self) -> bool:
+        """Whether a search can find nothing better; on many GPUs it would run into its limit."""
+        trial, best = self.trial, self.best
+        if len(self.system.gpus) < _FEW_GPUS:
+            return False
+        most = self.search.most_channels(trial)
+        enough = best.channels * best.rate_intra
+        return most < trial.min_channels or most * trial.rate_intra < enough
+
+    def _next_after_failure(self) -> bool:
+        """Loosen the trial by one notch; False when all notches are used up."""
+        trial, best = self.trial, self.best
+        through_amd = self.system.amd and trial.type_intra == PathType.SYS
+        if trial.same_channels and not through_amd:
+            trial.same_channels = False
+            return True
+        trial.same_channels = True
+        self.time_left += self.clock
+        if self.time_left < 0 and best.channels:
+            return False
+        if self.system.sm_min >= 90 and trial.pattern == "balanced tree":
+            trial.pattern = "tree"
+            return True
+        trial.pattern = self.pattern
+        return self._farther() or self._slower()
+
+    def _farther(self) -> bool:
+        """Allow the next path type, then NICs farther away, then different ones at both ends."""
+        trial, best = self.trial, self.best
+        none = best.channels == 0
+        limit = trial.type_inter if self.inter else self.most_intra
+        if trial.type_intra < limit and (none or trial.type_intra < best.type_intra):
+            trial.type_intra = PathType(trial.type_intra + 1)
+            if trial.type_intra < PathType.DIS:
+                return True
+        trial.type_intra = self.least_intra
+        wider = none or trial.type_inter < max(best.type_inter, PathType.PXN)
+        if self.inter and trial.type_inter < self.most_inter and wider:
+            trial.type_inter = PathType(trial.type_inter + 1)
+            if trial.type_inter < PathType.DIS:
+                return True
+        trial.type_inter = self.least_inter
+        if self.may_cross and trial.cross_nic == 0:
+            trial.cross_nic = _CROSS_NIC
+            return True
+        trial.cross_nic = 0
+        return False
+
+    def _slower(self) -> bool:
+        step, best = self.step + 1, self.best
+        if step >= len(self.speeds):
+            return False
+        if best.channels and self.speeds[step] / best.rate_inter <= _SLOWER_IS_NO_HELP:
+            return False
+        self.step = step
+        self._set_rates(self.speeds[step])
+        return True
+
+    def _duplicate(self) -> None:
+        """Split few fast channels into twice as many of half the rate."""
+        best, many = self.best, self.best.channels > 4
+        if best.channels == 0 or best.rate_intra < _DUPLICATE_FROM:
+            return
+        if self.system.sm_min > 80 and best.rate_intra < 2 * _DUPLICATE_FROM and many:
+            return
+        count = min(best.channels * 2, best.max_channels)
+        share = -(-count // best.channels)
+        best.orders = (best.orders[: best.channels] * 2)[:count]
+        best.ports = (best.ports[: best.channels] * 2)[:count]
+        best.rate_intra /= share
+        best.rate_inter /= share
+        best.channels = count
+
+    def _faster(self) -> None:
+        """Try the same number of channels at higher rates; trees raise only the rate inside."""
+        best = self.best
+        self.trial = best.copy()
+        self.trial.min_channels = best.channels
+        found = [step for step, speed in enumerate(self.speeds) if speed <= best.rate_inter]
+        self.step = found[0] if found else len(self.speeds) - 1
+        self._set_rates(self.speeds[self.step])
+        self.clock = -1
+        while self.clock != 0 and self.step > 0 and self._raise():
+            self._search_once()
+
+    def _raise(self) -> bool:
+        trial = self.trial
+        if self.pattern == "ring":
+            self.step -= 1
+            self._set_rates(self.speeds[self.step])
+            return True
+        if trial.rate_intra != self.best.rate_intra or trial.rate_intra >= trial.rate_inter * 2:
+            return False
+        self.step -= 1
+        trial.rate_intra = self.speeds[self.step]
+        return True
+
+
+def _leaving(system: System, gpu: str) -> float:
+    links = system.nodes[gpu].links
+    nvlinks = sum(link.gbps for link in links if link.type == PathType.NVL)
+    pci = [link.gbps for link in links if link.type == PathType.PIX]
+    return max([nvlinks, *pci[-1:]])
+
+
+def _two_nvlink_islands(seen: View) -> bool:
+    """Whether the GPUs are two groups with NVLinks inside and something slower between."""
+    islands: list[set[str]] = []
+    for gpu in seen.system.gpus:
+        near = {
+            other
+            for other in seen.system.gpus
+            if seen.paths.get((gpu, other), DISCONNECTED).type == PathType.NVL
+        }
+        if not any(gpu in island for island in islands):
+            islands.append(near | {gpu})
+    return sum(len(island) > 1 for island in islands) == 2
+
+
+def _simple_order(system: System, inter: bool) -> Found:
+    port = system.nets[0] if inter else ""
+    return Found(
+        orders=(system.gpus,),
+        ports=((port, port),),
+        rate_intra=FALLBACK_GBPS,
+        type_intra=PathType.SYS,
+        fallback=True,
+    )
+
+
+def search_ring(seen: View, *, nodes: int = 1) -> Found:
+    """NCCL's ring search."""
+    high = version_facts(seen.settings.version).max_channels
+    return _Compute(seen, pattern="ring", nodes=nodes, low=1, high=high).run()
+
+
+def search_tree(seen: View, *, nodes: int = 1, channels: int) -> Found:
+    """NCCL's tree search for exactly as many channels as the ring has."""
+    return _Compute(seen, pattern="balanced tree", nodes=nodes, low=channels, high=channels).run()
+
+
+def stock_choice(
+    machine: Machine,
+    knowledge: Knowledge,
+    settings: Settings | None = None,
+    *,
+    gpus: Sequence[int] | None = None,
+    nodes: int = 1,
+) -> StockChoice:
+    """What NCCL picks by itself for a communicator over `gpus` of each of `nodes` equal nodes.
+
+    Settings count only for what they do to paths and transports; channels and buffer size do not.
+    Cost: at worst a few seconds on nodes of tens of GPUs.
+
+    Raises:
+        InputError: unknown GPUs, or a machine on which NCCL fails at init.
+    """
+    settings = settings or Settings()
+    seen = view(machine, knowledge, settings, gpus=gpus)
+    ring = search_ring(seen, nodes=nodes)
+    count = len(ring.orders)
+    tree = search_tree(seen, nodes=nodes, channels=count)
+    channels = final_channels(
+        min(count, len(tree.orders)),
+        sm=seen.system.sm_min,
+        nodes=nodes,
+        speed_intra=ring.rate_intra,
+        version=settings.version,
+    )
+    rings = tuple(tuple(int(gpu[1:]) for gpu in order) for order in ring.orders)
+    return StockChoice(
+        rings=rings,
+        nchannels=count,
+        bw_intra=ring.rate_intra,
+        type_intra=ring.type_intra.name,
+        channels=channels,
+        hops=_hops(seen, rings[0], closed=nodes == 1),
+        settings=settings,
+        fallback=ring.fallback,
+    )
+
+
+def _hops(seen: View, order: Sequence[int], *, closed: bool) -> tuple[StockHop, ...]:
+    targets = [*order[1:], order[0]] if closed else order[1:]
+    return tuple(
+        StockHop(source=one, target=other, mechanism=pair_mechanism(seen, one, other))
+        for one, other in zip(order, targets, strict=False)
+        if one != other
+    )
+
+
+def stock_default(
+    machine: Machine,
+    knowledge: Knowledge,
+    *,
+    gpus: Sequence[int] | None = None,
+    nodes: int = 1,
+    version: str | None = None,
+) -> StockChoice:
+    """The choice that plans are compared with: NCCL's own under its default settings.
+
+    Where those make the search fall back to the simple order, its choice with NCCL_P2P_LEVEL=SYS,
+    and `assumed_sys` says so.
+    """
+    settings = Settings(version=version) if version else Settings()
+    choice = stock_choice(machine, knowledge, settings, gpus=gpus, nodes=nodes)
+    if not choice.fallback:
+        return choice
+    wider = msgspec.structs.replace(settings, p2p_level="SYS")
+    choice = stock_choice(machine, knowledge, wider, gpus=gpus, nodes=nodes)
+    return msgspec.structs.replace(choice, assumed_sys=True)

@@ -1,0 +1,90 @@
+"""What differs between versions of NCCL, as data."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from tccl_py.errors import InputError
+
+Level = Literal["LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS"]
+"""NCCL's names of path types, nearest first; a P2P level is one of them."""
+
+LATEST = "2.30"
+
+
+class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of one version; `verified` is false where they are the nearest known version's.
+
+    `amd_gpus` is up to how many GPUs an AMD host gets `amd_level` by default (None: any number).
+    `max_channels` is what a graph file may hold, `max_final_channels` what a communicator may.
+    `children_checked` is false where more than `max_children` corrupt memory instead of failing.
+    """
+
+    name: str
+    verified: bool = True
+    default_p2p_level: Level = "PXB"
+    amd_level: Level = "SYS"
+    amd_gpus: int | None = 2
+    dev_base: Literal[0, 16] = 16
+    max_channels: int = 32
+    max_final_channels: int = 64
+    max_children: int = 640
+    children_checked: bool = True
+    max_elements: int = 65536
+    max_attributes: int = 16
+    max_value: int = 254
+    rank_overrides_dev: bool = False
+    p2p_copy_engine: bool = True
+    shm_copy_engine: bool = True
+
+
+_KNOWN = (
+    VersionFacts(
+        name="2.18",
+        amd_gpus=None,
+        dev_base=0,
+        max_channels=16,
+        max_final_channels=32,
+        max_children=32,
+        children_checked=False,
+        max_elements=1024,
+    ),
+    VersionFacts(name="2.28", max_elements=4096),
+    VersionFacts(name="2.30", rank_overrides_dev=True, shm_copy_engine=False),
+)
+
+_VERSION = re.compile(r"v?(?P<major>[0-9]{1,3})\.(?P<minor>[0-9]{1,3})(?:[.+-].{0,40})?", re.DOTALL)
+
+
+def known_versions() -> tuple[str, ...]:
+    """Versions whose facts were checked, oldest first."""
+    return tuple(facts.name for facts in _KNOWN)
+
+
+def version_facts(version: str) -> VersionFacts:
+    """Facts of `version`, or the nearest known version's marked unverified.
+
+    >>> version_facts("2.28.9").verified, version_facts("2.21").name, version_facts("2.21").verified
+    (True, '2.18', False)
+
+    Raises:
+        InputError: not a version number.
+    """
+    match = _VERSION.fullmatch(version)
+    if match is None:
+        raise InputError(
+            f"NCCL version {version[:40]!r}", "is no version", "give a number such as 2.28.9"
+        )
+    wanted = (int(match["major"]), int(match["minor"]))
+    nearest = min(_KNOWN, key=lambda facts: _distance(facts.name, wanted))
+    if _distance(nearest.name, wanted) == 0:
+        return nearest
+    return msgspec.structs.replace(nearest, verified=False)
+
+
+def _distance(name: str, wanted: tuple[int, int]) -> int:
+    major, minor = (int(part) for part in name.split("."))
+    return abs((major - wanted[0]) * 1000 + minor - wanted[1])
