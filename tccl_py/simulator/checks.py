@@ -17,7 +17,7 @@ from tccl_py.simulator.parameters import Parameters
 from tccl_py.topology.knowledge import check_knowledge
 from tccl_py.topology.machine import check
 
-MAX_ENTRIES = 1000
+MAX_ENTRIES = 10_000
 MAX_SHARPNESS = 64.0
 
 

@@ -34,10 +34,10 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     loads: tuple[Load, ...]
     roles: tuple[tuple[int, int, int, str], ...]
     legs: tuple[Leg, ...]
-    cap: float
-    cap_assumed: bool
     buffer: str
     buffer_mib: float
+    cap: float = math.inf
+    cap_assumed: bool = False
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,13 +57,12 @@ class Engine:
         self.model = model
         self.network = Network(model)
         self._uses: dict[Flow, Use] = {}
-        self._legs: dict[Flow, tuple[Leg, ...]] = {}
         self.resolve(parameters)
 
     def resolve(self, parameters: Parameters) -> None:
         """Take these parameters' values from now on; routes are kept."""
         self.figures = Figures(parameters)
-        self._uses.clear()
+        self._uses = {flow: self._capped(flow, use) for flow, use in self._uses.items()}
         self._values = [self._resolved(capacity) for capacity in self.model.capacities]
 
     def _resolved(self, capacity: Capacity) -> dict[str, tuple[float, bool]]:
@@ -96,14 +95,21 @@ class Engine:
         """What a flow uses; found once and kept."""
         use = self._uses.get(flow)
         if use is None:
-            if flow not in self._legs:
-                self._legs[flow] = legs_of(self.network, flow)
-            use = self._uses[flow] = self._use(flow, self._legs[flow])
+            use = self._uses[flow] = self._capped(flow, self._use(flow))
         return use
 
-    def _use(self, flow: Flow, legs: tuple[Leg, ...]) -> Use:
-        limits = [x for x in self.model.executors if applies(x, self.network, flow, legs)]
+    def _capped(self, flow: Flow, use: Use) -> Use:
+        """The use with what its executors reach under the parameters of now."""
+        limits = [x for x in self.model.executors if applies(x, self.network, flow, use.legs)]
         figures = [figure for x in limits for figure in figures_used(x, flow)]
+        return msgspec.structs.replace(
+            use,
+            cap=min((flow_cap(x, self.figures, flow) for x in limits), default=math.inf),
+            cap_assumed=any(self.figures.assumed(figure) for figure in figures),
+        )
+
+    def _use(self, flow: Flow) -> Use:
+        legs = legs_of(self.network, flow)
         cache = self.model.fifo_cache
         blocks = flow.blocks or (cache.default_blocks if cache is not None else 1)
         return Use(
@@ -114,8 +120,6 @@ class Engine:
                 for role in roles(self.model.congestion, leg)
             ),
             legs=legs,
-            cap=min((flow_cap(x, self.figures, flow) for x in limits), default=math.inf),
-            cap_assumed=any(self.figures.assumed(figure) for figure in figures),
             buffer=legs[0].keys["memory"] if flow.is_bounce and cache is not None else "",
             buffer_mib=blocks * flow.fifo.bytes / MIB if flow.fifo is not None else 0.0,
         )
@@ -234,7 +238,7 @@ def _selected(links: Links, edge: Edge, network: Network) -> bool:
     parents = network.machine.parents
     inner = edge[0] if _is_inner(edge[0], edge[1], parents) else edge[1]
     named = (inner,) if kind == "pci" else edge
-    at_root = kind == "pci" and parents[inner][0] == "C"
+    at_root = kind == "pci" and parents[inner] in network.roots
     span = "socket" if network.between_sockets(edge) else "numa"
     return (
         (not links.devices or bool(set(named) & set(links.devices)))

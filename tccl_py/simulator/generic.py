@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from tccl_py.simulator.checks import check_model
 from tccl_py.simulator.model import (
     MODEL_VERSION,
     Capacity,
@@ -21,6 +22,7 @@ from tccl_py.simulator.model import (
     Memory,
     Traffic,
 )
+from tccl_py.simulator.parameters import bundled_parameters
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine, PciLink
 
@@ -35,6 +37,7 @@ _C2C_RELATIVE = 1.8
 """Infinity Fabric at 37 GB/s, NVLink-C2C at 45 GB/s a link each way."""
 _MEMORY_RELATIVE = ((32.0, 1.0), (16.0, 0.6), (0.0, 0.35))
 """Host memory by the PCIe generation it came with: DDR5 of eight channels, then DDR4."""
+_FASTEST_PORT_MBPS = 100_000_000
 _DEVICE_CACHE_VENDORS = frozenset({"GenuineIntel"})
 """CPUs whose last-level cache takes device writes without being asked (Intel's DDIO)."""
 
@@ -57,8 +60,11 @@ def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineMo
     """A model of `machine` from data-sheet figures and measurements of other machines.
 
     Every figure is `assumed`, so every measurement from it is. No collapse is assumed.
+
+    Raises:
+        InputError: a link so slow or fast that no figure comes of it.
     """
-    return MachineModel(
+    model = MachineModel(
         format_version=MODEL_VERSION,
         name=machine.name,
         note="capacities assumed from link speeds and widths",
@@ -74,6 +80,7 @@ def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineMo
         executors=kernel_limits(),
         fifo_cache=fifo_cache(machine),
     )
+    return check_model(model, bundled_parameters(), where=machine.name)
 
 
 def pci_capacities(machine: Machine) -> Iterable[Capacity]:
@@ -161,7 +168,9 @@ def _relative(machine: Machine, kind: str, ends: tuple[str, str]) -> float:
 def _nics(machine: Machine) -> Iterable[Capacity]:
     for nic in machine.nics:
         if nic.speed_mbps > 0:
-            figure = Figure(value=nic.speed_mbps / 8000.0, provenance="assumed")
+            figure = Figure(
+                value=min(nic.speed_mbps, _FASTEST_PORT_MBPS) / 8000.0, provenance="assumed"
+            )
             yield shared_capacity(
                 f"{nic.id}, its network port, one way",
                 Links(kinds=("pci",), devices=(nic.id,)),

@@ -55,6 +55,9 @@ class Network:
         self._neighbours: dict[str, list[str]] = {}
         for one, other in sorted(self.kinds):
             self._neighbours.setdefault(one, []).append(other)
+        self.roots = frozenset(node.id for node in self.machine.numa_nodes)
+        gpus, nics = self.machine.gpus, self.machine.nics
+        self._ends = frozenset([gpu.id for gpu in gpus] + [nic.id for nic in nics])
         self._sockets = {node.id: node.socket for node in self.machine.numa_nodes}
         self._paths: dict[str, dict[str, str]] = {}
 
@@ -92,7 +95,7 @@ class Network:
         queue = [(0.0, source)]
         while queue:
             cost, device = heapq.heappop(queue)
-            if cost > costs[device] or (device != source and device[0] in "GN"):
+            if cost > costs[device] or (device != source and device in self._ends):
                 continue
             for neighbour in self._neighbours.get(device, ()):
                 further = cost + _COST[self.kinds[device, neighbour]]
@@ -192,14 +195,14 @@ def _keys(
         if end.kind == "C":
             keys["memory"] = str(end)
     for one, other in edges:
-        if network.kinds[one, other] == "pci" and other[0] == "C":
+        if network.kinds[one, other] == "pci" and other in network.roots:
             keys["source_uplink"] = one
-        if network.kinds[one, other] == "pci" and one[0] == "C":
+        if network.kinds[one, other] == "pci" and one in network.roots:
             keys["destination_root"] = other
     if transfer.destination.kind == "C":
         keys["destination_root"] = str(transfer.destination)
         if flow.is_bounce:
             reader = network.path(str(transfer.destination), str(flow.destination))
-            ports = [b for a, b in reader if a[0] == "C" and b[0] != "C"]
+            ports = [b for a, b in reader if a in network.roots and b not in network.roots]
             keys["destination_root"] = ports[0]
     return keys

@@ -18,6 +18,7 @@ def max_min_rates(count: int, bounds: Sequence[Bound]) -> list[float]:
     Exact up to rounding. O(bottlenecks x bounds) time; the slowest rate is
     min(1 / sum of a bound's shares), so a further flow or bound never raises it.
     """
+    bounds = _tightest(bounds)
     rates = [math.inf] * count
     room = [1.0] * len(bounds)
     pull = [sum(bound.values()) for bound in bounds]
@@ -42,3 +43,16 @@ def max_min_rates(count: int, bounds: Sequence[Bound]) -> list[float]:
                 growing[index] -= 1
         alive = [index for index in alive if growing[index]]
     return rates
+
+
+def _tightest(bounds: Sequence[Bound]) -> list[Bound]:
+    """The bounds, with only the tightest of those that hold one flow alone."""
+    alone: dict[int, float] = {}
+    shared = []
+    for bound in bounds:
+        if len(bound) == 1:
+            ((flow, share),) = bound.items()
+            alone[flow] = max(share, alone.get(flow, 0.0))
+        else:
+            shared.append(bound)
+    return shared + [{flow: share} for flow, share in alone.items()]

@@ -65,9 +65,10 @@ class Simulator:
 
     def _measure(self, transfers: TransferSet) -> Measurement:
         rates = self._engine.rates(transfers)
+        text = str(transfers)
         return Measurement(
-            transfers=str(transfers),
-            samples_gbps=self._samples(str(transfers), rates.gbps),
+            transfers=text,
+            samples_gbps=self._samples(text, rates.gbps),
             simulated=True,
             assumed=rates.assumed,
             source=f"simulator:{self.model.name}",
