@@ -19,7 +19,7 @@ _COST = {"nvlink": 0.1, "xgmi": 0.1, "c2c": 0.1, "hidden": 1.0, "pci": 1.0, "smp
 """NVLink wins over PCI where it exists; else the path over the fewest links does."""
 
 
-class Leg(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
     """One transfer with its route and everything that capacities and rules ask about it.
 
     `keys` has the devices for each grouping key; a key that does not apply is absent:
