@@ -63,7 +63,7 @@ def test_only_relabellings_that_keep_the_chosen_gpus_count():
 def test_a_large_group_is_counted_in_full_and_listed_in_part():
     symmetry = automorphisms(toy_machine(gpus=16, numa_nodes=1, per_switch=4))
     assert symmetry.order == 24**4 * 24
-    assert 1 < len(symmetry.elements) <= 50_000
+    assert 1 < len(symmetry.elements) <= 8_192
     assert (symmetry.elements[0] == np.arange(17)).all()
 
 

@@ -55,7 +55,7 @@ class Bounds:
             self._learn_pattern(orbit, upper)
 
     def _learn_pattern(self, orbit: npt.NDArray[np.int32], upper: float) -> None:
-        masks = np.stack([self.mask(row) for row in orbit.tolist()])
+        masks = self._masks_of_many(orbit.astype(np.int64))
         self._masks = np.concatenate([self._masks, masks])
         self._rates = np.concatenate([self._rates, np.full(len(masks), upper)])
         self._with_hop = [None] * len(self._index.hops)
@@ -97,21 +97,17 @@ class Bounds:
         least = min(least, float(pairs.min(initial=np.inf)))
         return min(least, self.pattern_bound(hops))
 
-    def bounds_of_many(self, sets: npt.NDArray[np.int64]) -> Floats:
-        """Upper bound for each row of hop numbers (rows equally long, each sorted), GB/s."""
+    def pair_bounds(self, sets: npt.NDArray[np.int64]) -> Floats:
+        """Upper bound for each row of hop numbers from singles and pairs alone, GB/s."""
         least: Floats = self.single[sets].min(axis=1)
         width = sets.shape[1]
         for i in range(width):
             for j in range(i + 1, width):
                 np.minimum(least, self.pair[sets[:, i], sets[:, j]], out=least)
-        if len(self._rates) and width > 2:
-            masks = self._masks_of_many(sets)
-            for mask, rate in zip(self._masks, self._rates, strict=True):
-                inside = ~(mask & ~masks).any(axis=1)
-                least[inside] = np.minimum(least[inside], rate)
         return least
 
     def _masks_of_many(self, sets: npt.NDArray[np.int64]) -> Masks:
+        """The bits of each row of hop numbers; rows are sorted."""
         masks = np.zeros((len(sets), self._words), dtype=np.uint64)
         rows = np.arange(len(sets))
         copy = np.zeros(len(sets), dtype=np.int64)

@@ -13,6 +13,9 @@ from tccl_py.topology.symmetry import Permutation, Symmetry
 from tccl_py.transfers.hops import Hop, HopSpace, Ring, RingSet, ring, ring_set
 from tccl_py.transfers.transfer import Flow, Place, Transfer, TransferSet, transfer_set
 
+MAX_CLOSED = 2
+"""Sets of up to so many hops have few enough images to list them all for any group."""
+
 Hops = tuple[int, ...]
 """Hop numbers, ascending; a number that comes twice is a hop that two rings take."""
 
@@ -36,9 +39,11 @@ class HopIndex:
         self.bounces = np.array([hop.flow.is_bounce for hop in self.hops])
         self.pair = self._pairs()
         self.symmetry = symmetry
-        table = self._images(symmetry)
+        table = self._images(symmetry, symmetry.elements)
         self.inside: npt.NDArray[np.bool_] = np.logical_and.reduce(table >= 0, axis=1)
         self.images: npt.NDArray[np.int32] = table[self.inside]
+        self._moves = self._generator_images(symmetry)
+        self._smallest: dict[Hops, Hops] = {}
 
     def _pairs(self) -> npt.NDArray[np.int64]:
         count = len(self.gpus)
@@ -52,7 +57,17 @@ class HopIndex:
                 table[i, j, : len(cell)] = cell
         return table
 
-    def _images(self, symmetry: Symmetry) -> npt.NDArray[np.int32]:
+    def _generator_images(self, symmetry: Symmetry) -> npt.NDArray[np.int32] | None:
+        """Images under generators of a group too large to be listed; None if all is listed."""
+        if symmetry.order == len(symmetry.elements):
+            return None
+        position = {point: i for i, point in enumerate(symmetry.points)}
+        rows = [[position[g[point]] for point in symmetry.points] for g in symmetry.generators]
+        table = self._images(symmetry, np.array(rows, dtype=np.int16))
+        kept: npt.NDArray[np.int32] = table[np.logical_and.reduce(table >= 0, axis=1)]
+        return kept
+
+    def _images(self, symmetry: Symmetry, elements: npt.NDArray[np.int16]) -> npt.NDArray[np.int32]:
         """For each element and hop the hop it becomes, -1 if the space lacks that."""
         points = {point: i for i, point in enumerate(symmetry.points)}
         places = [_touched(hop.flow) for hop in self.hops]
@@ -63,7 +78,7 @@ class HopIndex:
         columns = []
         for hop, touched in zip(self.hops, places, strict=True):
             shape = _shape(hop.flow)
-            moved = symmetry.elements[:, [points[name] for name in touched]]
+            moved = elements[:, [points[name] for name in touched]]
             unique, inverse = np.unique(moved, axis=0, return_inverse=True)
             names = [tuple(symmetry.points[i] for i in row) for row in unique]
             numbers = np.array([by_shape.get((shape, name), -1) for name in names], dtype=np.int32)
@@ -80,15 +95,37 @@ class HopIndex:
         return transfer_set(self.hops[number].flow for number in hops)
 
     def canonical(self, hops: Sequence[int]) -> Hops:
-        """The smallest image of these hops under the symmetry."""
-        images = np.sort(self.images[:, list(hops)], axis=1)
+        """The smallest image of these hops under the symmetry, as far as it can be listed."""
+        key = tuple(sorted(hops))
+        if self._moves is not None and len(key) <= MAX_CLOSED:
+            if key not in self._smallest:
+                rows = [tuple(row) for row in self.orbit(key).tolist()]
+                self._smallest.update(dict.fromkeys(rows, rows[0]))
+            return self._smallest[key]
+        images = np.sort(self.images[:, key], axis=1)
         for column in range(images.shape[1]):
             images = images[images[:, column] == images[:, column].min()]
         return tuple(int(number) for number in images[0])
 
     def orbit(self, hops: Sequence[int]) -> npt.NDArray[np.int32]:
-        """All distinct images of these hops, one sorted row each."""
+        """Distinct images of these hops, one sorted row each, in ascending order.
+
+        For up to MAX_CLOSED hops these are all images, for more those under the listed elements.
+        """
+        if self._moves is not None and len(hops) <= MAX_CLOSED:
+            return self._closure(np.array([sorted(hops)], dtype=np.int32), self._moves)
         return np.unique(np.sort(self.images[:, list(hops)], axis=1), axis=0)
+
+    @staticmethod
+    def _closure(
+        rows: npt.NDArray[np.int32], moves: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
+        count = 0
+        while len(rows) > count:
+            count = len(rows)
+            images = np.sort(moves[:, rows].reshape(-1, rows.shape[1]), axis=1)
+            rows = np.unique(np.concatenate([rows, images]), axis=0)
+        return rows
 
     def rings(self, sequences: Sequence[Sequence[int]]) -> RingSet:
         """The ring set of these sequences of hop numbers."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_py.search.bounds import Bounds, Floats
+from tccl_py.search.conflicts import smallest_slow_part
 from tccl_py.search.hop_index import HopIndex
 
 MAX_CHOICES = 20_000
@@ -58,26 +59,34 @@ def crossing_bound(
     measure: Callable[[Sequence[int]], float],
     limit: int,
 ) -> float:
-    """Upper bound on any set with one of these choices, GB/s.
+    """Upper bound on any set that contains one of these choices, GB/s.
 
     Args:
         choices: rows of hop numbers.
         bounds: what is known; grows as choices are measured.
         enough: at or below this bound no more is measured.
-        measure: gives an upper bound on a choice's rate by measuring it.
-        limit: at most so many choices are measured.
+        measure: gives an upper bound on the rate of hops by measuring them.
+        limit: at most so many choices are measured; why one is slow takes further sets.
     """
-    measured: dict[tuple[int, ...], float] = {}
-    least: Floats = bounds.bounds_of_many(choices)
-    for _ in range(limit):
+    least = bounds.pair_bounds(choices)
+    exact: set[int] = set()
+    while True:
+        # Patterns are looked up only for the row that is best so far, and lower it.
         best = int(np.argmax(least))
         choice = tuple(choices[best].tolist())
-        if least[best] <= enough or choice in measured:
-            break
-        measured[choice] = measure(choice)
-        bounds.learn(choice, measured[choice])
-        np.minimum(least, bounds.bounds_of_many(choices), out=least)
-    return float(least.max())
+        known = bounds.pattern_bound(choice)
+        if known < least[best]:
+            least[best] = known
+            continue
+        if least[best] <= enough or best in exact or limit == 0:
+            return float(least[best])
+        limit -= 1
+        exact.add(best)
+        upper = max(measure(choice), enough)
+        if upper < least[best]:
+            slow = smallest_slow_part(choice, lambda part: measure(part) <= upper)  # noqa: B023
+            bounds.learn(slow, upper)
+            np.minimum(least, bounds.pair_bounds(choices), out=least)
 
 
 def connected_above(weights: Floats, least: float) -> bool:

@@ -21,7 +21,7 @@ from tccl_py.topology.machine import Machine
 
 Permutation = dict[str, str]
 
-MAX_ELEMENTS = 50_000
+MAX_ELEMENTS = 8_192
 """More mappings are not listed one by one; a subgroup of at most this many is used instead."""
 
 
