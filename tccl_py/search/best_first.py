@@ -83,7 +83,7 @@ class RingSetSearch:
     @property
     def _enough(self) -> float:
         """Hop rate that a set must exceed to be worth finding."""
-        return self._incumbent.score * (1 + self._tolerance) / self.count
+        return self._incumbent.surely_reached * (1 + self._tolerance) / self.count
 
     def relax(self, cuts: Sequence[Sequence[int]]) -> None:
         """Bound all ring sets by single hops, by connectedness, and by what crosses each cut."""
@@ -118,7 +118,7 @@ class RingSetSearch:
         everyone = np.arange(len(self.index.images))
         self._push(State(bound=self._relaxed, rings=(), path=(0,), hops=(), alive=everyone))
         for _ in range(MAX_STATES):
-            if not self._queue or self._is_idle():
+            if not self._queue or self._is_idle() or self._ledger.out_of_time:
                 break
             _, state = heapq.heappop(self._queue)
             self._visit(state)
@@ -158,6 +158,8 @@ class RingSetSearch:
     def _measure(self, state: State) -> None:
         hops = state.all_hops
         rate = self._ledger.rate(self.index, hops)
+        error = self._ledger.relative_error(self._ledger.measurement(self.index, hops))
+        self._incumbent.error = max(self._incumbent.error, error)
         self._incumbent.offer(
             self.count * rate, self.index, state.rings, at=self._ledger.sets_measured
         )

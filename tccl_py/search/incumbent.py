@@ -10,7 +10,8 @@ from tccl_py.search.hop_index import HopIndex
 
 Sequences = tuple[tuple[int, ...], ...]
 
-MAX_FINALISTS = 12
+MAX_FINALISTS = 64
+"""Runners-up kept; more matter only where measurements are very noisy."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,9 +33,13 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Incumbent:
-    """Keeps the best candidate and a few runners-up."""
+    """Keeps the best candidate and the runners-up.
 
-    def __init__(self) -> None:
+    `error` is the relative standard error of a score, the largest seen.
+    """
+
+    def __init__(self, *, error: float = 0.0) -> None:
+        self.error = error
         self._candidates: list[Candidate] = []
         self.improved_at = 0
 
@@ -42,6 +47,11 @@ class Incumbent:
     def score(self) -> float:
         """The best score so far, GB/s; 0 before the first."""
         return self._candidates[0].score if self._candidates else 0.0
+
+    @property
+    def surely_reached(self) -> float:
+        """The score less what luck may have added to it: the best of many noisy ones is lucky."""
+        return self.score * (1 - 2 * self.error)
 
     @property
     def best(self) -> Candidate | None:
@@ -64,9 +74,9 @@ class Incumbent:
         self._candidates.sort(key=lambda c: (-round(c.score, 6), c.bounces, len(c.sequences)))
         del self._candidates[MAX_FINALISTS:]
 
-    def finalists(self, error: float) -> list[Candidate]:
-        """Candidates whose score is within two standard errors of the difference of the best."""
-        return [c for c in self._candidates if c.score >= self.score * (1 - 3 * error)]
+    def finalists(self) -> list[Candidate]:
+        """Candidates whose score is within three standard errors of the best."""
+        return [c for c in self._candidates if c.score >= self.score * (1 - 3 * self.error)]
 
     def forget(self) -> None:
         """Forget all candidates, because what they were judged by no longer holds."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from tccl_py.measurements.measurement import BandwidthSource, Measurement
 from tccl_py.search.hop_index import HopIndex
 from tccl_py.search.problem import Budget
@@ -60,12 +58,17 @@ class Ledger:
             seconds = self.seconds + (seconds - self.seconds) / parts
         self._share = Budget(sets=sets, seconds=seconds)
 
+    @property
+    def out_of_time(self) -> bool:
+        """Whether this part's seconds are over."""
+        return self._share.seconds is not None and self.seconds >= self._share.seconds
+
     def check_budget(self) -> None:
         """Raise BudgetSpentError if this part of it is."""
         share = self._share
         if share.sets is not None and self.sets_measured >= share.sets:
             raise BudgetSpentError
-        if share.seconds is not None and self.seconds >= share.seconds:
+        if self.out_of_time:
             raise BudgetSpentError
 
     def rate(self, index: HopIndex, hops: Sequence[int]) -> float:
@@ -107,12 +110,12 @@ class Ledger:
             self._note(key, measurement)
         return self._known[key]
 
-    def confirm(self, index: HopIndex, hops: Sequence[int], times: int) -> float:
-        """Mean rate of several fresh measurements of these very hops, GB/s."""
+    def again(self, index: HopIndex, hops: Sequence[int], times: int) -> list[float]:
+        """Rates of several fresh measurements of these very hops, GB/s."""
         wanted = index.transfer_set(hops)
         measurements = self._source.measure([wanted] * times)
         self.sets_measured += times
-        return float(np.mean([measurement.rate_gbps for measurement in measurements]))
+        return [measurement.rate_gbps for measurement in measurements]
 
     def _note(self, key: str, measurement: Measurement) -> None:
         self._known[key] = measurement

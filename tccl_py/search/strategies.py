@@ -33,7 +33,8 @@ SPOT_CHECKS = 2
 """Further members measured of each class of hops that symmetries call equal."""
 AGREEMENT = 0.03
 """An answer that symmetry vouched for may differ this much (relative) from its own measurement."""
-CONFIRMATIONS = 16
+CONFIRMATIONS = 4
+"""Fresh measurements of a finalist in each round; each round the better half stays."""
 
 
 class SkippedError(SearchError):
@@ -51,7 +52,7 @@ class Run:
         self.problem = problem
         self.strategy = strategy
         self.reporter = reporter
-        self.incumbent = Incumbent()
+        self.incumbent = Incumbent(error=problem.noise)
         self.ledger = Ledger(
             problem.source, budget=problem.budget, noise=problem.noise, watch=self.report
         )
@@ -233,24 +234,29 @@ def _answer_holds(run: Run) -> bool:
 
 
 def _confirm(run: Run) -> None:
-    """Where noise could have chosen, measure the finalists again and take the best."""
-    best = run.incumbent.best
-    if best is None:
+    """Where noise could have chosen, measure the finalists again and again, and halve them."""
+    error = run.incumbent.error
+    finalists = run.incumbent.finalists()
+    if error <= run.problem.tolerance or len(finalists) < 2:
         return
-    error = run.ledger.relative_error(run.ledger.measurement(best.index, best.hops))
-    finalists = run.incumbent.finalists(error)
-    if error <= run.problem.tolerance / 2 or len(finalists) < 2:
-        return
-
-    def fresh(candidate: Candidate) -> float:
-        rate = run.ledger.confirm(candidate.index, candidate.hops, CONFIRMATIONS)
-        return rate * len(candidate.sequences)
-
-    scores = [fresh(candidate) for candidate in finalists]
+    rates: dict[int, list[float]] = {turn: [] for turn in range(len(finalists))}
+    while len(rates) > 1 or len(rates[min(rates)]) < 2 * CONFIRMATIONS:
+        for turn, known in rates.items():
+            index, hops = finalists[turn].index, finalists[turn].hops
+            times = CONFIRMATIONS if len(rates) > 4 else 4 * CONFIRMATIONS
+            known.extend(run.ledger.again(index, hops, times))
+        ranked = sorted(rates, key=lambda turn: -_score(finalists[turn], rates[turn]))
+        rates = {turn: rates[turn] for turn in ranked[: max(1, len(ranked) // 2)]}
+    (winner,) = rates
+    score = _score(finalists[winner], rates[winner])
     run.incumbent.forget()
-    for score, candidate in zip(scores, finalists, strict=True):
-        at = run.ledger.sets_measured
-        run.incumbent.offer(score, candidate.index, candidate.sequences, at=at)
+    run.incumbent.offer(
+        score, finalists[winner].index, finalists[winner].sequences, at=run.ledger.sets_measured
+    )
+
+
+def _score(candidate: Candidate, rates: Sequence[float]) -> float:
+    return len(candidate.sequences) * float(np.mean(rates))
 
 
 def _tccl(run: Run) -> None:
