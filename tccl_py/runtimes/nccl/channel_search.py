@@ -14,16 +14,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tccl_py.runtimes.nccl.bandwidths import PathType
+from tccl_py.runtimes.nccl.capacity import Capacity
 from tccl_py.runtimes.nccl.network import NetPorts
-from tccl_py.runtimes.nccl.paths import DISCONNECTED, Path, Paths
+from tccl_py.runtimes.nccl.paths import DISCONNECTED, Paths
 from tccl_py.runtimes.nccl.system import System
 
 Pattern = Literal["ring", "balanced tree", "tree"]
 Order = Literal["free", "pci", "replay"]
 Steps = Iterator[Any]
 
-SCALE = 1000
-"""Bandwidths are whole thousandths of a GB/s, so that what was taken can be given back exactly."""
 MAX_TAKES = 700_000
 """Paths tried on one machine after which every search stops as if its time were up. NCCL has no
 such limit; it takes effect on 16 GPUs and more, seconds into the search."""
@@ -75,14 +74,6 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
-    """What a path takes of every link: link, fifths of the rate, link backwards (-1: none)."""
-
-    links: tuple[tuple[int, int, int], ...]
-    path: Path
-
-
-@dataclass(frozen=True, slots=True)
 class _Course:
     """How a channel goes on: the step at which it turns to a NIC or to its first GPU (-1: none)."""
 
@@ -105,9 +96,7 @@ class ChannelSearch:
         self.paths = paths
         self.inter = nodes > 1 and bool(system.nets)
         self.nets = NetPorts(system, paths)
-        self.takes = 0
-        self._left = [round(link.gbps * SCALE) for link in system.links]
-        self._uses: dict[tuple[str, str], _Use] = {}
+        self._capacity = Capacity(system, paths)
         self._sorted: dict[tuple[str, str], list[str]] = {}
         self._position = {gpu: place for place, gpu in enumerate(system.gpus)}
 
@@ -124,47 +113,14 @@ class ChannelSearch:
         return self._best
 
     def most_channels(self, trial: Trial) -> int:
-        """No search can find more channels than this, by links that GPUs cannot avoid.
-
-        Every GPU but the last of an open channel leaves by one of its allowed paths, so what all
-        of these share is taken once a channel.
-        """
-        if not self._connected(trial.type_intra):
-            return 0
-        forced: dict[int, list[float]] = {}
-        for gpu in self.system.gpus:
-            for link, fifths in self._unavoidable(gpu, trial.type_intra).items():
-                forced.setdefault(link, []).append(trial.rate_intra * SCALE * fifths / 5)
-        closed = trial.pattern == "ring" and not self.inter
+        """No search can find more channels than this; costs nothing next to a search."""
         most = trial.max_channels
-        for link, needs in forced.items():
-            need = sum(sorted(needs)[: None if closed else len(needs) - 1])
-            if need > 0:
-                most = min(most, int(self._left[link] / need))
-        return most
-
-    def _connected(self, limit: PathType) -> bool:
-        gpus = self.system.gpus
-        reached, frontier = {gpus[0]}, [gpus[0]]
-        while frontier:
-            one = frontier.pop()
-            ways = ((other, self._use(one, other)) for other in gpus if other not in reached)
-            near = [other for other, way in ways if way.path.type <= limit]
-            reached.update(near)
-            frontier.extend(near)
-        return len(reached) == len(gpus)
-
-    def _unavoidable(self, gpu: str, limit: PathType) -> dict[int, int]:
-        ways = [self._use(gpu, other) for other in self.system.gpus if other != gpu]
-        links = [
-            {link: fifths for link, fifths, _ in way.links}
-            for way in ways
-            if way.path.type <= limit
-        ]
-        if not links:
-            return {}
-        common = set(links[0]).intersection(*links[1:])
-        return {link: min(way[link] for way in links) for link in common}
+        if self.inter:
+            most = min(most, self.nets.most_channels(int(trial.rate_inter), most))
+        closed = trial.pattern == "ring" and not self.inter
+        return self._capacity.most_channels(
+            trial.rate_intra, trial.type_intra, most=most, closed=closed
+        )
 
     # Channels
 
@@ -234,7 +190,7 @@ class ChannelSearch:
     def _visit(self, gpu: str, step: int, course: _Course, clock: Clock) -> Steps:
         if clock.left <= 0:
             return
-        clock.left = clock.left - 1 if self.takes < MAX_TAKES else 0
+        clock.left = clock.left - 1 if self._capacity.takes < MAX_TAKES else 0
         last = len(self.system.gpus) - 1
         if step > last:
             yield self._finish(clock)
@@ -357,65 +313,20 @@ class ChannelSearch:
     # Bandwidth
 
     def _take(self, source: str, target: str, rate: float) -> bool:
-        """Take `rate` from every link of a path; False, and nothing taken, if it is not there."""
-        self.takes += 1
-        use = self._use(source, target)
-        if not self._allowed(use.path, source, target):
+        """Take `rate` from every link of a path; False, and nothing taken, if it may not be."""
+        if not self._allowed(source, target):
             return False
-        left, rate = self._left, rate * SCALE
-        for place, (link, fifths, back) in enumerate(use.links):
-            need = rate * fifths / 5
-            if left[link] < need or (back >= 0 and left[back] < need / 8):
-                self._add(use.links[:place], rate)
-                return False
-            self._add(use.links[place : place + 1], -rate)
-        self._trial.hops += len(use.links)
-        return True
+        links = self._capacity.take(source, target, rate)
+        self._trial.hops += links or 0
+        return links is not None
 
     def _give(self, source: str, target: str, rate: float) -> None:
-        links = self._use(source, target).links
-        self._add(links, rate * SCALE)
-        self._trial.hops -= len(links)
+        self._trial.hops -= self._capacity.give(source, target, rate)
 
-    def _add(self, links: tuple[tuple[int, int, int], ...], rate: float) -> None:
-        left = self._left
-        for link, fifths, back in links:
-            change = rate * fifths / 5
-            left[link] = int(left[link] + change + 0.5)
-            if back >= 0:
-                left[back] = int(left[back] + change / 8 + 0.5)
-
-    def _allowed(self, path: Path, source: str, target: str) -> bool:
+    def _allowed(self, source: str, target: str) -> bool:
         trial = self._trial
         intra = source in self._position and target in self._position
-        limit = trial.type_intra if intra else trial.type_inter
-        if path.type >= PathType.DIS or path.type > limit:
+        limit = min(trial.type_intra if intra else trial.type_inter, PathType.NET)
+        if self._capacity.type(source, target) > limit:
             return False
-        reverse = self.paths.get((target, source), DISCONNECTED)
-        return trial.pattern == "ring" or reverse.type <= limit
-
-    def _use(self, source: str, target: str) -> _Use:
-        use = self._uses.get((source, target))
-        if use is None:
-            path = self.paths.get((source, target), DISCONNECTED)
-            use = _Use(self._shares(source, path), path)
-            self._uses[source, target] = use
-        return use
-
-    def _shares(self, source: str, path: Path) -> tuple[tuple[int, int, int], ...]:
-        """Each link's share: a fifth more on PCI below Intel CPUs, an eighth back from old GPUs."""
-        system = self.system
-        from_gpu = source in self._position
-        over_cpu = any(system.nodes[link.target].kind == "cpu" for link in path.links)
-        costly = path.type == PathType.PHB and from_gpu and over_cpu and system.intel
-        shares = []
-        for link in path.links:
-            back = -1
-            if not from_gpu and system.sm.get(link.target, 80) < 80:
-                back = self._reverse(link.source, link.target, link.type)
-            shares.append((link.index, 6 if costly and link.type == PathType.PIX else 5, back))
-        return tuple(shares)
-
-    def _reverse(self, source: str, target: str, kind: PathType) -> int:
-        links = self.system.nodes[target].links
-        return next(one.index for one in links if one.target == source and one.type == kind)
+        return trial.pattern == "ring" or self._capacity.type(target, source) <= limit

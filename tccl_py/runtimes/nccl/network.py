@@ -37,6 +37,13 @@ class NetPorts:
             if self.same_port(port, other):
                 self._left[other] -= gbps
 
+    def most_channels(self, gbps: int, limit: int) -> int:
+        """How many channels of this rate can begin at all ports together, or `limit` if fewer."""
+        if gbps == 0:
+            return limit
+        ports = {self._identity[name]: left for name, left in self._left.items()}
+        return min(limit, sum(int(left / gbps) for left in ports.values()))
+
     def same_port(self, one: str, other: str) -> bool:
         """Whether two names are one port of one card."""
         return self._identity[one] == self._identity[other]

@@ -94,6 +94,7 @@ class _Compute:
         self.step = self._first_step(low)
         self._set_rates(self.speeds[self.step])
         self.time_left = _TIME_IN_ALL
+        self.searched: dict[tuple[object, ...], int] = {}
 
     def _bounds(self, seen: View) -> None:
         gpus, nets, paths = self.system.gpus, self.system.nets, seen.paths
@@ -101,6 +102,8 @@ class _Compute:
         inter = [paths.get((a, b), DISCONNECTED).type for a in gpus for b in nets]
         self.least_intra = min([PathType.SYS, *intra]) if len(gpus) > 1 else PathType.LOC
         self.most_intra = max([PathType.LOC, *intra]) if len(gpus) > 1 else PathType.SYS
+        inward = [paths.get((b, a), DISCONNECTED).type for a in gpus for b in nets]
+        self.types = sorted({*intra, *inter, *inward})
         self.least_inter, self.most_inter = PathType.PIX, PathType.SYS
         if self.inter:
             self.least_inter = min([PathType.SYS, *inter])
@@ -156,9 +159,23 @@ class _Compute:
         if self._hopeless():
             self.clock = 0
             return True
+        key = self._key()
+        if key in self.searched:
+            self.clock = self.searched[key]
+            return True
         self.best = self.search.run(trial, self.best, clock)
-        self.clock = clock.left
+        self.clock = self.searched[key] = clock.left
         return clock.left != -1 and self.best.channels * self.best.rate_inter < self.total
+
+    def _key(self) -> tuple[object, ...]:
+        """What a search depends on: one that was made already finds nothing better again."""
+        trial = self.trial
+        kinds = [
+            sum(one <= end for one in self.types) for end in (trial.type_intra, trial.type_inter)
+        ]
+        rates = trial.rate_intra, trial.rate_inter
+        ways = trial.pattern, trial.same_channels, trial.cross_nic
+        return (*kinds, *rates, *ways, trial.min_channels)
 
     def _hopeless(self) -> bool:
         """Whether a search can find nothing better; on many GPUs it would run into its limit."""

@@ -1,0 +1,56 @@
+"""Settings as the files that set them: nccl.conf for a host, env.sh for a shell."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import PurePosixPath
+
+from tccl_py.errors import InputError
+from tccl_py.runtimes.nccl.settings import Settings, environment
+
+_PLAIN_PATH = re.compile(r"/[A-Za-z0-9_./+@%:,=-]*")
+
+
+def job_environment(settings: Settings, *, graph: PurePosixPath | None = None) -> dict[str, str]:
+    """All variables of a job: the settings', and NCCL_GRAPH_FILE if there is a graph.
+
+    Raises:
+        InputError: settings the version does not have, or a path that is not absolute.
+    """
+    variables = environment(settings)
+    if graph is not None:
+        if not graph.is_absolute() or any(ord(one) < 32 for one in str(graph)):
+            raise InputError(
+                f"graph file {str(graph)[:80]!r}",
+                "is no absolute path",
+                "jobs start in other directories: give a path from the root, in one line",
+            )
+        variables["NCCL_GRAPH_FILE"] = str(graph)
+    return variables
+
+
+def nccl_conf(settings: Settings, *, graph: PurePosixPath | None = None) -> str:
+    """The text of an nccl.conf: NAME=value lines, which NCCL takes as they stand.
+
+    Raises:
+        InputError: as `job_environment`, or a path that NCCL's parser would not take whole.
+    """
+    if graph is not None and _PLAIN_PATH.fullmatch(str(graph)) is None:
+        raise InputError(
+            f"graph file {str(graph)[:80]!r}",
+            "cannot stand in nccl.conf, which knows no quotes",
+            "a path from the root of letters, digits and _ . / + @ % : , = -",
+        )
+    variables = job_environment(settings, graph=graph)
+    return "".join(f"{name}={value}\n" for name, value in variables.items())
+
+
+def env_sh(settings: Settings, *, graph: PurePosixPath | None = None) -> str:
+    """The text of a script to source: one quoted export a line.
+
+    Raises:
+        InputError: as `job_environment`.
+    """
+    variables = job_environment(settings, graph=graph)
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
