@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +25,8 @@ class Simulator:
     Args:
         model: the machine and what its parts carry.
         noise: standard deviation of a sample in log terms, 0.05 being about 5 %.
-        seed: the same seed gives a set the same samples, whatever was asked before.
+        seed: the same seed gives the n-th measurement of a set the same samples, whatever else
+            was asked before; measuring a set again gives fresh ones.
         repeats: samples a flow; 1 without noise, else 9, unless given.
         parameters: values of the shared parameters, the bundled ones unless given.
 
@@ -52,6 +54,7 @@ class Simulator:
         self.model = model
         self.noise = noise
         self.seed = seed
+        self._asked: Counter[str] = Counter()
         self._engine = Engine(model, parameters or bundled_parameters())
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
@@ -77,7 +80,9 @@ class Simulator:
     def _samples(self, text: str, gbps: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
         if not self.noise:
             return tuple((rate,) * self.repeats for rate in gbps)
-        digest = hashlib.blake2b(f"{self.seed} {text}".encode(), digest_size=16).digest()
+        self._asked[text] += 1
+        key = f"{self.seed} {self._asked[text]} {text}"
+        digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
         generator = np.random.default_rng(int.from_bytes(digest, "big"))
         factors = np.exp(generator.normal(0.0, self.noise, (len(gbps), self.repeats)))
         return tuple(
