@@ -12,7 +12,7 @@ _CHANNEL = re.compile(
     r"NCCL INFO Channel (?P<number>\d{2,3})/(?P<count>\d{2,3}) :(?P<ranks>[ \d]+)$"
 )
 _LINK = re.compile(
-    r"NCCL INFO Channel (?P<number>\d{2,3})/\d+ : (?P<source>\d+)\[(?P<from>[0-9a-f]+)\] -> "
+    r"NCCL INFO Channel (?P<number>\d{2,3})(?:/\d+)? : (?P<source>\d+)\[(?P<from>[0-9a-f]+)\] -> "
     r"(?P<target>\d+)\[(?P<to>[0-9a-f]+)\](?: \[(?P<way>send|receive)\])? via (?P<via>\S+)"
 )
 _VERSION = re.compile(r"NCCL version (?P<version>\d+\.\d+\.\d+)")

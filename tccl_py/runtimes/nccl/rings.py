@@ -64,13 +64,10 @@ def connect(nodes: Sequence[NodeRings], *, channels: int) -> list[tuple[int, ...
     """
     ranks = sum(node.size for node in nodes)
     places = _places(nodes, channels)
-    firsts: list[int] = []
-    node_of = []
-    for rank in range(ranks):
-        first = places[0][rank].receives
-        if first not in firsts:
-            firsts.append(first)
-        node_of.append(firsts.index(first))
+    # A node is known by its channel 0's first GPU, and counts from when a rank first names it.
+    numbers: dict[int, int] = {}
+    node_of = [numbers.setdefault(place.receives, len(numbers)) for place in places[0]]
+    firsts = list(numbers)
     if any(not 0 <= first < ranks for first in firsts):
         raise RanksOutOfBoundsError(f"a channel begins with a rank beyond {ranks - 1}")
     _exchange(nodes, places, node_of)
@@ -140,9 +137,9 @@ def _build(following: dict[int, int], channel: int, ranks: int) -> tuple[int, ..
         current = following.get(channel * ranks + current, 0)
     if current != 0:
         raise RingsBrokenError(f"ring {channel} does not loop back to start ({current} != 0)")
-    missing = next((rank for rank in range(ranks) if rank not in set(order)), None)
-    if missing is not None:
-        raise RingsBrokenError(f"ring {channel} does not contain rank {missing}")
+    missing = set(range(ranks)).difference(order)
+    if missing:
+        raise RingsBrokenError(f"ring {channel} does not contain rank {min(missing)}")
     return tuple(order)
 
 

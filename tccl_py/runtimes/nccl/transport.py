@@ -15,7 +15,12 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.runtimes.nccl.bandwidths import PathType
 from tccl_py.runtimes.nccl.paths import DISCONNECTED, Path, Paths, shortest_paths, with_policy
-from tccl_py.runtimes.nccl.settings import Settings, check_settings, final_channels
+from tccl_py.runtimes.nccl.settings import (
+    Settings,
+    check_settings,
+    environment,
+    final_channels,
+)
 from tccl_py.runtimes.nccl.system import System, build_system
 from tccl_py.runtimes.nccl.versions import version_facts
 from tccl_py.topology.knowledge import Knowledge
@@ -200,7 +205,9 @@ def hop_space(
         if way.kind != "network":
             flow = mechanism_flow(machine, settings, way, source, target, blocks=blocks)
             hops[source, target] = (Hop(source, target, flow),)
-    return HopSpace(name=f"nccl {settings.version}", gpus=chosen, hops=hops)
+    switches = [f"{name}={value}" for name, value in environment(settings).items()]
+    name = " ".join([f"nccl {settings.version}, {channels} channels", *switches])
+    return HopSpace(name=name, gpus=chosen, hops=hops)
 
 
 def mechanism_flow(

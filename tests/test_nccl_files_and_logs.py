@@ -1,0 +1,115 @@
+"""nccl.conf, env.sh, and what NCCL's INFO log says."""
+
+import shlex
+import subprocess
+from pathlib import PurePosixPath
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tccl_py.emitters.nccl_conf import env_sh, job_environment, nccl_conf
+from tccl_py.errors import InputError
+from tccl_py.runtimes.nccl.log import parse_log, same_rings
+from tccl_py.runtimes.nccl.settings import Settings
+from tests.nccl_cases import CASES
+
+SETTINGS = Settings(p2p_level="LOC", buffsize=512 * 1024, algo="Ring")
+GRAPH = PurePosixPath("/etc/tccl/graph 1's.xml")
+
+
+def test_nccl_conf_holds_one_variable_a_line():
+    assert nccl_conf(SETTINGS, graph=PurePosixPath("/etc/tccl/graph.xml")) == (
+        "NCCL_P2P_DISABLE=1\n"
+        "NCCL_BUFFSIZE=524288\n"
+        "NCCL_ALGO=Ring\n"
+        "NCCL_GRAPH_FILE=/etc/tccl/graph.xml\n"
+    )
+
+
+def test_a_shell_reads_back_what_env_sh_sets():
+    text = env_sh(SETTINGS, graph=GRAPH) + 'printf %s "$NCCL_GRAPH_FILE"'
+    result = subprocess.run(["/bin/sh", "-c", text], capture_output=True, text=True, check=True)
+    assert result.stdout == str(GRAPH)
+
+
+@given(st.text(min_size=1, max_size=30))
+def test_no_path_escapes_its_line(name):
+    graph = PurePosixPath("/" + name)
+    try:
+        lines = env_sh(Settings(), graph=graph)
+    except InputError:
+        return
+    assert shlex.split(lines) == ["export", f"NCCL_GRAPH_FILE={graph}"]
+
+
+@pytest.mark.parametrize("path", ["graph.xml", "/a\nNCCL_DEBUG=INFO"])
+def test_paths_that_are_not_absolute_lines_are_refused(path):
+    with pytest.raises(InputError, match="is no absolute path"):
+        job_environment(Settings(), graph=PurePosixPath(path))
+
+
+def test_nccl_conf_refuses_what_it_cannot_quote():
+    with pytest.raises(InputError, match="which knows no quotes"):
+        nccl_conf(Settings(), graph=GRAPH)
+
+
+def test_default_settings_make_empty_files():
+    assert (nccl_conf(Settings()), env_sh(Settings())) == ("", "")
+
+
+def test_the_log_of_four_h200_shows_24_rings_over_p2p():
+    text = (CASES / "h200x4-vm" / "nccl-2.28.9-init.log").read_text()
+    log = parse_log(text, where="init.log")
+    assert log.version == "2.28.9"
+    assert log.communicators == (((0, 1, 2, 3),) * 24,)
+    ring = {(0, 1), (1, 2), (2, 3), (3, 0)}
+    assert {(one.source, one.target) for one in log.connections} == ring
+    assert {one.transport for one in log.connections} == {"P2P"}
+    assert len(log.connections) == 24 * 4
+
+
+LINE = "vm:9:9 [0] NCCL INFO "
+
+
+def test_bounces_networks_and_several_communicators_are_told_apart():
+    text = "\n".join(
+        LINE + rest
+        for rest in (
+            "Channel 00/02 : 0 2 1",
+            "Channel 01/02 : 0 1 2",
+            "Channel 00 : 0[0] -> 2[c1] via SHM/direct/direct",
+            "Channel 00/0 : 2[2] -> 1[1] via SHM/direct/direct comm 0x1 nRanks 03",
+            "Channel 01/0 : 1[1] -> 0[0] [receive] via NET/Socket/0",
+            "Channel 00/01 : 0 1",
+        )
+    )
+    log = parse_log(text, where="log")
+    assert log.communicators == (((0, 2, 1), (0, 1, 2)), ((0, 1),))
+    assert [(one.source, one.target, one.transport) for one in log.connections] == [
+        (0, 2, "SHM"),
+        (2, 1, "SHM"),
+        (1, 0, "NET"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["00/02 : 0 1"], "log: shows 1 of 2 channels; give the whole log"),
+        (
+            ["01/02 : 0 1"],
+            "log:1: channel 1 of 2 comes out of turn; give the log of one job",
+        ),
+    ],
+)
+def test_a_log_that_lacks_channels_is_refused(lines, message):
+    with pytest.raises(InputError) as error:
+        parse_log("\n".join(f"{LINE}Channel {line}" for line in lines), where="log")
+    assert str(error.value) == message
+
+
+def test_rings_are_the_same_wherever_they_begin_but_not_backwards():
+    assert same_rings((0, 2, 1, 3), (3, 0, 2, 1))
+    assert not same_rings((0, 1, 2, 3), (0, 3, 2, 1))
+    assert not same_rings((0, 1), (0, 1, 2))

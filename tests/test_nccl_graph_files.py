@@ -1,0 +1,326 @@
+"""Graph files: reading, judging and writing them as NCCL's versions do."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.emitters.graph_xml import GraphRings, graph_xml
+from tccl_py.errors import InputError
+from tccl_py.runtimes.nccl.graph_file import (
+    Channel,
+    channel_orders,
+    parse_graph_file,
+    read_graph_file,
+)
+from tccl_py.runtimes.nccl.validator import validate
+from tccl_py.runtimes.nccl.versions import known_versions
+from tccl_py.runtimes.nccl.xml_lexer import GraphCrashError, GraphRejectedError
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import toy_machine
+from tests.nccl_cases import CASES, VERDICTS, case_name, graph_text, graph_verdicts, machine
+
+FOUR = "a_4gpu_2numa_pcie.xml"
+OK = graph_text("a_ok1.xml")
+
+
+def judge(text, topology=FOUR, **options):
+    return validate(text, machine(topology), Knowledge(), **options)
+
+
+@pytest.mark.parametrize("case", graph_verdicts(), ids=case_name)
+def test_verdict_and_rings_are_those_of_nccl(case):
+    listed = case["communicator_gpus"]
+    gpus = None if listed == "all" else [int(gpu) for gpu in listed.split(",")]
+    found = judge(graph_text(case["graph"]), case["topology"], gpus=gpus, nodes=case["nodes"])
+    assert found.verdict == case["verdict"]
+    rings, expected = [list(ring) for ring in found.rings], case["channels"]
+    if expected and expected[-1] == "...":
+        rings, expected = rings[: len(expected) - 1], expected[:-1]
+    assert rings == expected
+
+
+def says(case):
+    """The part of NCCL's message that it has from the file, in one piece."""
+    text = case["nccl_says"].split(": ", 1)[1]
+    return text.removeprefix("Error : ").removeprefix("XML Import Channel : ")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in graph_verdicts() if case["nccl_says"] and "long" not in case["nccl_says"]],
+    ids=case_name,
+)
+def test_the_reason_is_the_one_nccl_gives(case):
+    listed = case["communicator_gpus"]
+    gpus = None if listed == "all" else [int(gpu) for gpu in listed.split(",")]
+    found = judge(graph_text(case["graph"]), case["topology"], gpus=gpus, nodes=case["nodes"])
+    wanted = says(case).replace("'\t'", "'\\t'")
+    assert wanted.rstrip("'") in found.reason
+
+
+@pytest.mark.parametrize("name", ["typeintra", "typeinter"])
+def test_a_missing_type_is_a_crash(name):
+    text = OK.replace(f' {name}="SYS"', "").replace(f' {name}="PIX"', "")
+    found = judge(text)
+    assert (found.verdict, found.rings) == ("crash", ())
+    with pytest.raises(GraphCrashError, match=f"has no {name}"):
+        parse_graph_file(text, where="graph.xml")
+
+
+def many_channels(count):
+    channel = OK[OK.index("<channel>") : OK.index("</graph>")]
+    return OK.replace('nchannels="1"', f'nchannels="{count}"').replace(channel, channel * count)
+
+
+@pytest.mark.parametrize(("version", "most"), [("2.18", 16), ("2.28", 32), ("2.30", 32)])
+def test_one_channel_too_many_is_a_crash(version, most):
+    assert judge(many_channels(most), version=version).verdict in ("used", "clipped")
+    assert judge(many_channels(most + 1), version=version).verdict == "crash"
+
+
+def test_ring_channels_that_no_tree_can_match_are_clipped():
+    # "8 ring channels ended as 2": the search finds no tree of 8 channels and falls back to one.
+    found = judge(many_channels(8))
+    assert (found.verdict, len(found.rings)) == ("clipped", 2)
+    assert "the tree has 1 of 8 channels" in found.reason
+
+
+def wide(gpus):
+    devices = "".join(f'<gpu dev="{gpu:#x}"/>' for gpu in range(gpus))
+    return OK[: OK.index("<gpu")] + devices + OK[OK.index("</channel>") :]
+
+
+def test_more_than_32_children_corrupt_memory_in_2_18_only():
+    node = toy_machine(gpus=33)
+    old = validate(wide(33), node, Knowledge(), version="2.18")
+    assert old.verdict == "crash"
+    assert "<channel> has more than 32 children" in old.reason
+    new = validate(wide(33), node, Knowledge(), version="2.30")
+    assert (new.verdict, len(new.rings)) == ("used", 2)
+
+
+def test_dev_is_hexadecimal_since_2_28_and_by_prefix_in_2_18():
+    decimal, prefixed = graph_text("f_dec.xml"), graph_text("f_hex.xml")
+    sixteen = "f_16gpu.xml"
+    assert judge(decimal, sixteen, version="2.18").verdict == "used"
+    assert judge(decimal, sixteen, version="2.28").verdict == "rejected"
+    for version in known_versions():
+        assert judge(prefixed, sixteen, version=version).verdict == "used"
+
+
+def test_ranks_are_dropped_on_import_and_reported():
+    found = parse_graph_file(graph_text("a_rankattr.xml"), where="graph.xml")
+    assert found.graph(0).channels == (Channel((0, 2, 1, 3)),)
+    assert found.notes == ("rank attributes dropped: they would override dev without a check",)
+
+
+def test_a_rank_that_does_not_exist_at_the_head_of_a_channel_is_a_crash():
+    text = OK.replace('<gpu dev="0"/>', '<gpu dev="0" rank="77"/>')
+    assert judge(text).verdict == "crash"
+    assert judge(text, version="2.28").verdict == "used"
+
+
+def test_crossed_nics_are_ignored_where_the_job_forbids_them():
+    text = OK.replace('crossnic="0"', 'crossnic="1"')
+    assert judge(text).verdict == "used"
+    found = judge(text, environment={"NCCL_CROSS_NIC": "0"})
+    assert found.verdict == "ignored"
+    assert found.rings == ((0, 1, 2, 3),) * 2
+
+
+def test_a_limit_on_channels_clips_and_a_minimum_repeats():
+    two = graph_text("a_ok_ring_tree.xml")
+    clipped = judge(two, environment={"NCCL_MAX_NCHANNELS": "1"})
+    assert (clipped.verdict, clipped.rings) == ("clipped", ((0, 2, 1, 3),))
+    more = judge(two, environment={"NCCL_MIN_NCHANNELS": "5"})
+    assert more.verdict == "used"
+    assert more.rings == tuple([(0, 2, 1, 3), (0, 3, 1, 2)] * 3)[:5]
+
+
+def test_nccls_own_dump_is_used_by_nccl():
+    text = (CASES / "h200x4-vm" / "graph.xml").read_text()
+    for version in ("2.28", "2.30"):
+        found = judge(text, "h200x4-vm.xml", version=version)
+        assert (found.verdict, len(found.rings)) == ("used", 24)
+
+
+def test_the_graph_that_azure_ships_is_read():
+    found = read_graph_file(CASES / "topologies" / "ncv4-graph.xml")
+    assert channel_orders(found.graph(0)) == [(0, 1, 2, 3), (0, 3, 2, 1)]
+    assert found.graph(1).nchannels == 4
+
+
+def test_messages_say_file_line_reason_and_remedy():
+    with pytest.raises(GraphRejectedError) as error:
+        parse_graph_file(graph_text("a_tab.xml"), where="graph.xml")
+    assert str(error.value) == (
+        "graph.xml:2: XML Parse error : expecting '<', got '\\t'; "
+        "see the rules for graph files, or let `tccl export` write it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ('<?xml version="1.0"?>\n' + OK, "rejected"),
+        (OK.replace("<channel>", "<!-- a=b --><channel>"), "used"),
+        (OK.replace("<channel>", "<!--a=b--><channel>"), "rejected"),
+        (OK.replace("<channel>", "<!-- never closed "), "rejected"),
+        (OK.replace('id="0"', "id=0"), "rejected"),
+        (OK.replace('id="0"', "id='0'"), "used"),
+        (OK.replace("</graphs>", ""), "rejected"),
+        (OK.replace("</channel>", "</chanel>"), "rejected"),
+        (OK.replace('id="0"', f'id="0" note="{"x" * 254}"'), "used"),
+        (OK.replace('id="0"', f'id="0" note="{"x" * 255}"'), "rejected"),
+        (OK.replace("<channel>", "<a><b></c></a><channel>"), "used"),
+        (OK.replace('nchannels="1"', 'nchannels="-1"'), "ignored"),
+        (OK + "\n\n", "used"),
+        ("", "ignored"),
+        ("\0", "rejected"),
+        ("<", "rejected"),
+        ("</graphs>", "rejected"),
+    ],
+)
+def test_the_lexer_follows_nccls_rules(text, verdict):
+    assert judge(text).verdict == verdict
+
+
+PIECES = st.sampled_from(
+    [
+        '<graphs version="1">', "</graphs>", "<graph", ' id="0"', ' id="1"', ' pattern="4"',
+        ' crossnic="0"', ' crossnic="2"', ' nchannels="1"', ' nchannels="2"', ' nchannels="99"',
+        ' speedintra="1"', ' speedintra="nan"', ' speedinter="1e999"', ' typeintra="SYS"',
+        ' typeinter="?"', ' samechannels="1"', ">", "/>", "</graph>", "<channel>", "</channel>",
+        '<gpu dev="0"/>', '<gpu dev="1"/>', '<gpu dev="0x2"/>', '<gpu dev="3" rank="-9"/>',
+        '<gpu dev="1" rank="99999999999999999999"/>', '<net dev="0"/>', "<!-- -->", "<!--", "\t",
+        "\n", " ", '"', "=", "\0", "\u00e9", "x" * 300, OK, OK[:-20],
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PIECES, max_size=24).map("".join), st.sampled_from([*known_versions(), "3.1"]))
+def test_no_file_makes_the_validator_fail(text, version):
+    small = toy_machine(gpus=4)
+    for nodes in (1, 2):
+        found = validate(text, small, Knowledge(), nodes=nodes, version=version)
+        assert found.verdict in ("used", "ignored", "clipped", "rejected", "crash")
+        assert bool(found.rings) == (found.verdict in ("used", "ignored", "clipped"))
+
+
+HEAD = (
+    '<graphs version="1"><graph id="0" pattern="4" crossnic="2" nchannels="{}" speedintra="9" '
+    'speedinter="9" latencyinter="0" typeintra="SYS" typeinter="PIX" samechannels="0">'
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(-1, 5),
+    st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(-2, 9)), max_size=6), max_size=4),
+)
+def test_no_order_makes_the_validator_fail(count, channels):
+    body = "".join(
+        "<channel>"
+        + "".join(f'<gpu dev="{dev}"' + f' rank="{rank}"' * (rank > 5) + "/>" for dev, rank in one)
+        + "</channel>"
+        for one in channels
+    )
+    text = HEAD.format(count) + body + "</graph></graphs>"
+    found = validate(text, toy_machine(gpus=4), Knowledge(), nodes=2)
+    for ring in found.rings:
+        assert sorted(ring) == list(range(8))
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_read_or_refused(text):
+    try:
+        parse_graph_file(text, where="x")
+    except InputError:
+        return
+
+
+RINGS = GraphRings(orders=((0, 2, 1, 3), (3, 1, 2, 0)), speed_gbps=12.5, type_intra="PHB")
+
+
+@pytest.mark.parametrize("version", known_versions())
+def test_what_is_written_is_used_by_every_version(version):
+    text = graph_xml(RINGS, version=version)
+    found = judge(text, version=version)
+    assert found.verdict == "used"
+    assert found.rings == ((0, 2, 1, 3), (0, 3, 1, 2)) * 2
+    read = parse_graph_file(text, where="graph.xml", version=version)
+    ring, tree = read.graph(0), read.graph(1)
+    assert (ring.pattern, tree.pattern, ring.channels) == (4, 1, tree.channels)
+    assert (ring.speedintra, ring.typeintra, ring.latencyinter) == (12.5, "PHB", 0)
+
+
+def test_what_is_written_has_no_rank_no_tab_and_no_prolog():
+    text = graph_xml(RINGS)
+    assert "rank" not in text
+    assert "\t" not in text
+    assert text.startswith('<graphs version="1">\n')
+    assert '<gpu dev="0x2"/>' in text
+
+
+def test_several_nodes_get_their_nics_and_none_is_replaced():
+    node = "b_epyc_nps4_v100.xml"
+    rings = msgspec.structs.replace(RINGS, nets=((0, 0), (0, 0)), speed_inter_gbps=6.0)
+    found = judge(graph_xml(rings), node, nodes=2)
+    assert found.verdict == "used"
+    assert found.rings[0] == (0, 2, 1, 3, 4, 6, 5, 7)
+    assert judge(graph_xml(RINGS), node, nodes=2).verdict == "clipped"
+
+
+orders = st.permutations(range(4))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(orders, min_size=1, max_size=16), st.sampled_from(known_versions()))
+def test_every_order_survives_the_file(found, version):
+    rings = GraphRings(orders=tuple(map(tuple, found)), speed_gbps=1.0, type_intra="SYS")
+    verdict = judge(graph_xml(rings, version=version), version=version)
+    assert verdict.verdict == "used"
+    for order, ring in zip(found, verdict.rings, strict=False):
+        start = order.index(0)
+        assert ring == (*order[start:], *order[:start])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"orders": ((0, 1),) * 33}, "would have 33 channels"),
+        ({"orders": ()}, "would have 0 channels"),
+        ({"orders": ((0, 1), (0, 2))}, r"channel \[0, 2\] does not visit each GPU of \[0, 1\]"),
+        ({"orders": ((0, 0),)}, "does not visit each GPU"),
+        ({"nets": ((0, 0),)}, "has NICs for 1 of 2 channels"),
+        ({"speed_gbps": float("nan")}, "has speeds"),
+        ({"type_intra": 'SYS" x="'}, "has path type"),
+        ({"crossnic": 2}, "0 or 1: 2 swaps channels"),
+        ({"orders": ((0, 1, -1),)}, "names devices"),
+    ],
+)
+def test_what_nccl_could_not_use_is_not_written(change, text):
+    with pytest.raises(InputError, match=text):
+        graph_xml(msgspec.structs.replace(RINGS, **change))
+
+
+def test_2_18_gets_no_more_than_16_channels():
+    rings = GraphRings(orders=((0, 1),) * 17, speed_gbps=1.0, type_intra="SYS")
+    with pytest.raises(InputError) as error:
+        graph_xml(rings, version="2.18")
+    assert str(error.value) == (
+        "graph file: would have 17 channels; NCCL 2.18 takes 1 to 16, more overflow its memory"
+    )
+
+
+def test_every_graph_file_has_a_verdict():
+    named = {case["graph"] for case in graph_verdicts()}
+    assert named == {path.name for path in (VERDICTS / "graphs").iterdir()}
+
+
+def test_a_thousand_nodes_are_judged_quickly():
+    found = judge(graph_xml(RINGS), "b_epyc_nps4_v100.xml", nodes=1000)
+    assert found.verdict == "clipped"
+    assert [len(ring) for ring in found.rings] == [4000] * 4

@@ -1,0 +1,133 @@
+"""Versions, settings and the environment that makes them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tccl_py.errors import InputError
+from tccl_py.runtimes.nccl.candidates import candidates, expressible
+from tccl_py.runtimes.nccl.settings import (
+    Settings,
+    environment,
+    final_channels,
+    settings_from_environment,
+)
+from tccl_py.runtimes.nccl.transport import hop_space
+from tccl_py.runtimes.nccl.versions import known_versions, version_facts
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import toy_machine
+from tests.nccl_cases import machine
+
+
+def test_default_settings_need_no_variable():
+    assert environment(Settings()) == {}
+
+
+@pytest.mark.parametrize("version", known_versions())
+def test_every_expressible_setting_comes_back_from_its_environment(version):
+    for settings in expressible(version):
+        assert settings_from_environment(environment(settings), version=version) == settings
+
+
+def test_level_loc_is_written_as_p2p_disable():
+    assert environment(Settings(p2p_level="LOC")) == {"NCCL_P2P_DISABLE": "1"}
+
+
+def test_old_level_numbers_mean_what_they_meant():
+    levels = [settings_from_environment({"NCCL_P2P_LEVEL": str(n)}).p2p_level for n in range(7)]
+    assert levels == ["LOC", "PIX", "PXB", "PHB", "SYS", "SYS", "SYS"]
+
+
+def test_copy_engine_bounces_are_gone_in_2_30():
+    settings = Settings(version="2.30", shm_copy_engine="both")
+    with pytest.raises(InputError) as error:
+        environment(settings)
+    assert str(error.value) == (
+        "settings for NCCL 2.30: bounces cannot use a copy engine; "
+        "leave shm_copy_engine out, or use NCCL 2.28"
+    )
+    assert environment(Settings(version="2.28", shm_copy_engine="both")) == {
+        "NCCL_SHM_USE_CUDA_MEMCPY": "1",
+        "NCCL_SHM_MEMCPY_MODE": "3",
+    }
+
+
+def test_a_version_nobody_checked_has_the_nearest_ones_facts_and_says_so():
+    facts = version_facts("2.20.5")
+    assert (facts.name, facts.verified, facts.max_channels) == ("2.18", False, 16)
+    assert version_facts("2.30.7+cuda13.0").verified
+
+
+@pytest.mark.parametrize("text", ["", "two", "2", "2.x", "9" * 80, "2.18 2.28"])
+def test_what_is_no_version_is_refused(text):
+    with pytest.raises(InputError, match="is no version"):
+        version_facts(text)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            sorted(
+                environment(
+                    Settings(
+                        version="2.28",
+                        p2p_level="SYS",
+                        p2p_read=True,
+                        p2p_copy_engine=True,
+                        shm_locality="sender",
+                        shm_copy_engine="both",
+                        net_disable_intra=True,
+                        buffsize=1024,
+                        algo="Ring",
+                    )
+                )
+            )
+        ),
+        st.text(max_size=12),
+    )
+)
+def test_any_environment_gives_settings(variables):
+    assert isinstance(settings_from_environment(variables, version="2.28"), Settings)
+
+
+@pytest.mark.parametrize(
+    ("channels", "options", "final"),
+    [
+        (1, {}, 2),
+        (8, {"sm": 90}, 16),
+        (4, {"sm": 90, "nodes": 2, "speed_intra": 50.0}, 16),
+        (4, {"sm": 90, "nodes": 2, "speed_intra": 45.0}, 8),
+        (4, {"sm": 80, "nodes": 2, "speed_intra": 50.0}, 8),
+        (8, {"sm": 90, "nodes": 2, "speed_intra": 50.0}, 16),
+        (32, {}, 64),
+        (8, {"variables": {"NCCL_MAX_NCHANNELS": "3"}}, 3),
+        (1, {"variables": {"NCCL_MIN_NCHANNELS": "8"}}, 8),
+    ],
+)
+def test_channels_are_doubled_then_clipped_or_filled(channels, options, final):
+    assert final_channels(channels, **{"sm": 70, **options}) == final
+
+
+def test_candidates_differ_in_the_hops_they_give():
+    h200 = machine("h200x4-vm.xml")
+    found = candidates(h200, Knowledge(), "2.30", channels=(4,), buffsizes=(4 << 20,))
+    spaces = [str(list(hop_space(h200, Knowledge(), settings))) for settings in found]
+    assert len(set(spaces)) == len(spaces) == 4  # write, copy engine, read, bounce
+
+
+def test_candidates_contain_the_choice_that_gained_most_on_four_h200():
+    found = candidates(machine("h200x4-vm.xml"), Knowledge(), "2.28")
+    assert Settings(version="2.28", p2p_level="LOC", channels=8, buffsize=512 * 1024) in found
+
+
+def test_fifo_sizes_vary_only_where_something_bounces():
+    h200 = machine("h200x4-vm.xml")
+    for settings in candidates(h200, Knowledge(), "2.30"):
+        if settings.p2p_level is None:
+            assert settings.buffsize == Settings().buffsize
+
+
+def test_levels_that_make_no_difference_are_not_tried_twice():
+    one_socket = toy_machine(gpus=4)
+    levels = {settings.p2p_level for settings in candidates(one_socket, Knowledge(), "2.30")}
+    assert levels == {None, "SYS"}

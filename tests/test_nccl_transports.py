@@ -1,0 +1,189 @@
+"""Paths and transports against what NCCL's own graph code reported, and hop spaces of them."""
+
+import msgspec
+import pytest
+
+from tccl_py.errors import InputError
+from tccl_py.runtimes.free import free_hop_space
+from tccl_py.runtimes.nccl.paths import shortest_paths
+from tccl_py.runtimes.nccl.settings import Settings, settings_from_environment
+from tccl_py.runtimes.nccl.system import build_system
+from tccl_py.runtimes.nccl.transport import hop_space, mechanism, pair_mechanism, view
+from tccl_py.topology.knowledge import Knowledge, PeerAccess
+from tccl_py.topology.machine import Machine, Nic, NvLink, PciBridge, PciLink, toy_machine
+from tests.nccl_cases import case_name, machine, stock_choices
+
+NO_ACCESS = Knowledge(peer_access_default=False, peer_access_provenance="reported")
+
+
+@pytest.mark.parametrize("choice", stock_choices(), ids=case_name)
+def test_every_hop_has_the_transport_path_and_bandwidth_nccl_reported(choice):
+    settings = settings_from_environment(choice["environment"])
+    seen = view(machine(choice["topology"]), Knowledge(), settings)
+    for hop in choice["hops"]:
+        way = pair_mechanism(seen, hop["src"], hop["dst"])
+        found = (str(way), way.path, round(way.gbps, 3))
+        assert found == (hop["transport"], hop["path"], hop["bw"])
+
+
+def test_a_pair_that_nvml_calls_unsupported_bounces_at_any_level():
+    way = mechanism(machine("b_epyc_nps4_3090.xml"), NO_ACCESS, Settings(p2p_level="SYS"), 1, 2)
+    assert str(way) == "SHM/bounce@receiver"
+
+
+def test_nvlinked_neighbours_stay_direct_where_the_default_is_no_access():
+    node = machine("d_8x3090_nvl.xml")
+    settings = Settings(p2p_level="SYS")
+    assert str(mechanism(node, NO_ACCESS, settings, 0, 1)) == "P2P/write"
+    assert str(mechanism(node, NO_ACCESS, settings, 1, 2)) == "SHM/bounce@receiver"
+
+
+def test_two_gpus_on_an_amd_host_talk_directly_and_four_do_not():
+    amd = toy_machine(gpus=4, numa_nodes=2)
+    pair = view(amd, Knowledge(), Settings(), gpus=[0, 3])
+    assert str(pair_mechanism(pair, 0, 3)) == "P2P/write"
+    assert str(mechanism(amd, Knowledge(), Settings(), 0, 3)) == "SHM/bounce@receiver"
+    assert str(mechanism(amd, Knowledge(), Settings(version="2.18"), 0, 3)) == "P2P/write"
+
+
+def test_two_a100_read_over_nvlink_unless_told_to_write():
+    node = machine("x_fake_nvlink12_sm80.xml")
+    assert str(mechanism(node, Knowledge(), Settings(), 1, 2)) == "P2P/read"
+    assert str(mechanism(node, Knowledge(), Settings(p2p_read=False), 1, 2)) == "P2P/write"
+
+
+def test_a_way_over_another_gpu_needs_access_on_both_of_its_hops():
+    node = machine("x_fake_nvchain.xml")
+    assert mechanism(node, Knowledge(), Settings(), 0, 2).path == "NVB"
+    blocked = PeerAccess(source=1, target=2, supported=False, provenance="reported")
+    way = mechanism(node, Knowledge(peer_access=(blocked,)), Settings(), 0, 2)
+    assert str(way) == "SHM/bounce@receiver"
+
+
+def test_a_one_way_nvlink_is_refused_with_what_nccl_does():
+    with pytest.raises(InputError) as error:
+        build_system(machine("x_fake_nvlink_oneway.xml"))
+    assert str(error.value) == (
+        "machine x_fake_nvlink_oneway: an NVLink goes from G1 to G2 but not back; "
+        "NCCL fails at init unless both directions are described"
+    )
+
+
+def with_fast_nics(gbps):
+    """Two sockets, a GPU and a fast NIC below a switch on each."""
+    node = toy_machine(gpus=2, numa_nodes=2, per_switch=1)
+    nics = tuple(
+        Nic(
+            index=index,
+            name=f"mlx5_{index}",
+            parent=node.gpus[index].parent,
+            bus_id=f"0000:9{index}:00.0",
+            link=PciLink(speed_gts=32.0, width=16),
+            speed_mbps=gbps * 1000,
+            gdr=True,
+            guid=f"0x{index}",
+            port=1,
+        )
+        for index in range(2)
+    )
+    gpus = tuple(msgspec.structs.replace(gpu, gdr=True) for gpu in node.gpus)
+    return msgspec.structs.replace(node, nics=nics, gpus=gpus)
+
+
+def test_a_nic_that_is_nearer_and_faster_to_both_takes_the_hop():
+    fast, slow = with_fast_nics(200), with_fast_nics(100)
+    assert str(mechanism(fast, Knowledge(), Settings(), 0, 1)) == "NET"
+    assert str(mechanism(slow, Knowledge(), Settings(), 0, 1)) == "P2P/write"
+    off = Settings(net_disable_intra=True)
+    assert str(mechanism(fast, Knowledge(), off, 0, 1)) == "P2P/write"
+    assert hop_space(fast, Knowledge(), Settings()).between(0, 1) == ()
+
+
+def broadcom(level):
+    part = {"vendor": "0x1000", "device": "0xc030", "subsystem_vendor": "0x1000"}
+    return {**part, "subsystem_device": f"0x{level}000"}
+
+
+def test_two_levels_of_one_broadcom_switch_count_as_one():
+    node = toy_machine(gpus=4, per_switch=2)
+    top = PciBridge(bus_id="0000:70:00.0", parent="C0", link=node.bridges[0].link, **broadcom(0))
+    below = [
+        msgspec.structs.replace(bridge, parent=top.id, **broadcom(1)) for bridge in node.bridges
+    ]
+    merged = msgspec.structs.replace(node, bridges=(top, *below))
+    paths = shortest_paths(build_system(merged))
+    assert paths["G0", "G2"].type.name == "PIX"
+    plain = [msgspec.structs.replace(bridge, device="0xc040") for bridge in below]
+    paths = shortest_paths(build_system(msgspec.structs.replace(merged, bridges=(top, *plain))))
+    assert paths["G0", "G2"].type.name == "PXB"
+
+
+def test_virtual_machines_without_link_widths_count_as_sixteen_lanes():
+    system = build_system(machine("h200x4-vm.xml"))
+    paths = shortest_paths(system)
+    # "GPU/0-60 :... GPU/0-70 (2/370.8/NVL) ... CPU (1/48.0/PHB) NET/0-0 (3/1.2/PHB)" in NCCL's log
+    assert (round(paths["G0", "G1"].gbps, 1), paths["G0", "G1"].type.name) == (370.8, "NVL")
+    assert (paths["G0", "C0"].gbps, paths["G0", "C0"].type.name) == (48.0, "PHB")
+    assert (paths["G0", "N0"].gbps, len(paths["G0", "N0"].links)) == (1.25, 3)
+
+
+def test_a_bounce_lies_on_the_numa_node_of_the_gpu_that_allocates_it():
+    node = toy_machine(gpus=4, numa_nodes=2)
+    for side, host in (("receiver", "C1"), ("sender", "C0")):
+        settings = Settings(p2p_level="LOC", shm_locality=side, buffsize=512 * 1024, channels=8)
+        (hop,) = hop_space(node, Knowledge(), settings).between(0, 3)
+        assert f"->{host}->" in str(hop.flow)
+        assert (hop.flow.blocks, hop.flow.fifo.bytes, hop.flow.fifo.side) == (16, 512 * 1024, side)
+
+
+def test_copy_engines_execute_where_the_settings_say():
+    node = toy_machine(gpus=2)
+    both = Settings(version="2.28", p2p_level="LOC", shm_copy_engine="both")
+    (hop,) = hop_space(node, Knowledge(), both).between(0, 1)
+    assert str(hop.flow) == "G0->D0->C0->D1->G1{blocks=2}"
+    direct = Settings(p2p_level="SYS", p2p_copy_engine=True)
+    (hop,) = hop_space(node, Knowledge(), direct).between(0, 1)
+    assert str(hop.flow) == "G0->D0->G1{blocks=2}"
+
+
+def test_rings_of_a_set_share_the_channels():
+    node = toy_machine(gpus=2)
+    space = hop_space(node, Knowledge(), Settings(channels=4), rings_in_set=2)
+    assert [hop.flow.blocks for hop in space] == [4, 4]
+
+
+def test_a_hop_space_is_named_after_its_settings():
+    space = hop_space(toy_machine(gpus=2), Knowledge(), Settings(p2p_level="PIX"))
+    assert space.name == "nccl 2.30, 2 channels NCCL_P2P_LEVEL=PIX"
+
+
+def test_the_free_runtime_has_every_mechanism_for_every_pair():
+    node = toy_machine(gpus=2, numa_nodes=2)
+    space = free_hop_space(node, Knowledge(), blocks=8, fifo_bytes=512 * 1024)
+    assert [str(hop.flow) for hop in space.between(0, 1)] == [
+        "G0->G0->G1{blocks=8}",
+        "G0->G1->G1{blocks=8}",
+        "G0->G0->C0->G1->G1{blocks=8,fifo=512K}",
+        "G0->G0->C1->G1->G1{blocks=8,fifo=512K}",
+    ]
+    closed = free_hop_space(node, NO_ACCESS)
+    assert [hop.flow.is_bounce for hop in closed.between(0, 1)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text"), [([], "are none"), ([0, 0], "name one twice"), ([7], "is not in machine toy")]
+)
+def test_a_communicator_has_known_gpus_each_once(gpus, text):
+    with pytest.raises(InputError, match=text):
+        build_system(toy_machine(gpus=2), gpus=gpus)
+
+
+def test_nvlinks_of_gpus_outside_the_communicator_do_not_count():
+    node = toy_machine(gpus=3)
+    links = tuple(
+        NvLink(source=f"G{one}", target=f"G{other}", count=4)
+        for one, other in ((0, 1), (1, 0), (1, 2), (2, 1))
+    )
+    linked: Machine = msgspec.structs.replace(node, nvlinks=links)
+    assert shortest_paths(build_system(linked))["G0", "G2"].type.name == "NVB"
+    assert shortest_paths(build_system(linked, gpus=[0, 2]))["G0", "G2"].type.name == "PHB"
