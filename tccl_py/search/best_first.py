@@ -23,9 +23,11 @@ from tccl_py.search.incumbent import Incumbent
 from tccl_py.search.ledger import BudgetSpentError, Ledger
 from tccl_py.search.relaxations import best_connected, connected_above, crossing_bound, crossings
 
-MAX_STATES = 40_000
+MAX_STATES = 10_000
 """States looked at for one ring count before the search gives up on a proof."""
-CROSSING_SETS = 24
+DIVE_SETS = 30
+"""Sets without a better ring that end the first, quick look for a good answer."""
+CROSSING_SETS = 64
 """Sets measured at most to bound one group of GPUs."""
 
 
@@ -71,8 +73,7 @@ class RingSetSearch:
         self._queue: list[tuple[tuple[float, ...], State]] = []
         self._serial = itertools.count()
         self._dropped = 0.0
-        self._relaxed = np.inf
-        self._started = 0
+        self._relaxed = float("inf")
 
     @property
     def bound_gbps(self) -> float:
@@ -86,13 +87,15 @@ class RingSetSearch:
         return self._incumbent.surely_reached * (1 + self._tolerance) / self.count
 
     def relax(self, cuts: Sequence[Sequence[int]]) -> None:
-        """Bound all ring sets by single hops, by connectedness, and by what crosses each cut."""
-        for orbit_member in np.unique(self.index.images.min(axis=0)):
-            hops = (int(orbit_member),)
-            self.bounds.learn(hops, self._ledger.upper(self.index, hops))
-        self._dropped = self._relaxed = best_connected(self._weights(self.bounds.single))
+        """Bound all ring sets by what crosses each cut.
+
+        Raises:
+            BudgetSpentError: the budget is used up; `bound_gbps` holds all the same.
+        """
         for cut in cuts:
             for choices in crossings(self.index, cut, self.count):
+                if self._relaxed <= self._enough or not self._queue:
+                    return
                 found = crossing_bound(
                     choices,
                     self.bounds,
@@ -101,32 +104,39 @@ class RingSetSearch:
                     limit=CROSSING_SETS,
                 )
                 self._relaxed = min(self._relaxed, found)
-                if self._relaxed <= self._enough:
-                    return
 
-    def run(self) -> bool:
-        """Search until nothing can beat the incumbent; False if it gave up before that.
+    def dive(self) -> None:
+        """Search a little, for a good answer before proofs are tried.
 
         Raises:
             BudgetSpentError: the budget is used up; `bound_gbps` holds all the same.
         """
-        self._dropped = 0.0
-        self._started = self._ledger.sets_measured
-        if self._relaxed <= self._enough:
-            self._dropped = self._relaxed
-            return True
+        for orbit_member in np.unique(self.index.images.min(axis=0)):
+            hops = (int(orbit_member),)
+            self.bounds.learn(hops, self._ledger.upper(self.index, hops))
+        self._relaxed = best_connected(self._weights(self.bounds.single))
         everyone = np.arange(len(self.index.images))
         self._push(State(bound=self._relaxed, rings=(), path=(0,), hops=(), alive=everyone))
+        self._search(idle_sets=DIVE_SETS)
+
+    def run(self) -> None:
+        """Search until nothing can beat the incumbent, or the effort is spent.
+
+        Raises:
+            BudgetSpentError: the budget is used up; `bound_gbps` holds all the same.
+        """
+        if self._relaxed > self._enough:
+            self._search(idle_sets=self._idle_sets)
+
+    def _search(self, *, idle_sets: int | None) -> None:
+        begun = self._ledger.sets_measured
         for _ in range(MAX_STATES):
-            if not self._queue or self._is_idle() or self._ledger.out_of_time:
+            last = max(begun, self._incumbent.improved_at)
+            idle = idle_sets is not None and self._ledger.sets_measured - last >= idle_sets
+            if not self._queue or idle or self._ledger.out_of_time:
                 break
             _, state = heapq.heappop(self._queue)
             self._visit(state)
-        return not self._queue
-
-    def _is_idle(self) -> bool:
-        spent = self._ledger.sets_measured - max(self._started, self._incumbent.improved_at)
-        return self._idle_sets is not None and spent >= self._idle_sets
 
     def _visit(self, state: State) -> None:
         try:

@@ -35,11 +35,13 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 class Incumbent:
     """Keeps the best candidate and the runners-up.
 
-    `error` is the relative standard error of a score, the largest seen.
+    `error` is the relative standard error of a score, the largest seen; `floor` is a score that
+    is reached elsewhere.
     """
 
-    def __init__(self, *, error: float = 0.0) -> None:
+    def __init__(self, *, error: float = 0.0, floor: float = 0.0) -> None:
         self.error = error
+        self._floor = floor
         self._candidates: list[Candidate] = []
         self.improved_at = 0
 
@@ -51,7 +53,7 @@ class Incumbent:
     @property
     def surely_reached(self) -> float:
         """The score less what luck may have added to it: the best of many noisy ones is lucky."""
-        return self.score * (1 - 2 * self.error)
+        return max(self._floor, self.score * (1 - 2 * self.error))
 
     @property
     def best(self) -> Candidate | None:

@@ -31,7 +31,8 @@ class SearchProblem(msgspec.Struct, frozen=True, kw_only=True):
     `spaces[k]` holds the hops open to each ring of a set of k. `orders` are rings known
     beforehand, as GPU orders (NCCL's own choice, say): they are tried first, and the answer is
     never below them. `cuts` are groups of GPUs that share a way out, for upper bounds; any groups
-    are right, good ones make proofs quicker. `tolerance` is the relative gap at which an
+    are right, good ones make proofs quicker. Scores up to `floor_gbps` are of no
+    interest: no effort is spent on them. `tolerance` is the relative gap at which an
     answer counts as proven. `noise` is the relative standard deviation of one measurement, where
     measurements do not tell it themselves.
     """
@@ -41,6 +42,7 @@ class SearchProblem(msgspec.Struct, frozen=True, kw_only=True):
     symmetry: Symmetry
     orders: tuple[tuple[tuple[int, ...], ...], ...] = ()
     cuts: tuple[frozenset[int], ...] = ()
+    floor_gbps: float = 0.0
     budget: Budget = Budget()
     tolerance: float = 0.01
     noise: float = 0.0

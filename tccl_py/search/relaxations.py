@@ -17,7 +17,7 @@ from tccl_py.search.bounds import Bounds, Floats
 from tccl_py.search.conflicts import smallest_slow_part
 from tccl_py.search.hop_index import HopIndex
 
-MAX_CHOICES = 20_000
+MAX_CHOICES = 5_000
 """Groups with more choices of hops are bounded by fewer hops at a time."""
 
 
@@ -31,10 +31,12 @@ def crossings(index: HopIndex, group: Iterable[int], rings: int) -> list[Choices
     out = np.flatnonzero(inside[index.source] & ~inside[index.target])
     back = np.flatnonzero(~inside[index.source] & inside[index.target])
     leaving, entering = _choices(out, rings), _choices(back, rings)
+    # One way alone has few choices and often says enough; both ways together say more.
+    found = [leaving, entering]
     if len(leaving) * len(entering) <= MAX_CHOICES:
         both = [np.concatenate([one, other]) for one, other in itertools.product(leaving, entering)]
-        return [np.sort(np.array(both), axis=1)]
-    return [leaving, entering]
+        found.append(np.sort(np.array(both), axis=1))
+    return found
 
 
 def _choices(hops: npt.NDArray[np.int64], count: int) -> Choices:

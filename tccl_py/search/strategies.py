@@ -52,7 +52,7 @@ class Run:
         self.problem = problem
         self.strategy = strategy
         self.reporter = reporter
-        self.incumbent = Incumbent(error=problem.noise)
+        self.incumbent = Incumbent(error=problem.noise, floor=problem.floor_gbps)
         self.ledger = Ledger(
             problem.source, budget=problem.budget, noise=problem.noise, watch=self.report
         )
@@ -151,14 +151,16 @@ def _result(run: Run, *, cancelled: bool) -> SearchResult:
 
 def _best_first(run: Run) -> None:
     """Search under the symmetry, as far as measurements bear it out; then check the answer."""
-    symmetry, checks = run.problem.symmetry, SPOT_CHECKS
-    indices = _trusted_indices(run, symmetry, checks)
+    symmetry = run.problem.symmetry
+    run.offer_orders({count: _plain_index(run, count) for count in run.problem.spaces})
+    indices = _trusted_indices(run, symmetry, SPOT_CHECKS)
     _search_all_counts(run, indices)
     if not _answer_holds(run):
         # Some device is unlike its images: measure every hop, keep what symmetry is left.
         run.notices.append("the machine is less symmetric than described; searched again")
         run.incumbent.forget()
         run.bounds.clear()
+        run.offer_orders({count: _plain_index(run, count) for count in run.problem.spaces})
         _search_all_counts(run, _trusted_indices(run, symmetry, None))
 
 
@@ -182,7 +184,6 @@ def _plain_index(run: Run, count: int) -> HopIndex:
 
 
 def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> None:
-    run.offer_orders(indices)
     position = {gpu: i for i, gpu in enumerate(run.problem.gpus)}
     singles = [(i,) for i in position.values()]
     groups = [tuple(position[gpu] for gpu in cut if gpu in position) for cut in run.problem.cuts]
@@ -199,6 +200,7 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> None:
             idle_sets=run.problem.budget.idle_sets,
         )
         try:
+            search.dive()
             search.relax(_one_of_each(index, cuts))
             search.run()
         except BudgetSpentError:
