@@ -1,0 +1,211 @@
+"""What the commands share: machines and GPU lists from text, and output that says where it is from.
+
+Results go to stdout, notices and errors to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tccl_py.cli.descriptions import read_description
+from tccl_py.errors import InputError
+from tccl_py.files import encode_json, write_atomically
+from tccl_py.simulator.library import bundled_names, load_bundled
+from tccl_py.simulator.model import MachineModel
+from tccl_py.topology.machine import MAX_GPUS, Machine
+
+ANSWER_IS_NO = 1
+NOT_USABLE = 2
+NO_READER = 141
+
+MACHINE_HELP = (
+    "A bundled name (see `tccl machines`), a JSON file this program wrote, or an NCCL topology XML."
+)
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+"""The --json option that every command with a table has."""
+
+_PIPED_WIDTH = 120
+_GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
+
+
+class _Console(Console):
+    """A console that leaves a closed pipe to the frame, which knows the exit code for it."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def results() -> Console:
+    """Where results go: stdout; wide enough for tables where it is not a terminal."""
+    return _console(stderr=False)
+
+
+def notices() -> Console:
+    """Where notices go: stderr."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    piped = stream is None or not stream.isatty()
+    width = _PIPED_WIDTH if piped and "COLUMNS" not in os.environ else None
+    return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+
+
+def notice(text: str) -> None:
+    """Print one sentence for the user on stderr, `tccl:` before it, in one line."""
+    print(f"tccl: {' '.join(text.split())}", file=sys.stderr)
+
+
+def complain(text: str) -> int:
+    """Print what went wrong and return the exit code for it."""
+    notice(text)
+    return NOT_USABLE
+
+
+def print_json(value: Any) -> None:
+    """Print `value` as JSON on stdout: keys as declared, no NaN (msgspec writes null)."""
+    print(encode_json(value), end="")
+
+
+def provenance(*, simulated: bool, assumed: bool) -> str:
+    """The mark that goes beside every figure: `simulated` is never lost on the way.
+
+    >>> provenance(simulated=True, assumed=True)
+    'simulated from assumed figures'
+    """
+    if not simulated:
+        return "measured"
+    return "simulated from assumed figures" if assumed else "simulated"
+
+
+def machine_argument(text: str) -> MachineModel:
+    """The machine model that a MACHINE names; a bundled name comes before a file of that name.
+
+    A Machine or topology without a model gets one in which every figure is assumed.
+
+    Raises:
+        InputError: an unknown name (the right ones follow), no such file, or not a machine.
+    """
+    if text in bundled_names():
+        return load_bundled(text)
+    path = Path(text)
+    if _exists(path):
+        return read_description(path).with_model()
+    known = ", ".join(bundled_names())
+    if path.suffix or "/" in text:
+        raise InputError(
+            text[:200] or "machine ''", "does not exist", f"name a file or one of {known}"
+        )
+    raise InputError(
+        f"machine {text[:60]!r}", "is neither bundled nor a file", f"there are {known}"
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def gpus_argument(text: str | None, machine: Machine) -> tuple[int, ...] | None:
+    """The GPUs of a list such as `0,2,5` or `0-3`, in the order given; None stays None.
+
+    Raises:
+        InputError: not such a list, a GPU twice, or one that the machine does not have.
+    """
+    if text is None:
+        return None
+    indices = parse_gpus(text)
+    for index in indices:
+        machine.gpu(index)
+    return indices
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """Parse a list of GPU indices and ranges of them.
+
+    >>> parse_gpus("4,0-2")
+    (4, 0, 1, 2)
+
+    Raises:
+        InputError: empty, not numbers, a range that goes down or is too long, or a GPU twice.
+    """
+    where = f"GPU list {text[:60]!r}"
+    indices: list[int] = []
+    for part in text.split(","):
+        indices += _gpu_range(part.strip(), where)
+    twice = next((index for index in indices if indices.count(index) > 1), None)
+    if twice is not None:
+        raise InputError(where, f"names GPU {twice} twice", "every GPU stands once")
+    return tuple(indices)
+
+
+def _gpu_range(part: str, where: str) -> Sequence[int]:
+    match = _GPU_RANGE.fullmatch(part)
+    if match is None:
+        raise InputError(where, f"{part[:20]!r} is no GPU", "write indices, as 0,2,5 or 0-3")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise InputError(where, f"{part!r} goes down", f"write {last}-{first}")
+    if last - first >= MAX_GPUS:
+        raise InputError(where, f"{part!r} is too long", f"a node has at most {MAX_GPUS} GPUs")
+    return range(first, last + 1)
+
+
+def write_result(text: str, output: Path | None) -> None:
+    """Write a result to `output`, whole or not at all, or to stdout if that is None.
+
+    Raises:
+        InputError: the place cannot be written.
+    """
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        target = output.resolve() if output.is_symlink() else output
+        device = target.exists() and not target.is_file() and not target.is_dir()
+        if device:
+            # Renaming a file into its place would take the device away.
+            target.write_text(text, encoding="utf-8")
+            return
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(
+            str(output), f"cannot be written ({reason})", "choose a writable place with free space"
+        ) from error
+    write_atomically(target, text)
+
+
+def flush_output(code: int) -> int:
+    """Hand everything printed to the system; the exit code, which changes if that fails."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        silence_output()
+        return NO_READER
+    except OSError as error:
+        silence_output()
+        return complain(
+            f"standard output: cannot be written ({error.strerror}); it needs free space"
+        )
+    return code
+
+
+def silence_output() -> None:
+    """Send what is still unwritten nowhere, so that the interpreter's exit does not complain."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

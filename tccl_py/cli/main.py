@@ -1,0 +1,129 @@
+"""The `tccl` command: its frame, exit codes, and the list of its commands.
+
+Exit codes: 0 done, 1 the answer is no, 2 wrong use or bad input; 130 interrupted, 141 nobody reads
+the output any more. Every error on purpose is one sentence on stderr that begins with `tccl:`.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from tccl_py.cli.arguments import NO_READER, NOT_USABLE, complain, flush_output, silence_output
+from tccl_py.cli.discover import discover
+from tccl_py.cli.machines import machines
+from tccl_py.cli.measure import measure
+from tccl_py.cli.validate import validate
+from tccl_py.errors import TcclError
+
+INTERRUPTED = 130
+
+# The class of every usage error; typer has it from click or from its own copy of click.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class _Commands(TyperGroup):
+    """The group of commands; what goes wrong leaves it as a sentence and an exit code."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run a command line; ends the process unless `standalone_mode` is off."""
+        standalone = extra.pop("standalone_mode", True)
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(*args, **extra)
+        except _UsageError as error:
+            code = complain(_usage(error))
+        except typer.Abort:
+            code = INTERRUPTED
+        code = flush_output(code if isinstance(code, int) else 0)
+        if standalone:
+            sys.exit(code)
+        return code
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was named."""
+        try:
+            return super().invoke(ctx)
+        except TcclError as error:
+            code = complain(str(error))
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        except BrokenPipeError:
+            silence_output()
+            code = NO_READER
+        except OSError as error:
+            # Files are read and written with sentences of their own: what is left is the output.
+            silence_output()
+            place = error.filename or "standard output"
+            code = complain(f"{place}: failed ({error.strerror or error}); it must be writable")
+        raise typer.Exit(code)
+
+
+def _usage(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "tccl"
+    message = " ".join(error.format_message().split()).rstrip(".")
+    return f"{message}; see '{path} --help'"
+
+
+app = typer.Typer(
+    name="tccl",
+    cls=_Commands,
+    add_completion=False,
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tccl {metadata.version('tccl-py')}")
+        raise typer.Exit(0)
+
+
+@app.callback()
+def _frame(
+    ctx: typer.Context,
+    version: Annotated[  # noqa: ARG001 (its callback prints and ends)
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Find fast communication rings for a machine's GPUs by measuring, and hand them to NCCL.
+
+    A MACHINE is the name of a bundled model (see `tccl machines`), a JSON file that this program
+    wrote, or an NCCL topology XML. Rates are GB/s, 10^9 bytes a second.
+
+    Exit codes: 0 done, 1 the answer is no, 2 wrong use or bad input.
+    """
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+        raise typer.Exit(NOT_USABLE)
+
+
+# The commands, in the order in which the help lists them; each comes from the module of its name.
+app.command()(discover)
+app.command()(machines)
+app.command()(measure)
+app.command()(validate)
+
+
+def main() -> None:
+    """The console entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal cannot show must not end the program.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    app(prog_name="tccl")
+
+
+if __name__ == "__main__":
+    main()

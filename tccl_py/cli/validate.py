@@ -1,0 +1,120 @@
+"""`tccl validate`: what NCCL will do with a graph file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tccl_py.cli.arguments import (
+    ANSWER_IS_NO,
+    MACHINE_HELP,
+    JsonOption,
+    gpus_argument,
+    machine_argument,
+    notice,
+    print_json,
+    results,
+)
+from tccl_py.errors import InputError
+from tccl_py.files import read_text
+from tccl_py.runtimes.nccl import validator
+from tccl_py.runtimes.nccl.validator import Verdict
+from tccl_py.runtimes.nccl.versions import LATEST, known_versions, version_facts
+
+_VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
+_SHOWN_RANKS = 32
+_SHOWN_RINGS = 32
+
+
+def validate(
+    graph: Annotated[
+        Path, typer.Argument(metavar="GRAPH.xml", help="The file meant for NCCL_GRAPH_FILE.")
+    ],
+    *,
+    machine: Annotated[
+        str, typer.Option(metavar="MACHINE", help=f"What every node is like. {MACHINE_HELP}")
+    ],
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST", help="The job's GPUs on every node in rank order, as 0,2,5 or 0-3."
+        ),
+    ] = None,
+    nodes: Annotated[int, typer.Option(metavar="N", help="How many equal nodes.")] = 1,
+    nccl: Annotated[
+        str,
+        typer.Option(
+            metavar="VERSION", help=f"NCCL's version; {', '.join(known_versions())} were checked."
+        ),
+    ] = LATEST,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="An environment variable of the job; can be repeated."
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Say what NCCL will do with a graph file: use, ignore, clip or reject it, or crash.
+
+    The rings shown are those of the final channels, as ranks. Exit code 0 says that NCCL uses the
+    file as it stands, 1 that it does not.
+
+    Example: `tccl validate graph.xml --machine h200x4-vm --gpus 0-3 --env NCCL_P2P_LEVEL=SYS`
+    """
+    model = machine_argument(machine)
+    if not version_facts(nccl).verified:
+        notice(f"NCCL {nccl} was not checked; taken for {version_facts(nccl).name}, the nearest")
+    verdict = validator.validate(
+        read_text(graph),
+        model.machine,
+        model.knowledge,
+        gpus=gpus_argument(gpus, model.machine),
+        nodes=nodes,
+        version=nccl,
+        environment=variables(env or ()),
+        where=str(graph),
+    )
+    if json:
+        print_json(verdict)
+    else:
+        _print_verdict(graph, verdict)
+    if verdict.verdict != "used":
+        raise typer.Exit(ANSWER_IS_NO)
+
+
+def variables(settings: Sequence[str]) -> dict[str, str]:
+    """Environment variables from NAME=VALUE texts.
+
+    >>> variables(["NCCL_ALGO=Ring"])
+    {'NCCL_ALGO': 'Ring'}
+
+    Raises:
+        InputError: not NAME=VALUE, or one name with two values.
+    """
+    found: dict[str, str] = {}
+    for text in settings:
+        match = _VARIABLE.fullmatch(text)
+        where = f"--env {text[:60]!r}"
+        if match is None:
+            raise InputError(where, "sets no variable", "write NAME=VALUE, as NCCL_P2P_LEVEL=SYS")
+        name, value = match.groups()
+        if found.setdefault(name, value) != value:
+            raise InputError(where, f"sets {name} a second time", "give it one value")
+    return found
+
+
+def _print_verdict(graph: Path, verdict: Verdict) -> None:
+    out = results()
+    out.print(f"{graph}: {verdict.verdict}", style="bold", soft_wrap=True)
+    out.print(verdict.reason, soft_wrap=True)
+    for channel, ring in enumerate(verdict.rings[:_SHOWN_RINGS]):
+        ranks = " ".join(str(rank) for rank in ring[:_SHOWN_RANKS])
+        more = f" ... ({len(ring)} ranks)" if len(ring) > _SHOWN_RANKS else ""
+        out.print(f"channel {channel}: {ranks}{more}", soft_wrap=True)
+    if len(verdict.rings) > _SHOWN_RINGS:
+        out.print(f"and {len(verdict.rings) - _SHOWN_RINGS} more channels")
