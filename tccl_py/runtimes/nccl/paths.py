@@ -5,7 +5,6 @@ Source: paths.cc of NCCL 2.30.7 (ncclTopoSetPaths, ncclTopoComputePaths).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tccl_py.runtimes.nccl.bandwidths import LOCAL_GBPS, PathType
@@ -103,26 +102,26 @@ def with_policy(
     system: System,
     paths: Paths,
     *,
-    direct: Callable[[str, str], bool],
-    gpu_direct: Callable[[str, str], bool],
+    direct: frozenset[tuple[str, str]],
+    gpu_direct: frozenset[tuple[str, str]],
 ) -> Paths:
     """Paths as they are once pairs without P2P go over a CPU and NICs are reached as NCCL would.
 
     Args:
         system: what the paths are of.
         paths: from `shortest_paths`; it stays as it is.
-        direct: whether a GPU may talk to another without the CPU.
-        gpu_direct: whether a NIC may reach a GPU's memory.
+        direct: pairs of GPUs that may talk without the CPU.
+        gpu_direct: pairs of a GPU and a NIC that may reach its memory.
     """
     result = dict(paths)
     for target in system.gpus:
         for source in system.gpus:
-            if source != target and not direct(source, target):
+            if source != target and (source, target) not in direct:
                 cpu = local_cpu(system, result, target)
                 result[source, target] = by_way_of(result, source, cpu, target)
     for net in system.nets:
         for gpu in system.gpus:
-            _reach_net(system, result, gpu, net, gpu_direct(gpu, net))
+            _reach_net(system, result, gpu, net, (gpu, net) in gpu_direct)
     return result
 
 

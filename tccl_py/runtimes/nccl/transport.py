@@ -5,10 +5,10 @@ Source: ncclTopoCheckP2p and ncclTopoCheckNet (paths.cc), p2p.cc and shm.cc of N
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -32,6 +32,10 @@ MechanismKind = Literal["write", "read", "bounce", "network"]
 
 _READS_ON_NVLINK = 80
 """Only between two GPUs of this sm does NCCL read over NVLink unasked."""
+_KEPT = 64
+"""Communicators kept for one machine, and levels kept for one communicator."""
+_Key = TypeVar("_Key")
+_Kept = TypeVar("_Kept")
 
 
 class Mechanism(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,13 +59,37 @@ class Mechanism(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A machine as one communicator sees it under given settings."""
+    """A machine as one communicator sees it under given settings; views share what they hold.
+
+    `direct` are the pairs that talk without the CPU, `net_gbps` what NCCL believes of each GPU's
+    best way to a NIC below the CPU.
+    """
 
     system: System
     knowledge: Knowledge
     settings: Settings
     plain: Paths
     paths: Paths
+    direct: frozenset[tuple[str, str]]
+    net_gbps: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """What follows from a P2P level and the knowledge of who can access whom."""
+
+    paths: Paths
+    direct: frozenset[tuple[str, str]]
+    net_gbps: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What no setting changes, and what has been asked of it so far."""
+
+    system: System
+    plain: Paths
+    reaches: dict[tuple[PathType, Knowledge], _Reach]
 
 
 def view(
@@ -69,20 +97,54 @@ def view(
 ) -> View:
     """NCCL's paths for a communicator over `gpus` (NVML indices; None is all of them).
 
+    What was computed once is kept with the machine: planning asks under hundreds of settings.
+
     Raises:
         InputError: unknown GPUs, or a machine on which NCCL fails at init.
     """
-    system = build_system(machine, gpus=gpus)
-    plain = shortest_paths(system)
-    level = p2p_level(system, settings)
-
-    def direct(source: str, target: str) -> bool:
-        return _direct(system, knowledge, plain, level, (source, target))
-
-    paths = with_policy(
-        system, plain, direct=direct, gpu_direct=lambda gpu, net: _gpu_direct(machine, gpu, net)
+    survey = _survey(machine, gpus)
+    reach = _reach(survey, knowledge, p2p_level(survey.system, settings))
+    return View(
+        system=survey.system,
+        knowledge=knowledge,
+        settings=settings,
+        plain=survey.plain,
+        paths=reach.paths,
+        direct=reach.direct,
+        net_gbps=reach.net_gbps,
     )
-    return View(system, knowledge, settings, plain, paths)
+
+
+def _survey(machine: Machine, gpus: Sequence[int] | None) -> _Survey:
+    """Kept on the instance, because hashing a Machine costs more than what is kept saves."""
+    surveys: dict[tuple[int, ...], _Survey] = machine.__dict__.setdefault("_nccl_surveys", {})
+    key = tuple(sorted(machine.gpu_indices if gpus is None else gpus))
+    if key not in surveys:
+        system = build_system(machine, gpus=key)
+        _make_room(surveys)
+        surveys[key] = _Survey(system=system, plain=shortest_paths(system), reaches={})
+    return surveys[key]
+
+
+def _reach(survey: _Survey, knowledge: Knowledge, level: PathType) -> _Reach:
+    system, key = survey.system, (level, knowledge)
+    if key not in survey.reaches:
+        direct = frozenset(
+            pair
+            for pair in permutations(system.gpus, 2)
+            if _direct(system, knowledge, survey.plain, level, pair)
+        )
+        near = _gpu_direct(system.machine)
+        paths = with_policy(system, survey.plain, direct=direct, gpu_direct=near)
+        _make_room(survey.reaches)
+        survey.reaches[key] = _Reach(paths, direct, _net_gbps(system, paths))
+    return survey.reaches[key]
+
+
+def _make_room(kept: dict[_Key, _Kept]) -> None:
+    """Drop the oldest of too many."""
+    if len(kept) >= _KEPT:
+        del kept[next(iter(kept))]
 
 
 def p2p_level(system: System, settings: Settings) -> PathType:
@@ -114,9 +176,18 @@ def _gpus_between(system: System, path: Path) -> list[str]:
     return [name for name in inner if system.nodes[name].kind == "gpu"]
 
 
-def _gpu_direct(machine: Machine, gpu: str, net: str) -> bool:
-    port = next(nic for nic in machine.nics if nic.id == net)
-    return port.gdr and machine.gpu(int(gpu[1:])).gdr
+def _gpu_direct(machine: Machine) -> frozenset[tuple[str, str]]:
+    """The pairs of GPU and NIC port that support GPU direct RDMA."""
+    ports = [nic.id for nic in machine.nics if nic.gdr]
+    return frozenset((gpu.id, port) for gpu in machine.gpus if gpu.gdr for port in ports)
+
+
+def _net_gbps(system: System, paths: Paths) -> Mapping[str, float]:
+    best = {}
+    for gpu in system.gpus:
+        ways = [paths.get((gpu, net), DISCONNECTED) for net in system.nets]
+        best[gpu] = max((way.gbps for way in ways if way.type <= PathType.PXB), default=0.0)
+    return best
 
 
 def pair_mechanism(seen: View, source: int, target: int) -> Mechanism:
@@ -137,8 +208,7 @@ def pair_mechanism(seen: View, source: int, target: int) -> Mechanism:
     name, gbps = path.type.name, path.gbps
     if not settings.net_disable_intra and _network_is_nearer(seen, one, other):
         return Mechanism(kind="network", path=name, gbps=gbps)
-    level = p2p_level(system, settings)
-    if _direct(system, seen.knowledge, seen.plain, level, (one, other)):
+    if (one, other) in seen.direct:
         if settings.p2p_copy_engine:
             return Mechanism(kind="write", path=name, gbps=gbps, copy_engines=("sender",))
         kind: MechanismKind = "read" if _reads(seen, one, other) else "write"
@@ -163,11 +233,7 @@ def _reads(seen: View, one: str, other: str) -> bool:
 def _network_is_nearer(seen: View, one: str, other: str) -> bool:
     """Whether both GPUs reach a NIC without the CPU, and faster than they reach each other."""
     gbps = seen.paths[one, other].gbps
-    for gpu in (one, other):
-        ways = [seen.paths.get((gpu, net), DISCONNECTED) for net in seen.system.nets]
-        if max((way.gbps for way in ways if way.type <= PathType.PXB), default=0.0) <= gbps:
-            return False
-    return True
+    return seen.net_gbps[one] > gbps and seen.net_gbps[other] > gbps
 
 
 def mechanism(
