@@ -30,18 +30,13 @@ NO_READER = 141
 MACHINE_HELP = (
     "A bundled name (see `tccl machines`), a JSON file this program wrote, or an NCCL topology XML."
 )
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", metavar=" ", help="Print JSON instead of a table.")
+]
 """The --json option that every command with a table has."""
 
 _PIPED_WIDTH = 120
 _GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
-
-
-class _Console(Console):
-    """A console that leaves a closed pipe to the frame, which knows the exit code for it."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
 
 
 def results() -> Console:
@@ -58,12 +53,15 @@ def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     piped = stream is None or not stream.isatty()
     width = _PIPED_WIDTH if piped and "COLUMNS" not in os.environ else None
-    return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def notice(text: str) -> None:
     """Print one sentence for the user on stderr, `tccl:` before it, in one line."""
-    print(f"tccl: {' '.join(text.split())}", file=sys.stderr)
+    # Without a working stderr the exit code still tells.
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"tccl: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
 def complain(text: str) -> int:
@@ -99,13 +97,11 @@ def machine_argument(text: str) -> MachineModel:
     if text in bundled_names():
         return load_bundled(text)
     path = Path(text)
-    if _exists(path):
+    if text and _exists(path):
         return read_description(path).with_model()
     known = ", ".join(bundled_names())
     if path.suffix or "/" in text:
-        raise InputError(
-            text[:200] or "machine ''", "does not exist", f"name a file or one of {known}"
-        )
+        raise InputError(text[:200], "does not exist", f"name a file or one of {known}")
     raise InputError(
         f"machine {text[:60]!r}", "is neither bundled nor a file", f"there are {known}"
     )

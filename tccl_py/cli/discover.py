@@ -43,7 +43,10 @@ def discover(
     has `knowledge` (which GPUs reach each other directly) and `fingerprint` (GPU UUIDs, driver).
     Every command takes the JSON as its MACHINE.
 
-    Example: `tccl discover -o box.json`, then `tccl validate graph.xml --machine box.json`
+    Example:
+
+        tccl discover -o box.json
+        tccl validate graph.xml --machine box.json
     """
     machine, knowledge, fingerprint = _found(nccl_topology, nvidia_smi)
     write_result(description_to_json(machine, knowledge, fingerprint), output)

@@ -31,7 +31,9 @@ def machines(
     The list says how many of a model's figures were measured on such a machine, how many are
     published ones, and how many are assumed from other machines or data sheets.
 
-    Example: `tccl machines supermicro-h12dsg-8x3090`
+    Example:
+
+        tccl machines supermicro-h12dsg-8x3090
     """
     models = [load_bundled(one) for one in bundled_names()] if name is None else []
     if name is not None:

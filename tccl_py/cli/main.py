@@ -32,35 +32,37 @@ class _Commands(TyperGroup):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command line; ends the process unless `standalone_mode` is off."""
         standalone = extra.pop("standalone_mode", True)
-        extra["standalone_mode"] = False
-        try:
-            code = super().main(*args, **extra)
-        except _UsageError as error:
-            code = complain(_usage(error))
-        except typer.Abort:
-            code = INTERRUPTED
-        code = flush_output(code if isinstance(code, int) else 0)
+        code = flush_output(self._run(*args, **extra))
         if standalone:
             sys.exit(code)
         return code
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command that was named."""
+    def _run(self, *args: Any, **extra: Any) -> int:
+        extra["standalone_mode"] = False
         try:
-            return super().invoke(ctx)
-        except TcclError as error:
-            code = complain(str(error))
-        except KeyboardInterrupt:
-            code = INTERRUPTED
-        except BrokenPipeError:
+            code = super().main(*args, **extra)
+        except (TcclError, _UsageError, OSError, UnicodeEncodeError) as error:
+            return complain(_sentence(error))
+        except (KeyboardInterrupt, typer.Abort):
+            return INTERRUPTED
+        except SystemExit:
+            # No command ends the process; rich and typer do where nobody reads the output.
             silence_output()
-            code = NO_READER
-        except OSError as error:
-            # Files are read and written with sentences of their own: what is left is the output.
-            silence_output()
-            place = error.filename or "standard output"
-            code = complain(f"{place}: failed ({error.strerror or error}); it must be writable")
-        raise typer.Exit(code)
+            return NO_READER
+        return code if isinstance(code, int) else 0
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, _UsageError):
+        return _usage(error)
+    if isinstance(error, UnicodeEncodeError):
+        return "a file name: holds bytes that are not UTF-8; rename the file"
+    if isinstance(error, OSError):
+        # Files are read and written with sentences of their own: what is left is the output.
+        silence_output()
+        place = error.filename or "standard output"
+        return f"{place}: failed ({error.strerror or error}); it must be usable"
+    return str(error)
 
 
 def _usage(error: Any) -> str:

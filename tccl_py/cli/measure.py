@@ -74,7 +74,9 @@ def measure(
     `G0->G0->C1->G4->G4` a bounce through NUMA node 1's host memory. Options follow in braces:
     `{blocks=8,fifo=512K}`. Figures from a model are marked as simulated.
 
-    Example: `tccl measure "G0->G0->G4 G1->G1->G5" --simulate supermicro-h12dsg-8x3090`
+    Example:
+
+        tccl measure "G0->G0->G4 G1->G1->G5" --simulate asus-esc8000a-e13p
     """
     wanted = [parse_set(text) for text in sets]
     model = _simulated_machine(simulate, backend)

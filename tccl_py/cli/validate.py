@@ -27,7 +27,6 @@ from tccl_py.runtimes.nccl.versions import LATEST, known_versions, version_facts
 
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
 _SHOWN_RANKS = 32
-_SHOWN_RINGS = 32
 
 
 def validate(
@@ -64,7 +63,9 @@ def validate(
     The rings shown are those of the final channels, as ranks. Exit code 0 says that NCCL uses the
     file as it stands, 1 that it does not.
 
-    Example: `tccl validate graph.xml --machine h200x4-vm --gpus 0-3 --env NCCL_P2P_LEVEL=SYS`
+    Example:
+
+        tccl validate graph.xml --machine h200x4-vm --env NCCL_P2P_LEVEL=SYS
     """
     model = machine_argument(machine)
     if not version_facts(nccl).verified:
@@ -112,9 +113,25 @@ def _print_verdict(graph: Path, verdict: Verdict) -> None:
     out = results()
     out.print(f"{graph}: {verdict.verdict}", style="bold", soft_wrap=True)
     out.print(verdict.reason, soft_wrap=True)
-    for channel, ring in enumerate(verdict.rings[:_SHOWN_RINGS]):
-        ranks = " ".join(str(rank) for rank in ring[:_SHOWN_RANKS])
-        more = f" ... ({len(ring)} ranks)" if len(ring) > _SHOWN_RANKS else ""
-        out.print(f"channel {channel}: {ranks}{more}", soft_wrap=True)
-    if len(verdict.rings) > _SHOWN_RINGS:
-        out.print(f"and {len(verdict.rings) - _SHOWN_RINGS} more channels")
+    for line in ring_lines(verdict.rings):
+        out.print(line, soft_wrap=True)
+
+
+def ring_lines(rings: Sequence[tuple[int, ...]]) -> list[str]:
+    """A line for each different ring with the channels that run it.
+
+    >>> ring_lines([(0, 1, 2), (0, 2, 1), (0, 1, 2)])
+    ['channels 0 2: 0 1 2', 'channel 1: 0 2 1']
+    """
+    channels: dict[tuple[int, ...], list[str]] = {}
+    for channel, ring in enumerate(rings):
+        channels.setdefault(ring, []).append(str(channel))
+    return [
+        f"channel{'s' if len(numbers) > 1 else ''} {' '.join(numbers)}: {_ranks(ring)}"
+        for ring, numbers in channels.items()
+    ]
+
+
+def _ranks(ring: tuple[int, ...]) -> str:
+    shown = " ".join(str(rank) for rank in ring[:_SHOWN_RANKS])
+    return shown + (f" ... ({len(ring)} ranks)" if len(ring) > _SHOWN_RANKS else "")
