@@ -27,6 +27,9 @@ MAX_STATES = 10_000
 """States looked at for one ring count before the search gives up on a proof."""
 DIVE_SETS = 30
 """Sets without a better ring that end the first, quick look for a good answer."""
+MAX_PAIRED_HOPS = 128
+MAX_PAIR_KINDS = 64
+"""Pairs of hops are all measured beforehand if symmetry leaves no more kinds than that."""
 CROSSING_SETS = 64
 """Sets measured at most to bound one group of GPUs."""
 
@@ -111,13 +114,26 @@ class RingSetSearch:
         Raises:
             BudgetSpentError: the budget is used up; `bound_gbps` holds all the same.
         """
-        for orbit_member in np.unique(self.index.images.min(axis=0)):
-            hops = (int(orbit_member),)
+        everyone = np.arange(len(self.index.images))
+        self._push(State(bound=float("inf"), rings=(), path=(0,), hops=(), alive=everyone))
+        for hops in self._classes():
             self.bounds.learn(hops, self._ledger.upper(self.index, hops))
         self._relaxed = best_connected(self._weights(self.bounds.single))
-        everyone = np.arange(len(self.index.images))
-        self._push(State(bound=self._relaxed, rings=(), path=(0,), hops=(), alive=everyone))
         self._search(idle_sets=DIVE_SETS)
+
+    def _classes(self) -> list[tuple[int, ...]]:
+        """One hop of each kind; for several rings also one pair of each kind, if those are few.
+
+        Which pairs hurt each other decides most about several rings, and little about one.
+        """
+        hops = np.unique(self.index.images.min(axis=0))
+        kinds: list[tuple[int, ...]] = [(int(hop),) for hop in hops]
+        count = len(self.index.hops)
+        if self.count == 1 or count > MAX_PAIRED_HOPS:
+            return kinds
+        pairs = itertools.combinations_with_replacement(range(count), 2)
+        smallest = {self.index.canonical(pair) for pair in pairs}
+        return kinds + (sorted(smallest) if len(smallest) <= MAX_PAIR_KINDS else [])
 
     def run(self) -> None:
         """Search until nothing can beat the incumbent, or the effort is spent.

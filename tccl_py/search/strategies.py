@@ -131,7 +131,8 @@ def find_rings(
 def _result(run: Run, *, cancelled: bool) -> SearchResult:
     best = run.incumbent.best
     assert best is not None
-    bound = run.bound_gbps if set(run.bounds) == set(run.problem.spaces) else None
+    known = set(run.bounds) == set(run.problem.spaces) and np.isfinite(run.bound_gbps)
+    bound = run.bound_gbps if known else None
     close = bound is not None and bound <= best.score * (1 + run.problem.tolerance) * (1 + 1e-9)
     return SearchResult(
         strategy=run.strategy,

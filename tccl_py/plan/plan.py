@@ -1,0 +1,194 @@
+"""The Plan: rings, the settings that realise them, what to expect, and how good that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.files import decode_json, encode_json, read_text, write_atomically
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import Machine
+
+FORMAT_VERSION = 1
+PLAN_FILE = "plan.json"
+
+
+class PlanHop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One hop of a planned ring: its flow's text form and its rate beside all others, GB/s."""
+
+    source: int
+    target: int
+    flow: str
+    gbps: float
+
+
+class PlanRing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A ring of the plan, from its lowest GPU on."""
+
+    hops: tuple[PlanHop, ...]
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """GPU indices in ring order."""
+        return tuple(hop.source for hop in self.hops)
+
+    @property
+    def bottleneck(self) -> PlanHop:
+        """The slowest hop."""
+        return min(self.hops, key=lambda hop: hop.gbps)
+
+    @property
+    def rate(self) -> float:
+        """What this ring carries beside the others, GB/s: the rate of its slowest hop."""
+        return self.bottleneck.gbps
+
+
+class StockRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What NCCL does by itself: one ring a channel, and the rate that gets from the same source.
+
+    `note` says under which settings, where those are not its defaults.
+    """
+
+    rings: tuple[tuple[int, ...], ...]
+    rate_gbps: float
+    assumed: bool
+    note: str = ""
+
+
+class FreeRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The best found if every hop could choose its mechanism, which stock NCCL does not let it."""
+
+    flows: tuple[str, ...]
+    rate_gbps: float
+    bound_gbps: float | None
+
+
+class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Other settings that were searched, and the best found under them, GB/s."""
+
+    settings: Settings
+    rings_in_set: int
+    rate_gbps: float
+
+
+class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rings for a communicator over some of the GPUs, under the plan's settings; rate in GB/s."""
+
+    gpus: tuple[int, ...]
+    rings: tuple[tuple[int, ...], ...]
+    rate_gbps: float
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rings for one machine and what is known about them.
+
+    `rings` are the different rings of the set; channels take them in turn. `rate_gbps` is what a
+    collective's bus bandwidth is predicted to be; no ring set searched exceeds `bound_gbps` under
+    these settings. `simulated` and `assumed` say where the figures come from, and go wherever the
+    plan goes.
+    """
+
+    machine: Machine
+    knowledge: Knowledge
+    gpus: tuple[int, ...]
+    settings: Settings
+    settings_verified: bool
+    rings: tuple[PlanRing, ...]
+    type_intra: str
+    rate_gbps: float
+    bound_gbps: float | None
+    proven: bool
+    simulated: bool
+    assumed: bool
+    strategy: str
+    sets_measured: int
+    sets_remembered: int
+    sets_by_symmetry: int
+    stock: StockRings
+    free: FreeRings | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    subsets: tuple[SubsetRings, ...] = ()
+    notices: tuple[str, ...] = ()
+    cancelled: bool = False
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def provenance(self) -> str:
+        """`measured`, `simulated`, or `simulated from assumed figures`."""
+        if not self.simulated:
+            return "measured"
+        return "simulated from assumed figures" if self.assumed else "simulated"
+
+    @property
+    def channel_rings(self) -> tuple[tuple[int, ...], ...]:
+        """GPU orders, one for each channel of the graph file."""
+        return per_channel([ring.gpus for ring in self.rings], self.settings.channels)
+
+    @property
+    def per_channel_gbps(self) -> float:
+        """What one channel of the graph file carries, GB/s."""
+        return self.rate_gbps / self.settings.channels
+
+    def subset(self, gpus: Iterable[int]) -> SubsetRings | None:
+        """The rings planned for exactly these GPUs, or None."""
+        wanted = tuple(sorted(gpus))
+        if wanted == self.gpus:
+            orders = tuple(ring.gpus for ring in self.rings)
+            return SubsetRings(gpus=wanted, rings=orders, rate_gbps=self.rate_gbps)
+        return next((one for one in self.subsets if one.gpus == wanted), None)
+
+    def save(self, path: Path) -> None:
+        """Write the plan as JSON, whole or not at all.
+
+        Raises:
+            InputError: the place cannot be written.
+        """
+        write_atomically(path, encode_json(self))
+
+
+def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[int, ...], ...]:
+    """Deal rings out to channels in turn.
+
+    >>> per_channel([(0, 1), (1, 0)], 4)
+    ((0, 1), (1, 0), (0, 1), (1, 0))
+    """
+    orders = list(rings)
+    return tuple(orders[channel % len(orders)] for channel in range(channels))
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan file, or `plan.json` in a directory.
+
+    Raises:
+        InputError: unreadable, another format version, or damaged.
+    """
+    if path.is_dir():
+        if not (path / PLAN_FILE).exists():
+            raise InputError(str(path), f"holds no {PLAN_FILE}", "name a directory of `tccl plan`")
+        path = path / PLAN_FILE
+    text = read_text(path)
+    plan = decode_json(text, Plan, where=str(path))
+    if plan.format_version != FORMAT_VERSION:
+        raise InputError(
+            str(path),
+            f"has format version {plan.format_version}",
+            f"this program reads version {FORMAT_VERSION}",
+        )
+    return _checked(plan, str(path))
+
+
+def _checked(plan: Plan, where: str) -> Plan:
+    if not plan.rings or any(not ring.hops for ring in plan.rings):
+        raise InputError(where, "has a ring without hops", "give a file this program wrote")
+    orders = [ring.gpus for ring in plan.rings] + [r for s in plan.subsets for r in s.rings]
+    wanted = [plan.gpus] * len(plan.rings) + [s.gpus for s in plan.subsets for _ in s.rings]
+    for order, gpus in zip(orders, wanted, strict=True):
+        if tuple(sorted(order)) != tuple(sorted(gpus)):
+            raise InputError(
+                where, f"ring {list(order)} does not visit {list(gpus)} once", "plan it again"
+            )
+    return plan

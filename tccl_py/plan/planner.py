@@ -1,0 +1,249 @@
+"""From a machine and a bandwidth source to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.measurements.memory import RememberingSource
+from tccl_py.plan.plan import Alternative, FreeRings, Plan, PlanHop, PlanRing, StockRings
+from tccl_py.plan.settings_search import Choice, Stock, Task, best_settings, measured_stock
+from tccl_py.plan.subsets import ALL_SUBSETS_UP_TO, subset_rings
+from tccl_py.runtimes.free import free_hop_space
+from tccl_py.runtimes.nccl.settings import final_channels
+from tccl_py.runtimes.nccl.transport import view
+from tccl_py.runtimes.nccl.versions import LATEST, version_facts
+from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SilentReporter
+from tccl_py.search.strategies import STRATEGIES, find_rings
+from tccl_py.topology.cuts import natural_cuts
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import Machine
+from tccl_py.topology.symmetry import automorphisms
+from tccl_py.transfers.hops import RingSet
+
+DEFAULT_BUDGET = Budget(sets=1000, idle_sets=100)
+RING_COUNTS = (1, 2, 4)
+FEW_RING_COUNTS = (1, 2)
+"""On machines of more than 8 GPUs sets of four rings are too many to say much about."""
+FREE_SETS = 200
+"""Sets that the comparison with free choice of mechanisms may measure."""
+
+
+def make_plan(
+    machine: Machine,
+    knowledge: Knowledge,
+    source: BandwidthSource,
+    *,
+    gpus: Sequence[int] | None = None,
+    version: str = LATEST,
+    ring_counts: Sequence[int] | None = None,
+    strategy: str = "best-first",
+    budget: Budget = DEFAULT_BUDGET,
+    reporter: Reporter | None = None,
+) -> Plan:
+    """Find the settings and rings that suit the machine best, as far as `source` tells.
+
+    >>> from tccl_py.simulator.library import load_bundled
+    >>> from tccl_py.simulator.source import Simulator
+    >>> model = load_bundled("h200x4-vm")
+    >>> plan = make_plan(model.machine, model.knowledge, Simulator(model))
+    >>> plan.rings[0].gpus, plan.proven, plan.simulated
+    ((0, 1, 2, 3), True, True)
+    >>> plan.rings[0].bottleneck.flow
+    'G0->G0->G1{blocks=32}'
+
+    Args:
+        machine: the node.
+        knowledge: what is known of it beyond structure.
+        source: answers transfer sets.
+        gpus: NVML indices of the GPUs to join; None is all.
+        version: NCCL's version.
+        ring_counts: how many rings a set may have; None is 1, 2 and, up to 8 GPUs, 4.
+        strategy: a name in `tccl_py.search.strategies.STRATEGIES`.
+        budget: for the whole plan; sets are shared out between settings.
+        reporter: watches; KeyboardInterrupt ends the search with the best so far.
+
+    Raises:
+        InputError: unknown GPUs, version or strategy, or fewer than two GPUs.
+        SearchError: no ring exists.
+        MeasurementError: the source cannot measure what is needed.
+    """
+    remembering = source if isinstance(source, RememberingSource) else RememberingSource(source)
+    chosen = _chosen(machine, gpus)
+    usual = RING_COUNTS if len(chosen) <= ALL_SUBSETS_UP_TO else FEW_RING_COUNTS
+    task = Task(
+        machine=machine,
+        knowledge=knowledge,
+        source=remembering,
+        gpus=chosen,
+        version=version,
+        ring_counts=tuple(ring_counts or usual),
+        strategy=_known(strategy),
+        budget=budget,
+        reporter=reporter or SilentReporter(),
+    )
+    stock = measured_stock(task)
+    best, searched = best_settings(task, stock, sets=budget.sets or DEFAULT_BUDGET.sets or 1)
+    return _assembled(task, remembering, stock, best, searched)
+
+
+def _chosen(machine: Machine, gpus: Sequence[int] | None) -> tuple[int, ...]:
+    indices = machine.gpu_indices if gpus is None else tuple(gpus)
+    chosen = tuple(sorted({machine.gpu(index).index for index in indices}))
+    if len(chosen) < 2:
+        raise InputError(
+            f"machine {machine.name}", f"{len(chosen)} GPU to plan for", "a ring joins 2 or more"
+        )
+    return chosen
+
+
+def _known(strategy: str) -> str:
+    if strategy not in STRATEGIES:
+        names = ", ".join(STRATEGIES)
+        raise InputError(f"strategy {strategy[:40]!r}", "is not known", f"there are {names}")
+    return strategy
+
+
+def _assembled(
+    task: Task,
+    source: RememberingSource,
+    stock: Stock,
+    best: Choice,
+    searched: Sequence[Choice],
+) -> Plan:
+    (measurement,) = source.measure([best.rings.flows])
+    chosen = [*searched, best]
+    results = [choice.result for choice in chosen if choice.result is not None]
+    cancelled = any(result.cancelled for result in results)
+    free = None if cancelled else _free(task, best)
+    subsets = () if cancelled else subset_rings(task, best.settings, best.orders)
+    bound = _bound(best)
+    return Plan(
+        machine=task.machine,
+        knowledge=task.knowledge,
+        gpus=task.gpus,
+        settings=best.settings,
+        settings_verified=version_facts(task.version).verified,
+        rings=_plan_rings(best.rings, measurement.gbps),
+        type_intra=_farthest(task, best),
+        rate_gbps=best.rate_gbps,
+        bound_gbps=bound,
+        proven=bound is not None and bound <= best.rate_gbps * 1.0101,
+        simulated=source.simulated,
+        assumed=measurement.assumed,
+        strategy=task.strategy,
+        sets_measured=source.sets_measured,
+        sets_remembered=source.sets_remembered,
+        sets_by_symmetry=sum(result.sets_by_symmetry for result in results),
+        stock=_stock_rings(stock),
+        free=free,
+        alternatives=tuple(
+            Alternative(
+                settings=choice.settings,
+                rings_in_set=len(choice.rings.rings),
+                rate_gbps=choice.rate_gbps,
+            )
+            for choice in searched
+        ),
+        subsets=subsets,
+        notices=_notices(task, results),
+        cancelled=cancelled,
+    )
+
+
+def _bound(best: Choice) -> float | None:
+    """The bound of the search under the settings that won."""
+    if best.result is None or best.result.bound_gbps is None:
+        return None
+    return max(best.result.bound_gbps, best.rate_gbps)
+
+
+def _plan_rings(rings: RingSet, gbps: Sequence[float]) -> tuple[PlanRing, ...]:
+    """Rings with the rate of each hop; equal flows were measured one after the other."""
+    waiting: dict[str, list[float]] = {}
+    for flow, rate in zip(rings.flows.flows, gbps, strict=True):
+        waiting.setdefault(str(flow), []).append(rate)
+    return tuple(
+        PlanRing(
+            hops=tuple(
+                PlanHop(
+                    source=hop.source,
+                    target=hop.target,
+                    flow=str(hop.flow),
+                    gbps=waiting[str(hop.flow)].pop(),
+                )
+                for hop in one.hops
+            )
+        )
+        for one in rings.rings
+    )
+
+
+def _stock_rings(stock: Stock) -> StockRings:
+    choice = stock.choice
+    note = "with NCCL_P2P_LEVEL=SYS, because by default NCCL falls back to its simple order"
+    return StockRings(
+        rings=choice.rings,
+        rate_gbps=stock.rate_gbps,
+        assumed=stock.measurement.assumed,
+        note=note if choice.assumed_sys else "",
+    )
+
+
+def _farthest(task: Task, best: Choice) -> str:
+    """The farthest path type of any hop, as NCCL's tuner wants to know it."""
+    seen = view(task.machine, task.knowledge, best.settings, gpus=task.gpus)
+    pairs = {(hop.source, hop.target) for one in best.rings.rings for hop in one.hops}
+    return max(seen.paths[f"G{i}", f"G{j}"].type for i, j in pairs).name
+
+
+def _free(task: Task, best: Choice) -> FreeRings | None:
+    """What a free choice of mechanism for every hop would reach with as many channels."""
+    sm = min((task.machine.gpu(gpu).sm or 0 for gpu in task.gpus), default=0)
+    channels = final_channels(best.settings.channels, sm=sm, version=task.version)
+    spaces = {
+        count: free_hop_space(
+            task.machine,
+            task.knowledge,
+            gpus=task.gpus,
+            blocks=max(1, channels // count),
+            fifo_bytes=best.settings.buffsize,
+        )
+        for count in task.ring_counts
+        if best.settings.channels % count == 0
+    }
+    problem = SearchProblem(
+        spaces=spaces,
+        source=task.source,
+        symmetry=automorphisms(task.machine, task.knowledge, gpus=task.gpus),
+        orders=(best.orders,),
+        cuts=natural_cuts(task.machine, task.knowledge, gpus=task.gpus),
+        floor_gbps=best.rate_gbps,
+        budget=msgspec.structs.replace(task.budget, sets=FREE_SETS, idle_sets=FREE_SETS // 4),
+    )
+    try:
+        result: SearchResult = find_rings(problem, reporter=task.reporter)
+    except (SearchError, MeasurementError):
+        return None
+    if result.rate_gbps < best.rate_gbps:
+        # Nothing better was found; the plan's own hops are among the free ones.
+        flows = tuple(str(flow) for flow in best.rings.flows.flows)
+        return FreeRings(flows=flows, rate_gbps=best.rate_gbps, bound_gbps=result.bound_gbps)
+    return FreeRings(
+        flows=tuple(str(flow) for flow in result.rings.flows.flows),
+        rate_gbps=result.rate_gbps,
+        bound_gbps=result.bound_gbps,
+    )
+
+
+def _notices(task: Task, results: Sequence[SearchResult]) -> tuple[str, ...]:
+    notices = list(dict.fromkeys(note for result in results for note in result.notices))
+    facts = version_facts(task.version)
+    if not facts.verified:
+        notices.append(
+            f"NCCL {task.version} is taken for {facts.name}, the nearest version that was checked"
+        )
+    return tuple(notices)

@@ -1,0 +1,271 @@
+"""The search over settings: rings inside each, the best settings win, stock is never undercut."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import gcd
+
+import msgspec
+
+from tccl_py.errors import MeasurementError, SearchError
+from tccl_py.measurements.measurement import BandwidthSource, Measurement
+from tccl_py.runtimes.nccl.candidates import candidates
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.runtimes.nccl.stock import StockChoice, stock_default
+from tccl_py.runtimes.nccl.transport import hop_space
+from tccl_py.runtimes.nccl.versions import version_facts
+from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult
+from tccl_py.search.strategies import find_rings
+from tccl_py.topology.cuts import natural_cuts
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import Machine
+from tccl_py.topology.symmetry import automorphisms
+from tccl_py.transfers.hops import RingSet, ring_from_order, ring_set
+from tccl_py.transfers.transfer import DEFAULT_FIFO_BYTES
+
+Order = tuple[int, ...]
+
+BASE_CHANNELS = 8
+"""Channels under which mechanisms are compared first; the number is settled afterwards."""
+CHANNELS = (1, 2, 4, 8, 16)
+BUFFSIZES = tuple(DEFAULT_FIFO_BYTES >> shift for shift in range(6))
+"""4 MiB, NCCL's default, down to 128 KiB."""
+MIN_SETS = 40
+"""Sets that the search under any one choice may measure at least."""
+WORTH = 0.01
+"""Settings farther from NCCL's defaults must promise this much more (relative)."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be planned, and by which means."""
+
+    machine: Machine
+    knowledge: Knowledge
+    source: BandwidthSource
+    gpus: tuple[int, ...]
+    version: str
+    ring_counts: tuple[int, ...]
+    strategy: str
+    budget: Budget
+    reporter: Reporter
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings with the best ring set found under them; `result` is None if none was searched."""
+
+    settings: Settings
+    rings: RingSet
+    rate_gbps: float
+    result: SearchResult | None = None
+
+    @property
+    def orders(self) -> tuple[Order, ...]:
+        """GPU orders of the rings."""
+        return tuple(one.gpus for one in self.rings.rings)
+
+
+class Stock(msgspec.Struct, frozen=True, kw_only=True):
+    """NCCL's own choice and what the source says of it."""
+
+    choice: StockChoice
+    rings: RingSet
+    settings: Settings
+    measurement: Measurement
+
+    @property
+    def rate_gbps(self) -> float:
+        """The score of NCCL's own rings, GB/s."""
+        return len(self.rings.rings) * self.measurement.rate_gbps
+
+
+def condensed(orders: Sequence[Order]) -> tuple[Order, ...]:
+    """The shortest list of rings with the same shares: equal channels of one ring are one ring.
+
+    >>> condensed([(0, 1), (1, 0), (0, 1), (1, 0)])
+    ((0, 1), (1, 0))
+    """
+    counts = Counter(orders)
+    share = gcd(*counts.values())
+    return tuple(order for order, count in counts.items() for _ in range(count // share))
+
+
+def measured_stock(task: Task) -> Stock:
+    """Measure what NCCL would do by itself.
+
+    Raises:
+        MeasurementError: the source cannot measure it.
+    """
+    choice = stock_default(task.machine, task.knowledge, gpus=task.gpus, version=task.version)
+    orders = condensed(choice.rings)
+    # The search's doubling is undone, because `hop_space` doubles a file's channels itself.
+    settings = msgspec.structs.replace(choice.settings, channels=max(1, choice.channels // 2))
+    rings = rings_under(task, settings, orders)
+    (measurement,) = task.source.measure([rings.flows])
+    return Stock(choice=choice, rings=rings, settings=settings, measurement=measurement)
+
+
+def rings_under(task: Task, settings: Settings, orders: Sequence[Order]) -> RingSet:
+    """The ring set of these orders with the mechanisms that the settings give each hop.
+
+    Raises:
+        SearchError: a pair of neighbours has no hop.
+    """
+    space = hop_space(
+        task.machine, task.knowledge, settings, gpus=task.gpus, rings_in_set=len(orders)
+    )
+    return ring_set([ring_from_order(space, order) for order in orders])
+
+
+def search_under(
+    task: Task, settings: Settings, *, orders: Sequence[Sequence[Order]], floor: float, sets: int
+) -> SearchResult:
+    """Search for rings under one choice of settings.
+
+    Args:
+        task: what to plan.
+        settings: the choice; ring counts that do not divide its channels are left out.
+        orders: ring sets known beforehand.
+        floor: scores up to this, GB/s, are of no interest.
+        sets: how many sets may be measured.
+    """
+    counts = [count for count in task.ring_counts if settings.channels % count == 0]
+    spaces = {
+        count: hop_space(task.machine, task.knowledge, settings, gpus=task.gpus, rings_in_set=count)
+        for count in counts
+    }
+    problem = SearchProblem(
+        spaces=spaces,
+        source=task.source,
+        symmetry=automorphisms(task.machine, task.knowledge, gpus=task.gpus),
+        orders=tuple(tuple(one) for one in orders),
+        cuts=natural_cuts(task.machine, task.knowledge, gpus=task.gpus),
+        floor_gbps=floor,
+        budget=msgspec.structs.replace(task.budget, sets=sets),
+    )
+    return find_rings(problem, strategy=task.strategy, reporter=task.reporter)
+
+
+def best_settings(task: Task, stock: Stock, *, sets: int) -> tuple[Choice, list[Choice]]:
+    """The best settings with their rings, and all that were searched, best first.
+
+    Mechanisms are compared under a fixed number of channels. The one under which the rings known
+    so far do best is searched next; each search may spend half of what is left and gives up as
+    soon as it cannot beat the best so far; what it finds is tried under all the others. Channels
+    and FIFO size are settled for the rings that each search finds.
+    """
+    best = Choice(settings=stock.settings, rings=stock.rings, rate_gbps=stock.rate_gbps)
+    known = [tuple(one.gpus for one in stock.rings.rings)]
+    waiting = list(_mechanisms(task))
+    searched: list[Choice] = []
+    left = sets
+    while waiting and left > 0:
+        settings = max(waiting, key=lambda one: _promise(task, one, known))
+        waiting.remove(settings)
+        share = max(MIN_SETS, left // 2)
+        result = _searched(task, settings, known, floor=best.rate_gbps, sets=share)
+        if result is None:
+            continue
+        left -= result.sets_measured
+        found = _tuned(task, _chosen(settings, result))
+        searched.append(found)
+        known.append(found.orders)
+        if found.rate_gbps > best.rate_gbps * (1 + WORTH):
+            best = found
+        if result.cancelled:
+            break
+    else:
+        best = _settled(task, best, sets=max(left, sets // 4))
+    return best, sorted(searched, key=lambda choice: -choice.rate_gbps)
+
+
+def _settled(task: Task, best: Choice, *, sets: int) -> Choice:
+    """The best rings under exactly the chosen settings, with a bound that holds for them."""
+    try:
+        result = search_under(task, best.settings, orders=[best.orders], floor=0.0, sets=sets)
+    except (SearchError, MeasurementError):
+        return best
+    if result.rate_gbps <= best.rate_gbps * (1 + WORTH):
+        return msgspec.structs.replace(best, result=result)
+    return _chosen(best.settings, result)
+
+
+def _mechanisms(task: Task) -> tuple[Settings, ...]:
+    """Settings that give pairs different mechanisms, the nearest to NCCL's defaults first."""
+    kinds = candidates(
+        task.machine,
+        task.knowledge,
+        task.version,
+        gpus=task.gpus,
+        channels=(_base_channels(task),),
+        buffsizes=(DEFAULT_FIFO_BYTES,),
+    )
+    # NCCL's own copies by copy engine go through its proxy threads; no model here speaks of
+    # them, so only a measurement may choose them.
+    return tuple(kind for kind in kinds if not (task.source.simulated and kind.p2p_copy_engine))
+
+
+def _promise(task: Task, settings: Settings, known: Sequence[Sequence[Order]]) -> float:
+    """The best score of the known rings under these settings, to a hundredth of it."""
+    best = 0.0
+    for orders in known:
+        try:
+            rings = rings_under(task, settings, orders)
+            (measurement,) = task.source.measure([rings.flows])
+        except (SearchError, MeasurementError):
+            continue
+        best = max(best, len(orders) * measurement.rate_gbps)
+    return float(f"{best:.2g}")
+
+
+def _chosen(settings: Settings, result: SearchResult) -> Choice:
+    return Choice(settings=settings, rings=result.rings, rate_gbps=result.rate_gbps, result=result)
+
+
+def _base_channels(task: Task) -> int:
+    return min(BASE_CHANNELS, version_facts(task.version).max_channels)
+
+
+def _searched(
+    task: Task, settings: Settings, known: Sequence[Sequence[Order]], *, floor: float, sets: int
+) -> SearchResult | None:
+    """The best rings under these settings; None where they leave a GPU without a hop."""
+    try:
+        return search_under(task, settings, orders=known, floor=floor, sets=sets)
+    except (SearchError, MeasurementError):
+        return None
+
+
+def _tuned(task: Task, choice: Choice) -> Choice:
+    """The same rings with the channels and FIFO size that suit them best, fewest and largest."""
+    orders = condensed(choice.orders)
+    bounces = any(hop.flow.is_bounce for one in choice.rings.rings for hop in one.hops)
+    limit = version_facts(task.version).max_channels
+    best = choice
+    for channels in (count for count in CHANNELS if count <= limit and count % len(orders) == 0):
+        for size in BUFFSIZES if bounces else BUFFSIZES[:1]:
+            settings = msgspec.structs.replace(choice.settings, channels=channels, buffsize=size)
+            rings = rings_under(task, settings, orders)
+            (measurement,) = task.source.measure([rings.flows])
+            tried = Choice(
+                settings=settings,
+                rings=rings,
+                rate_gbps=len(orders) * measurement.rate_gbps,
+                result=choice.result,
+            )
+            if _preferred(tried, best):
+                best = tried
+    return best
+
+
+def _preferred(one: Choice, other: Choice) -> bool:
+    """Whether `one` is clearly faster, or as fast with fewer rings or channels."""
+    if one.rate_gbps > other.rate_gbps * (1 + WORTH):
+        return True
+    if one.rate_gbps < other.rate_gbps * (1 - WORTH / 2):
+        return False
+    return (len(one.orders), one.settings.channels, -one.settings.buffsize) < (
+        len(other.orders),
+        other.settings.channels,
+        -other.settings.buffsize,
+    )
