@@ -1,0 +1,137 @@
+"""`tccl discover`: machines from files and from the host, and their JSON as a MACHINE."""
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.arguments import machine_argument
+from tccl_py.cli.descriptions import description_to_json, read_description
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError
+from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.topology.knowledge import HiddenLink, Knowledge, PeerAccess
+from tccl_py.topology.machine import machine_from_json, toy_machine
+from tccl_py.topology.readers.nccl_topology import read_nccl_topology
+from tests.nccl_cases import CASES
+
+TOPOLOGY = CASES / "topologies" / "h200x4-vm.xml"
+MATRIX = CASES / "h200x4-vm" / "topo-m.txt"
+BOX = toy_machine(gpus=4, numa_nodes=2, per_switch=2)
+NO_ACCESS = Knowledge(
+    peer_access=(PeerAccess(source=0, target=1, supported=False, provenance="reported"),),
+    hidden_links=(HiddenLink(one="0000:80:00.0", other="0000:81:00.0", provenance="reported"),),
+)
+FINGERPRINT = Fingerprint(gpu_uuids=("GPU-1",), driver="575.1", numa_count=2, kernel="6.8")
+
+FACT = {"source": 7, "target": 0, "supported": True, "provenance": "reported"}
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_topology_file_becomes_a_machine_on_stdout():
+    result = tccl("discover", "--nccl-topology", TOPOLOGY)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert machine_from_json(result.stdout, where="stdout") == read_nccl_topology(TOPOLOGY)
+
+
+def test_a_matrix_of_nvidia_smi_becomes_a_machine_on_stdout():
+    result = tccl("discover", "--nvidia-smi", MATRIX)
+    assert result.exit_code == 0
+    assert len(machine_from_json(result.stdout, where="stdout").gpus) == 4
+
+
+@pytest.mark.parametrize("option, file", [("--nccl-topology", TOPOLOGY), ("--nvidia-smi", MATRIX)])
+def test_the_file_written_is_a_machine_for_every_command(option, file, tmp_path):
+    path = tmp_path / "box.json"
+    result = tccl("discover", option, file, "-o", path)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"tccl: wrote {path}: {file.stem} with 4 GPUs\n"
+    assert tccl("measure", "G0->G0->G1", "--simulate", path).exit_code == 0
+
+
+def test_the_host_gives_knowledge_and_fingerprint_that_commands_use(monkeypatch, tmp_path):
+    found = (BOX, NO_ACCESS, FINGERPRINT)
+    monkeypatch.setattr("tccl_py.cli.discover.discover_machine", lambda: found)
+    path = tmp_path / "box.json"
+    result = tccl("discover")
+    path.write_text(result.stdout)
+    keys = list(json.loads(result.stdout))
+    assert keys[-2:] == ["knowledge", "fingerprint"]
+    model = machine_argument(str(path))
+    assert (model.machine, model.knowledge) == (BOX, NO_ACCESS)
+    assert type(model.machine) is type(BOX)
+
+
+def test_without_a_driver_the_sentence_names_what_else_to_give(monkeypatch):
+    def no_driver():
+        raise InputError("this machine", "no NVIDIA driver answers", "use --nvidia-smi FILE")
+
+    monkeypatch.setattr("tccl_py.cli.discover.discover_machine", no_driver)
+    result = tccl("discover")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "tccl: this machine: no NVIDIA driver answers; use --nvidia-smi FILE\n"
+
+
+def test_a_description_comes_back_as_it_was_written(tmp_path):
+    path = tmp_path / "box.json"
+    for knowledge, fingerprint in ((None, None), (NO_ACCESS, None), (None, FINGERPRINT)):
+        path.write_text(description_to_json(BOX, knowledge, fingerprint))
+        found = read_description(path)
+        assert (found.machine, found.knowledge) == (BOX, knowledge or Knowledge())
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"gpus": []}, "has no GPU; a machine to plan for has at least one"),
+        ({"colour": 1}, "unknown field `colour`"),
+        ({"format_version": 9}, "has format version 9; this program reads version 1"),
+        ({"knowledge": {"peer_access": [FACT]}}, "speaks of GPU 7; toy has no such GPU"),
+    ],
+)
+def test_a_damaged_description_is_refused(change, sentence, tmp_path):
+    path = tmp_path / "box.json"
+    content = json.loads(description_to_json(BOX, NO_ACCESS, FINGERPRINT))
+    path.write_text(json.dumps(content | change))
+    result = tccl("machines", path)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"tccl: {path}: ")
+    assert sentence in result.stderr
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(monkeypatch, tmp_path):
+    path = tmp_path / "box.json"
+    path.write_text("old")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tccl_py.files.os.fsync", full)
+    result = tccl("discover", "--nccl-topology", TOPOLOGY, "-o", path)
+    assert result.exit_code == 2
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_nothing_is_written_where_the_input_is_bad(tmp_path):
+    path = tmp_path / "box.json"
+    assert tccl("discover", "--nccl-topology", MATRIX, "-o", path).exit_code == 2
+    assert not path.exists()
+
+
+def test_a_device_is_written_to_and_not_replaced():
+    assert tccl("discover", "--nccl-topology", TOPOLOGY, "-o", "/dev/null").exit_code == 0
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+
+
+def test_a_link_stays_a_link(tmp_path):
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    assert tccl("discover", "--nccl-topology", TOPOLOGY, "-o", link).exit_code == 0
+    assert link.is_symlink()
+    assert len(json.loads(target.read_text())["gpus"]) == 4

@@ -1,0 +1,281 @@
+"""The frame of the `tccl` command: exit codes, sentences, help, output that cannot be written."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.arguments import gpus_argument, machine_argument, parse_gpus, provenance
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError
+from tccl_py.simulator.library import bundled_names, load_bundled, model_to_json
+from tccl_py.topology.machine import machine_to_json, toy_machine
+from tests.nccl_cases import CASES
+
+TOPOLOGY = CASES / "topologies" / "h200x4-vm.xml"
+GRAPH = CASES / "h200x4-vm" / "graph.xml"
+NAMES = ", ".join(bundled_names())
+COMMANDS = ("discover", "machines", "measure", "validate")
+SET = "G0->G0->G1"
+ON = ("--simulate", "h200x4-vm")
+OF = ("--machine", "h200x4-vm")
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def process(*arguments, **options):
+    command = [sys.executable, "-m", "tccl_py.cli.main", *arguments]
+    options = {"stdout": subprocess.PIPE, **options}
+    return subprocess.run(
+        command, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options
+    )
+
+
+BAD = {
+    "no such command": (("mesure",), "No such command 'mesure'. Did you mean 'measure'?"),
+    "no such option": (("measure", "--fast"), "No such option: --fast; see 'tccl measure --help'"),
+    "no set": (("measure", *ON), "Missing argument 'SET'; see 'tccl measure --help'"),
+    "empty set": (
+        ("measure", " ", *ON),
+        "transfer set: is empty; name at least one flow, as G0->G0->G1",
+    ),
+    "no flow": (
+        ("measure", "G0->G1", *ON),
+        "flow 'G0->G1': has 2 places; a transfer is SRC->EXE->DST, a bounce "
+        "SRC->EXE->HOST->EXE->DST",
+    ),
+    "no such GPU": (
+        ("measure", "G0->G0->G9", *ON),
+        "G9: is not in machine h200x4-vm; it has G0, G1, G2, G3",
+    ),
+    "another host": (
+        ("measure", "h3.G0->h3.G0->h3.G1", *ON),
+        "h3.G0 is on another host; the simulator simulates one, so leave h3. out",
+    ),
+    "NaN noise": (
+        ("measure", SET, *ON, "--noise", "nan"),
+        "noise: is nan; 0 to 1, the standard deviation of a sample",
+    ),
+    "no machine": (
+        ("measure", SET),
+        "measure: cannot measure hardware in this version; give --simulate MACHINE",
+    ),
+    "a backend": (
+        ("measure", SET, "--backend", "cuda"),
+        "--backend cuda: is not in this version; give --simulate MACHINE",
+    ),
+    "unknown machine": (
+        ("measure", SET, "--simulate", "h200"),
+        f"machine 'h200': is neither bundled nor a file; there are {NAMES}",
+    ),
+    "empty machine": (
+        ("measure", SET, "--simulate", ""),
+        f"machine '': is neither bundled nor a file; there are {NAMES}",
+    ),
+    "missing machine file": (
+        ("machines", "no/box.json"),
+        f"no/box.json: does not exist; name a file or one of {NAMES}",
+    ),
+    "directory as machine": (("machines", "."), ".: is not a regular file; name a file"),
+    "device as machine": (
+        ("machines", "/dev/zero"),
+        "/dev/zero: is not a regular file; name a file",
+    ),
+    "missing graph": (
+        ("validate", "no.xml", *OF),
+        "no.xml: cannot be read (No such file or directory); name a readable file",
+    ),
+    "directory as graph": (("validate", ".", *OF), ".: is not a regular file; name a file"),
+    "GPU that is not there": (
+        ("validate", GRAPH, *OF, "--gpus", "0,9"),
+        "GPU 9: is not in machine h200x4-vm; it has 0, 1, 2, 3",
+    ),
+    "GPU list of words": (
+        ("validate", GRAPH, *OF, "--gpus", "all"),
+        "GPU list 'all': 'all' is no GPU; write indices, as 0,2,5 or 0-3",
+    ),
+    "no nodes": (("validate", GRAPH, *OF, "--nodes", "0"), "nodes: is 0; 1 to 4096"),
+    "no version": (
+        ("validate", GRAPH, *OF, "--nccl", "new"),
+        "NCCL version 'new': is no version; give a number such as 2.28.9",
+    ),
+    "no variable": (
+        ("validate", GRAPH, *OF, "--env", "NCCL_ALGO"),
+        "--env 'NCCL_ALGO': sets no variable; write NAME=VALUE, as NCCL_P2P_LEVEL=SYS",
+    ),
+    "variable twice": (
+        ("validate", GRAPH, *OF, "--env", "A=1", "--env", "A=2"),
+        "--env 'A=2': sets A a second time; give it one value",
+    ),
+    "two files to discover from": (
+        ("discover", "--nccl-topology", TOPOLOGY, "--nvidia-smi", TOPOLOGY),
+        "discover: has both --nccl-topology and --nvidia-smi; give one file to read",
+    ),
+    "full disk": (
+        ("discover", "--nccl-topology", TOPOLOGY, "-o", "/dev/full"),
+        "/dev/full: cannot be written (No space left on device); choose a writable place with "
+        "free space",
+    ),
+    "full disk for a journal": (
+        ("measure", SET, *ON, "--journal", "/dev/full"),
+        "/dev/full: cannot be written (No space left on device); choose a writable place with "
+        "space",
+    ),
+    "no such folder": (
+        ("discover", "--nccl-topology", TOPOLOGY, "-o", "/no/such/box.json"),
+        "/no/such/box.json: cannot be written (No such file or directory); choose a writable "
+        "place with free space",
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments, sentence", BAD.values(), ids=BAD)
+def test_bad_input_gets_one_sentence_and_exit_code_2(arguments, sentence):
+    result = tccl(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    first, *rest = result.stderr.splitlines()
+    assert first.startswith(f"tccl: {sentence}")
+    assert not rest
+
+
+FILES = {
+    "is larger than 33554432 bytes; give the description of one machine": b"[" * (32 << 20 | 1),
+    "is neither JSON nor XML; give a machine or model as JSON, or an NCCL topology XML": b"hello",
+    "describes no machine; give a machine or model as JSON, or an NCCL topology XML": b"{}",
+    "is nested too deep; give a machine or model as JSON, or an NCCL topology XML": (
+        b'{"gpus":' * 100_000
+    ),
+    "is no NCCL topology; the outermost element is <system>": b"<html></html>",
+}
+
+
+@pytest.mark.parametrize("sentence", FILES)
+def test_a_file_that_is_no_machine_is_refused_by_name(sentence, tmp_path):
+    path = tmp_path / "box"
+    path.write_bytes(FILES[sentence])
+    result = tccl("machines", path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"tccl: {path}")
+    assert result.stderr.endswith(f" {sentence}\n")
+
+
+def test_version_is_printed():
+    result = tccl("--version")
+    assert (result.exit_code, result.stdout.split()[0]) == (0, "tccl")
+
+
+def test_without_a_command_the_help_is_shown_and_the_exit_code_is_2():
+    result = tccl()
+    assert result.exit_code == 2
+    assert all(command in result.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_no_unexplained_option(command):
+    result = tccl(command, "--help")
+    assert result.exit_code == 0
+    assert f"tccl {command}" in result.stdout.split("Example", 1)[1]
+
+
+def test_an_interrupt_ends_without_a_word(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tccl_py.cli.machines.bundled_names", interrupted)
+    result = tccl("machines")
+    assert (result.exit_code, result.output) == (130, "")
+
+
+WAITING = """
+import time
+from tccl_py.cli import machines, main
+
+def wait():
+    print("ready", flush=True)
+    time.sleep(60)
+
+machines.bundled_names = wait
+main.main()
+"""
+
+
+def test_a_signal_ends_the_process_without_a_trace():
+    child = subprocess.Popen(
+        [sys.executable, "-c", WAITING, "machines"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=60) == ("", "")
+    assert child.returncode == 130
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        result = process("machines", stdout=gone)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("arguments", [("machines", "--json"), ("--help",)])
+def test_a_full_disk_behind_stdout_is_one_sentence(arguments):
+    with Path("/dev/full").open("w") as full:
+        result = process(*arguments, stdout=full)
+    assert result.returncode == 2
+    assert result.stderr.startswith("tccl: standard output: ")
+    assert "No space left on device" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_name_that_is_not_utf_8_is_one_sentence(tmp_path):
+    path = tmp_path / os.fsdecode(b"box\xff.xml")
+    path.write_bytes(TOPOLOGY.read_bytes())
+    result = process("discover", "--nccl-topology", str(path))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "tccl: a file name: holds bytes that are not UTF-8; rename the file\n"
+
+
+def test_a_machine_is_a_name_a_model_a_machine_or_a_topology(tmp_path):
+    model = load_bundled("h200x4-vm")
+    (tmp_path / "model.json").write_text(model_to_json(model))
+    (tmp_path / "machine.json").write_text(machine_to_json(model.machine))
+    assert machine_argument("h200x4-vm") == model
+    assert machine_argument(str(tmp_path / "model.json")) == model
+    assert machine_argument(str(tmp_path / "machine.json")).machine == model.machine
+    assert len(machine_argument(str(TOPOLOGY)).machine.gpus) == 4
+
+
+def test_a_bundled_name_comes_before_a_file_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "h200x4-vm").write_text(machine_to_json(toy_machine(gpus=2)))
+    assert len(machine_argument("h200x4-vm").machine.gpus) == 4
+    assert len(machine_argument("./h200x4-vm").machine.gpus) == 2
+
+
+def test_gpu_lists_keep_the_order_given():
+    assert parse_gpus("5, 0-2,7") == (5, 0, 1, 2, 7)
+    assert gpus_argument(None, toy_machine(gpus=2)) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "1,", "-1", "1-", "3-1", "0-64", "1,1", "0x1", "1e1", "٣"]
+)
+def test_other_gpu_lists_are_refused(text):
+    with pytest.raises(InputError, match=r"^GPU list "):
+        parse_gpus(text)
+
+
+def test_every_figure_has_its_mark():
+    assert provenance(simulated=False, assumed=False) == "measured"
+    assert provenance(simulated=True, assumed=False) == "simulated"
+    assert provenance(simulated=True, assumed=True) == "simulated from assumed figures"
