@@ -49,24 +49,26 @@ class Capacity:
         for place, (link, fifths, back) in enumerate(links):
             need = rate * fifths / 5
             if left[link] < need or (back >= 0 and left[back] < need / 8):
-                self._add(links[:place], rate)
+                self._give(links[:place], rate)
                 return None
-            self._add(links[place : place + 1], -rate)
+            left[link] = int(left[link] - need + 0.5)
+            if back >= 0:
+                left[back] = int(left[back] - need / 8 + 0.5)
         return len(links)
 
     def give(self, source: str, target: str, rate: float) -> int:
         """Give back what `take` took and say of how many links."""
         links = self._use(source, target).links
-        self._add(links, rate * SCALE)
+        self._give(links, rate * SCALE)
         return len(links)
 
-    def _add(self, links: tuple[tuple[int, int, int], ...], rate: float) -> None:
+    def _give(self, links: tuple[tuple[int, int, int], ...], rate: float) -> None:
         left = self._left
         for link, fifths, back in links:
-            change = rate * fifths / 5
-            left[link] = int(left[link] + change + 0.5)
+            need = rate * fifths / 5
+            left[link] = int(left[link] + need + 0.5)
             if back >= 0:
-                left[back] = int(left[back] + change / 8 + 0.5)
+                left[back] = int(left[back] + need / 8 + 0.5)
 
     def type(self, source: str, target: str) -> PathType:
         """The type of a path; DIS if there is none."""

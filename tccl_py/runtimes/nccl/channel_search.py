@@ -98,11 +98,13 @@ class ChannelSearch:
         self.nets = NetPorts(system, paths)
         self._capacity = Capacity(system, paths)
         self._sorted: dict[tuple[str, str], list[str]] = {}
+        self._beside: dict[tuple[str, Pattern], tuple[str, ...]] = {}
         self._position = {gpu: place for place, gpu in enumerate(system.gpus)}
 
     def run(self, trial: Trial, best: Trial, clock: Clock) -> Trial:
         """Search from an empty trial; returns the better of `best` and what was found."""
         self._trial, self._best = trial, best
+        self._open: dict[tuple[str, str], bool] = {}
         stack = [self._channel(clock)]
         while stack:
             deeper = next(stack[-1], None)
@@ -221,7 +223,7 @@ class ChannelSearch:
         """Leave for a NIC port, then go on; a balanced tree leaves half from each of two GPUs."""
         trial = self._trial
         balanced = trial.pattern == "balanced tree"
-        onward = replace(course, back_net=1 if balanced and step == 0 else -1)
+        onward = _Course(1 if balanced and step == 0 else -1, course.back_first, course.order)
         rate = trial.rate_inter / 2 if balanced else trial.rate_inter
         for port in self.nets.selected(trial.type_inter, gpu):
             if not self._may_leave(port, step) or not self._take(gpu, port, rate):
@@ -272,14 +274,15 @@ class ChannelSearch:
             return [self.system.gpus[step + 1]]
         if course.order == "replay":
             return [self._trial.orders[self._trial.channels - 1][step + 1]]
+        used = self._trial.orders[self._trial.channels][: step + 1]
+        if self.system.nvs:
+            return [one for one in self._neighbours(gpu) if one not in used]
         sort_net = 0 if back_net == -1 else 1 if back_net == step + 1 else -1
-        channel = self._trial.channels
-        port = self._trial.ports[channel][0] if sort_net else ""
-        used = set(self._trial.orders[channel][: step + 1])
+        port = self._trial.ports[self._trial.channels][0] if sort_net else ""
         ranked = [one for one in self._ranking(gpu, port) if one not in used]
         if sort_net == -1 and len({self._intra_score(gpu, one) for one in ranked}) <= 1:
             ranked.reverse()
-        return self._neighbours_first(gpu, ranked) if self.system.nvs else ranked
+        return ranked
 
     def _intra_score(self, gpu: str, other: str) -> tuple[int, int]:
         path = self.paths[gpu, other]
@@ -299,22 +302,27 @@ class ChannelSearch:
             self._sorted[gpu, port] = known
         return known
 
-    def _neighbours_first(self, gpu: str, ranked: list[str]) -> list[str]:
+    def _neighbours(self, gpu: str) -> tuple[str, ...]:
         """Behind an NVSwitch only the GPUs before and after this one are tried."""
-        gpus, place = self.system.gpus, self._position[gpu]
-        after, before = gpus[(place + 1) % len(gpus)], gpus[place - 1]
-        wanted = {"ring": [after, before], "balanced tree": [before, after], "tree": [after]}
-        chosen: list[str] = []
-        for one in dict.fromkeys(wanted[self._trial.pattern]):
-            if one in ranked:
-                chosen.insert(0, one)
-        return chosen
+        known = self._beside.get((gpu, self._trial.pattern))
+        if known is None:
+            gpus, place = self.system.gpus, self._position[gpu]
+            after, before = gpus[(place + 1) % len(gpus)], gpus[place - 1]
+            wanted = {"ring": [after, before], "balanced tree": [before, after], "tree": [after]}
+            beside = dict.fromkeys(wanted[self._trial.pattern])
+            reached = set(self._ranking(gpu, ""))
+            known = tuple(one for one in reversed(beside) if one in reached)
+            self._beside[gpu, self._trial.pattern] = known
+        return known
 
     # Bandwidth
 
     def _take(self, source: str, target: str, rate: float) -> bool:
         """Take `rate` from every link of a path; False, and nothing taken, if it may not be."""
-        if not self._allowed(source, target):
+        pair = source, target
+        if pair not in self._open:
+            self._open[pair] = self._allowed(source, target)
+        if not self._open[pair]:
             return False
         links = self._capacity.take(source, target, rate)
         self._trial.hops += links or 0

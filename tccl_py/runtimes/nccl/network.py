@@ -20,6 +20,10 @@ class NetPorts:
         self._system, self._paths = system, paths
         ports = {nic.id: nic for nic in system.machine.nics}
         self._identity = {name: _identity(ports[name]) for name in system.nets}
+        self._names = {
+            name: tuple(other for other in system.nets if self.same_port(name, other))
+            for name in system.nets
+        }
         self._left = {
             name: max((link.gbps for link in system.nodes[name].links), default=0.0)
             for name in system.nets
@@ -33,9 +37,8 @@ class NetPorts:
 
     def take(self, port: str, gbps: float) -> None:
         """Take from a port and from every other name of the same one."""
-        for other in self._left:
-            if self.same_port(port, other):
-                self._left[other] -= gbps
+        for name in self._names[port]:
+            self._left[name] -= gbps
 
     def most_channels(self, gbps: int, limit: int) -> int:
         """How many channels of this rate can begin at all ports together, or `limit` if fewer."""

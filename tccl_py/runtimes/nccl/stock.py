@@ -103,7 +103,7 @@ class _Compute:
         self.least_intra = min([PathType.SYS, *intra]) if len(gpus) > 1 else PathType.LOC
         self.most_intra = max([PathType.LOC, *intra]) if len(gpus) > 1 else PathType.SYS
         inward = [paths.get((b, a), DISCONNECTED).type for a in gpus for b in nets]
-        self.types = sorted({*intra, *inter, *inward})
+        self.types_intra, self.types_inter = {*intra}, {*inter, *inward}
         self.least_inter, self.most_inter = PathType.PIX, PathType.SYS
         if self.inter:
             self.least_inter = min([PathType.SYS, *inter])
@@ -170,12 +170,11 @@ class _Compute:
     def _key(self) -> tuple[object, ...]:
         """What a search depends on: one that was made already finds nothing better again."""
         trial = self.trial
-        kinds = [
-            sum(one <= end for one in self.types) for end in (trial.type_intra, trial.type_inter)
-        ]
+        near = sum(one <= trial.type_intra for one in self.types_intra)
+        out = sum(one <= trial.type_inter for one in self.types_inter)
         rates = trial.rate_intra, trial.rate_inter
         ways = trial.pattern, trial.same_channels, trial.cross_nic
-        return (*kinds, *rates, *ways, trial.min_channels)
+        return (near, out, *rates, *ways, trial.min_channels)
 
     def _hopeless(self) -> bool:
         """Whether a search can find nothing better; on many GPUs it would run into its limit."""
