@@ -6,27 +6,8 @@ Source: topo.h and topo.cc of NCCL 2.30.7.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 
 from tccl_py.topology.machine import NumaNode, PciLink
-
-
-class PathType(IntEnum):
-    """NCCL's path types, nearest first; links have the same types, where a PCI link is PIX."""
-
-    LOC = 0
-    NVL = 1
-    NVB = 2
-    C2C = 3
-    PIX = 4
-    PXB = 5
-    P2C = 6
-    PXN = 7
-    PHB = 8
-    SYS = 9
-    NET = 10
-    DIS = 11
-
 
 LOCAL_GBPS = 5000.0
 C2C_GBPS = 44.712

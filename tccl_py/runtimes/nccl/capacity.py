@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tccl_py.runtimes.nccl.bandwidths import PathType
 from tccl_py.runtimes.nccl.paths import DISCONNECTED, Path, Paths
 from tccl_py.runtimes.nccl.system import System
+from tccl_py.topology.paths import PathType
 
 SCALE = 1000
 """Bandwidths are whole thousandths of a GB/s, so that what was taken can be given back exactly."""

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tccl_py.runtimes.nccl.bandwidths import PathType
 from tccl_py.runtimes.nccl.capacity import Capacity
 from tccl_py.runtimes.nccl.network import NetPorts
 from tccl_py.runtimes.nccl.paths import DISCONNECTED, Paths
 from tccl_py.runtimes.nccl.system import System
+from tccl_py.topology.paths import PathType
 
 Pattern = Literal["ring", "balanced tree", "tree"]
 Order = Literal["free", "pci", "replay"]

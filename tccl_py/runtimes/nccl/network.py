@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from tccl_py.runtimes.nccl.bandwidths import PathType
 from tccl_py.runtimes.nccl.paths import DISCONNECTED, Paths, local_gpu, local_nets, nearest
 from tccl_py.runtimes.nccl.system import System
 from tccl_py.topology.machine import Nic
+from tccl_py.topology.paths import PathType
 
 
 class NetPorts:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tccl_py.runtimes.nccl.bandwidths import LOCAL_GBPS, PathType
+from tccl_py.runtimes.nccl.bandwidths import LOCAL_GBPS
 from tccl_py.runtimes.nccl.system import Link, System
+from tccl_py.topology.paths import PathType
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tccl_py.runtimes.nccl.bandwidths import LOCAL_GBPS, PathType, speeds
+from tccl_py.runtimes.nccl.bandwidths import LOCAL_GBPS, speeds
 from tccl_py.runtimes.nccl.channel_search import ChannelSearch, Clock, Pattern, Trial
 from tccl_py.runtimes.nccl.paths import DISCONNECTED
 from tccl_py.runtimes.nccl.settings import Settings, final_channels
@@ -18,6 +18,7 @@ from tccl_py.runtimes.nccl.transport import Mechanism, View, pair_mechanism, vie
 from tccl_py.runtimes.nccl.versions import version_facts
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
+from tccl_py.topology.paths import PathType
 
 FALLBACK_GBPS = 0.1
 """What NCCL writes down for the simple order it falls back to."""

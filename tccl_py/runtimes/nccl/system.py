@@ -15,12 +15,12 @@ from tccl_py.runtimes.nccl.bandwidths import (
     DEFAULT_NET_MBPS,
     LOCAL_GBPS,
     MBPS_PER_GBPS,
-    PathType,
     between_cpus_gbps,
     nvlink_gbps,
     pci_gbps,
 )
-from tccl_py.topology.machine import Machine, Nic, PciBridge
+from tccl_py.topology.machine import Machine, Nic
+from tccl_py.topology.paths import PathType, merged_bridges
 
 Kind = Literal["gpu", "pci", "nvs", "cpu", "nic", "net"]
 
@@ -175,33 +175,9 @@ def _tree_order(machine: Machine, devices: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(devices, key=place))
 
 
-def _broadcom(bridge: PciBridge) -> tuple[int, int] | None:
-    """Generation and level of a Broadcom switch that shows as two levels; None for others."""
-    parts = (bridge.vendor, bridge.device, bridge.subsystem_vendor, bridge.subsystem_device)
-    try:
-        vendor, device, sub_vendor, sub_device = (int(part, 16) for part in parts)
-    except ValueError:
-        return None
-    if (vendor, sub_vendor) != (0x1000, 0x1000):
-        return None
-    if device == 0xC010 and sub_device >> 12 == 0xA:
-        return 4, -1
-    if device == 0xC030 and sub_device >> 12 in (0, 1):
-        return 5, sub_device >> 12
-    return None
-
-
 def _flattened(machine: Machine) -> tuple[dict[str, str], frozenset[str]]:
     """Parents after the second level of Broadcom switches is merged into the first."""
-    kinds = {bridge.id: _broadcom(bridge) for bridge in machine.bridges}
-    merged: dict[str, str] = {}
-    for bridge in _tree_order(machine, list(kinds)):
-        above = machine.parents[bridge]
-        top, low = kinds.get(above), kinds[bridge]
-        if top is None or low is None or above in merged or top[0] != low[0]:
-            continue
-        if top[1] in (-1, 0) and low[1] in (-1, 1):
-            merged[bridge] = above
+    merged = merged_bridges(machine)
     parents = {
         device: merged.get(parent, parent)
         for device, parent in machine.parents.items()

@@ -13,7 +13,6 @@ from typing import Literal, TypeVar
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.bandwidths import PathType
 from tccl_py.runtimes.nccl.paths import DISCONNECTED, Path, Paths, shortest_paths, with_policy
 from tccl_py.runtimes.nccl.settings import (
     Settings,
@@ -25,6 +24,7 @@ from tccl_py.runtimes.nccl.system import System, build_system
 from tccl_py.runtimes.nccl.versions import version_facts
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
+from tccl_py.topology.paths import PathType
 from tccl_py.transfers.hops import Hop, HopSpace
 from tccl_py.transfers.transfer import Fifo, Flow, Place, Side, Transfer
 
