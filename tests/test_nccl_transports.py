@@ -1,10 +1,13 @@
 """Paths and transports against what NCCL's own graph code reported, and hop spaces of them."""
 
+from itertools import permutations
+
 import msgspec
 import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.runtimes.free import free_hop_space
+from tccl_py.runtimes.nccl import transport
 from tccl_py.runtimes.nccl.paths import shortest_paths
 from tccl_py.runtimes.nccl.settings import Settings, settings_from_environment
 from tccl_py.runtimes.nccl.system import build_system
@@ -144,6 +147,38 @@ def test_copy_engines_execute_where_the_settings_say():
     direct = Settings(p2p_level="SYS", p2p_copy_engine=True)
     (hop,) = hop_space(node, Knowledge(), direct).between(0, 1)
     assert str(hop.flow) == "G0->D0->G1{blocks=2}"
+
+
+def test_paths_are_computed_once_for_a_communicator(monkeypatch):
+    built = []
+
+    def counted(machine, *, gpus):
+        built.append(gpus)
+        return build_system(machine, gpus=gpus)
+
+    monkeypatch.setattr(transport, "build_system", counted)
+    node = toy_machine(gpus=4, numa_nodes=2)
+    for settings in (Settings(), Settings(p2p_level="SYS"), Settings(channels=8)):
+        hop_space(node, Knowledge(), settings, gpus=[2, 0])
+        hop_space(node, NO_ACCESS, settings, gpus=[0, 2])
+    assert built == [(0, 2)]
+    view(node, Knowledge(), Settings())
+    assert built == [(0, 2), (0, 1, 2, 3)]
+
+
+def test_what_is_kept_does_not_mix_knowledge_levels_or_machines():
+    node = toy_machine(gpus=2)
+    direct, bounce = "P2P/write", "SHM/bounce@receiver"
+    assert str(mechanism(node, Knowledge(), Settings(), 0, 1)) == direct
+    assert str(mechanism(node, NO_ACCESS, Settings(), 0, 1)) == bounce
+    assert str(mechanism(node, Knowledge(), Settings(p2p_level="LOC"), 0, 1)) == bounce
+    assert str(mechanism(node, Knowledge(), Settings(), 0, 1)) == direct
+    linked = msgspec.structs.replace(
+        node,
+        nvlinks=tuple(NvLink(source=a, target=b, count=4) for a, b in permutations(("G0", "G1"))),
+    )
+    assert mechanism(linked, Knowledge(), Settings(), 0, 1).path == "NVL"
+    assert mechanism(node, Knowledge(), Settings(), 0, 1).path == "PHB"
 
 
 def test_rings_of_a_set_share_the_channels():
