@@ -32,7 +32,7 @@ def test_a_resumed_run_measures_nothing_twice(tmp_path):
         first = journal.measure([ONE])
     with JournalledSource(source, path, HEADER) as journal:
         assert journal.measure([ONE, TWO])[0] == first[0]
-        assert journal.answered_from_journal == 1
+        assert journal.sets_remembered == 1
         assert isinstance(journal, BandwidthSource)
     assert source.calls == [str(ONE), str(TWO)]
 

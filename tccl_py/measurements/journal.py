@@ -6,9 +6,8 @@ samples. Every line is flushed as it is written; a torn last line is dropped wit
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -17,7 +16,7 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, read_text
 from tccl_py.measurements.measurement import BandwidthSource, Measurement
-from tccl_py.transfers.transfer import TransferSet
+from tccl_py.measurements.memory import RememberingSource
 
 FORMAT_VERSION = 1
 MAX_JOURNAL_BYTES = 1 << 30
@@ -79,67 +78,49 @@ def read_journal(path: Path) -> JournalContents:
     )
 
 
-class JournalledSource:
-    """A source that answers from its journal first and writes down what it had to measure."""
+class JournalledSource(RememberingSource):
+    """A remembering source whose memory is a file, so that it outlives the process."""
 
     def __init__(self, source: BandwidthSource, path: Path, header: JournalHeader) -> None:
-        self._source = source
-        self._known: dict[str, list[Measurement]] = {}
+        resumed = path.exists() and path.stat().st_size > 0
+        self._path = path
         self.notices: tuple[str, ...] = ()
-        self.answered_from_journal = 0
-        if path.exists() and path.stat().st_size:
-            self._resume(path, header)
-            self._file = path.open("a", encoding="utf-8")
-        else:
-            self._file = path.open("w", encoding="utf-8")
+        super().__init__(source, self._resume(header) if resumed else None)
+        try:
+            self._file = path.open("a" if resumed else "w", encoding="utf-8")
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if not resumed:
             self._append(header)
 
-    def _resume(self, path: Path, header: JournalHeader) -> None:
-        contents = read_journal(path)
+    def _resume(self, header: JournalHeader) -> dict[str, list[Measurement]]:
+        contents = read_journal(self._path)
         if contents.header != header:
-            was = contents.header
             raise InputError(
-                str(path),
-                f"belongs to machine {was.machine} ({was.identity}, "
-                f"{'simulated' if was.simulated else 'measured'}), not to {header.machine} "
-                f"({header.identity}, {'simulated' if header.simulated else 'measured'})",
+                str(self._path),
+                f"belongs to {_described(contents.header)}, not to {_described(header)}",
                 "use a new output directory",
             )
         if contents.notices:
-            os.truncate(path, contents.whole_bytes)
-        self._known = contents.measurements
+            os.truncate(self._path, contents.whole_bytes)
         self.notices = contents.notices
+        return contents.measurements
+
+    def _keep(self, measurement: Measurement) -> None:
+        self._append(measurement)
 
     def _append(self, record: JournalHeader | Measurement) -> None:
-        self._file.write(msgspec.json.encode(record).decode() + "\n")
-        self._file.flush()
+        try:
+            self._file.write(msgspec.json.encode(record).decode() + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
 
-    @property
-    def simulated(self) -> bool:
-        """As the source behind the journal."""
-        return self._source.simulated
-
-    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Answer each set from the journal or, once, by the source.
-
-        A set that is listed twice in one call is wanted twice: it gets two measurements.
-
-        Raises:
-            MeasurementError: as the source behind it.
-        """
-        answers, wanted = [], Counter[str]()
-        for one in sets:
-            key = str(one)
-            known = self._known.setdefault(key, [])
-            if wanted[key] < len(known):
-                self.answered_from_journal += 1
-            else:
-                (measurement,) = self._source.measure([one])
-                known.append(measurement)
-                self._append(measurement)
-            answers.append(known[wanted[key]])
-            wanted[key] += 1
-        return answers
+    def _unwritable(self, error: OSError) -> InputError:
+        reason = error.strerror or str(error)
+        return InputError(
+            str(self._path), f"cannot be written ({reason})", "choose a writable place with space"
+        )
 
     def __enter__(self) -> JournalledSource:
         return self
@@ -154,4 +135,11 @@ class JournalledSource:
 
     def close(self) -> None:
         """Close the file; what was measured is already in it."""
-        self._file.close()
+        # A full disk fails the flush inside close as well: that has been reported by then.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _described(header: JournalHeader) -> str:
+    kind = "simulated" if header.simulated else "measured"
+    return f"machine {header.machine} ({header.identity}, {kind})"

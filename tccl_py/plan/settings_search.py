@@ -205,9 +205,13 @@ def _mechanisms(task: Task) -> tuple[Settings, ...]:
     return tuple(kind for kind in kinds if not (task.source.simulated and kind.p2p_copy_engine))
 
 
-def _promise(task: Task, settings: Settings, known: Sequence[Sequence[Order]]) -> float:
-    """The best score of the known rings under these settings, to a hundredth of it."""
+def _promise(
+    task: Task, settings: Settings, known: Sequence[Sequence[Order]]
+) -> tuple[float, int]:
+    """The best score of the known rings under these settings, roughly; then few bounces."""
     best = 0.0
+    space = hop_space(task.machine, task.knowledge, settings, gpus=task.gpus)
+    bounces = sum(hop.flow.is_bounce for hop in space)
     for orders in known:
         try:
             rings = rings_under(task, settings, orders)
@@ -215,7 +219,7 @@ def _promise(task: Task, settings: Settings, known: Sequence[Sequence[Order]]) -
         except (SearchError, MeasurementError):
             continue
         best = max(best, len(orders) * measurement.rate_gbps)
-    return float(f"{best:.2g}")
+    return float(f"{best:.2g}"), -bounces
 
 
 def _chosen(settings: Settings, result: SearchResult) -> Choice:

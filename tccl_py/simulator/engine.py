@@ -9,7 +9,7 @@ import msgspec
 
 from tccl_py.errors import MeasurementError
 from tccl_py.simulator.congestion import Part, held, matches, roles
-from tccl_py.simulator.executors import applies, figures_used, flow_cap
+from tccl_py.simulator.executors import applies, bent, figures_used, unbent
 from tccl_py.simulator.figures import CAPACITY_FIELDS, Figures
 from tccl_py.simulator.model import Capacity, Links, MachineModel, Memory
 from tccl_py.simulator.parameters import Parameters
@@ -28,6 +28,15 @@ class Load(NamedTuple):
     writes: bool
 
 
+class Work(NamedTuple):
+    """One executor's part in a flow: which limit, on which GPU, and what it would move alone."""
+
+    limit: int
+    gpu: str
+    writes: bool
+    unbent: float
+
+
 class Use(msgspec.Struct, frozen=True, kw_only=True):
     """What one flow uses, whatever runs beside it; computed once a flow."""
 
@@ -36,6 +45,7 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     legs: tuple[Leg, ...]
     buffer: str
     buffer_mib: float
+    work: tuple[Work, ...] = ()
     cap: float = math.inf
     cap_assumed: bool = False
 
@@ -84,7 +94,7 @@ class Engine:
         caps: list[Bound] = [{i: 1 / use.cap} for i, use in enumerate(uses) if use.cap < math.inf]
         rules, assumed = self._congestion_bounds(uses)
         places, more_assumed = self._capacity_bounds(uses)
-        gbps = max_min_rates(len(uses), caps + rules + places)
+        gbps = max_min_rates(len(uses), caps + self._executor_bounds(uses) + rules + places)
         for flow, rate in zip(transfers.flows, gbps, strict=True):
             if rate == math.inf:
                 raise MeasurementError(f"{flow}: {self.model.name} has no figure on its route")
@@ -100,13 +110,37 @@ class Engine:
 
     def _capped(self, flow: Flow, use: Use) -> Use:
         """The use with what its executors reach under the parameters of now."""
-        limits = [x for x in self.model.executors if applies(x, self.network, flow, use.legs)]
-        figures = [figure for x in limits for figure in figures_used(x, flow)]
+        limits = [
+            (number, x)
+            for number, x in enumerate(self.model.executors)
+            if applies(x, self.network, flow, use.legs)
+        ]
+        figures = [figure for _, x in limits for figure in figures_used(x, flow)]
+        alone = {number: unbent(x, self.figures, flow) for number, x in limits}
         return msgspec.structs.replace(
             use,
-            cap=min((flow_cap(x, self.figures, flow) for x in limits), default=math.inf),
+            work=tuple(
+                Work(number, leg.keys["executor_gpu"], leg.operation == "write", alone[number])
+                for number, _ in limits
+                for leg in use.legs
+            ),
+            cap=min((bent(x, self.figures, alone[n]) for n, x in limits), default=math.inf),
             cap_assumed=any(self.figures.assumed(figure) for figure in figures),
         )
+
+    def _executor_bounds(self, uses: list[Use]) -> list[Bound]:
+        """What each GPU's blocks reach together, for several flows at once, each way apart."""
+        groups: dict[tuple[int, str, bool], dict[int, float]] = {}
+        for flow, use in enumerate(uses):
+            for limit, gpu, writes, alone in use.work:
+                groups.setdefault((limit, gpu, writes), {})[flow] = alone
+        bounds: list[Bound] = []
+        for (limit, _, _), together in groups.items():
+            if len(together) > 1:
+                total = bent(self.model.executors[limit], self.figures, sum(together.values()))
+                if total < math.inf:
+                    bounds.append({flow: 1 / total for flow in together})
+        return bounds
 
     def _use(self, flow: Flow) -> Use:
         legs = legs_of(self.network, flow)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tccl_py.simulator.figures import Figures
 from tccl_py.simulator.model import ExecutorLimit, Figure
 from tccl_py.simulator.routes import Leg, Network
@@ -26,20 +28,26 @@ def _over(network: Network, leg: Leg) -> str:
 
 
 def figures_used(limit: ExecutorLimit, flow: Flow) -> tuple[Figure, ...]:
-    """The figures behind `flow_cap`: a flow that names no blocks asks for the ceiling only."""
+    """The figures behind a flow's limit: one that names no blocks asks for the ceiling only."""
     used = [limit.ceiling]
     if _blocks(limit, flow) is not None:
         used += [limit.per_block, limit.latency_us if flow.is_bounce else None]
     return tuple(figure for figure in used if figure is not None)
 
 
-def flow_cap(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
-    """The rate in GB/s at which the executor gives out; inf if the limit says nothing of it."""
-    ceiling = figures.value(limit.ceiling) if limit.ceiling is not None else float("inf")
+def unbent(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
+    """What a flow's blocks would move without the ceiling, in GB/s; inf if it names none."""
     blocks = _blocks(limit, flow)
     if blocks is None or limit.per_block is None:
-        return ceiling
-    together = blocks * _block_rate(limit, figures, flow)
+        return math.inf
+    return blocks * _block_rate(limit, figures, flow)
+
+
+def bent(limit: ExecutorLimit, figures: Figures, together: float) -> float:
+    """What blocks that would move `together` GB/s reach below the ceiling; inf if there is none."""
+    ceiling = figures.value(limit.ceiling) if limit.ceiling is not None else math.inf
+    if math.inf in (together, ceiling):
+        return min(together, ceiling)
     # Scaled by the smaller of the two, so that powers neither overflow nor vanish.
     small, large = sorted((together, ceiling))
     bend: float = (1.0 + (small / large) ** limit.sharpness) ** (-1.0 / limit.sharpness)
