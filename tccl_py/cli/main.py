@@ -15,8 +15,12 @@ from typer.core import TyperGroup
 
 from tccl_py.cli.arguments import NO_READER, NOT_USABLE, complain, flush_output, silence_output
 from tccl_py.cli.discover import discover
+from tccl_py.cli.env import env
+from tccl_py.cli.export import export
 from tccl_py.cli.machines import machines
 from tccl_py.cli.measure import measure
+from tccl_py.cli.plan import plan
+from tccl_py.cli.show import show
 from tccl_py.cli.validate import validate
 from tccl_py.errors import TcclError
 
@@ -115,6 +119,10 @@ def _frame(
 app.command()(discover)
 app.command()(machines)
 app.command()(measure)
+app.command()(plan)
+app.command()(show)
+app.command()(env)
+app.command()(export)
 app.command()(validate)
 
 

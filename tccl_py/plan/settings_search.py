@@ -205,9 +205,7 @@ def _mechanisms(task: Task) -> tuple[Settings, ...]:
     return tuple(kind for kind in kinds if not (task.source.simulated and kind.p2p_copy_engine))
 
 
-def _promise(
-    task: Task, settings: Settings, known: Sequence[Sequence[Order]]
-) -> tuple[float, int]:
+def _promise(task: Task, settings: Settings, known: Sequence[Sequence[Order]]) -> tuple[float, int]:
     """The best score of the known rings under these settings, roughly; then few bounces."""
     best = 0.0
     space = hop_space(task.machine, task.knowledge, settings, gpus=task.gpus)

@@ -1,0 +1,94 @@
+"""A plan as text for people, and as the JSON whose keys are kept stable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tccl_py.plan.plan import Plan
+from tccl_py.runtimes.nccl.settings import environment
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """What `plan --json` and `show --json` print; a ring is a list of GPU indices, per channel."""
+    return {
+        "machine": plan.machine.name,
+        "gpus": plan.gpus,
+        "rings": plan.channel_rings,
+        "rate_gbps": plan.rate_gbps,
+        "bound_gbps": plan.bound_gbps,
+        "proven": plan.proven,
+        "sets_measured": plan.sets_measured,
+        "simulated": plan.simulated,
+        "assumed": plan.assumed,
+        "settings": msgspec.to_builtins(plan.settings),
+        "environment": environment(plan.settings),
+        "stock": {
+            "rings": plan.stock.rings,
+            "rate_gbps": plan.stock.rate_gbps,
+            "note": plan.stock.note,
+        },
+        "free_gbps": plan.free.rate_gbps if plan.free is not None else None,
+        "cancelled": plan.cancelled,
+        "notices": plan.notices,
+    }
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print rings, rates, bound, settings and what the plan is compared with."""
+    console.print(f"Plan for {plan.machine.name}, GPUs {_list(plan.gpus)}: {plan.provenance}")
+    console.print(_rings_table(plan))
+    console.print(_summary(plan))
+    for notice in plan.notices:
+        console.print(f"note: {notice}")
+
+
+def _list(gpus: tuple[int, ...]) -> str:
+    return ",".join(str(gpu) for gpu in gpus)
+
+
+def _rings_table(plan: Plan) -> Table:
+    table = Table("ring", "GPU order", "GB/s", "slowest hop")
+    for number, ring in enumerate(plan.rings):
+        order = " ".join(str(gpu) for gpu in ring.gpus)
+        table.add_row(str(number), order, f"{ring.rate:.2f}", ring.bottleneck.flow)
+    return table
+
+
+def _summary(plan: Plan) -> Table:
+    table = Table.grid(padding=(0, 2))
+    mark = plan.provenance
+    channels = plan.settings.channels
+    table.add_row("rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), over {channels} channels")
+    table.add_row("bound", _bound(plan))
+    gain = plan.rate_gbps / plan.stock.rate_gbps if plan.stock.rate_gbps else float("inf")
+    note = f", {plan.stock.note}" if plan.stock.note else ""
+    table.add_row(
+        "stock NCCL", f"{plan.stock.rate_gbps:.2f} GB/s ({mark}); the plan is {gain:.2f}x{note}"
+    )
+    if plan.free is not None:
+        lost = 1 - plan.rate_gbps / plan.free.rate_gbps
+        table.add_row(
+            "free choice",
+            f"{plan.free.rate_gbps:.2f} GB/s if every hop could choose how it moves bytes; "
+            f"stock NCCL's settings lose {lost:.0%}",
+        )
+    variables = " ".join(f"{k}={v}" for k, v in environment(plan.settings).items())
+    checked = "" if plan.settings_verified else " (this version was not checked)"
+    table.add_row("settings", f"NCCL {plan.settings.version}{checked}: {variables or 'defaults'}")
+    table.add_row(
+        "effort",
+        f"{plan.sets_measured} sets {'simulated' if plan.simulated else 'measured'}, "
+        f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry",
+    )
+    return table
+
+
+def _bound(plan: Plan) -> str:
+    if plan.bound_gbps is None:
+        return "not known"
+    proof = "proven best within 1 % under these settings" if plan.proven else "not proven best"
+    return f"{plan.bound_gbps:.2f} GB/s, {proof}"

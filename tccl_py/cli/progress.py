@@ -1,0 +1,53 @@
+"""A progress line for searches; it goes to stderr, and only where somebody watches."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.progress import Progress as RichProgress
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from tccl_py.cli.arguments import notices
+from tccl_py.search.problem import Progress
+
+
+class ProgressLine:
+    """A reporter that keeps one line on the terminal up to date."""
+
+    def __init__(self) -> None:
+        console = notices()
+        self._bar = RichProgress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._line = self._bar.add_task("starting", total=None)
+        self._best = 0.0
+
+    def update(self, progress: Progress) -> None:
+        """Show sets measured, the best so far and the bound of the search that runs."""
+        self._best = max(self._best, progress.best_gbps)
+        bound = progress.bound_gbps
+        shown = f"{bound:.1f}" if 0 < bound < float("inf") else "?"
+        self._bar.update(
+            self._line,
+            description=(
+                f"{progress.rings_in_set} ring(s): {progress.sets_measured} sets, "
+                f"best {self._best:.1f} GB/s, bound {shown}"
+            ),
+        )
+
+    def __enter__(self) -> ProgressLine:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()

@@ -1,0 +1,64 @@
+"""What a plan becomes for NCCL: names and texts of files, each with its provenance on top."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from tccl_py.emitters.graph_xml import GraphRings, graph_xml
+from tccl_py.emitters.nccl_conf import env_sh, nccl_conf
+from tccl_py.runtimes.nccl.settings import Settings
+
+GRAPH_FILE = "graph.xml"
+
+
+def subset_file(gpus: Sequence[int]) -> str:
+    """The name of the graph file for a communicator over exactly these GPUs.
+
+    >>> subset_file((0, 2, 5))
+    'subsets/graph-0-2-5.xml'
+    """
+    return f"subsets/graph-{'-'.join(str(gpu) for gpu in gpus)}.xml"
+
+
+def graph_text(
+    orders: Sequence[tuple[int, ...]],
+    settings: Settings,
+    *,
+    rate_gbps: float,
+    type_intra: str,
+    provenance: str,
+) -> str:
+    """A graph file for one communicator; `orders` has one GPU order a channel.
+
+    `rate_gbps` is shared evenly by the channels: NCCL's tuner reads a channel's speed.
+
+    Raises:
+        InputError: orders or channels that NCCL would not take.
+    """
+    rings = GraphRings(
+        orders=tuple(orders), speed_gbps=rate_gbps / len(orders), type_intra=type_intra
+    )
+    gpus = ", ".join(str(gpu) for gpu in sorted(orders[0]))
+    note = f"rates {provenance}; only for communicators over exactly GPUs {gpus}"
+    return f"<!-- tccl-py: {note} -->\n" + graph_xml(rings, version=settings.version)
+
+
+def conf_text(settings: Settings, *, provenance: str) -> str:
+    """An nccl.conf with the settings; it names no graph file, because that is not for every job."""
+    head = (
+        f"# tccl-py, rates {provenance}. Holds for every job of the host.\n"
+        "# The graph file is not named here: it fails every communicator over other GPUs.\n"
+        "# Jobs get it from env.sh beside this file, or from tccl env.\n"
+    )
+    return head + nccl_conf(settings)
+
+
+def env_text(settings: Settings, graph: PurePosixPath, *, provenance: str) -> str:
+    """A script to source in a job that uses all GPUs of the plan.
+
+    Raises:
+        InputError: the graph file's path is not absolute.
+    """
+    head = f"# tccl-py, rates {provenance}. For jobs whose communicators use exactly these GPUs.\n"
+    return head + env_sh(settings, graph=graph)
