@@ -1,1 +1,75 @@
-"""TCCL-style path finding: fast communication rings for GPU clusters, handed to NCCL."""
+"""TCCL-style path finding: fast communication rings for GPU clusters, handed to NCCL.
+
+The names below are all that most programs need; each is loaded from its module when it is used.
+
+>>> import tccl_py
+>>> model = tccl_py.load_machine("asus-esc8000a-e13p")
+>>> source = tccl_py.Simulator(model)
+>>> (measured,) = source.measure([tccl_py.parse_set("G0->G0->G4 G1->G1->G6")])
+>>> round(measured.total_gbps, 1), measured.simulated
+(2.7, True)
+>>> plan = tccl_py.make_plan(model.machine, model.knowledge, source, gpus=[0, 1, 2, 3])
+>>> ring = plan.rings[0]
+>>> ring.gpus, round(ring.rate, 1), ring.bottleneck.source
+((0, 1, 2, 3), 50.6, 0)
+>>> [hop.flow for hop in ring.hops][:1]
+['G0->G0->G1{blocks=4}']
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tccl_py.errors import InputError, TcclError
+    from tccl_py.plan.plan import Plan, load_plan
+    from tccl_py.plan.planner import make_plan
+    from tccl_py.search.strategies import find_rings
+    from tccl_py.simulator.descriptions import load_machine
+    from tccl_py.simulator.library import bundled_names
+    from tccl_py.simulator.source import Simulator
+    from tccl_py.topology.readers.live import discover_machine
+    from tccl_py.transfers.transfer import parse_flow, parse_set
+
+_HOMES = {
+    "InputError": "errors",
+    "Plan": "plan.plan",
+    "Simulator": "simulator.source",
+    "TcclError": "errors",
+    "bundled_names": "simulator.library",
+    "discover_machine": "topology.readers.live",
+    "find_rings": "search.strategies",
+    "load_machine": "simulator.descriptions",
+    "load_plan": "plan.plan",
+    "make_plan": "plan.planner",
+    "parse_flow": "transfers.transfer",
+    "parse_set": "transfers.transfer",
+}
+
+__all__ = [
+    "InputError",
+    "Plan",
+    "Simulator",
+    "TcclError",
+    "bundled_names",
+    "discover_machine",
+    "find_rings",
+    "load_machine",
+    "load_plan",
+    "make_plan",
+    "parse_flow",
+    "parse_set",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module that has it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tccl_py' has no attribute {name!r}")
+    return getattr(import_module(f"tccl_py.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

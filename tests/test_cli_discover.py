@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tccl_py.cli.arguments import machine_argument
-from tccl_py.cli.descriptions import description_to_json, read_description
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
+from tccl_py.simulator.descriptions import description_to_json, load_machine, read_description
 from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.knowledge import HiddenLink, Knowledge, PeerAccess
 from tccl_py.topology.machine import machine_from_json, toy_machine
@@ -62,7 +61,7 @@ def test_the_host_gives_knowledge_and_fingerprint_that_commands_use(monkeypatch,
     path.write_text(result.stdout)
     keys = list(json.loads(result.stdout))
     assert keys[-2:] == ["knowledge", "fingerprint"]
-    model = machine_argument(str(path))
+    model = load_machine(str(path))
     assert (model.machine, model.knowledge) == (BOX, NO_ACCESS)
     assert type(model.machine) is type(BOX)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tccl_py.cli.arguments import gpus_argument, machine_argument, parse_gpus, provenance
+from tccl_py.cli.arguments import gpus_argument, parse_gpus, provenance
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
+from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.library import bundled_names, load_bundled, model_to_json
 from tccl_py.topology.machine import machine_to_json, toy_machine
 from tests.nccl_cases import CASES
@@ -249,17 +250,17 @@ def test_a_machine_is_a_name_a_model_a_machine_or_a_topology(tmp_path):
     model = load_bundled("h200x4-vm")
     (tmp_path / "model.json").write_text(model_to_json(model))
     (tmp_path / "machine.json").write_text(machine_to_json(model.machine))
-    assert machine_argument("h200x4-vm") == model
-    assert machine_argument(str(tmp_path / "model.json")) == model
-    assert machine_argument(str(tmp_path / "machine.json")).machine == model.machine
-    assert len(machine_argument(str(TOPOLOGY)).machine.gpus) == 4
+    assert load_machine("h200x4-vm") == model
+    assert load_machine(str(tmp_path / "model.json")) == model
+    assert load_machine(str(tmp_path / "machine.json")).machine == model.machine
+    assert len(load_machine(str(TOPOLOGY)).machine.gpus) == 4
 
 
 def test_a_bundled_name_comes_before_a_file_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "h200x4-vm").write_text(machine_to_json(toy_machine(gpus=2)))
-    assert len(machine_argument("h200x4-vm").machine.gpus) == 4
-    assert len(machine_argument("./h200x4-vm").machine.gpus) == 2
+    assert len(load_machine("h200x4-vm").machine.gpus) == 4
+    assert len(load_machine("./h200x4-vm").machine.gpus) == 2
 
 
 def test_gpu_lists_keep_the_order_given():

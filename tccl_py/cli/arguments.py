@@ -16,11 +16,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tccl_py.cli.descriptions import read_description
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json, write_atomically
-from tccl_py.simulator.library import bundled_names, load_bundled
-from tccl_py.simulator.model import MachineModel
 from tccl_py.topology.machine import MAX_GPUS, Machine
 
 ANSWER_IS_NO = 1
@@ -84,34 +81,6 @@ def provenance(*, simulated: bool, assumed: bool) -> str:
     if not simulated:
         return "measured"
     return "simulated from assumed figures" if assumed else "simulated"
-
-
-def machine_argument(text: str) -> MachineModel:
-    """The machine model that a MACHINE names; a bundled name comes before a file of that name.
-
-    A Machine or topology without a model gets one in which every figure is assumed.
-
-    Raises:
-        InputError: an unknown name (the right ones follow), no such file, or not a machine.
-    """
-    if text in bundled_names():
-        return load_bundled(text)
-    path = Path(text)
-    if text and _exists(path):
-        return read_description(path).with_model()
-    known = ", ".join(bundled_names())
-    if path.suffix or "/" in text:
-        raise InputError(text[:200], "does not exist", f"name a file or one of {known}")
-    raise InputError(
-        f"machine {text[:60]!r}", "is neither bundled nor a file", f"there are {known}"
-    )
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
 
 
 def gpus_argument(text: str | None, machine: Machine) -> tuple[int, ...] | None:

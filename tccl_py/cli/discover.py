@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from tccl_py.cli.arguments import notice, write_result
-from tccl_py.cli.descriptions import description_to_json
 from tccl_py.errors import InputError
+from tccl_py.simulator.descriptions import description_to_json
 from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tccl_py.cli.arguments import JsonOption, machine_argument, print_json, results
+from tccl_py.cli.arguments import JsonOption, print_json, results
+from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.figures import figures_of
 from tccl_py.simulator.library import bundled_names, load_bundled
 from tccl_py.simulator.model import MachineModel
@@ -37,7 +38,7 @@ def machines(
     """
     models = [load_bundled(one) for one in bundled_names()] if name is None else []
     if name is not None:
-        _show(machine_argument(name), json=json)
+        _show(load_machine(name), json=json)
     elif json:
         print_json([summary(model) for model in models])
     else:

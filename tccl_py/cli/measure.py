@@ -13,7 +13,6 @@ from rich.table import Table
 from tccl_py.cli.arguments import (
     MACHINE_HELP,
     JsonOption,
-    machine_argument,
     notice,
     print_json,
     provenance,
@@ -22,6 +21,7 @@ from tccl_py.cli.arguments import (
 from tccl_py.errors import InputError
 from tccl_py.measurements.journal import JournalHeader, JournalledSource
 from tccl_py.measurements.measurement import Measurement
+from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.library import model_to_json
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.parameters import bundled_parameters, parameters_to_json
@@ -98,7 +98,7 @@ def _simulated_machine(simulate: str | None, backend: str | None) -> MachineMode
         raise InputError(
             "measure", "cannot measure hardware in this version", "give --simulate MACHINE"
         )
-    return machine_argument(simulate)
+    return load_machine(simulate)
 
 
 def _measured(

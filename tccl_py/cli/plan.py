@@ -11,7 +11,6 @@ from tccl_py.cli.arguments import (
     MACHINE_HELP,
     JsonOption,
     gpus_argument,
-    machine_argument,
     notice,
     print_json,
     results,
@@ -27,6 +26,7 @@ from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.runtimes.nccl.versions import LATEST, known_versions
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
+from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
 
 INTERRUPTED = 130
@@ -89,7 +89,7 @@ def plan(
         raise InputError(
             "plan", "cannot measure hardware in this version", "give --simulate MACHINE"
         )
-    model = machine_argument(simulate)
+    model = load_machine(simulate)
     chosen = gpus_argument(gpus, model.machine)
     counts = _ring_counts(rings)
     budget = _budget(max_sets, max_seconds)

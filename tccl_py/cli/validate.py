@@ -14,7 +14,6 @@ from tccl_py.cli.arguments import (
     MACHINE_HELP,
     JsonOption,
     gpus_argument,
-    machine_argument,
     notice,
     print_json,
     results,
@@ -24,6 +23,7 @@ from tccl_py.files import read_text
 from tccl_py.runtimes.nccl import validator
 from tccl_py.runtimes.nccl.validator import Verdict
 from tccl_py.runtimes.nccl.versions import LATEST, known_versions, version_facts
+from tccl_py.simulator.descriptions import load_machine
 
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
 _SHOWN_RANKS = 32
@@ -67,7 +67,7 @@ def validate(
 
         tccl validate graph.xml --machine h200x4-vm --env NCCL_P2P_LEVEL=SYS
     """
-    model = machine_argument(machine)
+    model = load_machine(machine)
     if not version_facts(nccl).verified:
         notice(f"NCCL {nccl} was not checked; taken for {version_facts(nccl).name}, the nearest")
     verdict = validator.validate(

@@ -53,7 +53,7 @@ def make_plan(
     >>> plan.rings[0].gpus, plan.proven, plan.simulated
     ((0, 1, 2, 3), True, True)
     >>> plan.rings[0].bottleneck.flow
-    'G0->G0->G1{blocks=32}'
+    'G0->G0->G1{blocks=24}'
 
     Args:
         machine: the node.

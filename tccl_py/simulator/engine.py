@@ -139,7 +139,7 @@ class Engine:
             if len(together) > 1:
                 total = bent(self.model.executors[limit], self.figures, sum(together.values()))
                 if total < math.inf:
-                    bounds.append({flow: 1 / total for flow in together})
+                    bounds.append(dict.fromkeys(together, 1 / total))
         return bounds
 
     def _use(self, flow: Flow) -> Use:

@@ -13,7 +13,7 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json, read_text
 from tccl_py.simulator.generic import model_for
-from tccl_py.simulator.library import model_from_json
+from tccl_py.simulator.library import bundled_names, load_bundled, model_from_json
 from tccl_py.simulator.model import MachineModel
 from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.knowledge import Knowledge, check_knowledge
@@ -49,6 +49,38 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     def with_model(self) -> MachineModel:
         """The model it has, or one in which every figure is assumed."""
         return self.model or model_for(self.machine, self.knowledge)
+
+
+def load_machine(name: str) -> MachineModel:
+    """The machine model that a MACHINE names; a bundled name comes before a file of that name.
+
+    A Machine or topology without a model gets one in which every figure is assumed.
+
+    >>> model = load_machine("h200x4-vm")
+    >>> model.machine.gpu_indices
+    (0, 1, 2, 3)
+
+    Raises:
+        InputError: an unknown name (the right ones follow), no such file, or not a machine.
+    """
+    if name in bundled_names():
+        return load_bundled(name)
+    path = Path(name)
+    if name and _exists(path):
+        return read_description(path).with_model()
+    known = ", ".join(bundled_names())
+    if path.suffix or "/" in name:
+        raise InputError(name[:200], "does not exist", f"name a file or one of {known}")
+    raise InputError(
+        f"machine {name[:60]!r}", "is neither bundled nor a file", f"there are {known}"
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def read_description(path: Path) -> Description:

@@ -1,0 +1,35 @@
+"""What all tests share: an environment of their own, and skipping by name what cannot run here."""
+
+import shutil
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch):
+    """No setting of the caller's shell changes what is printed or planned."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for name in ("NCCL_GRAPH_FILE", "NCCL_TOPO_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _gpus():
+    try:
+        import pynvml  # noqa: PLC0415
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetCount()
+    except Exception:
+        return 0
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs GPUs or MPI where there are none."""
+    gpus = _gpus() if any(item.get_closest_marker("gpu") for item in items) else 0
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        wanted = marker.kwargs.get("count", 1) if marker else 0
+        if wanted > gpus:
+            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} GPU(s), {gpus} here"))
+        if item.get_closest_marker("mpi") and shutil.which("mpirun") is None:
+            item.add_marker(pytest.mark.skip(reason="needs mpirun, which is not here"))
