@@ -1,0 +1,188 @@
+"""Files written by `tccl plan` are loaded by real NCCL, and its rings are the plan's.
+
+Needs two GPUs or more and torch with NCCL. NCCL_NVLS_ENABLE is taken from the environment as it is.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tccl_py.emitters.plan_files import graph_text
+from tccl_py.plan.plan import load_plan
+from tccl_py.runtimes.nccl.log import parse_log, same_rings
+from tccl_py.runtimes.nccl.settings import Settings, environment, final_channels
+from tccl_py.runtimes.nccl.validator import validate
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.paths import PathType, path_type
+from tccl_py.topology.readers.live import discover_machine
+from tccl_py.topology.readers.nccl_topology import read_nccl_topology
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
+REPOSITORY = Path(__file__).resolve().parents[2]
+SIZE = 64 * 1024 * 1024
+
+
+def tccl(*words):
+    command = [sys.executable, "-m", "tccl_py.cli.main", *map(str, words)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def run_ranks(gpus, variables, log, *, size=SIZE, repeats=20):
+    """All-reduce over these GPUs; gives the ranks' answers and NCCL's parsed log."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    surroundings = {
+        **os.environ,
+        **variables,
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,P2P,SHM,NET",
+        "NCCL_DEBUG_FILE": f"{log}.%p",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.collective"]
+            + [str(word) for word in (rank, len(gpus), port, size, repeats)],
+            cwd=REPOSITORY,
+            env=surroundings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(len(gpus))
+    ]
+    outputs = [rank.communicate(timeout=240) for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), outputs
+    answers = [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
+    text = "\n".join(path.read_text() for path in sorted(log.parent.glob(f"{log.name}.*")))
+    return answers, parse_log(text, where=str(log))
+
+
+def in_ranks(rings, gpus):
+    """GPU orders as rank orders of a communicator over these GPUs."""
+    rank = {gpu: number for number, gpu in enumerate(gpus)}
+    return [tuple(rank[gpu] for gpu in ring) for ring in rings]
+
+
+def assert_loaded(log, rings, gpus):
+    (found,) = log.communicators
+    expected = in_ranks(rings, gpus) * 2
+    assert len(found) == len(expected)
+    assert all(map(same_rings, found, expected))
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """This machine, discovered by the command line, and a plan for it."""
+    folder = tmp_path_factory.mktemp("here")
+    found = tccl("discover", "-o", folder / "machine.json")
+    assert found.returncode == 0, found.stderr
+    made = tccl("plan", "-o", folder / "plan", "--simulate", folder / "machine.json")
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+def test_the_discovered_machine_is_the_one_that_nccl_sees(here, tmp_path):
+    machine, knowledge, fingerprint = discover_machine()
+    dump = tmp_path / "nccl-topology.xml"
+    run_ranks(machine.gpu_indices, {"NCCL_TOPO_DUMP_FILE": str(dump)}, tmp_path / "log")
+    theirs = read_nccl_topology(dump)
+    assert [(g.index, g.bus_id, g.sm) for g in machine.gpus] == [
+        (g.index, g.bus_id, g.sm) for g in theirs.gpus
+    ]
+    for one in machine.gpu_indices:
+        for other in machine.gpu_indices:
+            ours = path_type(machine, f"G{one}", f"G{other}")
+            assert ours == path_type(theirs, f"G{one}", f"G{other}")
+            if ours == PathType.NVL:
+                assert knowledge.can_access(machine, one, other)
+    links = {link.source: link.count for link in machine.nvlinks}
+    assert links == {link.source: link.count for link in theirs.nvlinks}
+    assert len(set(fingerprint.gpu_uuids)) == len(machine.gpus)
+    print("discovered:", msgspec.json.encode(fingerprint).decode())
+
+
+def test_nccl_runs_the_rings_of_the_plan(here, tmp_path):
+    plan = load_plan(here / "plan")
+    variables = json.loads(tccl("env", here / "plan", "--json").stdout)["environment"]
+    answers, log = run_ranks(plan.gpus, variables, tmp_path / "log")
+    assert all(answer["right"] for answer in answers)
+    assert_loaded(log, plan.channel_rings, plan.gpus)
+    stock, _ = run_ranks(plan.gpus, {}, tmp_path / "stock")
+    print("plan", answers[0]["busbw_gbps"], "stock", stock[0]["busbw_gbps"], "GB/s at 64 MiB")
+
+
+def test_nccl_runs_the_rings_of_a_subset(here, tmp_path):
+    plan = load_plan(here / "plan")
+    subsets = [one for one in plan.subsets if len(one.gpus) in (2, len(plan.gpus) - 1)]
+    for subset in (subsets[:1] + subsets[-1:]) if subsets else []:
+        text = ",".join(map(str, subset.gpus))
+        answer = tccl("env", here / "plan", "--gpus", text, "--json")
+        variables = json.loads(answer.stdout)["environment"]
+        answers, log = run_ranks(subset.gpus, variables, tmp_path / f"log-{text}")
+        assert all(one["right"] for one in answers)
+        rings = [subset.rings[i % len(subset.rings)] for i in range(plan.settings.channels)]
+        assert_loaded(log, rings, subset.gpus)
+
+
+@pytest.mark.gpu(count=4)
+@pytest.mark.parametrize("level", [None, "LOC"])
+def test_nccl_runs_two_rings_that_are_not_its_own(level, tmp_path):
+    machine, knowledge, _ = discover_machine()
+    gpus = machine.gpu_indices[:4]
+    a, b, c, d = gpus
+    rings = [(a, c, b, d), (a, d, c, b)] * 4
+    settings = Settings(p2p_level=level, channels=8, buffsize=524288)
+    path = tmp_path / "graph.xml"
+    farthest = "NVL" if level is None else "PHB"
+    text = graph_text(
+        rings, settings, rate_gbps=320.0, type_intra=farthest, provenance="not measured"
+    )
+    path.write_text(text)
+    variables = {**environment(settings), "NCCL_GRAPH_FILE": str(path)}
+    answers, log = run_ranks(gpus, variables, tmp_path / "log")
+    assert all(answer["right"] for answer in answers)
+    assert_loaded(log, rings, gpus)
+    transports = {connection.transport for connection in log.connections}
+    assert transports == ({"P2P"} if level is None else {"SHM"})
+    verdict = validate(
+        text,
+        machine,
+        knowledge,
+        gpus=gpus,
+        nodes=1,
+        version=log.version or "2.28",
+        environment=variables,
+        where=str(path),
+    )
+    assert verdict.verdict == "used"
+    assert all(map(same_rings, log.communicators[0], verdict.rings))
+    assert len(log.communicators[0]) == final_channels(8, sm=machine.gpus[0].sm)
+    print(level, "two rings:", answers[0]["busbw_gbps"], "GB/s at 64 MiB")
+
+
+def test_a_graph_for_other_gpus_fails_in_nccl_as_the_validator_says(here, tmp_path):
+    plan = load_plan(here / "plan")
+    if len(plan.gpus) < 3:
+        pytest.skip("needs 3 GPUs")
+    graph = here / "plan" / "nccl" / "graph.xml"
+    verdict = validate(
+        graph.read_text(),
+        plan.machine,
+        Knowledge(),
+        gpus=plan.gpus[:2],
+        nodes=1,
+        version="2.28",
+        environment={},
+        where="graph.xml",
+    )
+    assert verdict.verdict == "rejected"
+    with pytest.raises(AssertionError, match=r"not found|NCCL"):
+        run_ranks(plan.gpus[:2], {"NCCL_GRAPH_FILE": str(graph)}, tmp_path / "log")
