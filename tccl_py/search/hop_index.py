@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_py.topology.symmetry import Permutation, Symmetry
+from tccl_py.topology.symmetry import Symmetry
 from tccl_py.transfers.hops import Hop, HopSpace, Ring, RingSet, ring, ring_set
 from tccl_py.transfers.transfer import Flow, Place, Transfer, TransferSet, transfer_set
 
@@ -157,19 +157,3 @@ def _touched(flow: Flow) -> tuple[str, ...]:
 def _shape(flow: Flow) -> _Shape:
     kinds = tuple(place.kind for transfer in flow.transfers for place in _ends(transfer))
     return _Shape(kinds, flow.blocks, str(flow.fifo))
-
-
-def relabelled(flow: Flow, permutation: Permutation) -> Flow:
-    """The flow that a relabelling of the machine's devices makes of this one.
-
-    >>> from tccl_py.transfers.transfer import direct_write
-    >>> str(relabelled(direct_write(0, 1), {"G0": "G3", "G1": "G2"}))
-    'G3->G3->G2'
-    """
-
-    def moved(place: Place) -> Place:
-        name = f"{'G' if place.kind == 'D' else place.kind}{place.index}"
-        return Place(place.kind, int(permutation[name][1:]), place.host)
-
-    transfers = tuple(Transfer(*(moved(place) for place in _ends(t))) for t in flow.transfers)
-    return Flow(transfers, flow.blocks, flow.fifo)

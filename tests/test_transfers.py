@@ -1,0 +1,168 @@
+"""Transfers, flows, sets: text forms, canonical sets, hops and rings."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.errors import InputError, SearchError
+from tccl_py.search.hop_index import HopIndex
+from tccl_py.topology.machine import toy_machine
+from tccl_py.topology.symmetry import automorphisms
+from tccl_py.transfers.canonical import canonical, relabelled
+from tccl_py.transfers.hops import Hop, ring, ring_from_order, ring_set
+from tccl_py.transfers.transfer import (
+    Fifo,
+    Flow,
+    Place,
+    Transfer,
+    bounce,
+    direct_read,
+    direct_write,
+    parse_flow,
+    parse_set,
+    transfer_set,
+)
+from tests.fakes import space_of
+
+indices = st.integers(0, 7)
+blocks = st.none() | st.integers(1, 64)
+fifos = st.builds(
+    Fifo,
+    bytes=st.sampled_from([1, 1000, 128 * 1024, 512 * 1024, 4 << 20]),
+    slots=st.sampled_from([1, 8, 16]),
+    side=st.sampled_from(["sender", "receiver"]),
+)
+
+
+@st.composite
+def flows(draw):
+    source, target = draw(st.lists(indices, min_size=2, max_size=2, unique=True))
+    kind = draw(st.sampled_from(["write", "read", "bounce", "copy", "to host", "from host"]))
+    if kind == "bounce":
+        numa = draw(st.integers(0, 3))
+        return bounce(source, target, numa, blocks=draw(blocks), fifo=draw(fifos))
+    one, other, host = Place("G", source), Place("G", target), Place("C", draw(st.integers(0, 3)))
+    made = {
+        "write": Transfer(one, one, other),
+        "read": Transfer(one, other, other),
+        "copy": Transfer(one, Place("D", source), other),
+        "to host": Transfer(one, one, host),
+        "from host": Transfer(host, other, other),
+    }
+    return Flow((made[kind],), draw(blocks))
+
+
+@given(flows())
+def test_a_flow_read_from_its_text_is_the_same_flow(flow):
+    assert parse_flow(str(flow)) == flow
+
+
+@given(st.lists(flows(), min_size=1, max_size=6), st.randoms())
+def test_the_order_of_flows_has_no_meaning(some, rng):
+    shuffled = list(some)
+    rng.shuffle(shuffled)
+    assert transfer_set(some) == transfer_set(shuffled) == parse_set(str(transfer_set(shuffled)))
+
+
+@pytest.mark.parametrize(
+    ("text", "operation"),
+    [
+        ("G0->G0->G4", "write"),
+        ("G0->G4->G4", "read"),
+        ("G0->D0->C1", "write"),
+        ("C1->D0->G0", "read"),
+        ("C1->G0->G0", "read"),
+        ("G0->D4->G4", "read"),
+    ],
+)
+def test_the_executor_makes_the_operation(text, operation):
+    assert parse_flow(text).transfers[0].operation == operation
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("G0->G4", "flow 'G0->G4': has 2 places; a transfer is SRC->EXE->DST, a bounce"),
+        ("G0->G1->G4", "G1 cannot move it; the executor is the G or D of one of the two ends"),
+        ("G0->G0->G0", "G0 sends to itself; source and destination differ"),
+        ("X0->G0->G1", "'X0' names no place; places are G2, D2, C1, N0 or, elsewhere, h3.G2"),
+        ("G01->G01->G1", "'G01' names no place"),
+        ("G0->G0->D1", "D1 holds no bytes"),
+        ("G0->G0->C1->G0->G0", "returns to its source; a bounce ends at another GPU"),
+        ("G0->G0->G1->G2->G2", "is no bounce; a bounce goes GPU, host memory, GPU"),
+        ("G0->G0->G1{blocks=0}", "blocks=0 is out of range; 1 to 64"),
+        ("G0->G0->G1{fifo=1M}", "option 'fifo=1M' is not known here"),
+        ("G0->G0->G1{blocks=2", "the options do not end; close them with }"),
+        ("G0->G0->C1->G4->G4{side=middle}", "option 'side=middle' is not known here"),
+    ],
+)
+def test_what_is_no_flow_is_refused_with_a_sentence(text, sentence):
+    with pytest.raises(InputError) as refusal:
+        parse_flow(text)
+    assert sentence in str(refusal.value)
+
+
+@settings(max_examples=300)
+@given(st.text(alphabet="GCDN0123456789->{}=,blocksfifo .h", max_size=60) | st.text(max_size=40))
+def test_any_text_is_a_set_or_refused(text):
+    try:
+        parsed = parse_set(text)
+    except InputError:
+        return
+    assert parse_set(str(parsed)) == parsed
+
+
+def test_an_empty_set_is_refused():
+    with pytest.raises(InputError, match="transfer set: is empty; name at least one flow"):
+        parse_set("  ")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(flows(), min_size=1, max_size=4), st.integers(0, 10**6))
+def test_a_set_and_its_images_have_one_canonical_set(some, seed):
+    machine = toy_machine(gpus=8, numa_nodes=4, per_switch=2)
+    symmetry = automorphisms(machine)
+    row = random.Random(seed).choice(symmetry.elements.tolist())
+    names = {symmetry.points[i]: symmetry.points[to] for i, to in enumerate(row)}
+    image = transfer_set(relabelled(flow, names) for flow in some)
+    assert canonical(image, symmetry) == canonical(transfer_set(some), symmetry)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_numbered_hops_have_the_same_canonical_set(seed):
+    symmetry = automorphisms(toy_machine(gpus=6, per_switch=3))
+    index = HopIndex(space_of(range(6), mechanisms=3), symmetry)
+    hops = random.Random(seed).choices(range(len(index.hops)), k=3)
+    found = index.transfer_set(index.canonical(hops))
+    assert found == canonical(index.transfer_set(hops), symmetry)
+
+
+def test_a_ring_begins_at_its_lowest_gpu():
+    hops = [
+        Hop(2, 0, direct_write(2, 0)),
+        Hop(0, 1, direct_read(0, 1)),
+        Hop(1, 2, direct_write(1, 2)),
+    ]
+    assert ring(hops).gpus == (0, 1, 2)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 0, 2), (0, 0, 1)])
+def test_what_visits_a_gpu_twice_is_no_ring(order):
+    pairs = zip(order, (*order[1:], order[0]), strict=True)
+    with pytest.raises(SearchError, match="do not form one ring"):
+        ring([Hop(i, j, direct_write(i, j)) for i, j in pairs])
+
+
+def test_a_ring_set_runs_all_its_flows_together():
+    space = space_of(range(3))
+    rings = ring_set([ring_from_order(space, (0, 1, 2)), ring_from_order(space, (0, 1, 2))])
+    assert str(rings.flows).count("G0->G0->G1") == 2
+
+
+def test_a_missing_hop_is_named():
+    space = space_of(range(3), missing=[(1, 2)])
+    with pytest.raises(SearchError, match="test has no hop from GPU 1 to GPU 2"):
+        ring_from_order(space, (0, 1, 2))
