@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import SearchError
+from tccl_py.measurements.memory import RememberingSource
 from tccl_py.search.brute_force import count_ring_sets
 from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.search.strategies import SkippedError, find_rings
@@ -213,3 +214,13 @@ def test_a_tighter_tolerance_is_kept():
     problem = msgspec.structs.replace(problem_for(random_resources(11), 5), tolerance=0.0)
     brute = find_rings(problem, strategy="brute-force")
     assert find_rings(problem).rate_gbps == pytest.approx(brute.rate_gbps)
+
+
+def test_what_an_earlier_search_measured_is_not_measured_again():
+    source = two_uplinks()
+    remembering = RememberingSource(source)
+    first = find_rings(problem_for(remembering, 4, counts=(1, 2)))
+    again = find_rings(problem_for(remembering, 4, counts=(1, 2)))
+    assert (again.sets_measured, again.sets_remembered) == (0, first.sets_measured)
+    assert len(source.calls) == first.sets_measured
+    assert again.rings == first.rings

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tccl_py.measurements.measurement import BandwidthSource, Measurement
+from tccl_py.measurements.memory import RememberingSource
 from tccl_py.search.hop_index import HopIndex
 from tccl_py.search.problem import Budget
 
@@ -38,11 +39,22 @@ class Ledger:
         self.sets_measured = 0
         self.sets_by_symmetry = 0
         self.assumed = False
+        self._remembered_before = self._remembered
 
     @property
     def seconds(self) -> float:
         """Since the search began."""
         return time.monotonic() - self._started
+
+    @property
+    def _remembered(self) -> int:
+        source = self._source
+        return source.sets_remembered if isinstance(source, RememberingSource) else 0
+
+    @property
+    def sets_remembered(self) -> int:
+        """Of `sets_measured`, those that the source had the answer to already."""
+        return self._remembered - self._remembered_before
 
     @property
     def simulated(self) -> bool:

@@ -58,8 +58,9 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `rate_gbps` is the score of `rings`, GB/s; no ring set of the searched sizes is above
     `bound_gbps`, as far as measurements and symmetries hold (None: nothing is known); `proven`
-    means the two are within the tolerance. `sets_measured` counts what the source was asked,
-    `sets_by_symmetry` what a measured image or repetition answered.
+    means the two are within the tolerance. `sets_measured` counts what had to be measured,
+    `sets_remembered` what a journal or an earlier search answered, `sets_by_symmetry` what a
+    measured image or repetition answered.
     """
 
     strategy: str
@@ -68,6 +69,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     bound_gbps: float | None
     proven: bool
     sets_measured: int
+    sets_remembered: int
     sets_by_symmetry: int
     seconds: float
     simulated: bool
