@@ -9,6 +9,7 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json, read_text, write_atomically
+from tccl_py.plan.checks import check_plan
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
@@ -164,31 +165,25 @@ def load_plan(path: Path) -> Plan:
     """Read a plan file, or `plan.json` in a directory.
 
     Raises:
-        InputError: unreadable, another format version, or damaged.
+        InputError: unreadable, another format version, damaged, or parts that do not fit together.
     """
     if path.is_dir():
         if not (path / PLAN_FILE).exists():
             raise InputError(str(path), f"holds no {PLAN_FILE}", "name a directory of `tccl plan`")
         path = path / PLAN_FILE
     text = read_text(path)
-    plan = decode_json(text, Plan, where=str(path))
-    if plan.format_version != FORMAT_VERSION:
+    # Another version may have other fields: it is refused by its number.
+    version = decode_json(text, _Version, where=str(path)).format_version
+    if version != FORMAT_VERSION:
         raise InputError(
             str(path),
-            f"has format version {plan.format_version}",
+            f"has format version {version}",
             f"this program reads version {FORMAT_VERSION}",
         )
-    return _checked(plan, str(path))
+    return check_plan(decode_json(text, Plan, where=str(path)), where=str(path))
 
 
-def _checked(plan: Plan, where: str) -> Plan:
-    if not plan.rings or any(not ring.hops for ring in plan.rings):
-        raise InputError(where, "has a ring without hops", "give a file this program wrote")
-    orders = [ring.gpus for ring in plan.rings] + [r for s in plan.subsets for r in s.rings]
-    wanted = [plan.gpus] * len(plan.rings) + [s.gpus for s in plan.subsets for _ in s.rings]
-    for order, gpus in zip(orders, wanted, strict=True):
-        if tuple(sorted(order)) != tuple(sorted(gpus)):
-            raise InputError(
-                where, f"ring {list(order)} does not visit {list(gpus)} once", "plan it again"
-            )
-    return plan
+class _Version(msgspec.Struct):
+    """The part of a plan file that all versions have."""
+
+    format_version: int

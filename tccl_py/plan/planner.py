@@ -7,10 +7,25 @@ from collections.abc import Sequence
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
-from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.measurements.measurement import BandwidthSource, Measurement
 from tccl_py.measurements.memory import RememberingSource
-from tccl_py.plan.plan import Alternative, FreeRings, Plan, PlanHop, PlanRing, StockRings
-from tccl_py.plan.settings_search import Choice, Stock, Task, best_settings, measured_stock
+from tccl_py.plan.plan import (
+    Alternative,
+    FreeRings,
+    Plan,
+    PlanHop,
+    PlanRing,
+    StockRings,
+    SubsetRings,
+)
+from tccl_py.plan.settings_search import (
+    Choice,
+    SettingsSearch,
+    Stock,
+    Task,
+    measured_stock,
+    measured_well,
+)
 from tccl_py.plan.subsets import ALL_SUBSETS_UP_TO, subset_rings
 from tccl_py.runtimes.free import free_hop_space
 from tccl_py.runtimes.nccl.settings import final_channels
@@ -28,6 +43,8 @@ DEFAULT_BUDGET = Budget(sets=1000, idle_sets=100)
 RING_COUNTS = (1, 2, 4)
 FEW_RING_COUNTS = (1, 2)
 """On machines of more than 8 GPUs sets of four rings are too many to say much about."""
+PROOF = 0.01
+"""A plan counts as proven best if its bound is no farther above it (relative)."""
 FREE_SETS = 200
 """Sets that the comparison with free choice of mechanisms may measure."""
 
@@ -86,8 +103,9 @@ def make_plan(
         reporter=reporter or SilentReporter(),
     )
     stock = measured_stock(task)
-    best, searched = best_settings(task, stock, sets=budget.sets or DEFAULT_BUDGET.sets or 1)
-    return _assembled(task, remembering, stock, best, searched)
+    search = SettingsSearch(task, stock)
+    search.run(sets=budget.sets or DEFAULT_BUDGET.sets or 1)
+    return _assembled(task, remembering, stock, search)
 
 
 def _chosen(machine: Machine, gpus: Sequence[int] | None) -> tuple[int, ...]:
@@ -107,19 +125,12 @@ def _known(strategy: str) -> str:
     return strategy
 
 
-def _assembled(
-    task: Task,
-    source: RememberingSource,
-    stock: Stock,
-    best: Choice,
-    searched: Sequence[Choice],
-) -> Plan:
-    (measurement,) = source.measure([best.rings.flows])
-    chosen = [*searched, best]
-    results = [choice.result for choice in chosen if choice.result is not None]
-    cancelled = any(result.cancelled for result in results)
-    free = None if cancelled else _free(task, best)
-    subsets = () if cancelled else subset_rings(task, best.settings, best.orders)
+def _assembled(task: Task, source: RememberingSource, stock: Stock, search: SettingsSearch) -> Plan:
+    best, measurement = _final(task, stock, search.best)
+    extras = _Extras()
+    if not search.cancelled:
+        extras = _extras(task, best)
+    results = [one.result for one in (*search.searched, best) if one.result is not None]
     bound = _bound(best)
     return Plan(
         machine=task.machine,
@@ -139,18 +150,50 @@ def _assembled(
         sets_remembered=source.sets_remembered,
         sets_by_symmetry=sum(result.sets_by_symmetry for result in results),
         stock=_stock_rings(stock),
-        free=free,
-        alternatives=tuple(
-            Alternative(
-                settings=choice.settings,
-                rings_in_set=len(choice.rings.rings),
-                rate_gbps=choice.rate_gbps,
-            )
-            for choice in searched
-        ),
-        subsets=subsets,
+        free=extras.free,
+        alternatives=_alternatives(search.searched),
+        subsets=extras.subsets,
         notices=_notices(task, results),
-        cancelled=cancelled,
+        cancelled=search.cancelled or extras.cancelled,
+    )
+
+
+def _final(task: Task, stock: Stock, best: Choice) -> tuple[Choice, Measurement]:
+    """The choice to plan with, measured well; stock's where noise had made another look better."""
+    measurement = measured_well(task.source, best.rings)
+    rate = len(best.rings.rings) * measurement.rate_gbps
+    if rate >= stock.rate_gbps:
+        return msgspec.structs.replace(best, rate_gbps=rate), measurement
+    itself = Choice(settings=stock.settings, rings=stock.rings, rate_gbps=stock.rate_gbps)
+    return itself, stock.measurement
+
+
+class _Extras(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan has besides its rings."""
+
+    free: FreeRings | None = None
+    subsets: tuple[SubsetRings, ...] = ()
+    cancelled: bool = False
+
+
+def _extras(task: Task, best: Choice) -> _Extras:
+    try:
+        free = _free(task, best)
+        subsets = subset_rings(task, best.settings, best.orders)
+    except KeyboardInterrupt:
+        return _Extras(cancelled=True)
+    return _Extras(free=free, subsets=subsets)
+
+
+def _alternatives(searched: Sequence[Choice]) -> tuple[Alternative, ...]:
+    """All settings that were searched, best first."""
+    return tuple(
+        Alternative(
+            settings=choice.settings,
+            rings_in_set=len(choice.rings.rings),
+            rate_gbps=choice.rate_gbps,
+        )
+        for choice in sorted(searched, key=lambda choice: -choice.rate_gbps)
     )
 
 
@@ -228,6 +271,8 @@ def _free(task: Task, best: Choice) -> FreeRings | None:
         result: SearchResult = find_rings(problem, reporter=task.reporter)
     except (SearchError, MeasurementError):
         return None
+    if result.cancelled:
+        raise KeyboardInterrupt
     if result.rate_gbps < best.rate_gbps:
         # Nothing better was found; the plan's own hops are among the free ones.
         flows = tuple(str(flow) for flow in best.rings.flows.flows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from math import gcd
 
 import msgspec
@@ -35,6 +36,8 @@ MIN_SETS = 40
 """Sets that the search under any one choice may measure at least."""
 WORTH = 0.01
 """Settings farther from NCCL's defaults must promise this much more (relative)."""
+CAREFUL = 8
+"""Measurements of stock's rings and of the plan's where samples spread."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,8 +104,30 @@ def measured_stock(task: Task) -> Stock:
     # The search's doubling is undone, because `hop_space` doubles a file's channels itself.
     settings = msgspec.structs.replace(choice.settings, channels=max(1, choice.channels // 2))
     rings = rings_under(task, settings, orders)
-    (measurement,) = task.source.measure([rings.flows])
-    return Stock(choice=choice, rings=rings, settings=settings, measurement=measurement)
+    return Stock(
+        choice=choice,
+        rings=rings,
+        settings=settings,
+        measurement=measured_well(task.source, rings),
+    )
+
+
+def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:
+    """Measure a ring set; where samples spread, several times, all samples in one measurement.
+
+    A choice among many noisy rates prefers those that were lucky: what a plan says of its rings
+    must come from more than the measurement they were chosen by.
+
+    Raises:
+        MeasurementError: the source cannot measure it.
+    """
+    (first,) = source.measure([rings.flows])
+    if not first.relative_error:
+        return first
+    again = source.measure([rings.flows] * CAREFUL)
+    rows = zip(*(one.samples_gbps for one in again), strict=True)
+    samples = tuple(tuple(chain.from_iterable(row)) for row in rows)
+    return msgspec.structs.replace(first, samples_gbps=samples)
 
 
 def rings_under(task: Task, settings: Settings, orders: Sequence[Order]) -> RingSet:
@@ -146,48 +171,71 @@ def search_under(
     return find_rings(problem, strategy=task.strategy, reporter=task.reporter)
 
 
-def best_settings(task: Task, stock: Stock, *, sets: int) -> tuple[Choice, list[Choice]]:
-    """The best settings with their rings, and all that were searched, best first.
+class SettingsSearch:
+    """The search over settings; what it has found so far outlives an interruption.
 
-    Mechanisms are compared under a fixed number of channels. The one under which the rings known
-    so far do best is searched next; each search may spend half of what is left and gives up as
-    soon as it cannot beat the best so far; what it finds is tried under all the others. Channels
-    and FIFO size are settled for the rings that each search finds.
+    `best` is the best choice, `searched` all settings that were searched, `cancelled` says whether
+    it was interrupted.
     """
-    best = Choice(settings=stock.settings, rings=stock.rings, rate_gbps=stock.rate_gbps)
-    known = [tuple(one.gpus for one in stock.rings.rings)]
-    waiting = list(_mechanisms(task))
-    searched: list[Choice] = []
-    left = sets
-    while waiting and left > 0:
-        settings = max(waiting, key=lambda one: _promise(task, one, known))
-        waiting.remove(settings)
-        share = max(MIN_SETS, left // 2)
-        result = _searched(task, settings, known, floor=best.rate_gbps, sets=share)
+
+    def __init__(self, task: Task, stock: Stock) -> None:
+        self.best = Choice(settings=stock.settings, rings=stock.rings, rate_gbps=stock.rate_gbps)
+        self.searched: list[Choice] = []
+        self.cancelled = False
+        self._task = task
+        self._known = [tuple(one.gpus for one in stock.rings.rings)]
+
+    def run(self, *, sets: int) -> None:
+        """Find the best settings with their rings; KeyboardInterrupt ends it with the best so far.
+
+        Mechanisms are compared under a fixed number of channels. The one under which the rings
+        known so far do best is searched next; each search may spend half of what is left of `sets`
+        and gives up as soon as it cannot beat the best so far; what it finds is tried under all the
+        others. Channels and FIFO size are settled for the rings that each search finds.
+        """
+        try:
+            left = self._explore(sets)
+            if not self.cancelled:
+                self._settle(max(left, sets // 4))
+        except KeyboardInterrupt:
+            self.cancelled = True
+
+    def _explore(self, left: int) -> int:
+        """Search under one mechanism after the other; how many sets are left at the end."""
+        task, waiting = self._task, list(_mechanisms(self._task))
+        while waiting and left > 0 and not self.cancelled:
+            settings = max(waiting, key=lambda one: _promise(task, one, self._known))
+            waiting.remove(settings)
+            share = max(MIN_SETS, left // 2)
+            floor = self.best.rate_gbps
+            result = _searched(task, settings, self._known, floor=floor, sets=share)
+            if result is None:
+                continue
+            # What the journal answers counts as well: a resumed run goes the same way.
+            left -= result.sets_measured + result.sets_remembered
+            self.cancelled = result.cancelled
+            self._note(_chosen(settings, result))
+        return left
+
+    def _note(self, found: Choice) -> None:
+        tuned = found if self.cancelled else _tuned(self._task, found)
+        self.searched.append(tuned)
+        self._known.append(tuned.orders)
+        if tuned.rate_gbps > self.best.rate_gbps * (1 + WORTH):
+            self.best = tuned
+
+    def _settle(self, sets: int) -> None:
+        """The best rings under exactly the chosen settings, with a bound that holds for them."""
+        best = self.best
+        settings, known = best.settings, [best.orders]
+        result = _searched(self._task, settings, known, floor=0.0, sets=sets)
         if result is None:
-            continue
-        left -= result.sets_measured
-        found = _tuned(task, _chosen(settings, result))
-        searched.append(found)
-        known.append(found.orders)
-        if found.rate_gbps > best.rate_gbps * (1 + WORTH):
-            best = found
-        if result.cancelled:
-            break
-    else:
-        best = _settled(task, best, sets=max(left, sets // 4))
-    return best, sorted(searched, key=lambda choice: -choice.rate_gbps)
-
-
-def _settled(task: Task, best: Choice, *, sets: int) -> Choice:
-    """The best rings under exactly the chosen settings, with a bound that holds for them."""
-    try:
-        result = search_under(task, best.settings, orders=[best.orders], floor=0.0, sets=sets)
-    except (SearchError, MeasurementError):
-        return best
-    if result.rate_gbps <= best.rate_gbps * (1 + WORTH):
-        return msgspec.structs.replace(best, result=result)
-    return _chosen(best.settings, result)
+            return
+        self.cancelled = result.cancelled
+        if result.rate_gbps > best.rate_gbps * (1 + WORTH):
+            self.best = _chosen(settings, result)
+        else:
+            self.best = msgspec.structs.replace(best, result=result)
 
 
 def _mechanisms(task: Task) -> tuple[Settings, ...]:

@@ -39,7 +39,9 @@ def subset_rings(
                 planned = plan_subset(task, settings, orders, subset)
                 if planned is not None:
                     found.update(_images(planned, symmetry))
-    return tuple(found[subset] for subset in sorted(found, key=lambda s: (len(s), s)))
+    # A symmetry of the whole machine may take a subset to GPUs that are not planned for.
+    inside = [subset for subset in found if set(subset) <= set(task.gpus)]
+    return tuple(found[subset] for subset in sorted(inside, key=lambda s: (len(s), s)))
 
 
 def plan_subset(
@@ -56,6 +58,8 @@ def plan_subset(
         result = search_under(part, settings, orders=known, floor=0.0, sets=SUBSET_BUDGET.sets or 1)
     except (SearchError, MeasurementError):
         return None
+    if result.cancelled:
+        raise KeyboardInterrupt
     rings = tuple(one.gpus for one in result.rings.rings)
     return SubsetRings(gpus=gpus, rings=rings, rate_gbps=result.rate_gbps)
 

@@ -105,11 +105,12 @@ def find_rings(
 ) -> SearchResult:
     """Find the ring set with the highest score, by the named strategy.
 
-    Ctrl-C (KeyboardInterrupt) and a spent budget end the search with the best so far.
+    Ctrl-C (KeyboardInterrupt) and a spent budget end the search with the best so far; Ctrl-C
+    before there is one goes on to the caller.
 
     Raises:
         SearchError: unknown strategy (the names are listed), no ring possible, or none found yet
-            when the search was cut short.
+            when the budget was spent.
         SkippedError: brute force over too many states.
     """
     if strategy not in STRATEGIES:
@@ -120,6 +121,8 @@ def find_rings(
     try:
         STRATEGIES[strategy](run)
     except KeyboardInterrupt:
+        if run.incumbent.best is None:
+            raise
         cancelled = True
     except BudgetSpentError:
         run.budget_spent = True
