@@ -18,7 +18,10 @@ from tccl_py.cli.arguments import (
 from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
 from tccl_py.errors import InputError
+from tccl_py.plan.directory import planned_model, write_subset_graph
 from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.plan.subsets import subset_on_demand
+from tccl_py.simulator.source import Simulator
 
 
 def env(
@@ -32,10 +35,11 @@ def env(
 ) -> None:
     """Print the environment for a job over these GPUs, as `export` lines to evaluate.
 
-    A graph file is named only if the plan has one for exactly these GPUs: any other would fail
-    the job. Without one the exit code is 1 and NCCL is left to choose its own rings, under the
-    plan's settings. A job that makes communicators over fewer of its GPUs must not use the graph
-    file for all of them.
+    A graph file is named only if there is one for exactly these GPUs: any other would fail the job.
+    If the plan is simulated and has none, rings are planned now and the file is kept in DIR.
+    Without one the exit code is 1 and NCCL is left to choose its own rings, under the plan's
+    settings. A job that makes communicators over fewer of its GPUs must not use the graph file for
+    all of them.
 
     Example:
 
@@ -64,12 +68,34 @@ def graph_file(plan: Plan, directory: Path, gpus: tuple[int, ...]) -> PurePosixP
     """The graph file for a communicator over exactly these GPUs, or None.
 
     Raises:
-        InputError: the plan has rings for them, but the file is gone.
+        InputError: the plan has rings for them, but the file is gone, or the model is damaged.
     """
-    if plan.subset(gpus) is None:
-        return None
     name = GRAPH_FILE if gpus == plan.gpus else subset_file(gpus)
     path = directory.resolve() / "nccl" / name
+    planned = plan.subset(gpus) is not None
     if not path.is_file():
-        raise InputError(str(path), "is missing", "plan again, or `tccl export` it")
-    return PurePosixPath(path)
+        if planned:
+            raise InputError(str(path), "is missing", "plan again, or `tccl export` it")
+        planned = _plan_now(plan, directory, gpus)
+    elif not planned:
+        # Planned by an earlier call; another plan in its place would have taken it away.
+        planned = set(gpus) < set(plan.gpus)
+    return PurePosixPath(path) if planned else None
+
+
+def _plan_now(plan: Plan, directory: Path, gpus: tuple[int, ...]) -> bool:
+    """Write a graph file for some GPUs of a simulated plan; whether there is one now."""
+    if len(gpus) < 2 or not set(gpus) < set(plan.gpus):
+        return False
+    model = planned_model(plan, directory)
+    if model is None:
+        return False
+    subset = subset_on_demand(plan, Simulator(model), gpus)
+    if subset is None:
+        return False
+    try:
+        write_subset_graph(plan, subset, directory)
+    except InputError as error:
+        notice(str(error))
+        return False
+    return True

@@ -11,10 +11,10 @@ import typer
 from tccl_py.cli.arguments import notice
 from tccl_py.emitters.plan_files import GRAPH_FILE
 from tccl_py.errors import InputError
-from tccl_py.files import write_atomically
-from tccl_py.plan.directory import nccl_files
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.directory import nccl_files, write_nccl_files
+from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.runtimes.nccl.settings import check_settings
+from tccl_py.runtimes.nccl.transport import hop_space
 from tccl_py.runtimes.nccl.versions import version_facts
 
 RUNTIMES = ("nccl",)
@@ -51,23 +51,33 @@ def export(
         )
     plan = load_plan(directory)
     if nccl is not None:
-        version_facts(nccl)
-        settings = check_settings(msgspec.structs.replace(plan.settings, version=nccl))
-        plan = msgspec.structs.replace(plan, settings=settings)
+        plan = for_version(plan, nccl)
     if output is None:
         print(nccl_files(plan, directory)[GRAPH_FILE], end="")
         return
-    if output.exists():
-        raise InputError(str(output), "already exists", "name a new directory")
-    files = nccl_files(plan, output)
-    try:
-        for name, text in files.items():
-            target = output / "nccl" / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(target, text)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(
-            str(output), f"cannot be written ({reason})", "choose a place with free space"
-        ) from error
-    notice(f"wrote {len(files)} files to {output}")
+    count = write_nccl_files(plan, output)
+    notice(f"wrote {count} files to {output}")
+
+
+def for_version(plan: Plan, version: str) -> Plan:
+    """The plan for another version of NCCL, if that moves the rings' hops in the same way.
+
+    Raises:
+        InputError: it cannot be given these settings, or would move a hop otherwise.
+    """
+    settings = check_settings(msgspec.structs.replace(plan.settings, version=version))
+    space = hop_space(
+        plan.machine, plan.knowledge, settings, gpus=plan.gpus, rings_in_set=len(plan.rings)
+    )
+    for hop in (hop for ring in plan.rings for hop in ring.hops):
+        flows = [str(other.flow) for other in space.between(hop.source, hop.target)]
+        if hop.flow not in flows:
+            raise InputError(
+                f"--nccl {version[:20]}",
+                f"moves {hop.source} to {hop.target} by {' '.join(flows) or 'its network'}, "
+                f"where the plan has {hop.flow}",
+                f"make a plan for it: tccl plan --nccl {version[:20]}",
+            )
+    return msgspec.structs.replace(
+        plan, settings=settings, settings_verified=version_facts(version).verified
+    )

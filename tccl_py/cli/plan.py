@@ -19,8 +19,7 @@ from tccl_py.cli.measure import simulation_header
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.errors import InputError
-from tccl_py.measurements.journal import JournalledSource
-from tccl_py.plan.directory import output_directory, write_plan
+from tccl_py.plan.directory import open_journal, output_directory, write_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.runtimes.nccl.versions import LATEST, known_versions
@@ -96,7 +95,11 @@ def plan(
     header = simulation_header(model, noise=noise, seed=seed)
     source = Simulator(model, noise=noise, seed=seed)
     with output_directory(output, force=force) as journal:
-        with JournalledSource(source, journal, header) as journalled, ProgressLine() as line:
+        with (
+            open_journal(source, journal, header, force=force) as journalled,
+            ProgressLine() as line,
+        ):
+            source.resume(journalled.times_known)
             for text in journalled.notices:
                 notice(text)
             made = make_plan(
@@ -110,14 +113,14 @@ def plan(
                 budget=budget,
                 reporter=line,
             )
-        _finish(made, output, json)
+        if not made.cancelled:
+            write_plan(made, output, model=model)
+    _finish(made, output, json)
 
 
 def _finish(made: Plan, output: Path, json: bool) -> None:
     if made.cancelled:
         notice(f"interrupted: the best so far follows; the same command goes on from {output}")
-    else:
-        write_plan(made, output)
     if json:
         print_json(plan_json(made))
     else:

@@ -28,6 +28,11 @@ class RememberingSource:
         """As the source behind it."""
         return self._source.simulated
 
+    @property
+    def times_known(self) -> dict[str, int]:
+        """How often each set was measured, by its text."""
+        return {key: len(known) for key, known in self._known.items()}
+
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set from memory or, once, by the source.
 

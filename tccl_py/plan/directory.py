@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from tccl_py.emitters.plan_files import (
@@ -18,27 +18,44 @@ from tccl_py.emitters.plan_files import (
 )
 from tccl_py.errors import InputError
 from tccl_py.files import write_atomically
-from tccl_py.plan.plan import PLAN_FILE, Plan, per_channel
+from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.plan.plan import PLAN_FILE, Plan, SubsetRings, per_channel
 from tccl_py.runtimes.nccl.transport import view
+from tccl_py.simulator.descriptions import read_description
+from tccl_py.simulator.library import model_to_json
+from tccl_py.simulator.model import MachineModel
 from tccl_py.topology.machine import machine_to_json
 
 JOURNAL_FILE = "measurements.jsonl"
+FOLDERS = ("nccl", "machines")
+_STAGING = ".writing-"
+_SPACE = "choose a writable place with free space"
 _ODD = re.compile(r"[^A-Za-z0-9._-]")
 
 
 def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
-    """Names (below `nccl/`) and texts of everything NCCL reads, as it will lie in `directory`."""
+    """Names (below `nccl/`) and texts of everything NCCL reads, as it will lie in `directory`.
+
+    Raises:
+        InputError: the directory's path cannot stand in an environment variable.
+    """
     files = {GRAPH_FILE: _graph(plan, plan.channel_rings, plan.rate_gbps, plan.type_intra)}
-    seen = view(plan.machine, plan.knowledge, plan.settings, gpus=plan.gpus)
     for subset in plan.subsets:
-        orders = per_channel(subset.rings, plan.settings.channels)
-        hops = {pair for ring in subset.rings for pair in _neighbours(ring)}
-        farthest = max(seen.paths[f"G{i}", f"G{j}"].type for i, j in hops).name
-        files[subset_file(subset.gpus)] = _graph(plan, orders, subset.rate_gbps, farthest)
+        files[subset_file(subset.gpus)] = subset_graph(plan, subset)
     files["nccl.conf"] = conf_text(plan.settings, provenance=plan.provenance)
     graph = PurePosixPath(directory.resolve() / "nccl" / GRAPH_FILE)
     files["env.sh"] = env_text(plan.settings, graph, provenance=plan.provenance)
     return files
+
+
+def subset_graph(plan: Plan, subset: SubsetRings) -> str:
+    """The graph file of a communicator over some of the plan's GPUs."""
+    seen = view(plan.machine, plan.knowledge, plan.settings, gpus=subset.gpus)
+    orders = per_channel(subset.rings, plan.settings.channels)
+    hops = {pair for ring in subset.rings for pair in _neighbours(ring)}
+    farthest = max(seen.paths[f"G{i}", f"G{j}"].type for i, j in hops).name
+    return _graph(plan, orders, subset.rate_gbps, farthest)
 
 
 def _graph(
@@ -70,81 +87,209 @@ def file_name(machine: str) -> str:
 def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
     """Make `directory` ready to take a plan and its journal; gives the journal's path.
 
-    An interrupted run's directory, with a journal and no plan, is resumed. If writing fails and
-    this call made the directory, it is taken away again.
+    An interrupted run's directory, with a journal and no plan, is resumed. If anything but an
+    interruption ends the block, the directories that this call made are taken away again.
 
     Raises:
         InputError: it holds a plan or other files and `force` is not given, or cannot be made.
     """
-    made = not directory.exists()
+    made: list[Path] = []
     try:
-        if not made and not directory.is_dir():
-            raise InputError(str(directory), "is no directory", "name a new or empty one")
-        if not made and not force:
-            _refuse_foreign(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(
-            str(directory), f"cannot be made ({reason})", "name a writable place"
-        ) from error
-    try:
+        with _refused(directory, "cannot be made", "name a writable place"):
+            _check_path(directory)
+            if directory.exists():
+                _check_held(directory, force=force)
+            _make(directory, made)
         yield directory / JOURNAL_FILE
-    except InputError:
-        if made:
-            shutil.rmtree(directory, ignore_errors=True)
+    except Exception:
+        _unmake(made)
         raise
 
 
-def _refuse_foreign(directory: Path) -> None:
-    held = {entry.name for entry in directory.iterdir()}
+@contextmanager
+def _refused(path: Path, what: str, right: str) -> Iterator[None]:
+    """Turns what the system says of `path` into a sentence for the user."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(str(path), f"{what} ({reason})", right) from error
+
+
+def _check_path(directory: Path) -> None:
+    """Refuse at once what could not be written in the end."""
+    text = str(directory.absolute())
+    if any(ord(one) < 32 or ord(one) == 127 for one in text):
+        raise InputError(
+            repr(text), "has control characters", "a job's environment names files in it"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(repr(text), "is not UTF-8", "name another directory") from error
+
+
+def _make(directory: Path, made: list[Path]) -> None:
+    missing = [one for one in (directory, *directory.parents) if not one.exists()]
+    for folder in reversed(missing):
+        folder.mkdir()
+        made.append(folder)
+
+
+def _unmake(made: Sequence[Path]) -> None:
+    """Take away directories that `_make` made; what others put into the parents stays."""
+    if made:
+        shutil.rmtree(made[-1], ignore_errors=True)
+    for folder in reversed(made[:-1]):
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _check_held(directory: Path, *, force: bool) -> None:
+    if not directory.is_dir():
+        raise InputError(str(directory), "is no directory", "name a new or empty one")
+    held = {entry.name for entry in directory.iterdir() if not entry.name.startswith(_STAGING)}
     if PLAN_FILE in held:
-        raise InputError(str(directory), "already holds a plan", "add --force to replace it")
-    if held - {JOURNAL_FILE}:
+        if not force:
+            raise InputError(str(directory), "already holds a plan", "add --force to replace it")
+        return
+    if held - {JOURNAL_FILE} and not force:
         raise InputError(
             str(directory), "is not empty", "name a new directory, or add --force to use this one"
         )
+    # Without a plan beside them these are not ours to replace.
+    theirs = sorted(held & set(FOLDERS))
+    if theirs:
+        raise InputError(
+            str(directory / theirs[0]), "belongs to no plan", "name a directory without it"
+        )
 
 
-def write_plan(plan: Plan, directory: Path) -> None:
+def open_journal(
+    source: BandwidthSource, path: Path, header: JournalHeader, *, force: bool
+) -> JournalledSource:
+    """The journal of a plan's directory, resumed if it is of the same machine, noise and seed.
+
+    With `force` one of another machine is put aside, to `measurements.jsonl.old`.
+
+    Raises:
+        InputError: it belongs to another machine, is damaged, or cannot be written.
+    """
+    if force and not _resumable(path, header):
+        with _refused(path, "cannot be put aside", "name a writable place"):
+            path.replace(path.with_name(path.name + ".old"))
+    return JournalledSource(source, path, header)
+
+
+def _resumable(path: Path, header: JournalHeader) -> bool:
+    if not path.is_file() or path.stat().st_size == 0:
+        return True
+    try:
+        return read_journal(path).header == header
+    except InputError:
+        return False
+
+
+def machine_file(plan: Plan, directory: Path) -> Path:
+    """Where a plan's directory has its machine."""
+    return directory / "machines" / f"{file_name(plan.machine.name)}.json"
+
+
+def planned_model(plan: Plan, directory: Path) -> MachineModel | None:
+    """The model whose rates a simulated plan has; None if it was measured, or has no model.
+
+    Raises:
+        InputError: the file is damaged or describes another machine.
+    """
+    path = machine_file(plan, directory)
+    if not plan.simulated or not path.is_file():
+        return None
+    found = read_description(path)
+    if found.machine != plan.machine or (
+        found.model is not None and found.knowledge != plan.knowledge
+    ):
+        raise InputError(str(path), "is not the plan's machine", "plan it again")
+    return found.model
+
+
+def write_plan(plan: Plan, directory: Path, *, model: MachineModel | None = None) -> None:
     """Write all files of a plan below `directory`; `plan.json` last, so that it means "whole".
+
+    Args:
+        plan: what to write.
+        directory: where; it exists.
+        model: what a simulated plan's rates come from; it is written in the machine's place, so
+            that more can be planned from it.
 
     Raises:
         InputError: a file cannot be written; what was there before is still there.
     """
-    try:
-        staging = Path(tempfile.mkdtemp(dir=directory, prefix=".writing-"))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(
-            str(directory), f"cannot be written ({reason})", "choose a place with free space"
-        ) from error
-    try:
-        for name, text in nccl_files(plan, directory).items():
-            _write(staging / "nccl" / name, text)
-        machine = f"{file_name(plan.machine.name)}.json"
-        _write(staging / "machines" / machine, machine_to_json(plan.machine))
+    files = {f"nccl/{name}": text for name, text in nccl_files(plan, directory).items()}
+    machine = machine_to_json(plan.machine) if model is None else model_to_json(model)
+    files[str(machine_file(plan, Path()))] = machine
+    for left in directory.glob(f"{_STAGING}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with _staged(files, directory) as staging:
         plan.save(staging / PLAN_FILE)
-        _move_into_place(staging, directory)
+        with _refused(directory, "cannot be written", _SPACE):
+            _move_into_place(staging, directory)
+
+
+def write_nccl_files(plan: Plan, output: Path) -> int:
+    """Write what NCCL reads to the new directory `output`; how many files that are.
+
+    Raises:
+        InputError: it exists, or cannot be written; nothing is left of it then.
+    """
+    with _refused(output, "cannot be written", _SPACE):
+        _check_path(output)
+        if output.exists() or output.is_symlink():
+            raise InputError(str(output), "already exists", "name a new directory")
+        files = {f"nccl/{name}": text for name, text in nccl_files(plan, output).items()}
+        made: list[Path] = []
+        try:
+            _make(output.absolute().parent, made)
+            with _staged(files, output.absolute().parent) as staging:
+                staging.chmod(0o755)
+                staging.rename(output)
+        except BaseException:
+            _unmake(made)
+            raise
+    return len(files)
+
+
+def write_subset_graph(plan: Plan, subset: SubsetRings, directory: Path) -> None:
+    """Write one more graph file below a plan's directory.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    _write(directory / "nccl" / subset_file(subset.gpus), subset_graph(plan, subset))
+
+
+@contextmanager
+def _staged(files: Mapping[str, str], directory: Path) -> Iterator[Path]:
+    """A folder in `directory` with these files, gone at the end unless it was moved."""
+    with _refused(directory, "cannot be written", _SPACE):
+        staging = Path(tempfile.mkdtemp(dir=directory, prefix=_STAGING))
+    try:
+        for name, text in files.items():
+            _write(staging / name, text)
+        yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with _refused(path, "cannot be written", _SPACE):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(
-            str(path), f"cannot be written ({reason})", "choose a place with free space"
-        ) from error
     write_atomically(path, text)
 
 
 def _move_into_place(staging: Path, directory: Path) -> None:
     """Renames on one file system: no space is needed, and old files go only now."""
     (directory / PLAN_FILE).unlink(missing_ok=True)
-    for folder in ("nccl", "machines"):
+    for folder in FOLDERS:
         old = directory / folder
         if old.is_symlink() or old.is_file():
             old.unlink()

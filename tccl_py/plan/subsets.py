@@ -9,10 +9,12 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.plan.plan import SubsetRings
+from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.measurements.memory import RememberingSource
+from tccl_py.plan.plan import Plan, SubsetRings
 from tccl_py.plan.settings_search import Order, Task, search_under
 from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.search.problem import Budget
+from tccl_py.search.problem import Budget, SilentReporter
 from tccl_py.topology.symmetry import Symmetry, automorphisms
 
 ALL_SUBSETS_UP_TO = 8
@@ -62,6 +64,30 @@ def plan_subset(
         raise KeyboardInterrupt
     rings = tuple(one.gpus for one in result.rings.rings)
     return SubsetRings(gpus=gpus, rings=rings, rate_gbps=result.rate_gbps)
+
+
+def subset_on_demand(
+    plan: Plan, source: BandwidthSource, subset: Sequence[int]
+) -> SubsetRings | None:
+    """Rings over some of a plan's GPUs, under its settings; None where they allow none.
+
+    Args:
+        plan: of all the GPUs.
+        source: answers transfer sets of the plan's machine.
+        subset: two or more of its GPUs.
+    """
+    task = Task(
+        machine=plan.machine,
+        knowledge=plan.knowledge,
+        source=RememberingSource(source),
+        gpus=plan.gpus,
+        version=plan.settings.version,
+        ring_counts=SUBSET_RING_COUNTS,
+        strategy="best-first",
+        budget=SUBSET_BUDGET,
+        reporter=SilentReporter(),
+    )
+    return plan_subset(task, plan.settings, [ring.gpus for ring in plan.rings], subset)
 
 
 def _without(order: Order, gpus: Sequence[int]) -> Order:

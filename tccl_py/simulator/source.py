@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -56,6 +56,10 @@ class Simulator:
         self.seed = seed
         self._asked: Counter[str] = Counter()
         self._engine = Engine(model, parameters or bundled_parameters())
+
+    def resume(self, times: Mapping[str, int]) -> None:
+        """Go on where an earlier run ended, which measured each set (by its text) so often."""
+        self._asked.update(times)
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set, in the order given.
