@@ -1,0 +1,29 @@
+"""Plans that several tests look at, each made once."""
+
+import functools
+
+from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
+from tccl_py.search.problem import Budget
+from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.source import Simulator
+
+SMALL = "h200x4-vm"
+PCIE = "amd-3090"
+FOUR_GPUS = (PCIE, "amd-v100", SMALL, "intel-v100")
+ASUS = "asus-esc8000a-e13p"
+WRX = "wrx90-16gpu-4switch"
+FEW = Budget(sets=100, idle_sets=20)
+BUDGETS = {
+    "nvswitch-8gpu-8nic": FEW,
+    "supermicro-h12dsg-8x3090": FEW,
+    WRX: Budget(sets=20, idle_sets=5),
+}
+"""Where a whole plan takes long, a small one shows the same things."""
+
+
+@functools.cache
+def plan_of(name, **more):
+    """The plan of a bundled machine, by simulation."""
+    model = load_bundled(name)
+    budget = BUDGETS.get(name, DEFAULT_BUDGET)
+    return make_plan(model.machine, model.knowledge, Simulator(model), **{"budget": budget, **more})

@@ -1,0 +1,375 @@
+"""Plans: never below stock, true to the runtime they are for, and safe to load again."""
+
+import json
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tccl_py.errors import InputError
+from tccl_py.files import MAX_INPUT_BYTES
+from tccl_py.plan.directory import nccl_files
+from tccl_py.plan.plan import Plan, load_plan, per_channel
+from tccl_py.plan.planner import make_plan
+from tccl_py.runtimes.nccl.graph_file import load_graph_file
+from tccl_py.runtimes.nccl.settings import environment
+from tccl_py.runtimes.nccl.transport import mechanism_flow, pair_mechanism, view
+from tccl_py.runtimes.nccl.validator import validate
+from tccl_py.runtimes.nccl.versions import LATEST, known_versions
+from tccl_py.simulator.library import bundled_names, load_bundled
+from tccl_py.simulator.source import Simulator
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import toy_machine
+from tccl_py.topology.paths import PathType
+from tccl_py.transfers.transfer import parse_flow, parse_set
+from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of
+
+VERSIONS = known_versions()
+
+
+ANYWHERE = Path("/plan")
+FILES = {}
+
+
+def files_of(plan):
+    """What NCCL reads of a plan, written once for each."""
+    if id(plan) not in FILES:
+        FILES[id(plan)] = nccl_files(plan, ANYWHERE)
+    return FILES[id(plan)]
+
+
+def of_version(name, version):
+    """A plan for a version; a small one where it is not the latest."""
+    return plan_of(name) if version == LATEST else plan_of(name, version=version, budget=FEW)
+
+
+def turned(ring):
+    """A ring from its lowest number on, so that rings can be compared."""
+    start = ring.index(min(ring))
+    return (*ring[start:], *ring[:start])
+
+
+def assert_used(plan, name, text):
+    """NCCL uses the file for exactly its GPUs, and runs exactly its rings."""
+    gpus = plan.gpus
+    if name != "graph.xml":
+        gpus = tuple(int(gpu) for gpu in name.split("graph-")[1].removesuffix(".xml").split("-"))
+    verdict = validate(
+        text,
+        plan.machine,
+        plan.knowledge,
+        gpus=gpus,
+        version=plan.settings.version,
+        environment=environment(plan.settings),
+        where=name,
+    )
+    assert verdict.verdict == "used", f"{name}: {verdict.reason}"
+    orders = per_channel(plan.subset(gpus).rings, plan.settings.channels)
+    final = [turned(tuple(gpus[rank] for rank in ring)) for ring in verdict.rings]
+    assert final == [turned(orders[i % len(orders)]) for i in range(len(final))]
+    for graph in load_graph_file(text, where=name, version=plan.settings.version).graphs:
+        assert all(sorted(channel.gpus) == sorted(gpus) for channel in graph.channels)
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_a_plan_is_never_below_stock_and_its_rate_is_that_of_its_slowest_hop(name):
+    plan = plan_of(name)
+    assert plan.rate_gbps >= plan.stock.rate_gbps
+    assert plan.bound_gbps is None or plan.bound_gbps >= plan.rate_gbps
+    assert plan.free is None or plan.free.rate_gbps >= plan.rate_gbps
+    slowest = min(ring.rate for ring in plan.rings)
+    assert plan.rate_gbps == pytest.approx(len(plan.rings) * slowest)
+    for ring in plan.rings:
+        assert sorted(ring.gpus) == list(plan.gpus) == list(plan.machine.gpu_indices)
+        assert [hop.target for hop in ring.hops] == [*ring.gpus[1:], ring.gpus[0]]
+        assert ring.bottleneck in ring.hops
+        assert ring.rate == ring.bottleneck.gbps == min(hop.gbps for hop in ring.hops)
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_the_rates_of_a_plan_are_what_the_simulator_says_of_its_flows(name):
+    plan = plan_of(name)
+    flows = [hop.flow for ring in plan.rings for hop in ring.hops]
+    wanted = parse_set(" ".join(flows))
+    (measured,) = Simulator(load_bundled(name)).measure([wanted])
+    rates = sorted((hop.flow, hop.gbps) for ring in plan.rings for hop in ring.hops)
+    expected = sorted(zip(map(str, wanted.flows), measured.gbps, strict=True))
+    assert [flow for flow, _ in rates] == [flow for flow, _ in expected]
+    assert [rate for _, rate in rates] == pytest.approx([rate for _, rate in expected])
+
+
+def test_on_the_asus_machine_a_plan_is_a_quarter_faster_than_stock():
+    plan = plan_of(ASUS)
+    assert plan.rate_gbps >= 1.25 * plan.stock.rate_gbps
+    assert len(plan.rings) > 1
+
+
+@pytest.mark.parametrize("name", FOUR_GPUS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_nccl_uses_every_graph_file_of_a_plan_for_four_gpus(name, version):
+    plan = of_version(name, version)
+    graphs = {name: text for name, text in files_of(plan).items() if name.endswith(".xml")}
+    assert len(graphs) == 1 + len(plan.subsets) == 11
+    for file, text in graphs.items():
+        assert_used(plan, file, text)
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_nccl_uses_a_sample_of_the_graph_files_of_every_plan(name):
+    plan = plan_of(name)
+    graphs = sorted(name for name in files_of(plan) if name.endswith(".xml"))
+    for file in [*graphs[::31], "graph.xml"]:
+        assert_used(plan, file, files_of(plan)[file])
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_up_to_eight_gpus_every_subset_has_rings_and_above_none_is_planned_ahead(name):
+    plan = plan_of(name)
+    count = len(plan.gpus)
+    assert len(plan.subsets) == (2**count - count - 2 if count <= 8 else 0)
+    for subset in plan.subsets:
+        assert all(sorted(ring) == list(subset.gpus) for ring in subset.rings)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", FOUR_GPUS)
+def test_the_flows_of_a_plan_are_the_transports_that_nccl_takes(name, version):
+    assert_transports(of_version(name, version))
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_the_flows_of_every_plan_are_the_transports_that_nccl_takes(name):
+    assert_transports(plan_of(name))
+
+
+def assert_transports(plan):
+    seen = view(plan.machine, plan.knowledge, plan.settings, gpus=plan.gpus)
+    farthest = PathType.LOC
+    for hop in (hop for ring in plan.rings for hop in ring.hops):
+        way = pair_mechanism(seen, hop.source, hop.target)
+        blocks = parse_flow(hop.flow).blocks
+        flow = mechanism_flow(
+            plan.machine, plan.settings, way, hop.source, hop.target, blocks=blocks
+        )
+        assert str(flow) == hop.flow
+        farthest = max(farthest, PathType[way.path])
+    assert plan.type_intra == farthest.name
+
+
+@pytest.mark.parametrize("name", FOUR_GPUS)
+def test_nccl_2_18_gets_at_most_16_channels(name):
+    plan = of_version(name, "2.18")
+    assert plan.settings.version == "2.18"
+    assert plan.settings.channels <= 16
+    assert all(other.settings.channels <= 16 for other in plan.alternatives)
+    assert not plan.notices
+
+
+def test_a_version_that_was_not_checked_is_said_to_be_unverified():
+    plan = of_version(SMALL, "2.21.5")
+    assert not plan.settings_verified
+    assert plan.notices == ("NCCL 2.21.5 is taken for 2.18, the nearest version that was checked",)
+    assert plan_of(SMALL).settings_verified
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_a_saved_plan_loads_equal(name, tmp_path):
+    plan = plan_of(name)
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == load_plan(tmp_path) == plan
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_every_file_of_a_simulated_plan_says_so(name):
+    plan = plan_of(name)
+    assert plan.simulated
+    mark = "simulated from assumed figures" if plan.assumed else "simulated"
+    for file, text in files_of(plan).items():
+        assert f"rates {mark}" in text.splitlines()[0], file
+
+
+def test_a_measured_plan_does_not_say_that_it_is_simulated():
+    class Measured:
+        simulated = False
+
+        def __init__(self):
+            self.simulator = Simulator(load_bundled(SMALL))
+
+        def measure(self, sets):
+            answers = self.simulator.measure(sets)
+            return [msgspec.structs.replace(one, simulated=False) for one in answers]
+
+    model = load_bundled(SMALL)
+    plan = make_plan(model.machine, model.knowledge, Measured(), gpus=[0, 1], ring_counts=[1])
+    assert (plan.simulated, plan.provenance) == (False, "measured")
+    assert all("simulated" not in text for text in nccl_files(plan, ANYWHERE).values())
+
+
+def test_a_plan_for_some_gpus_speaks_of_no_others(tmp_path):
+    plan = plan_of(ASUS, gpus=(1, 2, 5, 6), budget=FEW)
+    assert plan.gpus == (1, 2, 5, 6)
+    assert len(plan.subsets) == 10
+    assert all(set(subset.gpus) < set(plan.gpus) for subset in plan.subsets)
+    for file, text in files_of(plan).items():
+        if file.endswith(".xml"):
+            assert_used(plan, file, text)
+
+
+def test_a_subset_is_found_in_any_order_of_its_gpus():
+    plan = plan_of(PCIE)
+    assert plan.subset([3, 0]).gpus == (0, 3)
+    assert plan.subset([3, 2, 1, 0]).rate_gbps == plan.rate_gbps
+    assert plan.subset([0]) is None
+    assert plan.subset([0, 9]) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_noise_a_plan_is_neither_below_stock_nor_far_from_the_best(seed):
+    model = load_bundled("amd-v100")
+    noisy = Simulator(model, noise=0.05, seed=seed)
+    plan = make_plan(model.machine, model.knowledge, noisy, ring_counts=(1, 2))
+    assert plan.rate_gbps >= plan.stock.rate_gbps
+    slowest = min(ring.rate for ring in plan.rings)
+    assert plan.rate_gbps == pytest.approx(len(plan.rings) * slowest)
+    flows = " ".join(hop.flow for ring in plan.rings for hop in ring.hops)
+    (truth,) = Simulator(model).measure([parse_set(flows)])
+    assert len(plan.rings) * truth.rate_gbps >= 0.95 * plan_of("amd-v100").rate_gbps
+
+
+def test_one_gpu_is_too_few_to_plan_for():
+    machine = toy_machine(gpus=1)
+    with pytest.raises(InputError, match="1 GPU to plan for; a ring joins 2 or more"):
+        make_plan(machine, Knowledge(), Simulator(load_bundled(SMALL)))
+
+
+def test_an_unknown_strategy_lists_the_right_ones():
+    model = load_bundled(SMALL)
+    with pytest.raises(InputError, match="there are best-first, tccl, brute-force, nccl-order"):
+        make_plan(model.machine, model.knowledge, Simulator(model), strategy="magic")
+
+
+@pytest.mark.parametrize("strategy", ["tccl", "brute-force", "nccl-order"])
+def test_the_other_strategies_plan_too(strategy):
+    plan = plan_of("intel-v100", strategy=strategy, ring_counts=(1,), gpus=(0, 1, 2))
+    assert plan.strategy == strategy
+    assert plan.rate_gbps >= plan.stock.rate_gbps
+
+
+# What is in a plan file may be anybody's: each of these changes is refused with one sentence.
+
+
+def whole():
+    return json.loads(msgspec.json.encode(plan_of(PCIE)))
+
+
+def changed(path, value):
+    document = whole()
+    at = document
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return json.dumps(document)
+
+
+HOP = ("rings", 0, "hops", 0)
+TAMPERED = {
+    "another version": (changed, (("format_version",), 2), "has format version 2"),
+    "a version of words": (changed, (("format_version",), "one"), "Expected `int`, got `str`"),
+    "an unknown field": (changed, (("colour",), "red"), "unknown field `colour`"),
+    "no rings": (changed, (("rings",), []), "has 0 rings for 1 channels"),
+    "a ring without hops": (changed, (("rings", 0, "hops"), []), "ring [] does not visit"),
+    "a GPU that is not there": (changed, (("gpus",), [0, 1, 2, 9]), "is for GPUs [0, 1, 2, 9]"),
+    "a GPU twice": (changed, (("gpus",), [0, 1, 2, 2]), "is for GPUs [0, 1, 2, 2]"),
+    "fewer GPUs than in the rings": (changed, (("gpus",), [0, 1, 2]), "does not visit [0, 1, 2]"),
+    "one GPU": (changed, (("gpus",), [0]), "is for GPUs [0]"),
+    "a hop to another GPU": (changed, ((*HOP, "target"), 0), "do not meet"),
+    "a flow that is none": (changed, ((*HOP, "flow"), "hello"), "flow 'hello': "),
+    "a flow of other GPUs": (changed, ((*HOP, "flow"), "G1->G1->G0"), "has flow 'G1->G1->G0'"),
+    "a subset over other GPUs": (
+        changed,
+        (("subsets", 0, "rings", 0), [0, 3]),
+        "ring [0, 3] does not visit [0, 1] once",
+    ),
+    "a subset outside": (changed, (("subsets", 0, "gpus"), [0, 7]), "is for GPUs [0, 7]"),
+    "a subset without rings": (changed, (("subsets", 0, "rings"), []), "has 0 rings"),
+    "stock rings over others": (changed, (("stock", "rings", 0), [0, 1]), "ring [0, 1] does not"),
+    "a negative rate": (changed, (("rate_gbps",), -1.0), "has a rate of -1.0 GB/s"),
+    "a rate of 0": (changed, ((*HOP, "gbps"), 0.0), "has a rate of 0.0 GB/s"),
+    "a huge rate": (changed, (("subsets", 0, "rate_gbps"), 1e300), "has a rate of 1e+300"),
+    "a rate that is NaN": (changed, (("rate_gbps",), math.nan), "does not fit"),
+    "a rate that is infinite": (changed, (("rate_gbps",), math.inf), "does not fit"),
+    "a bound below the rate": (changed, (("bound_gbps",), 0.5), "above its bound 0.5"),
+    "no channels": (changed, (("settings", "channels"), 0), "channels is 0"),
+    "10^9 channels": (changed, (("settings", "channels"), 10**9), "channels is 1000000000"),
+    "a version that is none": (changed, (("settings", "version"), "new"), "is no version"),
+    "a path type that is none": (changed, (("type_intra",), '"/>'), "has path type '\"/>'"),
+    "a PCI tree in a circle": (
+        changed,
+        (("machine", "bridges"), [{"bus_id": "a", "parent": "b"}, {"bus_id": "b", "parent": "a"}]),
+        "the PCI tree turns in a circle",
+    ),
+    "a machine without GPUs": (changed, (("machine", "gpus"), []), "has no GPU"),
+    "no JSON": (lambda: "plan", (), "does not fit"),
+    "nothing": (lambda: "", (), "does not fit"),
+    "a list": (lambda: "[]", (), "does not fit"),
+    "deep nesting": (lambda: '{"machine":' + "[" * 10**6, (), "is nested too deep"),
+    "too large": (lambda: " " * (MAX_INPUT_BYTES + 1), (), "is larger than"),
+}
+
+
+@pytest.mark.parametrize("case", TAMPERED)
+def test_a_tampered_plan_is_refused_with_one_sentence(case, tmp_path):
+    make, arguments, sentence = TAMPERED[case]
+    path = tmp_path / "plan.json"
+    path.write_text(make(*arguments))
+    with pytest.raises(InputError) as refused:
+        load_plan(path)
+    assert str(refused.value).startswith(str(path))
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("field", ["machine", "settings", "rings", "simulated", "stock", "gpus"])
+def test_a_plan_without_one_of_its_fields_is_refused(field, tmp_path):
+    document = whole()
+    del document[field]
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=f"missing required field `{field}`"):
+        load_plan(tmp_path)
+
+
+def test_a_directory_without_a_plan_says_what_is_missing(tmp_path):
+    with pytest.raises(InputError, match=r"holds no plan\.json; name a directory of `tccl plan`"):
+        load_plan(tmp_path)
+
+
+def places(value, path=()):
+    """Every place in a JSON document."""
+    yield path
+    items = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value) if isinstance(value, list) else items
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+JUNK = (None, True, -1, 0, 10**9, 1e308, "", "../../x", "\x00", [], {}, [0], [[[]]], {"a": 1})
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(draw=st.data())
+def test_a_plan_with_any_value_replaced_is_refused_or_still_safe_to_write(draw, tmp_path):
+    path = draw.draw(st.sampled_from([path for path in places(whole()) if path]))
+    file = tmp_path / "plan.json"
+    file.write_text(changed(path, draw.draw(st.sampled_from(JUNK))))
+    try:
+        plan = load_plan(file)
+        files = nccl_files(plan, tmp_path)
+    except InputError as error:
+        assert "\n" not in str(error)
+        return
+    assert isinstance(plan, Plan)
+    assert all(".." not in name for name in files)
+    assert all("\x00" not in text for text in files.values())
