@@ -1,0 +1,333 @@
+"""A plan's directory: whole or not there, and nobody else's files are lost."""
+
+import os
+import shutil
+import subprocess
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError
+from tccl_py.measurements.journal import JournalHeader, read_journal
+from tccl_py.plan.directory import (
+    file_name,
+    machine_file,
+    open_journal,
+    output_directory,
+    planned_model,
+    write_nccl_files,
+    write_plan,
+)
+from tccl_py.plan.plan import load_plan
+from tccl_py.simulator.descriptions import read_description
+from tccl_py.simulator.library import load_bundled, model_to_json
+from tccl_py.simulator.source import Simulator
+from tests.planned import PCIE, SMALL, plan_of
+
+QUICK = ("--max-sets", "20", "--rings", "1")
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def planned_to(place, machine=SMALL, *more):
+    return tccl("plan", "-o", place, "--simulate", machine, *QUICK, *more)
+
+
+def held(place):
+    return {str(one.relative_to(place)): one.stat().st_mtime_ns for one in place.rglob("*")}
+
+
+def refused(result, sentence):
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert sentence in result.stderr
+
+
+def test_a_plan_has_all_its_files_and_no_others(tmp_path):
+    assert planned_to(tmp_path / "plan").exit_code == 0
+    graphs = [path.name for path in (tmp_path / "plan" / "nccl" / "subsets").iterdir()]
+    assert len(graphs) == 10
+    assert "graph-0-3.xml" in graphs
+    names = {path for path in held(tmp_path / "plan") if "subsets/" not in path}
+    assert names == {
+        "plan.json",
+        "measurements.jsonl",
+        "machines",
+        f"machines/{SMALL}.json",
+        "nccl",
+        "nccl/subsets",
+        "nccl/graph.xml",
+        "nccl/nccl.conf",
+        "nccl/env.sh",
+    }
+
+
+def test_a_simulated_plan_keeps_the_model_that_it_comes_from(tmp_path):
+    planned_to(tmp_path / "plan")
+    plan = load_plan(tmp_path / "plan")
+    assert planned_model(plan, tmp_path / "plan") == load_bundled(SMALL)
+    assert read_description(machine_file(plan, tmp_path / "plan")).machine == plan.machine
+
+
+def test_a_plan_written_without_a_model_keeps_the_machine(tmp_path):
+    plan = plan_of(PCIE)
+    write_plan(plan, tmp_path)
+    assert planned_model(plan, tmp_path) is None
+    assert read_description(machine_file(plan, tmp_path)).machine == plan.machine
+
+
+def test_another_machine_in_the_plans_directory_is_refused(tmp_path):
+    plan = plan_of(PCIE)
+    write_plan(plan, tmp_path)
+    machine_file(plan, tmp_path).write_text(model_to_json(load_bundled(SMALL)))
+    with pytest.raises(InputError, match="is not the plan's machine; plan it again"):
+        planned_model(plan, tmp_path)
+
+
+def test_a_directory_with_a_plan_is_kept_without_force(tmp_path):
+    planned_to(tmp_path / "plan")
+    before = held(tmp_path)
+    sentence = "plan: already holds a plan; add --force to replace it"
+    refused(planned_to(tmp_path / "plan"), sentence)
+    assert held(tmp_path) == before
+
+
+def test_force_replaces_a_plan_even_by_one_of_another_machine(tmp_path):
+    planned_to(tmp_path / "plan")
+    assert planned_to(tmp_path / "plan", PCIE, "--force").exit_code == 0
+    assert load_plan(tmp_path / "plan").machine == load_bundled(PCIE).machine
+    assert [one.name for one in (tmp_path / "plan" / "machines").iterdir()] == [f"{PCIE}.json"]
+    assert read_journal(tmp_path / "plan" / "measurements.jsonl").header.machine == PCIE
+    old = read_journal(tmp_path / "plan" / "measurements.jsonl.old")
+    assert old.header.machine == SMALL
+    assert old.measurements
+
+
+def test_force_goes_on_from_the_journal_of_the_same_machine(tmp_path):
+    planned_to(tmp_path / "plan")
+    journal = (tmp_path / "plan" / "measurements.jsonl").read_bytes()
+    assert planned_to(tmp_path / "plan", SMALL, "--force").exit_code == 0
+    assert (tmp_path / "plan" / "measurements.jsonl").read_bytes() == journal
+    assert load_plan(tmp_path / "plan").sets_measured == 0
+
+
+def test_foreign_files_are_left_alone_without_force(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    refused(planned_to(tmp_path), "is not empty; name a new directory, or add --force")
+    assert list(held(tmp_path)) == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("folder", ["nccl", "machines"])
+def test_even_force_takes_no_folder_away_that_belongs_to_no_plan(folder, tmp_path):
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "mine").write_text("mine")
+    refused(planned_to(tmp_path, SMALL, "--force"), "belongs to no plan")
+    assert list(held(tmp_path)) == [folder, f"{folder}/mine"]
+
+
+def test_force_beside_foreign_files_keeps_them(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    assert planned_to(tmp_path, SMALL, "--force").exit_code == 0
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
+
+
+def test_what_a_killed_run_left_is_no_hindrance(tmp_path):
+    (tmp_path / ".writing-abc").mkdir()
+    (tmp_path / ".writing-abc" / "plan.json").write_text("{")
+    assert planned_to(tmp_path).exit_code == 0
+    assert not list(tmp_path.glob(".writing-*"))
+
+
+def test_a_file_in_the_way_stays(tmp_path):
+    (tmp_path / "plan").write_text("mine")
+    refused(planned_to(tmp_path / "plan"), "is no directory; name a new or empty one")
+    refused(planned_to(tmp_path / "plan" / "below"), "cannot be made (Not a directory)")
+    assert (tmp_path / "plan").read_text() == "mine"
+
+
+def test_a_dangling_link_in_the_way_is_refused(tmp_path):
+    (tmp_path / "plan").symlink_to(tmp_path / "nowhere")
+    refused(planned_to(tmp_path / "plan"), "cannot be made (File exists)")
+
+
+def test_a_place_that_cannot_be_written_is_refused():
+    refused(planned_to("/proc/tccl/plan"), "/proc/tccl/plan: cannot be made (")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_place_without_permission_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    refused(planned_to(tmp_path / "plan"), "cannot be made (Permission denied)")
+
+
+def test_no_permission_is_refused_for_root_as_well(tmp_path, monkeypatch):
+    def denied(path, *more, **others):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.mkdir", denied)
+    refused(planned_to(tmp_path / "a" / "b"), "cannot be made (Permission denied); name a writable")
+    assert not held(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31mb"])
+def test_a_directory_with_control_characters_is_refused_before_anything_is_measured(name, tmp_path):
+    refused(planned_to(tmp_path / name), "has control characters")
+    assert not held(tmp_path)
+
+
+def test_a_directory_that_is_not_utf_8_is_refused(tmp_path):
+    refused(planned_to(tmp_path / os.fsdecode(b"a\xff")), "is not UTF-8")
+    assert not held(tmp_path)
+
+
+@pytest.mark.parametrize("parts", [("plan",), ("a", "b", "plan")])
+def test_a_failed_run_takes_away_the_directories_that_it_made(parts, tmp_path):
+    sentence = "'magic': is not known; there are best-first"
+    refused(planned_to(tmp_path.joinpath(*parts), SMALL, "--strategy", "magic"), sentence)
+    assert not held(tmp_path)
+
+
+def test_a_failed_run_leaves_a_directory_that_was_there(tmp_path):
+    planned_to(tmp_path, SMALL, "--strategy", "magic")
+    assert set(held(tmp_path)) <= {"measurements.jsonl"}
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, InputError("a", "b", "c")])
+def test_any_error_takes_away_the_directory_that_was_made(error, tmp_path):
+    with pytest.raises(Exception), output_directory(tmp_path / "a" / "b", force=False):  # noqa: B017
+        raise error
+    assert not held(tmp_path)
+
+
+def test_an_interruption_leaves_the_directory(tmp_path):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        output_directory(tmp_path / "a", force=False) as journal,
+    ):
+        journal.write_text("kept")
+        raise KeyboardInterrupt
+    assert (tmp_path / "a" / "measurements.jsonl").read_text() == "kept"
+
+
+def full_disk(at):
+    """Lets the n-th file fail as a full disk does."""
+    count = 0
+
+    def fsync(descriptor):
+        nonlocal count
+        count += 1
+        if count == at:
+            raise OSError(28, "No space left on device")
+
+    return fsync
+
+
+@pytest.mark.parametrize("at", [1, 2, 11, 13, 14, 15])
+def test_a_full_disk_while_files_are_written_leaves_nothing(at, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.fsync", full_disk(at))
+    sentence = "cannot be written (No space left on device); choose a writable place with free"
+    refused(planned_to(tmp_path / "plan"), sentence)
+    assert not held(tmp_path)
+
+
+@pytest.mark.parametrize("at", [1, 14, 15])
+def test_a_full_disk_leaves_the_plan_that_was_there(at, tmp_path, monkeypatch):
+    planned_to(tmp_path / "plan")
+    before = load_plan(tmp_path / "plan")
+    names = set(held(tmp_path))
+    monkeypatch.setattr("os.fsync", full_disk(at))
+    refused(planned_to(tmp_path / "plan", SMALL, "--force", "--gpus", "0-3"), "No space left")
+    assert load_plan(tmp_path / "plan") == before
+    assert set(held(tmp_path)) == names
+
+
+@pytest.fixture(params=["8k", "64k"])
+def small_disk(request, tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.call(command, stderr=subprocess.DEVNULL):
+        pytest.skip("cannot mount a small disk here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_is_really_full_is_one_sentence_and_nothing_half_written(small_disk):
+    refused(planned_to(small_disk / "plan", PCIE), "(No space left on device); choose a writable")
+    assert not held(small_disk)
+
+
+@pytest.mark.parametrize(
+    "name, safe",
+    [
+        ("../../x", ".._.._x"),
+        ("/etc/passwd", "_etc_passwd"),
+        ("a\x00b\n\x1b[31m", "a_b___31m"),
+        ("..", ".."),
+        ("", "machine"),
+        ("x" * 500, "x" * 80),
+        ("größe", "gr__e"),
+    ],
+)
+def test_a_hostile_machine_name_stays_in_the_directory(name, safe, tmp_path):
+    assert file_name(name) == safe
+    model = load_bundled(SMALL)
+    machine = msgspec.structs.replace(model.machine, name=name)
+    hostile = msgspec.structs.replace(model, machine=machine, name=name)
+    (tmp_path / "model.json").write_text(model_to_json(hostile))
+    result = planned_to(tmp_path / "out" / "plan", tmp_path / "model.json")
+    assert result.exit_code == 0
+    assert "\x1b" not in result.output
+    assert "\x00" not in result.output
+    assert {path.name for path in tmp_path.iterdir()} == {"model.json", "out"}
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan"]
+    machines = tmp_path / "out" / "plan" / "machines"
+    assert [path.name for path in machines.iterdir()] == [f"{safe}.json"]
+    assert load_plan(tmp_path / "out" / "plan").machine == machine
+    show = tccl("show", tmp_path / "out" / "plan")
+    assert show.exit_code == 0
+    assert "\x1b" not in show.output
+
+
+HEADER = JournalHeader(machine=SMALL, identity="model 1", simulated=True)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"machine": "other"}, {"identity": "model 1, noise 0.05, seed 1"}, {"simulated": False}],
+)
+def test_a_journal_of_another_is_refused(other, tmp_path):
+    path = tmp_path / "measurements.jsonl"
+    source = Simulator(load_bundled(SMALL))
+    open_journal(source, path, HEADER, force=False).close()
+    before = path.read_bytes()
+    wanted = msgspec.structs.replace(HEADER, **other)
+    with pytest.raises(InputError, match="belongs to machine h200x4-vm"):
+        open_journal(source, path, wanted, force=False)
+    assert path.read_bytes() == before
+
+
+def test_exported_files_appear_together_or_not_at_all(tmp_path, monkeypatch):
+    plan = plan_of(PCIE)
+    assert write_nccl_files(plan, tmp_path / "a" / "b") == 13
+    assert sorted(one.name for one in (tmp_path / "a" / "b" / "nccl").iterdir()) == [
+        "env.sh",
+        "graph.xml",
+        "nccl.conf",
+        "subsets",
+    ]
+    assert (
+        str(tmp_path / "a" / "b" / "nccl" / "graph.xml")
+        in (tmp_path / "a" / "b" / "nccl" / "env.sh").read_text()
+    )
+    with pytest.raises(InputError, match="already exists; name a new directory"):
+        write_nccl_files(plan, tmp_path / "a" / "b")
+    monkeypatch.setattr("os.fsync", full_disk(5))
+    before = set(held(tmp_path))
+    with pytest.raises(InputError, match="No space left on device"):
+        write_nccl_files(plan, tmp_path / "c" / "d")
+    assert set(held(tmp_path)) == before
