@@ -1,0 +1,402 @@
+"""`tccl plan`, `show`, `env` and `export`: output, interruptions, and jobs over some GPUs."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.measurements.journal import read_journal
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.plan import load_plan, per_channel
+from tccl_py.runtimes.nccl.graph_file import load_graph_file
+from tccl_py.runtimes.nccl.settings import environment
+from tccl_py.runtimes.nccl.validator import validate
+from tccl_py.simulator.library import load_bundled
+from tests.planned import PCIE, SMALL, WRX, plan_of
+
+KEYS = ["rings", "rate_gbps", "bound_gbps", "proven", "sets_measured", "simulated", "settings"]
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def done(*arguments):
+    result = tccl(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A plan of four GPUs, in a place whose name a shell must be kept from reading."""
+    place = tmp_path_factory.mktemp("plans") / 'it\'s $HOME; "my" plan'
+    write_plan(plan_of(PCIE), place_of(place), model=load_bundled(PCIE))
+    return place
+
+
+def place_of(place):
+    place.mkdir()
+    return place
+
+
+@pytest.fixture(scope="module")
+def sixteen(tmp_path_factory):
+    """A plan of sixteen GPUs, which has no rings for subsets."""
+    place = tmp_path_factory.mktemp("sixteen")
+    write_plan(plan_of(WRX), place, model=load_bundled(WRX))
+    return place
+
+
+def shell(script):
+    result = subprocess.run(
+        ["bash", "-c", f"export NCCL_GRAPH_FILE=old\n{script}\nenv -0"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(line.split("=", 1) for line in result.stdout.split("\x00") if "=" in line)
+
+
+# plan and show
+
+
+def test_plan_and_show_print_the_same_json_with_stable_keys(tmp_path):
+    made = json.loads(done("plan", "-o", tmp_path, "--simulate", SMALL, "--json").stdout)
+    shown = json.loads(done("show", tmp_path, "--json").stdout)
+    assert made == shown
+    assert set(KEYS) <= set(made)
+    assert {"rings", "rate_gbps"} <= set(made["stock"])
+    assert len(made["rings"]) == made["settings"]["channels"]
+    assert all(sorted(ring) == [0, 1, 2, 3] for ring in made["rings"])
+    assert made["simulated"] is True
+    assert made["rings"] == [list(ring) for ring in load_plan(tmp_path).channel_rings]
+
+
+def test_show_names_rings_slowest_hops_bound_stock_and_provenance(directory):
+    plan = load_plan(directory)
+    text = done("show", directory, "--hops").stdout
+    for ring in plan.rings:
+        assert " ".join(map(str, ring.gpus)) in text
+        assert ring.bottleneck.flow in text
+        for hop in ring.hops:
+            assert f"G{hop.source}" in text
+    for line in text.splitlines():
+        if line.startswith(("rate", "stock NCCL", "Plan for")):
+            assert "simulated" in line
+    assert "proven best within 1 %" in text
+    assert "(slowest)" in text
+
+
+def test_every_file_of_the_directory_says_that_it_is_simulated(directory):
+    plan = json.loads((directory / "plan.json").read_text())
+    assert plan["simulated"] is True
+    for path in (directory / "nccl").rglob("*.*"):
+        assert "simulated" in path.read_text().splitlines()[0], path.name
+    assert json.loads(done("env", directory, "--json").stdout)["simulated"] is True
+    assert done("env", directory).stdout.startswith("# tccl-py, rates simulated")
+
+
+def test_the_options_of_plan_reach_the_plan(tmp_path):
+    done(
+        *("plan", "-o", tmp_path, "--simulate", PCIE, "--gpus", "3,0-1", "--nccl", "2.18"),
+        *("--rings", "1", "--strategy", "tccl", "--max-sets", "50"),
+    )
+    plan = load_plan(tmp_path)
+    assert plan.gpus == (0, 1, 3)
+    assert plan.settings.version == "2.18"
+    assert plan.strategy == "tccl"
+    assert len(plan.rings) == 1
+
+
+BAD = {
+    "no machine": ((), "plan: cannot measure hardware in this version; give --simulate MACHINE"),
+    "one GPU": (("--gpus", "1"), "machine h200x4-vm: 1 GPU to plan for; a ring joins 2 or more"),
+    "no such GPU": (("--gpus", "0,7"), "GPU 7: is not in machine h200x4-vm; it has 0, 1, 2, 3"),
+    "rings of words": (("--rings", "many"), "--rings 'many': is no list of numbers; write 1,2,4"),
+    "no rings": (("--rings", "0"), "--rings '0': is out of range; 1 to 16 rings"),
+    "10^9 rings": (("--rings", "9" * 9), "--rings '999999999': is out of range; 1 to 16 rings"),
+    "no sets": (("--max-sets", "0"), "--max-sets: is 0; measure at least one set"),
+    "NaN seconds": (("--max-seconds", "nan"), "--max-seconds: is nan; a number of seconds above"),
+    "NaN noise": (("--noise", "nan"), "noise: is nan; 0 to 1, the standard deviation"),
+    "a strategy": (("--strategy", "x"), "strategy 'x': is not known; there are best-first, tccl"),
+    "a version": (("--nccl", "new"), "NCCL version 'new': is no version; give a number"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options_get_one_sentence_and_leave_nothing(case, tmp_path):
+    more, sentence = BAD[case]
+    machine = ("--simulate", SMALL) if more else ()
+    result = tccl("plan", "-o", tmp_path / "plan", *machine, *more)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"tccl: {sentence}")
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+# interruptions
+
+
+class Impatient:
+    """Stands for the progress line; interrupts the search after so many reports."""
+
+    patience = 30
+    reports = 0
+
+    def __enter__(self):
+        type(self).reports = 0
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def update(self, progress):
+        type(self).reports += 1
+        if self.reports > self.patience:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("patience", [1, 60, -20])
+@pytest.mark.parametrize("noise", ["0", "0.05"])
+def test_an_interrupted_plan_goes_on_as_if_nothing_had_been(patience, noise, tmp_path, monkeypatch):
+    command = ("--simulate", SMALL, "--noise", noise, "--seed", "3", "--json")
+    command = (*command, "--max-sets", "100", "--rings", "1,2")
+    with monkeypatch.context() as patched:
+        patched.setattr("tccl_py.cli.plan.ProgressLine", Impatient)
+        patched.setattr(Impatient, "patience", 10**9)
+        done("plan", "-o", tmp_path / "whole", *command)
+        # Counted from the end, an interruption comes while subsets are planned.
+        patched.setattr(Impatient, "patience", patience % Impatient.reports)
+        cut = tccl("plan", "-o", tmp_path / "cut", *command)
+    assert cut.exit_code == 130
+    assert "interrupted: the best so far follows" in cut.stderr
+    best = json.loads(cut.stdout)
+    assert best["cancelled"]
+    assert best["rate_gbps"] >= best["stock"]["rate_gbps"]
+    assert [one.name for one in (tmp_path / "cut").iterdir()] == ["measurements.jsonl"]
+    kept = (tmp_path / "cut" / "measurements.jsonl").read_text()
+    done("plan", "-o", tmp_path / "cut", *command)
+    text = (tmp_path / "cut" / "measurements.jsonl").read_text()
+    assert text.startswith(kept)
+    assert len(text.splitlines()) == len(set(text.splitlines()))
+    resumed, whole = load_plan(tmp_path / "cut"), load_plan(tmp_path / "whole")
+    counts = {"sets_measured": 0, "sets_remembered": 0}
+    assert msgspec.structs.replace(resumed, **counts) == msgspec.structs.replace(whole, **counts)
+    assert resumed.sets_measured < whole.sets_measured
+
+
+def test_a_signal_leaves_the_best_so_far_and_a_journal_that_is_gone_on_from(tmp_path):
+    command = [sys.executable, "-m", "tccl_py.cli.main", "plan", "-o", str(tmp_path / "plan")]
+    command += ["--simulate", "asus-esc8000a-e13p", "--max-sets", "400", "--rings", "1,2"]
+    command += ["--gpus", "0-5"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    journal = tmp_path / "plan" / "measurements.jsonl"
+    deadline = time.monotonic() + 60
+    while not (journal.exists() and journal.read_text().count("\n") > 60):
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    output, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert errors.startswith("tccl: interrupted: the best so far follows")
+    assert errors.count("\n") == 1
+    assert "Plan for asus-esc8000a-e13p, GPUs 0,1,2,3,4,5: simulated" in output
+    assert [one.name for one in journal.parent.iterdir()] == ["measurements.jsonl"]
+    before = read_journal(journal).measurements
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert again.returncode == 0, again.stderr
+    after = read_journal(journal).measurements
+    assert len(before) >= 60
+    assert set(before) < set(after)
+    assert all(len(measured) == 1 for measured in after.values())
+    assert load_plan(tmp_path / "plan").sets_measured == len(after) - len(before)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("--noise", "0.1"), ("--noise", "0.05", "--seed", "4"), ("--simulate", PCIE)],
+)
+def test_a_journal_of_another_machine_noise_or_seed_is_refused(other, tmp_path, monkeypatch):
+    command = ("plan", "-o", tmp_path, "--simulate", SMALL, "--noise", "0.05", "--seed", "3")
+    with monkeypatch.context() as patched:
+        patched.setattr("tccl_py.cli.plan.ProgressLine", Impatient)
+        assert tccl(*command).exit_code == 130
+    before = (tmp_path / "measurements.jsonl").read_bytes()
+    result = tccl(*command, *other)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "belongs to machine h200x4-vm (model " in result.stderr
+    assert result.stderr.endswith("; use a new output directory\n")
+    assert (tmp_path / "measurements.jsonl").read_bytes() == before
+
+
+# env
+
+
+def test_env_names_the_graph_file_of_exactly_these_gpus(directory):
+    for gpus, name in (("0-3", "graph.xml"), ("3,1", "subsets/graph-1-3.xml")):
+        found = json.loads(done("env", directory, "--gpus", gpus, "--json").stdout)
+        path = found["environment"]["NCCL_GRAPH_FILE"]
+        assert path == str(directory / "nccl" / name)
+        text = (directory / "nccl" / name).read_text()
+        for graph in load_graph_file(text, where=name, version="2.30").graphs:
+            assert all(sorted(one.gpus) == found["gpus"] for one in graph.channels)
+
+
+def test_env_without_gpus_is_for_all_of_the_plan(directory):
+    assert done("env", directory).stdout == done("env", directory, "--gpus", "0-3").stdout
+
+
+@pytest.mark.parametrize("source", ["env", "env.sh"])
+def test_what_a_shell_makes_of_it_is_the_plans_settings(source, directory):
+    if source == "env":
+        script = done("env", directory).stdout
+    else:
+        script = f". {shlex.quote(str(directory / 'nccl' / 'env.sh'))}"
+    variables = shell(script)
+    assert variables["NCCL_GRAPH_FILE"] == str(directory / "nccl" / "graph.xml")
+    assert os.path.isfile(variables["NCCL_GRAPH_FILE"])  # noqa: PTH113
+    wanted = environment(load_plan(directory).settings)
+    assert {name: variables[name] for name in wanted} == wanted
+
+
+def test_env_for_gpus_without_a_graph_file_is_no_and_unsets_it(directory):
+    result = tccl("env", directory, "--gpus", "2")
+    assert result.exit_code == 1
+    assert result.stderr == "tccl: no graph file for GPUs 2: NCCL chooses its own rings\n"
+    variables = shell(result.stdout)
+    assert "NCCL_GRAPH_FILE" not in variables
+    wanted = environment(load_plan(directory).settings)
+    assert {name: variables[name] for name in wanted} == wanted
+
+
+def test_env_says_which_graph_file_is_missing(tmp_path):
+    write_plan(plan_of(PCIE), tmp_path)
+    (tmp_path / "nccl" / "subsets" / "graph-0-1.xml").unlink()
+    result = tccl("env", tmp_path, "--gpus", "0,1")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "graph-0-1.xml: is missing; plan again, or `tccl export` it" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "more, sentence",
+    [
+        (("--gpus", "0,9"), "GPU 9: is not in machine amd-3090; it has 0, 1, 2, 3"),
+        (("--gpus", "0,0"), "GPU list '0,0': names GPU 0 twice; every GPU stands once"),
+    ],
+)
+def test_env_refuses_gpus_that_are_not_there(more, sentence, directory):
+    result = tccl("env", directory, *more)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"tccl: {sentence}\n"
+
+
+def test_env_and_show_without_a_plan_say_what_to_name(tmp_path):
+    for command in ("env", "show", "export"):
+        result = tccl(command, tmp_path)
+        assert result.exit_code == 2
+        assert "holds no plan.json; name a directory of `tccl plan`" in result.stderr
+
+
+def test_above_eight_gpus_env_plans_a_subset_when_it_is_asked_for(sixteen):
+    gpus = (0, 3, 5, 8, 9, 12, 13, 14, 15)
+    name = "graph-0-3-5-8-9-12-13-14-15.xml"
+    path = sixteen / "nccl" / "subsets" / name
+    assert not path.exists()
+    text = ",".join(map(str, reversed(gpus)))
+    found = json.loads(done("env", sixteen, "--gpus", text, "--json").stdout)
+    assert found["environment"]["NCCL_GRAPH_FILE"] == str(path)
+    assert found["simulated"] is True
+    assert "rates simulated" in path.read_text().splitlines()[0]
+    plan = load_plan(sixteen)
+    verdict = validate(
+        path.read_text(),
+        plan.machine,
+        plan.knowledge,
+        gpus=gpus,
+        version=plan.settings.version,
+        environment=environment(plan.settings),
+    )
+    assert verdict.verdict == "used", verdict.reason
+    assert {tuple(sorted(ring)) for ring in verdict.rings} == {tuple(range(9))}
+    written = path.stat().st_mtime_ns
+    assert json.loads(done("env", sixteen, "--gpus", text, "--json").stdout) == found
+    assert path.stat().st_mtime_ns == written
+    assert [one.name for one in path.parent.iterdir()] == [name]
+
+
+def test_where_a_subset_cannot_be_kept_nccl_chooses(sixteen, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    result = tccl("env", sixteen, "--gpus", "0,1,8")
+    assert result.exit_code == 1
+    assert "No space left on device" in result.stderr
+    assert "unset NCCL_GRAPH_FILE" in result.stdout
+    assert not (sixteen / "nccl" / "subsets" / "graph-0-1-8.xml").exists()
+
+
+def test_a_measured_plan_leaves_other_subsets_to_nccl(tmp_path):
+    write_plan(msgspec.structs.replace(plan_of(WRX), simulated=False), tmp_path)
+    result = tccl("env", tmp_path, "--gpus", "0,1,8")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("# tccl-py, rates measured\n")
+    assert result.stdout.endswith("unset NCCL_GRAPH_FILE\n")
+
+
+# export
+
+
+def test_export_prints_the_graph_file_of_the_plan(directory):
+    assert done("export", directory).stdout == (directory / "nccl" / "graph.xml").read_text()
+
+
+def test_export_writes_what_nccl_reads_elsewhere(directory, tmp_path):
+    done("export", directory, "-o", tmp_path / "there")
+    ours = {one.name: one.read_text() for one in (directory / "nccl").rglob("*.*")}
+    theirs = {one.name: one.read_text() for one in (tmp_path / "there" / "nccl").rglob("*.*")}
+    assert f"NCCL_GRAPH_FILE={tmp_path / 'there'}/nccl/graph.xml" in theirs.pop("env.sh")
+    ours.pop("env.sh")
+    assert theirs == ours
+
+
+def test_export_refuses_a_directory_that_exists_and_a_runtime_it_does_not_know(directory, tmp_path):
+    result = tccl("export", directory, "-o", tmp_path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.endswith("already exists; name a new directory\n")
+    result = tccl("export", directory, "--runtime", "tccl")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--runtime 'tccl': is not in this version; one of nccl" in result.stderr
+
+
+def test_export_for_another_version_keeps_the_flows_or_refuses(directory):
+    plan = load_plan(directory)
+    for version in ("2.18", "2.28", "2.30"):
+        result = tccl("export", directory, "--nccl", version)
+        if result.exit_code:
+            assert f"make a plan for it: tccl plan --nccl {version}" in result.stderr
+            continue
+        graph = load_graph_file(result.stdout, where="stdout", version=version).graphs[0]
+        wanted = per_channel([ring.gpus for ring in plan.rings], plan.settings.channels)
+        assert tuple(channel.gpus for channel in graph.channels) == wanted
+    assert done("export", directory, "--nccl", "2.30").exit_code == 0
+
+
+def test_export_does_not_claim_rates_for_a_version_that_moves_hops_otherwise(tmp_path):
+    plan = plan_of("intel-v100")
+    free = msgspec.structs.replace(plan.settings, p2p_level="LOC")
+    write_plan(msgspec.structs.replace(plan, settings=free), tmp_path)
+    result = tccl("export", tmp_path, "--nccl", "2.28")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("tccl: --nccl 2.28: moves ")
+    assert result.stderr.endswith("make a plan for it: tccl plan --nccl 2.28\n")
