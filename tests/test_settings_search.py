@@ -1,0 +1,160 @@
+"""The search over settings: NCCL's own choice is its floor, and interruptions keep the best."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tccl_py.measurements.memory import RememberingSource
+from tccl_py.plan.settings_search import (
+    CAREFUL,
+    SettingsSearch,
+    Task,
+    condensed,
+    measured_stock,
+    measured_well,
+    rings_under,
+    search_under,
+)
+from tccl_py.runtimes.nccl.settings import Settings, check_settings
+from tccl_py.search.problem import Budget, SilentReporter
+from tccl_py.simulator.library import bundled_names, load_bundled
+from tccl_py.simulator.source import Simulator
+from tests.planned import FOUR_GPUS, PCIE, SMALL
+
+
+class Interrupted(RememberingSource):
+    """A source during whose n-th measurement the user presses Ctrl-C."""
+
+    def __init__(self, source, at):
+        super().__init__(source)
+        self.left = at
+
+    def measure(self, sets):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return super().measure(sets)
+
+
+def task_for(name, *, source=None, version="2.30", counts=(1, 2)):
+    model = load_bundled(name)
+    return Task(
+        machine=model.machine,
+        knowledge=model.knowledge,
+        source=source or RememberingSource(Simulator(model)),
+        gpus=model.machine.gpu_indices,
+        version=version,
+        ring_counts=counts,
+        strategy="best-first",
+        budget=Budget(sets=200, idle_sets=50),
+        reporter=SilentReporter(),
+    )
+
+
+def searched(task, sets=200):
+    stock = measured_stock(task)
+    search = SettingsSearch(task, stock)
+    search.run(sets=sets)
+    return stock, search
+
+
+@pytest.mark.parametrize("name", FOUR_GPUS)
+@pytest.mark.parametrize("version", ["2.18", "2.30"])
+def test_the_best_settings_can_be_set_and_are_no_worse_than_any_that_were_searched(name, version):
+    stock, search = searched(task_for(name, version=version))
+    check_settings(search.best.settings)
+    assert search.best.settings.version == version
+    assert search.best.rate_gbps >= stock.rate_gbps
+    assert search.searched
+    assert not search.cancelled
+    for other in search.searched:
+        check_settings(other.settings)
+        assert search.best.rate_gbps * 1.0101 >= other.rate_gbps
+
+
+@pytest.mark.parametrize("name", FOUR_GPUS)
+def test_the_rate_of_every_choice_is_measured_under_its_own_settings(name):
+    task = task_for(name)
+    _, search = searched(task)
+    for choice in [search.best, *search.searched]:
+        rings = rings_under(task, choice.settings, choice.orders)
+        (measured,) = task.source.measure([rings.flows])
+        assert choice.rate_gbps == pytest.approx(len(choice.orders) * measured.rate_gbps)
+
+
+@pytest.mark.parametrize("at", [2, 5, 20, 60, 150])
+def test_an_interruption_during_any_measurement_keeps_the_best_so_far(at):
+    source = Interrupted(Simulator(load_bundled(PCIE)), at)
+    stock, search = searched(task_for(PCIE, source=source))
+    assert search.cancelled
+    assert search.best.rate_gbps >= stock.rate_gbps
+    assert all(choice.rate_gbps > 0 for choice in search.searched)
+
+
+def test_an_interruption_before_anything_is_known_goes_to_the_caller():
+    source = Interrupted(Simulator(load_bundled(PCIE)), 1)
+    with pytest.raises(KeyboardInterrupt):
+        searched(task_for(PCIE, source=source))
+
+
+def test_an_interrupted_search_measures_no_more():
+    class Counting(Interrupted):
+        after = 0
+
+        def measure(self, sets):
+            self.after += self.left <= 0
+            return super().measure(sets)
+
+    source = Counting(Simulator(load_bundled(PCIE)), 40)
+    searched(task_for(PCIE, source=source))
+    assert source.after == 0
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_stock_is_measured_as_nccl_would_run_it(name):
+    task = task_for(name)
+    stock = measured_stock(task)
+    assert stock.measurement.simulated
+    assert stock.settings.channels % len(stock.rings.rings) == 0
+    assert {one.gpus for one in stock.rings.rings} <= {
+        tuple(ring[(i + ring.index(min(ring))) % len(ring)] for i in range(len(ring)))
+        for ring in stock.choice.rings
+    }
+
+
+def test_the_same_settings_are_searched_the_same_way_again():
+    task = task_for(PCIE)
+    _, first = searched(task)
+    measured = task.source.sets_measured
+    _, again = searched(task)
+    assert task.source.sets_measured == measured
+    assert [one.settings for one in again.searched] == [one.settings for one in first.searched]
+    assert again.best.rings == first.best.rings
+
+
+def test_ring_counts_that_do_not_divide_the_channels_are_left_out():
+    task = task_for(SMALL, counts=(1, 2, 3))
+    result = search_under(task, Settings(channels=4), orders=[], floor=0.0, sets=100)
+    assert len(result.rings.rings) in (1, 2)
+
+
+def test_a_noisy_ring_set_is_measured_several_times_and_a_quiet_one_once():
+    model = load_bundled(SMALL)
+    for noise, measured in ((0.0, 1), (0.05, CAREFUL)):
+        source = RememberingSource(Simulator(model, noise=noise))
+        task = task_for(SMALL, source=source)
+        rings = rings_under(task, Settings(channels=4), [task.gpus])
+        well = measured_well(source, rings)
+        assert source.sets_measured == measured
+        (exact,) = Simulator(model).measure([rings.flows])
+        assert well.rate_gbps == pytest.approx(exact.rate_gbps, rel=0.03)
+
+
+ORDERS = st.sampled_from([(0, 1, 2), (0, 2, 1)])
+
+
+@given(st.lists(ORDERS, min_size=1, max_size=16))
+def test_condensed_rings_keep_their_shares(orders):
+    short = condensed(orders)
+    times = len(orders) // len(short)
+    assert sorted(short * times) == sorted(orders)
