@@ -60,7 +60,12 @@ def plan(
         str, typer.Option(metavar="NAME", help=f"One of {', '.join(STRATEGIES)}.")
     ] = "best-first",
     max_sets: Annotated[
-        int, typer.Option(metavar="N", help="Sets to measure at most for settings and rings.")
+        int,
+        typer.Option(
+            metavar="N",
+            help="Sets to measure at most while settings and rings are searched; tuning channels, "
+            "subsets and the comparison with a free choice take some more.",
+        ),
     ] = DEFAULT_BUDGET.sets or 1000,
     max_seconds: Annotated[
         float | None, typer.Option(metavar="S", help="Seconds to spend at most on one search.")

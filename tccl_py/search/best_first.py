@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_py.search.bounds import Bounds, Floats
+from tccl_py.search.brute_force import all_ring_sets
 from tccl_py.search.conflicts import smallest_slow_part
 from tccl_py.search.hop_index import HopIndex
 from tccl_py.search.incumbent import Incumbent
@@ -88,6 +89,30 @@ class RingSetSearch:
     def _enough(self) -> float:
         """Hop rate that a set must exceed to be worth finding."""
         return self._incumbent.surely_reached * (1 + self._tolerance) / self.count
+
+    def exhaust(self) -> None:
+        """Measure every ring set that could still beat the incumbent.
+
+        Raises:
+            BudgetSpentError: the budget is used up; `bound_gbps` holds all the same.
+        """
+        if self.bound_gbps <= self._enough * self.count:
+            return
+        for sequences in all_ring_sets(self.index, self.count):
+            hops = [hop for sequence in sequences for hop in sequence]
+            bound = self.bounds.bound(hops)
+            if bound > self._enough:
+                self._offer(sequences, hops)
+                bound = min(bound, self._ledger.upper(self.index, hops))
+            self._dropped = max(self._dropped, bound)
+        self._queue.clear()
+
+    def _offer(self, sequences: Sequence[Sequence[int]], hops: Sequence[int]) -> None:
+        rate = self._ledger.rate(self.index, hops)
+        error = self._ledger.relative_error(self._ledger.measurement(self.index, hops))
+        self._incumbent.error = max(self._incumbent.error, error)
+        at = self._ledger.sets_measured
+        self._incumbent.offer(self.count * rate, self.index, sequences, at=at)
 
     def relax(self, cuts: Sequence[Sequence[int]]) -> None:
         """Bound all ring sets by what crosses each cut.
@@ -183,12 +208,7 @@ class RingSetSearch:
 
     def _measure(self, state: State) -> None:
         hops = state.all_hops
-        rate = self._ledger.rate(self.index, hops)
-        error = self._ledger.relative_error(self._ledger.measurement(self.index, hops))
-        self._incumbent.error = max(self._incumbent.error, error)
-        self._incumbent.offer(
-            self.count * rate, self.index, state.rings, at=self._ledger.sets_measured
-        )
+        self._offer(state.rings, hops)
         upper = self._ledger.upper(self.index, hops)
         self._dropped = max(self._dropped, min(upper, state.bound))
         if upper > self._enough:

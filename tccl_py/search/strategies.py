@@ -29,6 +29,8 @@ Strategy = Callable[["Run"], None]
 
 MAX_BRUTE_FORCE = 200_000
 """Ring sets that brute force measures at most; more are skipped, with their number."""
+FEW_RING_SETS = 150
+"""So few ring sets are measured one by one: bounds would cost more."""
 SPOT_CHECKS = 2
 """Further members measured of each class of hops that symmetries call equal."""
 AGREEMENT = 0.03
@@ -85,10 +87,11 @@ class Run:
         at = self.ledger.sets_measured
         self.incumbent.offer(len(sequences) * rate, index, sequences, at=at)
 
-    def offer_orders(self, indices: dict[int, HopIndex]) -> None:
-        """Measure the rings known beforehand, and the plain ascending one."""
-        for order in ((self.problem.gpus,), *self.problem.orders):
-            for count, index in indices.items():
+    def offer_orders(self, orders: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Measure rings known beforehand, just as they are."""
+        for count in self.problem.spaces:
+            index = _plain_index(self, count)
+            for order in orders:
                 if count % len(order) == 0:
                     self._offer_order(index, list(order) * (count // len(order)))
 
@@ -157,7 +160,8 @@ def _result(run: Run, *, cancelled: bool) -> SearchResult:
 def _best_first(run: Run) -> None:
     """Search under the symmetry, as far as measurements bear it out; then check the answer."""
     symmetry = run.problem.symmetry
-    run.offer_orders({count: _plain_index(run, count) for count in run.problem.spaces})
+    known = (*run.problem.orders, (run.problem.gpus,))
+    run.offer_orders(known)
     indices = _trusted_indices(run, symmetry, SPOT_CHECKS)
     _search_all_counts(run, indices)
     if not _answer_holds(run):
@@ -165,7 +169,7 @@ def _best_first(run: Run) -> None:
         run.notices.append("the machine is less symmetric than described; searched again")
         run.incumbent.forget()
         run.bounds.clear()
-        run.offer_orders({count: _plain_index(run, count) for count in run.problem.spaces})
+        run.offer_orders(known)
         _search_all_counts(run, _trusted_indices(run, symmetry, None))
 
 
@@ -206,8 +210,11 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> None:
         )
         try:
             search.dive()
-            search.relax(_one_of_each(index, cuts))
-            search.run()
+            if count_ring_sets(index.space, count) <= FEW_RING_SETS:
+                search.exhaust()
+            else:
+                search.relax(_one_of_each(index, cuts))
+                search.run()
         except BudgetSpentError:
             run.budget_spent = True
         finally:
@@ -294,7 +301,7 @@ def _brute_force(run: Run) -> None:
 
 def _nccl_order(run: Run) -> None:
     """The orders of the problem (NCCL's own), or the ascending one, as they are."""
-    run.offer_orders({count: _plain_index(run, count) for count in run.problem.spaces})
+    run.offer_orders(run.problem.orders or [(run.problem.gpus,)])
 
 
 STRATEGIES: dict[str, Strategy] = {
