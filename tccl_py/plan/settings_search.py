@@ -196,7 +196,7 @@ class SettingsSearch:
         try:
             left = self._explore(sets)
             if not self.cancelled:
-                self._settle(max(left, sets // 4))
+                self._settle(max(left, sets // 2))
         except KeyboardInterrupt:
             self.cancelled = True
 
