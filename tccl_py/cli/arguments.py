@@ -18,6 +18,7 @@ from rich.console import Console
 
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json, write_atomically
+from tccl_py.runtimes.nccl.versions import known_versions
 from tccl_py.topology.machine import MAX_GPUS, Machine
 
 ANSWER_IS_NO = 1
@@ -31,6 +32,13 @@ JsonOption = Annotated[
     bool, typer.Option("--json", metavar=" ", help="Print JSON instead of a table.")
 ]
 """The --json option that every command with a table has."""
+NcclOption = Annotated[
+    str,
+    typer.Option(
+        metavar="VERSION", help=f"NCCL's version; {', '.join(known_versions())} were checked."
+    ),
+]
+"""The --nccl option of commands that must know what NCCL will do."""
 
 _PIPED_WIDTH = 120
 _GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)

@@ -10,6 +10,7 @@ import typer
 from tccl_py.cli.arguments import (
     MACHINE_HELP,
     JsonOption,
+    NcclOption,
     gpus_argument,
     notice,
     print_json,
@@ -22,7 +23,7 @@ from tccl_py.errors import InputError
 from tccl_py.plan.directory import open_journal, output_directory, write_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
-from tccl_py.runtimes.nccl.versions import LATEST, known_versions
+from tccl_py.runtimes.nccl.versions import LATEST
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import load_machine
@@ -46,12 +47,7 @@ def plan(
         str | None,
         typer.Option(metavar="LIST", help="GPUs to join, as 0,2,5 or 0-3; all if not given."),
     ] = None,
-    nccl: Annotated[
-        str,
-        typer.Option(
-            metavar="VERSION", help=f"NCCL's version; {', '.join(known_versions())} were checked."
-        ),
-    ] = LATEST,
+    nccl: NcclOption = LATEST,
     rings: Annotated[
         str | None,
         typer.Option(metavar="LIST", help="How many rings together, as 1,2,4; 1,2,4 by default."),

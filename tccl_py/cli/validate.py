@@ -13,6 +13,7 @@ from tccl_py.cli.arguments import (
     ANSWER_IS_NO,
     MACHINE_HELP,
     JsonOption,
+    NcclOption,
     gpus_argument,
     notice,
     print_json,
@@ -22,7 +23,7 @@ from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.runtimes.nccl import validator
 from tccl_py.runtimes.nccl.validator import Verdict
-from tccl_py.runtimes.nccl.versions import LATEST, known_versions, version_facts
+from tccl_py.runtimes.nccl.versions import LATEST, version_facts
 from tccl_py.simulator.descriptions import load_machine
 
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
@@ -44,12 +45,7 @@ def validate(
         ),
     ] = None,
     nodes: Annotated[int, typer.Option(metavar="N", help="How many equal nodes.")] = 1,
-    nccl: Annotated[
-        str,
-        typer.Option(
-            metavar="VERSION", help=f"NCCL's version; {', '.join(known_versions())} were checked."
-        ),
-    ] = LATEST,
+    nccl: NcclOption = LATEST,
     env: Annotated[
         list[str] | None,
         typer.Option(
