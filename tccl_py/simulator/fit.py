@@ -18,6 +18,8 @@ DATA_SPREAD = 0.07
 """What a rate is trusted to, in log terms: repeated runs differ by 5 %, and a model by more."""
 _STEP = [1e-4]
 """Relative step of the numerical derivatives, in log terms."""
+_ENOUGH = 1e-5
+"""Relative change that ends the fit: four digits are kept."""
 _KIND_WEIGHT = {"set": 1.0, "nccl": 0.7, "matrix": 0.2}
 """Sets are what the model is for; the 28 pairs of a matrix say the same two things."""
 
@@ -39,7 +41,9 @@ class Fit:
         """
         kept = [row for index, row in enumerate(self.rows) if index != leave_out]
         first = np.log([one.value for one in self.start.parameters])
-        found = least_squares(self._residuals, first, args=(kept,), diff_step=_STEP)
+        found = least_squares(
+            self._residuals, first, args=(kept,), diff_step=_STEP, ftol=_ENOUGH, xtol=_ENOUGH
+        )
         fitted = self._with(found.x)
         # Four digits say all there is to know and keep the file readable.
         return fitted.with_values({n: float(f"{x:.4g}") for n, x in fitted.values.items()})
