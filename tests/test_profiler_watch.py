@@ -1,0 +1,613 @@
+"""Conditions that spoil measurements, from a stand-in for NVML and a procfs built for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pynvml
+import pytest
+from tccl_profiler import watch as module
+from tccl_profiler.conditions import (
+    GpuConditions,
+    GpuProcess,
+    changes,
+    complaints,
+    conditions_note,
+    throttling_names,
+)
+from tccl_profiler.watch import Watch, warmed
+
+from tccl_py.errors import MeasurementError
+
+NOT_SUPPORTED, FUNCTION_NOT_FOUND, DRIVER_NOT_LOADED, GPU_IS_LOST = 3, 13, 9, 15
+OF_HOST = "pid:[4026531836]"
+
+
+class NvmlError(Exception):
+    """Stands for pynvml.NVMLError: carries the number in `value`."""
+
+    def __init__(self, value: int, text: str = "Not Supported") -> None:
+        super().__init__(text)
+        self.value = value
+
+
+def gpu_answers(**others: Any) -> dict[str, Any]:
+    """What NVML answers of a healthy GPU, by the name of the question without nvmlDevice."""
+    return {
+        "GetClockInfo": lambda clock: {1: 1980, 2: 3201}[clock],
+        "GetMaxClockInfo": lambda clock: {1: 1980, 2: 3201}[clock],
+        "GetCurrentClocksEventReasons": lambda: 0x1,
+        "GetCurrentClocksThrottleReasons": lambda: 0x1,
+        "GetCurrPcieLinkGeneration": lambda: 5,
+        "GetMaxPcieLinkGeneration": lambda: 5,
+        "GetGpuMaxPcieLinkGeneration": lambda: 5,
+        "GetCurrPcieLinkWidth": lambda: 16,
+        "GetMaxPcieLinkWidth": lambda: 16,
+        "GetTemperature": lambda sensor: 41,
+        "GetTotalEccErrors": lambda kind, counter: 0,
+        "GetPersistenceMode": lambda: 1,
+        "GetComputeRunningProcesses_v3": lambda: [],
+        "GetComputeRunningProcesses_v2": lambda: [],
+    } | others
+
+
+def fails(value: int, text: str = "Not Supported") -> Callable[..., Any]:
+    def answer(*arguments: int) -> Any:
+        raise NvmlError(value, text)
+
+    return answer
+
+
+def process(pid: int, used_bytes: int | None = 300 * 2**20) -> SimpleNamespace:
+    return SimpleNamespace(pid=pid, usedGpuMemory=used_bytes)
+
+
+@dataclass
+class FakeNvml:
+    """NVML of a host with these GPUs; counts how often it is asked and whether it is open."""
+
+    gpus: list[dict[str, Any]]
+    unloaded: bool = False
+    absent: tuple[str, ...] = ()
+    """Functions that this pynvml does not have."""
+    opened: int = 0
+    asked: list[str] = field(default_factory=list)
+    NVMLError = NvmlError
+
+    def nvmlInit(self) -> None:  # noqa: N802 (NVML's names)
+        if self.unloaded:
+            raise NvmlError(DRIVER_NOT_LOADED, "Driver Not Loaded")
+        self.opened += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.opened -= 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        if index >= len(self.gpus):
+            raise NvmlError(2, "Invalid Argument")
+        return index
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        question = name.removeprefix("nvmlDevice")
+        if question in self.absent or question == name:
+            raise AttributeError(name)
+
+        def answer(gpu: int, *arguments: int) -> Any:
+            self.asked.append(question)
+            return self.gpus[gpu].get(question, fails(FUNCTION_NOT_FOUND))(*arguments)
+
+        return answer
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    """A procfs in the host's PID namespace, with process 100, python3."""
+    (tmp_path / "self" / "ns").mkdir(parents=True)
+    (tmp_path / "self" / "ns" / "pid").symlink_to(OF_HOST)
+    add_process(tmp_path, 100, "python3")
+    return tmp_path
+
+
+def add_process(proc: Path, pid: int, name: str) -> None:
+    (proc / str(pid)).mkdir()
+    (proc / str(pid) / "comm").write_text(f"{name}\n")
+
+
+def into_container(proc: Path) -> None:
+    (proc / "self" / "ns" / "pid").unlink()
+    (proc / "self" / "ns" / "pid").symlink_to("pid:[4026532999]")
+
+
+def look_at(proc: Path, *gpus: dict[str, Any], own: frozenset[int] = frozenset(), **nvml: Any):
+    with Watch(range(len(gpus)), own, FakeNvml(list(gpus), **nvml), proc=proc) as watch:
+        return watch.look()
+
+
+HEALTHY = GpuConditions(
+    gpu=0,
+    sm_mhz=1980,
+    sm_max_mhz=1980,
+    memory_mhz=3201,
+    throttling=(),
+    pcie_generation=5,
+    pcie_generation_max=5,
+    gpu_pcie_generation_max=5,
+    pcie_width=16,
+    pcie_width_max=16,
+    temperature_c=41,
+    ecc_uncorrected=0,
+    persistence=True,
+    other_processes=(),
+)
+
+
+def gpu(number: int = 0, **others: Any) -> GpuConditions:
+    return msgspec.structs.replace(HEALTHY, gpu=number, **others)
+
+
+# Looking
+
+
+def test_a_look_has_every_figure_of_every_gpu(proc):
+    busy = gpu_answers(GetCurrentClocksEventReasons=lambda: 0x44, GetTemperature=lambda sensor: 88)
+    first, second = look_at(proc, gpu_answers(), busy)
+    assert first == HEALTHY
+    assert second == gpu(1, throttling=("sw_power_cap", "hw_thermal_slowdown"), temperature_c=88)
+
+
+def test_gpus_are_those_asked_for_by_index(proc):
+    nvml = FakeNvml([gpu_answers(), gpu_answers(), gpu_answers()])
+    with Watch([2, 0], set(), nvml, proc=proc) as watch:
+        assert [seen.gpu for seen in watch.look()] == [2, 0]
+
+
+def test_a_look_costs_eight_calls_a_gpu(proc):
+    nvml = FakeNvml([gpu_answers(), gpu_answers()])
+    with Watch([0, 1], set(), nvml, proc=proc) as watch:
+        nvml.asked.clear()
+        watch.look()
+        assert len(nvml.asked) == 16
+
+
+def test_an_old_driver_answers_under_the_old_names(proc):
+    old = gpu_answers(
+        GetCurrentClocksEventReasons=fails(FUNCTION_NOT_FOUND),
+        GetCurrentClocksThrottleReasons=lambda: 0x8,
+        GetComputeRunningProcesses_v3=fails(FUNCTION_NOT_FOUND),
+        GetComputeRunningProcesses_v2=lambda: [process(100)],
+    )
+    (seen,) = look_at(proc, old)
+    assert seen.throttling == ("hw_slowdown",)
+    assert seen.other_processes == (GpuProcess(pid=100, name="python3", used_mib=300),)
+
+
+def test_a_new_driver_answers_under_the_new_names(proc):
+    new = gpu_answers(GetTemperature=fails(FUNCTION_NOT_FOUND), GetTemperatureV=lambda sensor: 55)
+    assert look_at(proc, new)[0].temperature_c == 55
+
+
+def test_a_pynvml_without_the_new_names_is_no_error(proc):
+    missing = ("GetCurrentClocksEventReasons", "GetGpuMaxPcieLinkGeneration")
+    (seen,) = look_at(proc, gpu_answers(), absent=missing)
+    assert seen == gpu(gpu_pcie_generation_max=None)
+
+
+@pytest.mark.parametrize("error", [3, 4, 13, 22, 26])
+def test_what_the_driver_does_not_answer_is_none_and_no_complaint(proc, error):
+    silent = dict.fromkeys(gpu_answers(), fails(error))
+    seen = look_at(proc, silent)
+    assert seen == (GpuConditions(gpu=0),)
+    assert complaints(seen, loaded=True) == ()
+    assert changes(seen, (HEALTHY,)) == changes((HEALTHY,), seen) == ()
+
+
+def test_a_lost_gpu_is_an_error_that_names_it(proc):
+    nvml = FakeNvml([gpu_answers(), gpu_answers()])
+    with Watch([0, 1], set(), nvml, proc=proc) as watch:
+        nvml.gpus[1]["GetClockInfo"] = fails(GPU_IS_LOST, "GPU is lost")
+        with pytest.raises(MeasurementError) as caught:
+            watch.look()
+    assert str(caught.value) == (
+        "GPU 1: does not answer nvmlDeviceGetClockInfo (GPU is lost);"
+        " see whether nvidia-smi shows all GPUs well"
+    )
+    assert nvml.opened == 0
+
+
+def test_a_gpu_that_is_not_there_is_an_error_and_nvml_is_closed(proc):
+    nvml = FakeNvml([gpu_answers()])
+    with pytest.raises(MeasurementError) as caught, Watch([0, 7], set(), nvml, proc=proc):
+        pass
+    assert str(caught.value) == (
+        "GPU 7: cannot be watched (Invalid Argument); see whether nvidia-smi shows all GPUs well"
+    )
+    assert nvml.opened == 0
+
+
+def test_no_driver_is_an_error(proc):
+    with (
+        pytest.raises(MeasurementError) as caught,
+        Watch([0], set(), FakeNvml([], unloaded=True), proc=proc),
+    ):
+        pass
+    assert str(caught.value) == (
+        "this machine: no NVIDIA driver answers (Driver Not Loaded);"
+        " see whether nvidia-smi shows all GPUs well"
+    )
+
+
+def test_a_watch_looks_only_while_it_is_open(proc):
+    watch = Watch([0], set(), FakeNvml([gpu_answers()]), proc=proc)
+    with pytest.raises(RuntimeError):
+        watch.look()
+    with watch:
+        watch.look()
+    with pytest.raises(RuntimeError):
+        watch.look()
+
+
+def test_every_name_that_is_asked_for_exists_in_pynvml(proc):
+    nvml = FakeNvml([{}])
+    with Watch([0], set(), nvml, proc=proc) as watch:
+        watch.look()
+    assert len(set(nvml.asked)) == 15
+    assert all(hasattr(pynvml, f"nvmlDevice{question}") for question in nvml.asked)
+
+
+def test_numbers_written_out_are_those_of_pynvml():
+    assert (module._SM_CLOCK, module._MEMORY_CLOCK) == (
+        pynvml.NVML_CLOCK_SM,
+        pynvml.NVML_CLOCK_MEM,
+    )
+    assert module._GPU_SENSOR == pynvml.NVML_TEMPERATURE_GPU
+    assert module._UNCORRECTED == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    assert module._VOLATILE == pynvml.NVML_VOLATILE_ECC
+    assert module._NOT_ANSWERED == (
+        pynvml.NVML_ERROR_INVALID_ARGUMENT,
+        pynvml.NVML_ERROR_NOT_SUPPORTED,
+        pynvml.NVML_ERROR_NO_PERMISSION,
+        pynvml.NVML_ERROR_NOT_FOUND,
+        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+        pynvml.NVML_ERROR_VGPU_ECC_NOT_SUPPORTED,
+        pynvml.NVML_ERROR_DEPRECATED,
+    )
+
+
+# Throttling by name
+
+
+@pytest.mark.parametrize(
+    ("constant", "names"),
+    [
+        ("nvmlClocksThrottleReasonNone", ()),
+        ("nvmlClocksThrottleReasonGpuIdle", ()),
+        ("nvmlClocksThrottleReasonApplicationsClocksSetting", ()),
+        ("nvmlClocksThrottleReasonSwPowerCap", ("sw_power_cap",)),
+        ("nvmlClocksThrottleReasonHwSlowdown", ("hw_slowdown",)),
+        ("nvmlClocksThrottleReasonSyncBoost", ("sync_boost",)),
+        ("nvmlClocksThrottleReasonSwThermalSlowdown", ("sw_thermal_slowdown",)),
+        ("nvmlClocksThrottleReasonHwThermalSlowdown", ("hw_thermal_slowdown",)),
+        ("nvmlClocksThrottleReasonHwPowerBrakeSlowdown", ("hw_power_brake_slowdown",)),
+        ("nvmlClocksThrottleReasonDisplayClockSetting", ("display_clocks_setting",)),
+        ("nvmlClocksThrottleReasonBoardLimit", ("board_limit",)),
+        ("nvmlClocksThrottleReasonReliability", ("reliability",)),
+    ],
+)
+def test_reasons_have_names(constant, names):
+    assert throttling_names(getattr(pynvml, constant)) == names
+
+
+def test_a_reason_nobody_described_keeps_its_number():
+    assert throttling_names(0x1804) == ("sw_power_cap", "reason 0x1800")
+
+
+# Processes
+
+
+def test_own_processes_are_left_out_and_others_have_their_names(proc):
+    add_process(proc, 200, "evil\x1b[2J")
+    found = [process(300, None), process(200), process(100), process(200)]
+    answers = gpu_answers(GetComputeRunningProcesses_v3=lambda: found)
+    (seen,) = look_at(proc, answers, own=frozenset({100}))
+    assert seen.other_processes == (
+        GpuProcess(pid=200, name="evil?[2J", used_mib=300),
+        GpuProcess(pid=300, name=None, used_mib=None),
+    )
+
+
+def test_own_processes_may_be_added_while_watching(proc):
+    own: set[int] = set()
+    answers = gpu_answers(GetComputeRunningProcesses_v3=lambda: [process(100)])
+    with Watch([0], own, FakeNvml([answers]), proc=proc) as watch:
+        assert len(watch.look()[0].other_processes) == 1
+        own.add(100)
+        assert watch.look()[0].other_processes == ()
+
+
+def test_in_a_container_our_own_processes_under_host_pids_are_no_others(proc):
+    into_container(proc)
+    answers = gpu_answers(GetComputeRunningProcesses_v3=lambda: [process(9001), process(9002)])
+    assert look_at(proc, answers, own=frozenset({7, 8}))[0].other_processes == ()
+
+
+def test_in_a_container_more_host_pids_than_own_processes_are_others(proc):
+    into_container(proc)
+    found = [process(100), process(9001), process(9002)]
+    answers = gpu_answers(GetComputeRunningProcesses_v3=lambda: found)
+    (seen,) = look_at(proc, answers, own=frozenset({100, 8}))
+    assert seen.other_processes == (GpuProcess(pid=9002, used_mib=300),)
+
+
+def test_on_the_host_a_hidden_process_is_another(proc):
+    answers = gpu_answers(GetComputeRunningProcesses_v3=lambda: [process(9001)])
+    (seen,) = look_at(proc, answers, own=frozenset({7}))
+    assert seen.other_processes == (GpuProcess(pid=9001, used_mib=300),)
+
+
+# Complaints
+
+
+def test_a_healthy_gpu_is_not_complained_about():
+    assert complaints((gpu(0), gpu(1)), loaded=False) == ()
+    assert complaints((gpu(0), gpu(1)), loaded=True) == ()
+
+
+def test_a_low_generation_is_power_saving_when_idle_and_a_fault_under_load():
+    seen = (gpu(0), gpu(2, pcie_generation=1))
+    assert complaints(seen, loaded=False) == ()
+    assert complaints(seen, loaded=True) == (
+        "GPU 2: its PCIe link runs at generation 1 x16, its best is generation 5 x16;"
+        " check its slot, the riser or cable, and the link speed that the BIOS sets",
+    )
+
+
+def test_a_narrow_link_is_a_fault_at_any_time():
+    sentence = (
+        "GPU 0: its PCIe link runs at generation 5 x8, its best is generation 5 x16;"
+        " check its slot, the riser or cable, and how the board shares lanes"
+    )
+    for loaded in (False, True):
+        assert complaints((gpu(pcie_width=8),), loaded=loaded) == (sentence,)
+
+
+def test_a_slot_older_than_the_gpu_is_no_fault_of_the_link():
+    seen = gpu(pcie_generation=4, pcie_generation_max=4, gpu_pcie_generation_max=5)
+    assert complaints((seen,), loaded=True) == ()
+
+
+@pytest.mark.parametrize(
+    "virtual",
+    [
+        {"pcie_width": 0},
+        {"pcie_width": None},
+        {"pcie_width": 8, "pcie_width_max": 0},
+        {"pcie_generation": 0, "pcie_width": 0},
+        {"pcie_generation": 1, "pcie_generation_max": None},
+    ],
+)
+def test_links_of_virtual_machines_that_tell_nothing_are_no_fault(virtual):
+    assert complaints((gpu(**virtual),), loaded=True) == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (
+            ("hw_slowdown", "hw_thermal_slowdown"),
+            "its clocks are lowered by hw_thermal_slowdown at 41 C;"
+            " check its fan, the airflow and what heats the room",
+        ),
+        (
+            ("sw_thermal_slowdown",),
+            "its clocks are lowered by sw_thermal_slowdown at 41 C;"
+            " check its fan, the airflow and what heats the room",
+        ),
+        (
+            ("hw_slowdown", "hw_power_brake_slowdown"),
+            "its clocks are lowered by hw_power_brake_slowdown at 41 C;"
+            " check the power supply and its cables",
+        ),
+        (
+            ("hw_slowdown",),
+            "its clocks are lowered by hw_slowdown at 41 C;"
+            " check its cooling, its power cables and the supply",
+        ),
+    ],
+)
+def test_throttling_by_heat_and_hardware_is_complained_about_at_any_time(names, sentence):
+    for loaded in (False, True):
+        assert complaints((gpu(3, throttling=names),), loaded=loaded) == (f"GPU 3: {sentence}",)
+
+
+def test_a_power_cap_is_complained_about_under_load_only():
+    seen = (gpu(throttling=("sw_power_cap",), temperature_c=None),)
+    assert complaints(seen, loaded=False) == ()
+    assert complaints(seen, loaded=True) == (
+        "GPU 0: its clocks are lowered by sw_power_cap;"
+        " raise its power limit or keep other load off it",
+    )
+
+
+def test_clocks_lowered_by_settings_are_not_complained_about():
+    names = ("sync_boost", "display_clocks_setting", "board_limit", "reliability", "reason 0x800")
+    assert complaints((gpu(throttling=names),), loaded=True) == ()
+
+
+def test_other_processes_are_named():
+    others = (GpuProcess(pid=100, name="python3", used_mib=300), GpuProcess(pid=9001))
+    assert complaints((gpu(other_processes=others),), loaded=False) == (
+        "GPU 0: process 100 (python3, 300 MiB) uses it too;"
+        " end it, or measure GPUs that nobody else uses",
+        "GPU 0: process 9001 (name unknown) uses it too;"
+        " end it, or measure GPUs that nobody else uses",
+    )
+
+
+def test_uncorrected_ecc_errors_are_counted():
+    assert complaints((gpu(ecc_uncorrected=2),), loaded=False) == (
+        "GPU 0: its memory had 2 uncorrected ECC errors since the driver was loaded;"
+        " reset it, and have it looked at if they return",
+    )
+
+
+# Changes
+
+
+def changed(**after: Any) -> tuple[str, ...]:
+    return changes((gpu(0), gpu(1)), (gpu(0), gpu(1, **after)))
+
+
+def test_two_equal_looks_have_no_changes():
+    assert changed() == ()
+
+
+@pytest.mark.parametrize(
+    ("after", "sentence"),
+    [
+        ({"sm_mhz": 1700}, "its SM clock fell from 1980 to 1700 MHz"),
+        ({"memory_mhz": 810}, "its memory clock fell from 3201 to 810 MHz"),
+        ({"pcie_width": 8}, "its PCIe link went from generation 5 x16 to generation 5 x8"),
+        ({"pcie_generation": 3}, "its PCIe link went from generation 5 x16 to generation 3 x16"),
+        ({"throttling": ("sw_power_cap",)}, "sw_power_cap began to lower its clocks"),
+        ({"ecc_uncorrected": 3}, "its memory had 3 more uncorrected ECC errors"),
+        (
+            {"other_processes": (GpuProcess(pid=100, name="python3", used_mib=300),)},
+            "process 100 (python3, 300 MiB) came to use it",
+        ),
+    ],
+)
+def test_what_makes_rates_incomparable_is_a_change(after, sentence):
+    assert changed(**after) == (f"GPU 1: {sentence}; measure again what was measured before",)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        {"sm_mhz": 1800},
+        {"temperature_c": 80},
+        {"throttling": ("sync_boost",)},
+        {"throttling": None},
+        {"pcie_generation": None},
+        {"ecc_uncorrected": None},
+        {"other_processes": None},
+    ],
+)
+def test_what_leaves_rates_comparable_is_no_change(after):
+    assert changed(**after) == ()
+
+
+def test_what_was_there_before_is_no_change():
+    same = {
+        "throttling": ("hw_thermal_slowdown",),
+        "other_processes": (GpuProcess(pid=100, name="python3", used_mib=300),),
+        "ecc_uncorrected": 2,
+    }
+    grown = same | {"other_processes": (GpuProcess(pid=100, name="python3", used_mib=400),)}
+    assert changes((gpu(**same),), (gpu(**grown),)) == ()
+    assert changes((gpu(**same),), (gpu(),)) == ()
+
+
+def test_a_link_that_rose_is_a_change_because_it_was_slow_before():
+    assert changes((gpu(pcie_generation=1),), (gpu(),)) == (
+        "GPU 0: its PCIe link went from generation 1 x16 to generation 5 x16;"
+        " measure again what was measured before",
+    )
+
+
+def test_looks_at_different_gpus_are_not_compared():
+    with pytest.raises(ValueError, match="same GPUs in the same order"):
+        changes((gpu(0),), (gpu(1),))
+
+
+# Warming
+
+
+class Warming:
+    """Links of two GPUs that rise with bursts of 1/8 s each, on a clock that only bursts move."""
+
+    def __init__(self, *generations: tuple[int | None, int | None], best: int | None = 5) -> None:
+        self.generations, self.best, self.bursts, self.now_s = generations, best, 0, 100.0
+
+    def load(self) -> None:
+        self.bursts += 1
+        self.now_s += 0.125
+
+    def look(self) -> tuple[GpuConditions, ...]:
+        now = self.generations[min(self.bursts, len(self.generations)) - 1]
+        return tuple(
+            gpu(i, pcie_generation=generation, pcie_generation_max=self.best)
+            for i, generation in enumerate(now)
+        )
+
+    def warm(self, limit_s: float = 2.0) -> tuple[tuple[GpuConditions, ...], float]:
+        return warmed(self.look, self.load, limit_s=limit_s, clock=lambda: self.now_s)
+
+
+def test_bursts_run_until_every_link_is_at_its_best():
+    links = Warming((1, 1), (1, 5), (3, 5), (5, 5), (1, 1))
+    conditions, waited_s = links.warm()
+    assert links.bursts == 4
+    assert waited_s == 0.5
+    assert [seen.pcie_generation for seen in conditions] == [5, 5]
+
+
+def test_one_burst_runs_where_links_are_at_their_best_or_tell_nothing():
+    for links in (Warming((5, 5)), Warming((None, 0)), Warming((1, 1), best=None)):
+        links.warm()
+        assert links.bursts == 1
+
+
+def test_links_that_rise_no_more_are_not_waited_for():
+    links = Warming((1, 5), (3, 5))
+    conditions, _ = links.warm()
+    assert links.bursts == 6
+    assert complaints(conditions, loaded=True) != ()
+
+
+def test_a_link_that_goes_up_and_down_does_not_rise():
+    links = Warming((3, 5), *[(1, 5), (3, 5)] * 20)
+    links.warm()
+    assert links.bursts == 5
+
+
+def test_waiting_ends_at_the_limit():
+    links = Warming((1, 5), (2, 5), (3, 5), (4, 5))
+    conditions, waited_s = links.warm(limit_s=0.3)
+    assert waited_s == 0.375
+    assert conditions[0].pcie_generation == 3
+
+
+# The note
+
+
+def test_the_note_of_equal_gpus_is_short():
+    assert conditions_note((gpu(0), gpu(1))) == (
+        "SM 1980 of 1980 MHz, memory 3201 MHz, PCIe 5 x16, 41 C, throttling none"
+    )
+
+
+def test_the_note_says_which_gpus_differ():
+    slow = gpu(
+        2, sm_mhz=1710, pcie_generation=1, temperature_c=88, throttling=("sw_power_cap", "x")
+    )
+    assert conditions_note((gpu(0), gpu(1), slow)) == (
+        "SM 1710-1980 of 1980 MHz, memory 3201 MHz, PCIe 5 x16 (GPU 0,1) / 1 x16 of 5 x16 (GPU 2),"
+        " 41-88 C, throttling none (GPU 0,1) / sw_power_cap+x (GPU 2)"
+    )
+
+
+def test_the_note_of_a_silent_driver_says_so():
+    assert conditions_note((GpuConditions(gpu=0),)) == (
+        "SM ? MHz, memory ? MHz, PCIe ? x?, ? C, throttling ?"
+    )
+
+
+def test_conditions_survive_a_journal():
+    seen = (gpu(other_processes=(GpuProcess(pid=100),)), GpuConditions(gpu=1))
+    text = msgspec.json.encode(seen)
+    assert msgspec.json.decode(text, type=tuple[GpuConditions, ...]) == seen
