@@ -1,0 +1,199 @@
+"""When a rate has been measured often enough, which repeats look odd, and whether rates drift."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+
+from tccl_py.errors import InputError, MeasurementError
+
+OUTLIER_SCORE = 3.5
+"""Modified z-score beyond which a sample is flagged (Iglewicz & Hoaglin 1993)."""
+
+MAD_FLOOR = 0.001
+"""Share of the median below which a spread is the timer's step."""
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a median lies, both ends included; infinite where samples are too few to say."""
+
+    low: float
+    high: float
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Confidence interval of the median that assumes no distribution.
+
+    The ends are order statistics: how many of n samples lie below the median is binomial with
+    p = 1/2, whatever they are samples of (Hoefler & Belli, SC15; Hunold & Carpen-Amarie, TPDS
+    2016). Between two ranks they are interpolated after Hettmansperger & Sheather (1986), so
+    that the width shrinks with each sample and not in steps. Below 6 samples no pair of order
+    statistics holds the median with 95 %: the interval is infinite then.
+
+    Raises:
+        MeasurementError: a sample is not finite.
+    """
+    ordered = _checked(samples)
+    ranks = _ranks(len(ordered), confidence)
+    if ranks is None:
+        return Interval(low=-math.inf, high=math.inf)
+    rank, inwards = ranks
+    low, high = ordered[rank - 1], ordered[-rank]
+    return Interval(
+        low=low + inwards * _step(ordered[rank] - low, high - low),
+        high=high - inwards * _step(high - ordered[-rank - 1], high - low),
+    )
+
+
+def relative_width(interval: Interval, median: float) -> float:
+    """Width over the median: 0 for a flow that never moved anything, infinite if it did once."""
+    if interval.high == interval.low:
+        return 0.0
+    return (interval.high - interval.low) / abs(median) if median else math.inf
+
+
+def outliers(samples: Sequence[float]) -> tuple[int, ...]:
+    """Indices of samples far from the median by modified z-score; they are flagged, never dropped.
+
+    The median absolute deviation, 0 where a coarse timer makes most samples equal, counts as at
+    least 0.1 % of the median: nothing within 0.5 % of it is flagged.
+    """
+    if not _checked(samples):
+        return ()
+    values = np.asarray(samples, dtype=np.float64)
+    median = float(np.median(values))
+    distances = np.abs(values - median)
+    spread = max(float(np.median(distances)), MAD_FLOOR * abs(median))
+    return tuple(int(i) for i in np.flatnonzero(0.6745 * distances > OUTLIER_SCORE * spread))
+
+
+class Stopping(msgspec.Struct, frozen=True, kw_only=True):
+    """Repeat until the 95 % interval of every flow's median, over it, is narrower than `target`.
+
+    `minimum` and `limit` count repeats. Rows of `samples_by_flow` are flows, columns repeats.
+    """
+
+    target: float = 0.01
+    minimum: int = 6
+    limit: int = 30
+
+    def __post_init__(self) -> None:
+        if not (self.target > 0 and 1 <= self.minimum <= self.limit):
+            what = f"target {self.target}, minimum {self.minimum}, limit {self.limit}"
+            raise InputError("stopping rule", what, "give target > 0 and 1 <= minimum <= limit")
+
+    def enough(self, samples_by_flow: Sequence[Sequence[float]]) -> bool:
+        """Whether to stop measuring, for either reason."""
+        return _repeats(samples_by_flow) >= self.limit or self.reached(samples_by_flow)
+
+    def reached(self, samples_by_flow: Sequence[Sequence[float]]) -> bool:
+        """Whether every flow's interval is narrower than the target, not only the limit met."""
+        if _repeats(samples_by_flow) < self.minimum:
+            return False
+        return all(
+            relative_width(median_interval(row), float(np.median(row))) < self.target
+            for row in samples_by_flow
+        )
+
+
+class Sentinel:
+    """One set measured again and again during a run, to tell a machine that changes under it.
+
+    Args:
+        transfers: the set in text form, for sentences.
+        tolerance: relative change of a median that is let pass even if it is certain.
+    """
+
+    def __init__(self, *, transfers: str, tolerance: float = 0.02) -> None:
+        self.transfers, self.tolerance = transfers, tolerance
+        self.times_measured = 0
+        self._first: Sequence[Sequence[float]] = ()
+        self._newest: Sequence[Sequence[float]] = ()
+
+    def add(self, samples_by_flow: Sequence[Sequence[float]]) -> None:
+        """Keep one more measurement of the set, rows as `Stopping` takes them."""
+        _repeats(samples_by_flow)
+        self._first = self._first or samples_by_flow
+        if len(samples_by_flow) != len(self._first):
+            counts = f"{len(samples_by_flow)} flows after {len(self._first)}"
+            raise MeasurementError(f"sentinel {self.transfers}: {counts}; measure the same set")
+        self._newest, self.times_measured = samples_by_flow, self.times_measured + 1
+
+    def drift(self) -> str | None:
+        """Say which flow's newest median is furthest from its first; None if none really moved.
+
+        It moved if neither the tolerance nor the 95 % intervals, infinite below 6 samples, explain
+        the change.
+        """
+        pairs = list(zip(self._first, self._newest, strict=True))
+        changes = [_certain_change(*pair) for pair in pairs]
+        flow = max(range(len(changes)), key=lambda i: abs(changes[i]), default=0)
+        if not changes or abs(changes[flow]) <= self.tolerance:
+            return None
+        before, after = (float(np.median(row)) for row in pairs[flow])
+        return (
+            f"sentinel {self.transfers}: flow {flow} went from {before:.4g} to {after:.4g} GB/s "
+            f"({changes[flow]:+.1%}) since the first of {self.times_measured} times; rates between "
+            "may not be comparable: look for other jobs and for clocks lowered by heat"
+        )
+
+
+def _certain_change(first: Sequence[float], newest: Sequence[float]) -> float:
+    """Relative change of the median, or 0 if the intervals of both explain it.
+
+    Only the sides that face each other matter; independent errors add as squares.
+    """
+    before, after = float(np.median(first)), float(np.median(newest))
+    old, new = median_interval(first), median_interval(newest)
+    fell = math.hypot(before - old.low, new.high - after)
+    rose = math.hypot(old.high - before, after - new.low)
+    if abs(after - before) <= (fell if after < before else rose):
+        return 0.0
+    return (after - before) / before if before else math.copysign(math.inf, after)
+
+
+@lru_cache(maxsize=1024)
+def _ranks(count: int, confidence: float) -> tuple[int, float] | None:
+    """Rank of the lower end, from 1, and how far to go from it towards the next."""
+    if not 0 < confidence < 1:
+        raise InputError("confidence", f"{confidence} is none", "give one between 0 and 1")
+    below = 0  # of 2^count equally likely cases, those with fewer than `rank` samples below
+    rank, held = 0, 1.0
+    while rank <= count // 2:
+        below += math.comb(count, rank)
+        narrower = 1 - 2 * below / 2**count
+        if narrower < confidence:
+            break
+        rank, held = rank + 1, narrower
+    share = (held - confidence) / (held - narrower)
+    return (
+        None if rank == 0 else (rank, (count - rank) * share / (rank + (count - 2 * rank) * share))
+    )
+
+
+def _step(gap: float, width: float) -> float:
+    """Room to interpolate in: none across a gap that is over half the interval.
+
+    Such a gap parts two modes, and a point inside it may be beyond a median at the mode's edge.
+    """
+    return gap if gap <= width / 2 else 0.0
+
+
+def _repeats(samples_by_flow: Sequence[Sequence[float]]) -> int:
+    counts = sorted({len(row) for row in samples_by_flow})
+    if len(counts) != 1:
+        what = f"flows with {counts} samples" if counts else "no flows"
+        raise MeasurementError(f"{what}; every flow of a set has one sample a repeat")
+    return counts[0]
+
+
+def _checked(samples: Sequence[float]) -> list[float]:
+    """Sort the samples, if each is a finite number."""
+    for index, sample in enumerate(samples):
+        if not math.isfinite(sample):
+            raise MeasurementError(f"sample {index} is {sample}; a rate is a finite number")
+    return sorted(float(sample) for sample in samples)

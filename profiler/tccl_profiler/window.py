@@ -1,0 +1,129 @@
+"""How long to measure a set: long enough for its slowest lane, and no longer.
+
+A lane is one thread block of one flow; it moves a slice, counts it, and goes on. A repeat has a
+warm-up and a window, and rates are taken between slices that ended within the window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from tccl_py.errors import InputError, MeasurementError
+
+LONGER = 1.25
+"""A window is chosen again only if it should have been longer by this: a rate that varies by less
+between repeats asks for nothing, and each new choice is a real step towards the maximum."""
+
+
+class LaneRate(msgspec.Struct, frozen=True, kw_only=True):
+    """What one lane was seen to do, at rest (0 GB/s) included; its FIFO holds `fifo_slices`."""
+
+    slice_bytes: int
+    gbps: float
+    fifo_slices: int
+
+    def __post_init__(self) -> None:
+        if self.slice_bytes < 1 or self.fifo_slices < 1 or not 0 <= self.gbps < math.inf:
+            what = f"{self.slice_bytes} B x {self.fifo_slices} at {self.gbps} GB/s"
+            raise MeasurementError(f"lane: {what}; a lane has slices of bytes and a finite rate")
+
+    @property
+    def slice_us(self) -> float:
+        """Time of one slice; infinite for a lane at rest. 1 GB/s is 1000 bytes a microsecond."""
+        return self.slice_bytes / (self.gbps * 1e3) if self.gbps else math.inf
+
+
+class WindowLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a window must satisfy, and between which lengths.
+
+    `slices` of the slowest lane bound how coarse its rate is: ten give 10 % in one repeat at worst,
+    and the median of repeats is finer. `start_error_share` is how much of the window may pass
+    before all lanes run. The minimum keeps the clocks' microseconds out of a rate; the maximum
+    keeps a stalled lane from holding up a search of hundreds of sets.
+    """
+
+    minimum_ms: float = 2.0
+    maximum_ms: float = 50.0
+    slices: int = 10
+    start_error_share: float = 0.01
+    warm_minimum_ms: float = 0.3
+
+    def __post_init__(self) -> None:
+        lengths = 0 < self.minimum_ms <= self.maximum_ms < math.inf and self.warm_minimum_ms > 0
+        if not (lengths and self.slices >= 1 and 0 < self.start_error_share <= 1):
+            right = "give 0 < minimum_ms <= maximum_ms, slices >= 1, 0 < start_error_share <= 1"
+            raise InputError("window limits", f"{self} fit no window", right)
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """One repeat's warm-up and the time measured after it.
+
+    `capped` says that the lanes asked for more than the maximum allows of either, so that rates
+    are coarser than the limits promise.
+    """
+
+    warm_us: float
+    window_us: float
+    capped: bool = False
+
+
+def choose_window(
+    *,
+    lanes: Sequence[LaneRate],
+    start_error_us: float,
+    limits: WindowLimits | None = None,
+    at_least: Window | None = None,
+) -> Window:
+    """Shortest window that these lanes allow, or the maximum if one of them does not move.
+
+    The window holds one slice more than the limits ask: n whole slices lie between n + 1 ends. The
+    warm-up lasts until the lane that starts last has been through its FIFO once, because a lane
+    that fills an empty FIFO is not yet slowed by the one that empties it; it may take at most half
+    the maximum. `at_least` is the window a set had before: a new one is shorter in neither part,
+    so that a set whose lanes take turns in being slow does not go back and forth.
+
+    Raises:
+        MeasurementError: no lanes, or a start error that is no time.
+    """
+    if not lanes or not 0 <= start_error_us < math.inf:
+        what = f"window for {len(lanes)} lanes that start within {start_error_us} us"
+        raise MeasurementError(f"{what}; a set has a lane, and its start an error of 0 or more")
+    limits = limits or WindowLimits()
+    maximum_us = limits.maximum_ms * 1e3
+    window_us = max(
+        limits.minimum_ms * 1e3,
+        max(lane.slice_us for lane in lanes) * (limits.slices + 1),
+        start_error_us / limits.start_error_share,
+        at_least.window_us if at_least else 0.0,
+    )
+    warm_us = max(
+        limits.warm_minimum_ms * 1e3,
+        max(lane.slice_us * lane.fifo_slices for lane in lanes) + start_error_us,
+        at_least.warm_us if at_least else 0.0,
+    )
+    return Window(
+        warm_us=min(warm_us, maximum_us / 2),
+        window_us=min(window_us, maximum_us),
+        capped=window_us > maximum_us or warm_us > maximum_us / 2,
+    )
+
+
+def needs_longer(
+    window: Window,
+    *,
+    lanes: Sequence[LaneRate],
+    start_error_us: float,
+    limits: WindowLimits | None = None,
+) -> bool:
+    """Whether the window used was clearly too short for what was seen in it.
+
+    If so, choose again with `at_least=window`. Both parts then only grow, one of them by a quarter
+    or more, so that this ends after a few choices whatever the lanes do; a window at its maximum
+    is never too short. Whether it could be shorter is not asked: that would make sets alternate.
+    """
+    wanted = choose_window(lanes=lanes, start_error_us=start_error_us, limits=limits)
+    too_short = wanted.window_us > LONGER * window.window_us
+    return too_short or wanted.warm_us > LONGER * window.warm_us

@@ -1,0 +1,239 @@
+"""Intervals of medians, odd repeats, when to stop, and drift."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from scipy.stats import quantile_test
+from tccl_profiler.statistics import (
+    Interval,
+    Sentinel,
+    Stopping,
+    median_interval,
+    outliers,
+    relative_width,
+)
+
+from tccl_py.errors import InputError, MeasurementError
+
+RATES = st.floats(0.0, 1000.0, allow_subnormal=False)
+MANY = st.lists(RATES, min_size=6, max_size=40)
+
+
+def two_modes(generator, size, low_share):
+    """Rates in [20, 20.1] with that share, else in [24, 24.1]; the share is over a half."""
+    low = generator.random(size) < low_share
+    return np.where(low, 20.0, 24.0) + 0.1 * generator.random(size)
+
+
+DISTRIBUTIONS = {
+    "normal": (lambda g, size: g.normal(24.0, 0.2, size), 24.0),
+    "skewed": (lambda g, size: 24.0 - g.exponential(1.0, size), 24.0 - math.log(2)),
+    "heavy-tailed": (lambda g, size: g.standard_cauchy(size), 0.0),
+    "even modes": (lambda g, size: two_modes(g, size, 0.52), 20 + 0.05 / 0.52),
+    "uneven modes": (lambda g, size: two_modes(g, size, 0.7), 20 + 0.05 / 0.7),
+    "quantised": (lambda g, size: np.round(g.normal(24.0, 0.2, size), 1), 24.0),
+}
+
+
+@pytest.mark.parametrize("repeats", [6, 7, 9, 12, 20, 30])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_interval_holds_the_median_as_often_as_it_says(name, repeats):
+    draw, median = DISTRIBUTIONS[name]
+    samples = draw(np.random.default_rng(repeats), (5000, repeats)).tolist()
+    intervals = [median_interval(row) for row in samples]
+    assert np.mean([one.low <= median <= one.high for one in intervals]) >= 0.94
+
+
+@given(MANY)
+def test_the_interval_lies_around_the_median_and_within_the_samples(samples):
+    interval = median_interval(samples)
+    assert min(samples) <= interval.low <= np.median(samples) * (1 + 1e-12)
+    assert max(samples) >= interval.high >= np.median(samples) * (1 - 1e-12)
+
+
+@given(MANY, st.randoms())
+def test_the_order_of_repeats_does_not_matter(samples, shuffler):
+    shuffled = list(samples)
+    shuffler.shuffle(shuffled)
+    assert median_interval(shuffled) == median_interval(samples)
+
+
+@given(MANY, st.floats(0.5, 0.94))
+def test_less_confidence_never_widens_the_interval(samples, confidence):
+    sure, bold = median_interval(samples), median_interval(samples, confidence)
+    assert bold.low >= sure.low - 1e-9
+    assert bold.high <= sure.high + 1e-9
+
+
+@given(st.lists(RATES, min_size=6, max_size=40, unique=True))
+def test_the_interval_is_at_most_a_rank_narrower_than_the_one_scipy_gives(samples):
+    ours, ordered = median_interval(samples), sorted(samples)
+    theirs = quantile_test(samples, p=0.5).confidence_interval(0.95)
+    assert theirs.low <= ours.low <= ordered[ordered.index(theirs.low) + 1]
+    assert theirs.high >= ours.high >= ordered[ordered.index(theirs.high) - 1]
+
+
+def test_the_width_shrinks_with_every_sample_and_not_in_steps():
+    spread = [
+        relative_width(median_interval(list(np.linspace(23, 25, n))), 24) for n in range(6, 41)
+    ]
+    assert all(after < before for before, after in itertools.pairwise(spread))
+
+
+def test_a_gap_between_modes_is_not_interpolated_across():
+    assert median_interval([20.0, 24.0, 24.1, 24.2, 24.3, 24.4]).low == 20.0
+
+
+@pytest.mark.parametrize("samples", [[], [24.0], [24.0] * 5])
+def test_fewer_than_six_samples_say_nothing_about_the_median(samples):
+    assert median_interval(samples) == Interval(low=-math.inf, high=math.inf)
+
+
+def test_five_samples_say_enough_for_nine_tenths_confidence():
+    assert median_interval([1.0, 2.0, 3.0, 4.0, 5.0], 0.9).low > 1.0
+
+
+@pytest.mark.parametrize("confidence", [0.0, 1.0, 95.0])
+def test_a_confidence_in_percent_is_refused(confidence):
+    with pytest.raises(InputError, match="is none; give one between 0 and 1"):
+        median_interval([1.0] * 6, confidence)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_rate_that_is_no_number_is_refused_by_its_index(bad):
+    with pytest.raises(MeasurementError, match=r"^sample 2 is (nan|inf); a rate is a finite"):
+        median_interval([1.0, 2.0, bad])
+
+
+def test_a_flow_that_moved_nothing_is_known_exactly_and_one_that_did_once_is_not():
+    assert relative_width(median_interval([0.0] * 6), 0.0) == 0.0
+    assert relative_width(Interval(low=0.0, high=1.0), 0.0) == math.inf
+    assert relative_width(Interval(low=9.0, high=11.0), 10.0) == pytest.approx(0.2)
+    assert relative_width(median_interval([1.0]), 1.0) == math.inf
+
+
+def test_one_slow_repeat_is_flagged_and_normal_noise_is_not():
+    assert outliers([24.0, 24.1, 23.9, 24.0, 12.0, 24.05]) == (4,)
+    assert outliers([24.0, 24.1, 23.9, 24.2, 23.8, 24.05]) == ()
+
+
+def test_equal_samples_off_by_one_step_of_the_timer_are_not_flagged():
+    assert outliers([24.0] * 9 + [24.1]) == ()
+    assert outliers([24.0] * 9 + [24.3]) == (9,)
+    assert outliers([0.0] * 5 + [3.0]) == (5,)
+    assert outliers([]) == ()
+
+
+@given(st.lists(RATES, max_size=40), st.floats(0.01, 100))
+def test_outliers_are_few_and_depend_on_no_unit(samples, unit):
+    flagged = outliers(samples)
+    assert len(flagged) <= len(samples) // 2
+    median = np.median(samples) if samples else 0.0
+    # A score exactly at the limit may round either way.
+    distances = np.abs(np.array(samples) - median)
+    spread = max(np.median(distances), 0.001 * median) if samples else 0.0
+    assume(not np.any(np.isclose(0.6745 * distances, 3.5 * spread, rtol=1e-6) & (distances > 0)))
+    assume(not samples or spread > 1e-9 or np.all(distances == 0))
+    assert outliers([unit * sample for sample in samples]) == flagged
+
+
+def steady(repeats, centre=24.0):
+    return [centre + 0.01 * (i % 3) for i in range(repeats)]
+
+
+def test_a_quiet_set_stops_at_the_minimum():
+    rule = Stopping()
+    assert not rule.enough([steady(5), steady(5)])
+    assert rule.enough([steady(6), steady(6)])
+    assert rule.reached([steady(6), steady(6)])
+
+
+def test_one_noisy_flow_keeps_the_set_going_until_the_limit():
+    noisy = [20.0, 28.0] * 15
+    assert not Stopping().enough([steady(29), noisy[:29]])
+    assert Stopping().enough([steady(30), noisy])
+    assert not Stopping().reached([steady(30), noisy])
+
+
+def test_a_set_in_which_a_flow_moved_nothing_stops_too():
+    assert Stopping().reached([steady(6), [0.0] * 6])
+    assert not Stopping().reached([steady(6), [0.0] * 3 + [5.0] * 3])
+
+
+def test_a_minimum_below_six_waits_for_an_interval_all_the_same():
+    assert not Stopping(minimum=2).enough([steady(5)])
+    assert Stopping(minimum=2, limit=5).enough([steady(5)])
+    assert not Stopping(minimum=2, limit=5).reached([steady(5)])
+
+
+@given(st.lists(RATES, max_size=40), st.floats(0.001, 0.5))
+def test_no_set_stops_before_the_minimum_or_goes_on_beyond_the_limit(samples, target):
+    rule = Stopping(target=target)
+    assert not (rule.enough([samples]) and len(samples) < rule.minimum)
+    assert rule.enough([samples]) or len(samples) < rule.limit
+    assert rule.enough([samples]) or not rule.reached([samples])
+
+
+def test_a_stopping_rule_that_cannot_be_met_is_refused():
+    with pytest.raises(InputError, match="give target > 0 and 1 <= minimum <= limit"):
+        Stopping(minimum=9, limit=8)
+
+
+@pytest.mark.parametrize("rows", [[], [[1.0], [1.0, 2.0]]])
+def test_flows_with_unequal_repeats_are_refused(rows):
+    with pytest.raises(MeasurementError, match="every flow of a set has one sample a repeat"):
+        Stopping().enough(rows)
+
+
+def sentinel(*medians, repeats=8):
+    watch = Sentinel(transfers="G0->G0->G1 + G1->G1->G0")
+    for median in medians:
+        watch.add([steady(repeats), steady(repeats, median)])
+    return watch
+
+
+def test_a_machine_that_stays_the_same_does_not_drift():
+    assert sentinel().drift() is None
+    assert sentinel(24.0).drift() is None
+    assert sentinel(24.0, 12.0, 24.1).drift() is None
+
+
+def test_drift_names_the_flow_the_rates_and_what_to_look_for():
+    assert sentinel(24.0, 24.0, 23.0).drift() == (
+        "sentinel G0->G0->G1 + G1->G1->G0: flow 1 went from 24.01 to 23.01 GB/s (-4.2%) since the "
+        "first of 3 times; rates between may not be comparable: look for other jobs and for clocks "
+        "lowered by heat"
+    )
+
+
+@given(st.floats(1.0, 48.0))
+def test_drift_is_told_exactly_beyond_the_tolerance(median):
+    relative = median / 24.0 - 1
+    assume(abs(abs(relative) - 0.02) > 1e-3)
+    assert (sentinel(24.0, median).drift() is not None) == (abs(relative) > 0.02)
+
+
+def test_a_change_that_the_spread_explains_is_no_drift():
+    watch = Sentinel(transfers="G0->G0->G1")
+    watch.add([[20.0, 28.0, 21.0, 27.0, 22.0, 26.0]])
+    watch.add([[21.0, 29.0, 22.0, 28.0, 23.0, 27.0]])
+    assert watch.drift() is None
+    assert sentinel(24.0, 12.0, repeats=5).drift() is None
+
+
+def test_a_flow_that_begins_to_move_or_comes_to_rest_has_drifted():
+    for before, after, change in ([0.0, 5.0, r"\+inf%"], [5.0, 0.0, r"-100\.0%"]):
+        watch = Sentinel(transfers="G0->G0->G1")
+        watch.add([[before] * 6])
+        watch.add([[after] * 6])
+        assert change.replace("\\", "") in watch.drift()
+
+
+def test_another_set_is_refused_by_a_sentinel():
+    watch = sentinel(24.0)
+    with pytest.raises(MeasurementError, match="1 flows after 2; measure the same set"):
+        watch.add([[24.0] * 6])
