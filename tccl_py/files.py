@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +16,9 @@ MAX_INPUT_BYTES = 32 * 1024 * 1024
 """No description of one machine, plan or graph comes near this; larger input is refused unread."""
 
 T = TypeVar("T")
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+_TERMINAL = re.compile("[\x7f-\x9f]")
+"""Control characters that JSON lets stand as they are."""
 
 
 def read_text(path: Path, *, limit: int = MAX_INPUT_BYTES) -> str:
@@ -67,8 +71,25 @@ def write_atomically(path: Path, text: str) -> None:
         ) from error
 
 
-def decode_json(text: str, kind: type[T], *, where: str) -> T:
-    """Decode JSON into a msgspec type, strictly.
+def check_path(path: PurePath) -> None:
+    """Refuse a path that a job's environment could not name as it is.
+
+    Raises:
+        InputError: control characters, or bytes that are not UTF-8.
+    """
+    text = str(path)
+    if _CONTROL.search(text):
+        raise InputError(
+            repr(text), "has control characters", "a job's environment names files in it"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(repr(text), "is not UTF-8", "name another directory") from error
+
+
+def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
+    """Decode JSON into a msgspec type, strictly; `name` is what a message calls it.
 
     Raises:
         InputError: not JSON, nested too deep, or not of `kind`; names the place in the document.
@@ -79,10 +100,16 @@ def decode_json(text: str, kind: type[T], *, where: str) -> T:
         raise InputError(where, "is nested too deep", "give a file this program wrote") from error
     except msgspec.MsgspecError as error:
         raise InputError(
-            where, f"does not fit {kind.__name__} ({error})", "give a file this program wrote"
+            where,
+            f"does not fit {name or kind.__name__} ({error})",
+            "give a file this program wrote",
         ) from error
 
 
 def encode_json(value: Any) -> str:
-    """Encode as indented JSON with a final newline; field order is the declared one."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
+    """Encode as indented JSON with a final newline; field order is the declared one.
+
+    No control character stands in it, so that a terminal shows what a name has.
+    """
+    text = msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
+    return _TERMINAL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -165,6 +166,43 @@ def test_a_file_that_is_no_machine_is_refused_by_name(sentence, tmp_path):
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"tccl: {path}")
     assert result.stderr.endswith(f" {sentence}\n")
+
+
+HOSTILE = "x\x07\x1b[31m\x9b31m\x7f\u202e\n"
+SHOWN = r"x\x07\x1b[31m\x9b31m\x7f\u202e\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("measure", SET, "--backend", HOSTILE),
+        ("machines", f"no/{HOSTILE}"),
+        ("validate", f"no{HOSTILE}", *OF),
+    ],
+)
+def test_an_error_shows_control_characters_and_sends_none(arguments):
+    result = tccl(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert SHOWN.removesuffix(r"\n") in result.stderr
+    assert result.stderr.removesuffix("\n").isprintable()
+
+
+def test_tables_and_verdicts_show_control_characters_and_send_none(tmp_path):
+    model = load_bundled("h200x4-vm")
+    gpus = tuple(msgspec.structs.replace(gpu, name=HOSTILE) for gpu in model.machine.gpus)
+    machine = msgspec.structs.replace(model.machine, name=HOSTILE, gpus=gpus)
+    hostile = msgspec.structs.replace(model, machine=machine, name=HOSTILE, note=HOSTILE)
+    box, graph = tmp_path / "box", tmp_path / f"graph{HOSTILE}"
+    box.write_text(model_to_json(hostile))
+    graph.write_bytes(GRAPH.read_bytes())
+    for arguments in (
+        ("machines", box),
+        ("measure", SET, "--simulate", box),
+        ("validate", graph, *OF),
+    ):
+        result = tccl(*arguments)
+        assert SHOWN in "".join(result.stdout.split())
+        assert all(line.isprintable() for line in result.stdout.split("\n"))
 
 
 def test_version_is_printed():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
-from tccl_py.files import read_text, write_atomically
+from tccl_py.files import encode_json, read_text, write_atomically
 from tccl_py.topology.cuts import natural_cuts
 from tccl_py.topology.knowledge import HiddenLink, Knowledge, PeerAccess, check_knowledge
 from tccl_py.topology.machine import (
@@ -150,6 +150,13 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         write_atomically(target, "new")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
     assert target.read_text() == "old"
+
+
+def test_json_holds_no_control_character_and_reads_back_the_same():
+    every = "".join(map(chr, range(0x100)))
+    text = encode_json({"name": every})
+    assert all(one == "\n" or (ord(one) >= 32 and not 127 <= ord(one) < 160) for one in text)
+    assert json.loads(text) == {"name": every}
 
 
 @pytest.mark.parametrize(

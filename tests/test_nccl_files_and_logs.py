@@ -43,10 +43,20 @@ def test_no_path_escapes_its_line(name):
     assert shlex.split(lines) == ["export", f"NCCL_GRAPH_FILE={graph}"]
 
 
-@pytest.mark.parametrize("path", ["graph.xml", "/a\nNCCL_DEBUG=INFO"])
-def test_paths_that_are_not_absolute_lines_are_refused(path):
-    with pytest.raises(InputError, match="is no absolute path"):
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("graph.xml", "graph file 'graph.xml': is no absolute path; jobs start in other dir"),
+        ("/a\nNCCL_DEBUG=INFO", "'/a\\nNCCL_DEBUG=INFO': has control characters; a job's env"),
+        ("/a\x7f", "'/a\\x7f': has control characters; a job's environment names files in it"),
+        ("/a\x9b31m", "'/a\\x9b31m': has control characters; a job's environment names files"),
+        ("/a\udcff", "'/a\\udcff': is not UTF-8; name another directory"),
+    ],
+)
+def test_paths_that_an_environment_cannot_name_as_they_are_are_refused(path, sentence):
+    with pytest.raises(InputError) as error:
         job_environment(Settings(), graph=PurePosixPath(path))
+    assert str(error.value).startswith(sentence)
 
 
 def test_nccl_conf_refuses_what_it_cannot_quote():

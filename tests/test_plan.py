@@ -312,7 +312,7 @@ TAMPERED = {
         "the PCI tree turns in a circle",
     ),
     "a machine without GPUs": (changed, (("machine", "gpus"), []), "has no GPU"),
-    "no JSON": (lambda: "plan", (), "does not fit"),
+    "no JSON": (lambda: "plan", (), "does not fit Plan (JSON is malformed"),
     "nothing": (lambda: "", (), "does not fit"),
     "a list": (lambda: "[]", (), "does not fit"),
     "deep nesting": (lambda: '{"machine":' + "[" * 10**6, (), "is nested too deep"),

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json, write_atomically
@@ -44,6 +45,26 @@ _PIPED_WIDTH = 120
 _GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 
 
+class _SafeConsole(Console):
+    """A console that shows control characters instead of sending them to the terminal.
+
+    Every string comes through here, a table's cells too; names in them come from files.
+    """
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Make a Text of `text`, as rich does."""
+        return super().render_str(visible(text), **options)
+
+
+def visible(text: str) -> str:
+    r"""`text` with what a terminal would act on, or not show, in its escaped form.
+
+    >>> print(visible("a\x1b[31m"))
+    a\x1b[31m
+    """
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def results() -> Console:
     """Where results go: stdout; wide enough for tables where it is not a terminal."""
     return _console(stderr=False)
@@ -58,7 +79,7 @@ def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     piped = stream is None or not stream.isatty()
     width = _PIPED_WIDTH if piped and "COLUMNS" not in os.environ else None
-    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    return _SafeConsole(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def notice(text: str) -> None:
@@ -66,7 +87,7 @@ def notice(text: str) -> None:
     # Without a working stderr the exit code still tells.
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
-            print(f"tccl: {' '.join(text.split())}", file=sys.stderr, flush=True)
+            print(f"tccl: {visible(' '.join(text.split()))}", file=sys.stderr, flush=True)
 
 
 def complain(text: str) -> int:

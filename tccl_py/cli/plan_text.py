@@ -39,9 +39,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print rings, rates, bound, settings and what the plan is compared with."""
-    # A name comes from a file, and must not speak to the terminal.
-    name = "".join(one if one.isprintable() else "?" for one in plan.machine.name)
-    console.print(f"Plan for {name}, GPUs {_list(plan.gpus)}: {plan.provenance}")
+    console.print(f"Plan for {plan.machine.name}, GPUs {_list(plan.gpus)}: {plan.provenance}")
     console.print(_rings_table(plan))
     console.print(_summary(plan))
     for notice in plan.notices:

@@ -7,6 +7,7 @@ import shlex
 from pathlib import PurePosixPath
 
 from tccl_py.errors import InputError
+from tccl_py.files import check_path
 from tccl_py.runtimes.nccl.settings import Settings, environment
 
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_./+@%:,=-]*")
@@ -16,15 +17,17 @@ def job_environment(settings: Settings, *, graph: PurePosixPath | None = None) -
     """All variables of a job: the settings', and NCCL_GRAPH_FILE if there is a graph.
 
     Raises:
-        InputError: settings the version does not have, or a path that is not absolute.
+        InputError: settings the version does not have, or a path that is not absolute, or
+            cannot be named here.
     """
     variables = environment(settings)
     if graph is not None:
-        if not graph.is_absolute() or any(ord(one) < 32 for one in str(graph)):
+        check_path(graph)
+        if not graph.is_absolute():
             raise InputError(
                 f"graph file {str(graph)[:80]!r}",
                 "is no absolute path",
-                "jobs start in other directories: give a path from the root, in one line",
+                "jobs start in other directories: give a path from the root",
             )
         variables["NCCL_GRAPH_FILE"] = str(graph)
     return variables

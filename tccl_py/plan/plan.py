@@ -173,7 +173,7 @@ def load_plan(path: Path) -> Plan:
         path = path / PLAN_FILE
     text = read_text(path)
     # Another version may have other fields: it is refused by its number.
-    version = decode_json(text, _Version, where=str(path)).format_version
+    version = decode_json(text, _Version, where=str(path), name="Plan").format_version
     if version != FORMAT_VERSION:
         raise InputError(
             str(path),
