@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from tccl_py.cli.arguments import visible
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.measurements.journal import JournalHeader, read_journal
@@ -173,7 +174,7 @@ def test_no_permission_is_refused_for_root_as_well(tmp_path, monkeypatch):
     assert not held(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31mb"])
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31mb", "a\x9b31mb"])
 def test_a_directory_with_control_characters_is_refused_before_anything_is_measured(name, tmp_path):
     refused(planned_to(tmp_path / name), "has control characters")
     assert not held(tmp_path)
@@ -213,6 +214,25 @@ def test_an_interruption_leaves_the_directory(tmp_path):
     assert (tmp_path / "a" / "measurements.jsonl").read_text() == "kept"
 
 
+def test_a_directory_in_use_is_refused_and_stays_as_it_is(tmp_path):
+    with output_directory(tmp_path / "a", force=False) as journal:
+        journal.write_text("kept")
+        sentence = f"tccl: {tmp_path / 'a'}: is in use by another run; wait for its end, or name"
+        refused(planned_to(tmp_path / "a"), sentence)
+        refused(planned_to(tmp_path / "a", SMALL, "--force"), sentence)
+        assert journal.read_text() == "kept"
+    journal.unlink()
+    assert planned_to(tmp_path / "a").exit_code == 0
+
+
+def test_a_place_without_locks_is_used_all_the_same(tmp_path, monkeypatch):
+    def unable(descriptor, operation):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", unable)
+    assert planned_to(tmp_path / "a").exit_code == 0
+
+
 def full_disk(at):
     """Lets the n-th file fail as a full disk does."""
     count = 0
@@ -230,7 +250,7 @@ def full_disk(at):
 def test_a_full_disk_while_files_are_written_leaves_nothing(at, tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", full_disk(at))
     sentence = "cannot be written (No space left on device); choose a writable place with free"
-    refused(planned_to(tmp_path / "plan"), sentence)
+    refused(planned_to(tmp_path / "plan"), f"tccl: {tmp_path / 'plan'}: {sentence}")
     assert not held(tmp_path)
 
 
@@ -266,7 +286,7 @@ def test_a_disk_that_is_really_full_is_one_sentence_and_nothing_half_written(sma
     [
         ("../../x", ".._.._x"),
         ("/etc/passwd", "_etc_passwd"),
-        ("a\x00b\n\x1b[31m", "a_b___31m"),
+        ("a\x00b\n\x1b[31m\x9b\x7f", "a_b___31m__"),
         ("..", ".."),
         ("", "machine"),
         ("x" * 500, "x" * 80),
@@ -281,8 +301,8 @@ def test_a_hostile_machine_name_stays_in_the_directory(name, safe, tmp_path):
     (tmp_path / "model.json").write_text(model_to_json(hostile))
     result = planned_to(tmp_path / "out" / "plan", tmp_path / "model.json")
     assert result.exit_code == 0
-    assert "\x1b" not in result.output
-    assert "\x00" not in result.output
+    assert not set("\x00\x1b\x7f\x9b") & set(result.output)
+    assert f"Plan for {visible(name)}, GPUs" in result.stdout.replace("\n", "")
     assert {path.name for path in tmp_path.iterdir()} == {"model.json", "out"}
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan"]
     machines = tmp_path / "out" / "plan" / "machines"
@@ -290,7 +310,7 @@ def test_a_hostile_machine_name_stays_in_the_directory(name, safe, tmp_path):
     assert load_plan(tmp_path / "out" / "plan").machine == machine
     show = tccl("show", tmp_path / "out" / "plan")
     assert show.exit_code == 0
-    assert "\x1b" not in show.output
+    assert not set("\x00\x1b\x7f\x9b") & set(show.output)
 
 
 HEADER = JournalHeader(machine=SMALL, identity="model 1", simulated=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import shutil
 import tempfile
@@ -17,7 +19,7 @@ from tccl_py.emitters.plan_files import (
     subset_file,
 )
 from tccl_py.errors import InputError
-from tccl_py.files import write_atomically
+from tccl_py.files import check_path, write_atomically
 from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.plan.plan import PLAN_FILE, Plan, SubsetRings, per_channel
@@ -88,22 +90,58 @@ def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
     """Make `directory` ready to take a plan and its journal; gives the journal's path.
 
     An interrupted run's directory, with a journal and no plan, is resumed. If anything but an
-    interruption ends the block, the directories that this call made are taken away again.
+    interruption ends the block, the directories that this call made are taken away again. Until
+    the block ends no other run gets the directory: two would mix their lines in the journal.
 
     Raises:
-        InputError: it holds a plan or other files and `force` is not given, or cannot be made.
+        InputError: it holds a plan or other files and `force` is not given, another run has it, or
+            it cannot be made.
     """
     made: list[Path] = []
-    try:
-        with _refused(directory, "cannot be made", "name a writable place"):
-            _check_path(directory)
-            if directory.exists():
-                _check_held(directory, force=force)
-            _make(directory, made)
+    refused = "cannot be made", "name a writable place"
+    with _taken_away(made), _refused(directory, *refused):
+        check_path(directory.absolute())
+        if directory.exists() and not directory.is_dir():
+            raise InputError(str(directory), "is no directory", "name a new or empty one")
+        _make(directory, made)
+    # Not taken away if another run has it by now.
+    with _locked(directory), _taken_away(made):
+        with _refused(directory, *refused):
+            _check_held(directory, force=force)
         yield directory / JOURNAL_FILE
+
+
+@contextmanager
+def _taken_away(made: Sequence[Path]) -> Iterator[None]:
+    """Removes the directories made if an error, not an interruption, ends the block."""
+    try:
+        yield
     except Exception:
         _unmake(made)
         raise
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Holds `directory` against other runs; the system lets go of it however this one ends."""
+    with _refused(directory, "cannot be opened", "name a readable place"):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # A file system without locks, as some network ones, goes without.
+        with suppress(OSError):
+            _lock(descriptor, directory)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, directory: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(
+            str(directory), "is in use by another run", "wait for its end, or name another"
+        ) from error
 
 
 @contextmanager
@@ -114,19 +152,6 @@ def _refused(path: Path, what: str, right: str) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(str(path), f"{what} ({reason})", right) from error
-
-
-def _check_path(directory: Path) -> None:
-    """Refuse at once what could not be written in the end."""
-    text = str(directory.absolute())
-    if any(ord(one) < 32 or ord(one) == 127 for one in text):
-        raise InputError(
-            repr(text), "has control characters", "a job's environment names files in it"
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(repr(text), "is not UTF-8", "name another directory") from error
 
 
 def _make(directory: Path, made: list[Path]) -> None:
@@ -146,8 +171,6 @@ def _unmake(made: Sequence[Path]) -> None:
 
 
 def _check_held(directory: Path, *, force: bool) -> None:
-    if not directory.is_dir():
-        raise InputError(str(directory), "is no directory", "name a new or empty one")
     held = {entry.name for entry in directory.iterdir() if not entry.name.startswith(_STAGING)}
     if PLAN_FILE in held:
         if not force:
@@ -229,7 +252,7 @@ def write_plan(plan: Plan, directory: Path, *, model: MachineModel | None = None
     files[str(machine_file(plan, Path()))] = machine
     for left in directory.glob(f"{_STAGING}*"):
         shutil.rmtree(left, ignore_errors=True)
-    with _staged(files, directory) as staging:
+    with _staged(files, directory, target=directory) as staging:
         plan.save(staging / PLAN_FILE)
         with _refused(directory, "cannot be written", _SPACE):
             _move_into_place(staging, directory)
@@ -242,14 +265,14 @@ def write_nccl_files(plan: Plan, output: Path) -> int:
         InputError: it exists, or cannot be written; nothing is left of it then.
     """
     with _refused(output, "cannot be written", _SPACE):
-        _check_path(output)
+        check_path(output.absolute())
         if output.exists() or output.is_symlink():
             raise InputError(str(output), "already exists", "name a new directory")
         files = {f"nccl/{name}": text for name, text in nccl_files(plan, output).items()}
         made: list[Path] = []
         try:
             _make(output.absolute().parent, made)
-            with _staged(files, output.absolute().parent) as staging:
+            with _staged(files, output.absolute().parent, target=output) as staging:
                 staging.chmod(0o755)
                 staging.rename(output)
         except BaseException:
@@ -268,14 +291,20 @@ def write_subset_graph(plan: Plan, subset: SubsetRings, directory: Path) -> None
 
 
 @contextmanager
-def _staged(files: Mapping[str, str], directory: Path) -> Iterator[Path]:
-    """A folder in `directory` with these files, gone at the end unless it was moved."""
-    with _refused(directory, "cannot be written", _SPACE):
+def _staged(files: Mapping[str, str], directory: Path, *, target: Path) -> Iterator[Path]:
+    """A folder in `directory` with these files, gone at the end unless it was moved.
+
+    Raises:
+        InputError: a file cannot be written; names `target`, as the folder is gone by then.
+    """
+    with _refused(target, "cannot be written", _SPACE):
         staging = Path(tempfile.mkdtemp(dir=directory, prefix=_STAGING))
     try:
         for name, text in files.items():
             _write(staging / name, text)
         yield staging
+    except InputError as error:
+        raise InputError(str(target), error.what, error.right) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
