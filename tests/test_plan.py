@@ -182,6 +182,12 @@ def test_a_saved_plan_loads_equal(name, tmp_path):
     assert load_plan(tmp_path / "plan.json") == load_plan(tmp_path) == plan
 
 
+def test_a_path_may_be_text(tmp_path):
+    plan = plan_of(SMALL)
+    plan.save(str(tmp_path / "plan.json"))
+    assert load_plan(str(tmp_path)) == plan
+
+
 @pytest.mark.parametrize("name", bundled_names())
 def test_every_file_of_a_simulated_plan_says_so(name):
     plan = plan_of(name)

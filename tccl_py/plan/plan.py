@@ -142,13 +142,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return SubsetRings(gpus=wanted, rings=orders, rate_gbps=self.rate_gbps)
         return next((one for one in self.subsets if one.gpus == wanted), None)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the plan as JSON, whole or not at all.
 
         Raises:
             InputError: the place cannot be written.
         """
-        write_atomically(path, encode_json(self))
+        write_atomically(Path(path), encode_json(self))
 
 
 def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[int, ...], ...]:
@@ -161,12 +161,13 @@ def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[
     return tuple(orders[channel % len(orders)] for channel in range(channels))
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path | str) -> Plan:
     """Read a plan file, or `plan.json` in a directory.
 
     Raises:
         InputError: unreadable, another format version, damaged, or parts that do not fit together.
     """
+    path = Path(path)
     if path.is_dir():
         if not (path / PLAN_FILE).exists():
             raise InputError(str(path), f"holds no {PLAN_FILE}", "name a directory of `tccl plan`")
