@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from tccl_profiler import channel as channels
 from tccl_profiler.channel import Channel, ChannelClosed, ChannelTimeout
-
 from tccl_py.errors import MeasurementError
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import quantile_test
+
 from tccl_profiler.statistics import (
     Interval,
     Sentinel,
@@ -16,7 +17,6 @@ from tccl_profiler.statistics import (
     outliers,
     relative_width,
 )
-
 from tccl_py.errors import InputError, MeasurementError
 
 RATES = st.floats(0.0, 1000.0, allow_subnormal=False)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pynvml
 import pytest
+
 from tccl_profiler import watch as module
 from tccl_profiler.conditions import (
     GpuConditions,
@@ -21,7 +22,6 @@ from tccl_profiler.conditions import (
     throttling_names,
 )
 from tccl_profiler.watch import Watch, warmed
-
 from tccl_py.errors import MeasurementError
 
 NOT_SUPPORTED, FUNCTION_NOT_FOUND, DRIVER_NOT_LOADED, GPU_IS_LOST = 3, 13, 9, 15

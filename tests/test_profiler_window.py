@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tccl_profiler.window import (
     LONGER,
     LaneRate,
@@ -13,7 +14,6 @@ from tccl_profiler.window import (
     choose_window,
     needs_longer,
 )
-
 from tccl_py.errors import InputError, MeasurementError
 
 LIMITS = WindowLimits()

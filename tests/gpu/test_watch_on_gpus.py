@@ -10,6 +10,7 @@ import time
 
 import pynvml
 import pytest
+
 from tccl_profiler.conditions import complaints, conditions_note
 from tccl_profiler.watch import Watch
 

@@ -1,0 +1,1 @@
+"""The kernels that move and time data, and what compiles them."""
