@@ -225,6 +225,30 @@ def test_a_directory_in_use_is_refused_and_stays_as_it_is(tmp_path):
     assert planned_to(tmp_path / "a").exit_code == 0
 
 
+@pytest.mark.parametrize("kind", ["folder", "link", "file"])
+def test_what_a_plan_replaces_is_put_aside_before_it_is_deleted(kind, tmp_path, monkeypatch):
+    place, removed = tmp_path / "plan", []
+    planned_to(place)
+    if kind != "folder":
+        (place / "nccl").rename(tmp_path / "theirs")
+        if kind == "link":
+            (place / "nccl").symlink_to(tmp_path / "theirs")
+        else:
+            (place / "nccl").write_text("a file")
+    before = held(tmp_path / "theirs") if kind != "folder" else {}
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(
+        "shutil.rmtree", lambda path, **more: (removed.append(path.name), rmtree(path, **more))
+    )
+    assert planned_to(place, SMALL, "--force").exit_code == 0
+    assert [name.startswith(".writing-") for name in removed] == [True]
+    assert {"graph.xml", "nccl.conf", "env.sh", "subsets"} == {
+        one.name for one in (place / "nccl").iterdir()
+    }
+    assert not (place / "nccl").is_symlink()
+    assert kind == "folder" or held(tmp_path / "theirs") == before
+
+
 def test_a_place_without_locks_is_used_all_the_same(tmp_path, monkeypatch):
     def unable(descriptor, operation):
         raise OSError(37, "No locks available")

@@ -316,13 +316,14 @@ def _write(path: Path, text: str) -> None:
 
 
 def _move_into_place(staging: Path, directory: Path) -> None:
-    """Renames on one file system: no space is needed, and old files go only now."""
+    """Renames on one file system: no space is needed, and old files go only now.
+
+    They go with `staging`: to delete hundreds here would leave a killed run time to end between.
+    """
     (directory / PLAN_FILE).unlink(missing_ok=True)
     for folder in FOLDERS:
-        old = directory / folder
-        if old.is_symlink() or old.is_file():
-            old.unlink()
-        elif old.exists():
-            shutil.rmtree(old)
-        (staging / folder).rename(old)
+        place = directory / folder
+        if place.is_symlink() or place.exists():
+            place.rename(staging / f"old-{folder}")
+        (staging / folder).rename(place)
     (staging / PLAN_FILE).rename(directory / PLAN_FILE)
