@@ -149,6 +149,19 @@ def test_copy_engines_execute_where_the_settings_say():
     assert str(hop.flow) == "G0->D0->G1{blocks=2}"
 
 
+def test_direct_hops_have_fifos_of_the_size_the_settings_name():
+    node = toy_machine(gpus=2)
+    small = Settings(p2p_level="SYS", buffsize=512 * 1024)
+    for settings, text in (
+        (small, "G0->G0->G1{blocks=2,fifo=512K}"),
+        (msgspec.structs.replace(small, p2p_read=True), "G0->G1->G1{blocks=2,fifo=512K}"),
+        (msgspec.structs.replace(small, buffsize=4 << 20), "G0->G0->G1{blocks=2}"),
+        (msgspec.structs.replace(small, p2p_copy_engine=True), "G0->D0->G1{blocks=2}"),
+    ):
+        (hop,) = hop_space(node, Knowledge(), settings).between(0, 1)
+        assert str(hop.flow) == text
+
+
 def test_paths_are_computed_once_for_a_communicator(monkeypatch):
     built = []
 
@@ -196,8 +209,8 @@ def test_the_free_runtime_has_every_mechanism_for_every_pair():
     node = toy_machine(gpus=2, numa_nodes=2)
     space = free_hop_space(node, Knowledge(), blocks=8, fifo_bytes=512 * 1024)
     assert [str(hop.flow) for hop in space.between(0, 1)] == [
-        "G0->G0->G1{blocks=8}",
-        "G0->G1->G1{blocks=8}",
+        "G0->G0->G1{blocks=8,fifo=512K}",
+        "G0->G1->G1{blocks=8,fifo=512K}",
         "G0->G0->C0->G1->G1{blocks=8,fifo=512K}",
         "G0->G0->C1->G1->G1{blocks=8,fifo=512K}",
     ]

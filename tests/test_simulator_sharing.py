@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -115,3 +116,26 @@ def test_every_rate_is_positive_and_finite(name, data):
     several = data.draw(st.lists(flows(name), min_size=1, max_size=16))
     (answer,) = SIMULATORS[name].measure([transfer_set(several)])
     assert all(0 < rate < 10_000 for rate in answer.gbps)
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_the_fifo_of_a_direct_flow_changes_no_rate(name):
+    model = SIMULATORS[name].model
+    there = [
+        (one, other)
+        for one, other in permutations(model.machine.gpu_indices[:4], 2)
+        if model.knowledge.can_access(model.machine, one, other)
+    ]
+    small = Fifo(bytes=128 * 1024)
+    plain, sized = (
+        transfer_set(
+            make(*pair, blocks=4, fifo=fifo)
+            for pair in there
+            for make in (direct_write, direct_read)
+        )
+        for fifo in (None, small)
+    )
+    if there:
+        assert str(plain) != str(sized)
+        one, other = SIMULATORS[name].measure([plain, sized])
+        assert other.gbps == pytest.approx(one.gbps)

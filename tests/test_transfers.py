@@ -43,10 +43,11 @@ def flows(draw):
     if kind == "bounce":
         numa = draw(st.integers(0, 3))
         return bounce(source, target, numa, blocks=draw(blocks), fifo=draw(fifos))
+    if kind in ("write", "read"):
+        make = direct_write if kind == "write" else direct_read
+        return make(source, target, blocks=draw(blocks), fifo=draw(st.none() | fifos))
     one, other, host = Place("G", source), Place("G", target), Place("C", draw(st.integers(0, 3)))
     made = {
-        "write": Transfer(one, one, other),
-        "read": Transfer(one, other, other),
         "copy": Transfer(one, Place("D", source), other),
         "to host": Transfer(one, one, host),
         "from host": Transfer(host, other, other),
@@ -57,6 +58,19 @@ def flows(draw):
 @given(flows())
 def test_a_flow_read_from_its_text_is_the_same_flow(flow):
     assert parse_flow(str(flow)) == flow
+
+
+@pytest.mark.parametrize("text", ["G0->G0->G1{blocks=2}", "G0->G1->G1{blocks=2}", "G0->G0->G1"])
+def test_the_default_fifo_of_a_direct_flow_is_not_written(text):
+    body = text.rstrip("}")
+    if "blocks" in text:
+        written = parse_flow(f"{body},fifo=4M,slots=8}}")
+        assert written == parse_flow(text)
+        assert written.fifo is None
+        assert str(parse_flow(f"{body},slots=4,fifo=512K}}")) == f"{body},fifo=512K,slots=4}}"
+    make = direct_write if "G0->G0" in text else direct_read
+    count = 2 if "blocks" in text else None
+    assert make(0, 1, blocks=count, fifo=Fifo(side="sender")) == parse_flow(text)
 
 
 @given(st.lists(flows(), min_size=1, max_size=6), st.randoms())
@@ -93,7 +107,11 @@ def test_the_executor_makes_the_operation(text, operation):
         ("G0->G0->C1->G0->G0", "returns to its source; a bounce ends at another GPU"),
         ("G0->G0->G1->G2->G2", "is no bounce; a bounce goes GPU, host memory, GPU"),
         ("G0->G0->G1{blocks=0}", "blocks=0 is out of range; 1 to 64"),
-        ("G0->G0->G1{fifo=1M}", "option 'fifo=1M' is not known here"),
+        ("G0->G0->G1{fifo=1M}", "has a FIFO but no blocks; add blocks=N: each has a FIFO"),
+        ("G0->G0->G1{blocks=2,side=sender}", "option 'side=sender' is not known here; blocks=N"),
+        ("G0->D0->G1{fifo=1M}", "option 'fifo=1M' is not known here"),
+        ("G0->G0->C1{blocks=2,fifo=1M}", "option 'fifo=1M' is not known here"),
+        ("C1->G0->G0{blocks=2,slots=4}", "option 'slots=4' is not known here"),
         ("G0->G0->G1{blocks=2", "the options do not end; close them with }"),
         ("G0->G0->C1->G4->G4{side=middle}", "option 'side=middle' is not known here"),
     ],

@@ -33,7 +33,7 @@ def free_hop_space(
         knowledge: which pairs can access each other.
         gpus: NVML indices; None is all.
         blocks: thread blocks that move each hop.
-        fifo_bytes: size of a bounce's FIFO for one block.
+        fifo_bytes: size of a hop's FIFO for one block.
 
     Raises:
         InputError: an unknown GPU.
@@ -61,9 +61,9 @@ def _flows(
     source, target = pair
     flows = []
     if knowledge.can_access(machine, source, target):
-        flows.append(direct_write(source, target, blocks=blocks))
+        flows.append(direct_write(source, target, blocks=blocks, fifo=fifo))
     if knowledge.can_access(machine, target, source):
-        flows.append(direct_read(source, target, blocks=blocks))
+        flows.append(direct_read(source, target, blocks=blocks, fifo=fifo))
     for node in machine.numa_nodes:
         flows.append(bounce(source, target, node.index, blocks=blocks, fifo=fifo))
     return flows

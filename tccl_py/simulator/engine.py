@@ -155,7 +155,7 @@ class Engine:
             ),
             legs=legs,
             buffer=legs[0].keys["memory"] if flow.is_bounce and cache is not None else "",
-            buffer_mib=blocks * flow.fifo.bytes / MIB if flow.fifo is not None else 0.0,
+            buffer_mib=_buffer_mib(flow, blocks),
         )
 
     def _loads(self, leg: Leg) -> list[Load]:
@@ -220,6 +220,11 @@ class Engine:
         used = (cache.cache_mib, cache.write, cache.read)
         shares = {place: min(1.0, size / mib) for place, mib in footprints.items()}
         return shares, any(self.figures.assumed(figure) for figure in used)
+
+
+def _buffer_mib(flow: Flow, blocks: int) -> float:
+    """Host memory that a flow's FIFOs take; a direct flow's lie in GPU memory."""
+    return blocks * flow.fifo.bytes / MIB if flow.fifo is not None and flow.is_bounce else 0.0
 
 
 def _shares(bound: Bound, value: float, fifos: list[int], cost: float) -> Bound:

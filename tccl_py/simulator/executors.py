@@ -61,7 +61,8 @@ def _blocks(limit: ExecutorLimit, flow: Flow) -> int | None:
 def _block_rate(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
     assert limit.per_block is not None
     rate = figures.value(limit.per_block)
-    if limit.latency_us is None or flow.fifo is None:
+    # A direct flow's FIFO lies in GPU memory: its size is not known to matter.
+    if limit.latency_us is None or flow.fifo is None or not flow.is_bounce:
         return rate
     size = flow.fifo.bytes
     if limit.executor == "copy_engine":

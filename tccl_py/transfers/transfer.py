@@ -18,6 +18,8 @@ from tccl_py.errors import InputError
 
 Side = Literal["sender", "receiver"]
 
+_Kind = Literal["bounce", "direct", "plain"]
+
 DEFAULT_FIFO_BYTES = 4 * 1024 * 1024
 """NCCL_BUFFSIZE's default for the Simple protocol."""
 FIFO_SLOTS = 8
@@ -71,7 +73,11 @@ class Transfer(msgspec.Struct, frozen=True, order=True):
 
 
 class Fifo(msgspec.Struct, frozen=True, order=True):
-    """The buffer in host memory between a bounce's writer and reader; `bytes` is for one block."""
+    """The buffer between a flow's writer and its reader; `bytes` is for one block.
+
+    A bounce's lies in host memory, allocated by `side`; a direct flow's in the memory of the GPU
+    that does not move the bytes, whatever `side` says.
+    """
 
     bytes: int = DEFAULT_FIFO_BYTES
     slots: int = FIFO_SLOTS
@@ -82,6 +88,8 @@ class Flow(msgspec.Struct, frozen=True, order=True):
     """What one hop moves: one transfer, or a bounce's two linked by a FIFO; it has one rate.
 
     `blocks` is how many thread blocks (NCCL: channels) move it; None is "as many as it takes".
+    A direct flow between GPUs whose blocks are given goes through a FIFO for each of them as well;
+    there None, and nothing else, is the default FIFO.
     """
 
     transfers: tuple[Transfer, ...]
@@ -189,9 +197,9 @@ def _number(name: str, text: str, high: int, where: str) -> int:
     return value
 
 
-def _parse_options(text: str, bounce: bool, where: str) -> tuple[int | None, Fifo | None]:
+def _parse_options(text: str, kind: _Kind, where: str) -> tuple[int | None, Fifo | None]:
     blocks: int | None = None
-    fifo = Fifo() if bounce else None
+    fifo = None if kind == "plain" else Fifo()
     for item in text.split(",") if text else ():
         name, _, value = item.partition("=")
         if name == "blocks":
@@ -201,14 +209,24 @@ def _parse_options(text: str, bounce: bool, where: str) -> tuple[int | None, Fif
             fifo = msgspec.structs.replace(fifo, bytes=size)
         elif fifo is not None and name == "slots":
             fifo = msgspec.structs.replace(fifo, slots=_number(name, value, 1024, where))
-        elif fifo is not None and name == "side" and value in ("sender", "receiver"):
+        elif (
+            fifo is not None
+            and kind == "bounce"
+            and name == "side"
+            and value in ("sender", "receiver")
+        ):
             fifo = msgspec.structs.replace(fifo, side=value)
         else:
             raise InputError(
                 where,
                 f"option {item[:40]!r} is not known here",
-                "blocks=N for all flows; fifo=SIZE, slots=N, side=sender|receiver for bounces",
+                "blocks=N for all flows; fifo=SIZE, slots=N where kernels move bytes from GPU to "
+                "GPU; side=sender|receiver for bounces",
             )
+    if kind != "direct" or fifo == Fifo():
+        return blocks, fifo if kind == "bounce" else None
+    if blocks is None:
+        raise InputError(where, "has a FIFO but no blocks", "add blocks=N: each has a FIFO")
     return blocks, fifo
 
 
@@ -246,8 +264,17 @@ def parse_flow(text: str) -> Flow:
             f"has {len(places)} places",
             "a transfer is SRC->EXE->DST, a bounce SRC->EXE->HOST->EXE->DST",
         )
-    blocks, fifo = _parse_options(options[:-1], len(transfers) == 2, where)
+    blocks, fifo = _parse_options(options[:-1], _kind(transfers), where)
     return Flow(transfers, blocks, fifo)
+
+
+def _kind(transfers: tuple[Transfer, ...]) -> _Kind:
+    """`plain` flows have no FIFO: copy engines', and those that end or begin in host memory."""
+    if len(transfers) == 2:
+        return "bounce"
+    (one,) = transfers
+    between_gpus = {one.source.kind, one.destination.kind} == {"G"}
+    return "direct" if between_gpus and not one.uses_copy_engine else "plain"
 
 
 def parse_set(text: str) -> TransferSet:
@@ -264,16 +291,28 @@ def parse_set(text: str) -> TransferSet:
     return transfer_set(parse_flow(part) for part in parts)
 
 
-def direct_write(source: int, target: int, *, blocks: int | None = None) -> Flow:
-    """GPU `source` writing to GPU `target`."""
+def direct_write(
+    source: int, target: int, *, blocks: int | None = None, fifo: Fifo | None = None
+) -> Flow:
+    """GPU `source` writing to GPU `target`; `fifo` counts only where blocks are given."""
     one, other = Place("G", source), Place("G", target)
-    return Flow((Transfer(one, one, other),), blocks)
+    return Flow((Transfer(one, one, other),), blocks, _direct_fifo(blocks, fifo))
 
 
-def direct_read(source: int, target: int, *, blocks: int | None = None) -> Flow:
-    """GPU `target` reading from GPU `source`."""
+def direct_read(
+    source: int, target: int, *, blocks: int | None = None, fifo: Fifo | None = None
+) -> Flow:
+    """GPU `target` reading from GPU `source`; `fifo` counts only where blocks are given."""
     one, other = Place("G", source), Place("G", target)
-    return Flow((Transfer(one, other, other),), blocks)
+    return Flow((Transfer(one, other, other),), blocks, _direct_fifo(blocks, fifo))
+
+
+def _direct_fifo(blocks: int | None, fifo: Fifo | None) -> Fifo | None:
+    """The one form of a direct flow's FIFO: the default is None, and no side is named."""
+    if blocks is None or fifo is None:
+        return None
+    sideless = msgspec.structs.replace(fifo, side=Fifo().side)
+    return None if sideless == Fifo() else sideless
 
 
 def bounce(

@@ -26,7 +26,15 @@ from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
 from tccl_py.topology.paths import PathType
 from tccl_py.transfers.hops import Hop, HopSpace
-from tccl_py.transfers.transfer import Fifo, Flow, Place, Side, Transfer
+from tccl_py.transfers.transfer import (
+    Fifo,
+    Flow,
+    Place,
+    Side,
+    Transfer,
+    direct_read,
+    direct_write,
+)
 
 MechanismKind = Literal["write", "read", "bounce", "network"]
 
@@ -279,14 +287,18 @@ def hop_space(
 def mechanism_flow(
     machine: Machine, settings: Settings, way: Mechanism, source: int, target: int, *, blocks: int
 ) -> Flow:
-    """The flow a mechanism moves; a bounce lies on the allocating GPU's own NUMA node."""
+    """The flow a mechanism moves; a bounce lies on the allocating GPU's own NUMA node.
+
+    NCCL_BUFFSIZE is the size of direct hops' FIFOs too, which lie in GPU memory (p2p.cc).
+    """
     one, other = Place("G", source), Place("G", target)
     sender = Place("D", source) if "sender" in way.copy_engines else one
     receiver = Place("D", target) if "receiver" in way.copy_engines else other
-    if way.kind == "read":
-        return Flow((Transfer(one, receiver, other),), blocks)
-    if way.kind == "write":
-        return Flow((Transfer(one, sender, other),), blocks)
+    if way.kind in ("read", "write"):
+        if way.copy_engines:
+            return Flow((Transfer(one, sender, other),), blocks)
+        make = direct_read if way.kind == "read" else direct_write
+        return make(source, target, blocks=blocks, fifo=Fifo(bytes=settings.buffsize))
     owner = target if way.side == "receiver" else source
     host = Place("C", machine.numa_of(f"G{owner}"))
     fifo = Fifo(bytes=settings.buffsize, side=way.side or "receiver")
