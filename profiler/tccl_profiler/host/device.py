@@ -1,0 +1,335 @@
+"""A core of this host as a device: its memory is shared memory, its lanes are copies by the core.
+
+A worker process is one device, pinned to its core; one thread runs all its lanes in turn, a slice
+at a time. FIFOs, counters, the flag, clocks and records are those of cuda/pump.cu, so that
+everything above the device is exercised and what is measured is real: this host's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tccl_profiler import numa
+from tccl_profiler.control import ABORT, FLAG_AT, MAX_LANES, Control
+from tccl_profiler.host.lane import HostEnd, HostLane
+from tccl_profiler.host.machine import cpu_model
+from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
+from tccl_profiler.program import (
+    COUNTER_AREA_BYTES,
+    COUNTER_BYTES,
+    COUNTERS,
+    Address,
+    Copy,
+    End,
+    Lane,
+)
+from tccl_profiler.shared_memory import Segment, create_segment
+from tccl_py.errors import MeasurementError
+
+LANES = 64
+"""A thread runs any number in turn; NCCL has no more channels than this."""
+SPINS = 500
+"""Fruitless rounds, each of which yields the core, before the thread naps between them."""
+NAP_S = 20e-6
+_PR_SET_TIMERSLACK = 29  # include/uapi/linux/prctl.h
+
+# os.sched_yield keeps the interpreter's lock before Python 3.14; a call by ctypes does not.
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """What `open` made; `user` is sent, `keep` is where arrivals go."""
+
+    start: Start
+    control: Control
+    user: npt.NDArray[np.uint8]
+    keep: npt.NDArray[np.uint8]
+
+
+class HostDevice:
+    """Host memory that answers to `Device`."""
+
+    def __init__(self) -> None:
+        self._opened: _Opened | None = None
+        self._spaces: dict[str, Segment] = {}
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._stopping = False
+
+    def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
+        """Pin the calling thread and those it starts, and take memory near it.
+
+        Raises:
+            MeasurementError: the CPUs are not open to this process, or memory is short.
+        """
+        if start.cpus:
+            numa.pin_to_cpus(start.cpus)
+        space = f"G{start.index}"
+        arena = create_segment(start.arena_bytes, numa_id=None, label=space)
+        self._spaces[space] = arena
+        # Written, so that every page is there and on this core's node before anything is timed.
+        user, keep = (np.full(start.user_bytes, 1, np.uint8) for _ in range(2))
+        self._opened = _Opened(start=start, control=control, user=user, keep=keep)
+        started = Started(
+            pid=os.getpid(),
+            name=cpu_model(),
+            lanes=LANES,
+            arena_bytes=start.arena_bytes,
+            handle=b"",
+            memory_bytes=start.arena_bytes + 2 * start.user_bytes,
+        )
+        return started, (arena.fd,)
+
+    def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
+        """Map the other devices' arenas; one without a descriptor is refused when it is used."""
+        for space, (peer, descriptor) in peers.items():
+            if descriptor is not None:
+                self.share(space, Segment.attach(descriptor, peer.size, space))
+
+    def share(self, space: str, segment: Segment) -> None:
+        """Take a segment as the memory of a space, in place of the one before."""
+        before = self._spaces.pop(space, None)
+        if before is not None:
+            before.close()
+        self._spaces[space] = segment
+
+    def queue(self, run: Run) -> None:
+        """Clear the arena's counters and start a thread that runs the repeats.
+
+        Raises:
+            MeasurementError: another run is queued, or the program does not fit this device.
+        """
+        opened = self._open()
+        if self._thread is not None:
+            raise MeasurementError(f"G{opened.start.index} still runs a program: finish it first")
+        repeats = [self._lanes(opened, run, repeat) for repeat in range(run.repeats)]
+        arena = self._spaces[f"G{opened.start.index}"]
+        ctypes.memset(arena.address, 0, min(COUNTER_AREA_BYTES, arena.size))
+        self._failure, self._stopping = None, False
+        # A daemon: a worker that is told to end must not wait for its lanes.
+        self._thread = threading.Thread(
+            target=self._run_all,
+            args=(opened, run, repeats),
+            name=f"lanes of G{opened.start.index}",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until everything queued has run.
+
+        Raises:
+            MeasurementError: what ended it early.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise MeasurementError(
+                f"lanes failed: {type(failure).__name__}: {failure}"
+            ) from failure
+
+    def ping(self, count: int) -> Pinged:
+        """Read the clock three times a ping: this device's clock is the host's."""
+        now = time.monotonic_ns
+        readings = [(now(), now(), now()) for _ in range(count)]
+        return Pinged(
+            asked_ns=tuple(one[0] for one in readings),
+            device_ns=tuple(one[1] for one in readings),
+            seen_ns=tuple(one[2] for one in readings),
+        )
+
+    def close(self) -> None:
+        """Stop what runs and give all memory back; the control segment is the caller's."""
+        self._stopping = True
+        with contextlib.suppress(MeasurementError):
+            self.finish()
+        for segment in self._spaces.values():
+            segment.close()
+        self._spaces, self._opened = {}, None
+
+    def _open(self) -> _Opened:
+        if self._opened is None:
+            raise MeasurementError("this device is not open")
+        return self._opened
+
+    def _lanes(self, opened: _Opened, run: Run, repeat: int) -> list[HostLane]:
+        """One repeat's lanes, then its copies, which are lanes with one end here."""
+        name, program = f"G{opened.start.index}", run.program
+        shares = [*program.lanes, *map(_as_lane, program.copies)]
+        if len(shares) > MAX_LANES:
+            raise MeasurementError(
+                f"{name} would do {len(shares)} things at once, at most {MAX_LANES} are right"
+            )
+        # The clock stops a lane; a copy may have a pace, and stamps.
+        paces: list[Pace | None] = [None] * len(program.lanes)
+        paces += run.paces or [None] * len(program.copies)
+        stamps = _stamps(opened, paces, repeat)
+        shift = repeat * COUNTERS * COUNTER_BYTES
+        lanes = []
+        for number, (share, pace) in enumerate(zip(shares, paces, strict=True)):
+            user, user_slices = _memory(opened, share.slice_bytes, number, len(shares))
+            size, out = share.slice_bytes, share.outgoing
+            lane = HostLane(
+                incoming=self._end(name, share.incoming, size, shift, ahead=0),
+                outgoing=self._end(name, out, size, shift, ahead=out.slices if out else 0),
+                slice_bytes=size,
+                user=user,
+                user_slices=user_slices,
+                coupled=share.coupled,
+                cycle=share.cycle,
+                check=run.check,
+                pace=pace,
+                stamps=stamps[number],
+            )
+            lanes.append(lane)
+        return lanes
+
+    def _end(
+        self, name: str, end: End | None, slice_bytes: int, shift: int, *, ahead: int
+    ) -> HostEnd:
+        """An end in this process's addresses; its counters are the repeat's own."""
+        if end is None:
+            return HostEnd()
+        return HostEnd(
+            data=self._address(name, end.data, end.slices * slice_bytes),
+            slices=end.slices,
+            seed=end.seed,
+            ahead=ahead,
+            wait=self._counter(name, end.wait, shift),
+            post=self._counter(name, end.post, shift),
+        )
+
+    def _counter(self, name: str, at: Address | None, shift: int) -> ctypes.c_uint64 | None:
+        if at is None:
+            return None
+        place = Address(at.space, at.offset + shift)
+        return ctypes.c_uint64.from_address(self._address(name, place, COUNTER_BYTES))
+
+    def _address(self, name: str, at: Address, size: int) -> int:
+        segment = self._spaces.get(at.space)
+        if segment is None:
+            known = ", ".join(sorted(self._spaces))
+            raise MeasurementError(f"{name} cannot reach {at.space}: it has mapped {known}")
+        if not 0 <= at.offset <= segment.size - size:
+            raise MeasurementError(
+                f"{name}: {size} bytes from byte {at.offset} of {at.space} are not inside its "
+                f"{segment.size} bytes"
+            )
+        return segment.address + at.offset
+
+    def _run_all(self, opened: _Opened, run: Run, repeats: list[list[HostLane]]) -> None:
+        """The thread's body: the repeats in order."""
+        try:
+            # Naps of 20 us would take 70 us with the usual slack of timers.
+            _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
+            for repeat, lanes in enumerate(repeats):
+                if lanes:
+                    self._run_repeat(opened, run, repeat, lanes)
+        except BaseException as error:
+            self._failure = error
+
+    def _run_repeat(self, opened: _Opened, run: Run, repeat: int, lanes: list[HostLane]) -> None:
+        """Say that all lanes are there, wait for the flag, move, report each lane at its end."""
+        epoch = run.epoch + repeat
+        records = opened.control.records(opened.start.slot, repeat, len(lanes))
+        flag = ctypes.c_uint64.from_address(opened.control.segment.address + FLAG_AT)
+        for lane in lanes:
+            lane.stamp(0)
+        records["resident"] = epoch
+        start = self._released(flag, epoch, run.patience_ns)
+        warm_at = start + run.warm_ns
+        turns: list[Iterator[bool]] = [iter(()) for _ in lanes]
+        if start:
+            stop_at = warm_at + run.window_ns
+            turns = [lane.turns(warm_at, stop_at, stop_at + run.patience_ns) for lane in lanes]
+            for lane in lanes:
+                lane.stamp(1)
+        for number in self._ends(turns, flag):
+            records[number] = lanes[number].report(epoch, start)
+            records["finished"][number] = epoch
+
+    def _ends(self, turns: list[Iterator[bool]], flag: ctypes.c_uint64) -> Iterator[int]:
+        """Give all lanes their turns; yield the number of each that ends, and all at a stop."""
+        running, rounds = dict(enumerate(turns)), 0
+        while running and flag.value != ABORT and not self._stopping:
+            states = {number: next(turn, None) for number, turn in running.items()}
+            rounds = 0 if any(states.values()) else rounds + 1
+            for number, state in states.items():
+                if state is None:
+                    del running[number]
+                    yield number
+            if rounds:
+                # There may be more workers than cores: who waits lets the others run.
+                _pause(rounds)
+        yield from running
+
+    def _released(self, flag: ctypes.c_uint64, epoch: int, patience_ns: int) -> int:
+        """Wait for the flag, and return the time; 0 if it does not come in time or says stop."""
+        until, rounds = time.monotonic_ns() + patience_ns, 0
+        while flag.value < epoch:
+            if self._stopping or time.monotonic_ns() > until:
+                return 0
+            _pause(rounds)
+            rounds += 1
+        return 0 if flag.value == ABORT else time.monotonic_ns()
+
+
+def _pause(rounds: int) -> None:
+    """Let others run, longer after many rounds without anything to do."""
+    if rounds < SPINS:
+        _libc.sched_yield()
+    else:
+        time.sleep(NAP_S)
+
+
+def _as_lane(copy: Copy) -> Lane:
+    return Lane(incoming=copy.source, outgoing=copy.destination, slice_bytes=copy.slice_bytes)
+
+
+def _memory(
+    opened: _Opened, slice_bytes: int, number: int, lanes: int
+) -> tuple[tuple[int, int], int]:
+    """A lane's part of what is sent and what is kept: its addresses and how many slices they hold.
+
+    Where there are fewer slices than lanes, some lanes have the same.
+
+    Raises:
+        MeasurementError: not one slice fits.
+    """
+    total = opened.start.user_bytes // slice_bytes
+    if total < 1:
+        raise MeasurementError(
+            f"G{opened.start.index}: slices of {slice_bytes} bytes do not fit the "
+            f"{opened.start.user_bytes} bytes that it sends and keeps"
+        )
+    offset = number * total // lanes * slice_bytes
+    addresses = opened.user.ctypes.data + offset, opened.keep.ctypes.data + offset
+    return addresses, max(1, total // lanes)
+
+
+def _stamps(
+    opened: _Opened, paces: Sequence[Pace | None], repeat: int
+) -> list[npt.NDArray[np.uint64] | None]:
+    """Views of the stamps of each lane that has a pace: queued, released, one for each group."""
+    views: list[npt.NDArray[np.uint64] | None] = []
+    first = 0
+    for pace in paces:
+        if pace is None:
+            views.append(None)
+            continue
+        end = first + pace.groups + 2
+        views.append(opened.control.stamps(opened.start.slot, repeat, end)[first:])
+        first = end
+    return views

@@ -1,0 +1,124 @@
+"""This host as a machine of the `host` backend: a device for each of some cores, by NUMA node."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from tccl_profiler import numa
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.topology.machine import MAX_GPUS, Gpu, Machine, NumaNode, check
+
+SYSFS = Path("/sys")
+ROOT = Path("/")
+DEVICES = 8
+"""Devices where nobody says how many: what is common in a node."""
+
+
+def host_machine(
+    devices: int | None = None, *, cpus: Iterable[int] | None = None, sysfs: Path = SYSFS
+) -> Machine:
+    """The machine that stands for this host; `C` places are its NUMA nodes, `G` places are cores.
+
+    Cores are picked evenly over the NUMA nodes; with more devices than cores, devices share them.
+    A device's bus id is made up; its domain is the number of the core.
+
+    Args:
+        devices: how many; None is one a core, at least 2 and at most 8.
+        cpus: cores to use; None is all that this process may run on.
+        sysfs: where the kernel tells of NUMA nodes.
+
+    Raises:
+        InputError: fewer than 2 devices or more than a machine has, or no such core.
+    """
+    nodes = sysfs / "devices" / "system" / "node"
+    ids = numa.online_nodes(nodes)
+    usable = sorted(set(os.sched_getaffinity(0) if cpus is None else cpus))
+    node_of = _nodes_of(usable, ids, nodes)
+    usable.sort(key=lambda cpu: (node_of[cpu], cpu))
+    count = max(2, min(len(usable), DEVICES)) if devices is None else devices
+    if not 2 <= count <= MAX_GPUS:
+        raise InputError("host machine", f"has {count} devices", f"2 to {MAX_GPUS} are right")
+    name = cpu_model()
+    picked = [usable[i * len(usable) // count] for i in range(count)]
+    gpus = tuple(
+        Gpu(
+            index=i,
+            bus_id=f"{core:04x}:{i + 1:02x}:00.0",
+            parent=f"C{node_of[core]}",
+            name=name,
+        )
+        for i, core in enumerate(picked)
+    )
+    arch = platform.machine()
+    numa_nodes = tuple(NumaNode(index=i, numa_id=id_, arch=arch) for i, id_ in enumerate(ids))
+    machine = Machine(name=f"host-{count}", numa_nodes=numa_nodes, gpus=gpus)
+    return check(machine, where="host machine")
+
+
+def cpus_of_devices(machine: Machine) -> dict[int, tuple[int, ...]]:
+    """Cores that each device's worker is pinned to, by the device's index."""
+    return {gpu.index: (int(gpu.bus_id.split(":")[0], 16),) for gpu in machine.gpus}
+
+
+def host_fingerprint(machine: Machine, *, root: Path = ROOT) -> Fingerprint:
+    """What tells this host from others, in place of the UUIDs and driver of GPUs.
+
+    A host without a machine id, as in many containers, is told by its boot.
+    """
+    host = f"host:{cpu_model(root)}:{_host_id(root)}"
+    cores = cpus_of_devices(machine)
+    return Fingerprint(
+        gpu_uuids=tuple(f"{host}:core{cores[index][0]}" for index in machine.gpu_indices),
+        driver="none",
+        numa_count=len(machine.numa_nodes),
+        kernel=platform.release(),
+    )
+
+
+def cpu_model(root: Path = ROOT) -> str:
+    """What the CPU calls itself; kernels of aarch64 do not say, and the architecture stands in."""
+    match = re.search(r"^model name\s*:\s*(\S.*)$", _text(root / "proc" / "cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
+
+
+def _nodes_of(cpus: Iterable[int], ids: Iterable[int], nodes: Path) -> dict[int, int]:
+    """Each core -> the index, not the system's number, of its NUMA node.
+
+    Raises:
+        InputError: a core is on no node.
+    """
+    try:
+        on = {cpu: i for i, id_ in enumerate(ids) for cpu in numa.cpus_of_node(id_, nodes)}
+    except MeasurementError:
+        # A kernel without NUMA: one node has all.
+        on = dict.fromkeys(range(os.cpu_count() or 1), 0)
+    found = {cpu: on[cpu] for cpu in cpus if cpu in on}
+    for cpu in cpus:
+        if cpu not in found:
+            known = ",".join(map(str, sorted(on)))
+            raise InputError("host machine", f"core {cpu} is not there", f"there are {known}")
+    if not found:
+        raise InputError("host machine", "has no cores", "name at least one")
+    return found
+
+
+def _host_id(root: Path) -> str:
+    for path in ("etc/machine-id", "proc/sys/kernel/random/boot_id"):
+        text = _text(root / path).strip()
+        if text:
+            # systemd asks not to show the machine id itself: machine-id(5).
+            return hashlib.sha256(f"tccl {text}".encode()).hexdigest()[:12]
+    return platform.node()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
