@@ -13,7 +13,7 @@ from tccl_profiler.host import device as host_device
 from tccl_profiler.host.device import HostDevice
 from tccl_profiler.host.machine import cpus_of_devices, host_fingerprint, host_machine
 from tccl_profiler.messages import Pace, Peer, Run, Start
-from tccl_profiler.program import COUNTER_AREA_BYTES, program_for
+from tccl_profiler.program import COUNTER_AREA_BYTES, checkable, program_for
 from tccl_profiler.shared_memory import Segment, create_segment
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.topology.machine import check
@@ -211,6 +211,13 @@ def test_a_flow_that_nobody_waits_for_goes_through_the_other_arena(controller, t
     made.run_until_moving(program)
     moved = made.arenas[0 if text == "G0->G1->G1" else 1].array(np.uint8, COUNTER_AREA_BYTES, 4096)
     assert (moved == (0 if text == "G0->G1->G1" else 1)).all()
+
+
+def test_host_memory_is_checked_by_reading_back_what_was_written(controller):
+    transfers = checkable(parse_set("G0->D0->C0 C0->G1->G1"))
+    program = program_for(transfers, lanes={0: 64, 1: 64})
+    for records in controller(2).run_until_moving(program, check=True):
+        assert all((rows["errors"] == 0).all() for rows in records.values())
 
 
 def test_flows_that_do_not_pass_on_each_have_their_own_pace(controller):
