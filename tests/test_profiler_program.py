@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_profiler.program import (
-    CHECK_BLOCKS,
+    FEW_BLOCKS,
     COUNTER_AREA_BYTES,
     COUNTER_BYTES,
     COUNTERS,
@@ -338,4 +338,4 @@ def test_checking_keeps_paths_and_options():
     )
     assert checked("C1->D2->G2") == "G2->G2->C1->G2->G2{blocks=4}"
     assert checked("G0->G0->G1{blocks=2}") == "G0->G0->G1{blocks=2}"
-    assert CHECK_BLOCKS == 4
+    assert FEW_BLOCKS == 4

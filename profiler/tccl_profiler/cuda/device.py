@@ -1,0 +1,335 @@
+"""A GPU as the pool's workers use it: memory that others reach, lanes as blocks, copy engines."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tccl_profiler.control import (
+    FLAG_AT,
+    MAX_LANES,
+    Control,
+    answer_at,
+    question_at,
+    records_at,
+    stamps_at,
+)
+from tccl_profiler.cuda import driver
+from tccl_profiler.cuda.nvrtc import kernel_source
+from tccl_profiler.messages import Peer, Pinged, Run, Start, Started
+from tccl_profiler.program import (
+    COUNTER_AREA_BYTES,
+    COUNTER_BYTES,
+    COUNTERS,
+    MAX_COPIES,
+    MAX_REPEATS,
+    Address,
+    Copy,
+    End,
+    Lane,
+)
+from tccl_profiler.shared_memory import Segment
+from tccl_py.errors import MeasurementError
+
+_WORKERS = 512
+_THREADS = _WORKERS + 32
+"""NCCL's Simple protocol: 512 threads that copy, and a warp that posts."""
+_LANE_WORDS = 2 * 5 + 6
+_TIMING = np.dtype([("words", np.uint64, 6)])
+_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_MAPPED = 2  # cudaHostRegisterMapped
+_PORTABLE = 1  # cudaHostRegisterPortable
+_OUT_OF_MEMORY = 2
+_MIB = 1 << 20
+
+
+class CudaDevice:
+    """One GPU of one worker process; implements `tccl_profiler.device.Device`.
+
+    GPU memory: the arena that peers write to and read from, what is sent or added, and what is
+    kept. Host memory is the controller's, registered. Costs about 0.5 GiB more for CUDA itself.
+    """
+
+    def __init__(self) -> None:
+        import cupy  # noqa: PLC0415 (only where there are GPUs)
+
+        self._cupy = cupy
+        self._runtime = cupy.cuda.runtime
+        self._error = self._runtime.CUDARuntimeError
+        self._bases: dict[str, int] = {}
+        self._segments: dict[str, Segment] = {}
+        self._opened: list[int] = []
+        self._allocated: list[int] = []
+        self._unreachable: dict[str, str] = {}
+
+    def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
+        """Take the GPU by its bus id, allocate, compile, and launch every kernel once."""
+        self._start, self._control = start, control
+        self._who = f"GPU {start.index}"
+        try:
+            number = self._runtime.deviceGetByPCIBusId(start.bus_id)
+            self._runtime.setDevice(number)
+            properties = self._runtime.getDeviceProperties(number)
+            self._arena = self._allocate(start.arena_bytes, "arena")
+            self._user = self._allocate(start.user_bytes, "data to send")
+            self._keep = self._allocate(start.user_bytes, "data to keep")
+            self._lanes = self._allocate(MAX_LANES * _LANE_WORDS * 8, "lanes")
+            self._gates = self._allocate(MAX_REPEATS * 8, "gates")
+        except self._error as error:
+            raise MeasurementError(f"{self._who}: {error}") from error
+        self._bases[f"G{start.index}"] = self._arena
+        self._flag = self._register(control.segment) + FLAG_AT
+        self._control_base = self._flag - FLAG_AT
+        self._stream = self._cupy.cuda.Stream(non_blocking=True)
+        # All at once, because making one waits for the others, which may wait for the flag.
+        self._copy_streams = [self._cupy.cuda.Stream(non_blocking=True) for _ in range(MAX_COPIES)]
+        self._load()
+        return (
+            Started(
+                pid=os.getpid(),
+                name=properties["name"].decode(errors="replace"),
+                lanes=min(MAX_LANES, int(properties["multiProcessorCount"])),
+                arena_bytes=start.arena_bytes,
+                handle=bytes(self._runtime.ipcGetMemHandle(self._arena)),
+                memory_bytes=start.arena_bytes + 2 * start.user_bytes,
+            ),
+            (),
+        )
+
+    def _allocate(self, size: int, what: str) -> int:
+        try:
+            pointer = int(self._runtime.malloc(size))
+        except self._error as error:
+            if error.status != _OUT_OF_MEMORY:
+                raise
+            free, total = self._runtime.memGetInfo()
+            raise MeasurementError(
+                f"{self._who} has no {size // _MIB} MiB for the {what}: {free // _MIB} of "
+                f"{total // _MIB} MiB are free; end what else uses it"
+            ) from error
+        self._allocated.append(pointer)
+        self._runtime.memset(pointer, 0, size)
+        return pointer
+
+    def _load(self) -> None:
+        """Compile (cupy keeps the result on disk) and launch each kernel once: the first launch
+        loads it, which behind a waiting stream would hang.
+        """
+        module = self._cupy.RawModule(code=kernel_source(), options=("-std=c++17",))
+        self._kernels = {
+            name: module.get_function(name) for name in ("pump", "pump_check", "echo", "stamp")
+        }
+        scratch = self._lanes
+        timing = np.zeros(1, _TIMING)
+        timing["words"][0, -1] = self._gates
+        for name in ("pump", "pump_check"):
+            # No patience: a lane that is not released writes its record and ends.
+            self._kernels[name]((1,), (_THREADS,), (scratch, scratch, self._flag, timing[0]))
+        self._kernels["echo"]((1,), (1,), (scratch, scratch, 0, 0, 0))
+        self._kernels["stamp"]((1,), (1,), (scratch,))
+        self._runtime.memset(scratch, 0, MAX_LANES * _LANE_WORDS * 8)
+        self._runtime.memset(self._gates, 0, MAX_REPEATS * 8)
+        self._runtime.deviceSynchronize()
+
+    def _register(self, segment: Segment) -> int:
+        try:
+            self._runtime.hostRegister(segment.address, segment.size, _MAPPED | _PORTABLE)
+            return int(self._runtime.pointerGetAttributes(segment.address).devicePointer)
+        except self._error as error:
+            raise MeasurementError(
+                f"{self._who}: {segment.size // _MIB} MiB of host memory ({segment.label}) cannot "
+                f"be pinned ({error}); raise `ulimit -l`"
+            ) from error
+
+    def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
+        """Open the peers' arenas; one that cannot be reached is named when it is asked for."""
+        for space, (peer, _) in peers.items():
+            try:
+                base = int(self._runtime.ipcOpenMemHandle(peer.handle, _LAZY_PEER_ACCESS))
+            except self._error as error:
+                self._unreachable[space] = str(error)
+                continue
+            self._opened.append(base)
+            self._bases[space] = base
+
+    def share(self, space: str, segment: Segment) -> None:
+        """Pin host memory for this GPU, in place of what had the name."""
+        self._forget(space)
+        self._bases[space] = self._register(segment)
+        self._segments[space] = segment
+
+    def _forget(self, space: str) -> None:
+        segment = self._segments.pop(space, None)
+        if segment is not None:
+            self._runtime.hostUnregister(segment.address)
+            segment.close()
+
+    def queue(self, run: Run) -> None:
+        """Upload the lanes and launch all repeats; they wait for the flag, one after the other."""
+        lanes = run.program.lanes
+        rows = [self._words(lane, len(lanes), i) for i, lane in enumerate(lanes)]
+        words = np.array(rows, np.uint64)
+        try:
+            self._runtime.memset(self._arena, 0, COUNTER_AREA_BYTES)
+            self._runtime.memset(self._gates, 0, MAX_REPEATS * 8)
+            if lanes:
+                self._runtime.memcpy(self._lanes, words.ctypes.data, words.nbytes, 1)
+            self._runtime.deviceSynchronize()
+            for repeat in range(run.repeats):
+                if lanes:
+                    self._launch(run, repeat)
+                self._queue_copies(run, repeat)
+        except self._error as error:
+            raise RuntimeError(f"{self._who}: {error}") from error
+
+    def _launch(self, run: Run, repeat: int) -> None:
+        timing = np.zeros(1, _TIMING)
+        timing["words"][0] = (
+            run.epoch + repeat,
+            run.warm_ns,
+            run.window_ns,
+            run.patience_ns,
+            repeat * COUNTERS * COUNTER_BYTES,
+            self._gates + repeat * 8,
+        )
+        records = self._control_base + records_at(self._start.slot, repeat)
+        kernel = self._kernels["pump_check" if run.check else "pump"]
+        kernel(
+            (len(run.program.lanes),),
+            (_THREADS,),
+            (self._lanes, records, self._flag, timing[0]),
+            stream=self._stream,
+        )
+
+    def _words(self, lane: Lane, lanes: int, number: int) -> Sequence[int]:
+        """A lane as the kernel's struct Lane."""
+        slices = max(1, self._start.user_bytes // lanes // lane.slice_bytes)
+        if lane.slice_bytes > self._start.user_bytes:
+            raise MeasurementError(
+                f"{self._who}: a slice of {lane.slice_bytes} bytes is more than the "
+                f"{self._start.user_bytes} that are sent from"
+            )
+        # Lanes share what is sent where their slices are too large for each to have its own.
+        spare = self._start.user_bytes - slices * lane.slice_bytes
+        at = number * slices * lane.slice_bytes % (spare + 16)
+        return (
+            *self._end_words(lane.incoming),
+            *self._end_words(lane.outgoing),
+            self._user + at // 16 * 16,
+            self._keep + at // 16 * 16,
+            slices,
+            lane.slice_bytes,
+            int(lane.coupled),
+            lane.cycle,
+        )
+
+    def _end_words(self, end: End | None) -> Sequence[int]:
+        if end is None:
+            return (0, 0, 0, 0, 0)
+        return (
+            self._address(end.data),
+            self._address(end.wait) if end.wait else 0,
+            self._address(end.post) if end.post else 0,
+            end.slices,
+            end.seed,
+        )
+
+    def _address(self, address: Address) -> int:
+        base = self._bases.get(address.space)
+        if base is None:
+            reason = self._unreachable.get(address.space, "it was never mapped")
+            raise MeasurementError(
+                f"{self._who} cannot reach {address.space}'s memory directly ({reason})"
+            )
+        return base + address.offset
+
+    def _queue_copies(self, run: Run, repeat: int) -> None:
+        """Each copy on a stream of its own: released by the flag, stamped after every group."""
+        first = 0
+        for number, (copy, pace) in enumerate(zip(run.program.copies, run.paces, strict=True)):
+            stream = self._copy_streams[number]
+            base = self._control_base + stamps_at(self._start.slot, repeat) + first * 8
+            self._stamp(base, stream)
+            driver.stream_waits(stream.ptr, self._flag, run.epoch + repeat)
+            self._stamp(base + 8, stream)
+            shift = repeat * COUNTERS * COUNTER_BYTES
+            for group in range(pace.groups):
+                for i in range(group * pace.slices, (group + 1) * pace.slices):
+                    self._queue_slice(copy, stream, i, shift)
+                self._stamp(base + 16 + 8 * group, stream)
+            first += pace.groups + 2
+
+    def _queue_slice(self, copy: Copy, stream: Any, i: int, shift: int) -> None:
+        """Slice i waits for its counter, is copied, and is told of."""
+        end = copy.source or copy.destination
+        assert end is not None
+        if end.wait:
+            # A reader waits until slice i is there, a writer until slice i - slices is gone.
+            wanted = i + 1 if copy.source else i + 1 - end.slices
+            if wanted > 0:
+                driver.stream_waits(stream.ptr, self._address(end.wait) + shift, wanted)
+        far = self._address(end.data) + i % end.slices * copy.slice_bytes
+        near = self._user if copy.destination else self._keep
+        near += i % max(1, self._start.user_bytes // copy.slice_bytes) * copy.slice_bytes
+        to, of = (far, near) if copy.destination else (near, far)
+        self._runtime.memcpyAsync(to, of, copy.slice_bytes, 4, stream.ptr)
+        if end.post:
+            driver.stream_writes(stream.ptr, self._address(end.post) + shift, i + 1)
+
+    def _stamp(self, address: int, stream: Any) -> None:
+        self._kernels["stamp"]((1,), (1,), (address,), stream=stream)
+
+    def finish(self) -> None:
+        """Wait for all streams; a CUDA error ends the worker, because it spoils the context."""
+        try:
+            for stream in (self._stream, *self._copy_streams):
+                stream.synchronize()
+        except self._error as error:
+            raise RuntimeError(f"{self._who}: {error}") from error
+
+    def ping(self, count: int) -> Pinged:
+        """Have a kernel answer `count` stores with the GPU's time."""
+        words = self._control.segment
+        question = words.array(np.uint64, question_at(self._start.slot), 1)
+        answer = words.array(np.uint64, answer_at(self._start.slot), 1)
+        first = int(question[0]) + 1
+        patience_ns = 1_000_000_000
+        self._kernels["echo"](
+            (1,),
+            (1,),
+            (
+                np.uint64(self._control_base + question_at(self._start.slot)),
+                np.uint64(self._control_base + answer_at(self._start.slot)),
+                np.uint64(first),
+                np.uint64(count),
+                np.uint64(patience_ns),
+            ),
+            stream=self._stream,
+        )
+        asked, seen, device = [], [], []
+        for i in range(count):
+            before = int(answer[0])
+            asked.append(time.monotonic_ns())
+            question[0] = first + i
+            deadline = asked[-1] + 2 * patience_ns
+            while (stamp := int(answer[0])) == before:
+                if time.monotonic_ns() > deadline:
+                    raise RuntimeError(f"{self._who} does not answer when asked for its time")
+            seen.append(time.monotonic_ns())
+            device.append(stamp)
+        self.finish()
+        return Pinged(asked_ns=tuple(asked), device_ns=tuple(device), seen_ns=tuple(seen))
+
+    def close(self) -> None:
+        """Unmap, unpin and free everything."""
+        for space in list(self._segments):
+            self._forget(space)
+        for base in self._opened:
+            self._runtime.ipcCloseMemHandle(base)
+        for pointer in self._allocated:
+            self._runtime.free(pointer)
+        self._opened, self._allocated = [], []

@@ -1,0 +1,292 @@
+"""The profiler: a BandwidthSource that measures transfer sets on this host."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from tccl_profiler.clock import Clock, offset_from_pings
+from tccl_profiler.control import MAX_STAMPS
+from tccl_profiler.messages import Pace
+from tccl_profiler.pool import Outcome, Pool, Timing, WorkerLost
+from tccl_profiler.program import MAX_REPEATS, Meeting, Program, checkable, program_for
+from tccl_profiler.reading import Reading, ToHost, read_outcome
+from tccl_profiler.statistics import Sentinel, Stopping, outliers
+from tccl_profiler.window import LaneRate, Window, WindowLimits, choose_window, needs_longer
+from tccl_py.errors import MeasurementError
+from tccl_py.measurements.measurement import Measurement
+from tccl_py.transfers.transfer import TransferSet
+
+_TRIALS_MS = (1.0, 8.0, 40.0)
+"""Windows of the first, uncounted repeat, until something has moved in every lane."""
+_MORE = 4
+"""Repeats that are added where the first ones were not enough."""
+_CHECK_US = 1000.0
+_EXERCISE_US = 20_000.0
+_PINGS = 16
+_PING_EVERY_S = 0.05
+_TRIAL = Pace(groups=6)
+_GROUP_US = 500.0
+"""A stamp is a kernel between copies and costs them some ten microseconds."""
+_MOST_GROUPS, _MOST_SLICES = 120, 200
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How carefully sets are measured.
+
+    Repeats go on until every flow's 95 % interval is narrower than `stopping.target`, or its limit.
+    `check` says whether each flow's data are compared once or with every set. `sentinel_every` sets
+    the first set is measured again, to see whether the machine drifts; 0 is never.
+    """
+
+    stopping: Stopping = msgspec.field(default_factory=Stopping)
+    limits: WindowLimits = msgspec.field(default_factory=WindowLimits)
+    meeting: Meeting = "pass-on"
+    check: str = "once"
+    sentinel_every: int = 100
+    seed: int = 0
+
+
+class Profiler:
+    """Measures transfer sets through a pool of workers; satisfies `BandwidthSource`.
+
+    `notices` are sentences for the user about what was seen on the way, in order, each once.
+
+    Args:
+        pool: started; the profiler neither starts nor closes it.
+        options: how carefully.
+        source: what is said of where the figures are from, with every measurement.
+    """
+
+    simulated = False
+
+    def __init__(self, pool: Pool, *, options: Options | None = None, source: str = "") -> None:
+        self._pool = pool
+        self.options = options or Options()
+        self._source = source
+        self._clocks: dict[int, Clock] = {}
+        self._pinged_s = -math.inf
+        self._windows: dict[str, tuple[Window, tuple[LaneRate, ...]]] = {}
+        self._checked: set[str] = set()
+        self._random = random.Random(self.options.seed)
+        self._sentinel: tuple[TransferSet, Sentinel] | None = None
+        self._since_sentinel = 0
+        self.notices: list[str] = []
+        self.sets_run = 0
+
+    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
+        """Measure each set, in random order; the answers are in the order given.
+
+        Raises:
+            MeasurementError: a set cannot be measured, or its data arrived wrong.
+        """
+        order = list(range(len(sets)))
+        self._random.shuffle(order)
+        answers: dict[int, Measurement] = {}
+        for number in order:
+            answers[number] = self._one(sets[number])
+            self._watch_drift(sets[number], answers[number])
+        return [answers[number] for number in range(len(sets))]
+
+    def exercise(self, transfers: TransferSet) -> None:
+        """Run a set for a moment without measuring it, so that links wake up.
+
+        Raises:
+            MeasurementError: it cannot be run.
+        """
+        program = program_for(transfers, lanes=self._pool.lanes, meeting="independent")
+        self._read_clocks()
+        self._run(program, Window(warm_us=0.0, window_us=_EXERCISE_US), None, repeats=1)
+
+    def _watch_drift(self, transfers: TransferSet, measurement: Measurement) -> None:
+        if not self.options.sentinel_every:
+            return
+        if self._sentinel is None:
+            self._sentinel = (transfers, Sentinel(transfers=str(transfers)))
+            self._sentinel[1].add(measurement.samples_gbps)
+        self._since_sentinel += 1
+        if self._since_sentinel >= self.options.sentinel_every:
+            self._since_sentinel = 0
+            first, sentinel = self._sentinel
+            sentinel.add(self._one(first).samples_gbps)
+            self._note(sentinel.drift())
+
+    def _note(self, text: str | None) -> None:
+        if text and text not in self.notices:
+            self.notices.append(text)
+
+    def _one(self, transfers: TransferSet) -> Measurement:
+        """Measure one set; where a worker is lost, once more with new ones."""
+        try:
+            return self._measured(transfers)
+        except WorkerLost as error:
+            self._note(f"{error}; all workers were started anew and {transfers} measured again")
+            self._clocks.clear()
+            self._pinged_s = -math.inf
+            try:
+                self._pool.restart()
+                return self._measured(transfers)
+            except WorkerLost as again:
+                raise MeasurementError(f"{transfers}: {again}; so did a second try") from again
+
+    def _measured(self, transfers: TransferSet) -> Measurement:
+        options = self.options
+        program = program_for(transfers, lanes=self._pool.lanes, meeting=options.meeting)
+        self._read_clocks()
+        self._check(program)
+        window, lanes = self._windows.get(str(transfers)) or self._window(program)
+        rows: list[list[float]] = [[] for _ in transfers.flows]
+        seen: list[Reading] = []
+        while not seen or not options.stopping.enough(rows):
+            wanted = _MORE if seen else min(options.stopping.minimum, MAX_REPEATS)
+            readings = self._run(program, window, lanes, repeats=wanted)
+            lanes = _slowest(readings)
+            if needs_longer(window, lanes=lanes, start_error_us=_start_error(readings)):
+                window = self._chosen(lanes, _start_error(readings), window)
+                rows, seen = [[] for _ in transfers.flows], []
+                continue
+            seen.extend(readings)
+            for row, *values in zip(rows, *(one.gbps for one in readings), strict=True):
+                row.extend(values)
+        self._windows[str(transfers)] = window, lanes
+        self.sets_run += 1
+        return Measurement(
+            transfers=str(transfers),
+            samples_gbps=tuple(map(tuple, rows)),
+            simulated=False,
+            skew_us=float(np.median([one.skew_us for one in seen])),
+            skew_error_us=float(np.median([one.skew_error_us for one in seen])),
+            overlap=float(np.median([one.overlap for one in seen])),
+            settled=options.stopping.reached(rows),
+            outliers=tuple(sorted({index for row in rows for index in outliers(row)})),
+            window_us=window.window_us,
+            source=self._source,
+        )
+
+    def _read_clocks(self) -> None:
+        """Compare the devices' clocks with the host's, unless that was just done."""
+        if time.monotonic() - self._pinged_s < _PING_EVERY_S:
+            return
+        for device, pinged in self._pool.ping(_PINGS).items():
+            reading = offset_from_pings(pinged.asked_ns, pinged.device_ns, pinged.seen_ns)
+            clock = self._clocks.get(device)
+            jump = clock.jumped(reading) if clock else None
+            self._note(jump)
+            if clock is None or jump:
+                clock = self._clocks[device] = Clock(device=f"G{device}")
+            clock.add(reading)
+        self._pinged_s = time.monotonic()
+
+    def _to_host(self) -> Mapping[int, ToHost]:
+        return {device: clock.host_ns for device, clock in self._clocks.items()}
+
+    def _check(self, program: Program) -> None:
+        """Compare arriving data with what was sent, for flows that were not checked before."""
+        flows = {str(flow) for flow in program.transfers.flows}
+        if self.options.check == "once" and flows <= self._checked:
+            return
+        proof = program_for(
+            checkable(program.transfers), lanes=self._pool.lanes, meeting=self.options.meeting
+        )
+        timing = Timing(repeats=1, warm_us=0.0, window_us=_CHECK_US, check=True)
+        (outcome,) = self._pool.run(proof, timing)
+        reading = read_outcome(proof, outcome, timing, self._to_host())
+        for flow, wrong in zip(proof.transfers.flows, reading.wrong, strict=True):
+            if wrong:
+                raise MeasurementError(
+                    f"{flow}: {wrong} packs of 16 bytes arrived other than they were sent; the "
+                    "path damages data: look for PCIe errors (dmesg), IOMMU and ACS settings"
+                )
+        self._checked |= flows
+
+    def _window(self, program: Program) -> tuple[Window, tuple[LaneRate, ...]]:
+        """The window for a set and what its lanes do, from a short trial that also warms up."""
+        lanes: tuple[LaneRate, ...] = ()
+        for trial_ms in _TRIALS_MS:
+            trial = Window(warm_us=trial_ms * 250, window_us=trial_ms * 1e3)
+            readings = self._run(program, trial, None, repeats=1)
+            lanes = _slowest(readings)
+            if all(lane.gbps for lane in lanes):
+                break
+        return self._chosen(lanes, _start_error(readings), None), lanes
+
+    def _chosen(
+        self, lanes: Sequence[LaneRate], start_error_us: float, at_least: Window | None
+    ) -> Window:
+        return choose_window(
+            lanes=lanes,
+            start_error_us=start_error_us,
+            limits=self.options.limits,
+            at_least=at_least,
+        )
+
+    def _run(
+        self,
+        program: Program,
+        window: Window,
+        lanes: Sequence[LaneRate] | None,
+        *,
+        repeats: int,
+    ) -> list[Reading]:
+        timing = Timing(
+            repeats=repeats,
+            warm_us=window.warm_us,
+            window_us=window.window_us,
+            paces=_paces(program, lanes, window.warm_us + window.window_us),
+        )
+        outcomes: list[Outcome] = self._pool.run(program, timing)
+        to_host = self._to_host()
+        return [read_outcome(program, outcome, timing, to_host) for outcome in outcomes]
+
+
+def _start_error(readings: Sequence[Reading]) -> float:
+    return float(np.median([one.skew_us for one in readings]))
+
+
+def _slowest(readings: Sequence[Reading]) -> tuple[LaneRate, ...]:
+    """Each lane at its median rate over some repeats."""
+    return tuple(
+        msgspec.structs.replace(lanes[0], gbps=float(np.median([lane.gbps for lane in lanes])))
+        for lanes in zip(*(one.lanes for one in readings), strict=True)
+    )
+
+
+def _paces(
+    program: Program, lanes: Sequence[LaneRate] | None, lasting_us: float
+) -> dict[int, tuple[Pace, ...]]:
+    """How much each copy moves so that it lasts the window: both ends of a flow as much.
+
+    `lanes` are rates in the order of `Reading.lanes`; None where nothing is known yet.
+    """
+    paces: dict[int, dict[int, Pace]] = {device: {} for device in program.devices}
+    first = 0
+    for counted, others in zip(program.counted, program.other, strict=True):
+        for offset in range(len(counted.numbers)):
+            pace = _TRIAL if lanes is None else _pace(lanes[first + offset], lasting_us)
+            for part in (counted, *others):
+                if part.kind == "copy":
+                    paces[part.device][part.numbers[offset]] = pace
+        first += len(counted.numbers)
+    return {
+        device: tuple(_within(shares[number], len(shares)) for number in sorted(shares))
+        for device, shares in paces.items()
+        if shares
+    }
+
+
+def _within(pace: Pace, copies: int) -> Pace:
+    """The pace with as many groups as a device's stamps allow each of its copies."""
+    return msgspec.structs.replace(pace, groups=min(pace.groups, MAX_STAMPS // copies - 2))
+
+
+def _pace(lane: LaneRate, lasting_us: float) -> Pace:
+    """Groups long enough that their stamps cost nothing, and a few more than the window needs."""
+    slices_us = lane.slice_us if lane.gbps else lasting_us
+    slices = max(1, math.ceil(_GROUP_US / slices_us))
+    groups = math.ceil(1.1 * lasting_us / (slices * slices_us)) + 2
+    return Pace(groups=min(groups, _MOST_GROUPS), slices=min(slices, _MOST_SLICES))

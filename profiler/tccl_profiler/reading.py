@@ -1,0 +1,136 @@
+"""From what lanes and copies recorded to rates, start skew and overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tccl_profiler.pool import Outcome, Timing
+from tccl_profiler.program import Part, Program
+from tccl_profiler.window import LaneRate
+
+ToHost = Callable[[int], tuple[int, int]]
+"""A device's stamp -> the host's time, and how far off that may be; nanoseconds."""
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What one repeat of a set says.
+
+    `gbps[i]` is flow i's rate over the window; `skew_us` the time between the first start and the
+    last, give or take `skew_error_us`; `overlap` is (first end - last start) over (last end - first
+    start); `wrong[i]` how many 16-byte packs of flow i arrived wrong, in a check.
+    """
+
+    gbps: tuple[float, ...]
+    lanes: tuple[LaneRate, ...]
+    skew_us: float
+    skew_error_us: float
+    overlap: float
+    wrong: tuple[int, ...]
+
+
+class _Span(msgspec.Struct, frozen=True):
+    """First start, last start and last end of one part, in its device's nanoseconds."""
+
+    first_start: int
+    last_start: int
+    end: int
+
+
+def read_outcome(
+    program: Program, outcome: Outcome, timing: Timing, to_host: Mapping[int, ToHost]
+) -> Reading:
+    """Work out a repeat's rates; a flow that moved nothing in its window has rate 0."""
+    gbps: list[float] = []
+    lanes: list[LaneRate] = []
+    wrong: list[int] = []
+    for part in program.counted:
+        rates = _rates(part, outcome, timing)
+        gbps.append(float(rates.sum()))
+        lanes.extend(
+            LaneRate(slice_bytes=part.slice_bytes, gbps=float(rate), fifo_slices=part.slices)
+            for rate in rates
+        )
+        wrong.append(_wrong(part, outcome))
+    parts = [*program.counted, *(part for others in program.other for part in others)]
+    spans = {(part.device, part.kind, part.numbers): _span(part, outcome, timing) for part in parts}
+    skew_us, error_us, overlap = _together([(key[0], span) for key, span in spans.items()], to_host)
+    return Reading(
+        gbps=tuple(gbps),
+        lanes=tuple(lanes),
+        skew_us=skew_us,
+        skew_error_us=error_us,
+        overlap=overlap,
+        wrong=tuple(wrong),
+    )
+
+
+def _rates(part: Part, outcome: Outcome, timing: Timing) -> npt.NDArray[np.float64]:
+    """GB/s (bytes a nanosecond) of each lane or copy, between slices that ended in the window."""
+    if part.kind == "copy":
+        return np.array([_copy_rate(part, outcome, number, timing) for number in part.numbers])
+    side = "in" if part.kind == "incoming" else "out"
+    records = outcome.records[part.device][list(part.numbers)]
+    lasting = (records[f"{side}_last"] - records[f"{side}_first"]).astype(np.float64)
+    counted = records[f"{side}_count"].astype(np.float64) * part.slice_bytes
+    moved = (records[f"{side}_count"] > 0) & (lasting > 0)
+    rates: npt.NDArray[np.float64] = np.zeros(len(records))
+    np.divide(counted, lasting, out=rates, where=moved)
+    return rates
+
+
+def _copy_rate(part: Part, outcome: Outcome, number: int, timing: Timing) -> float:
+    done = _in_window(outcome.stamps[part.device][number], timing)
+    if len(done) < 2 or done[-1] <= done[0]:
+        return 0.0
+    group_bytes = timing.paces[part.device][number].slices * part.slice_bytes
+    return float((len(done) - 1) * group_bytes / (done[-1] - done[0]))
+
+
+def _in_window(stamps: npt.NDArray[np.uint64], timing: Timing) -> npt.NDArray[np.int64]:
+    """The stamps of slices that were done after the warm-up and before the window's end."""
+    times = stamps[stamps > 0].astype(np.int64)
+    since = times - times[0]
+    warm_ns, end_ns = timing.warm_us * 1e3, (timing.warm_us + timing.window_us) * 1e3
+    inside: npt.NDArray[np.int64] = times[1:][(since[1:] >= warm_ns) & (since[1:] <= end_ns)]
+    # A trial's few slices may all lie outside; then all of them say something.
+    return inside if len(inside) > 1 else times[1:]
+
+
+def _span(part: Part, outcome: Outcome, timing: Timing) -> _Span:
+    if part.kind == "copy":
+        rows = [outcome.stamps[part.device][number] for number in part.numbers]
+        starts = [int(row[0]) for row in rows]
+        ends = [int(_in_window(row, timing)[-1]) for row in rows]
+    else:
+        records = outcome.records[part.device][list(part.numbers)]
+        starts, ends = records["start"].tolist(), records["end"].tolist()
+    # A lane that moved nothing has no end.
+    return _Span(min(starts), max(starts), max(*ends, *starts))
+
+
+def _together(
+    spans: list[tuple[int, _Span]], to_host: Mapping[int, ToHost]
+) -> tuple[float, float, float]:
+    """Skew and its error in microseconds, and the overlap, on the host's clock."""
+    first, last, ends, errors = [], [], [], []
+    for device, span in spans:
+        start_ns, error_ns = to_host[device](span.first_start)
+        first.append(start_ns)
+        # Within one device's microseconds its own clock is as good as the host's.
+        last.append(start_ns + span.last_start - span.first_start)
+        ends.append(start_ns + span.end - span.first_start)
+        errors.append(error_ns)
+    whole = max(ends) - min(first)
+    overlap = max(0.0, (min(ends) - max(last)) / whole) if whole > 0 else 0.0
+    error_us = 0.0 if len({device for device, _ in spans}) == 1 else 2 * max(errors) / 1e3
+    return (max(last) - min(first)) / 1e3, error_us, overlap
+
+
+def _wrong(part: Part, outcome: Outcome) -> int:
+    if part.kind != "incoming":
+        return 0
+    return int(outcome.records[part.device][list(part.numbers)]["errors"].sum())
