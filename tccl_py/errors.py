@@ -27,5 +27,9 @@ class MeasurementError(TcclError):
     """A transfer set could not be measured."""
 
 
+class SourceLostError(TcclError):
+    """Nothing can be measured any more; unlike MeasurementError, trying other sets is no use."""
+
+
 class SearchError(TcclError):
     """A search cannot give a ring (no hop into a GPU, unknown strategy, ...)."""

@@ -3,9 +3,10 @@
 import msgspec
 import pytest
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
 from tccl_py.measurements.measurement import BandwidthSource, Measurement
+from tccl_py.measurements.memory import RememberingSource
 from tccl_py.transfers.transfer import parse_set
 
 HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
@@ -42,11 +43,40 @@ def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(tmp_path):
     with JournalledSource(source, path, HEADER) as journal:
         journal.measure([ONE, TWO])
     path.write_bytes(path.read_bytes()[:-9])
+    torn = len(path.read_text().split("\n")[-1])
     with JournalledSource(source, path, HEADER) as journal:
-        assert journal.notices[0].endswith("dropped a torn last line of 120 characters")
+        assert journal.notices[0].endswith(f": dropped a torn last line of {torn} characters")
         journal.measure([ONE, TWO])
     assert source.calls == [str(ONE), str(TWO), str(TWO)]
     assert len(read_journal(path).measurements) == 2
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_only_hardware_is_asked_in_random_order_and_all_answers_are_in_the_order_given(simulated):
+    source = Counting()
+    source.simulated = simulated
+    sets = [parse_set(f"G0->G0->G{i % 7 + 1}") for i in range(14)]
+    answers = RememberingSource(source).measure(sets)
+    assert [one.transfers for one in answers] == [str(one) for one in sets]
+    assert sorted(source.calls) == sorted(map(str, sets))
+    assert (source.calls == [str(one) for one in sets]) is simulated
+
+
+def test_sets_measured_before_the_source_failed_are_in_the_journal(tmp_path):
+    class Failing(Counting):
+        simulated = False
+
+        def measure(self, sets):
+            if len(self.calls) == 3:
+                raise MeasurementError("the fourth failed")
+            return super().measure(sets)
+
+    source, path = Failing(), tmp_path / "m.jsonl"
+    sets = [parse_set(f"G0->G0->G{i}") for i in range(1, 7)]
+    with JournalledSource(source, path, HEADER) as journal, pytest.raises(MeasurementError):
+        journal.measure(sets)
+    assert list(read_journal(path).measurements) == source.calls
+    assert len(source.calls) == 3
 
 
 def test_every_set_is_on_disk_as_soon_as_it_is_measured(tmp_path):

@@ -127,7 +127,22 @@ def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:
     again = source.measure([rings.flows] * CAREFUL)
     rows = zip(*(one.samples_gbps for one in again), strict=True)
     samples = tuple(tuple(chain.from_iterable(row)) for row in rows)
-    return msgspec.structs.replace(first, samples_gbps=samples)
+    return msgspec.structs.replace(
+        first,
+        samples_gbps=samples,
+        settled=all(one.settled for one in again),
+        outliers=_outliers(again),
+    )
+
+
+def _outliers(measurements: Sequence[Measurement]) -> tuple[int, ...]:
+    """The suspect repeats of several measurements, numbered through."""
+    found: list[int] = []
+    before = 0
+    for one in measurements:
+        found += [before + repeat for repeat in one.outliers]
+        before += len(one.samples_gbps[0])
+    return tuple(found)
 
 
 def rings_under(task: Task, settings: Settings, orders: Sequence[Order]) -> RingSet:
@@ -248,9 +263,11 @@ def _mechanisms(task: Task) -> tuple[Settings, ...]:
         channels=(_base_channels(task),),
         buffsizes=(DEFAULT_FIFO_BYTES,),
     )
-    # NCCL's own copies by copy engine go through its proxy threads; no model here speaks of
-    # them, so only a measurement may choose them.
-    return tuple(kind for kind in kinds if not (task.source.simulated and kind.p2p_copy_engine))
+    # NCCL's copies by copy engine go through its proxy threads, slot by slot. Neither a model nor
+    # plain copies on hardware predict that: only running NCCL itself could choose them.
+    return tuple(
+        kind for kind in kinds if not kind.p2p_copy_engine and kind.shm_copy_engine is None
+    )
 
 
 def _promise(task: Task, settings: Settings, known: Sequence[Sequence[Order]]) -> tuple[float, int]:
@@ -296,7 +313,11 @@ def _tuned(task: Task, choice: Choice) -> Choice:
         for size in BUFFSIZES if bounces else BUFFSIZES[:1]:
             settings = msgspec.structs.replace(choice.settings, channels=channels, buffsize=size)
             rings = rings_under(task, settings, orders)
-            (measurement,) = task.source.measure([rings.flows])
+            try:
+                (measurement,) = task.source.measure([rings.flows])
+            except MeasurementError:
+                # Many channels of large FIFOs may be more than hardware has room for.
+                continue
             tried = Choice(
                 settings=settings,
                 rings=rings,
