@@ -2,7 +2,7 @@
 
 usage: scripts/judge-profiler DIR [--quick]
 
-Writes raw journals of all that was measured and NCCL's own rates, side by side in one run, to DIR;
+Writes raw journals of all that was measured and NCCL's own rates, taken in turn in one run, to DIR;
 `scripts/profiler-figures DIR` computes every figure from them, anywhere. Needs torch with NCCL.
 """
 
@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,8 @@ from tccl_profiler.session import Session  # noqa: E402
 from tccl_profiler.statistics import Stopping  # noqa: E402
 from tccl_py.emitters.plan_files import graph_text  # noqa: E402
 from tccl_py.measurements.journal import JournalledSource  # noqa: E402
-from tccl_py.runtimes.nccl.settings import Settings, environment, final_channels  # noqa: E402
+from tccl_py.runtimes.nccl.log import parse_log  # noqa: E402
+from tccl_py.runtimes.nccl.settings import Settings, environment  # noqa: E402
 from tccl_py.runtimes.nccl.transport import hop_space  # noqa: E402
 from tccl_py.topology.readers.live import discover_machine  # noqa: E402
 from tccl_py.transfers.hops import ring_from_order, ring_set  # noqa: E402
@@ -37,102 +39,10 @@ CHANNELS = (1, 2, 4, 8)
 SIZES = tuple(128 * 1024 << shift for shift in range(6))
 ALL_REDUCE_BYTES = 512 * 1024 * 1024
 AGAIN = 5
+"""How often every set is measured, in each of two pools."""
 VERSION = "2.28"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--quick", action="store_true", help="a few settings only")
-    arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    here = discover_machine()
-    nccl = nccl_rates(here, quick=arguments.quick)
-    for number in (1, 2):
-        measure_all(here, arguments.folder, number, nccl, quick=arguments.quick)
-    (arguments.folder / "nccl.json").write_text(json.dumps(nccl, indent=1) + "\n")
-    plain = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "plain_copies.py", *COPIES],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (arguments.folder / "plain-copies.json").write_text(plain.stdout)
-
-
-def settings_of(quick):
-    found = [
-        Settings(p2p_level="LOC", channels=c, buffsize=size, algo="Ring", version=VERSION)
-        for c, size in itertools.product(CHANNELS, SIZES)
-    ]
-    return random.Random(1).sample(found, len(found))[: 4 if quick else None]
-
-
-def order_of(here):
-    return here[0].gpu_indices
-
-
-def ring_of(here, settings, order) -> TransferSet:
-    """The set that a plan would be judged by: the ring under these settings."""
-    machine, knowledge, _ = here
-    space = hop_space(machine, knowledge, settings)
-    return ring_set([ring_from_order(space, order)]).flows
-
-
-def default_settings():
-    """NCCL's own number of channels on this machine, halved because a communicator doubles it."""
-    return Settings(channels=12, version=VERSION)
-
-
-def nccl_rates(here, *, quick):
-    """NCCL's bus bandwidth under every setting, and the set that should predict it."""
-    from tests.gpu.test_nccl_loads_plans import run_ranks  # noqa: PLC0415 (needs GPUs)
-
-    machine = here[0]
-    gpus, rows = machine.gpu_indices, []
-    for settings in [default_settings(), *settings_of(quick)]:
-        with tempfile.TemporaryDirectory() as name:
-            folder, variables = Path(name), environment(settings)
-            direct = settings.p2p_level is None
-            if not direct:
-                graph = folder / "graph.xml"
-                graph.write_text(
-                    graph_text(
-                        [order_of(here)] * settings.channels,
-                        settings,
-                        rate_gbps=30.0,
-                        type_intra="PHB",
-                        provenance="not measured",
-                    )
-                )
-                variables["NCCL_GRAPH_FILE"] = str(graph)
-            answers, log = run_ranks(
-                gpus, variables, folder / "log", size=ALL_REDUCE_BYTES, repeats=20 if direct else 8
-            )
-        final = len(log.communicators[0])
-        expected = final_channels(settings.channels, sm=machine.gpus[0].sm)
-        rows.append(
-            {
-                "set": str(ring_of(here, settings, order_of(here))),
-                "channels": settings.channels,
-                "fifo_bytes": settings.buffsize,
-                "direct": direct,
-                "right": all(answer["right"] for answer in answers),
-                "final_channels": final,
-                "expected_channels": expected,
-                "busbw_gbps": min(answer["busbw_gbps"] for answer in answers),
-            }
-        )
-        print("nccl", rows[-1], flush=True)
-    return {
-        "machine": machine.name,
-        "nccl": log.version,
-        "all_reduce_bytes": ALL_REDUCE_BYTES,
-        "environment": {k: v for k, v in os.environ.items() if k.startswith("NCCL_")},
-        "rows": rows,
-    }
-
-
+DEFAULT = Settings(channels=12, version=VERSION)
+"""What NCCL settles on by itself where every pair has 18 NVLinks: 24 channels in the end."""
 COPIES = (
     "G0->D0->C0",
     "C0->D0->G0",
@@ -154,56 +64,206 @@ OTHERS = (
     "G0->G1->G1",
     "G0->G0->C0",
     "C0->G0->G0",
-    "G0->D0->C0->D1->G1{fifo=4M}",
-    "G0->G0->C0->D1->G1{blocks=8}",
     "G0->G0->C0->G1->G1{blocks=16,fifo=512K}",
+    "G0->D0->C0->D1->G1{blocks=2}",
 )
 
 
-def measure_all(here, folder: Path, number: int, nccl, *, quick: bool) -> None:
-    """Everything once with a pool of its own; its journal keeps each set AGAIN times."""
-    machine, _, fingerprint = here
-    begun = time.monotonic()
-    options = Options(sentinel_every=0)
-    with Session(machine, fingerprint, options=options) as session:
-        opened_s = time.monotonic() - begun
-        path = folder / f"journal-{number}.jsonl"
-        with JournalledSource(session.profiler, path, session.header) as source:
-            rings = [parse_set(row["set"]) for row in nccl["rows"]]
-            others = [parse_set(text) for text in (*COPIES, *OTHERS)]
-            wanted = (rings + others) * (1 if quick else AGAIN)
-            random.Random(number).shuffle(wanted)
-            for one in wanted:
-                source.measure([one] * (1 + source.times_known.get(str(one), 0)))
-        speed = search_speed(here, session) if number == 1 else {}
-        facts = {
-            "opened_s": opened_s,
-            "device_bytes": session.pool.device_bytes,
-            "host_bytes": session.pool.host_bytes,
-            "conditions": session.conditions,
-            "notices": session.notices,
-            **speed,
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--quick", action="store_true", help="two FIFO sizes, every set once")
+    arguments = parser.parse_args()
+    folder, quick = arguments.folder, arguments.quick
+    folder.mkdir(parents=True, exist_ok=True)
+    here = discover_machine()
+    with opened(here, folder, 1) as (session, source):
+        nccl = compared(here, source, quick=quick)
+        write(folder / "nccl.json", nccl)
+        rings = [row["set"] for row in nccl["rows"]]
+        repeated(source, rings, quick=quick)
+        speed = search_speed(here, session)
+    facts(folder, 1, session, speed)
+    with opened(here, folder, 2) as (session, source):
+        repeated(source, rings, quick=quick)
+    facts(folder, 2, session, {})
+    plain = [sys.executable, ROOT / "scripts" / "plain_copies.py", *COPIES]
+    done = subprocess.run(plain, capture_output=True, text=True, check=True)
+    (folder / "plain-copies.json").write_text(done.stdout)
+
+
+class opened:  # noqa: N801 - reads as a function does
+    """A pool of its own and a journal over it."""
+
+    def __init__(self, here, folder, number):
+        machine, _, fingerprint = here
+        self.session = Session(machine, fingerprint, options=Options(sentinel_every=0))
+        self.path = folder / f"journal-{number}.jsonl"
+
+    def __enter__(self):
+        begun = time.monotonic()
+        self.session.__enter__()
+        self.session.opened_s = time.monotonic() - begun
+        self.source = JournalledSource(self.session.profiler, self.path, self.session.header)
+        return self.session, self.source
+
+    def __exit__(self, *error):
+        self.session.memory = {
+            "device_bytes": self.session.pool.device_bytes,
+            "host_bytes": self.session.pool.host_bytes,
         }
-    (folder / f"facts-{number}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    print(number, facts, flush=True)
+        self.source.close()
+        self.session.__exit__(*error)
+
+
+def facts(folder, number, session, more) -> None:
+    found = {
+        "opened_s": session.opened_s,
+        **session.memory,
+        "conditions": session.conditions,
+        "notices": session.notices,
+        **more,
+    }
+    write(folder / f"facts-{number}.json", found)
+    print(number, found, flush=True)
+
+
+def write(path: Path, value) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def ring_of(here, settings, order) -> TransferSet:
+    """The set that a plan would be judged by: the ring under these settings."""
+    machine, knowledge, _ = here
+    space = hop_space(machine, knowledge, settings)
+    return ring_set([ring_from_order(space, order)]).flows
+
+
+def again(source, transfers: TransferSet) -> None:
+    """Measure a set once more than the journal has it."""
+    source.measure([transfers] * (1 + source.times_known.get(str(transfers), 0)))
+
+
+def compared(here, source, *, quick):
+    """NCCL's bus bandwidth under every setting; what should predict it, before and after."""
+    machine = here[0]
+    sizes = random.Random(1).sample(SIZES, len(SIZES))[: 2 if quick else None]
+    rows, version = [], None
+    for size in [None, *sizes]:
+        settings = (
+            [DEFAULT]
+            if size is None
+            else [
+                Settings(p2p_level="LOC", channels=c, buffsize=size, algo="Ring", version=VERSION)
+                for c in CHANNELS
+            ]
+        )
+        sets = [ring_of(here, one, machine.gpu_indices) for one in settings]
+        for one in sets:
+            again(source, one)
+        answers, log = nccl_rates(machine, settings)
+        version = log.version
+        for one in sets:
+            again(source, one)
+        for one, transfers, answer, rings in zip(
+            settings, sets, answers, log.communicators, strict=True
+        ):
+            row = {
+                "set": str(transfers),
+                "channels": one.channels,
+                "fifo_bytes": one.buffsize,
+                "direct": size is None,
+                "final_channels": len(rings),
+                **answer,
+            }
+            rows.append(row)
+            print("nccl", {**row, "set": "..."}, flush=True)
+    return {
+        "machine": machine.name,
+        "nccl": version,
+        "all_reduce_bytes": ALL_REDUCE_BYTES,
+        "environment": {k: v for k, v in os.environ.items() if k.startswith("NCCL_")},
+        "rows": rows,
+    }
+
+
+def nccl_rates(machine, settings):
+    """One set of processes, and a communicator in them for each choice of settings."""
+    gpus = machine.gpu_indices
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as name:
+        probe.bind(("127.0.0.1", 0))
+        port, folder = probe.getsockname()[1], Path(name)
+        graphs = []
+        for number, one in enumerate(settings):
+            if one.p2p_level is not None:
+                graphs.append(folder / f"graph-{number}.xml")
+                orders = [gpus] * one.channels
+                graphs[-1].write_text(
+                    graph_text(
+                        orders, one, rate_gbps=30.0, type_intra="PHB", provenance="not measured"
+                    )
+                )
+        surroundings = {
+            **os.environ,
+            **environment(settings[0]),
+            "NCCL_DEBUG": "INFO",
+            "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,P2P,SHM,NET",
+            "NCCL_DEBUG_FILE": str(folder / "log.%p"),
+        }
+        words = [str(word) for word in (len(gpus), port, ALL_REDUCE_BYTES, 8, *graphs)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, ROOT / "scripts" / "nccl_rates.py", str(rank), *words],
+                env=surroundings,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(len(gpus))
+        ]
+        outputs = [rank.communicate(timeout=120) for rank in ranks]
+        if any(rank.returncode for rank in ranks):
+            raise SystemExit(f"NCCL failed: {[error[-2000:] for _, error in outputs]}")
+        answers = [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
+        log = parse_log(
+            "\n".join(path.read_text() for path in sorted(folder.glob("log.*"))), where="log"
+        )
+    return [
+        {
+            "right": all(one["right"] for one in ranked),
+            "busbw_gbps": min(one["busbw_gbps"] for one in ranked),
+        }
+        for ranked in zip(*answers, strict=True)
+    ], log
+
+
+def repeated(source, rings, *, quick) -> None:
+    """Every set AGAIN times, in random order, not one right after the same."""
+    sets = [parse_set(text) for text in (*rings, *COPIES, *OTHERS)]
+    wanted = sets * (1 if quick else AGAIN)
+    random.Random(2).shuffle(wanted)
+    for one in wanted:
+        again(source, one)
 
 
 def search_speed(here, session) -> dict[str, float]:
-    """Sets a second while the planner's search asks: every ring of the machine, as it would be."""
-    machine = here[0]
-    first, *rest = machine.gpu_indices
+    """Sets a second while a search asks: every ring of the machine, measured as a plan does."""
+    first, *rest = here[0].gpu_indices
     speeds = {}
     session.profiler.options = Options(stopping=Stopping(limit=6), sentinel_every=0)
     for name, settings in {
-        "direct": default_settings(),
-        "bounce": Settings(p2p_level="LOC", channels=8, buffsize=512 * 1024, version=VERSION),
-        "bounce, NCCL's FIFO": Settings(p2p_level="LOC", channels=8, version=VERSION),
+        "direct": DEFAULT,
+        "bounce, FIFO 512 KiB": Settings(
+            p2p_level="LOC", channels=8, buffsize=512 * 1024, version=VERSION
+        ),
+        "bounce, FIFO 4 MiB": Settings(p2p_level="LOC", channels=8, version=VERSION),
     }.items():
         orders = [(first, *order) for order in itertools.permutations(rest)]
         sets = [ring_of(here, settings, order) for order in orders]
         begun = time.monotonic()
-        session.profiler.measure(sets * 2)
-        speeds[f"sets a second, {name}"] = 2 * len(sets) / (time.monotonic() - begun)
+        session.profiler.measure(sets)
+        session.profiler.measure(sets)
+        speeds[f"sets_a_second {name}"] = 2 * len(sets) / (time.monotonic() - begun)
     return speeds
 
 

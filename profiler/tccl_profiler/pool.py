@@ -213,7 +213,10 @@ class Pool:
     def _spawned(self, slot: int, spec: DeviceSpec) -> _Worker:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         assert self._lifeline is not None and self._control is not None
-        environment = dict(os.environ, CUDA_DEVICE_ORDER="PCI_BUS_ID", OMP_NUM_THREADS="1")
+        # A queue for each stream: one that waits must not hold up another.
+        environment = dict(
+            os.environ, CUDA_DEVICE_ORDER="PCI_BUS_ID", CUDA_DEVICE_MAX_CONNECTIONS="32"
+        )
         # Devices are taken by bus id, and their peers must be visible too.
         environment.pop("CUDA_VISIBLE_DEVICES", None)
         complaints = os.memfd_create(f"tccl-stderr-{spec.index}")

@@ -93,13 +93,17 @@ class DeviceProgram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a flow's slices are counted: at one end of some lanes of a device, or by a copy."""
+    """Where a flow's slices are counted: at one end of some lanes of a device, or by copies.
+
+    `piped` is whether they go through FIFOs, and so wait for the flow's other part.
+    """
 
     device: int
     kind: Literal["incoming", "outgoing", "copy"]
     numbers: tuple[int, ...]
     slice_bytes: int
     slices: int
+    piped: bool
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -411,6 +415,7 @@ def _part(
         numbers=tuple(range(first, first + count)),
         slice_bytes=piece.slice_bytes,
         slices=piece.ends[0].slices,
+        piped=piece.piped,
     )
 
 

@@ -51,8 +51,12 @@ def read_outcome(
         rates = _rates(part, outcome, timing)
         gbps.append(float(rates.sum()))
         lanes.extend(
-            LaneRate(slice_bytes=part.slice_bytes, gbps=float(rate), fifo_slices=part.slices)
-            for rate in rates
+            LaneRate(
+                slice_bytes=part.slice_bytes * _grain(part, number, timing),
+                gbps=float(rate),
+                fifo_slices=part.slices,
+            )
+            for number, rate in zip(part.numbers, rates, strict=True)
         )
         wrong.append(_wrong(part, outcome))
     parts = [*program.counted, *(part for others in program.other for part in others)]
@@ -82,34 +86,42 @@ def _rates(part: Part, outcome: Outcome, timing: Timing) -> npt.NDArray[np.float
     return rates
 
 
+def _grain(part: Part, number: int, timing: Timing) -> int:
+    """How many slices are counted at once: a copy's are stamped in groups."""
+    return timing.paces[part.device][number].slices if part.kind == "copy" else 1
+
+
 def _copy_rate(part: Part, outcome: Outcome, number: int, timing: Timing) -> float:
-    done = _in_window(outcome.stamps[part.device][number], timing)
+    done = _in_window(outcome.stamps[part.device][number], timing, piped=part.piped)
     if len(done) < 2 or done[-1] <= done[0]:
         return 0.0
-    group_bytes = timing.paces[part.device][number].slices * part.slice_bytes
+    group_bytes = _grain(part, number, timing) * part.slice_bytes
     return float((len(done) - 1) * group_bytes / (done[-1] - done[0]))
 
 
-def _in_window(stamps: npt.NDArray[np.uint64], timing: Timing) -> npt.NDArray[np.int64]:
-    """The stamps of slices that were done after the warm-up and before the window's end."""
+def _in_window(
+    stamps: npt.NDArray[np.uint64], timing: Timing, *, piped: bool
+) -> npt.NDArray[np.int64]:
+    """The stamps of groups that were done after the warm-up and before the window's end."""
     times = stamps[stamps > 0].astype(np.int64)
     since = times - times[0]
     warm_ns, end_ns = timing.warm_us * 1e3, (timing.warm_us + timing.window_us) * 1e3
     inside: npt.NDArray[np.int64] = times[1:][(since[1:] >= warm_ns) & (since[1:] <= end_ns)]
-    # A trial's few slices may all lie outside; then all of them say something.
-    return inside if len(inside) > 1 else times[1:]
+    # A trial's few groups may lie outside and still say something; not those of a copy that was
+    # let go when its peer had stopped.
+    return inside if len(inside) > 1 or piped else times[1:]
 
 
 def _span(part: Part, outcome: Outcome, timing: Timing) -> _Span:
     if part.kind == "copy":
         rows = [outcome.stamps[part.device][number] for number in part.numbers]
         starts = [int(row[0]) for row in rows]
-        ends = [int(_in_window(row, timing)[-1]) for row in rows]
+        ends = [end for row in rows for end in _in_window(row, timing, piped=part.piped).tolist()]
     else:
         records = outcome.records[part.device][list(part.numbers)]
         starts, ends = records["start"].tolist(), records["end"].tolist()
-    # A lane that moved nothing has no end.
-    return _Span(min(starts), max(starts), max(*ends, *starts))
+    # What moved nothing has no end.
+    return _Span(min(starts), max(starts), max([*ends, *starts]))
 
 
 def _together(
