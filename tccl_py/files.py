@@ -1,7 +1,9 @@
-"""Reading and writing files: bounded reads, and writes that are whole or not there at all."""
+"""Reading and writing files: bounded reads, whole writes or none, and one run at a time."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import tempfile
@@ -28,6 +30,20 @@ def read_text(path: Path, *, limit: int = MAX_INPUT_BYTES) -> str:
         InputError: missing, unreadable, a directory or device, too large, or not UTF-8.
     """
     try:
+        return read_bytes(path, limit=limit).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} byte {error.start}", "is not UTF-8 text", "save it as UTF-8"
+        ) from error
+
+
+def read_bytes(path: Path, *, limit: int = MAX_INPUT_BYTES) -> bytes:
+    """Read a file of at most `limit` bytes.
+
+    Raises:
+        InputError: missing, unreadable, a directory or device, or too large.
+    """
+    try:
         if path.exists() and not path.is_file():
             raise InputError(str(path), "is not a regular file", "name a file")
         with path.open("rb") as handle:
@@ -39,22 +55,19 @@ def read_text(path: Path, *, limit: int = MAX_INPUT_BYTES) -> str:
         raise InputError(
             str(path), f"is larger than {limit} bytes", "give the description of one machine"
         )
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} byte {error.start}", "is not UTF-8 text", "save it as UTF-8"
-        ) from error
+    return data
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` beside `path` and rename it into place; on failure nothing is left behind.
 
     Raises:
-        InputError: the place cannot be written (no space, no permission, no such directory).
+        InputError: the place is a directory or cannot be written (no space, no permission).
     """
     temporary: str | None = None
     try:
+        if path.is_dir():
+            raise InputError(str(path), "is a directory", "name a file")
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
             handle.write(text)
@@ -69,6 +82,23 @@ def write_atomically(path: Path, text: str) -> None:
         raise InputError(
             str(path), f"cannot be written ({reason})", "choose a writable place with free space"
         ) from error
+
+
+def lock(descriptor: int, path: Path) -> None:
+    """Hold an open file or directory against other runs until it is closed, however that happens.
+
+    A file system without locks, as some network ones, goes without.
+
+    Raises:
+        InputError: another run holds it; `path` is what the message calls it.
+    """
+    with contextlib.suppress(OSError):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                str(path), "is in use by another run", "wait for its end, or name another"
+            ) from error
 
 
 def check_path(path: PurePath) -> None:

@@ -42,6 +42,24 @@ def process(*arguments, **options):
 BAD = {
     "no such command": (("mesure",), "No such command 'mesure'. Did you mean 'measure'?"),
     "no such option": (("measure", "--fast"), "No such option: --fast; see 'tccl measure --help'"),
+    "no value": (("plan", "-o"), "Option '-o' requires an argument; see 'tccl plan --help'"),
+    "no value for the last option": (
+        ("measure", SET, *ON, "--journal"),
+        "Option '--journal' requires an argument; see 'tccl measure --help'",
+    ),
+    "empty file": (
+        ("discover", "--nccl-topology", TOPOLOGY, "-o", ""),
+        "--output: is empty; name a FILE",
+    ),
+    "empty file behind a sign": (
+        ("measure", SET, *ON, "--journal="),
+        "--journal: is empty; name a FILE",
+    ),
+    "empty directory": (("plan", *ON, "-o", ""), "--output: is empty; name a DIR"),
+    "directory as output": (
+        ("discover", "--nccl-topology", TOPOLOGY, "-o", "."),
+        ".: is a directory; name a file",
+    ),
     "no set": (("measure", *ON), "Missing argument 'SET'; see 'tccl measure --help'"),
     "empty set": (
         ("measure", " ", *ON),
@@ -256,6 +274,42 @@ def test_a_signal_ends_the_process_without_a_trace():
     child.send_signal(signal.SIGINT)
     assert child.communicate(timeout=60) == ("", "")
     assert child.returncode == 130
+
+
+LOADING = """
+import sys, time
+
+class Waiting:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[-1]:
+            print("ready", flush=True)
+            time.sleep(60)
+
+sys.meta_path.insert(0, Waiting())
+from tccl_py.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["tccl_py.cli.main", "typer", "numpy", "tccl_py.cli.plan"])
+def test_a_signal_while_the_command_is_loaded_ends_it_without_a_trace(module):
+    child = subprocess.Popen(
+        [sys.executable, "-c", LOADING, module],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=60) == ("", "")
+    assert child.returncode == 130
+
+
+def test_the_package_runs_as_the_command_does():
+    command = [sys.executable, "-m", "tccl_py", "measure", "G0->G1", *ON]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("tccl: flow 'G0->G1': has 2 places")
 
 
 def test_a_reader_that_goes_away_is_no_error():

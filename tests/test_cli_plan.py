@@ -118,7 +118,10 @@ def test_the_options_of_plan_reach_the_plan(tmp_path):
 
 
 BAD = {
-    "no machine": ((), "plan: cannot measure hardware in this version; give --simulate MACHINE"),
+    "a backend": (
+        ("--backend", "host"),
+        "--backend beside --simulate: is about hardware; leave one of the two out",
+    ),
     "one GPU": (("--gpus", "1"), "machine h200x4-vm: 1 GPU to plan for; a ring joins 2 or more"),
     "no such GPU": (("--gpus", "0,7"), "GPU 7: is not in machine h200x4-vm; it has 0, 1, 2, 3"),
     "rings of words": (("--rings", "many"), "--rings 'many': is no list of numbers; write 1,2,4"),
@@ -135,8 +138,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_options_get_one_sentence_and_leave_nothing(case, tmp_path):
     more, sentence = BAD[case]
-    machine = ("--simulate", SMALL) if more else ()
-    result = tccl("plan", "-o", tmp_path / "plan", *machine, *more)
+    result = tccl("plan", "-o", tmp_path / "plan", "--simulate", SMALL, *more)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"tccl: {sentence}")
     assert result.stderr.count("\n") == 1

@@ -60,7 +60,13 @@ def env(
         if graph is None:
             print("unset NCCL_GRAPH_FILE")
     if graph is None:
-        notice(f"no graph file for GPUs {','.join(map(str, chosen))}: NCCL chooses its own rings")
+        listed = ",".join(map(str, chosen))
+        notice(f"no graph file for GPUs {listed}: NCCL chooses its own rings")
+        if not plan.simulated and len(chosen) > 1 and set(chosen) < set(plan.gpus):
+            notice(
+                "the plan was measured, so more rings need measurements: "
+                f"`tccl plan -o DIR --gpus {listed}`"
+            )
         raise typer.Exit(ANSWER_IS_NO)
 
 

@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from tccl_py.cli.arguments import NO_READER, NOT_USABLE, complain, flush_output, silence_output
 from tccl_py.cli.discover import discover
@@ -22,12 +22,12 @@ from tccl_py.cli.measure import measure
 from tccl_py.cli.plan import plan
 from tccl_py.cli.show import show
 from tccl_py.cli.validate import validate
-from tccl_py.errors import TcclError
+from tccl_py.errors import InputError, TcclError
 
 INTERRUPTED = 130
 
 # The class of every usage error; typer has it from click or from its own copy of click.
-_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+_UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 class _Commands(TyperGroup):
@@ -54,6 +54,30 @@ class _Commands(TyperGroup):
             silence_output()
             return NO_READER
         return code if isinstance(code, int) else 0
+
+
+class _Command(TyperCommand):
+    """One command; it adds to what typer checks of a command line."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse `args` into the context.
+
+        Raises:
+            InputError: a FILE or DIR with the empty name, which Path takes for the directory one
+                is in.
+        """
+        try:
+            given = self.make_parser(ctx).parse_args(args=list(args))[0]
+        except _UsageError as error:
+            # typer does not say for all of them which command's they are.
+            error.ctx = ctx
+            raise
+        rest = super().parse_args(ctx, args)
+        for param in self.params:
+            metavar = getattr(param, "metavar", None)
+            if metavar in ("FILE", "DIR") and given.get(param.name) == "":
+                raise InputError(param.opts[-1], "is empty", f"name a {metavar}")
+        return rest
 
 
 def _sentence(error: Exception) -> str:
@@ -115,15 +139,9 @@ def _frame(
         raise typer.Exit(NOT_USABLE)
 
 
-# The commands, in the order in which the help lists them; each comes from the module of its name.
-app.command()(discover)
-app.command()(machines)
-app.command()(measure)
-app.command()(plan)
-app.command()(show)
-app.command()(env)
-app.command()(export)
-app.command()(validate)
+# In the order in which the help lists them; each comes from the module of its name.
+for _command in (discover, machines, measure, plan, show, env, export, validate):
+    app.command(cls=_Command)(_command)
 
 
 def main() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.table import Table
 
@@ -18,15 +20,35 @@ from tccl_py.cli.arguments import (
     provenance,
     results,
 )
-from tccl_py.errors import InputError
+from tccl_py.cli.hardware import (
+    BackendOption,
+    Care,
+    DevicesOption,
+    Hardware,
+    MeasuredMachine,
+    TargetOption,
+    care,
+    check_sets,
+    measured_machine,
+    refuse_with_model,
+    refuse_without_model,
+)
+from tccl_py.cli.progress import ProgressLine
+from tccl_py.errors import TcclError
 from tccl_py.measurements.journal import JournalHeader, JournalledSource
-from tccl_py.measurements.measurement import Measurement
+from tccl_py.measurements.measurement import BandwidthSource, Measurement
+from tccl_py.measurements.memory import RememberingSource
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.library import model_to_json
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.parameters import bundled_parameters, parameters_to_json
 from tccl_py.simulator.source import Simulator
 from tccl_py.transfers.transfer import TransferSet, parse_flow, parse_set
+
+_MANY = 0.2
+"""More outliers than this (of all repeats) are worth a word."""
+_TOGETHER = 0.8
+"""A set whose flows all run for less of the time is not measured as a set."""
 
 
 def measure(
@@ -43,22 +65,33 @@ def measure(
         str | None,
         typer.Option(metavar="MACHINE", help=f"Ask a model instead of hardware. {MACHINE_HELP}"),
     ] = None,
-    backend: Annotated[
+    backend: BackendOption = None,
+    devices: DevicesOption = None,
+    target: TargetOption = None,
+    meeting: Annotated[
         str | None,
         typer.Option(
-            metavar="cuda|host",
-            help="Measure on this machine's hardware; this version can only simulate.",
+            metavar="pass-on|independent",
+            help="What flows that meet at a GPU do: what comes in goes out, as in a ring (the "
+            "default), or each goes at its own pace.",
         ),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Compare the data that arrive in every set, not once for each flow."
+        ),
+    ] = False,
     noise: Annotated[
-        float,
+        float | None,
         typer.Option(
             metavar="F", help="Spread of simulated samples, 0 to 1; 0.05 is about 5 percent."
         ),
-    ] = 0.0,
+    ] = None,
     seed: Annotated[
-        int, typer.Option(metavar="N", help="Seed of the noise; the same gives the same samples.")
-    ] = 0,
+        int | None,
+        typer.Option(metavar="N", help="Seed of the noise; the same gives the same samples."),
+    ] = None,
     journal: Annotated[
         Path | None,
         typer.Option(
@@ -72,53 +105,102 @@ def measure(
 
     `G0->G0->G4` is GPU 0 writing to GPU 4, `G0->G4->G4` GPU 4 reading from GPU 0, and
     `G0->G0->C1->G4->G4` a bounce through NUMA node 1's host memory. Options follow in braces:
-    `{blocks=8,fifo=512K}`. Figures from a model are marked as simulated.
+    `{blocks=8,fifo=512K}`. Sets are measured in random order, each until its rates are certain.
+    Figures from a model are marked as simulated.
 
-    Example:
+    Examples:
 
+        tccl measure "G0->G0->G1{blocks=16} G1->G1->G0{blocks=16}"
         tccl measure "G0->G0->G4 G1->G1->G5" --simulate asus-esc8000a-e13p
+        tccl measure "G0->G0->C0->G1->G1" --backend host --devices 2
     """
     wanted = [parse_set(text) for text in sets]
-    model = _simulated_machine(simulate, backend)
-    found = _measured(model, wanted, noise=noise, seed=seed, journal=journal)
-    texts = [" ".join(text.split()) for text in sets]
-    rates = [in_given_order(text, one) for text, one in zip(texts, found, strict=True)]
-    if json:
-        print_json([_entry(*row) for row in zip(texts, rates, found, strict=True)])
+    if simulate is not None:
+        hardware = {"--backend": backend, "--devices": devices, "--target": target}
+        refuse_with_model({**hardware, "--meeting": meeting, "--check": check})
+        model = load_machine(simulate)
+        answers = _simulated(model, wanted, noise=noise or 0.0, seed=seed or 0, journal=journal)
     else:
-        _print_table(model.name, list(zip(texts, rates, found, strict=True)))
+        refuse_without_model({"--noise": noise, "--seed": seed})
+        careful = care(target=target, meeting=meeting, check=check)
+        place = measured_machine(backend, devices)
+        answers = _measured(place, wanted, careful, journal=journal)
+    texts = [" ".join(text.split()) for text in sets]
+    rows = list(zip(texts, answers.measurements, strict=True))
+    if json:
+        print_json([_entry(*row) for row in rows])
+    else:
+        _print_table(answers, rows)
+    for text in answers.notices:
+        notice(text)
+    for row in rows:
+        for text in _doubts(*row):
+            notice(text)
 
 
-def _simulated_machine(simulate: str | None, backend: str | None) -> MachineModel:
-    if backend is not None:
-        raise InputError(
-            f"--backend {backend[:20]}", "is not in this version", "give --simulate MACHINE"
-        )
-    if simulate is None:
-        raise InputError(
-            "measure", "cannot measure hardware in this version", "give --simulate MACHINE"
-        )
-    return load_machine(simulate)
+class _Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found; `conditions` are those of the GPUs meanwhile, "" if none are known."""
+
+    machine: str
+    measurements: Sequence[Measurement]
+    conditions: str = ""
+    notices: tuple[str, ...] = ()
 
 
-def _measured(
+def _simulated(
     model: MachineModel,
     sets: Sequence[TransferSet],
     *,
     noise: float,
     seed: int,
     journal: Path | None,
-) -> Sequence[Measurement]:
+) -> _Answers:
     source = Simulator(model, noise=noise, seed=seed)
     if journal is None:
-        return source.measure(sets)
+        return _Answers(machine=model.name, measurements=source.measure(sets))
     # Sets that the machine cannot run are refused before the journal is touched.
     Simulator(model).measure(sets)
     header = simulation_header(model, noise=noise, seed=seed)
-    with JournalledSource(source, journal, header) as journalled:
+    with _journal(source, journal, header) as journalled:
+        return _Answers(machine=model.name, measurements=journalled.measure(sets))
+
+
+def _measured(
+    place: MeasuredMachine, sets: Sequence[TransferSet], careful: Care, *, journal: Path | None
+) -> _Answers:
+    gpus = check_sets(place.machine, sets)
+    with (
+        ProgressLine() as line,
+        Hardware(place, gpus=gpus, care=careful) as source,
+        ExitStack() as stack,
+    ):
+        source.on_set = lambda count: line.measured(count, len(sets))
+        asked: BandwidthSource = RememberingSource(source)
+        if journal is not None:
+            asked = stack.enter_context(_journal(source, journal, source.header))
+        try:
+            found = asked.measure(sets)
+        except (KeyboardInterrupt, TcclError):
+            if journal is not None and source.count:
+                notice(f"sets measured and kept in {journal}: {source.count} of {len(sets)}")
+            raise
+        conditions = source.conditions
+    return _Answers(
+        machine=place.machine.name,
+        measurements=found,
+        conditions=conditions,
+        notices=source.notices,
+    )
+
+
+@contextmanager
+def _journal(
+    source: BandwidthSource, path: Path, header: JournalHeader
+) -> Iterator[JournalledSource]:
+    with JournalledSource(source, path, header) as journalled:
         for text in journalled.notices:
             notice(text)
-        return journalled.measure(sets)
+        yield journalled
 
 
 def simulation_header(model: MachineModel, *, noise: float = 0.0, seed: int = 0) -> JournalHeader:
@@ -129,35 +211,107 @@ def simulation_header(model: MachineModel, *, noise: float = 0.0, seed: int = 0)
     return JournalHeader(machine=model.name, identity=f"model {digest}{noisy}", simulated=True)
 
 
-def in_given_order(text: str, measurement: Measurement) -> tuple[float, ...]:
+def in_given_order(
+    text: str, measurement: Measurement, values: Sequence[float] | None = None
+) -> tuple[float, ...]:
     """The rates of a set's flows in the order of `text`; the measurement has its own order.
 
-    Flows that are alike were measured one after the other, and are given out so.
+    Flows that are alike were measured one after the other, and are given out so. `values` are
+    something else of each flow, in the measurement's order.
     """
     waiting: dict[str, list[float]] = {}
-    for flow, rate in zip(measurement.transfers.split(), measurement.gbps, strict=True):
-        waiting.setdefault(flow, []).append(rate)
+    found = measurement.gbps if values is None else values
+    for flow, value in zip(measurement.transfers.split(), found, strict=True):
+        waiting.setdefault(flow, []).append(value)
     return tuple(waiting[str(parse_flow(part))].pop(0) for part in text.split())
 
 
-def _entry(text: str, gbps: Sequence[float], measurement: Measurement) -> dict[str, Any]:
-    return {
+def spread(measurement: Measurement) -> tuple[float, ...]:
+    """For each flow how wide the 95 % interval of its rate is, relative to it; inf below 6 repeats.
+
+    In the measurement's order.
+    """
+    from tccl_profiler.statistics import median_interval, relative_width  # noqa: PLC0415
+
+    rows = zip(measurement.samples_gbps, measurement.gbps, strict=True)
+    return tuple(relative_width(median_interval(row), middle) for row, middle in rows)
+
+
+def _entry(text: str, measurement: Measurement) -> dict[str, Any]:
+    gbps = in_given_order(text, measurement)
+    entry: dict[str, Any] = {
         "set": text,
         "gbps": gbps,
         "total_gbps": sum(gbps),
         "simulated": measurement.simulated,
         "assumed": measurement.assumed,
     }
+    if not measurement.simulated:
+        entry |= {
+            "skew_us": measurement.skew_us,
+            "overlap": measurement.overlap,
+            "spread": in_given_order(text, measurement, spread(measurement)),
+            "repeats": len(measurement.samples_gbps[0]),
+            "settled": measurement.settled,
+            "outliers": measurement.outliers,
+        }
+    return entry
 
 
-def _print_table(machine: str, rows: Sequence[tuple[str, Sequence[float], Measurement]]) -> None:
-    table = Table("Flow", "GB/s", "Figures", title=f"Transfer sets on {machine}")
+def _doubts(text: str, measurement: Measurement) -> Iterator[str]:
+    """What makes a measurement doubtful, in plain words."""
+    if measurement.simulated:
+        return
+    repeats, far = len(measurement.samples_gbps[0]), len(measurement.outliers)
+    if not measurement.settled:
+        yield (
+            f"{text}: rates vary: after {repeats} repeats the 95 % interval is still "
+            f"{_half(max(spread(measurement)))} wide; other work on this machine, clocks or heat "
+            "may disturb it, and a larger --target accepts it"
+        )
+    if far > repeats * _MANY:
+        yield f"{text}: repeats far from the others: {far} of {repeats}; they count as well"
+    if measurement.overlap is not None and measurement.overlap < _TOGETHER:
+        yield (
+            f"{text}: all its flows ran together for only {measurement.overlap:.0%} of the time; "
+            "rates are those of flows that were partly alone"
+        )
+
+
+def _half(width: float) -> str:
+    return f"\u00b1 {width / 2:.1%}" if width < float("inf") else "?"
+
+
+def _print_table(answers: _Answers, rows: Sequence[tuple[str, Measurement]]) -> None:
+    measured = any(not measurement.simulated for _, measurement in rows)
+    title = f"Transfer sets on {answers.machine}"
+    more = ("interval", "repeats") if measured else ()
+    table = Table("Flow", "GB/s", *more, "Figures", title=title, caption=answers.conditions or None)
     table.columns[0].overflow = "fold"
-    table.columns[1].justify = "right"
-    for text, gbps, measurement in rows:
-        mark = provenance(simulated=measurement.simulated, assumed=measurement.assumed)
-        for flow, rate in zip(text.split(), gbps, strict=True):
-            table.add_row(flow, f"{rate:.2f}", mark)
-        table.add_row("together", f"{sum(gbps):.2f}", mark, style="bold")
-        table.add_section()
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for text, measurement in rows:
+        _add_rows(table, text, measurement)
     results().print(table)
+
+
+def _add_rows(table: Table, text: str, measurement: Measurement) -> None:
+    mark = provenance(simulated=measurement.simulated, assumed=measurement.assumed)
+    gbps = in_given_order(text, measurement)
+    together = [mark]
+    beside: list[list[str]] = [[] for _ in gbps]
+    if not measurement.simulated:
+        repeats = str(len(measurement.samples_gbps[0]))
+        widths = in_given_order(text, measurement, spread(measurement))
+        beside = [[_half(width), repeats] for width in widths]
+        together = ["", repeats, f"{mark}{_timing(measurement)}"]
+    for flow, rate, more in zip(text.split(), gbps, beside, strict=True):
+        table.add_row(flow, f"{rate:.2f}", *more, mark)
+    table.add_row("together", f"{sum(gbps):.2f}", *together, style="bold")
+    table.add_section()
+
+
+def _timing(measurement: Measurement) -> str:
+    if measurement.skew_us is None or measurement.overlap is None:
+        return ""
+    return f", skew {measurement.skew_us:.1f} us, overlap {measurement.overlap:.0%}"

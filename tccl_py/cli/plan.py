@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from tccl_py.cli.arguments import (
@@ -16,21 +18,45 @@ from tccl_py.cli.arguments import (
     print_json,
     results,
 )
+from tccl_py.cli.hardware import (
+    BackendOption,
+    Care,
+    DevicesOption,
+    Hardware,
+    MeasuredMachine,
+    TargetOption,
+    care,
+    measured_machine,
+    refuse_with_model,
+    refuse_without_model,
+)
 from tccl_py.cli.measure import simulation_header
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.errors import InputError
-from tccl_py.plan.directory import open_journal, output_directory, write_plan
+from tccl_py.measurements.journal import JournalledSource
+from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.plan.directory import (
+    holds_measurements,
+    open_journal,
+    output_directory,
+    write_plan,
+)
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.runtimes.nccl.versions import LATEST
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import load_machine
+from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import Machine
 
 INTERRUPTED = 130
 _MAX_RINGS = 16
+_FEW = 5
+"""Sets that could not be measured, named in a plan."""
 
 
 def plan(
@@ -41,8 +67,13 @@ def plan(
     *,
     simulate: Annotated[
         str | None,
-        typer.Option(metavar="MACHINE", help=f"Plan by a model's rates. {MACHINE_HELP}"),
+        typer.Option(
+            metavar="MACHINE", help=f"Plan by a model's rates, not by measuring. {MACHINE_HELP}"
+        ),
     ] = None,
+    backend: BackendOption = None,
+    devices: DevicesOption = None,
+    target: TargetOption = None,
     gpus: Annotated[
         str | None,
         typer.Option(metavar="LIST", help="GPUs to join, as 0,2,5 or 0-3; all if not given."),
@@ -67,9 +98,9 @@ def plan(
         float | None, typer.Option(metavar="S", help="Seconds to spend at most on one search.")
     ] = None,
     noise: Annotated[
-        float, typer.Option(metavar="F", help="Spread of simulated samples, 0 to 1.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the noise.")] = 0,
+        float | None, typer.Option(metavar="F", help="Spread of simulated samples, 0 to 1.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the noise.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a plan that is already in DIR.")
     ] = False,
@@ -78,45 +109,134 @@ def plan(
     """Find the best rings for a machine and write the files that make NCCL use them.
 
     DIR then holds plan.json, the journal of measurements, the machine, and below nccl/ graph files
-    for all GPUs and for subsets of them, nccl.conf and env.sh. Ctrl-C keeps the best so far; the
-    same command again goes on from the journal.
+    for all GPUs and for subsets of them, nccl.conf and env.sh. Rates are those of this machine's
+    GPUs, which should have nothing else to do, or, with --simulate, of a model. Ctrl-C keeps the
+    best so far; the same command again goes on from the journal and measures nothing twice.
 
-    Example:
+    Examples:
 
+        tccl plan -o my-plan
         tccl plan -o my-plan --simulate asus-esc8000a-e13p
     """
-    if simulate is None:
-        raise InputError(
-            "plan", "cannot measure hardware in this version", "give --simulate MACHINE"
-        )
-    model = load_machine(simulate)
-    chosen = gpus_argument(gpus, model.machine)
+    if simulate is not None:
+        refuse_with_model({"--backend": backend, "--devices": devices, "--target": target})
+    else:
+        refuse_without_model({"--noise": noise, "--seed": seed})
+    careful = care(target=target)
     counts = _ring_counts(rings)
     budget = _budget(max_sets, max_seconds)
-    header = simulation_header(model, noise=noise, seed=seed)
-    source = Simulator(model, noise=noise, seed=seed)
+    subject: _Subject
+    if simulate is not None:
+        subject = _Model(load_machine(simulate), noise=noise or 0.0, seed=seed or 0)
+    else:
+        subject = _Here(measured_machine(backend, devices), careful)
+    task = _Task(
+        gpus=gpus_argument(gpus, subject.machine),
+        version=nccl,
+        counts=counts,
+        strategy=strategy,
+        budget=budget,
+    )
     with output_directory(output, force=force) as journal:
-        with (
-            open_journal(source, journal, header, force=force) as journalled,
-            ProgressLine() as line,
-        ):
-            source.resume(journalled.times_known)
-            for text in journalled.notices:
-                notice(text)
-            made = make_plan(
-                model.machine,
-                model.knowledge,
-                journalled,
-                gpus=chosen,
-                version=nccl,
-                ring_counts=counts,
-                strategy=strategy,
-                budget=budget,
-                reporter=line,
-            )
+        try:
+            made = subject.planned(task, journal, force=force)
+        except BaseException:
+            if simulate is None and holds_measurements(journal):
+                notice(f"what was measured is kept: the same command goes on from {output}")
+            raise
         if not made.cancelled:
-            write_plan(made, output, model=model)
+            subject.write(made, output)
     _finish(made, output, json)
+
+
+class _Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What the options ask for, whatever is planned."""
+
+    gpus: tuple[int, ...] | None
+    version: str
+    counts: tuple[int, ...] | None
+    strategy: str
+    budget: Budget
+
+    def plan(
+        self, machine: Machine, knowledge: Knowledge, source: BandwidthSource, line: ProgressLine
+    ) -> Plan:
+        """The plan that this source's answers make."""
+        return make_plan(
+            machine,
+            knowledge,
+            source,
+            gpus=self.gpus,
+            version=self.version,
+            ring_counts=self.counts,
+            strategy=self.strategy,
+            budget=self.budget,
+            reporter=line,
+        )
+
+
+class _Model:
+    """A model to plan by."""
+
+    def __init__(self, model: MachineModel, *, noise: float, seed: int) -> None:
+        self.machine = model.machine
+        self._model = model
+        self._source = Simulator(model, noise=noise, seed=seed)
+        self._header = simulation_header(model, noise=noise, seed=seed)
+
+    def planned(self, task: _Task, journal: Path, *, force: bool) -> Plan:
+        """The plan by simulation; one that a journal tells of is gone on with."""
+        opened = open_journal(self._source, journal, self._header, force=force)
+        with opened as journalled, ProgressLine() as line:
+            self._source.resume(journalled.times_known)
+            _tell(journalled)
+            return task.plan(self.machine, self._model.knowledge, journalled, line)
+
+    def write(self, made: Plan, output: Path) -> None:
+        """Write a plan with the model that its rates come from."""
+        write_plan(made, output, model=self._model)
+
+
+class _Here:
+    """This machine, to plan by measuring it."""
+
+    def __init__(self, place: MeasuredMachine, careful: Care) -> None:
+        self.machine = place.machine
+        self._place, self._care = place, careful
+
+    def planned(self, task: _Task, journal: Path, *, force: bool) -> Plan:
+        """The plan by measurements; what was noticed meanwhile stands in it."""
+        with (
+            ProgressLine() as line,
+            Hardware(self._place, gpus=task.gpus, care=self._care) as source,
+            open_journal(source, journal, source.header, force=force) as journalled,
+        ):
+            source.on_set = line.measured
+            _tell(journalled)
+            made = task.plan(self.machine, self._place.knowledge, journalled, line)
+            conditions = source.conditions
+        notices = [*made.notices, *source.notices]
+        if conditions:
+            notices.append(f"while it was measured: {conditions}")
+        notices += [f"left out, as it cannot be measured: {text}" for text in _few(source.failures)]
+        return msgspec.structs.replace(made, notices=tuple(notices))
+
+    def write(self, made: Plan, output: Path) -> None:
+        """Write a plan with the machine, what is known of it and its fingerprint."""
+        write_plan(made, output, fingerprint=self._place.fingerprint)
+
+
+_Subject = _Model | _Here
+
+
+def _tell(journalled: JournalledSource) -> None:
+    for text in journalled.notices:
+        notice(text)
+
+
+def _few(texts: Sequence[str]) -> list[str]:
+    """The first few different ones."""
+    return list(dict.fromkeys(texts))[:_FEW]
 
 
 def _finish(made: Plan, output: Path, json: bool) -> None:

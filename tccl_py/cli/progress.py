@@ -26,19 +26,28 @@ class ProgressLine:
         )
         self._line = self._bar.add_task("starting", total=None)
         self._best = 0.0
+        self._search = ""
+        self._measured = ""
 
     def update(self, progress: Progress) -> None:
         """Show sets measured, the best so far and the bound of the search that runs."""
         self._best = max(self._best, progress.best_gbps)
         bound = progress.bound_gbps
         shown = f"{bound:.1f}" if 0 < bound < float("inf") else "?"
-        self._bar.update(
-            self._line,
-            description=(
-                f"{progress.rings_in_set} ring(s): {progress.sets_measured} sets, "
-                f"best {self._best:.1f} GB/s, bound {shown}"
-            ),
+        self._search = (
+            f"{progress.rings_in_set} ring(s): {progress.sets_measured} sets, "
+            f"best {self._best:.1f} GB/s, bound {shown}"
         )
+        self._show()
+
+    def measured(self, count: int, total: int | None = None) -> None:
+        """Show how many sets the hardware has measured, of how many."""
+        self._measured = f"{count} of {total} sets" if total else f"{count} sets measured"
+        self._show()
+
+    def _show(self) -> None:
+        parts = [part for part in (self._search, self._measured) if part]
+        self._bar.update(self._line, description="; ".join(parts) or "starting")
 
     def __enter__(self) -> ProgressLine:
         self._bar.start()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 
-from tccl_py.transfers.transfer import TransferSet
+from tccl_py.errors import InputError
+from tccl_py.transfers.transfer import TransferSet, parse_set
+
+MAX_GBPS = 1e6
+"""A petabyte a second: no memory or link comes near, so a rate above is a damaged figure."""
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,6 +22,11 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `samples_gbps[i][r]` is flow i's rate in repeat r, in 10^9 bytes a second, flows in the set's
     order. `simulated` is true wherever the figure came from a model, and never lost on the way.
     `assumed` is true if the model's figures behind it are nobody's measurement.
+
+    Of hardware: `skew_us` is the median time between the first transfer's start and the last's,
+    known to `skew_error_us`; `overlap` the share of the time in which all ran; `window_us` how long
+    a repeat was measured; `settled` whether the 95 % interval became as narrow as asked; `outliers`
+    are repeats that are suspect, which are kept.
     """
 
     transfers: str
@@ -25,7 +34,11 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     simulated: bool
     assumed: bool = False
     skew_us: float | None = None
+    skew_error_us: float | None = None
     overlap: float | None = None
+    window_us: float | None = None
+    settled: bool = True
+    outliers: tuple[int, ...] = ()
     source: str = ""
 
     @property
@@ -55,6 +68,44 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return 0.0
         deviation = float(np.std(slowest, ddof=1))
         return math.sqrt(math.pi / 2 / len(slowest)) * deviation / middle
+
+
+def faults(measurement: Measurement) -> Iterator[str]:
+    """What cannot be in a measurement, each as a clause that begins with a verb.
+
+    A rate of 0 can be: that flow moved nothing within its window.
+    """
+    try:
+        transfers = parse_set(measurement.transfers)
+    except InputError as error:
+        yield f"names no transfer set ({error.where} {error.what})"
+        return
+    rows = measurement.samples_gbps
+    if str(transfers) != measurement.transfers:
+        yield f"does not name its set as {transfers}"
+    if len(rows) != len(transfers):
+        yield f"has rates of {len(rows)} flows, but its set has {len(transfers)}"
+        return
+    repeats = len(rows[0])
+    if repeats == 0 or any(len(row) != repeats for row in rows):
+        yield "does not have a rate of every flow in every repeat"
+    yield from (
+        f"has a rate of {rate:g} GB/s"
+        for row in rows
+        for rate in row
+        if not 0 <= rate <= MAX_GBPS  # NaN fails this
+    )
+    yield from _timing_faults(measurement)
+    if not all(0 <= index < repeats for index in measurement.outliers):
+        yield f"has an outlier that is none of its {repeats} repeats"
+
+
+def _timing_faults(measurement: Measurement) -> Iterator[str]:
+    limits = {"skew_us": math.inf, "skew_error_us": math.inf, "overlap": 1, "window_us": math.inf}
+    for name, limit in limits.items():
+        value = getattr(measurement, name)
+        if value is not None and not (0 <= value <= limit and math.isfinite(value)):
+            yield f"has {name} {value:g}"
 
 
 @runtime_checkable

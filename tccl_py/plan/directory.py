@@ -24,10 +24,10 @@ from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_j
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.plan.plan import PLAN_FILE, Plan, SubsetRings, per_channel
 from tccl_py.runtimes.nccl.transport import view
-from tccl_py.simulator.descriptions import read_description
+from tccl_py.simulator.descriptions import description_to_json, read_description
 from tccl_py.simulator.library import model_to_json
 from tccl_py.simulator.model import MachineModel
-from tccl_py.topology.machine import machine_to_json
+from tccl_py.topology.fingerprint import Fingerprint
 
 JOURNAL_FILE = "measurements.jsonl"
 FOLDERS = ("nccl", "machines")
@@ -90,8 +90,9 @@ def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
     """Make `directory` ready to take a plan and its journal; gives the journal's path.
 
     An interrupted run's directory, with a journal and no plan, is resumed. If anything but an
-    interruption ends the block, the directories that this call made are taken away again. Until
-    the block ends no other run gets the directory: two would mix their lines in the journal.
+    interruption ends the block, the directories that this call made are taken away again, unless
+    the journal has what hardware measured: that took long, and can be gone on from. Until the block
+    ends no other run gets the directory: two would mix their lines in the journal.
 
     Raises:
         InputError: it holds a plan or other files and `force` is not given, another run has it, or
@@ -105,20 +106,30 @@ def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
             raise InputError(str(directory), "is no directory", "name a new or empty one")
         _make(directory, made)
     # Not taken away if another run has it by now.
-    with _locked(directory), _taken_away(made):
+    journal = directory / JOURNAL_FILE
+    with _locked(directory), _taken_away(made, journal):
         with _refused(directory, *refused):
             _check_held(directory, force=force)
-        yield directory / JOURNAL_FILE
+        yield journal
 
 
 @contextmanager
-def _taken_away(made: Sequence[Path]) -> Iterator[None]:
+def _taken_away(made: Sequence[Path], journal: Path | None = None) -> Iterator[None]:
     """Removes the directories made if an error, not an interruption, ends the block."""
     try:
         yield
     except Exception:
-        _unmake(made)
+        if journal is None or not holds_measurements(journal):
+            _unmake(made)
         raise
+
+
+def holds_measurements(journal: Path) -> bool:
+    """Whether a file is a journal with something in it that hardware measured."""
+    with suppress(InputError, OSError):
+        contents = read_journal(journal)
+        return not contents.header.simulated and bool(contents.measurements)
+    return False
 
 
 @contextmanager
@@ -235,7 +246,13 @@ def planned_model(plan: Plan, directory: Path) -> MachineModel | None:
     return found.model
 
 
-def write_plan(plan: Plan, directory: Path, *, model: MachineModel | None = None) -> None:
+def write_plan(
+    plan: Plan,
+    directory: Path,
+    *,
+    model: MachineModel | None = None,
+    fingerprint: Fingerprint | None = None,
+) -> None:
     """Write all files of a plan below `directory`; `plan.json` last, so that it means "whole".
 
     Args:
@@ -243,19 +260,25 @@ def write_plan(plan: Plan, directory: Path, *, model: MachineModel | None = None
         directory: where; it exists.
         model: what a simulated plan's rates come from; it is written in the machine's place, so
             that more can be planned from it.
+        fingerprint: whose a measured plan's rates are; it is written beside the machine.
 
     Raises:
         InputError: a file cannot be written; what was there before is still there.
     """
     files = {f"nccl/{name}": text for name, text in nccl_files(plan, directory).items()}
-    machine = machine_to_json(plan.machine) if model is None else model_to_json(model)
-    files[str(machine_file(plan, Path()))] = machine
+    files[str(machine_file(plan, Path()))] = _machine_text(plan, model, fingerprint)
     for left in directory.glob(f"{_STAGING}*"):
         shutil.rmtree(left, ignore_errors=True)
     with _staged(files, directory, target=directory) as staging:
         plan.save(staging / PLAN_FILE)
         with _refused(directory, "cannot be written", _SPACE):
             _move_into_place(staging, directory)
+
+
+def _machine_text(plan: Plan, model: MachineModel | None, fingerprint: Fingerprint | None) -> str:
+    if model is not None:
+        return model_to_json(model)
+    return description_to_json(plan.machine, plan.knowledge, fingerprint)
 
 
 def write_nccl_files(plan: Plan, output: Path) -> int:

@@ -1,0 +1,39 @@
+"""Where the `tccl` command starts, also as `python -m tccl_py`.
+
+Nothing heavy is imported before an interrupt has its answer: to load the commands, and the
+numerical libraries below them, takes a while.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """The console entry point; an interrupt ends it with 130 and without a word."""
+    try:
+        usual = signal.getsignal(signal.SIGINT)
+        # A shell that starts a command in the background may have it ignore interrupts.
+        if usual is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _leave)
+        from tccl_py.cli.main import main as run  # noqa: PLC0415 (only now)
+
+        signal.signal(signal.SIGINT, usual)
+        run()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 (as handlers are)
+    # An exception could end in an import that takes it for a missing library.
+    os._exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

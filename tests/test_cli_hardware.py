@@ -1,0 +1,532 @@
+"""`tccl measure` and `tccl plan` on hardware: fakes, and the host backend where a run is real."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli import hardware
+from tccl_py.cli.hardware import Care, MeasuredMachine, measured_machine
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.measurements.journal import JournalHeader, read_journal
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.plan import load_plan
+from tccl_py.simulator.descriptions import read_description
+from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.source import Simulator
+from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.transfers.transfer import parse_set
+from tests.planned import SMALL, WRX
+
+KEYS = ["set", "gbps", "total_gbps", "simulated", "assumed"]
+MEASURED_KEYS = [*KEYS, "skew_us", "overlap", "spread", "repeats", "settled", "outliers"]
+PRINT = Fingerprint(gpu_uuids=("GPU-a", "GPU-b"), driver="570.1", numa_count=1, kernel="6.1")
+BOUNCE = "G0->G0->C0->G1->G1"
+SETS = ("G0->G0->G1", "G1->G1->G0", BOUNCE)
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+class Fake:
+    """Stands for a session and its profiler: answers of a model that say they are measured."""
+
+    def __init__(self, name=SMALL):
+        self.model = load_bundled(name)
+        self.simulator = Simulator(self.model)
+        self.profiler = self
+        self.notices = []
+        self.conditions = "G0 and G1 at 1980 MHz"
+        self.asked, self.entered, self.left = [], 0, 0
+        self.more = {"skew_us": 3.25, "overlap": 0.995}
+        self.before = lambda transfers: None
+        self.alive = True
+
+    def place(self):
+        model = self.model
+        return MeasuredMachine(
+            backend="cuda", machine=model.machine, knowledge=model.knowledge, fingerprint=PRINT
+        )
+
+    @property
+    def header(self):
+        return JournalHeader(machine=self.model.name, identity="GPUs a, b", simulated=False)
+
+    def __enter__(self):
+        self.entered += 1
+        self.notices = []
+        return self
+
+    def __exit__(self, *error):
+        self.left += 1
+        self.notices.append("G0 is warmer than before")
+
+    def measure(self, sets):
+        (one,) = sets
+        self.asked.append(str(one))
+        self.before(one)
+        if not self.alive:
+            raise MeasurementError(f"{one}: the worker of G1 was killed")
+        (found,) = self.simulator.measure(sets)
+        rows = tuple((rate,) * 7 for rate in found.gbps)
+        return [msgspec.structs.replace(found, samples_gbps=rows, simulated=False, **self.more)]
+
+    def exercise(self, transfers):
+        if not self.alive:
+            raise MeasurementError("the worker of G1 was killed")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return faked(monkeypatch, Fake())
+
+
+def faked(monkeypatch, one):
+    monkeypatch.setattr("tccl_py.cli.measure.measured_machine", lambda *_: one.place())
+    monkeypatch.setattr("tccl_py.cli.plan.measured_machine", lambda *_: one.place())
+    monkeypatch.setattr(hardware, "open_session", lambda *_: one)
+    return one
+
+
+# options
+
+
+def test_without_a_driver_the_ways_out_are_named(monkeypatch):
+    def none():
+        raise InputError("this machine", "no NVIDIA driver answers (why)", "read a file")
+
+    monkeypatch.setattr(hardware, "discover_machine", none)
+    result = tccl("measure", "G0->G0->G1")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "tccl: this machine: no NVIDIA driver answers (why); give --simulate MACHINE to ask a "
+        "model, or --backend host to measure this host's memory as a rehearsal\n"
+    )
+
+
+BAD = {
+    "backend": (("--backend", "rocm"), "--backend 'rocm': is not known; one of cuda, host"),
+    "devices of GPUs": (("--devices", "2"), "--devices: is of the host backend; add --backend ho"),
+    "one device": (("--backend", "host", "--devices", "1"), "host machine: has 1 devices; 2 to"),
+    "many devices": (("--backend", "host", "--devices", "9999"), "host machine: has 9999 devices"),
+    "no target": (("--target", "0"), "--target: is 0; above 0 and at most 1, as 0.01"),
+    "NaN target": (("--target", "nan"), "--target: is nan; above 0 and at most 1, as 0.01"),
+    "large target": (("--target", "2"), "--target: is 2; above 0 and at most 1, as 0.01"),
+    "noise": (("--noise", "0"), "--noise without --simulate: is about models; add --simulate MA"),
+    "seed": (("--seed", "0"), "--seed without --simulate: is about models; add --simulate MACHINE"),
+    "target of a model": (
+        ("--simulate", SMALL, "--target", "0.1"),
+        "--target beside --simulate: is about hardware; leave one of the two out",
+    ),
+}
+OF_MEASURE = {
+    "meeting": (("--meeting", "x"), "--meeting 'x': is not known; one of pass-on, independent"),
+    "check of a model": (
+        ("--simulate", SMALL, "--check"),
+        "--check beside --simulate: is about hardware; leave one of the two out",
+    ),
+}
+
+
+@pytest.mark.parametrize("command", ["measure", "plan"])
+@pytest.mark.parametrize("case", [*BAD, *OF_MEASURE])
+def test_bad_options_are_refused_with_a_sentence_and_leave_nothing(command, case, tmp_path):
+    if command == "plan" and case in OF_MEASURE:
+        pytest.skip("an option of measure")
+    more, sentence = {**BAD, **OF_MEASURE}[case]
+    what = ("G0->G0->G1", "--journal", tmp_path / "j") if command == "measure" else ()
+    what = what or ("-o", tmp_path / "plan")
+    result = tccl(command, *what, *more)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"tccl: {sentence}")
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_of_measuring_reach_the_session(fake, monkeypatch):
+    given = []
+    monkeypatch.setattr(hardware, "open_session", lambda *more: given.append(more) or fake)
+    done = tccl("measure", "G3->G3->G1", "--target", "0.2", "--meeting", "independent", "--check")
+    assert done.exit_code == 0
+    assert given == [(fake.place(), (1, 3), Care(target=0.2, meeting="independent", check=True))]
+
+
+def test_the_care_becomes_the_options_of_a_session():
+    place = measured_machine("host", 2)
+    session = hardware.open_session(place, (0, 1), Care(target=0.2, check=True))
+    assert session.options.stopping.target == 0.2
+    assert (session.options.check, session.options.meeting) == ("every", "pass-on")
+    assert "core" in session.header.identity
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("G0->G0->G9", "G9: is not in machine h200x4-vm; it has G0, G1, G2, G3"),
+        ("G0->D9->G9", "D9: is not in machine h200x4-vm; it has D0, D1, D2, D3"),
+        ("G0->G0->C7", "C7: is not in machine h200x4-vm; it has C0"),
+        ("G0->G0->N0", "G0->G0->N0: N0 is not on this host's PCIe or NVLink"),
+        ("h3.G0->h3.G0->h3.G1", "h3.G0->h3.G0->h3.G1: h3.G0 is not on this host's PCIe or NVLink"),
+        (" ".join(["G0->G0->C0{blocks=64}"] * 5), "G0 would run 320 blocks at once, it can run"),
+    ],
+)
+def test_sets_that_cannot_be_measured_are_refused_before_anything_starts(
+    text, sentence, fake, tmp_path
+):
+    path = tmp_path / "journal.jsonl"
+    result = tccl("measure", "G0->G0->G1", text, "--journal", path)
+    assert (result.exit_code, fake.entered) == (2, 0)
+    assert result.stderr.startswith(f"tccl: {sentence}")
+    assert not path.exists()
+
+
+# measure, with a fake
+
+
+def test_measured_sets_carry_how_they_were_measured(fake):
+    result = tccl("measure", "G1->G1->G0 G0->G0->G1", BOUNCE, "--json")
+    assert (result.exit_code, fake.entered, fake.left) == (0, 1, 1)
+    found = json.loads(result.stdout)
+    assert [list(entry) for entry in found] == [MEASURED_KEYS] * 2
+    one, other = found
+    assert (one["simulated"], one["assumed"], one["repeats"], one["settled"]) == (
+        *(False, False, 7, True),
+    )
+    assert (one["skew_us"], one["overlap"], one["spread"]) == (3.25, 0.995, [0.0, 0.0])
+    assert (len(other["gbps"]), other["outliers"]) == (1, [])
+    assert result.stderr == "tccl: G0 is warmer than before\n"
+
+
+def test_few_repeats_have_no_interval(fake, monkeypatch):
+    fake.more = {"samples_gbps": ((1.0, 2.0),)}
+    monkeypatch.setattr(fake, "measure", lambda sets: [answer_of(sets[0], ((1.0, 2.0),))])
+    (entry,) = json.loads(tccl("measure", "G0->G0->G1", "--json").stdout)
+    assert entry["spread"] == [None]
+    assert " ? " in tccl("measure", "G0->G0->G1").stdout
+
+
+def answer_of(transfers, samples, **more):
+    (found,) = Simulator(load_bundled(SMALL)).measure([transfers])
+    return msgspec.structs.replace(found, samples_gbps=samples, simulated=False, **more)
+
+
+def test_the_table_shows_intervals_repeats_skew_and_overlap(fake, monkeypatch):
+    samples = ((10.0, 10.1, 9.9, 10.0, 10.2, 9.8, 10.0),)
+    more = {"skew_us": 3.25, "overlap": 0.995}
+    monkeypatch.setattr(fake, "measure", lambda sets: [answer_of(sets[0], samples, **more)])
+    result = tccl("measure", "G0->G0->G1")
+    flow = next(line for line in result.stdout.splitlines() if "G0->G0->G1" in line)
+    together = next(line for line in result.stdout.splitlines() if "together" in line)
+    assert "10.00" in flow
+    assert "± " in flow
+    assert " 7 " in flow
+    assert "measured, skew 3.2 us, overlap 100%" in together or "overlap 99%" in together
+    assert "1980 MHz" in result.stdout
+
+
+def test_doubtful_sets_are_named_in_plain_words(fake, monkeypatch):
+    samples = ((10.0, 15.0, 5.0, 10.0, 11.0, 8.0, 10.0),)
+    more = {"settled": False, "outliers": (1, 2), "overlap": 0.3, "skew_us": 900.0}
+    monkeypatch.setattr(fake, "measure", lambda sets: [answer_of(sets[0], samples, **more)])
+    errors = tccl("measure", "G0->G0->G1").stderr
+    assert "G0->G0->G1: rates vary: after 7 repeats the 95 % interval is still ± " in errors
+    assert "G0->G0->G1: repeats far from the others: 2 of 7; they count as well" in errors
+    assert "all its flows ran together for only 30% of the time" in errors
+
+
+def test_a_journal_that_has_all_answers_starts_nothing(fake, tmp_path):
+    path = tmp_path / "journal.jsonl"
+    first = tccl("measure", *SETS, "--journal", path, "--json")
+    assert sorted(fake.asked) == sorted(SETS)
+    again = tccl("measure", *SETS, "--journal", path, "--json")
+    assert json.loads(again.stdout) == json.loads(first.stdout)
+    assert (fake.entered, len(fake.asked)) == (1, 3)
+    contents = read_journal(path)
+    assert (contents.header, len(contents.measurements)) == (fake.header, 3)
+
+
+def test_a_journal_of_another_machine_is_refused_by_name_before_anything_starts(fake, tmp_path):
+    path = tmp_path / "journal.jsonl"
+    tccl("measure", "G0->G0->G1", "--simulate", SMALL, "--journal", path)
+    result = tccl("measure", "G0->G0->G1", "--journal", path)
+    assert (result.exit_code, fake.entered) == (2, 0)
+    assert f"{path}: belongs to machine {SMALL} (model " in result.stderr
+    assert "not to machine h200x4-vm (GPUs a, b, measured)" in result.stderr
+
+
+def test_a_torn_last_line_is_measured_again_with_a_notice(fake, tmp_path):
+    path = tmp_path / "journal.jsonl"
+    tccl("measure", *SETS, "--journal", path)
+    path.write_bytes(path.read_bytes()[:-20])
+    result = tccl("measure", *SETS, "--journal", path)
+    assert "dropped a torn last line" in result.stderr
+    assert len(fake.asked) == 4
+
+
+def test_an_interruption_keeps_what_was_measured(fake, tmp_path):
+    def impatient(transfers):
+        if len(fake.asked) == 3:
+            raise KeyboardInterrupt
+
+    fake.before = impatient
+    path = tmp_path / "journal.jsonl"
+    result = tccl("measure", *SETS, "--journal", path)
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == f"tccl: sets measured and kept in {path}: 2 of 3\n"
+    assert fake.left == 1
+    assert len(read_journal(path).measurements) == 2
+
+
+def test_what_cannot_be_measured_ends_measure_with_its_sentence(fake):
+    fake.alive = False
+    result = tccl("measure", "G0->G0->G1")
+    assert (result.exit_code, result.stdout, fake.left) == (2, "", 1)
+    assert result.stderr == "tccl: G0->G0->G1: the worker of G1 was killed\n"
+
+
+# plan, with a fake
+
+
+def planned(directory, *more):
+    return tccl("plan", "-o", directory, "--rings", "1", "--max-sets", "40", *more)
+
+
+def test_a_measured_plan_says_so_everywhere(fake, tmp_path):
+    result = planned(tmp_path / "plan")
+    assert result.exit_code == 0, result.output
+    plan = load_plan(tmp_path / "plan")
+    assert (plan.simulated, plan.provenance) == (False, "measured")
+    assert "rate" in result.stdout
+    assert "simulated" not in result.stdout
+    assert plan.notices[-2:] == (
+        "G0 is warmer than before",
+        "while it was measured: G0 and G1 at 1980 MHz",
+    )
+    for path in (tmp_path / "plan" / "nccl").rglob("*.*"):
+        assert "simulated" not in path.read_text()
+    described = read_description(tmp_path / "plan" / "machines" / "h200x4-vm.json")
+    assert (described.machine, described.knowledge) == (plan.machine, plan.knowledge)
+    assert PRINT.driver in (tmp_path / "plan" / "machines" / "h200x4-vm.json").read_text()
+    assert tccl("env", tmp_path / "plan").stdout.startswith("# tccl-py, rates measured\n")
+    assert tccl("env", tmp_path / "plan", "--gpus", "0,1").exit_code == 0
+    assert not any("->D" in text for text in fake.asked)
+
+
+def test_a_plan_that_goes_on_measures_nothing_twice(fake, tmp_path):
+    planned(tmp_path / "whole")
+    whole, count = load_plan(tmp_path / "whole"), len(fake.asked)
+
+    def impatient(transfers):
+        if len(fake.asked) == count + 30:
+            raise KeyboardInterrupt
+
+    fake.before = impatient
+    cut = planned(tmp_path / "cut")
+    assert cut.exit_code == 130
+    assert [one.name for one in (tmp_path / "cut").iterdir()] == ["measurements.jsonl"]
+    fake.before = lambda transfers: None
+    assert planned(tmp_path / "cut").exit_code == 0
+    # The set in flight was asked for twice.
+    assert len(fake.asked) == 2 * count + 1
+    resumed = load_plan(tmp_path / "cut")
+    counts = {"sets_measured": 0, "sets_remembered": 0}
+    assert msgspec.structs.replace(resumed, **counts) == msgspec.structs.replace(whole, **counts)
+
+
+def test_settings_whose_sets_cannot_be_measured_are_left_out_by_name(fake, tmp_path):
+    def choosy(transfers):
+        if any(flow.is_bounce for flow in transfers.flows):
+            raise MeasurementError("C0: no pinned memory")
+
+    fake.before = choosy
+    assert planned(tmp_path / "plan").exit_code == 0
+    plan = load_plan(tmp_path / "plan")
+    assert "left out, as it cannot be measured: C0: no pinned memory" in plan.notices
+    assert not any(parse_set(hop.flow).flows[0].is_bounce for hop in plan.rings[0].hops)
+
+
+def test_a_plan_whose_first_set_cannot_be_measured_ends_with_its_sentence(fake, tmp_path):
+    fake.alive = False
+    result = planned(tmp_path / "plan")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.endswith(": the worker of G1 was killed\n")
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_machine_that_is_lost_ends_the_plan_by_name_and_keeps_the_journal(fake, tmp_path):
+    def breaking(transfers):
+        fake.alive = len(fake.asked) < 10
+
+    fake.before = breaking
+    result = planned(tmp_path / "plan")
+    assert (result.exit_code, result.stdout) == (2, "")
+    first, second = result.stderr.splitlines()
+    assert first == (
+        "tccl: what was measured is kept: the same command goes on from " + str(tmp_path / "plan")
+    )
+    assert "the worker of G1 was killed; nor can G0->" in second
+    assert "be measured any more: the worker of G1 was killed" in second
+    assert len(read_journal(tmp_path / "plan" / "measurements.jsonl").measurements) == 9
+
+
+def test_env_says_how_a_measured_plan_gets_rings_for_some_of_many_gpus(tmp_path):
+    reference = load_plan(Path(__file__).parent.parent / "plans" / f"{WRX}.json")
+    plan = msgspec.structs.replace(reference, simulated=False, assumed=False)
+    write_plan(plan, tmp_path, fingerprint=PRINT)
+    result = tccl("env", tmp_path, "--gpus", "0,3")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "tccl: no graph file for GPUs 0,3: NCCL chooses its own rings\n"
+        "tccl: the plan was measured, so more rings need measurements: "
+        "`tccl plan -o DIR --gpus 0,3`\n"
+    )
+
+
+# the host backend, for real
+
+QUICK = """
+import tccl_py.cli.hardware as hardware
+import tccl_py.plan.planner as planner
+import tccl_py.plan.settings_search as settings_search
+from tccl_profiler.profiler import Options
+from tccl_profiler.session import Session
+from tccl_profiler.statistics import Stopping
+from tccl_py.cli.main import main
+
+def open_session(place, gpus, care):
+    options = Options(stopping=Stopping(target=9.0, minimum=1, limit=1), sentinel_every=0)
+    return Session(
+        place.machine, place.fingerprint, backend=place.backend, gpus=gpus, options=options
+    )
+
+hardware.open_session = open_session
+settings_search.CHANNELS, settings_search.BUFFSIZES = (1, 2), (4 << 20, 1 << 20)
+planner.FREE_SETS = 10
+main()
+"""
+ON_HOST = ("--backend", "host", "--devices", "2")
+REHEARSAL = "measured by the host backend: copies in this host's memory"
+
+
+class Child:
+    """A run of `tccl` in a process of its own, whose own processes can be found."""
+
+    def __init__(self, *arguments):
+        self.mark = f"TCCL_TEST_MARK={uuid.uuid4()}"
+        name, _, value = self.mark.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", QUICK, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, name: value},
+        )
+
+    def finished(self):
+        output, errors = self.process.communicate(timeout=120)
+        return self.process.returncode, output, errors
+
+    def until(self, lines, journal):
+        deadline = time.monotonic() + 60
+        while not (journal.exists() and journal.read_text().count("\n") >= lines):
+            assert self.process.poll() is None, self.process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def left_behind(self):
+        """Processes of this run that are still there after a while."""
+        deadline = time.monotonic() + 5
+        while (left := self._alive()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+    def _alive(self):
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (path / "environ").read_bytes():
+                    found.append(int(path.name))
+            except OSError:
+                continue
+        return found
+
+
+def on_host(*arguments):
+    child = Child(*arguments)
+    code, output, errors = child.finished()
+    assert code == 0, errors
+    assert not child.left_behind()
+    return output, errors
+
+
+def test_the_host_backend_measures_and_its_journal_answers_a_second_run(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    sets = (BOUNCE, "G0->G0->G1{blocks=2} G1->G1->G0{blocks=2}")
+    command = ("measure", *ON_HOST, *sets, "--journal", path, "--json")
+    output, errors = on_host(*command)
+    assert f"tccl: {REHEARSAL}" in errors
+    found = json.loads(output)
+    assert [list(entry) for entry in found] == [MEASURED_KEYS] * 2
+    assert all(rate > 0 for entry in found for rate in entry["gbps"])
+    assert all(entry["repeats"] == 1 for entry in found)
+    kept = path.read_text()
+    path.write_text(kept + '{"transfers":')
+    output, errors = on_host(*command)
+    assert json.loads(output) == found
+    assert "dropped a torn last line of 13 characters" in errors
+    assert path.read_text() == kept
+
+
+SERIES = tuple(f"G0->G0->G1{{blocks=1,fifo={i}K}}" for i in range(64, 123))
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_killed_run_leaves_no_process_and_is_gone_on_from(how, tmp_path):
+    path = tmp_path / "journal.jsonl"
+    child = Child("measure", *ON_HOST, *SERIES, "--journal", path)
+    child.until(4, path)
+    child.process.send_signal(how)
+    code, output, errors = child.finished()
+    assert (code, output) == (130 if how == signal.SIGINT else -9, "")
+    assert "Traceback" not in errors
+    assert not child.left_behind()
+    before = read_journal(path).measurements
+    assert 3 <= len(before) < len(SERIES)
+    if how == signal.SIGINT:
+        assert errors == f"tccl: sets measured and kept in {path}: {len(before)} of 59\n"
+    known = [text for text in SERIES if str(parse_set(text)) in before]
+    output, _ = on_host("measure", *ON_HOST, *known, "--journal", path, "--json")
+    assert [entry["set"] for entry in json.loads(output)] == known
+    assert read_journal(path).measurements == before
+
+
+def test_a_plan_over_the_host_backend_is_a_rehearsal_and_says_so(tmp_path):
+    place = tmp_path / "plan"
+    command = ("plan", *ON_HOST, "-o", place, "--rings", "1", "--max-sets", "10")
+    output, _ = on_host(*command)
+    assert "Plan for host-2, GPUs 0,1: measured" in output
+    assert REHEARSAL in output.replace("\n", " ")
+    shown = json.loads(tccl("show", place, "--json").stdout)
+    assert (shown["simulated"], shown["machine"]) == (False, "host-2")
+    assert any(REHEARSAL in text for text in shown["notices"])
+    exports = tccl("env", place).stdout
+    assert exports.startswith("# tccl-py, rates measured\n")
+    assert f"NCCL_GRAPH_FILE={place}/nccl/graph.xml" in exports
+    journal = read_journal(place / "measurements.jsonl")
+    assert not journal.header.simulated
+    # The plan's file is gone: its journal answers all that a new plan asks, and nothing starts.
+    kept = (place / "measurements.jsonl").read_text()
+    again, _ = on_host(*command, "--force", "--json")
+    assert json.loads(again)["sets_measured"] == 0
+    assert (place / "measurements.jsonl").read_text() == kept

@@ -1,0 +1,270 @@
+"""Journals that are damaged, torn, in use, or no files; and runs that are killed."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.measurements.measurement import Measurement
+from tccl_py.transfers.transfer import parse_set
+
+HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
+SETS = [parse_set("G0->G0->G1 G2->G2->G3"), parse_set("G1->G1->G0")]
+COMMAND = ("measure", "G0->G0->G1", "--simulate", "h200x4-vm", "--journal")
+
+
+class Source:
+    simulated = True
+
+    def __init__(self, **fields):
+        self.calls, self.fields = [], fields
+
+    def measure(self, sets):
+        self.calls += [str(one) for one in sets]
+        rows = [((1.5, 2.0),) * len(one) for one in sets]
+        return [
+            Measurement(
+                **{"transfers": str(s), "samples_gbps": r, "simulated": True, **self.fields}
+            )
+            for s, r in zip(sets, rows, strict=True)
+        ]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "m.jsonl"
+
+
+def measured(path):
+    """All sets, from the journal or by a new source; what the journal said, and what was asked."""
+    source = Source()
+    with JournalledSource(source, path, HEADER) as journal:
+        return journal.measure(SETS), journal.notices, source.calls
+
+
+def corrupted(path, line, field, value):
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    lines[line][field] = value
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+
+REFUSED = [
+    ("samples_gbps", [[-5.0], [1.0]], "has a rate of -5 GB/s; give a file this program wrote"),
+    ("samples_gbps", [[1.0], [1e300]], "has a rate of 1e+300 GB/s"),
+    ("samples_gbps", [[1.0], [math.nan]], "does not fit Measurement"),
+    ("samples_gbps", [[1.0], [math.inf]], "does not fit Measurement"),
+    ("samples_gbps", [], "has rates of 0 flows, but its set has 2"),
+    ("samples_gbps", [[1.0]], "has rates of 1 flows, but its set has 2"),
+    ("samples_gbps", [[], []], "does not have a rate of every flow in every repeat"),
+    ("samples_gbps", [[1.0], [1.0, 2.0]], "does not have a rate of every flow in every repeat"),
+    ("transfers", "", "names no transfer set (transfer set is empty)"),
+    ("transfers", "G0->G1", "names no transfer set (flow 'G0->G1' has 2 places)"),
+    (
+        "transfers",
+        "G2->G2->G3 G0->G0->G1",
+        "does not name its set as G0->G0->G1 G2->G2->G3",
+    ),
+    ("transfers", "G0->G0->G1  G2->G2->G3", "does not name its set as"),
+    ("simulated", False, "says otherwise than line 1 whether it is simulated"),
+    ("overlap", 1.5, "has overlap 1.5"),
+    ("skew_us", -1.0, "has skew_us -1"),
+    ("outliers", [2], "has an outlier that is none of its 2 repeats"),
+    ("colour", "red", "does not fit Measurement"),
+]
+
+
+@pytest.mark.parametrize("field, value, sentence", REFUSED)
+def test_figures_that_cannot_be_are_refused_by_file_and_line(field, value, sentence, path):
+    measured(path)
+    corrupted(path, 1, field, value)
+    before = path.read_bytes()
+    with pytest.raises(InputError) as refusal:
+        measured(path)
+    assert str(refusal.value).startswith(f"{path}:2: {sentence}")
+    assert path.read_bytes() == before
+
+
+def test_a_flow_that_moved_nothing_is_a_measurement(path):
+    measured(path)
+    corrupted(path, 1, "samples_gbps", [[0.0], [0]])
+    answers, _, calls = measured(path)
+    assert (answers[0].rate_gbps, calls) == (0.0, [])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=6,
+) | st.lists(st.lists(st.floats(), max_size=3), max_size=3)
+FIELDS = [*Measurement.__struct_fields__, *JournalHeader.__struct_fields__, "colour"]
+
+
+@given(line=st.integers(0, 2), field=st.sampled_from(FIELDS), value=JSON)
+@example(line=1, field="samples_gbps", value=[[1e6], [1e-300]])
+@example(line=2, field="transfers", value="G0->G0->G1")
+def test_any_corrupted_field_is_refused_or_harmless(tmp_path_factory, line, field, value):
+    path = tmp_path_factory.mktemp("journal") / "m.jsonl"
+    measured(path)
+    corrupted(path, line, field, value)
+    try:
+        answers, _, _ = measured(path)
+    except InputError as refusal:
+        assert str(refusal).startswith(str(path))
+        return
+    assert [one.transfers for one in answers] == [str(one) for one in SETS]
+    for one in answers:
+        figures = (*one.gbps, one.total_gbps, one.rate_gbps, one.relative_error)
+        assert all(math.isfinite(figure) and figure >= 0 for figure in figures)
+
+
+@given(data=st.binary(max_size=40), at=st.integers(0, 400))
+def test_any_corrupted_bytes_are_refused_or_harmless(tmp_path_factory, data, at):
+    path = tmp_path_factory.mktemp("journal") / "m.jsonl"
+    measured(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:at] + data + whole[at + len(data) :])
+    try:
+        answers, _, _ = measured(path)
+    except InputError as refusal:
+        assert str(refusal).startswith(str(path))
+    else:
+        assert all(math.isfinite(rate) for one in answers for rate in one.gbps)
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -1.0])
+def test_what_could_not_be_read_back_is_not_written(rate, path):
+    with (
+        JournalledSource(Source(samples_gbps=((rate,), (1.0,))), path, HEADER) as journal,
+        pytest.raises(MeasurementError, match=r"^G0->G0->G1 G2->G2->G3: its measurement has a r"),
+    ):
+        journal.measure(SETS[:1])
+    assert not read_journal(path).measurements
+
+
+def test_a_file_torn_anywhere_is_gone_on_from(path):
+    measured(path)
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        kept = sum(length >= len(b"".join(lines[: count + 1])) for count in range(1, len(lines)))
+        torn = length - len(whole[:length].rpartition(b"\n")[0]) - (length >= len(lines[0]))
+        _, notices, calls = measured(path)
+        sentence = f"{path}: dropped a torn last line of {torn} characters"
+        assert notices == ((sentence,) if torn else ())
+        assert len(calls) == len(SETS) - kept
+        assert path.read_bytes() == whole
+
+
+def test_a_line_torn_inside_a_character_is_dropped_with_a_notice(path):
+    measured(path)
+    with path.open("ab") as file:
+        file.write('{"transfers":"größe'.encode()[:-2])
+    assert measured(path)[1:] == ((f"{path}: dropped a torn last line of 18 characters",), [])
+
+
+def test_a_whole_line_that_is_not_utf_8_is_named(path):
+    measured(path)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], b"\xff", *lines[1:]]))
+    with pytest.raises(InputError, match=r"m\.jsonl:2: is not UTF-8 text; give a file this"):
+        measured(path)
+
+
+@pytest.mark.parametrize("text", ["mine", '{"name":"box"}', "{}"])
+def test_a_file_without_a_newline_that_begins_no_header_is_left_alone(text, path):
+    path.write_text(text)
+    with pytest.raises(InputError, match="has no header line; name a journal this program wrote"):
+        measured(path)
+    assert path.read_text() == text
+
+
+def test_a_pipe_is_no_journal(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "measurements.jsonl")
+    plan = ("plan", "--simulate", "h200x4-vm", "--force", "-o", str(tmp_path))
+    for arguments, name in (
+        ((*COMMAND, str(tmp_path / "pipe")), "pipe"),
+        (plan, "measurements.jsonl"),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        sentence = f"tccl: {tmp_path / name}: is not a regular file; name a file\n"
+        assert result.stderr == sentence
+
+
+def test_a_journal_in_use_is_refused_and_stays_as_it_is(path):
+    with JournalledSource(Source(), path, HEADER) as journal:
+        journal.measure(SETS)
+        before = path.read_bytes()
+        result = CliRunner().invoke(app, (*COMMAND, str(path)))
+        sentence = f"tccl: {path}: is in use by another run; wait for its end, or name another\n"
+        assert (result.exit_code, result.stdout, result.stderr) == (2, "", sentence)
+        assert path.read_bytes() == before
+    assert measured(path)[2] == []
+
+
+def test_a_refused_journal_is_not_held(path):
+    JournalledSource(
+        Source(), path, JournalHeader(machine="x", identity="", simulated=True)
+    ).close()
+    for _ in range(2):
+        with pytest.raises(InputError, match="belongs to machine x"):
+            measured(path)
+
+
+def test_a_journal_where_files_have_no_locks_is_used_all_the_same(path, monkeypatch):
+    def unable(descriptor, operation):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", unable)
+    assert measured(path)[2] == measured(path)[2] + [str(one) for one in SETS]
+
+
+MANY = [parse_set(f"G0->G0->G{index}") for index in range(1, 61)]
+SLOW = """
+import sys, time
+from pathlib import Path
+from tests.test_journal_damage import HEADER, MANY, JournalledSource, Source
+
+class Slow(Source):
+    def measure(self, sets):
+        with open(sys.argv[2], "a") as asked:
+            asked.write(f"{sets[0]}\\n")
+        time.sleep(0.02)
+        return super().measure(sets)
+
+with JournalledSource(Slow(), Path(sys.argv[1]), HEADER) as journal:
+    journal.measure(MANY)
+"""
+
+
+def test_a_killed_run_loses_at_most_the_set_in_flight(path, tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", SLOW, str(path), str(tmp_path / "asked")])
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.read_bytes().count(b"\n") > 8):
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    child.kill()
+    child.wait(timeout=60)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    kept = list(read_journal(path).measurements)
+    assert kept == asked[: len(kept)]
+    assert len(asked) - len(kept) <= 1
+    source = Source()
+    with JournalledSource(source, path, HEADER) as journal:
+        journal.measure(MANY)
+    assert 8 <= len(kept) < len(MANY)
+    assert source.calls == [str(one) for one in MANY[len(kept) :]]
+    assert all(len(found) == 1 for found in read_journal(path).measurements.values())
