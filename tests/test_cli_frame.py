@@ -82,13 +82,13 @@ BAD = {
         ("measure", SET, *ON, "--noise", "nan"),
         "noise: is nan; 0 to 1, the standard deviation of a sample",
     ),
-    "no machine": (
-        ("measure", SET),
-        "measure: cannot measure hardware in this version; give --simulate MACHINE",
+    "unknown backend": (
+        ("measure", SET, "--backend", "rocm"),
+        "--backend 'rocm': is not known; one of cuda, host",
     ),
-    "a backend": (
-        ("measure", SET, "--backend", "cuda"),
-        "--backend cuda: is not in this version; give --simulate MACHINE",
+    "a model and a backend": (
+        ("measure", SET, *ON, "--backend", "cuda"),
+        "--backend beside --simulate: is about hardware; leave one of the two out",
     ),
     "unknown machine": (
         ("measure", SET, "--simulate", "h200"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ from tccl_py.emitters.plan_files import (
     subset_file,
 )
 from tccl_py.errors import InputError
-from tccl_py.files import check_path, write_atomically
+from tccl_py.files import check_path, lock, write_atomically
 from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.plan.plan import PLAN_FILE, Plan, SubsetRings, per_channel
@@ -138,21 +137,10 @@ def _locked(directory: Path) -> Iterator[None]:
     with _refused(directory, "cannot be opened", "name a readable place"):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # A file system without locks, as some network ones, goes without.
-        with suppress(OSError):
-            _lock(descriptor, directory)
+        lock(descriptor, directory)
         yield
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, directory: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise InputError(
-            str(directory), "is in use by another run", "wait for its end, or name another"
-        ) from error
 
 
 @contextmanager
