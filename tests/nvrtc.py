@@ -1,20 +1,18 @@
 """Compiling the kernels with NVRTC, NVIDIA's compiler as a library; no GPU and no cupy is needed.
 
-What was compiled is kept in the user's cache, since each rank of each run needs the same. A cache
-is never in the way: where none can be kept, or a file of it is damaged, the kernels are compiled.
+The profiler itself compiles through cupy, on a GPU's host; here it is shown that every GPU that is
+supported gets its kernels, and what they take.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -24,8 +22,6 @@ from tccl_py.errors import MeasurementError
 SOURCE_NAME = "pump.cu"
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")  # -v puts what each kernel needs into the log
 
-_DIGEST_BYTES = 32
-_MOST_CACHED_BYTES = 16 * 1024 * 1024  # the kernels are 0.1 MB
 _ERROR = re.compile(r"\b(error|fatal)\s*:")
 
 
@@ -63,11 +59,6 @@ class Cubin(msgspec.Struct, frozen=True, kw_only=True):
     nvrtc: str
     log: str
     kernels: tuple[KernelUse, ...]
-
-
-def kernel_source() -> str:
-    """CUDA C++ of all kernels, as installed with this package."""
-    return resources.files(__package__).joinpath(SOURCE_NAME).read_text("utf-8")
 
 
 # --- where NVRTC is
@@ -276,77 +267,3 @@ def _kernel_uses(log: str) -> tuple[KernelUse, ...]:
         )
         uses.append(use)
     return tuple(sorted(uses, key=lambda use: use.name))
-
-
-# --- the cache
-
-
-def cache_directory() -> Path | None:
-    """Where this user's compiled kernels are kept, by the XDG rules; None without a home."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if given.is_absolute():  # the rules have a relative one ignored
-        return given / "tccl-py"
-    try:
-        home = Path(os.environ["HOME"]) if "HOME" in os.environ else Path.home()
-    except RuntimeError:  # a user id without an entry, as containers have
-        return None
-    return home / ".cache" / "tccl-py" if home.is_absolute() else None
-
-
-def cached_cubin(*, sm: int, library: Path, directory: Path | None) -> Cubin:
-    """Compile the kernels for a compute capability, or take them from `directory` (None: no cache).
-
-    Processes may do so at once: each either finds a whole file or compiles.
-
-    Raises:
-        MeasurementError: as compile_kernels.
-    """
-    source = kernel_source()
-    if directory is None:
-        return compile_kernels(source, sm=sm, library=library)
-    key = _cache_key(source, sm, nvrtc_version(library))
-    path = directory / f"kernels-sm_{sm}-{key.hex()}"
-    cubin = _read_cached(path, key)
-    if cubin is None:
-        cubin = compile_kernels(source, sm=sm, library=library)
-        payload = msgspec.msgpack.encode(cubin)
-        _keep(path, _digest(key, payload) + payload)
-    return cubin
-
-
-def _cache_key(source: str, sm: int, version: str) -> bytes:
-    parts = msgspec.msgpack.encode((source, sm, version, OPTIONS))
-    return hashlib.blake2b(parts, digest_size=16).digest()
-
-
-def _digest(key: bytes, payload: bytes) -> bytes:
-    """Digest of a payload under its key, so that a file under a wrong name does not count."""
-    return hashlib.blake2b(payload, key=key, digest_size=_DIGEST_BYTES).digest()
-
-
-def _read_cached(path: Path, key: bytes) -> Cubin | None:
-    """Read the file if it is there and whole, and written by this version of the package."""
-    try:
-        with path.open("rb") as handle:
-            data = handle.read(_MOST_CACHED_BYTES)
-    except OSError:
-        return None
-    digest, payload = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    if digest != _digest(key, payload):
-        return None
-    with contextlib.suppress(msgspec.MsgspecError):
-        return msgspec.msgpack.decode(payload, type=Cubin)
-    return None
-
-
-def _keep(path: Path, data: bytes) -> None:
-    """Write beside `path` and rename into place; where that is impossible, leave nothing."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as handle:
-                handle.write(data)
-            Path(temporary).replace(path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)

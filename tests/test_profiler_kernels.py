@@ -1,18 +1,15 @@
 """The measuring kernels through NVRTC, for each GPU generation, and the cache of what it made."""
 
-import os
 import re
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from tccl_profiler.cuda import nvrtc
-from tccl_profiler.cuda.nvrtc import Cubin, KernelUse, compile_kernels, find_nvrtc
+from tccl_profiler.cuda.kernels import NAMES, kernel_source
 from tccl_py.errors import MeasurementError
+from tests import nvrtc
+from tests.nvrtc import KernelUse, compile_kernels, find_nvrtc
 
 WHEELS = {12: "nvidia-cuda-nvrtc-cu12>=12.8", 13: "nvidia-cuda-nvrtc>=13"}
 SMS = {12: (70, 75, 80, 86, 89, 90, 100, 120), 13: (75, 80, 86, 89, 90, 100, 120)}
@@ -34,13 +31,13 @@ def library(major):
 
 @pytest.mark.parametrize(("major", "sm"), CASES)
 def test_the_kernels_compile_without_a_warning_and_a_pump_stays_in_registers(major, sm):
-    cubin = compile_kernels(nvrtc.kernel_source(), sm=sm, library=library(major))
+    cubin = compile_kernels(kernel_source(), sm=sm, library=library(major))
     warnings = [line for line in cubin.log.splitlines() if WARNING.search(line)]
     assert [line for line in warnings if not ABOUT_THE_GPU.match(line)] == []
     assert cubin.code.startswith(b"\x7fELF")
     assert (cubin.sm, cubin.nvrtc.partition(".")[0]) == (sm, str(major))
     uses = {use.name: use for use in cubin.kernels}
-    assert list(uses) == ["echo", "pump", "pump_check", "stamp"]
+    assert list(uses) == sorted(NAMES)
     # What spilled would be moved through the caches too, beside the data whose rate is measured.
     assert uses["pump"].spilled_bytes == uses["pump"].stack_bytes == 0
     for use in uses.values():
@@ -192,156 +189,3 @@ def test_a_wheel_without_a_list_of_its_files_is_passed_over(no_wheels, monkeypat
 
 
 # --- the cache
-
-
-class Compiler:
-    """Stands in for NVRTC: counts what it compiles, and the source and version can be changed."""
-
-    def __init__(self, monkeypatch):
-        self.source, self.version, self.runs = TINY, "12.9", 0
-        monkeypatch.setattr(nvrtc, "kernel_source", lambda: self.source)
-        monkeypatch.setattr(nvrtc, "nvrtc_version", lambda library: self.version)
-        monkeypatch.setattr(nvrtc, "compile_kernels", self.compile)
-
-    def compile(self, source, *, sm, library):
-        self.runs += 1
-        code = f"{source} {sm} {self.version}".encode()
-        return Cubin(code=code, sm=sm, nvrtc=self.version, log=f"run {self.runs}", kernels=())
-
-    def get(self, directory, sm=90):
-        return nvrtc.cached_cubin(sm=sm, library=Path("libnvrtc.so"), directory=directory)
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    return Compiler(monkeypatch)
-
-
-def test_kernels_are_compiled_once(compiler, tmp_path):
-    place = tmp_path / "not" / "yet"
-    assert compiler.get(place) == compiler.get(place)
-    assert compiler.runs == 1
-    assert place.stat().st_mode & 0o777 == 0o700
-
-
-def test_another_gpu_source_version_or_option_is_compiled_anew(compiler, tmp_path, monkeypatch):
-    compiler.get(tmp_path)
-    assert compiler.get(tmp_path, sm=80).sm == 80
-    compiler.version = "13.0"
-    assert compiler.get(tmp_path).nvrtc == "13.0"
-    compiler.source += "\n"
-    assert compiler.get(tmp_path).code.startswith(compiler.source.encode())
-    monkeypatch.setattr(nvrtc, "OPTIONS", ())
-    compiler.get(tmp_path)
-    assert compiler.runs == len(list(tmp_path.iterdir())) == 5
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: b"",
-        lambda data: data[:-1],
-        lambda data: data + b"\0",
-        lambda data: data[:20],
-        lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:],
-        lambda data: bytes([data[0] ^ 1]) + data[1:],
-    ],
-)
-def test_a_damaged_file_is_compiled_anew_and_replaced(compiler, tmp_path, damage):
-    first = compiler.get(tmp_path)
-    [path] = tmp_path.iterdir()
-    path.write_bytes(damage(path.read_bytes()))
-    again = compiler.get(tmp_path)
-    assert (again.code, again.log) == (first.code, "run 2")
-    assert compiler.get(tmp_path) == again
-    assert [path] == list(tmp_path.iterdir())
-
-
-def test_a_file_under_another_name_does_not_count(compiler, tmp_path):
-    compiler.get(tmp_path, sm=80)
-    [path] = tmp_path.iterdir()
-    compiler.get(tmp_path, sm=90)
-    [other] = set(tmp_path.iterdir()) - {path}
-    path.replace(other)
-    assert compiler.get(tmp_path, sm=90).sm == 90
-    assert compiler.runs == 3
-
-
-def test_a_file_of_another_version_of_the_package_is_compiled_anew(compiler, tmp_path):
-    compiler.get(tmp_path)
-    [path] = tmp_path.iterdir()
-    key, payload = bytes.fromhex(path.name.rpartition("-")[2]), b"\x80"  # an empty struct
-    path.write_bytes(nvrtc._digest(key, payload) + payload)
-    assert compiler.get(tmp_path).log == "run 2"
-
-
-def test_without_a_place_to_keep_them_kernels_are_compiled_each_time(compiler, tmp_path):
-    (tmp_path / "file").touch()
-    for place in (None, tmp_path / "file", tmp_path / "file" / "below", Path("/proc/tccl-py")):
-        compiler.runs = 0
-        assert compiler.get(place).log == "run 1"
-        assert compiler.get(place).log == "run 2"
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_write_that_fails_leaves_nothing_behind(compiler, tmp_path):
-    compiler.get(tmp_path)
-    [path] = tmp_path.iterdir()
-    path.unlink()
-    path.mkdir()  # nothing can be renamed to it, nor read
-    assert compiler.get(tmp_path).log == "run 2"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_processes_that_compile_at_once_get_the_same(tmp_path):
-    path = library(12)
-    program = f"""
-import hashlib, pathlib
-from tccl_profiler.cuda import nvrtc
-nvrtc.kernel_source = lambda: {TINY!r}
-place, library = pathlib.Path({str(tmp_path)!r}), pathlib.Path({str(path)!r})
-for _ in range(3):
-    cubin = nvrtc.cached_cubin(sm=90, library=library, directory=place)
-    print(hashlib.sha256(cubin.code).hexdigest())
-"""
-
-    def run(_):
-        return subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-        )
-
-    with ThreadPoolExecutor(4) as pool:
-        told = [line for done in pool.map(run, range(4)) for line in done.stdout.split()]
-    assert len(told) == 12
-    assert len(set(told)) == 1
-    [kept] = tmp_path.iterdir()
-    assert kept.name.startswith("kernels-sm_90-")
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/tccl-py"),
-        ({"XDG_CACHE_HOME": "", "HOME": "/h"}, "/h/.cache/tccl-py"),
-        ({"XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/tccl-py"),
-        ({"HOME": "/h"}, "/h/.cache/tccl-py"),
-        ({"HOME": ""}, None),
-        ({"HOME": "relative"}, None),
-    ],
-)
-def test_the_cache_is_where_the_environment_says(environment, expected, monkeypatch):
-    for variable in ("XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(variable, raising=False)
-    for variable, value in environment.items():
-        monkeypatch.setenv(variable, value)
-    assert nvrtc.cache_directory() == (expected and Path(expected))
-
-
-def test_a_user_without_a_home_has_no_cache(monkeypatch):
-    def homeless(path):
-        return path
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", homeless)  # as for a user id without an entry
-    assert nvrtc.cache_directory() is None

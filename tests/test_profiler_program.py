@@ -13,6 +13,7 @@ from tccl_profiler.program import (
     COUNTER_BYTES,
     COUNTERS,
     FREE_BLOCKS,
+    LEAST_COUPLED_SLICES,
     MAX_REPEATS,
     checkable,
     program_for,
@@ -187,7 +188,9 @@ def test_only_flows_whose_slices_are_alike_share_blocks(transfers, meeting):
     for share_device, share in program.devices.items():
         for number, lane in enumerate(share.lanes):
             both = lane.incoming is not None and lane.outgoing is not None
-            assert lane.coupled is (both and meeting == "pass-on")
+            ends = [end for end in (lane.incoming, lane.outgoing) if end is not None]
+            roomy = min(end.slices for end in ends) >= LEAST_COUPLED_SLICES
+            assert lane.coupled is (both and meeting == "pass-on" and roomy)
             assert (lane.cycle > 0) is both
             if both:
                 assert lane.cycle % 2 == 0

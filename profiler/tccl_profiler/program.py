@@ -390,9 +390,9 @@ def _assigned(
                     incoming=incoming,
                     outgoing=outgoing,
                     slice_bytes=piece.slice_bytes,
-                    coupled=other is not None
+                    coupled=second is not None
                     and meeting == "pass-on"
-                    and end.slices >= LEAST_COUPLED_SLICES,
+                    and min(end.slices, second.slices) >= LEAST_COUPLED_SLICES,
                     cycle=cycles[piece.device] if other is not None else 0,
                 )
             )

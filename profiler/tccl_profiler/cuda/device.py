@@ -19,7 +19,7 @@ from tccl_profiler.control import (
     stamps_at,
 )
 from tccl_profiler.cuda import driver
-from tccl_profiler.cuda.nvrtc import kernel_source
+from tccl_profiler.cuda.kernels import load_kernels
 from tccl_profiler.messages import Peer, Pinged, Run, Start, Started
 from tccl_profiler.program import (
     COUNTER_AREA_BYTES,
@@ -116,13 +116,8 @@ class CudaDevice:
         return pointer
 
     def _load(self) -> None:
-        """Compile (cupy keeps the result on disk) and launch each kernel once: the first launch
-        loads it, which behind a waiting stream would hang.
-        """
-        module = self._cupy.RawModule(code=kernel_source(), options=("-std=c++17",))
-        self._kernels = {
-            name: module.get_function(name) for name in ("pump", "pump_check", "echo", "stamp")
-        }
+        """Launch each kernel once: the first launch loads it, and would hang behind a wait."""
+        self._kernels = load_kernels(self._cupy)
         scratch = self._lanes
         timing = np.zeros(1, _TIMING)
         timing["words"][0, -1] = self._gates

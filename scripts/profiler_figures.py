@@ -1,0 +1,238 @@
+"""The profiler's figures, computed from raw journals that `scripts/judge-profiler` wrote.
+
+usage: scripts/profiler-figures [DIR]     (default: the run that is kept in tests/cases/profiler)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from scipy import stats
+
+from tccl_py.measurements.journal import read_journal
+from tccl_py.measurements.measurement import Measurement
+from tccl_py.transfers.transfer import parse_set
+
+KEPT = Path(__file__).resolve().parents[1] / "tests" / "cases" / "profiler" / "h200x4-vm"
+RECORDED = Path(__file__).resolve().parents[1] / "tests" / "cases" / "measured" / "h200x4-vm.json"
+MIB = 1 << 20
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """A ring's rate as measured, against NCCL's bus bandwidth in the same run; GB/s."""
+
+    channels: int
+    fifo_bytes: int
+    direct: bool
+    predicted_gbps: float
+    achieved_gbps: float
+
+    @property
+    def error(self) -> float:
+        """Relative to what NCCL got."""
+        return self.predicted_gbps / self.achieved_gbps - 1
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """All figures of a run; see the functions that compute them."""
+
+    predictions: tuple[Prediction, ...]
+    rank_correlation: float
+    best_found: float
+    skew_us: float
+    skew_error_us: float
+    worst_skew_us: float
+    overlap: float
+    worst_overlap: float
+    direct_same_pool: float
+    direct_new_pool: float
+    bounce_same_pool: float
+    bounce_new_pool: float
+    copies: tuple[tuple[str, tuple[float, ...], tuple[float, ...], tuple[float, ...]], ...]
+    facts: dict[str, object]
+
+
+Journal = dict[str, list[Measurement]]
+
+
+def load(folder: Path) -> tuple[list[Journal], dict[str, object], dict[str, list[float]]]:
+    """Both journals, NCCL's rates, and the plain loops' rates by set."""
+    journals = [read_journal(folder / f"journal-{i}.jsonl").measurements for i in (1, 2)]
+    nccl = json.loads((folder / "nccl.json").read_text())
+    return journals, nccl, json.loads((folder / "plain-copies.json").read_text())
+
+
+def figures(folder: Path) -> Figures:
+    """Every figure of the run in `folder`."""
+    journals, nccl, plain = load(folder)
+    predictions = tuple(predicted(journals[0], row) for row in nccl["rows"])
+    bounces = [one for one in predictions if not one.direct]
+    rings = {row["set"] for row in nccl["rows"] if not row["direct"]}
+    measured = [one for journal in journals for key in rings for one in journal[key]]
+    recorded = recorded_copies()
+    return Figures(
+        predictions=predictions,
+        rank_correlation=float(
+            stats.spearmanr(
+                [one.predicted_gbps for one in bounces], [one.achieved_gbps for one in bounces]
+            ).statistic
+        ),
+        best_found=found_best(bounces),
+        skew_us=float(np.median([one.skew_us for one in measured])),
+        skew_error_us=float(np.median([one.skew_error_us for one in measured])),
+        worst_skew_us=max(one.skew_us for one in measured),
+        overlap=float(np.median([one.overlap for one in measured])),
+        worst_overlap=min(one.overlap for one in measured),
+        direct_same_pool=same_pool(journals, is_direct),
+        direct_new_pool=new_pool(journals, is_direct),
+        bounce_same_pool=same_pool(journals, is_bounce),
+        bounce_new_pool=new_pool(journals, is_bounce),
+        copies=tuple(
+            (text, rates_of(journals, text), tuple(plain[text]), recorded.get(text, ()))
+            for text in plain
+        ),
+        facts=json.loads((folder / "facts-1.json").read_text()),
+    )
+
+
+def predicted(journal: Journal, row: dict[str, object]) -> Prediction:
+    """The set's rate right before and right after NCCL ran: the mean of the two medians."""
+    around = [one.rate_gbps for one in journal[str(row["set"])][:2]]
+    return Prediction(
+        channels=row["channels"],
+        fifo_bytes=row["fifo_bytes"],
+        direct=row["direct"],
+        predicted_gbps=float(np.mean(around)),
+        achieved_gbps=row["busbw_gbps"],
+    )
+
+
+def found_best(predictions: Sequence[Prediction]) -> float:
+    """What NCCL gets under the settings predicted best, relative to the best it gets at all."""
+    chosen = max(predictions, key=lambda one: one.predicted_gbps)
+    return chosen.achieved_gbps / max(one.achieved_gbps for one in predictions)
+
+
+def is_direct(text: str) -> bool:
+    """Only flows from GPU to GPU by kernels."""
+    return all(
+        not flow.is_bounce
+        and {flow.source.kind, flow.destination.kind} == {"G"}
+        and not flow.transfers[0].uses_copy_engine
+        for flow in parse_set(text).flows
+    )
+
+
+def is_bounce(text: str) -> bool:
+    """Only bounces by kernels."""
+    return all(
+        flow.is_bounce and not any(one.uses_copy_engine for one in flow.transfers)
+        for flow in parse_set(text).flows
+    )
+
+
+def repeated_rates(journal: Journal, text: str) -> list[float]:
+    """Rates of a set's measurements, without the two around NCCL's run, which made room for it."""
+    rates = [one.rate_gbps for one in journal[text]]
+    return rates[2:] if len(rates) > 5 else rates
+
+
+def same_pool(journals: Sequence[Journal], chosen) -> float:
+    """95th percentile of |rate / median of the same set in the same pool - 1|."""
+    deviations = [
+        abs(rate / np.median(rates) - 1)
+        for journal in journals
+        for text in journal
+        if chosen(text)
+        for rates in [repeated_rates(journal, text)]
+        for rate in rates
+    ]
+    return float(np.quantile(deviations, 0.95))
+
+
+def new_pool(journals: Sequence[Journal], chosen) -> float:
+    """The largest |median in one pool / median in the other - 1| of any set."""
+    first, second = journals
+    return max(
+        abs(np.median(repeated_rates(first, text)) / np.median(repeated_rates(second, text)) - 1)
+        for text in first
+        if text in second and chosen(text)
+    )
+
+
+def rates_of(journals: Sequence[Journal], text: str) -> tuple[float, ...]:
+    """Median rate of each transfer, in the order of `text`."""
+    key = str(parse_set(text))
+    rows = [one.gbps for journal in journals for one in journal[key]]
+    by_flow = dict(zip(key.split(), np.median(rows, axis=0), strict=True))
+    return tuple(float(by_flow[part]) for part in text.split())
+
+
+def recorded_copies() -> dict[str, tuple[float, ...]]:
+    """What was measured by hand before there was a profiler, on such a machine."""
+    sets = json.loads(RECORDED.read_text())["sets"]
+    return {" ".join(one["set"]): tuple(one["each_gbps"]) for one in sets}
+
+
+def report(found: Figures) -> str:
+    """The figures as text."""
+    lines = ["predicted / NCCL's bus bandwidth, GB/s", ""]
+    direct = [one for one in found.predictions if one.direct]
+    bounces = [one for one in found.predictions if not one.direct]
+    for one in direct:
+        lines.append(
+            f"direct ring, {one.channels} ring channels: {one.predicted_gbps:.1f} / "
+            f"{one.achieved_gbps:.1f} ({one.error:+.1%})"
+        )
+    sizes = sorted({one.fifo_bytes for one in bounces})
+    lines += ["", "bounce ring", "| ring channels | " + " | ".join(map(size, sizes)) + " |"]
+    lines.append("|---|" + "---|" * len(sizes))
+    cells = {(one.channels, one.fifo_bytes): one for one in bounces}
+    for channels in sorted({one.channels for one in bounces}):
+        row = [cells.get((channels, count)) for count in sizes]
+        shown = [
+            f"{one.predicted_gbps:.1f} / {one.achieved_gbps:.1f} ({one.error:+.0%})"
+            for one in row
+            if one is not None
+        ]
+        lines.append(f"| {channels} | " + " | ".join(shown) + " |")
+    errors = [abs(one.error) for one in bounces]
+    lines += [
+        "",
+        f"bounce: median error {np.median(errors):.1%}, worst {max(errors):.1%}; order of "
+        f"settings: rank correlation {found.rank_correlation:.3f}; settings predicted best get "
+        f"{found.best_found:.1%} of the best",
+        f"start skew: median {found.skew_us:.2f} us (known to {found.skew_error_us:.1f} us), worst "
+        f"{found.worst_skew_us:.2f} us; overlap: median {found.overlap:.4f}, worst "
+        f"{found.worst_overlap:.4f}",
+        f"again in the same pool (95 of 100 within): direct {found.direct_same_pool:.2%}, bounce "
+        f"{found.bounce_same_pool:.2%}",
+        f"in a new pool (worst of all sets): direct {found.direct_new_pool:.2%}, bounce "
+        f"{found.bounce_new_pool:.2%}",
+        "",
+        "| copy engines | profiler | plain cupy loops | recorded before |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {text} | {rates(ours)} | {rates(plain)} | {rates(before)} |"
+        for text, ours, plain, before in found.copies
+    ]
+    lines += ["", *(f"{name}: {value}" for name, value in found.facts.items())]
+    return "\n".join(lines)
+
+
+def size(count: int) -> str:
+    return f"{count // MIB} MiB" if count >= MIB else f"{count // 1024} KiB"
+
+
+def rates(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.1f}" for value in values)
+
+
+if __name__ == "__main__":
+    print(report(figures(Path(sys.argv[1]) if len(sys.argv) > 1 else KEPT)))

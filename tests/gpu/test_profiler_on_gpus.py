@@ -1,0 +1,199 @@
+"""The profiler on real GPUs: every kind of transfer, its faults, and a plan by measuring.
+
+How good it is (prediction, repeatability, speed) is `scripts/judge-profiler`'s to say.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tccl_profiler.pool import Memory
+from tccl_profiler.profiler import Options
+from tccl_profiler.session import Session
+from tccl_profiler.statistics import Stopping
+from tccl_profiler.watch import Watch
+from tccl_py.errors import MeasurementError
+from tccl_py.plan.plan import load_plan
+from tccl_py.topology.readers.live import discover_machine
+from tccl_py.transfers.transfer import parse_set
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(240)]
+REPOSITORY = Path(__file__).resolve().parents[2]
+QUICK = Options(stopping=Stopping(limit=6), check="always")
+
+
+def tccl(*words):
+    command = [sys.executable, "-m", "tccl_py.cli.main", *map(str, words)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def workers():
+    """Process ids of all workers of this host."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"tccl_profiler.worker" in words:
+            found.append(int(folder.name))
+    return found
+
+
+def used_mib():
+    """Memory in use on the fullest GPU."""
+    found = subprocess.run(
+        ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return max(int(line) for line in found.stdout.split())
+
+
+def eventually(condition, seconds=15.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.fixture(scope="module")
+def here():
+    return discover_machine()
+
+
+@pytest.fixture(scope="module")
+def session(here):
+    machine, _, fingerprint = here
+    with Session(machine, fingerprint, options=QUICK) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "G0->G0->G1",
+        "G0->G1->G1",
+        "G0->D0->G1",
+        "G0->D1->G1",
+        "G0->G0->C0",
+        "C0->G0->G0",
+        "G0->D0->C0",
+        "C0->D0->G0",
+        "G0->G0->G1{blocks=8}",
+        "G0->G1->G1{blocks=8,fifo=1M}",
+        "G0->G0->C0->G1->G1",
+        "G0->G0->C0->G1->G1{blocks=2,fifo=128K,slots=4}",
+        "G0->D0->C0->D1->G1",
+        "G0->G0->C0->D1->G1{blocks=2}",
+        "G0->D0->C0->G1->G1{blocks=2}",
+        "G0->G0->C0->G1->G1{blocks=8,fifo=512K} G1->G1->C0->G0->G0{blocks=8,fifo=512K}",
+        "G0->G0->G1{blocks=8} G1->G1->C0->G0->G0{blocks=8}",
+        "G0->G0->C0 C0->G1->G1 G0->D0->G1",
+    ],
+)
+def test_every_kind_of_transfer_is_measured_and_its_data_are_right(session, text):
+    (found,) = session.profiler.measure([parse_set(text)])
+    print(
+        f"{text}: {[round(rate, 1) for rate in found.gbps]} GB/s, skew {found.skew_us:.1f} us, "
+        f"overlap {found.overlap:.3f}"
+    )
+    assert all(0.5 < rate < 2000 for rate in found.gbps)
+    assert not found.simulated
+    assert len(found.samples_gbps[0]) >= 6
+    assert found.skew_us < 50
+    assert found.overlap > 0.5
+
+
+def test_a_lost_worker_is_replaced_and_the_set_measured_again(session):
+    before = set(session.pool.pids)
+    victim = workers()[0]
+    os.kill(victim, signal.SIGKILL)
+    (found,) = session.profiler.measure([parse_set("G0->G0->C0->G1->G1{blocks=4}")])
+    assert found.rate_gbps > 0.5
+    assert any("signal 9" in notice for notice in session.notices)
+    assert victim not in workers()
+    assert len(workers()) == len(session.machine.gpus)
+    assert set(session.pool.pids) > before
+
+
+def test_too_little_gpu_memory_is_said_by_name_and_nothing_is_left(here):
+    machine, _, fingerprint = here
+    memory = Memory(arena_bytes=1 << 42)
+    already = len(workers())
+    with (
+        pytest.raises(MeasurementError, match=r"^GPU \d has no \d+ MiB for the arena: \d+ of"),
+        Session(machine, fingerprint, memory=memory),
+    ):
+        pass
+    assert eventually(lambda: len(workers()) == already)
+
+
+CHILD = """
+from tccl_profiler.session import Session
+from tccl_py.topology.readers.live import discover_machine
+from tccl_py.transfers.transfer import parse_set
+machine, _, fingerprint = discover_machine()
+with Session(machine, fingerprint) as session:
+    while True:
+        session.profiler.measure([parse_set("G0->G0->C0->G1->G1{blocks=8}")])
+        print("measured", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_when_the_parent_is_killed(here, how):
+    already, memory = len(workers()), used_mib()
+    shared = set(Path("/dev/shm").iterdir())
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "measured\n"
+    assert len(workers()) == already + len(here[0].gpus)
+    child.send_signal(how)
+    child.wait(30)
+    assert eventually(lambda: len(workers()) == already)
+    assert eventually(lambda: used_mib() <= memory + 16)
+    assert set(Path("/dev/shm").iterdir()) == shared
+
+
+def test_the_watch_finds_nothing_wrong_with_our_own_workers(session):
+    with Watch(session.machine.gpu_indices, session.pool.pids) as watch:
+        for one in watch.look():
+            assert not one.other_processes
+
+
+def test_tccl_measure_prints_what_it_measured():
+    answer = tccl("measure", "G0->G0->G1 G1->G1->G0", "G0->G0->C0->G1->G1{blocks=4}", "--json")
+    assert answer.returncode == 0, answer.stderr
+    for entry in json.loads(answer.stdout):
+        assert entry["simulated"] is False
+        assert entry["total_gbps"] == pytest.approx(sum(entry["gbps"]))
+
+
+def test_tccl_plan_measures_and_a_second_run_measures_nothing(tmp_path):
+    folder = tmp_path / "plan"
+    begun = time.monotonic()
+    made = tccl("plan", "-o", folder, "--json")
+    assert made.returncode == 0, made.stderr
+    seconds = time.monotonic() - begun
+    plan = load_plan(folder)
+    told = json.loads(made.stdout)
+    assert told["simulated"] is False
+    assert plan.rate_gbps >= plan.stock.rate_gbps
+    print(
+        f"plan: {plan.sets_measured} sets in {seconds:.0f} s, {plan.rate_gbps:.1f} GB/s, stock "
+        f"{plan.stock.rate_gbps:.1f}, {plan.settings}"
+    )
+    again = tccl("plan", "-o", folder, "--force", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["sets_measured"] == 0
