@@ -355,6 +355,16 @@ def test_settings_whose_sets_cannot_be_measured_are_left_out_by_name(fake, tmp_p
     assert not any(parse_set(hop.flow).flows[0].is_bounce for hop in plan.rings[0].hops)
 
 
+def test_a_plan_of_rates_that_vary_says_so(fake, tmp_path):
+    fake.more = {"settled": False}
+    planned(tmp_path / "plan", "--target", "0.02")
+    count = load_plan(tmp_path / "plan").sets_measured
+    assert load_plan(tmp_path / "plan").notices[-1] == (
+        f"rates vary: {count} of {count} sets measured did not come as close as --target 0.02; "
+        "other work, clocks or heat may disturb them"
+    )
+
+
 def test_a_plan_whose_first_set_cannot_be_measured_ends_with_its_sentence(fake, tmp_path):
     fake.alive = False
     result = planned(tmp_path / "plan")

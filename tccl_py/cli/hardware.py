@@ -220,6 +220,7 @@ class Hardware:
     """A BandwidthSource over this machine; its workers start when the first set is asked for.
 
     So nothing is started to learn that a journal has all the answers, or is another machine's.
+    `failures` says why sets could not be measured, `unsettled` counts those whose rates vary.
     `on_set` is called with `count`, the number of sets measured so far, before and after each.
 
     Args:
@@ -236,6 +237,7 @@ class Hardware:
         self.place = place
         self.on_set: Callable[[int], None] = lambda _: None
         self.failures: list[str] = []
+        self.unsettled = 0
         self._session = open_session(place, gpus, care or Care())
         self._profiler: Profiler | None = None
         self._proof: TransferSet | None = None
@@ -277,6 +279,7 @@ class Hardware:
             raise
         self._proof = self._proof or transfers
         self.count += 1
+        self.unsettled += not measurement.settled
         self.on_set(self.count)
         return measurement
 

@@ -55,6 +55,8 @@ from tccl_py.topology.machine import Machine
 
 INTERRUPTED = 130
 _MAX_RINGS = 16
+_MANY = 0.1
+"""More sets than this (of all measured) whose rates vary are worth a word."""
 _FEW = 5
 """Sets that could not be measured, named in a plan."""
 
@@ -218,6 +220,12 @@ class _Here:
         notices = [*made.notices, *source.notices]
         if conditions:
             notices.append(f"while it was measured: {conditions}")
+        if source.unsettled > source.count * _MANY:
+            notices.append(
+                f"rates vary: {source.unsettled} of {source.count} sets measured did not come as "
+                f"close as --target {self._care.target:g}; other work, clocks or heat may disturb "
+                "them"
+            )
         notices += [f"left out, as it cannot be measured: {text}" for text in _few(source.failures)]
         return msgspec.structs.replace(made, notices=tuple(notices))
 
