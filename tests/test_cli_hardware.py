@@ -386,7 +386,7 @@ def test_a_machine_that_is_lost_ends_the_plan_by_name_and_keeps_the_journal(fake
         "tccl: what was measured is kept: the same command goes on from " + str(tmp_path / "plan")
     )
     assert "the worker of G1 was killed; nor can G0->" in second
-    assert "be measured any more: the worker of G1 was killed" in second
+    assert second.endswith(" be measured any more")
     assert len(read_journal(tmp_path / "plan" / "measurements.jsonl").measurements) == 9
 
 

@@ -290,9 +290,8 @@ class Hardware:
         try:
             profiler.exercise(self._proof)
         except MeasurementError as again:
-            raise SourceLostError(
-                f"{error}; nor can {self._proof} be measured any more: {again}"
-            ) from again
+            # The first error says what happened; what follows a loss may only puzzle.
+            raise SourceLostError(f"{error}; nor can {self._proof} be measured any more") from again
 
     def __enter__(self) -> Hardware:
         return self
