@@ -66,6 +66,9 @@ OTHERS = (
     "C0->G0->G0",
     "G0->G0->C0->G1->G1{blocks=16,fifo=512K}",
     "G0->D0->C0->D1->G1{blocks=2}",
+    "G0->G0->C0->D1->G1{blocks=2}",
+    "G0->D0->G1 G0->G0->C0",
+    "G0->D0->G1 C0->G1->G1",
 )
 
 

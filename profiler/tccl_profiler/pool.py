@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -49,12 +51,10 @@ from tccl_profiler.program import (
 from tccl_profiler.shared_memory import Segment, create_segment
 from tccl_py.errors import MeasurementError
 
-START_S = 120.0
-"""How long a device may take to be set up; a first compilation takes some seconds."""
-ANSWER_S = 60.0
-PATIENCE_S = 10.0
-"""How long lanes wait to be released, and the controller for all of them to be there."""
-STOP_S = 3.0
+_BROKEN_STOP_S = 0.5
+"""What workers that are given up get to end by themselves."""
+_KILL_S = 5.0
+"""A process that is inside a driver's call may take a while to die, or never do."""
 _LOOK_S = 0.02
 """How often a wait looks whether all workers are still there."""
 _SMALLEST_SEGMENT = 64 << 20
@@ -77,6 +77,17 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     arena_bytes: int = 512 << 20
     user_bytes: int = 256 << 20
+
+
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the pool waits, in seconds: for devices to be set up, of which a first compilation
+    takes some; for an answer; for lanes to be there or, beyond their window, to be done, which is
+    also how long lanes wait to be released; and for workers to end."""
+
+    start_s: float = 120.0
+    answer_s: float = 60.0
+    lanes_s: float = 10.0
+    stop_s: float = 3.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +136,7 @@ class Pool:
         devices: what to measure.
         numa_ids: by host space (`C0`) the system's number of its NUMA node, None if it has one.
         memory: what each device gives.
+        patience: how long to wait for what.
     """
 
     def __init__(
@@ -134,6 +146,7 @@ class Pool:
         numa_ids: Mapping[str, int | None],
         *,
         memory: Memory | None = None,
+        patience: Patience | None = None,
     ) -> None:
         if not 1 <= len(devices) <= MAX_DEVICES:
             raise MeasurementError(f"{len(devices)} devices: 1 to {MAX_DEVICES} can be measured")
@@ -141,7 +154,9 @@ class Pool:
         self._specs = tuple(devices)
         self._numa_ids = dict(numa_ids)
         self._memory = memory or Memory()
+        self._patience = patience or Patience()
         self._workers: list[_Worker] = []
+        self._started: dict[int, Started] = {}
         self._host: dict[str, Segment] = {}
         self._control: Control | None = None
         self._lifeline: tuple[int, int] | None = None
@@ -151,8 +166,8 @@ class Pool:
 
     @property
     def lanes(self) -> Mapping[int, int]:
-        """How many blocks each device runs at once, by its index."""
-        return {one.spec.index: one.started.lanes for one in self._workers if one.started}
+        """How many blocks each device runs at once, by its index, as when it was last started."""
+        return {index: one.lanes for index, one in self._started.items()}
 
     @property
     def pids(self) -> Set[int]:
@@ -162,12 +177,12 @@ class Pool:
     @property
     def names(self) -> Mapping[int, str]:
         """What each device calls itself, by its index."""
-        return {one.spec.index: one.started.name for one in self._workers if one.started}
+        return {index: one.name for index, one in self._started.items()}
 
     @property
     def device_bytes(self) -> int:
         """Memory taken on each device, without what its driver takes for itself."""
-        return max(one.started.memory_bytes for one in self._workers if one.started)
+        return max(one.memory_bytes for one in self._started.values())
 
     @property
     def host_bytes(self) -> int:
@@ -192,26 +207,29 @@ class Pool:
         Raises:
             MeasurementError: a device cannot be used, by name; nothing is left running.
         """
+        if self._control is not None:
+            raise MeasurementError("the pool has been started already")
         try:
             self._control = Control.create(len(self._specs))
             self._lifeline = os.pipe()
             for slot, spec in enumerate(self._specs):
-                self._workers.append(self._spawned(slot, spec))
-            deadline = time.monotonic() + START_S
+                self._spawn(slot, spec)
+            deadline = time.monotonic() + self._patience.start_s
             for worker in self._workers:
                 message, fds = self._received(worker, deadline - time.monotonic())
                 if not isinstance(message, Started):
                     raise WorkerLost(f"{worker.who} did not start: {message}")
                 worker.started, worker.arena_fd = message, fds[0] if fds else -1
+                self._started[worker.spec.index] = message
             self._introduce()
             self._broken = False
         except BaseException:
             self._broken = True
-            self.close()
+            self._end()
             raise
 
-    def _spawned(self, slot: int, spec: DeviceSpec) -> _Worker:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    def _spawn(self, slot: int, spec: DeviceSpec) -> None:
+        """Start a worker and tell it who it is; from then on it is among those that are ended."""
         assert self._lifeline is not None and self._control is not None
         # A queue for each stream: one that waits must not hold up another.
         environment = dict(
@@ -219,24 +237,32 @@ class Pool:
         )
         # Devices are taken by bus id, and their peers must be visible too.
         environment.pop("CUDA_VISIBLE_DEVICES", None)
-        complaints = os.memfd_create(f"tccl-stderr-{spec.index}")
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tccl_profiler.worker", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=complaints,
+        # Where the controller found this package, its workers do too.
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            undo.enter_context(ours)
+            complaints = os.memfd_create(f"tccl-stderr-{spec.index}")
+            undo.callback(os.close, complaints)
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "tccl_profiler.worker", str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=complaints,
+                )
+            worker = _Worker(
+                spec=spec,
+                slot=slot,
+                process=process,
+                complaints=complaints,
+                channel=Channel(ours, receives=FromWorker, peer=f"the worker of G{spec.index}"),
             )
+            self._workers.append(worker)
+            undo.pop_all()
         self._pids.add(process.pid)
-        worker = _Worker(
-            spec=spec,
-            slot=slot,
-            process=process,
-            complaints=complaints,
-            channel=Channel(ours, receives=FromWorker, peer=f"the worker of G{spec.index}"),
-        )
         start = Start(
             backend=self._backend,
             slot=slot,
@@ -248,14 +274,18 @@ class Pool:
             user_bytes=self._memory.user_bytes,
         )
         self._ask(worker, start, (self._control.segment.fd, self._lifeline[0]))
-        return worker
 
     def _ask(self, worker: _Worker, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
-        try:
-            worker.channel.send(message, fds, ANSWER_S)
-        except (ChannelClosed, ChannelTimeout) as error:
-            raise WorkerLost(f"{worker.who} {_death(worker)}") from error
+        # Before it is sent: an interruption just after would leave an answer that nobody expects.
         worker.owes_answer = True
+        try:
+            worker.channel.send(message, fds, self._patience.answer_s)
+        except ChannelClosed as error:
+            raise WorkerLost(f"{worker.who} {_death(worker)}") from error
+        except ChannelTimeout as error:
+            raise WorkerLost(
+                f"{worker.who} has not listened for {self._patience.answer_s:g} s"
+            ) from error
 
     def _introduce(self) -> None:
         """Tell every worker of the others' arenas."""
@@ -276,20 +306,40 @@ class Pool:
                 )
             self._ask(worker, Meet(peers=tuple(peers)), fds)
         for worker in self._workers:
-            self._done(worker, START_S)
+            self._done(worker, self._patience.start_s)
 
     def close(self) -> None:
         """End the workers and give all memory back; twice does nothing more."""
-        if not self._broken:
-            for worker in self._workers:
+        try:
+            self._end()
+        finally:
+            self._broken = False
+
+    def _end(self) -> None:
+        """End the workers, politely unless they are given up, and free what is shared with them."""
+        if self._broken and self._control is not None:
+            self._control.abort()
+        for worker in self._workers:
+            if not self._broken:
                 with contextlib.suppress(MeasurementError):
                     worker.channel.send(Stop(), (), 1.0)
-        elif self._control is not None:
-            self._control.abort()
-        deadline = time.monotonic() + (STOP_S if not self._broken else 0.2)
-        for worker in self._workers:
-            _end(worker.process, deadline)
+            # A worker ends when its channel does; what it is doing it does first.
             worker.channel.close()
+        deadline = time.monotonic() + (_BROKEN_STOP_S if self._broken else self._patience.stop_s)
+        try:
+            for worker in self._workers:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        """Kill the workers that are still there, and give back descriptors and memory."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(_KILL_S)
             os.close(worker.complaints)
             if worker.arena_fd >= 0:
                 os.close(worker.arena_fd)
@@ -312,8 +362,20 @@ class Pool:
             MeasurementError: as `start`.
         """
         self._broken = True
-        self.close()
+        self._end()
         self.start()
+
+    def _ready(self) -> Control:
+        """Start anew if that is needed.
+
+        Raises:
+            MeasurementError: the pool is closed, or as `start`.
+        """
+        if self._broken:
+            self.restart()
+        if self._control is None:
+            raise MeasurementError("the pool is closed; only between start and close it measures")
+        return self._control
 
     def run(self, program: Program, timing: Timing) -> list[Outcome]:
         """Run a program's repeats, each released by one store when all its lanes are there.
@@ -322,15 +384,14 @@ class Pool:
             WorkerLost: a worker died or hangs: start anew.
             MeasurementError: the devices refuse the program.
         """
-        if self._broken:
-            self.restart()
-        control = self._prepared(program, timing.repeats)
+        control = self._ready()
+        self._prepare(control, program, timing.repeats)
         workers = [one for one in self._workers if one.spec.index in program.devices]
         epoch, self._epoch = self._epoch + 1, self._epoch + timing.repeats
         try:
             for worker in workers:
                 share = program.devices[worker.spec.index]
-                order = _order(worker, share, epoch, timing)
+                order = _order(worker, share, epoch, timing, self._patience.lanes_s)
                 for repeat in range(timing.repeats):
                     for row in _stamps(control, worker, timing, repeat):
                         row[:] = 0
@@ -341,7 +402,7 @@ class Pool:
             ]
             for worker in workers:
                 if worker.owes_answer:
-                    self._done(worker, ANSWER_S)
+                    self._done(worker, self._patience.answer_s)
         except WorkerLost:
             self._broken = True
             raise
@@ -350,25 +411,26 @@ class Pool:
             raise
         return outcomes
 
-    def _prepared(self, program: Program, repeats: int) -> Control:
+    def _prepare(self, control: Control, program: Program, repeats: int) -> None:
+        """Refuse what does not fit, and set counters and flag to what lanes begin with."""
         if not 1 <= repeats <= MAX_REPEATS:
             raise MeasurementError(f"{repeats} repeats at once: 1 to {MAX_REPEATS} are right")
+        for space, size in program.space_bytes.items():
+            if not space.startswith("C") and size > self._memory.arena_bytes + COUNTER_AREA_BYTES:
+                raise MeasurementError(
+                    f"{space} would hold {(size - COUNTER_AREA_BYTES) >> 20} MiB of FIFOs, its "
+                    f"arena has {self._memory.arena_bytes >> 20} MiB: give fewer blocks or smaller "
+                    "FIFOs"
+                )
+        for index, share in program.devices.items():
+            if len(share.lanes) + len(share.copies) > MAX_LANES:
+                raise MeasurementError(f"G{index} would do more than {MAX_LANES} things at once")
         for space, size in program.space_bytes.items():
             if space.startswith("C"):
                 self._ensure(space, size)
                 counters = COUNTERS * COUNTER_BYTES // 8 * repeats
                 self._host[space].array(np.uint64, 0, counters)[:] = 0
-            elif size > self._memory.arena_bytes + COUNTER_AREA_BYTES:
-                raise MeasurementError(
-                    f"{space} would hold {(size - COUNTER_AREA_BYTES) >> 20} MiB of FIFOs, its "
-                    f"arena has {self._memory.arena_bytes >> 20} MiB: give fewer blocks or less FIFO"
-                )
-        for index, share in program.devices.items():
-            if len(share.lanes) + len(share.copies) > MAX_LANES:
-                raise MeasurementError(f"G{index} would do more than {MAX_LANES} things at once")
-        assert self._control is not None
-        self._control.clear()
-        return self._control
+        control.clear()
 
     def _ensure(self, space: str, size: int) -> None:
         """Host memory of this space for `size` bytes; what has been made is kept and reused."""
@@ -384,9 +446,10 @@ class Pool:
             for worker in self._workers:
                 self._ask(worker, Share(space=space, size=wanted), (new.fd,))
             for worker in self._workers:
-                self._done(worker, ANSWER_S)
+                self._done(worker, self._patience.answer_s)
         except BaseException:
             new.close()
+            # Some have the new memory and some the old.
             self._broken = True
             raise
         self._host[space] = new
@@ -402,31 +465,32 @@ class Pool:
         repeat: int,
     ) -> Outcome:
         """Wait until all of one repeat are there, release them, wait for the last."""
-        now = epoch + repeat
+        now, patience_s = epoch + repeat, self._patience.lanes_s
         views = {
             one.spec.index: control.records(one.slot, repeat, one.lanes_asked) for one in workers
         }
         stamps = {one.spec.index: _stamps(control, one, timing, repeat) for one in workers}
-        copies = [row for rows in stamps.values() for row in rows]
-        self._until(
-            lambda: (
-                all((view["resident"] == now).all() for view in views.values())
-                and all(row[0] for row in copies)
-            ),
-            PATIENCE_S,
-            "did not get its part of a set running",
-            workers,
-        )
+
+        def resident(one: _Worker) -> bool:
+            index = one.spec.index
+            there = (views[index]["resident"] == now).all()
+            return bool(there and all(row[0] for row in stamps[index]))
+
+        def finished(one: _Worker) -> bool:
+            return bool((views[one.spec.index]["finished"] == now).all())
+
+        self._until(resident, workers, patience_s, "did not get its part of a set running")
         control.release(now)
         lasting_s = (timing.warm_us + timing.window_us) / 1e6
-        self._until(
-            lambda: all((view["finished"] == now).all() for view in views.values()),
-            lasting_s + PATIENCE_S,
-            "did not finish its part of a set",
-            workers,
-        )
-        if copies:
-            self._finish_copies(copies, repeat, lasting_s, workers)
+        self._until(finished, workers, lasting_s + patience_s, "did not finish its part of a set")
+        for one in workers:
+            if not views[one.spec.index]["start"].all():
+                raise WorkerLost(
+                    f"{one.who} was not released within {patience_s:g} s: this process was stopped "
+                    "or kept from running meanwhile"
+                )
+        if any(stamps.values()):
+            self._finish_copies(stamps, repeat, lasting_s, workers)
         return Outcome(
             records={index: view.copy() for index, view in views.items()},
             stamps={i: tuple(row[1:].copy() for row in rows) for i, rows in stamps.items()},
@@ -434,51 +498,62 @@ class Pool:
 
     def _finish_copies(
         self,
-        copies: Sequence[npt.NDArray[np.uint64]],
+        stamps: Mapping[int, Sequence[npt.NDArray[np.uint64]]],
         repeat: int,
         lasting_s: float,
         workers: Sequence[_Worker],
     ) -> None:
         """Wait for copies; those that wait for a lane that has stopped are let go after a while."""
         until = time.monotonic() + 2 * lasting_s + 0.01
-        self._until(
-            lambda: time.monotonic() > until or all(row[-1] for row in copies),
-            2 * PATIENCE_S,
-            "did not finish its copies",
-            workers,
-        )
+
+        def done(one: _Worker) -> bool:
+            return all(row[-1] for row in stamps[one.spec.index])
+
+        def done_or_late(one: _Worker) -> bool:
+            return time.monotonic() > until or done(one)
+
+        patience_s, failure = self._patience.lanes_s, "did not finish its copies"
+        self._until(done_or_late, workers, 2 * lasting_s + patience_s, failure)
         for segment in self._host.values():
             size = COUNTERS * COUNTER_BYTES
             segment.array(np.uint64, repeat * size, size // 8)[:] = 1 << 62
-        self._until(
-            lambda: all(row[-1] for row in copies), PATIENCE_S, "did not finish its copies", workers
-        )
+        self._until(done, workers, patience_s, failure)
 
     def _until(
         self,
-        satisfied: Callable[[], bool],
+        satisfied: Callable[[_Worker], bool],
+        workers: Sequence[_Worker],
         limit_s: float,
         failure: str,
-        workers: Sequence[_Worker],
     ) -> None:
+        """Wait until all workers satisfy a condition, and look now and then whether they live.
+
+        Raises:
+            WorkerLost: one has died, or does not satisfy it in time.
+            MeasurementError: one refuses.
+        """
         begun = looked = time.monotonic()
-        while not satisfied():
+        while not all(map(satisfied, workers)):
             now = time.monotonic()
             if now - looked > _LOOK_S:
                 self._look(workers)
                 looked = now
             if now - begun > limit_s:
-                raise WorkerLost(f"{_names(workers)} {failure} within {limit_s:.0f} s")
+                late = [one for one in workers if not satisfied(one)]
+                raise WorkerLost(f"{_names(late or workers)} {failure} within {limit_s:.1f} s")
             if now - begun > 0.001:
                 # Long waits leave the core to the workers; short ones must not oversleep.
                 time.sleep(0.0001)
 
     def _look(self, workers: Sequence[_Worker]) -> None:
         """Raise if a worker has died or has said that it failed; one may be done before others."""
-        readable, _, _ = select.select([one.channel for one in workers], [], [], 0)
+        poller = select.poll()
         for worker in workers:
-            if worker.channel in readable:
-                self._done(worker, ANSWER_S)
+            poller.register(worker.channel, select.POLLIN)
+        readable = {fd for fd, _ in poller.poll(0)}
+        for worker in workers:
+            if worker.channel.fileno() in readable:
+                self._done(worker, self._patience.answer_s)
 
     def _received(self, worker: _Worker, limit_s: float) -> tuple[FromWorker, tuple[int, ...]]:
         """The next message; a failure that it tells of is raised."""
@@ -487,10 +562,11 @@ class Pool:
         except ChannelClosed as error:
             raise WorkerLost(f"{worker.who} {_death(worker)}") from error
         except ChannelTimeout as error:
-            raise WorkerLost(f"{worker.who} has not answered for {limit_s:.0f} s") from error
+            raise WorkerLost(f"{worker.who} has not answered for {limit_s:.1f} s") from error
         worker.owes_answer = False
         if isinstance(message, Failed):
-            raise (WorkerLost if message.fatal else MeasurementError)(message.what)
+            kind = WorkerLost if message.fatal else MeasurementError
+            raise kind(_by_name(worker.spec.index, message.what))
         return message, fds
 
     def _done(self, worker: _Worker, limit_s: float) -> None:
@@ -500,16 +576,19 @@ class Pool:
 
     def _calm(self, control: Control, workers: Sequence[_Worker]) -> None:
         """After an interruption or a refusal: stop all lanes, and hear what is still to be said."""
+        # Until all have answered: a second interruption must not leave them unheard.
+        self._broken = True
         control.abort()
         for worker in workers:
-            while worker.owes_answer and not self._broken:
+            while worker.owes_answer:
                 try:
-                    self._received(worker, STOP_S)
+                    self._received(worker, self._patience.stop_s)
                 except WorkerLost:
-                    self._broken = True
+                    return
                 except MeasurementError:
                     continue
         control.clear()
+        self._broken = False
 
     def ping(self, count: int = 16) -> Mapping[int, Pinged]:
         """Each device's clock against CLOCK_MONOTONIC, by its index, one after the other.
@@ -517,24 +596,25 @@ class Pool:
         Raises:
             WorkerLost: a worker died or hangs.
         """
-        if self._broken:
-            self.restart()
+        self._ready()
         answers = {}
-        for worker in self._workers:
-            try:
+        try:
+            for worker in self._workers:
                 self._ask(worker, Ping(count=count))
-                message, _ = self._received(worker, ANSWER_S)
-            except MeasurementError:
-                self._broken = True
-                raise
-            if not isinstance(message, Pinged):
-                self._broken = True
-                raise WorkerLost(f"{worker.who} answered {type(message).__name__} out of turn")
-            answers[worker.spec.index] = message
+                message, _ = self._received(worker, self._patience.answer_s)
+                if not isinstance(message, Pinged):
+                    raise WorkerLost(f"{worker.who} answered {type(message).__name__} out of turn")
+                answers[worker.spec.index] = message
+        except BaseException:
+            # Interrupted too: an answer may be under way.
+            self._broken = True
+            raise
         return answers
 
 
-def _order(worker: _Worker, share: DeviceProgram, epoch: int, timing: Timing) -> Run:
+def _order(
+    worker: _Worker, share: DeviceProgram, epoch: int, timing: Timing, patience_s: float
+) -> Run:
     worker.lanes_asked = len(share.lanes)
     paces = timing.paces.get(worker.spec.index, ())
     stamps = sum(pace.groups + 2 for pace in paces)
@@ -549,7 +629,7 @@ def _order(worker: _Worker, share: DeviceProgram, epoch: int, timing: Timing) ->
         repeats=timing.repeats,
         warm_ns=round(timing.warm_us * 1e3),
         window_ns=round(timing.window_us * 1e3),
-        patience_ns=round(PATIENCE_S * 1e9),
+        patience_ns=round(patience_s * 1e9),
         paces=paces,
         check=timing.check,
     )
@@ -572,6 +652,11 @@ def _names(workers: Sequence[_Worker]) -> str:
     return ", ".join(f"G{one.spec.index}" for one in workers)
 
 
+def _by_name(index: int, what: str) -> str:
+    """What a worker says, with its device's name if that is not in it."""
+    return what if re.search(rf"\bG(PU )?{index}\b", what) else f"G{index}: {what}"
+
+
 def _death(worker: _Worker) -> str:
     """How a worker ended, with the last it said on stderr."""
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -579,16 +664,16 @@ def _death(worker: _Worker) -> str:
     code = worker.process.returncode
     if code is None:
         return "closed its connection"
-    said = os.pread(worker.complaints, 1 << 16, 0).decode(errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(said) if line.strip()), "")
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    end = os.fstat(worker.complaints).st_size
+    said = os.pread(worker.complaints, 1 << 16, max(0, end - (1 << 16)))
+    lines = said.decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
     return f"{how} ({last[:300]})" if last else how
 
 
-def _end(process: subprocess.Popen[bytes], deadline: float) -> None:
-    """Wait for a worker to end by itself until the deadline, then make it."""
+def _signal_name(number: int) -> str:
     try:
-        process.wait(max(0.05, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

@@ -33,8 +33,9 @@ FREE_BLOCKS = 32
 """Thread blocks of a flow that names no number of them: enough for NVLink, cheap for PCIe."""
 FEW_BLOCKS = 4
 """Blocks that check a path, and FIFOs that a copy engine goes through, if a flow names none."""
-MAX_COPIES = 32
-"""Copies that a device can be asked for at once; each has a stream of its own."""
+MAX_COPIES = 16
+"""Copies that a device can be asked for at once; each has a stream of its own, and the streams of a
+GPU share 32 queues."""
 LEAST_COUPLED_SLICES = 3
 """A closed ring needs room beside the chunk of two slices that each lane begins with."""
 FREE_BYTES = 64 * 1024 * 1024

@@ -106,10 +106,12 @@ def _in_window(
     times = stamps[stamps > 0].astype(np.int64)
     since = times - times[0]
     warm_ns, end_ns = timing.warm_us * 1e3, (timing.warm_us + timing.window_us) * 1e3
-    inside: npt.NDArray[np.int64] = times[1:][(since[1:] >= warm_ns) & (since[1:] <= end_ns)]
-    # A trial's few groups may lie outside and still say something; not those of a copy that was
-    # let go when its peer had stopped.
-    return inside if len(inside) > 1 or piped else times[1:]
+    done, since = times[1:], since[1:]
+    # A copy that was let go when its peer had stopped moves nothing that counts.
+    counts = since <= end_ns if piped else np.ones(len(done), bool)
+    inside: npt.NDArray[np.int64] = done[(since >= warm_ns) & (since <= end_ns)]
+    # The few groups of a trial may be done before the warm-up is over, and still say something.
+    return inside if len(inside) > 1 else done[counts]
 
 
 def _span(part: Part, outcome: Outcome, timing: Timing) -> _Span:

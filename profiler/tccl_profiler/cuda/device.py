@@ -40,6 +40,8 @@ _THREADS = _WORKERS + 32
 """NCCL's Simple protocol: 512 threads that copy, and a warp that posts."""
 _LANE_WORDS = 2 * 5 + 6
 _TIMING = np.dtype([("words", np.uint64, 6)])
+_AFTER_RELEASE_NS = 15_000
+"""Lanes start 20 us after they saw the flag (pump.cu); what follows a kernel takes 5 to begin."""
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _MAPPED = 2  # cudaHostRegisterMapped
 _PORTABLE = 1  # cudaHostRegisterPortable
@@ -125,7 +127,7 @@ class CudaDevice:
             # No patience: a lane that is not released writes its record and ends.
             self._kernels[name]((1,), (_THREADS,), (scratch, scratch, self._flag, timing[0]))
         self._kernels["echo"]((1,), (1,), (scratch, scratch, 0, 0, 0))
-        self._kernels["stamp"]((1,), (1,), (scratch,))
+        self._kernels["stamp"]((1,), (1,), (np.uint64(scratch), np.uint64(0)))
         self._runtime.memset(scratch, 0, MAX_LANES * _LANE_WORDS * 8)
         self._runtime.memset(self._gates, 0, MAX_REPEATS * 8)
         self._runtime.deviceSynchronize()
@@ -250,7 +252,7 @@ class CudaDevice:
             base = self._control_base + stamps_at(self._start.slot, repeat) + first * 8
             self._stamp(base, stream)
             driver.stream_waits(stream.ptr, self._flag, run.epoch + repeat)
-            self._stamp(base + 8, stream)
+            self._stamp(base + 8, stream, delay_ns=_AFTER_RELEASE_NS)
             shift = repeat * COUNTERS * COUNTER_BYTES
             for group in range(pace.groups):
                 for i in range(group * pace.slices, (group + 1) * pace.slices):
@@ -275,8 +277,9 @@ class CudaDevice:
         if end.post:
             driver.stream_writes(stream.ptr, self._address(end.post) + shift, i + 1)
 
-    def _stamp(self, address: int, stream: Any) -> None:
-        self._kernels["stamp"]((1,), (1,), (address,), stream=stream)
+    def _stamp(self, address: int, stream: Any, *, delay_ns: int = 0) -> None:
+        words = (np.uint64(address), np.uint64(delay_ns))
+        self._kernels["stamp"]((1,), (1,), words, stream=stream)
 
     def finish(self) -> None:
         """Wait for all streams; a CUDA error ends the worker, because it spoils the context."""

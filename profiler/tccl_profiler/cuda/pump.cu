@@ -366,7 +366,12 @@ __global__ void echo(u64 question, u64 answer, u64 first, u64 count, u64 patienc
   }
 }
 
-// The time, before and after work that is no kernel of ours.
-__global__ void stamp(u64 address) { put(address, now_ns()); }
+// The time, before and after work that is no kernel of ours; after `delay_ns`, so that copies start
+// when lanes do.
+__global__ void stamp(u64 address, u64 delay_ns) {
+  const u64 until = now_ns() + delay_ns;
+  while (now_ns() < until) {}
+  put(address, now_ns());
+}
 
 }  // extern "C"
