@@ -88,9 +88,11 @@ def _device(backend: str) -> Device:
         from tccl_profiler.host.device import HostDevice  # noqa: PLC0415 (one backend is loaded)
 
         return HostDevice()
-    from tccl_profiler.cuda.device import CudaDevice  # noqa: PLC0415
+    if backend == "cuda":
+        from tccl_profiler.cuda.device import CudaDevice  # noqa: PLC0415
 
-    return CudaDevice()
+        return CudaDevice()
+    raise MeasurementError(f"backend {backend!r} is not known; there are cuda and host")
 
 
 def _answer(channel: Channel[ToWorker], device: Device) -> bool:
