@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 Backend = Literal["cuda", "host"]
 Meeting = Literal["pass-on", "independent"]
 DEFAULT_TARGET = 0.01
+REPEATS = 30
+SEARCH_REPEATS = 10
+"""A search measures hundreds of sets, and what it chooses several times more."""
 
 BackendOption = Annotated[
     str | None,
@@ -49,7 +52,7 @@ TargetOption = Annotated[
     typer.Option(
         metavar="F",
         help="Repeat a set until the 95 % interval of every flow's rate is narrower than this "
-        f"share of it, or 30 times; {DEFAULT_TARGET:g} by default.",
+        f"share of it, at most 30 times (a plan's search 10); {DEFAULT_TARGET:g} by default.",
     ),
 ]
 """The --target option of commands that measure."""
@@ -87,14 +90,22 @@ class Care(msgspec.Struct, frozen=True, kw_only=True):
 
     `target` is how wide the 95 % interval of a rate may be, relative to it; `meeting` what flows
     that meet at a GPU do; with `check` all data that arrive are compared, not each flow's once.
+    No set is repeated more often than `repeats`.
     """
 
     target: float = DEFAULT_TARGET
+    repeats: int = REPEATS
     meeting: Meeting = "pass-on"
     check: bool = False
 
 
-def care(*, target: float | None, meeting: str | None = None, check: bool = False) -> Care:
+def care(
+    *,
+    target: float | None,
+    meeting: str | None = None,
+    check: bool = False,
+    repeats: int = REPEATS,
+) -> Care:
     """The care that options ask for; None is the default.
 
     Raises:
@@ -106,13 +117,13 @@ def care(*, target: float | None, meeting: str | None = None, check: bool = Fals
     if not 0 < target <= 1:
         raise InputError("--target", f"is {target:g}", "above 0 and at most 1, as 0.01")
     if meeting is None:
-        return Care(target=target, check=check)
+        return Care(target=target, check=check, repeats=repeats)
     known = {name: name for name in get_args(Meeting)}
     if meeting not in known:
         raise InputError(
             f"--meeting {meeting[:20]!r}", "is not known", f"one of {', '.join(known)}"
         )
-    return Care(target=target, meeting=known[meeting], check=check)
+    return Care(target=target, meeting=known[meeting], check=check, repeats=repeats)
 
 
 def measured_machine(backend: str | None, devices: int | None) -> MeasuredMachine:
@@ -317,7 +328,7 @@ def open_session(place: MeasuredMachine, gpus: Sequence[int] | None, care: Care)
     from tccl_profiler.statistics import Stopping  # noqa: PLC0415
 
     options = Options(
-        stopping=Stopping(target=care.target),
+        stopping=Stopping(target=care.target, limit=care.repeats),
         meeting=care.meeting,
         check="every" if care.check else "once",
     )

@@ -19,6 +19,7 @@ from tccl_py.cli.arguments import (
     results,
 )
 from tccl_py.cli.hardware import (
+    SEARCH_REPEATS,
     BackendOption,
     Care,
     DevicesOption,
@@ -30,6 +31,7 @@ from tccl_py.cli.hardware import (
     refuse_with_model,
     refuse_without_model,
 )
+from tccl_py.cli.interrupts import interrupts_put_off
 from tccl_py.cli.measure import simulation_header
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
@@ -124,7 +126,7 @@ def plan(
         refuse_with_model({"--backend": backend, "--devices": devices, "--target": target})
     else:
         refuse_without_model({"--noise": noise, "--seed": seed})
-    careful = care(target=target)
+    careful = care(target=target, repeats=SEARCH_REPEATS)
     counts = _ring_counts(rings)
     budget = _budget(max_sets, max_seconds)
     subject: _Subject
@@ -141,7 +143,8 @@ def plan(
     )
     with output_directory(output, force=force) as journal:
         try:
-            made = subject.planned(task, journal, force=force)
+            with interrupts_put_off():
+                made = subject.planned(task, journal, force=force)
         except BaseException:
             if simulate is None and holds_measurements(journal):
                 notice(f"what was measured is kept: the same command goes on from {output}")
