@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from tccl_profiler.clock import Clock, offset_from_pings
 from tccl_profiler.control import MAX_STAMPS
 from tccl_profiler.messages import Pace
 from tccl_profiler.pool import Outcome, Pool, Timing, WorkerLost
-from tccl_profiler.program import MAX_REPEATS, Meeting, Program, checkable, program_for
+from tccl_profiler.program import MAX_REPEATS, Meeting, Part, Program, checkable, program_for
 from tccl_profiler.reading import Reading, ToHost, read_outcome
 from tccl_profiler.statistics import Sentinel, Stopping, outliers
 from tccl_profiler.window import LaneRate, Window, WindowLimits, choose_window, needs_longer
@@ -24,13 +25,17 @@ from tccl_py.transfers.transfer import TransferSet
 
 _TRIALS_MS = (1.0, 8.0, 40.0)
 """Windows of the first, uncounted repeat, until something has moved in every lane."""
+_CHECKS_MS = (1.0, 8.0, 40.0)
+"""Windows of a check, until something has arrived by every flow."""
+_PACINGS = 3
+"""How often repeats may be discarded because a copy ended before their window did."""
 _MORE = 4
 """Repeats that are added where the first ones were not enough."""
-_CHECK_US = 1000.0
 _EXERCISE_US = 20_000.0
 _PINGS = 16
 _PING_EVERY_S = 0.05
-_TRIAL = Pace(groups=6)
+_TRIAL_GROUPS = 6
+"""Slices that a copy moves in a trial, after it has been through its FIFO twice."""
 _GROUP_US = 500.0
 """A stamp is a kernel between copies and costs them some ten microseconds."""
 _MOST_GROUPS, _MOST_SLICES = 120, 200
@@ -39,15 +44,17 @@ _MOST_GROUPS, _MOST_SLICES = 120, 200
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How carefully sets are measured.
 
-    Repeats go on until every flow's 95 % interval is narrower than `stopping.target`, or its limit.
-    `check` says whether each flow's data are compared once or with every set. `sentinel_every` sets
-    the first set is measured again, to see whether the machine drifts; 0 is never.
+    Repeats go on until every flow's 95 % interval is narrower than `stopping.target`, or its limit;
+    once a set has taken `seconds_per_set`, none is added to `stopping.minimum` of them. `check`
+    says whether each flow's data are compared once or with every set. `sentinel_every` sets the
+    first set is measured again, to see whether the machine drifts; 0 is never.
     """
 
     stopping: Stopping = msgspec.field(default_factory=Stopping)
     limits: WindowLimits = msgspec.field(default_factory=WindowLimits)
     meeting: Meeting = "pass-on"
-    check: str = "once"
+    check: Literal["once", "every"] = "once"
+    seconds_per_set: float = 5.0
     sentinel_every: int = 100
     seed: int = 0
 
@@ -61,12 +68,21 @@ class Profiler:
         pool: started; the profiler neither starts nor closes it.
         options: how carefully.
         source: what is said of where the figures are from, with every measurement.
+        clock: seconds, from any beginning.
     """
 
     simulated = False
 
-    def __init__(self, pool: Pool, *, options: Options | None = None, source: str = "") -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        options: Options | None = None,
+        source: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._pool = pool
+        self._now = clock
         self.options = options or Options()
         self._source = source
         self._clocks: dict[int, Clock] = {}
@@ -125,39 +141,29 @@ class Profiler:
         try:
             return self._measured(transfers)
         except WorkerLost as error:
-            self._note(f"{error}; all workers were started anew and {transfers} measured again")
-            self._clocks.clear()
-            self._pinged_s = -math.inf
-            try:
-                self._pool.restart()
-                return self._measured(transfers)
-            except WorkerLost as again:
-                raise MeasurementError(f"{transfers}: {again}; so did a second try") from again
+            lost = str(error)
+        self._note(f"{lost}; all workers were started anew and {transfers} measured again")
+        self._clocks.clear()
+        self._pinged_s = -math.inf
+        try:
+            self._pool.restart()
+            return self._measured(transfers)
+        except WorkerLost as again:
+            raise MeasurementError(
+                f"{transfers}: {lost}; then, with all workers started anew, {again}"
+            ) from again
 
     def _measured(self, transfers: TransferSet) -> Measurement:
         options = self.options
         program = program_for(transfers, lanes=self._pool.lanes, meeting=options.meeting)
         self._read_clocks()
         self._check(program)
-        window, lanes = self._windows.get(str(transfers)) or self._window(program)
-        rows: list[list[float]] = [[] for _ in transfers.flows]
-        seen: list[Reading] = []
-        while not seen or not options.stopping.enough(rows):
-            wanted = _MORE if seen else min(options.stopping.minimum, MAX_REPEATS)
-            readings = self._run(program, window, lanes, repeats=wanted)
-            lanes = _slowest(readings)
-            if needs_longer(window, lanes=lanes, start_error_us=_start_error(readings)):
-                window = self._chosen(lanes, _start_error(readings), window)
-                rows, seen = [[] for _ in transfers.flows], []
-                continue
-            seen.extend(readings)
-            for row, *values in zip(rows, *(one.gbps for one in readings), strict=True):
-                row.extend(values)
-        self._windows[str(transfers)] = window, lanes
+        window, seen = self._repeated(program)
         self.sets_run += 1
+        rows = _rows(seen)
         return Measurement(
             transfers=str(transfers),
-            samples_gbps=tuple(map(tuple, rows)),
+            samples_gbps=rows,
             simulated=False,
             skew_us=float(np.median([one.skew_us for one in seen])),
             skew_error_us=float(np.median([one.skew_error_us for one in seen])),
@@ -168,9 +174,43 @@ class Profiler:
             source=self._source,
         )
 
+    def _repeated(self, program: Program) -> tuple[Window, list[Reading]]:
+        """Repeat a set until that is enough or takes too long; the window, and what was read in it.
+
+        Repeats are discarded where the window turns out too short, or a copy ended before it did.
+        Both end: windows grow by a quarter at least, up to their limit.
+        """
+        stopping, key = self.options.stopping, str(program.transfers)
+        begun, pacings = self._now(), 0
+        window, lanes = self._windows.get(key) or self._window(program)
+        seen: list[Reading] = []
+        while not self._enough(seen, self._now() - begun):
+            # 1. Some more repeats, not beyond the limit.
+            wanted = min(_MORE, stopping.limit - len(seen)) if seen else stopping.minimum
+            readings = self._run(program, window, lanes, repeats=min(wanted, MAX_REPEATS))
+            lanes, start_error_us = _slowest(readings), _start_error(readings)
+            # 2. Begin again if the first of them say that they are of little use.
+            if needs_longer(
+                window, lanes=lanes, start_error_us=start_error_us, limits=self.options.limits
+            ):
+                window, seen = self._chosen(lanes, start_error_us, window), []
+            elif pacings < _PACINGS and any(one.ended_early for one in readings):
+                pacings += 1
+            else:
+                seen.extend(readings)
+        self._windows[key] = window, lanes
+        return window, seen
+
+    def _enough(self, seen: Sequence[Reading], lasted_s: float) -> bool:
+        if not seen:
+            return False
+        stopping = self.options.stopping
+        late = lasted_s > self.options.seconds_per_set and len(seen) >= stopping.minimum
+        return late or stopping.enough(_rows(seen))
+
     def _read_clocks(self) -> None:
         """Compare the devices' clocks with the host's, unless that was just done."""
-        if time.monotonic() - self._pinged_s < _PING_EVERY_S:
+        if self._now() - self._pinged_s < _PING_EVERY_S:
             return
         for device, pinged in self._pool.ping(_PINGS).items():
             reading = offset_from_pings(pinged.asked_ns, pinged.device_ns, pinged.seen_ns)
@@ -180,7 +220,7 @@ class Profiler:
             if clock is None or jump:
                 clock = self._clocks[device] = Clock(device=f"G{device}")
             clock.add(reading)
-        self._pinged_s = time.monotonic()
+        self._pinged_s = self._now()
 
     def _to_host(self) -> Mapping[int, ToHost]:
         return {device: clock.host_ns for device, clock in self._clocks.items()}
@@ -193,22 +233,27 @@ class Profiler:
         proof = program_for(
             checkable(program.transfers), lanes=self._pool.lanes, meeting=self.options.meeting
         )
-        timing = Timing(repeats=1, warm_us=0.0, window_us=_CHECK_US, check=True)
-        (outcome,) = self._pool.run(proof, timing)
-        reading = read_outcome(proof, outcome, timing, self._to_host())
-        for flow, wrong in zip(proof.transfers.flows, reading.wrong, strict=True):
-            if wrong:
-                raise MeasurementError(
-                    f"{flow}: {wrong} packs of 16 bytes arrived other than they were sent; the "
-                    "path damages data: look for PCIe errors (dmesg), IOMMU and ACS settings"
-                )
-        self._checked |= flows
+        for window_ms in _CHECKS_MS:
+            timing = Timing(repeats=1, warm_us=0.0, window_us=window_ms * 1e3, check=True)
+            (outcome,) = self._pool.run(proof, timing)
+            reading = read_outcome(proof, outcome, timing, self._to_host())
+            for flow, wrong in zip(proof.transfers.flows, reading.wrong, strict=True):
+                if wrong:
+                    raise MeasurementError(
+                        f"{flow}: {wrong} packs of 16 bytes arrived other than they were sent; the "
+                        "path damages data: look for PCIe errors (dmesg), IOMMU and ACS settings"
+                    )
+            if all(reading.gbps):
+                self._checked |= flows
+                return
 
     def _window(self, program: Program) -> tuple[Window, tuple[LaneRate, ...]]:
         """The window for a set and what its lanes do, from a short trial that also warms up."""
         lanes: tuple[LaneRate, ...] = ()
+        # The few slices that a copy moves in a trial may all be done within a warm-up.
+        copies = any(share.copies for share in program.devices.values())
         for trial_ms in _TRIALS_MS:
-            trial = Window(warm_us=trial_ms * 250, window_us=trial_ms * 1e3)
+            trial = Window(warm_us=0.0 if copies else trial_ms * 250, window_us=trial_ms * 1e3)
             readings = self._run(program, trial, None, repeats=1)
             lanes = _slowest(readings)
             if all(lane.gbps for lane in lanes):
@@ -263,30 +308,32 @@ def _paces(
 
     `lanes` are rates in the order of `Reading.lanes`; None where nothing is known yet.
     """
-    paces: dict[int, dict[int, Pace]] = {device: {} for device in program.devices}
-    first = 0
+    shares = {device: share.copies for device, share in program.devices.items() if share.copies}
+    paces: dict[int, dict[int, Pace]] = {device: {} for device in shares}
+    rates = iter(() if lanes is None else [lane.gbps for lane in lanes])
     for counted, others in zip(program.counted, program.other, strict=True):
+        copying = [part for part in (counted, *others) if part.kind == "copy"]
         for offset in range(len(counted.numbers)):
-            pace = _TRIAL if lanes is None else _pace(lanes[first + offset], lasting_us)
-            for part in (counted, *others):
-                if part.kind == "copy":
-                    paces[part.device][part.numbers[offset]] = pace
-        first += len(counted.numbers)
+            gbps = next(rates, 0.0)
+            for part in copying:
+                # A device's stamps are shared by its copies.
+                most = min(_MOST_GROUPS, MAX_STAMPS // len(shares[part.device]) - 2)
+                paces[part.device][part.numbers[offset]] = _pace(part, gbps, lasting_us, most)
     return {
-        device: tuple(_within(shares[number], len(shares)) for number in sorted(shares))
-        for device, shares in paces.items()
-        if shares
+        device: tuple(pace for _, pace in sorted(found.items())) for device, found in paces.items()
     }
 
 
-def _within(pace: Pace, copies: int) -> Pace:
-    """The pace with as many groups as a device's stamps allow each of its copies."""
-    return msgspec.structs.replace(pace, groups=min(pace.groups, MAX_STAMPS // copies - 2))
-
-
-def _pace(lane: LaneRate, lasting_us: float) -> Pace:
+def _pace(part: Part, gbps: float, lasting_us: float, most: int) -> Pace:
     """Groups long enough that their stamps cost nothing, and a few more than the window needs."""
-    slices_us = lane.slice_us if lane.gbps else lasting_us
-    slices = max(1, math.ceil(_GROUP_US / slices_us))
-    groups = math.ceil(1.1 * lasting_us / (slices * slices_us)) + 2
-    return Pace(groups=min(groups, _MOST_GROUPS), slices=min(slices, _MOST_SLICES))
+    if not gbps:
+        return Pace(groups=min(2 * part.slices + _TRIAL_GROUPS, most))
+    slice_us, wanted_us = part.slice_bytes / (gbps * 1e3), 1.1 * lasting_us
+    group_us = max(_GROUP_US, wanted_us / (most - 2))
+    slices = min(math.ceil(group_us / slice_us), _MOST_SLICES)
+    return Pace(groups=min(math.ceil(wanted_us / (slices * slice_us)) + 2, most), slices=slices)
+
+
+def _rows(seen: Sequence[Reading]) -> tuple[tuple[float, ...], ...]:
+    """Each flow's rates, one a repeat."""
+    return tuple(zip(*(one.gbps for one in seen), strict=True))

@@ -21,7 +21,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
     `gbps[i]` is flow i's rate over the window; `skew_us` the time between the first start and the
     last, give or take `skew_error_us`; `overlap` is (first end - last start) over (last end - first
-    start); `wrong[i]` how many 16-byte packs of flow i arrived wrong, in a check.
+    start); `wrong[i]` how many 16-byte packs of flow i arrived wrong, in a check. `ended_early` is
+    whether a copy had nothing more to move before the window's end, so that others ran without it.
     """
 
     gbps: tuple[float, ...]
@@ -30,6 +31,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     skew_error_us: float
     overlap: float
     wrong: tuple[int, ...]
+    ended_early: bool = False
 
 
 class _Span(msgspec.Struct, frozen=True):
@@ -50,14 +52,15 @@ def read_outcome(
     for part in program.counted:
         rates = _rates(part, outcome, timing)
         gbps.append(float(rates.sum()))
-        lanes.extend(
-            LaneRate(
-                slice_bytes=part.slice_bytes * _grain(part, number, timing),
-                gbps=float(rate),
-                fifo_slices=part.slices,
+        for number, rate in zip(part.numbers, rates, strict=True):
+            grain = _grain(part, number, timing)
+            lanes.append(
+                LaneRate(
+                    slice_bytes=part.slice_bytes * grain,
+                    gbps=float(rate),
+                    fifo_slices=-(-part.slices // grain),
+                )
             )
-            for number, rate in zip(part.numbers, rates, strict=True)
-        )
         wrong.append(_wrong(part, outcome))
     parts = [*program.counted, *(part for others in program.other for part in others)]
     spans = {(part.device, part.kind, part.numbers): _span(part, outcome, timing) for part in parts}
@@ -69,6 +72,7 @@ def read_outcome(
         skew_error_us=error_us,
         overlap=overlap,
         wrong=tuple(wrong),
+        ended_early=any(_ended_early(part, outcome, timing) for part in parts),
     )
 
 
@@ -112,6 +116,14 @@ def _in_window(
     inside: npt.NDArray[np.int64] = done[(since >= warm_ns) & (since <= end_ns)]
     # The few groups of a trial may be done before the warm-up is over, and still say something.
     return inside if len(inside) > 1 else done[counts]
+
+
+def _ended_early(part: Part, outcome: Outcome, timing: Timing) -> bool:
+    if part.kind != "copy":
+        return False
+    rows = [outcome.stamps[part.device][number] for number in part.numbers]
+    lasting_ns = (timing.warm_us + timing.window_us) * 1e3
+    return any(int(row[-1]) - int(row[0]) < lasting_ns for row in rows)
 
 
 def _span(part: Part, outcome: Outcome, timing: Timing) -> _Span:

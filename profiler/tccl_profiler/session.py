@@ -48,7 +48,7 @@ class Session:
         self._fingerprint = fingerprint
         self._backend = backend
         chosen = machine.gpu_indices if gpus is None else tuple(gpus)
-        self._gpus = tuple(sorted(machine.gpu(index).index for index in chosen))
+        self._gpus = tuple(sorted({machine.gpu(index).index for index in chosen}))
         cpus = _cpus(machine, backend)
         self.pool = Pool(
             backend,
@@ -76,8 +76,8 @@ class Session:
             self.profiler.notices = self.notices
             if self._backend == "cuda":
                 self._begin_watch()
-        except BaseException:
-            self.pool.close()
+        except BaseException as error:
+            self._end(type(error), error, error.__traceback__)
             raise
         return self
 
@@ -88,10 +88,22 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if self._watch is not None:
-                if error is None:
-                    self.look()
-                self._watch.__exit__(kind, error, trace)
+            if error is None:
+                self.look()
+        finally:
+            self._end(kind, error, trace)
+
+    def _end(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the watch and the pool, whatever has happened."""
+        watch, self._watch = self._watch, None
+        try:
+            if watch is not None:
+                watch.__exit__(kind, error, trace)
         finally:
             self.pool.close()
 
@@ -123,7 +135,9 @@ class Session:
     def header(self) -> JournalHeader:
         """Whose a journal of this session's measurements is."""
         print_, limits = self._fingerprint, self.options.limits
-        gpus = ", ".join(print_.gpu_uuids[i] for i in range(len(print_.gpu_uuids)))
+        # A fingerprint has the UUIDs in the machine's order of GPUs.
+        numbered = zip(self.machine.gpu_indices, print_.gpu_uuids, strict=True)
+        gpus = ", ".join(uuid for index, uuid in numbered if index in self._gpus)
         identity = (
             f"GPUs {gpus}; driver {print_.driver}; kernel {print_.kernel}; "
             f"{print_.numa_count} NUMA node(s); {self._backend} backend, windows of "
