@@ -1,0 +1,104 @@
+"""Pools of the host backend for tests: small, quick, and looked at from outside through /proc."""
+
+import os
+import time
+from pathlib import Path
+
+from tccl_profiler.host.machine import cpus_of_devices, host_machine
+from tccl_profiler.pool import DeviceSpec, Memory, Patience, Pool
+from tccl_profiler.profiler import Options, Profiler
+from tccl_profiler.statistics import Stopping
+from tccl_profiler.window import WindowLimits
+from tccl_py.transfers.transfer import parse_set
+
+LONG_S = 30.0
+"""What a busy machine may take for anything."""
+SMALL = Memory(arena_bytes=80 << 20, user_bytes=4 << 20)
+QUICK = Patience(start_s=60.0, answer_s=2.0, lanes_s=2.0, stop_s=3.0)
+"""A worker that hangs is noticed soon, and one that is only slow is let be."""
+LIMITS = WindowLimits(minimum_ms=1, maximum_ms=5)
+BOUNCE = parse_set("G0->G0->C0->G1->G1{blocks=1,fifo=256K}")
+
+
+def options(**more):
+    more = {"limits": LIMITS, "stopping": Stopping(minimum=6, limit=6), **more}
+    return Options(**{"sentinel_every": 0, **more})
+
+
+def moving(pool, text, **more):
+    """Measure a set with longer and longer windows, until all its flows have a rate."""
+    for maximum_ms in (5, 50, 500):
+        limits = WindowLimits(minimum_ms=1, maximum_ms=maximum_ms)
+        profiler = Profiler(pool, options=options(limits=limits, **more), source="host backend")
+        (measurement,) = profiler.measure([parse_set(text)])
+        if all(measurement.gbps):
+            assert profiler.notices == []
+            return measurement
+    raise AssertionError(f"{text} does not move")
+
+
+def pool_of(devices=2, *, backend="host", **more):
+    """A pool over some cores of this host, not started."""
+    machine = host_machine(devices)
+    cpus = cpus_of_devices(machine)
+    specs = [
+        DeviceSpec(index=gpu.index, bus_id=gpu.bus_id, cpus=cpus[gpu.index]) for gpu in machine.gpus
+    ]
+    numa_ids = {f"C{node.index}": node.numa_id for node in machine.numa_nodes}
+    return Pool(backend, specs, numa_ids, **{"memory": SMALL, "patience": QUICK, **more})
+
+
+def workers_of(parent=None):
+    """Pids of live workers whose parent is a process; by default this one."""
+    parent = os.getpid() if parent is None else parent
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        state = _state(path)
+        if state is not None and state == ("worker", parent):
+            found.append(int(path.name))
+    return found
+
+
+def _state(path):
+    try:
+        command = (path / "cmdline").read_bytes()
+        parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        return None
+    return ("worker" if b"tccl_profiler.worker" in command else "other", parent)
+
+
+def is_running(pid):
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def zombies_of(parent):
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            state, of = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state == "Z" and int(of) == parent:
+            found.append(int(path.name))
+    return found
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def shared_mappings():
+    """Mapped memory of this process that a segment made."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "tccl-" in line]
+
+
+def until(satisfied, *, within_s=LONG_S):
+    deadline = time.monotonic() + within_s
+    while not satisfied():
+        assert time.monotonic() < deadline, "not within the time of a busy machine"
+        time.sleep(0.01)
