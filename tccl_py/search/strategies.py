@@ -104,9 +104,16 @@ class Run:
 
 
 def find_rings(
-    problem: SearchProblem, *, strategy: str = "best-first", reporter: Reporter | None = None
+    problem: SearchProblem,
+    *,
+    strategy: str | Strategy = "best-first",
+    reporter: Reporter | None = None,
 ) -> SearchResult:
-    """Find the ring set with the highest score, by the named strategy.
+    """Find the ring set with the highest score, by the named strategy or by one of your own.
+
+    One of your own is a function that is given the `Run`: it measures rings by `offer_orders` or
+    `offer`, looks at `incumbent`, and returns when it has looked enough. If it knows a bound for
+    each ring count it may say so in `bounds`; otherwise nothing is proven.
 
     Ctrl-C (KeyboardInterrupt) and a spent budget end the search with the best so far; Ctrl-C
     before there is one goes on to the caller.
@@ -116,13 +123,12 @@ def find_rings(
             when the budget was spent.
         SkippedError: brute force over too many states.
     """
-    if strategy not in STRATEGIES:
-        raise SearchError(f"no strategy {strategy!r}; there are {', '.join(STRATEGIES)}")
+    name, act = _strategy(strategy)
     check_problem(problem)
-    run = Run(problem, strategy, reporter or SilentReporter())
+    run = Run(problem, name, reporter or SilentReporter())
     cancelled = False
     try:
-        STRATEGIES[strategy](run)
+        act(run)
     except KeyboardInterrupt:
         if run.incumbent.best is None:
             raise
@@ -132,6 +138,15 @@ def find_rings(
     if run.incumbent.best is None:
         raise SearchError("no ring was found: cut short, or no closed ring exists")
     return _result(run, cancelled=cancelled)
+
+
+def _strategy(wanted: str | Strategy) -> tuple[str, Strategy]:
+    """A strategy and what to call it."""
+    if not isinstance(wanted, str):
+        return getattr(wanted, "__name__", type(wanted).__name__), wanted
+    if wanted not in STRATEGIES:
+        raise SearchError(f"no strategy {wanted!r}; there are {', '.join(STRATEGIES)}")
+    return wanted, STRATEGIES[wanted]
 
 
 def _result(run: Run, *, cancelled: bool) -> SearchResult:

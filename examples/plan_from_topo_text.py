@@ -1,0 +1,69 @@
+"""A plan from the text of `nvidia-smi topo -m` alone, with every assumption written out.
+
+python examples/plan_from_topo_text.py [FILE [OUT.json]]     (a made-up two-socket box by default)
+
+The text has no rates, no link speeds and no GPU names. What it leaves open is assumed below, in
+one place; put in what you know of the machine. The plan is a guess to try, and marked as one.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+import tccl_py
+from tccl_py.simulator.generic import model_for
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import Machine, PciLink
+from tccl_py.topology.readers.nvidia_smi import read_nvidia_smi
+
+LINK = PciLink(speed_gts=16.0, width=16)  # PCIe 4.0 x16
+CAPABILITY = 86  # sm 8.6, as an RTX 3090's
+DIRECT = False  # NVML calls no pair without NVLink fit for P2P: so it is for 3090s and 4090s
+
+
+def completed(machine: Machine) -> Machine:
+    """The machine with what the text does not say."""
+    gpus = tuple(msgspec.structs.replace(gpu, link=LINK, sm=CAPABILITY) for gpu in machine.gpus)
+    return msgspec.structs.replace(machine, gpus=gpus)
+
+
+def assumptions() -> list[str]:
+    """Sentences to hand on with the plan."""
+    return [
+        f"every GPU's link is {LINK.speed_gts:g} GT/s x{LINK.width}",
+        f"every GPU has compute capability {CAPABILITY / 10}",
+        f"GPUs without NVLink {'can' if DIRECT else 'cannot'} reach each other's memory directly",
+        "bridges lie as the smallest PCI tree that has these relations; NODE is taken as PHB",
+        "capacities follow from link speeds; no pair of transfers collapses",
+    ]
+
+
+def main(text: Path, output: Path | None) -> None:
+    """Plan, and say what the plan rests on."""
+    machine = completed(read_nvidia_smi(text))
+    knowledge = Knowledge(peer_access_default=DIRECT, peer_access_provenance="assumed")
+    source = tccl_py.Simulator(model_for(machine, knowledge))
+    plan = tccl_py.make_plan(machine, knowledge, source)
+    # Notices stay with the plan: `tccl show` prints them, and plan.json keeps them.
+    notices = (*plan.notices, *(f"assumed: {one}" for one in assumptions()))
+    plan = msgspec.structs.replace(plan, notices=notices)
+
+    for ring in plan.rings:
+        print(f"ring {ring.gpus}: {ring.rate:.2f} GB/s, {plan.provenance}")
+    print(f"together {plan.rate_gbps:.2f} GB/s, {plan.provenance}")
+    for notice in plan.notices:
+        print(notice)
+    if output is not None:
+        plan.save(output)
+        print(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    given = [Path(argument) for argument in sys.argv[1:]]
+    main(
+        given[0] if given else Path(__file__).parent / "topo-m.txt",
+        given[1] if len(given) > 1 else None,
+    )

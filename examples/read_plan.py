@@ -1,0 +1,43 @@
+"""Read a plan in Python: its rings, why they are as fast as they are, and what is beside them.
+
+python examples/read_plan.py DIR     (a directory of `tccl plan`, or a plan.json)
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import tccl_py
+
+# A reference plan of this repository, for those who have none of their own yet.
+REFERENCE = Path(__file__).parent.parent / "plans" / "amd-v100.json"
+
+
+def main(path: Path) -> None:
+    """Print what a program would use of a plan."""
+    plan = tccl_py.load_plan(path)
+
+    # Say where figures come from, whenever you pass one on.
+    print(f"{plan.machine.name}, GPUs {plan.gpus}: {plan.provenance}")
+
+    # A ring is a closed sequence of hops; its rate is that of its slowest hop.
+    for number, ring in enumerate(plan.rings):
+        print(f"ring {number}: {ring.gpus} at {ring.rate:.2f} GB/s")
+        for hop in ring.hops:
+            mark = "  <- slowest" if hop is ring.bottleneck else ""
+            print(f"    G{hop.source} to G{hop.target} {hop.gbps:6.2f} GB/s  {hop.flow}{mark}")
+
+    # The plan's rate is for all rings together, and predicts NCCL's bus bandwidth.
+    bound = "none known" if plan.bound_gbps is None else f"{plan.bound_gbps:.2f} GB/s"
+    print(f"rate {plan.rate_gbps:.2f} GB/s, bound {bound}, proven {plan.proven}")
+    print(f"stock NCCL {plan.stock.rate_gbps:.2f} GB/s {plan.stock.note}".rstrip())
+
+    # A communicator needs rings over exactly its GPUs.
+    pair = plan.gpus[:2]
+    subset = plan.subset(pair)
+    print(f"GPUs {pair}: {f'{subset.rate_gbps:.2f} GB/s' if subset else 'no rings planned'}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else REFERENCE)
