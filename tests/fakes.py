@@ -1,9 +1,12 @@
-"""Bandwidth sources and hop spaces that stand for hardware in tests of the search."""
+"""Stand for hardware in tests: sources and hop spaces for the search, a pool for the profiler."""
 
 import functools
 
 import numpy as np
 
+from tccl_profiler.control import RECORD
+from tccl_profiler.messages import Pinged
+from tccl_profiler.pool import Outcome
 from tccl_py.measurements.measurement import Measurement
 from tccl_py.transfers.hops import Hop, HopSpace
 from tccl_py.transfers.transfer import bounce, direct_read, direct_write
@@ -94,3 +97,89 @@ def two_uplinks(*, uplink=10.0, port=30.0, **more):
     return SharedResources(
         uses, lambda resource: uplink if resource[:2] in ("up", "do") else port, **more
     )
+
+
+class FakePool:
+    """A pool without processes: lanes and copies that move as fast as they are told to.
+
+    `rates(text, number)` are the flows' rates in GB/s in the pool's repeat `number`, of which
+    checks are none; with a rate of 0 nothing moves. Time, which `clock` tells, passes only while
+    sets run. A device's clock is `offsets_ns` ahead. `faults` are raised by the next runs, one
+    each; None is none. `copies_gbps` is what copies do where that is not their flow's rate.
+    """
+
+    def __init__(self, rates, *, devices=2, lanes=64, run_s=0.0, skew_us=0.0):
+        self.rates, self.run_s, self.skew_us = rates, run_s, skew_us
+        self.lanes = dict.fromkeys(range(devices), lanes)
+        self.offsets_ns = dict.fromkeys(range(devices), 10**15)
+        self.faults, self.wrong_packs, self.copies_gbps = [], 0, None
+        self.timings, self.checked, self.restarts, self.pings, self.repeats = [], [], 0, 0, 0
+        self.now_ns = 10**12
+
+    def clock(self):
+        return self.now_ns / 1e9
+
+    def restart(self):
+        self.restarts += 1
+
+    def ping(self, count):
+        self.pings += 1
+        self.now_ns += 100_000_000
+        asked = [self.now_ns + 5000 * i for i in range(count)]
+        return {
+            device: Pinged(
+                asked_ns=tuple(asked),
+                device_ns=tuple(t + 1000 + offset for t in asked),
+                seen_ns=tuple(t + 2000 for t in asked),
+            )
+            for device, offset in self.offsets_ns.items()
+        }
+
+    def run(self, program, timing):
+        fault = self.faults.pop(0) if self.faults else None
+        if fault is not None:
+            raise fault
+        (self.checked if timing.check else self.timings).append(timing)
+        return [self._outcome(program, timing) for _ in range(timing.repeats)]
+
+    def _outcome(self, program, timing):
+        text = str(program.transfers)
+        rates = [10.0] * len(program.transfers) if timing.check else self.rates(text, self.repeats)
+        self.repeats += not timing.check
+        self.now_ns += round(self.run_s * 1e9 + (timing.warm_us + timing.window_us) * 1e3)
+        records, stamps = {}, {}
+        for number, (device, share) in enumerate(program.devices.items()):
+            start = self.now_ns + self.offsets_ns[device] + round(number * self.skew_us * 1e3)
+            records[device] = np.zeros(len(share.lanes), RECORD)
+            records[device]["start"] = start
+            paces = timing.paces.get(device, ())
+            stamps[device] = tuple(np.full(one.groups + 1, start, np.uint64) for one in paces)
+        for rate, counted, others in zip(rates, program.counted, program.other, strict=True):
+            for part in (counted, *others):
+                for number in part.numbers:
+                    gbps = rate / len(part.numbers)
+                    if part.kind == "copy":
+                        gbps = self.copies_gbps or gbps
+                        _copied(stamps[part.device][number], timing, part, number, gbps)
+                    else:
+                        row = records[part.device][number : number + 1]
+                        _moved(row, timing, part, gbps)
+                        row["errors"] = self.wrong_packs
+        return Outcome(records=records, stamps=stamps)
+
+
+def _moved(row, timing, part, gbps):
+    side = "in" if part.kind == "incoming" else "out"
+    first = int(row["start"][0] + round(timing.warm_us * 1e3))
+    count = int(gbps * timing.window_us * 1e3 / part.slice_bytes)
+    last = first + round(count * part.slice_bytes / gbps) if gbps else first
+    row[f"{side}_first"], row[f"{side}_last"], row[f"{side}_count"] = first, last, count
+    row["end"] = max(last, int(row["end"][0]))
+
+
+def _copied(stamps, timing, part, number, gbps):
+    group_bytes = part.slice_bytes * timing.paces[part.device][number].slices
+    if gbps:
+        stamps[:] = stamps[0] + (np.arange(len(stamps)) * group_bytes / gbps).astype(np.uint64)
+    else:  # let go long after the window
+        stamps[1:] = stamps[0] + np.uint64(10**10)

@@ -1,0 +1,462 @@
+"""From records to rates, and how the profiler goes about it, with a pool that has no processes."""
+
+import numpy as np
+import pytest
+
+from tccl_profiler.control import MAX_STAMPS, RECORD
+from tccl_profiler.messages import Pace
+from tccl_profiler.pool import Outcome, Timing, WorkerLost
+from tccl_profiler.profiler import Options, Profiler, _paces, _slowest
+from tccl_profiler.program import program_for
+from tccl_profiler.reading import read_outcome
+from tccl_profiler.statistics import Stopping
+from tccl_profiler.window import LaneRate, WindowLimits
+from tccl_py.errors import MeasurementError
+from tccl_py.transfers.transfer import parse_set
+from tests.fakes import FakePool
+
+BOUNCE = "G0->G0->C0->G1->G1{blocks=2,fifo=256K}"
+DIRECT = "G0->G0->G1{blocks=1,fifo=256K}"
+COPIES = "G0->D0->C0->D1->G1{blocks=1,fifo=256K}"
+SLICE = 64 * 1024
+MS = 1_000_000
+TIMING = Timing(repeats=1, warm_us=1000.0, window_us=10_000.0)
+SAME_CLOCK = {0: lambda stamp: (stamp, 100), 1: lambda stamp: (stamp, 300)}
+
+
+def program_of(text):
+    return program_for(parse_set(text), lanes={0: 64, 1: 64})
+
+
+def record(side="", *, start=5 * MS, first=0, last=0, count=0, **more):
+    row = np.zeros(1, RECORD)
+    row["start"], row["end"] = start, last
+    if side:
+        row[f"{side}_first"], row[f"{side}_last"], row[f"{side}_count"] = first, last, count
+    for name, value in more.items():
+        row[name] = value
+    return row
+
+
+def outcome(records, stamps=None):
+    return Outcome(
+        records={i: np.concatenate(rows) for i, rows in records.items()}, stamps=stamps or {}
+    )
+
+
+def bounce_outcome(**more):
+    """Two blocks: one moves 100 slices in 8 ms, the other 50 in 4 ms."""
+    sending = [
+        record("out", first=6 * MS, last=14 * MS, count=101),
+        record("out", start=5 * MS + 4000, first=7 * MS, last=15 * MS, count=51),
+    ]
+    receiving = [
+        record("in", start=5 * MS + 9000, first=6 * MS, last=14 * MS, count=100, **more),
+        record("in", start=5 * MS + 2000, first=7 * MS, last=11 * MS, count=50),
+    ]
+    return outcome({0: sending, 1: receiving})
+
+
+def test_a_flows_rate_is_what_arrives_between_two_ends_of_slices():
+    reading = read_outcome(program_of(BOUNCE), bounce_outcome(), TIMING, SAME_CLOCK)
+    each = 100 * SLICE / (8 * MS)
+    assert reading.gbps == pytest.approx((2 * each,))
+    assert [lane.gbps for lane in reading.lanes] == pytest.approx([each, each])
+    assert {(lane.slice_bytes, lane.fifo_slices) for lane in reading.lanes} == {(SLICE, 4)}
+    assert reading.wrong == (0,)
+    assert not reading.ended_early
+
+
+def test_packs_that_arrived_wrong_are_told_by_flow():
+    program = program_of(f"{DIRECT} {BOUNCE}")
+    found = outcome(
+        {
+            0: [record("out", errors=9), record("out"), record("out")],
+            1: [record("in", errors=3), record("in"), record("in", errors=4)],
+        }
+    )
+    reading = read_outcome(program, found, TIMING, SAME_CLOCK)
+    # The set's flows are in the order of their text; only who reads compares.
+    assert [str(flow) for flow in program.transfers.flows] == [BOUNCE, DIRECT]
+    assert reading.wrong == (3, 4)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_lane_that_moved_nothing_in_its_window_has_rate_0(count):
+    silent = [record("out"), record("out")]
+    # One slice that ended in the window is no duration.
+    rows = [record("in", first=7 * MS, last=7 * MS, count=count), record("in")]
+    found = outcome({0: silent, 1: rows})
+    reading = read_outcome(program_of(BOUNCE), found, TIMING, SAME_CLOCK)
+    assert reading.gbps == (0.0,)
+    assert [lane.gbps for lane in reading.lanes] == [0.0, 0.0]
+    assert reading.overlap == 0.0
+
+
+def test_skew_and_overlap_are_on_the_hosts_clock():
+    ahead = {0: lambda stamp: (stamp - 1000, 100), 1: lambda stamp: (stamp + 2000, 300)}
+    for to_host, shift_us in ((SAME_CLOCK, 0.0), (ahead, 3.0)):
+        reading = read_outcome(program_of(BOUNCE), bounce_outcome(), TIMING, to_host)
+        # G0 starts at 5 ms and ends at 15 ms; G1 starts at 2 and 9 us after and ends at 14 ms.
+        assert reading.skew_us == pytest.approx(9.0 + shift_us)
+        assert reading.skew_error_us == pytest.approx(0.6)
+        together = 14e3 - 5e3 - 9.0
+        assert reading.overlap == pytest.approx(together / 10e3, rel=1e-3)
+
+
+def test_one_device_needs_no_other_clock():
+    found = outcome({0: [record("out", first=6 * MS, last=14 * MS, count=100)]})
+    reading = read_outcome(program_of("G0->G0->C0{blocks=1}"), found, TIMING, SAME_CLOCK)
+    assert (reading.skew_us, reading.skew_error_us, reading.overlap) == (0.0, 0.0, 1.0)
+    assert reading.gbps == pytest.approx((100 * 256 * 1024 / (8 * MS),))
+
+
+def copied(sent, received, *, timing=TIMING, slices=2):
+    pace = {
+        i: (Pace(groups=len(rows) - 1, slices=slices),) for i, rows in ((0, sent), (1, received))
+    }
+    timing = Timing(repeats=1, warm_us=timing.warm_us, window_us=timing.window_us, paces=pace)
+    stamps = {
+        0: (np.array(sent, np.uint64) + np.uint64(5 * MS),),
+        1: (np.array(received, np.uint64) + np.uint64(5 * MS),),
+    }
+    nobody = {i: np.zeros(0, RECORD) for i in (0, 1)}
+    found = Outcome(records=nobody, stamps=stamps)
+    return read_outcome(program_of(COPIES), found, timing, SAME_CLOCK)
+
+
+EVEN = [0, *(MS // 2 * i for i in range(1, 25))]
+
+
+def test_a_copys_rate_is_of_groups_that_ended_in_the_window():
+    # Twice as fast in the warm-up and after the window, which is from 1 to 11 ms.
+    received = [0, MS // 4, MS // 2, *range(MS, 11 * MS + 1, MS // 2), 11 * MS + 9, 11 * MS + 10]
+    reading = copied(EVEN, received)
+    assert reading.gbps == pytest.approx((2 * SLICE / (MS // 2),))
+    (lane,) = reading.lanes
+    # Stamped by groups of two slices: that is how coarse it is; its FIFO holds two such groups.
+    assert (lane.slice_bytes, lane.fifo_slices) == (2 * SLICE, 2)
+    assert not reading.ended_early
+    assert reading.overlap == pytest.approx(1.0)
+
+
+def test_a_copy_that_was_let_go_after_its_window_moved_nothing():
+    reading = copied(EVEN, [0, 40 * MS, 40 * MS + 5, 40 * MS + 9])
+    assert reading.gbps == (0.0,)
+
+
+def test_a_copy_that_had_nothing_left_to_move_is_told_of():
+    assert copied(EVEN[:-4], EVEN).ended_early
+    assert copied(EVEN, EVEN[:-4]).ended_early
+    assert not copied(EVEN, EVEN).ended_early
+
+
+# Paces.
+
+
+def lane(gbps, slice_bytes=SLICE):
+    return LaneRate(slice_bytes=slice_bytes, gbps=gbps, fifo_slices=4)
+
+
+def lasting_us(pace, gbps):
+    return pace.groups * pace.slices * SLICE / (gbps * 1e3)
+
+
+def test_kernels_have_no_pace():
+    assert _paces(program_of(BOUNCE), None, 1e4) == {}
+    assert _paces(program_of(BOUNCE), [lane(1.0)] * 2, 1e4) == {}
+
+
+@pytest.mark.parametrize("lanes", [None, [lane(0.0)]])
+def test_a_copy_of_unknown_rate_goes_through_its_fifo_twice_and_more(lanes):
+    expected = (Pace(groups=14),)
+    assert _paces(program_of(COPIES), lanes, 1e4) == {0: expected, 1: expected}
+
+
+@pytest.mark.parametrize("gbps", [0.05, 1.0, 5.0, 12.5, 25.0])
+@pytest.mark.parametrize("window_us", [1e3, 1e4, 7.5e4])
+def test_a_copy_lasts_a_little_longer_than_its_window(gbps, window_us):
+    (pace,) = _paces(program_of(COPIES), [lane(gbps)], window_us)[0]
+    if (pace.groups, pace.slices) == (120, 200):
+        return  # as much as is ever queued
+    assert 1.1 * window_us <= lasting_us(pace, gbps)
+    # A group more, at most two, each of which is half a millisecond or one slice.
+    spare_us = 3 * max(501.0, 1.1 * window_us / 118, SLICE / (gbps * 1e3)) + SLICE / gbps / 1e3
+    assert lasting_us(pace, gbps) <= 1.1 * window_us + spare_us + 3 * SLICE / gbps / 1e3
+    assert pace.groups + 2 <= 122
+
+
+def test_a_pace_is_of_slices_however_they_were_counted():
+    """Rates of copies are read by groups; the next pace must not take a group for a slice."""
+    first = _paces(program_of(COPIES), [lane(5.0)], 1e4)
+    again = _paces(program_of(COPIES), [lane(5.0, first[0][0].slices * SLICE)], 1e4)
+    assert first == again
+    assert first[0][0].slices > 1
+
+
+def test_both_ends_move_as_much_in_the_order_of_copies():
+    program = program_of(f"{COPIES} G0->D0->C0->G1->G1{{blocks=1,fifo=64K}}")
+    paces = _paces(program, [lane(1.0), lane(4.0)], 1e4)
+    assert (len(paces[0]), len(paces[1])) == (2, 1)
+    assert paces[0][0] == paces[1][0]
+    assert paces[0][0] != paces[0][1]
+
+
+def test_many_copies_fit_the_stamps_of_a_device():
+    program = program_of("G0->D0->C0->D1->G1{blocks=16,fifo=1M,slots=1024}")
+    for lanes in (None, [lane(0.01)] * 16, [lane(10.0)] * 16):
+        for found in _paces(program, lanes, 7.5e4).values():
+            assert len(found) == 16
+            assert sum(pace.groups + 2 for pace in found) <= MAX_STAMPS
+
+
+def test_lanes_are_known_by_their_median():
+    timing = Timing(repeats=3, warm_us=1000.0, window_us=10_000.0)
+    pool = FakePool(lambda text, number: [(2.0, 9.0, 4.0)[number]])
+    program = program_of(DIRECT)
+    readings = [read_outcome(program, one, timing, SAME_CLOCK) for one in pool.run(program, timing)]
+    (found,) = _slowest(readings)
+    assert found.gbps == pytest.approx(4.0)
+
+
+# The profiler over a pool without processes.
+
+
+def profiler_of(pool, **more):
+    options = Options(**{"sentinel_every": 0, **more})
+    return Profiler(pool, options=options, clock=pool.clock)
+
+
+def one(profiler, text=DIRECT):
+    (measurement,) = profiler.measure([parse_set(text)])
+    return measurement
+
+
+def steady(text, number):
+    return [20.0] * len(parse_set(text))
+
+
+def swinging(text, number):
+    return [20.0 * (1.0 + 0.05 * (-1) ** number)] * len(parse_set(text))
+
+
+def noisy(share):
+    random = np.random.default_rng(1)
+    return lambda text, number: [20.0 * (1 + share * random.standard_normal())]
+
+
+def test_a_steady_set_is_measured_six_times():
+    pool = FakePool(steady, skew_us=3.0)
+    measurement = one(profiler_of(pool))
+    assert measurement.gbps == pytest.approx((20.0,), rel=1e-5)
+    assert len(measurement.samples_gbps[0]) == 6
+    assert (measurement.settled, measurement.outliers) == (True, ())
+    assert measurement.window_us == 2000.0
+    assert measurement.skew_us == pytest.approx(3.0, abs=2.1)
+    assert 0 < measurement.skew_error_us < 50
+    assert measurement.overlap > 0.9
+    # A trial, and six repeats at once.
+    assert [timing.repeats for timing in pool.timings] == [1, 6]
+    assert len(pool.checked) == 1
+
+
+def test_repeats_go_on_until_the_interval_is_narrow():
+    counts = {}
+    for share in (0.001, 0.008, 0.012):
+        measurement = one(profiler_of(FakePool(noisy(share))))
+        assert measurement.settled
+        counts[share] = len(measurement.samples_gbps[0])
+    assert counts[0.001] == 6
+    assert 6 < counts[0.012] <= 30
+
+
+def test_a_set_that_does_not_settle_ends_at_the_limit():
+    measurement = one(profiler_of(FakePool(swinging)))
+    assert len(measurement.samples_gbps[0]) == 30
+    assert not measurement.settled
+
+
+@pytest.mark.parametrize(("minimum", "limit"), [(6, 7), (6, 8), (1, 1), (20, 23), (13, 13)])
+def test_the_limit_is_never_exceeded(minimum, limit):
+    pool = FakePool(swinging)
+    stopping = Stopping(minimum=minimum, limit=limit)
+    assert len(one(profiler_of(pool, stopping=stopping)).samples_gbps[0]) == limit
+    assert all(timing.repeats <= 12 for timing in pool.timings)
+
+
+def test_a_set_has_its_time_and_always_its_minimum():
+    measurement = one(profiler_of(FakePool(swinging, run_s=0.2), seconds_per_set=2.0))
+    assert len(measurement.samples_gbps[0]) == 10
+    assert not measurement.settled
+    measurement = one(profiler_of(FakePool(swinging, run_s=10.0), seconds_per_set=2.0))
+    assert len(measurement.samples_gbps[0]) == 6
+    measurement = one(profiler_of(FakePool(steady, run_s=10.0), seconds_per_set=2.0))
+    assert measurement.settled
+
+
+def test_a_longer_window_begins_the_set_anew():
+    def slower_later(text, number):
+        return [20.0 if number < 3 else 0.2]
+
+    pool = FakePool(slower_later)
+    measurement = one(profiler_of(pool))
+    assert measurement.samples_gbps[0] == pytest.approx((0.2,) * 6, rel=1e-4)
+    # 64 KiB at 0.2 GB/s are 0.33 ms: eleven of them are 3.6 ms.
+    assert measurement.window_us == pytest.approx(11 * SLICE / 200, rel=1e-2)
+    windows = [timing.window_us for timing in pool.timings]
+    assert windows == sorted(windows)
+
+
+@pytest.mark.parametrize("maximum_ms", [1, 5, 50])
+def test_a_set_that_does_not_move_ends_with_rate_0_at_the_longest_window(maximum_ms):
+    pool = FakePool(lambda text, number: [0.0])
+    limits = WindowLimits(minimum_ms=1, maximum_ms=maximum_ms)
+    measurement = one(profiler_of(pool, limits=limits))
+    assert measurement.gbps == (0.0,)
+    assert measurement.window_us == maximum_ms * 1e3
+    assert len(pool.timings) < 10
+
+
+def test_windows_that_keep_growing_end():
+    """A set that is slower each time it is looked at."""
+    pool = FakePool(lambda text, number: [20.0 * 0.93**number], skew_us=10.0)
+    measurement = one(profiler_of(pool, seconds_per_set=1e6))
+    assert len(pool.timings) < 40
+    assert measurement.window_us <= 50_000
+
+
+def test_a_set_asked_for_again_begins_with_its_window():
+    pool = FakePool(steady)
+    profiler = profiler_of(pool)
+    one(profiler)
+    one(profiler)
+    assert [timing.repeats for timing in pool.timings] == [1, 6, 6]
+    assert len(pool.checked) == 1
+
+
+def test_outliers_are_flagged_and_kept():
+    rates = [20.0, 20.01, 20.0, 19.99, 12.0, 20.0, 20.01]
+    pool = FakePool(lambda text, number: [rates[number]])
+    measurement = one(profiler_of(pool, stopping=Stopping(minimum=6, limit=6)))
+    assert measurement.samples_gbps[0] == pytest.approx(rates[1:], rel=1e-4)
+    assert measurement.outliers == (3,)
+
+
+def test_a_lost_worker_costs_a_restart_and_a_notice():
+    pool = FakePool(steady)
+    pool.faults = [None, None, WorkerLost("G1 did not answer")]
+    profiler = profiler_of(pool)
+    assert len(one(profiler).samples_gbps[0]) == 6
+    assert pool.restarts == 1
+    assert profiler.notices == [
+        f"G1 did not answer; all workers were started anew and {DIRECT} measured again"
+    ]
+    # Clocks of new workers are new.
+    assert pool.pings == 2
+
+
+def test_a_worker_lost_twice_is_an_error_and_the_next_set_is_measured():
+    pool = FakePool(steady)
+    pool.faults = [WorkerLost("G1 is gone"), WorkerLost("G0 is gone")]
+    profiler = profiler_of(pool)
+    with pytest.raises(MeasurementError) as caught:
+        one(profiler)
+    assert str(caught.value) == (
+        f"{DIRECT}: G1 is gone; then, with all workers started anew, G0 is gone"
+    )
+    assert pool.restarts == 1
+    assert one(profiler).settled
+
+
+def test_a_refused_set_costs_no_restart():
+    pool = FakePool(steady)
+    pool.faults = [MeasurementError("G0 cannot reach G1")]
+    profiler = profiler_of(pool)
+    with pytest.raises(MeasurementError, match=r"^G0 cannot reach G1$"):
+        one(profiler)
+    assert (pool.restarts, profiler.notices) == (0, [])
+
+
+def test_a_clock_that_jumps_is_noted_and_read_anew():
+    pool = FakePool(steady)
+    profiler = profiler_of(pool)
+    one(profiler)
+    pool.now_ns += 1000 * MS
+    pool.offsets_ns[1] += 50 * MS
+    measurement = one(profiler)
+    (notice,) = profiler.notices
+    assert notice.startswith("G1: its clock jumped by +")
+    assert measurement.skew_us < 100
+    pool.now_ns += 1000 * MS
+    one(profiler)
+    assert profiler.notices == [notice]
+
+
+def test_a_machine_that_drifts_is_noted():
+    pool = FakePool(lambda text, number: [20.0 if number < 15 else 10.0] * len(parse_set(text)))
+    profiler = profiler_of(pool, sentinel_every=2)
+    profiler.measure([parse_set(DIRECT)])
+    profiler.measure([parse_set(BOUNCE)] * 5)
+    assert profiler.notices[0].startswith(f"sentinel {DIRECT}: flow 0 went from 20 to 10 GB/s (-50")
+
+
+def test_a_flow_that_damages_data_is_named():
+    pool = FakePool(steady)
+    pool.wrong_packs = 7
+    with pytest.raises(MeasurementError) as caught:
+        one(profiler_of(pool))
+    assert str(caught.value).startswith(f"{DIRECT}: 7 packs of 16 bytes arrived other than they")
+    assert not pool.timings
+
+
+@pytest.mark.parametrize(("check", "checks"), [("once", 2), ("every", 4)])
+def test_flows_are_checked_once_or_always(check, checks):
+    pool = FakePool(steady)
+    profiler = profiler_of(pool, check=check)
+    # The last set has no flow that is new.
+    for text in (DIRECT, DIRECT, f"{BOUNCE} {DIRECT}", BOUNCE):
+        one(profiler, text)
+    assert len(pool.checked) == checks
+
+
+def test_copies_are_paced_by_what_they_did():
+    pool = FakePool(lambda text, number: [5.0])
+    measurement = one(profiler_of(pool), COPIES)
+    assert measurement.gbps == pytest.approx((5.0,), rel=1e-3)
+    trial, *rest = pool.timings
+    assert trial.warm_us == 0
+    assert trial.paces[0] == (Pace(groups=14),)
+    # Their stamps ask for a longer window than their slices did.
+    assert [timing.repeats for timing in rest] == [6, 6]
+    assert measurement.window_us == pytest.approx(11 * 500, rel=0.1)
+    assert lasting_us(rest[-1].paces[1][0], 5.0) >= 1.1 * measurement.window_us
+
+
+def test_repeats_whose_copies_ended_early_are_discarded_but_not_for_ever():
+    def quicker(text, number):
+        return [1.0 if number < 1 else 5.0]
+
+    pool = FakePool(quicker)
+    measurement = one(profiler_of(pool), COPIES)
+    assert len(measurement.samples_gbps[0]) == 6
+    assert lasting_us(pool.timings[-1].paces[0][0], 5.0) >= 1.1 * measurement.window_us
+    assert len(pool.timings) == 4
+    pool = FakePool(lambda text, number: [2.0 ** (number // 6)])
+    assert len(one(profiler_of(pool, stopping=Stopping(limit=6)), COPIES).samples_gbps[0]) == 6
+    assert len(pool.timings) <= 6
+
+
+def test_exercise_runs_a_set_and_measures_nothing():
+    pool = FakePool(steady)
+    profiler = profiler_of(pool)
+    profiler.exercise(parse_set(BOUNCE))
+    assert [timing.window_us for timing in pool.timings] == [20_000.0]
+    assert (profiler.sets_run, pool.checked) == (0, [])
+
+
+def test_answers_are_in_the_order_given_and_a_set_listed_twice_is_measured_twice():
+    pool = FakePool(lambda text, number: [20.0 + number] * len(parse_set(text)))
+    sets = [parse_set(text) for text in (BOUNCE, DIRECT, BOUNCE, COPIES)]
+    answers = profiler_of(pool, stopping=Stopping(limit=6)).measure(sets)
+    assert [answer.transfers for answer in answers] == [str(one) for one in sets]
+    assert answers[0].gbps != answers[2].gbps
