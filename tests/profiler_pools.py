@@ -13,7 +13,7 @@ from tccl_py.transfers.transfer import parse_set
 
 LONG_S = 30.0
 """What a busy machine may take for anything."""
-SMALL = Memory(arena_bytes=80 << 20, user_bytes=4 << 20)
+SMALL = Memory(arena_bytes=2 << 20, user_bytes=1 << 20)
 QUICK = Patience(start_s=60.0, answer_s=2.0, lanes_s=2.0, stop_s=3.0)
 """A worker that hangs is noticed soon, and one that is only slow is let be."""
 LIMITS = WindowLimits(minimum_ms=1, maximum_ms=5)

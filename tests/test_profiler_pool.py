@@ -14,18 +14,27 @@ from tccl_py.errors import MeasurementError
 from tccl_py.measurements.measurement import BandwidthSource, faults
 from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.transfers.transfer import parse_set
-from tests.profiler_pools import BOUNCE, moving, options, pool_of, shared_mappings, workers_of
+from tests.profiler_pools import (
+    BOUNCE,
+    SMALL,
+    moving,
+    options,
+    pool_of,
+    shared_mappings,
+    workers_of,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
 BOTH_WAYS = "G0->G0->C0->G1->G1{blocks=2,fifo=128K} G1->G1->C0->G0->G0{blocks=2,fifo=128K}"
+MEMORY = Memory(arena_bytes=80 << 20, user_bytes=4 << 20)
 DIRECT = "G0->G0->G1{blocks=1,fifo=256K}"
 
 
 @pytest.fixture(scope="module")
 def pool():
     """One pool for all tests that leave it as it was."""
-    with pool_of() as made:
+    with pool_of(memory=MEMORY) as made:
         pids = set(made.pids)
         yield made
         assert made.pids == pids, "some test had the workers started anew"
@@ -210,7 +219,7 @@ def test_a_copy_without_a_pace_is_refused(pool):
 def test_a_pool_tells_what_its_devices_are(pool):
     assert pool.lanes == {0: 64, 1: 64}
     assert set(pool.names) == {0, 1}
-    assert pool.device_bytes == (80 << 20) + COUNTER_AREA_BYTES + 2 * (4 << 20)
+    assert pool.device_bytes == MEMORY.arena_bytes + COUNTER_AREA_BYTES + 2 * MEMORY.user_bytes
 
 
 def test_a_pool_is_started_once(pool):
@@ -259,7 +268,8 @@ def test_so_many_devices_are_refused(devices):
 
 def session_of(devices=2, **more):
     machine = host_machine(devices)
-    return Session(machine, host_fingerprint(machine), backend="host", options=options(), **more)
+    more = {"memory": SMALL, "options": options(), **more}
+    return Session(machine, host_fingerprint(machine), backend="host", **more)
 
 
 def test_a_session_measures_and_leaves_nothing():

@@ -233,7 +233,11 @@ class Pool:
         assert self._lifeline is not None and self._control is not None
         # A queue for each stream: one that waits must not hold up another.
         environment = dict(
-            os.environ, CUDA_DEVICE_ORDER="PCI_BUS_ID", CUDA_DEVICE_MAX_CONNECTIONS="32"
+            os.environ,
+            CUDA_DEVICE_ORDER="PCI_BUS_ID",
+            CUDA_DEVICE_MAX_CONNECTIONS="32",
+            # numpy would have a thread for every core, in every worker.
+            OPENBLAS_NUM_THREADS="1",
         )
         # Devices are taken by bus id, and their peers must be visible too.
         environment.pop("CUDA_VISIBLE_DEVICES", None)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
-import networkx as nx
 
 from tccl_py.errors import MeasurementError
 from tccl_py.transfers.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
@@ -449,6 +448,9 @@ def _pairs(pieces: Sequence[_Piece]) -> dict[int, int]:
 
 def _cycles(pieces: Sequence[_Piece], pairs: Mapping[int, int]) -> dict[int, int]:
     """For each device 2 (n - 1), n being how many devices pass data on to each other."""
+    # Half of a worker's start would be this import, and workers need none of it.
+    import networkx as nx  # noqa: PLC0415
+
     graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(piece.device for piece in pieces)
     ends: dict[int, list[int]] = {}
