@@ -291,6 +291,31 @@ def test_a_session_ends_when_its_block_fails():
     assert workers_of() == before
 
 
+class BrokenWatch:
+    """A driver that has stopped answering."""
+
+    exits = 0
+
+    def look(self):
+        raise MeasurementError("GPU 0: does not answer")
+
+    def __exit__(self, *exception):
+        self.exits += 1
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"), [(None, MeasurementError), (KeyboardInterrupt, KeyboardInterrupt)]
+)
+def test_a_session_whose_watch_fails_ends_the_watch_and_the_workers(error, seen):
+    before, watch = workers_of(), BrokenWatch()
+    with pytest.raises(seen), session_of() as session:
+        session._watch = watch
+        if error:
+            raise error
+    assert (workers_of(), watch.exits) == (before, 1)
+    session.look()
+
+
 def test_some_devices_are_measured_and_named_alone_in_a_journal():
     with session_of(3, gpus=(2, 0, 2)) as session:
         assert set(session.pool.lanes) == {0, 2}
