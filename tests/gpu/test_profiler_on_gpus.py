@@ -25,7 +25,7 @@ from tccl_py.transfers.transfer import parse_set
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(240)]
 REPOSITORY = Path(__file__).resolve().parents[2]
-QUICK = Options(stopping=Stopping(limit=6), check="always")
+QUICK = Options(stopping=Stopping(limit=6), check="every")
 
 
 def tccl(*words):
