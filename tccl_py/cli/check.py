@@ -1,0 +1,292 @@
+"""`tccl check`: has the machine drifted since its plan was measured?"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+
+from tccl_py.cli.arguments import ANSWER_IS_NO, notice, results, write_result
+from tccl_py.cli.hardware import (
+    SEARCH_REPEATS,
+    Care,
+    Hardware,
+    MeasuredMachine,
+    measured_machine,
+)
+from tccl_py.cli.interrupts import interrupts_put_off
+from tccl_py.cli.measure import simulation_header
+from tccl_py.cli.progress import ProgressLine
+from tccl_py.errors import InputError
+from tccl_py.files import encode_json, read_text
+from tccl_py.health.drift.check import Drift, Effort, find_drift
+from tccl_py.health.drift.identity import differences
+from tccl_py.health.drift.prometheus import prometheus_text
+from tccl_py.health.drift.record import keep_check
+from tccl_py.health.drift.statistics import SMALLEST
+from tccl_py.measurements.journal import JournalContents, JournalHeader, read_journal
+from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.plan.directory import JOURNAL_FILE, machine_file, planned_model
+from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.simulator.descriptions import DiscoveredMachine
+from tccl_py.simulator.source import Simulator
+from tccl_py.topology.fingerprint import Fingerprint
+
+_NOISE = re.compile(r", noise ([0-9.e+-]{1,24}), seed ([0-9]{1,18})$", re.ASCII)
+_MAX_SECONDS = 86_400
+_SHOWN = 10
+_SHOWN_FLOWS = 4
+"""Sets, and flows of each, that the table has room for."""
+
+
+def check(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")],
+    *,
+    max_seconds: Annotated[
+        float, typer.Option(metavar="S", help="Seconds to spend at most, all measurements.")
+    ] = 120.0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Which sets the random sample has; by a model, the noise as well. Another each "
+            "day sees more of the machine.",
+        ),
+    ] = 0,
+    prometheus: Annotated[
+        bool,
+        typer.Option("--prometheus", metavar=" ", help="Print metrics in Prometheus' text format."),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="With --json or --prometheus: write to FILE, whole or not at all, as the node "
+            "exporter's textfile collector needs it.",
+        ),
+    ] = None,
+    keep: Annotated[
+        bool,
+        typer.Option("--keep", metavar=" ", help="Append what was measured to DIR/checks.jsonl."),
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", metavar=" ", help="Print JSON instead of text.")
+    ] = False,
+) -> None:
+    """See whether a machine has drifted since its plan was measured, within two minutes.
+
+    Measures some sets of the plan's journal again, three times each: the plan's rings, its slowest
+    hop, one set of each class of links, some for every GPU, and a random sample. Nothing else
+    should use the GPUs. Says which rates changed by more than 3 % and by more than noise explains,
+    worst first, and what that points to. What seems changed is measured again before it is told; a
+    machine that did not change is called changed in 1 of 100 checks at most. The plan's journal
+    stays as it is.
+
+    Exit codes: 0 nothing changed, 1 something did, 2 this is another machine or nothing could be
+    measured.
+
+    --json has the keys `machine`, `drifted`, `sets_compared`, `false_alarm_rate`, `changes` (a list
+    of `set`, `flow`, `was_gbps`, `is_gbps`, `ratio`, `p`), `points_to`, `lost` (why, by set),
+    `skipped`, `seconds`, `simulated`. The rates are those of the flow that fell most. The metrics
+    of --prometheus are tccl_check_drifted, _sets_compared, _sets_lost, _false_alarm_rate,
+    _duration_seconds, _timestamp_seconds and, by set, _set_rate_ratio and _set_changed.
+
+    Examples:
+
+        tccl check my-plan
+        tccl check my-plan --prometheus -o /var/lib/node_exporter/tccl.prom
+    """
+    _refuse(json=json, prometheus=prometheus, output=output, max_seconds=max_seconds, seed=seed)
+    if not directory.is_dir():
+        raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
+    plan = load_plan(directory)
+    journal = read_journal(directory / JOURNAL_FILE)
+    for text in journal.notices:
+        notice(text)
+    effort = Effort(seconds=max_seconds, seed=seed)
+    with interrupts_put_off(), _source(plan, directory, journal, seed) as (source, header):
+        drift = find_drift(plan, journal.measurements, source, effort=effort)
+    ended = time.time()
+    if keep:
+        notice(f"kept in {keep_check(drift, directory, header, ended=ended)}")
+    if prometheus:
+        machine, simulated = plan.machine.name, plan.simulated
+        text = prometheus_text(drift, machine=machine, simulated=simulated, now=ended)
+        write_result(text, output)
+    elif json:
+        write_result(encode_json(_json(plan, drift)), output)
+    else:
+        _print(plan, drift)
+    if drift.drifted:
+        raise typer.Exit(ANSWER_IS_NO)
+
+
+def _refuse(
+    *, json: bool, prometheus: bool, output: Path | None, max_seconds: float, seed: int
+) -> None:
+    if json and prometheus:
+        raise InputError("--json beside --prometheus", "are two forms", "leave one of the two out")
+    if output is not None and not (json or prometheus):
+        raise InputError("--output", "is for machines", "add --json or --prometheus")
+    # The comparison is written so that NaN fails it.
+    if not 0 < max_seconds <= _MAX_SECONDS:
+        raise InputError("--max-seconds", f"is {max_seconds:g}", f"above 0, at most {_MAX_SECONDS}")
+    if seed < 0:
+        raise InputError("--seed", f"is {seed}", "0 or more")
+
+
+@contextmanager
+def _source(
+    plan: Plan, directory: Path, journal: JournalContents, seed: int
+) -> Iterator[tuple[BandwidthSource, JournalHeader]]:
+    """What is measured: this machine, or the model of a simulated plan; and whose that is."""
+    if journal.header.simulated != plan.simulated:
+        raise InputError(
+            str(directory / JOURNAL_FILE), "is not of this plan", "plan again, into a new directory"
+        )
+    if plan.simulated:
+        yield _model(plan, directory, journal.header, seed)
+        return
+    place = _here(plan, directory, journal.header)
+    with (
+        ProgressLine() as line,
+        Hardware(place, gpus=plan.gpus, care=Care(repeats=SEARCH_REPEATS)) as source,
+    ):
+        source.on_set = line.measured
+        yield source, source.header
+    for text in source.notices:
+        notice(text)
+
+
+def _model(
+    plan: Plan, directory: Path, header: JournalHeader, seed: int
+) -> tuple[BandwidthSource, JournalHeader]:
+    model = planned_model(plan, directory)
+    if model is None:
+        raise InputError(
+            str(machine_file(plan, directory)), "has no model to measure by", "plan again"
+        )
+    found = _NOISE.search(header.identity)
+    noise, used = (float(found[1]), int(found[2])) if found else (0.0, 0)
+    if simulation_header(model, noise=noise, seed=used) != header:
+        notice(
+            "the model, or this program's parameters, are not those that the plan was simulated "
+            "with: what differs for that reason is told as a change"
+        )
+    # The journal's own seed would draw the journal's own samples again.
+    fresh = used + 1 + seed
+    here = simulation_header(model, noise=noise, seed=fresh)
+    return Simulator(model, noise=noise, seed=fresh), here
+
+
+def _here(plan: Plan, directory: Path, header: JournalHeader) -> MeasuredMachine:
+    """This machine, if it is the one that the plan was measured on.
+
+    Raises:
+        InputError: it is another, by GPUs, driver or NUMA nodes.
+    """
+    path = machine_file(plan, directory)
+    planned = _fingerprint(path)
+    host = "host backend" in header.identity
+    place = (
+        measured_machine("host", len(plan.machine.gpus)) if host else measured_machine(None, None)
+    )
+    found = differences(plan.machine, planned, place.fingerprint, gpus=plan.gpus)
+    if found.another:
+        raise InputError(
+            str(directory),
+            f"was measured on another machine: {'; '.join(found.another)}",
+            "plan again here, or check it where it was measured",
+        )
+    for text in found.notes:
+        notice(f"{text}: that may explain what changed")
+    return place
+
+
+def _fingerprint(path: Path) -> Fingerprint:
+    try:
+        found = msgspec.json.decode(read_text(path).encode(), type=DiscoveredMachine)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InputError(str(path), "describes no machine", "plan again") from error
+    if found.fingerprint is msgspec.UNSET:
+        raise InputError(str(path), "does not say whose it is", "plan again")
+    return found.fingerprint
+
+
+def _json(plan: Plan, drift: Drift) -> dict[str, Any]:
+    return {
+        "machine": plan.machine.name,
+        "drifted": drift.drifted,
+        "sets_compared": len(drift.sets),
+        "false_alarm_rate": drift.false_alarm_rate,
+        "changes": [
+            {
+                "set": row.transfers,
+                "flow": row.flow,
+                "was_gbps": row.was_gbps,
+                "is_gbps": row.is_gbps,
+                "ratio": row.ratio,
+                "p": row.p,
+            }
+            for row in drift.changes
+        ],
+        "points_to": drift.points_to,
+        "lost": drift.lost,
+        "skipped": drift.skipped,
+        "seconds": drift.seconds,
+        "simulated": plan.simulated,
+    }
+
+
+def _print(plan: Plan, drift: Drift) -> None:
+    console = results()
+    verdict = "has drifted" if drift.drifted else "is as it was"
+    console.print(f"{plan.machine.name} {verdict} since it was planned ({plan.provenance})")
+    if drift.changes:
+        console.print(_table(drift))
+        console.print(f"This points to {drift.points_to}.")
+    for text, why in drift.lost.items():
+        console.print(f"cannot be measured any more: {text}: {why}")
+    console.print(
+        f"{len(drift.sets)} sets of the journal compared in {drift.seconds:.0f} s; a change counts "
+        f"above {SMALLEST:.0%}, and 1 of {1 / drift.false_alarm_rate:.0f} checks of an unchanged "
+        "machine at most gives a false alarm"
+    )
+    if drift.skipped:
+        console.print(
+            f"{len(drift.skipped)} more were chosen, but the time was up: give --max-seconds more"
+        )
+
+
+def _table(drift: Drift) -> Table:
+    table = Table("set", "flow that fell most", "was GB/s", "is GB/s", "change", "p")
+    for column in table.columns[:2]:
+        column.overflow = "fold"
+    for row in drift.changes[:_SHOWN]:
+        flows = _flows(row.transfers)
+        change, p = f"{row.ratio - 1:+.0%}", "< 1e-6" if row.p < 1e-6 else f"{row.p:.1g}"
+        slowest = row.flow if " " in row.transfers else ""
+        table.add_row(flows, slowest, f"{row.was_gbps:.2f}", f"{row.is_gbps:.2f}", change, p)
+    rest = len(drift.changes) - _SHOWN
+    if rest > 0:
+        table.add_row(f"and {rest} more; --json has all", "", "", "", "", "")
+    return table
+
+
+def _flows(transfers: str) -> str:
+    """A set, a flow a line, those that are alike counted; the first few of many."""
+    counted = Counter(transfers.split())
+    lines = [f"{times} x {flow}" if times > 1 else flow for flow, times in counted.items()]
+    rest = len(lines) - _SHOWN_FLOWS
+    more = [f"and {rest} other flows"] if rest > 0 else []
+    return "\n".join([*lines[:_SHOWN_FLOWS], *more])

@@ -1,0 +1,1 @@
+"""`tccl check`: a few sets of a plan's journal measured again, and what changed, by name."""

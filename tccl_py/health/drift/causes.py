@@ -1,0 +1,133 @@
+"""What part of a machine the sets that changed have in common, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from tccl_py.health.drift.statistics import Comparison
+from tccl_py.topology.machine import Machine
+from tccl_py.topology.paths import PathType, path_type
+from tccl_py.transfers.transfer import Flow, Place, parse_flow
+
+_EVEN = 0.1
+"""Changes whose ratios differ by no more than this share are one change."""
+_NEARLY_ALL = 0.8
+
+
+class _Suspect(msgspec.Struct, frozen=True, kw_only=True):
+    """A part that may have changed, with how many sets use it and how many of them changed."""
+
+    words: str
+    used: int
+    changed: int
+
+    @property
+    def share(self) -> float:
+        return self.changed / self.used
+
+
+def points_to(machine: Machine, rows: Sequence[Comparison]) -> str:
+    """What the changes among `rows`, all flows compared, point to; "" if nothing changed."""
+    changed = [row for row in rows if row.alarming]
+    if not changed:
+        return ""
+    sets = {row.transfers for row in rows}
+    hit = {row.transfers for row in changed}
+    if all(row.ratio > 1 for row in changed):
+        return (
+            "what changed became faster: something that slowed it when the plan was measured is "
+            "gone, or clocks are higher; plan again"
+        )
+    ratios = [row.ratio for row in changed]
+    even = max(ratios) <= min(ratios) * (1 + _EVEN)
+    if len(hit) > 1 and len(hit) >= len(sets) * _NEARLY_ALL and even:
+        return (
+            "nearly everything changed alike: clocks, a power limit, heat, or other work on this "
+            "machine rather than one link (`tccl doctor`, nvidia-smi -q -d PERFORMANCE)"
+        )
+    best = _best(machine, rows, changed)
+    if best is None:
+        return "no one link or memory explains all of it: more than one thing changed"
+    return f"{best.words}: {_counted(best)}"
+
+
+def _counted(suspect: _Suspect) -> str:
+    if suspect.used == 1:
+        return "the set that changed uses it, and no other that was measured"
+    return (
+        f"all sets that changed use it, and {suspect.changed} of the {suspect.used} "
+        "that use it changed"
+    )
+
+
+def _best(
+    machine: Machine, rows: Sequence[Comparison], changed: Sequence[Comparison]
+) -> _Suspect | None:
+    """The part that all changed sets use and that few unchanged ones do.
+
+    Of parts that explain it equally well the first counts: those nearest to a GPU.
+    """
+    users: dict[str, set[str]] = {}
+    for row in rows:
+        for words in parts_used(machine, parse_flow(row.flow)):
+            users.setdefault(words, set()).add(row.transfers)
+    blamed: dict[str, set[str]] = {}
+    for row in changed:
+        for words in parts_used(machine, parse_flow(row.flow)):
+            blamed.setdefault(words, set()).add(row.transfers)
+    hit = {row.transfers for row in changed}
+    suspects = [
+        _Suspect(words=words, used=len(users[words]), changed=len(sets))
+        for words, sets in blamed.items()
+        if sets == hit
+    ]
+    return max(suspects, key=lambda one: one.share, default=None)
+
+
+def parts_used(machine: Machine, flow: Flow) -> dict[str, None]:
+    """The links and memories that a flow's bytes pass, in words, those of GPUs first."""
+    parts = [list(_parts(machine, one.source, one.destination)) for one in flow.transfers]
+    words = [text for part in parts for text in part]
+    # Sorting is stable: GPUs first, since most that goes wrong does so at a slot or a cable.
+    return dict.fromkeys(sorted(words, key=lambda text: not text.startswith("GPU")))
+
+
+def _parts(machine: Machine, source: Place, destination: Place) -> Iterator[str]:
+    ends = (str(source), str(destination))
+    nvlinked = path_type(machine, *ends) <= PathType.NVB
+    kind = "NVLinks" if nvlinked else "PCIe link"
+    for place, way in ((source, "out of it"), (destination, "into it")):
+        if place.kind == "G":
+            doubt = "" if nvlinked else " (downtrained?)"
+            yield f"GPU {place.index}'s {kind}{doubt}"
+            yield f"GPU {place.index}'s {kind}, the way {way}"
+        elif place.kind == "C":
+            yield f"host memory of NUMA node {place.index}"
+    if not nvlinked:
+        yield from _above(machine, ends)
+
+
+def _above(machine: Machine, ends: tuple[str, str]) -> Iterator[str]:
+    above = {end: machine.ancestors(end) or (end,) for end in ends}
+    one, other = (set(above[end]) for end in ends)
+    common = one & other
+    for bridge in sorted((one ^ other) & {bridge.id for bridge in machine.bridges}):
+        yield f"the link above PCIe switch {bridge}"
+    for bridge in sorted(common & {bridge.id for bridge in machine.bridges}):
+        yield f"PCIe switch {bridge}"
+    nodes = {machine.numa_of(end) if end in machine.parents else int(end[1:]) for end in ends}
+    if len(nodes) == 2:
+        low, high = sorted(nodes)
+        yield f"what joins NUMA nodes {low} and {high}"
+    elif not common:
+        yield f"the CPU of NUMA node {nodes.pop()}"
+
+
+def worst_of_each_set(rows: Iterable[Comparison]) -> list[Comparison]:
+    """The flow of each set that fell most (or rose least), the worst set first."""
+    worst: dict[str, Comparison] = {}
+    for row in sorted(rows, key=lambda row: row.ratio):
+        worst.setdefault(row.transfers, row)
+    return list(worst.values())
