@@ -1,0 +1,260 @@
+"""`tccl explain`: which transfers of a plan's rings, and of stock NCCL's, hurt which."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tccl_py.cli.arguments import JsonOption, notice, print_json, results
+from tccl_py.cli.explain_text import print_explanation
+from tccl_py.cli.hardware import (
+    SEARCH_REPEATS,
+    BackendOption,
+    DevicesOption,
+    Hardware,
+    MeasuredMachine,
+    TargetOption,
+    care,
+    measured_machine,
+)
+from tccl_py.cli.interrupts import interrupts_put_off
+from tccl_py.cli.measure import simulation_header
+from tccl_py.cli.progress import ProgressLine
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS
+from tccl_py.explanation.explain import explain as explanation_of
+from tccl_py.explanation.findings import Explanation, save_explanation
+from tccl_py.measurements.journal import (
+    JournalContents,
+    JournalHeader,
+    JournalledSource,
+    read_journal,
+)
+from tccl_py.measurements.measurement import Measurement
+from tccl_py.measurements.memory import RememberingSource
+from tccl_py.plan.directory import JOURNAL_FILE, machine_file, planned_model
+from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.search.problem import Budget
+from tccl_py.simulator.source import Simulator
+from tccl_py.transfers.transfer import TransferSet
+
+_NOISE = re.compile(r", noise (?P<noise>[0-9.e-]+), seed (?P<seed>-?[0-9]+)$")
+_HOST = "host backend"
+
+
+def explain(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")],
+    *,
+    max_sets: Annotated[
+        int,
+        typer.Option(metavar="N", help="Sets to measure at most that the journal does not hold."),
+    ] = DEFAULT_BUDGET.sets or 200,
+    max_causes: Annotated[
+        int, typer.Option(metavar="N", help="Different slow sets to find at most, for all rings.")
+    ] = MOST_FINDINGS,
+    no_measure: Annotated[
+        bool,
+        typer.Option("--no-measure", help="Measure nothing: say what the plan's journal tells."),
+    ] = False,
+    backend: BackendOption = None,
+    devices: DevicesOption = None,
+    target: TargetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Explain a plan: which transfers hurt which, in its rings and in stock NCCL's.
+
+    For each slowdown the smallest set of transfers is named that shows it already, what they
+    share, and what the same GPUs would get by writes, reads or bounces. Transfers are left out and
+    the rest is measured again: by the model of a simulated plan, on the machine itself of a
+    measured one. What the journal in DIR holds is not measured again. The result is kept in
+    DIR/explanation.json.
+
+    Examples:
+
+        tccl explain my-plan
+        tccl explain my-plan --no-measure
+    """
+    if not directory.is_dir():
+        raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
+    if max_sets < 1:
+        raise InputError("--max-sets", f"is {max_sets}", "one set at least, or --no-measure")
+    if not 1 <= max_causes <= 100:
+        raise InputError("--max-causes", f"is {max_causes}", "1 to 100")
+    plan = load_plan(directory)
+    options: dict[str, object] = {"--backend": backend, "--devices": devices, "--target": target}
+    if plan.simulated or no_measure:
+        _refuse(options, "the plan is simulated" if plan.simulated else "nothing is measured")
+    budget = Budget(sets=0 if no_measure else max_sets)
+    here = _Here(backend=backend, devices=devices, target=target)
+    with interrupts_put_off(), _source(plan, directory, here, no_measure=no_measure) as source:
+        found = explanation_of(plan, source, budget=budget, most=max_causes)
+    found = _saved(found, directory)
+    if json:
+        print_json(found)
+    else:
+        print_explanation(found, plan, results())
+
+
+class _Here(msgspec.Struct, frozen=True, kw_only=True):
+    """How this machine is to be measured, as the options say."""
+
+    backend: str | None
+    devices: int | None
+    target: float | None
+
+
+def _refuse(options: dict[str, object], why: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise InputError(name, f"is about hardware, but {why}", "leave it out")
+
+
+def _source(
+    plan: Plan, directory: Path, here: _Here, *, no_measure: bool
+) -> AbstractContextManager[RememberingSource]:
+    """What answers sets for this plan.
+
+    Raises:
+        InputError: the journal or the model is missing, damaged or another's, or this is not the
+            machine that the plan was measured on.
+    """
+    journal = directory / JOURNAL_FILE
+    if no_measure:
+        return nullcontext(_journal_only(plan, journal))
+    if plan.simulated:
+        return _simulated(plan, directory, journal)
+    return _measured(plan, journal, here)
+
+
+class _Nothing:
+    """A source that has no answers: all there is to know is in the journal."""
+
+    def __init__(self, *, simulated: bool) -> None:
+        self.simulated = simulated
+
+    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
+        """Refuse.
+
+        Raises:
+            MeasurementError: always.
+        """
+        raise MeasurementError(f"{sets[0]} is not in the journal")
+
+
+def _journal_only(plan: Plan, journal: Path) -> RememberingSource:
+    contents = _contents(plan, journal)
+    for text in contents.notices:
+        notice(text)
+    return RememberingSource(_Nothing(simulated=plan.simulated), contents.measurements)
+
+
+def _contents(plan: Plan, journal: Path) -> JournalContents:
+    """The journal's measurements; it must be of the plan's machine."""
+    if not journal.is_file():
+        raise InputError(str(journal), "does not exist", "plan again: it has what was measured")
+    contents = read_journal(journal)
+    header = contents.header
+    if (header.machine, header.simulated) != (plan.machine.name, plan.simulated):
+        kind = "simulated" if header.simulated else "measured"
+        raise InputError(
+            str(journal),
+            f"is of machine {header.machine}, {kind}, not the plan's",
+            f"the journal of {plan.machine.name}, {plan.provenance}",
+        )
+    return contents
+
+
+@contextmanager
+def _simulated(plan: Plan, directory: Path, journal: Path) -> Iterator[RememberingSource]:
+    """The model that was saved with the plan, at the noise that the plan was made with."""
+    model = planned_model(plan, directory)
+    if model is None:
+        raise InputError(
+            str(machine_file(plan, directory)),
+            "holds no model to simulate by",
+            "plan again with `tccl plan --simulate`, or add --no-measure",
+        )
+    noise, seed = _noise(journal)
+    header = simulation_header(model, noise=noise, seed=seed)
+    if journal.is_file() and read_journal(journal).header != header:
+        raise InputError(
+            str(journal),
+            f"is not of the model of {model.name} as this program has it",
+            "plan again, or add --no-measure",
+        )
+    source = Simulator(model, noise=noise, seed=seed)
+    with JournalledSource(source, journal, header) as journalled:
+        source.resume(journalled.times_known)
+        _tell(journalled.notices)
+        yield journalled
+
+
+def _noise(journal: Path) -> tuple[float, int]:
+    """The noise and seed that a simulated journal was made with."""
+    match = _NOISE.search(read_journal(journal).header.identity) if journal.is_file() else None
+    return (float(match["noise"]), int(match["seed"])) if match else (0.0, 0)
+
+
+@contextmanager
+def _measured(plan: Plan, journal: Path, here: _Here) -> Iterator[RememberingSource]:
+    """This machine, if it is the one that the plan was measured on."""
+    header = _contents(plan, journal).header
+    place = _place(plan, header, here)
+    careful = care(target=here.target, repeats=SEARCH_REPEATS)
+    with (
+        ProgressLine() as line,
+        Hardware(place, gpus=plan.gpus, care=careful) as source,
+    ):
+        if source.header != header:
+            raise _elsewhere(
+                plan, header, f"this is {place.machine.name} ({source.header.identity})"
+            )
+        with JournalledSource(source, journal, header) as journalled:
+            source.on_set = line.measured
+            _tell(journalled.notices)
+            try:
+                yield journalled
+            finally:
+                _tell(source.notices)
+
+
+def _place(plan: Plan, header: JournalHeader, here: _Here) -> MeasuredMachine:
+    """The machine to measure: by the backend that the journal names, if no option does."""
+    rehearsed = _HOST in header.identity and here.backend is None
+    backend = "host" if rehearsed else here.backend
+    devices = len(plan.machine.gpus) if rehearsed and here.devices is None else here.devices
+    if backend is not None or devices is not None:
+        return measured_machine(backend, devices)
+    try:
+        return measured_machine(None, None)
+    except InputError as error:
+        raise _elsewhere(plan, header, f"{error.where} {error.what}") from error
+
+
+def _elsewhere(plan: Plan, header: JournalHeader, here: str) -> InputError:
+    return InputError(
+        f"the plan of {plan.machine.name}",
+        f"was measured on other GPUs or with other software ({header.identity}) than there are "
+        f"here: {here}",
+        "explain it there, or add --no-measure",
+    )
+
+
+def _tell(notices: Sequence[str]) -> None:
+    for text in notices:
+        notice(text)
+
+
+def _saved(found: Explanation, directory: Path) -> Explanation:
+    """Keep it for `tccl report`; a directory that cannot be written spoils nothing."""
+    try:
+        return save_explanation(found, directory)
+    except InputError as error:
+        notice(f"not kept: {error}")
+        return found

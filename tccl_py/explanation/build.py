@@ -1,0 +1,141 @@
+"""From a cause to a finding: its figures, exact, what its flows share, and a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tccl_py.explanation.asking import Asker, Flows
+from tccl_py.explanation.causes import Cause
+from tccl_py.explanation.findings import Finding, Instead
+from tccl_py.explanation.mechanisms import instead
+from tccl_py.explanation.sentences import COLLAPSE, kind_of, single_sentence, together_sentence
+from tccl_py.explanation.sharing import Shared, Sharing
+from tccl_py.plan.plan import Plan
+from tccl_py.transfers.transfer import Flow, parse_set
+
+
+class Builder:
+    """Makes findings of one plan.
+
+    Args:
+        plan: whose flows they are.
+        asker: gives their figures.
+        sharing: the machine's structure.
+    """
+
+    def __init__(self, plan: Plan, asker: Asker, sharing: Sharing) -> None:
+        self.plan, self.asker, self.sharing = plan, asker, sharing
+        self._suspects: dict[str, tuple[Shared, ...]] = {}
+
+    @property
+    def mark(self) -> str:
+        """Where figures are from, in a word."""
+        return "simulated" if self.asker.source.simulated else "measured"
+
+    def finding(self, cause: Cause) -> Finding:
+        """A set that is slow together.
+
+        Raises:
+            BudgetSpentError, MeasurementError: a figure is neither known nor can be measured.
+        """
+        flows = sorted(cause.flows, key=str)
+        alone = [self.asker.best([flow]).gbps for flow in flows]
+        together = self.asker.best(flows)
+        raw = self._finding(flows, min(together.gbps, *alone), alone)
+        whole = msgspec.structs.replace(
+            raw,
+            each_gbps=_each(flows, together.each, together.gbps),
+            error=together.error,
+            shares=tuple(one.words for one in self.suspects(flows)),
+            instead=instead(self.asker, self.plan, flows),
+            alike=cause.alike,
+            minimal=cause.minimal,
+        )
+        return self._said(whole)
+
+    def label(self, flows: Flows) -> object:
+        """Sets with one label are slow in the same way: same mechanisms, same things shared."""
+        kinds = tuple(sorted(kind_of(flow) for flow in flows))
+        return kinds, tuple(one.kind for one in self.sharing.shared(flows))
+
+    def suspects(self, flows: Flows) -> tuple[Shared, ...]:
+        """What the flows share, without what flows of the same mechanisms share unharmed.
+
+        Raises:
+            BudgetSpentError, MeasurementError: the flows were not measured.
+        """
+        text = " ".join(str(flow) for flow in flows)
+        if text not in self._suspects:
+            alone = min(self.asker.best([flow]).gbps for flow in flows)
+            share = min(1.0, self.asker.best(flows).gbps / alone)
+            kinds = tuple(sorted(kind_of(flow) for flow in flows))
+            innocent = self._innocent(kinds, share**0.5)
+            shared = self.sharing.shared(flows)
+            busy = self.sharing.busy(flows) if share < COLLAPSE else ()
+            left = [one for one in (*busy, *shared) if one.kind not in innocent]
+            self._suspects[text] = tuple(left) or shared
+        return self._suspects[text]
+
+    def _innocent(self, kinds: tuple[str, ...], above: float) -> set[str]:
+        """Kinds of places that known sets share and get at least this share of their own."""
+        found: set[str] = set()
+        for text in self.asker.known:
+            if text.count(" ") + 1 != len(kinds):
+                continue
+            flows = parse_set(text).flows
+            if tuple(sorted(kind_of(flow) for flow in flows)) != kinds:
+                continue
+            alone = [self.asker.if_known([flow]) for flow in flows]
+            slowest = min((one.gbps for one in alone if one is not None), default=0.0)
+            if None not in alone and self.asker.exact(flows).gbps >= above * slowest:
+                shared = (*self.sharing.shared(flows), *self.sharing.busy(flows))
+                found.update(one.kind for one in shared)
+        return found
+
+    def slowest(self, flows: Flows, gbps: float) -> Finding:
+        """The hop that gets least alone, in rings whose slowest hop gets `gbps`."""
+        rates = {flow: self.asker.rate([flow]).gbps for flow in flows}
+        flow = min(rates, key=lambda one: (rates[one], str(one)))
+        alone = self.asker.best([flow]).gbps
+        raw = self._finding([flow], gbps, [alone])
+        return msgspec.structs.replace(
+            raw, each_gbps=(gbps,), instead=instead(self.asker, self.plan, [flow])
+        )
+
+    def single(self, flow: Flow, others: Sequence[Instead]) -> Finding:
+        """A flow that other mechanisms between the same GPUs beat."""
+        rate = self.asker.best([flow])
+        raw = self._finding([flow], rate.gbps, [max(one.gbps for one in others)])
+        whole = msgspec.structs.replace(raw, error=rate.error, instead=tuple(others))
+        return self._said(whole)
+
+    def _finding(self, flows: Flows, gbps: float, alone: Sequence[float]) -> Finding:
+        return Finding(
+            flows=tuple(str(flow) for flow in flows),
+            gbps=gbps,
+            alone_gbps=min(alone),
+            slowdown=min(alone) / gbps if gbps else float("inf"),
+            each_gbps=(gbps,) * len(flows),
+            each_alone_gbps=tuple(alone),
+            error=0.0,
+            shares=(),
+            kinds=tuple(sorted({kind_of(flow) for flow in flows})),
+        )
+
+    def _said(self, finding: Finding) -> Finding:
+        say = together_sentence if len(finding.flows) > 1 else single_sentence
+        sentence = say(self.plan.machine, finding, mark=self.mark)
+        return msgspec.structs.replace(finding, sentence=sentence)
+
+
+def _each(flows: Flows, each: Sequence[tuple[str, float]], slowest: float) -> tuple[float, ...]:
+    """Each flow's rate; the slowest's for all where only an image was measured."""
+    texts = [str(flow) for flow in flows]
+    if sorted(texts) != sorted(text for text, _ in each):
+        return (slowest,) * len(texts)
+    waiting: dict[str, list[float]] = {}
+    for text, rate in each:
+        waiting.setdefault(text, []).append(rate)
+    return tuple(waiting[text].pop(0) for text in texts)
