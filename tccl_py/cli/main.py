@@ -20,6 +20,7 @@ from tccl_py.cli.export import export
 from tccl_py.cli.machines import machines
 from tccl_py.cli.measure import measure
 from tccl_py.cli.plan import plan
+from tccl_py.cli.report import report
 from tccl_py.cli.show import show
 from tccl_py.cli.validate import validate
 from tccl_py.errors import InputError, TcclError
@@ -140,7 +141,7 @@ def _frame(
 
 
 # In the order in which the help lists them; each comes from the module of its name.
-for _command in (discover, machines, measure, plan, show, env, export, validate):
+for _command in (discover, machines, measure, plan, show, report, env, export, validate):
     app.command(cls=_Command)(_command)
 
 

@@ -1,0 +1,67 @@
+"""`tccl report`: a plan's directory as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tccl_py.cli.arguments import notice, write_result
+from tccl_py.errors import InputError
+
+REPORT_FILE = "report.html"
+_HEAD_BYTES = 2000
+
+
+def report(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")],
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help=f"DIR/{REPORT_FILE} if not given."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace FILE even if it is no report.")
+    ] = False,
+) -> None:
+    """Write a plan as one HTML page: machine, rings, rates, settings, and how to use it.
+
+    The page needs no network and no other file. Rates of single hops and of pairs come from the
+    journal in DIR; what `tccl explain` found is shown if it is there. An earlier report is
+    replaced, any other file only with --force.
+
+    Example:
+
+        tccl report my-plan
+    """
+    # Templates take long to load; no other command needs them.
+    from tccl_py.report.contents import read_contents  # noqa: PLC0415
+    from tccl_py.report.page import GENERATOR, report_html  # noqa: PLC0415
+
+    contents = read_contents(directory)
+    target = directory / REPORT_FILE if output is None else output
+    if not force:
+        _check_replaceable(target, GENERATOR)
+    write_result(report_html(contents), target)
+    notice(f"wrote {target}")
+
+
+def _check_replaceable(target: Path, mark: str) -> None:
+    """Refuse a file with something in it that is no report.
+
+    Raises:
+        InputError: it is another file, or cannot be read.
+    """
+    try:
+        if not target.is_file():
+            return
+        with target.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(str(target), f"cannot be read ({reason})", "name another file") from error
+    if head and mark.encode() not in head:
+        raise InputError(
+            str(target), "is no report of tccl", "name another file, or add --force to replace it"
+        )

@@ -1,0 +1,1 @@
+"""The report: a plan's directory as one HTML file that needs nothing else."""

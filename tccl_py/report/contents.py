@@ -1,0 +1,108 @@
+"""What a report is made of: the files of a plan's directory, read and checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.files import decode_json, read_text
+from tccl_py.measurements.journal import JournalContents, read_journal
+from tccl_py.plan.directory import JOURNAL_FILE
+from tccl_py.plan.plan import Plan, load_plan
+
+EXPLANATION_FILE = "explanation.json"
+VERIFICATION_FILE = "verify.json"
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """What of an explanation's finding is shown: a sentence, and rates together and alone, GB/s."""
+
+    sentence: str
+    flows: tuple[str, ...] = ()
+    gbps: float | None = None
+    alone_gbps: float | None = None
+
+
+class RingFindings(msgspec.Struct, frozen=True, kw_only=True):
+    """Why rings are as fast as they are; `unexplained` says what is left open."""
+
+    name: str
+    rate_gbps: float
+    findings: tuple[Finding, ...] = ()
+    sentence: str = ""
+    unexplained: str = ""
+
+
+class Findings(msgspec.Struct, frozen=True, kw_only=True):
+    """An explanation, as far as the report shows it; `simulated` and `assumed` as everywhere."""
+
+    rings: tuple[RingFindings, ...]
+    simulated: bool
+    assumed: bool = False
+
+
+class Achieved(msgspec.Struct, frozen=True, kw_only=True):
+    """What real collectives got, GB/s of bus bandwidth, with the plan and without."""
+
+    plan_gbps: float
+    stock_gbps: float | None = None
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan's directory; None is a file that is not there. `notices` are sentences."""
+
+    directory: Path
+    plan: Plan
+    journal: JournalContents | None
+    findings: Findings | None
+    achieved: Achieved | None
+    notices: tuple[str, ...]
+
+
+def read_contents(directory: Path) -> Contents:
+    """Read what a report needs; only the plan must be there.
+
+    Raises:
+        InputError: no directory, no plan in it, or a file in it is damaged.
+    """
+    if not directory.is_dir():
+        raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
+    plan = load_plan(directory)
+    journal, of_journal = _journal(directory / JOURNAL_FILE, plan)
+    achieved, of_achieved = _achieved(directory / VERIFICATION_FILE)
+    return Contents(
+        directory=directory,
+        plan=plan,
+        journal=journal,
+        findings=_findings(directory / EXPLANATION_FILE),
+        achieved=achieved,
+        notices=(*of_journal, *of_achieved),
+    )
+
+
+def _journal(path: Path, plan: Plan) -> tuple[JournalContents | None, tuple[str, ...]]:
+    """The journal beside the plan; one of another machine or kind is left out, with a notice."""
+    if not path.exists():
+        return None, (f"{path.name} is not there: rates of single hops and pairs are not known",)
+    journal = read_journal(path)
+    header = journal.header
+    if header.machine != plan.machine.name or header.simulated != plan.simulated:
+        kind = "simulated" if header.simulated else "measured"
+        return None, (f"{path.name} is left out: it holds {kind} rates of {header.machine}",)
+    return journal, journal.notices
+
+
+def _findings(path: Path) -> Findings | None:
+    return decode_json(read_text(path), Findings, where=str(path)) if path.exists() else None
+
+
+def _achieved(path: Path) -> tuple[Achieved | None, tuple[str, ...]]:
+    """What was verified; a file of another form says nothing that could be shown."""
+    if not path.exists():
+        return None, ()
+    try:
+        return decode_json(read_text(path), Achieved, where=path.name), ()
+    except InputError as error:
+        return None, (f"{path.name} is left out: it {error.what}",)

@@ -1,0 +1,42 @@
+"""GPU lists, ring orders and settings in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tccl_py.runtimes.nccl.settings import Settings, environment
+
+
+def gpu_list(gpus: Sequence[int]) -> str:
+    """GPU indices as `tccl env --gpus` takes them.
+
+    >>> gpu_list((0, 1, 2, 5))
+    '0-2,5'
+    """
+    runs: list[list[int]] = []
+    for gpu in gpus:
+        if runs and runs[-1][-1] + 1 == gpu:
+            runs[-1].append(gpu)
+        else:
+            runs.append([gpu])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def order_words(ring: Sequence[int]) -> str:
+    """A ring's GPUs, back to the first.
+
+    >>> order_words((0, 2, 1))
+    '0 → 2 → 1 → 0'
+    """
+    return " → ".join(str(gpu) for gpu in (*ring, ring[0]))
+
+
+def settings_words(settings: Settings) -> str:
+    """Settings in one line: variables, then channels.
+
+    >>> settings_words(Settings(p2p_level="SYS", channels=2))
+    'NCCL_P2P_LEVEL=SYS, 2 channels'
+    """
+    variables = [f"{name}={value}" for name, value in environment(settings).items()]
+    channels = f"{settings.channels} channel{'' if settings.channels == 1 else 's'}"
+    return ", ".join([*(variables or ["default settings"]), channels])
