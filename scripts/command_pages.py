@@ -1,0 +1,115 @@
+"""A page for every command of `tccl`, made from the command itself when the documentation is built.
+
+mkdocs loads this as a hook. What `--help` says comes from the command line's own definitions, so it
+cannot be out of date. Examples written by hand stand in `docs/commands/NAME.md`; a command without
+such a file gets a page all the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+import typer.main
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from tccl_py.cli.main import app
+
+FOLDER = PurePosixPath("commands")
+LIST = "<!-- commands -->"
+"""In docs/commands/index.md: where the list of commands goes."""
+
+
+def commands() -> Mapping[str, Any]:
+    """The registered commands, in the order of `tccl --help`."""
+    group: Any = typer.main.get_command(app)
+    found: Mapping[str, Any] = group.commands
+    return found
+
+
+def summary(command: Any) -> str:
+    """The first sentence of a command's help."""
+    return " ".join(_help(command).split("\n\n")[0].split())
+
+
+def reference(name: str, command: Any) -> str:
+    """What `tccl NAME --help` says, as Markdown."""
+    arguments = [param for param in command.params if param.param_type_name == "argument"]
+    options = [param for param in command.params if param.param_type_name == "option"]
+    shown = " ".join(_argument(param) for param in arguments)
+    lines = [f"# tccl {name}", "", "```text", f"tccl {name} [OPTIONS] {shown}".rstrip(), "```", ""]
+    lines += [_help(command), ""]
+    if arguments:
+        lines += ["## Arguments", "", *(line for one in arguments for line in _entry(one))]
+    lines += ["## Options", "", *(line for one in options for line in _entry(one))]
+    return "\n".join([*lines, *_HELP_OPTION])
+
+
+def page(name: str, command: Any, examples: str = "") -> str:
+    """The whole page: what the help says, and examples written by hand."""
+    return f"{reference(name, command)}\n{examples}".rstrip() + "\n"
+
+
+_HELP_OPTION = ("`--help`, `-h`", ":   Show the help and exit.", "")
+
+
+def _help(command: Any) -> str:
+    return inspect.cleandoc(command.help or "")
+
+
+def _argument(param: Any) -> str:
+    text = (param.metavar or param.name.upper()).strip("{}")
+    more = "..." if param.nargs == -1 or param.multiple else ""
+    return f"{text}{more}" if param.required else f"[{text}{more}]"
+
+
+def _entry(param: Any) -> Iterator[str]:
+    """A definition list's term and text."""
+    what = (param.metavar or "").strip()
+    flag = bool(getattr(param, "is_flag", False))
+    if param.param_type_name == "argument":
+        yield f"`{_argument(param)}`"
+    else:
+        names = ", ".join(f"`{one}`" for one in sorted(param.opts, key=len, reverse=True))
+        yield f"{names} `{what}`" if what and not flag else names
+    yield f":   {_said(param)}"
+    yield ""
+
+
+def _said(param: Any) -> str:
+    text = " ".join((getattr(param, "help", None) or "").split())
+    if param.required and param.param_type_name == "option":
+        text += " Required."
+    shown = getattr(param, "show_default", False) and not getattr(param, "is_flag", False)
+    if shown and param.default is not None and isinstance(param.default, str | int | float):
+        text += f" Default: `{param.default}`."
+    return text
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the commands into the navigation."""
+    entries = next(one["Commands"] for one in config.nav or [] if "Commands" in one)
+    paths = [{name: f"{FOLDER / name}.md"} for name in commands()]
+    entries += [path for path in paths if path not in entries]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Make the pages of commands, and fill in the list of them."""
+    for name, command in commands().items():
+        uri = f"{FOLDER / name}.md"
+        written = files.get_file_from_path(uri)
+        examples = written.content_string if written is not None else ""
+        if written is not None:
+            files.remove(written)
+        files.append(File.generated(config, uri, content=page(name, command, examples)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill in the list of commands."""
+    rows = [f"| [{name}]({name}.md) | {summary(one)} |" for name, one in commands().items()]
+    return markdown.replace(LIST, "\n".join(["| command | does |", "|---|---|", *rows]))

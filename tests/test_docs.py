@@ -1,0 +1,151 @@
+"""What the documentation shows runs as it stands, no command lacks a page, and no link is dead."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import tccl_py
+from tccl_py.cli.main import app
+from tests.test_readme import words
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+# The tutorial first: its plan is what the other pages use.
+PAGES = sorted(DOCS.rglob("*.md"), key=lambda page: (page.parent.name != "tutorial", page))
+COMMANDS = get_command(app).commands
+
+
+def blocks(page: Path, language: str) -> str:
+    """All blocks of a language, those inside lists too, without their indentation."""
+    text = page.read_text(encoding="utf-8")
+    fence = rf"^( *)```{language}\n(.*?)^\1```$"
+    found = re.findall(fence, text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(re.sub(f"^{indent}", "", body, flags=re.MULTILINE) for indent, body in found)
+
+
+def shown_commands() -> list[tuple[Path, str, list[str]]]:
+    """Each command that is shown with output: its page, itself, and the lines below it."""
+    found: list[tuple[Path, str, list[str]]] = []
+    for page in PAGES:
+        for line in blocks(page, "console").splitlines():
+            if line.startswith("$ "):
+                found.append((page, line.removeprefix("$ "), []))
+            else:
+                found[-1][2].append(line)
+    return found
+
+
+def test_the_commands_print_what_the_pages_show(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    answers: dict[str, tuple[int, str]] = {}
+    commands = shown_commands()
+    assert len(commands) >= 15
+    for page, command, shown in commands:
+        line, asks_code, _ = command.partition("; echo $?")
+        program, *arguments = shlex.split(line)
+        assert program == "tccl"
+        if line not in answers:
+            result = CliRunner().invoke(app, arguments)
+            answers[line] = result.exit_code, result.stdout
+        code, printed = answers[line]
+        assert asks_code or code == 0, f"{page.name}: {command}: {printed}"
+        printed = words(f"{printed}{code}" if asks_code else printed)
+        missing = [text for text in shown if words(text) not in printed]
+        assert not missing, f"{page.name}: {command} no longer prints this"
+
+
+def typed_commands() -> list[tuple[str, str]]:
+    """Command lines of `tccl` that are shown without output, because they need GPUs or files."""
+    lines = [(page, line) for page in PAGES for line in blocks(page, "sh").splitlines()]
+    return [
+        (str(page.relative_to(DOCS)), match[1])
+        for page, line in lines
+        for match in re.finditer(r"\b(tccl [a-z]+ (?:[^()|;#]|\$\()*)", line)
+    ]
+
+
+@pytest.mark.parametrize("page, line", typed_commands())
+def test_commands_and_options_that_are_typed_exist(page, line):
+    _, name, *arguments = re.sub(r"[()]|2>.*|\"\$\(", " ", line).replace('"', " ").split()
+    options = {one for param in COMMANDS[name].params for one in param.opts}
+    used = {one for one in arguments if re.fullmatch(r"--?[a-z][a-z-]*", one)}
+    assert used <= options
+
+
+def test_every_page_of_a_command_is_of_one_there_is():
+    names = {page.stem for page in (DOCS / "commands").glob("*.md")} - {"index"}
+    assert names <= set(COMMANDS)
+
+
+def test_the_api_page_has_every_public_name():
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)
+    for full in listed:
+        module, _, name = full.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), full
+    assert set(tccl_py.__all__) <= {full.rpartition(".")[2] for full in listed}
+
+
+def script(name: str, monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module(name)
+
+
+def test_a_page_says_all_that_the_help_does(monkeypatch):
+    pytest.importorskip("mkdocs")
+    pages = script("command_pages", monkeypatch)
+    for name, command in pages.commands().items():
+        text = pages.page(name, command)
+        assert text.startswith(f"# tccl {name}\n")
+        for param in command.params:
+            assert param.help, f"{name}: {param.name} has no help"
+            assert " ".join(param.help.split()) in text
+            if param.param_type_name == "option":
+                assert all(f"`{option}`" in text for option in param.opts)
+
+
+def test_the_checker_of_links_finds_what_is_dead(monkeypatch, tmp_path):
+    check = script("check_links", monkeypatch)
+    (tmp_path / "a.html").write_text(
+        '<h1 id="top"></h1><a href="b.html#there"></a><a href="b.html#gone"></a><a href="c.html">'
+        '</a><a href="https://example.org/"></a><script src="https://example.org/x.js"></script>'
+    )
+    (tmp_path / "b.html").write_text('<p id="there"><a href="a.html#top"></a><a href="#there"></a>')
+    assert list(check.faults(tmp_path)) == [
+        "a.html: b.html#gone: has no such anchor",
+        "a.html: c.html: does not exist",
+        "a.html: loads https://example.org/x.js, which needs a network",
+    ]
+    assert check.links_elsewhere(tmp_path) == ["https://example.org/"]
+
+
+def test_the_site_builds_without_a_warning_and_no_link_in_it_is_dead(tmp_path, monkeypatch):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
+    result = subprocess.run(
+        build,
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    check = script("check_links", monkeypatch)
+    assert list(check.faults(tmp_path)) == []
+    for name in COMMANDS:
+        assert (tmp_path / "commands" / f"{name}.html").exists()
