@@ -1,0 +1,392 @@
+"""Merging chains of nodes to rings: the best ring for every order, and true bounds."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.errors import InputError, SearchError
+from tccl_py.merge import pieces
+from tccl_py.merge.any_order import merge_any_order
+from tccl_py.merge.circuits import closed_walk, could_close
+from tccl_py.merge.in_order import merge_in_order
+from tccl_py.merge.lattice import sums_can_match
+from tccl_py.merge.switches import SwitchTree, merge_with_switches
+from tccl_py.merge.tables import ChainTable
+
+SPARSE = (0, 0, 0, 0, 1, 2, 3)
+DENSE = (0, 1, 2, 3, 4, 5)
+
+
+def random_tables(seed, *, classes, crossings, values=None):
+    rng = np.random.default_rng(seed)
+    values = values or (SPARSE if rng.uniform() < 0.6 else DENSE)
+    rates = rng.choice(values, size=(classes, crossings, crossings)).astype(float)
+    return [ChainTable(name=f"class{c}", rates=rates[c]) for c in range(classes)]
+
+
+def table(rows, name="a"):
+    return ChainTable(name=name, rates=np.array(rows, dtype=float))
+
+
+def rate_of(tables, order, crossings):
+    """The rate by definition: node n is entered by crossing n - 1."""
+    steps = range(len(order))
+    return min(tables[order[n]].rates[crossings[n - 1], crossings[n]] for n in steps)
+
+
+def brute_force(tables, order):
+    """The best rate in this order, over all crossings."""
+    crossings = range(len(tables[0].rates))
+    return max(
+        rate_of(tables, order, choice) for choice in itertools.product(crossings, repeat=len(order))
+    )
+
+
+def rate_or_none(merge, *given, **more):
+    """The ring's rate, once the ring is seen to be one; 0 without a ring."""
+    try:
+        ring = merge(*given, **more)
+    except SearchError:
+        return 0.0
+    assert ring.rate_gbps == rate_of(given[0], ring.order, ring.crossings)
+    assert ring.proven
+    assert ring.bound_gbps == ring.rate_gbps
+    return ring.rate_gbps
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 5), st.integers(1, 4), st.integers(1, 3))
+def test_merging_in_order_equals_brute_force(seed, nodes, crossings, classes):
+    tables = random_tables(seed, classes=classes, crossings=crossings)
+    order = np.random.default_rng(seed).integers(0, classes, nodes).tolist()
+    assert rate_or_none(merge_in_order, tables, order) == brute_force(tables, order)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(0, 10**6), st.integers(1, 4), st.lists(st.integers(0, 4), min_size=2, max_size=5)
+)
+def test_merging_in_any_order_equals_brute_force(seed, crossings, nodes):
+    tables = random_tables(seed, classes=max(nodes) + 1, crossings=crossings)
+    counts = np.bincount(nodes).tolist()
+    orders = {(nodes[0], *rest) for rest in itertools.permutations(nodes[1:])}
+    best = max(brute_force(tables, order) for order in orders)
+    assert rate_or_none(merge_any_order, tables, counts) == best
+    relations = np.stack([tables[number].rates for number in sorted(set(nodes))])
+    some = [count for count in counts if count]
+    for rate in (1, 2, 3, 4, 5):
+        decision = closed_walk(relations >= rate, some)
+        assert (decision.walk is not None) == (best >= rate)
+        assert decision.certain
+        assert decision.walk is None or could_close(relations >= rate, some)
+
+
+def contiguous_orders(tree):
+    """All orders of the hosts below a switch in which every switch's hosts stay together."""
+    parts = [[[host]] for host in tree.hosts]
+    parts += [list(contiguous_orders(switch)) for switch in tree.switches]
+    for order in itertools.permutations(parts):
+        for choice in itertools.product(*order):
+            yield [host for part in choice for host in part]
+
+
+def stays_together(tree, order):
+    """Whether each switch is left once at most, going round."""
+    for switch in tree.all_switches:
+        inside = [host in set(switch.all_hosts) for host in order]
+        assert sum(inside[n - 1] and not inside[n] for n in range(len(order))) <= 1
+
+
+TREES = [
+    SwitchTree(name="r", hosts=("a", "b", "c", "d")),
+    SwitchTree(
+        name="r",
+        switches=(
+            SwitchTree(name="s", hosts=("a", "b")),
+            SwitchTree(name="t", hosts=("c", "d", "e")),
+        ),
+    ),
+    SwitchTree(
+        name="r",
+        hosts=("a",),
+        switches=(
+            SwitchTree(name="s", hosts=("b",), switches=(SwitchTree(name="u", hosts=("c", "d")),)),
+            SwitchTree(name="t", hosts=("e",)),
+            SwitchTree(name="empty"),
+        ),
+    ),
+    SwitchTree(name="r", switches=(SwitchTree(name="s", hosts=("a", "b", "c", "d", "e")),)),
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(TREES), st.integers(1, 3), st.integers(1, 4))
+def test_merging_under_switches_equals_brute_force(seed, tree, crossings, classes):
+    tables = random_tables(seed, classes=classes, crossings=crossings)
+    hosts = list(tree.all_hosts)
+    chosen = np.random.default_rng(seed).integers(0, classes, len(hosts)).tolist()
+    of = dict(zip(hosts, chosen, strict=True))
+    orders = {tuple(of[host] for host in order) for order in contiguous_orders(tree)}
+    best = max(brute_force(tables, order) for order in orders)
+    assert rate_or_none(merge_with_switches, tables, of, tree) == best
+    if best:
+        ring = merge_with_switches(tables, of, tree)
+        assert sorted(ring.hosts) == sorted(hosts)
+        assert tuple(of[host] for host in ring.hosts) == ring.order
+        stays_together(tree, ring.hosts)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_where_a_switch_has_too_many_kinds_the_bound_is_still_true(seed, monkeypatch):
+    exact = _large_switch(seed)
+    monkeypatch.setattr(pieces, "MAX_PRODUCTS", 40)
+    monkeypatch.setattr(pieces, "PART", 2)
+    rough = _large_switch(seed)
+    assert (exact is None) or exact.proven
+    if rough is not None:
+        assert rough.rate_gbps <= exact.rate_gbps <= rough.bound_gbps
+        stays_together(WIDE, rough.hosts)
+
+
+WIDE = SwitchTree(
+    name="r",
+    hosts=("x", "y"),
+    switches=(
+        SwitchTree(name="s", hosts=tuple("abcde")),
+        SwitchTree(name="t", switches=(SwitchTree(name="u", hosts=tuple("fghij")),)),
+    ),
+)
+
+
+def _large_switch(seed):
+    hosts = list(WIDE.all_hosts)
+    tables = random_tables(seed, classes=len(hosts), crossings=4)
+    try:
+        ring = merge_with_switches(tables, {h: c for c, h in enumerate(hosts)}, WIDE)
+    except SearchError:
+        return None
+    assert ring.rate_gbps == rate_of(tables, ring.order, ring.crossings)
+    return ring
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 5))
+def test_groups_stay_together(seed, crossings, nodes):
+    tables = random_tables(seed, classes=3, crossings=crossings)
+    drawn = np.random.default_rng(seed).integers(0, 3, nodes).tolist()
+    groups = [np.bincount(part, minlength=3).tolist() for part in (drawn[:1], drawn[1:])]
+    counts = np.bincount(drawn, minlength=3).tolist()
+    rest = itertools.permutations(drawn[1:])
+    best = max(brute_force(tables, (drawn[0], *order)) for order in rest)
+    assert rate_or_none(merge_any_order, tables, counts, groups=groups) == best
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 12), st.integers(1, 6))
+def test_rates_follow_what_is_turned_scaled_renamed_or_added(seed, nodes, crossings):
+    rng = np.random.default_rng(seed)
+    tables = random_tables(seed, classes=3, crossings=crossings)
+    order = rng.integers(0, 3, nodes).tolist()
+    counts = np.bincount(order, minlength=3).tolist()
+    whole = np.stack([t.rates for t in tables])
+    shuffled = rng.permutation(crossings)
+    wider = np.pad(whole, ((0, 0), (0, 1), (0, 1)))
+    wider[:, -1, :] = rng.integers(0, 4, wider[:, -1, :].shape)
+    for merge, wanted in ((merge_in_order, order), (merge_any_order, counts)):
+        rate = rate_or_none(merge, tables, wanted)
+        assert rate_or_none(merge, named(whole * 4), wanted) == rate * 4
+        assert rate_or_none(merge, named(whole[:, shuffled][:, :, shuffled]), wanted) == rate
+        assert rate_or_none(merge, named(wider), wanted) >= rate
+    rate = rate_or_none(merge_in_order, tables, order)
+    assert rate_or_none(merge_in_order, tables, order[1:] + order[:1]) == rate
+    assert rate_or_none(merge_in_order, named(whole.transpose(0, 2, 1)), order[::-1]) == rate
+
+
+def named(rates):
+    return [ChainTable(name=f"class{c}", rates=some) for c, some in enumerate(rates)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 9))
+def test_no_order_is_above_a_free_one_and_no_free_one_above_the_bound(seed, nodes):
+    tables = random_tables(seed, classes=4, crossings=5)
+    order = np.random.default_rng(seed).integers(0, 4, nodes).tolist()
+    counts = np.bincount(order, minlength=4).tolist()
+    fixed = rate_or_none(merge_in_order, tables, order)
+    assert fixed <= rate_or_none(merge_any_order, tables, counts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), st.integers(3, 7), st.integers(2, 5), st.floats(0.05, 0.3))
+def test_the_integer_program_agrees_with_the_dynamic_program(seed, crossings, kinds, density):
+    rng = np.random.default_rng(seed)
+    relations = rng.uniform(size=(kinds, crossings, crossings)) < density
+    counts = rng.integers(1, 4, kinds).tolist()
+    decision = closed_walk(relations, counts)
+    assert decision.certain
+    closed = np.diagonal(pieces.Orders(list(relations), counts).relation).any()
+    assert closed == (decision.walk is not None)
+    if closed:
+        walk = decision.walk
+        assert np.bincount(walk.kinds).tolist() == counts
+        steps = zip(walk.kinds, (walk.crossings[-1], *walk.crossings), walk.crossings, strict=False)
+        assert all(relations[step] for step in steps)
+        assert could_close(relations, counts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 4), st.integers(2, 4))
+def test_sums_are_only_ruled_out_where_there_is_no_ring(seed, crossings, kinds):
+    rng = np.random.default_rng(seed)
+    relations = rng.uniform(size=(kinds, crossings, crossings)) < 0.3
+    counts = rng.integers(1, 4, kinds)
+    where = np.nonzero(relations)
+    if not sums_can_match(*where, counts, crossings):
+        assert closed_walk(relations, counts.tolist()).walk is None
+
+
+def test_an_odd_number_of_nodes_that_all_change_sides_is_seen_at_once():
+    side = np.arange(16) < 8
+    relations = np.stack([side[:, None] != side[None, :]] * 12)
+    rng = np.random.default_rng(0)
+    relations &= rng.uniform(size=relations.shape) < 0.5
+    assert not sums_can_match(*np.nonzero(relations), np.full(12, 41) + (np.arange(12) < 1), 16)
+    odd = closed_walk(relations, [41] * 11 + [42])
+    assert odd.walk is None
+    assert odd.certain
+    assert closed_walk(relations, [41] * 12).walk is not None
+
+
+def test_a_ring_in_two_pieces_is_none():
+    apart = table([[5, 0], [0, 0]], "left"), table([[0, 0], [0, 5]], "right")
+    with pytest.raises(SearchError, match="no ring: no order was found"):
+        merge_any_order(apart, [3, 3])
+    with pytest.raises(SearchError, match="no ring: chains of nodes in this order meet in no"):
+        merge_in_order(apart, [0, 1])
+
+
+def test_nodes_alternate_where_crossings_force_them_to():
+    there, back = table([[0, 5], [1, 0]], "there"), table([[0, 1], [5, 0]], "back")
+    ring = merge_any_order([there, back], [500, 500])
+    assert ring.rate_gbps == 5
+    assert ring.order[::2] in ((0,) * 500, (1,) * 500)
+    assert merge_in_order([there, back], [0] * 500 + [1] * 500).rate_gbps == 1
+
+
+def test_ten_thousand_equal_nodes_take_powers():
+    ring = merge_in_order(random_tables(1, classes=1, crossings=16, values=DENSE), [0] * 10_000)
+    assert ring.rate_gbps == 5
+    assert len(ring.crossings) == 10_000
+
+
+def test_many_equal_hosts_under_switches_are_exact():
+    tables = random_tables(3, classes=2, crossings=8, values=SPARSE)
+    switches = [
+        SwitchTree(name=f"s{s}", hosts=tuple(f"h{s}.{i}" for i in range(16))) for s in range(16)
+    ]
+    tree = SwitchTree(name="root", switches=tuple(switches))
+    classes = {host: i % 5 == 0 for i, host in enumerate(tree.all_hosts)}
+    ring = merge_with_switches(tables, {h: int(c) for h, c in classes.items()}, tree)
+    assert ring.proven
+    stays_together(tree, ring.hosts)
+    assert ring.rate_gbps == rate_of(tables, ring.order, ring.crossings)
+
+
+def uplinked(**rates):
+    below = [SwitchTree(name=n, hosts=(n * 2, n * 3), uplink_gbps=r) for n, r in rates.items()]
+    return SwitchTree(name="root", switches=tuple(below), uplink_gbps=1.0)
+
+
+def test_an_uplink_caps_the_ring_and_is_shared_by_the_passes_of_a_given_order():
+    fast = [table([[40]])]
+    tree = uplinked(a=30.0, b=20.0)
+    classes = dict.fromkeys(("aa", "aaa", "bb", "bbb"), 0)
+    ring = merge_with_switches(fast, classes, tree)
+    assert (ring.rate_gbps, ring.bound_gbps, ring.proven) == (20, 20, True)
+    given = merge_with_switches(fast, classes, tree, given_order=["aa", "bb", "aaa", "bbb"])
+    assert given.rate_gbps == 10
+    assert given.hosts == ("aa", "bb", "aaa", "bbb")
+    together = merge_with_switches(fast, classes, tree, given_order=["aaa", "aa", "bb", "bbb"])
+    assert together.rate_gbps == 20
+
+
+def test_a_table_is_a_copy_that_cannot_be_written_to():
+    rates = np.ones((2, 2))
+    kept = ChainTable(name="a", rates=rates)
+    rates[0, 0] = 7
+    assert kept.rates[0, 0] == 1
+    with pytest.raises(ValueError, match="read-only"):
+        kept.rates[0, 0] = 7
+
+
+@pytest.mark.parametrize(
+    ("rates", "sentence"),
+    [
+        ([[1, 2]], "chain table a: the rates are 1 x 2; a row for each crossing in and a column "),
+        ([1, 2], "chain table a: the rates are 2; a row"),
+        (np.zeros((0, 0)), "chain table a: the rates are 0 x 0; a row"),
+        ([[1, 2], [float("nan"), 1]], "chain table a, in by crossing 1 and out by 0: the rate is "),
+        ([[1, -2], [1, 1]], "the rate is -2.0; a rate in GB/s, or 0 where there is no chain, is "),
+        ([[float("inf")]], "the rate is inf; a rate"),
+    ],
+)
+def test_tables_that_cannot_be_used_are_refused(rates, sentence):
+    with pytest.raises(InputError, match=sentence):
+        table(rates)
+
+
+ONE, TWO = table([[1]]), table([[1, 1], [1, 1]], "b")
+
+
+@pytest.mark.parametrize(
+    ("merge", "sentence"),
+    [
+        (lambda: merge_in_order([], [0]), "chain tables: there are none; one for each node class"),
+        (lambda: merge_in_order([ONE, TWO], [0, 1]), "table b: it has 2 crossings, table a 1; all"),
+        (lambda: merge_in_order([ONE], []), "node order: there are no nodes; a ring over nodes"),
+        (lambda: merge_in_order([ONE], [0]), "there is one node, which needs no crossing; a ring"),
+        (lambda: merge_in_order([ONE], [0, 2]), "order, position 1: node class 2 is unknown; clas"),
+        (lambda: merge_any_order([ONE], [1]), "node counts: there is one node, which needs no"),
+        (lambda: merge_any_order([ONE], [0]), "node counts: there are no nodes"),
+        (lambda: merge_any_order([ONE], [-1]), "there are -1 nodes of class 0; 0 or more are"),
+        (lambda: merge_any_order([ONE], [1, 2]), "there are 2 numbers for 1 node classes; one for"),
+        (
+            lambda: merge_any_order([ONE], [3], groups=[[1], [1]]),
+            "groups: they have 2 nodes of class 0, of 3; every node must be in one group",
+        ),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(merge, sentence):
+    with pytest.raises(InputError, match=sentence):
+        merge()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"classes": {"a": 0}}, "switch tree: host b has no node class; every host in the tree"),
+        ({"classes": {"a": 0, "b": 0, "c": 0}}, "switch tree: host c is not in it; every host"),
+        ({"classes": {"a": 0, "b": 4}}, "host b: node class 4 is unknown; classes are 0 to 0"),
+        ({"hosts": ("a", "a")}, "switch tree: host a is in it twice; once is right"),
+        ({"hosts": ("a",), "classes": {"a": 0}}, "switch tree: there is one node"),
+        ({"uplink": 0.0}, "switch s: the uplink rate is 0.0; a rate in GB/s above 0, or none"),
+        ({"order": ("a", "x")}, "given order, position 1: host x is unknown; the hosts of the"),
+        ({"order": ("a", "a")}, "given order: it has 2 hosts, 1 of them different; each of the 2"),
+    ],
+)
+def test_switches_that_cannot_be_used_are_refused(change, sentence):
+    hosts, uplink = change.get("hosts", ("a", "b")), change.get("uplink")
+    tree = SwitchTree(name="s", hosts=hosts, uplink_gbps=uplink)
+    classes = change.get("classes", {"a": 0, "b": 0})
+    with pytest.raises(InputError, match=sentence):
+        merge_with_switches([ONE], classes, tree, given_order=change.get("order"))
+
+
+def test_a_class_without_any_chain_is_named():
+    nothing = table([[0, 0], [0, 0]], "idle")
+    for merge, nodes in ((merge_in_order, [0, 1]), (merge_any_order, [1, 1])):
+        with pytest.raises(SearchError, match="no ring: node class idle has no chain at all"):
+            merge([TWO, nothing], nodes)
