@@ -1,0 +1,155 @@
+"""`tccl doctor`: what on this host will hang NCCL or spoil measurements."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.padding import Padding
+from rich.table import Table
+
+from tccl_py.cli.arguments import ANSWER_IS_NO, JsonOption, print_json, results
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.health.doctor.examine import Diagnosis, examine
+from tccl_py.health.doctor.findings import Finding
+from tccl_py.health.doctor.host import DriverState, GpuState, Host
+from tccl_py.topology.readers.nvml import DriverFacts, driver_facts
+
+_SHM = "/dev/shm"
+_WORDS = {"hang": "HANG", "slow": "SLOW", "note": "note"}
+
+
+def doctor(
+    *,
+    root: Annotated[
+        Path | None,
+        typer.Option(
+            "--root",
+            metavar="DIR",
+            help="Look at a copy of another host's /sys, /proc, /etc and /dev below DIR.",
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Look for what on this host hangs NCCL, slows it, or spoils measurements.
+
+    Looks at ACS and the IOMMU, PCIe links, P2P and GPU-direct, GPU conditions, NUMA, /dev/shm,
+    limits, NCCL's settings and files, containers and virtual machines. It only reads, and needs
+    neither a plan nor a GPU; as root it sees more. What would mend a finding is printed, never run.
+    HANG: NCCL hangs or fails. SLOW: it, or a measurement, gets less than the machine has. Notes are
+    worth knowing.
+
+    Exit codes: 0 nothing but notes, 1 something hangs or slows NCCL, 2 wrong use.
+
+    --json has the keys `findings` (a list of `severity`, `check`, `what`, `where`, `why`, `source`,
+    `mend`) and `unseen` (a list of `check`, `what`, `why`).
+
+    Examples:
+
+        tccl doctor
+        sudo tccl doctor --json
+    """
+    if root is not None and not root.is_dir():
+        raise InputError(str(root), "is no directory", "name one with sys, proc, etc and dev in it")
+    host = _this_host() if root is None else Host(root=root, driver=_copied())
+    found = examine(host)
+    if json:
+        print_json(found)
+    else:
+        _print(found)
+    if not found.healthy:
+        raise typer.Exit(ANSWER_IS_NO)
+
+
+def _copied() -> DriverState:
+    return DriverState(unseen="a copy of a host has no driver to ask")
+
+
+def _this_host() -> Host:
+    try:
+        shm = os.statvfs(_SHM)
+        free: int | None = shm.f_bavail * shm.f_frsize
+    except OSError:
+        free = None
+    return Host(
+        home=_home(),
+        environment=dict(os.environ),
+        driver=_driver(),
+        shm_free=free,
+    )
+
+
+def _home() -> str:
+    """The user's home directory as NCCL finds it, whatever HOME says."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return "/"
+
+
+def _driver() -> DriverState:
+    try:
+        facts = driver_facts()
+        return DriverState(gpus=_states(facts), peer_access=facts.peer_access)
+    except (InputError, MeasurementError) as error:
+        return DriverState(unseen=error.what if isinstance(error, InputError) else str(error))
+
+
+def _states(facts: DriverFacts) -> tuple[GpuState, ...]:
+    from tccl_profiler.conditions import complaints  # noqa: PLC0415
+    from tccl_profiler.watch import Watch  # noqa: PLC0415
+
+    with Watch([gpu.index for gpu in facts.gpus], frozenset()) as watch:
+        seen = watch.look()
+    return tuple(
+        GpuState(
+            index=gpu.index,
+            bus_id=gpu.bus_id,
+            name=gpu.name,
+            persistence=one.persistence,
+            complaints=complaints([one], loaded=False),
+        )
+        for gpu, one in zip(facts.gpus, seen, strict=True)
+    )
+
+
+def _print(found: Diagnosis) -> None:
+    console = results()
+    for finding in found.findings:
+        console.print(f"{_WORDS[finding.severity]}  {finding.what}")
+        console.print(_indented(_lines(finding)))
+        console.print()
+    if found.unseen:
+        console.print("Not seen:")
+        for one in found.unseen:
+            console.print(_indented([("-", f"{one.what}: {one.why}")]))
+        console.print()
+    console.print(_verdict(found))
+
+
+def _indented(lines: list[tuple[str, str]]) -> Padding:
+    table = Table.grid(padding=(0, 1))
+    for name, text in lines:
+        table.add_row(name, text)
+    return Padding(table, (0, 0, 0, 6))
+
+
+def _lines(finding: Finding) -> list[tuple[str, str]]:
+    mend = [("mend", finding.mend)] if finding.mend else []
+    said = [("why", finding.why), ("says", finding.source)]
+    return [("at", finding.where), *said, *mend]
+
+
+def _verdict(found: Diagnosis) -> str:
+    counts = Counter(finding.severity for finding in found.findings)
+    parts = [
+        f"{counts['hang']} may hang NCCL" if counts["hang"] else "",
+        f"{counts['slow']} may slow it" if counts["slow"] else "",
+    ]
+    bad = ", ".join(part for part in parts if part) or "nothing that hangs or slows NCCL"
+    notes = f", {counts['note']} to know of" if counts["note"] else ""
+    return f"Found: {bad}{notes}."

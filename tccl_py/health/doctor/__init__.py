@@ -1,0 +1,1 @@
+"""`tccl doctor`: what on a host will hang NCCL or spoil measurements; it only reads."""

@@ -1,0 +1,140 @@
+"""NUMA nodes: how sockets are split, whether devices know theirs, and pages that move."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from tccl_py.health.doctor.findings import Finding, Unseen, listed
+from tccl_py.health.doctor.host import Host
+
+_BASE = "sys/devices/system"
+_CUMEM_HOST_SINCE = 560
+"""The branch of drivers that came with CUDA 12.6."""
+
+
+def packages(host: Host) -> dict[int, set[int]]:
+    """Sockets that the CPUs of each NUMA node are in."""
+    found = {}
+    for node in host.numa_nodes():
+        cpus = _cpus(host.text(f"{_BASE}/node/node{node}/cpulist"))
+        told = [host.number(f"{_BASE}/cpu/cpu{cpu}/topology/physical_package_id") for cpu in cpus]
+        found[node] = {package for package in told if package is not None and package >= 0}
+    return found
+
+
+def _cpus(text: str) -> list[int]:
+    """The first CPU of each range of a list, which is enough to see the sockets."""
+    return [int(first) for first in re.findall(r"(?:^|,)([0-9]{1,6})", text, re.ASCII)]
+
+
+def check_numa(host: Host) -> Iterator[Finding | Unseen]:
+    """NUMA nodes of each socket, and GPUs without one."""
+    nodes = packages(host)
+    if not nodes:
+        yield Unseen(check="numa", what="NUMA nodes", why="/sys/devices/system/node has none")
+        return
+    yield from _split(nodes)
+    yield from _joined(nodes)
+    yield from _lost_gpus(host)
+    yield from _balancing(host, len(nodes))
+
+
+def _split(nodes: dict[int, set[int]]) -> Iterator[Finding]:
+    sockets = {package for found in nodes.values() for package in found}
+    for socket in sorted(sockets):
+        own = [node for node, found in nodes.items() if found == {socket}]
+        if len(own) > 1:
+            yield Finding(
+                severity="note",
+                check="numa",
+                what=f"a socket is split into {len(own)} NUMA nodes (NPS or SNC in the BIOS)",
+                where=f"socket {socket}, NUMA nodes {listed([str(node) for node in own])}",
+                why=f"a bounce buffer lies on one node and has 1/{len(own)} of the socket's memory "
+                "channels; rings that bounce may be faster unsplit, which a plan can compare",
+                source="AMD, Socket SP3 NUMA topology: NPSn interleaves 1/n of the channels a node",
+                mend="BIOS: NUMA nodes per socket = NPS1 (Intel: SNC = Disabled), then plan again",
+            )
+
+
+def _joined(nodes: dict[int, set[int]]) -> Iterator[Finding]:
+    for node, found in nodes.items():
+        if len(found) > 1:
+            yield Finding(
+                severity="slow",
+                check="numa",
+                what=f"one NUMA node spans {len(found)} sockets (NPS0, or NUMA off in the BIOS)",
+                where=f"NUMA node {node}",
+                why="memory is interleaved over sockets: half of each bounce buffer lies behind "
+                "the link between them, wherever the GPU is",
+                source="AMD, Socket SP3 NUMA topology: NPS0 interleaves over both sockets",
+                mend="BIOS: NUMA nodes per socket = NPS1, node interleaving off",
+            )
+
+
+def _lost_gpus(host: Host) -> Iterator[Finding]:
+    lost = [host.gpu_name(gpu) for gpu in host.gpus() if host.pci(gpu, "numa_node") == "-1"]
+    if not lost:
+        return
+    virtual = host.virtual
+    yield Finding(
+        severity="note" if virtual or len(host.numa_nodes()) == 1 else "slow",
+        check="numa",
+        what="GPUs do not tell their NUMA node",
+        where=listed(lost),
+        why="which memory is near a GPU cannot be seen, here or by NCCL"
+        + (": the virtual machine hides it" if virtual else ""),
+        source="Linux, ABI/testing/sysfs-bus-pci: numa_node is -1 where firmware does not say",
+        mend="give the virtual machine the host's NUMA topology (libvirt: numatune, pcie expander "
+        "buses)"
+        if virtual
+        else "update the BIOS; numactl --cpunodebind per rank works around it",
+    )
+
+
+def _balancing(host: Host, nodes: int) -> Iterator[Finding]:
+    if nodes > 1 and host.number("proc/sys/kernel/numa_balancing"):
+        yield Finding(
+            severity="note",
+            check="numa",
+            what="the kernel moves pages between NUMA nodes by itself (numa_balancing)",
+            where="/proc/sys/kernel/numa_balancing",
+            why="it unmaps pages to see who uses them, which disturbs copies and measurements; "
+            "buffers that CUDA has pinned stay where they are",
+            source="Linux, admin-guide/sysctl/kernel: to be disabled where work is bound to nodes",
+            mend="sysctl -w kernel.numa_balancing=0 (and in /etc/sysctl.d)",
+        )
+
+
+def check_virtual(host: Host) -> Iterator[Finding | Unseen]:
+    """Containers and virtual machines: what they hide, and where NCCL puts host buffers."""
+    if host.container:
+        if not host.has("sys/bus/pci/devices"):
+            yield Unseen(
+                check="container",
+                what="the PCI tree",
+                why="this container has no /sys; mount the host's, or run it outside",
+            )
+        yield from _host_buffers(host)
+    if host.virtual and host.gpus():
+        yield Unseen(
+            check="virtual machine",
+            what="PCI switches, ACS and the IOMMU of the real machine",
+            why="a virtual machine shows its own; run it on the hypervisor as well",
+        )
+
+
+def _host_buffers(host: Host) -> Iterator[Finding]:
+    branch = host.driver_version().partition(".")[0]
+    newer = branch.isdecimal() and int(branch) >= _CUMEM_HOST_SINCE
+    if newer and not host.environment.get("NCCL_CUMEM_HOST_ENABLE"):
+        yield Finding(
+            severity="note",
+            check="container",
+            what="NCCL allocates host buffers through CUDA here, which needs NUMA calls",
+            where=f"a container with driver {host.driver_version()}",
+            why="containers forbid them by default: NCCL before 2.26.5 then fails to start, a later"
+            " one falls back to /dev/shm, where buffers may lie on another NUMA node",
+            source="NCCL user guide, Runtime issues: cuMem host allocations",
+            mend="docker run --cap-add SYS_NICE ..., or NCCL_CUMEM_HOST_ENABLE=0 for old versions",
+        )
