@@ -7,40 +7,13 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.explanation.findings import EXPLANATION_FILE, Explanation, load_explanation
 from tccl_py.files import decode_json, read_text
 from tccl_py.measurements.journal import JournalContents, read_journal
 from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.plan import Plan, load_plan
 
-EXPLANATION_FILE = "explanation.json"
 VERIFICATION_FILE = "verify.json"
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What of an explanation's finding is shown: a sentence, and rates together and alone, GB/s."""
-
-    sentence: str
-    flows: tuple[str, ...] = ()
-    gbps: float | None = None
-    alone_gbps: float | None = None
-
-
-class RingFindings(msgspec.Struct, frozen=True, kw_only=True):
-    """Why rings are as fast as they are; `unexplained` says what is left open."""
-
-    name: str
-    rate_gbps: float
-    findings: tuple[Finding, ...] = ()
-    sentence: str = ""
-    unexplained: str = ""
-
-
-class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """An explanation, as far as the report shows it; `simulated` and `assumed` as everywhere."""
-
-    rings: tuple[RingFindings, ...]
-    simulated: bool
-    assumed: bool = False
 
 
 class Achieved(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +29,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     directory: Path
     plan: Plan
     journal: JournalContents | None
-    findings: Findings | None
+    explanation: Explanation | None
     achieved: Achieved | None
     notices: tuple[str, ...]
 
@@ -71,14 +44,15 @@ def read_contents(directory: Path) -> Contents:
         raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
     plan = load_plan(directory)
     journal, of_journal = _journal(directory / JOURNAL_FILE, plan)
+    explanation, of_explanation = _explanation(directory)
     achieved, of_achieved = _achieved(directory / VERIFICATION_FILE)
     return Contents(
         directory=directory,
         plan=plan,
         journal=journal,
-        findings=_findings(directory / EXPLANATION_FILE),
+        explanation=explanation,
         achieved=achieved,
-        notices=(*of_journal, *of_achieved),
+        notices=(*of_journal, *of_explanation, *of_achieved),
     )
 
 
@@ -94,8 +68,12 @@ def _journal(path: Path, plan: Plan) -> tuple[JournalContents | None, tuple[str,
     return journal, journal.notices
 
 
-def _findings(path: Path) -> Findings | None:
-    return decode_json(read_text(path), Findings, where=str(path)) if path.exists() else None
+def _explanation(directory: Path) -> tuple[Explanation | None, tuple[str, ...]]:
+    """What `tccl explain` found of this plan; what it found of an earlier one is left out."""
+    found = load_explanation(directory)
+    if found is None and (directory / EXPLANATION_FILE).exists():
+        return None, (f"{EXPLANATION_FILE} is left out: it is of an earlier plan",)
+    return found, ()
 
 
 def _achieved(path: Path) -> tuple[Achieved | None, tuple[str, ...]]:

@@ -17,11 +17,15 @@ _FLAT = 0.7
 
 
 class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Which readings are drawn, by which rows and columns, and in which words."""
+    """Which readings are drawn, by which rows and columns, and in which words.
+
+    The colours reach up to `largest`, GB/s.
+    """
 
     name: str
     title: str
     readings: Readings
+    largest: float
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     row_word: str
@@ -42,7 +46,7 @@ class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
 def heat_map(chart: HeatMap, provenance: str) -> Markup:
     """A heat map of rates; cells without a reading stay blank."""
     height = _TOP + chart.size * _FLAT * len(chart.rows) + _LEGEND
-    scale = steps(max((one.gbps for one in chart.readings.values()), default=0))[-1]
+    scale = steps(chart.largest)[-1]
     return figure(
         *_axes(chart, chart.size),
         *_cells(chart, chart.size, scale),

@@ -13,6 +13,7 @@ from tccl_py.report.contents import Contents
 from tccl_py.report.heat_map import HeatMap, heat_map
 from tccl_py.report.rates import (
     Reading,
+    Readings,
     fastest_alone,
     fastest_bounces,
     slowest_together,
@@ -20,6 +21,11 @@ from tccl_py.report.rates import (
 )
 
 _WORST_PAIRS = 12
+_CAPTIONS = {
+    "alone": "The fastest way from one GPU to another with nothing else running.",
+    "together": "The lowest rate of a hop that ran together with one other; the table names both.",
+    "bounces": "The fastest bounce from a GPU to any other through a NUMA node's memory, alone.",
+}
 
 
 class MapView(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,43 +40,38 @@ class MapView(msgspec.Struct, frozen=True, kw_only=True):
 def map_views(contents: Contents) -> list[MapView]:
     """Pairs of GPUs alone, beside their worst neighbour, and bounces by NUMA node."""
     journal = _journal(contents)
+    alone, together = fastest_alone(journal), slowest_together(journal)
+    # One scale for both: equal colours are equal rates.
     pairs: dict[str, Any] = {
+        "largest": _largest(alone, together),
         "rows": contents.plan.gpus,
         "columns": contents.plan.gpus,
         "row_word": "from GPU",
         "column_word": "to GPU",
     }
-    alone = HeatMap(
-        name="alone", title="Each pair of GPUs alone", readings=fastest_alone(journal), **pairs
-    )
-    together = HeatMap(
-        name="together",
-        title="Each pair of GPUs beside its worst neighbour",
-        readings=slowest_together(journal),
-        **pairs,
-    )
-    return [
-        _view(
-            contents, alone, "The fastest way from one GPU to another with nothing else running."
+    charts = [
+        HeatMap(name="alone", title="Each pair of GPUs alone", readings=alone, **pairs),
+        HeatMap(
+            name="together",
+            title="Each pair of GPUs beside its worst neighbour",
+            readings=together,
+            **pairs,
         ),
-        _view(
-            contents,
-            together,
-            "The lowest rate of a hop that ran together with one other; the table names both.",
-        ),
-        _view(
-            contents,
-            _bounces(contents, journal),
-            "The fastest bounce from a GPU to any other through a NUMA node's memory, alone.",
-        ),
+        _bounces(contents, fastest_bounces(journal)),
     ]
+    return [_view(contents, chart) for chart in charts]
 
 
-def _bounces(contents: Contents, journal: Mapping[str, Sequence[Measurement]]) -> HeatMap:
+def _largest(*several: Readings) -> float:
+    return max((one.gbps for readings in several for one in readings.values()), default=0.0)
+
+
+def _bounces(contents: Contents, readings: Readings) -> HeatMap:
     return HeatMap(
         name="bounces",
         title="Bounces by sending GPU and NUMA node",
-        readings=fastest_bounces(journal),
+        readings=readings,
+        largest=_largest(readings),
         rows=tuple(node.index for node in contents.plan.machine.numa_nodes),
         columns=contents.plan.gpus,
         row_word="through",
@@ -79,7 +80,7 @@ def _bounces(contents: Contents, journal: Mapping[str, Sequence[Measurement]]) -
     )
 
 
-def _view(contents: Contents, chart: HeatMap, caption: str) -> MapView:
+def _view(contents: Contents, chart: HeatMap) -> MapView:
     inside = {
         key: reading
         for key, reading in chart.readings.items()
@@ -89,7 +90,7 @@ def _view(contents: Contents, chart: HeatMap, caption: str) -> MapView:
     return MapView(
         chart=chart,
         figure=heat_map(chart, contents.plan.provenance),
-        caption=caption,
+        caption=_CAPTIONS[chart.name],
         listed=sorted(inside.items()),
     )
 

@@ -61,7 +61,7 @@ def _visible(value: Any) -> Any:
 
 def _facts(contents: Contents) -> dict[str, Any]:
     """What the page says in words."""
-    plan, found = contents.plan, contents.findings
+    plan, found = contents.plan, contents.explanation
     return {
         "generator": Markup(GENERATOR),
         "plan": plan,
@@ -72,7 +72,7 @@ def _facts(contents: Contents) -> dict[str, Any]:
         "gain": plan.rate_gbps / plan.stock.rate_gbps if plan.stock.rate_gbps else None,
         "mark": plan.provenance,
         "stock_mark": mark(simulated=plan.simulated, assumed=plan.stock.assumed),
-        "findings_mark": mark(simulated=found.simulated, assumed=found.assumed) if found else "",
+        "explanation_mark": mark(simulated=found.simulated, assumed=found.assumed) if found else "",
         "notices": _notices(contents),
         "variables": environment(plan.settings),
         "exports": env_sh(plan.settings),

@@ -50,8 +50,8 @@ def _of_plan(contents: Contents) -> Iterator[FigureSource]:
         source=plan.provenance,
         note="of all ring sets under these settings" if plan.bound_gbps else "not known",
     )
-    if contents.findings is not None:
-        found = contents.findings
+    if contents.explanation is not None:
+        found = contents.explanation
         yield FigureSource(
             figures="explanation", source=mark(simulated=found.simulated, assumed=found.assumed)
         )

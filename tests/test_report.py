@@ -1,0 +1,360 @@
+"""The report's parts: layout and lanes, tables of rates, scales, and the page made of them."""
+
+import itertools
+import random
+import re
+import time
+
+import msgspec
+import pytest
+
+from tccl_py.errors import InputError
+from tccl_py.explanation.findings import Explanation, Finding, RingExplanation, save_explanation
+from tccl_py.measurements.measurement import Measurement
+from tccl_py.plan.plan import load_plan
+from tccl_py.report.contents import read_contents
+from tccl_py.report.lanes import LANE, wires
+from tccl_py.report.layout import lay_out
+from tccl_py.report.page import report_html
+from tccl_py.report.rates import fastest_alone, fastest_bounces, slowest_together, worst_pairs
+from tccl_py.report.ring_drawing import drawn_hops
+from tccl_py.report.scales import steps, viridis
+from tccl_py.report.svg import element, text_width
+from tccl_py.topology.machine import NvLink, check, toy_machine
+from tests.planned import ASUS, PCIE, SMALL, WRX
+from tests.report_pages import EVIL, PLANS, Page, all_singles_and_pairs, plan_directory, renamed
+
+MACHINES = sorted(path.stem for path in PLANS.glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def sixteen(tmp_path_factory):
+    """Sixteen GPUs with every pair measured alone and a thousand pairs of them together."""
+    sets = all_singles_and_pairs(range(16), [0], pairs=1000)
+    return plan_directory(tmp_path_factory.mktemp("sixteen") / "plan", WRX, sets=sets)
+
+
+def page_of(directory):
+    return Page(report_html(read_contents(directory)))
+
+
+def journal(*lines):
+    """A journal of sets, each with the rate of every flow."""
+    return {
+        text: [
+            Measurement(transfers=text, samples_gbps=tuple((r,) for r in rates), simulated=False)
+        ]
+        for text, *rates in lines
+    }
+
+
+# layout and lanes
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_boxes_lie_within_what_they_hang_from_and_never_on_each_other(name):
+    machine = load_plan(PLANS / f"{name}.json").machine
+    layout = lay_out(machine)
+    for device, parent in machine.parents.items():
+        box, above = layout.boxes[device], layout.boxes[parent]
+        assert above.x <= box.x and box.x + box.width <= above.x + above.width
+        assert above.bottom < box.y
+    for one, other in itertools.combinations(layout.boxes.values(), 2):
+        apart = one.x + one.width <= other.x or other.x + other.width <= one.x
+        assert apart or one.bottom <= other.y or other.bottom <= one.y
+    assert all(box.x + box.width <= layout.width for box in layout.boxes.values())
+    assert {gpu.id for gpu in machine.gpus} <= set(layout.boxes)
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 8, 16, 64])
+def test_no_label_of_a_ring_lies_on_a_line_or_on_another_label(gpus):
+    layout = lay_out(toy_machine(gpus=gpus, numa_nodes=2, per_switch=4))
+    middles = [layout.boxes[f"G{i}"].middle for i in range(gpus)]
+    gaps = layout.gaps([f"G{i}" for i in range(gpus)])
+    for seed in range(20):
+        order = random.Random(seed).sample(range(gpus), gpus)
+        hops = zip(order, [*order[1:], order[0]], strict=True)
+        found = wires([(middles[i] + 9, middles[j] - 9) for i, j in hops], gaps)
+        half = text_width("99.99", 11.5) / 2
+        for wire in found:
+            for other in found:
+                assert not wire.label_x - half < other.start < wire.label_x + half
+                assert not wire.label_x - half < other.end < wire.label_x + half
+        for one, other in itertools.combinations(found, 2):
+            spans = [sorted((w.start, w.end)) for w in (one, other)]
+            apart = spans[0][1] < spans[1][0] or spans[1][1] < spans[0][0]
+            assert one.lane != other.lane or apart
+    assert LANE > 2 * 11.5  # a rate above the line and a word below it
+
+
+def test_a_lane_is_as_low_as_it_must_be():
+    assert [wire.lane for wire in wires([(0, 10), (20, 30), (0, 30)], [5, 25])] == [0, 0, 1]
+
+
+# rates from the journal
+
+
+def test_a_pair_alone_has_its_fastest_flow():
+    found = fastest_alone(
+        journal(
+            ("G0->G0->G1", 20.0),
+            ("G0->G1->G1", 25.0),
+            ("G0->G0->C0->G1->G1", 9.0),
+            ("G0->G0->C0", 40.0),
+            ("G1->G1->G0 G0->G0->G1", 5.0, 6.0),
+        )
+    )
+    assert {key: (one.flow, one.gbps) for key, one in found.items()} == {
+        (0, 1): ("G0->G1->G1", 25.0)
+    }
+
+
+def test_bounces_go_by_numa_node_and_sender():
+    found = fastest_bounces(
+        journal(("G0->G0->C1->G1->G1", 9.0), ("G0->G0->C1->G2->G2{blocks=2}", 11.0))
+    )
+    assert {key: one.gbps for key, one in found.items()} == {(1, 0): 11.0}
+    assert found[1, 0].bounce
+
+
+def test_beside_its_worst_neighbour_a_pair_has_its_lowest_rate():
+    rates = journal(
+        ("G0->G0->G1", 20.0),
+        ("G0->G0->G1 G2->G2->G3", 8.0, 12.0),
+        ("G0->G0->G1 G3->G3->G2", 15.0, 15.0),
+        ("G0->G0->G1 G1->G1->G2 G3->G3->G0", 1.0, 1.0, 1.0),
+    )
+    found = slowest_together(rates)
+    assert (found[0, 1].gbps, found[0, 1].beside) == (8.0, "G2->G2->G3")
+    assert found[0, 1].kept == pytest.approx(0.4)
+    assert found[2, 3].kept is None
+    assert [one.flow for one in worst_pairs(rates, 5)] == ["G0->G0->G1", "G0->G0->G1"]
+    assert [one.gbps for one in worst_pairs(rates, 5)] == [8.0, 15.0]
+
+
+def test_a_set_measured_twice_has_the_median_of_all_samples():
+    once = journal(("G0->G0->G1", 10.0))["G0->G0->G1"]
+    again = journal(("G0->G0->G1", 20.0))["G0->G0->G1"]
+    assert fastest_alone({"G0->G0->G1": once + again})[0, 1].gbps == 15.0
+
+
+# scales and words
+
+
+@pytest.mark.parametrize("largest", [0.003, 0.1, 1, 3.4785, 7, 19.9, 20, 50.65, 492.65, 1e6])
+def test_an_axis_begins_at_0_and_reaches_the_largest_rate(largest):
+    marks = steps(largest)
+    assert marks[0] == 0
+    assert marks[-2] < largest * (1 + 1e-9) <= marks[-1] * (1 + 1e-9)
+    assert 3 <= len(marks) <= 8
+
+
+def test_an_axis_without_rates_is_one():
+    assert steps(0) == [0.0, 1.0]
+
+
+def test_colours_get_lighter_with_the_rate():
+    light = [0.299 * r + 0.587 * g + 0.114 * b for r, g, b in (viridis(n / 50) for n in range(51))]
+    assert light == sorted(light)
+    assert viridis(-1) == viridis(0)
+    assert viridis(2) == viridis(1)
+
+
+def test_words_and_attributes_are_escaped_and_control_characters_shown():
+    text = str(element("text", EVIL, class_=EVIL))
+    assert "<script" not in text
+    assert "\x1b" not in text
+    assert "\\x1b[31m\\u202e" in text
+
+
+def test_hops_are_marked_slowest_only_where_others_are_faster():
+    plan = load_plan(PLANS / f"{ASUS}.json")
+    ring = plan.rings[0]
+    assert not any(one.slowest for one in drawn_hops(plan.machine, ring))
+    first, *others = ring.hops
+    uneven = msgspec.structs.replace(ring, hops=(msgspec.structs.replace(first, gbps=1.0), *others))
+    assert [one.slowest for one in drawn_hops(plan.machine, uneven)] == [True] + [False] * 7
+
+
+# the page
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_page_of_every_reference_plan_is_whole_and_says_what_the_plan_says(name, tmp_path):
+    plan = load_plan(PLANS / f"{name}.json")
+    page = page_of(plan_directory(tmp_path / "plan", name))
+    page.assert_accessible()
+    words = page.words
+    assert words.startswith(f"{plan.provenance} {plan.machine.name}"), words[:80]
+    assert f"{plan.rate_gbps:.2f} GB/s" in words
+    assert f"{plan.stock.rate_gbps:.2f} GB/s" in words
+    for hop in (hop for ring in plan.rings for hop in ring.hops):
+        assert hop.flow in words
+    assert "fails at its creation with “dev N not found”" in words
+    assert words.count("None was simulated.") == 3  # the journal is empty
+
+
+def test_the_policy_of_the_page_lets_nothing_load_or_run(tmp_path):
+    page = page_of(plan_directory(tmp_path / "plan", SMALL))
+    (policy,) = (a["content"] for a in page.all("meta") if "http-equiv" in a)
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def test_sixteen_gpus_make_a_small_page_soon(sixteen):
+    before = time.perf_counter()
+    text = report_html(read_contents(sixteen))
+    assert time.perf_counter() - before < 5
+    assert len(text.encode()) < 2_000_000
+    page = Page(text)
+    page.assert_accessible()
+    assert "240 rates as a table" in page.words
+    assert "16 rates as a table" in page.words
+
+
+def test_cells_without_a_figure_stay_blank(tmp_path):
+    sets = list(all_singles_and_pairs(range(4), [0], pairs=0))[:3]
+    text = report_html(read_contents(plan_directory(tmp_path / "plan", SMALL, sets=sets)))
+    assert "3 rates as a table" in text
+    assert text.count('class="blank"') == 4 * 4 - 4 - 3
+    assert "None was simulated." in text
+    assert "a blank cell was not simulated" in text
+
+
+def test_every_block_of_figures_says_that_they_are_simulated(sixteen):
+    text = report_html(read_contents(sixteen))
+    body = text[text.index("<body>") :]
+    for block in re.findall(r"<figcaption>.*?</figcaption>", body, re.DOTALL):
+        assert "simulated" in block or "no rates" in block
+    for block in re.findall(r'<div class="card.*?</div>', body, re.DOTALL):
+        assert 'class="badge simulated"' in block
+    for title in re.findall(r"<title id=.*?</title>", body):
+        assert "simulated" in title or "The machine" in title or "Ring" in title
+
+
+def test_a_measured_plan_is_called_measured(tmp_path):
+    place = plan_directory(tmp_path / "plan", PCIE, simulated=False, assumed=False)
+    page = page_of(place)
+    assert page.words.startswith("measured amd-3090")
+    assert "it holds simulated rates of amd-3090" in page.words
+    assert "Nothing here was measured" not in page.words
+
+
+def test_names_from_files_are_shown_and_never_act(tmp_path):
+    machine = renamed(load_plan(PLANS / f"{PCIE}.json").machine, EVIL)
+    place = tmp_path / "<b>plan & $(x)"
+    plan_directory(place, PCIE, machine=machine, notices=(EVIL,))
+    text = report_html(read_contents(place))
+    page = Page(text)
+    page.assert_accessible()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+    assert '<script>alert("x")</script>\\x1b[31m\\u202e&amp;' in page.words
+    assert f"tccl env '{place}'" in page.words
+
+
+def test_some_gpus_of_a_machine_are_drawn_faint(tmp_path):
+    plan = load_plan(PLANS / f"{PCIE}.json")
+    ring = plan.rings[0]
+    hops = (
+        msgspec.structs.replace(ring.hops[0], source=0, target=1, flow="G0->G0->C0->G1->G1"),
+        msgspec.structs.replace(ring.hops[0], source=1, target=0, flow="G1->G1->C0->G0->G0"),
+    )
+    place = plan_directory(
+        tmp_path / "plan",
+        PCIE,
+        gpus=(0, 1),
+        rings=(msgspec.structs.replace(ring, hops=hops),),
+        stock=msgspec.structs.replace(plan.stock, rings=((0, 1),)),
+        subsets=(),
+        free=None,
+        alternatives=(),
+    )
+    text = report_html(read_contents(place))
+    assert text.count('class="unused"') == 2 * 2  # in the machine and in its ring
+    assert "2 of 4 GPUs (0-1)" in text
+    assert "GPUs that the plan does not join are faint" in text
+
+
+def test_nvlinks_between_gpus_and_to_cpus_are_drawn():
+    from tccl_py.report.machine_drawing import machine_figure  # noqa: PLC0415
+
+    links = [(i, j) for i in range(4) for j in range(4) if i != j]
+    machine = toy_machine(gpus=4, numa_nodes=2)
+    machine = msgspec.structs.replace(
+        machine,
+        nvlinks=(
+            *(NvLink(source=f"G{i}", target=f"G{j}", count=2) for i, j in links),
+            NvLink(source="G0", target="C0", count=1, kind="c2c"),
+        ),
+    )
+    text = str(machine_figure(check(machine, where="test"), (0, 1, 2, 3)))
+    assert text.count("2x<") == 6
+    assert text.count('class="nvlink"') == 6 + 1
+
+
+def test_an_explanation_is_shown_and_one_of_an_earlier_plan_is_not(tmp_path):
+    place = plan_directory(tmp_path / "plan", SMALL)
+    save_explanation(explanation("Two <i>writes</i> share a link."), place)
+    words = page_of(place).words
+    assert "Two <i>writes</i> share a link." in words
+    assert "There is no explanation" not in words
+    plan_directory(place, SMALL, notices=("planned again",))
+    words = page_of(place).words
+    assert "Two <i>writes</i>" not in words
+    assert "explanation.json is left out: it is of an earlier plan" in words
+
+
+def explanation(sentence):
+    finding = Finding(
+        flows=("G0->G0->G1",),
+        gbps=5.0,
+        alone_gbps=10.0,
+        slowdown=2.0,
+        each_gbps=(5.0,),
+        each_alone_gbps=(10.0,),
+        error=0.0,
+        shares=(),
+        kinds=(),
+        sentence=sentence,
+    )
+    ring = RingExplanation(
+        name="plan",
+        rings=1,
+        rate_gbps=5.0,
+        slowest=finding,
+        findings=(finding,),
+        unexplained="",
+        sentence="Something hurts.",
+    )
+    return Explanation(
+        machine=SMALL,
+        simulated=True,
+        assumed=False,
+        rings=(ring,),
+        avoided=(),
+        sets_measured=0,
+    )
+
+
+def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
+    place = plan_directory(tmp_path / "plan", SMALL)
+    assert "plan, achieved" not in page_of(place).words
+    (place / "verify.json").write_text('{"plan_gbps": 301.5, "stock_gbps": 222.25}')
+    words = page_of(place).words
+    assert "301.50 GB/s" in words
+    assert "222.25 GB/s" in words
+    (place / "verify.json").write_text('{"something": "else"}')
+    assert "verify.json is left out: it does not fit Achieved" in page_of(place).words
+
+
+def test_a_damaged_journal_is_refused_by_its_line(tmp_path):
+    place = plan_directory(tmp_path / "plan", SMALL)
+    with (place / "measurements.jsonl").open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(InputError, match=r"measurements\.jsonl:2: does not fit Measurement"):
+        read_contents(place)
+
+
+def test_a_missing_journal_is_said(tmp_path):
+    place = plan_directory(tmp_path / "plan", SMALL)
+    (place / "measurements.jsonl").unlink()
+    assert "measurements.jsonl is not there" in page_of(place).words
