@@ -28,6 +28,7 @@ class Journalled:
         model = self.model
         self.plan = make_plan(model.machine, model.knowledge, source, budget=budget)
         self.times = source.times_known
+        self.exact = exact_rates(model)
 
     @functools.cached_property
     def some(self):
@@ -50,22 +51,39 @@ def journalled(name, noise=0.02):
     return Journalled(name, noise)
 
 
-class Wandering:
-    """A source whose measurements wander as wholes, by so much of their log rates."""
+class Noisy:
+    """A model's rates with noise as the simulator's, drawn faster.
+
+    `noise` is the spread of samples, `between` that of whole measurements beside it.
+    """
 
     simulated = True
+    repeats = 9
 
-    def __init__(self, source, between, seed):
-        self.source, self.between = source, between
+    def __init__(self, exact, *, noise, between=0.0, seed=0):
+        self.exact, self.noise, self.between = exact, noise, between
         self.random = np.random.default_rng(seed)
 
     def measure(self, sets):
-        answers = []
-        for one in self.source.measure(sets):
-            factor = float(np.exp(self.random.normal(0.0, self.between)))
-            rows = tuple(tuple(rate * factor for rate in row) for row in one.samples_gbps)
-            answers.append(msgspec.structs.replace(one, samples_gbps=rows))
-        return answers
+        return [self._measured(one) for one in sets]
+
+    def _measured(self, one):
+        found = self.exact(one)
+        shape = (len(found.samples_gbps), self.repeats)
+        factors = np.exp(self.random.normal(self.random.normal(0, self.between), self.noise, shape))
+        rows = factors * np.array(found.samples_gbps)
+        return msgspec.structs.replace(found, samples_gbps=tuple(map(tuple, rows.tolist())))
+
+
+def exact_rates(model):
+    """A function from sets to measurements without noise; each set is simulated once."""
+    simulator = Simulator(model)
+
+    @functools.cache
+    def exact(one):
+        return simulator.measure([one])[0]
+
+    return exact
 
 
 def with_slower_link(model, device, left, *, kinds=("pci", "nvlink")):
@@ -97,12 +115,11 @@ def with_slower_link(model, device, left, *, kinds=("pci", "nvlink")):
 
 
 def checked(case, *, noise, seed, between=0.0, now=None, effort=None):
-    """One check of a machine whose journal and whose present have noise of their own."""
+    """One check of a machine whose journal and whose present have noise of their own.
 
-    def source(model, seed):
-        simulator = Simulator(model, noise=noise, seed=seed)
-        return Wandering(simulator, between, seed) if between else simulator
-
-    journal = case.journal(source(case.model, 2 * seed))
-    present = source(now or case.model, 2 * seed + 1)
+    `now` gives the present's rates, as `exact_rates` makes them; None is an unchanged machine.
+    """
+    how = {"noise": noise, "between": between}
+    journal = case.journal(Noisy(case.exact, seed=2 * seed, **how))
+    present = Noisy(now or case.exact, seed=2 * seed + 1, **how)
     return find_drift(case.plan, journal, present, effort=effort or Effort(seed=seed))

@@ -140,7 +140,7 @@ def _indented(lines: list[tuple[str, str]]) -> Padding:
 
 def _lines(finding: Finding) -> list[tuple[str, str]]:
     mend = [("mend", finding.mend)] if finding.mend else []
-    said = [("why", finding.why), ("says", finding.source)]
+    said = [("why", finding.why), ("source", finding.source)]
     return [("at", finding.where), *said, *mend]
 
 

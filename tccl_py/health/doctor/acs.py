@@ -10,7 +10,6 @@ from tccl_py.health.doctor.host import Host
 
 _EXTENDED, _LENGTH = 0x100, 4096
 _ACS = 0x000D
-_ACS_CONTROL = 6
 _REDIRECTS = {0x04: "request redirect", 0x08: "completion redirect", 0x20: "egress control"}
 """Bits of the ACS control register: PCI Express 5.0, 7.7.8.3."""
 _MOST_CAPABILITIES = (_LENGTH - _EXTENDED) // 8
@@ -26,22 +25,19 @@ def acs_control(config: bytes) -> int | None:
 
     None if the extended part is missing, as for all but root, or makes no sense.
     """
-    if len(config) == _EXTENDED:
-        # A device on conventional PCI, as virtual machines have them.
-        return 0
-    if len(config) < _EXTENDED + 4:
-        return None
+    if len(config) <= _EXTENDED:
+        # All 256 bytes and no more is a device on conventional PCI, as virtual machines have them.
+        return 0 if len(config) == _EXTENDED else None
     at = _EXTENDED
     for _ in range(_MOST_CAPABILITIES):
         if at + 8 > len(config):
             return None
-        (header,) = struct.unpack_from("<I", config, at)
-        if header in (0, 0xFFFFFFFF):
-            return 0 if header == 0 else None
+        header, _, control = struct.unpack_from("<IHH", config, at)
+        if header == 0xFFFFFFFF:
+            return None
         if header & 0xFFFF == _ACS:
-            (control,) = struct.unpack_from("<H", config, at + _ACS_CONTROL)
             return int(control)
-        # Offsets are multiples of four; 0 ends the list.
+        # Offsets are multiples of four; 0, here or in an empty list, ends it.
         at = header >> 20 & 0xFFC
         if at < _EXTENDED:
             return 0
@@ -76,7 +72,8 @@ def _redirecting(host: Host, ports: list[str], names: list[str]) -> Finding:
         what=f"ACS sends traffic between GPUs up to the CPU ({', '.join(names)})",
         where=f"bridges {listed(ports)}",
         why="GPUs below one switch no longer talk through it but through the CPU"
-        + (", where the IOMMU may stop them for good" if severity == "hang" else ""),
+        + (", and any two of them through its IOMMU, which may stop them for good")
+        * (severity == "hang"),
         source=_NCCL,
         mend="; ".join(f"setpci -s {port} ECAP_ACS+0x6.w=0000" for port in ports)
         + " (as root, after each boot; not on a hypervisor, whose guests need ACS)",
@@ -121,7 +118,7 @@ def _iommu(severity: Severity, what: str, where: str) -> Finding:
         check="iommu",
         what=what,
         where=where,
-        why="direct traffic between GPUs, and to NICs, is looked up in tables or goes by the CPU",
+        why="direct traffic between GPUs, and to NICs, goes up to the CPU and its tables",
         source=_NCCL + "; Linux, kernel-parameters: iommu=pt leaves devices untranslated",
         mend="add iommu=pt to the kernel's command line (GRUB_CMDLINE_LINUX in /etc/default/grub, "
         "then update-grub or grub2-mkconfig) and boot; or turn the IOMMU off in the BIOS",

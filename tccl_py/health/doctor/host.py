@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from tccl_py.topology.knowledge import PeerAccess
@@ -124,6 +125,10 @@ class Host:
 
     def gpus(self) -> tuple[str, ...]:
         """Bus ids of NVIDIA's GPUs, in the order in which NVML counts them."""
+        return self._gpus
+
+    @cached_property
+    def _gpus(self) -> tuple[str, ...]:
         found = {
             bus_id
             for name in self.entries("sys/bus/pci/devices")
@@ -174,8 +179,3 @@ class Host:
     def kernel_options(self) -> tuple[str, ...]:
         """The kernel's command line, a word each."""
         return tuple(self.text("proc/cmdline").split())
-
-
-def below(host: Host, base: str, pattern: str) -> Iterator[str]:
-    """Entries of a directory whose names match."""
-    return (name for name in host.entries(base) if re.fullmatch(pattern, name, re.ASCII))

@@ -28,6 +28,18 @@ def shared_memory_needed(gpus: int) -> int:
     return max(gpus, 2) * _CHANNELS * _PATTERNS * _BUFFERS
 
 
+def in_words(count: int) -> str:
+    """Bytes in the largest unit they fill.
+
+    >>> in_words(65536)
+    '64 KiB'
+    """
+    for unit, size in (("GiB", 1024 * _MIB), ("MiB", _MIB), ("KiB", 1024)):
+        if count >= size:
+            return f"{count // size} {unit}"
+    return f"{count} bytes"
+
+
 def check_shared_memory(host: Host) -> Iterator[Finding | Unseen]:
     """Size and free space of /dev/shm."""
     size = shared_memory_size(host)
@@ -39,14 +51,14 @@ def check_shared_memory(host: Host) -> Iterator[Finding | Unseen]:
     gpus = max(len(host.gpus()), 2)
     needed = shared_memory_needed(gpus)
     why = (
-        f"a communicator over {gpus} GPUs takes up to {needed // _MIB} MiB of it, where hops go "
+        f"a communicator over {gpus} GPUs takes up to {in_words(needed)} of it, where hops go "
         "through host memory; without them NCCL fails to start"
     )
     if size < needed:
         yield Finding(
             severity="hang",
             check="shared memory",
-            what=f"/dev/shm is small: {size // _MIB} MiB",
+            what=f"/dev/shm is small: {in_words(size)}",
             where="/dev/shm",
             why=why,
             source=_DOCS,
@@ -58,7 +70,7 @@ def check_shared_memory(host: Host) -> Iterator[Finding | Unseen]:
         yield Finding(
             severity="hang",
             check="shared memory",
-            what=f"/dev/shm is nearly full: {host.shm_free // _MIB} of {size // _MIB} MiB are free",
+            what=f"/dev/shm is nearly full: {in_words(host.shm_free)} of {in_words(size)} are free",
             where="/dev/shm",
             why=why,
             source=_DOCS,
@@ -95,7 +107,7 @@ def check_limits(host: Host) -> Iterator[Finding | Unseen]:
         yield Finding(
             severity="hang" if cards else "note",
             check="limits",
-            what=f"a process may lock {locked // _MIB} MiB of memory only",
+            what=f"a process may lock {in_words(locked)} of memory only",
             where="ulimit -l of this user",
             why=f"the RDMA cards {listed(list(cards))} need locked memory: without it NCCL fails "
             "to start"
@@ -112,11 +124,11 @@ def check_limits(host: Host) -> Iterator[Finding | Unseen]:
         yield Finding(
             severity="hang",
             check="limits",
-            what=f"a process may map {mapped // _MIB} MiB of virtual memory only",
+            what=f"a process may map {in_words(mapped)} of virtual memory only",
             where="ulimit -v of this user",
             why=f"each load of a graph file reserves {_GRAPH_MB} MB of it, used or not, and CUDA "
             "as much as all memories together; below that NCCL fails to start",
-            source="NCCL 2.30.7, graph/xml.h: ncclXml is allocated for the most nodes there can be",
+            source="seen with NCCL 2.30.7, whose tables for a graph file are that large",
             mend="ulimit -v unlimited",
         )
 

@@ -41,20 +41,21 @@ def check_numa(host: Host) -> Iterator[Finding | Unseen]:
 
 
 def _split(nodes: dict[int, set[int]]) -> Iterator[Finding]:
-    sockets = {package for found in nodes.values() for package in found}
-    for socket in sorted(sockets):
-        own = [node for node, found in nodes.items() if found == {socket}]
-        if len(own) > 1:
-            yield Finding(
-                severity="note",
-                check="numa",
-                what=f"a socket is split into {len(own)} NUMA nodes (NPS or SNC in the BIOS)",
-                where=f"socket {socket}, NUMA nodes {listed([str(node) for node in own])}",
-                why=f"a bounce buffer lies on one node and has 1/{len(own)} of the socket's memory "
-                "channels; rings that bounce may be faster unsplit, which a plan can compare",
-                source="AMD, Socket SP3 NUMA topology: NPSn interleaves 1/n of the channels a node",
-                mend="BIOS: NUMA nodes per socket = NPS1 (Intel: SNC = Disabled), then plan again",
-            )
+    sockets = sorted({package for found in nodes.values() for package in found})
+    most = max(
+        (sum(found == {socket} for found in nodes.values()) for socket in sockets), default=0
+    )
+    if most > 1:
+        yield Finding(
+            severity="note",
+            check="numa",
+            what=f"sockets are split into {most} NUMA nodes each (NPS or SNC in the BIOS)",
+            where=f"{len(sockets)} socket(s), {len(nodes)} NUMA nodes",
+            why=f"a bounce buffer lies on one node and has 1/{most} of its socket's memory "
+            "channels; rings that bounce may be faster unsplit, which a plan can compare",
+            source="AMD 56338, NUMA topology: NPSn interleaves memory over 1/n of the channels",
+            mend="BIOS: NUMA nodes per socket = NPS1 (Intel: SNC = Disabled), then plan again",
+        )
 
 
 def _joined(nodes: dict[int, set[int]]) -> Iterator[Finding]:
@@ -67,7 +68,7 @@ def _joined(nodes: dict[int, set[int]]) -> Iterator[Finding]:
                 where=f"NUMA node {node}",
                 why="memory is interleaved over sockets: half of each bounce buffer lies behind "
                 "the link between them, wherever the GPU is",
-                source="AMD, Socket SP3 NUMA topology: NPS0 interleaves over both sockets",
+                source="AMD 56338, NUMA topology: NPS0 interleaves memory over both sockets",
                 mend="BIOS: NUMA nodes per socket = NPS1, node interleaving off",
             )
 
@@ -133,8 +134,8 @@ def _host_buffers(host: Host) -> Iterator[Finding]:
             check="container",
             what="NCCL allocates host buffers through CUDA here, which needs NUMA calls",
             where=f"a container with driver {host.driver_version()}",
-            why="containers forbid them by default: NCCL before 2.26.5 then fails to start, a later"
-            " one falls back to /dev/shm, where buffers may lie on another NUMA node",
+            why="containers forbid them by default: an old NCCL then fails to start, a newer one "
+            "falls back to /dev/shm, where buffers may lie on another NUMA node",
             source="NCCL user guide, Runtime issues: cuMem host allocations",
             mend="docker run --cap-add SYS_NICE ..., or NCCL_CUMEM_HOST_ENABLE=0 for old versions",
         )

@@ -16,7 +16,7 @@ from tccl_py.health.doctor.findings import Finding, Severity, Unseen
 from tccl_py.health.doctor.host import Host
 
 _PARSER = "NCCL 2.30.7, misc/param.cc: a line is NAME=VALUE as it stands"
-_ORDER = "NCCL user guide: the environment comes before ~/.nccl.conf, that before /etc/nccl.conf"
+_ORDER = "NCCL 2.30.7, misc/param.cc: the environment first, then ~/.nccl.conf, then /etc/nccl.conf"
 _GRAPHS = "NCCL 2.30.7, graph/search.cc: a GPU of the file that a communicator lacks fails it"
 _MAX_LINES, _MAX_VALUE = 2000, 1023
 _SHOWN = 60

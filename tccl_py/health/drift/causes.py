@@ -14,6 +14,7 @@ from tccl_py.transfers.transfer import Flow, Place, parse_flow
 _EVEN = 0.1
 """Changes whose ratios differ by no more than this share are one change."""
 _NEARLY_ALL = 0.8
+_NAMED = 3
 
 
 class _Suspect(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,17 +41,24 @@ def points_to(machine: Machine, rows: Sequence[Comparison]) -> str:
             "what changed became faster: something that slowed it when the plan was measured is "
             "gone, or clocks are higher; plan again"
         )
-    ratios = [row.ratio for row in changed]
-    even = max(ratios) <= min(ratios) * (1 + _EVEN)
-    if len(hit) > 1 and len(hit) >= len(sets) * _NEARLY_ALL and even:
+    best = _best(machine, rows, changed)
+    # A part that only what is unchanged does not use explains more than "nearly everything".
+    told = bool(best) and best[0].share == 1 and len(hit) < len(sets)
+    if not told and len(hit) > 1 and len(hit) >= len(sets) * _NEARLY_ALL and _alike(changed):
         return (
             "nearly everything changed alike: clocks, a power limit, heat, or other work on this "
             "machine rather than one link (`tccl doctor`, nvidia-smi -q -d PERFORMANCE)"
         )
-    best = _best(machine, rows, changed)
-    if best is None:
+    if not best:
         return "no one link or memory explains all of it: more than one thing changed"
-    return f"{best.words}: {_counted(best)}"
+    words = " or ".join(one.words for one in best)
+    doubt = " (downtrained?)" * words.endswith("'s PCIe link")
+    return f"{words}{doubt}: {_counted(best[0])}"
+
+
+def _alike(changed: Sequence[Comparison]) -> bool:
+    ratios = [row.ratio for row in changed]
+    return max(ratios) <= min(ratios) * (1 + _EVEN)
 
 
 def _counted(suspect: _Suspect) -> str:
@@ -64,34 +72,44 @@ def _counted(suspect: _Suspect) -> str:
 
 def _best(
     machine: Machine, rows: Sequence[Comparison], changed: Sequence[Comparison]
-) -> _Suspect | None:
-    """The part that all changed sets use and that few unchanged ones do.
+) -> list[_Suspect]:
+    """The part that all changed sets use and that the fewest unchanged ones do.
 
-    Of parts that explain it equally well the first counts: those nearest to a GPU.
+    Several if these sets do not tell them apart, but no more than `_NAMED`.
     """
-    users: dict[str, set[str]] = {}
-    for row in rows:
-        for words in parts_used(machine, parse_flow(row.flow)):
-            users.setdefault(words, set()).add(row.transfers)
-    blamed: dict[str, set[str]] = {}
-    for row in changed:
-        for words in parts_used(machine, parse_flow(row.flow)):
-            blamed.setdefault(words, set()).add(row.transfers)
+    users, blamed = _sets_by_part(machine, rows), _sets_by_part(machine, changed)
     hit = {row.transfers for row in changed}
     suspects = [
         _Suspect(words=words, used=len(users[words]), changed=len(sets))
         for words, sets in blamed.items()
         if sets == hit
     ]
-    return max(suspects, key=lambda one: one.share, default=None)
+    most = max((one.share for one in suspects), default=0.0)
+    words = {one.words for one in suspects if one.share == most}
+    return [
+        one
+        for one in sorted(suspects, key=lambda one: not one.words.startswith("GPU"))
+        # One way of a link is worth its name only where the whole link explains less.
+        if one.words in words and _whole(one.words) not in words - {one.words}
+    ][:_NAMED]
+
+
+def _sets_by_part(machine: Machine, rows: Sequence[Comparison]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        for words in parts_used(machine, parse_flow(row.flow)):
+            found.setdefault(words, set()).add(row.transfers)
+    return found
+
+
+def _whole(words: str) -> str:
+    return words.partition(", the way")[0]
 
 
 def parts_used(machine: Machine, flow: Flow) -> dict[str, None]:
-    """The links and memories that a flow's bytes pass, in words, those of GPUs first."""
-    parts = [list(_parts(machine, one.source, one.destination)) for one in flow.transfers]
-    words = [text for part in parts for text in part]
-    # Sorting is stable: GPUs first, since most that goes wrong does so at a slot or a cable.
-    return dict.fromkeys(sorted(words, key=lambda text: not text.startswith("GPU")))
+    """The links and memories that a flow's bytes pass, in words."""
+    parts = (_parts(machine, one.source, one.destination) for one in flow.transfers)
+    return dict.fromkeys(words for part in parts for words in part)
 
 
 def _parts(machine: Machine, source: Place, destination: Place) -> Iterator[str]:
@@ -100,8 +118,7 @@ def _parts(machine: Machine, source: Place, destination: Place) -> Iterator[str]
     kind = "NVLinks" if nvlinked else "PCIe link"
     for place, way in ((source, "out of it"), (destination, "into it")):
         if place.kind == "G":
-            doubt = "" if nvlinked else " (downtrained?)"
-            yield f"GPU {place.index}'s {kind}{doubt}"
+            yield f"GPU {place.index}'s {kind}"
             yield f"GPU {place.index}'s {kind}, the way {way}"
         elif place.kind == "C":
             yield f"host memory of NUMA node {place.index}"

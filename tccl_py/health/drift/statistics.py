@@ -69,8 +69,9 @@ def log_rates(measurements: Sequence[Measurement]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for one in measurements:
         alike: dict[str, list[float]] = {}
-        for flow, rate in zip(one.transfers.split(), one.gbps, strict=True):
-            alike.setdefault(flow, []).append(math.log(max(rate, _SLOWEST)))
+        medians = np.maximum(np.median(np.asarray(one.samples_gbps), axis=1), _SLOWEST)
+        for flow, log in zip(one.transfers.split(), np.log(medians).tolist(), strict=True):
+            alike.setdefault(flow, []).append(log)
         for flow, logs in alike.items():
             found.setdefault(flow, []).append(sum(logs) / len(logs))
     return found

@@ -1,0 +1,299 @@
+"""The check for drift: what it measures, how seldom it is wrong, and what it points to."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.health.drift.causes import points_to
+from tccl_py.health.drift.check import Effort, find_drift
+from tccl_py.health.drift.choice import chosen_sets, gpus_of, link_class
+from tccl_py.health.drift.identity import differences
+from tccl_py.health.drift.prometheus import prometheus_text
+from tccl_py.health.drift.statistics import Comparison, common_spread, compared
+from tccl_py.simulator.source import Simulator
+from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.topology.machine import toy_machine
+from tccl_py.transfers.transfer import parse_flow, transfer_set
+from tests.drifting import checked, exact_rates, journalled, with_slower_link
+
+PCIE = "intel-v100"
+SMALL = 8
+
+
+@pytest.fixture(scope="module")
+def case():
+    return journalled(PCIE)
+
+
+# Statistics
+
+
+def test_all_flows_alike_give_one_spread_of_all_their_freedom():
+    random = np.random.default_rng(1)
+    spread = common_spread([random.normal(0, 0.02, 4) for _ in range(200)])
+    assert spread.variance == pytest.approx(0.02**2, rel=0.15)
+    assert spread.freedom > 100
+
+
+def test_flows_that_differ_keep_more_of_their_own():
+    random = np.random.default_rng(1)
+    sigmas = np.exp(random.normal(-4, 1, 300))
+    assert common_spread([random.normal(0, s, 6) for s in sigmas]).freedom < 10
+
+
+def test_without_repetition_nothing_is_certain(case):
+    source = Simulator(case.model, noise=0.02)
+    (text,) = list(case.some)[:1]
+    one = source.measure([case.some[text]])
+    assert all(row.p == 1 for row in compared({text: one}, {text: one}, common_spread([])))
+
+
+@pytest.mark.parametrize("between", [0.0, 0.02])
+def test_noise_alone_raises_hardly_an_alarm_in_three_hundred_checks(case, between):
+    """1 of 100 is allowed. `scripts/check-false-alarms` counts more of them."""
+    alarms = sum(
+        checked(case, noise=0.01 + 0.04 * (seed % 2), between=between, seed=seed).drifted
+        for seed in range(150)
+    )
+    assert alarms <= 1
+
+
+def test_p_holds_where_the_change_is_just_what_is_let_pass():
+    """The worst case of the hypothesis: every flow changed by exactly 3 %."""
+    random = np.random.default_rng(5)
+    case_ = journalled(PCIE)
+    source = Simulator(case_.model)
+    texts = [text for text, one in case_.some.items() if len(one) == 1][:6]
+    exact = {text: source.measure([case_.some[text]])[0] for text in texts}
+
+    def noisy(text, factor):
+        rows = tuple(
+            tuple(float(rate * factor * np.exp(random.normal(0, 0.01))) for rate in row)
+            for row in exact[text].samples_gbps
+        )
+        return msgspec.structs.replace(exact[text], samples_gbps=rows)
+
+    wrong = 0
+    for _ in range(400):
+        then = {text: [noisy(text, 1.0)] for text in texts}
+        now = {text: [noisy(text, 1 / 1.03) for _ in range(3)] for text in texts}
+        logs = [np.log([one.rate_gbps for one in found]) for found in now.values()]
+        wrong += any(row.alarming for row in compared(then, now, common_spread(logs)))
+    assert wrong <= 400 * 0.03
+
+
+@pytest.mark.parametrize("gpu", [0, 2])
+@pytest.mark.parametrize("left", [0.9, 0.5])
+def test_a_slower_link_is_found_and_named(case, gpu, left):
+    now = exact_rates(with_slower_link(case.model, f"G{gpu}", left))
+    drift = checked(case, noise=0.02, seed=7, now=now)
+    assert drift.drifted
+    assert drift.points_to.startswith(f"GPU {gpu}'s PCIe link (downtrained?): all sets that")
+    assert [row.ratio for row in drift.changes] == sorted(row.ratio for row in drift.changes)
+
+
+def test_a_change_that_does_not_come_back_is_no_alarm(case):
+    """What another job slowed once is measured again before it is told."""
+    once = Disturbed(Simulator(case.model, noise=0.01, seed=3), first=3 * SMALL)
+    journal = case.journal(Simulator(case.model, noise=0.01, seed=2))
+    drift = find_drift(case.plan, journal, once, effort=Effort(sets=SMALL))
+    assert not drift.drifted
+    assert once.count > 3 * SMALL
+
+
+class Disturbed:
+    simulated = True
+
+    def __init__(self, source, first):
+        self.source, self.first, self.count = source, first, 0
+
+    def measure(self, sets):
+        (found,) = self.source.measure(sets)
+        self.count += 1
+        if self.count > self.first:
+            return [found]
+        rows = tuple(tuple(rate / 2 for rate in row) for row in found.samples_gbps)
+        return [msgspec.structs.replace(found, samples_gbps=rows)]
+
+
+# What is measured
+
+
+def test_the_plan_comes_first_and_every_gpu_and_class_is_seen(case):
+    chosen = chosen_sets(case.plan, case.journal(Simulator(case.model)), most=24, seed=0)
+    flows = [parse_flow(hop.flow) for ring in case.plan.rings for hop in ring.hops]
+    assert chosen[0] == transfer_set(flows)
+    assert len(chosen) == len(set(chosen)) == 24
+    small = [one for one in chosen if len(gpus_of(one)) < 4]
+    assert set().union(*map(gpus_of, small)) == {0, 1, 2, 3}
+    classes = {link_class(case.model.machine, flow) for one in chosen for flow in one.flows}
+    known = {link_class(case.model.machine, f) for one in case.some.values() for f in one.flows}
+    assert classes == known
+
+
+def test_another_seed_samples_other_sets(case):
+    journal = case.journal(Simulator(case.model))
+    one, other = (chosen_sets(case.plan, journal, most=40, seed=seed) for seed in (0, 1))
+    assert one[:10] == other[:10]
+    assert one != other
+
+
+class Slow:
+    """A source and its clock: each measurement takes a second, starting ten."""
+
+    simulated = True
+
+    def __init__(self, model):
+        self.source, self.now, self.asked = Simulator(model, noise=0.01), 0.0, []
+
+    def clock(self):
+        return self.now
+
+    def measure(self, sets):
+        self.now += 1.0 if self.asked else 11.0
+        self.asked += map(str, sets)
+        return self.source.measure(sets)
+
+
+def test_the_time_is_kept_and_what_was_left_out_is_told(case):
+    slow = Slow(case.model)
+    journal = case.journal(Simulator(case.model, noise=0.01, seed=5))
+    effort = Effort(seconds=60, sets=24)
+    drift = find_drift(case.plan, journal, slow, effort=effort, clock=slow.clock)
+    assert drift.seconds <= 60
+    assert drift.skipped
+    assert len(drift.sets) + len(drift.skipped) == 24
+    assert slow.asked[0] in drift.sets
+
+
+def test_too_little_time_is_refused(case):
+    slow = Slow(case.model)
+    journal = case.journal(Simulator(case.model))
+    with pytest.raises(InputError) as caught:
+        find_drift(case.plan, journal, slow, effort=Effort(seconds=1), clock=slow.clock)
+    assert str(caught.value) == (
+        "--max-seconds: is too short to measure one set twice; give it more seconds"
+    )
+
+
+class Lost(Slow):
+    def measure(self, sets):
+        if "G0" in str(sets[0]):
+            raise MeasurementError(f"{sets[0]}: G0 has fallen off the bus")
+        return self.source.measure(sets)
+
+
+def test_a_set_that_cannot_be_measured_any_more_is_drift(case):
+    journal = case.journal(Simulator(case.model, noise=0.01, seed=5))
+    drift = find_drift(case.plan, journal, Lost(case.model))
+    assert drift.drifted
+    assert not drift.changes
+    assert all(why.endswith("G0 has fallen off the bus") for why in drift.lost.values())
+
+
+def test_an_empty_journal_has_nothing_to_compare(case):
+    with pytest.raises(InputError, match=r"^the journal: has no measurements; plan again$"):
+        find_drift(case.plan, {}, Slow(case.model))
+
+
+# What it points to
+
+
+def row(text, ratio=1.0, **more):
+    p = 1.0 if ratio == 1 else 1e-9
+    return Comparison(transfers=text, flow=text, was_gbps=10.0, is_gbps=10 * ratio, p=p, **more)
+
+
+def pairs(slow):
+    """All direct writes among four GPUs, two below each switch; `slow` gives their ratios."""
+    return [row(f"G{i}->G{i}->G{j}", slow(i, j)) for i in range(4) for j in range(4) if i != j]
+
+
+MACHINE = toy_machine(gpus=4, numa_nodes=2, per_switch=2)
+NAMED = {
+    "GPU 2's PCIe link (downtrained?): all sets that changed use it": lambda i, j: (
+        0.5 if 2 in (i, j) else 1
+    ),
+    "GPU 1's PCIe link, the way into it": lambda i, j: 0.5 if j == 1 else 1,
+    "the link above PCIe switch 0000:80:00.0 or the link above PCIe switch 0000:81:00.0 or what "
+    "joins NUMA nodes 0 and 1: all sets that changed use it, and 8 of the 8": lambda i, j: (
+        0.5 if i // 2 != j // 2 else 1
+    ),
+    "PCIe switch 0000:80:00.0": lambda i, j: 0.5 if {i, j} == {0, 1} else 1,
+    "nearly everything changed alike": lambda i, j: 0.8,
+    "GPU 3's PCIe link, the way into it: all": lambda i, j: 0.5 if j == 3 else 1,
+    "no one link or memory explains all of it": lambda i, j: (
+        0.5 if (i, j) in ((0, 1), (2, 3)) else 1
+    ),
+    "what changed became faster": lambda i, j: 2 if i == 0 else 1,
+}
+
+
+@pytest.mark.parametrize("words", NAMED)
+def test_what_changed_sets_have_in_common_is_named(words):
+    assert points_to(MACHINE, pairs(NAMED[words])).startswith(words)
+
+
+def test_nothing_changed_points_to_nothing():
+    assert points_to(MACHINE, pairs(lambda i, j: 1)) == ""
+
+
+def test_bounces_can_have_a_memory_in_common():
+    rows = [
+        row(f"G{i}->G{i}->C{c}->G{j}->G{j}", 0.5 if c == 1 else 1)
+        for c in (0, 1)
+        for i in range(4)
+        for j in range(4)
+        if i != j
+    ]
+    assert points_to(MACHINE, rows).startswith("host memory of NUMA node 1: all sets that changed")
+
+
+# Whose it is
+
+HERE = Fingerprint(gpu_uuids=("a", "b", "c", "d"), driver="570.86", numa_count=2, kernel="6.8")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"gpu_uuids": ("a", "x", "c", "d")}, "GPU 1 was b and is x"),
+        ({"gpu_uuids": ("b", "a", "c", "d")}, "GPU 0 (a) has another index"),
+        ({"gpu_uuids": ("a", "b", "c")}, "GPU 3 (d) is gone"),
+        ({"driver": "580.1"}, "the driver was 570.86 and is 580.1"),
+        (
+            {"numa_count": 8},
+            "it had 2 NUMA node(s) and has 8 (the BIOS's NPS or SNC setting?)",
+        ),
+    ],
+)
+def test_another_machine_is_told_by_what_differs(change, sentence):
+    other = msgspec.structs.replace(HERE, **change)
+    assert differences(MACHINE, HERE, other, gpus=(0, 1, 2, 3)).another[0] == sentence
+
+
+def test_small_differences_are_notes_and_gpus_outside_the_plan_do_not_count():
+    other = Fingerprint(gpu_uuids=("a", "b", "x", "y"), driver="570.99", numa_count=2, kernel="6.9")
+    found = differences(MACHINE, HERE, other, gpus=(0, 1))
+    assert found.another == ()
+    assert found.notes == (
+        "the driver was 570.86 and is 570.99",
+        "the kernel was 6.8 and is 6.9",
+    )
+
+
+# Metrics
+
+
+def test_metrics_are_well_formed_and_labels_escaped(case):
+    now = exact_rates(with_slower_link(case.model, "G2", 0.5))
+    drift = checked(case, noise=0.01, seed=1, now=now)
+    text = prometheus_text(drift, machine='a"b\\c\nd\x1b', simulated=True, now=1700000000.5)
+    assert 'tccl_check_drifted{machine="a\\"b\\\\c\\nd?",simulated="true"} 1\n' in text
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names)) == 8
+    helped = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP")]
+    assert helped == names
+    changed = [line for line in text.splitlines() if line.startswith("tccl_check_set_changed")]
+    assert sum(line.endswith(" 1") for line in changed) == len(drift.changes)

@@ -1,0 +1,128 @@
+"""`tccl doctor`: what it prints, exits with, and asks the driver."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli import doctor as command
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError
+from tccl_py.topology.readers.nvml import DriverFacts, GpuFacts
+from tests.recorded_hosts import recorded, write
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_host_in_order_is_said_to_be_so(tmp_path):
+    recorded("clean", tmp_path)
+    result = tccl("doctor", "--root", tmp_path)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1] == "Found: nothing that hangs or slows NCCL."
+    assert "which pairs of GPUs can do P2P: a copy of a host has no driver to ask" in result.stdout
+
+
+def test_findings_are_read_by_people(tmp_path):
+    recorded("container", tmp_path)
+    result = tccl("doctor", "--root", tmp_path)
+    assert result.exit_code == 1
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    assert lines[:3] == [
+        "HANG  /dev/shm is small: 64 MiB",
+        "      at     /dev/shm",
+        "      why    a communicator over 2 GPUs takes up to 147 MiB of it, where hops go through "
+        "host memory; without them NCCL",
+    ]
+    assert (
+        "      mend   docker run --shm-size=1g ... (Kubernetes: an emptyDir of medium Memory)"
+        in (lines)
+    )
+    assert lines[-1] == "Found: 2 may hang NCCL, 2 to know of."
+
+
+def test_notes_alone_are_no_failure(tmp_path):
+    recorded("intel-vm", tmp_path)
+    result = tccl("doctor", "--root", tmp_path)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == (
+        "Found: nothing that hangs or slows NCCL, 2 to know of."
+    )
+
+
+def test_json_has_the_same_and_says_who_says_so(tmp_path):
+    recorded("amd-as-it-came", tmp_path)
+    result = tccl("doctor", "--root", tmp_path, "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, list(found)) == (1, ["findings", "unseen"])
+    keys = ["severity", "check", "what", "where", "why", "source", "mend"]
+    assert all(list(one) == keys for one in found["findings"])
+    assert all(one["why"] and one["source"] for one in found["findings"])
+    assert all(list(one) == ["check", "what", "why"] for one in found["unseen"])
+
+
+def test_a_root_that_is_no_directory_is_refused(tmp_path):
+    result = tccl("doctor", "--root", tmp_path / "no")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"tccl: {tmp_path}/no: is no directory; name one with sys, proc, etc and dev in it\n"
+    )
+
+
+def test_nothing_from_a_file_reaches_the_terminal_as_it_is(tmp_path):
+    write(tmp_path, "etc/nccl.conf", "NCCL_ALGO=\x1b[31m\x07\n")
+    result = tccl("doctor", "--root", tmp_path)
+    assert r"NCCL_ALGO=\x1b[31m\x07 is set" in result.stdout
+    assert all(line.isprintable() for line in result.stdout.splitlines())
+
+
+def test_this_host_is_looked_at_without_a_driver(monkeypatch):
+    def none():
+        raise InputError("this machine", "no NVIDIA driver answers (why)", "read a file")
+
+    monkeypatch.setattr(command, "driver_facts", none)
+    result = tccl("doctor", "--json")
+    assert result.exit_code in (0, 1)
+    assert command._this_host().driver.unseen == "no NVIDIA driver answers (why)"
+
+
+class Watch:
+    """Stands for the profiler's watch: one GPU without persistence mode, narrow."""
+
+    def __init__(self, gpus, own_pids):
+        self.gpus = gpus
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def look(self):
+        from tccl_profiler.conditions import GpuConditions  # noqa: PLC0415
+
+        return tuple(
+            GpuConditions(gpu=gpu, persistence=False, pcie_width=8, pcie_width_max=16)
+            for gpu in self.gpus
+        )
+
+
+def test_the_driver_is_asked_for_conditions(monkeypatch):
+    gpu = GpuFacts(
+        index=0, bus_id="0000:03:00.0", uuid="GPU-a", name="L40S", sm=89, links={}, c2c_links=0
+    )
+    facts = DriverFacts(driver="570.1", gpus=(gpu,), peer_access=())
+    monkeypatch.setattr(command, "driver_facts", lambda: facts)
+    monkeypatch.setattr("tccl_profiler.watch.Watch", Watch)
+    (state,) = command._this_host().driver.gpus
+    assert (state.bus_id, state.persistence) == ("0000:03:00.0", False)
+    (complaint,) = state.complaints
+    assert complaint.startswith("GPU 0: its PCIe link runs at x8, its best is x16; check its slot")
+
+
+@pytest.mark.parametrize("command_", ["doctor", "check"])
+def test_help_has_examples_and_keys(command_):
+    text = tccl(command_, "--help").stdout
+    assert f"tccl {command_}" in text.split("Examples", 1)[1]
+    assert "Exit codes" in text
