@@ -14,8 +14,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tccl_py.cli.arguments import NO_READER, NOT_USABLE, complain, flush_output, silence_output
+from tccl_py.cli.check import check
 from tccl_py.cli.discover import discover
+from tccl_py.cli.doctor import doctor
 from tccl_py.cli.env import env
+from tccl_py.cli.explain import explain
 from tccl_py.cli.export import export
 from tccl_py.cli.machines import machines
 from tccl_py.cli.measure import measure
@@ -141,7 +144,20 @@ def _frame(
 
 
 # In the order in which the help lists them; each comes from the module of its name.
-for _command in (discover, machines, measure, plan, show, report, env, export, validate):
+for _command in (
+    discover,
+    machines,
+    measure,
+    plan,
+    show,
+    explain,
+    report,
+    env,
+    export,
+    validate,
+    check,
+    doctor,
+):
     app.command(cls=_Command)(_command)
 
 
