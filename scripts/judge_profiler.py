@@ -84,8 +84,7 @@ def main() -> None:
     done = subprocess.run(plain, capture_output=True, text=True, check=True)
     (folder / "plain-copies.json").write_text(done.stdout)
     with opened(here, folder, 1) as (session, source):
-        nccl = compared(here, source, quick=quick)
-        write(folder / "nccl.json", nccl)
+        nccl = compared(here, source, folder / "nccl.json", quick=quick)
         rings = [row["set"] for row in nccl["rows"]]
         repeated(source, rings, quick=quick)
         speed = search_speed(here, session)
@@ -147,11 +146,11 @@ def again(source, transfers: TransferSet) -> None:
     source.measure([transfers] * (1 + source.times_known.get(str(transfers), 0)))
 
 
-def compared(here, source, *, quick):
+def compared(here, source, path, *, quick):
     """NCCL's bus bandwidth under every setting; what should predict it, before and after."""
     machine = here[0]
     sizes = random.Random(1).sample(SIZES, len(SIZES))[: 2 if quick else None]
-    rows, version = [], None
+    rows = []
     for size in [None, *sizes]:
         settings = (
             [DEFAULT]
@@ -165,7 +164,6 @@ def compared(here, source, *, quick):
         for one in sets:
             again(source, one)
         answers, log = nccl_rates(machine, settings)
-        version = log.version
         for one in sets:
             again(source, one)
         for one, transfers, answer, rings in zip(
@@ -181,21 +179,30 @@ def compared(here, source, *, quick):
             }
             rows.append(row)
             print("nccl", {**row, "set": "..."}, flush=True)
-    return {
-        "machine": machine.name,
-        "nccl": version,
-        "all_reduce_bytes": ALL_REDUCE_BYTES,
-        "environment": {k: v for k, v in os.environ.items() if k.startswith("NCCL_")},
-        "rows": rows,
-    }
+        # What there is so far outlives a machine that is taken away.
+        found = {
+            "machine": machine.name,
+            "nccl": log.version,
+            "all_reduce_bytes": ALL_REDUCE_BYTES,
+            "environment": {k: v for k, v in os.environ.items() if k.startswith("NCCL_")},
+            "rows": rows,
+        }
+        write(path, found)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def nccl_rates(machine, settings):
     """One set of processes, and a communicator in them for each choice of settings."""
     gpus = machine.gpu_indices
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as name:
-        probe.bind(("127.0.0.1", 0))
-        port, folder = probe.getsockname()[1], Path(name)
+    port = free_port()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         graphs = []
         for number, one in enumerate(settings):
             if one.p2p_level is not None:

@@ -19,7 +19,7 @@ from tccl_py.measurements.measurement import Measurement
 from tccl_py.transfers.transfer import parse_set
 
 KEPT = Path(__file__).resolve().parents[1] / "tests" / "cases" / "profiler" / "h200x4-vm"
-RECORDED = Path(__file__).resolve().parents[1] / "tests" / "cases" / "measured" / "h200x4-vm.json"
+MEASURED = Path(__file__).resolve().parents[1] / "tests" / "cases" / "measured"
 MIB = 1 << 20
 
 
@@ -50,10 +50,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     overlap: float
     worst_overlap: float
     direct_same_pool: float
-    direct_new_pool: float
+    direct_new_pool: float | None
     bounce_same_pool: float
-    bounce_new_pool: float
+    bounce_new_pool: float | None
     copies: tuple[tuple[str, tuple[float, ...], tuple[float, ...], tuple[float, ...]], ...]
+    sweep: tuple[Prediction, ...]
     facts: dict[str, object]
 
 
@@ -62,7 +63,8 @@ Journal = dict[str, list[Measurement]]
 
 def load(folder: Path) -> tuple[list[Journal], dict[str, object], dict[str, list[float]]]:
     """Both journals, NCCL's rates, and the plain loops' rates by set."""
-    journals = [read_journal(folder / f"journal-{i}.jsonl").measurements for i in (1, 2)]
+    paths = [folder / f"journal-{i}.jsonl" for i in (1, 2)]
+    journals = [read_journal(path).measurements for path in paths if path.exists()]
     nccl = json.loads((folder / "nccl.json").read_text())
     return journals, nccl, json.loads((folder / "plain-copies.json").read_text())
 
@@ -73,8 +75,9 @@ def figures(folder: Path) -> Figures:
     predictions = tuple(predicted(journals[0], row) for row in nccl["rows"])
     bounces = [one for one in predictions if not one.direct]
     rings = {row["set"] for row in nccl["rows"] if not row["direct"]}
-    measured = [one for journal in journals for key in rings for one in journal[key]]
+    measured = [one for journal in journals for key in rings for one in journal.get(key, ())]
     recorded = recorded_copies()
+    earlier = optional(folder / "sweep-medians.json").get("copies", {})
     return Figures(
         predictions=predictions,
         rank_correlation=float(
@@ -93,11 +96,41 @@ def figures(folder: Path) -> Figures:
         bounce_same_pool=same_pool(journals, is_bounce),
         bounce_new_pool=new_pool(journals, is_bounce),
         copies=tuple(
-            (text, rates_of(journals, text), tuple(plain[text]), recorded.get(text, ()))
+            (
+                text,
+                rates_of(journals, text) or tuple(earlier.get(text, ())),
+                tuple(plain[text]),
+                recorded.get(text, ()),
+            )
             for text in plain
         ),
-        facts=json.loads((folder / "facts-1.json").read_text()),
+        sweep=swept(folder / "sweep-medians.json"),
+        facts=optional(folder / "facts-1.json"),
     )
+
+
+def optional(path: Path) -> dict[str, object]:
+    """What a file holds, if it is there."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def swept(path: Path) -> tuple[Prediction, ...]:
+    """Medians of an earlier sweep beside NCCL's recorded rates, which are of another run."""
+    recorded = json.loads((MEASURED / "h200x4-vm-bounce-sweep.json").read_text())
+    rates = {row["settings"]: row["busbw"][0] for row in recorded["nccl_all_hops_bounced"]["rows"]}
+    found = []
+    for row in optional(path).get("rows", []):
+        channels = f"{row['channels']} ring channel{'s' if row['channels'] > 1 else ''}"
+        found.append(
+            Prediction(
+                channels=row["channels"],
+                fifo_bytes=row["fifo_bytes"],
+                direct=False,
+                predicted_gbps=row["predicted_gbps"],
+                achieved_gbps=rates[f"{channels}, BUFFSIZE {size(row['fifo_bytes'])}"],
+            )
+        )
+    return tuple(found)
 
 
 def predicted(journal: Journal, row: dict[str, object]) -> Prediction:
@@ -143,20 +176,23 @@ def repeated_rates(journal: Journal, text: str) -> list[float]:
 
 
 def same_pool(journals: Sequence[Journal], chosen) -> float:
-    """95th percentile of |rate / median of the same set in the same pool - 1|."""
+    """95th percentile of |rate / median of that set in that pool - 1|, where measured twice."""
     deviations = [
         abs(rate / np.median(rates) - 1)
         for journal in journals
         for text in journal
         if chosen(text)
         for rates in [repeated_rates(journal, text)]
+        if len(rates) > 1
         for rate in rates
     ]
     return float(np.quantile(deviations, 0.95))
 
 
-def new_pool(journals: Sequence[Journal], chosen) -> float:
-    """The largest |median in one pool / median in the other - 1| of any set."""
+def new_pool(journals: Sequence[Journal], chosen) -> float | None:
+    """The largest |median in one pool / median in the other - 1| of any set; None with one pool."""
+    if len(journals) < 2:
+        return None
     first, second = journals
     return max(
         abs(np.median(repeated_rates(first, text)) / np.median(repeated_rates(second, text)) - 1)
@@ -166,16 +202,18 @@ def new_pool(journals: Sequence[Journal], chosen) -> float:
 
 
 def rates_of(journals: Sequence[Journal], text: str) -> tuple[float, ...]:
-    """Median rate of each transfer, in the order of `text`."""
+    """Median rate of each transfer, in the order of `text`; none if it was not measured."""
     key = str(parse_set(text))
-    rows = [one.gbps for journal in journals for one in journal[key]]
+    if not any(key in journal for journal in journals):
+        return ()
+    rows = [one.gbps for journal in journals for one in journal.get(key, ())]
     by_flow = dict(zip(key.split(), np.median(rows, axis=0), strict=True))
     return tuple(float(by_flow[part]) for part in text.split())
 
 
 def recorded_copies() -> dict[str, tuple[float, ...]]:
     """What was measured by hand before there was a profiler, on such a machine."""
-    sets = json.loads(RECORDED.read_text())["sets"]
+    sets = json.loads((MEASURED / "h200x4-vm.json").read_text())["sets"]
     return {" ".join(one["set"]): tuple(one["each_gbps"]) for one in sets}
 
 
@@ -189,18 +227,7 @@ def report(found: Figures) -> str:
             f"direct ring, {one.channels} ring channels: {one.predicted_gbps:.1f} / "
             f"{one.achieved_gbps:.1f} ({one.error:+.1%})"
         )
-    sizes = sorted({one.fifo_bytes for one in bounces})
-    lines += ["", "bounce ring", "| ring channels | " + " | ".join(map(size, sizes)) + " |"]
-    lines.append("|---|" + "---|" * len(sizes))
-    cells = {(one.channels, one.fifo_bytes): one for one in bounces}
-    for channels in sorted({one.channels for one in bounces}):
-        row = [cells.get((channels, count)) for count in sizes]
-        shown = [
-            f"{one.predicted_gbps:.1f} / {one.achieved_gbps:.1f} ({one.error:+.0%})"
-            for one in row
-            if one is not None
-        ]
-        lines.append(f"| {channels} | " + " | ".join(shown) + " |")
+    lines += ["", "bounce ring, in the same run", *table(bounces)]
     errors = [abs(one.error) for one in bounces]
     lines += [
         "",
@@ -212,10 +239,13 @@ def report(found: Figures) -> str:
         f"{found.worst_overlap:.4f}",
         f"again in the same pool (95 of 100 within): direct {found.direct_same_pool:.2%}, bounce "
         f"{found.bounce_same_pool:.2%}",
-        f"in a new pool (worst of all sets): direct {found.direct_new_pool:.2%}, bounce "
-        f"{found.bounce_new_pool:.2%}",
+        f"in a new pool (worst of all sets): direct {share(found.direct_new_pool)}, bounce "
+        f"{share(found.bounce_new_pool)}",
         "",
-        "| copy engines | profiler | plain cupy loops | recorded before |",
+        "bounce ring, medians of an earlier run / NCCL's rates in yet another",
+        *table(found.sweep),
+        "",
+        "| copy engines | profiler (or its earlier run) | plain cupy loops | by hand |",
         "|---|---|---|---|",
     ]
     lines += [
@@ -224,6 +254,27 @@ def report(found: Figures) -> str:
     ]
     lines += ["", *(f"{name}: {value}" for name, value in found.facts.items())]
     return "\n".join(lines)
+
+
+def table(predictions: Sequence[Prediction]) -> list[str]:
+    """Predicted / achieved, by ring channels and FIFO size."""
+    sizes = sorted({one.fifo_bytes for one in predictions})
+    lines = ["| ring channels | " + " | ".join(map(size, sizes)) + " |"]
+    lines.append("|---|" + "---|" * len(sizes))
+    cells = {
+        (one.channels, one.fifo_bytes): (
+            f"{one.predicted_gbps:.1f} / {one.achieved_gbps:.1f} ({one.error:+.0%})"
+        )
+        for one in predictions
+    }
+    for channels in sorted({one.channels for one in predictions}):
+        row = [cells.get((channels, count), "") for count in sizes]
+        lines.append(f"| {channels} | " + " | ".join(row) + " |")
+    return lines
+
+
+def share(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2%}"
 
 
 def size(count: int) -> str:

@@ -2,7 +2,12 @@
 
 import shutil
 
+import hypothesis
 import pytest
+
+# How long an example takes is the machine's affair, and machines are busy.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_profiler.program import (
-    FEW_BLOCKS,
     COUNTER_AREA_BYTES,
     COUNTER_BYTES,
     COUNTERS,
+    FEW_BLOCKS,
     FREE_BLOCKS,
     LEAST_COUPLED_SLICES,
+    MAX_COPIES,
     MAX_REPEATS,
     checkable,
     program_for,
@@ -61,7 +62,17 @@ def flows(draw):
     return parse_flow(f"G{source}->{executor}{source}->C{numa}")
 
 
-sets = st.lists(flows(), min_size=1, max_size=8).map(transfer_set)
+def few_copies(transfers):
+    """Whether no device has more copies than it may."""
+    copies = Counter()
+    for flow in transfers.flows:
+        for one in flow.transfers:
+            if one.uses_copy_engine:
+                copies[one.executor.index] += (flow.blocks or FEW_BLOCKS) if flow.is_bounce else 1
+    return max(copies.values(), default=0) <= MAX_COPIES
+
+
+sets = st.lists(flows(), min_size=1, max_size=8).map(transfer_set).filter(few_copies)
 meetings = st.sampled_from(("pass-on", "independent"))
 
 

@@ -133,13 +133,12 @@ class Session:
 
     @property
     def header(self) -> JournalHeader:
-        """Whose a journal of this session's measurements is."""
+        """Whose a journal of this session's measurements is: the whole machine's, so that sets of
+        some of its GPUs and sets of others can stand in one.
+        """
         print_, limits = self._fingerprint, self.options.limits
-        # A fingerprint has the UUIDs in the machine's order of GPUs.
-        numbered = zip(self.machine.gpu_indices, print_.gpu_uuids, strict=True)
-        gpus = ", ".join(uuid for index, uuid in numbered if index in self._gpus)
         identity = (
-            f"GPUs {gpus}; driver {print_.driver}; kernel {print_.kernel}; "
+            f"GPUs {', '.join(print_.gpu_uuids)}; driver {print_.driver}; kernel {print_.kernel}; "
             f"{print_.numa_count} NUMA node(s); {self._backend} backend, windows of "
             f"{limits.minimum_ms:g} to {limits.maximum_ms:g} ms, flows that meet "
             f"{'pass data on' if self.options.meeting == 'pass-on' else 'are independent'}"

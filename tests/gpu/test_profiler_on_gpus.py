@@ -98,7 +98,7 @@ def session(here):
         "G0->D0->C0->G1->G1{blocks=2}",
         "G0->G0->C0->G1->G1{blocks=8,fifo=512K} G1->G1->C0->G0->G0{blocks=8,fifo=512K}",
         "G0->G0->G1{blocks=8} G1->G1->C0->G0->G0{blocks=8}",
-        "G0->G0->C0 C0->G1->G1 G0->D0->G1",
+        "G0->G0->C0 C0->G1->G1",
     ],
 )
 def test_every_kind_of_transfer_is_measured_and_its_data_are_right(session, text):
@@ -120,7 +120,7 @@ def test_a_lost_worker_is_replaced_and_the_set_measured_again(session):
     os.kill(victim, signal.SIGKILL)
     (found,) = session.profiler.measure([parse_set("G0->G0->C0->G1->G1{blocks=4}")])
     assert found.rate_gbps > 0.5
-    assert any("signal 9" in notice for notice in session.notices)
+    assert any("SIGKILL" in notice for notice in session.notices)
     assert victim not in workers()
     assert len(workers()) == len(session.machine.gpus)
     assert set(session.pool.pids) > before

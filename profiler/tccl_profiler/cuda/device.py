@@ -245,20 +245,28 @@ class CudaDevice:
         return base + address.offset
 
     def _queue_copies(self, run: Run, repeat: int) -> None:
-        """Each copy on a stream of its own: released by the flag, stamped after every group."""
-        first = 0
-        for number, (copy, pace) in enumerate(zip(run.program.copies, run.paces, strict=True)):
-            stream = self._copy_streams[number]
-            base = self._control_base + stamps_at(self._start.slot, repeat) + first * 8
-            self._stamp(base, stream)
+        """Each copy on a stream of its own: released by the flag, stamped after every group.
+
+        All beginnings are queued first, then the groups in turn: a stream that is full holds up the
+        caller, and its flag comes only when every stream has begun.
+        """
+        area = self._control_base + stamps_at(self._start.slot, repeat)
+        shift = repeat * COUNTERS * COUNTER_BYTES
+        queued = []
+        for copy, pace, stream in zip(
+            run.program.copies, run.paces, self._copy_streams, strict=False
+        ):
+            queued.append((copy, pace, stream, area))
+            self._stamp(area, stream)
             driver.stream_waits(stream.ptr, self._flag, run.epoch + repeat)
-            self._stamp(base + 8, stream, delay_ns=_AFTER_RELEASE_NS)
-            shift = repeat * COUNTERS * COUNTER_BYTES
-            for group in range(pace.groups):
-                for i in range(group * pace.slices, (group + 1) * pace.slices):
-                    self._queue_slice(copy, stream, i, shift)
-                self._stamp(base + 16 + 8 * group, stream)
-            first += pace.groups + 2
+            self._stamp(area + 8, stream, delay_ns=_AFTER_RELEASE_NS)
+            area += (pace.groups + 2) * 8
+        for group in range(max((pace.groups for pace in run.paces), default=0)):
+            for copy, pace, stream, stamps in queued:
+                if group < pace.groups:
+                    for i in range(group * pace.slices, (group + 1) * pace.slices):
+                        self._queue_slice(copy, stream, i, shift)
+                    self._stamp(stamps + 16 + 8 * group, stream)
 
     def _queue_slice(self, copy: Copy, stream: Any, i: int, shift: int) -> None:
         """Slice i waits for its counter, is copied, and is told of."""
