@@ -31,7 +31,7 @@ from tccl_py.health.drift.check import Drift, Effort, find_drift
 from tccl_py.health.drift.identity import differences
 from tccl_py.health.drift.prometheus import prometheus_text
 from tccl_py.health.drift.record import keep_check
-from tccl_py.health.drift.statistics import SMALLEST
+from tccl_py.health.drift.statistics import SMALLEST, Comparison
 from tccl_py.measurements.journal import JournalContents, JournalHeader, read_journal
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.plan.directory import JOURNAL_FILE, machine_file, planned_model
@@ -42,9 +42,9 @@ from tccl_py.topology.fingerprint import Fingerprint
 
 _NOISE = re.compile(r", noise ([0-9.e+-]{1,24}), seed ([0-9]{1,18})$", re.ASCII)
 _MAX_SECONDS = 86_400
-_SHOWN = 10
-_SHOWN_FLOWS = 4
-"""Sets, and flows of each, that the table has room for."""
+_SHOWN = 8
+_SHOWN_FLOWS = 3
+"""Sets, and flows beside the one of each, that the table has room for."""
 
 
 def check(
@@ -253,14 +253,15 @@ def _print(plan: Plan, drift: Drift) -> None:
     verdict = "has drifted" if drift.drifted else "is as it was"
     console.print(f"{plan.machine.name} {verdict} since it was planned ({plan.provenance})")
     if drift.changes:
+        console.print("Of each set that changed the flow that fell most:")
         console.print(_table(drift))
         console.print(f"This points to {drift.points_to}.")
     for text, why in drift.lost.items():
         console.print(f"cannot be measured any more: {text}: {why}")
     console.print(
-        f"{len(drift.sets)} sets of the journal compared in {drift.seconds:.0f} s; a change counts "
-        f"above {SMALLEST:.0%}, and 1 of {1 / drift.false_alarm_rate:.0f} checks of an unchanged "
-        "machine at most gives a false alarm"
+        f"{len(drift.sets)} sets of the journal compared in {drift.seconds:.0f} s. Changes up to "
+        f"{SMALLEST:.0%} do not count; of 100 checks of an unchanged machine at most "
+        f"{100 * drift.false_alarm_rate:.0f} gives a false alarm."
     )
     if drift.skipped:
         console.print(
@@ -269,24 +270,24 @@ def _print(plan: Plan, drift: Drift) -> None:
 
 
 def _table(drift: Drift) -> Table:
-    table = Table("set", "flow that fell most", "was GB/s", "is GB/s", "change", "p")
-    for column in table.columns[:2]:
-        column.overflow = "fold"
+    table = Table("flow, and what ran beside it", "was GB/s", "is GB/s", "change", "p")
+    table.columns[0].overflow = "fold"
     for row in drift.changes[:_SHOWN]:
-        flows = _flows(row.transfers)
         change, p = f"{row.ratio - 1:+.0%}", "< 1e-6" if row.p < 1e-6 else f"{row.p:.1g}"
-        slowest = row.flow if " " in row.transfers else ""
-        table.add_row(flows, slowest, f"{row.was_gbps:.2f}", f"{row.is_gbps:.2f}", change, p)
+        table.add_row(row.flow, f"{row.was_gbps:.2f}", f"{row.is_gbps:.2f}", change, p)
+        for line in _beside(row):
+            table.add_row(f"  {line}", "", "", "", "", style="dim")
+        table.add_section()
     rest = len(drift.changes) - _SHOWN
     if rest > 0:
-        table.add_row(f"and {rest} more; --json has all", "", "", "", "", "")
+        table.add_row(f"and {rest} more sets; --json has all", "", "", "", "")
     return table
 
 
-def _flows(transfers: str) -> str:
-    """A set, a flow a line, those that are alike counted; the first few of many."""
-    counted = Counter(transfers.split())
-    lines = [f"{times} x {flow}" if times > 1 else flow for flow, times in counted.items()]
+def _beside(row: Comparison) -> list[str]:
+    """The other flows of a set, those that are alike counted; the first few of many."""
+    counted = Counter(row.transfers.split())
+    counted[row.flow] -= 1
+    lines = [f"{times} x {flow}" if times > 1 else flow for flow, times in (+counted).items()]
     rest = len(lines) - _SHOWN_FLOWS
-    more = [f"and {rest} other flows"] if rest > 0 else []
-    return "\n".join([*lines[:_SHOWN_FLOWS], *more])
+    return [*lines[:_SHOWN_FLOWS], *([f"and {rest} other flows"] if rest > 0 else [])]

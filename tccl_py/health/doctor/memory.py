@@ -18,7 +18,8 @@ _MIB = 1024 * 1024
 _SIZE = re.compile(r"size=([0-9]{1,18})([kmg%]?)", re.IGNORECASE | re.ASCII)
 _UNIT = {"": 1, "k": 1024, "m": _MIB, "g": 1024 * _MIB}
 _DOCS = (
-    "NCCL user guide, Runtime issues: Shared memory; Docker needs --shm-size=1g --ulimit memlock"
+    "NCCL user guide, Runtime and MPI issues: what shared and pinned memory containers and users "
+    "get by default may not be enough"
 )
 _LIMITS = "proc/self/limits"
 

@@ -1,0 +1,269 @@
+"""`tccl check`: by a model, by a stand-in for hardware, and by the host backend."""
+
+import json
+import shutil
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli import hardware
+from tccl_py.cli.hardware import Care, Hardware, MeasuredMachine, measured_machine
+from tccl_py.cli.main import app
+from tccl_py.health.drift.record import CheckRecord
+from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.plan import load_plan
+from tccl_py.simulator.library import load_bundled, model_from_json, model_to_json
+from tccl_py.simulator.source import Simulator
+from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.topology.machine import machine_to_json
+from tccl_py.transfers.transfer import parse_set
+from tests.drifting import with_slower_link
+
+NAME = "intel-v100"
+KEYS = [
+    "machine", "drifted", "sets_compared", "false_alarm_rate", "changes", "points_to", "lost",
+    "skipped", "seconds", "simulated",
+]  # fmt: skip
+CHANGE_KEYS = ["set", "flow", "was_gbps", "is_gbps", "ratio", "p"]
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A simulated plan with noise; tests copy it."""
+    directory = tmp_path_factory.mktemp("plans") / "plan"
+    options = ("--simulate", NAME, "--noise", "0.02", "--max-sets", "40", "--rings", "1")
+    assert tccl("plan", "-o", directory, *options).exit_code == 0
+    return directory
+
+
+@pytest.fixture
+def plan(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "plan")
+
+
+def degrade(directory, device="G2", left=0.5):
+    """Make the model of a plan one with a slower link."""
+    path = directory / "machines" / f"{NAME}.json"
+    model = model_from_json(path.read_text(), where=str(path))
+    path.write_text(model_to_json(with_slower_link(model, device, left)))
+
+
+def test_an_unchanged_machine_is_as_it_was(plan):
+    before = {path.name: path.read_bytes() for path in plan.iterdir() if path.is_file()}
+    result = tccl("check", plan)
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.split("\n")
+    assert lines[0] == f"{NAME} is as it was since it was planned (simulated from assumed figures)"
+    assert lines[1].startswith("24 sets of the journal compared in ")
+    assert "checks of an unchanged machine at most 1 gives a false alarm." in (
+        " ".join(result.stdout.split())
+    )
+    assert {p.name: p.read_bytes() for p in plan.iterdir() if p.is_file()} == before
+
+
+def test_a_slower_link_is_told_by_name_and_worst_first(plan):
+    degrade(plan)
+    result = tccl("check", plan)
+    assert result.exit_code == 1
+    assert result.stdout.startswith(f"{NAME} has drifted since it was planned (simulated from")
+    assert "This points to GPU 2's PCIe link (downtrained?): all sets that changed use it" in (
+        result.stdout
+    )
+    assert result.stderr == (
+        "tccl: the model, or this program's parameters, are not those that the plan was simulated "
+        "with: what differs for that reason is told as a change\n"
+    )
+
+
+def test_json_has_the_keys_that_the_help_lists(plan):
+    degrade(plan, left=0.8)
+    result = tccl("check", plan, "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, list(found)) == (1, KEYS)
+    assert (found["drifted"], found["simulated"], found["sets_compared"]) == (True, True, 24)
+    assert found["false_alarm_rate"] == 0.01
+    ratios = [change["ratio"] for change in found["changes"]]
+    assert ratios == sorted(ratios)
+    for change in found["changes"]:
+        assert list(change) == CHANGE_KEYS
+        assert change["ratio"] == pytest.approx(change["is_gbps"] / change["was_gbps"])
+        assert change["flow"] in change["set"].split()
+        assert change["p"] <= 0.01
+    help_ = " ".join(tccl("check", "--help").stdout.replace("│", " ").split())
+    assert all(key in help_ for key in (*KEYS, *CHANGE_KEYS))
+
+
+def test_metrics_replace_the_file_of_the_collector(plan, tmp_path):
+    target = tmp_path / "tccl.prom"
+    target.write_text("old\n")
+    result = tccl("check", plan, "--prometheus", "-o", target)
+    assert (result.exit_code, result.stdout) == (0, "")
+    text = target.read_text()
+    assert text.startswith("# HELP tccl_check_drifted ")
+    assert f'tccl_check_drifted{{machine="{NAME}",simulated="true"}} 0\n' in text
+    assert [path.name for path in tmp_path.iterdir() if "prom" in path.name] == ["tccl.prom"]
+
+
+def test_kept_checks_are_appended_and_the_journal_stays(plan):
+    journal = (plan / "measurements.jsonl").read_bytes()
+    assert tccl("check", plan, "--keep").exit_code == 0
+    result = tccl("check", plan, "--keep", "--seed", "3")
+    assert result.stderr == f"tccl: kept in {plan}/checks.jsonl\n"
+    lines = (plan / "checks.jsonl").read_bytes().splitlines()
+    one, other = (msgspec.json.decode(line, type=CheckRecord) for line in lines)
+    assert one.header.identity.endswith("noise 0.02, seed 1")
+    assert other.header.identity.endswith("noise 0.02, seed 4")
+    assert len(one.measurements) >= 3 * 24
+    assert (plan / "measurements.jsonl").read_bytes() == journal
+
+
+BAD = {
+    "two forms": (("--json", "--prometheus"), "--json beside --prometheus: are two forms; leave"),
+    "a file for people": (("-o", "x"), "--output: is for machines; add --json or --prometheus"),
+    "no time": (("--max-seconds", "0"), "--max-seconds: is 0; above 0, at most 86400"),
+    "NaN": (("--max-seconds", "nan"), "--max-seconds: is nan; above 0, at most 86400"),
+    "seed": (("--seed", "-1"), "--seed: is -1; 0 or more"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_use_is_a_sentence(plan, case):
+    options, sentence = BAD[case]
+    result = tccl("check", plan, *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"tccl: {sentence}")
+
+
+def test_without_a_plan_a_journal_or_a_model_it_cannot(plan, tmp_path):
+    assert tccl("check", tmp_path / "no").stderr == (
+        f"tccl: {tmp_path}/no: is no directory; name a directory of `tccl plan`\n"
+    )
+    model = plan / "machines" / f"{NAME}.json"
+    model.write_text(machine_to_json(load_plan(plan).machine))
+    result = tccl("check", plan)
+    assert result.exit_code == 2
+    (plan / "measurements.jsonl").unlink()
+    result = tccl("check", plan)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"tccl: {plan}/measurements.jsonl: cannot be read (No such")
+
+
+# Hardware
+
+UUIDS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+PRINT = Fingerprint(gpu_uuids=UUIDS, driver="570.1", numa_count=4, kernel="6.1")
+
+
+class Session:
+    """Stands for a session and its profiler, by a model whose figures say they are measured."""
+
+    def __init__(self, model):
+        self.simulator = Simulator(model, noise=0.01, seed=9)
+        self.profiler, self.notices, self.conditions = self, [], ""
+        self.header = JournalHeader(
+            machine=model.name, identity="GPUs a to d; cuda backend, windows", simulated=False
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.notices.append("GPU 0 is warmer than before")
+
+    def measure(self, sets):
+        (found,) = self.simulator.measure(sets)
+        return [msgspec.structs.replace(found, simulated=False)]
+
+
+@pytest.fixture
+def measured(plan, monkeypatch):
+    """The plan as if GPUs had been measured, and a stand-in for them."""
+    made, journal = load_plan(plan), read_journal(plan / "measurements.jsonl")
+    write_plan(msgspec.structs.replace(made, simulated=False), plan, fingerprint=PRINT)
+    session = Session(load_bundled(NAME))
+    rows = [one for found in journal.measurements.values() for one in found]
+    lines = [session.header, *(msgspec.structs.replace(one, simulated=False) for one in rows)]
+    text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    (plan / "measurements.jsonl").write_bytes(text)
+    monkeypatch.setattr(hardware, "open_session", lambda *_: session)
+    found_here(monkeypatch, PRINT)
+    return plan
+
+
+def found_here(monkeypatch, fingerprint):
+    model = load_bundled(NAME)
+    place = MeasuredMachine(
+        backend="cuda", machine=model.machine, knowledge=model.knowledge, fingerprint=fingerprint
+    )
+    monkeypatch.setattr("tccl_py.cli.check.measured_machine", lambda *_: place)
+
+
+def test_a_measured_plan_is_checked_by_measuring(measured):
+    result = tccl("check", measured, "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["simulated"], found["drifted"]) == (0, False, False)
+    assert result.stderr == "tccl: GPU 0 is warmer than before\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"gpu_uuids": ("GPU-a", "GPU-x", "GPU-c", "GPU-d")}, "GPU 1 was GPU-b and is GPU-x"),
+        ({"driver": "580.2"}, "the driver was 570.1 and is 580.2"),
+        ({"numa_count": 1}, "it had 4 NUMA node(s) and has 1 (the BIOS's NPS or SNC setting?)"),
+    ],
+)
+def test_another_machine_cannot_be_checked(measured, monkeypatch, change, sentence):
+    found_here(monkeypatch, msgspec.structs.replace(PRINT, **change))
+    result = tccl("check", measured)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"tccl: {measured}: was measured on another machine: {sentence}; plan again here, or check "
+        "it where it was measured\n"
+    )
+
+
+def test_another_kernel_is_told_and_checked(measured, monkeypatch):
+    found_here(monkeypatch, msgspec.structs.replace(PRINT, kernel="6.2"))
+    result = tccl("check", measured)
+    assert result.exit_code == 0
+    assert result.stderr.startswith("tccl: the kernel was 6.1 and is 6.2: that may explain what")
+
+
+def test_the_host_backend_is_checked_by_itself(plan):
+    """A real run, of processes that copy memory; what it finds depends on this machine's load."""
+    place = measured_machine("host", 2)
+    made = load_plan(plan)
+    hops = made.rings[0].hops[:2]
+    flows = ("G0->G0->G1{blocks=1}", "G1->G1->G0{blocks=1}")
+    pairs = ((0, 1), (1, 0))
+    hops = tuple(
+        msgspec.structs.replace(hop, source=i, target=j, flow=flow)
+        for hop, flow, (i, j) in zip(hops, flows, pairs, strict=True)
+    )
+    ring = msgspec.structs.replace(made.rings[0], hops=hops)
+    made = msgspec.structs.replace(
+        made, machine=place.machine, knowledge=place.knowledge, gpus=(0, 1), rings=(ring,),
+        simulated=False, assumed=False, subsets=(), free=None, type_intra="PHB",
+        stock=msgspec.structs.replace(made.stock, rings=((0, 1),), assumed=False),
+        alternatives=(),
+    )  # fmt: skip
+    shutil.rmtree(plan)
+    plan.mkdir()
+    write_plan(made, plan, fingerprint=place.fingerprint)
+    with (
+        Hardware(place, care=Care(target=0.5, repeats=6)) as source,
+        JournalledSource(source, plan / "measurements.jsonl", source.header) as journalled,
+    ):
+        journalled.measure([parse_set(" ".join(flows)), parse_set(flows[0])])
+    result = tccl("check", plan, "--json", "--max-seconds", "20")
+    assert result.exit_code in (0, 1)
+    found = json.loads(result.stdout)
+    assert (found["simulated"], found["sets_compared"]) == (False, 2)
+    assert "no figure says anything of GPUs" in result.stderr
