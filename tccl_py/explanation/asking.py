@@ -134,7 +134,7 @@ class Asker:
         texts = pooled.transfers.split()
         return Rate(
             gbps=pooled.rate_gbps,
-            error=pooled.relative_error,
+            error=_error(pooled),
             each=tuple(zip(texts, pooled.gbps, strict=True)),
         )
 
@@ -144,3 +144,9 @@ def _pooled(measurements: Sequence[Measurement]) -> Measurement:
     rows = zip(*(one.samples_gbps for one in measurements), strict=True)
     samples = tuple(tuple(chain.from_iterable(row)) for row in rows)
     return msgspec.structs.replace(measurements[0], samples_gbps=samples, outliers=())
+
+
+def _error(pooled: Measurement) -> float:
+    """The relative standard error; of a rate of 0 among others it is unknown, so all of it."""
+    stalled = pooled.rate_gbps <= 0 and any(any(row) for row in pooled.samples_gbps)
+    return 1.0 if stalled else pooled.relative_error

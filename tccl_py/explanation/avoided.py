@@ -11,7 +11,7 @@ import msgspec
 from tccl_py.errors import MeasurementError
 from tccl_py.explanation.asking import Asker
 from tccl_py.explanation.build import Builder
-from tccl_py.explanation.causes import ContradictionError, find_causes
+from tccl_py.explanation.causes import ContradictionError, find_causes, is_hurt
 from tccl_py.explanation.findings import Finding, Instead
 from tccl_py.explanation.likeness import Key
 from tccl_py.explanation.sentences import COLLAPSE, described, is_collapse, kind_of
@@ -21,6 +21,8 @@ from tccl_py.transfers.transfer import Flow, parse_flow, parse_set
 _LOST = COLLAPSE / 2
 """Two flows that get this share of their own are a collapse; those that get half just share."""
 _MOST_FLOWS = 6
+_CERTAIN = 0.25
+"""Rates with a larger relative error are no ground for a warning."""
 _TRIED = 40
 """Sets of the journal that are looked at closely."""
 
@@ -78,9 +80,12 @@ def _slow_sets(asker: Asker) -> Iterator[_Seen]:
         flows = parse_set(text).flows
         alone = [asker.if_known([flow]) for flow in flows]
         slowest = min((rate.gbps if rate is not None else 0.0 for rate in alone), default=0.0)
-        share = asker.exact(flows).gbps / slowest if slowest else 1.0
+        together = asker.exact(flows)
+        share = together.gbps / slowest if slowest else 1.0
+        if share >= _LOST or together.error > _CERTAIN or not is_hurt(asker, flows):
+            continue
         key = asker.likeness.key(flows)
-        if share < _LOST and key not in keys:
+        if key not in keys:
             keys.add(key)
             yield _Seen(flows=flows, share=share)
 
@@ -101,7 +106,7 @@ def _explained(
             tried += 1
             causes = find_causes(builder.asker, seen.flows, most=1, related=related)
             found = [builder.finding(cause) for cause in causes.found]
-            yield from (one for one in found if is_collapse(one))
+            yield from (one for one in found if is_collapse(one) and one.error < _CERTAIN)
         except (BudgetSpentError, MeasurementError, ContradictionError):
             continue
 
@@ -119,7 +124,9 @@ def _slow_ways(builder: Builder) -> Iterator[Finding]:
         worst = min(rates, key=lambda one: rates[one])
         others = _best_of_kinds(rates, kind_of(worst))
         if others and rates[worst] < COLLAPSE * max(one.gbps for one in others):
-            yield builder.single(worst, others)
+            found = builder.single(worst, others)
+            if found.error < _CERTAIN:
+                yield found
 
 
 def _best_of_kinds(rates: dict[Flow, float], without: str) -> tuple[Instead, ...]:

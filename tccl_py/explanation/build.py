@@ -15,6 +15,22 @@ from tccl_py.explanation.sharing import Shared, Sharing
 from tccl_py.plan.plan import Plan
 from tccl_py.transfers.transfer import Flow, parse_set
 
+Kinds = tuple[str, ...]
+_MOST_FLOWS = 6
+_MOST_SLOWDOWN = 1000.0
+"""What moves next to nothing is this many times slower; an infinity is no JSON."""
+
+
+class _Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """A known set: its rate over its slowest flow's alone, and what its flows share."""
+
+    share: float
+    shared: frozenset[str]
+
+
+def _kinds(flows: Flows) -> Kinds:
+    return tuple(sorted(kind_of(flow) for flow in flows))
+
 
 class Builder:
     """Makes findings of one plan.
@@ -28,6 +44,8 @@ class Builder:
     def __init__(self, plan: Plan, asker: Asker, sharing: Sharing) -> None:
         self.plan, self.asker, self.sharing = plan, asker, sharing
         self._suspects: dict[str, tuple[Shared, ...]] = {}
+        self._seen: dict[Kinds, list[_Seen]] = {}
+        self._looked_at = 0
 
     @property
     def mark(self) -> str:
@@ -57,8 +75,7 @@ class Builder:
 
     def label(self, flows: Flows) -> object:
         """Sets with one label are slow in the same way: same mechanisms, same things shared."""
-        kinds = tuple(sorted(kind_of(flow) for flow in flows))
-        return kinds, tuple(one.kind for one in self.sharing.shared(flows))
+        return _kinds(flows), tuple(one.kind for one in self.sharing.shared(flows))
 
     def suspects(self, flows: Flows) -> tuple[Shared, ...]:
         """What the flows share, without what flows of the same mechanisms share unharmed.
@@ -70,29 +87,39 @@ class Builder:
         if text not in self._suspects:
             alone = min(self.asker.best([flow]).gbps for flow in flows)
             share = min(1.0, self.asker.best(flows).gbps / alone)
-            kinds = tuple(sorted(kind_of(flow) for flow in flows))
-            innocent = self._innocent(kinds, share**0.5)
+            innocent = self._innocent(_kinds(flows), share**0.5)
             shared = self.sharing.shared(flows)
             busy = self.sharing.busy(flows) if share < COLLAPSE else ()
             left = [one for one in (*busy, *shared) if one.kind not in innocent]
             self._suspects[text] = tuple(left) or shared
         return self._suspects[text]
 
-    def _innocent(self, kinds: tuple[str, ...], above: float) -> set[str]:
-        """Kinds of places that known sets share and get at least this share of their own."""
-        found: set[str] = set()
-        for text in self.asker.known:
-            if text.count(" ") + 1 != len(kinds):
-                continue
-            flows = parse_set(text).flows
-            if tuple(sorted(kind_of(flow) for flow in flows)) != kinds:
-                continue
-            alone = [self.asker.if_known([flow]) for flow in flows]
-            slowest = min((one.gbps for one in alone if one is not None), default=0.0)
-            if None not in alone and self.asker.exact(flows).gbps >= above * slowest:
-                shared = (*self.sharing.shared(flows), *self.sharing.busy(flows))
-                found.update(one.kind for one in shared)
-        return found
+    def _innocent(self, kinds: Kinds, above: float) -> set[str]:
+        """What known sets of these mechanisms share and get this much of their own all the same."""
+        for text in self.asker.known[self._looked_at :]:
+            self._look_at(text)
+        self._looked_at = len(self.asker.known)
+        return {
+            kind
+            for seen in self._seen.get(kinds, [])
+            if seen.share >= above
+            for kind in seen.shared
+        }
+
+    def _look_at(self, text: str) -> None:
+        if not 1 < text.count(" ") + 1 <= _MOST_FLOWS:
+            return
+        flows = parse_set(text).flows
+        alone = [one for one in map(self.asker.if_known, ([flow] for flow in flows)) if one]
+        if len(alone) < len(flows):
+            return
+        slowest = min(one.gbps for one in alone)
+        shared = (*self.sharing.shared(flows), *self.sharing.busy(flows))
+        seen = _Seen(
+            share=self.asker.exact(flows).gbps / slowest if slowest else 0.0,
+            shared=frozenset(one.kind for one in shared),
+        )
+        self._seen.setdefault(_kinds(flows), []).append(seen)
 
     def slowest(self, flows: Flows, gbps: float) -> Finding:
         """The hop that gets least alone, in rings whose slowest hop gets `gbps`."""
@@ -116,7 +143,7 @@ class Builder:
             flows=tuple(str(flow) for flow in flows),
             gbps=gbps,
             alone_gbps=min(alone),
-            slowdown=min(alone) / gbps if gbps else float("inf"),
+            slowdown=_slowdown(min(alone), gbps),
             each_gbps=(gbps,) * len(flows),
             each_alone_gbps=tuple(alone),
             error=0.0,
@@ -128,6 +155,10 @@ class Builder:
         say = together_sentence if len(finding.flows) > 1 else single_sentence
         sentence = say(self.plan.machine, finding, mark=self.mark)
         return msgspec.structs.replace(finding, sentence=sentence)
+
+
+def _slowdown(alone: float, gbps: float) -> float:
+    return min(_MOST_SLOWDOWN, alone / gbps) if gbps > 0 else _MOST_SLOWDOWN
 
 
 def _each(flows: Flows, each: Sequence[tuple[str, float]], slowest: float) -> tuple[float, ...]:

@@ -110,7 +110,7 @@ def is_hurt(asker: Asker, flows: Sequence[Flow]) -> bool:
     together = asker.rate(flows)
     alone = alone_rate(asker, flows)
     doubt = CERTAIN * (together.error + alone.error)
-    return together.gbps < HURT * alone.gbps * (1 - min(doubt, 0.5))
+    return together.gbps < HURT * alone.gbps * (1 - min(doubt, 1.0))
 
 
 def alone_rate(asker: Asker, flows: Sequence[Flow]) -> Rate:

@@ -9,6 +9,7 @@ from tccl_py.explanation.asking import Asker
 from tccl_py.explanation.avoided import avoided
 from tccl_py.explanation.build import Builder
 from tccl_py.explanation.causes import (
+    HURT,
     Causes,
     ContradictionError,
     alone_rate,
@@ -174,8 +175,10 @@ def _hurting(builder: Builder, slowest: Finding, findings: Sequence[Finding]) ->
 
 def _as_alone(builder: Builder, slowest: Finding) -> str:
     (flow,) = (parse_flow(text) for text in slowest.flows)
+    doubt = slowest.slowdown > 1 / HURT
+    told = ", as far as rates that vary so much tell" if doubt else ""
     return (
-        f"Nothing hurts: the slowest hop is as fast as it is alone. It is {short(flow)} "
+        f"Nothing hurts: the slowest hop is as fast as it is alone{told}. It is {short(flow)} "
         f"({described(builder.plan.machine, [flow])}), {slowest.gbps:.2f} GB/s ({builder.mark})."
         f"{in_place(slowest.gbps, slowest.instead, each=False)}"
     )

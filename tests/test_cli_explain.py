@@ -1,0 +1,189 @@
+"""`tccl explain`: output, the file it keeps, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli import hardware
+from tccl_py.cli.main import app
+from tccl_py.cli.measure import simulation_header
+from tccl_py.errors import InputError
+from tccl_py.explanation.findings import load_explanation
+from tccl_py.measurements.journal import JournalHeader, JournalledSource
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.plan import load_plan
+from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.source import Simulator
+from tccl_py.transfers.transfer import parse_set
+
+PLANS = Path(__file__).parent.parent / "plans"
+NAME = "amd-v100"
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def done(*arguments):
+    result = tccl(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(*arguments):
+    result = tccl(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A simulated plan with a journal that holds nothing yet."""
+    write_plan(load_plan(PLANS / f"{NAME}.json"), tmp_path, model=load_bundled(NAME))
+    model = load_bundled(NAME)
+    with JournalledSource(
+        Simulator(model), tmp_path / "measurements.jsonl", simulation_header(model)
+    ):
+        pass
+    return tmp_path
+
+
+def measured(directory):
+    """Make the plan and its journal say that they were measured."""
+    plan = msgspec.structs.replace(load_plan(directory), simulated=False, assumed=False)
+    plan.save(directory / "plan.json")
+    journal = directory / "measurements.jsonl"
+    journal.unlink()
+    header = JournalHeader(machine=NAME, identity="GPUs a, b", simulated=False)
+    with JournalledSource(Simulator(load_bundled(NAME)), journal, header):
+        pass
+
+
+def test_the_text_names_rings_causes_and_provenance(directory):
+    text = " ".join(done("explain", directory).stdout.split())
+    assert "What hurts on amd-v100, GPUs 0,1,2,3: simulated from assumed figures" in text
+    assert "Stock NCCL: 4.00 GB/s (simulated from assumed figures)" in text
+    assert "two bounces through the memory of NUMA node 1" in text
+    assert "they share the host memory of NUMA node 1" in text
+    assert "would get 12.66 by direct writes or direct reads" in text
+
+
+def test_the_json_is_what_is_kept(directory):
+    printed = json.loads(done("explain", directory, "--json").stdout)
+    assert printed == json.loads((directory / "explanation.json").read_text())
+    assert printed["simulated"] is True
+    assert [ring["name"] for ring in printed["rings"]] == ["plan", "stock"]
+    assert load_explanation(directory).sets_measured == printed["sets_measured"] > 0
+
+
+def test_nothing_is_measured_twice(directory):
+    first = json.loads(done("explain", directory, "--json").stdout)
+    again = json.loads(done("explain", directory, "--json").stdout)
+    assert again["sets_measured"] == 0
+    assert again["rings"] == first["rings"]
+    told = json.loads(done("explain", directory, "--json", "--no-measure").stdout)
+    assert told["rings"] == first["rings"]
+
+
+def test_a_small_budget_says_what_is_left_open(directory):
+    found = json.loads(done("explain", directory, "--json", "--max-sets", 3).stdout)
+    assert found["sets_measured"] <= 3
+    assert any(ring["unexplained"] for ring in found["rings"])
+
+
+def test_an_empty_journal_tells_nothing_and_says_so(directory):
+    text = done("explain", directory, "--no-measure").stdout
+    assert "Left open: the hops of these rings were not all measured alone" in text
+
+
+def test_noise_and_seed_of_the_plan_are_kept(tmp_path):
+    done("plan", "-o", tmp_path, "--simulate", NAME, "--noise", 0.03, "--seed", 5, "--max-sets", 20)
+    found = json.loads(done("explain", tmp_path, "--json").stdout)
+    assert found["rings"][1]["findings"][0]["error"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "nowhere: is no directory; name a directory of `tccl plan`"),
+        (["."], ".: holds no plan.json; name a directory of `tccl plan`"),
+        ([".", "--max-sets", "0"], "--max-sets: is 0; one set at least, or --no-measure"),
+        ([".", "--max-causes", "0"], "--max-causes: is 0; 1 to 100"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refused("explain", *arguments) == f"tccl: {said}\n"
+
+
+def test_options_of_hardware_are_refused_for_a_simulated_plan(directory):
+    said = refused("explain", directory, "--backend", "host")
+    assert "--backend: is about hardware, but the plan is simulated; leave it out" in said
+
+
+def test_a_journal_of_another_model_is_refused(directory):
+    journal = directory / "measurements.jsonl"
+    journal.write_text(journal.read_text().replace("model ", "model 0"))
+    said = refused("explain", directory)
+    assert "is not of the model of amd-v100 as this program has it" in said
+
+
+def test_a_measured_plan_is_not_explained_by_another_machine(directory, monkeypatch):
+    measured(directory)
+
+    def none():
+        raise InputError("this machine", "no NVIDIA driver answers (why)", "read a file")
+
+    monkeypatch.setattr(hardware, "discover_machine", none)
+    said = refused("explain", directory)
+    assert said.startswith(
+        "tccl: the plan of amd-v100: was measured on other GPUs or with other software (GPUs a, b)"
+        " than there are here: this machine no NVIDIA driver answers (why)"
+    )
+    assert said.endswith("explain it there, or add --no-measure\n")
+
+
+def test_a_measured_plan_without_its_journal_is_refused(directory):
+    measured(directory)
+    (directory / "measurements.jsonl").unlink()
+    assert "measurements.jsonl: does not exist" in refused("explain", directory)
+
+
+def test_a_measured_plan_is_explained_on_its_machine(directory, monkeypatch):
+    measured(directory)
+    model = load_bundled(NAME)
+
+    class Here:
+        """A session on the machine itself: the model's answers, which say they are measured."""
+
+        simulated = False
+        header = JournalHeader(machine=NAME, identity="GPUs a, b", simulated=False)
+        notices = ("G0 was warm",)
+        machine = model.machine
+
+        def __init__(self, *_, **__):
+            self.on_set = None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def measure(self, sets):
+            found = Simulator(model).measure(sets)
+            return [msgspec.structs.replace(one, simulated=False) for one in found]
+
+    monkeypatch.setattr("tccl_py.cli.explain.Hardware", Here)
+    monkeypatch.setattr("tccl_py.cli.explain.measured_machine", lambda *_: Here())
+    result = done("explain", directory)
+    assert "(measured)" in result.stdout
+    assert "simulated" not in result.stdout
+    assert "G0 was warm" in result.stderr
+    text = str(parse_set("G0->G0->G3{blocks=2}"))
+    assert text in (directory / "measurements.jsonl").read_text()

@@ -1,0 +1,290 @@
+"""Which transfers hurt which: smallest slow sets, what they share, and the sentences."""
+
+from itertools import combinations
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.errors import InputError
+from tccl_py.explanation.asking import Asker
+from tccl_py.explanation.causes import NEAR, find_causes, is_hurt
+from tccl_py.explanation.explain import explain
+from tccl_py.explanation.findings import load_explanation, save_explanation
+from tccl_py.explanation.likeness import Likeness
+from tccl_py.explanation.sharing import Sharing
+from tccl_py.measurements.memory import RememberingSource
+from tccl_py.plan.plan import PlanHop, PlanRing, load_plan
+from tccl_py.search.problem import Budget
+from tccl_py.simulator.library import bundled_names, load_bundled
+from tccl_py.simulator.source import Simulator
+from tccl_py.topology.machine import toy_machine
+from tccl_py.topology.symmetry import automorphisms, no_symmetry
+from tccl_py.transfers.transfer import direct_write, parse_set, transfer_set
+from tests.fakes import random_resources, two_uplinks
+
+PLANS = Path(__file__).parent.parent / "plans"
+NO_LIMIT = Budget()
+COLLAPSE = "G0->G0->G4{blocks=2} G1->G1->G6{blocks=2}"
+
+
+def plan_of(name):
+    return load_plan(PLANS / f"{name}.json")
+
+
+def explained(name, *, seen=(), noise=0.0, **more):
+    """The explanation of a reference plan, by a source that was asked for `seen` before."""
+    source = RememberingSource(Simulator(load_bundled(name), noise=noise))
+    source.measure([parse_set(text) for text in seen])
+    return explain(plan_of(name), source, **more)
+
+
+def with_ring(plan, order):
+    """The plan with one ring of direct writes in its rings' place."""
+    hops = tuple(
+        PlanHop(source=one, target=other, flow=str(direct_write(one, other, blocks=2)), gbps=1.0)
+        for one, other in zip(order, [*order[1:], order[0]], strict=True)
+    )
+    return msgspec.structs.replace(plan, rings=(PlanRing(hops=hops),))
+
+
+def asker_of(source, *, gpus=8, budget=NO_LIMIT):
+    symmetry = no_symmetry(toy_machine(gpus=gpus))
+    return Asker(RememberingSource(source), Likeness(symmetry), budget=budget)
+
+
+def ring_flows(gpus):
+    return [direct_write(one, (one + 1) % gpus) for one in range(gpus)]
+
+
+def unrelated(one, other):
+    return 0
+
+
+# the smallest slow sets
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), gpus=st.integers(3, 6), related=st.booleans())
+def test_causes_are_minimal_as_brute_force_finds_them(seed, gpus, related):
+    source = random_resources(seed)
+    flows = ring_flows(gpus)
+    asker = asker_of(source)
+    near = (lambda one, other: 1) if related else unrelated
+    causes = find_causes(asker, flows, most=3, related=near)
+    alone = min(source.true_rate(transfer_set([flow])) for flow in flows)
+    whole = source.true_rate(transfer_set(flows))
+    assert bool(causes.found) == (whole < 0.95 * alone)
+    for cause in causes.found:
+        own = source.true_rate(transfer_set(cause.flows))
+        for size in range(1, len(cause.flows)):
+            for part in combinations(cause.flows, size):
+                assert source.true_rate(transfer_set(part)) > own
+    if causes.found:
+        assert set(causes.found[0].flows) in minimal_slow_sets(source, flows, whole, alone)
+    if len(causes.found) < 3:
+        assert not is_hurt(asker, causes.rest)
+
+
+def minimal_slow_sets(source, flows, whole, alone):
+    limit = min(NEAR * whole, (whole * alone) ** 0.5)
+    slow = []
+    for size in range(2, len(flows) + 1):
+        for part in map(set, combinations(flows, size)):
+            if source.true_rate(transfer_set(part)) <= limit and not any(s < part for s in slow):
+                slow.append(part)
+    return slow
+
+
+def test_no_cause_contains_one_found_before():
+    source = random_resources(7)
+    causes = find_causes(asker_of(source), ring_flows(7), most=4, related=unrelated)
+    for one, other in combinations(causes.found, 2):
+        assert not set(one.flows) <= set(other.flows)
+
+
+def test_flows_that_do_not_hurt_each_other_have_no_cause():
+    flows = [direct_write(0, 1), direct_write(2, 3)]
+    causes = find_causes(asker_of(two_uplinks()), flows, most=4, related=unrelated)
+    assert causes.found == ()
+    assert not causes.spent
+
+
+def test_a_budget_ends_the_search_and_is_told():
+    source = random_resources(7)
+    asker = asker_of(source, budget=Budget(sets=9))
+    causes = find_causes(asker, ring_flows(7), most=4, related=unrelated)
+    assert causes.spent
+    assert asker.sets_measured <= 9
+
+
+def test_sets_that_a_symmetry_exchanges_have_one_key():
+    likeness = Likeness(automorphisms(toy_machine(gpus=4, numa_nodes=2)))
+    near = likeness.key(parse_set("G0->G0->G1").flows)
+    assert near == likeness.key(parse_set("G3->G3->G2").flows)
+    assert near != likeness.key(parse_set("G0->G0->G2").flows)
+    assert near != likeness.key(parse_set("G0->G1->G1").flows)
+    whole = parse_set("G0->G0->G1 G1->G1->G2 G2->G2->G3 G3->G3->G0").flows
+    assert len(likeness.images_within(whole[:1], whole)) == 2
+    likeness.trust_nothing()
+    assert near != likeness.key(parse_set("G3->G3->G2").flows)
+
+
+def test_a_symmetry_that_does_not_hold_for_rates_is_given_up():
+    class OneSlowPort:
+        simulated = True
+
+        def __init__(self):
+            self.model = two_uplinks()
+
+        def measure(self, sets):
+            found = self.model.measure(sets)
+            slow = {"G2->G2->G3", "G3->G3->G2"}
+            return [
+                msgspec.structs.replace(one, samples_gbps=((1.0,), (1.0,)))
+                if set(one.transfers.split()) == slow
+                else one
+                for one in found
+            ]
+
+    likeness = Likeness(automorphisms(toy_machine(gpus=4, numa_nodes=2)))
+    asker = Asker(RememberingSource(OneSlowPort()), likeness, budget=NO_LIMIT)
+    flows = parse_set("G2->G2->G3 G3->G3->G2").flows
+    (cause,) = find_causes(asker, flows, most=4, related=unrelated).found
+    assert cause.flows == flows
+
+
+# what the bundled machines show
+
+
+def test_a_ring_of_crossing_writes_shows_the_collapse_of_posted_writes():
+    name = "asus-esc8000a-e13p"
+    plan = with_ring(plan_of(name), [0, 4, 1, 6, 2, 5, 3, 7])
+    found = explain(plan, Simulator(load_bundled(name)))
+    worst = found.rings[0].findings[0]
+    assert worst.gbps == pytest.approx(1.33, abs=0.01)
+    assert worst.alone_gbps == pytest.approx(39.6)
+    assert len(worst.flows) == 2
+    assert worst.kinds == ("direct write",)
+    assert "two root ports of the other socket" in worst.sentence
+    assert "the uplink of switch" in worst.shares[0]
+    assert "a collapse" in worst.sentence
+    assert found.sets_measured <= 200
+
+
+def test_the_collapse_that_a_search_met_is_named_although_the_plan_avoids_it():
+    singles = COLLAPSE.split()
+    found = explained("asus-esc8000a-e13p", seen=[*singles, COLLAPSE])
+    (finding,) = found.avoided
+    assert finding.sentence == (
+        "G0->G0->G4 and G1->G1->G6 (two direct writes from below switch 0000:11:00.0 to two root "
+        "ports of the other socket) get 1.33 GB/s each (simulated), 3 % of what each gets alone "
+        "(39.60): they share the uplink of switch 0000:11:00.0 (upwards). Together they get 2.66, "
+        "less than one of them alone: a collapse. The same GPU pairs would get 19.80 by direct "
+        "reads."
+    )
+    assert finding.slowdown == pytest.approx(39.6 / 1.33, rel=0.01)
+    stock = found.rings[1]
+    assert stock.findings == ()
+    assert stock.sentence.startswith(
+        "Nothing hurts: the slowest hop is as fast as it is alone. It is G3->G3->G4 (one direct "
+        "write to a GPU of the other socket), 39.60 GB/s (simulated)."
+    )
+
+
+@pytest.mark.parametrize(("name", "node"), [("amd-v100", 1), ("intel-v100", 0)])
+def test_stock_on_the_papers_machines_crowds_one_memory(name, node):
+    stock = explained(name).rings[1]
+    worst = stock.findings[0]
+    assert worst.kinds == ("bounce",)
+    assert worst.shares == (f"the host memory of NUMA node {node}",)
+    assert len(worst.flows) == 2
+
+
+def test_reading_own_memory_while_writing_to_another_node_is_named():
+    pair = "G0->G0->C0->G3->G3{blocks=2} G3->G3->G0{blocks=2}"
+    found = explained("amd-v100", seen=[*pair.split(), pair])
+    (finding,) = found.avoided
+    assert finding.shares[0] == (
+        "GPU 3, which at once reads the memory of its own NUMA node and writes into a GPU of "
+        "another NUMA node"
+    )
+    assert finding.gbps == pytest.approx(1.5)
+
+
+def test_a_direct_write_that_a_bounce_beats_is_named():
+    ways = ["G0->G0->G2{blocks=2}", "G0->G0->C2->G2->G2{blocks=2}"]
+    found = explained("intel-v100", seen=ways)
+    assert [one.sentence for one in found.avoided] == [
+        "G0->G0->G2 (one direct write to a GPU of the other socket) gets 1.50 GB/s even alone "
+        "(simulated). The same GPU pair would get 13.41 by a bounce."
+    ]
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_every_machine_is_explained_within_its_budget(name):
+    found = explained(name)
+    assert found.sets_measured <= 200
+    assert found.simulated
+    for ring in found.rings:
+        assert ring.slowest is not None
+        assert ring.sentence
+        assert bool(ring.findings) != ring.sentence.startswith("Nothing hurts")
+        for finding in ring.findings:
+            assert "(simulated)" in finding.sentence
+            assert finding.minimal
+            assert finding.gbps < finding.alone_gbps
+
+
+def test_noise_does_not_change_the_cause():
+    quiet, noisy = (explained("amd-v100", noise=noise).rings[1] for noise in (0.0, 0.04))
+    assert noisy.findings[0].flows == quiet.findings[0].flows
+    assert noisy.findings[0].error > 0
+    assert "\u00b1" in noisy.findings[0].sentence
+
+
+def test_without_measurements_what_is_left_open_is_told():
+    found = explained("amd-v100", budget=Budget(sets=0))
+    assert found.sets_measured == 0
+    assert [ring.unexplained for ring in found.rings] == [
+        "the hops of these rings were not all measured alone"
+    ] * 2
+
+
+def test_what_flows_share_is_named_with_its_direction():
+    model = load_bundled("asus-esc8000a-e13p")
+    sharing = Sharing(model.machine, model.knowledge)
+    assert words(sharing, "G0->G0->G4 G4->G4->G0") == [
+        "the uplink of switch 0000:11:00.0 (in both directions)",
+        "the uplink of switch 0000:81:00.0 (in both directions)",
+    ]
+    assert words(sharing, "G0->G0->G1 G1->G1->G2") == ["GPU 1's own PCIe link (in both directions)"]
+    assert words(sharing, "G0->G0->G1 G2->G2->G3") == []
+
+
+def words(sharing, text):
+    return [one.words for one in sharing.shared(parse_set(text).flows)]
+
+
+# the file
+
+
+def test_an_explanation_comes_back_as_it_was_and_goes_with_its_plan(tmp_path):
+    plan = plan_of("amd-v100")
+    plan.save(tmp_path / "plan.json")
+    assert load_explanation(tmp_path) is None
+    saved = save_explanation(explained("amd-v100"), tmp_path)
+    assert load_explanation(tmp_path) == saved
+    plan_of("intel-v100").save(tmp_path / "plan.json")
+    assert load_explanation(tmp_path) is None
+
+
+def test_an_explanation_of_another_version_is_refused(tmp_path):
+    plan_of("amd-v100").save(tmp_path / "plan.json")
+    save_explanation(explained("amd-v100"), tmp_path)
+    path = tmp_path / "explanation.json"
+    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(InputError, match=r"has format version 2; this program reads 1"):
+        load_explanation(tmp_path)
