@@ -70,29 +70,23 @@ def _extent(chart: HeatMap) -> str:
 
 
 def _axes(chart: HeatMap, size: float) -> Iterator[Markup]:
-    middle = _LEFT + size * len(chart.columns) / 2
     # A map of one or two columns is narrower than its word.
-    middle = max(middle, _LEFT + text_width(chart.column_word, 11) / 2)
-    yield element("text", chart.column_word, x=middle, y=13, class_="small", text_anchor="middle")
+    least = text_width(chart.column_word, 11) / 2
+    across = _LEFT + max(size * len(chart.columns) / 2, least)
     down = _TOP + size * _FLAT * len(chart.rows) / 2
-    turned = f"rotate(-90 12 {down:.1f})"
-    yield element(
-        *("text", chart.row_word),
-        x=12,
-        y=down,
-        class_="small",
-        text_anchor="middle",
-        transform=turned,
-    )
+    turn = f"rotate(-90 12 {down:.1f})"
+    yield _word(chart.column_word, across, 13, "small")
+    yield _word(chart.row_word, 12, down, "small", transform=turn)
     for place, column in enumerate(chart.columns):
-        x = _LEFT + size * (place + 0.5)
-        label = f"G{column}"
-        yield element("text", label, x=x, y=_TOP - 8, class_="name", text_anchor="middle")
+        yield _word(f"G{column}", _LEFT + size * (place + 0.5), _TOP - 8, "name")
     for place, row in enumerate(chart.rows):
         y = _TOP + size * _FLAT * (place + 0.5) + 4
-        yield element(
-            "text", f"{chart.row_letter}{row}", x=_LEFT - 8, y=y, class_="name", text_anchor="end"
-        )
+        label = f"{chart.row_letter}{row}"
+        yield element("text", label, x=_LEFT - 8, y=y, class_="name", text_anchor="end")
+
+
+def _word(text: str, x: float, y: float, kind: str, transform: str | None = None) -> Markup:
+    return element("text", text, x=x, y=y, class_=kind, text_anchor="middle", transform=transform)
 
 
 def _cells(chart: HeatMap, size: float, scale: float) -> Iterator[Markup]:

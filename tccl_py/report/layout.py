@@ -157,7 +157,7 @@ def _sockets(machine: Machine, tree: _Tree) -> list[tuple[str, list[NumaNode]]]:
     groups: dict[str, list[NumaNode]] = {}
     for node in sorted(machine.numa_nodes, key=lambda one: tree.order(one.id)):
         known = node.socket is not None
-        label = f"socket {node.socket}" if known else f"CPU of {node.id}, socket not reported"
+        label = f"socket {node.socket}" if known else f"CPU of {node.id}"
         groups.setdefault(label, []).append(node)
     return list(groups.items())
 

@@ -39,7 +39,9 @@ def machine_sentence(machine: Machine) -> str:
         _count(len(machine.nics), "NIC"),
         _count(len(machine.nvswitches), "NVLink switch", "es"),
     ]
-    return f"{', '.join(part for part in parts if part)}."
+    unknown = any(node.socket is None for node in machine.numa_nodes)
+    sockets = " In which sockets the CPUs are is not reported." if unknown else ""
+    return f"{', '.join(part for part in parts if part)}.{sockets}"
 
 
 def _count(number: int, what: str, plural: str = "s") -> str:
@@ -50,7 +52,7 @@ def machine_parts(machine: Machine, layout: Layout, gpus: Collection[int]) -> Ma
     """Sockets, NUMA nodes, switches, GPUs and NICs, without NVLinks."""
     return join(
         [
-            *_sockets(layout),
+            *_sockets(machine, layout),
             *_pci_links(machine, layout),
             *_numa_nodes(machine, layout),
             *_bridges(machine, layout),
@@ -70,7 +72,7 @@ def _words(text: str, x: float, y: float, kind: str, anchor: str = "middle") -> 
     return element("text", text, x=x, y=y, class_=kind, text_anchor=anchor)
 
 
-def _sockets(layout: Layout) -> Iterator[Markup]:
+def _sockets(machine: Machine, layout: Layout) -> Iterator[Markup]:
     for socket in layout.sockets:
         yield _box(socket, "socket", round_=9)
         label = fitted(socket.id, socket.width - 20, 11)
@@ -79,7 +81,9 @@ def _sockets(layout: Layout) -> Iterator[Markup]:
             yield _line(socket.middle, layout.bus.bottom, socket.y, "smp")
     if layout.bus is not None:
         yield _box(layout.bus, "bus")
-        yield _words("links between sockets", layout.bus.middle, layout.bus.y + 15, "small")
+        known = all(node.socket is not None for node in machine.numa_nodes)
+        words = f"links between {'sockets' if known else 'CPUs'}"
+        yield _words(words, layout.bus.middle, layout.bus.y + 15, "small")
 
 
 def _line(x: float, top: float, bottom: float, kind: str) -> Markup:

@@ -60,7 +60,23 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 def machine_parts(machine: Machine) -> list[Part]:
     """Every device and NVLink of a machine."""
-    kinds = {
+    parts = [
+        Part(
+            id=device,
+            what=what.strip(" ,"),
+            parent=machine.parents.get(device, ""),
+            link=" ".join(link_words(machine.links[device])) if device in machine.links else "",
+        )
+        for device, what in _devices(machine).items()
+    ]
+    return parts + [
+        Part(id=f"{one.source} to {one.target}", what=one.kind, link=f"{one.count} links")
+        for one in machine.nvlinks
+    ]
+
+
+def _devices(machine: Machine) -> dict[str, str]:
+    return {
         **{
             node.id: f"NUMA node {node.numa_id}, socket {_known(node.socket)}, {node.vendor}"
             for node in machine.numa_nodes
@@ -70,19 +86,6 @@ def machine_parts(machine: Machine) -> list[Part]:
         **{nic.id: f"NIC {nic.name} {nic.bus_id}" for nic in machine.nics},
         **{switch.id: f"NVLink switch {switch.bus_id}" for switch in machine.nvswitches},
     }
-    parts = [
-        Part(
-            id=device,
-            what=what.strip(" ,"),
-            parent=machine.parents.get(device, ""),
-            link=" ".join(link_words(machine.links[device])) if device in machine.links else "",
-        )
-        for device, what in kinds.items()
-    ]
-    return parts + [
-        Part(id=f"{one.source} to {one.target}", what=one.kind, link=f"{one.count} links")
-        for one in machine.nvlinks
-    ]
 
 
 def _known(socket: int | None) -> str:
