@@ -111,7 +111,9 @@ def _target(machine: Machine, flows: Sequence[Flow]) -> str:
         return f"into GPU {next(iter(targets)).index}{far}"
     ports = {_port(machine, target) for target in targets}
     below_switches = not any(port.startswith("G") for port in ports)
-    if len(flows) > 1 and len(ports) > 1 and below_switches and far:
+    pairs = [(_port(machine, flow.source), _port(machine, flow.destination)) for flow in flows]
+    leaving = all(one != other for one, other in pairs)
+    if len(flows) > 1 and len(ports) > 1 and below_switches and leaving:
         return f"to {counted(len(ports), 'root port')}{far}"
     # The executor of a read stands at its end, and reaches to where the bytes come from.
     reads = all(not flow.is_bounce and flow.transfers[0].operation == "read" for flow in flows)
