@@ -86,8 +86,13 @@ def exact_rates(model):
     return exact
 
 
-def with_slower_link(model, device, left, *, kinds=("pci", "nvlink")):
-    """The model with the links above one device at `left` of what they carry."""
+def with_slower_link(model, device, left, *, kinds=()):
+    """The model with one device's links at `left` of what they carry.
+
+    Those of these kinds; NVLinks, or PCI where there are none, if none are given.
+    """
+    found = {kind for one in model.capacities if isinstance(one.at, Links) for kind in one.at.kinds}
+    kinds = kinds or (("nvlink",) if "nvlink" in found else ("pci",))
     slower = []
     for capacity in model.capacities:
         at = capacity.at

@@ -93,6 +93,19 @@ def test_a_slower_link_is_found_and_named(case, gpu, left):
     assert [row.ratio for row in drift.changes] == sorted(row.ratio for row in drift.changes)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        (("nvlink",), "GPU 1's NVLinks: all sets that changed use it"),
+        (("pci", "nvlink"), "GPU 1, by any way (its clocks, power limit or heat?): all sets that"),
+    ],
+)
+def test_nvlinks_and_whole_gpus_are_told_apart(kinds, words):
+    fast = journalled("h200x4-vm", 0.01)
+    now = exact_rates(with_slower_link(fast.model, "G1", 0.5, kinds=kinds))
+    assert checked(fast, noise=0.01, seed=1, now=now).points_to.startswith(words)
+
+
 def test_a_change_that_does_not_come_back_is_no_alarm(case):
     """What another job slowed once is measured again before it is told."""
     once = Disturbed(Simulator(case.model, noise=0.01, seed=3), first=3 * SMALL)

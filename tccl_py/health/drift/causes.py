@@ -15,6 +15,11 @@ _EVEN = 0.1
 """Changes whose ratios differ by no more than this share are one change."""
 _NEARLY_ALL = 0.8
 _NAMED = 3
+_AS_A_WHOLE = ", by any way"
+_DOUBTS = {
+    "'s PCIe link": " (downtrained?)",
+    _AS_A_WHOLE: " (its clocks, power limit or heat?)",
+}
 
 
 class _Suspect(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +57,7 @@ def points_to(machine: Machine, rows: Sequence[Comparison]) -> str:
     if not best:
         return "no one link or memory explains all of it: more than one thing changed"
     words = " or ".join(one.words for one in best)
-    doubt = " (downtrained?)" * words.endswith("'s PCIe link")
+    doubt = "".join(text for end, text in _DOUBTS.items() if words.endswith(end))
     return f"{words}{doubt}: {_counted(best[0])}"
 
 
@@ -85,13 +90,21 @@ def _best(
         if sets == hit
     ]
     most = max((one.share for one in suspects), default=0.0)
-    words = {one.words for one in suspects if one.share == most}
+    tied = {one.words for one in suspects if one.share == most}
     return [
         one
         for one in sorted(suspects, key=lambda one: not one.words.startswith("GPU"))
-        # One way of a link is worth its name only where the whole link explains less.
-        if one.words in words and _whole(one.words) not in words - {one.words}
+        if one.words in tied and not _said_by_another(one.words, tied)
     ][:_NAMED]
+
+
+def _said_by_another(words: str, tied: set[str]) -> bool:
+    """Whether one way of a link, or a GPU as a whole, explains no more than that link does."""
+    link, way, _ = words.partition(", the way")
+    if way:
+        return link in tied
+    gpu, whole, _ = words.partition(_AS_A_WHOLE)
+    return bool(whole) and any(one.startswith(f"{gpu}'s") for one in tied)
 
 
 def _sets_by_part(machine: Machine, rows: Sequence[Comparison]) -> dict[str, set[str]]:
@@ -100,10 +113,6 @@ def _sets_by_part(machine: Machine, rows: Sequence[Comparison]) -> dict[str, set
         for words in parts_used(machine, parse_flow(row.flow)):
             found.setdefault(words, set()).add(row.transfers)
     return found
-
-
-def _whole(words: str) -> str:
-    return words.partition(", the way")[0]
 
 
 def parts_used(machine: Machine, flow: Flow) -> dict[str, None]:
@@ -118,6 +127,7 @@ def _parts(machine: Machine, source: Place, destination: Place) -> Iterator[str]
     kind = "NVLinks" if nvlinked else "PCIe link"
     for place, way in ((source, "out of it"), (destination, "into it")):
         if place.kind == "G":
+            yield f"GPU {place.index}{_AS_A_WHOLE}"
             yield f"GPU {place.index}'s {kind}"
             yield f"GPU {place.index}'s {kind}, the way {way}"
         elif place.kind == "C":
