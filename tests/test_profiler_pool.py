@@ -1,6 +1,5 @@
 """The pool and the profiler over the host backend: real processes, real copies."""
 
-
 import pytest
 
 from tccl_profiler.host.machine import host_fingerprint, host_machine
