@@ -5,10 +5,11 @@ import time
 from pathlib import Path
 
 from tccl_profiler.host.machine import cpus_of_devices, host_machine
-from tccl_profiler.pool import DeviceSpec, Memory, Patience, Pool
+from tccl_profiler.pool import Memory, Patience, Pool
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
+from tccl_profiler.workers import DeviceSpec
 from tccl_py.transfers.transfer import parse_set
 
 LONG_S = 30.0

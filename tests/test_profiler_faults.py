@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tccl_profiler.assignment import program_for
 from tccl_profiler.host.machine import host_fingerprint, host_machine
-from tccl_profiler.pool import Memory, Patience, Pool, Timing, WorkerLost
+from tccl_profiler.pool import Memory, Patience, Pool
 from tccl_profiler.profiler import Profiler
-from tccl_profiler.program import program_for
+from tccl_profiler.runs import Timing
 from tccl_profiler.session import Session
+from tccl_profiler.workers import WorkerLost, WorkerProcess
 from tccl_py.errors import MeasurementError
 from tests.profiler_pools import (
     BOUNCE,
@@ -346,7 +348,7 @@ def test_a_second_interruption_costs_the_workers_not_the_pool(monkeypatch):
 def test_an_interrupted_question_costs_the_workers_not_the_pool(monkeypatch):
     with pool_of() as pool:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(pool, "_received", lambda *_: interrupt())
+            patch.setattr(WorkerProcess, "received", lambda *_: interrupt())
             pool.ping()
         assert set(pool.ping()) == {0, 1}
 

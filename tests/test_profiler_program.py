@@ -7,17 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tccl_profiler.assignment import (
+    FEW_BLOCKS,
+    FREE_BLOCKS,
+    LEAST_COUPLED_SLICES,
+    checkable,
+    program_for,
+)
 from tccl_profiler.program import (
     COUNTER_AREA_BYTES,
     COUNTER_BYTES,
     COUNTERS,
-    FEW_BLOCKS,
-    FREE_BLOCKS,
-    LEAST_COUPLED_SLICES,
     MAX_COPIES,
     MAX_REPEATS,
-    checkable,
-    program_for,
 )
 from tccl_py.errors import MeasurementError
 from tccl_py.transfers.transfer import (

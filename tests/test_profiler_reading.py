@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 
+from tccl_profiler.assignment import program_for
 from tccl_profiler.control import MAX_STAMPS, RECORD
 from tccl_profiler.messages import Pace
-from tccl_profiler.pool import Outcome, Timing, WorkerLost
 from tccl_profiler.profiler import Options, Profiler, _paces, _slowest
-from tccl_profiler.program import program_for
 from tccl_profiler.reading import read_outcome
+from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import LaneRate, WindowLimits
+from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.transfers.transfer import parse_set
 from tests.fakes import FakePool

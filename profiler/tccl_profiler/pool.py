@@ -8,47 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import select
-import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from types import TracebackType
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_profiler.channel import Channel, ChannelClosed, ChannelTimeout
-from tccl_profiler.control import MAX_DEVICES, MAX_LANES, MAX_STAMPS, Control, control_bytes
-from tccl_profiler.messages import (
-    Done,
-    Failed,
-    FromWorker,
-    Meet,
-    Pace,
-    Peer,
-    Ping,
-    Pinged,
-    Run,
-    Share,
-    Start,
-    Started,
-    Stop,
-)
-from tccl_profiler.program import (
-    COUNTER_AREA_BYTES,
-    COUNTER_BYTES,
-    COUNTERS,
-    MAX_REPEATS,
-    DeviceProgram,
-    Program,
-)
-from tccl_profiler.shared_memory import Segment, create_segment
+from tccl_profiler.control import MAX_DEVICES, MAX_LANES, Control, control_bytes
+from tccl_profiler.messages import Meet, Peer, Ping, Pinged, Share, Start, Started, Stop
+from tccl_profiler.program import COUNTER_AREA_BYTES, MAX_REPEATS, Program
+from tccl_profiler.runs import Outcome, Timing, order_of, stamps_of
+from tccl_profiler.shared_memory import Segment
+from tccl_profiler.spaces import HostSpaces
+from tccl_profiler.workers import DeviceSpec, WorkerLost, WorkerProcess, spawned
 from tccl_py.errors import MeasurementError
 
 _BROKEN_STOP_S = 0.5
@@ -57,19 +33,6 @@ _KILL_S = 5.0
 """A process that is inside a driver's call may take a while to die, or never do."""
 _LOOK_S = 0.02
 """How often a wait looks whether all workers are still there."""
-_SMALLEST_SEGMENT = 64 << 20
-
-
-class WorkerLost(MeasurementError):  # noqa: N818 - says what happened
-    """A worker died, hangs, or its device failed; the pool must be started anew."""
-
-
-class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A device to measure: its number in the machine, its bus id, and CPUs to pin its worker to."""
-
-    index: int
-    bus_id: str
-    cpus: tuple[int, ...] = ()
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,44 +51,6 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     answer_s: float = 60.0
     lanes_s: float = 10.0
     stop_s: float = 3.0
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One repeat: by device index its records (`control.RECORD`), lanes first, and its copies'
-    stamps: when released, then when each group was done."""
-
-    records: Mapping[int, npt.NDArray[np.void]]
-    stamps: Mapping[int, tuple[npt.NDArray[np.uint64], ...]]
-
-
-class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """How a program is run: repeats, their warm-up and window, and whether data are checked.
-
-    `paces` says for each device how much its copies move.
-    """
-
-    repeats: int
-    warm_us: float
-    window_us: float
-    check: bool = False
-    paces: Mapping[int, tuple[Pace, ...]] = msgspec.field(default_factory=dict)
-
-
-@dataclass
-class _Worker:
-    spec: DeviceSpec
-    slot: int
-    process: subprocess.Popen[bytes]
-    channel: Channel[FromWorker]
-    complaints: int
-    started: Started | None = None
-    arena_fd: int = -1
-    owes_answer: bool = False
-    lanes_asked: int = 0
-    who: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.who = f"the worker of G{self.spec.index}"
 
 
 class Pool:
@@ -152,12 +77,11 @@ class Pool:
             raise MeasurementError(f"{len(devices)} devices: 1 to {MAX_DEVICES} can be measured")
         self._backend = backend
         self._specs = tuple(devices)
-        self._numa_ids = dict(numa_ids)
+        self._host = HostSpaces(numa_ids)
         self._memory = memory or Memory()
         self._patience = patience or Patience()
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._started: dict[int, Started] = {}
-        self._host: dict[str, Segment] = {}
         self._control: Control | None = None
         self._lifeline: tuple[int, int] | None = None
         self._epoch = 0
@@ -187,7 +111,7 @@ class Pool:
     @property
     def host_bytes(self) -> int:
         """Pinned host memory of all spaces together."""
-        return sum(segment.size for segment in self._host.values())
+        return self._host.size
 
     def __enter__(self) -> Pool:
         self.start()
@@ -216,7 +140,7 @@ class Pool:
                 self._spawn(slot, spec)
             deadline = time.monotonic() + self._patience.start_s
             for worker in self._workers:
-                message, fds = self._received(worker, deadline - time.monotonic())
+                message, fds = worker.received(deadline - time.monotonic())
                 if not isinstance(message, Started):
                     raise WorkerLost(f"{worker.who} did not start: {message}")
                 worker.started, worker.arena_fd = message, fds[0] if fds else -1
@@ -231,42 +155,9 @@ class Pool:
     def _spawn(self, slot: int, spec: DeviceSpec) -> None:
         """Start a worker and tell it who it is; from then on it is among those that are ended."""
         assert self._lifeline is not None and self._control is not None
-        # A queue for each stream: one that waits must not hold up another.
-        environment = dict(
-            os.environ,
-            CUDA_DEVICE_ORDER="PCI_BUS_ID",
-            CUDA_DEVICE_MAX_CONNECTIONS="32",
-            # numpy would have a thread for every core, in every worker.
-            OPENBLAS_NUM_THREADS="1",
-        )
-        # Devices are taken by bus id, and their peers must be visible too.
-        environment.pop("CUDA_VISIBLE_DEVICES", None)
-        # Where the controller found this package, its workers do too.
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        with contextlib.ExitStack() as undo:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            undo.enter_context(ours)
-            complaints = os.memfd_create(f"tccl-stderr-{spec.index}")
-            undo.callback(os.close, complaints)
-            with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "tccl_profiler.worker", str(theirs.fileno())],
-                    pass_fds=(theirs.fileno(),),
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=complaints,
-                )
-            worker = _Worker(
-                spec=spec,
-                slot=slot,
-                process=process,
-                complaints=complaints,
-                channel=Channel(ours, receives=FromWorker, peer=f"the worker of G{spec.index}"),
-            )
-            self._workers.append(worker)
-            undo.pop_all()
-        self._pids.add(process.pid)
+        worker = spawned(slot, spec)
+        self._workers.append(worker)
+        self._pids.add(worker.process.pid)
         start = Start(
             backend=self._backend,
             slot=slot,
@@ -279,17 +170,8 @@ class Pool:
         )
         self._ask(worker, start, (self._control.segment.fd, self._lifeline[0]))
 
-    def _ask(self, worker: _Worker, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
-        # Before it is sent: an interruption just after would leave an answer that nobody expects.
-        worker.owes_answer = True
-        try:
-            worker.channel.send(message, fds, self._patience.answer_s)
-        except ChannelClosed as error:
-            raise WorkerLost(f"{worker.who} {_death(worker)}") from error
-        except ChannelTimeout as error:
-            raise WorkerLost(
-                f"{worker.who} has not listened for {self._patience.answer_s:g} s"
-            ) from error
+    def _ask(self, worker: WorkerProcess, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+        worker.ask(message, fds, limit_s=self._patience.answer_s)
 
     def _introduce(self) -> None:
         """Tell every worker of the others' arenas."""
@@ -310,7 +192,7 @@ class Pool:
                 )
             self._ask(worker, Meet(peers=tuple(peers)), fds)
         for worker in self._workers:
-            self._done(worker, self._patience.start_s)
+            worker.done(self._patience.start_s)
 
     def close(self) -> None:
         """End the workers and give all memory back; twice does nothing more."""
@@ -342,15 +224,9 @@ class Pool:
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(_KILL_S)
-            os.close(worker.complaints)
-            if worker.arena_fd >= 0:
-                os.close(worker.arena_fd)
+            worker.free(_KILL_S)
         self._workers = []
-        for segment in self._host.values():
-            segment.close()
-        self._host = {}
+        self._host.close()
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -394,19 +270,14 @@ class Pool:
         epoch, self._epoch = self._epoch + 1, self._epoch + timing.repeats
         try:
             for worker in workers:
-                share = program.devices[worker.spec.index]
-                order = _order(worker, share, epoch, timing, self._patience.lanes_s)
-                for repeat in range(timing.repeats):
-                    for row in _stamps(control, worker, timing, repeat):
-                        row[:] = 0
-                self._ask(worker, order)
+                self._order(control, worker, program, timing, epoch)
             outcomes = [
                 self._repeat(control, workers, timing, epoch, repeat)
                 for repeat in range(timing.repeats)
             ]
             for worker in workers:
                 if worker.owes_answer:
-                    self._done(worker, self._patience.answer_s)
+                    worker.done(self._patience.answer_s)
         except WorkerLost:
             self._broken = True
             raise
@@ -414,6 +285,24 @@ class Pool:
             self._calm(control, workers)
             raise
         return outcomes
+
+    def _order(
+        self,
+        control: Control,
+        worker: WorkerProcess,
+        program: Program,
+        timing: Timing,
+        epoch: int,
+    ) -> None:
+        """Tell a worker its share; nothing it will report is left from before."""
+        index = worker.spec.index
+        share = program.devices[index]
+        order = order_of(index, share, timing, epoch=epoch, patience_s=self._patience.lanes_s)
+        for repeat in range(timing.repeats):
+            for row in stamps_of(control, worker.slot, index, timing, repeat):
+                row[:] = 0
+        worker.lanes_asked = len(share.lanes)
+        self._ask(worker, order)
 
     def _prepare(self, control: Control, program: Program, repeats: int) -> None:
         """Refuse what does not fit, and set counters and flag to what lanes begin with."""
@@ -431,39 +320,26 @@ class Pool:
                 raise MeasurementError(f"G{index} would do more than {MAX_LANES} things at once")
         for space, size in program.space_bytes.items():
             if space.startswith("C"):
-                self._ensure(space, size)
-                counters = COUNTERS * COUNTER_BYTES // 8 * repeats
-                self._host[space].array(np.uint64, 0, counters)[:] = 0
+                self._host.ensure(space, size, self._share)
+                self._host.clear(space, repeats)
         control.clear()
 
-    def _ensure(self, space: str, size: int) -> None:
-        """Host memory of this space for `size` bytes; what has been made is kept and reused."""
-        segment = self._host.get(space)
-        if segment is not None and segment.size >= size:
-            return
-        if space not in self._numa_ids:
-            known = ", ".join(self._numa_ids)
-            raise MeasurementError(f"{space} is no NUMA node of this machine; there are {known}")
-        wanted = max(_SMALLEST_SEGMENT, 1 << (size - 1).bit_length())
-        new = create_segment(wanted, numa_id=self._numa_ids[space], label=space)
+    def _share(self, space: str, segment: Segment) -> None:
+        """Have every worker map host memory in place of what had this name."""
         try:
             for worker in self._workers:
-                self._ask(worker, Share(space=space, size=wanted), (new.fd,))
+                self._ask(worker, Share(space=space, size=segment.size), (segment.fd,))
             for worker in self._workers:
-                self._done(worker, self._patience.answer_s)
+                worker.done(self._patience.answer_s)
         except BaseException:
-            new.close()
             # Some have the new memory and some the old.
             self._broken = True
             raise
-        self._host[space] = new
-        if segment is not None:
-            segment.close()
 
     def _repeat(
         self,
         control: Control,
-        workers: Sequence[_Worker],
+        workers: Sequence[WorkerProcess],
         timing: Timing,
         epoch: int,
         repeat: int,
@@ -473,20 +349,23 @@ class Pool:
         views = {
             one.spec.index: control.records(one.slot, repeat, one.lanes_asked) for one in workers
         }
-        stamps = {one.spec.index: _stamps(control, one, timing, repeat) for one in workers}
+        stamps = {
+            one.spec.index: stamps_of(control, one.slot, one.spec.index, timing, repeat)
+            for one in workers
+        }
 
-        def resident(one: _Worker) -> bool:
+        def resident(one: WorkerProcess) -> bool:
             index = one.spec.index
             there = (views[index]["resident"] == now).all()
             return bool(there and all(row[0] for row in stamps[index]))
 
-        def finished(one: _Worker) -> bool:
+        def finished(one: WorkerProcess) -> bool:
             return bool((views[one.spec.index]["finished"] == now).all())
 
         self._until(resident, workers, patience_s, "did not get its part of a set running")
         control.release(now)
-        lasting_s = (timing.warm_us + timing.window_us) / 1e6
-        self._until(finished, workers, lasting_s + patience_s, "did not finish its part of a set")
+        limit_s = timing.lasting_s + patience_s
+        self._until(finished, workers, limit_s, "did not finish its part of a set")
         for one in workers:
             if not views[one.spec.index]["start"].all():
                 raise WorkerLost(
@@ -494,7 +373,7 @@ class Pool:
                     "or kept from running meanwhile"
                 )
         if any(stamps.values()):
-            self._finish_copies(stamps, repeat, lasting_s, workers)
+            self._finish_copies(stamps, repeat, timing.lasting_s, workers)
         return Outcome(
             records={index: view.copy() for index, view in views.items()},
             stamps={i: tuple(row[1:].copy() for row in rows) for i, rows in stamps.items()},
@@ -505,28 +384,26 @@ class Pool:
         stamps: Mapping[int, Sequence[npt.NDArray[np.uint64]]],
         repeat: int,
         lasting_s: float,
-        workers: Sequence[_Worker],
+        workers: Sequence[WorkerProcess],
     ) -> None:
         """Wait for copies; those that wait for a lane that has stopped are let go after a while."""
         until = time.monotonic() + 2 * lasting_s + 0.01
 
-        def done(one: _Worker) -> bool:
+        def done(one: WorkerProcess) -> bool:
             return all(row[-1] for row in stamps[one.spec.index])
 
-        def done_or_late(one: _Worker) -> bool:
+        def done_or_late(one: WorkerProcess) -> bool:
             return time.monotonic() > until or done(one)
 
         patience_s, failure = self._patience.lanes_s, "did not finish its copies"
         self._until(done_or_late, workers, 2 * lasting_s + patience_s, failure)
-        for segment in self._host.values():
-            size = COUNTERS * COUNTER_BYTES
-            segment.array(np.uint64, repeat * size, size // 8)[:] = 1 << 62
+        self._host.let_go(repeat)
         self._until(done, workers, patience_s, failure)
 
     def _until(
         self,
-        satisfied: Callable[[_Worker], bool],
-        workers: Sequence[_Worker],
+        satisfied: Callable[[WorkerProcess], bool],
+        workers: Sequence[WorkerProcess],
         limit_s: float,
         failure: str,
     ) -> None:
@@ -549,7 +426,7 @@ class Pool:
                 # Long waits leave the core to the workers; short ones must not oversleep.
                 time.sleep(0.0001)
 
-    def _look(self, workers: Sequence[_Worker]) -> None:
+    def _look(self, workers: Sequence[WorkerProcess]) -> None:
         """Raise if a worker has died or has said that it failed; one may be done before others."""
         poller = select.poll()
         for worker in workers:
@@ -557,28 +434,9 @@ class Pool:
         readable = {fd for fd, _ in poller.poll(0)}
         for worker in workers:
             if worker.channel.fileno() in readable:
-                self._done(worker, self._patience.answer_s)
+                worker.done(self._patience.answer_s)
 
-    def _received(self, worker: _Worker, limit_s: float) -> tuple[FromWorker, tuple[int, ...]]:
-        """The next message; a failure that it tells of is raised."""
-        try:
-            message, fds = worker.channel.receive(max(0.0, limit_s))
-        except ChannelClosed as error:
-            raise WorkerLost(f"{worker.who} {_death(worker)}") from error
-        except ChannelTimeout as error:
-            raise WorkerLost(f"{worker.who} has not answered for {limit_s:.1f} s") from error
-        worker.owes_answer = False
-        if isinstance(message, Failed):
-            kind = WorkerLost if message.fatal else MeasurementError
-            raise kind(_by_name(worker.spec.index, message.what))
-        return message, fds
-
-    def _done(self, worker: _Worker, limit_s: float) -> None:
-        message, _ = self._received(worker, limit_s)
-        if not isinstance(message, Done):
-            raise WorkerLost(f"{worker.who} answered {type(message).__name__} out of turn")
-
-    def _calm(self, control: Control, workers: Sequence[_Worker]) -> None:
+    def _calm(self, control: Control, workers: Sequence[WorkerProcess]) -> None:
         """After an interruption or a refusal: stop all lanes, and hear what is still to be said."""
         # Until all have answered: a second interruption must not leave them unheard.
         self._broken = True
@@ -586,7 +444,7 @@ class Pool:
         for worker in workers:
             while worker.owes_answer:
                 try:
-                    self._received(worker, self._patience.stop_s)
+                    worker.received(self._patience.stop_s)
                 except WorkerLost:
                     return
                 except MeasurementError:
@@ -605,9 +463,9 @@ class Pool:
         try:
             for worker in self._workers:
                 self._ask(worker, Ping(count=count))
-                message, _ = self._received(worker, self._patience.answer_s)
+                message, _ = worker.received(self._patience.answer_s)
                 if not isinstance(message, Pinged):
-                    raise WorkerLost(f"{worker.who} answered {type(message).__name__} out of turn")
+                    raise worker.out_of_turn(message)
                 answers[worker.spec.index] = message
         except BaseException:
             # Interrupted too: an answer may be under way.
@@ -616,68 +474,5 @@ class Pool:
         return answers
 
 
-def _order(
-    worker: _Worker, share: DeviceProgram, epoch: int, timing: Timing, patience_s: float
-) -> Run:
-    worker.lanes_asked = len(share.lanes)
-    paces = timing.paces.get(worker.spec.index, ())
-    stamps = sum(pace.groups + 2 for pace in paces)
-    if len(paces) != len(share.copies) or stamps > MAX_STAMPS:
-        raise MeasurementError(
-            f"G{worker.spec.index}: {len(paces)} paces with {stamps} stamps for "
-            f"{len(share.copies)} copies; one each and {MAX_STAMPS} stamps at most are right"
-        )
-    return Run(
-        program=share,
-        epoch=epoch,
-        repeats=timing.repeats,
-        warm_ns=round(timing.warm_us * 1e3),
-        window_ns=round(timing.window_us * 1e3),
-        patience_ns=round(patience_s * 1e9),
-        paces=paces,
-        check=timing.check,
-    )
-
-
-def _stamps(
-    control: Control, worker: _Worker, timing: Timing, repeat: int
-) -> tuple[npt.NDArray[np.uint64], ...]:
-    """Views of each copy's stamps: queued, released, and one for each group."""
-    rows, first = [], 0
-    paces = timing.paces.get(worker.spec.index, ())
-    area = control.stamps(worker.slot, repeat, sum(pace.groups + 2 for pace in paces))
-    for pace in paces:
-        rows.append(area[first : first + pace.groups + 2])
-        first += pace.groups + 2
-    return tuple(rows)
-
-
-def _names(workers: Sequence[_Worker]) -> str:
+def _names(workers: Sequence[WorkerProcess]) -> str:
     return ", ".join(f"G{one.spec.index}" for one in workers)
-
-
-def _by_name(index: int, what: str) -> str:
-    """What a worker says, with its device's name if that is not in it."""
-    return what if re.search(rf"\bG(PU )?{index}\b", what) else f"G{index}: {what}"
-
-
-def _death(worker: _Worker) -> str:
-    """How a worker ended, with the last it said on stderr."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        worker.process.wait(1.0)
-    code = worker.process.returncode
-    if code is None:
-        return "closed its connection"
-    end = os.fstat(worker.complaints).st_size
-    said = os.pread(worker.complaints, 1 << 16, max(0, end - (1 << 16)))
-    lines = said.decode(errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
-    return f"{how} ({last[:300]})" if last else how
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"

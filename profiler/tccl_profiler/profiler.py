@@ -11,14 +11,17 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from tccl_profiler.assignment import Meeting, checkable, program_for
 from tccl_profiler.clock import Clock, offset_from_pings
 from tccl_profiler.control import MAX_STAMPS
 from tccl_profiler.messages import Pace
-from tccl_profiler.pool import Outcome, Pool, Timing, WorkerLost
-from tccl_profiler.program import MAX_REPEATS, Meeting, Part, Program, checkable, program_for
+from tccl_profiler.pool import Pool
+from tccl_profiler.program import MAX_REPEATS, Part, Program
 from tccl_profiler.reading import Reading, ToHost, read_outcome
+from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.statistics import Sentinel, Stopping, outliers
 from tccl_profiler.window import LaneRate, Window, WindowLimits, choose_window, needs_longer
+from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.measurements.measurement import Measurement
 from tccl_py.transfers.transfer import TransferSet

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_profiler.pool import Outcome, Timing
 from tccl_profiler.program import Part, Program
+from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.window import LaneRate
 
 ToHost = Callable[[int], tuple[int, int]]

@@ -9,9 +9,10 @@ from typing import Literal
 from tccl_profiler import numa
 from tccl_profiler.conditions import changes, complaints, conditions_note
 from tccl_profiler.host.machine import cpus_of_devices
-from tccl_profiler.pool import DeviceSpec, Memory, Pool
+from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.watch import Conditions, Watch, warmed
+from tccl_profiler.workers import DeviceSpec
 from tccl_py.measurements.journal import JournalHeader
 from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.machine import Machine

@@ -1,0 +1,80 @@
+"""What is asked of a run of a program, and what comes back from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tccl_profiler.control import MAX_STAMPS, Control
+from tccl_profiler.messages import Pace, Run
+from tccl_profiler.program import DeviceProgram
+from tccl_py.errors import MeasurementError
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """How a program is run: repeats, their warm-up and window, and whether data are checked.
+
+    `paces` says for each device how much its copies move.
+    """
+
+    repeats: int
+    warm_us: float
+    window_us: float
+    check: bool = False
+    paces: Mapping[int, tuple[Pace, ...]] = msgspec.field(default_factory=dict)
+
+    @property
+    def lasting_s(self) -> float:
+        """Warm-up and window of one repeat, in seconds."""
+        return (self.warm_us + self.window_us) / 1e6
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One repeat: by device index its records (`control.RECORD`), lanes first, and its copies'
+    stamps: when released, then when each group was done."""
+
+    records: Mapping[int, npt.NDArray[np.void]]
+    stamps: Mapping[int, tuple[npt.NDArray[np.uint64], ...]]
+
+
+def order_of(
+    index: int, share: DeviceProgram, timing: Timing, *, epoch: int, patience_s: float
+) -> Run:
+    """The order for device `index`: its share of a program, from this epoch on.
+
+    Raises:
+        MeasurementError: its copies have no paces that fit.
+    """
+    paces = timing.paces.get(index, ())
+    stamps = sum(pace.groups + 2 for pace in paces)
+    if len(paces) != len(share.copies) or stamps > MAX_STAMPS:
+        raise MeasurementError(
+            f"G{index}: {len(paces)} paces with {stamps} stamps for {len(share.copies)} copies; "
+            f"one each and {MAX_STAMPS} stamps at most are right"
+        )
+    return Run(
+        program=share,
+        epoch=epoch,
+        repeats=timing.repeats,
+        warm_ns=round(timing.warm_us * 1e3),
+        window_ns=round(timing.window_us * 1e3),
+        patience_ns=round(patience_s * 1e9),
+        paces=paces,
+        check=timing.check,
+    )
+
+
+def stamps_of(
+    control: Control, slot: int, index: int, timing: Timing, repeat: int
+) -> tuple[npt.NDArray[np.uint64], ...]:
+    """Views of the stamps of each copy of a device: queued, released, and one for each group."""
+    rows, first = [], 0
+    paces = timing.paces.get(index, ())
+    area = control.stamps(slot, repeat, sum(pace.groups + 2 for pace in paces))
+    for pace in paces:
+        rows.append(area[first : first + pace.groups + 2])
+        first += pace.groups + 2
+    return tuple(rows)
