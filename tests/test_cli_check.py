@@ -110,6 +110,15 @@ def test_metrics_replace_the_file_of_the_collector(plan, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if "prom" in path.name] == ["tccl.prom"]
 
 
+@pytest.mark.parametrize("noise", ["1.2.3", "...", "e", "-1"])
+def test_noise_that_is_no_number_makes_the_journal_another_models(noise, plan):
+    journal = plan / "measurements.jsonl"
+    journal.write_text(journal.read_text().replace("noise 0.02", f"noise {noise}", 1))
+    result = tccl("check", plan)
+    assert result.exit_code in (0, 1)
+    assert "are not those that the plan was simulated with" in result.stderr
+
+
 def test_kept_checks_are_appended_and_the_journal_stays(plan):
     journal = (plan / "measurements.jsonl").read_bytes()
     assert tccl("check", plan, "--keep").exit_code == 0

@@ -187,3 +187,10 @@ def test_a_measured_plan_is_explained_on_its_machine(directory, monkeypatch):
     assert "G0 was warm" in result.stderr
     text = str(parse_set("G0->G0->G3{blocks=2}"))
     assert text in (directory / "measurements.jsonl").read_text()
+
+
+@pytest.mark.parametrize("noise", ["1.2.3", "...", "e", "-1", "0.02, seed 5, noise e"])
+def test_noise_that_is_no_number_makes_the_journal_another_models(noise, directory):
+    journal = directory / "measurements.jsonl"
+    journal.write_text(journal.read_text().replace('","sim', f', noise {noise}, seed 5","sim'))
+    assert "is not of the model of amd-v100 as this program has it" in refused("explain", directory)

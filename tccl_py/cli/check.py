@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from tccl_py.cli.hardware import (
     measured_machine,
 )
 from tccl_py.cli.interrupts import interrupts_put_off
-from tccl_py.cli.measure import simulation_header
+from tccl_py.cli.measure import simulation_header, simulation_noise
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json, read_text
@@ -40,7 +39,6 @@ from tccl_py.simulator.descriptions import DiscoveredMachine
 from tccl_py.simulator.source import Simulator
 from tccl_py.topology.fingerprint import Fingerprint
 
-_NOISE = re.compile(r", noise ([0-9.e+-]{1,24}), seed ([0-9]{1,18})$", re.ASCII)
 _MAX_SECONDS = 86_400
 _SHOWN = 8
 _SHOWN_FLOWS = 3
@@ -176,8 +174,7 @@ def _model(
         raise InputError(
             str(machine_file(plan, directory)), "has no model to measure by", "plan again"
         )
-    found = _NOISE.search(header.identity)
-    noise, used = (float(found[1]), int(found[2])) if found else (0.0, 0)
+    noise, used = simulation_noise(header)
     if simulation_header(model, noise=noise, seed=used) != header:
         notice(
             "the model, or this program's parameters, are not those that the plan was simulated "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -24,7 +23,7 @@ from tccl_py.cli.hardware import (
     measured_machine,
 )
 from tccl_py.cli.interrupts import interrupts_put_off
-from tccl_py.cli.measure import simulation_header
+from tccl_py.cli.measure import simulation_header, simulation_noise
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS
@@ -44,7 +43,6 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.source import Simulator
 from tccl_py.transfers.transfer import TransferSet
 
-_NOISE = re.compile(r", noise (?P<noise>[0-9.e-]+), seed (?P<seed>-?[0-9]+)$")
 _HOST = "host backend"
 
 
@@ -180,9 +178,10 @@ def _simulated(plan: Plan, directory: Path, journal: Path) -> Iterator[Rememberi
             "holds no model to simulate by",
             "plan again with `tccl plan --simulate`, or add --no-measure",
         )
-    noise, seed = _noise(journal)
+    kept = read_journal(journal).header if journal.is_file() else None
+    noise, seed = simulation_noise(kept) if kept is not None else (0.0, 0)
     header = simulation_header(model, noise=noise, seed=seed)
-    if journal.is_file() and read_journal(journal).header != header:
+    if kept is not None and kept != header:
         raise InputError(
             str(journal),
             f"is not of the model of {model.name} as this program has it",
@@ -193,12 +192,6 @@ def _simulated(plan: Plan, directory: Path, journal: Path) -> Iterator[Rememberi
         source.resume(journalled.times_known)
         _tell(journalled.notices)
         yield journalled
-
-
-def _noise(journal: Path) -> tuple[float, int]:
-    """The noise and seed that a simulated journal was made with."""
-    match = _NOISE.search(read_journal(journal).header.identity) if journal.is_file() else None
-    return (float(match["noise"]), int(match["seed"])) if match else (0.0, 0)
 
 
 @contextmanager

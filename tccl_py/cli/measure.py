@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -49,6 +50,10 @@ _MANY = 0.2
 """More outliers than this (of all repeats) are worth a word."""
 _TOGETHER = 0.8
 """A set whose flows all run for less of the time is not measured as a set."""
+_NOISE = re.compile(
+    r", noise ([0-9](?:\.[0-9]{1,12})?(?:e-[0-9]{1,3})?), seed (-?[0-9]{1,999})", re.ASCII
+)
+"""How the identity of a noisy simulation ends; a journal may be edited, so only numbers fit."""
 
 
 def measure(
@@ -209,6 +214,14 @@ def simulation_header(model: MachineModel, *, noise: float = 0.0, seed: int = 0)
     digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
     noisy = f", noise {noise:g}, seed {seed}" if noise else ""
     return JournalHeader(machine=model.name, identity=f"model {digest}{noisy}", simulated=True)
+
+
+def simulation_noise(header: JournalHeader) -> tuple[float, int]:
+    """The noise and seed of the simulation that a header is of; 0 and 0 without noise."""
+    found = _NOISE.search(header.identity)
+    if found is None or found.end() != len(header.identity):
+        return (0.0, 0)
+    return (float(found[1]), int(found[2]))
 
 
 def in_given_order(
