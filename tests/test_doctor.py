@@ -207,6 +207,13 @@ def test_geforce_cards_cannot_help_it(tmp_path):
     assert one.why == "NCCL moves their data through host memory, as on all GeForce cards"
 
 
+def test_a_clock_that_a_setting_holds_is_noted(tmp_path):
+    held = GpuState(index=0, bus_id="0000:03:00.0", clock_mhz=1410, clock_max_mhz=1980)
+    host = recorded("clean", tmp_path, driver=DriverState(gpus=(held,)))
+    assert said(host) == ["note: its clock is held at 1410 of 1980 MHz by a setting [GPU 0]"]
+    assert examine(host).findings[0].mend == "nvidia-smi -i 0 -rac (as root)"
+
+
 def test_what_the_driver_complains_of_is_passed_on(tmp_path):
     text = "GPU 0: its clocks are lowered by hw_slowdown; check its cooling"
     state = driver(2, complaints=(text,), persistence=False)

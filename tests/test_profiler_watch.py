@@ -255,7 +255,7 @@ def test_every_name_that_is_asked_for_exists_in_pynvml(proc):
     nvml = FakeNvml([{}])
     with Watch([0], set(), nvml, proc=proc) as watch:
         watch.look()
-    assert len(set(nvml.asked)) == 15
+    assert len(set(nvml.asked)) == 16
     assert all(hasattr(pynvml, f"nvmlDevice{question}") for question in nvml.asked)
 
 

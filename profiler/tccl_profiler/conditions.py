@@ -23,7 +23,8 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
 class GpuConditions(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU at one moment; a figure is None where the driver does not answer.
 
-    Clocks in MHz. `throttling` has the names of nvidia-smi's clocks_event_reasons, without idle and
+    Clocks in MHz; `sm_set_mhz` is the application clock, to which a setting may hold the SMs.
+    `throttling` has the names of nvidia-smi's clocks_event_reasons, without idle and
     application clocks, which are settings. `pcie_generation_max` and `pcie_width_max` are the best
     of GPU and slot together, `gpu_pcie_generation_max` that of the GPU alone. Uncorrected ECC
     errors count since the driver was loaded. `other_processes` leaves out those given as our own.
@@ -32,6 +33,7 @@ class GpuConditions(msgspec.Struct, frozen=True, kw_only=True):
     gpu: int
     sm_mhz: int | None = None
     sm_max_mhz: int | None = None
+    sm_set_mhz: int | None = None
     memory_mhz: int | None = None
     throttling: tuple[str, ...] | None = None
     pcie_generation: int | None = None

@@ -19,10 +19,10 @@ _NOT_ANSWERED = (2, 3, 4, 6, 13, 22, 26)
 """NVML_ERROR_ INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, FUNCTION_NOT_FOUND,
 VGPU_ECC_NOT_SUPPORTED, DEPRECATED: the question does not apply to this GPU, driver or container.
 Any other error is a fault."""
-_SM_CLOCK, _MEMORY_CLOCK = 1, 2
+_GRAPHICS_CLOCK, _SM_CLOCK, _MEMORY_CLOCK = 0, 1, 2
 _GPU_SENSOR = 0
 _UNCORRECTED, _VOLATILE = 1, 0
-"""NVML_CLOCK_SM and _MEM, NVML_TEMPERATURE_GPU, NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+"""NVML_CLOCK_GRAPHICS, _SM and _MEM, NVML_TEMPERATURE_GPU, NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
 NVML_VOLATILE_ECC."""
 _CLOCK_REASONS = (
     "nvmlDeviceGetCurrentClocksEventReasons",
@@ -51,6 +51,7 @@ class _Watched:
     gpu: int
     handle: Any
     sm_max_mhz: int | None
+    sm_set_mhz: int | None
     pcie_generation_max: int | None
     gpu_pcie_generation_max: int | None
     pcie_width_max: int | None
@@ -134,6 +135,7 @@ class Watch:
             gpu=watched.gpu,
             sm_mhz=ask("nvmlDeviceGetClockInfo", _SM_CLOCK),
             sm_max_mhz=watched.sm_max_mhz,
+            sm_set_mhz=watched.sm_set_mhz,
             memory_mhz=ask("nvmlDeviceGetClockInfo", _MEMORY_CLOCK),
             throttling=None if reasons is None else throttling_names(reasons),
             pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
@@ -225,6 +227,7 @@ def _watched(nvml: Any, gpu: int) -> _Watched:
         gpu=gpu,
         handle=handle,
         sm_max_mhz=ask("nvmlDeviceGetMaxClockInfo", _SM_CLOCK),
+        sm_set_mhz=ask("nvmlDeviceGetApplicationsClock", _GRAPHICS_CLOCK),
         pcie_generation_max=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
         gpu_pcie_generation_max=ask("nvmlDeviceGetGpuMaxPcieLinkGeneration"),
         pcie_width_max=ask("nvmlDeviceGetMaxPcieLinkWidth"),

@@ -111,10 +111,19 @@ def _states(facts: DriverFacts) -> tuple[GpuState, ...]:
             bus_id=gpu.bus_id,
             name=gpu.name,
             persistence=one.persistence,
+            clock_mhz=_held(one.sm_set_mhz, one.sm_max_mhz),
+            clock_max_mhz=one.sm_max_mhz,
             complaints=complaints([one], loaded=False),
         )
         for gpu, one in zip(facts.gpus, seen, strict=True)
     )
+
+
+def _held(clock_mhz: int | None, most_mhz: int | None) -> int | None:
+    """The clock that a setting holds a GPU to; None if it may run as fast as it can."""
+    if clock_mhz is None or most_mhz is None:
+        return None
+    return clock_mhz if 0 < clock_mhz < most_mhz else None
 
 
 def _print(found: Diagnosis) -> None:

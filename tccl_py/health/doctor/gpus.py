@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tccl_py.health.doctor.findings import Finding, Unseen, listed
-from tccl_py.health.doctor.host import Host
+from tccl_py.health.doctor.host import GpuState, Host
 
 
 def check_gpus(host: Host) -> Iterator[Finding | Unseen]:
@@ -31,8 +31,22 @@ def check_gpus(host: Host) -> Iterator[Finding | Unseen]:
             mend="systemctl enable --now nvidia-persistenced (or nvidia-smi -pm 1, as root)",
         )
     for gpu in state.gpus:
+        if gpu.clock_mhz is not None:
+            yield _held(gpu)
         for text in gpu.complaints:
             yield _complaint(gpu.index, text)
+
+
+def _held(gpu: GpuState) -> Finding:
+    return Finding(
+        severity="note",
+        check="gpus",
+        what=f"its clock is held at {gpu.clock_mhz} of {gpu.clock_max_mhz} MHz by a setting",
+        where=f"GPU {gpu.index}",
+        why="steady for measurements, but a plan then holds for this clock only",
+        source="NVML (nvidia-smi -q -d CLOCK, Applications Clocks)",
+        mend=f"nvidia-smi -i {gpu.index} -rac (as root)",
+    )
 
 
 def _complaint(index: int, text: str) -> Finding:

@@ -26,12 +26,17 @@ _DRIVER = re.compile(r"Kernel Module\b.*?\s([0-9]{3,4}(?:\.[0-9]{1,4}){1,2})\b")
 
 @dataclass(frozen=True, kw_only=True)
 class GpuState:
-    """What the driver says of a GPU at rest; `complaints` are sentences on what spoils rates."""
+    """What the driver says of a GPU at rest; `complaints` are sentences on what spoils rates.
+
+    `clock_mhz` is the clock that a setting holds it to, None if none does.
+    """
 
     index: int
     bus_id: str
     name: str = ""
     persistence: bool | None = None
+    clock_mhz: int | None = None
+    clock_max_mhz: int | None = None
     complaints: tuple[str, ...] = ()
 
 
