@@ -110,6 +110,15 @@ def test_metrics_replace_the_file_of_the_collector(plan, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if "prom" in path.name] == ["tccl.prom"]
 
 
+def test_a_journal_of_another_machine_is_refused(plan):
+    journal = plan / "measurements.jsonl"
+    journal.write_text(journal.read_text().replace(NAME, "amd-v100", 1))
+    result = tccl("check", plan)
+    assert (result.exit_code, result.stdout) == (2, "")
+    said = "is not of this plan; plan again, into a new directory"
+    assert result.stderr == f"tccl: {journal}: {said}\n"
+
+
 @pytest.mark.parametrize("noise", ["1.2.3", "...", "e", "-1"])
 def test_noise_that_is_no_number_makes_the_journal_another_models(noise, plan):
     journal = plan / "measurements.jsonl"

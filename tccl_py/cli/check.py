@@ -148,7 +148,8 @@ def _source(
     plan: Plan, directory: Path, journal: JournalContents, seed: int
 ) -> Iterator[tuple[BandwidthSource, JournalHeader]]:
     """What is measured: this machine, or the model of a simulated plan; and whose that is."""
-    if journal.header.simulated != plan.simulated:
+    whose = (journal.header.machine, journal.header.simulated)
+    if whose != (plan.machine.name, plan.simulated):
         raise InputError(
             str(directory / JOURNAL_FILE), "is not of this plan", "plan again, into a new directory"
         )
