@@ -17,7 +17,7 @@ from tccl_py.cli import hardware
 from tccl_py.cli.hardware import Care, MeasuredMachine, measured_machine
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.measurements.journal import JournalHeader, read_journal
+from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan
 from tccl_py.simulator.descriptions import read_description
@@ -284,6 +284,22 @@ def test_an_interruption_keeps_what_was_measured(fake, tmp_path):
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr == f"tccl: sets measured and kept in {path}: 2 of 3\n"
     assert fake.left == 1
+    assert len(read_journal(path).measurements) == 2
+
+
+def test_a_set_that_a_full_disk_did_not_take_is_not_said_to_be_kept(fake, tmp_path, monkeypatch):
+    append = JournalledSource._append
+
+    def full(self, record):
+        if len(fake.asked) == 3:
+            raise InputError("the journal", "cannot be written", "it needs space")
+        append(self, record)
+
+    monkeypatch.setattr(JournalledSource, "_append", full)
+    path = tmp_path / "journal.jsonl"
+    result = tccl("measure", *SETS, "--journal", path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"tccl: sets measured and kept in {path}: 2 of 3\n")
     assert len(read_journal(path).measurements) == 2
 
 

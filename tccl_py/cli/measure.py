@@ -180,14 +180,15 @@ def _measured(
         ExitStack() as stack,
     ):
         source.on_set = lambda count: line.measured(count, len(sets))
-        asked: BandwidthSource = RememberingSource(source)
+        asked = RememberingSource(source)
         if journal is not None:
             asked = stack.enter_context(_journal(source, journal, source.header))
         try:
             found = asked.measure(sets)
         except (KeyboardInterrupt, TcclError):
-            if journal is not None and source.count:
-                notice(f"sets measured and kept in {journal}: {source.count} of {len(sets)}")
+            # The last set that was measured may not have been kept: the disk may be full.
+            if journal is not None and asked.sets_measured:
+                notice(f"sets measured and kept in {journal}: {asked.sets_measured} of {len(sets)}")
             raise
         conditions = source.conditions
     return _Answers(
