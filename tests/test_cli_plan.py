@@ -237,7 +237,7 @@ def test_a_journal_of_another_machine_noise_or_seed_is_refused(other, tmp_path, 
     result = tccl(*command, *other)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "belongs to machine h200x4-vm (model " in result.stderr
-    assert result.stderr.endswith("; use a new output directory\n")
+    assert result.stderr.endswith("; use a new journal or output directory\n")
     assert (tmp_path / "measurements.jsonl").read_bytes() == before
 
 

@@ -141,7 +141,7 @@ class JournalledSource(RememberingSource):
             raise InputError(
                 str(self._path),
                 f"belongs to {_described(contents.header)}, not to {_described(header)}",
-                "use a new output directory",
+                "use a new journal or output directory",
             )
         for notice in contents.notices:
             self._drop(notice, keep=contents.whole_bytes)
