@@ -280,7 +280,7 @@ def test_the_host_backend_is_checked_by_itself(plan):
         JournalledSource(source, plan / "measurements.jsonl", source.header) as journalled,
     ):
         journalled.measure([parse_set(" ".join(flows)), parse_set(flows[0])])
-    result = tccl("check", plan, "--json", "--max-seconds", "20")
+    result = tccl("check", plan, "--json", "--max-seconds", "110")
     assert result.exit_code in (0, 1)
     found = json.loads(result.stdout)
     assert (found["simulated"], found["sets_compared"]) == (False, 2)

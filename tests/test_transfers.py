@@ -99,6 +99,7 @@ def test_the_executor_makes_the_operation(text, operation):
     ("text", "sentence"),
     [
         ("G0->G4", "flow 'G0->G4': has 2 places; a transfer is SRC->EXE->DST, a bounce"),
+        ("G0", "flow 'G0': has 1 place; a transfer is SRC->EXE->DST, a bounce"),
         ("G0->G1->G4", "G1 cannot move it; the executor is the G or D of one of the two ends"),
         ("G0->G0->G0", "G0 sends to itself; source and destination differ"),
         ("X0->G0->G1", "'X0' names no place; places are G2, D2, C1, N0 or, elsewhere, h3.G2"),

@@ -261,7 +261,7 @@ def parse_flow(text: str) -> Flow:
     else:
         raise InputError(
             where,
-            f"has {len(places)} places",
+            f"has {len(places)} place{'s' * (len(places) != 1)}",
             "a transfer is SRC->EXE->DST, a bounce SRC->EXE->HOST->EXE->DST",
         )
     blocks, fifo = _parse_options(options[:-1], _kind(transfers), where)
