@@ -221,7 +221,7 @@ def _piped(layout: _Layout, number: int, flow: Flow, blocks: int) -> Iterator[_P
     for block in range(blocks):
         tail, head = layout.counter(filled), layout.counter(taken)
         data = layout.memory(place, slices * slice_bytes)
-        seed = 1 + number * 8191 + block * 127
+        seed = _seed(number, block)
         writers.append(End(data=data, slices=slices, seed=seed, wait=head, post=tail))
         readers.append(End(data=data, slices=slices, seed=seed, wait=tail, post=head))
     yield _Piece(
@@ -244,6 +244,11 @@ def _piped(layout: _Layout, number: int, flow: Flow, blocks: int) -> Iterator[_P
     )
 
 
+def _seed(flow: int, block: int) -> int:
+    """Of the check pattern: never 0, and another for every block of every flow."""
+    return 1 + flow * 8191 + block * 127
+
+
 def _slicing(fifo: Fifo) -> tuple[int, int]:
     """How many slices a FIFO has and how long they are: two slots each, 16 bytes a thread."""
     slices = max(1, fifo.slots * SLICES // 8)
@@ -264,7 +269,7 @@ def _free(layout: _Layout, number: int, flow: Flow, blocks: int) -> _Piece:
         End(
             data=layout.memory(far, slices * slice_bytes),
             slices=slices,
-            seed=1 + number * 8191 + block * 127,
+            seed=_seed(number, block),
         )
         for block in range(blocks)
     )
@@ -293,14 +298,14 @@ def _assigned(
             continue
         if piece.engine:
             mine = copies.setdefault(piece.device, [])
-            where[i] = _part(piece, "copy", len(mine), len(piece.ends))
+            where[i] = _part(piece, "copy", len(mine))
             mine.extend(_copy(piece, end) for end in piece.ends)
             continue
         own = lanes.setdefault(piece.device, [])
         other = pairs.get(i)
-        where[i] = _part(piece, piece.kind, len(own), len(piece.ends))
+        where[i] = _part(piece, piece.kind, len(own))
         if other is not None:
-            where[other] = _part(pieces[other], pieces[other].kind, len(own), len(piece.ends))
+            where[other] = _part(pieces[other], pieces[other].kind, len(own))
         partner = pieces[other].ends if other is not None else (None,) * len(piece.ends)
         for end, second in zip(piece.ends, partner, strict=True):
             incoming, outgoing = (end, second) if piece.kind == "incoming" else (second, end)
@@ -325,13 +330,12 @@ def _assigned(
     return devices, [(where[i], piece) for i, piece in enumerate(pieces)]
 
 
-def _part(
-    piece: _Piece, kind: Literal["incoming", "outgoing", "copy"], first: int, count: int
-) -> Part:
+def _part(piece: _Piece, kind: Literal["incoming", "outgoing", "copy"], first: int) -> Part:
+    """Where a piece's ends went: from number `first` on, as many as it has (pairs have as many)."""
     return Part(
         device=piece.device,
         kind=kind,
-        numbers=tuple(range(first, first + count)),
+        numbers=tuple(range(first, first + len(piece.ends))),
         slice_bytes=piece.slice_bytes,
         slices=piece.ends[0].slices,
         piped=piece.piped,

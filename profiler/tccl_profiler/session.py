@@ -19,7 +19,6 @@ from tccl_py.topology.machine import Machine
 from tccl_py.transfers.transfer import parse_set
 
 Backend = Literal["cuda", "host"]
-BACKENDS: tuple[Backend, ...] = ("cuda", "host")
 
 
 class Session:

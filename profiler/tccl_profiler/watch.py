@@ -12,13 +12,12 @@ from typing import Any
 
 from tccl_profiler.conditions import GpuConditions, GpuProcess, throttling_names
 from tccl_py.errors import MeasurementError
+from tccl_py.topology.readers.nvml import NOT_ANSWERED
 
 Conditions = tuple[GpuConditions, ...]
 
-_NOT_ANSWERED = (2, 3, 4, 6, 13, 22, 26)
-"""NVML_ERROR_ INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, FUNCTION_NOT_FOUND,
-VGPU_ECC_NOT_SUPPORTED, DEPRECATED: the question does not apply to this GPU, driver or container.
-Any other error is a fault."""
+_NOT_ANSWERED = (*NOT_ANSWERED, 22, 26)
+"""Also NVML_ERROR_VGPU_ECC_NOT_SUPPORTED and _DEPRECATED."""
 _GRAPHICS_CLOCK, _SM_CLOCK, _MEMORY_CLOCK = 0, 1, 2
 _GPU_SENSOR = 0
 _UNCORRECTED, _VOLATILE = 1, 0

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,6 +88,12 @@ def notice(text: str) -> None:
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             print(f"tccl: {visible(' '.join(text.split()))}", file=sys.stderr, flush=True)
+
+
+def notice_each(texts: Iterable[str]) -> None:
+    """Print several sentences as `notice` does, in order."""
+    for text in texts:
+        notice(text)
 
 
 def complain(text: str) -> int:

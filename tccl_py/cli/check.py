@@ -13,12 +13,13 @@ import msgspec
 import typer
 from rich.table import Table
 
-from tccl_py.cli.arguments import ANSWER_IS_NO, notice, results, write_result
+from tccl_py.cli.arguments import ANSWER_IS_NO, notice, notice_each, results, write_result
 from tccl_py.cli.hardware import (
     SEARCH_REPEATS,
     Care,
     Hardware,
     MeasuredMachine,
+    is_rehearsal,
     measured_machine,
 )
 from tccl_py.cli.interrupts import interrupts_put_off
@@ -33,7 +34,7 @@ from tccl_py.health.drift.record import keep_check
 from tccl_py.health.drift.statistics import SMALLEST, Comparison
 from tccl_py.measurements.journal import JournalContents, JournalHeader, read_journal
 from tccl_py.measurements.measurement import BandwidthSource
-from tccl_py.plan.directory import JOURNAL_FILE, machine_file, planned_model
+from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, machine_file, planned_model
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.simulator.descriptions import DiscoveredMachine
 from tccl_py.simulator.source import Simulator
@@ -105,12 +106,10 @@ def check(
         tccl check my-plan --prometheus -o /var/lib/node_exporter/tccl.prom
     """
     _refuse(json=json, prometheus=prometheus, output=output, max_seconds=max_seconds, seed=seed)
-    if not directory.is_dir():
-        raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
+    check_plan_directory(directory)
     plan = load_plan(directory)
     journal = read_journal(directory / JOURNAL_FILE)
-    for text in journal.notices:
-        notice(text)
+    notice_each(journal.notices)
     effort = Effort(seconds=max_seconds, seed=seed)
     with interrupts_put_off(), _source(plan, directory, journal, seed) as (source, header):
         drift = find_drift(plan, journal.measurements, source, effort=effort)
@@ -163,8 +162,7 @@ def _source(
     ):
         source.on_set = line.measured
         yield source, source.header
-    for text in source.notices:
-        notice(text)
+    notice_each(source.notices)
 
 
 def _model(
@@ -195,7 +193,7 @@ def _here(plan: Plan, directory: Path, header: JournalHeader) -> MeasuredMachine
     """
     path = machine_file(plan, directory)
     planned = _fingerprint(path)
-    host = "host backend" in header.identity
+    host = is_rehearsal(header)
     place = (
         measured_machine("host", len(plan.machine.gpus)) if host else measured_machine(None, None)
     )

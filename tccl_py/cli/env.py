@@ -18,7 +18,7 @@ from tccl_py.cli.arguments import (
 from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
 from tccl_py.errors import InputError
-from tccl_py.plan.directory import planned_model, write_subset_graph
+from tccl_py.plan.directory import check_plan_directory, planned_model, write_subset_graph
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.plan.subsets import subset_on_demand
 from tccl_py.simulator.source import Simulator
@@ -45,8 +45,7 @@ def env(
 
         eval "$(tccl env my-plan --gpus 0,2,5)"
     """
-    if not directory.is_dir():
-        raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
+    check_plan_directory(directory)
     plan = load_plan(directory)
     chosen = tuple(sorted(gpus_argument(gpus, plan.machine) or plan.gpus))
     graph = graph_file(plan, directory, chosen)

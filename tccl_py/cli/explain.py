@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tccl_py.cli.arguments import JsonOption, notice, print_json, results
+from tccl_py.cli.arguments import JsonOption, notice, notice_each, print_json, results
 from tccl_py.cli.explain_text import print_explanation
 from tccl_py.cli.hardware import (
     SEARCH_REPEATS,
@@ -20,6 +20,7 @@ from tccl_py.cli.hardware import (
     MeasuredMachine,
     TargetOption,
     care,
+    is_rehearsal,
     measured_machine,
 )
 from tccl_py.cli.interrupts import interrupts_put_off
@@ -37,13 +38,11 @@ from tccl_py.measurements.journal import (
 )
 from tccl_py.measurements.measurement import Measurement
 from tccl_py.measurements.memory import RememberingSource
-from tccl_py.plan.directory import JOURNAL_FILE, machine_file, planned_model
+from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, machine_file, planned_model
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.source import Simulator
 from tccl_py.transfers.transfer import TransferSet
-
-_HOST = "host backend"
 
 
 def explain(
@@ -78,8 +77,7 @@ def explain(
         tccl explain my-plan
         tccl explain my-plan --no-measure
     """
-    if not directory.is_dir():
-        raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
+    check_plan_directory(directory)
     if max_sets < 1:
         raise InputError("--max-sets", f"is {max_sets}", "one set at least, or --no-measure")
     if not 1 <= max_causes <= 100:
@@ -147,8 +145,7 @@ class _Nothing:
 
 def _journal_only(plan: Plan, journal: Path) -> RememberingSource:
     contents = _contents(plan, journal)
-    for text in contents.notices:
-        notice(text)
+    notice_each(contents.notices)
     return RememberingSource(_Nothing(simulated=plan.simulated), contents.measurements)
 
 
@@ -190,7 +187,7 @@ def _simulated(plan: Plan, directory: Path, journal: Path) -> Iterator[Rememberi
     source = Simulator(model, noise=noise, seed=seed)
     with JournalledSource(source, journal, header) as journalled:
         source.resume(journalled.times_known)
-        _tell(journalled.notices)
+        notice_each(journalled.notices)
         yield journalled
 
 
@@ -210,16 +207,16 @@ def _measured(plan: Plan, journal: Path, here: _Here) -> Iterator[RememberingSou
             )
         with JournalledSource(source, journal, header) as journalled:
             source.on_set = line.measured
-            _tell(journalled.notices)
+            notice_each(journalled.notices)
             try:
                 yield journalled
             finally:
-                _tell(source.notices)
+                notice_each(source.notices)
 
 
 def _place(plan: Plan, header: JournalHeader, here: _Here) -> MeasuredMachine:
     """The machine to measure: by the backend that the journal names, if no option does."""
-    rehearsed = _HOST in header.identity and here.backend is None
+    rehearsed = is_rehearsal(header) and here.backend is None
     backend = "host" if rehearsed else here.backend
     devices = len(plan.machine.gpus) if rehearsed and here.devices is None else here.devices
     if backend is not None or devices is not None:
@@ -237,11 +234,6 @@ def _elsewhere(plan: Plan, header: JournalHeader, here: str) -> InputError:
         f"here: {here}",
         "explain it there, or add --no-measure",
     )
-
-
-def _tell(notices: Sequence[str]) -> None:
-    for text in notices:
-        notice(text)
 
 
 def _saved(found: Explanation, directory: Path) -> Explanation:

@@ -163,6 +163,11 @@ def _host(devices: int | None) -> MeasuredMachine:
     )
 
 
+def is_rehearsal(header: JournalHeader) -> bool:
+    """Whether a journal is of the host backend, by what `Session.header` wrote."""
+    return "host backend" in header.identity
+
+
 def refuse_with_model(options: dict[str, object]) -> None:
     """Refuse options of measuring beside --simulate; those that were not given are None or False.
 

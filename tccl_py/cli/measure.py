@@ -17,6 +17,7 @@ from tccl_py.cli.arguments import (
     MACHINE_HELP,
     JsonOption,
     notice,
+    notice_each,
     print_json,
     provenance,
     results,
@@ -136,11 +137,9 @@ def measure(
         print_json([_entry(*row) for row in rows])
     else:
         _print_table(answers, rows)
-    for text in answers.notices:
-        notice(text)
+    notice_each(answers.notices)
     for row in rows:
-        for text in _doubts(*row):
-            notice(text)
+        notice_each(_doubts(*row))
 
 
 class _Answers(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,8 +203,7 @@ def _journal(
     source: BandwidthSource, path: Path, header: JournalHeader
 ) -> Iterator[JournalledSource]:
     with JournalledSource(source, path, header) as journalled:
-        for text in journalled.notices:
-            notice(text)
+        notice_each(journalled.notices)
         yield journalled
 
 

@@ -15,6 +15,7 @@ from tccl_py.cli.arguments import (
     NcclOption,
     gpus_argument,
     notice,
+    notice_each,
     print_json,
     results,
 )
@@ -36,7 +37,6 @@ from tccl_py.cli.measure import simulation_header
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.errors import InputError
-from tccl_py.measurements.journal import JournalledSource
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.plan.directory import (
     holds_measurements,
@@ -194,7 +194,7 @@ class _Model:
         opened = open_journal(self._source, journal, self._header, force=force)
         with opened as journalled, ProgressLine() as line:
             self._source.resume(journalled.times_known)
-            _tell(journalled)
+            notice_each(journalled.notices)
             return task.plan(self.machine, self._model.knowledge, journalled, line)
 
     def write(self, made: Plan, output: Path) -> None:
@@ -217,7 +217,7 @@ class _Here:
             open_journal(source, journal, source.header, force=force) as journalled,
         ):
             source.on_set = line.measured
-            _tell(journalled)
+            notice_each(journalled.notices)
             made = task.plan(self.machine, self._place.knowledge, journalled, line)
             conditions = source.conditions
         notices = [*made.notices, *source.notices]
@@ -238,11 +238,6 @@ class _Here:
 
 
 _Subject = _Model | _Here
-
-
-def _tell(journalled: JournalledSource) -> None:
-    for text in journalled.notices:
-        notice(text)
 
 
 def _few(texts: Sequence[str]) -> list[str]:

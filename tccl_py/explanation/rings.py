@@ -9,7 +9,7 @@ import msgspec
 
 from tccl_py.errors import SearchError
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.settings_search import condensed
+from tccl_py.plan.settings_search import condensed, stock_settings
 from tccl_py.runtimes.nccl.stock import stock_default
 from tccl_py.runtimes.nccl.transport import hop_space
 from tccl_py.transfers.hops import ring_from_order, ring_set
@@ -39,10 +39,12 @@ def _stock(plan: Plan) -> Subject | None:
         plan.machine, plan.knowledge, gpus=plan.gpus, version=plan.settings.version
     )
     orders = condensed(plan.stock.rings)
-    # As when it was measured: `hop_space` doubles a file's channels itself.
-    settings = msgspec.structs.replace(choice.settings, channels=max(1, choice.channels // 2))
     space = hop_space(
-        plan.machine, plan.knowledge, settings, gpus=plan.gpus, rings_in_set=len(orders)
+        plan.machine,
+        plan.knowledge,
+        stock_settings(choice),
+        gpus=plan.gpus,
+        rings_in_set=len(orders),
     )
     try:
         rings = ring_set([ring_from_order(space, order) for order in orders])

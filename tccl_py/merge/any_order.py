@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Sequence
 
 from tccl_py.errors import InputError
-from tccl_py.merge.contiguous import Cluster, best_order
+from tccl_py.merge.contiguous import Cluster, best_order, ring_in
 from tccl_py.merge.tables import (
     ChainTable,
     MergedRing,
     check_size,
     no_ring,
-    ring_rate,
     stacked,
 )
 
@@ -51,13 +50,7 @@ def merge_any_order(
     if found is None:
         used = [number for number, count in enumerate(counts) if count]
         raise no_ring(tables, used, "no order was found in which chains of all nodes meet")
-    order = tuple(classes[host] for host in found.hosts)
-    return MergedRing(
-        rate_gbps=ring_rate(rates, order, found.crossings),
-        bound_gbps=found.bound,
-        order=order,
-        crossings=found.crossings,
-    )
+    return ring_in(found, rates, classes)
 
 
 def _cluster(sizes: Sequence[int]) -> Cluster:

@@ -24,7 +24,7 @@ from tccl_py.merge.relations import (
     staying,
     worthwhile,
 )
-from tccl_py.merge.tables import Rates, ring_rate
+from tccl_py.merge.tables import MergedRing, Rates, ring_rate
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +69,17 @@ def best_order(rates: Rates, classes: Sequence[int], cluster: Cluster) -> Order 
     if best.walk is None:
         return None
     return Order(hosts=best.walk.kinds, crossings=best.walk.crossings, bound=best.bound)
+
+
+def ring_in(found: Order, rates: Rates, classes: Sequence[int]) -> MergedRing:
+    """The ring over hosts of these classes in the order found, at the rate that it really has."""
+    order = tuple(classes[host] for host in found.hosts)
+    return MergedRing(
+        rate_gbps=ring_rate(rates, order, found.crossings),
+        bound_gbps=found.bound,
+        order=order,
+        crossings=found.crossings,
+    )
 
 
 def _staying(rates: Rates, cluster: Cluster) -> Walk | None:

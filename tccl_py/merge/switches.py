@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import InputError
-from tccl_py.merge.contiguous import Cluster, best_order
+from tccl_py.merge.contiguous import Cluster, best_order, ring_in
 from tccl_py.merge.in_order import merge_in_order
 from tccl_py.merge.tables import (
     ChainTable,
@@ -21,7 +21,6 @@ from tccl_py.merge.tables import (
     check_class,
     check_size,
     no_ring,
-    ring_rate,
     stacked,
 )
 
@@ -86,14 +85,8 @@ def merge_with_switches(
     if found is None:
         why = "no order was found in which hosts of a switch stay together and chains of all meet"
         raise no_ring(tables, sorted(set(classes)), why)
-    order = tuple(classes[host] for host in found.hosts)
-    return MergedRing(
-        rate_gbps=ring_rate(rates, order, found.crossings),
-        bound_gbps=found.bound,
-        order=order,
-        crossings=found.crossings,
-        hosts=tuple(names[host] for host in found.hosts),
-    )
+    hosts = tuple(names[host] for host in found.hosts)
+    return msgspec.structs.replace(ring_in(found, rates, classes), hosts=hosts)
 
 
 def _cluster(tree: SwitchTree, number: Mapping[str, int]) -> Cluster:

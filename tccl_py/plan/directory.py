@@ -212,6 +212,16 @@ def _resumable(path: Path, header: JournalHeader) -> bool:
         return False
 
 
+def check_plan_directory(directory: Path) -> None:
+    """Refuse what is no directory; whether a plan is in it, `load_plan` says.
+
+    Raises:
+        InputError: it is a file, or not there.
+    """
+    if not directory.is_dir():
+        raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
+
+
 def machine_file(plan: Plan, directory: Path) -> Path:
     """Where a plan's directory has its machine."""
     return directory / "machines" / f"{file_name(plan.machine.name)}.json"

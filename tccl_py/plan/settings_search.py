@@ -93,6 +93,13 @@ def condensed(orders: Sequence[Order]) -> tuple[Order, ...]:
     return tuple(order for order, count in counts.items() for _ in range(count // share))
 
 
+def stock_settings(choice: StockChoice) -> Settings:
+    """NCCL's own settings as for a graph file: its search's doubling of channels is undone,
+    because `hop_space` doubles a file's channels itself.
+    """
+    return msgspec.structs.replace(choice.settings, channels=max(1, choice.channels // 2))
+
+
 def measured_stock(task: Task) -> Stock:
     """Measure what NCCL would do by itself.
 
@@ -101,8 +108,7 @@ def measured_stock(task: Task) -> Stock:
     """
     choice = stock_default(task.machine, task.knowledge, gpus=task.gpus, version=task.version)
     orders = condensed(choice.rings)
-    # The search's doubling is undone, because `hop_space` doubles a file's channels itself.
-    settings = msgspec.structs.replace(choice.settings, channels=max(1, choice.channels // 2))
+    settings = stock_settings(choice)
     rings = rings_under(task, settings, orders)
     return Stock(
         choice=choice,

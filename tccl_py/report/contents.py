@@ -10,7 +10,7 @@ from tccl_py.errors import InputError
 from tccl_py.explanation.findings import EXPLANATION_FILE, Explanation, load_explanation
 from tccl_py.files import decode_json, read_text
 from tccl_py.measurements.journal import JournalContents, read_journal
-from tccl_py.plan.directory import JOURNAL_FILE
+from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory
 from tccl_py.plan.plan import Plan, load_plan
 
 VERIFICATION_FILE = "verify.json"
@@ -40,8 +40,7 @@ def read_contents(directory: Path) -> Contents:
     Raises:
         InputError: no directory, no plan in it, or a file in it is damaged.
     """
-    if not directory.is_dir():
-        raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
+    check_plan_directory(directory)
     plan = load_plan(directory)
     journal, of_journal = _journal(directory / JOURNAL_FILE, plan)
     explanation, of_explanation = _explanation(directory)

@@ -10,7 +10,7 @@ from tccl_py.errors import InputError
 from tccl_py.topology.knowledge import PeerAccess
 from tccl_py.topology.readers.busid import normal_bus_id
 
-_NOT_ANSWERED = (2, 3, 4, 6, 13)
+NOT_ANSWERED = (2, 3, 4, 6, 13)
 """NVML_ERROR_ INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, FUNCTION_NOT_FOUND: the
 question does not apply to this GPU, driver or container. Any other error is a fault."""
 _MAX_LINKS = 18
@@ -184,7 +184,7 @@ def _maybe(nvml: Any, who: str, question: Callable[..., Any], *arguments: Any) -
     try:
         return question(*arguments)
     except nvml.NVMLError as error:
-        if getattr(error, "value", None) in _NOT_ANSWERED:
+        if getattr(error, "value", None) in NOT_ANSWERED:
             return None
         raise InputError(
             who,
