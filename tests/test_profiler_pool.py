@@ -184,7 +184,7 @@ REFUSED = {
     "G0->G0->C7->G1->G1{blocks=1}": r"^C7 is no NUMA node of this machine; there are C0",
     "G0->G0->G1{blocks=64}": r"^G1 would hold 256 MiB of FIFOs, its arena has 80 MiB: give fewer ",
     "G0->G0->G5{blocks=1}": r"G5 is not measured here; there are G0, G1$",
-    "G0->G0->N0{blocks=1}": r"N0 is not on this host's PCIe or NVLink$",
+    "G0->N0->N0{blocks=1}": r"N0 is not on this host's PCIe or NVLink$",
     "G0->G0->C0{blocks=64} G0->G0->C0{blocks=2}": r"^G0 would run 66 blocks at once, it can run 64",
     "G0->D0->C0": r"^G0: slices of 67108864 bytes do not fit the 4194304 bytes that it sends",
 }

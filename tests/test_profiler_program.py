@@ -305,7 +305,7 @@ def test_free_flows_share_the_blocks_of_the_busiest_gpu(drawn, lanes):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("G0->G0->N0", "G0->G0->N0: N0 is not on this host's PCIe or NVLink"),
+        ("G0->N0->N0", "G0->N0->N0: N0 is not on this host's PCIe or NVLink"),
         ("G0->G0->h2.G1", "G0->G0->h2.G1: h2.G1 is not on this host's PCIe or NVLink"),
         ("G0->G0->G9", "G0->G0->G9: G9 is not measured here; there are G0, G1"),
         ("C0->D7->G7", "C0->D7->G7: D7 is not measured here; there are G0, G1"),

@@ -193,7 +193,7 @@ def test_nvlinks_through_a_switch_win_over_pci_and_nics_by_their_speed():
     )
     simulator = Simulator(model_for(nvlinked))
     over_nvlink, over_network = simulator.measure(
-        [parse_set("G0->D0->G1"), parse_set("G0->G0->N0")]
+        [parse_set("G0->D0->G1"), parse_set("G0->N0->N0")]
     )
     assert over_nvlink.rate_gbps > 100
     assert over_network.rate_gbps == pytest.approx(12.5)

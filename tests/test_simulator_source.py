@@ -86,7 +86,7 @@ def test_another_host_is_refused():
     [
         ("G0->G0->G9", "G9: is not in machine asus-esc8000a-e13p; it has G0, G1, G2, G3, G4"),
         ("G0->G0->C2", "C2: is not in machine asus-esc8000a-e13p; it has C0, C1"),
-        ("G0->G0->N0", "N0: is not in machine asus-esc8000a-e13p; it has none of this kind"),
+        ("G0->N0->N0", "N0: is not in machine asus-esc8000a-e13p; it has none of this kind"),
     ],
 )
 def test_a_place_the_machine_does_not_have_is_refused_with_those_it_has(text, sentence):
@@ -102,7 +102,7 @@ def test_a_flow_listed_twice_runs_twice():
 
 
 def test_a_nic_carries_no_more_than_its_port():
-    (answer,) = Simulator(load_bundled("nvswitch-8gpu-8nic")).measure([parse_set("N0->G0->G0")])
+    (answer,) = Simulator(load_bundled("nvswitch-8gpu-8nic")).measure([parse_set("N0->N0->G0")])
     assert answer.rate_gbps == pytest.approx(50.0)
     assert answer.assumed
 

@@ -77,7 +77,7 @@ def test_rates_fall_when_many_transfers_use_the_host_memory_of_one_numa_node(mac
 
 @pytest.mark.parametrize("machine", ["amd-v100", "amd-3090", "intel-v100", "nvswitch-8gpu-8nic"])
 def test_figures_nobody_published_are_marked_assumed(machine):
-    for text in ("G0->G0->C0", "G0->G0->C0->G2->G2", "N0->G0->G0"):
+    for text in ("G0->G0->C0", "G0->G0->C0->G2->G2", "N0->N0->G0"):
         (answer,) = Simulator(load_bundled(machine)).measure([parse_set(text)])
         assert answer.assumed
 

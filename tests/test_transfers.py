@@ -20,6 +20,9 @@ from tccl_py.transfers.transfer import (
     bounce,
     direct_read,
     direct_write,
+    entering,
+    joined,
+    leaving,
     parse_flow,
     parse_set,
     transfer_set,
@@ -55,9 +58,45 @@ def flows(draw):
     return Flow((made[kind],), draw(blocks))
 
 
-@given(flows())
+@st.composite
+def network_flows(draw):
+    sideless = fifos.map(lambda fifo: Fifo(bytes=fifo.bytes, slots=fifo.slots))
+    how = {"through": draw(st.none() | st.integers(0, 3)), "blocks": draw(blocks)}
+    out = leaving(draw(indices), draw(indices), fifo=draw(sideless), **how)
+    into = entering(draw(indices), draw(indices), through=draw(st.none() | st.integers(0, 3)))
+    whole = joined(out, into, sender="a.b", receiver="c-2")
+    return draw(st.sampled_from([out, into, whole]))
+
+
+@given(flows() | network_flows())
 def test_a_flow_read_from_its_text_is_the_same_flow(flow):
     assert parse_flow(str(flow)) == flow
+
+
+def test_a_flow_over_the_network_knows_its_hosts_and_is_no_bounce():
+    flow = joined(leaving(3, 0, through=1), entering(2, 5), sender="h0", receiver="h1")
+    assert str(flow) == "h0.G3->h0.G3->h0.C1->h0.N0->h1.N2->h1.N2->h1.G5"
+    assert flow.hosts == ("h0", "h1")
+    assert flow.is_network
+    assert not flow.is_bounce
+    assert [one.operation for one in flow.transfers] == ["write", "read", "write"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("G0->G0->N0", "is no way over the network"),
+        ("N0->N0->N0", "is no way over the network"),
+        ("G0->N0->N1", "changes NICs on its way"),
+        ("N0->N1->G0", "changes NICs on its way"),
+        ("G0->G1->C0->N0->N0", "changes GPUs on its way"),
+        ("h0.G0->h1.N0->h1.N0", "changes hosts without a NIC"),
+        ("a.G0->a.N0->a.N1->a.N1->a.G1", "stays on its host"),
+    ],
+)
+def test_what_is_no_way_over_the_network_is_refused(text, sentence):
+    with pytest.raises(InputError, match=sentence):
+        parse_flow(text)
 
 
 @pytest.mark.parametrize("text", ["G0->G0->G1{blocks=2}", "G0->G1->G1{blocks=2}", "G0->G0->G1"])

@@ -123,6 +123,7 @@ class Engine:
                 Work(number, leg.keys["executor_gpu"], leg.operation == "write", alone[number])
                 for number, _ in limits
                 for leg in use.legs
+                if leg.executor != "nic"
             ),
             cap=min((bent(x, self.figures, alone[n]) for n, x in limits), default=math.inf),
             cap_assumed=any(self.figures.assumed(figure) for figure in figures),
@@ -154,7 +155,7 @@ class Engine:
                 for role in roles(self.model.congestion, leg)
             ),
             legs=legs,
-            buffer=legs[0].keys["memory"] if flow.is_bounce and cache is not None else "",
+            buffer=_buffer(flow, legs) if cache is not None else "",
             buffer_mib=_buffer_mib(flow, blocks),
         )
 
@@ -222,9 +223,16 @@ class Engine:
         return shares, any(self.figures.assumed(figure) for figure in used)
 
 
+def _buffer(flow: Flow, legs: tuple[Leg, ...]) -> str:
+    """The NUMA node whose memory holds a flow's FIFO; "" if it lies in GPU memory."""
+    if not (flow.is_bounce or flow.is_network):
+        return ""
+    return next((leg.keys["memory"] for leg in legs if "memory" in leg.keys), "")
+
+
 def _buffer_mib(flow: Flow, blocks: int) -> float:
-    """Host memory that a flow's FIFOs take; a direct flow's lie in GPU memory."""
-    return blocks * flow.fifo.bytes / MIB if flow.fifo is not None and flow.is_bounce else 0.0
+    """What a flow's FIFOs take where they lie."""
+    return blocks * flow.fifo.bytes / MIB if flow.fifo is not None else 0.0
 
 
 def _shares(bound: Bound, value: float, fifos: list[int], cost: float) -> Bound:

@@ -11,8 +11,11 @@ from tccl_py.transfers.transfer import Flow
 
 
 def applies(limit: ExecutorLimit, network: Network, flow: Flow, legs: tuple[Leg, ...]) -> bool:
-    """Whether a limit speaks of this flow; of a bounce, whether of either half."""
-    if (limit.path == "bounce") != flow.is_bounce:
+    """Whether a limit speaks of this flow; of a bounce, whether of either half.
+
+    A kernel that fills or empties a NIC's FIFO waits for it as a bounce's does.
+    """
+    if (limit.path == "bounce") != (flow.is_bounce or flow.is_network):
         return False
     return any(
         leg.executor == limit.executor
@@ -31,7 +34,7 @@ def figures_used(limit: ExecutorLimit, flow: Flow) -> tuple[Figure, ...]:
     """The figures behind a flow's limit: one that names no blocks asks for the ceiling only."""
     used = [limit.ceiling]
     if _blocks(limit, flow) is not None:
-        used += [limit.per_block, limit.latency_us if flow.is_bounce else None]
+        used += [limit.per_block, limit.latency_us if limit.path == "bounce" else None]
     return tuple(figure for figure in used if figure is not None)
 
 
@@ -62,7 +65,7 @@ def _block_rate(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
     assert limit.per_block is not None
     rate = figures.value(limit.per_block)
     # A direct flow's FIFO lies in GPU memory: its size is not known to matter.
-    if limit.latency_us is None or flow.fifo is None or not flow.is_bounce:
+    if limit.latency_us is None or flow.fifo is None or limit.path != "bounce":
         return rate
     size = flow.fifo.bytes
     if limit.executor == "copy_engine":

@@ -29,7 +29,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
         in host memory count as going there; in a bounce, as going to the root port of the GPU
         that will read them, since each reader's buffers are its own;
     memory: the NUMA node whose memory is one end;
-    executor_gpu: the GPU whose SMs or copy engine move the bytes.
+    executor_gpu: the GPU whose SMs or copy engine move the bytes; absent where a NIC does.
     """
 
     edges: tuple[Edge, ...]
@@ -37,7 +37,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     path: Literal["peer", "host", "bounce", "network"]
     crosses: Literal["socket", "numa", "nothing"]
     memory: Literal["own", "other", ""]
-    executor: Literal["kernel", "copy_engine"]
+    executor: Literal["kernel", "copy_engine", "nic"]
     keys: dict[Key, str]
 
 
@@ -107,7 +107,7 @@ class Network:
 
 
 def legs_of(network: Network, flow: Flow) -> tuple[Leg, ...]:
-    """The legs of a flow: one, or a bounce's two.
+    """The legs of a flow: one for each of its transfers.
 
     Raises:
         InputError: the machine has no such GPU, NUMA node or NIC.
@@ -128,15 +128,22 @@ def _leg(network: Network, flow: Flow, transfer: Transfer) -> Leg:
         path=_path_kind(flow, transfer),
         crosses=_crossing(network, edges),
         memory=_memory(network.machine, transfer),
-        executor="copy_engine" if transfer.uses_copy_engine else "kernel",
+        executor=_executor(transfer),
         keys=_keys(network, flow, transfer, edges),
     )
+
+
+def _executor(transfer: Transfer) -> Literal["kernel", "copy_engine", "nic"]:
+    if transfer.executor.kind == "N":
+        return "nic"
+    return "copy_engine" if transfer.uses_copy_engine else "kernel"
 
 
 def _device(network: Network, place: Place) -> str:
     if place.host:
         raise MeasurementError(
-            f"{place} is on another host; the simulator simulates one, so leave {place.host}. out"
+            f"{place} is on another host; the simulator simulates one, so leave {place.host}. out, "
+            "and name of a way over the network this node's part, as G0->N0->N0"
         )
     device = f"{'G' if place.kind == 'D' else place.kind}{place.index}"
     if device not in network.machine.graph:
@@ -163,10 +170,10 @@ def _check_access(network: Network, transfer: Transfer) -> None:
 
 def _path_kind(flow: Flow, transfer: Transfer) -> Literal["peer", "host", "bounce", "network"]:
     kinds = transfer.source.kind + transfer.destination.kind
-    if flow.is_bounce:
-        return "bounce"
     if "N" in kinds:
         return "network"
+    if len(flow.transfers) > 1:
+        return "bounce"
     return "host" if "C" in kinds else "peer"
 
 
@@ -180,7 +187,8 @@ def _crossing(network: Network, edges: tuple[Edge, ...]) -> Literal["socket", "n
 def _memory(machine: Machine, transfer: Transfer) -> Literal["own", "other", ""]:
     for end in (transfer.source, transfer.destination):
         if end.kind == "C":
-            own = machine.numa_of(f"G{transfer.executor.index}")
+            kind = "N" if transfer.executor.kind == "N" else "G"
+            own = machine.numa_of(f"{kind}{transfer.executor.index}")
             return "own" if end.index == own else "other"
     return ""
 
@@ -188,7 +196,9 @@ def _memory(machine: Machine, transfer: Transfer) -> Literal["own", "other", ""]
 def _keys(
     network: Network, flow: Flow, transfer: Transfer, edges: tuple[Edge, ...]
 ) -> dict[Key, str]:
-    keys: dict[Key, str] = {"executor_gpu": f"G{transfer.executor.index}"}
+    keys: dict[Key, str] = {}
+    if transfer.executor.kind != "N":
+        keys["executor_gpu"] = f"G{transfer.executor.index}"
     if transfer.source.kind == "G":
         keys["source_gpu"] = str(transfer.source)
     for end in (transfer.source, transfer.destination):
@@ -201,7 +211,7 @@ def _keys(
             keys["destination_root"] = other
     if transfer.destination.kind == "C":
         keys["destination_root"] = str(transfer.destination)
-        if flow.is_bounce:
+        if len(flow.transfers) > 1:
             reader = network.path(str(transfer.destination), str(flow.destination))
             ports = [b for a, b in reader if a in network.roots and b not in network.roots]
             keys["destination_root"] = ports[0]

@@ -4,6 +4,11 @@
 copy engine writing to NUMA node 1's host memory. A bounce is one flow of two linked transfers,
 `G0->G0->C1->G4->G4`. How a flow moves its bytes follows in braces where it is not the default:
 `G0->G0->C1->G4->G4{blocks=8,fifo=512K}`.
+
+A flow over the network is moved by a NIC at each end: `h0.G3->h0.N0->h1.N1->h1.N1->h1.G0`. Where a
+NIC cannot reach a GPU's memory, kernels fill and empty a FIFO in host memory beside it:
+`h0.G3->h0.G3->h0.C0->h0.N0->h1.N1->h1.N1->h1.C1->h1.G0->h1.G0`. Of a flow that leaves or enters one
+node, whoever is at the other end, there is that node's part: `G3->N0->N0`, `N1->N1->C1->G0->G0`.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from tccl_py.errors import InputError
 
 Side = Literal["sender", "receiver"]
 
-_Kind = Literal["bounce", "direct", "plain"]
+_Kind = Literal["bounce", "direct", "plain", "network"]
 
 DEFAULT_FIFO_BYTES = 4 * 1024 * 1024
 """NCCL_BUFFSIZE's default for the Simple protocol."""
@@ -32,6 +37,10 @@ _PLACE = re.compile(r"(?:(?P<host>[A-Za-z0-9_.-]+)\.)?(?P<kind>[GCDN])(?P<index>
 _SIZE = re.compile(r"(?P<number>[1-9][0-9]{0,9})(?P<unit>[KM]?)")
 _UNIT = {"": 1, "K": 1024, "M": 1024 * 1024}
 _MAX_TEXT = 4096
+_LEAVES = "G(?:GC)?N|CN"
+_ENTERS = "NN(?:C(?:GG)?|G)"
+_NETWORK = re.compile(f"(?:{_LEAVES})(?:N|{_ENTERS})|{_ENTERS}")
+"""The kinds of the places that a network flow names: both ends, or one and the network."""
 
 
 class Place(msgspec.Struct, frozen=True, order=True):
@@ -56,12 +65,9 @@ class Transfer(msgspec.Struct, frozen=True, order=True):
     @property
     def operation(self) -> Literal["write", "read"]:
         """`write` if the executor is on the source's side, else `read`."""
-        return (
-            "write"
-            if self.executor.index == self.source.index
-            and (self.source.kind == "G" and self.executor.host == self.source.host)
-            else "read"
-        )
+        kind = "G" if self.uses_copy_engine else self.executor.kind
+        executor = Place(kind, self.executor.index, self.executor.host)
+        return "write" if executor == self.source else "read"
 
     @property
     def uses_copy_engine(self) -> bool:
@@ -98,8 +104,19 @@ class Flow(msgspec.Struct, frozen=True, order=True):
 
     @property
     def is_bounce(self) -> bool:
-        """Whether the bytes go through host memory on their way to another GPU."""
-        return len(self.transfers) == 2
+        """Whether the bytes go through host memory on their way to another GPU of the node."""
+        return len(self.transfers) == 2 and not self.is_network
+
+    @property
+    def is_network(self) -> bool:
+        """Whether a NIC moves the bytes."""
+        return any(one.executor.kind == "N" for one in self.transfers)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts it touches, in the order of the bytes; "" is the host that is meant anyway."""
+        places = (p for t in self.transfers for p in (t.source, t.executor, t.destination))
+        return tuple(dict.fromkeys(place.host for place in places))
 
     @property
     def source(self) -> Place:
@@ -180,9 +197,9 @@ def _transfer(places: list[Place], where: str) -> Transfer:
             raise InputError(where, f"{end} holds no bytes", "bytes lie in G, C or N places")
     if source == destination:
         raise InputError(where, f"{source} sends to itself", "source and destination differ")
-    near = {(end.kind, end.index, end.host) for end in (source, destination)}
     kind = "G" if executor.kind == "D" else executor.kind
-    if executor.kind not in "GD" or (kind, executor.index, executor.host) not in near:
+    beside = Place(kind, executor.index, executor.host) in (source, destination)
+    if executor.kind == "C" or not (beside or executor.kind == "N"):
         raise InputError(
             where, f"{executor} cannot move it", "the executor is the G or D of one of the two ends"
         )
@@ -224,7 +241,7 @@ def _parse_options(text: str, kind: _Kind, where: str) -> tuple[int | None, Fifo
                 "GPU; side=sender|receiver for bounces",
             )
     if kind != "direct" or fifo == Fifo():
-        return blocks, fifo if kind == "bounce" else None
+        return blocks, fifo if kind in ("bounce", "network") else None
     if blocks is None:
         raise InputError(where, "has a FIFO but no blocks", "add blocks=N: each has a FIFO")
     return blocks, fifo
@@ -246,30 +263,64 @@ def parse_flow(text: str) -> Flow:
     if brace and not options.endswith("}"):
         raise InputError(where, "the options do not end", "close them with }")
     places = [_parse_place(part, where) for part in body.split("->")]
-    if len(places) == 3:
-        transfers: tuple[Transfer, ...] = (_transfer(places, where),)
-    elif len(places) == 5:
-        transfers = (_transfer(places[:3], where), _transfer(places[2:], where))
-        if [p.kind for p in (places[0], places[2], places[4])] != ["G", "C", "G"]:
-            raise InputError(where, "is no bounce", "a bounce goes GPU, host memory, GPU")
-        if transfers[0].executor.index != places[0].index or (
-            transfers[1].executor.index != places[4].index
-        ):
-            raise InputError(where, "is no bounce", "the sender writes and the receiver reads")
-        if places[0] == places[4]:
-            raise InputError(where, "returns to its source", "a bounce ends at another GPU")
-    else:
+    if any(place.kind == "N" for place in places):
+        _check_network(places, where)
+    elif len(places) not in (3, 5):
         raise InputError(
             where,
             f"has {len(places)} place{'s' * (len(places) != 1)}",
             "a transfer is SRC->EXE->DST, a bounce SRC->EXE->HOST->EXE->DST",
         )
+    starts = range(0, len(places) - 2, 2)
+    transfers = tuple(_transfer(places[at : at + 3], where) for at in starts)
+    if len(places) == 5:
+        _check_bounce(places, where)
     blocks, fifo = _parse_options(options[:-1], _kind(transfers), where)
     return Flow(transfers, blocks, fifo)
 
 
+def _check_bounce(places: list[Place], where: str) -> None:
+    source, writer, host, reader, target = places
+    if host.kind == "N" or "N" in (writer.kind, reader.kind):
+        return
+    if (source.kind, host.kind, target.kind) != ("G", "C", "G"):
+        raise InputError(where, "is no bounce", "a bounce goes GPU, host memory, GPU")
+    if writer.index != source.index or reader.index != target.index:
+        raise InputError(where, "is no bounce", "the sender writes and the receiver reads")
+    if source == target:
+        raise InputError(where, "returns to its source", "a bounce ends at another GPU")
+
+
+def _check_network(places: list[Place], where: str) -> None:
+    """A way out of a node, a way into one, or both, each along places of one host."""
+    if not _NETWORK.fullmatch("".join(place.kind for place in places)):
+        raise InputError(
+            where,
+            "is no way over the network",
+            "name both NICs, as h0.G0->h0.N0->h1.N1->h1.N1->h1.G0, or one, as G0->N0->N0",
+        )
+    first = next(at for at, place in enumerate(places) if place.kind == "N")
+    out, into = places[: first + 1], places[first + 1 :]
+    if not out[:-1]:  # only a way in
+        out, into = [], places
+    elif len(into) == 1:  # only a way out
+        out, into = places, []
+    for part in (out, into):
+        if len({place.host for place in part}) > 1:
+            raise InputError(where, "changes hosts without a NIC", "a NIC is on the host it serves")
+        gpus = {place.index for place in part if place.kind == "G"}
+        if len(gpus) > 1:
+            raise InputError(where, "changes GPUs on its way", "one GPU fills or empties the FIFO")
+    if (out and not into and out[-1] != out[-2]) or (into and into[0] != into[1]):
+        raise InputError(where, "changes NICs on its way", "name each NIC twice, as G0->N0->N0")
+    if out and into and out[0].host == into[0].host:
+        raise InputError(where, "stays on its host", "the two NICs are on different hosts")
+
+
 def _kind(transfers: tuple[Transfer, ...]) -> _Kind:
     """`plain` flows have no FIFO: copy engines', and those that end or begin in host memory."""
+    if any(one.executor.kind == "N" for one in transfers):
+        return "network"
     if len(transfers) == 2:
         return "bounce"
     (one,) = transfers
@@ -322,3 +373,72 @@ def bounce(
     one, host, other = Place("G", source), Place("C", numa), Place("G", target)
     transfers = (Transfer(one, one, host), Transfer(host, other, other))
     return Flow(transfers, blocks, fifo or Fifo())
+
+
+def leaving(
+    gpu: int,
+    nic: int,
+    *,
+    through: int | None = None,
+    blocks: int | None = None,
+    fifo: Fifo | None = None,
+) -> Flow:
+    """GPU `gpu` sending by NIC `nic`, through host memory of NUMA node `through` if that is given.
+
+    >>> str(leaving(3, 0)), str(leaving(3, 0, through=1))
+    ('G3->N0->N0', 'G3->G3->C1->N0->N0')
+    """
+    one, port = Place("G", gpu), Place("N", nic)
+    if through is None:
+        return Flow((Transfer(one, port, port),), blocks, fifo or Fifo())
+    host = Place("C", through)
+    transfers = (Transfer(one, one, host), Transfer(host, port, port))
+    return Flow(transfers, blocks, fifo or Fifo())
+
+
+def entering(
+    nic: int,
+    gpu: int,
+    *,
+    through: int | None = None,
+    blocks: int | None = None,
+    fifo: Fifo | None = None,
+) -> Flow:
+    """GPU `gpu` receiving by NIC `nic`, through host memory of NUMA node `through` if given.
+
+    >>> str(entering(0, 3)), str(entering(0, 3, through=1))
+    ('N0->N0->G3', 'N0->N0->C1->G3->G3')
+    """
+    one, port = Place("G", gpu), Place("N", nic)
+    if through is None:
+        return Flow((Transfer(port, port, one),), blocks, fifo or Fifo())
+    host = Place("C", through)
+    transfers = (Transfer(port, port, host), Transfer(host, one, one))
+    return Flow(transfers, blocks, fifo or Fifo())
+
+
+def joined(out: Flow, into: Flow, *, sender: str, receiver: str) -> Flow:
+    """The flow over the network that leaves host `sender` by one and enters `receiver` by other.
+
+    It has the sender's blocks and FIFO.
+
+    >>> str(joined(leaving(3, 0), entering(1, 0), sender="h0", receiver="h1"))
+    'h0.G3->h0.N0->h1.N1->h1.N1->h1.G0'
+    """
+    arrived = on_host(into, receiver)
+    *before, last = on_host(out, sender).transfers
+    over = Transfer(last.source, last.executor, arrived.source)
+    return Flow((*before, over, *arrived.transfers), out.blocks, out.fifo)
+
+
+def on_host(flow: Flow, host: str) -> Flow:
+    """The flow with all its places on `host`."""
+
+    def moved(place: Place) -> Place:
+        return Place(place.kind, place.index, host)
+
+    transfers = tuple(
+        Transfer(moved(one.source), moved(one.executor), moved(one.destination))
+        for one in flow.transfers
+    )
+    return Flow(transfers, flow.blocks, flow.fifo)
