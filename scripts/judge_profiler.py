@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -80,17 +81,17 @@ def main() -> None:
     folder, quick = arguments.folder, arguments.quick
     folder.mkdir(parents=True, exist_ok=True)
     here = discover_machine()
-    plain = [sys.executable, ROOT / "scripts" / "plain_copies.py", *COPIES]
+    plain = [sys.executable, ROOT / "scripts" / "plain_copies.py", *there(here[0], COPIES)]
     done = subprocess.run(plain, capture_output=True, text=True, check=True)
     (folder / "plain-copies.json").write_text(done.stdout)
     with opened(here, folder, 1) as (session, source):
         nccl = compared(here, source, folder / "nccl.json", quick=quick)
         rings = [row["set"] for row in nccl["rows"]]
-        repeated(source, rings, quick=quick)
+        repeated(here, source, rings, quick=quick)
         speed = search_speed(here, session)
     facts(folder, 1, session, speed)
     with opened(here, folder, 2) as (session, source):
-        repeated(source, rings, quick=quick)
+        repeated(here, source, rings, quick=quick)
     facts(folder, 2, session, {})
 
 
@@ -247,9 +248,18 @@ def nccl_rates(machine, settings):
     ], log
 
 
-def repeated(source, rings, *, quick) -> None:
+def there(machine, texts) -> list[str]:
+    """The sets whose GPUs the machine has."""
+    return [
+        text
+        for text in texts
+        if {int(index) for index in re.findall("[GD]([0-9]+)", text)} <= {*machine.gpu_indices}
+    ]
+
+
+def repeated(here, source, rings, *, quick) -> None:
     """Every set AGAIN times, in random order, not one right after the same."""
-    sets = [parse_set(text) for text in (*rings, *COPIES, *OTHERS)]
+    sets = [parse_set(text) for text in (*rings, *there(here[0], COPIES), *OTHERS)]
     wanted = sets * (1 if quick else AGAIN)
     random.Random(2).shuffle(wanted)
     for one in wanted:
