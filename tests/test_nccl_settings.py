@@ -1,5 +1,6 @@
 """Versions, settings and the environment that makes them."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,15 @@ from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import toy_machine
 from tests.nccl_cases import machine
 
+NETWORK = {
+    "net_gdr_level": "PHB",
+    "net_gdr_read": True,
+    "cross_nic": 1,
+    "ib_hca": ("mlx5_0:1", "mlx5_1"),
+    "ib_gid_index": 3,
+    "socket_ifname": ("eth0", "bond0.12"),
+}
+
 
 def test_default_settings_need_no_variable():
     assert environment(Settings()) == {}
@@ -31,6 +41,66 @@ def test_every_expressible_setting_comes_back_from_its_environment(version):
 
 def test_level_loc_is_written_as_p2p_disable():
     assert environment(Settings(p2p_level="LOC")) == {"NCCL_P2P_DISABLE": "1"}
+
+
+def test_settings_of_the_network_are_written_as_exact_names_and_come_back():
+    written = environment(Settings(**NETWORK))
+    assert written == {
+        "NCCL_NET_GDR_LEVEL": "PHB",
+        "NCCL_NET_GDR_READ": "1",
+        "NCCL_CROSS_NIC": "1",
+        "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1",
+        "NCCL_IB_GID_INDEX": "3",
+        "NCCL_SOCKET_IFNAME": "=eth0,bond0.12",
+    }
+    assert settings_from_environment(written) == Settings(**NETWORK)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"ib_hca": ("mlx5_0", "mlx5 1")},
+            "settings for NCCL 2.30: ib_hca: names 'mlx5 1'; a name is such as mlx5_0 or mlx5_0:1",
+        ),
+        ({"ib_hca": ("a,b",)}, "settings for NCCL 2.30: ib_hca: names 'a,b'; a name is such as"),
+        ({"ib_hca": ("^mlx5_0",)}, "settings for NCCL 2.30: ib_hca: names '^mlx5_0'; a name"),
+        ({"ib_hca": ("mlx5_0:0",)}, "settings for NCCL 2.30: ib_hca: names 'mlx5_0:0'; a name"),
+        ({"ib_hca": ("a", "a")}, "settings for NCCL 2.30: ib_hca: names one twice; name each once"),
+        (
+            {"ib_hca": tuple(f"mlx5_{n}" for n in range(33))},
+            "settings for NCCL 2.30: ib_hca: has 33 names; NCCL takes 32",
+        ),
+        (
+            {"socket_ifname": ("$(id)",)},
+            "settings for NCCL 2.30: socket_ifname: names '$(id)'; a name is such as eth0",
+        ),
+        (
+            {"socket_ifname": ("eth0\nNCCL_DEBUG=INFO",)},
+            "settings for NCCL 2.30: socket_ifname: names 'eth0\\nNCCL_DEBUG=INFO'; a name is",
+        ),
+        ({"socket_ifname": ("",)}, "settings for NCCL 2.30: socket_ifname: names ''; a name is"),
+        ({"ib_gid_index": -1}, "settings for NCCL 2.30: ib_gid_index is -1; 0 to 255"),
+        (
+            {"version": "2.18", "net_gdr_level": "P2C"},
+            "settings for NCCL 2.18: net_gdr_level is P2C; this version takes it for LOC",
+        ),
+    ],
+)
+def test_names_and_numbers_that_would_mean_something_else_are_refused(change, sentence):
+    with pytest.raises(InputError) as error:
+        environment(Settings(**change))
+    assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("text", ["mlx5_0", "^=mlx5_0", "^mlx5", "=mlx5_0,a b", "", "="])
+def test_lists_of_nics_that_do_not_name_them_exactly_count_as_unset(text):
+    assert settings_from_environment({"NCCL_IB_HCA": text}).ib_hca == ()
+
+
+def test_settings_of_older_plans_are_read_with_nccls_own_network():
+    old = b'{"version": "2.30", "p2p_level": "SYS", "channels": 4}'
+    assert msgspec.json.decode(old, type=Settings) == Settings(p2p_level="SYS", channels=4)
 
 
 def test_old_level_numbers_mean_what_they_meant():
@@ -79,6 +149,7 @@ def test_what_is_no_version_is_refused(text):
                         net_disable_intra=True,
                         buffsize=1024,
                         algo="Ring",
+                        **NETWORK,
                     )
                 )
             )

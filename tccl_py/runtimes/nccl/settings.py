@@ -9,6 +9,14 @@ from typing import Literal, get_args
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.runtimes.nccl.network_settings import (
+    MAX_GID_INDEX,
+    CrossNic,
+    check_network,
+    ib_hca,
+    interfaces,
+    network_environment,
+)
 from tccl_py.runtimes.nccl.versions import LATEST, Level, version_facts
 from tccl_py.transfers.transfer import DEFAULT_FIFO_BYTES, MAX_FIFO_BYTES, Side
 
@@ -26,6 +34,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `p2p_level` LOC lets no pair talk directly. `p2p_read` None reads on NVLink between two sm 80
     GPUs and writes elsewhere. `channels` are ring channels in the graph file; a communicator ends
     up with more, see `final_channels`. `buffsize` is one channel's FIFO in bytes.
+
+    Of the network: NICs reach GPU memory up to `net_gdr_level` (LOC: never), when sending only if
+    `net_gdr_read` lets them (None: not below sm 80 without NVLink). `cross_nic` 0 keeps a ring on
+    one rail, 1 lets it change rails, 2 (NCCL's default) where that helps. `ib_hca` are NICs by
+    their exact names, with or without a port (`mlx5_0:1`), `socket_ifname` interfaces; () is all.
     """
 
     version: str = LATEST
@@ -38,6 +51,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     channels: int = 1
     buffsize: int = DEFAULT_FIFO_BYTES
     algo: Literal["Ring"] | None = None
+    net_gdr_level: Level | None = None
+    net_gdr_read: bool | None = None
+    cross_nic: CrossNic | None = None
+    ib_hca: tuple[str, ...] = ()
+    ib_gid_index: int | None = None
+    socket_ifname: tuple[str, ...] = ()
 
 
 def check_settings(settings: Settings) -> Settings:
@@ -62,6 +81,17 @@ def check_settings(settings: Settings) -> Settings:
         )
     if not 1024 <= settings.buffsize <= MAX_FIFO_BYTES:
         raise InputError(where, f"buffsize is {settings.buffsize}", "1024 bytes to 1 GiB")
+    for name in ("p2p_level", "net_gdr_level"):
+        if getattr(settings, name) in facts.unknown_levels:
+            raise InputError(
+                where, f"{name} is {getattr(settings, name)}", "this version takes it for LOC"
+            )
+    check_network(
+        where=where,
+        hcas=settings.ib_hca,
+        gid_index=settings.ib_gid_index,
+        names=settings.socket_ifname,
+    )
     return settings
 
 
@@ -91,6 +121,14 @@ def environment(settings: Settings) -> dict[str, str]:
             str(settings.buffsize) if settings.buffsize != DEFAULT_FIFO_BYTES else None
         ),
         "NCCL_ALGO": settings.algo,
+        **network_environment(
+            level=settings.net_gdr_level,
+            read=settings.net_gdr_read,
+            cross=settings.cross_nic,
+            hcas=settings.ib_hca,
+            gid_index=settings.ib_gid_index,
+            names=settings.socket_ifname,
+        ),
     }
     return {name: value for name, value in choices.items() if value is not None}
 
@@ -100,7 +138,9 @@ def settings_from_environment(
 ) -> Settings:
     """What NCCL makes of these variables; a value it would not understand counts as unset.
 
-    Copy-engine bounces are dropped for a version that no longer has them.
+    Copy-engine bounces are dropped for a version that no longer has them. Lists of NICs or
+    interfaces count only where they name them exactly (`=mlx5_0,mlx5_1`): what prefixes and
+    exclusions come to is another question on every host.
     """
     number = {name: integer(variables.get(name)) for name in variables}
     engine: CopyEngineSide | None = None
@@ -109,9 +149,13 @@ def settings_from_environment(
         engine = modes.get(number.get("NCCL_SHM_MEMCPY_MODE") or 1, "sender")
     read = number.get("NCCL_P2P_READ_ENABLE")
     size = number.get("NCCL_BUFFSIZE") or 0
+    gdr_read = number.get("NCCL_NET_GDR_READ")
+    cross, gid = number.get("NCCL_CROSS_NIC"), number.get("NCCL_IB_GID_INDEX")
     return Settings(
         version=version,
-        p2p_level=_level(variables, number),
+        p2p_level="LOC"
+        if number.get("NCCL_P2P_DISABLE") == 1
+        else _level(variables.get("NCCL_P2P_LEVEL")),
         p2p_read=None if read is None else read != 0,
         p2p_copy_engine=number.get("NCCL_P2P_USE_CUDA_MEMCPY") == 1,
         shm_locality="sender" if number.get("NCCL_SHM_LOCALITY") == 1 else "receiver",
@@ -120,17 +164,20 @@ def settings_from_environment(
         channels=channels,
         buffsize=size if 1024 <= size <= MAX_FIFO_BYTES else DEFAULT_FIFO_BYTES,
         algo="Ring" if variables.get("NCCL_ALGO", "").lower() == "ring" else None,
+        net_gdr_level=_level(variables.get("NCCL_NET_GDR_LEVEL")),
+        net_gdr_read=None if gdr_read is None or gdr_read < 0 else gdr_read != 0,
+        cross_nic=cross if cross in (0, 1, 2) else None,  # type: ignore[arg-type]
+        ib_hca=ib_hca(variables.get("NCCL_IB_HCA")),
+        ib_gid_index=gid if gid is not None and 0 <= gid <= MAX_GID_INDEX else None,
+        socket_ifname=interfaces(variables.get("NCCL_SOCKET_IFNAME")),
     )
 
 
-def _level(variables: Mapping[str, str], number: Mapping[str, int | None]) -> Level | None:
-    if number.get("NCCL_P2P_DISABLE") == 1:
-        return "LOC"
-    text = variables.get("NCCL_P2P_LEVEL")
+def _level(text: str | None) -> Level | None:
     for name in get_args(Level):
         if text == name:
             return name  # type: ignore[no-any-return]
-    old = number.get("NCCL_P2P_LEVEL")
+    old = integer(text)
     if old is None or old < 0:
         return None
     return _OLD_LEVELS[min(old, len(_OLD_LEVELS) - 1)]

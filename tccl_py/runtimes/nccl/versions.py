@@ -20,12 +20,16 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     `amd_gpus` is up to how many GPUs an AMD host gets `amd_level` by default (None: any number).
     `max_channels` is what a graph file may hold, `max_final_channels` what a communicator may.
-    `children_checked` is false where more than `max_children` corrupt memory instead of failing.
+    `default_gdr_level` is the farthest path over which a NIC reaches GPU memory by default, and
+    `unknown_levels` are those that it takes for LOC. `children_checked` is false where more than
+    `max_children` corrupt memory instead of failing.
     """
 
     name: str
     verified: bool = True
     default_p2p_level: Level = "PXB"
+    default_gdr_level: Level = "P2C"
+    unknown_levels: tuple[Level, ...] = ()
     amd_level: Level = "SYS"
     amd_gpus: int | None = 2
     dev_base: Literal[0, 16] = 16
@@ -44,6 +48,8 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
 _KNOWN = (
     VersionFacts(
         name="2.18",
+        default_gdr_level="PXB",
+        unknown_levels=("P2C",),
         amd_gpus=None,
         dev_base=0,
         max_channels=16,
