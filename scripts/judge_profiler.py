@@ -14,7 +14,6 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -192,16 +191,9 @@ def compared(here, source, path, *, quick):
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def nccl_rates(machine, settings):
     """One set of processes, and a communicator in them for each choice of settings."""
     gpus = machine.gpu_indices
-    port = free_port()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         graphs = []
@@ -221,7 +213,7 @@ def nccl_rates(machine, settings):
             "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,P2P,SHM,NET",
             "NCCL_DEBUG_FILE": str(folder / "log.%p"),
         }
-        words = [str(word) for word in (len(gpus), port, ALL_REDUCE_BYTES, 8, *graphs)]
+        words = [str(word) for word in (len(gpus), folder / "ranks", ALL_REDUCE_BYTES, 8, *graphs)]
         ranks = [
             subprocess.Popen(
                 [sys.executable, ROOT / "scripts" / "nccl_rates.py", str(rank), *words],
@@ -232,7 +224,11 @@ def nccl_rates(machine, settings):
             )
             for rank in range(len(gpus))
         ]
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
+        try:
+            outputs = [rank.communicate(timeout=120) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
         if any(rank.returncode for rank in ranks):
             raise SystemExit(f"NCCL failed: {[error[-2000:] for _, error in outputs]}")
         answers = [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]

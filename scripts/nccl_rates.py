@@ -1,7 +1,8 @@
 """NCCL's all-reduce with several graph files, one communicator after the other; one rank of it.
 
-usage: python scripts/nccl_rates.py RANK WORLD PORT BYTES REPEATS [GRAPH...]
+usage: python scripts/nccl_rates.py RANK WORLD MEETING BYTES REPEATS [GRAPH...]
 
+Ranks meet by files whose names begin with MEETING: ports, free when chosen, may be taken by then.
 Prints a JSON list: for each graph file (none: NCCL's own choice) whether the sums were right, and
 the bus bandwidth in GB/s. NCCL reads its graph file when a communicator is created.
 """
@@ -16,7 +17,8 @@ def main():
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    rank, world, port, size, repeats = (int(text) for text in sys.argv[1:6])
+    rank, world, size, repeats = (int(sys.argv[at]) for at in (1, 2, 4, 5))
+    meeting = sys.argv[3]
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     values = torch.ones(size // 4, device=device)
@@ -27,7 +29,7 @@ def main():
             os.environ["NCCL_GRAPH_FILE"] = graph
         dist.init_process_group(
             "nccl",
-            init_method=f"tcp://127.0.0.1:{port + number}",
+            init_method=f"file://{meeting}-{number}",
             rank=rank,
             world_size=world,
             device_id=device,
