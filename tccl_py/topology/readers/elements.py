@@ -92,27 +92,33 @@ def shortened(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def parse_elements(text: str, *, where: str) -> Element:
+def parse_elements(
+    text: str,
+    *,
+    where: str,
+    most: int = MAX_ELEMENTS,
+    right: str = "give the file NCCL wrote",
+) -> Element:
     """Parse XML text into elements.
 
     Args:
         text: the whole document.
         where: file name for messages.
+        most: elements that there may be.
+        right: what a message asks for where this is no such XML.
 
     Raises:
         InputError: not well-formed, a document type or entities, text between elements, deeper
-            than `MAX_DEPTH` or more elements than `MAX_ELEMENTS`.
+            than `MAX_DEPTH` or more elements than `most`.
     """
-    builder = _Builder(where)
+    builder = _Builder(where, most)
     builder.parser = DefusedXMLParser(target=builder, forbid_dtd=True)
     try:
         builder.parser.feed(text)
         root = builder.parser.close()
     except ParseError as error:
         line = error.position[0]
-        raise InputError(
-            f"{where}:{line}", f"is not well-formed XML ({error})", "give the file NCCL wrote"
-        ) from error
+        raise InputError(f"{where}:{line}", f"is not well-formed XML ({error})", right) from error
     except DefusedXmlException as error:
         raise InputError(
             f"{where}:{builder.line}",
@@ -122,15 +128,16 @@ def parse_elements(text: str, *, where: str) -> Element:
     except (ValueError, LookupError) as error:
         raise InputError(where, f"is not XML text ({error})", "save it as UTF-8") from error
     if not isinstance(root, Element):
-        raise InputError(where, "has no element", "give the file NCCL wrote")
+        raise InputError(where, "has no element", right)
     return root
 
 
 class _Builder:
     """Target of the parser: builds elements and keeps the bounds."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, most: int) -> None:
         self.where = where
+        self.most = most
         self.parser: Any = None
         self.root: Element | None = None
         self.open: list[Element] = []
@@ -147,9 +154,9 @@ class _Builder:
             attributes=dict(attributes),
             where=f"{self.where}:{self.line} <{shortened(tag)}>",
         )
-        if self.count > MAX_ELEMENTS:
+        if self.count > self.most:
             raise element.refused(
-                f"is element number {self.count}", f"one machine has at most {MAX_ELEMENTS}"
+                f"is element number {self.count}", f"one machine has at most {self.most}"
             )
         if len(self.open) >= MAX_DEPTH:
             raise element.refused("is nested too deep", f"at most {MAX_DEPTH} levels")
