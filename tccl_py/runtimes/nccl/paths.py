@@ -6,8 +6,10 @@ Source: paths.cc of NCCL 2.30.7 (ncclTopoSetPaths, ncclTopoComputePaths).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import permutations
 
 from tccl_py.runtimes.nccl.bandwidths import LOCAL_GBPS
+from tccl_py.runtimes.nccl.gpu_direct import Direction, GpuDirectRule
 from tccl_py.runtimes.nccl.system import Link, System
 from tccl_py.topology.paths import PathType
 
@@ -104,7 +106,7 @@ def with_policy(
     paths: Paths,
     *,
     direct: frozenset[tuple[str, str]],
-    gpu_direct: frozenset[tuple[str, str]],
+    rule: GpuDirectRule,
 ) -> Paths:
     """Paths as they are once pairs without P2P go over a CPU and NICs are reached as NCCL would.
 
@@ -112,7 +114,7 @@ def with_policy(
         system: what the paths are of.
         paths: from `shortest_paths`; it stays as it is.
         direct: pairs of GPUs that may talk without the CPU.
-        gpu_direct: pairs of a GPU and a NIC that may reach its memory.
+        rule: by which NICs reach the memory of GPUs.
     """
     result = dict(paths)
     for target in system.gpus:
@@ -120,23 +122,87 @@ def with_policy(
             if source != target and (source, target) not in direct:
                 cpu = local_cpu(system, result, target)
                 result[source, target] = by_way_of(result, source, cpu, target)
+    if rule.over_c2c:
+        _count_c2c_as_near(system, result)
+    policy = _NetPolicy(system, result, rule, nvlinked(system, result))
     for net in system.nets:
         for gpu in system.gpus:
-            _reach_net(system, result, gpu, net, (gpu, net) in gpu_direct)
+            policy.send_by_relay(gpu, net)
+            policy.go_over_cpu(gpu, net)
     return result
 
 
-def _reach_net(system: System, paths: Paths, gpu: str, net: str, gpu_direct: bool) -> None:
-    own = paths.get((gpu, net), DISCONNECTED)
-    relay = local_gpu(system, paths, net)
-    if relay is not None and relay != gpu:
-        theirs = paths.get((relay, net), DISCONNECTED)
-        near = theirs.type <= PathType.P2C and paths[relay, gpu].type <= PathType.NVL
-        if near and (theirs.gbps > own.gbps or own.type > PathType.PXN):
-            over = by_way_of(paths, gpu, relay, net)
-            own = paths[gpu, net] = Path(over.links, over.gbps, PathType.PXN)
-    if own.type < PathType.PHB and own.type != PathType.PXN and not gpu_direct:
+def nvlinked(system: System, paths: Paths) -> frozenset[str]:
+    """The GPUs that have an NVLink to another GPU of the communicator."""
+    pairs = permutations(system.gpus, 2)
+    return frozenset(
+        one for one, other in pairs if paths.get((one, other), DISCONNECTED).type == PathType.NVL
+    )
+
+
+def _count_c2c_as_near(system: System, paths: Paths) -> None:
+    """A GPU's nearest NICs are near if they hang from a CPU to which it has C2C."""
+    for gpu in system.gpus:
         cpu = local_cpu(system, paths, gpu)
+        for net in nearest(paths, gpu, system.nets):
+            if by_way_of(paths, gpu, cpu, net).type != PathType.P2C:
+                continue
+            for pair in ((gpu, net), (net, gpu)):
+                way = paths[pair]
+                paths[pair] = Path(way.links, way.gbps, min(PathType.P2C, way.type))
+
+
+def relay_of(system: System, path: Path) -> str | None:
+    """The GPU through which a path leads to a NIC, if there is one."""
+    if path.type != PathType.PXN:
+        return None
+    return next(link.target for link in path.links if system.nodes[link.target].kind == "gpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _NetPolicy:
+    """What becomes of paths between GPUs and NICs; changes `paths`."""
+
+    system: System
+    paths: Paths
+    rule: GpuDirectRule
+    nvlinked: frozenset[str]
+
+    def _allows(self, gpu: str, net: str, distance: PathType, direction: Direction) -> bool:
+        return self.rule.allows(
+            self.system,
+            gpu,
+            net,
+            distance=distance,
+            direction=direction,
+            nvlinked=self.nvlinked,
+        )
+
+    def send_by_relay(self, gpu: str, net: str) -> None:
+        """PXN: an NVLinked GPU that is nearer to a NIC takes what this one sends by it."""
+        paths = self.paths
+        other = local_gpu(self.system, paths, net)
+        if other is None or other == gpu:
+            return
+        own, theirs = (paths.get((one, net), DISCONNECTED) for one in (gpu, other))
+        near = theirs.type <= PathType.P2C and paths[other, gpu].type <= PathType.NVL
+        if not near or (theirs.gbps <= own.gbps and own.type <= PathType.PXN):
+            return
+        if not self.rule.relays_need_it or self._allows(other, net, theirs.type, "send"):
+            over = by_way_of(paths, gpu, other, net)
+            paths[gpu, net] = Path(over.links, over.gbps, PathType.PXN)
+
+    def go_over_cpu(self, gpu: str, net: str) -> None:
+        """Without GPU direct RDMA all goes through the memory of the GPU's own CPU."""
+        paths = self.paths
+        own = paths.get((gpu, net), DISCONNECTED)
+        if own.type >= PathType.PHB:
+            return
+        relay = relay_of(self.system, own)
+        distance = paths[relay, net].type if relay else own.type
+        if self._allows(gpu, net, distance, "receive"):
+            return
+        cpu = local_cpu(self.system, paths, gpu)
         paths[net, gpu] = by_way_of(paths, net, cpu, gpu)
         paths[gpu, net] = by_way_of(paths, gpu, cpu, net)
 

@@ -53,6 +53,7 @@ class System:
     """The nodes of a machine seen by a communicator over some of its GPUs.
 
     `gpus` are ids in NCCL's own order (that of the PCI tree), `nets` and `cpus` likewise.
+    `gpu_direct` are the pairs of GPU and port that support GPU direct RDMA.
     """
 
     machine: Machine
@@ -63,6 +64,7 @@ class System:
     nvs: tuple[str, ...]
     sm: dict[str, int]
     links: list[Link]
+    gpu_direct: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def sm_min(self) -> int:
@@ -102,17 +104,22 @@ def is_x86(arch: str) -> bool:
     return arch in ("x86_64", "x86", "amd64")
 
 
-def build_system(machine: Machine, *, gpus: Sequence[int] | None = None) -> System:
+def build_system(
+    machine: Machine, *, gpus: Sequence[int] | None = None, nics: Sequence[int] | None = None
+) -> System:
     """NCCL's view of `machine` for a communicator over `gpus` (NVML indices; None is all).
+
+    `nics` are the numbers of the NICs that it may use; None is all.
 
     Raises:
         InputError: no GPU, an unknown or doubled one, or an NVLink that goes one way only.
     """
     chosen = _checked(machine, gpus)
-    system = _nodes(machine, chosen)
+    ports = [nic for nic in machine.nics if nics is None or nic.index in nics]
+    system = _nodes(machine, chosen, ports)
     parents, bridges = _flattened(machine)
     for cpu in system.cpus:
-        _add_below(system, cpu, _children(machine, parents, bridges, chosen))
+        _add_below(system, cpu, _children(system, parents, bridges))
     _add_nvlinks(system, chosen)
     _connect_cpus(system)
     for cpu in system.cpus:
@@ -130,11 +137,11 @@ def _checked(machine: Machine, gpus: Sequence[int] | None) -> frozenset[str]:
     return frozenset(machine.gpu(index).id for index in wanted)
 
 
-def _nodes(machine: Machine, chosen: frozenset[str]) -> System:
+def _nodes(machine: Machine, chosen: frozenset[str], ports: Sequence[Nic]) -> System:
     kinds: dict[str, Kind] = {cpu.id: "cpu" for cpu in machine.numa_nodes}
     kinds.update((bridge.id, "pci") for bridge in machine.bridges)
     kinds.update((gpu.id, "gpu") for gpu in machine.gpus if gpu.id in chosen)
-    for nic in machine.nics:
+    for nic in ports:
         kinds[_card(nic)] = "nic"
         kinds[nic.id] = "net"
     switches = tuple(switch.id for switch in machine.nvswitches)[:1]
@@ -143,11 +150,14 @@ def _nodes(machine: Machine, chosen: frozenset[str]) -> System:
         machine=machine,
         nodes={name: Node(name, kind) for name, kind in kinds.items()},
         gpus=_tree_order(machine, [gpu.id for gpu in machine.gpus if gpu.id in chosen]),
-        nets=_tree_order(machine, [nic.id for nic in machine.nics]),
+        nets=_tree_order(machine, [nic.id for nic in ports]),
         cpus=tuple(cpu.id for cpu in machine.numa_nodes),
         nvs=switches,
         sm={gpu.id: gpu.sm or _UNKNOWN_SM for gpu in machine.gpus if gpu.id in chosen},
         links=[],
+        gpu_direct=frozenset(
+            (gpu.id, nic.id) for gpu in machine.gpus if gpu.gdr for nic in ports if nic.gdr
+        ),
     )
 
 
@@ -187,13 +197,12 @@ def _flattened(machine: Machine) -> tuple[dict[str, str], frozenset[str]]:
 
 
 def _children(
-    machine: Machine,
-    parents: dict[str, str],
-    merged: frozenset[str],
-    chosen: frozenset[str],
+    system: System, parents: dict[str, str], merged: frozenset[str]
 ) -> dict[str, list[str]]:
-    skipped = {gpu.id for gpu in machine.gpus} - chosen
-    devices = [one for one in parents if one not in merged and one not in skipped]
+    machine = system.machine
+    left_out = {gpu.id for gpu in machine.gpus} - {*system.gpus}
+    left_out |= {nic.id for nic in machine.nics} - {*system.nets}
+    devices = [one for one in parents if one not in merged and one not in left_out]
     below: dict[str, list[str]] = {}
     for device in _tree_order(machine, devices):
         below.setdefault(parents[device], []).append(device)

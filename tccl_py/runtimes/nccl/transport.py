@@ -13,6 +13,8 @@ from typing import Literal, TypeVar
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.runtimes.nccl.gpu_direct import GpuDirectRule, gpu_direct_rule
+from tccl_py.runtimes.nccl.network_settings import listed
 from tccl_py.runtimes.nccl.paths import DISCONNECTED, Path, Paths, shortest_paths, with_policy
 from tccl_py.runtimes.nccl.settings import (
     Settings,
@@ -97,7 +99,7 @@ class _Survey:
 
     system: System
     plain: Paths
-    reaches: dict[tuple[PathType, Knowledge], _Reach]
+    reaches: dict[tuple[PathType, GpuDirectRule, Knowledge], _Reach]
 
 
 def view(
@@ -110,8 +112,9 @@ def view(
     Raises:
         InputError: unknown GPUs, or a machine on which NCCL fails at init.
     """
-    survey = _survey(machine, gpus)
-    reach = _reach(survey, knowledge, p2p_level(survey.system, settings))
+    survey = _survey(machine, gpus, usable_nics(machine, settings))
+    level = p2p_level(survey.system, settings)
+    reach = _reach(survey, knowledge, level, gpu_direct_rule(settings))
     return View(
         system=survey.system,
         knowledge=knowledge,
@@ -123,27 +126,42 @@ def view(
     )
 
 
-def _survey(machine: Machine, gpus: Sequence[int] | None) -> _Survey:
+def usable_nics(machine: Machine, settings: Settings) -> tuple[int, ...]:
+    """Numbers of the NICs that NCCL uses under these settings, in order.
+
+    NCCL_IB_HCA chooses among RDMA ports, which count from 1; NCCL_SOCKET_IFNAME among interfaces,
+    which have no port. A machine's NICs are of one kind: NCCL uses interfaces only without RDMA.
+    """
+    chosen = (
+        nic
+        for nic in machine.nics
+        if listed(settings.ib_hca if nic.port else settings.socket_ifname, nic.name, nic.port)
+    )
+    return tuple(sorted(nic.index for nic in chosen))
+
+
+def _survey(machine: Machine, gpus: Sequence[int] | None, nics: tuple[int, ...]) -> _Survey:
     """Kept on the instance, because hashing a Machine costs more than what is kept saves."""
-    surveys: dict[tuple[int, ...], _Survey] = machine.__dict__.setdefault("_nccl_surveys", {})
-    key = tuple(sorted(machine.gpu_indices if gpus is None else gpus))
+    surveys: dict[tuple[tuple[int, ...], ...], _Survey]
+    surveys = machine.__dict__.setdefault("_nccl_surveys", {})
+    order = tuple(sorted(machine.gpu_indices if gpus is None else gpus))
+    key = order, nics
     if key not in surveys:
-        system = build_system(machine, gpus=key)
+        system = build_system(machine, gpus=order, nics=nics)
         _make_room(surveys)
         surveys[key] = _Survey(system=system, plain=shortest_paths(system), reaches={})
     return surveys[key]
 
 
-def _reach(survey: _Survey, knowledge: Knowledge, level: PathType) -> _Reach:
-    system, key = survey.system, (level, knowledge)
+def _reach(survey: _Survey, knowledge: Knowledge, level: PathType, rule: GpuDirectRule) -> _Reach:
+    system, key = survey.system, (level, rule, knowledge)
     if key not in survey.reaches:
         direct = frozenset(
             pair
             for pair in permutations(system.gpus, 2)
             if _direct(system, knowledge, survey.plain, level, pair)
         )
-        near = _gpu_direct(system.machine)
-        paths = with_policy(system, survey.plain, direct=direct, gpu_direct=near)
+        paths = with_policy(system, survey.plain, direct=direct, rule=rule)
         _make_room(survey.reaches)
         survey.reaches[key] = _Reach(paths, direct, _net_gbps(system, paths))
     return survey.reaches[key]
@@ -182,12 +200,6 @@ def _direct(
 def _gpus_between(system: System, path: Path) -> list[str]:
     inner = [link.target for link in path.links[:-1]]
     return [name for name in inner if system.nodes[name].kind == "gpu"]
-
-
-def _gpu_direct(machine: Machine) -> frozenset[tuple[str, str]]:
-    """The pairs of GPU and NIC port that support GPU direct RDMA."""
-    ports = [nic.id for nic in machine.nics if nic.gdr]
-    return frozenset((gpu.id, port) for gpu in machine.gpus if gpu.gdr for port in ports)
 
 
 def _net_gbps(system: System, paths: Paths) -> Mapping[str, float]:

@@ -21,7 +21,8 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     `amd_gpus` is up to how many GPUs an AMD host gets `amd_level` by default (None: any number).
     `max_channels` is what a graph file may hold, `max_final_channels` what a communicator may.
     `default_gdr_level` is the farthest path over which a NIC reaches GPU memory by default, and
-    `unknown_levels` are those that it takes for LOC. `children_checked` is false where more than
+    `unknown_levels` are those that it takes for LOC. `relays_need_gpu_direct` is true where only a
+    GPU whose memory the NIC reads sends for others. `children_checked` is false where more than
     `max_children` corrupt memory instead of failing.
     """
 
@@ -30,6 +31,7 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     default_p2p_level: Level = "PXB"
     default_gdr_level: Level = "P2C"
     unknown_levels: tuple[Level, ...] = ()
+    relays_need_gpu_direct: bool = False
     amd_level: Level = "SYS"
     amd_gpus: int | None = 2
     dev_base: Literal[0, 16] = 16
@@ -59,7 +61,9 @@ _KNOWN = (
         max_elements=1024,
     ),
     VersionFacts(name="2.28", max_elements=4096),
-    VersionFacts(name="2.30", rank_overrides_dev=True, shm_copy_engine=False),
+    VersionFacts(
+        name="2.30", rank_overrides_dev=True, shm_copy_engine=False, relays_need_gpu_direct=True
+    ),
 )
 
 _VERSION = re.compile(r"v?(?P<major>[0-9]{1,3})\.(?P<minor>[0-9]{1,3})(?:[.+-].{0,40})?", re.DOTALL)
