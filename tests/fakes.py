@@ -110,8 +110,9 @@ class FakePool:
 
     def __init__(self, rates, *, devices=2, lanes=64, run_s=0.0, skew_us=0.0):
         self.rates, self.run_s, self.skew_us = rates, run_s, skew_us
-        self.lanes = dict.fromkeys(range(devices), lanes)
-        self.offsets_ns = dict.fromkeys(range(devices), 10**15)
+        names = [f"G{i}" for i in range(devices)]
+        self.lanes = dict.fromkeys(names, lanes)
+        self.offsets_ns = dict.fromkeys(names, 10**15)
         self.faults, self.wrong_packs, self.copies_gbps = [], 0, None
         self.timings, self.checked, self.restarts, self.pings, self.repeats = [], [], 0, 0, 0
         self.now_ns = 10**12

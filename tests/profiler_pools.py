@@ -43,7 +43,8 @@ def pool_of(devices=2, *, backend="host", **more):
     machine = host_machine(devices)
     cpus = cpus_of_devices(machine)
     specs = [
-        DeviceSpec(index=gpu.index, bus_id=gpu.bus_id, cpus=cpus[gpu.index]) for gpu in machine.gpus
+        DeviceSpec(device=f"G{gpu.index}", bus_id=gpu.bus_id, cpus=cpus[gpu.index])
+        for gpu in machine.gpus
     ]
     numa_ids = {f"C{node.index}": node.numa_id for node in machine.numa_nodes}
     return Pool(backend, specs, numa_ids, **{"memory": SMALL, "patience": QUICK, **more})

@@ -58,7 +58,7 @@ def profiler_of(pool, **more):
 
 
 def worker_of(pool, index):
-    return next(one.process.pid for one in pool._workers if one.spec.index == index)
+    return next(one.process.pid for one in pool._workers if one.spec.device == f"G{index}")
 
 
 def long_run(pool):
@@ -350,7 +350,7 @@ def test_an_interrupted_question_costs_the_workers_not_the_pool(monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(WorkerProcess, "received", lambda *_: interrupt())
             pool.ping()
-        assert set(pool.ping()) == {0, 1}
+        assert set(pool.ping()) == {"G0", "G1"}
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.4])

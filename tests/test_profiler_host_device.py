@@ -31,15 +31,16 @@ class Controller:
 
     def __init__(self, devices, *, arena_bytes=COUNTER_AREA_BYTES + 8 * MIB, user_bytes=4 * MIB):
         self.control = Control.create(devices)
-        self.devices = [HostDevice() for _ in range(devices)]
+        self.devices = {f"G{i}": HostDevice() for i in range(devices)}
+        self.slots = {name: slot for slot, name in enumerate(self.devices)}
         self.started = []
         fds = []
-        for index, device in enumerate(self.devices):
+        for name, device in self.devices.items():
             start = Start(
                 backend="host",
-                slot=index,
-                index=index,
-                bus_id=f"0000:{index + 1:02x}:00.0",
+                slot=self.slots[name],
+                device=name,
+                bus_id="",
                 cpus=(),
                 control_bytes=self.control.segment.size,
                 arena_bytes=arena_bytes,
@@ -48,15 +49,15 @@ class Controller:
             started, (fd,) = device.open(start, self.control)
             self.started.append(started)
             fds.append(fd)
-        for index, device in enumerate(self.devices):
+        for name, device in self.devices.items():
             device.meet(
                 {
-                    f"G{i}": (
-                        Peer(space=f"G{i}", handle=b"", size=arena_bytes, bus_id=""),
-                        os.dup(fds[i]),
+                    other: (
+                        Peer(space=other, handle=b"", size=arena_bytes, bus_id=""),
+                        os.dup(fds[slot]),
                     )
-                    for i in range(devices)
-                    if i != index
+                    for other, slot in self.slots.items()
+                    if other != name
                 }
             )
         self.arenas = [
@@ -72,10 +73,10 @@ class Controller:
             self.host.array(np.uint8, 0, COUNTER_AREA_BYTES)[:] = 0
         elif size is not None:
             self.host = create_segment(size, numa_id=None, label="C0")
-            for device in self.devices:
+            for device in self.devices.values():
                 device.share("C0", Segment.attach(os.dup(self.host.fd), size, "C0"))
 
-    def queue(self, index, share, *, warm_ms=2, window_ms=60, patience_s=LONG_S, **more):
+    def queue(self, name, share, *, warm_ms=2, window_ms=60, patience_s=LONG_S, **more):
         run = Run(
             program=share,
             epoch=self.epoch,
@@ -85,18 +86,18 @@ class Controller:
             patience_ns=round(patience_s * 1e9),
             **more,
         )
-        self.devices[index].queue(run)
+        self.devices[name].queue(run)
 
-    def records(self, index, share, repeat=0):
-        return self.control.records(index, repeat, len(share.lanes) + len(share.copies))
+    def records(self, name, share, repeat=0):
+        return self.control.records(self.slots[name], repeat, len(share.lanes) + len(share.copies))
 
     def wait(self, program, field, epoch, repeat=0):
         views = [self.records(i, share, repeat) for i, share in program.devices.items()]
         until(lambda: all((view[field] == epoch).all() for view in views))
 
     def finish(self, program):
-        for index in program.devices:
-            self.devices[index].finish()
+        for name in program.devices:
+            self.devices[name].finish()
 
     def run_until_moving(self, program, **more):
         """Run with longer and longer windows, until each flow has a rate in each repeat."""
@@ -109,8 +110,8 @@ class Controller:
     def run(self, program, *, repeats=1, **more):
         """Run a program and return each repeat's records by device."""
         self.share(program)
-        for index, share in program.devices.items():
-            self.queue(index, share, repeats=repeats, **more)
+        for name, share in program.devices.items():
+            self.queue(name, share, repeats=repeats, **more)
         outcomes = []
         for repeat in range(repeats):
             epoch = self.epoch + repeat
@@ -126,7 +127,7 @@ class Controller:
 
     def close(self):
         self.control.abort()
-        for device in self.devices:
+        for device in self.devices.values():
             device.close()
         for segment in (*self.arenas, self.host):
             if segment is not None:
@@ -154,7 +155,7 @@ def controller():
 
 
 def program_of(text, devices, *, lanes=64, **more):
-    return program_for(parse_set(text), lanes=dict.fromkeys(range(devices), lanes), **more)
+    return program_for(parse_set(text), lanes={f"G{i}": lanes for i in range(devices)}, **more)
 
 
 def rate(records, part):
@@ -216,7 +217,7 @@ def test_a_flow_that_nobody_waits_for_goes_through_the_other_arena(controller, t
 
 def test_host_memory_is_checked_by_reading_back_what_was_written(controller):
     transfers = checkable(parse_set("G0->D0->C0 C0->G1->G1"))
-    program = program_for(transfers, lanes={0: 64, 1: 64})
+    program = program_for(transfers, lanes={"G0": 64, "G1": 64})
     for records in controller(2).run_until_moving(program, check=True):
         assert all((rows["errors"] == 0).all() for rows in records.values())
 
@@ -245,7 +246,7 @@ def test_repeats_have_counters_and_records_of_their_own(controller):
         outcomes = made.run_until_moving(program, repeats=3, check=True)
         for records in outcomes:
             assert all((rows["errors"] == 0).all() for rows in records.values())
-        starts = [records[0]["start"][0] for records in outcomes]
+        starts = [records["G0"]["start"][0] for records in outcomes]
         assert starts == sorted(starts)
 
 
@@ -253,10 +254,10 @@ def test_lanes_start_when_released_and_stop_by_the_clock(controller):
     program = program_of("G0->G0->C0{blocks=3}", 1)
     made = controller(1)
     made.share(program)
-    made.queue(0, program.devices[0], warm_ms=10, window_ms=100)
+    made.queue("G0", program.devices["G0"], warm_ms=10, window_ms=100)
     made.wait(program, "resident", 1)
     time.sleep(0.02)
-    rows = made.records(0, program.devices[0])
+    rows = made.records("G0", program.devices["G0"])
     assert not rows["start"].any()
     released = time.monotonic_ns()
     made.control.release(1)
@@ -272,7 +273,7 @@ def test_a_pack_that_was_spoilt_in_the_fifo_is_counted(controller):
     program = program_of("G0->G0->C0->G1->G1{blocks=1,fifo=256K}", 2)
     made = controller(2)
     made.share(program)
-    end = program.devices[0].lanes[0].outgoing
+    end = program.devices["G0"].lanes[0].outgoing
 
     def until_counted(index, counter):
         made.control.release(1)
@@ -282,25 +283,25 @@ def test_a_pack_that_was_spoilt_in_the_fifo_is_counted(controller):
         made.control.abort()
         made.devices[index].finish()
 
-    until_counted(0, end.post)
+    until_counted("G0", end.post)
     made.host.array(np.uint8, end.data.offset + 16 * 100 + 5, 1)[0] ^= 1
     made.host.array(np.uint8, end.data.offset + 2 * 65536, 40)[:] ^= 255
-    until_counted(1, end.wait)
-    row = made.records(1, program.devices[1])[0]
+    until_counted("G1", end.wait)
+    row = made.records("G1", program.devices["G1"])[0]
     assert row["bytes"] == end.slices * 65536
     assert row["errors"] == 1 + 3
 
 
 def test_slices_in_the_wrong_order_are_counted(controller):
     program = program_of("G0->G0->C0->G1->G1{blocks=1,fifo=64K}", 2)
-    lane = program.devices[1].lanes[0]
+    lane = program.devices["G1"].lanes[0]
     wrong = msgspec.structs.replace(lane.incoming, seed=lane.incoming.seed + 1)
     share = msgspec.structs.replace(
-        program.devices[1], lanes=(msgspec.structs.replace(lane, incoming=wrong),)
+        program.devices["G1"], lanes=(msgspec.structs.replace(lane, incoming=wrong),)
     )
-    program = msgspec.structs.replace(program, devices={0: program.devices[0], 1: share})
+    program = msgspec.structs.replace(program, devices={"G0": program.devices["G0"], "G1": share})
     (records,) = controller(2).run_until_moving(program, check=True)
-    assert records[1]["errors"][0] == records[1]["bytes"][0] // 16
+    assert records["G1"]["errors"][0] == records["G1"]["bytes"][0] // 16
 
 
 def test_abort_ends_lanes_that_move_and_lanes_that_wait(controller):
@@ -329,10 +330,10 @@ def test_patience_bounds_the_wait_for_a_release(controller):
     made = controller(1)
     made.share(program)
     begun = time.monotonic()
-    made.queue(0, program.devices[0], patience_s=0.05)
-    made.devices[0].finish()
+    made.queue("G0", program.devices["G0"], patience_s=0.05)
+    made.devices["G0"].finish()
     assert 0.05 <= time.monotonic() - begun < LONG_S
-    (row,) = made.records(0, program.devices[0])
+    (row,) = made.records("G0", program.devices["G0"])
     assert (row["resident"], row["start"], row["bytes"], row["finished"]) == (1, 0, 0, 1)
 
 
@@ -341,9 +342,9 @@ def test_a_lane_without_its_peer_stops_by_the_clock(controller):
     made = controller(2)
     made.share(program)
     made.control.release(1)
-    made.queue(1, program.devices[1], window_ms=20)
-    made.devices[1].finish()
-    (row,) = made.records(1, program.devices[1])
+    made.queue("G1", program.devices["G1"], window_ms=20)
+    made.devices["G1"].finish()
+    (row,) = made.records("G1", program.devices["G1"])
     assert (row["bytes"], row["in_count"], row["end"], row["finished"]) == (0, 0, 0, 1)
 
 
@@ -352,10 +353,10 @@ def test_a_copy_moves_what_its_pace_says_and_stamps_each_group(controller):
     made = controller(2)
     paces = (Pace(groups=30), Pace(groups=5, slices=4))
     (records,) = made.run(program, paces=paces, window_ms=1)
-    for index, kind in ((0, "out"), (1, "in")):
-        assert list(records[index]["bytes"]) == [30 * 16384, 20 * 16384]
-        stamps = made.control.stamps(index, 0, 32 + 7)
-        for part, row in zip((stamps[:32], stamps[32:]), records[index], strict=True):
+    for name, kind in (("G0", "out"), ("G1", "in")):
+        assert list(records[name]["bytes"]) == [30 * 16384, 20 * 16384]
+        stamps = made.control.stamps(made.slots[name], 0, 32 + 7)
+        for part, row in zip((stamps[:32], stamps[32:]), records[name], strict=True):
             assert part.all()
             assert (np.diff(part.astype(np.int64)) >= 0).all()
             assert part[0] <= row["start"] <= part[1]
@@ -367,15 +368,15 @@ def test_a_copy_whose_peer_has_stopped_goes_on_when_it_is_let_go(controller):
     made = controller(2)
     made.share(program)
     made.control.release(1)
-    made.queue(0, program.devices[0], paces=(Pace(groups=30),), window_ms=1)
+    made.queue("G0", program.devices["G0"], paces=(Pace(groups=30),), window_ms=1)
     stamps = made.control.stamps(0, 0, 32)
     until(lambda: stamps[5] > 0)
     time.sleep(0.02)
     assert not stamps[6:].any()
     made.host.array(np.uint64, 0, COUNTER_AREA_BYTES // 8)[:] = 1 << 62
-    made.devices[0].finish()
+    made.devices["G0"].finish()
     assert stamps.all()
-    assert made.records(0, program.devices[0])["bytes"][0] == 30 * 16384
+    assert made.records("G0", program.devices["G0"])["bytes"][0] == 30 * 16384
 
 
 def test_patience_bounds_the_wait_of_a_copy(controller):
@@ -383,9 +384,9 @@ def test_patience_bounds_the_wait_of_a_copy(controller):
     made = controller(2)
     made.share(program)
     made.control.release(1)
-    made.queue(0, program.devices[0], paces=(Pace(groups=30),), window_ms=1, patience_s=0.02)
-    made.devices[0].finish()
-    assert made.records(0, program.devices[0])["bytes"][0] <= 4 * 16384
+    made.queue("G0", program.devices["G0"], paces=(Pace(groups=30),), window_ms=1, patience_s=0.02)
+    made.devices["G0"].finish()
+    assert made.records("G0", program.devices["G0"])["bytes"][0] <= 4 * 16384
     assert not made.control.stamps(0, 0, 32)[6:].any()
 
 
@@ -393,25 +394,25 @@ def test_close_ends_what_still_runs(controller):
     program = program_of("G0->G0->C0{blocks=1}", 1)
     made = controller(1)
     made.share(program)
-    made.queue(0, program.devices[0], window_ms=60_000)
+    made.queue("G0", program.devices["G0"], window_ms=60_000)
     made.control.release(1)
     begun = time.monotonic()
-    made.devices[0].close()
+    made.devices["G0"].close()
     assert time.monotonic() - begun < LONG_S
     with pytest.raises(MeasurementError, match="this device is not open"):
-        made.queue(0, program.devices[0])
+        made.queue("G0", program.devices["G0"])
 
 
 def test_what_cannot_be_reached_is_refused_when_it_is_queued(controller):
     program = program_of("G0->G0->C0{blocks=1}", 1)
     made = controller(1)
-    share = program.devices[0]
+    share = program.devices["G0"]
     with pytest.raises(MeasurementError, match=r"^G0 cannot reach C0: it has mapped G0$"):
-        made.queue(0, share)
+        made.queue("G0", share)
     small = create_segment(COUNTER_AREA_BYTES, numa_id=None, label="C0")
-    made.devices[0].share("C0", small)
+    made.devices["G0"].share("C0", small)
     with pytest.raises(MeasurementError, match=r"bytes from byte \d+ of C0 are not inside its"):
-        made.queue(0, share)
+        made.queue("G0", share)
 
 
 def test_slices_larger_than_user_memory_are_refused(controller):
@@ -421,16 +422,16 @@ def test_slices_larger_than_user_memory_are_refused(controller):
     with pytest.raises(
         MeasurementError, match=r"^G0: slices of 262144 bytes do not fit the 65536 bytes"
     ):
-        made.queue(0, program.devices[0])
+        made.queue("G0", program.devices["G0"])
 
 
 def test_a_second_program_waits_for_finish(controller):
     program = program_of("G0->G0->C0{blocks=1}", 1)
     made = controller(1)
     made.share(program)
-    made.queue(0, program.devices[0])
+    made.queue("G0", program.devices["G0"])
     with pytest.raises(MeasurementError, match=r"^G0 still runs a program: finish it first$"):
-        made.queue(0, program.devices[0])
+        made.queue("G0", program.devices["G0"])
 
 
 def test_an_error_in_the_lanes_is_raised_by_finish(controller, monkeypatch):
@@ -443,10 +444,10 @@ def test_an_error_in_the_lanes_is_raised_by_finish(controller, monkeypatch):
 
     monkeypatch.setattr(host_device.HostLane, "turns", spoilt)
     made.control.release(1)
-    made.queue(0, program.devices[0])
+    made.queue("G0", program.devices["G0"])
     with pytest.raises(MeasurementError, match=r"^lanes failed: OSError: no memory$"):
-        made.devices[0].finish()
-    made.devices[0].finish()
+        made.devices["G0"].finish()
+    made.devices["G0"].finish()
 
 
 def test_an_arena_counts_from_zero_in_every_run(controller):
@@ -454,7 +455,7 @@ def test_an_arena_counts_from_zero_in_every_run(controller):
     made = controller(2, arena_bytes=max(program.space_bytes.values()))
     for _ in range(2):
         (records,) = made.run_until_moving(program, check=True)
-        assert not records[1]["errors"].any()
+        assert not records["G1"]["errors"].any()
 
 
 def test_a_device_says_what_it_is_and_its_clock_is_the_hosts(controller):
@@ -463,7 +464,7 @@ def test_a_device_says_what_it_is_and_its_clock_is_the_hosts(controller):
     assert (started.pid, started.lanes, started.handle) == (os.getpid(), 64, b"")
     assert started.memory_bytes == 2 * COUNTER_AREA_BYTES + 2 * MIB
     before = time.monotonic_ns()
-    pings = made.devices[0].ping(5)
+    pings = made.devices["G0"].ping(5)
     stamps = [
         before,
         *(
@@ -485,7 +486,7 @@ def test_a_device_pins_the_process_to_its_cores(monkeypatch):
     start = Start(
         backend="host",
         slot=0,
-        index=0,
+        device="G0",
         bus_id="",
         cpus=(1,),
         control_bytes=control.segment.size,

@@ -22,11 +22,11 @@ COPIES = "G0->D0->C0->D1->G1{blocks=1,fifo=256K}"
 SLICE = 64 * 1024
 MS = 1_000_000
 TIMING = Timing(repeats=1, warm_us=1000.0, window_us=10_000.0)
-SAME_CLOCK = {0: lambda stamp: (stamp, 100), 1: lambda stamp: (stamp, 300)}
+SAME_CLOCK = {"G0": lambda stamp: (stamp, 100), "G1": lambda stamp: (stamp, 300)}
 
 
 def program_of(text):
-    return program_for(parse_set(text), lanes={0: 64, 1: 64})
+    return program_for(parse_set(text), lanes={"G0": 64, "G1": 64})
 
 
 def record(side="", *, start=5 * MS, first=0, last=0, count=0, **more):
@@ -55,7 +55,7 @@ def bounce_outcome(**more):
         record("in", start=5 * MS + 9000, first=6 * MS, last=14 * MS, count=100, **more),
         record("in", start=5 * MS + 2000, first=7 * MS, last=11 * MS, count=50),
     ]
-    return outcome({0: sending, 1: receiving})
+    return outcome({"G0": sending, "G1": receiving})
 
 
 def test_a_flows_rate_is_what_arrives_between_two_ends_of_slices():
@@ -72,8 +72,8 @@ def test_packs_that_arrived_wrong_are_told_by_flow():
     program = program_of(f"{DIRECT} {BOUNCE}")
     found = outcome(
         {
-            0: [record("out", errors=9), record("out"), record("out")],
-            1: [record("in", errors=3), record("in"), record("in", errors=4)],
+            "G0": [record("out", errors=9), record("out"), record("out")],
+            "G1": [record("in", errors=3), record("in"), record("in", errors=4)],
         }
     )
     reading = read_outcome(program, found, TIMING, SAME_CLOCK)
@@ -87,7 +87,7 @@ def test_a_lane_that_moved_nothing_in_its_window_has_rate_0(count):
     silent = [record("out"), record("out")]
     # One slice that ended in the window is no duration.
     rows = [record("in", first=7 * MS, last=7 * MS, count=count), record("in")]
-    found = outcome({0: silent, 1: rows})
+    found = outcome({"G0": silent, "G1": rows})
     reading = read_outcome(program_of(BOUNCE), found, TIMING, SAME_CLOCK)
     assert reading.gbps == (0.0,)
     assert [lane.gbps for lane in reading.lanes] == [0.0, 0.0]
@@ -95,7 +95,7 @@ def test_a_lane_that_moved_nothing_in_its_window_has_rate_0(count):
 
 
 def test_skew_and_overlap_are_on_the_hosts_clock():
-    ahead = {0: lambda stamp: (stamp - 1000, 100), 1: lambda stamp: (stamp + 2000, 300)}
+    ahead = {"G0": lambda stamp: (stamp - 1000, 100), "G1": lambda stamp: (stamp + 2000, 300)}
     for to_host, shift_us in ((SAME_CLOCK, 0.0), (ahead, 3.0)):
         reading = read_outcome(program_of(BOUNCE), bounce_outcome(), TIMING, to_host)
         # G0 starts at 5 ms and ends at 15 ms; G1 starts at 2 and 9 us after and ends at 14 ms.
@@ -106,7 +106,7 @@ def test_skew_and_overlap_are_on_the_hosts_clock():
 
 
 def test_one_device_needs_no_other_clock():
-    found = outcome({0: [record("out", first=6 * MS, last=14 * MS, count=100)]})
+    found = outcome({"G0": [record("out", first=6 * MS, last=14 * MS, count=100)]})
     reading = read_outcome(program_of("G0->G0->C0{blocks=1}"), found, TIMING, SAME_CLOCK)
     assert (reading.skew_us, reading.skew_error_us, reading.overlap) == (0.0, 0.0, 1.0)
     assert reading.gbps == pytest.approx((100 * 256 * 1024 / (8 * MS),))
@@ -114,14 +114,15 @@ def test_one_device_needs_no_other_clock():
 
 def copied(sent, received, *, timing=TIMING, slices=2):
     pace = {
-        i: (Pace(groups=len(rows) - 1, slices=slices),) for i, rows in ((0, sent), (1, received))
+        name: (Pace(groups=len(rows) - 1, slices=slices),)
+        for name, rows in (("G0", sent), ("G1", received))
     }
     timing = Timing(repeats=1, warm_us=timing.warm_us, window_us=timing.window_us, paces=pace)
     stamps = {
-        0: (np.array(sent, np.uint64) + np.uint64(5 * MS),),
-        1: (np.array(received, np.uint64) + np.uint64(5 * MS),),
+        "G0": (np.array(sent, np.uint64) + np.uint64(5 * MS),),
+        "G1": (np.array(received, np.uint64) + np.uint64(5 * MS),),
     }
-    nobody = {i: np.zeros(0, RECORD) for i in (0, 1)}
+    nobody = {i: np.zeros(0, RECORD) for i in ("G0", "G1")}
     found = Outcome(records=nobody, stamps=stamps)
     return read_outcome(program_of(COPIES), found, timing, SAME_CLOCK)
 
@@ -171,13 +172,13 @@ def test_kernels_have_no_pace():
 @pytest.mark.parametrize("lanes", [None, [lane(0.0)]])
 def test_a_copy_of_unknown_rate_goes_through_its_fifo_twice_and_more(lanes):
     expected = (Pace(groups=14),)
-    assert _paces(program_of(COPIES), lanes, 1e4) == {0: expected, 1: expected}
+    assert _paces(program_of(COPIES), lanes, 1e4) == {"G0": expected, "G1": expected}
 
 
 @pytest.mark.parametrize("gbps", [0.05, 1.0, 5.0, 12.5, 25.0])
 @pytest.mark.parametrize("window_us", [1e3, 1e4, 7.5e4])
 def test_a_copy_lasts_a_little_longer_than_its_window(gbps, window_us):
-    (pace,) = _paces(program_of(COPIES), [lane(gbps)], window_us)[0]
+    (pace,) = _paces(program_of(COPIES), [lane(gbps)], window_us)["G0"]
     if (pace.groups, pace.slices) == (120, 200):
         return  # as much as is ever queued
     assert 1.1 * window_us <= lasting_us(pace, gbps)
@@ -190,17 +191,17 @@ def test_a_copy_lasts_a_little_longer_than_its_window(gbps, window_us):
 def test_a_pace_is_of_slices_however_they_were_counted():
     """Rates of copies are read by groups; the next pace must not take a group for a slice."""
     first = _paces(program_of(COPIES), [lane(5.0)], 1e4)
-    again = _paces(program_of(COPIES), [lane(5.0, first[0][0].slices * SLICE)], 1e4)
+    again = _paces(program_of(COPIES), [lane(5.0, first["G0"][0].slices * SLICE)], 1e4)
     assert first == again
-    assert first[0][0].slices > 1
+    assert first["G0"][0].slices > 1
 
 
 def test_both_ends_move_as_much_in_the_order_of_copies():
     program = program_of(f"{COPIES} G0->D0->C0->G1->G1{{blocks=1,fifo=64K}}")
     paces = _paces(program, [lane(1.0), lane(4.0)], 1e4)
-    assert (len(paces[0]), len(paces[1])) == (2, 1)
-    assert paces[0][0] == paces[1][0]
-    assert paces[0][0] != paces[0][1]
+    assert (len(paces["G0"]), len(paces["G1"])) == (2, 1)
+    assert paces["G0"][0] == paces["G1"][0]
+    assert paces["G0"][0] != paces["G0"][1]
 
 
 def test_many_copies_fit_the_stamps_of_a_device():
@@ -383,7 +384,7 @@ def test_a_clock_that_jumps_is_noted_and_read_anew():
     profiler = profiler_of(pool)
     one(profiler)
     pool.now_ns += 1000 * MS
-    pool.offsets_ns[1] += 50 * MS
+    pool.offsets_ns["G1"] += 50 * MS
     measurement = one(profiler)
     (notice,) = profiler.notices
     assert notice.startswith("G1: its clock jumped by +")
@@ -426,11 +427,11 @@ def test_copies_are_paced_by_what_they_did():
     assert measurement.gbps == pytest.approx((5.0,), rel=1e-3)
     trial, *rest = pool.timings
     assert trial.warm_us == 0
-    assert trial.paces[0] == (Pace(groups=14),)
+    assert trial.paces["G0"] == (Pace(groups=14),)
     # Their stamps ask for a longer window than their slices did.
     assert [timing.repeats for timing in rest] == [6, 6]
     assert measurement.window_us == pytest.approx(11 * 500, rel=0.1)
-    assert lasting_us(rest[-1].paces[1][0], 5.0) >= 1.1 * measurement.window_us
+    assert lasting_us(rest[-1].paces["G1"][0], 5.0) >= 1.1 * measurement.window_us
 
 
 def test_repeats_whose_copies_ended_early_are_discarded_but_not_for_ever():
@@ -440,7 +441,7 @@ def test_repeats_whose_copies_ended_early_are_discarded_but_not_for_ever():
     pool = FakePool(quicker)
     measurement = one(profiler_of(pool), COPIES)
     assert len(measurement.samples_gbps[0]) == 6
-    assert lasting_us(pool.timings[-1].paces[0][0], 5.0) >= 1.1 * measurement.window_us
+    assert lasting_us(pool.timings[-1].paces["G0"][0], 5.0) >= 1.1 * measurement.window_us
     assert len(pool.timings) == 4
     pool = FakePool(lambda text, number: [2.0 ** (number // 6)])
     assert len(one(profiler_of(pool, stopping=Stopping(limit=6)), COPIES).samples_gbps[0]) == 6

@@ -10,13 +10,13 @@ from tccl_profiler.program import DeviceProgram
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first message, with two descriptors: the control segment and the lifeline.
 
-    `slot` is the device's place in the control segment, `index` its number in the machine. The
+    `slot` is the device's place in the control segment, `device` its name in the machine: `G0`. The
     lifeline is a pipe that ends with the controller, however that ends; so does the worker then.
     """
 
     backend: str
     slot: int
-    index: int
+    device: str
     bus_id: str
     cpus: tuple[int, ...]
     control_bytes: int

@@ -81,7 +81,7 @@ class Pool:
         self._memory = memory or Memory()
         self._patience = patience or Patience()
         self._workers: list[WorkerProcess] = []
-        self._started: dict[int, Started] = {}
+        self._started: dict[str, Started] = {}
         self._control: Control | None = None
         self._lifeline: tuple[int, int] | None = None
         self._epoch = 0
@@ -89,9 +89,9 @@ class Pool:
         self._pids: set[int] = set()
 
     @property
-    def lanes(self) -> Mapping[int, int]:
-        """How many blocks each device runs at once, by its index, as when it was last started."""
-        return {index: one.lanes for index, one in self._started.items()}
+    def lanes(self) -> Mapping[str, int]:
+        """How many blocks each device runs at once, by its name, as when it was last started."""
+        return {device: one.lanes for device, one in self._started.items()}
 
     @property
     def pids(self) -> Set[int]:
@@ -99,9 +99,9 @@ class Pool:
         return self._pids
 
     @property
-    def names(self) -> Mapping[int, str]:
-        """What each device calls itself, by its index."""
-        return {index: one.name for index, one in self._started.items()}
+    def names(self) -> Mapping[str, str]:
+        """What each device calls itself, by its name here."""
+        return {device: one.name for device, one in self._started.items()}
 
     @property
     def device_bytes(self) -> int:
@@ -144,7 +144,7 @@ class Pool:
                 if not isinstance(message, Started):
                     raise WorkerLost(f"{worker.who} did not start: {message}")
                 worker.started, worker.arena_fd = message, fds[0] if fds else -1
-                self._started[worker.spec.index] = message
+                self._started[worker.spec.device] = message
             self._introduce()
             self._broken = False
         except BaseException:
@@ -161,7 +161,7 @@ class Pool:
         start = Start(
             backend=self._backend,
             slot=slot,
-            index=spec.index,
+            device=spec.device,
             bus_id=spec.bus_id,
             cpus=spec.cpus,
             control_bytes=control_bytes(len(self._specs)),
@@ -183,7 +183,7 @@ class Pool:
                 assert other.started is not None
                 peers.append(
                     Peer(
-                        space=f"G{other.spec.index}",
+                        space=other.spec.device,
                         handle=other.started.handle,
                         size=other.started.arena_bytes,
                         bus_id=other.spec.bus_id,
@@ -266,7 +266,7 @@ class Pool:
         """
         control = self._ready()
         self._prepare(control, program, timing.repeats)
-        workers = [one for one in self._workers if one.spec.index in program.devices]
+        workers = [one for one in self._workers if one.spec.device in program.devices]
         epoch, self._epoch = self._epoch + 1, self._epoch + timing.repeats
         try:
             for worker in workers:
@@ -295,11 +295,11 @@ class Pool:
         epoch: int,
     ) -> None:
         """Tell a worker its share; nothing it will report is left from before."""
-        index = worker.spec.index
-        share = program.devices[index]
-        order = order_of(index, share, timing, epoch=epoch, patience_s=self._patience.lanes_s)
+        device = worker.spec.device
+        share = program.devices[device]
+        order = order_of(device, share, timing, epoch=epoch, patience_s=self._patience.lanes_s)
         for repeat in range(timing.repeats):
-            for row in stamps_of(control, worker.slot, index, timing, repeat):
+            for row in stamps_of(control, worker.slot, device, timing, repeat):
                 row[:] = 0
         worker.lanes_asked = len(share.lanes)
         self._ask(worker, order)
@@ -315,9 +315,9 @@ class Pool:
                     f"arena has {self._memory.arena_bytes >> 20} MiB: give fewer blocks or smaller "
                     "FIFOs"
                 )
-        for index, share in program.devices.items():
+        for device, share in program.devices.items():
             if len(share.lanes) + len(share.copies) > MAX_LANES:
-                raise MeasurementError(f"G{index} would do more than {MAX_LANES} things at once")
+                raise MeasurementError(f"{device} would do more than {MAX_LANES} things at once")
         for space, size in program.space_bytes.items():
             if space.startswith("C"):
                 self._host.ensure(space, size, self._share)
@@ -347,27 +347,27 @@ class Pool:
         """Wait until all of one repeat are there, release them, wait for the last."""
         now, patience_s = epoch + repeat, self._patience.lanes_s
         views = {
-            one.spec.index: control.records(one.slot, repeat, one.lanes_asked) for one in workers
+            one.spec.device: control.records(one.slot, repeat, one.lanes_asked) for one in workers
         }
         stamps = {
-            one.spec.index: stamps_of(control, one.slot, one.spec.index, timing, repeat)
+            one.spec.device: stamps_of(control, one.slot, one.spec.device, timing, repeat)
             for one in workers
         }
 
         def resident(one: WorkerProcess) -> bool:
-            index = one.spec.index
-            there = (views[index]["resident"] == now).all()
-            return bool(there and all(row[0] for row in stamps[index]))
+            device = one.spec.device
+            there = (views[device]["resident"] == now).all()
+            return bool(there and all(row[0] for row in stamps[device]))
 
         def finished(one: WorkerProcess) -> bool:
-            return bool((views[one.spec.index]["finished"] == now).all())
+            return bool((views[one.spec.device]["finished"] == now).all())
 
         self._until(resident, workers, patience_s, "did not get its part of a set running")
         control.release(now)
         limit_s = timing.lasting_s + patience_s
         self._until(finished, workers, limit_s, "did not finish its part of a set")
         for one in workers:
-            if not views[one.spec.index]["start"].all():
+            if not views[one.spec.device]["start"].all():
                 raise WorkerLost(
                     f"{one.who} was not released within {patience_s:g} s: this process was stopped "
                     "or kept from running meanwhile"
@@ -375,13 +375,13 @@ class Pool:
         if any(stamps.values()):
             self._finish_copies(stamps, repeat, timing.lasting_s, workers)
         return Outcome(
-            records={index: view.copy() for index, view in views.items()},
-            stamps={i: tuple(row[1:].copy() for row in rows) for i, rows in stamps.items()},
+            records={device: view.copy() for device, view in views.items()},
+            stamps={name: tuple(row[1:].copy() for row in rows) for name, rows in stamps.items()},
         )
 
     def _finish_copies(
         self,
-        stamps: Mapping[int, Sequence[npt.NDArray[np.uint64]]],
+        stamps: Mapping[str, Sequence[npt.NDArray[np.uint64]]],
         repeat: int,
         lasting_s: float,
         workers: Sequence[WorkerProcess],
@@ -390,7 +390,7 @@ class Pool:
         until = time.monotonic() + 2 * lasting_s + 0.01
 
         def done(one: WorkerProcess) -> bool:
-            return all(row[-1] for row in stamps[one.spec.index])
+            return all(row[-1] for row in stamps[one.spec.device])
 
         def done_or_late(one: WorkerProcess) -> bool:
             return time.monotonic() > until or done(one)
@@ -452,8 +452,8 @@ class Pool:
         control.clear()
         self._broken = False
 
-    def ping(self, count: int = 16) -> Mapping[int, Pinged]:
-        """Each device's clock against CLOCK_MONOTONIC, by its index, one after the other.
+    def ping(self, count: int = 16) -> Mapping[str, Pinged]:
+        """Each device's clock against CLOCK_MONOTONIC, by its name, one after the other.
 
         Raises:
             WorkerLost: a worker died or hangs.
@@ -466,7 +466,7 @@ class Pool:
                 message, _ = worker.received(self._patience.answer_s)
                 if not isinstance(message, Pinged):
                     raise worker.out_of_turn(message)
-                answers[worker.spec.index] = message
+                answers[worker.spec.device] = message
         except BaseException:
             # Interrupted too: an answer may be under way.
             self._broken = True
@@ -475,4 +475,4 @@ class Pool:
 
 
 def _names(workers: Sequence[WorkerProcess]) -> str:
-    return ", ".join(f"G{one.spec.index}" for one in workers)
+    return ", ".join(one.spec.device for one in workers)

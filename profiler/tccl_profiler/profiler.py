@@ -15,10 +15,9 @@ from tccl_profiler.assignment import Meeting, checkable, program_for
 from tccl_profiler.clock import Clock, offset_from_pings
 from tccl_profiler.control import MAX_STAMPS
 from tccl_profiler.messages import Pace
-from tccl_profiler.pool import Pool
 from tccl_profiler.program import MAX_REPEATS, Part, Program
 from tccl_profiler.reading import Reading, ToHost, read_outcome
-from tccl_profiler.runs import Outcome, Timing
+from tccl_profiler.runs import Runner, Timing
 from tccl_profiler.statistics import Sentinel, Stopping, outliers
 from tccl_profiler.window import LaneRate, Window, WindowLimits, choose_window, needs_longer
 from tccl_profiler.workers import WorkerLost
@@ -63,7 +62,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profiler:
-    """Measures transfer sets through a pool of workers; satisfies `BandwidthSource`.
+    """Measures transfer sets through a pool of workers, or one a host; a `BandwidthSource`.
 
     `notices` are sentences for the user about what was seen on the way, in order, each once.
 
@@ -78,7 +77,7 @@ class Profiler:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: Runner,
         *,
         options: Options | None = None,
         source: str = "",
@@ -88,7 +87,7 @@ class Profiler:
         self._now = clock
         self.options = options or Options()
         self._source = source
-        self._clocks: dict[int, Clock] = {}
+        self._clocks: dict[str, Clock] = {}
         self._pinged_s = -math.inf
         self._windows: dict[str, tuple[Window, tuple[LaneRate, ...]]] = {}
         self._checked: set[str] = set()
@@ -232,11 +231,11 @@ class Profiler:
             jump = clock.jumped(reading) if clock else None
             self._note(jump)
             if clock is None or jump:
-                clock = self._clocks[device] = Clock(device=f"G{device}")
+                clock = self._clocks[device] = Clock(device=device)
             clock.add(reading)
         self._pinged_s = self._now()
 
-    def _to_host(self) -> Mapping[int, ToHost]:
+    def _to_host(self) -> Mapping[str, ToHost]:
         return {device: clock.host_ns for device, clock in self._clocks.items()}
 
     def _check(self, program: Program) -> None:
@@ -298,7 +297,7 @@ class Profiler:
             window_us=window.window_us,
             paces=_paces(program, lanes, window.warm_us + window.window_us),
         )
-        outcomes: list[Outcome] = self._pool.run(program, timing)
+        outcomes = self._pool.run(program, timing)
         to_host = self._to_host()
         return [read_outcome(program, outcome, timing, to_host) for outcome in outcomes]
 
@@ -317,13 +316,13 @@ def _slowest(readings: Sequence[Reading]) -> tuple[LaneRate, ...]:
 
 def _paces(
     program: Program, lanes: Sequence[LaneRate] | None, lasting_us: float
-) -> dict[int, tuple[Pace, ...]]:
+) -> dict[str, tuple[Pace, ...]]:
     """How much each copy moves so that it lasts the window: both ends of a flow as much.
 
     `lanes` are rates in the order of `Reading.lanes`; None where nothing is known yet.
     """
     shares = {device: share.copies for device, share in program.devices.items() if share.copies}
-    paces: dict[int, dict[int, Pace]] = {device: {} for device in shares}
+    paces: dict[str, dict[int, Pace]] = {device: {} for device in shares}
     rates = iter(() if lanes is None else [lane.gbps for lane in lanes])
     for counted, others in zip(program.counted, program.other, strict=True):
         copying = [part for part in (counted, *others) if part.kind == "copy"]

@@ -2,13 +2,16 @@
 
 A lane is one thread block: it takes slices out of one FIFO, puts slices into another, or both at
 once. A FIFO is bytes and two counters of slices: how many its writer has put in, how many its
-reader has taken out. A copy is a copy engine's share of the same work.
+reader has taken out. A copy is a copy engine's share of the same work. A lane of a NIC takes slices
+out of a FIFO and sends them over a link, or puts into one what comes by a link.
+
+Devices are named as places are: `G0`, `N0`; where a program is for several hosts, `h1.G0`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, overload
 
 import msgspec
 
@@ -27,11 +30,49 @@ MAX_COPIES = 16
 GPU share 32 queues."""
 
 
+def host_of(name: str) -> str:
+    """The host of a device or a space, "" where none is named.
+
+    >>> host_of("node-1.rack.G0"), host_of("G0")
+    ('node-1.rack', '')
+    """
+    return name.rpartition(".")[0]
+
+
+def local(name: str) -> str:
+    """The name of a device or a space on its own host.
+
+    >>> local("node-1.rack.G0"), local("G0")
+    ('G0', 'G0')
+    """
+    return name.rpartition(".")[2]
+
+
+def is_nic(device: str) -> bool:
+    """Whether a device's name is a NIC's."""
+    return local(device).startswith("N")
+
+
 class Address(msgspec.Struct, frozen=True, order=True):
     """A place in a space that several processes map: `C0` host memory, `G1` GPU 1's arena."""
 
     space: str
     offset: int
+
+
+class Link(msgspec.Struct, frozen=True, order=True):
+    """The connection from one NIC's lane to another's, by the names that the whole program uses.
+
+    Lanes between the same two NICs are told apart by `number`, from 0 on, so that a later set finds
+    the links of an earlier one.
+    """
+
+    sender: str
+    receiver: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"link {self.number} from {self.sender} to {self.receiver}"
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,13 +89,17 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lane(msgspec.Struct, frozen=True, kw_only=True):
-    """What one block does. `cycle` is an all-reduce's number of chunks, 2 (n - 1) for n GPUs."""
+    """What one block does. `cycle` is an all-reduce's number of chunks, 2 (n - 1) for n GPUs.
+
+    A NIC's lane has one end and a `link`: it sends what it takes, or puts what it receives.
+    """
 
     incoming: End | None = None
     outgoing: End | None = None
     slice_bytes: int
     coupled: bool = False
     cycle: int = 0
+    link: Link | None = None
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +126,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     `piped` is whether they go through FIFOs, and so wait for the flow's other part.
     """
 
-    device: int
+    device: str
     kind: Literal["incoming", "outgoing", "copy"]
     numbers: tuple[int, ...]
     slice_bytes: int
@@ -89,20 +134,85 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     piped: bool
 
 
-class Program(msgspec.Struct, frozen=True, kw_only=True):
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What devices do together, by their names; `space_bytes` is what each space must hold,
+    counters included, and `links` are those that NICs' lanes send and receive by.
+    """
+
+    devices: Mapping[str, DeviceProgram]
+    space_bytes: Mapping[str, int]
+    links: tuple[Link, ...] = ()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts whose devices take part, sorted; "" is the host that is meant anyway."""
+        return tuple(sorted({host_of(device) for device in self.devices}))
+
+    def on(self, host: str) -> Work:
+        """One host's share, with devices and spaces as they are named there; links stay as they
+        are, because they have an end elsewhere."""
+        return Work(
+            devices={
+                local(device): DeviceProgram(
+                    lanes=tuple(map(_lane_there, share.lanes)),
+                    copies=tuple(map(_copy_there, share.copies)),
+                )
+                for device, share in self.devices.items()
+                if host_of(device) == host
+            },
+            space_bytes={
+                local(space): size
+                for space, size in self.space_bytes.items()
+                if host_of(space) == host
+            },
+            links=tuple(
+                link
+                for link in self.links
+                if host in (host_of(link.sender), host_of(link.receiver))
+            ),
+        )
+
+
+class Program(Work, frozen=True, kw_only=True):
     """A set's work by device; `counted[i]` and `other[i]` are the ends of the set's flow i.
 
     A flow's rate is what arrives, so a bounce is counted where it is read; `other` are its other
-    ends, for start and end stamps. `space_bytes` is what each space must hold, counters included.
+    ends, for start and end stamps.
     """
 
     transfers: TransferSet
-    devices: Mapping[int, DeviceProgram]
     counted: tuple[Part, ...]
     other: tuple[tuple[Part, ...], ...]
-    space_bytes: Mapping[str, int]
 
     @property
     def fifo_bytes(self) -> int:
         """What all FIFOs take together."""
         return sum(self.space_bytes.values()) - COUNTER_AREA_BYTES * len(self.space_bytes)
+
+
+def _lane_there(lane: Lane) -> Lane:
+    return msgspec.structs.replace(
+        lane, incoming=_end_there(lane.incoming), outgoing=_end_there(lane.outgoing)
+    )
+
+
+def _copy_there(copy: Copy) -> Copy:
+    return msgspec.structs.replace(
+        copy, source=_end_there(copy.source), destination=_end_there(copy.destination)
+    )
+
+
+def _end_there(end: End | None) -> End | None:
+    if end is None:
+        return None
+    return msgspec.structs.replace(
+        end, data=_there(end.data), wait=_there(end.wait), post=_there(end.post)
+    )
+
+
+@overload
+def _there(address: Address) -> Address: ...
+@overload
+def _there(address: None) -> None: ...
+def _there(address: Address | None) -> Address | None:
+    return None if address is None else Address(local(address.space), address.offset)

@@ -43,7 +43,7 @@ class _Span(msgspec.Struct, frozen=True):
 
 
 def read_outcome(
-    program: Program, outcome: Outcome, timing: Timing, to_host: Mapping[int, ToHost]
+    program: Program, outcome: Outcome, timing: Timing, to_host: Mapping[str, ToHost]
 ) -> Reading:
     """Work out a repeat's rates; a flow that moved nothing in its window has rate 0."""
     gbps: list[float] = []
@@ -139,7 +139,7 @@ def _span(part: Part, outcome: Outcome, timing: Timing) -> _Span:
 
 
 def _together(
-    spans: list[tuple[int, _Span]], to_host: Mapping[int, ToHost]
+    spans: list[tuple[str, _Span]], to_host: Mapping[str, ToHost]
 ) -> tuple[float, float, float]:
     """Skew and its error in microseconds, and the overlap, on the host's clock."""
     first, last, ends, errors = [], [], [], []

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler.control import MAX_STAMPS, Control
-from tccl_profiler.messages import Pace, Run
-from tccl_profiler.program import DeviceProgram
+from tccl_profiler.messages import Pace, Pinged, Run
+from tccl_profiler.program import DeviceProgram, Program, host_of, local
 from tccl_py.errors import MeasurementError
 
 
@@ -24,7 +25,12 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     warm_us: float
     window_us: float
     check: bool = False
-    paces: Mapping[int, tuple[Pace, ...]] = msgspec.field(default_factory=dict)
+    paces: Mapping[str, tuple[Pace, ...]] = msgspec.field(default_factory=dict)
+
+    def on(self, host: str) -> Timing:
+        """The same for one host's devices, by their names there."""
+        paces = {local(name): pace for name, pace in self.paces.items() if host_of(name) == host}
+        return msgspec.structs.replace(self, paces=paces)
 
     @property
     def lasting_s(self) -> float:
@@ -33,26 +39,63 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One repeat: by device index its records (`control.RECORD`), lanes first, and its copies'
+    """One repeat: by device its records (`control.RECORD`), lanes first, and its copies'
     stamps: when released, then when each group was done."""
 
-    records: Mapping[int, npt.NDArray[np.void]]
-    stamps: Mapping[int, tuple[npt.NDArray[np.uint64], ...]]
+    records: Mapping[str, npt.NDArray[np.void]]
+    stamps: Mapping[str, tuple[npt.NDArray[np.uint64], ...]]
+
+
+class Runner(Protocol):
+    """What runs programs for a profiler: the pool of one host, or pools of several."""
+
+    @property
+    def lanes(self) -> Mapping[str, int]:
+        """How many blocks each device runs at once, by its name."""
+
+    def run(self, program: Program, timing: Timing) -> Sequence[Outcome]:
+        """Run a program's repeats."""
+
+    def ping(self, count: int = ...) -> Mapping[str, Pinged]:
+        """Each device's clock against the clock that all are compared on."""
+
+    def restart(self) -> None:
+        """Start all workers anew."""
+
+
+def joined(outcomes: Mapping[str, Outcome]) -> Outcome:
+    """One repeat's outcome over several hosts, from each one's own, by host."""
+
+    def name(host: str, device: str) -> str:
+        return f"{host}.{device}" if host else device
+
+    return Outcome(
+        records={
+            name(host, device): rows
+            for host, outcome in outcomes.items()
+            for device, rows in outcome.records.items()
+        },
+        stamps={
+            name(host, device): rows
+            for host, outcome in outcomes.items()
+            for device, rows in outcome.stamps.items()
+        },
+    )
 
 
 def order_of(
-    index: int, share: DeviceProgram, timing: Timing, *, epoch: int, patience_s: float
+    device: str, share: DeviceProgram, timing: Timing, *, epoch: int, patience_s: float
 ) -> Run:
-    """The order for device `index`: its share of a program, from this epoch on.
+    """The order for a device: its share of a program, from this epoch on.
 
     Raises:
         MeasurementError: its copies have no paces that fit.
     """
-    paces = timing.paces.get(index, ())
+    paces = timing.paces.get(device, ())
     stamps = sum(pace.groups + 2 for pace in paces)
     if len(paces) != len(share.copies) or stamps > MAX_STAMPS:
         raise MeasurementError(
-            f"G{index}: {len(paces)} paces with {stamps} stamps for {len(share.copies)} copies; "
+            f"{device}: {len(paces)} paces with {stamps} stamps for {len(share.copies)} copies; "
             f"one each and {MAX_STAMPS} stamps at most are right"
         )
     return Run(
@@ -68,11 +111,11 @@ def order_of(
 
 
 def stamps_of(
-    control: Control, slot: int, index: int, timing: Timing, repeat: int
+    control: Control, slot: int, device: str, timing: Timing, repeat: int
 ) -> tuple[npt.NDArray[np.uint64], ...]:
     """Views of the stamps of each copy of a device: queued, released, and one for each group."""
     rows, first = [], 0
-    paces = timing.paces.get(index, ())
+    paces = timing.paces.get(device, ())
     area = control.stamps(slot, repeat, sum(pace.groups + 2 for pace in paces))
     for pace in paces:
         rows.append(area[first : first + pace.groups + 2])

@@ -53,7 +53,7 @@ class Session:
         self.pool = Pool(
             backend,
             [
-                DeviceSpec(index=i, bus_id=machine.gpu(i).bus_id, cpus=cpus.get(i, ()))
+                DeviceSpec(device=f"G{i}", bus_id=machine.gpu(i).bus_id, cpus=cpus.get(i, ()))
                 for i in self._gpus
             ],
             {

@@ -24,11 +24,16 @@ class WorkerLost(MeasurementError):  # noqa: N818 - says what happened
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A device to measure: its number in the machine, its bus id, and CPUs to pin its worker to."""
+    """A device to measure: its name in the machine (`G0`, `N0`) and CPUs to pin its worker to.
 
-    index: int
-    bus_id: str
+    A GPU is found by its bus id, a NIC by its IP address and the name of its interface.
+    """
+
+    device: str
+    bus_id: str = ""
     cpus: tuple[int, ...] = ()
+    address: str = ""
+    interface: str = ""
 
 
 @dataclass
@@ -51,7 +56,7 @@ class WorkerProcess:
     @property
     def who(self) -> str:
         """Its name in sentences."""
-        return f"the worker of G{self.spec.index}"
+        return f"the worker of {self.spec.device}"
 
     def ask(self, message: msgspec.Struct, fds: Sequence[int] = (), *, limit_s: float) -> None:
         """Send a message that will be answered.
@@ -84,7 +89,7 @@ class WorkerProcess:
         self.owes_answer = False
         if isinstance(message, Failed):
             kind = WorkerLost if message.fatal else MeasurementError
-            raise kind(_by_name(self.spec.index, message.what))
+            raise kind(_by_name(self.spec.device, message.what))
         return message, fds
 
     def done(self, limit_s: float) -> None:
@@ -129,7 +134,7 @@ def spawned(slot: int, spec: DeviceSpec) -> WorkerProcess:
     with contextlib.ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         undo.enter_context(ours)
-        complaints = os.memfd_create(f"tccl-stderr-{spec.index}")
+        complaints = os.memfd_create(f"tccl-stderr-{spec.device}")
         undo.callback(os.close, complaints)
         with theirs:
             process = subprocess.Popen(
@@ -145,7 +150,7 @@ def spawned(slot: int, spec: DeviceSpec) -> WorkerProcess:
             slot=slot,
             process=process,
             complaints=complaints,
-            channel=Channel(ours, receives=FromWorker, peer=f"the worker of G{spec.index}"),
+            channel=Channel(ours, receives=FromWorker, peer=f"the worker of {spec.device}"),
         )
         undo.pop_all()
     return worker
@@ -167,9 +172,10 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _by_name(index: int, what: str) -> str:
+def _by_name(device: str, what: str) -> str:
     """What a worker says, with its device's name if that is not in it."""
-    return what if re.search(rf"\bG(PU )?{index}\b", what) else f"G{index}: {what}"
+    names = rf"\b({device}|GPU {device[1:]})\b"
+    return what if re.search(names, what) else f"{device}: {what}"
 
 
 def _signal_name(number: int) -> str:

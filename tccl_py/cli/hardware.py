@@ -211,7 +211,7 @@ def check_sets(machine: Machine, sets: Sequence[TransferSet]) -> tuple[int, ...]
                 for place in (part.source, part.executor, part.destination):
                     used.update(_gpu_of(machine, place))
         # How many blocks a GPU runs at once is known when it is open; none runs more than this.
-        program_for(one, lanes=dict.fromkeys(machine.gpu_indices, MAX_LANES))
+        program_for(one, lanes={f"G{i}": MAX_LANES for i in machine.gpu_indices})
     return tuple(sorted(used))
 
 

@@ -71,7 +71,7 @@ class CudaDevice:
     def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
         """Take the GPU by its bus id, allocate, compile, and launch every kernel once."""
         self._start, self._control = start, control
-        self._who = f"GPU {start.index}"
+        self._who = f"GPU {start.device[1:]}"
         try:
             number = self._runtime.deviceGetByPCIBusId(start.bus_id)
             self._runtime.setDevice(number)
@@ -83,7 +83,7 @@ class CudaDevice:
             self._gates = self._allocate(MAX_REPEATS * 8, "gates")
         except self._error as error:
             raise MeasurementError(f"{self._who}: {error}") from error
-        self._bases[f"G{start.index}"] = self._arena
+        self._bases[start.device] = self._arena
         self._flag = self._register(control.segment) + FLAG_AT
         self._control_base = self._flag - FLAG_AT
         self._stream = self._cupy.cuda.Stream(non_blocking=True)

@@ -74,7 +74,7 @@ class HostDevice:
         """
         if start.cpus:
             numa.pin_to_cpus(start.cpus)
-        space = f"G{start.index}"
+        space = start.device
         arena = create_segment(start.arena_bytes, numa_id=None, label=space)
         self._spaces[space] = arena
         # Written, so that every page is there and on this core's node before anything is timed.
@@ -111,16 +111,16 @@ class HostDevice:
         """
         opened = self._open()
         if self._thread is not None:
-            raise MeasurementError(f"G{opened.start.index} still runs a program: finish it first")
+            raise MeasurementError(f"{opened.start.device} still runs a program: finish it first")
         repeats = [self._lanes(opened, run, repeat) for repeat in range(run.repeats)]
-        arena = self._spaces[f"G{opened.start.index}"]
+        arena = self._spaces[opened.start.device]
         ctypes.memset(arena.address, 0, min(COUNTER_AREA_BYTES, arena.size))
         self._failure, self._stopping = None, False
         # A daemon: a worker that is told to end must not wait for its lanes.
         self._thread = threading.Thread(
             target=self._run_all,
             args=(opened, run, repeats),
-            name=f"lanes of G{opened.start.index}",
+            name=f"lanes of {opened.start.device}",
             daemon=True,
         )
         self._thread.start()
@@ -166,7 +166,7 @@ class HostDevice:
 
     def _lanes(self, opened: _Opened, run: Run, repeat: int) -> list[HostLane]:
         """One repeat's lanes, then its copies, which are lanes with one end here."""
-        name, program = f"G{opened.start.index}", run.program
+        name, program = opened.start.device, run.program
         shares = [*program.lanes, *map(_as_lane, program.copies)]
         if len(shares) > MAX_LANES:
             raise MeasurementError(
@@ -311,7 +311,7 @@ def _memory(
     total = opened.start.user_bytes // slice_bytes
     if total < 1:
         raise MeasurementError(
-            f"G{opened.start.index}: slices of {slice_bytes} bytes do not fit the "
+            f"{opened.start.device}: slices of {slice_bytes} bytes do not fit the "
             f"{opened.start.user_bytes} bytes that it sends and keeps"
         )
     offset = number * total // lanes * slice_bytes
