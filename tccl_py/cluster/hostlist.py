@@ -1,0 +1,210 @@
+"""Lists of hosts as launchers write them.
+
+What a line may be follows Open MPI (PRRTE's src/util/hostfile and src/mca/rmaps/rank_file), MPICH
+(Hydra's host files) and SLURM (slurm_read_hostfile in src/api/allocate.c).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.cluster.expressions import MAX_HOSTS, entries, expand
+from tccl_py.cluster.names import check_host_name, shown
+from tccl_py.errors import InputError
+from tccl_py.files import read_text
+
+MAX_SLOTS = 4_096
+MAX_RANKS = 1_048_576
+MAX_BYTES = 16 * 1024 * 1024
+"""More than a line for each of MAX_HOSTS x 8 ranks; larger files are refused unread."""
+
+_ENTRY = re.compile(r"(?P<names>.*?)(?:[:*](?P<count>[0-9]{1,6}))?", re.ASCII)
+_RANK = re.compile(r"rank\s+(?P<rank>[0-9]{1,9})=(?P<host>\S+)(?:\s+slot=\S+)?", re.ASCII)
+_SLOTS = {"slots", "count", "cpu"}
+_MAX_SLOTS = {"max_slots", "slots_max", "max_count", "count_max", "max_cpu", "cpu_max"}
+"""What Open MPI's reader takes for the number of slots and for its limit, - standing for _ too."""
+_WITHOUT_MEANING = {"user", "username", "user_name", "port", "binding", "ifhn"}
+"""Keys about how a host is reached, of Open MPI and Hydra; nothing is planned by them."""
+_LINE = "a line is NAME, NAME:8, NAME slots=8, or a SLURM expression such as gpu[001-016,020]"
+
+
+class HostSlots(msgspec.Struct, frozen=True):
+    """A host of a list, and how many ranks it may have; None is "the list does not say"."""
+
+    name: str
+    slots: int | None = None
+    max_slots: int | None = None
+
+
+def read_host_list(path: Path) -> tuple[HostSlots, ...]:
+    """Read a list of hosts, or a rankfile.
+
+    Raises:
+        InputError: as `parse_host_list`, or the file cannot be read.
+    """
+    return parse_host_list(read_list(path), where=str(path))
+
+
+def read_list(path: Path) -> str:
+    """The text of a file about a cluster's hosts.
+
+    Raises:
+        InputError: the file cannot be read, or is larger than such files are.
+    """
+    if path.is_file() and path.stat().st_size > MAX_BYTES:
+        right = "give a list of hosts or switches"
+        raise InputError(str(path), f"is larger than {MAX_BYTES} bytes", right)
+    return read_text(path, limit=MAX_BYTES)
+
+
+def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
+    """The hosts of a list, in the order of their first lines; that is the order NCCL has them in.
+
+    A line is one of these, and `#` starts a comment:
+
+        node1 slots=8 max_slots=16      Open MPI's hostfile
+        node1:8                         MPICH's (Hydra's) host file
+        node1                           a plain list; SLURM's hostfile has such a line for each task
+        gpu[001-016,020]:8,login1*2     SLURM's expressions; `:8` and `*8` stand for 8 lines
+        rank 3=node1 slot=0-7           Open MPI's rankfile, all lines then
+
+    Lines of one host add up: a bare name adds a slot, `:8` adds eight, and a bare name that is
+    there once only leaves the slots open. `slots=` after other lines of its host is refused, as
+    Open MPI refuses it since version 2 (before, it was added).
+
+    Raises:
+        InputError: no host, too many, or a line that is none of these; it is named.
+    """
+    lines = list(_lines(text, where))
+    if lines and lines[0][1].startswith("rank "):
+        counts = Counter(parse_rankfile(text, where=where))
+        return tuple(HostSlots(name, count) for name, count in counts.items())
+    found: dict[str, _Tally] = {}
+    mentions = 0
+    for place, content in lines:
+        entry, *options = content.split()
+        slots, limit = _options(options, place)
+        for name, count, counted in _named(entry, place):
+            tally = found.setdefault(name, _Tally(name))
+            tally.mention(count, given=counted)
+            tally.set(slots, limit, place)
+            mentions += 1
+        if len(found) > MAX_HOSTS or mentions > MAX_RANKS:
+            right = "give the hosts of one job"
+            raise InputError(place, f"makes it more than {MAX_HOSTS} hosts", right)
+    if not found:
+        raise InputError(where, "names no host", _LINE)
+    return tuple(tally.host for tally in found.values())
+
+
+def parse_rankfile(text: str, *, where: str) -> tuple[str, ...]:
+    """The host of each rank, by Open MPI's rankfile (`rank 3=node1 slot=0-7`); slots are ignored.
+
+    Raises:
+        InputError: a line that is none, a rank that is missing or there twice, or no rank at all.
+    """
+    hosts: dict[int, str] = {}
+    for place, content in _lines(text, where):
+        match = _RANK.fullmatch(content)
+        if match is None:
+            raise InputError(place, f"{shown(content)} is no rank", "write rank 3=node1 slot=0-7")
+        rank = int(match["rank"])
+        if rank in hosts:
+            raise InputError(place, f"rank {rank} is there twice", "once is right")
+        if rank >= MAX_RANKS:
+            raise InputError(place, f"the rank is {rank}", f"they are 0 to {MAX_RANKS - 1}")
+        hosts[rank] = check_host_name(_without_user(match["host"]), where=place)
+    for rank in range(len(hosts)):
+        if rank not in hosts:
+            raise InputError(where, f"rank {rank} is missing", "all ranks from 0 on are needed")
+    if not hosts:
+        raise InputError(where, "has no rank", "write lines such as rank 0=node1 slot=0-7")
+    return tuple(hosts[rank] for rank in range(len(hosts)))
+
+
+@dataclass
+class _Tally:
+    """What the lines so far say of one host, as Open MPI's reader counts it."""
+
+    name: str
+    slots: int = 0
+    given: bool = False
+    limit: int | None = None
+
+    def mention(self, count: int, *, given: bool) -> None:
+        self.given = self.given or given or self.slots > 0
+        self.slots += count
+
+    def set(self, slots: int | None, limit: int | None, place: str) -> None:
+        if slots is not None:
+            if self.given:
+                what = f"{self.name} has slots= after another line"
+                raise InputError(place, what, "give all slots of a host on one line")
+            self.slots, self.given = slots, True
+        if limit is not None:
+            if not self.given:
+                self.slots, self.given = limit, True
+            self.limit = limit
+        if self.slots > (self.limit or MAX_SLOTS):
+            what = f"{self.name} has {self.slots} slots"
+            raise InputError(place, what, f"at most {self.limit or MAX_SLOTS} are possible")
+
+    @property
+    def host(self) -> HostSlots:
+        return HostSlots(self.name, self.slots if self.given else None, self.limit)
+
+
+def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
+    """Lines that say something: their place, and what is there, with no space around =."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        content = re.sub(r"\s*=\s*", "=", line.partition("#")[0].strip())
+        if content:
+            yield f"{where}:{number}", content
+
+
+def _named(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:
+    """The hosts of a line's first word, with how many slots each, and whether that is said."""
+    parts = list(entries(_without_user(entry), where=place))
+    for part in parts or [entry]:
+        match = _ENTRY.fullmatch(part)
+        if match is None or not (parts and match["names"]):
+            raise InputError(place, f"{shown(part)} names no host", _LINE)
+        if part[0] in "^+":
+            right = "name the hosts themselves"
+            raise InputError(place, f"{shown(part)} depends on an allocation", right)
+        count = int(match["count"] or 1)
+        if not 0 < count <= MAX_SLOTS:
+            what = f"{shown(part)} stands for {count} slots"
+            raise InputError(place, what, f"1 to {MAX_SLOTS} are possible")
+        for name in expand(match["names"], where=place):
+            yield name, count, match["count"] is not None
+
+
+def _options(options: list[str], place: str) -> tuple[int | None, int | None]:
+    """The slots, and the most of them, that a line's words after the first one give."""
+    slots = limit = None
+    for option in options:
+        key, _, value = option.partition("=")
+        key = key.replace("-", "_")
+        if key in _WITHOUT_MEANING and value:
+            continue
+        if key not in _SLOTS | _MAX_SLOTS:
+            raise InputError(place, f"{shown(option)} is not understood after a host", _LINE)
+        if not re.fullmatch(r"[0-9]{1,6}", value, re.ASCII) or not 0 < int(value) <= MAX_SLOTS:
+            raise InputError(place, f"has {shown(option)}", f"1 to {MAX_SLOTS} are possible")
+        if key in _SLOTS:
+            slots = int(value)
+        else:
+            limit = int(value)
+    return slots, limit
+
+
+def _without_user(entry: str) -> str:
+    """A host without the user (`user@node1`) that Open MPI would log in as."""
+    return entry.rpartition("@")[2]
