@@ -179,8 +179,8 @@ def test_a_measured_plan_is_explained_on_its_machine(directory, monkeypatch):
             found = Simulator(model).measure(sets)
             return [msgspec.structs.replace(one, simulated=False) for one in found]
 
-    monkeypatch.setattr("tccl_py.cli.explain.Hardware", Here)
-    monkeypatch.setattr("tccl_py.cli.explain.measured_machine", lambda *_: Here())
+    monkeypatch.setattr("tccl_py.cli.plan_source.Hardware", Here)
+    monkeypatch.setattr("tccl_py.cli.plan_source.measured_machine", lambda *_: Here())
     result = done("explain", directory)
     assert "(measured)" in result.stdout
     assert "simulated" not in result.stdout

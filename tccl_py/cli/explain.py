@@ -7,35 +7,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from tccl_py.cli.arguments import JsonOption, notice, notice_each, print_json, results
 from tccl_py.cli.explain_text import print_explanation
-from tccl_py.cli.hardware import (
-    SEARCH_REPEATS,
-    BackendOption,
-    DevicesOption,
-    Hardware,
-    MeasuredMachine,
-    TargetOption,
-    care,
-    is_rehearsal,
-    measured_machine,
-)
+from tccl_py.cli.hardware import BackendOption, DevicesOption, TargetOption
 from tccl_py.cli.interrupts import interrupts_put_off
 from tccl_py.cli.measure import simulation_header, simulation_noise
-from tccl_py.cli.progress import ProgressLine
+from tccl_py.cli.plan_source import Here, journal_contents, measured_source
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS
 from tccl_py.explanation.explain import explain as explanation_of
 from tccl_py.explanation.findings import Explanation, save_explanation
-from tccl_py.measurements.journal import (
-    JournalContents,
-    JournalHeader,
-    JournalledSource,
-    read_journal,
-)
+from tccl_py.measurements.journal import JournalledSource, read_journal
 from tccl_py.measurements.measurement import Measurement
 from tccl_py.measurements.memory import RememberingSource
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, machine_file, planned_model
@@ -43,6 +27,8 @@ from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.source import Simulator
 from tccl_py.transfers.transfer import TransferSet
+
+_OTHERWISE = "explain it there, or add --no-measure"
 
 
 def explain(
@@ -87,7 +73,7 @@ def explain(
     if plan.simulated or no_measure:
         _refuse(options, "the plan is simulated" if plan.simulated else "nothing is measured")
     budget = Budget(sets=0 if no_measure else max_sets)
-    here = _Here(backend=backend, devices=devices, target=target)
+    here = Here(backend=backend, devices=devices, target=target)
     with interrupts_put_off(), _source(plan, directory, here, no_measure=no_measure) as source:
         found = explanation_of(plan, source, budget=budget, most=max_causes)
     found = _saved(found, directory)
@@ -97,14 +83,6 @@ def explain(
         print_explanation(found, plan, results())
 
 
-class _Here(msgspec.Struct, frozen=True, kw_only=True):
-    """How this machine is to be measured, as the options say."""
-
-    backend: str | None
-    devices: int | None
-    target: float | None
-
-
 def _refuse(options: dict[str, object], why: str) -> None:
     for name, value in options.items():
         if value is not None:
@@ -112,7 +90,7 @@ def _refuse(options: dict[str, object], why: str) -> None:
 
 
 def _source(
-    plan: Plan, directory: Path, here: _Here, *, no_measure: bool
+    plan: Plan, directory: Path, here: Here, *, no_measure: bool
 ) -> AbstractContextManager[RememberingSource]:
     """What answers sets for this plan.
 
@@ -125,7 +103,7 @@ def _source(
         return nullcontext(_journal_only(plan, journal))
     if plan.simulated:
         return _simulated(plan, directory, journal)
-    return _measured(plan, journal, here)
+    return measured_source(plan, journal, here, otherwise=_OTHERWISE)
 
 
 class _Nothing:
@@ -144,25 +122,9 @@ class _Nothing:
 
 
 def _journal_only(plan: Plan, journal: Path) -> RememberingSource:
-    contents = _contents(plan, journal)
+    contents = journal_contents(plan, journal)
     notice_each(contents.notices)
     return RememberingSource(_Nothing(simulated=plan.simulated), contents.measurements)
-
-
-def _contents(plan: Plan, journal: Path) -> JournalContents:
-    """The journal's measurements; it must be of the plan's machine."""
-    if not journal.is_file():
-        raise InputError(str(journal), "does not exist", "plan again: it has what was measured")
-    contents = read_journal(journal)
-    header = contents.header
-    if (header.machine, header.simulated) != (plan.machine.name, plan.simulated):
-        kind = "simulated" if header.simulated else "measured"
-        raise InputError(
-            str(journal),
-            f"is of machine {header.machine}, {kind}, not the plan's",
-            f"the journal of {plan.machine.name}, {plan.provenance}",
-        )
-    return contents
 
 
 @contextmanager
@@ -189,51 +151,6 @@ def _simulated(plan: Plan, directory: Path, journal: Path) -> Iterator[Rememberi
         source.resume(journalled.times_known)
         notice_each(journalled.notices)
         yield journalled
-
-
-@contextmanager
-def _measured(plan: Plan, journal: Path, here: _Here) -> Iterator[RememberingSource]:
-    """This machine, if it is the one that the plan was measured on."""
-    header = _contents(plan, journal).header
-    place = _place(plan, header, here)
-    careful = care(target=here.target, repeats=SEARCH_REPEATS)
-    with (
-        ProgressLine() as line,
-        Hardware(place, gpus=plan.gpus, care=careful) as source,
-    ):
-        if source.header != header:
-            raise _elsewhere(
-                plan, header, f"this is {place.machine.name} ({source.header.identity})"
-            )
-        with JournalledSource(source, journal, header) as journalled:
-            source.on_set = line.measured
-            notice_each(journalled.notices)
-            try:
-                yield journalled
-            finally:
-                notice_each(source.notices)
-
-
-def _place(plan: Plan, header: JournalHeader, here: _Here) -> MeasuredMachine:
-    """The machine to measure: by the backend that the journal names, if no option does."""
-    rehearsed = is_rehearsal(header) and here.backend is None
-    backend = "host" if rehearsed else here.backend
-    devices = len(plan.machine.gpus) if rehearsed and here.devices is None else here.devices
-    if backend is not None or devices is not None:
-        return measured_machine(backend, devices)
-    try:
-        return measured_machine(None, None)
-    except InputError as error:
-        raise _elsewhere(plan, header, f"{error.where} {error.what}") from error
-
-
-def _elsewhere(plan: Plan, header: JournalHeader, here: str) -> InputError:
-    return InputError(
-        f"the plan of {plan.machine.name}",
-        f"was measured on other GPUs or with other software ({header.identity}) than there are "
-        f"here: {here}",
-        "explain it there, or add --no-measure",
-    )
 
 
 def _saved(found: Explanation, directory: Path) -> Explanation:
