@@ -61,8 +61,9 @@ def flows(draw):
 @st.composite
 def network_flows(draw):
     sideless = fifos.map(lambda fifo: Fifo(bytes=fifo.bytes, slots=fifo.slots))
-    how = {"through": draw(st.none() | st.integers(0, 3)), "blocks": draw(blocks)}
-    out = leaving(draw(indices), draw(indices), fifo=draw(sideless), **how)
+    how = {"blocks": draw(blocks), "fifo": draw(sideless)}
+    by = draw(st.sampled_from([{}, {"through": 2}, {"relay": 8}]))
+    out = leaving(draw(indices), draw(indices), **by, **how)
     into = entering(draw(indices), draw(indices), through=draw(st.none() | st.integers(0, 3)))
     whole = joined(out, into, sender="a.b", receiver="c-2")
     return draw(st.sampled_from([out, into, whole]))
@@ -90,6 +91,8 @@ def test_a_flow_over_the_network_knows_its_hosts_and_is_no_bounce():
         ("G0->N0->N1", "changes NICs on its way"),
         ("N0->N1->G0", "changes NICs on its way"),
         ("G0->G1->C0->N0->N0", "changes GPUs on its way"),
+        ("G0->G0->G0->N0->N0", "sends to itself"),
+        ("N0->N0->G1->G0->G0", "is no way over the network"),
         ("h0.G0->h1.N0->h1.N0", "changes hosts without a NIC"),
         ("a.G0->a.N0->a.N1->a.N1->a.G1", "stays on its host"),
     ],

@@ -172,9 +172,9 @@ def _path_kind(flow: Flow, transfer: Transfer) -> Literal["peer", "host", "bounc
     kinds = transfer.source.kind + transfer.destination.kind
     if "N" in kinds:
         return "network"
-    if len(flow.transfers) > 1:
-        return "bounce"
-    return "host" if "C" in kinds else "peer"
+    if "C" not in kinds:
+        return "peer"
+    return "bounce" if len(flow.transfers) > 1 else "host"
 
 
 def _crossing(network: Network, edges: tuple[Edge, ...]) -> Literal["socket", "numa", "nothing"]:

@@ -8,7 +8,8 @@ copy engine writing to NUMA node 1's host memory. A bounce is one flow of two li
 A flow over the network is moved by a NIC at each end: `h0.G3->h0.N0->h1.N1->h1.N1->h1.G0`. Where a
 NIC cannot reach a GPU's memory, kernels fill and empty a FIFO in host memory beside it:
 `h0.G3->h0.G3->h0.C0->h0.N0->h1.N1->h1.N1->h1.C1->h1.G0->h1.G0`. Of a flow that leaves or enters one
-node, whoever is at the other end, there is that node's part: `G3->N0->N0`, `N1->N1->C1->G0->G0`.
+node, whoever is at the other end, there is that node's part: `G3->N0->N0`, `N1->N1->C1->G0->G0`. A
+GPU may send through another one's memory, which is nearer to the NIC: `G3->G3->G0->N0->N0`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PLACE = re.compile(r"(?:(?P<host>[A-Za-z0-9_.-]+)\.)?(?P<kind>[GCDN])(?P<index>
 _SIZE = re.compile(r"(?P<number>[1-9][0-9]{0,9})(?P<unit>[KM]?)")
 _UNIT = {"": 1, "K": 1024, "M": 1024 * 1024}
 _MAX_TEXT = 4096
-_LEAVES = "G(?:GC)?N|CN"
+_LEAVES = "G(?:G[CG])?N|CN"
 _ENTERS = "NN(?:C(?:GG)?|G)"
 _NETWORK = re.compile(f"(?:{_LEAVES})(?:N|{_ENTERS})|{_ENTERS}")
 """The kinds of the places that a network flow names: both ends, or one and the network."""
@@ -308,8 +309,9 @@ def _check_network(places: list[Place], where: str) -> None:
     for part in (out, into):
         if len({place.host for place in part}) > 1:
             raise InputError(where, "changes hosts without a NIC", "a NIC is on the host it serves")
-        gpus = {place.index for place in part if place.kind == "G"}
-        if len(gpus) > 1:
+        kinds = "".join(place.kind for place in part)
+        gpus = [place.index for place in part if place.kind == "G"][: 2 if "GGG" in kinds else None]
+        if len(set(gpus)) > 1:
             raise InputError(where, "changes GPUs on its way", "one GPU fills or empties the FIFO")
     if (out and not into and out[-1] != out[-2]) or (into and into[0] != into[1]):
         raise InputError(where, "changes NICs on its way", "name each NIC twice, as G0->N0->N0")
@@ -380,19 +382,23 @@ def leaving(
     nic: int,
     *,
     through: int | None = None,
+    relay: int | None = None,
     blocks: int | None = None,
     fifo: Fifo | None = None,
 ) -> Flow:
-    """GPU `gpu` sending by NIC `nic`, through host memory of NUMA node `through` if that is given.
+    """GPU `gpu` sending by NIC `nic`.
 
-    >>> str(leaving(3, 0)), str(leaving(3, 0, through=1))
-    ('G3->N0->N0', 'G3->G3->C1->N0->N0')
+    It goes through host memory of NUMA node `through`, or the memory of GPU `relay`, if one of them
+    is given.
+
+    >>> str(leaving(3, 0)), str(leaving(3, 0, through=1)), str(leaving(3, 0, relay=2))
+    ('G3->N0->N0', 'G3->G3->C1->N0->N0', 'G3->G3->G2->N0->N0')
     """
     one, port = Place("G", gpu), Place("N", nic)
-    if through is None:
+    if through is None and relay is None:
         return Flow((Transfer(one, port, port),), blocks, fifo or Fifo())
-    host = Place("C", through)
-    transfers = (Transfer(one, one, host), Transfer(host, port, port))
+    halfway = Place("C", through) if through is not None else Place("G", relay or 0)
+    transfers = (Transfer(one, one, halfway), Transfer(halfway, port, port))
     return Flow(transfers, blocks, fifo or Fifo())
 
 
@@ -442,3 +448,23 @@ def on_host(flow: Flow, host: str) -> Flow:
         for one in flow.transfers
     )
     return Flow(transfers, flow.blocks, flow.fifo)
+
+
+def sending_nic(flow: Flow) -> int | None:
+    """The NIC by which a flow leaves its node; None if it does not.
+
+    >>> sending_nic(leaving(3, 1, through=0)), sending_nic(entering(1, 3))
+    (1, None)
+    """
+    return next(
+        (t.executor.index for t in flow.transfers if t.executor.kind == "N" and t.operation == "read"),
+        None,
+    )
+
+
+def receiving_nic(flow: Flow) -> int | None:
+    """The NIC by which a flow enters a node; None if it does not."""
+    return next(
+        (t.executor.index for t in flow.transfers if t.executor.kind == "N" and t.operation == "write"),
+        None,
+    )
