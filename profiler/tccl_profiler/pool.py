@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from types import TracebackType
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from tccl_profiler.control import MAX_DEVICES, MAX_LANES, Control, control_bytes
 from tccl_profiler.messages import Meet, Peer, Ping, Pinged, Share, Start, Started, Stop
-from tccl_profiler.program import COUNTER_AREA_BYTES, MAX_REPEATS, Program
-from tccl_profiler.runs import Outcome, Timing, order_of, stamps_of
+from tccl_profiler.program import COUNTER_AREA_BYTES, MAX_REPEATS, Work
+from tccl_profiler.running import Patience, Running
+from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.shared_memory import Segment
 from tccl_profiler.spaces import HostSpaces
 from tccl_profiler.workers import DeviceSpec, WorkerLost, WorkerProcess, spawned
@@ -31,8 +29,6 @@ _BROKEN_STOP_S = 0.5
 """What workers that are given up get to end by themselves."""
 _KILL_S = 5.0
 """A process that is inside a driver's call may take a while to die, or never do."""
-_LOOK_S = 0.02
-"""How often a wait looks whether all workers are still there."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,17 +36,6 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     arena_bytes: int = 512 << 20
     user_bytes: int = 256 << 20
-
-
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the pool waits, in seconds: for devices to be set up, of which a first compilation
-    takes some; for an answer; for lanes to be there or, beyond their window, to be done, which is
-    also how long lanes wait to be released; and for workers to end."""
-
-    start_s: float = 120.0
-    answer_s: float = 60.0
-    lanes_s: float = 10.0
-    stop_s: float = 3.0
 
 
 class Pool:
@@ -86,6 +71,7 @@ class Pool:
         self._lifeline: tuple[int, int] | None = None
         self._epoch = 0
         self._broken = False
+        self._running: Running | None = None
         self._pids: set[int] = set()
 
     @property
@@ -203,6 +189,9 @@ class Pool:
 
     def _end(self) -> None:
         """End the workers, politely unless they are given up, and free what is shared with them."""
+        running, self._running = self._running, None
+        if running is not None and (running.lost or not running.over):
+            self._broken = True
         if self._broken and self._control is not None:
             self._control.abort()
         for worker in self._workers:
@@ -251,74 +240,87 @@ class Pool:
         Raises:
             MeasurementError: the pool is closed, or as `start`.
         """
+        if self._running is not None:
+            self._running.abort()
+            self._broken = self._broken or self._running.lost
+            self._running = None
         if self._broken:
             self.restart()
         if self._control is None:
             raise MeasurementError("the pool is closed; only between start and close it measures")
         return self._control
 
-    def run(self, program: Program, timing: Timing) -> list[Outcome]:
+    def run(self, program: Work, timing: Timing) -> list[Outcome]:
         """Run a program's repeats, each released by one store when all its lanes are there.
 
         Raises:
             WorkerLost: a worker died or hangs: start anew.
             MeasurementError: the devices refuse the program.
         """
-        control = self._ready()
-        self._prepare(control, program, timing.repeats)
-        workers = [one for one in self._workers if one.spec.device in program.devices]
-        epoch, self._epoch = self._epoch + 1, self._epoch + timing.repeats
-        try:
-            for worker in workers:
-                self._order(control, worker, program, timing, epoch)
-            outcomes = [
-                self._repeat(control, workers, timing, epoch, repeat)
-                for repeat in range(timing.repeats)
-            ]
-            for worker in workers:
-                if worker.owes_answer:
-                    worker.done(self._patience.answer_s)
-        except WorkerLost:
-            self._broken = True
-            raise
-        except BaseException:
-            self._calm(control, workers)
-            raise
+        with self.begin(program, timing) as running:
+            outcomes = []
+            for repeat in range(timing.repeats):
+                running.wait_resident(repeat)
+                running.release(repeat)
+                outcomes.append(running.collect(repeat))
+            running.finish()
         return outcomes
 
-    def _order(
-        self,
-        control: Control,
-        worker: WorkerProcess,
-        program: Program,
-        timing: Timing,
-        epoch: int,
-    ) -> None:
-        """Tell a worker its share; nothing it will report is left from before."""
-        device = worker.spec.device
-        share = program.devices[device]
-        order = order_of(device, share, timing, epoch=epoch, patience_s=self._patience.lanes_s)
-        for repeat in range(timing.repeats):
-            for row in stamps_of(control, worker.slot, device, timing, repeat):
-                row[:] = 0
-        worker.lanes_asked = len(share.lanes)
-        self._ask(worker, order)
+    def begin(
+        self, work: Work, timing: Timing, *, meanwhile: Callable[[], None] | None = None
+    ) -> Running:
+        """Queue all repeats of this host's share; the caller goes on from stage to stage.
 
-    def _prepare(self, control: Control, program: Program, repeats: int) -> None:
+        What was begun before and never finished is stopped.
+
+        Args:
+            work: a program, or a host's share of one.
+            timing: its repeats.
+            meanwhile: called now and then while a stage waits; what it raises ends the wait.
+
+        Raises:
+            WorkerLost: a worker died or hangs: start anew.
+            MeasurementError: the devices refuse the program.
+        """
+        control = self._ready()
+        self._prepare(control, work, timing.repeats)
+        running = Running(
+            control,
+            self._host,
+            [one for one in self._workers if one.spec.device in work.devices],
+            timing=timing,
+            epoch=self._epoch + 1,
+            patience=self._patience,
+            meanwhile=meanwhile,
+        )
+        self._running, self._epoch = running, self._epoch + timing.repeats
+        try:
+            running.order(work)
+        except BaseException:
+            running.abort()
+            raise
+        return running
+
+    def _prepare(self, control: Control, work: Work, repeats: int) -> None:
         """Refuse what does not fit, and set counters and flag to what lanes begin with."""
         if not 1 <= repeats <= MAX_REPEATS:
             raise MeasurementError(f"{repeats} repeats at once: 1 to {MAX_REPEATS} are right")
-        for space, size in program.space_bytes.items():
+        for device in work.devices:
+            if device not in self._started:
+                raise MeasurementError(
+                    f"{device} is no device of this pool; it has {', '.join(self._started)}"
+                )
+        for space, size in work.space_bytes.items():
             if not space.startswith("C") and size > self._memory.arena_bytes + COUNTER_AREA_BYTES:
                 raise MeasurementError(
                     f"{space} would hold {(size - COUNTER_AREA_BYTES) >> 20} MiB of FIFOs, its "
                     f"arena has {self._memory.arena_bytes >> 20} MiB: give fewer blocks or smaller "
                     "FIFOs"
                 )
-        for device, share in program.devices.items():
+        for device, share in work.devices.items():
             if len(share.lanes) + len(share.copies) > MAX_LANES:
                 raise MeasurementError(f"{device} would do more than {MAX_LANES} things at once")
-        for space, size in program.space_bytes.items():
+        for space, size in work.space_bytes.items():
             if space.startswith("C"):
                 self._host.ensure(space, size, self._share)
                 self._host.clear(space, repeats)
@@ -335,122 +337,6 @@ class Pool:
             # Some have the new memory and some the old.
             self._broken = True
             raise
-
-    def _repeat(
-        self,
-        control: Control,
-        workers: Sequence[WorkerProcess],
-        timing: Timing,
-        epoch: int,
-        repeat: int,
-    ) -> Outcome:
-        """Wait until all of one repeat are there, release them, wait for the last."""
-        now, patience_s = epoch + repeat, self._patience.lanes_s
-        views = {
-            one.spec.device: control.records(one.slot, repeat, one.lanes_asked) for one in workers
-        }
-        stamps = {
-            one.spec.device: stamps_of(control, one.slot, one.spec.device, timing, repeat)
-            for one in workers
-        }
-
-        def resident(one: WorkerProcess) -> bool:
-            device = one.spec.device
-            there = (views[device]["resident"] == now).all()
-            return bool(there and all(row[0] for row in stamps[device]))
-
-        def finished(one: WorkerProcess) -> bool:
-            return bool((views[one.spec.device]["finished"] == now).all())
-
-        self._until(resident, workers, patience_s, "did not get its part of a set running")
-        control.release(now)
-        limit_s = timing.lasting_s + patience_s
-        self._until(finished, workers, limit_s, "did not finish its part of a set")
-        for one in workers:
-            if not views[one.spec.device]["start"].all():
-                raise WorkerLost(
-                    f"{one.who} was not released within {patience_s:g} s: this process was stopped "
-                    "or kept from running meanwhile"
-                )
-        if any(stamps.values()):
-            self._finish_copies(stamps, repeat, timing.lasting_s, workers)
-        return Outcome(
-            records={device: view.copy() for device, view in views.items()},
-            stamps={name: tuple(row[1:].copy() for row in rows) for name, rows in stamps.items()},
-        )
-
-    def _finish_copies(
-        self,
-        stamps: Mapping[str, Sequence[npt.NDArray[np.uint64]]],
-        repeat: int,
-        lasting_s: float,
-        workers: Sequence[WorkerProcess],
-    ) -> None:
-        """Wait for copies; those that wait for a lane that has stopped are let go after a while."""
-        until = time.monotonic() + 2 * lasting_s + 0.01
-
-        def done(one: WorkerProcess) -> bool:
-            return all(row[-1] for row in stamps[one.spec.device])
-
-        def done_or_late(one: WorkerProcess) -> bool:
-            return time.monotonic() > until or done(one)
-
-        patience_s, failure = self._patience.lanes_s, "did not finish its copies"
-        self._until(done_or_late, workers, 2 * lasting_s + patience_s, failure)
-        self._host.let_go(repeat)
-        self._until(done, workers, patience_s, failure)
-
-    def _until(
-        self,
-        satisfied: Callable[[WorkerProcess], bool],
-        workers: Sequence[WorkerProcess],
-        limit_s: float,
-        failure: str,
-    ) -> None:
-        """Wait until all workers satisfy a condition, and look now and then whether they live.
-
-        Raises:
-            WorkerLost: one has died, or does not satisfy it in time.
-            MeasurementError: one refuses.
-        """
-        begun = looked = time.monotonic()
-        while not all(map(satisfied, workers)):
-            now = time.monotonic()
-            if now - looked > _LOOK_S:
-                self._look(workers)
-                looked = now
-            if now - begun > limit_s:
-                late = [one for one in workers if not satisfied(one)]
-                raise WorkerLost(f"{_names(late or workers)} {failure} within {limit_s:.1f} s")
-            if now - begun > 0.001:
-                # Long waits leave the core to the workers; short ones must not oversleep.
-                time.sleep(0.0001)
-
-    def _look(self, workers: Sequence[WorkerProcess]) -> None:
-        """Raise if a worker has died or has said that it failed; one may be done before others."""
-        poller = select.poll()
-        for worker in workers:
-            poller.register(worker.channel, select.POLLIN)
-        readable = {fd for fd, _ in poller.poll(0)}
-        for worker in workers:
-            if worker.channel.fileno() in readable:
-                worker.done(self._patience.answer_s)
-
-    def _calm(self, control: Control, workers: Sequence[WorkerProcess]) -> None:
-        """After an interruption or a refusal: stop all lanes, and hear what is still to be said."""
-        # Until all have answered: a second interruption must not leave them unheard.
-        self._broken = True
-        control.abort()
-        for worker in workers:
-            while worker.owes_answer:
-                try:
-                    worker.received(self._patience.stop_s)
-                except WorkerLost:
-                    return
-                except MeasurementError:
-                    continue
-        control.clear()
-        self._broken = False
 
     def ping(self, count: int = 16) -> Mapping[str, Pinged]:
         """Each device's clock against CLOCK_MONOTONIC, by its name, one after the other.
@@ -472,7 +358,3 @@ class Pool:
             self._broken = True
             raise
         return answers
-
-
-def _names(workers: Sequence[WorkerProcess]) -> str:
-    return ", ".join(one.spec.device for one in workers)

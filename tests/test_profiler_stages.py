@@ -1,0 +1,159 @@
+"""A program driven stage by stage, as by somebody who has several pools to start together."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tccl_profiler.assignment import program_for
+from tccl_profiler.messages import Pace
+from tccl_profiler.runs import Timing, joined
+from tccl_profiler.workers import WorkerLost
+from tccl_py.errors import MeasurementError
+from tccl_py.transfers.transfer import parse_set
+from tests.profiler_pools import BOUNCE, moving, pool_of, workers_of
+
+pytestmark = pytest.mark.timeout(120)
+
+TIMING = Timing(repeats=3, warm_us=100.0, window_us=2000.0)
+FOREVER = Timing(repeats=2, warm_us=0.0, window_us=60e6)
+MS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with pool_of() as made:
+        yield made
+
+
+def program_of(pool, text=str(BOUNCE)):
+    return program_for(parse_set(text), lanes=pool.lanes)
+
+
+def test_repeats_start_at_the_time_they_are_released_for_and_not_before(pool):
+    late_ns = []
+    with pool.begin(program_of(pool), TIMING) as running:
+        for repeat in range(TIMING.repeats):
+            running.wait_resident(repeat)
+            at_ns = time.monotonic_ns() + 30 * MS
+            stored_ns = running.release(repeat, at_ns)
+            outcome = running.collect(repeat)
+            starts = [int(rows["start"].min()) for rows in outcome.records.values()]
+            assert min(starts) >= at_ns
+            assert stored_ns >= at_ns
+            late_ns.append(stored_ns - at_ns)
+        running.finish()
+    assert min(late_ns) < MS
+
+
+def test_two_pools_are_released_together(pool):
+    with pool_of() as other:
+        program, skews = program_of(pool), []
+        with pool.begin(program, TIMING) as one, other.begin(program, TIMING) as two:
+            for repeat in range(TIMING.repeats):
+                one.wait_resident(repeat)
+                two.wait_resident(repeat)
+                # One caller releases both here, so one after the other.
+                stored = [running.release(repeat) for running in (one, two)]
+                found = joined({"h0": one.collect(repeat), "h1": two.collect(repeat)})
+                assert set(found.records) == {"h0.G0", "h0.G1", "h1.G0", "h1.G1"}
+                assert set(found.stamps) == set(found.records)
+                starts = [rows["start"].min() for rows in found.records.values()]
+                skews.append(max(starts) - min(starts) - (stored[1] - stored[0]))
+            one.finish()
+            two.finish()
+        assert min(skews) < 20 * MS
+
+
+def test_leaving_before_the_end_stops_the_lanes_and_keeps_the_workers(pool):
+    before = workers_of()
+    for stages in range(4):
+        with pool.begin(program_of(pool), FOREVER) as running:
+            if stages > 0:
+                running.wait_resident(0)
+            if stages > 1:
+                running.release(0)
+            if stages > 2:
+                time.sleep(0.01)
+        assert running.over
+        running.abort()
+    assert moving(pool, str(BOUNCE))
+    assert workers_of() == before
+
+
+def test_what_was_begun_and_forgotten_is_stopped_by_what_is_begun_next(pool):
+    before, forgotten = workers_of(), pool.begin(program_of(pool), FOREVER)
+    forgotten.wait_resident(0)
+    forgotten.release(0)
+    assert moving(pool, str(BOUNCE))
+    assert forgotten.over
+    assert workers_of() == before
+
+
+class CalledOffError(Exception):
+    """The controller of several pools says that one of the others failed."""
+
+
+@pytest.mark.parametrize("stage", ["resident", "release", "collect"])
+def test_a_wait_ends_with_what_is_raised_meanwhile(pool, stage):
+    before, calls = workers_of(), []
+
+    def meanwhile():
+        calls.append(time.monotonic())
+        if len(calls) > 2:
+            raise CalledOffError
+
+    program = program_of(pool)
+    with (
+        pytest.raises(CalledOffError),
+        pool.begin(program, FOREVER, meanwhile=meanwhile) as running,
+    ):
+        if stage == "resident":
+            running.wait_resident(1)  # the second repeat comes after the first only
+        running.wait_resident(0)
+        running.release(0, time.monotonic_ns() + (1000 * MS if stage == "release" else 0))
+        running.collect(0)
+    assert 0.03 < calls[-1] - calls[0] < 2
+    assert moving(pool, str(BOUNCE))
+    assert workers_of() == before
+
+
+def test_a_worker_that_dies_between_stages_is_named_and_replaced():
+    with pool_of() as pool:
+        with (
+            pytest.raises(WorkerLost, match=r"^the worker of G1 was killed by SIGKILL$"),
+            pool.begin(program_of(pool), FOREVER) as running,
+        ):
+            running.wait_resident(0)
+            victim = next(one for one in pool._workers if one.spec.device == "G1")
+            os.kill(victim.process.pid, signal.SIGKILL)
+            running.release(0)
+            running.collect(0)
+        assert running.lost
+        before = set(pool.pids)
+        assert moving(pool, str(BOUNCE))
+        assert len(pool.pids - before) == 2
+
+
+def test_a_release_later_than_lanes_wait_is_refused(pool):
+    with pool.begin(program_of(pool), TIMING) as running:
+        running.wait_resident(0)
+        with pytest.raises(MeasurementError, match=r"^a release in 60\.0 s: lanes wait 2 s$"):
+            running.release(0, time.monotonic_ns() + 60_000 * MS)
+
+
+def test_a_device_of_another_pool_is_refused(pool):
+    program = program_for(parse_set("G0->G0->G5{blocks=1}"), lanes={"G0": 64, "G5": 64})
+    with pytest.raises(MeasurementError, match=r"^G5 is no device of this pool; it has G0, G1$"):
+        pool.begin(program, TIMING)
+    assert moving(pool, str(BOUNCE))
+
+
+def test_a_host_is_told_the_paces_of_its_own_devices():
+    paces = {"h0.G0": (Pace(groups=1),), "h1.G0": (Pace(groups=2),), "h1.G1": (Pace(groups=3),)}
+    timing = Timing(repeats=2, warm_us=1.0, window_us=2.0, check=True, paces=paces)
+    there = timing.on("h1")
+    assert there.paces == {"G0": (Pace(groups=2),), "G1": (Pace(groups=3),)}
+    assert (there.repeats, there.warm_us, there.window_us, there.check) == (2, 1.0, 2.0, True)
+    assert timing.on("h7").paces == {}
