@@ -4,13 +4,22 @@ import time
 
 import pytest
 
+from tccl_py.errors import InputError
 from tccl_py.runtimes.nccl.graph_file import read_graph_file
+from tccl_py.runtimes.nccl.graph_search import search_tree
 from tccl_py.runtimes.nccl.settings import Settings, settings_from_environment
-from tccl_py.runtimes.nccl.stock import search_tree, stock_choice, stock_default
+from tccl_py.runtimes.nccl.stock import (
+    StockChain,
+    stock_chains,
+    stock_chains_default,
+    stock_choice,
+    stock_default,
+)
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import toy_machine
 from tests.nccl_cases import CASES, case_name, machine, stock_choices
+from tests.nccl_nodes import with_nics
 
 
 @pytest.mark.parametrize("choice", stock_choices(), ids=case_name)
@@ -91,3 +100,86 @@ def test_large_nodes_take_seconds(node):
     found = stock_choice(node, Knowledge())
     assert time.process_time() - start < 10
     assert sorted(found.rings[0]) == list(node.gpu_indices)
+
+
+def ends(chains):
+    return [(chain.entry, chain.gpus[0], chain.gpus[-1], chain.exit) for chain in chains]
+
+
+def hgx(nodes=2, **settings):
+    return stock_chains(machine("e_hgx_h100.xml"), Knowledge(), Settings(**settings), nodes=nodes)
+
+
+def test_two_hgx_h100_get_the_channels_that_their_log_shows():
+    # "Pattern 4, crossNic 2, nChannels 8, bw 48.000000/48.000000, type NVL/PIX", and rank 0 talks
+    # to rank 8 in channels 0 and 1 only
+    found = hgx()
+    assert (found.cross_nic, len(found.chains), found.channels) == (2, 8, 16)
+    rates_and_types = found.bw_intra, found.bw_inter, found.type_intra, found.type_inter
+    assert rates_and_types == (48.0, 48.0, "NVL", "PIX")
+    assert ends(found.chains)[:4] == [(0, 0, 1, 1), (1, 1, 0, 0), (2, 2, 3, 3), (3, 3, 2, 2)]
+    assert ends(found.on_node(1))[:2] == [(1, 1, 0, 0), (0, 0, 1, 1)]
+    assert found.on_node(2) == found.chains
+
+
+def test_channels_stay_on_their_rails_between_nodes():
+    found = hgx(nodes=4)
+    for node in range(4):
+        after = found.on_node((node + 1) % 4)
+        for one, other in zip(found.on_node(node), after, strict=True):
+            assert one.exit == other.entry
+
+
+def test_cross_nic_0_returns_to_the_nic_of_the_entry_through_another_gpu():
+    found = hgx(cross_nic=0)
+    assert (found.cross_nic, found.type_inter, found.bw_intra) == (0, "PXN", 45.0)
+    assert ends(found.chains)[:2] == [(0, 0, 1, 0), (1, 1, 2, 1)]
+
+
+@pytest.mark.parametrize("choice", [{"cross_nic": 1}, {"version": "2.18"}])
+def test_channels_change_rails_without_swapping_with_cross_nic_1_and_in_2_18(choice):
+    found = hgx(**choice)
+    assert found.cross_nic == 1
+    assert ends(found.chains)[:2] == [(0, 0, 1, 1), (1, 1, 2, 2)]
+    assert found.on_node(1) == found.chains
+
+
+def test_only_the_nics_that_the_settings_name_are_used():
+    found = hgx(ib_hca=("mlx5_0", "mlx5_4:1"))
+    assert {chain.entry for chain in found.chains} == {0, 4}
+    assert found.channels == 8
+
+
+def test_one_gpu_a_node_gets_what_a_log_of_three_such_nodes_shows():
+    # "Pattern 4, crossNic 0, nChannels 1, bw 0.240000/0.240000, type LOC/PHB" and
+    # "Pattern 3, crossNic 0, nChannels 1, bw 1.200000/0.240000, type LOC/PHB"
+    node = with_nics(toy_machine(gpus=1), {0: "G0"}, speed_mbps=2500, gdr=False)
+    found = stock_chains(node, Knowledge(), nodes=3)
+    assert ends(found.chains) == [(0, 0, 0, 0)]
+    rates_and_types = found.bw_intra, found.bw_inter, found.type_intra, found.type_inter
+    assert rates_and_types == (0.24, 0.24, "LOC", "PHB")
+    tree = search_tree(view(node, Knowledge(), Settings()), nodes=3, channels=1)
+    assert (tree.rate_intra, tree.rate_inter, tree.ports) == (1.2, 0.24, (("N0", "N0"),))
+
+
+def test_a_network_slower_than_every_rate_of_the_search_gets_the_simple_order():
+    node = with_nics(toy_machine(gpus=2), {1: "G0", 0: "G1"}, speed_mbps=100)
+    found = stock_chains_default(node, Knowledge(), nodes=2)
+    assert (found.fallback, found.assumed_sys, found.bw_intra) == (True, False, 0.1)
+    assert found.chains == (StockChain(entry=0, gpus=(0, 1), exit=0),)
+
+
+def test_pcie_machines_need_no_help_over_nodes_as_their_channels_are_open():
+    node = with_nics(machine("asus-esc8000a-e13p.xml"), {0: "G0", 1: "G4"}, speed_mbps=400_000)
+    found = stock_chains_default(node, Knowledge(), nodes=2)
+    assert (found.fallback, found.assumed_sys, found.bw_intra) == (False, False, 15.0)
+    assert ends(found.chains) == [(0, 0, 7, 0)]
+
+
+def test_several_nodes_need_a_nic():
+    with pytest.raises(InputError) as error:
+        stock_chains(toy_machine(gpus=2), Knowledge(), nodes=2)
+    assert str(error.value) == (
+        "stock NCCL on 2 nodes of toy: has no network to use; "
+        "give two nodes or more, with a NIC that the settings allow"
+    )

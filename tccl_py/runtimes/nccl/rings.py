@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_CROSSED = 2
+SWAPPING = 2
+"""The crossnic of a graph whose pairs of channels are swapped on odd nodes."""
 
 
 class RingsBrokenError(Exception):
@@ -102,7 +103,7 @@ def _exchange(
     nodes: Sequence[NodeRings], places: list[list[_Place]], node_of: Sequence[int]
 ) -> None:
     """With crossed NICs, ranks of odd nodes swap the channels of each pair."""
-    crossed = [node.crossnic == _CROSSED for node in nodes for _ in range(node.size)]
+    crossed = [node.crossnic == SWAPPING for node in nodes for _ in range(node.size)]
     if len(places) % 2:
         return
     for rank, odd in enumerate(node_of):

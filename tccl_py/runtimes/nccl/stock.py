@@ -9,26 +9,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tccl_py.runtimes.nccl.bandwidths import LOCAL_GBPS, speeds
-from tccl_py.runtimes.nccl.channel_search import ChannelSearch, Clock, Pattern, Trial
-from tccl_py.runtimes.nccl.paths import DISCONNECTED
+from tccl_py.errors import InputError
+from tccl_py.runtimes.nccl.graph_search import search_ring, search_tree
+from tccl_py.runtimes.nccl.rings import SWAPPING
 from tccl_py.runtimes.nccl.settings import Settings, final_channels
-from tccl_py.runtimes.nccl.system import System
 from tccl_py.runtimes.nccl.transport import Mechanism, View, pair_mechanism, view
-from tccl_py.runtimes.nccl.versions import version_facts
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
-from tccl_py.topology.paths import PathType
-
-FALLBACK_GBPS = 0.1
-"""What NCCL writes down for the simple order it falls back to."""
-_TIME = 1 << 14
-_TIME_SAME_CHANNELS = 1 << 8
-_TIME_IN_ALL = 1 << 19
-_FEW_GPUS = 8
-_CROSS_NIC = 2
-_SLOWER_IS_NO_HELP = 0.49
-_DUPLICATE_FROM = 25.0
 
 
 class StockHop(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,264 +45,42 @@ class StockChoice(msgspec.Struct, frozen=True, kw_only=True):
     assumed_sys: bool = False
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph as NCCL's search leaves it: GPU ids per channel, ids of the NIC ports at its ends."""
+class StockChain(msgspec.Struct, frozen=True, kw_only=True):
+    """One channel on one node: in by NIC `entry`, along the GPUs, out by NIC `exit`."""
 
-    orders: tuple[tuple[str, ...], ...]
-    ports: tuple[tuple[str, str], ...]
-    rate_intra: float
-    type_intra: PathType
+    entry: int
+    gpus: tuple[int, ...]
+    exit: int
+
+
+class StockChains(msgspec.Struct, frozen=True, kw_only=True):
+    """NCCL's own choice on each of several equal nodes.
+
+    `chains` has one for every channel that was searched and is run; the final `channels` go
+    through them in turn. Rates are what NCCL expects of a channel, GB/s, inside a node and between
+    nodes; types the farthest paths it allowed. The rest is as in `StockChoice`.
+    """
+
+    chains: tuple[StockChain, ...]
+    bw_intra: float
+    bw_inter: float
+    type_intra: str
+    type_inter: str
+    cross_nic: int
+    channels: int
+    settings: Settings
     fallback: bool = False
+    assumed_sys: bool = False
 
+    def on_node(self, number: int) -> tuple[StockChain, ...]:
+        """The chains of node `number`, counted in rank order; pairs may be swapped on odd ones.
 
-class _Compute:
-    """The ladder of searches that NCCL climbs down until one finds channels, then up again."""
-
-    def __init__(self, seen: View, *, pattern: Pattern, nodes: int, low: int, high: int) -> None:
-        self.system, self.pattern = seen.system, pattern
-        self.search = ChannelSearch(seen.system, seen.paths, nodes=nodes)
-        self.inter = self.search.inter
-        self.speeds = speeds(seen.system.sm_min, nodes=2 if self.inter else 1)
-        self._bounds(seen)
-        self._totals(seen)
-        if len(self.system.gpus) == 1 and pattern != "ring":
-            self.pattern = "tree"
-        if pattern == "ring" and low == 1 and high >= 2 and _two_nvlink_islands(seen):
-            low = 2
-        self.best = Trial(
-            pattern=self.pattern,
-            min_channels=low,
-            max_channels=high,
-            type_intra=self.least_intra,
-            type_inter=self.least_inter,
-            cross_nic=0,
-        )
-        self.may_cross = self.inter and len(self.system.nets) > 1 and pattern != "tree"
-        self.trial = self.best.copy()
-        self.step = self._first_step(low)
-        self._set_rates(self.speeds[self.step])
-        self.time_left = _TIME_IN_ALL
-        self.searched: dict[tuple[object, ...], int] = {}
-
-    def _bounds(self, seen: View) -> None:
-        gpus, nets, paths = self.system.gpus, self.system.nets, seen.paths
-        intra = [paths.get((a, b), DISCONNECTED).type for a in gpus for b in gpus if a != b]
-        inter = [paths.get((a, b), DISCONNECTED).type for a in gpus for b in nets]
-        self.least_intra = min([PathType.SYS, *intra]) if len(gpus) > 1 else PathType.LOC
-        self.most_intra = max([PathType.LOC, *intra]) if len(gpus) > 1 else PathType.SYS
-        inward = [paths.get((b, a), DISCONNECTED).type for a in gpus for b in nets]
-        self.types_intra, self.types_inter = {*intra}, {*inter, *inward}
-        self.least_inter, self.most_inter = PathType.PIX, PathType.SYS
-        if self.inter:
-            self.least_inter = min([PathType.SYS, *inter])
-            self.most_inter = max([PathType.LOC, *inter])
-            if self.system.sm_min < 90:
-                self.most_inter = PathType.SYS
-
-    def _totals(self, seen: View) -> None:
-        """The most one channel and all channels of a GPU could carry, in GB/s."""
-        gpus = self.system.gpus
-        if len(gpus) == 1 and not self.inter:
-            self.most, self.total = LOCAL_GBPS, LOCAL_GBPS
-            return
-        ends = self.system.nets if self.inter else gpus
-        ways = [seen.paths.get((a, b), DISCONNECTED) for a in gpus for b in ends]
-        self.most = max((way.gbps for way in ways if way.links), default=0.0)
-        self.total = max(_leaving(self.system, gpu) for gpu in gpus)
-
-    def _first_step(self, channels: int) -> int:
-        total, count = self.total, len(self.system.gpus)
-        if count > 1 and self.pattern != "ring":
-            total *= count / (count - 1)
-        for step, speed in enumerate(self.speeds):
-            if speed <= self.most and speed * channels <= total:
-                return step
-        return len(self.speeds) - 1
-
-    def _set_rates(self, rate: float) -> None:
-        self.trial.rate_intra = self.trial.rate_inter = rate
-
-    def run(self) -> Found:
-        """Search until nothing better is to be expected; the simple order if nothing was found."""
-        while self._search_once() and self._next_after_failure():
-            pass
-        self._duplicate()
-        self._faster()
-        best = self.best
-        if best.channels == 0:
-            return _simple_order(self.system, self.inter)
-        return Found(
-            orders=tuple(tuple(order) for order in best.orders[: best.channels]),
-            ports=tuple((one, other) for one, other in best.ports[: best.channels]),
-            rate_intra=best.rate_intra,
-            type_intra=best.type_intra,
-        )
-
-    def _search_once(self) -> bool:
-        """Whether there may be more to find after one search."""
-        trial = self.trial
-        clock = Clock(_TIME_SAME_CHANNELS if trial.same_channels else _TIME)
-        self.time_left -= clock.left
-        trial.channels, trial.hops = 0, 0
-        if self._hopeless():
-            self.clock = 0
-            return True
-        key = self._key()
-        if key in self.searched:
-            self.clock = self.searched[key]
-            return True
-        self.best = self.search.run(trial, self.best, clock)
-        self.clock = self.searched[key] = clock.left
-        return clock.left != -1 and self.best.channels * self.best.rate_inter < self.total
-
-    def _key(self) -> tuple[object, ...]:
-        """What a search depends on: one that was made already finds nothing better again."""
-        trial = self.trial
-        near = sum(one <= trial.type_intra for one in self.types_intra)
-        out = sum(one <= trial.type_inter for one in self.types_inter)
-        rates = trial.rate_intra, trial.rate_inter
-        ways = trial.pattern, trial.same_channels, trial.cross_nic
-        return (near, out, *rates, *ways, trial.min_channels)
-
-    def _hopeless(self) -> bool:
-        """Whether a search can find nothing better; on many GPUs it would run into its limit."""
-        trial, best = self.trial, self.best
-        if len(self.system.gpus) < _FEW_GPUS:
-            return False
-        most = self.search.most_channels(trial)
-        enough = best.channels * best.rate_intra
-        return most < trial.min_channels or most * trial.rate_intra < enough
-
-    def _next_after_failure(self) -> bool:
-        """Loosen the trial by one notch; False when all notches are used up."""
-        trial, best = self.trial, self.best
-        through_amd = self.system.amd and trial.type_intra == PathType.SYS
-        if trial.same_channels and not through_amd:
-            trial.same_channels = False
-            return True
-        trial.same_channels = True
-        self.time_left += self.clock
-        if self.time_left < 0 and best.channels:
-            return False
-        if self.system.sm_min >= 90 and trial.pattern == "balanced tree":
-            trial.pattern = "tree"
-            return True
-        trial.pattern = self.pattern
-        return self._farther() or self._slower()
-
-    def _farther(self) -> bool:
-        """Allow the next path type, then NICs farther away, then different ones at both ends."""
-        trial, best = self.trial, self.best
-        none = best.channels == 0
-        limit = trial.type_inter if self.inter else self.most_intra
-        if trial.type_intra < limit and (none or trial.type_intra < best.type_intra):
-            trial.type_intra = PathType(trial.type_intra + 1)
-            if trial.type_intra < PathType.DIS:
-                return True
-        trial.type_intra = self.least_intra
-        wider = none or trial.type_inter < max(best.type_inter, PathType.PXN)
-        if self.inter and trial.type_inter < self.most_inter and wider:
-            trial.type_inter = PathType(trial.type_inter + 1)
-            if trial.type_inter < PathType.DIS:
-                return True
-        trial.type_inter = self.least_inter
-        if self.may_cross and trial.cross_nic == 0:
-            trial.cross_nic = _CROSS_NIC
-            return True
-        trial.cross_nic = 0
-        return False
-
-    def _slower(self) -> bool:
-        step, best = self.step + 1, self.best
-        if step >= len(self.speeds):
-            return False
-        if best.channels and self.speeds[step] / best.rate_inter <= _SLOWER_IS_NO_HELP:
-            return False
-        self.step = step
-        self._set_rates(self.speeds[step])
-        return True
-
-    def _duplicate(self) -> None:
-        """Split few fast channels into twice as many of half the rate."""
-        best, many = self.best, self.best.channels > 4
-        if best.channels == 0 or best.rate_intra < _DUPLICATE_FROM:
-            return
-        if self.system.sm_min > 80 and best.rate_intra < 2 * _DUPLICATE_FROM and many:
-            return
-        count = min(best.channels * 2, best.max_channels)
-        share = -(-count // best.channels)
-        best.orders = (best.orders[: best.channels] * 2)[:count]
-        best.ports = (best.ports[: best.channels] * 2)[:count]
-        best.rate_intra /= share
-        best.rate_inter /= share
-        best.channels = count
-
-    def _faster(self) -> None:
-        """Try the same number of channels at higher rates; trees raise only the rate inside."""
-        best = self.best
-        self.trial = best.copy()
-        self.trial.min_channels = best.channels
-        found = [step for step, speed in enumerate(self.speeds) if speed <= best.rate_inter]
-        self.step = found[0] if found else len(self.speeds) - 1
-        self._set_rates(self.speeds[self.step])
-        self.clock = -1
-        while self.clock != 0 and self.step > 0 and self._raise():
-            self._search_once()
-
-    def _raise(self) -> bool:
-        trial = self.trial
-        if self.pattern == "ring":
-            self.step -= 1
-            self._set_rates(self.speeds[self.step])
-            return True
-        if trial.rate_intra != self.best.rate_intra or trial.rate_intra >= trial.rate_inter * 2:
-            return False
-        self.step -= 1
-        trial.rate_intra = self.speeds[self.step]
-        return True
-
-
-def _leaving(system: System, gpu: str) -> float:
-    links = system.nodes[gpu].links
-    nvlinks = sum(link.gbps for link in links if link.type == PathType.NVL)
-    pci = [link.gbps for link in links if link.type == PathType.PIX]
-    return max([nvlinks, *pci[-1:]])
-
-
-def _two_nvlink_islands(seen: View) -> bool:
-    """Whether the GPUs are two groups with NVLinks inside and something slower between."""
-    islands: list[set[str]] = []
-    for gpu in seen.system.gpus:
-        near = {
-            other
-            for other in seen.system.gpus
-            if seen.paths.get((gpu, other), DISCONNECTED).type == PathType.NVL
-        }
-        if not any(gpu in island for island in islands):
-            islands.append(near | {gpu})
-    return sum(len(island) > 1 for island in islands) == 2
-
-
-def _simple_order(system: System, inter: bool) -> Found:
-    port = system.nets[0] if inter else ""
-    return Found(
-        orders=(system.gpus,),
-        ports=((port, port),),
-        rate_intra=FALLBACK_GBPS,
-        type_intra=PathType.SYS,
-        fallback=True,
-    )
-
-
-def search_ring(seen: View, *, nodes: int = 1) -> Found:
-    """NCCL's ring search."""
-    high = version_facts(seen.settings.version).max_channels
-    return _Compute(seen, pattern="ring", nodes=nodes, low=1, high=high).run()
-
-
-def search_tree(seen: View, *, nodes: int = 1, channels: int) -> Found:
-    """NCCL's tree search for exactly as many channels as the ring has."""
-    return _Compute(seen, pattern="balanced tree", nodes=nodes, low=channels, high=channels).run()
+        NCCL does so where channels leave by another NIC than they enter by, so that every channel
+        stays on its rail between nodes (ncclTopoPostset).
+        """
+        if self.cross_nic != SWAPPING or number % 2 == 0 or len(self.chains) % 2:
+            return self.chains
+        return tuple(self.chains[channel ^ 1] for channel in range(len(self.chains)))
 
 
 def stock_choice(
@@ -388,3 +153,82 @@ def stock_default(
     wider = msgspec.structs.replace(settings, p2p_level="SYS")
     choice = stock_choice(machine, knowledge, wider, gpus=gpus, nodes=nodes)
     return msgspec.structs.replace(choice, assumed_sys=True)
+
+
+def stock_chains(
+    machine: Machine,
+    knowledge: Knowledge,
+    settings: Settings | None = None,
+    *,
+    nodes: int,
+    gpus: Sequence[int] | None = None,
+) -> StockChains:
+    """What NCCL picks by itself on each of `nodes` equal nodes, NICs included.
+
+    Settings count as for `stock_choice`, and with what they say of NICs. On nodes that differ,
+    each searches for itself, and the fewest channels of all are run: `validate_cluster` does that.
+
+    Raises:
+        InputError: one node, no NIC that NCCL may use, or as `stock_choice`.
+    """
+    settings = settings or Settings()
+    seen = view(machine, knowledge, settings, gpus=gpus)
+    if nodes < 2 or not seen.system.nets:
+        raise InputError(
+            f"stock NCCL on {nodes} nodes of {machine.name}",
+            "has no network to use",
+            "give two nodes or more, with a NIC that the settings allow",
+        )
+    ring = search_ring(seen, nodes=nodes)
+    tree = search_tree(seen, nodes=nodes, channels=len(ring.orders))
+    count = min(len(ring.orders), len(tree.orders))
+    chains = tuple(
+        StockChain(
+            entry=int(ports[0][1:]),
+            gpus=tuple(int(one[1:]) for one in order),
+            exit=int(ports[1][1:]),
+        )
+        for order, ports in zip(ring.orders[:count], ring.ports, strict=False)
+    )
+    return StockChains(
+        chains=chains,
+        bw_intra=ring.rate_intra,
+        bw_inter=ring.rate_inter,
+        type_intra=ring.type_intra.name,
+        type_inter=ring.type_inter.name,
+        cross_nic=ring.cross_nic,
+        channels=final_channels(
+            count,
+            sm=seen.system.sm_min,
+            nodes=nodes,
+            speed_intra=ring.rate_intra,
+            version=settings.version,
+        ),
+        settings=settings,
+        fallback=ring.fallback,
+    )
+
+
+def stock_chains_default(
+    machine: Machine,
+    knowledge: Knowledge,
+    settings: Settings | None = None,
+    *,
+    nodes: int,
+    gpus: Sequence[int] | None = None,
+) -> StockChains:
+    """The chains that plans are compared with: those with NCCL_P2P_LEVEL=SYS where only that helps.
+
+    `settings` say what the job cannot do without, such as the NICs it may use. A search that falls
+    back because the network is too slow for any rate it tries falls back under SYS too, and stays.
+
+    Raises:
+        InputError: as `stock_chains`.
+    """
+    settings = settings or Settings()
+    chains = stock_chains(machine, knowledge, settings, nodes=nodes, gpus=gpus)
+    if not chains.fallback:
+        return chains
+    wider = msgspec.structs.replace(settings, p2p_level="SYS")
+    wide = stock_chains(machine, knowledge, wider, nodes=nodes, gpus=gpus)
+    return chains if wide.fallback else msgspec.structs.replace(wide, assumed_sys=True)

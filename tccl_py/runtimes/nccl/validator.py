@@ -9,6 +9,7 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.runtimes.nccl.graph_file import RING, TREE, Graph, GraphFile, load_graph_file
+from tccl_py.runtimes.nccl.graph_search import search_ring, search_tree
 from tccl_py.runtimes.nccl.rings import (
     NodeRings,
     RanksOutOfBoundsError,
@@ -18,7 +19,6 @@ from tccl_py.runtimes.nccl.rings import (
     repeated,
 )
 from tccl_py.runtimes.nccl.settings import final_channels, integer, settings_from_environment
-from tccl_py.runtimes.nccl.stock import search_ring, search_tree
 from tccl_py.runtimes.nccl.transport import View, view
 from tccl_py.runtimes.nccl.versions import LATEST, VersionFacts, version_facts
 from tccl_py.runtimes.nccl.xml_lexer import GraphCrashError, GraphRejectedError

@@ -22,8 +22,9 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     `max_channels` is what a graph file may hold, `max_final_channels` what a communicator may.
     `default_gdr_level` is the farthest path over which a NIC reaches GPU memory by default, and
     `unknown_levels` are those that it takes for LOC. `relays_need_gpu_direct` is true where only a
-    GPU whose memory the NIC reads sends for others. `children_checked` is false where more than
-    `max_children` corrupt memory instead of failing.
+    GPU whose memory the NIC reads sends for others. `crossed` is the crossnic of channels that
+    change NICs because they have to: 2 swaps pairs of them on odd nodes. `children_checked` is
+    false where more than `max_children` corrupt memory instead of failing.
     """
 
     name: str
@@ -32,6 +33,7 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     default_gdr_level: Level = "P2C"
     unknown_levels: tuple[Level, ...] = ()
     relays_need_gpu_direct: bool = False
+    crossed: Literal[1, 2] = 2
     amd_level: Level = "SYS"
     amd_gpus: int | None = 2
     dev_base: Literal[0, 16] = 16
@@ -52,6 +54,7 @@ _KNOWN = (
         name="2.18",
         default_gdr_level="PXB",
         unknown_levels=("P2C",),
+        crossed=1,
         amd_gpus=None,
         dev_base=0,
         max_channels=16,
