@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_py.search.bounds import Bounds, Floats
-from tccl_py.search.brute_force import all_ring_sets
+from tccl_py.search.brute_force import admitted, all_ring_sets
 from tccl_py.search.conflicts import smallest_slow_part
 from tccl_py.search.hop_index import HopIndex
 from tccl_py.search.incumbent import Incumbent
 from tccl_py.search.ledger import BudgetSpentError, Ledger
+from tccl_py.search.problem import SetRule
 from tccl_py.search.relaxations import best_connected, connected_above, crossing_bound, crossings
 
 MAX_STATES = 10_000
@@ -66,8 +67,10 @@ class RingSetSearch:
         count: int,
         tolerance: float,
         idle_sets: int | None = None,
+        rule: SetRule | None = None,
     ) -> None:
         self.index = index
+        self._rule = rule
         self.count = count
         self.bounds = Bounds(index, copies=count)
         self._ledger = ledger
@@ -98,7 +101,7 @@ class RingSetSearch:
         """
         if self.bound_gbps <= self._enough * self.count:
             return
-        for sequences in all_ring_sets(self.index, self.count):
+        for sequences in all_ring_sets(self.index, self.count, self._rule):
             hops = [hop for sequence in sequences for hop in sequence]
             bound = self.bounds.bound(hops)
             if bound > self._enough:
@@ -262,10 +265,13 @@ class RingSetSearch:
         beside = self.bounds.alongside(state.all_hops)
         children = []
         for hop in hops.tolist():
-            if self._in_order(state, hop):
+            if self._in_order(state, hop) and self._admitted(state, hop):
                 bound = min(state.bound, float(beside[hop]))
                 children.append(self._child(state, hop, bound))
         return [child for child in children if child.bound > 0]
+
+    def _admitted(self, state: State, hop: int) -> bool:
+        return admitted(self.index, (*state.rings, (*state.hops, hop)), self._rule)
 
     def _in_order(self, state: State, hop: int) -> bool:
         """Rings come in ascending order, so that a set is built once."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tccl_py.search.hop_index import HopIndex
 from tccl_py.search.incumbent import Sequences
+from tccl_py.search.problem import SetRule
 from tccl_py.transfers.hops import HopSpace
 
 
@@ -38,6 +39,15 @@ def all_rings(index: HopIndex) -> Iterator[tuple[int, ...]]:
         yield from itertools.product(*choices)
 
 
-def all_ring_sets(index: HopIndex, rings: int) -> Iterator[Sequences]:
-    """Every set of so many rings, once."""
-    yield from itertools.combinations_with_replacement(all_rings(index), rings)
+def all_ring_sets(index: HopIndex, rings: int, rule: SetRule | None = None) -> Iterator[Sequences]:
+    """Every set of so many rings that keeps to the rule, once."""
+    for found in itertools.combinations_with_replacement(all_rings(index), rings):
+        if admitted(index, found, rule):
+            yield found
+
+
+def admitted(index: HopIndex, rings: Sequence[Sequence[int]], rule: SetRule | None) -> bool:
+    """Whether these rings, the last one perhaps unfinished, keep to the rule."""
+    if rule is None:
+        return True
+    return rule.admits([[index.hops[number] for number in one] for one in rings])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from tccl_py.errors import SearchError
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.topology.symmetry import Symmetry
-from tccl_py.transfers.hops import HopSpace, RingSet
+from tccl_py.transfers.hops import Hop, HopSpace, Ring, RingSet
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,22 +25,35 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     idle_sets: int | None = None
 
 
+class SetRule(Protocol):
+    """What the rings of a set must keep to together, beside the hops that there are."""
+
+    def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
+        """Whether a set of rings that keeps to it can begin so; the last ring may be unfinished.
+
+        Every ring begins at the first GPU of its space.
+        """
+
+
 class SearchProblem(msgspec.Struct, frozen=True, kw_only=True):
     """Find the ring set with the highest score, k x the slowest transfer of all k rings together.
 
     `spaces[k]` holds the hops open to each ring of a set of k. `orders` are rings known
     beforehand, as GPU orders (NCCL's own choice, say): they are tried first, and the answer is
-    never below them. `cuts` are groups of GPUs that share a way out, for upper bounds; any groups
-    are right, good ones make proofs quicker. Scores up to `floor_gbps` are of no
-    interest: no effort is spent on them. `tolerance` is the relative gap at which an
-    answer counts as proven. `noise` is the relative standard deviation of one measurement, where
-    measurements do not tell it themselves.
+    never below them; so are `known`, rings that another space had. `rules[k]` is what the rings of
+    a set of k must keep to, and `symmetry` must keep to it too. `cuts` are groups of GPUs that
+    share a way out, for upper bounds; any groups are right, good ones make proofs quicker. Scores
+    up to `floor_gbps` are of no interest: no effort is spent on them. `tolerance` is the relative
+    gap at which an answer counts as proven. `noise` is the relative standard deviation of one
+    measurement, where measurements do not tell it themselves.
     """
 
     spaces: Mapping[int, HopSpace]
     source: BandwidthSource
     symmetry: Symmetry
     orders: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    known: tuple[tuple[Ring, ...], ...] = ()
+    rules: Mapping[int, SetRule] = {}
     cuts: tuple[frozenset[int], ...] = ()
     floor_gbps: float = 0.0
     budget: Budget = Budget()

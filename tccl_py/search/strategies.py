@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from tccl_py.errors import SearchError
 from tccl_py.search.best_first import RingSetSearch
-from tccl_py.search.brute_force import all_ring_sets, count_ring_sets
+from tccl_py.search.brute_force import admitted, all_ring_sets, count_ring_sets
 from tccl_py.search.eager import eager_rings, interchangeable
 from tccl_py.search.hop_index import HopIndex
 from tccl_py.search.incumbent import Candidate, Incumbent
@@ -23,9 +24,10 @@ from tccl_py.search.problem import (
 )
 from tccl_py.search.trust import trusted_index
 from tccl_py.topology.symmetry import Symmetry, keeping
-from tccl_py.transfers.hops import ring_from_order
+from tccl_py.transfers.hops import HopSpace, Ring, ring_from_order, ring_like
 
 Strategy = Callable[["Run"], None]
+_Known = TypeVar("_Known")
 
 MAX_BRUTE_FORCE = 200_000
 """Ring sets that brute force measures at most; more are skipped, with their number."""
@@ -88,19 +90,28 @@ class Run:
         self.incumbent.offer(len(sequences) * rate, index, sequences, at=at)
 
     def offer_orders(self, orders: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Measure rings known beforehand, just as they are."""
+        """Measure rings known beforehand by their orders, just as they are."""
+        self._offer_all(orders, ring_from_order)
+
+    def offer_known(self) -> None:
+        """Measure the rings that the problem says were found elsewhere."""
+        self._offer_all(self.problem.known, ring_like)
+
+    def _offer_all(
+        self, sets: Sequence[Sequence[_Known]], make: Callable[[HopSpace, _Known], Ring]
+    ) -> None:
         for count in self.problem.spaces:
             index = _plain_index(self, count)
-            for order in orders:
-                if count % len(order) == 0:
-                    self._offer_order(index, list(order) * (count // len(order)))
-
-    def _offer_order(self, index: HopIndex, order: Sequence[Sequence[int]]) -> None:
-        try:
-            rings = [ring_from_order(index.space, one) for one in order]
-        except SearchError:
-            return  # this order needs a hop that the space does not have
-        self.offer(index, [[index.number[hop] for hop in one.hops] for one in rings])
+            for known in sets:
+                if count % len(known) == 0:
+                    try:
+                        rings = [make(index.space, one) for one in known]
+                    except SearchError:
+                        continue  # it needs a hop that the space does not have
+                    sequences = [[index.number[hop] for hop in one.hops] for one in rings]
+                    sequences *= count // len(known)
+                    if admitted(index, sequences, self.problem.rules.get(count)):
+                        self.offer(index, sequences)
 
 
 def find_rings(
@@ -177,6 +188,7 @@ def _best_first(run: Run) -> None:
     symmetry = run.problem.symmetry
     known = (*run.problem.orders, (run.problem.gpus,))
     run.offer_orders(known)
+    run.offer_known()
     indices = _trusted_indices(run, symmetry, SPOT_CHECKS)
     _search_all_counts(run, indices)
     if not _answer_holds(run):
@@ -185,6 +197,7 @@ def _best_first(run: Run) -> None:
         run.incumbent.forget()
         run.bounds.clear()
         run.offer_orders(known)
+        run.offer_known()
         _search_all_counts(run, _trusted_indices(run, symmetry, None))
 
 
@@ -222,6 +235,7 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> None:
             count=count,
             tolerance=run.problem.tolerance,
             idle_sets=run.problem.budget.idle_sets,
+            rule=run.problem.rules.get(count),
         )
         try:
             search.dive()
@@ -242,13 +256,15 @@ def _one_of_each(index: HopIndex, cuts: Sequence[tuple[int, ...]]) -> list[tuple
     """Leaves out cuts that the symmetry takes to one already there."""
     names = [f"G{gpu}" for gpu in index.gpus]
     point = {name: i for i, name in enumerate(index.symmetry.points)}
+    # Where a ring leads through the world outside, that is no device, and stays where it is.
+    moving = [cut for cut in cuts if all(names[i] in point for i in cut)]
     elements = index.symmetry.elements[index.inside]
     kept: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for cut in cuts:
+    for cut in moving:
         columns = [point[names[i]] for i in cut]
         images = np.unique(np.sort(elements[:, columns], axis=1), axis=0)
         kept.setdefault(tuple(images[0].tolist()), cut)
-    return list(kept.values())
+    return [cut for cut in cuts if cut not in moving] + list(kept.values())
 
 
 def _answer_holds(run: Run) -> bool:
@@ -309,7 +325,7 @@ def _brute_force(run: Run) -> None:
     for count in run.problem.spaces:
         run.current = count
         index = _plain_index(run, count)
-        for sequences in all_ring_sets(index, count):
+        for sequences in all_ring_sets(index, count, run.problem.rules.get(count)):
             run.offer(index, sequences)
         run.bounds[count] = run.incumbent.score
 

@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from tccl_py.errors import SearchError
-from tccl_py.transfers.transfer import Flow, TransferSet, transfer_set
+from tccl_py.transfers.transfer import (
+    Flow,
+    TransferSet,
+    receiving_nic,
+    sending_nic,
+    transfer_set,
+)
 
 
 class Hop(msgspec.Struct, frozen=True, order=True):
@@ -81,6 +87,28 @@ def ring(hops: Sequence[Hop]) -> Ring:
 def ring_set(rings: Sequence[Ring]) -> RingSet:
     """The set of these rings, in canonical order."""
     return RingSet(tuple(sorted(rings, key=lambda one: (one.gpus, str(one.hops)))))
+
+
+def ring_like(space: HopSpace, known: Ring) -> Ring:
+    """The ring over the same GPUs, each hop by the space's mechanism; NICs stay as they are.
+
+    Raises:
+        SearchError: the space has no hop for a pair of neighbours.
+    """
+    hops = []
+    for one in known.hops:
+        choices = space.between(one.source, one.target)
+        nics = nics_of(one)
+        alike = [choice for choice in choices if nics_of(choice) == nics]
+        if not alike:
+            raise SearchError(f"{space.name} has no hop from GPU {one.source} to GPU {one.target}")
+        hops.append(alike[0])
+    return ring(hops)
+
+
+def nics_of(hop: Hop) -> tuple[int | None, int | None]:
+    """The NICs by which a hop leaves its node and enters it; None within a node."""
+    return sending_nic(hop.flow), receiving_nic(hop.flow)
 
 
 def ring_from_order(space: HopSpace, order: Sequence[int]) -> Ring:

@@ -457,7 +457,11 @@ def sending_nic(flow: Flow) -> int | None:
     (1, None)
     """
     return next(
-        (t.executor.index for t in flow.transfers if t.executor.kind == "N" and t.operation == "read"),
+        (
+            t.executor.index
+            for t in flow.transfers
+            if t.executor.kind == "N" and t.operation == "read"
+        ),
         None,
     )
 
@@ -465,6 +469,10 @@ def sending_nic(flow: Flow) -> int | None:
 def receiving_nic(flow: Flow) -> int | None:
     """The NIC by which a flow enters a node; None if it does not."""
     return next(
-        (t.executor.index for t in flow.transfers if t.executor.kind == "N" and t.operation == "write"),
+        (
+            t.executor.index
+            for t in flow.transfers
+            if t.executor.kind == "N" and t.operation == "write"
+        ),
         None,
     )

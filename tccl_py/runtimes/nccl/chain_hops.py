@@ -1,0 +1,84 @@
+"""The hops that settings leave to chains: those inside a node, its entries and its exits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tccl_py.chains.space import chain_space, entry, leave
+from tccl_py.errors import SearchError
+from tccl_py.runtimes.nccl.landing import entry_flow, exit_flow, net_path, open_ends
+from tccl_py.runtimes.nccl.settings import Settings, final_channels
+from tccl_py.runtimes.nccl.transport import View, hop_space, view
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import Machine
+from tccl_py.topology.paths import PathType
+from tccl_py.transfers.hops import HopSpace
+
+
+def chain_hop_space(
+    machine: Machine,
+    knowledge: Knowledge,
+    settings: Settings,
+    *,
+    nics: Sequence[int] | None = None,
+    gpus: Sequence[int] | None = None,
+    chains_in_set: int = 1,
+) -> HopSpace:
+    """One hop per pair of GPUs, and one between each GPU and the world by every NIC.
+
+    Nearest NICs come first, so that what is tried first is what NCCL itself would take. As in
+    `hop_space`, the final channels' blocks are shared evenly by the chains of a set.
+
+    Args:
+        machine: the node.
+        knowledge: what is known of it.
+        settings: process-wide; they decide where bytes land.
+        nics: indices of the NICs to use; None is all that the settings let NCCL use.
+        gpus: NVML indices; None is all.
+        chains_in_set: how many chains run together.
+
+    Raises:
+        InputError: settings the version does not have, unknown GPUs.
+        SearchError: there is no NIC.
+    """
+    inner = hop_space(machine, knowledge, settings, gpus=gpus, rings_in_set=chains_in_set)
+    seen = view(machine, knowledge, settings, gpus=gpus)
+    channels = final_channels(settings.channels, sm=seen.system.sm_min, version=settings.version)
+    blocks = max(1, channels // chains_in_set)
+    ends = [(gpu, nic) for gpu, nic in open_ends(seen) if nics is None or nic in nics]
+    if not ends:
+        raise SearchError(f"machine {machine.name} has no NIC for a chain to enter or leave by")
+
+    def into(end: tuple[int, int]) -> tuple[PathType, int, int]:
+        return net_path(seen, *end, "receive"), abs(end[0] - end[1]), end[1]
+
+    def out(end: tuple[int, int]) -> tuple[PathType, int, int]:
+        return net_path(seen, *end, "send"), abs(end[0] - end[1]), end[1]
+
+    return chain_space(
+        inner,
+        [
+            entry(gpu, entry_flow(machine, knowledge, settings, nic, gpu, blocks=blocks, gpus=gpus))
+            for gpu, nic in sorted(ends, key=into)
+        ],
+        [
+            leave(gpu, exit_flow(machine, knowledge, settings, gpu, nic, blocks=blocks, gpus=gpus))
+            for gpu, nic in sorted(ends, key=out)
+        ],
+    )
+
+
+def farthest_end(seen: View, ends: Sequence[tuple[int, int, int, int]]) -> PathType:
+    """The farthest path between a NIC and a GPU among chains' ends, as typeinter counts it.
+
+    An end is (first GPU, entry NIC, last GPU, exit NIC).
+    """
+    types = [
+        kind
+        for first, entry_nic, last, exit_nic in ends
+        for kind in (
+            net_path(seen, first, entry_nic, "receive"),
+            net_path(seen, last, exit_nic, "send"),
+        )
+    ]
+    return max(types)
