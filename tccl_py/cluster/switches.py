@@ -24,7 +24,6 @@ Every name is taken as it is written, so that a host may be called `010` or `no`
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -54,7 +53,8 @@ __all__ = [
 Rails = Literal["any", "only"]
 """Whether NIC i of a host reaches any NIC of another, or NIC i only."""
 
-_RATE = re.compile(r"[0-9]{1,6}(\.[0-9]{0,9})?([eE][+-]?[0-9])?", re.ASCII)
+_RATE = re.compile(r"[0-9]{1,7}(\.[0-9]{0,20})?([eE][+-]?[0-9]{1,2})?", re.ASCII)
+MAX_RATE_GBPS = 1e6
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,8 +185,9 @@ def _rate(value: Value | None) -> float | None:
         return None
     text = value.text("a rate in GB/s")
     rate = float(text) if _RATE.fullmatch(text) else 0.0
-    if not 0 < rate < math.inf:
-        raise value.refused(f"the rate is {shown(text)}", "a number of GB/s above 0 is needed")
+    if not 0 < rate <= MAX_RATE_GBPS:
+        right = f"a number of GB/s above 0, up to {MAX_RATE_GBPS:.0f}, is needed"
+        raise value.refused(f"the rate is {shown(text)}", right)
     return rate
 
 

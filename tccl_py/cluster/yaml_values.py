@@ -15,7 +15,7 @@ from tccl_py.cluster.names import shown
 from tccl_py.errors import InputError
 
 MAX_DEPTH = 64
-MAX_VALUES = 1_000_000
+MAX_VALUES = 500_000
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -85,7 +85,8 @@ def parse_yaml(text: str, *, where: str) -> Value:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}" if mark else where
-        raise InputError(place, f"is not YAML ({error.problem})", "correct it there") from error
+        right = "correct it there; a name with brackets wants quotes"
+        raise InputError(place, f"is not YAML ({error.problem})", right) from error
     except yaml.YAMLError as error:
         right = "save it as plain text"
         raise InputError(where, "has characters that YAML does not allow", right) from error
