@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,31 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler import numa
-from tccl_profiler.control import ABORT, FLAG_AT, MAX_LANES, Control
-from tccl_profiler.host.lane import HostEnd, HostLane
+from tccl_profiler.control import ABORT, MAX_LANES, Control
+from tccl_profiler.host.lane import HostLane
 from tccl_profiler.host.machine import cpu_model
+from tccl_profiler.host.mapped import MappedSpaces
+from tccl_profiler.host.waiting import flag_of, nap_exactly, own_clock, pause, released
 from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
-from tccl_profiler.program import (
-    COUNTER_AREA_BYTES,
-    COUNTER_BYTES,
-    COUNTERS,
-    Address,
-    Copy,
-    End,
-    Lane,
-)
+from tccl_profiler.program import COUNTER_AREA_BYTES, Copy, Lane
 from tccl_profiler.shared_memory import Segment, create_segment
 from tccl_py.errors import MeasurementError
 
 LANES = 64
 """A thread runs any number in turn; NCCL has no more channels than this."""
-SPINS = 500
-"""Fruitless rounds, each of which yields the core, before the thread naps between them."""
-NAP_S = 20e-6
-_PR_SET_TIMERSLACK = 29  # include/uapi/linux/prctl.h
-
-# os.sched_yield keeps the interpreter's lock before Python 3.14; a call by ctypes does not.
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +47,7 @@ class HostDevice:
 
     def __init__(self) -> None:
         self._opened: _Opened | None = None
-        self._spaces: dict[str, Segment] = {}
+        self._spaces = MappedSpaces("a device that is not open")
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._stopping = False
@@ -76,7 +62,8 @@ class HostDevice:
             numa.pin_to_cpus(start.cpus)
         space = start.device
         arena = create_segment(start.arena_bytes, numa_id=None, label=space)
-        self._spaces[space] = arena
+        self._spaces = MappedSpaces(space)
+        self._spaces.put(space, arena)
         # Written, so that every page is there and on this core's node before anything is timed.
         user, keep = (np.full(start.user_bytes, 1, np.uint8) for _ in range(2))
         self._opened = _Opened(start=start, control=control, user=user, keep=keep)
@@ -98,10 +85,7 @@ class HostDevice:
 
     def share(self, space: str, segment: Segment) -> None:
         """Take a segment as the memory of a space, in place of the one before."""
-        before = self._spaces.pop(space, None)
-        if before is not None:
-            before.close()
-        self._spaces[space] = segment
+        self._spaces.put(space, segment)
 
     def queue(self, run: Run) -> None:
         """Clear the arena's counters and start a thread that runs the repeats.
@@ -113,7 +97,7 @@ class HostDevice:
         if self._thread is not None:
             raise MeasurementError(f"{opened.start.device} still runs a program: finish it first")
         repeats = [self._lanes(opened, run, repeat) for repeat in range(run.repeats)]
-        arena = self._spaces[opened.start.device]
+        arena = self._spaces.segment(opened.start.device)
         ctypes.memset(arena.address, 0, min(COUNTER_AREA_BYTES, arena.size))
         self._failure, self._stopping = None, False
         # A daemon: a worker that is told to end must not wait for its lanes.
@@ -142,22 +126,15 @@ class HostDevice:
 
     def ping(self, count: int) -> Pinged:
         """Read the clock three times a ping: this device's clock is the host's."""
-        now = time.monotonic_ns
-        readings = [(now(), now(), now()) for _ in range(count)]
-        return Pinged(
-            asked_ns=tuple(one[0] for one in readings),
-            device_ns=tuple(one[1] for one in readings),
-            seen_ns=tuple(one[2] for one in readings),
-        )
+        return own_clock(count)
 
     def close(self) -> None:
         """Stop what runs and give all memory back; the control segment is the caller's."""
         self._stopping = True
         with contextlib.suppress(MeasurementError):
             self.finish()
-        for segment in self._spaces.values():
-            segment.close()
-        self._spaces, self._opened = {}, None
+        self._spaces.close()
+        self._opened = None
 
     def _open(self) -> _Opened:
         if self._opened is None:
@@ -176,14 +153,14 @@ class HostDevice:
         paces: list[Pace | None] = [None] * len(program.lanes)
         paces += run.paces or [None] * len(program.copies)
         stamps = _stamps(opened, paces, repeat)
-        shift = repeat * COUNTERS * COUNTER_BYTES
+        end = self._spaces.end
         lanes = []
         for number, (share, pace) in enumerate(zip(shares, paces, strict=True)):
             user, user_slices = _memory(opened, share.slice_bytes, number, len(shares))
-            size, out = share.slice_bytes, share.outgoing
+            size = share.slice_bytes
             lane = HostLane(
-                incoming=self._end(name, share.incoming, size, shift, ahead=0),
-                outgoing=self._end(name, out, size, shift, ahead=out.slices if out else 0),
+                incoming=end(share.incoming, size, repeat=repeat, fills=False),
+                outgoing=end(share.outgoing, size, repeat=repeat, fills=True),
                 slice_bytes=size,
                 user=user,
                 user_slices=user_slices,
@@ -196,44 +173,10 @@ class HostDevice:
             lanes.append(lane)
         return lanes
 
-    def _end(
-        self, name: str, end: End | None, slice_bytes: int, shift: int, *, ahead: int
-    ) -> HostEnd:
-        """An end in this process's addresses; its counters are the repeat's own."""
-        if end is None:
-            return HostEnd()
-        return HostEnd(
-            data=self._address(name, end.data, end.slices * slice_bytes),
-            slices=end.slices,
-            seed=end.seed,
-            ahead=ahead,
-            wait=self._counter(name, end.wait, shift),
-            post=self._counter(name, end.post, shift),
-        )
-
-    def _counter(self, name: str, at: Address | None, shift: int) -> ctypes.c_uint64 | None:
-        if at is None:
-            return None
-        place = Address(at.space, at.offset + shift)
-        return ctypes.c_uint64.from_address(self._address(name, place, COUNTER_BYTES))
-
-    def _address(self, name: str, at: Address, size: int) -> int:
-        segment = self._spaces.get(at.space)
-        if segment is None:
-            known = ", ".join(sorted(self._spaces))
-            raise MeasurementError(f"{name} cannot reach {at.space}: it has mapped {known}")
-        if not 0 <= at.offset <= segment.size - size:
-            raise MeasurementError(
-                f"{name}: {size} bytes from byte {at.offset} of {at.space} are not inside its "
-                f"{segment.size} bytes"
-            )
-        return segment.address + at.offset
-
     def _run_all(self, opened: _Opened, run: Run, repeats: list[list[HostLane]]) -> None:
         """The thread's body: the repeats in order."""
         try:
-            # Naps of 20 us would take 70 us with the usual slack of timers.
-            _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
+            nap_exactly()
             for repeat, lanes in enumerate(repeats):
                 if lanes:
                     self._run_repeat(opened, run, repeat, lanes)
@@ -244,11 +187,11 @@ class HostDevice:
         """Say that all lanes are there, wait for the flag, move, report each lane at its end."""
         epoch = run.epoch + repeat
         records = opened.control.records(opened.start.slot, repeat, len(lanes))
-        flag = ctypes.c_uint64.from_address(opened.control.segment.address + FLAG_AT)
+        flag = flag_of(opened.control)
         for lane in lanes:
             lane.stamp(0)
         records["resident"] = epoch
-        start = self._released(flag, epoch, run.patience_ns)
+        start = released(flag, epoch, run.patience_ns, lambda: self._stopping)
         warm_at = start + run.warm_ns
         turns: list[Iterator[bool]] = [iter(()) for _ in lanes]
         if start:
@@ -272,26 +215,8 @@ class HostDevice:
                     yield number
             if rounds:
                 # There may be more workers than cores: who waits lets the others run.
-                _pause(rounds)
+                pause(rounds)
         yield from running
-
-    def _released(self, flag: ctypes.c_uint64, epoch: int, patience_ns: int) -> int:
-        """Wait for the flag, and return the time; 0 if it does not come in time or says stop."""
-        until, rounds = time.monotonic_ns() + patience_ns, 0
-        while flag.value < epoch:
-            if self._stopping or time.monotonic_ns() > until:
-                return 0
-            _pause(rounds)
-            rounds += 1
-        return 0 if flag.value == ABORT else time.monotonic_ns()
-
-
-def _pause(rounds: int) -> None:
-    """Let others run, longer after many rounds without anything to do."""
-    if rounds < SPINS:
-        _libc.sched_yield()
-    else:
-        time.sleep(NAP_S)
 
 
 def _as_lane(copy: Copy) -> Lane:

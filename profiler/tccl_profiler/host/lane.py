@@ -7,7 +7,6 @@ core copies what came in; it reads one stream less than a reduction does.
 from __future__ import annotations
 
 import ctypes
-import functools
 import time
 from collections.abc import Iterator
 
@@ -15,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler.messages import Pace
+from tccl_profiler.pattern import differing, write_pattern
 
 CHUNK = 2
 """Slices of a chunk, as in pump.cu."""
 _NEVER = 1 << 63
-_WORD = (1 << 64) - 1
 
 
 class HostEnd:
@@ -211,36 +210,3 @@ class HostLane:
         """Whether a slice that is passed on is a whole sum, which an all-reduce also keeps."""
         step, cycle = self._in.done // CHUNK, self._cycle
         return step % cycle >= cycle // 2 - 1 if cycle else step % 2 == 1
-
-
-def write_pattern(address: int, size: int, seed: int, number: int) -> None:
-    """Fill a slice with what its seed, its number and each position make."""
-    np.bitwise_xor(_positions(size), _key(seed, number), out=_words(address, size))
-
-
-def differing(address: int, size: int, seed: int, number: int) -> int:
-    """How many packs of 16 bytes differ from the pattern."""
-    wrong = _words(address, size) ^ _positions(size) != _key(seed, number)
-    return int(wrong.reshape(-1, 2).any(axis=1).sum())
-
-
-def _words(address: int, size: int) -> npt.NDArray[np.uint64]:
-    memory = (ctypes.c_uint64 * (size // 8)).from_address(address)
-    words: npt.NDArray[np.uint64] = np.ctypeslib.as_array(memory)
-    return words
-
-
-@functools.lru_cache(maxsize=8)
-def _positions(size: int) -> npt.NDArray[np.uint64]:
-    numbers: npt.NDArray[np.uint64] = np.arange(size // 8, dtype=np.uint64)
-    numbers *= np.uint64(0xC2B2AE3D27D4EB4F)
-    return numbers
-
-
-def _key(seed: int, number: int) -> np.uint64:
-    """Seed and number mixed, so that no two slices have the same (splitmix64, Steele 2014)."""
-    mixed = ((seed << 40) ^ number) & _WORD
-    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
-    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _WORD
-    key: np.uint64 = np.uint64(mixed ^ (mixed >> 31))
-    return key
