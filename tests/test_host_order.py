@@ -1,0 +1,259 @@
+"""The order of hosts as files for launchers: each is read back, and two launchers read some too."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tccl_py.cluster.hostlist import HostSlots, parse_host_list, parse_rankfile
+from tccl_py.emitters.host_order import (
+    HOSTS,
+    MPICH_MACHINEFILE,
+    OPEN_MPI_HOSTFILE,
+    OPEN_MPI_RANKFILE,
+    RANK_MAP,
+    SLURM_HOSTFILE,
+    HostOrder,
+    host_order_files,
+    hosts_txt,
+    launch_notes,
+    mpich_machinefile,
+    open_mpi_hostfile,
+    open_mpi_rankfile,
+    rank_map_from_json,
+    rank_map_json,
+    slurm_hostfile,
+)
+from tccl_py.errors import InputError
+
+ORDER = HostOrder(
+    hosts=("gpu3", "gpu1", "gpu10.cluster"),
+    gpus=((0, 1), (0,), (1, 0)),
+    provenance="tccl plan of plans/x, simulated",
+)
+
+
+def refused(call, *parts: str) -> None:
+    """`call` is refused by a sentence that has the parts."""
+    with pytest.raises(InputError) as caught:
+        call()
+    text = str(caught.value)
+    assert text.isprintable() and len(text) < 400, text
+    for part in parts:
+        assert part in text, text
+
+
+host_names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
+
+
+@st.composite
+def orders(draw) -> HostOrder:
+    hosts = draw(st.lists(host_names, min_size=1, max_size=8, unique=True))
+    ranks = st.permutations(range(8)).flatmap(
+        lambda gpus: st.integers(1, 8).map(lambda count: tuple(gpus[:count]))
+    )
+    gpus = tuple(draw(ranks) for _ in hosts)
+    return HostOrder(hosts=tuple(hosts), gpus=gpus, provenance=draw(st.text(max_size=30)))
+
+
+def test_the_files():
+    assert host_order_files(ORDER) == {
+        OPEN_MPI_HOSTFILE: "# tccl plan of plans/x, simulated\n"
+        "gpu3 slots=2\ngpu1 slots=1\ngpu10.cluster slots=2\n",
+        OPEN_MPI_RANKFILE: "# tccl plan of plans/x, simulated\n"
+        "rank 0=gpu3 slot=0\nrank 1=gpu3 slot=1\nrank 2=gpu1 slot=0\n"
+        "rank 3=gpu10.cluster slot=0\nrank 4=gpu10.cluster slot=1\n",
+        MPICH_MACHINEFILE: "# tccl plan of plans/x, simulated\ngpu3:2\ngpu1:1\ngpu10.cluster:2\n",
+        SLURM_HOSTFILE: "gpu3\ngpu3\ngpu1\ngpu10.cluster\ngpu10.cluster\n",
+        RANK_MAP: rank_map_json(ORDER),
+        HOSTS: "gpu3\ngpu1\ngpu10.cluster\n",
+    }
+    found = msgspec.json.decode(rank_map_json(ORDER))
+    assert found["ranks"][3] == {"rank": 3, "host": "gpu10.cluster", "gpu": 1}
+    assert found["provenance"] == ORDER.provenance
+
+
+@given(orders())
+def test_every_file_is_read_back(order):
+    ranks = dict(zip(order.hosts, map(len, order.gpus), strict=True))
+    for text in (open_mpi_hostfile(order), mpich_machinefile(order), open_mpi_rankfile(order)):
+        found = parse_host_list(text, where="file")
+        assert found == tuple(HostSlots(host, count) for host, count in ranks.items())
+    per_rank = tuple(host for host, count in ranks.items() for _ in range(count))
+    assert parse_rankfile(open_mpi_rankfile(order), where="file") == per_rank
+    assert tuple(slurm_hostfile(order).splitlines()) == per_rank
+    # A host that is named once only leaves its slots open.
+    tasks = parse_host_list(slurm_hostfile(order), where="file")
+    assert [(one.name, one.slots or 1) for one in tasks] == [*ranks.items()]
+    plain = parse_host_list(hosts_txt(order), where="file")
+    assert [(one.name, one.slots) for one in plain] == [(host, None) for host in order.hosts]
+    again = rank_map_from_json(rank_map_json(order), where="file")
+    assert (again.hosts, again.gpus) == (order.hosts, order.gpus)
+    assert rank_map_json(again) == rank_map_json(order)
+
+
+def test_the_provenance_stays_in_its_line():
+    order = HostOrder(hosts=("a",), gpus=((0,),), provenance="x\nevil slots=8\r\n\x1b[31m\u2028y")
+    assert open_mpi_hostfile(order) == "# x evil slots=8 [31m y\na slots=1\n"
+    assert mpich_machinefile(order).splitlines()[1:] == ["a:1"]
+
+
+def test_ranks_with_cpus_of_their_own():
+    order = HostOrder(hosts=("a", "b"), gpus=((0, 1), (0,)), cpus=(("0-15", "16-31"), ("0-63",)))
+    assert open_mpi_rankfile(order).splitlines() == [
+        "rank 0=a slot=0-15",
+        "rank 1=a slot=16-31",
+        "rank 2=b slot=0-63",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"hosts": (), "gpus": ()}, "0 hosts"),
+        ({"hosts": ("a", "b"), "gpus": ((0,),)}, "2 hosts and GPUs for 1"),
+        ({"hosts": ("a", "a"), "gpus": ((0,), (0,))}, "twice"),
+        ({"hosts": ("a",), "gpus": ((),)}, "host a has 0 ranks"),
+        ({"hosts": ("a",), "gpus": ((0, 0),)}, "host a has 2 ranks on 1 GPUs"),
+        ({"hosts": ("a",), "gpus": ((-1,),)}, "host a"),
+        ({"hosts": ("a",), "gpus": ((256,),)}, "host a"),
+        ({"hosts": ("a\nb",), "gpus": ((0,),)}, "'a\\nb'"),
+        ({"hosts": ("a b",), "gpus": ((0,),)}, "'a b'"),
+        ({"hosts": ("-a",), "gpus": ((0,),)}, "'-a'"),
+        ({"hosts": ("",), "gpus": ((0,),)}, "''"),
+        ({"hosts": ("a" * 254,), "gpus": ((0,),)}, "aaa"),
+        ({"hosts": ("a",), "gpus": ((0,),), "cpus": ((),)}, "CPUs"),
+        ({"hosts": ("a",), "gpus": ((0,),), "cpus": (("0\nrank 1=b",),)}, "host a has CPUs"),
+        ({"hosts": ("a",), "gpus": ((0,),), "cpus": (("0," * 40,),)}, "host a has CPUs"),
+    ],
+)
+def test_orders_that_are_refused(fields, part):
+    refused(lambda: HostOrder(**fields), "host order: ", part)
+
+
+def rank_map(*ranks: tuple[int, str, int], version: int = 1) -> str:
+    listed = [{"rank": rank, "host": host, "gpu": gpu} for rank, host, gpu in ranks]
+    return msgspec.json.encode({"format_version": version, "ranks": listed}).decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "rank map"),
+        ("[]", "rank map"),
+        ("[" * 100_000, "map.json"),
+        ('{"ranks": [], "evil": 1}', "evil"),
+        (rank_map(), "0 hosts"),
+        (rank_map((1, "a", 0)), "rank 1 is in place 0"),
+        (rank_map((0, "a", 0), (0, "a", 1)), "rank 0 is in place 1"),
+        (rank_map((0, "a", 0), (1, "b", 0), (2, "a", 1)), "rank 2 returns to host 'a'"),
+        (rank_map((0, "a", 0), (1, "a", 0)), "host a has 2 ranks on 1 GPUs"),
+        (rank_map((0, "a/b", 0)), "'a/b'"),
+        (rank_map((0, "a", 0), version=2), "version 2"),
+    ],
+)
+def test_rank_maps_that_are_refused(text, part):
+    refused(lambda: rank_map_from_json(text, where="map.json"), part)
+
+
+def test_ten_thousand_hosts():
+    order = HostOrder(
+        hosts=tuple(f"gpu{n:05d}" for n in range(10_000)), gpus=(tuple(range(8)),) * 10_000
+    )
+    files = host_order_files(order)
+    assert len(parse_host_list(files[SLURM_HOSTFILE], where="file")) == 10_000
+    assert len(parse_rankfile(files[OPEN_MPI_RANKFILE], where="file")) == 80_000
+
+
+def test_the_notes_name_every_launcher_and_quote_the_directory():
+    notes = launch_notes(ORDER, directory="/plans/my plan")
+    for part in (
+        "mpirun --hostfile '/plans/my plan/hostfile.openmpi' --map-by slot",
+        "mpiexec -machinefile '/plans/my plan/hostfile.mpich' -n 5 ",
+        "SLURM_HOSTFILE='/plans/my plan/hostfile.slurm' srun --distribution=arbitrary --ntasks=5 ",
+        "torchrun --nnodes=3 --nproc-per-node=RANKS_OF_THIS_HOST --node-rank=$K "
+        "--master-addr=gpu3 ",
+    ):
+        assert part in notes
+    equal = HostOrder(hosts=("a", "b"), gpus=((0, 1), (0, 1)))
+    assert "--nproc-per-node=2 " in launch_notes(equal)
+
+
+@pytest.mark.parametrize(("position", "host"), list(enumerate(ORDER.hosts)))
+def test_the_node_rank_in_the_notes_is_the_place_in_the_order(position, host, tmp_path):
+    for name, text in host_order_files(ORDER).items():
+        (tmp_path / name).write_text(text)
+    notes = launch_notes(ORDER, directory=str(tmp_path))
+    command = re.search(r"K=\$\(\(.*\)\)", notes)
+    assert command is not None
+    run = subprocess.run(
+        ["bash", "-c", f"HOST={host}; {command[0]}; echo $K"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    assert run.stdout == f"{position}\n"
+
+
+# Launchers themselves
+
+
+def launched(tmp_path, *command: str) -> str:
+    """What a launcher says, or a skip by name where it is not one of the kind that is meant."""
+    for name, text in host_order_files(ORDER).items():
+        (tmp_path / name).write_text(text)
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+        env={
+            **os.environ,
+            "PRTE_ALLOW_RUN_AS_ROOT": "1",
+            "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        },
+    )
+    return run.stdout + run.stderr
+
+
+OPEN_MPI = "mpirun --runtime-options donotlaunch --display map --hostfile hostfile.openmpi"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "options", ["--map-by slot --bind-to none -n 5", "--map-by rankfile:FILE=rankfile.openmpi"]
+)
+def test_open_mpi_has_the_same_order(options, tmp_path):
+    version = launched(tmp_path, "mpirun", "--version")
+    if not re.search(r"Open MPI\) 5|PRRTE", version):
+        pytest.skip("needs the mpirun of Open MPI 5")
+    if "rankfile" in options and (os.cpu_count() or 1) < 2:
+        pytest.skip("needs 2 cores, to which the rankfile binds")
+    said = launched(tmp_path, *OPEN_MPI.split(), *options.split(), "true")
+    found = re.findall(r"Data for node: (\S+)|proc: \[\S+@1,(\d+)\]", said)
+    expected = [("gpu3", ""), ("", "0"), ("", "1"), ("gpu1", ""), ("", "2")]
+    # Open MPI calls hosts by the first part of their names.
+    assert found == [*expected, ("gpu10", ""), ("", "3"), ("", "4")], said
+
+
+@pytest.mark.mpi
+def test_mpich_has_the_same_order(tmp_path):
+    hydra = shutil.which("mpiexec.hydra")
+    if hydra is None:
+        pytest.skip("needs mpiexec.hydra, which is not here")
+    # With `fork` it starts the ranks of all hosts here.
+    command = (hydra, "-launcher", "fork", "-machinefile", MPICH_MACHINEFILE, "-n", "5")
+    say = "echo $PMI_RANK is $MPI_LOCALRANKID of $MPI_LOCALNRANKS"
+    said = launched(tmp_path, *command, "bash", "-c", say)
+    expected = ["0 is 0 of 2", "1 is 1 of 2", "2 is 0 of 1", "3 is 0 of 2", "4 is 1 of 2"]
+    assert sorted(said.split("\n")[:-1]) == expected
