@@ -140,6 +140,18 @@ def usable_nics(machine: Machine, settings: Settings) -> tuple[int, ...]:
     return tuple(sorted(nic.index for nic in chosen))
 
 
+def net_devices(machine: Machine, settings: Settings) -> dict[int, int]:
+    """NIC number -> the device number that NCCL gives it under these settings.
+
+    A graph file names devices. NCCL counts only the NICs that it uses, so where some are left out
+    the others move up; where none is, they have the machine's own numbers.
+    """
+    nics = usable_nics(machine, settings)
+    if len(nics) == len(machine.nics):
+        return {nic: nic for nic in nics}
+    return {nic: device for device, nic in enumerate(nics)}
+
+
 def _survey(machine: Machine, gpus: Sequence[int] | None, nics: tuple[int, ...]) -> _Survey:
     """Kept on the instance, because hashing a Machine costs more than what is kept saves."""
     surveys: dict[tuple[tuple[int, ...], ...], _Survey]

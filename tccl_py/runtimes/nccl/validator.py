@@ -1,32 +1,28 @@
-"""What NCCL does with a graph file on a machine: use it, ignore it, clip it, fail, or crash."""
+"""What NCCL does with graph files: use them, ignore them, clip them, fail, or crash."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.graph_file import RING, TREE, Graph, GraphFile, load_graph_file
-from tccl_py.runtimes.nccl.graph_search import search_ring, search_tree
-from tccl_py.runtimes.nccl.rings import (
-    NodeRings,
-    RanksOutOfBoundsError,
-    RingsBrokenError,
-    connect,
-    node_rings,
-    repeated,
-)
-from tccl_py.runtimes.nccl.settings import final_channels, integer, settings_from_environment
-from tccl_py.runtimes.nccl.transport import View, view
-from tccl_py.runtimes.nccl.versions import LATEST, VersionFacts, version_facts
+from tccl_py.runtimes.nccl.graph_file import load_graph_file
+from tccl_py.runtimes.nccl.node_graphs import NodeGraphs
+from tccl_py.runtimes.nccl.rings import RanksOutOfBoundsError, RingsBrokenError, connect, repeated
+from tccl_py.runtimes.nccl.settings import final_channels, settings_from_environment
+from tccl_py.runtimes.nccl.transport import view
+from tccl_py.runtimes.nccl.versions import LATEST
 from tccl_py.runtimes.nccl.xml_lexer import GraphCrashError, GraphRejectedError
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
 
 VerdictKind = Literal["used", "ignored", "clipped", "rejected", "crash"]
-MAX_NODES = 4096
+MAX_NODES = 65_536
+_SHOWN_NODES = 8
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,13 +38,38 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     rings: tuple[tuple[int, ...], ...] = ()
 
 
-class _Loaded(msgspec.Struct, frozen=True):
-    """One graph after loading (`graph`) or searching (`orders` of GPU indices)."""
+class NodeJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One node of a job: what it is like, which GPUs it gives in rank order (None: all, by index).
 
-    graph: Graph | None
-    channels: int
-    rate: float
-    orders: tuple[tuple[int, ...], ...] = ()
+    `graph` is the text of its graph file, "" where it has none; `where` its name for messages.
+    """
+
+    machine: Machine
+    knowledge: Knowledge
+    gpus: tuple[int, ...] | None = None
+    graph: str = ""
+    where: str = "graph file"
+
+
+class ChannelNics(msgspec.Struct, frozen=True, kw_only=True):
+    """The NICs by which one channel enters and leaves one node; None where NCCL has none to use."""
+
+    entry: int | None
+    exit: int | None
+
+
+class ClusterVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What becomes of the graph files of all nodes of a job.
+
+    `verdict`, `reason` and `rings` are as in `Verdict`, with ranks of the whole job; files that
+    only some nodes use are `clipped`. `nics` has a row for each of `rings`, with what that channel
+    uses on every node, in rank order; it is empty for one node.
+    """
+
+    verdict: VerdictKind
+    reason: str
+    rings: tuple[tuple[int, ...], ...] = ()
+    nics: tuple[tuple[ChannelNics, ...], ...] = ()
 
 
 def validate(
@@ -62,7 +83,7 @@ def validate(
     environment: Mapping[str, str] | None = None,
     where: str = "graph file",
 ) -> Verdict:
-    """What NCCL does with `text` as NCCL_GRAPH_FILE.
+    """What NCCL does with `text` as NCCL_GRAPH_FILE on every one of equal nodes.
 
     Args:
         text: the file.
@@ -77,163 +98,184 @@ def validate(
     Raises:
         InputError: unknown GPUs, a node count out of range, or a file larger than any NCCL reads.
     """
+    one = NodeJob(
+        machine=machine,
+        knowledge=knowledge,
+        gpus=None if gpus is None else tuple(gpus),
+        graph=text,
+        where=where,
+    )
+    _check_count(nodes)
+    found = validate_cluster([one] * nodes, version=version, environment=environment)
+    return Verdict(verdict=found.verdict, reason=found.reason, rings=found.rings)
+
+
+def validate_cluster(
+    nodes: Sequence[NodeJob],
+    *,
+    version: str = LATEST,
+    environment: Mapping[str, str] | None = None,
+) -> ClusterVerdict:
+    """What NCCL does with the graph files of a job whose nodes may all be different.
+
+    Every rank of a node has the node's file. Nodes that share their Machine, Knowledge and file are
+    judged once. Cost: ranks times channels.
+
+    Args:
+        nodes: in rank order; each has the ranks after those of the nodes before it.
+        version: NCCL's.
+        environment: other NCCL variables of the job.
+
+    Raises:
+        InputError: unknown GPUs, no nodes or too many, or a file larger than any NCCL reads.
+    """
+    _check_count(len(nodes))
+    try:
+        return _Job(nodes, dict(environment or {}), version).judge()
+    except _FaultError as fault:
+        return ClusterVerdict(verdict=fault.verdict, reason=fault.reason)
+
+
+def _check_count(nodes: int) -> None:
     if not 1 <= nodes <= MAX_NODES:
         raise InputError("nodes", f"is {nodes}", f"1 to {MAX_NODES}")
-    order = tuple(sorted(machine.gpu_indices)) if gpus is None else tuple(gpus)
-    variables = dict(environment or {})
-    settings = settings_from_environment(variables, version=version)
-    seen = view(machine, knowledge, settings, gpus=order)
-    case = _Case(seen, order, nodes, variables, version_facts(version))
-    try:
-        return case.judge(load_graph_file(text, where=where, version=version))
-    except GraphRejectedError as error:
-        return Verdict(verdict="rejected", reason=f"{error.where}: {error.what}")
-    except GraphCrashError as error:
-        return Verdict(verdict="crash", reason=f"{error.where}: {error.what}")
-    except RingsBrokenError as error:
-        return Verdict(verdict="rejected", reason=f"{where}: {error}")
-    except RanksOutOfBoundsError as error:
-        return Verdict(verdict="crash", reason=f"{where}: {error}")
 
 
-class _Case:
+class _FaultError(Exception):
+    """Init does not end well."""
+
+    def __init__(self, verdict: VerdictKind, reason: str) -> None:
+        super().__init__(reason)
+        self.verdict, self.reason = verdict, reason
+
+
+@dataclass(slots=True)
+class _Class:
+    """Nodes that are alike, by number, and what each of them brings."""
+
+    job: NodeJob
+    numbers: list[int]
+    graphs: NodeGraphs
+
+
+class _Job:
     """A communicator for which files are judged."""
 
-    def __init__(
-        self,
-        seen: View,
-        gpus: tuple[int, ...],
-        nodes: int,
-        variables: Mapping[str, str],
-        facts: VersionFacts,
-    ) -> None:
-        self._seen, self._gpus, self._nodes = seen, gpus, nodes
-        self._variables, self._facts = variables, facts
+    def __init__(self, nodes: Sequence[NodeJob], variables: dict[str, str], version: str) -> None:
+        self._variables, self._version, self._count = variables, version, len(nodes)
+        self._classes: list[_Class] = []
+        self._of: list[NodeGraphs] = []
+        self._group(nodes)
+        self._starts = [0, *accumulate(graphs.size for graphs in self._of)]
 
-    def judge(self, file: GraphFile) -> Verdict:
-        ring = self._load(file, RING) or self._stock_ring()
-        tree = self._load(file, TREE)
-        trees = tree.channels if tree else self._stock_trees(ring.channels)
-        channels = min(ring.channels, trees)
-        rings = connect(
-            [self._on_node(ring, node) for node in range(self._nodes)], channels=channels
-        )
+    def _group(self, nodes: Sequence[NodeJob]) -> None:
+        """Machines are told apart by identity: to compare them costs more than to judge them."""
+        alike: dict[tuple[int, int, tuple[int, ...] | None, str, str], list[int]] = {}
+        for number, node in enumerate(nodes):
+            key = id(node.machine), id(node.knowledge), node.gpus, node.graph, node.where
+            alike.setdefault(key, []).append(number)
+        faults: list[_FaultError] = []
+        for numbers in alike.values():
+            node = nodes[numbers[0]]
+            try:
+                self._classes.append(_Class(node, numbers, self._load(node)))
+            except (GraphRejectedError, GraphCrashError) as error:
+                kind: VerdictKind = "crash" if isinstance(error, GraphCrashError) else "rejected"
+                text = f"{error.where}: {error.what}"
+                faults.append(_FaultError(kind, _told(numbers, text, alone=len(alike) == 1)))
+        if faults:
+            raise next((one for one in faults if one.verdict == "crash"), faults[0])
+        by_number = {number: one.graphs for one in self._classes for number in one.numbers}
+        self._of = [by_number[number] for number in range(self._count)]
+
+    def _load(self, node: NodeJob) -> NodeGraphs:
+        gpus = tuple(sorted(node.machine.gpu_indices)) if node.gpus is None else node.gpus
+        settings = settings_from_environment(self._variables, version=self._version)
+        seen = view(node.machine, node.knowledge, settings, gpus=gpus)
+        file = load_graph_file(node.graph, where=node.where, version=self._version)
+        return NodeGraphs(seen, gpus, nodes=self._count, variables=self._variables, file=file)
+
+    def judge(self) -> ClusterVerdict:
+        """Connect the rings and say what is not as the files have it."""
+        each = [one.graphs for one in self._classes]
+        channels = min(min(one.ring.channels, one.trees) for one in each)
+        rings = self._connected(channels)
         final = final_channels(
             channels,
-            sm=self._seen.system.sm_min,
-            nodes=self._nodes,
-            speed_intra=ring.rate,
+            sm=min(one.sm for one in each),
+            nodes=self._count,
+            speed_intra=min(one.ring.rate for one in each),
             variables=self._variables,
-            version=self._seen.settings.version,
+            version=self._version,
         )
-        verdict, reason = self._verdict(file, ring, channels, final)
-        return Verdict(verdict=verdict, reason=reason, rings=repeated(rings, final))
+        verdict, reason = self._verdict(channels, final)
+        nics = [self._nics(ring, channel) for channel, ring in enumerate(rings)]
+        return ClusterVerdict(
+            verdict=verdict,
+            reason=reason,
+            rings=repeated(rings, final),
+            nics=tuple(nics[channel % len(nics)] for channel in range(final)) if nics[0] else (),
+        )
 
-    def _load(self, file: GraphFile, number: int) -> _Loaded | None:
-        """Every graph with this id in turn, as NCCL loads one over the other; None if unused."""
-        loaded = None
-        for graph in file.graphs:
-            if graph.id == number and not self._gated(graph):
-                self._check(graph)
-                loaded = graph if graph.nchannels > 0 else None
-        if loaded is None:
-            return None
-        if loaded.nchannels > self._facts.max_channels:
-            raise GraphCrashError(
-                f"graph {number}",
-                f"nchannels is {loaded.nchannels}, and more than {self._facts.max_channels} "
-                "overflow NCCL's tables",
-                "split the job's channels",
+    def _connected(self, channels: int) -> list[tuple[int, ...]]:
+        nodes = [graphs.rings(start) for graphs, start in zip(self._of, self._starts, strict=False)]
+        where = ", ".join(dict.fromkeys(one.job.where for one in self._classes))
+        try:
+            return connect(nodes, channels=channels)
+        except RingsBrokenError as error:
+            raise _FaultError("rejected", f"{where}: {error}") from error
+        except RanksOutOfBoundsError as error:
+            raise _FaultError("crash", f"{where}: {error}") from error
+
+    def _nics(self, ring: tuple[int, ...], channel: int) -> tuple[ChannelNics, ...]:
+        """Where a ring passes from node to node, and by which NICs."""
+        if self._count == 1:
+            return ()
+        node_of = [number for number, graphs in enumerate(self._of) for _ in range(graphs.size)]
+        entries: dict[int, int | None] = {}
+        exits: dict[int, int | None] = {}
+        for rank, following in zip(ring, (*ring[1:], ring[0]), strict=True):
+            one, other = node_of[rank], node_of[following]
+            if one != other:
+                exits[one] = self._of[one].nic(channel, rank - self._starts[one])
+                entries[other] = self._of[other].nic(channel, following - self._starts[other])
+        return tuple(
+            ChannelNics(entry=entries[number], exit=exits[number]) for number in range(self._count)
+        )
+
+    def _verdict(self, channels: int, final: int) -> tuple[VerdictKind, str]:
+        if all(one.graphs.ring.graph is None for one in self._classes):
+            return "ignored", self._joined(
+                [(one, [one.graphs.why_ignored()]) for one in self._classes]
             )
-        return _Loaded(loaded, loaded.nchannels, loaded.speedintra)
-
-    def _gated(self, graph: Graph) -> bool:
-        return graph.crossnic == 1 and integer(self._variables.get("NCCL_CROSS_NIC")) == 0
-
-    def _check(self, graph: Graph) -> None:
-        for name in ("typeintra", "typeinter"):
-            if getattr(graph, name) is None:
-                raise GraphCrashError(
-                    f"graph {graph.id}", f"has no {name}", "NCCL reads a null pointer"
-                )
-        for channel in graph.channels:
-            for position, device in enumerate(channel.gpus):
-                if self._given_rank(channel.ranks, position) is None and device not in self._gpus:
-                    raise GraphRejectedError(
-                        f"graph {graph.id}",
-                        f"XML Import Channel : dev {device} not found.",
-                        "name only GPUs of the communicator",
-                    )
-
-    def _given_rank(self, ranks: Sequence[int | None], position: int) -> int | None:
-        if not self._facts.rank_overrides_dev or position >= len(ranks):
-            return None
-        return ranks[position]
-
-    def _stock_ring(self) -> _Loaded:
-        found = search_ring(self._seen, nodes=self._nodes)
-        orders = tuple(tuple(int(gpu[1:]) for gpu in order) for order in found.orders)
-        return _Loaded(None, len(orders), found.rate_intra, orders)
-
-    def _stock_trees(self, channels: int) -> int:
-        return len(search_tree(self._seen, nodes=self._nodes, channels=channels).orders)
-
-    def _on_node(self, ring: _Loaded, node: int) -> NodeRings:
-        start, size = node * len(self._gpus), len(self._gpus)
-        if ring.graph is None:
-            orders = [[start + self._gpus.index(gpu) for gpu in order] for order in ring.orders]
-            return node_rings(orders, size=size)
-        orders = []
-        for channel in ring.graph.channels:
-            ranks = []
-            for position, device in enumerate(channel.gpus):
-                given = self._given_rank(channel.ranks, position)
-                ranks.append(start + self._gpus.index(device) if given is None else given)
-            orders.append(ranks)
-        crossnic = ring.graph.crossnic if self._nodes > 1 else 0
-        return node_rings(orders, size=size, crossnic=crossnic)
-
-    def _verdict(
-        self, file: GraphFile, ring: _Loaded, channels: int, final: int
-    ) -> tuple[VerdictKind, str]:
-        graph = ring.graph
-        if graph is None:
-            return "ignored", _why_ignored(file)
-        differences = [*self._too_much(graph), *self._wrong_nets(graph)]
-        if channels < ring.channels:
-            differences.append(f"the tree has {channels} of {ring.channels} channels")
+        found = [(one, self._differences(one, channels)) for one in self._classes]
+        reason = self._joined([(one, texts) for one, texts in found if texts])
         if final < channels:
-            differences.append(f"NCCL_MAX_NCHANNELS leaves {final} of {channels} channels")
-        if differences:
-            return "clipped", "; ".join(differences)
-        return "used", f"{channels} channels of the file, {final} in the end"
+            clip = f"NCCL_MAX_NCHANNELS leaves {final} of {channels} channels"
+            reason = f"{reason}; {clip}" if reason else clip
+        if reason:
+            return "clipped", reason
+        files = "file" if len(self._classes) == 1 else "files"
+        return "used", f"{channels} channels of the {files}, {final} in the end"
 
-    def _too_much(self, graph: Graph) -> list[str]:
-        found = []
-        if len(graph.channels) > graph.nchannels:
-            found.append(f"nchannels is {graph.nchannels}, the file has {len(graph.channels)}")
-        if any(len(channel.gpus) > len(self._gpus) for channel in graph.channels):
-            found.append("GPUs beyond the communicator's number are dropped")
+    def _differences(self, one: _Class, channels: int) -> list[str]:
+        graphs = one.graphs
+        if graphs.ring.graph is None:
+            return [graphs.why_ignored()]
+        found = graphs.differences()
+        own = min(graphs.ring.channels, graphs.trees)
+        if channels < own:
+            found.append(f"another node has {channels} of {own} channels")
         return found
 
-    def _wrong_nets(self, graph: Graph) -> list[str]:
-        """On several nodes, channels without two known NICs use NET 0."""
-        if self._nodes == 1:
-            return []
-        known = {int(net[1:]) for net in self._seen.system.nets}
-        used = graph.channels[: graph.nchannels]
-        found = []
-        if any(len(channel.nets) < 2 for channel in used):
-            found.append("channels without <net> use NET 0")
-        if any(net not in known for channel in used for net in channel.nets):
-            found.append("a <net> that the node does not have is replaced by NET 0")
-        return found
+    def _joined(self, texts: Sequence[tuple[_Class, list[str]]]) -> str:
+        alone = len(self._classes) == 1
+        return "; ".join(_told(one.numbers, "; ".join(found), alone=alone) for one, found in texts)
 
 
-def _why_ignored(file: GraphFile) -> str:
-    graph = file.graph(RING)
-    if graph is None:
-        return "there is no graph with id 0; NCCL searches for itself"
-    if graph.nchannels <= 0:
-        return f"nchannels is {graph.nchannels}; NCCL searches for itself"
-    return "crossnic is 1 and NCCL_CROSS_NIC 0; NCCL searches for itself"
+def _told(numbers: Sequence[int], text: str, *, alone: bool) -> str:
+    if alone:
+        return text
+    shown = ", ".join(str(number) for number in numbers[:_SHOWN_NODES])
+    more = ", ..." if len(numbers) > _SHOWN_NODES else ""
+    return f"node{'s' * (len(numbers) > 1)} {shown}{more}: {text}"
