@@ -12,7 +12,7 @@ from tccl_py.plan.settings_search import (
     condensed,
     measured_stock,
     measured_well,
-    rings_under,
+    orders_under,
     search_under,
 )
 from tccl_py.runtimes.nccl.settings import Settings, check_settings
@@ -77,7 +77,7 @@ def test_the_rate_of_every_choice_is_measured_under_its_own_settings(name):
     task = task_for(name)
     _, search = searched(task)
     for choice in [search.best, *search.searched]:
-        rings = rings_under(task, choice.settings, choice.orders)
+        rings = orders_under(task, choice.settings, choice.orders)
         (measured,) = task.source.measure([rings.flows])
         assert choice.rate_gbps == pytest.approx(len(choice.orders) * measured.rate_gbps)
 
@@ -143,7 +143,7 @@ def test_a_noisy_ring_set_is_measured_several_times_and_a_quiet_one_once():
     for noise, measured in ((0.0, 1), (0.05, CAREFUL)):
         source = RememberingSource(Simulator(model, noise=noise))
         task = task_for(SMALL, source=source)
-        rings = rings_under(task, Settings(channels=4), [task.gpus])
+        rings = orders_under(task, Settings(channels=4), [task.gpus])
         well = measured_well(source, rings)
         assert source.sets_measured == measured
         (exact,) = Simulator(model).measure([rings.flows])

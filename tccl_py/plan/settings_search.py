@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain
 from math import gcd
+from typing import TypeVar
 
 import msgspec
 
+from tccl_py.chains.rules import EvenUse
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.measurements.measurement import BandwidthSource, Measurement
 from tccl_py.runtimes.nccl.candidates import candidates
+from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.runtimes.nccl.stock import StockChoice, stock_default
 from tccl_py.runtimes.nccl.transport import hop_space
 from tccl_py.runtimes.nccl.versions import version_facts
-from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult
+from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
 from tccl_py.search.strategies import find_rings
 from tccl_py.topology.cuts import natural_cuts
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
 from tccl_py.topology.symmetry import automorphisms
-from tccl_py.transfers.hops import RingSet, ring_from_order, ring_set
+from tccl_py.transfers.hops import (
+    HopSpace,
+    Ring,
+    RingSet,
+    nics_of,
+    ring_from_order,
+    ring_like,
+    ring_set,
+)
 from tccl_py.transfers.transfer import DEFAULT_FIFO_BYTES
 
 Order = tuple[int, ...]
+Rings = Sequence[Ring]
+"""Rings that may have been found under other settings: their GPUs and NICs count."""
+
+Alike = TypeVar("Alike", bound=Hashable)
 
 BASE_CHANNELS = 8
 """Channels under which mechanisms are compared first; the number is settled afterwards."""
@@ -40,6 +55,17 @@ CAREFUL = 8
 """Measurements of stock's rings and of the plan's where samples spread."""
 
 
+class NetworkUse(msgspec.Struct, frozen=True, kw_only=True):
+    """That the machine is one of several nodes: its rings are chains, closed through the world.
+
+    `nics` are those to use, by index; `same_nic` has chains leave by the NIC they enter by.
+    """
+
+    nodes: int
+    nics: tuple[int, ...]
+    same_nic: bool = False
+
+
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be planned, and by which means."""
 
@@ -52,6 +78,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str
     budget: Budget
     reporter: Reporter
+    network: NetworkUse | None = None
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +109,7 @@ class Stock(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.rings.rings) * self.measurement.rate_gbps
 
 
-def condensed(orders: Sequence[Order]) -> tuple[Order, ...]:
+def condensed(orders: Sequence[Alike]) -> tuple[Alike, ...]:
     """The shortest list of rings with the same shares: equal channels of one ring are one ring.
 
     >>> condensed([(0, 1), (1, 0), (0, 1), (1, 0)])
@@ -91,6 +118,39 @@ def condensed(orders: Sequence[Order]) -> tuple[Order, ...]:
     counts = Counter(orders)
     share = gcd(*counts.values())
     return tuple(order for order, count in counts.items() for _ in range(count // share))
+
+
+def condensed_rings(rings: Rings) -> tuple[Ring, ...]:
+    """The same of rings, which are equal if they go over the same GPUs and NICs."""
+    routes = {route(one): one for one in rings}
+    return tuple(routes[one] for one in condensed([route(one) for one in rings]))
+
+
+def route(ring: Ring) -> tuple[tuple[object, ...], ...]:
+    """What stays of a ring under other settings: its GPUs in order, and the NICs between."""
+    return tuple((hop.source, *nics_of(hop)) for hop in ring.hops)
+
+
+def space_under(task: Task, settings: Settings, count: int) -> HopSpace:
+    """The hops open to each ring of a set of `count`, with the network's if there is one."""
+    if task.network is None:
+        return hop_space(task.machine, task.knowledge, settings, gpus=task.gpus, rings_in_set=count)
+    return chain_hop_space(
+        task.machine,
+        task.knowledge,
+        settings,
+        nics=task.network.nics,
+        gpus=task.gpus,
+        chains_in_set=count,
+    )
+
+
+def rules_under(task: Task, counts: Sequence[int]) -> dict[int, SetRule]:
+    """What rings of a set must keep to, by the size of the set."""
+    network = task.network
+    if network is None:
+        return {}
+    return {one: EvenUse(network.nics, one, same=network.same_nic) for one in counts}
 
 
 def stock_settings(choice: StockChoice) -> Settings:
@@ -109,7 +169,7 @@ def measured_stock(task: Task) -> Stock:
     choice = stock_default(task.machine, task.knowledge, gpus=task.gpus, version=task.version)
     orders = condensed(choice.rings)
     settings = stock_settings(choice)
-    rings = rings_under(task, settings, orders)
+    rings = orders_under(task, settings, orders)
     return Stock(
         choice=choice,
         rings=rings,
@@ -151,40 +211,53 @@ def _outliers(measurements: Sequence[Measurement]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def rings_under(task: Task, settings: Settings, orders: Sequence[Order]) -> RingSet:
-    """The ring set of these orders with the mechanisms that the settings give each hop.
+def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
+    """The ring set over the same GPUs and NICs with the mechanisms that the settings give each hop.
 
     Raises:
         SearchError: a pair of neighbours has no hop.
     """
-    space = hop_space(
-        task.machine, task.knowledge, settings, gpus=task.gpus, rings_in_set=len(orders)
-    )
+    space = space_under(task, settings, len(rings))
+    return ring_set([ring_like(space, one) for one in rings])
+
+
+def orders_under(task: Task, settings: Settings, orders: Sequence[Order]) -> RingSet:
+    """The ring set of these orders with the first mechanism there is for each hop.
+
+    Raises:
+        SearchError: a pair of neighbours has no hop.
+    """
+    space = space_under(task, settings, len(orders))
     return ring_set([ring_from_order(space, order) for order in orders])
 
 
 def search_under(
-    task: Task, settings: Settings, *, orders: Sequence[Sequence[Order]], floor: float, sets: int
+    task: Task,
+    settings: Settings,
+    *,
+    orders: Sequence[Sequence[Order]] = (),
+    known: Sequence[Rings] = (),
+    floor: float,
+    sets: int,
 ) -> SearchResult:
     """Search for rings under one choice of settings.
 
     Args:
         task: what to plan.
         settings: the choice; ring counts that do not divide its channels are left out.
-        orders: ring sets known beforehand.
+        orders: ring sets known beforehand by their GPU orders.
+        known: ring sets known from other settings.
         floor: scores up to this, GB/s, are of no interest.
         sets: how many sets may be measured.
     """
     counts = [count for count in task.ring_counts if settings.channels % count == 0]
-    spaces = {
-        count: hop_space(task.machine, task.knowledge, settings, gpus=task.gpus, rings_in_set=count)
-        for count in counts
-    }
     problem = SearchProblem(
-        spaces=spaces,
+        spaces={count: space_under(task, settings, count) for count in counts},
         source=task.source,
         symmetry=automorphisms(task.machine, task.knowledge, gpus=task.gpus),
         orders=tuple(tuple(one) for one in orders),
+        known=tuple(tuple(one) for one in known),
+        rules=rules_under(task, counts),
         cuts=natural_cuts(task.machine, task.knowledge, gpus=task.gpus),
         floor_gbps=floor,
         budget=msgspec.structs.replace(task.budget, sets=sets),
@@ -204,7 +277,7 @@ class SettingsSearch:
         self.searched: list[Choice] = []
         self.cancelled = False
         self._task = task
-        self._known = [tuple(one.gpus for one in stock.rings.rings)]
+        self._known: list[Rings] = [stock.rings.rings]
 
     def run(self, *, sets: int) -> None:
         """Find the best settings with their rings; KeyboardInterrupt ends it with the best so far.
@@ -241,14 +314,14 @@ class SettingsSearch:
     def _note(self, found: Choice) -> None:
         tuned = found if self.cancelled else _tuned(self._task, found)
         self.searched.append(tuned)
-        self._known.append(tuned.orders)
+        self._known.append(tuned.rings.rings)
         if tuned.rate_gbps > self.best.rate_gbps * (1 + WORTH):
             self.best = tuned
 
     def _settle(self, sets: int) -> None:
         """The best rings under exactly the chosen settings, with a bound that holds for them."""
         best = self.best
-        settings, known = best.settings, [best.orders]
+        settings, known = best.settings, [best.rings.rings]
         result = _searched(self._task, settings, known, floor=0.0, sets=sets)
         if result is None:
             return
@@ -276,18 +349,16 @@ def _mechanisms(task: Task) -> tuple[Settings, ...]:
     )
 
 
-def _promise(task: Task, settings: Settings, known: Sequence[Sequence[Order]]) -> tuple[float, int]:
+def _promise(task: Task, settings: Settings, known: Sequence[Rings]) -> tuple[float, int]:
     """The best score of the known rings under these settings, roughly; then few bounces."""
     best = 0.0
-    space = hop_space(task.machine, task.knowledge, settings, gpus=task.gpus)
-    bounces = sum(hop.flow.is_bounce for hop in space)
-    for orders in known:
+    bounces = sum(hop.flow.is_bounce for hop in space_under(task, settings, 1))
+    for rings in known:
         try:
-            rings = rings_under(task, settings, orders)
-            (measurement,) = task.source.measure([rings.flows])
+            (measurement,) = task.source.measure([rings_under(task, settings, rings).flows])
         except (SearchError, MeasurementError):
             continue
-        best = max(best, len(orders) * measurement.rate_gbps)
+        best = max(best, len(rings) * measurement.rate_gbps)
     return float(f"{best:.2g}"), -bounces
 
 
@@ -300,25 +371,25 @@ def _base_channels(task: Task) -> int:
 
 
 def _searched(
-    task: Task, settings: Settings, known: Sequence[Sequence[Order]], *, floor: float, sets: int
+    task: Task, settings: Settings, known: Sequence[Rings], *, floor: float, sets: int
 ) -> SearchResult | None:
     """The best rings under these settings; None where they leave a GPU without a hop."""
     try:
-        return search_under(task, settings, orders=known, floor=floor, sets=sets)
+        return search_under(task, settings, known=known, floor=floor, sets=sets)
     except (SearchError, MeasurementError):
         return None
 
 
 def _tuned(task: Task, choice: Choice) -> Choice:
     """The same rings with the channels and FIFO size that suit them best, fewest and largest."""
-    orders = condensed(choice.orders)
+    known = condensed_rings(choice.rings.rings)
     bounces = any(hop.flow.is_bounce for one in choice.rings.rings for hop in one.hops)
     limit = version_facts(task.version).max_channels
     best = choice
-    for channels in (count for count in CHANNELS if count <= limit and count % len(orders) == 0):
+    for channels in (count for count in CHANNELS if count <= limit and count % len(known) == 0):
         for size in BUFFSIZES if bounces else BUFFSIZES[:1]:
             settings = msgspec.structs.replace(choice.settings, channels=channels, buffsize=size)
-            rings = rings_under(task, settings, orders)
+            rings = rings_under(task, settings, known)
             try:
                 (measurement,) = task.source.measure([rings.flows])
             except MeasurementError:
@@ -327,7 +398,7 @@ def _tuned(task: Task, choice: Choice) -> Choice:
             tried = Choice(
                 settings=settings,
                 rings=rings,
-                rate_gbps=len(orders) * measurement.rate_gbps,
+                rate_gbps=len(known) * measurement.rate_gbps,
                 result=choice.result,
             )
             if _preferred(tried, best):

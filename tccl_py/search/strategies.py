@@ -187,8 +187,8 @@ def _best_first(run: Run) -> None:
     """Search under the symmetry, as far as measurements bear it out; then check the answer."""
     symmetry = run.problem.symmetry
     known = (*run.problem.orders, (run.problem.gpus,))
-    run.offer_orders(known)
     run.offer_known()
+    run.offer_orders(known)
     indices = _trusted_indices(run, symmetry, SPOT_CHECKS)
     _search_all_counts(run, indices)
     if not _answer_holds(run):
@@ -196,8 +196,8 @@ def _best_first(run: Run) -> None:
         run.notices.append("the machine is less symmetric than described; searched again")
         run.incumbent.forget()
         run.bounds.clear()
-        run.offer_orders(known)
         run.offer_known()
+        run.offer_orders(known)
         _search_all_counts(run, _trusted_indices(run, symmetry, None))
 
 
@@ -331,8 +331,10 @@ def _brute_force(run: Run) -> None:
 
 
 def _nccl_order(run: Run) -> None:
-    """The orders of the problem (NCCL's own), or the ascending one, as they are."""
-    run.offer_orders(run.problem.orders or [(run.problem.gpus,)])
+    """What the problem knows beforehand (NCCL's own), or the ascending order, as it is."""
+    run.offer_known()
+    if run.problem.orders or not run.problem.known:
+        run.offer_orders(run.problem.orders or [(run.problem.gpus,)])
 
 
 STRATEGIES: dict[str, Strategy] = {
