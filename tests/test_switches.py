@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,8 @@ from tccl_py.cluster.switches import (
     switch_yaml,
 )
 from tccl_py.errors import InputError
-from tccl_py.merge.switches import SwitchTree
+from tccl_py.merge.switches import SwitchTree, merge_with_switches
+from tccl_py.merge.tables import ChainTable
 
 # After topology.conf(5): two levels, comments, a continued line, keys in any case.
 SLURM = """\
@@ -131,6 +133,36 @@ def test_topologies_that_are_refused(text, parts):
     refused(lambda: parse_slurm_topology(text, where="t"), *parts)
 
 
+# After topology.yaml(5).
+SLURM_YAML = """\
+---
+- topology: topo1
+  cluster_default: true
+  tree:
+    switches:
+      - switch: sw_root
+        children: s[1-2]
+      - switch: s1
+        nodes: node[01-02]
+      - switch: s2
+        nodes: node[03-04]
+- topology: topo2
+  cluster_default: false
+  tree:
+    switches:
+      - switch: other
+        nodes: node[01-04]
+- topology: topo3
+  block: {block_sizes: [4]}
+"""
+
+
+def test_topology_yaml():
+    network = parse_switch_yaml(SLURM_YAML, where="topology.yaml", hosts=["node03", "node01"])
+    below = (leaf("s1", "node01"), leaf("s2", "node03"))
+    assert network == Network(switches=SwitchTree(name="sw_root", switches=below))
+
+
 # YAML
 
 
@@ -233,7 +265,21 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("switches: [{name: a, hosts: 'n[0-999999999]'}]", ["more than"]),
         ("switches:\n" + "- {name: a, hosts: 'n[1-65536]'}\n" * 10_000, ["more than"]),
         ("switches: [{name: a, hosts: [" + "'n[1-65536]'," * 10_000 + "]}]", ["more than"]),
-        ("- topology: t\n  tree: {switches: []}\n", ["topology.yaml"]),
+        ("- topology: t\n  flat: true\n", ["0 topologies"]),
+        ("- topology: t\n  tree: {}\n- topology: u\n  tree: {}\n", ["2 topologies"]),
+        ("- topology: t\n  tree: {switches: []}\n", ["no switch"]),
+        ("- topology: t\n  tree: []\n", ["a list", "a tree"]),
+        ("- topology: t\n  tree: {}\n", ["no switch"]),
+        ("- topology: t\n  tree: {switches: [a]}\n", ["'a'", "a switch"]),
+        ("- topology: t\n  tree: {switches: [{switch: a, hosts: b}]}\n", ["'hosts'"]),
+        ("- topology: t\n  tree: {switches: [{switch: a, nodes: [b]}]}\n", ["a list"]),
+        ("- topology: t\n  tree: {switches: [{nodes: b}]}\n", ["no name"]),
+        ("- topology: t\n  tree: {switches: [{switch: a, children: b}]}\n", ["no switch 'b'"]),
+        (
+            "- topology: t\n  tree:\n   switches:\n"
+            + "   - {switch: a, nodes: 'n[1-65536]'}\n" * 9999,
+            ["more than"],
+        ),
         ("switches: [" + "{name: a, switches: [" * 40, ["too deep"]),
     ],
 )
@@ -281,6 +327,17 @@ def test_ten_thousand_hosts_are_read_soon():
 
 
 # Trees
+
+
+def test_the_merge_takes_the_tree_of_a_job():
+    job = ["node4", "node1", "node3", "node2"]
+    tree = parse_switch_yaml(YAML, where="net.yaml", hosts=job).switches
+    table = ChainTable(name="box", rates=np.array([[20.0]]))
+    ring = merge_with_switches([table], dict.fromkeys(job, 0), tree)
+    assert ring.rate_gbps == 12.5
+    assert sorted(ring.hosts) == sorted(job)
+    places = [ring.hosts.index(host) for host in ("node1", "node2")]
+    assert (places[0] - places[1]) % 4 in (1, 3)
 
 
 @st.composite

@@ -222,6 +222,8 @@ def _check_host(host: Host, cluster: Cluster, where: str) -> None:
 
 
 def _check_switches(cluster: Cluster, tree: SwitchTree, where: str) -> None:
+    named = [switch.name for switch in tree.all_switches if switch.name or switch is not tree]
+    check_host_names(named, where=where, kind="switch")
     there: set[str] = set()
     for name in tree.all_hosts:
         if name not in cluster.host_classes:

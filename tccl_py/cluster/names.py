@@ -1,4 +1,4 @@
-"""Names of hosts and of node classes: fit for file names and for the places of transfers."""
+"""Names of hosts, switches and node classes: fit for file names and for the places of transfers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def shown(text: str) -> str:
 
 
 def check_host_name(name: str, *, where: str) -> str:
-    """Return `name` if it can name a host in files, file names and places (`node1.G0`).
+    """Return `name` if it can name a host in files, file names and places (`node1.G0`);
+    switches have such names too.
 
     >>> check_host_name("gpu-01.cluster", where="hosts")
     'gpu-01.cluster'
@@ -38,8 +39,8 @@ def check_host_name(name: str, *, where: str) -> str:
     return name
 
 
-def check_host_names(names: Iterable[str], *, where: str) -> tuple[str, ...]:
-    """Return the names if each is fit and none is there twice.
+def check_host_names(names: Iterable[str], *, where: str, kind: str = "host") -> tuple[str, ...]:
+    """Return the names if each is fit and none is there twice; `kind` is what they name.
 
     Raises:
         InputError: as `check_host_name`, or a doubled name.
@@ -47,7 +48,7 @@ def check_host_names(names: Iterable[str], *, where: str) -> tuple[str, ...]:
     seen: dict[str, None] = {}
     for name in names:
         if check_host_name(name, where=where) in seen:
-            raise InputError(where, f"host {name} is named twice", "once is right")
+            raise InputError(where, f"{kind} {name} is named twice", "once is right")
         seen[name] = None
     return tuple(seen)
 

@@ -1,4 +1,4 @@
-"""Switches between hosts, as SLURM's topology.conf or as YAML, read into a SwitchTree.
+"""Switches between hosts, as SLURM's topology files or as YAML, read into a SwitchTree.
 
 The YAML form:
 
@@ -35,7 +35,12 @@ import msgspec
 from tccl_py.cluster.expressions import compress, expand
 from tccl_py.cluster.hostlist import read_list
 from tccl_py.cluster.names import check_host_name, shown
-from tccl_py.cluster.slurm_topology import is_slurm_topology, switch_lines
+from tccl_py.cluster.slurm_topology import (
+    is_slurm_topology,
+    is_slurm_yaml,
+    switch_lines,
+    yaml_switch_lines,
+)
 from tccl_py.cluster.switch_tree import MAX_NAMES, SwitchLine, joined, restricted
 from tccl_py.cluster.yaml_values import Value, parse_yaml
 from tccl_py.merge.switches import SwitchTree
@@ -65,7 +70,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_switches(path: Path, hosts: Iterable[str] | None = None) -> Network:
-    """Read a topology.conf or the YAML form, whichever the file's suffix or else its text says.
+    """Read a topology.conf, a topology.yaml or the YAML form, as suffix or else text say.
 
     Args:
         path: the file.
@@ -94,16 +99,16 @@ def parse_slurm_topology(
 
 
 def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = None) -> Network:
-    """The network that the YAML form describes.
+    """The network that the YAML form, or SLURM's topology.yaml, describes.
 
     Raises:
         InputError: not YAML, other fields or values than the form has, or switches that are no
             tree; with `hosts`, one that is at no switch.
     """
     document = parse_yaml(text, where=where)
-    if isinstance(document.content, list) and _is_slurm_yaml(document.content):
-        right = "give topology.conf, or write the switches as this program's documentation says"
-        raise document.refused("is SLURM's topology.yaml", right)
+    if is_slurm_yaml(document):
+        lines = yaml_switch_lines(document)
+        return Network(switches=joined(lines, where=where, hosts=hosts))
     fields = document.fields("a mapping", "switches", "rails")
     if "switches" not in fields:
         raise document.refused("has no switches", "write switches: and a list of them")
@@ -198,7 +203,3 @@ def _rails(value: Value | None) -> Rails:
         if value.content == rails:
             return rails  # type: ignore[no-any-return]
     raise value.refused(f"rails is {value.kind}", "any or only are possible")
-
-
-def _is_slurm_yaml(values: list[Value]) -> bool:
-    return any(isinstance(one.content, dict) and "topology" in one.content for one in values)

@@ -184,7 +184,8 @@ def launch_notes(order: HostOrder, *, directory: str = ".") -> str:
     )
     line_of = f'$(( $(grep -nxF -- "$HOST" {at(HOSTS)} | cut -d: -f1) - 1 ))'
     return f"""\
-NCCL joins hosts in the order of their ranks. To start {order.ranks} ranks on {_hosts(order)}:
+NCCL joins hosts in the order of their ranks; each rank uses the GPU that {RANK_MAP} has for it.
+To start {order.ranks} ranks on {_hosts(order)} in this order:
 
 Open MPI:
     mpirun --hostfile {at(OPEN_MPI_HOSTFILE)} --map-by slot --bind-to none -n {order.ranks} PROGRAM
@@ -192,7 +193,7 @@ MPICH, Intel MPI:
     mpiexec -machinefile {at(MPICH_MACHINEFILE)} -n {order.ranks} PROGRAM
 SLURM, in an allocation of these hosts (without --nodes, which it refuses here):
     SLURM_HOSTFILE={at(SLURM_HOSTFILE)} srun --distribution=arbitrary --ntasks={order.ranks} PROGRAM
-torchrun, on each host; K is the host's line in {HOSTS}, from 0:
+torchrun, on each host; K is the line of its name in {HOSTS}, from 0:
     HOST=$(hostname); K={line_of}
     {torchrun}
     (under srun --ntasks-per-node=1, HOST=$SLURMD_NODENAME; not with --rdzv-backend=c10d, which
