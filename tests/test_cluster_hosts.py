@@ -299,7 +299,10 @@ BARE = NodeClass(name="bare", machine=replace(toy_machine(gpus=1), gpus=()))
         ({"switches": leaf()}, ["host a is at no switch"]),
         ({"switches": leaf("a", "b")}, ["host 'b' of the switches is unknown"]),
         ({"switches": leaf("a", "a")}, ["host a is at two switches"]),
-        ({"switches": SwitchTree(name="leaf", switches=(leaf("a"),))}, ["switch leaf is named twice"]),
+        (
+            {"switches": SwitchTree(name="leaf", switches=(leaf("a"),))},
+            ["switch leaf is named twice"],
+        ),
         ({"switches": SwitchTree(name="\x1b[m", hosts=("a",))}, ["cannot be a name"]),
         ({"switches": SwitchTree(name="s", switches=(replace(leaf("a"), name=""),))}, ["''"]),
         ({"format_version": 2}, ["version 2"]),
