@@ -297,7 +297,9 @@ def test_every_order_survives_the_file(found, version):
         ({"nets": ((0, 0),)}, "has NICs for 1 of 2 channels"),
         ({"speed_gbps": float("nan")}, "has speeds"),
         ({"type_intra": 'SYS" x="'}, "has path type"),
-        ({"crossnic": 2}, "0 or 1: 2 swaps channels"),
+        ({"tree_nets": ((0, 0),)}, "has NICs for 1 of 2 channels"),
+        ({"tree_type_inter": "C2C"}, "has path type"),
+        ({"orders": ((0,), (0,)), "nets": ((0, 1), (0, 0))}, "leaves a node of one GPU by another"),
         ({"orders": ((0, 1, -1),)}, "names devices"),
     ],
 )

@@ -7,7 +7,9 @@ from pathlib import PurePosixPath
 
 from tccl_py.emitters.graph_xml import GraphRings, graph_xml
 from tccl_py.emitters.nccl_conf import env_sh, nccl_conf
+from tccl_py.runtimes.nccl.graph_facts import graph_facts
 from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.runtimes.nccl.transport import View
 
 GRAPH_FILE = "graph.xml"
 
@@ -42,6 +44,49 @@ def graph_text(
     gpus = ", ".join(str(gpu) for gpu in sorted(orders[0]))
     note = f"rates {provenance}; only for communicators over exactly GPUs {gpus}"
     return f"<!-- tccl-py: {note} -->\n" + graph_xml(rings, version=settings.version)
+
+
+def node_graph_text(
+    seen: View,
+    orders: Sequence[tuple[int, ...]],
+    ends: Sequence[tuple[int, int]],
+    *,
+    rate_gbps: float,
+    provenance: str,
+    network_gbps: float | None = None,
+) -> str:
+    """The graph file of every node of one class, for a communicator over several nodes.
+
+    Args:
+        seen: the node under the job's settings, with the communicator's GPUs on it.
+        orders: one GPU order a channel.
+        ends: the numbers of the NICs by which each channel enters and leaves.
+        rate_gbps: of all channels together; they share it evenly.
+        provenance: of that rate.
+        network_gbps: what all channels carry between nodes, if that is known and more.
+
+    Raises:
+        InputError: orders or NICs that NCCL would not take, or not as they are meant.
+    """
+    facts = graph_facts(seen, orders, ends)
+    count = len(orders)
+    rings = GraphRings(
+        orders=tuple(orders),
+        speed_gbps=rate_gbps / count,
+        type_intra=facts.type_intra,
+        nets=facts.nets,
+        speed_inter_gbps=(rate_gbps if network_gbps is None else network_gbps) / count,
+        type_inter=facts.type_inter,
+        tree_nets=facts.tree_nets,
+        tree_type_inter=facts.tree_type_inter,
+        tree_spreads=facts.tree_spreads,
+    )
+    gpus = ", ".join(str(gpu) for gpu in sorted(orders[0]))
+    note = (
+        f"rates {provenance}; for one node of several, only for communicators over exactly "
+        f"GPUs {gpus} of it"
+    )
+    return f"<!-- tccl-py: {note} -->\n" + graph_xml(rings, version=seen.settings.version)
 
 
 def conf_text(settings: Settings, *, provenance: str) -> str:
