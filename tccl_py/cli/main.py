@@ -79,7 +79,7 @@ class _Command(TyperCommand):
         rest = super().parse_args(ctx, args)
         for param in self.params:
             metavar = getattr(param, "metavar", None)
-            if metavar in ("FILE", "DIR") and given.get(param.name) == "":
+            if metavar in ("FILE", "DIR", "DIR|FILE") and given.get(param.name) == "":
                 raise InputError(param.opts[-1], "is empty", f"name a {metavar}")
         return rest
 

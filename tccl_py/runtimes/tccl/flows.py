@@ -25,11 +25,11 @@ _TYPES: dict[tuple[str, str, bool], TransferType] = {
 def numa_ids(machine: Machine) -> dict[int, int]:
     """What the system calls each NUMA node, by our index: the fork hands it to the kernel.
 
-    A node that the system has no number for, as in virtual machines, keeps our index.
+    Our indices stand where the system has no number for each, as in virtual machines.
     """
-    return {
-        node.index: node.numa_id if node.numa_id >= 0 else node.index for node in machine.numa_nodes
-    }
+    ids = {node.index: node.numa_id for node in machine.numa_nodes}
+    told = min(ids.values()) >= 0 and len(set(ids.values())) == len(ids)
+    return ids if told else {index: index for index in ids}
 
 
 def typed_transfers(flow: Flow, numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:

@@ -36,11 +36,12 @@ class NodePart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> tuple[int, ...]:
-        """The node's GPUs in ring order, from the one that the bytes come to first."""
+        """The node's GPUs in ring order; of a job's only node from where its ring begins."""
         lands = [one.destination for one in self.transfers if "WRITE_CPUMEM" not in one.type]
-        if self.head is not None and self.head.lands_in_gpu:
-            return (self.head.destination, *lands)
-        return tuple(lands)
+        if self.head is None:
+            # A ring comes back to where it began.
+            return (*lands[-1:], *lands[:-1])
+        return (self.head.destination, *lands) if self.head.lands_in_gpu else tuple(lands)
 
 
 class FoundRing(msgspec.Struct, frozen=True, kw_only=True):
