@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from tccl_profiler.control import Control
+from tccl_profiler.links import Endpoint
 from tccl_profiler.messages import Peer, Pinged, Run, Start, Started
+from tccl_profiler.program import Link
 from tccl_profiler.shared_memory import Segment
 
 
@@ -36,3 +38,20 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+
+
+@runtime_checkable
+class LinkedDevice(Device, Protocol):
+    """A device whose lanes send and receive over links: a NIC. Links stay from run to run."""
+
+    def listen(self, links: Sequence[Link]) -> tuple[Endpoint, ...]:
+        """Begin to wait for links, and say where."""
+
+    def connect(self, ends: Mapping[Link, Endpoint], limit_s: float) -> None:
+        """Make links to where they are waited for."""
+
+    def accept(self, links: Sequence[Link], limit_s: float) -> None:
+        """Wait until links that are listened for have come."""
+
+    def usable(self) -> tuple[Link, ...]:
+        """The links that a run can use."""

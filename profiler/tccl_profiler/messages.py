@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tccl_profiler.links import Accept, AskLinks, Connect, Linked, Listen, Listening
 from tccl_profiler.program import DeviceProgram
 
 
@@ -12,6 +13,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `slot` is the device's place in the control segment, `device` its name in the machine: `G0`. The
     lifeline is a pipe that ends with the controller, however that ends; so does the worker then.
+    A NIC has an IP address and the name of an interface.
     """
 
     backend: str
@@ -22,6 +24,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     control_bytes: int
     arena_bytes: int
     user_bytes: int
+    address: str = ""
+    interface: str = ""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -97,15 +101,16 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It could not be done; `fatal` if the worker is of no more use."""
+    """It could not be done; `fatal` if the worker is of no more use, `link` if a link is lost."""
 
     what: str
     fatal: bool = True
+    link: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Give everything back and end."""
 
 
-ToWorker = Start | Meet | Share | Run | Ping | Stop
-FromWorker = Started | Done | Pinged | Failed
+ToWorker = Start | Meet | Share | Run | Ping | Listen | Connect | Accept | AskLinks | Stop
+FromWorker = Started | Done | Pinged | Listening | Linked | Failed

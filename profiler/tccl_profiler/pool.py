@@ -12,18 +12,23 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from types import TracebackType
+from typing import TypeVar
 
 import msgspec
 
 from tccl_profiler.control import MAX_DEVICES, MAX_LANES, Control, control_bytes
+from tccl_profiler.linking import Linking
+from tccl_profiler.links import Endpoint
 from tccl_profiler.messages import Meet, Peer, Ping, Pinged, Share, Start, Started, Stop
-from tccl_profiler.program import COUNTER_AREA_BYTES, MAX_REPEATS, Work
+from tccl_profiler.program import COUNTER_AREA_BYTES, MAX_REPEATS, Link, Work, is_nic
 from tccl_profiler.running import Patience, Running
 from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.shared_memory import Segment
 from tccl_profiler.spaces import HostSpaces
 from tccl_profiler.workers import DeviceSpec, WorkerLost, WorkerProcess, spawned
 from tccl_py.errors import MeasurementError
+
+Answer = TypeVar("Answer")
 
 _BROKEN_STOP_S = 0.5
 """What workers that are given up get to end by themselves."""
@@ -41,8 +46,12 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 class Pool:
     """Worker processes for some devices of this host, and what is shared with them.
 
+    Links to NICs of other hosts are kept from set to set. Before a program with NICs is begun, its
+    links are made: `links` says which there are, and what an end lacks is made by `listen`,
+    `connect` and `accept`, each on all hosts before the next.
+
     Args:
-        backend: `cuda` or `host`.
+        backend: `cuda` or `host`, of the devices that are no NICs.
         devices: what to measure.
         numa_ids: by host space (`C0`) the system's number of its NUMA node, None if it has one.
         memory: what each device gives.
@@ -145,7 +154,7 @@ class Pool:
         self._workers.append(worker)
         self._pids.add(worker.process.pid)
         start = Start(
-            backend=self._backend,
+            backend="network" if is_nic(spec.device) else self._backend,
             slot=slot,
             device=spec.device,
             bus_id=spec.bus_id,
@@ -153,6 +162,8 @@ class Pool:
             control_bytes=control_bytes(len(self._specs)),
             arena_bytes=self._memory.arena_bytes + COUNTER_AREA_BYTES,
             user_bytes=self._memory.user_bytes,
+            address=spec.address,
+            interface=spec.interface,
         )
         self._ask(worker, start, (self._control.segment.fd, self._lifeline[0]))
 
@@ -162,7 +173,10 @@ class Pool:
     def _introduce(self) -> None:
         """Tell every worker of the others' arenas."""
         for worker in self._workers:
-            others = [one for one in self._workers if one is not worker]
+            # A NIC has no memory.
+            others = [
+                one for one in self._workers if one is not worker and not is_nic(one.spec.device)
+            ]
             fds = [one.arena_fd for one in others if one.arena_fd >= 0]
             peers = []
             for other in others:
@@ -336,6 +350,54 @@ class Pool:
         except BaseException:
             # Some have the new memory and some the old.
             self._broken = True
+            raise
+
+    def links(self) -> frozenset[Link]:
+        """The links that NICs here have, whose other end is there and on which nothing is left.
+
+        Raises:
+            WorkerLost: a worker died or hangs.
+        """
+        return self._linking(Linking.usable)
+
+    def listen(self, links: Sequence[Link]) -> dict[Link, Endpoint]:
+        """Have the receiving NICs wait for links, in place of those they had, and say where.
+
+        Raises:
+            WorkerLost: a worker died or hangs.
+            MeasurementError: a NIC that is not here, or has no port left.
+        """
+        return self._linking(lambda linking: linking.listen(links))
+
+    def connect(self, ends: Mapping[Link, Endpoint]) -> None:
+        """Have the sending NICs make links to where they are waited for.
+
+        Raises:
+            WorkerLost: a worker died or hangs.
+            LinkLost: a link cannot be made, by both names.
+        """
+        self._linking(lambda linking: linking.connect(ends))
+
+    def accept(self, links: Sequence[Link]) -> None:
+        """Wait until links that were listened for have come; who is late is given up.
+
+        Raises:
+            WorkerLost: a worker died or hangs.
+            LinkLost: a link did not come in time, by both names.
+        """
+        self._linking(lambda linking: linking.accept(links))
+
+    def _linking(self, act: Callable[[Linking], Answer]) -> Answer:
+        self._ready()
+        linking = Linking(
+            self._workers, link_s=self._patience.link_s, answer_s=self._patience.answer_s
+        )
+        try:
+            return act(linking)
+        except BaseException as error:
+            # Interrupted too: an answer may be under way.
+            owed = any(one.owes_answer for one in self._workers)
+            self._broken = owed or isinstance(error, WorkerLost)
             raise
 
     def ping(self, count: int = 16) -> Mapping[str, Pinged]:

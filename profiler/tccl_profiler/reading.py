@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_profiler.program import Part, Program
+from tccl_profiler.program import Part, Program, is_nic
 from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.window import LaneRate
 
@@ -157,6 +157,7 @@ def _together(
 
 
 def _wrong(part: Part, outcome: Outcome) -> int:
-    if part.kind != "incoming":
+    # Who reads compares; so does a NIC that receives what nobody reads.
+    if part.kind != "incoming" and not is_nic(part.device):
         return 0
     return int(outcome.records[part.device][list(part.numbers)]["errors"].sum())

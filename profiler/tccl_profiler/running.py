@@ -29,11 +29,12 @@ _SPIN_NS = 1_000_000
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
     """How long the pool waits, in seconds: for devices to be set up, of which a first compilation
-    takes some; for an answer; for lanes to be there or, beyond their window, to be done, which is
-    also how long lanes wait to be released; and for workers to end."""
+    takes some; for an answer; for links to be made; for lanes to be there or, beyond their window,
+    to be done, which is also how long lanes wait to be released; and for workers to end."""
 
     start_s: float = 120.0
     answer_s: float = 60.0
+    link_s: float = 10.0
     lanes_s: float = 10.0
     stop_s: float = 3.0
 

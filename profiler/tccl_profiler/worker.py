@@ -15,6 +15,15 @@ from typing import TYPE_CHECKING
 
 from tccl_profiler.channel import Channel, ChannelClosed
 from tccl_profiler.control import Control
+from tccl_profiler.links import (
+    Accept,
+    AskLinks,
+    Connect,
+    Linked,
+    LinkLost,
+    Listen,
+    Listening,
+)
 from tccl_profiler.messages import (
     Done,
     Failed,
@@ -92,6 +101,10 @@ def _device(backend: str) -> Device:
         from tccl_profiler.cuda.device import CudaDevice  # noqa: PLC0415
 
         return CudaDevice()
+    if backend == "network":
+        from tccl_profiler.network.device import NicDevice  # noqa: PLC0415
+
+        return NicDevice()
     raise MeasurementError(f"backend {backend!r} is not known; there are cuda and host")
 
 
@@ -112,10 +125,32 @@ def _answer(channel: Channel[ToWorker], device: Device) -> bool:
             fds = {-1: None, **dict(enumerate(descriptors))}
             device.meet({peer.space: (peer, fds[peer.descriptor]) for peer in message.peers})
             channel.send(Done())
+        elif not isinstance(message, Start | Stop):
+            channel.send(_linked(device, message))
     except MeasurementError as error:
-        # The device itself is sound: it refused.
-        channel.send(Failed(what=str(error), fatal=False))
+        # The device itself is sound: it refused, or what it is linked to has gone.
+        channel.send(Failed(what=str(error), fatal=False, link=isinstance(error, LinkLost)))
     return not isinstance(message, Stop)
+
+
+def _linked(
+    device: Device, message: Listen | Connect | Accept | AskLinks
+) -> Done | Listening | Linked:
+    """What a NIC answers."""
+    from tccl_profiler.device import LinkedDevice  # noqa: PLC0415 (other devices need none of it)
+
+    if not isinstance(device, LinkedDevice):
+        raise MeasurementError("has no links: it is no NIC")
+    if isinstance(message, Listen):
+        return Listening(endpoints=device.listen(message.links))
+    if isinstance(message, Connect):
+        ends = dict(zip(message.links, message.endpoints, strict=True))
+        device.connect(ends, message.limit_s)
+    elif isinstance(message, Accept):
+        device.accept(message.links, message.limit_s)
+    else:
+        return Linked(links=device.usable())
+    return Done()
 
 
 def _sentence(error: Exception) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tccl_profiler.channel import Channel, ChannelClosed, ChannelTimeout
+from tccl_profiler.links import LinkLost
 from tccl_profiler.messages import Done, Failed, FromWorker, Started
 from tccl_py.errors import MeasurementError
 
@@ -78,6 +79,7 @@ class WorkerProcess:
 
         Raises:
             WorkerLost: it has died, does not answer, or says that its device is of no more use.
+            LinkLost: it says that a link could not be made or has broken.
             MeasurementError: it says that it refuses.
         """
         try:
@@ -88,7 +90,7 @@ class WorkerProcess:
             raise WorkerLost(f"{self.who} has not answered for {limit_s:.1f} s") from error
         self.owes_answer = False
         if isinstance(message, Failed):
-            kind = WorkerLost if message.fatal else MeasurementError
+            kind = WorkerLost if message.fatal else LinkLost if message.link else MeasurementError
             raise kind(_by_name(self.spec.device, message.what))
         return message, fds
 

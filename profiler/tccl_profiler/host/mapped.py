@@ -28,6 +28,10 @@ class MappedSpaces:
             before.close()
         self._segments[space] = segment
 
+    def has(self, space: str) -> bool:
+        """Whether a space is mapped here."""
+        return space in self._segments
+
     def segment(self, space: str) -> Segment:
         """The memory of a space.
 

@@ -1,0 +1,102 @@
+"""Pools that stand for hosts, in one process: what a cluster does with them, without messages."""
+
+import contextlib
+
+from tccl_profiler.assignment import program_for
+from tccl_profiler.host.machine import cpus_of_devices, host_machine
+from tccl_profiler.pool import Pool
+from tccl_profiler.program import host_of
+from tccl_profiler.running import Patience
+from tccl_profiler.runs import joined
+from tccl_profiler.workers import DeviceSpec
+from tests.profiler_pools import SMALL
+
+PATIENCE = Patience(start_s=60.0, answer_s=3.0, link_s=2.0, lanes_s=3.0, stop_s=3.0)
+
+
+def host_pool(gpus, addresses, **more):
+    """A pool of the host backend with cores as GPUs, and a NIC for each address."""
+    machine = host_machine(max(2, gpus))
+    cpus = cpus_of_devices(machine)
+    specs = [DeviceSpec(device=f"G{i}", cpus=cpus[i]) for i in range(gpus)]
+    specs += [
+        DeviceSpec(device=f"N{i}", address=address, interface="lo")
+        for i, address in enumerate(addresses)
+    ]
+    numa_ids = {f"C{node.index}": node.numa_id for node in machine.numa_nodes}
+    return Pool("host", specs, numa_ids, **{"memory": SMALL, "patience": PATIENCE, **more})
+
+
+class Hosts:
+    """Several pools by their hosts' names; runs programs that span them."""
+
+    def __init__(self, pools):
+        self.pools = pools
+        self.made = []
+        self.relay = lambda link, end: end
+        self.between = lambda stage, repeat: None
+
+    def __enter__(self):
+        with contextlib.ExitStack() as stack:
+            for pool in self.pools.values():
+                stack.enter_context(pool)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception):
+        self._stack.close()
+
+    @property
+    def lanes(self):
+        return {
+            f"{host}.{device}": count
+            for host, pool in self.pools.items()
+            for device, count in pool.lanes.items()
+        }
+
+    def program(self, transfers, **more):
+        return program_for(transfers, lanes=self.lanes, **more)
+
+    def missing(self, program):
+        have = {host: pool.links() for host, pool in self.pools.items()}
+        return [
+            link
+            for link in program.links
+            if link not in have[host_of(link.sender)] or link not in have[host_of(link.receiver)]
+        ]
+
+    def link(self, program):
+        """Make the links that a program needs and that are not there; how many they were."""
+        missing = self.missing(program)
+        ends = {}
+        for host, pool in self.pools.items():
+            ends |= pool.listen([one for one in missing if host_of(one.receiver) == host])
+        ends = {link: self.relay(link, end) for link, end in ends.items()}
+        for host, pool in self.pools.items():
+            pool.connect({one: end for one, end in ends.items() if host_of(one.sender) == host})
+        for host, pool in self.pools.items():
+            pool.accept([one for one in missing if host_of(one.receiver) == host])
+        self.made += missing
+        return len(missing)
+
+    def run(self, program, timing):
+        """All repeats; each is released on one host after the other."""
+        self.link(program)
+        outcomes = []
+        with contextlib.ExitStack() as stack:
+            running = {
+                host: stack.enter_context(self.pools[host].begin(program.on(host), timing.on(host)))
+                for host in program.hosts
+            }
+            for repeat in range(timing.repeats):
+                for one in running.values():
+                    one.wait_resident(repeat)
+                for one in running.values():
+                    one.release(repeat)
+                self.between("released", repeat)
+                outcomes.append(
+                    joined({host: one.collect(repeat) for host, one in running.items()})
+                )
+            for one in running.values():
+                one.finish()
+        return outcomes
