@@ -76,7 +76,7 @@ def merge_with_switches(
     names = tuple(tree.all_hosts if given_order is None else given_order)
     classes = [host_classes[name] for name in names]
     # No chain is of use beyond what the uplinks carry.
-    rates = np.minimum(stacked(tables), _carried(tree, names))
+    rates = np.minimum(stacked(tables), uplink_limit(tree, names))
     capped = [ChainTable(name=t.name, rates=r) for t, r in zip(tables, rates, strict=True)]
     if given_order is not None:
         return msgspec.structs.replace(merge_in_order(capped, classes), hosts=names)
@@ -96,16 +96,25 @@ def _cluster(tree: SwitchTree, number: Mapping[str, int]) -> Cluster:
     )
 
 
-def _carried(tree: SwitchTree, order: Sequence[str]) -> float:
+def uplink_limit(tree: SwitchTree, order: Sequence[str]) -> float:
     """What the uplinks leave of the ring, GB/s: each is shared by all passes of it."""
     carried = math.inf
     for switch in tree.all_switches:
         if switch.uplink_gbps is not None:
-            below = set(switch.all_hosts)
-            inside = np.array([name in below for name in order])
-            passes = int((inside & ~np.roll(inside, -1)).sum())
-            carried = min(carried, switch.uplink_gbps / passes if passes else math.inf)
+            times = _passes(switch, order)
+            carried = min(carried, switch.uplink_gbps / times if times else math.inf)
     return carried
+
+
+def passes(tree: SwitchTree, order: Sequence[str]) -> int:
+    """How often the ring leaves a switch for another one, over all switches."""
+    return sum(_passes(switch, order) for switch in tree.all_switches)
+
+
+def _passes(switch: SwitchTree, order: Sequence[str]) -> int:
+    below = set(switch.all_hosts)
+    inside = np.array([name in below for name in order])
+    return int((inside & ~np.roll(inside, -1)).sum())
 
 
 def _check_hosts(

@@ -29,6 +29,7 @@ from tccl_py.plan.settings_search import (
 from tccl_py.plan.subsets import ALL_SUBSETS_UP_TO, subset_rings
 from tccl_py.runtimes.free import free_hop_space
 from tccl_py.runtimes.nccl.settings import final_channels
+from tccl_py.runtimes.nccl.stock import StockChoice
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.runtimes.nccl.versions import LATEST, version_facts
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SilentReporter
@@ -98,7 +99,7 @@ def make_plan(
         gpus=chosen,
         version=version,
         ring_counts=tuple(ring_counts or usual),
-        strategy=_known(strategy),
+        strategy=check_strategy(strategy),
         budget=budget,
         reporter=reporter or SilentReporter(),
     )
@@ -118,10 +119,16 @@ def _chosen(machine: Machine, gpus: Sequence[int] | None) -> tuple[int, ...]:
     return chosen
 
 
-def _known(strategy: str) -> str:
-    if strategy not in STRATEGIES:
-        names = ", ".join(STRATEGIES)
-        raise InputError(f"strategy {strategy[:40]!r}", "is not known", f"there are {names}")
+def check_strategy(strategy: str, *, not_for_chains: bool = False) -> str:
+    """Return the name of a strategy if it can be used.
+
+    Raises:
+        InputError: there is none of that name, or it is for rings within one machine only.
+    """
+    names = [name for name in STRATEGIES if not (not_for_chains and name == "tccl")]
+    if strategy not in names:
+        what = "is not known" if strategy not in STRATEGIES else "knows no network"
+        raise InputError(f"strategy {strategy[:40]!r}", what, f"there are {', '.join(names)}")
     return strategy
 
 
@@ -227,6 +234,7 @@ def _plan_rings(rings: RingSet, gbps: Sequence[float]) -> tuple[PlanRing, ...]:
 
 def _stock_rings(stock: Stock) -> StockRings:
     choice = stock.choice
+    assert isinstance(choice, StockChoice)
     note = "with NCCL_P2P_LEVEL=SYS, because by default NCCL falls back to its simple order"
     return StockRings(
         rings=choice.rings,

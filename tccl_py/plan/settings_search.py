@@ -16,7 +16,7 @@ from tccl_py.measurements.measurement import BandwidthSource, Measurement
 from tccl_py.runtimes.nccl.candidates import candidates
 from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
 from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.stock import StockChoice, stock_default
+from tccl_py.runtimes.nccl.stock import StockChains, StockChoice, stock_default
 from tccl_py.runtimes.nccl.transport import hop_space
 from tccl_py.runtimes.nccl.versions import version_facts
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
@@ -67,7 +67,10 @@ class NetworkUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be planned, and by which means."""
+    """What is to be planned, and by which means.
+
+    `spaces` keeps hop spaces that were made: a search asks for the same ones again and again.
+    """
 
     machine: Machine
     knowledge: Knowledge
@@ -79,6 +82,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     budget: Budget
     reporter: Reporter
     network: NetworkUse | None = None
+    spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +102,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 class Stock(msgspec.Struct, frozen=True, kw_only=True):
     """NCCL's own choice and what the source says of it."""
 
-    choice: StockChoice
+    choice: StockChoice | StockChains
     rings: RingSet
     settings: Settings
     measurement: Measurement
@@ -133,6 +137,13 @@ def route(ring: Ring) -> tuple[tuple[object, ...], ...]:
 
 def space_under(task: Task, settings: Settings, count: int) -> HopSpace:
     """The hops open to each ring of a set of `count`, with the network's if there is one."""
+    key = (settings, count, task.gpus, task.network)
+    if key not in task.spaces:
+        task.spaces[key] = _space(task, settings, count)
+    return task.spaces[key]
+
+
+def _space(task: Task, settings: Settings, count: int) -> HopSpace:
     if task.network is None:
         return hop_space(task.machine, task.knowledge, settings, gpus=task.gpus, rings_in_set=count)
     return chain_hop_space(
@@ -153,7 +164,7 @@ def rules_under(task: Task, counts: Sequence[int]) -> dict[int, SetRule]:
     return {one: EvenUse(network.nics, one, same=network.same_nic) for one in counts}
 
 
-def stock_settings(choice: StockChoice) -> Settings:
+def stock_settings(choice: StockChoice | StockChains) -> Settings:
     """NCCL's own settings as for a graph file: its search's doubling of channels is undone,
     because `hop_space` doubles a file's channels itself.
     """
@@ -278,6 +289,10 @@ class SettingsSearch:
         self.cancelled = False
         self._task = task
         self._known: list[Rings] = [stock.rings.rings]
+
+    def offer(self, sets: Sequence[Rings]) -> None:
+        """Ring sets to be tried under every choice of settings; before `run`."""
+        self._known.extend(sets)
 
     def run(self, *, sets: int) -> None:
         """Find the best settings with their rings; KeyboardInterrupt ends it with the best so far.

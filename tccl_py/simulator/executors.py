@@ -13,9 +13,10 @@ from tccl_py.transfers.transfer import Flow
 def applies(limit: ExecutorLimit, network: Network, flow: Flow, legs: tuple[Leg, ...]) -> bool:
     """Whether a limit speaks of this flow; of a bounce, whether of either half.
 
-    A kernel that fills or empties a NIC's FIFO waits for it as a bounce's does.
+    A kernel that fills or empties a NIC's FIFO in host memory waits for it as a bounce's does.
     """
-    if (limit.path == "bounce") != (flow.is_bounce or flow.is_network):
+    piped = flow.is_bounce or (flow.is_network and any("memory" in leg.keys for leg in legs))
+    if (limit.path == "bounce") != piped:
         return False
     return any(
         leg.executor == limit.executor

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise, product
 
-from tccl_py.chains.space import chain_space, entry, leave
+import msgspec
+
+from tccl_py.chains.space import WORLD, chain_space, entry, entry_nic, exit_nic, leave
 from tccl_py.errors import SearchError
 from tccl_py.runtimes.nccl.landing import entry_flow, exit_flow, net_path, open_ends
 from tccl_py.runtimes.nccl.settings import Settings, final_channels
 from tccl_py.runtimes.nccl.transport import View, hop_space, view
+from tccl_py.runtimes.nccl.versions import Level
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
 from tccl_py.topology.paths import PathType
-from tccl_py.transfers.hops import HopSpace
+from tccl_py.transfers.hops import HopSpace, Ring, ring
+
+_GDR_LEVELS: tuple[Level | None, ...] = (None, "SYS", "PHB", "PXB", "PIX", "LOC")
 
 
 def chain_hop_space(
@@ -82,3 +88,51 @@ def farthest_end(seen: View, ends: Sequence[tuple[int, int, int, int]]) -> PathT
         )
     ]
     return max(types)
+
+
+def chains_as_rings(
+    space: HopSpace, chains: Sequence[tuple[int, Sequence[int], int]]
+) -> tuple[Ring, ...]:
+    """Chains named by entry NIC, GPUs in order and exit NIC as rings through the world.
+
+    Raises:
+        SearchError: the space lacks a hop of one of them.
+    """
+    return tuple(_as_ring(space, *chain) for chain in chains)
+
+
+def _as_ring(space: HopSpace, entered: int, gpus: Sequence[int], left: int) -> Ring:
+    into = [hop for hop in space.between(WORLD, gpus[0]) if entry_nic(hop) == entered]
+    out = [hop for hop in space.between(gpus[-1], WORLD) if exit_nic(hop) == left]
+    inner = [space.between(one, other)[:1] for one, other in pairwise(gpus)]
+    if not into or not out or not all(inner):
+        raise SearchError(f"{space.name}: no chain by NIC {entered}, GPUs {gpus}, NIC {left}")
+    return ring([into[0], *(choices[0] for choices in inner), out[0]])
+
+
+def network_candidates(
+    machine: Machine,
+    knowledge: Knowledge,
+    settings: Settings,
+    *,
+    gpus: Sequence[int],
+    nics: Sequence[int],
+) -> tuple[Settings, ...]:
+    """Settings that change where bytes land between GPUs and NICs, and nothing else.
+
+    Of settings that come to the same landings the first is kept, which departs least from NCCL's
+    defaults; those that come to the landings of `settings` are left out.
+    """
+    distinct: dict[tuple[str, ...], Settings] = {}
+    for level, read in product(_GDR_LEVELS, (None, True, False)):
+        changed = msgspec.structs.replace(settings, net_gdr_level=level, net_gdr_read=read)
+        ends = tuple(
+            str(flow)
+            for gpu, nic in product(gpus, nics)
+            for flow in (
+                entry_flow(machine, knowledge, changed, nic, gpu, blocks=1, gpus=gpus),
+                exit_flow(machine, knowledge, changed, gpu, nic, blocks=1, gpus=gpus),
+            )
+        )
+        distinct.setdefault(ends, changed)
+    return tuple(distinct.values())[1:]

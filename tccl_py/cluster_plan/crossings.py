@@ -1,0 +1,99 @@
+"""Crossings: by which NICs the rings leave one node and enter the next, all rings at once.
+
+A crossing is a pair of NIC tuples, the exits of one node and the entries of the next, an element
+for each ring. On a network of rails NIC i reaches NIC i alone, so both are one tuple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import permutations
+from math import factorial
+
+import msgspec
+
+from tccl_py.chains.rules import NicPair, Pairing
+
+Nics = tuple[int, ...]
+"""A NIC for each ring."""
+
+MANY_TUPLES = 24
+"""Up to so many even tuples are all tried; of more, those that the best chains lead to."""
+
+
+class Crossing(msgspec.Struct, frozen=True, order=True):
+    """From a node to the next: by `exits` out of the one, by `entries` into the other."""
+
+    exits: Nics
+    entries: Nics
+
+    @property
+    def on_rails(self) -> bool:
+        """Whether every ring crosses from a NIC to the same NIC of the next node."""
+        return self.exits == self.entries
+
+
+def pairing_of(entries: Nics, exits: Nics) -> Pairing:
+    """The NIC pairs of a node that is entered and left so; rings have no names here.
+
+    >>> pairing_of((1, 0), (0, 1)).pairs
+    ((0, 1), (1, 0))
+    """
+    return Pairing(tuple(sorted(zip(entries, exits, strict=True))))
+
+
+def rail_tuples(pairings: Sequence[Sequence[NicPair]]) -> tuple[Nics, ...]:
+    """The tuples that rings on rails may have between nodes, from the best chains of each class.
+
+    `pairings` has one set of NIC pairs for each class. From the first tuple on, each class leads
+    to others; all that can be reached are taken, up to MANY_TUPLES. If there are no more even
+    tuples than that, all are.
+
+    >>> rail_tuples([[(0, 1), (1, 0)]])
+    ((0, 1), (1, 0))
+    """
+    start = tuple(sorted(pair[0] for pair in pairings[0]))
+    if _arrangements(start) <= MANY_TUPLES:
+        return tuple(sorted(set(permutations(start))))
+    found = [start]
+    for nics in found:
+        for pairs in pairings:
+            for image in (_led(nics, pairs), _led(nics, [(b, a) for a, b in pairs])):
+                if image is not None and image not in found and len(found) < MANY_TUPLES:
+                    found.append(image)
+    return tuple(found)
+
+
+def _arrangements(nics: Nics) -> int:
+    count = factorial(len(nics)) if len(nics) <= 8 else MANY_TUPLES + 1
+    for nic in set(nics):
+        count //= factorial(nics.count(nic))
+    return count
+
+
+def _led(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
+    """Where chains with these NIC pairs lead rings that come in by `nics`; None if they cannot."""
+    left = sorted(pairs)
+    out = []
+    for nic in nics:
+        taken = next((pair for pair in left if pair[0] == nic), None)
+        if taken is None:
+            return None
+        left.remove(taken)
+        out.append(taken[1])
+    return tuple(out)
+
+
+def rail_crossings(pairings: Sequence[Sequence[NicPair]]) -> tuple[Crossing, ...]:
+    """A crossing for each of `rail_tuples`."""
+    return tuple(Crossing(one, one) for one in rail_tuples(pairings))
+
+
+def free_crossings(pairings: Sequence[Sequence[NicPair]]) -> tuple[Crossing, ...]:
+    """Crossings that lead from the best chains of each class straight to those of each.
+
+    Any NIC reaches any other, so every node can be gone through as is best for it.
+    """
+    exits = [tuple(pair[1] for pair in sorted(pairs)) for pairs in pairings]
+    entries = [tuple(pair[0] for pair in sorted(pairs)) for pairs in pairings]
+    return tuple(dict.fromkeys(Crossing(out, into) for out in exits for into in entries))

@@ -1,0 +1,272 @@
+"""One class of nodes: the settings that suit it, and its chains under any settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from tccl_py.chains.rules import NicPair, Pairing
+from tccl_py.chains.space import Chain, chains_of
+from tccl_py.chains.tables import paired_chains
+from tccl_py.cluster.hosts import NodeClass
+from tccl_py.cluster_plan.seeds import paired_seed, seeded
+from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.measurements.measurement import BandwidthSource, Measurement
+from tccl_py.measurements.memory import RememberingSource
+from tccl_py.plan.settings_search import (
+    WORTH,
+    Choice,
+    NetworkUse,
+    Rings,
+    SettingsSearch,
+    Stock,
+    Task,
+    condensed_rings,
+    measured_well,
+    rings_under,
+    search_under,
+    space_under,
+    stock_settings,
+)
+from tccl_py.runtimes.nccl.chain_hops import chains_as_rings, network_candidates
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.runtimes.nccl.stock import StockChains, stock_chains_default
+from tccl_py.search.problem import Budget, Reporter
+from tccl_py.topology.cuts import natural_cuts
+from tccl_py.topology.machine import Machine, Nic
+from tccl_py.topology.symmetry import automorphisms
+from tccl_py.transfers.hops import RingSet
+
+SLOW_NIC = 0.5
+"""A NIC with less than this share of the fastest one's speed is no part of rings."""
+PAIRED_SETS = 150
+"""Sets that the search for chains with given NICs may measure."""
+
+
+class Passage(msgspec.Struct, frozen=True, kw_only=True):
+    """Chains that go through a node together, each with a NIC to come in and one to leave by.
+
+    `rate_gbps` is what they carry together, `measurement` of all their flows at the same time.
+    """
+
+    chains: tuple[Chain, ...]
+    rate_gbps: float
+    measurement: Measurement
+
+    @property
+    def pairs(self) -> tuple[NicPair, ...]:
+        """Entry and exit NIC of every chain."""
+        return tuple((chain.entry_nic, chain.exit_nic) for chain in self.chains)
+
+
+def used_nics(machine: Machine) -> tuple[int, ...]:
+    """The NICs that rings use: of the kind NCCL takes, and not much slower than the fastest.
+
+    Raises:
+        InputError: there is none.
+    """
+    rdma = tuple(nic for nic in machine.nics if nic.guid)
+    nics: Sequence[Nic] = rdma or machine.nics
+    if not nics:
+        what = "has no NIC"
+        raise InputError(f"machine {machine.name}", what, "a node of several needs one that is up")
+    fastest = max(nic.speed_mbps for nic in nics)
+    return tuple(nic.index for nic in nics if nic.speed_mbps >= SLOW_NIC * fastest)
+
+
+class Node:
+    """A class of nodes and what its source says of chains through it.
+
+    `choices` are the settings that were searched with the best chains found under each, best first.
+    """
+
+    def __init__(
+        self,
+        node_class: NodeClass,
+        source: BandwidthSource,
+        *,
+        gpus: Sequence[int],
+        nodes: int,
+        version: str,
+        ring_counts: Sequence[int],
+        strategy: str,
+        budget: Budget,
+        reporter: Reporter,
+    ) -> None:
+        self.node_class = node_class
+        self.machine = node_class.machine
+        self.knowledge = node_class.knowledge
+        self.gpus = tuple(gpus)
+        self.nics = used_nics(self.machine)
+        self.source = RememberingSource(source)
+        self.cancelled = False
+        self.sets_by_symmetry = 0
+        self._task = Task(
+            machine=self.machine,
+            knowledge=self.knowledge,
+            source=self.source,
+            gpus=self.gpus,
+            version=version,
+            ring_counts=tuple(ring_counts),
+            strategy=strategy,
+            budget=budget,
+            reporter=reporter,
+            # Between the one GPU of a node and the network NCCL uses the NIC it came in by.
+            network=NetworkUse(nodes=nodes, nics=self.nics, same_nic=len(self.gpus) == 1),
+        )
+        self.choices: list[Choice] = []
+        self._passages: dict[tuple[Settings, Pairing], Passage | None] = {}
+        self._best: dict[tuple[Settings, int], Choice | None] = {}
+
+    def use_ring_counts(self, counts: Sequence[int]) -> None:
+        """Search for sets of so many chains."""
+        self._task = msgspec.structs.replace(self._task, ring_counts=tuple(counts))
+
+    def explore(self) -> None:
+        """Measure what stock NCCL does, then search settings and chains.
+
+        Raises:
+            SearchError: stock's chains or any others cannot be built.
+            MeasurementError: the source cannot measure them.
+        """
+        self.stock_choice = self._stock_choice()
+        self.stock = self._measured_stock(self.stock_choice)
+        search = SettingsSearch(self._task, self.stock)
+        search.offer(list(self._seeds(search.best)))
+        search.run(sets=self._task.budget.sets or 1)
+        self.cancelled = search.cancelled
+        own = Choice(
+            settings=self.stock.settings, rings=self.stock.rings, rate_gbps=self.stock.rate_gbps
+        )
+        found = [search.best, *search.searched, own]
+        if not self.cancelled:
+            found += self._other_landings(search.best)
+        for choice in found:
+            self.sets_by_symmetry += choice.result.sets_by_symmetry if choice.result else 0
+        self.choices = sorted(found, key=lambda one: -one.rate_gbps)
+
+    def _stock_choice(self) -> StockChains:
+        network = self._task.network
+        assert network is not None
+        return stock_chains_default(
+            self.machine,
+            self.knowledge,
+            Settings(version=self._task.version),
+            nodes=network.nodes,
+            gpus=self.gpus,
+        )
+
+    def _measured_stock(self, choice: StockChains) -> Stock:
+        settings = stock_settings(choice)
+        chains = [(one.entry, one.gpus, one.exit) for one in choice.chains]
+        # NCCL may use NICs that we leave alone.
+        task = msgspec.structs.replace(
+            self._task, network=NetworkUse(nodes=2, nics=tuple(n.index for n in self.machine.nics))
+        )
+        distinct = condensed_rings(chains_as_rings(space_under(task, settings, 1), chains))
+        rings = rings_under(task, settings, distinct)
+        return Stock(
+            choice=choice,
+            rings=rings,
+            settings=settings,
+            measurement=measured_well(self.source, rings),
+        )
+
+    def _seeds(self, first: Choice) -> Iterator[Rings]:
+        """Sets of chains worth trying first: local NICs, each chain turned against the others."""
+        for count in self._task.ring_counts:
+            yield from seeded(space_under(self._task, first.settings, 1), self.nics, count)
+
+    def _other_landings(self, best: Choice) -> list[Choice]:
+        """The best chains where bytes land elsewhere between GPUs and NICs."""
+        found = []
+        for settings in network_candidates(
+            self.machine, self.knowledge, best.settings, gpus=self.gpus, nics=self.nics
+        ):
+            try:
+                result = search_under(
+                    self._task,
+                    settings,
+                    known=[best.rings.rings],
+                    floor=best.rate_gbps * (1 + WORTH),
+                    sets=PAIRED_SETS,
+                )
+            except (SearchError, MeasurementError):
+                continue
+            found.append(
+                Choice(
+                    settings=settings,
+                    rings=result.rings,
+                    rate_gbps=result.rate_gbps,
+                    result=result,
+                )
+            )
+        return found
+
+    def best_under(self, settings: Settings, count: int) -> Choice | None:
+        """The best set of so many chains under these settings; None if there is none."""
+        key = (settings, count)
+        if key not in self._best:
+            self._best[key] = self._search(settings, count)
+        return self._best[key]
+
+    def _search(self, settings: Settings, count: int) -> Choice | None:
+        for choice in self.choices:
+            if choice.settings == settings and len(choice.rings.rings) == count:
+                return choice
+        if settings.channels % count:
+            return None
+        task = msgspec.structs.replace(self._task, ring_counts=(count,))
+        known = [one.rings.rings for one in self.choices if len(one.rings.rings) == count]
+        try:
+            result = search_under(task, settings, known=known, floor=0.0, sets=PAIRED_SETS)
+        except (SearchError, MeasurementError):
+            return None
+        if result.cancelled:
+            raise KeyboardInterrupt
+        return Choice(
+            settings=settings, rings=result.rings, rate_gbps=result.rate_gbps, result=result
+        )
+
+    def passage(self, settings: Settings, pairing: Pairing) -> Passage | None:
+        """The best chains with just these NICs under these settings; None if there are none."""
+        key = (settings, pairing)
+        if key not in self._passages:
+            self._passages[key] = self._paired(settings, pairing)
+        return self._passages[key]
+
+    def _paired(self, settings: Settings, pairing: Pairing) -> Passage | None:
+        network = self._task.network
+        assert network is not None
+        if not {nic for pair in pairing.pairs for nic in pair} <= set(self.nics):
+            return None
+        if network.same_nic and any(one != other for one, other in pairing.pairs):
+            return None
+        best = self.best_under(settings, len(pairing.pairs))
+        if best is not None and passage_pairs(best.rings) == pairing.pairs:
+            return self.measured(best.rings)
+        space = space_under(self._task, settings, len(pairing.pairs))
+        seed = paired_seed(space, pairing.pairs)
+        found = paired_chains(
+            space,
+            pairing,
+            source=self.source,
+            symmetry=automorphisms(self.machine, self.knowledge, gpus=self.gpus),
+            cuts=natural_cuts(self.machine, self.knowledge, gpus=self.gpus),
+            known=[*([seed] if seed else []), *(one.rings.rings for one in self.choices)],
+            budget=msgspec.structs.replace(self._task.budget, sets=PAIRED_SETS),
+            reporter=self._task.reporter,
+        )
+        return self.measured(found.rings) if found is not None else None
+
+    def measured(self, rings: RingSet) -> Passage:
+        """A set of chains as a passage, measured well."""
+        measurement = measured_well(self.source, rings)
+        rate = len(rings.rings) * measurement.rate_gbps
+        return Passage(chains=chains_of(rings), rate_gbps=rate, measurement=measurement)
+
+
+def passage_pairs(rings: RingSet) -> tuple[NicPair, ...]:
+    """The NIC pairs of a set of chains, in order, as `crossings.pairing_of` has them."""
+    return tuple(sorted((one.entry_nic, one.exit_nic) for one in chains_of(rings)))

@@ -1,0 +1,303 @@
+"""From a cluster and a source for each class of its nodes to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from tccl_py.cluster.hosts import Cluster
+from tccl_py.cluster_plan.joint import Joint, joint
+from tccl_py.cluster_plan.node import Node, Passage
+from tccl_py.cluster_plan.plan import (
+    ClusterPlan,
+    ClusterStock,
+    PlanChain,
+    PlannedHost,
+    PlanPassage,
+)
+from tccl_py.errors import InputError, SearchError
+from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.merge.switches import uplink_limit
+from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy
+from tccl_py.plan.settings_search import WORTH
+from tccl_py.runtimes.nccl.chain_hops import farthest_end
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.runtimes.nccl.transport import view
+from tccl_py.runtimes.nccl.versions import LATEST, version_facts
+from tccl_py.search.problem import Budget, Reporter, SilentReporter
+
+FEW_RINGS = 4
+"""Beyond a ring for each NIC, sets of up to so many are tried."""
+MAX_RINGS = 8
+CANDIDATES = 6
+"""Choices of settings that are merged over all classes, the most promising first."""
+TOLERANCE = 0.0101
+
+
+def make_cluster_plan(
+    cluster: Cluster,
+    sources: Sequence[BandwidthSource],
+    *,
+    version: str = LATEST,
+    ring_counts: Sequence[int] | None = None,
+    strategy: str = "best-first",
+    budget: Budget = DEFAULT_BUDGET,
+    keep_order: bool = False,
+    ib_gid_index: int | None = None,
+    reporter: Reporter | None = None,
+) -> ClusterPlan:
+    """Find settings, chains, crossings and an order of hosts that suit a cluster best.
+
+    Args:
+        cluster: hosts in rank order, their classes, and the switches between them.
+        sources: for each class one that answers sets of a node, in which flows over the network
+            have the node's part alone: `G3->N0->N0` leaves it, `N0->N0->G0` enters it.
+        version: NCCL's version.
+        ring_counts: how many rings a set may have; None is 1, 2 and 4, and one for each NIC.
+        strategy: a name in `tccl_py.search.strategies.STRATEGIES`; not `tccl`.
+        budget: for each class; sets are shared out between settings.
+        keep_order: leave the hosts in the order they are given in.
+        ib_gid_index: which address of its RoCE ports NCCL is told to use; None is its own choice.
+        reporter: watches; KeyboardInterrupt ends the search with the best so far.
+
+    Raises:
+        InputError: one host, a class without NIC, unknown version or strategy.
+        SearchError: no ring exists.
+        MeasurementError: a source cannot measure what is needed.
+    """
+    gpus = _gpus(cluster)
+    nodes = [
+        Node(
+            one,
+            source,
+            gpus=gpus[number],
+            nodes=len(cluster.hosts),
+            version=version,
+            ring_counts=ring_counts or _ring_counts(len(gpus[number])),
+            strategy=check_strategy(strategy, not_for_chains=True),
+            budget=budget,
+            reporter=reporter or SilentReporter(),
+        )
+        for number, (one, source) in enumerate(zip(cluster.classes, sources, strict=True))
+    ]
+    if ring_counts is None:
+        counts = _common_counts(nodes)
+        for node in nodes:
+            node.use_ring_counts(counts)
+    best: Joint | None = None
+    cancelled = False
+    try:
+        for node in nodes:
+            node.explore()
+        for settings, count, promise in _candidates(nodes):
+            if best is not None and promise <= best.rate_gbps * (1 + WORTH):
+                break
+            found = joint(cluster, nodes, settings, count, keep_order=keep_order)
+            if found is not None and (best is None or _better(found, best)):
+                best = found
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+        cancelled = True
+    if best is None:
+        raise SearchError("no ring over all hosts was found: no settings suit every class")
+    plan = _assembled(cluster, gpus, nodes, best, strategy=strategy, ib_gid_index=ib_gid_index)
+    return msgspec.structs.replace(
+        plan, cancelled=cancelled or any(node.cancelled for node in nodes)
+    )
+
+
+def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """The GPUs that jobs use on each class: as many as its hosts have ranks, the lowest indices.
+
+    Raises:
+        InputError: hosts of a class have unequal numbers of ranks, or there is one host.
+    """
+    if len(cluster.hosts) < 2:
+        what = f"has {len(cluster.hosts)} host"
+        raise InputError("cluster", what, "rings over nodes need 2 or more; plan one machine alone")
+    slots: dict[int, tuple[str, int]] = {}
+    for host in cluster.hosts:
+        name, wanted = slots.setdefault(host.node_class, (host.name, host.slots))
+        if host.slots != wanted:
+            raise InputError(
+                f"host {host.name}",
+                f"has {host.slots} ranks, {name} of the same class has {wanted}",
+                "give hosts with equal machines equal numbers of ranks",
+            )
+    return tuple(
+        one.machine.gpu_indices[: slots[number][1]] if number in slots else ()
+        for number, one in enumerate(cluster.classes)
+    )
+
+
+def _ring_counts(gpus: int) -> tuple[int, ...]:
+    return (1, 2, FEW_RINGS) if gpus > 1 else (1,)
+
+
+def _common_counts(nodes: Sequence[Node]) -> tuple[int, ...]:
+    """1, 2, 4, and as many as there are NICs, so that each can have a ring of its own."""
+    ports = {min(len(node.nics), MAX_RINGS) for node in nodes}
+    return tuple(sorted({1, 2, FEW_RINGS} | ports))
+
+
+def _candidates(nodes: Sequence[Node]) -> Iterator[tuple[Settings, int, float]]:
+    """Settings and ring counts that some class does well with, and what may be hoped of them.
+
+    A class that has not been searched under them may still turn out to be slower.
+    """
+    promises: dict[tuple[Settings, int], float] = {}
+    for node in nodes:
+        for choice in node.choices:
+            key = (choice.settings, len(choice.rings.rings))
+            promises[key] = min(promises.get(key, float("inf")), choice.rate_gbps)
+    for node in nodes:
+        best = node.choices[0].rate_gbps
+        promises = {key: min(hope, best) for key, hope in promises.items()}
+    ranked = sorted(promises.items(), key=lambda one: (-one[1], one[0][1]))
+    # NCCL's own chains are always among them: a plan is never below them.
+    own = {(node.stock.settings, len(node.stock.rings.rings)) for node in nodes}
+    chosen = ranked[:CANDIDATES]
+    chosen += [one for one in ranked[CANDIDATES:] if one[0] in own]
+    for (settings, count), promise in chosen:
+        yield settings, count, promise
+
+
+def _better(one: Joint, other: Joint) -> bool:
+    """Whether one is clearly faster, or as fast with fewer rings or channels."""
+    if one.rate_gbps > other.rate_gbps * (1 + WORTH):
+        return True
+    if one.rate_gbps < other.rate_gbps * (1 - WORTH / 2):
+        return False
+    return (one.rings, one.settings.channels) < (other.rings, other.settings.channels)
+
+
+def _assembled(
+    cluster: Cluster,
+    gpus: tuple[tuple[int, ...], ...],
+    nodes: Sequence[Node],
+    best: Joint,
+    *,
+    strategy: str,
+    ib_gid_index: int | None,
+) -> ClusterPlan:
+    kinds: dict[tuple[int, tuple[object, ...]], int] = {}
+    passages: list[PlanPassage] = []
+    hosts: list[PlannedHost] = []
+    rank = 0
+    for name, passage in zip(best.hosts, best.passages, strict=True):
+        number = cluster.host_classes[name]
+        key = (number, passage.chains)
+        if key not in kinds:
+            kinds[key] = len(passages)
+            passages.append(_plan_passage(nodes[number], number, best.settings, passage))
+        hosts.append(PlannedHost(name=name, passage=kinds[key], first_rank=rank))
+        rank += len(gpus[number])
+    settings = _with_nics(best.settings, nodes, passages, ib_gid_index)
+    measured = [passage.measurement for passage in best.passages]
+    stock = _stock(cluster, nodes)
+    bound = best.bound_gbps
+    facts = version_facts(settings.version)
+    return ClusterPlan(
+        cluster=cluster,
+        gpus=gpus,
+        hosts=tuple(hosts),
+        passages=tuple(passages),
+        settings=settings,
+        settings_verified=facts.verified,
+        rate_gbps=best.rate_gbps,
+        bound_gbps=bound,
+        proven=bound is not None and bound <= best.rate_gbps * (1 + TOLERANCE),
+        simulated=any(one.simulated for one in measured),
+        assumed=any(one.assumed for one in measured),
+        strategy=strategy,
+        sets_measured=sum(node.source.sets_measured for node in nodes),
+        sets_remembered=sum(node.source.sets_remembered for node in nodes),
+        sets_by_symmetry=sum(node.sets_by_symmetry for node in nodes),
+        stock=stock,
+        notices=tuple(_notices(best, nodes, settings)),
+    )
+
+
+def _plan_passage(node: Node, number: int, settings: Settings, passage: Passage) -> PlanPassage:
+    """A passage as it is saved, each flow with the rate it had beside all others."""
+    waiting: dict[str, list[float]] = {}
+    texts = passage.measurement.transfers.split()
+    for flow, rate in zip(texts, passage.measurement.gbps, strict=True):
+        waiting.setdefault(flow, []).append(rate)
+    chains = []
+    for chain in passage.chains:
+        flows = tuple(str(hop.flow) for hop in chain.all_hops)
+        chains.append(
+            PlanChain(
+                entry_nic=chain.entry_nic,
+                gpus=chain.gpus,
+                exit_nic=chain.exit_nic,
+                flows=flows,
+                gbps=tuple(waiting[flow].pop() for flow in flows),
+            )
+        )
+    seen = view(node.machine, node.knowledge, settings, gpus=node.gpus)
+    pairs = {(hop.source, hop.target) for chain in passage.chains for hop in chain.hops}
+    types = [seen.paths[f"G{one}", f"G{other}"].type for one, other in pairs]
+    ends = [(c.gpus[0], c.entry_nic, c.gpus[-1], c.exit_nic) for c in passage.chains]
+    return PlanPassage(
+        node_class=number,
+        chains=tuple(chains),
+        rate_gbps=passage.rate_gbps,
+        type_intra=max(types).name if types else "LOC",
+        type_inter=farthest_end(seen, ends).name,
+    )
+
+
+def _with_nics(
+    settings: Settings,
+    nodes: Sequence[Node],
+    passages: Sequence[PlanPassage],
+    ib_gid_index: int | None,
+) -> Settings:
+    """The settings with what NCCL must be told of NICs: which to use, and whether rings change."""
+    nics = [nic for node in nodes for nic in node.machine.nics if nic.index in node.nics]
+    rdma = all(nic.guid for nic in nics)
+    names = dict.fromkeys(f"{nic.name}:{nic.port or 1}" if rdma else nic.name for nic in nics)
+    changes = any(passage.changes_nics for passage in passages)
+    return msgspec.structs.replace(
+        settings,
+        ib_hca=tuple(names) if rdma else (),
+        ib_gid_index=ib_gid_index if rdma else None,
+        socket_ifname=() if rdma else tuple(names),
+        # By itself NCCL lets rings change NICs only where it finds that better.
+        cross_nic=1 if changes else settings.cross_nic,
+    )
+
+
+def _stock(cluster: Cluster, nodes: Sequence[Node]) -> ClusterStock:
+    """What NCCL's own rings carry: the slowest class decides, and uplinks in the order given."""
+    rate = min(node.stock.rate_gbps for node in nodes)
+    notes = []
+    if any(node.stock_choice.assumed_sys for node in nodes):
+        notes.append("with NCCL_P2P_LEVEL=SYS, as by default NCCL falls back to a simple order")
+    if cluster.switches is not None:
+        rate = min(rate, uplink_limit(cluster.switches, cluster.names))
+    return ClusterStock(
+        rate_gbps=rate,
+        channels=tuple(len(node.stock.rings.rings) for node in nodes),
+        assumed=any(node.stock.measurement.assumed for node in nodes),
+        note="; ".join(notes),
+    )
+
+
+def _notices(best: Joint, nodes: Sequence[Node], settings: Settings) -> Iterator[str]:
+    for node in nodes:
+        found = [choice.result for choice in node.choices if choice.result is not None]
+        yield from dict.fromkeys(note for result in found for note in result.notices)
+        left = [nic.id for nic in node.machine.nics if nic.index not in node.nics]
+        if left:
+            names = ", ".join(left)
+            yield f"{node.node_class.name}: {names} left out, as too slow or of another kind"
+    if not best.order_proven:
+        yield "another order of the hosts may be better: not all could be ruled out"
+    if not version_facts(settings.version).verified:
+        name = version_facts(settings.version).name
+        yield f"NCCL {settings.version} is taken for {name}, the nearest version that was checked"
