@@ -1,0 +1,171 @@
+"""A node's sets on real hosts: whoever is at the other end of the network is a partner host.
+
+A set of one node names its own part of flows over the network. To be measured it is placed on a
+host of the class; what leaves goes into the memory of a partner, what enters comes out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tccl_py.cluster.hosts import Cluster
+from tccl_py.cluster_plan.node import used_nics
+from tccl_py.cluster_plan.plan import ClusterPlan
+from tccl_py.measurements.measurement import BandwidthSource, Measurement
+from tccl_py.transfers.transfer import (
+    Flow,
+    Place,
+    Transfer,
+    TransferSet,
+    joined,
+    on_host,
+    parse_flow,
+    receiving_nic,
+    sending_nic,
+    transfer_set,
+)
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a class of nodes is measured: on `host`, with `partner` at the other end.
+
+    `ends[i]` is the partner's NIC that NIC i of the host talks to, and the NUMA node of the
+    partner's memory beside it.
+    """
+
+    host: str
+    partner: str
+    ends: Mapping[int, tuple[int, int]]
+
+
+class PlacedSource:
+    """Answers sets of a node by measuring them on a host and its partner.
+
+    Args:
+        source: answers sets whose places name hosts.
+        placement: which hosts.
+    """
+
+    def __init__(self, source: BandwidthSource, placement: Placement) -> None:
+        self.placement = placement
+        self._source = source
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the answers come from a model."""
+        return self._source.simulated
+
+    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
+        """Answer each set, in the order given.
+
+        Raises:
+            MeasurementError: a set cannot be measured there.
+        """
+        placed = [[self._placed(flow) for flow in one.flows] for one in sets]
+        answers = self._source.measure([transfer_set(flows) for flows in placed])
+        return [
+            _of_node(one, flows, answer)
+            for one, flows, answer in zip(sets, placed, answers, strict=True)
+        ]
+
+    def _placed(self, flow: Flow) -> Flow:
+        here = self.placement
+        out, into = sending_nic(flow), receiving_nic(flow)
+        if out is not None:
+            nic, numa = here.ends[out]
+            port, memory = Place("N", nic), Place("C", numa)
+            sink = Flow((Transfer(port, port, memory),), flow.blocks, flow.fifo)
+            return joined(flow, sink, sender=here.host, receiver=here.partner)
+        if into is not None:
+            nic, numa = here.ends[into]
+            port, memory = Place("N", nic), Place("C", numa)
+            spring = Flow((Transfer(memory, port, port),), flow.blocks, flow.fifo)
+            return joined(spring, flow, sender=here.partner, receiver=here.host)
+        return on_host(flow, here.host)
+
+
+def _of_node(wanted: TransferSet, placed: Sequence[Flow], answer: Measurement) -> Measurement:
+    """What was measured on hosts, as of the node's own set; equal flows share their rates out."""
+    rows: dict[str, list[tuple[float, ...]]] = {}
+    for text, row in zip(answer.transfers.split(), answer.samples_gbps, strict=True):
+        rows.setdefault(text, []).append(row)
+    return msgspec.structs.replace(
+        answer,
+        transfers=str(wanted),
+        samples_gbps=tuple(rows[str(flow)].pop(0) for flow in placed),
+    )
+
+
+def placements(cluster: Cluster) -> tuple[Placement, ...]:
+    """Where each class is measured: on its first host, with the next host as its partner.
+
+    A host of the same class and under the same switch is preferred as a partner, so that the
+    network between classes and switches, which is judged elsewhere, does not count.
+
+    Raises:
+        InputError: a class without NIC.
+    """
+    found = []
+    for number in range(len(cluster.classes)):
+        host = next(one.name for one in cluster.hosts if one.node_class == number)
+        others = [one.name for one in cluster.hosts if one.name != host]
+        near = _same_switch(cluster, host)
+        partner = min(
+            others,
+            key=lambda name: (
+                cluster.host_classes[name] != cluster.host_classes[host],
+                name not in near,
+                others.index(name),
+            ),
+        )
+        found.append(_placement(cluster, host, partner))
+    return tuple(found)
+
+
+def _placement(cluster: Cluster, host: str, partner: str) -> Placement:
+    mine, theirs = (cluster.classes[cluster.host_classes[name]].machine for name in (host, partner))
+    known = used_nics(theirs)
+    ends = {}
+    for position, nic in enumerate(used_nics(mine)):
+        # The same rail where there is one; else NICs in turn.
+        other = nic if nic in known else known[position % len(known)]
+        ends[nic] = (other, theirs.numa_of(f"N{other}"))
+    return Placement(host=host, partner=partner, ends=ends)
+
+
+def _same_switch(cluster: Cluster, host: str) -> frozenset[str]:
+    if cluster.switches is None:
+        return frozenset()
+    for switch in cluster.switches.all_switches:
+        if host in switch.hosts:
+            return frozenset(switch.hosts)
+    return frozenset()
+
+
+def whole_ring(plan: ClusterPlan) -> TransferSet:
+    """Every flow of every ring of a plan on its own host, all at the same time.
+
+    Raises:
+        InputError: the plan's flows do not fit together.
+    """
+    flows = []
+    for host, following in zip(plan.hosts, (*plan.hosts[1:], plan.hosts[0]), strict=True):
+        chains = plan.passages[host.passage].chains
+        onward = plan.passages[following.passage].chains
+        for chain, then in zip(chains, onward, strict=True):
+            flows += [on_host(parse_flow(text), host.name) for text in chain.flows[1:-1]]
+            out, into = parse_flow(chain.flows[-1]), parse_flow(then.flows[0])
+            flows.append(joined(out, into, sender=host.name, receiver=following.name))
+    return transfer_set(flows)
+
+
+def whole_ring_rate(plan: ClusterPlan, source: BandwidthSource) -> float:
+    """What all rings carry together when all hosts run them at once, GB/s.
+
+    Raises:
+        MeasurementError: it cannot be measured.
+    """
+    (answer,) = source.measure([whole_ring(plan)])
+    return plan.ring_count * answer.rate_gbps
