@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
@@ -18,10 +16,20 @@ from tccl_py.emitters.plan_files import (
     subset_file,
 )
 from tccl_py.errors import InputError
-from tccl_py.files import check_path, lock, write_atomically
+from tccl_py.files import check_path, lock
 from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.plan.plan import PLAN_FILE, Plan, SubsetRings, per_channel
+from tccl_py.plan.staging import (
+    FOLDERS,
+    STAGING,
+    make,
+    refused,
+    unmake,
+    write_file,
+    write_new_directory,
+    write_with_plan,
+)
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.simulator.descriptions import description_to_json, read_description
 from tccl_py.simulator.library import model_to_json
@@ -29,9 +37,6 @@ from tccl_py.simulator.model import MachineModel
 from tccl_py.topology.fingerprint import Fingerprint
 
 JOURNAL_FILE = "measurements.jsonl"
-FOLDERS = ("nccl", "machines")
-_STAGING = ".writing-"
-_SPACE = "choose a writable place with free space"
 _ODD = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -98,16 +103,16 @@ def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
             it cannot be made.
     """
     made: list[Path] = []
-    refused = "cannot be made", "name a writable place"
-    with _taken_away(made), _refused(directory, *refused):
+    unusable = "cannot be made", "name a writable place"
+    with _taken_away(made), refused(directory, *unusable):
         check_path(directory.absolute())
         if directory.exists() and not directory.is_dir():
             raise InputError(str(directory), "is no directory", "name a new or empty one")
-        _make(directory, made)
+        make(directory, made)
     # Not taken away if another run has it by now.
     journal = directory / JOURNAL_FILE
     with _locked(directory), _taken_away(made, journal):
-        with _refused(directory, *refused):
+        with refused(directory, *unusable):
             _check_held(directory, force=force)
         yield journal
 
@@ -119,7 +124,7 @@ def _taken_away(made: Sequence[Path], journal: Path | None = None) -> Iterator[N
         yield
     except Exception:
         if journal is None or not holds_measurements(journal):
-            _unmake(made)
+            unmake(made)
         raise
 
 
@@ -134,7 +139,7 @@ def holds_measurements(journal: Path) -> bool:
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Holds `directory` against other runs; the system lets go of it however this one ends."""
-    with _refused(directory, "cannot be opened", "name a readable place"):
+    with refused(directory, "cannot be opened", "name a readable place"):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         lock(descriptor, directory)
@@ -143,34 +148,8 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextmanager
-def _refused(path: Path, what: str, right: str) -> Iterator[None]:
-    """Turns what the system says of `path` into a sentence for the user."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(str(path), f"{what} ({reason})", right) from error
-
-
-def _make(directory: Path, made: list[Path]) -> None:
-    missing = [one for one in (directory, *directory.parents) if not one.exists()]
-    for folder in reversed(missing):
-        folder.mkdir()
-        made.append(folder)
-
-
-def _unmake(made: Sequence[Path]) -> None:
-    """Take away directories that `_make` made; what others put into the parents stays."""
-    if made:
-        shutil.rmtree(made[-1], ignore_errors=True)
-    for folder in reversed(made[:-1]):
-        with suppress(OSError):
-            folder.rmdir()
-
-
 def _check_held(directory: Path, *, force: bool) -> None:
-    held = {entry.name for entry in directory.iterdir() if not entry.name.startswith(_STAGING)}
+    held = {entry.name for entry in directory.iterdir() if not entry.name.startswith(STAGING)}
     if PLAN_FILE in held:
         if not force:
             raise InputError(str(directory), "already holds a plan", "add --force to replace it")
@@ -198,7 +177,7 @@ def open_journal(
         InputError: it belongs to another machine, is damaged, or cannot be written.
     """
     if force and not _resumable(path, header):
-        with _refused(path, "cannot be put aside", "name a writable place"):
+        with refused(path, "cannot be put aside", "name a writable place"):
             path.replace(path.with_name(path.name + ".old"))
     return JournalledSource(source, path, header)
 
@@ -265,12 +244,7 @@ def write_plan(
     """
     files = {f"nccl/{name}": text for name, text in nccl_files(plan, directory).items()}
     files[str(machine_file(plan, Path()))] = _machine_text(plan, model, fingerprint)
-    for left in directory.glob(f"{_STAGING}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    with _staged(files, directory, target=directory) as staging:
-        plan.save(staging / PLAN_FILE)
-        with _refused(directory, "cannot be written", _SPACE):
-            _move_into_place(staging, directory)
+    write_with_plan(files, directory, save=plan.save)
 
 
 def _machine_text(plan: Plan, model: MachineModel | None, fingerprint: Fingerprint | None) -> str:
@@ -285,21 +259,10 @@ def write_nccl_files(plan: Plan, output: Path) -> int:
     Raises:
         InputError: it exists, or cannot be written; nothing is left of it then.
     """
-    with _refused(output, "cannot be written", _SPACE):
-        check_path(output.absolute())
-        if output.exists() or output.is_symlink():
-            raise InputError(str(output), "already exists", "name a new directory")
-        files = {f"nccl/{name}": text for name, text in nccl_files(plan, output).items()}
-        made: list[Path] = []
-        try:
-            _make(output.absolute().parent, made)
-            with _staged(files, output.absolute().parent, target=output) as staging:
-                staging.chmod(0o755)
-                staging.rename(output)
-        except BaseException:
-            _unmake(made)
-            raise
-    return len(files)
+    return write_new_directory(
+        output,
+        lambda place: {f"nccl/{name}": text for name, text in nccl_files(plan, place).items()},
+    )
 
 
 def write_subset_graph(plan: Plan, subset: SubsetRings, directory: Path) -> None:
@@ -308,43 +271,4 @@ def write_subset_graph(plan: Plan, subset: SubsetRings, directory: Path) -> None
     Raises:
         InputError: it cannot be written.
     """
-    _write(directory / "nccl" / subset_file(subset.gpus), subset_graph(plan, subset))
-
-
-@contextmanager
-def _staged(files: Mapping[str, str], directory: Path, *, target: Path) -> Iterator[Path]:
-    """A folder in `directory` with these files, gone at the end unless it was moved.
-
-    Raises:
-        InputError: a file cannot be written; names `target`, as the folder is gone by then.
-    """
-    with _refused(target, "cannot be written", _SPACE):
-        staging = Path(tempfile.mkdtemp(dir=directory, prefix=_STAGING))
-    try:
-        for name, text in files.items():
-            _write(staging / name, text)
-        yield staging
-    except InputError as error:
-        raise InputError(str(target), error.what, error.right) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _write(path: Path, text: str) -> None:
-    with _refused(path, "cannot be written", _SPACE):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text)
-
-
-def _move_into_place(staging: Path, directory: Path) -> None:
-    """Renames on one file system: no space is needed, and old files go only now.
-
-    They go with `staging`: to delete hundreds here would leave a killed run time to end between.
-    """
-    (directory / PLAN_FILE).unlink(missing_ok=True)
-    for folder in FOLDERS:
-        place = directory / folder
-        if place.is_symlink() or place.exists():
-            place.rename(staging / f"old-{folder}")
-        (staging / folder).rename(place)
-    (staging / PLAN_FILE).rename(directory / PLAN_FILE)
+    write_file(directory / "nccl" / subset_file(subset.gpus), subset_graph(plan, subset))
