@@ -298,6 +298,8 @@ class Profiler:
             paces=_paces(program, lanes, window.warm_us + window.window_us),
         )
         outcomes = self._pool.run(program, timing)
+        # Between two readings a clock is known better than after the last one.
+        self._read_clocks()
         to_host = self._to_host()
         return [read_outcome(program, outcome, timing, to_host) for outcome in outcomes]
 

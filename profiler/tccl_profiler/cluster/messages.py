@@ -1,0 +1,243 @@
+"""What the controller and the agents of hosts say to each other.
+
+Every message travels in an Envelope. An answer carries the number of what it answers, so that one
+that comes after its question was given up is told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from tccl_profiler.cluster.facts import HostFacts
+from tccl_profiler.control import RECORD
+from tccl_profiler.links import Endpoint
+from tccl_profiler.messages import Pinged
+from tccl_profiler.pool import Memory
+from tccl_profiler.program import Link, Work
+from tccl_profiler.runs import Outcome, Timing
+
+
+class Describe(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Say what this host is; `interfaces` are those to use, none are those that it has."""
+
+    backend: str
+    devices: int | None
+    interfaces: tuple[str, ...]
+
+
+class Described(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a host is."""
+
+    facts: HostFacts
+
+
+class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start workers for these devices, GPUs and NICs, by id."""
+
+    devices: tuple[str, ...]
+    memory: Memory | None = None
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The workers are there: how many lanes each device runs, and what is to be said of them."""
+
+    lanes: Mapping[str, int]
+    complaints: tuple[str, ...] = ()
+
+
+class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start all workers anew."""
+
+
+class PingHost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask for the host's time."""
+
+
+class HostTime(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The host's CLOCK_MONOTONIC when it was asked, in nanoseconds."""
+
+    at_ns: int
+
+
+class PingDevices(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Compare the clocks of the host's devices with its own, with so many pings each."""
+
+    count: int
+
+
+class DevicesPinged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Each device's clock against the host's, by id."""
+
+    pinged: Mapping[str, Pinged]
+
+
+class AskLinks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Say which links are alive."""
+
+
+class Links(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Links that are alive on this host."""
+
+    links: tuple[Link, ...]
+
+
+class Listen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Wait for senders of these links, at the NICs that receive."""
+
+    links: tuple[Link, ...]
+
+
+class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Where the senders of each link are waited for."""
+
+    endpoints: tuple[tuple[Link, Endpoint], ...]
+
+
+class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Connect the sending NICs of these links."""
+
+    endpoints: tuple[tuple[Link, Endpoint], ...]
+
+
+class Accept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Take in the senders of these links."""
+
+    links: tuple[Link, ...]
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Run this host's share of a program; Release follows for each repeat."""
+
+    work: Work
+    timing: Timing
+
+
+class Resident(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All lanes of a repeat are there and wait; those of the repeat before are done."""
+
+    repeat: int
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Release a repeat when this host's CLOCK_MONOTONIC is `at_ns`."""
+
+    repeat: int
+    at_ns: int
+
+
+class PackedOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """An Outcome as bytes: arrays of RECORD, and of stamps."""
+
+    records: Mapping[str, bytes]
+    stamps: Mapping[str, tuple[bytes, ...]]
+
+
+class Ran(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What all repeats did; `early_ns` is how long before its time each Release was read, and
+    `late_ns` how long after its time each flag was stored."""
+
+    outcomes: tuple[PackedOutcome, ...]
+    early_ns: tuple[int, ...]
+    late_ns: tuple[int, ...]
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Give up what was begun; the answer is Aborted, or what crossed with this."""
+
+
+class Aborted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It was given up."""
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What was asked for has been done."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It could not be done. `kind` is `lost` (workers), `link`, `refused`, or `input`."""
+
+    kind: str
+    what: str
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Give everything back and end with this exit code."""
+
+    code: int
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Everything was given back."""
+
+
+class Rest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The pings are over."""
+
+
+class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This rank was told to end by its launcher, and is not to blame."""
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Somebody is there."""
+
+
+Message = (
+    Describe
+    | Described
+    | Open
+    | Opened
+    | Restart
+    | PingHost
+    | HostTime
+    | PingDevices
+    | DevicesPinged
+    | AskLinks
+    | Links
+    | Listen
+    | Listening
+    | Connect
+    | Accept
+    | Begin
+    | Resident
+    | Release
+    | Ran
+    | Abort
+    | Aborted
+    | Done
+    | Failed
+    | End
+    | Ended
+    | Rest
+    | Leaving
+    | Beat
+)
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """A message and the number of the question that it asks, belongs to, or answers."""
+
+    number: int
+    message: Message
+
+
+def packed(outcome: Outcome) -> PackedOutcome:
+    """An outcome's arrays as bytes."""
+    return PackedOutcome(
+        records={name: rows.tobytes() for name, rows in outcome.records.items()},
+        stamps={name: tuple(r.tobytes() for r in rows) for name, rows in outcome.stamps.items()},
+    )
+
+
+def unpacked(outcome: PackedOutcome) -> Outcome:
+    """The outcome that `packed` made bytes of."""
+    return Outcome(
+        records={name: np.frombuffer(rows, RECORD) for name, rows in outcome.records.items()},
+        stamps={
+            name: tuple(np.frombuffer(row, np.uint64) for row in rows)
+            for name, rows in outcome.stamps.items()
+        },
+    )

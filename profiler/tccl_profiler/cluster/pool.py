@@ -1,0 +1,263 @@
+"""The pools of several hosts as one: each host runs its share of a program, released together.
+
+All hosts say that their lanes are there; then the controller agrees with them on a time, far enough
+ahead for its slowest message, at which each releases its own lanes by its own clock. (Windows and
+not a barrier: S. Hunold and A. Carpen-Amarie, Reproducible MPI Benchmarking, TPDS 2016.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from tccl_profiler.cluster import messages as say
+from tccl_profiler.cluster.agents import Agents, LinkFailure, raise_failures
+from tccl_profiler.cluster.clocks import HostClock
+from tccl_profiler.cluster.urgency import urgent
+from tccl_profiler.messages import Pinged
+from tccl_profiler.pool import Memory
+from tccl_profiler.program import Link, Program, host_of
+from tccl_profiler.runs import Outcome, Timing, joined
+from tccl_profiler.workers import WorkerLost
+from tccl_py.errors import MeasurementError, SourceLostError
+
+Answer = TypeVar("Answer", bound=msgspec.Struct)
+
+FIRST_PINGS, PINGS = 40, 12
+_AHEAD_NS = 3_000_000
+"""How far ahead the first release is agreed; then, twice what messages have taken and a little."""
+_LITTLE_NS = 300_000
+_FURTHEST_NS = 100_000_000
+_LATE_SHARE = 0.02
+"""A release that came later than this share of a window is not one: the run is repeated."""
+_ATTEMPTS = 3
+
+
+class ClusterPool:
+    """What a Profiler measures several hosts by; see `runs.Runner`.
+
+    Args:
+        agents: of all hosts, which know what they are.
+        clocks: of the hosts.
+        devices: what to start by host; a host that is not there starts nothing.
+        memory: what each device gives; None is what suits the backend.
+    """
+
+    def __init__(
+        self,
+        agents: Agents,
+        clocks: Mapping[str, HostClock],
+        devices: Mapping[str, Collection[str]],
+        *,
+        memory: Memory | None = None,
+    ) -> None:
+        self._agents = agents
+        self._clocks = dict(clocks)
+        self._devices = {host: tuple(sorted(ids)) for host, ids in devices.items() if ids}
+        self._memory = memory
+        self._lanes: dict[str, int] = {}
+        self._ahead_ns = _AHEAD_NS
+        self.complaints: list[str] = []
+        self.late = 0
+
+    @property
+    def lanes(self) -> Mapping[str, int]:
+        """How many blocks each device runs at once, by its name (`h1.G0`)."""
+        return self._lanes
+
+    def start(self) -> None:
+        """Start all workers.
+
+        Raises:
+            MeasurementError: a device cannot be used; it names the host.
+            HostLost: a host is gone.
+        """
+        questions = {
+            host: say.Open(devices=ids, memory=self._memory) for host, ids in self._devices.items()
+        }
+        self._opened(self._agents.ask(questions, say.Opened, self._agents.patience.start_s))
+        self.read_clocks(FIRST_PINGS)
+
+    def restart(self) -> None:
+        """Start all workers anew.
+
+        Raises:
+            MeasurementError: as `start`.
+        """
+        questions = dict.fromkeys(self._devices, say.Restart())
+        self._opened(self._agents.ask(questions, say.Opened, self._agents.patience.start_s))
+
+    def _opened(self, answers: Mapping[str, say.Opened]) -> None:
+        for host, opened in answers.items():
+            self._lanes |= {f"{host}.{name}": count for name, count in opened.lanes.items()}
+            self.complaints += [f"host {host}: {text}" for text in opened.complaints]
+
+    def read_clocks(self, count: int = PINGS) -> None:
+        """Compare the hosts' clocks with this one's, where that is due.
+
+        Raises:
+            SourceLostError: a clock jumped; it names the host.
+        """
+        for host, clock in self._clocks.items():
+            if host in self._devices and clock.is_due:
+                clock.add(self._agents.reading(host, count))
+
+    def ping(self, count: int = 16) -> Mapping[str, Pinged]:
+        """Each device's clock against this host's, by its name: its host's lies between.
+
+        Raises:
+            WorkerLost: a worker died or hangs.
+            SourceLostError: a host is gone, or its clock jumped.
+        """
+        self.read_clocks()
+        questions = dict.fromkeys(self._devices, say.PingDevices(count=count))
+        answers = self._agents.ask(questions, say.DevicesPinged)
+        return {
+            f"{host}.{name}": self._clocks[host].here(pinged)
+            for host, answer in answers.items()
+            for name, pinged in answer.pinged.items()
+        }
+
+    def run(self, program: Program, timing: Timing) -> list[Outcome]:
+        """Run a program's repeats, each released on all hosts at the same time.
+
+        Raises:
+            WorkerLost: a worker died or hangs: start anew.
+            MeasurementError: the devices refuse the program, or its links cannot be made.
+            SourceLostError: a host is gone.
+        """
+        broken = ""
+        for _ in range(_ATTEMPTS):
+            try:
+                self._connect(program)
+                with urgent():
+                    outcomes = self._attempt(program, timing)
+            except LinkFailure as error:
+                # It is made again; a second failure is no accident.
+                if broken:
+                    raise WorkerLost(f"{broken}; then, made again, {error}") from error
+                broken = str(error)
+                continue
+            if outcomes is not None:
+                return outcomes
+        raise MeasurementError(
+            f"{program.transfers}: hosts cannot be released together: messages take longer than "
+            f"{self._ahead_ns / 1e6:.0f} ms"
+        )
+
+    # Links
+
+    def _connect(self, program: Program) -> None:
+        """Make the links of a program that are not there."""
+        if not program.links:
+            return
+        hosts = {host_of(end) for link in program.links for end in (link.sender, link.receiver)}
+        there = self._agents.ask(dict.fromkeys(hosts, say.AskLinks()), say.Links)
+        have = {host: set(answer.links) for host, answer in there.items()}
+        missing = [
+            link
+            for link in program.links
+            if link not in have[host_of(link.sender)] or link not in have[host_of(link.receiver)]
+        ]
+        if not missing:
+            return
+        coming = _by_host(missing, receiving=True)
+        listening = self._agents.ask(
+            {host: say.Listen(links=links) for host, links in coming.items()}, say.Listening
+        )
+        where = {
+            link: endpoint for answer in listening.values() for link, endpoint in answer.endpoints
+        }
+        going = {
+            host: say.Connect(endpoints=tuple((link, where[link]) for link in links))
+            for host, links in _by_host(missing, receiving=False).items()
+        }
+        self._agents.ask(going, say.Done)
+        self._agents.ask(
+            {host: say.Accept(links=links) for host, links in coming.items()}, say.Done
+        )
+
+    # One run
+
+    def _attempt(self, program: Program, timing: Timing) -> list[Outcome] | None:
+        """All repeats; None if a host was released too late for that to count."""
+        number, hosts = self._agents.number(), program.hosts
+        try:
+            for host in hosts:
+                begin = say.Begin(work=program.on(host), timing=timing.on(host))
+                self._agents.tell(host, number, begin)
+            for repeat in range(timing.repeats):
+                self._answers(number, hosts, say.Resident, timing)
+                self._release(number, hosts, repeat)
+            ran = self._answers(number, hosts, say.Ran, timing)
+        except SourceLostError:
+            # The job ends here, and with it what the other hosts do.
+            raise
+        except BaseException:
+            self._give_up(number, hosts)
+            raise
+        return self._judged(ran, timing)
+
+    def _answers(
+        self, number: int, hosts: Collection[str], kind: type[Answer], timing: Timing
+    ) -> dict[str, Answer]:
+        """An answer of each host.
+
+        Raises:
+            WorkerLost, MeasurementError: a host failed; what the others do is given up.
+        """
+        limit_s = self._agents.patience.answer_s + timing.lasting_s
+        answers = self._agents.heard(number, hosts, limit_s)
+        found: dict[str, Answer] = {}
+        for host, answer in answers.items():
+            if isinstance(answer, kind):
+                found[host] = answer
+        if len(found) < len(hosts):
+            ended = {h: one for h, one in answers.items() if h not in found}
+            ended |= self._give_up(number, [host for host in hosts if host not in ended])
+            raise_failures(ended)
+            raise WorkerLost(f"host {next(iter(ended))}: answered out of turn")
+        return found
+
+    def _give_up(self, number: int, hosts: Collection[str]) -> dict[str, say.Message]:
+        """Stop a run on some hosts, and hear from each how it ended."""
+        for host in hosts:
+            self._agents.tell(host, number, say.Abort())
+        ended: dict[str, say.Message] = {}
+        while len(ended) < len(hosts):
+            waiting = [host for host in hosts if host not in ended]
+            answers = self._agents.heard(number, waiting, self._agents.patience.answer_s)
+            # That lanes are there, or a repeat is done, may have been under way.
+            ended |= {h: one for h, one in answers.items() if not isinstance(one, say.Resident)}
+        return ended
+
+    def _release(self, number: int, hosts: Collection[str], repeat: int) -> None:
+        """Agree on a time, and tell each host what that is by its clock."""
+        at_ns = time.monotonic_ns() + self._ahead_ns
+        for host in hosts:
+            there_ns = self._clocks[host].there_ns(at_ns)
+            self._agents.tell(host, number, say.Release(repeat=repeat, at_ns=there_ns))
+
+    def _judged(self, ran: Mapping[str, say.Ran], timing: Timing) -> list[Outcome] | None:
+        """The outcomes over all hosts; how far ahead to agree is learned from them."""
+        earliest_ns = min(early for one in ran.values() for early in one.early_ns)
+        took_ns = self._ahead_ns - earliest_ns
+        late_ns = -earliest_ns
+        self._ahead_ns = min(_FURTHEST_NS, max(2 * took_ns + _LITTLE_NS, self._ahead_ns // 2))
+        if late_ns > _LATE_SHARE * timing.window_us * 1e3:
+            self.late += 1
+            return None
+        return [
+            joined({host: say.unpacked(one.outcomes[r]) for host, one in ran.items()})
+            for r in range(timing.repeats)
+        ]
+
+
+def _by_host(links: Collection[Link], *, receiving: bool) -> dict[str, tuple[Link, ...]]:
+    found: dict[str, list[Link]] = {}
+    for link in links:
+        found.setdefault(host_of(link.receiver if receiving else link.sender), []).append(link)
+    return {host: tuple(some) for host, some in found.items()}
