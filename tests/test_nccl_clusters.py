@@ -1,5 +1,6 @@
 """Graph files of several nodes: what is written closes into the rings that were planned."""
 
+import re
 import time
 
 import msgspec
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from tccl_py.emitters.plan_files import node_graph_text
 from tccl_py.errors import InputError
 from tccl_py.runtimes.nccl.graph_facts import graph_facts
-from tccl_py.runtimes.nccl.graph_file import parse_graph_file
+from tccl_py.runtimes.nccl.graph_file import parse_graph_file, read_graph_file
+from tccl_py.runtimes.nccl.graph_search import search_ring, search_tree
 from tccl_py.runtimes.nccl.landing import open_ends
-from tccl_py.runtimes.nccl.log import same_rings
+from tccl_py.runtimes.nccl.log import parse_log, same_rings
 from tccl_py.runtimes.nccl.settings import Settings, environment
 from tccl_py.runtimes.nccl.stock import stock_chains
 from tccl_py.runtimes.nccl.transport import net_devices, view
@@ -20,7 +22,8 @@ from tccl_py.runtimes.nccl.validator import NodeJob, validate, validate_cluster
 from tccl_py.runtimes.nccl.versions import known_versions
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import toy_machine
-from tests.nccl_cases import graph_text, graph_verdicts, machine
+from tccl_py.topology.readers.nccl_topology import read_nccl_topology
+from tests.nccl_cases import CASES, graph_text, graph_verdicts, machine
 from tests.nccl_nodes import with_nics
 
 NOTHING = Knowledge()
@@ -199,10 +202,12 @@ def test_one_gpu_a_node_has_a_tree_of_pattern_3():
     assert (file.graph(0).typeintra, file.graph(0).channels[0].nets) == ("LOC", (1, 1))
     balanced = text.replace('pattern="3"', 'pattern="1"')
     node = NodeJob(machine=ONE, knowledge=NOTHING, graph=balanced)
-    found = validate_cluster([node, node])
+    # Two nodes of one H200 summed rightly with it.
+    assert validate_cluster([node] * 2).verdict == "used"
+    found = validate_cluster([node] * 3)
     assert (found.verdict, found.reason) == (
         "clipped",
-        "the node has one GPU: a tree of pattern 1 takes another channel's for its second",
+        "the node has one GPU: a tree of pattern 1 hangs other nodes from a second",
     )
 
 
@@ -217,6 +222,60 @@ def test_a_node_of_one_gpu_is_left_by_the_nic_it_is_entered_by():
     node = NodeJob(machine=ONE, knowledge=NOTHING, graph=text)
     found = validate_cluster([node, node])
     assert (found.verdict, used(found)) == ("clipped", [(1, 1), (1, 1)])
+
+
+H200 = CASES / "h200x2-two-nodes"
+"""Two nodes of one H200 each, with two interfaces, under NCCL 2.28.9."""
+
+
+def h200_nodes(*files):
+    machines = [read_nccl_topology(H200 / f"topology{rank}.xml") for rank in range(2)]
+    return [
+        NodeJob(machine=node, knowledge=NOTHING, gpus=node.gpu_indices, graph=file)
+        for node, file in zip(machines, files, strict=True)
+    ]
+
+
+def assert_as_in_log(found, name):
+    text = (H200 / name).read_text()
+    (rings,) = parse_log(text, where=name).communicators
+    assert rings == found.rings
+    form = r"Channel (\d+)/0 : (\d)\[.\] -> (\d)\[.\] \[(send|receive)\] via NET/Socket/(\d)"
+    seen = re.findall(form, text)
+    assert len(seen) == 4 * len(rings)
+    for channel, source, target, way, nic in seen:
+        row = found.nics[int(channel)]
+        used = row[int(source)].exit if way == "send" else row[int(target)].entry
+        assert used == int(nic)
+
+
+def test_two_nodes_of_one_h200_search_and_connect_as_their_dump_and_log_say():
+    nodes = h200_nodes("", "")
+    for rank, node in enumerate(nodes):
+        dump = read_graph_file(H200 / f"graph{rank}.xml", version="2.28.9")
+        ring, tree = dump.graph(0), dump.graph(1)
+        seen = view(node.machine, NOTHING, Settings(version="2.28.9"))
+        ours, trees = search_ring(seen, nodes=2), search_tree(seen, nodes=2, channels=2)
+        for graph, found in ((ring, ours), (tree, trees)):
+            assert [(c.gpus, c.nets) for c in graph.channels] == [
+                (tuple(int(gpu[1:]) for gpu in order), tuple(int(net[1:]) for net in ends))
+                for order, ends in zip(found.orders, found.ports, strict=True)
+            ]
+            rates = found.rate_intra, found.rate_inter, found.cross_nic
+            assert rates == (graph.speedintra, graph.speedinter, graph.crossnic)
+            types = found.type_intra.name, found.type_inter.name
+            assert types == (graph.typeintra, graph.typeinter)
+        facts = graph_facts(seen, [c.gpus for c in ring.channels], [c.nets for c in ring.channels])
+        assert (facts.type_intra, facts.type_inter) == (ring.typeintra, ring.typeinter)
+        assert (facts.tree_type_inter, facts.tree_spreads) == (tree.typeinter, tree.pattern == 1)
+    assert_as_in_log(validate_cluster(nodes, version="2.28.9"), "stock.log")
+
+
+def test_nccl_left_nodes_of_one_gpu_by_their_entry_though_the_file_named_another_nic():
+    files = [(H200 / f"other-exit{rank}.xml").read_text() for rank in range(2)]
+    found = validate_cluster(h200_nodes(*files), version="2.28.9")
+    assert found.verdict == "clipped"
+    assert_as_in_log(found, "other-exit.log")
 
 
 def test_rails_are_not_changed_where_the_settings_forbid_it():

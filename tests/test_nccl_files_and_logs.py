@@ -64,6 +64,36 @@ def test_nccl_conf_refuses_what_it_cannot_quote():
         nccl_conf(Settings(), graph=GRAPH)
 
 
+NETWORK = Settings(
+    net_gdr_level="PHB", cross_nic=1, ib_hca=("mlx5_0:1", "mlx5_2"), socket_ifname=("eth0.12",)
+)
+
+
+def test_the_network_is_written_as_nccl_and_a_shell_read_it():
+    # NCCL takes a line up to its first = for the name; the second one asks for exact names.
+    assert nccl_conf(NETWORK) == (
+        "NCCL_NET_GDR_LEVEL=PHB\n"
+        "NCCL_CROSS_NIC=1\n"
+        "NCCL_IB_HCA==mlx5_0:1,mlx5_2\n"
+        "NCCL_SOCKET_IFNAME==eth0.12\n"
+    )
+    text = env_sh(NETWORK) + 'printf "%s %s" "$NCCL_IB_HCA" "$NCCL_SOCKET_IFNAME"'
+    result = subprocess.run(["/bin/sh", "-c", text], capture_output=True, text=True, check=True)
+    assert result.stdout == "=mlx5_0:1,mlx5_2 =eth0.12"
+
+
+@given(st.text(max_size=20))
+def test_no_name_escapes_its_line(name):
+    for settings in (Settings(ib_hca=(name,)), Settings(socket_ifname=(name,))):
+        try:
+            conf, script = nccl_conf(settings), env_sh(settings)
+        except InputError:
+            continue
+        (line,) = conf.splitlines()
+        assert line.split("=", 1)[1] == f"={name}"
+        assert shlex.split(script) == ["export", line]
+
+
 def test_default_settings_make_empty_files():
     assert (nccl_conf(Settings()), env_sh(Settings())) == ("", "")
 

@@ -82,10 +82,7 @@ def node_graph_text(
         tree_spreads=facts.tree_spreads,
     )
     gpus = ", ".join(str(gpu) for gpu in sorted(orders[0]))
-    note = (
-        f"rates {provenance}; for one node of several, only for communicators over exactly "
-        f"GPUs {gpus} of it"
-    )
+    note = f"rates {provenance}; for one node of several, with exactly these GPUs of it: {gpus}"
     return f"<!-- tccl-py: {note} -->\n" + graph_xml(rings, version=seen.settings.version)
 
 

@@ -16,6 +16,8 @@ from tccl_py.runtimes.nccl.versions import VersionFacts, version_facts
 from tccl_py.runtimes.nccl.xml_lexer import GraphCrashError, GraphRejectedError
 
 _BALANCED_TREE = 1
+_ONE_LINK = 2
+"""Up to so many nodes a tree has no node with children of both kinds."""
 
 
 class _Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,13 +193,17 @@ class NodeGraphs:
         return found
 
     def _wrong_tree(self) -> list[str]:
-        """Balanced trees hang children of other nodes from a second GPU (ncclTopoPreset)."""
+        """Balanced trees may hang other nodes from a second GPU, of which there is none here.
+
+        NCCL then takes what lies behind the last channel's GPU (ncclTopoPreset). On two nodes it
+        looks at the first GPU only.
+        """
         tree = self._tree
-        if self._nodes == 1 or self.size > 1 or tree is None or tree.graph is None:
+        if self._nodes <= _ONE_LINK or self.size > 1 or tree is None or tree.graph is None:
             return []
         if tree.graph.pattern != _BALANCED_TREE:
             return []
-        return ["the node has one GPU: a tree of pattern 1 takes another channel's for its second"]
+        return ["the node has one GPU: a tree of pattern 1 hangs other nodes from a second"]
 
     def why_ignored(self) -> str:
         """Why the node's file has no say, if it has none."""
