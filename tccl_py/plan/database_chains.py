@@ -24,9 +24,9 @@ from tccl_py.transfers.canonical import relabelled
 from tccl_py.transfers.hops import Hop, HopSpace, ring_set
 from tccl_py.transfers.transfer import Fifo, Flow, entering, leaving
 
-BEST_BUDGET = Budget(sets=600, idle_sets=30)
+BEST_BUDGET = Budget(sets=2000, idle_sets=100)
 """For the best chain of one set of GPUs, wherever it begins and ends."""
-LANDING_BUDGET = Budget(sets=600, idle_sets=20)
+LANDING_BUDGET = Budget(sets=1000, idle_sets=20)
 """For each place to begin and to end."""
 
 

@@ -16,10 +16,12 @@ from tccl_py.topology.symmetry import Symmetry, automorphisms
 from tccl_py.transfers.canonical import relabelled
 from tccl_py.transfers.hops import Hop, Ring, ring, ring_set
 
-RING_BUDGET = Budget(sets=600, idle_sets=30)
+RING_BUDGET = Budget(sets=1000, idle_sets=50)
 """For one set of GPUs."""
-WHOLE_BUDGET = Budget(sets=1000, idle_sets=80)
+WHOLE_BUDGET = Budget(sets=2000, idle_sets=100)
 """For all GPUs together."""
+WORTH = 1.01
+"""A ring known beforehand gives way to one that is better by more."""
 
 
 class SearchedRing(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +101,8 @@ class _Search:
         for known in task.rings:
             if tuple(sorted(known.gpus)) == gpus:
                 other = measured_well(task.source, ring_set([known])).rate_gbps
-                best, rate = (known, other) if other > rate else (best, rate)
+                if other * WORTH >= rate:
+                    best, rate = known, other
         found = SearchedRing(ring=best, rate_gbps=rate, bound_gbps=result.bound_gbps)
         for image in images(best, self._symmetry):
             same = msgspec.structs.replace(found, ring=image)

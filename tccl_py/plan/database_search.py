@@ -27,7 +27,7 @@ class DatabaseTask(msgspec.Struct, frozen=True, kw_only=True):
 
     `gpus` are all GPUs it is for; `subsets` those of them that jobs use, None being all subsets, as
     far as those are few. Each hop is moved by `blocks` thread blocks through FIFOs of `fifo_bytes`.
-    `rings` are rings known beforehand, which the database's ring over their GPUs is no slower than.
+    `rings` are rings known beforehand: they stay unless one over their GPUs is better.
     After `max_sets` measured sets only what is known beforehand is tried.
     """
 

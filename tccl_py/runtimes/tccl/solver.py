@@ -75,6 +75,9 @@ def _inside_a_node(database: Database, mask: int) -> FoundRing:
 
 def _over_nodes(database: Database, masks: Sequence[int]) -> FoundRing:
     tables = _Tables(database)
+    for mask in masks:
+        if not tables.chains(mask):
+            raise _no_ring(masks, f"there is no chain over GPUs {_listed(mask)}")
     best = tables.rates(masks[0])
     came_from: list[npt.NDArray[np.intp]] = []
     for mask in masks[1:]:
@@ -83,11 +86,9 @@ def _over_nodes(database: Database, masks: Sequence[int]) -> FoundRing:
         came_from.append(through.argmax(axis=1))
         best = through.max(axis=1)
     closed = best.diagonal()
-    last = int(closed.argmax()) if closed.size else 0
-    if not closed.size or closed[last] <= 0:
-        missing = [mask for mask in dict.fromkeys(masks) if not tables.chains(mask)]
-        why = f"there is no chain over GPUs {_listed(missing[0])}" if missing else "no chains meet"
-        raise SearchError(f"No ring found over {len(masks)} nodes: {why}")
+    last = int(closed.argmax())
+    if closed[last] <= 0:
+        raise _no_ring(masks, "no chains meet")
     tail, parts = last, []
     for turn in range(len(masks) - 1, -1, -1):
         head = int(came_from[turn - 1][last, tail]) if turn else last
@@ -97,6 +98,10 @@ def _over_nodes(database: Database, masks: Sequence[int]) -> FoundRing:
         )
         tail = head
     return FoundRing(gbps=float(closed[last]), nodes=tuple(reversed(parts)))
+
+
+def _no_ring(masks: Sequence[int], why: str) -> SearchError:
+    return SearchError(f"No ring found over {len(masks)} nodes: {why}")
 
 
 class _Tables:

@@ -1,0 +1,559 @@
+"""Databases of the TCCL fork: against brute force, and what its runtime makes of them."""
+
+import functools
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.chains.space import Chain, entry, leave, ring_of
+from tccl_py.emitters.tccl_xml import tccl_xml
+from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.measurements.memory import RememberingSource
+from tccl_py.plan import database as databases_of_plans
+from tccl_py.plan.database import MOST_CHANNELS, Export, make_database
+from tccl_py.plan.database_chains import Landing, all_ends, searched_chains
+from tccl_py.plan.database_notes import plan_channels
+from tccl_py.plan.database_rings import searched_rings
+from tccl_py.plan.database_search import DatabaseTask
+from tccl_py.plan.planner import make_plan
+from tccl_py.runtimes.tccl.checks import check_database
+from tccl_py.runtimes.tccl.database import (
+    Crossing,
+    Database,
+    NodeChain,
+    NodeChains,
+    gpus_of,
+    mask_of,
+)
+from tccl_py.runtimes.tccl.flows import numa_ids, typed_transfers
+from tccl_py.runtimes.tccl.reader import parse_tccl_xml
+from tccl_py.runtimes.tccl.solver import found_ring
+from tccl_py.search.problem import Budget, SilentReporter
+from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.source import Simulator
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import Nic, check, toy_machine
+from tccl_py.transfers.hops import ring, ring_set
+from tccl_py.transfers.transfer import Fifo, entering, leaving, parse_flow, transfer_set
+from tests.fakes import SharedResources
+from tests.planned import PCIE, SMALL, plan_of
+from tests.tccl_databases import small_database
+
+EIGHT = "supermicro-h12dsg-8x3090"
+"""8 GPUs that cannot access each other, on 2 NUMA nodes; no NIC."""
+
+
+def with_nics(machine, *parents, gdr=True, speed_mbps=100_000):
+    """The machine with a NIC at each of these parents, which reaches all GPUs' memory or none."""
+    nics = tuple(
+        Nic(index=i, name=f"mlx5_{i}", parent=parent, speed_mbps=speed_mbps, gdr=gdr)
+        for i, parent in enumerate(parents)
+    )
+    gpus = tuple(msgspec.structs.replace(gpu, gdr=gdr) for gpu in machine.gpus)
+    return check(msgspec.structs.replace(machine, nics=nics, gpus=gpus), where=machine.name)
+
+
+def unlike(machine):
+    """The machine with GPUs of different names, so that no symmetry is left."""
+    gpus = tuple(msgspec.structs.replace(gpu, name=f"GPU {gpu.index}") for gpu in machine.gpus)
+    return msgspec.structs.replace(machine, gpus=gpus)
+
+
+def task_of(machine, source, *, knowledge=None, gpus=None, max_sets=100_000, **more):
+    return DatabaseTask(
+        **{
+            "machine": machine,
+            "knowledge": knowledge or Knowledge(),
+            "source": RememberingSource(source),
+            "gpus": tuple(gpus or machine.gpu_indices),
+            "subsets": None,
+            "blocks": 2,
+            "fifo_bytes": 1 << 20,
+            "rings": (),
+            "max_sets": max_sets,
+            "reporter": SilentReporter(),
+            **more,
+        }
+    )
+
+
+def random_resources(seed):
+    """Every pair of devices has a link of its own each way, and every device a limit."""
+    rates = np.random.default_rng(seed)
+    known = {}
+
+    def capacity(resource):
+        return known.setdefault(resource, float(rates.integers(4, 40)))
+
+    def uses(flow):
+        for one in flow.transfers:
+            ends = (str(one.source), str(one.destination))
+            yield (*ends, str(one.executor))
+            yield from (f"{end} {one.operation}" for end in ends)
+
+    # All rates are drawn in one order, whatever is asked first.
+    places = [*(f"G{i}" for i in range(4)), "C0", "C1", "N0"]
+    for pair in itertools.permutations(places, 2):
+        for executor in pair:
+            capacity((*pair, executor))
+    for place, operation in itertools.product(places, ("read", "write")):
+        capacity(f"{place} {operation}")
+    return SharedResources(uses, capacity)
+
+
+def all_rings(space):
+    first, *rest = space.gpus
+    for order in itertools.permutations(rest):
+        pairs = itertools.pairwise((first, *order, first))
+        for hops in itertools.product(*(space.between(*pair) for pair in pairs)):
+            yield ring(hops)
+
+
+def best_rate(source, rings):
+    return max(source.measure([ring_set([one]).flows])[0].rate_gbps for one in rings)
+
+
+def all_chains(task, nic, ends):
+    """Every chain between two landings, as rings through the world."""
+    fifo = Fifo(bytes=task.fifo_bytes)
+    how = {"blocks": task.blocks, "fifo": fifo}
+    space = task.hop_space(ends.gpus)
+
+    def through(place):
+        return None if place.in_gpu else place.index
+
+    for order in itertools.permutations(ends.gpus):
+        if ends.entry.in_gpu and order[0] != ends.entry.index:
+            continue
+        if ends.exit.in_gpu and order[-1] != ends.exit.index:
+            continue
+        first = entry(order[0], entering(nic.index, order[0], through=through(ends.entry), **how))
+        last = leave(order[-1], leaving(order[-1], nic.index, through=through(ends.exit), **how))
+        choices = [space.between(*pair) for pair in itertools.pairwise(order)]
+        for hops in itertools.product(*choices):
+            yield ring_of(Chain(first, hops, last))
+
+
+# Against brute force
+
+
+@pytest.mark.parametrize("per_switch", [0, 2])
+@pytest.mark.parametrize("peers", [True, False])
+def test_rings_of_a_toy_machine_are_the_best_of_all(peers, per_switch):
+    machine = toy_machine(gpus=4, numa_nodes=2, per_switch=per_switch)
+    knowledge = Knowledge(peer_access_default=peers)
+    source = Simulator(model_for(machine, knowledge))
+    task = task_of(machine, source, knowledge=knowledge)
+    found = searched_rings(task)
+    assert not found.missing
+    assert sorted(map(mask_of, found.rings)) == [m for m in range(16) if len(gpus_of(m)) > 1]
+    for gpus, one in found.rings.items():
+        best = best_rate(source, all_rings(task.hop_space(gpus)))
+        assert tuple(sorted(one.ring.gpus)) == gpus
+        assert one.rate_gbps == best_rate(source, [one.ring])
+        assert one.rate_gbps >= best / 1.0101
+        assert one.bound_gbps >= best / 1.0001
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rings_of_a_machine_of_which_nothing_is_like_another_are_the_best(seed):
+    machine = unlike(toy_machine(gpus=4, numa_nodes=2))
+    source = random_resources(seed)
+    task = task_of(machine, source)
+    for gpus, one in searched_rings(task).rings.items():
+        assert one.rate_gbps >= best_rate(source, all_rings(task.hop_space(gpus))) / 1.0101
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_chains_between_all_landings_are_the_best_of_all(seed):
+    machine = unlike(with_nics(toy_machine(gpus=3, numa_nodes=2), "C1"))
+    source = random_resources(seed)
+    task = task_of(machine, source)
+    (nic,) = machine.nics
+    wanted = task.sets_of_gpus(least=1)
+    found = searched_chains(task, nic, wanted, every_landing=True)
+    assert not found.missing
+    rates = {}
+    for ends in (ends for gpus in wanted for ends in all_ends(task, nic, gpus)):
+        rates[ends] = best_rate(source, all_chains(task, nic, ends))
+        assert found.between[ends].ends == ends
+        assert found.between[ends].rate_gbps >= rates[ends] / 1.0101
+    for gpus, one in found.best.items():
+        best = max(rate for ends, rate in rates.items() if ends.gpus == gpus)
+        assert one.rate_gbps >= best / 1.0101
+
+
+def test_landings_of_one_gpu_and_of_several():
+    machine = with_nics(toy_machine(gpus=2, numa_nodes=2), "C0")
+    task = task_of(machine, Simulator(model_for(machine)))
+    (nic,) = machine.nics
+    gpu, other, near, far = Landing(True, 0), Landing(True, 1), Landing(False, 0), Landing(False, 1)
+    alone = {(one.entry, one.exit) for one in all_ends(task, nic, (0,))}
+    assert alone == set(itertools.product((gpu, near, far), repeat=2)) - {(gpu, gpu)}
+    both = {(one.entry, one.exit) for one in all_ends(task, nic, (0, 1))}
+    every = set(itertools.product((gpu, other, near, far), repeat=2))
+    assert both == every - {(gpu, gpu), (other, other)}
+
+
+def test_a_nic_that_reaches_no_gpu_lands_in_host_memory():
+    machine = with_nics(toy_machine(gpus=2), "C0", gdr=False)
+    task = task_of(machine, Simulator(model_for(machine)))
+    assert {one.entry for one in all_ends(task, machine.nics[0], (0, 1))} == {Landing(False, 0)}
+
+
+def test_subsets_that_look_the_same_are_searched_once_and_each_is_measured():
+    model = load_bundled(EIGHT)
+    task = task_of(model.machine, Simulator(model), knowledge=model.knowledge)
+    found = searched_rings(task)
+    assert len(found.rings) == 247
+    assert task.source.sets_measured <= 1000
+    for gpus, one in found.rings.items():
+        assert tuple(sorted(one.ring.gpus)) == gpus
+        assert one.rate_gbps == best_rate(task.source, [one.ring])
+
+
+class SlowGpu:
+    """A source in which nothing that touches one GPU has more than a rate."""
+
+    simulated = True
+
+    def __init__(self, source, gpu, gbps):
+        self.source, self.name, self.gbps = source, gpu, gbps
+
+    def measure(self, sets):
+        return [self._slowed(one) for one in self.source.measure(sets)]
+
+    def _slowed(self, one):
+        if f"G{self.name}-" not in f"{one.transfers} ".replace(" ", "- "):
+            return one
+        rows = tuple(tuple(min(rate, self.gbps) for rate in row) for row in one.samples_gbps)
+        return msgspec.structs.replace(one, samples_gbps=rows)
+
+
+def test_where_a_symmetry_does_not_hold_each_subset_is_searched_by_itself():
+    machine = toy_machine(gpus=4, numa_nodes=2)
+    source = SlowGpu(Simulator(model_for(machine)), 3, 1.0)
+    found = searched_rings(task_of(machine, source))
+    for gpus, one in found.rings.items():
+        assert one.rate_gbps == best_rate(source, [one.ring])
+        assert (one.rate_gbps == 1.0) == (3 in gpus)
+
+
+# What the fork's runtime makes of a database
+
+
+def ways_through(database, masks):
+    """The rate of every ring over the nodes, by trying all chains that meet."""
+    parts = {part.mask: part.chains for part in database.inter}
+    for chains in itertools.product(*(parts.get(mask, ()) for mask in masks)):
+        pairs = itertools.pairwise((*chains, chains[0]))
+        if all(one.tail == other.head for one, other in pairs):
+            yield min(chain.gbps for chain in chains)
+
+
+@st.composite
+def meeting_chains(draw):
+    """Chains over GPU 0 and over GPU 1 between few crossings, so that many meet."""
+    kinds = st.sampled_from(("GPU_GPU_INTER", "GPU_CPU_INTER", "CPU_GPU_INTER", "CPU_CPU_INTER"))
+    crossings = st.builds(Crossing, kinds, st.integers(0, 1), st.integers(0, 1))
+    pool = draw(st.lists(crossings, min_size=1, max_size=4, unique=True))
+    parts = []
+    for mask in (1, 2):
+        ends = st.tuples(st.sampled_from(pool), st.sampled_from(pool))
+        rates = draw(st.dictionaries(ends, st.integers(1, 9), max_size=8))
+        chains = [
+            NodeChain(head=head, tail=tail, gbps=float(rate), transfers=())
+            for (head, tail), rate in rates.items()
+        ]
+        parts.append(NodeChains(mask=mask, chains=tuple(chains)))
+    return Database(num_gpus=2, num_numa=2, num_bits=1, inter=tuple(parts))
+
+
+@settings(max_examples=300)
+@given(meeting_chains(), st.lists(st.sampled_from((1, 2)), min_size=2, max_size=4))
+def test_the_solver_finds_what_trying_everything_finds(database, masks):
+    rates = list(ways_through(database, masks))
+    if not rates:
+        with pytest.raises(SearchError, match="No ring found over"):
+            found_ring(database, masks)
+        return
+    found = found_ring(database, masks)
+    assert found.gbps == max(rates)
+    assert [part.mask for part in found.nodes] == masks
+    closed = [*found.nodes, found.nodes[0]]
+    assert all(one.tail == other.head for one, other in itertools.pairwise(closed))
+    listed = {
+        (part.mask, one.head, one.tail): one.gbps for part in database.inter for one in part.chains
+    }
+    assert found.gbps == min(listed[part.mask, part.head, part.tail] for part in found.nodes)
+
+
+def test_of_equal_rings_the_solver_takes_the_crossing_with_the_lowest_number():
+    database = exported(PCIE)
+    first = found_ring(database, [3, 3]).nodes[0].head
+    best = found_ring(database, [3, 3]).gbps
+    closed = {
+        one.head.encoded(database.num_bits)
+        for one in chains_of(database, 3)
+        for other in chains_of(database, 3)
+        if one.head == other.tail and one.tail == other.head and min(one.gbps, other.gbps) == best
+    }
+    assert first.encoded(database.num_bits) == min(closed)
+
+
+@pytest.mark.parametrize(
+    "masks, sentence",
+    [
+        ([1], "TCCL does not handle single GPU communicators"),
+        ([2, 1], "No ring found over 2 nodes: there is no chain over GPUs 1"),
+        ([7], "No ring found over GPUs 0, 1, 2: the database has none"),
+    ],
+)
+def test_the_solver_says_where_the_runtime_stops(masks, sentence):
+    with pytest.raises(SearchError) as caught:
+        found_ring(small_database(), masks)
+    assert str(caught.value) == sentence
+
+
+# Whole machines
+
+
+@functools.cache
+def made(name):
+    return make_database(plan_of(name), Simulator(load_bundled(name)))
+
+
+def exported(name):
+    return made(name).database
+
+
+def chains_of(database, mask):
+    return next(part.chains for part in database.inter if part.mask == mask)
+
+
+def test_every_set_of_gpus_of_a_machine_has_its_ring_and_its_chains():
+    database = check_database(exported(PCIE))
+    assert (database.num_gpus, database.num_numa, database.num_bits) == (4, 4, 2)
+    assert [one.mask for one in database.intra] == [m for m in range(16) if len(gpus_of(m)) > 1]
+    assert [part.mask for part in database.inter] == list(range(1, 16))
+    # 4 GPUs and 4 NUMA nodes on either side of 4 x 4 + 4 x 4 x 2 + 4 x 3 pairs of landings.
+    assert len(chains_of(database, 15)) == (16 + 32 + 12) * 8 * 8
+    assert parse_tccl_xml(tccl_xml(database), where="db.xml") == database
+
+
+def test_the_runtimes_ring_has_what_a_free_choice_of_mechanisms_reaches():
+    plan = plan_of(PCIE)
+    found = found_ring(exported(PCIE), [15])
+    assert found.gbps >= 2 * plan.rate_gbps
+    assert found.gbps == pytest.approx(plan.free.rate_gbps, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [PCIE, "amd-v100", "intel-v100", SMALL, EIGHT])
+def test_the_runtime_takes_the_plans_ring_unless_another_is_better(name):
+    plan, source = plan_of(name), Simulator(load_bundled(name))
+    only_all = Export(subsets=(plan.gpus,))
+    database = make_database(plan, source, export=only_all).database
+    found = found_ring(database, [mask_of(plan.gpus)])
+    numa = numa_ids(plan.machine)
+    blocks = min(plan_channels(plan), MOST_CHANNELS)
+    planned = {}
+    for one in plan.rings:
+        flows = [msgspec.structs.replace(flow, blocks=blocks) for flow in flows_of(one)]
+        rate = source.measure([transfer_set(flows)])[0].rate_gbps
+        planned[tuple(t for flow in flows for t in typed_transfers(flow, numa))] = rate
+    if found.nodes[0].transfers in planned:
+        assert found.gbps == pytest.approx(planned[found.nodes[0].transfers], rel=1e-5)
+    else:
+        assert found.gbps > 1.01 * max(planned.values())
+
+
+def test_with_no_sets_left_to_measure_the_plans_ring_is_exported_as_it_is():
+    plan = plan_of(PCIE)
+    export = Export(subsets=(plan.gpus,), max_sets=1)
+    found = make_database(plan, Simulator(load_bundled(PCIE)), export=export)
+    (planned,) = plan.rings
+    wanted = tuple(
+        t for flow in flows_of(planned) for t in typed_transfers(flow, numa_ids(plan.machine))
+    )
+    (part,) = found_ring(found.database, [15]).nodes
+    assert (part.gpus, part.transfers) == (planned.gpus, wanted)
+    assert "of 1 of 1 rings it is not known what could be: the sets that may be measured were " in (
+        "\n".join(found.notes)
+    )
+
+
+def flows_of(planned):
+    return [parse_flow(one.flow) for one in planned.hops]
+
+
+def test_the_best_landings_alone_give_the_same_rings_as_all(monkeypatch):
+    whole = exported(PCIE)
+    monkeypatch.setattr(databases_of_plans, "EVERY_LANDING_UP_TO", 0)
+    plan = plan_of(PCIE)
+    found = make_database(plan, Simulator(load_bundled(PCIE)))
+    best = found.database
+    assert sum(len(part.chains) for part in best.inter) < 1000
+    assert any("the chain between its best landings only" in note for note in found.notes)
+    for masks in [(15, 15), (1, 2), (8, 15, 1), (3, 12), (5, 5, 10), (7, 14), (4, 4), (9, 6, 15)]:
+        assert found_ring(best, masks).gbps == pytest.approx(found_ring(whole, masks).gbps)
+
+
+def test_eight_gpus_and_two_nics_take_few_sets():
+    model = load_bundled(EIGHT)
+    machine = with_nics(model.machine, "C0", "C1")
+    source = Simulator(msgspec.structs.replace(model, machine=machine))
+    plan = msgspec.structs.replace(plan_of(EIGHT), machine=machine)
+    found = make_database(plan, source)
+    assert found.sets_measured <= 5000
+    assert len(found.database.intra) == 247
+    assert [part.mask for part in found.database.inter] == list(range(1, 256))
+    assert "the fork's database knows one NIC a node, not 2: run it with NCCL_IB_HCA=mlx5_0" in (
+        found.notes
+    )
+    assert any("takes 3.6 GiB in every process" in note for note in found.notes)
+    text = tccl_xml(found.database, notes=found.notes)
+    assert parse_tccl_xml(text, where="db.xml") == found.database
+    nodes = found_ring(found.database, [255, 15, 128, 255])
+    assert 0 < nodes.gbps <= 12.5
+    other = make_database(plan, source, export=Export(subsets=(), nic=1))
+    assert any("NCCL_IB_HCA=mlx5_1" in note for note in other.notes)
+    assert [part.mask for part in other.database.inter] == [255]
+
+
+# What is lost, and what is refused
+
+
+@functools.cache
+def nine_gpus():
+    """The plan and the model of a machine of 9 GPUs and a NIC."""
+    machine = with_nics(toy_machine(gpus=9), "C0")
+    model = model_for(machine)
+    budget = Budget(sets=20, idle_sets=5)
+    return make_plan(machine, Knowledge(), Simulator(model), budget=budget, ring_counts=(1,)), model
+
+
+def test_above_eight_gpus_only_what_is_asked_for_is_there():
+    plan, model = nine_gpus()
+    export = Export(subsets=((0, 1, 2, 3), (4, 8)), max_sets=60)
+    found = make_database(plan, Simulator(model), export=export)
+    assert [one.mask for one in found.database.intra] == [15, 1 << 4 | 1 << 8, 2**9 - 1]
+    assert (
+        "499 of the 502 sets of GPUs that jobs can have are left out, above 8 GPUs only those that "
+        "are asked for: a job over one of them fails"
+    ) in found.notes
+
+
+def test_more_gpus_than_the_forks_table_of_chains_has_room_for_have_none():
+    plan, model = nine_gpus()
+    found = make_database(plan, Simulator(model), export=Export(max_sets=60)).database
+    assert (found.inter, found.num_gpus, found.num_bits) == ((), 9, 1)
+    notes = make_database(plan, Simulator(model), export=Export(max_sets=60)).notes
+    assert (
+        "for GPU indices up to 8 the fork's table of chains would be too large: there are no "
+        "chains, and a job of several nodes fails"
+    ) in notes
+
+
+class NoNetwork:
+    """A source that measures nothing over a NIC, as one machine's profiler."""
+
+    simulated = False
+
+    def __init__(self, source):
+        self.source = source
+
+    def measure(self, sets):
+        if any(flow.is_network for one in sets for flow in one.flows):
+            raise MeasurementError("N0: no machine at its other end")
+        answers = self.source.measure(sets)
+        return [msgspec.structs.replace(one, simulated=False) for one in answers]
+
+
+def test_where_no_flow_over_the_network_can_be_measured_there_are_rings_only():
+    found = make_database(plan_of(SMALL), NoNetwork(Simulator(load_bundled(SMALL))))
+    assert len(found.database.intra) == 11
+    assert found.database.inter == ()
+    assert (
+        "flows over the network cannot be measured here (N0: no machine at its other end): there "
+        "are no chains, and a job of several nodes fails"
+    ) in found.notes
+
+
+class OnlySome(NoNetwork):
+    """A source that cannot measure what touches GPU 2."""
+
+    def measure(self, sets):
+        if any("G2" in str(one) for one in sets):
+            raise MeasurementError("G2: lost")
+        return self.source.measure(sets)
+
+
+def test_a_set_of_gpus_without_a_ring_is_left_out_by_name():
+    found = make_database(plan_of(SMALL), OnlySome(Simulator(load_bundled(SMALL))))
+    assert all(not one.mask & 4 for one in found.database.intra)
+    assert "no ring over GPUs 0, 1, 2, 3, and a job over them fails: G2: lost" in found.notes
+    assert "no ring either over 4 other sets of GPUs" in found.notes
+    assert (
+        "no chain over GPUs 0, 1, 2, 3, and a job with such a node fails: G2: lost" in found.notes
+    )
+
+
+def test_several_rings_become_one_and_many_channels_fewer():
+    several = make_database(
+        plan_of(EIGHT), Simulator(load_bundled(EIGHT)), export=Export(subsets=())
+    )
+    plan = plan_of(EIGHT)
+    together = (
+        f"the plan's {len(plan.rings)} rings together have {plan.rate_gbps:.2f} GB/s, but all"
+    )
+    assert any(note.startswith(together) for note in several.notes) == (len(plan.rings) > 1)
+    fewer = made(SMALL)
+    assert any("channels, but the fork has room for 15" in note for note in fewer.notes)
+    assert all(not one.mask & 8 or one.mask < 16 for one in fewer.database.intra)
+
+
+def test_a_plan_for_some_gpus_keeps_their_nvml_indices():
+    plan = plan_of(PCIE, gpus=(1, 3))
+    database = make_database(plan, Simulator(load_bundled(PCIE))).database
+    assert database.num_gpus == 4
+    assert [one.mask for one in database.intra] == [10]
+    assert [part.mask for part in database.inter] == [2, 8, 10]
+
+
+def test_numa_nodes_go_by_the_systems_numbers():
+    machine = toy_machine(gpus=2, numa_nodes=2)
+    odd = [msgspec.structs.replace(n, numa_id=8 * n.index) for n in machine.numa_nodes]
+    assert numa_ids(msgspec.structs.replace(machine, numa_nodes=tuple(odd))) == {0: 0, 1: 8}
+    unknown = [msgspec.structs.replace(n, numa_id=-1) for n in machine.numa_nodes]
+    assert numa_ids(msgspec.structs.replace(machine, numa_nodes=tuple(unknown))) == {0: 0, 1: 1}
+
+
+@pytest.mark.parametrize(
+    "export, sentence",
+    [
+        (Export(subsets=((0, 7),)), "GPU 7: is not in the plan; it has 0, 1, 2, 3"),
+        (Export(nic=3), "NIC 3: is not in machine amd-3090; it has 0"),
+    ],
+)
+def test_what_the_plan_does_not_have_is_refused(export, sentence):
+    with pytest.raises(InputError) as caught:
+        make_database(plan_of(PCIE), Simulator(load_bundled(PCIE)), export=export)
+    assert str(caught.value) == sentence
+
+
+def test_an_index_that_the_forks_table_cannot_hold_is_refused():
+    machine = toy_machine(gpus=24)
+    source = Simulator(model_for(machine))
+    budget = Budget(sets=5, idle_sets=2)
+    plan = make_plan(machine, Knowledge(), source, gpus=(0, 23), budget=budget)
+    with pytest.raises(InputError) as caught:
+        make_database(plan, source)
+    assert str(caught.value) == (
+        "GPU 23: is too high an index for the fork; "
+        "0 to 21: it makes a table of all sets of GPUs and counts its cells in 32 bits"
+    )
