@@ -165,7 +165,8 @@ def load_plan(path: Path | str) -> Plan:
     """Read a plan file, or `plan.json` in a directory.
 
     Raises:
-        InputError: unreadable, another format version, damaged, or parts that do not fit together.
+        InputError: unreadable, of a cluster, another format version, damaged, or parts that do not
+            fit together.
     """
     path = Path(path)
     if path.is_dir():
@@ -173,8 +174,12 @@ def load_plan(path: Path | str) -> Plan:
             raise InputError(str(path), f"holds no {PLAN_FILE}", "name a directory of `tccl plan`")
         path = path / PLAN_FILE
     text = read_text(path)
-    # Another version may have other fields: it is refused by its number.
-    version = decode_json(text, _Version, where=str(path), name="Plan").format_version
+    # Another kind or version may have other fields: it is refused by what it says of itself.
+    head = decode_json(text, _Head, where=str(path), name="Plan")
+    if head.kind == "cluster":
+        right = "`tccl show`, `tccl env`, `tccl export` and load_cluster_plan read those"
+        raise InputError(str(path), "is the plan of a cluster", right)
+    version = head.format_version
     if version != FORMAT_VERSION:
         raise InputError(
             str(path),
@@ -184,7 +189,8 @@ def load_plan(path: Path | str) -> Plan:
     return check_plan(decode_json(text, Plan, where=str(path)), where=str(path))
 
 
-class _Version(msgspec.Struct):
-    """The part of a plan file that all versions have."""
+class _Head(msgspec.Struct):
+    """The part of a plan file that all kinds and versions have."""
 
     format_version: int
+    kind: str = ""

@@ -1,0 +1,150 @@
+"""A cluster's plan as text for people, and as the JSON whose keys are kept stable."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tccl_py.cluster.expressions import compress
+from tccl_py.cluster_plan.plan import ClusterPlan, PlanChain
+from tccl_py.runtimes.nccl.settings import environment
+
+_MOST_PASSAGES = 16
+"""Of a cluster whose hosts differ there can be hundreds; `--hops` lists them all."""
+_MOST_ORDER = 1000
+"""Characters of the hosts' order that a terminal has room for."""
+
+
+def cluster_json(plan: ClusterPlan) -> dict[str, Any]:
+    """What `plan --json` and `show --json` print; a ring is a list of global ranks, per channel.
+
+    `hosts` are names in the order of ranks.
+    """
+    return {
+        "kind": plan.kind,
+        "hosts": plan.host_order,
+        "rings": plan.channel_rings,
+        "rate_gbps": plan.rate_gbps,
+        "bound_gbps": plan.bound_gbps,
+        "proven": plan.proven,
+        "whole_ring_gbps": plan.whole_ring_gbps,
+        "sets_measured": plan.sets_measured,
+        "simulated": plan.simulated,
+        "assumed": plan.assumed,
+        "settings": msgspec.to_builtins(plan.settings),
+        "environment": environment(plan.settings),
+        "stock": {"rate_gbps": plan.stock.rate_gbps, "note": plan.stock.note},
+        "cancelled": plan.cancelled,
+        "notices": plan.notices,
+    }
+
+
+def print_cluster(plan: ClusterPlan, console: Console) -> None:
+    """Print classes, passages, rates, bound, settings and what the plan is compared with."""
+    counted = f"{len(plan.hosts)} hosts with {plan.cluster.ranks} GPUs"
+    console.print(f"Plan for a cluster of {counted}: {plan.provenance}")
+    console.print(_classes_table(plan))
+    console.print(_passages_table(plan))
+    left = len(_used(plan)) - _MOST_PASSAGES
+    if left > 0:
+        console.print(f"and {left} more passages; `tccl show --hops` lists all")
+    console.print(_summary(plan))
+    for notice in plan.notices:
+        console.print(f"note: {notice}")
+
+
+def flows_table(plan: ClusterPlan) -> Table:
+    """Every flow of every passage with its rate beside all others of the passage."""
+    table = Table("class", "passage", "ring", "GB/s", "flow")
+    for number in _used(plan):
+        passage = plan.passages[number]
+        name = plan.cluster.classes[passage.node_class].name
+        slowest = min(rate for chain in passage.chains for rate in chain.gbps)
+        for ring, chain in enumerate(passage.chains):
+            for flow, rate in zip(chain.flows, chain.gbps, strict=True):
+                mark = " (slowest)" if rate == slowest else ""
+                table.add_row(name, str(number), str(ring), f"{rate:.2f}{mark}", flow)
+    return table
+
+
+def _classes_table(plan: ClusterPlan) -> Table:
+    table = Table("class", "hosts", "GPUs", "NICs")
+    counts = Counter(plan.cluster.host_classes.values())
+    for number, one in enumerate(plan.cluster.classes):
+        gpus = ",".join(str(gpu) for gpu in plan.gpus[number])
+        nics = " ".join(f"{nic.id} {nic.name}" for nic in one.machine.nics)
+        table.add_row(one.name, str(counts[number]), gpus, nics)
+    return table
+
+
+def _used(plan: ClusterPlan) -> Counter[int]:
+    """The passages that hosts have, in the order of the ring, and how many have each."""
+    return Counter(host.passage for host in plan.hosts)
+
+
+def _passages_table(plan: ClusterPlan) -> Table:
+    table = Table("passage of", "hosts", "ring", "in", "GPU order", "out", "GB/s", "slowest flow")
+    for number, hosts in list(_used(plan).items())[:_MOST_PASSAGES]:
+        passage = plan.passages[number]
+        name = plan.cluster.classes[passage.node_class].name
+        for ring, chain in enumerate(passage.chains):
+            first = (f"{name} ({number})", str(hosts)) if ring == 0 else ("", "")
+            table.add_row(*first, str(ring), *_chain(chain))
+        table.add_section()
+    return table
+
+
+def _chain(chain: PlanChain) -> tuple[str, ...]:
+    flow, rate = chain.bottleneck
+    order = " ".join(str(gpu) for gpu in chain.gpus)
+    return f"N{chain.entry_nic}", order, f"N{chain.exit_nic}", f"{rate:.2f}", flow
+
+
+def _summary(plan: ClusterPlan) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, text in _lines(plan):
+        table.add_row(name, text)
+    return table
+
+
+def _lines(plan: ClusterPlan) -> Iterator[tuple[str, str]]:
+    mark = plan.provenance
+    changed = "another order than given" if plan.order_changed else "as given"
+    yield "host order", f"{changed}: {_order(plan)}"
+    rings, channels = plan.ring_count, plan.settings.channels
+    counted = f"{rings} ring{'s' * (rings != 1)} over {channels} channel{'s' * (channels != 1)}"
+    yield "rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), {counted}"
+    name, flow, gbps = plan.bottleneck
+    yield "slowest flow", f"{gbps:.2f} GB/s: {flow} on {name}"
+    if plan.whole_ring_gbps is not None:
+        yield "whole rings", f"{plan.whole_ring_gbps:.2f} GB/s with all hosts at once ({mark})"
+    yield "bound", _bound(plan)
+    gain = plan.rate_gbps / plan.stock.rate_gbps
+    note = f", {plan.stock.note}" if plan.stock.note else ""
+    text = f"{plan.stock.rate_gbps:.2f} GB/s ({mark}); the plan is {gain:.2f}x{note}"
+    yield "stock NCCL", text
+    variables = " ".join(f"{k}={v}" for k, v in environment(plan.settings).items())
+    checked = "" if plan.settings_verified else " (this version was not checked)"
+    yield "settings", f"NCCL {plan.settings.version}{checked}: {variables or 'defaults'}"
+    done = "simulated" if plan.simulated else "measured"
+    kept = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"
+    yield "effort", f"{plan.sets_measured} sets {done}, {kept}"
+
+
+def _order(plan: ClusterPlan) -> str:
+    text = compress(plan.host_order)
+    if len(text) <= _MOST_ORDER:
+        return text
+    return f"{text[:_MOST_ORDER]}... (nccl/order/hosts.txt has all)"
+
+
+def _bound(plan: ClusterPlan) -> str:
+    if plan.bound_gbps is None:
+        return "not known"
+    proof = "proven best within 1 % under these settings" if plan.proven else "not proven best"
+    return f"{plan.bound_gbps:.2f} GB/s, {proof}"

@@ -1,0 +1,122 @@
+"""The directory of a cluster's plan, and the files in it that NCCL and launchers read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+
+from tccl_py.cluster_plan.plan import ClusterPlan
+from tccl_py.emitters.cluster_files import (
+    HOSTS_FOLDER,
+    LAUNCH_NOTES,
+    ORDER_FOLDER,
+    cluster_env_text,
+    host_graph_file,
+)
+from tccl_py.emitters.host_order import HostOrder, host_order_files, launch_notes
+from tccl_py.emitters.plan_files import conf_text, node_graph_text
+from tccl_py.plan.staging import write_new_directory, write_with_plan
+from tccl_py.runtimes.nccl.transport import view
+from tccl_py.simulator.descriptions import description_to_json
+from tccl_py.simulator.library import model_to_json
+from tccl_py.simulator.model import MachineModel
+
+
+def cluster_files(plan: ClusterPlan, directory: Path) -> dict[str, str]:
+    """Names (below `nccl/`) and texts of what NCCL and launchers read, as it will lie in
+    `directory`: a graph file for each host, settings, and the order of hosts.
+
+    Raises:
+        InputError: chains that NCCL would not take as they are meant, or a directory whose path
+            cannot stand in an environment variable.
+    """
+    place = PurePosixPath(directory.resolve() / "nccl")
+    graphs = graph_texts(plan, {host.passage for host in plan.hosts})
+    files = {host_graph_file(host.name): graphs[host.passage] for host in plan.hosts}
+    files["nccl.conf"] = conf_text(plan.settings, provenance=plan.provenance)
+    files["env.sh"] = cluster_env_text(
+        plan.settings, place / HOSTS_FOLDER, provenance=plan.provenance
+    )
+    order = host_order(plan)
+    for name, text in host_order_files(order).items():
+        files[f"{ORDER_FOLDER}/{name}"] = text
+    notes = launch_notes(order, directory=str(place / ORDER_FOLDER))
+    files[f"{ORDER_FOLDER}/{LAUNCH_NOTES}"] = notes
+    return files
+
+
+def graph_texts(plan: ClusterPlan, passages: Iterable[int]) -> dict[int, str]:
+    """The graph file of hosts with these passages, by number; each is made once for all of them.
+
+    Raises:
+        InputError: chains that NCCL would not take as they are meant.
+    """
+    return {number: _graph_text(plan, number) for number in sorted(passages)}
+
+
+def _graph_text(plan: ClusterPlan, number: int) -> str:
+    passage = plan.passages[number]
+    one = plan.cluster.classes[passage.node_class]
+    gpus = plan.gpus[passage.node_class]
+    count = len(passage.chains)
+    dealt = [passage.chains[channel % count] for channel in range(plan.settings.channels)]
+    return node_graph_text(
+        view(one.machine, one.knowledge, plan.settings, gpus=gpus),
+        [chain.gpus for chain in dealt],
+        [(chain.entry_nic, chain.exit_nic) for chain in dealt],
+        # Rings are as fast as the slowest host lets them be, and NCCL takes the least of all.
+        rate_gbps=plan.rate_gbps,
+        provenance=plan.provenance,
+    )
+
+
+def host_order(plan: ClusterPlan) -> HostOrder:
+    """The plan's order of hosts, with the GPU of each rank."""
+    return HostOrder(
+        hosts=plan.host_order,
+        gpus=tuple(plan.gpus[plan.passages[host.passage].node_class] for host in plan.hosts),
+        provenance=f"tccl-py, rates {plan.provenance}",
+    )
+
+
+def class_file(name: str) -> str:
+    """Where a plan's directory has the machine of a class, by the name of the class."""
+    return f"machines/{name}.json"
+
+
+def write_cluster_plan(
+    plan: ClusterPlan, directory: Path, *, models: Mapping[str, MachineModel] | None = None
+) -> None:
+    """Write all files of a plan below `directory`; `plan.json` last, so that it means "whole".
+
+    Args:
+        plan: what to write.
+        directory: where; it exists.
+        models: by the names of classes, what a simulated plan's rates come from; written in their
+            machines' place, so that more can be planned from them.
+
+    Raises:
+        InputError: a file cannot be written; what was there before is still there.
+    """
+    files = _below_nccl(plan, directory)
+    for one in plan.cluster.classes:
+        model = (models or {}).get(one.name)
+        files[class_file(one.name)] = (
+            description_to_json(one.machine, one.knowledge)
+            if model is None
+            else model_to_json(model)
+        )
+    write_with_plan(files, directory, save=plan.save)
+
+
+def write_cluster_files(plan: ClusterPlan, output: Path) -> int:
+    """Write what NCCL and launchers read to the new directory `output`; how many files that are.
+
+    Raises:
+        InputError: it exists, or cannot be written; nothing is left of it then.
+    """
+    return write_new_directory(output, lambda place: _below_nccl(plan, place))
+
+
+def _below_nccl(plan: ClusterPlan, directory: Path) -> dict[str, str]:
+    return {f"nccl/{name}": text for name, text in cluster_files(plan, directory).items()}
