@@ -462,3 +462,24 @@ def test_answers_are_in_the_order_given_and_a_set_listed_twice_is_measured_twice
     answers = profiler_of(pool, stopping=Stopping(limit=6)).measure(sets)
     assert [answer.transfers for answer in answers] == [str(one) for one in sets]
     assert answers[0].gbps != answers[2].gbps
+
+
+# Flows over the network.
+
+
+def test_lanes_of_a_nic_that_take_turns_are_as_fast_as_they_are_together():
+    text = "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0{blocks=2,fifo=256K}"
+    program = program_for(parse_set(text), lanes={"h0.N0": 64, "h1.N0": 64})
+    rows = {
+        "h0.N0": [record("in", last=14 * MS), record("in", last=14 * MS)],
+        # Each is quick while it runs, and both together take 8 ms for 200 slices.
+        "h1.N0": [
+            record("out", first=6 * MS, last=10 * MS, count=100, errors=2),
+            record("out", first=10 * MS, last=14 * MS, count=100),
+        ],
+    }
+    same_clock = {device: lambda stamp: (stamp, 100) for device in rows}
+    reading = read_outcome(program, outcome(rows), TIMING, same_clock)
+    assert reading.gbps == pytest.approx((200 * SLICE / (8 * MS),))
+    assert [lane.gbps for lane in reading.lanes] == pytest.approx([100 * SLICE / (8 * MS)] * 2)
+    assert reading.wrong == (2,)

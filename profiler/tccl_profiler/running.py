@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler.control import Control
+from tccl_profiler.host.waiting import nap_exactly
 from tccl_profiler.program import Work
 from tccl_profiler.runs import Outcome, Timing, order_of, stamps_of
 from tccl_profiler.spaces import HostSpaces
@@ -23,8 +24,10 @@ from tccl_py.errors import MeasurementError
 
 _LOOK_S = 0.02
 """How often a wait looks whether all workers are still there."""
-_SPIN_NS = 1_000_000
+_SPIN_NS = 100_000
 """How long before a release the core is kept: a sleep may end late by the rest."""
+_EARLY_S = 0.0005
+"""How long before its lanes should be done a repeat is looked at."""
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +78,7 @@ class Running:
         self._epoch = epoch
         self._patience = patience
         self._meanwhile = meanwhile or (lambda: None)
+        self._released_at = 0
         self._over = False
         self.lost = False
 
@@ -90,6 +94,7 @@ class Running:
             WorkerLost: a worker died or does not listen.
             MeasurementError: copies have no paces that fit.
         """
+        nap_exactly()
         timing = self._timing
         for worker in self._workers:
             device = worker.spec.device
@@ -138,13 +143,12 @@ class Running:
                 raise MeasurementError(
                     f"a release in {ahead_s:.1f} s: lanes wait {self._patience.lanes_s:g} s"
                 )
-            while (left_ns := at_ns - time.monotonic_ns()) > _SPIN_NS:
-                time.sleep(min((left_ns - _SPIN_NS) / 1e9, _LOOK_S))
-                self._look()
+            self._sleep_until(at_ns - _SPIN_NS)
             while time.monotonic_ns() < at_ns:
                 pass
         self._control.release(self._epoch + repeat)
-        return time.monotonic_ns()
+        self._released_at = time.monotonic_ns()
+        return self._released_at
 
     def collect(self, repeat: int) -> Outcome:
         """Wait for the end of a repeat that has been released, and give what it recorded.
@@ -159,8 +163,9 @@ class Running:
         def finished(one: WorkerProcess) -> bool:
             return bool((views[one.spec.device]["finished"] == now).all())
 
-        limit_s = self._timing.lasting_s + patience_s
-        self._until(finished, limit_s, "did not finish its part of a set")
+        # While lanes run, this process leaves the cores to them: there may be no more than lanes.
+        self._sleep_until(self._released_at + round((self._timing.lasting_s - _EARLY_S) * 1e9))
+        self._until(finished, patience_s, "did not finish its part of a set")
         for one in self._workers:
             if not views[one.spec.device]["start"].all():
                 self.lost = True
@@ -271,9 +276,16 @@ class Running:
                 names = ", ".join(one.spec.device for one in late or self._workers)
                 self.lost = True
                 raise WorkerLost(f"{names} {failure} within {limit_s:.1f} s")
-            if now - begun > 0.001:
-                # Long waits leave the core to the workers; short ones must not oversleep.
-                time.sleep(0.0001)
+            if now - begun > 0.00005:
+                # Who is waited for may need this core; and the longer it takes, the later it is.
+                time.sleep(0.00002 if now - begun < 0.002 else 0.0001)
+
+    def _sleep_until(self, at_ns: int) -> None:
+        """Sleep, and look now and then whether all workers live; raises as `_look`."""
+        while (left_ns := at_ns - time.monotonic_ns()) > 0:
+            time.sleep(min(left_ns / 1e9, _LOOK_S))
+            if left_ns > _LOOK_S * 1e9:
+                self._look()
 
     def _look(self) -> None:
         """Raise if a worker has died or has said that it failed; one may be done before others."""

@@ -10,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tccl_profiler import numa
-from tccl_profiler.control import ABORT, MAX_LANES, Control
+from tccl_profiler.control import MAX_LANES, Control
 from tccl_profiler.host.lane import HostEnd
 from tccl_profiler.host.mapped import MappedSpaces
-from tccl_profiler.host.waiting import flag_of, nap_exactly, own_clock, released
+from tccl_profiler.host.waiting import own_clock
 from tccl_profiler.links import Endpoint
 from tccl_profiler.messages import Peer, Pinged, Run, Start, Started
-from tccl_profiler.network.lane import NicLane, Stopped
+from tccl_profiler.network.crew import Crew
+from tccl_profiler.network.lane import NicLane
 from tccl_profiler.network.sockets import Nic
 from tccl_profiler.program import Lane, Link
 from tccl_profiler.shared_memory import Segment
@@ -38,7 +38,6 @@ class _Opened:
     start: Start
     control: Control
     nic: Nic
-    flag: ctypes.c_uint64
 
 
 class NicDevice:
@@ -47,9 +46,7 @@ class NicDevice:
     def __init__(self) -> None:
         self._opened: _Opened | None = None
         self._spaces = MappedSpaces("a NIC that is not open")
-        self._threads: list[threading.Thread] = []
-        self._failures: list[BaseException] = []
-        self._stop = False
+        self._crew: Crew | None = None
 
     def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
         """Pin the calling thread and those it starts; find the NIC.
@@ -61,7 +58,7 @@ class NicDevice:
             numa.pin_to_cpus(start.cpus)
         nic = Nic(start.device, start.address, start.interface)
         self._spaces = MappedSpaces(start.device)
-        self._opened = _Opened(start=start, control=control, nic=nic, flag=flag_of(control))
+        self._opened = _Opened(start=start, control=control, nic=nic)
         started = Started(
             pid=os.getpid(), name=nic.name, lanes=LANES, arena_bytes=0, handle=b"", memory_bytes=0
         )
@@ -114,26 +111,15 @@ class NicDevice:
         """
         opened = self._open()
         name, lanes = opened.start.device, run.program.lanes
-        if self._threads:
+        if self._crew is not None:
             raise MeasurementError(f"{name} still runs a program: finish it first")
         if run.program.copies or len(lanes) > MAX_LANES:
             raise MeasurementError(
                 f"{name} is a NIC: at most {MAX_LANES} lanes and no copies are right"
             )
-        self._failures, self._stop = [], False
-        work = [self._repeats_of(opened, run, lane) for lane in lanes]
-        # Daemons: a worker that is told to end must not wait for its lanes.
-        self._threads = [
-            threading.Thread(
-                target=self._run_lane,
-                args=(opened, run, number, link, repeats),
-                name=f"lane {number} of {name}",
-                daemon=True,
-            )
-            for number, (link, repeats) in enumerate(work)
-        ]
-        for thread in self._threads:
-            thread.start()
+        crew = Crew(opened.start, opened.control, opened.nic, run)
+        crew.begin([self._repeats_of(opened, run, lane, crew) for lane in lanes])
+        self._crew = crew
 
     def finish(self) -> None:
         """Wait until everything queued has run.
@@ -142,13 +128,13 @@ class NicDevice:
             LinkLost: a link broke.
             MeasurementError: what else ended it early.
         """
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-        if self._failures:
-            failure = self._failures[0]
-            if isinstance(failure, MeasurementError):
-                raise failure
+        crew, self._crew = self._crew, None
+        if crew is None:
+            return
+        failure = crew.ended()
+        if isinstance(failure, MeasurementError):
+            raise failure
+        if failure is not None:
             raise MeasurementError(
                 f"lanes failed: {type(failure).__name__}: {failure}"
             ) from failure
@@ -159,7 +145,8 @@ class NicDevice:
 
     def close(self) -> None:
         """Stop what runs, close all links, give all memory back."""
-        self._stop = True
+        if self._crew is not None:
+            self._crew.stop()
         with contextlib.suppress(MeasurementError):
             self.finish()
         if self._opened is not None:
@@ -172,10 +159,7 @@ class NicDevice:
             raise MeasurementError("this device is not open")
         return self._opened
 
-    def _stopping(self) -> bool:
-        return self._stop or self._opened is None or self._opened.flag.value == ABORT
-
-    def _repeats_of(self, opened: _Opened, run: Run, lane: Lane) -> tuple[Link, list[NicLane]]:
+    def _repeats_of(self, opened: _Opened, run: Run, lane: Lane, crew: Crew) -> list[NicLane]:
         """A lane's repeats, each with counters of its own at the same memory."""
         shape = lane.incoming or lane.outgoing
         if shape is None or lane.link is None or (lane.incoming and lane.outgoing):
@@ -200,47 +184,10 @@ class NicDevice:
                     sends=sends,
                     repeat=repeat,
                     check=run.check,
-                    stopping=self._stopping,
+                    stopping=crew.stopping,
                 )
             )
-        return lane.link, repeats
-
-    def _run_lane(
-        self, opened: _Opened, run: Run, number: int, link: Link, repeats: Sequence[NicLane]
-    ) -> None:
-        """A thread's body: one lane's repeats in order."""
-        clean = False
-        try:
-            nap_exactly()
-            for repeat, lane in enumerate(repeats):
-                self._run_repeat(opened, run, number, repeat, lane)
-            clean = True
-        except Stopped:
-            pass
-        except BaseException as error:
-            self._failures.append(error)
-            # The other lanes' links are of no use to this run any more.
-            self._stop = True
-        finally:
-            if not clean:
-                # Something may be under way: the other end must not take it for the next repeat's.
-                opened.nic.drop(link)
-
-    def _run_repeat(
-        self, opened: _Opened, run: Run, number: int, repeat: int, lane: NicLane
-    ) -> None:
-        """Say that the lane is there, wait for the flag, move, report."""
-        epoch = run.epoch + repeat
-        records = opened.control.records(opened.start.slot, repeat, len(run.program.lanes))
-        records["resident"][number] = epoch
-        start = released(opened.flag, epoch, run.patience_ns, self._stopping)
-        if start:
-            stop_at = start + run.warm_ns + run.window_ns
-            lane.run(start + run.warm_ns, stop_at, stop_at + run.patience_ns)
-        records[number] = lane.report(epoch, start)
-        records["finished"][number] = epoch
-        if not start:
-            raise Stopped
+        return repeats
 
 
 def _slots(end: HostEnd, size: int) -> tuple[memoryview, ...]:

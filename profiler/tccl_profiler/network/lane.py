@@ -61,6 +61,11 @@ class NicLane:
         self._stopping = stopping
         self._errors = self._moved = 0
 
+    @property
+    def link(self) -> Link:
+        """Its link."""
+        return self._link
+
     def run(self, warm_at: int, stop_at: int, given_up_at: int) -> None:
         """Move slices until the clock says stop, and leave the link clean.
 
