@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from tccl_py.errors import InputError
 from tccl_py.runtimes.nccl.gpu_direct import Direction, gpu_direct_rule
-from tccl_py.runtimes.nccl.paths import DISCONNECTED, local_cpu, nvlinked, relay_of
+from tccl_py.runtimes.nccl.paths import DISCONNECTED, local_cpu, relay_of
 from tccl_py.runtimes.nccl.settings import Settings, check_settings
 from tccl_py.runtimes.nccl.transport import View, view
 from tccl_py.topology.knowledge import Knowledge
@@ -51,7 +51,7 @@ def landing(seen: View, gpu: int, nic: int, direction: Direction) -> int | None:
         port,
         distance=distance,
         direction=direction,
-        nvlinked=nvlinked(seen.system, seen.paths),
+        nvlinked=seen.nvlinked,
     )
     if direct:
         return None

@@ -15,7 +15,14 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.runtimes.nccl.gpu_direct import GpuDirectRule, gpu_direct_rule
 from tccl_py.runtimes.nccl.network_settings import listed
-from tccl_py.runtimes.nccl.paths import DISCONNECTED, Path, Paths, shortest_paths, with_policy
+from tccl_py.runtimes.nccl.paths import (
+    DISCONNECTED,
+    Path,
+    Paths,
+    nvlinked,
+    shortest_paths,
+    with_policy,
+)
 from tccl_py.runtimes.nccl.settings import (
     Settings,
     check_settings,
@@ -72,7 +79,7 @@ class View:
     """A machine as one communicator sees it under given settings; views share what they hold.
 
     `direct` are the pairs that talk without the CPU, `net_gbps` what NCCL believes of each GPU's
-    best way to a NIC below the CPU.
+    best way to a NIC below the CPU, `nvlinked` the GPUs with an NVLink to another.
     """
 
     system: System
@@ -82,6 +89,7 @@ class View:
     paths: Paths
     direct: frozenset[tuple[str, str]]
     net_gbps: Mapping[str, float]
+    nvlinked: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,7 @@ class _Reach:
     paths: Paths
     direct: frozenset[tuple[str, str]]
     net_gbps: Mapping[str, float]
+    nvlinked: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +132,7 @@ def view(
         paths=reach.paths,
         direct=reach.direct,
         net_gbps=reach.net_gbps,
+        nvlinked=reach.nvlinked,
     )
 
 
@@ -175,7 +185,8 @@ def _reach(survey: _Survey, knowledge: Knowledge, level: PathType, rule: GpuDire
         )
         paths = with_policy(system, survey.plain, direct=direct, rule=rule)
         _make_room(survey.reaches)
-        survey.reaches[key] = _Reach(paths, direct, _net_gbps(system, paths))
+        linked = nvlinked(system, paths)
+        survey.reaches[key] = _Reach(paths, direct, _net_gbps(system, paths), linked)
     return survey.reaches[key]
 
 
