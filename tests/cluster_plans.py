@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tccl_py.cluster.hosts import HostReport, cluster_of, in_order
+from tccl_py.cluster.hosts import HostReport, cluster_of
 from tccl_py.cluster_plan.checks import check_cluster_plan
 from tccl_py.cluster_plan.plan import (
     ClusterPlan,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tccl_py.plan.plan import PLAN_FILE
 FOLDERS = ("nccl", "machines")
 """What a plan's directory has beside its files; each plan replaces both."""
 STAGING = ".writing-"
+_WRITERS = 16
 _SPACE = "choose a writable place with free space"
 
 
@@ -110,8 +112,10 @@ def _staged(files: Mapping[str, str], directory: Path, *, target: Path) -> Itera
     with refused(target, "cannot be written", _SPACE):
         staging = Path(tempfile.mkdtemp(dir=directory, prefix=STAGING))
     try:
-        for name, text in files.items():
-            write_file(staging / name, text)
+        # Each file waits for the disk, which takes many at once as well as one.
+        with ThreadPoolExecutor(_WRITERS) as writers:
+            for _ in writers.map(write_file, (staging / name for name in files), files.values()):
+                pass
         yield staging
     except InputError as error:
         raise InputError(str(target), error.what, error.right) from error
