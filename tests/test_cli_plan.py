@@ -376,9 +376,9 @@ def test_export_refuses_a_directory_that_exists_and_a_runtime_it_does_not_know(d
     result = tccl("export", directory, "-o", tmp_path)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.endswith("already exists; name a new directory\n")
-    result = tccl("export", directory, "--runtime", "tccl")
+    result = tccl("export", directory, "--runtime", "mpi")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "--runtime 'tccl': is not in this version; one of nccl" in result.stderr
+    assert "--runtime 'mpi': is not in this version; one of nccl, tccl" in result.stderr
 
 
 def test_export_for_another_version_keeps_the_flows_or_refuses(directory):

@@ -1,0 +1,229 @@
+"""`tccl export --runtime tccl`: the file, its notices, and what answers its sets."""
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli import hardware
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError
+from tccl_py.measurements.journal import JournalHeader, JournalledSource
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.plan import load_plan
+from tccl_py.runtimes.tccl.reader import parse_tccl_xml, read_tccl_xml
+from tccl_py.runtimes.tccl.solver import found_ring
+from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.source import Simulator
+from tccl_py.transfers.transfer import parse_set
+from tests.planned import SMALL, plan_of
+
+MEASURED = JournalHeader(machine=SMALL, identity="GPUs a, b", simulated=False)
+SETS = ("G0->G0->G1", "G0->G1->G1")
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def exported(directory, *arguments):
+    result = tccl("export", directory, "--runtime", "tccl", *arguments)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def refused(directory, *arguments):
+    result = tccl("export", directory, *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("tccl: ").rstrip("\n")
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A simulated plan with its model."""
+    place = tmp_path / "plan"
+    place.mkdir()
+    write_plan(plan_of(SMALL), place, model=load_bundled(SMALL))
+    return place
+
+
+class Measured:
+    """The model's answers, which say that hardware gave them."""
+
+    simulated = False
+
+    def __init__(self):
+        self.source = Simulator(load_bundled(SMALL))
+
+    def measure(self, sets):
+        answers = self.source.measure(sets)
+        return [msgspec.structs.replace(one, simulated=False) for one in answers]
+
+
+@pytest.fixture
+def measured(directory):
+    """A measured plan of the same machine with a short journal."""
+    plan = msgspec.structs.replace(plan_of(SMALL), simulated=False, assumed=False)
+    write_plan(plan, directory)
+    with JournalledSource(Measured(), directory / "measurements.jsonl", MEASURED) as journal:
+        journal.measure([parse_set(text) for text in SETS])
+    return directory
+
+
+# Simulated plans
+
+
+def test_the_file_has_a_ring_for_every_set_of_gpus_and_the_notices_in_a_comment(
+    directory, tmp_path
+):
+    result = exported(directory, "-o", tmp_path / "db.xml")
+    assert result.stdout == ""
+    *notices, last = result.stderr.splitlines()
+    database = read_tccl_xml(tmp_path / "db.xml")
+    assert last == f"tccl: wrote 11 rings and 15 chains to {tmp_path / 'db.xml'}"
+    assert len(database.intra) == 11
+    assert notices[0].startswith("tccl: rates simulated, ")
+    assert "run it with NCCL_ALGO=TCCL,RING NCCL_MIN_NCHANNELS=15 " in notices[0]
+    comments = [
+        line.strip() for line in (tmp_path / "db.xml").read_text().splitlines() if "<!--" in line
+    ]
+    assert comments == [f"<!-- {line.removeprefix('tccl: ')} -->" for line in notices]
+    assert found_ring(database, [15]).nodes[0].gpus == load_plan(directory).rings[0].gpus
+
+
+def test_without_a_place_the_file_is_printed(directory):
+    result = exported(directory / "plan.json", "--subsets", "0,1 1-3")
+    database = parse_tccl_xml(result.stdout, where="stdout")
+    assert [one.mask for one in database.intra] == [3, 14, 15]
+    assert "8 of the 11 sets of GPUs that jobs can have are left out, as asked for" in result.stderr
+
+
+def test_the_plan_and_its_journal_stay_as_they_are(directory, tmp_path):
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    exported(directory, "-o", tmp_path / "db.xml", "--max-sets", 20)
+    assert before == {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--runtime", "tccl", "--nccl", "2.18"],
+            "--nccl: is for another runtime, nccl; add --runtime nccl, or leave it out",
+        ),
+        (
+            ["--nic", "0"],
+            "--nic: is for another runtime, tccl; add --runtime tccl, or leave it out",
+        ),
+        (["--runtime", "tccl", "--max-sets", "0"], "--max-sets: is 0; one set at least"),
+        (["--runtime", "tccl", "--nic", "3"], "NIC 3: is not in machine h200x4-vm; it has 0"),
+        (
+            ["--runtime", "tccl", "--subsets", "0,7"],
+            "GPU 7: is not in the plan; it has 0, 1, 2, 3",
+        ),
+        (
+            ["--runtime", "tccl", "--subsets", " "],
+            "--subsets: names no set of GPUs; write lists, as '0-3 4-7 0,4'",
+        ),
+        (
+            ["--runtime", "tccl", "--subsets", "0,x"],
+            "GPU list '0,x': 'x' is no GPU; write indices, as 0,2,5 or 0-3",
+        ),
+        (["--runtime", "tccl", "-o", ""], "--output: is empty; name a DIR|FILE"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(arguments, said, directory):
+    assert refused(directory, *arguments) == said
+
+
+def test_a_file_that_exists_stays(directory, tmp_path):
+    there = tmp_path / "db.xml"
+    there.write_text("mine")
+    said = refused(directory, "--runtime", "tccl", "-o", there)
+    assert said == f"{there}: already exists; name a new file"
+    assert there.read_text() == "mine"
+    said = refused(directory, "--runtime", "tccl", "-o", tmp_path)
+    assert said == f"{tmp_path}: already exists; name a new file"
+
+
+def test_a_plan_without_its_model_cannot_be_searched_again(directory):
+    write_plan(plan_of(SMALL), directory)
+    said = refused(directory, "--runtime", "tccl")
+    assert said.endswith("holds no model to simulate by; plan again with `tccl plan --simulate`")
+
+
+def test_a_place_that_cannot_be_written_is_refused(directory, tmp_path):
+    said = refused(directory, "--runtime", "tccl", "-o", tmp_path / "no" / "db.xml")
+    assert said.startswith(f"{tmp_path / 'no' / 'db.xml'}: cannot be written")
+
+
+# Measured plans
+
+
+def test_on_another_machine_the_set_that_the_journal_lacks_is_named(measured, monkeypatch):
+    def none():
+        raise InputError("this machine", "no NVIDIA driver answers (why)", "read a file")
+
+    monkeypatch.setattr(hardware, "discover_machine", none)
+    said = refused(measured, "--runtime", "tccl")
+    assert said.startswith(
+        "the plan of h200x4-vm: was measured on other GPUs or with other software (GPUs a, b) than "
+        "there are here: this machine no NVIDIA driver answers (why); its journal does not have "
+    )
+    assert said.endswith("so export it there")
+
+
+def test_on_another_machine_a_journal_that_has_all_sets_is_enough(measured, monkeypatch, tmp_path):
+    on_the_machine(monkeypatch)
+    first = exported(measured, "-o", tmp_path / "there.xml")
+
+    def none():
+        raise InputError("this machine", "no NVIDIA driver answers (why)", "read a file")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(hardware, "discover_machine", none)
+    exported(measured, "-o", tmp_path / "here.xml")
+    assert "rates measured, " in first.stderr
+    there, here = (read_tccl_xml(tmp_path / f"{name}.xml") for name in ("there", "here"))
+    assert there == here
+
+
+def on_the_machine(monkeypatch):
+    """This machine is the one that the plan was measured on."""
+
+    class Here(Measured):
+        header = MEASURED
+        notices = ("G0 was warm",)
+        machine = load_bundled(SMALL).machine
+
+        def __init__(self, *_, **__):
+            super().__init__()
+            self.on_set = None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr("tccl_py.cli.plan_source.Hardware", Here)
+    monkeypatch.setattr("tccl_py.cli.plan_source.measured_machine", lambda *_: Here())
+
+
+def test_on_its_own_machine_missing_sets_are_measured_and_kept(measured, monkeypatch, tmp_path):
+    on_the_machine(monkeypatch)
+    before = (measured / "measurements.jsonl").read_text()
+    result = exported(measured, "-o", tmp_path / "db.xml")
+    assert "tccl: rates measured, " in result.stderr
+    assert "G0 was warm" in result.stderr
+    assert len(read_tccl_xml(tmp_path / "db.xml").intra) == 11
+    after = (measured / "measurements.jsonl").read_text()
+    assert after.startswith(before) and after.count("\n") > before.count("\n") + 10
+    again = exported(measured, "-o", tmp_path / "again.xml").stderr
+    assert "tccl: rates measured, 0 sets measured for this file" in again
+
+
+def test_a_measured_plan_without_its_journal_is_refused(measured):
+    (measured / "measurements.jsonl").unlink()
+    said = refused(measured, "--runtime", "tccl")
+    assert said.endswith("does not exist; plan again: it has what was measured")
