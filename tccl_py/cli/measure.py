@@ -24,16 +24,22 @@ from tccl_py.cli.arguments import (
 )
 from tccl_py.cli.hardware import (
     BackendOption,
-    Care,
     DevicesOption,
     Hardware,
-    MeasuredMachine,
     TargetOption,
     care,
     check_sets,
     measured_machine,
     refuse_with_model,
     refuse_without_model,
+)
+from tccl_py.cli.jobs import (
+    ClusterHardware,
+    InterfacesOption,
+    in_job,
+    job_of_ranks,
+    open_cluster,
+    refuse_outside_job,
 )
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.errors import TcclError
@@ -88,6 +94,7 @@ def measure(
             "--check", help="Compare the data that arrive in every set, not once for each flow."
         ),
     ] = False,
+    interfaces: InterfacesOption = None,
     noise: Annotated[
         float | None,
         typer.Option(
@@ -114,32 +121,55 @@ def measure(
     `{blocks=8,fifo=512K}`. Sets are measured in random order, each until its rates are certain.
     Figures from a model are marked as simulated.
 
+    Under mpirun or srun, with a rank or more on each host, sets may span hosts: `h0` and `h1` are
+    their names, `N0` is a NIC.
+
     Examples:
 
         tccl measure "G0->G0->G1{blocks=16} G1->G1->G0{blocks=16}"
         tccl measure "G0->G0->G4 G1->G1->G5" --simulate asus-esc8000a-e13p
         tccl measure "G0->G0->C0->G1->G1" --backend host --devices 2
+        mpirun -N 1 tccl measure "h0.G0->h0.N0->h1.N0->h1.N0->h1.G0"
     """
-    wanted = [parse_set(text) for text in sets]
-    if simulate is not None:
-        hardware = {"--backend": backend, "--devices": devices, "--target": target}
-        refuse_with_model({**hardware, "--meeting": meeting, "--check": check})
-        model = load_machine(simulate)
-        answers = _simulated(model, wanted, noise=noise or 0.0, seed=seed or 0, journal=journal)
-    else:
-        refuse_without_model({"--noise": noise, "--seed": seed})
-        careful = care(target=target, meeting=meeting, check=check)
-        place = measured_machine(backend, devices)
-        answers = _measured(place, wanted, careful, journal=journal)
-    texts = [" ".join(text.split()) for text in sets]
-    rows = list(zip(texts, answers.measurements, strict=True))
-    if json:
-        print_json([_entry(*row) for row in rows])
-    else:
-        _print_table(answers, rows)
-    notice_each(answers.notices)
-    for row in rows:
-        notice_each(_doubts(*row))
+    with ExitStack() as stack:
+        # Before anything can go wrong: of a job's ranks, the controller alone says it.
+        job = stack.enter_context(job_of_ranks()) if simulate is None and in_job() else None
+        wanted = [parse_set(text) for text in sets]
+        if simulate is not None:
+            hardware = {"--backend": backend, "--devices": devices, "--target": target}
+            others = {"--meeting": meeting, "--check": check, "--interfaces": interfaces}
+            refuse_with_model({**hardware, **others})
+            model = load_machine(simulate)
+            answers = _simulated(model, wanted, noise=noise or 0.0, seed=seed or 0, journal=journal)
+        else:
+            refuse_without_model({"--noise": noise, "--seed": seed})
+            careful = care(target=target, meeting=meeting, check=check)
+            if job is None:
+                refuse_outside_job({"--interfaces": interfaces})
+                place = measured_machine(backend, devices)
+                gpus = check_sets(place.machine, wanted)
+                with Hardware(place, gpus=gpus, care=careful) as source:
+                    answers = _measured(source, place.machine.name, wanted, journal=journal)
+                # At its end it has looked once more at what the GPUs are like.
+                answers = msgspec.structs.replace(answers, notices=source.notices)
+            else:
+                session = open_cluster(
+                    job, backend=backend, devices=devices, interfaces=interfaces, careful=careful
+                )
+                stack.enter_context(session)
+                session.only = session.check_sets(wanted)
+                over = ClusterHardware(session, rehearsal=backend == "host")
+                name = f"hosts {', '.join(session.only)}"
+                answers = _measured(over, name, wanted, journal=journal)
+        texts = [" ".join(text.split()) for text in sets]
+        rows = list(zip(texts, answers.measurements, strict=True))
+        if json:
+            print_json([_entry(*row) for row in rows])
+        else:
+            _print_table(answers, rows)
+        notice_each(answers.notices)
+        for row in rows:
+            notice_each(_doubts(*row))
 
 
 class _Answers(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,14 +200,13 @@ def _simulated(
 
 
 def _measured(
-    place: MeasuredMachine, sets: Sequence[TransferSet], careful: Care, *, journal: Path | None
+    source: Hardware | ClusterHardware,
+    name: str,
+    sets: Sequence[TransferSet],
+    *,
+    journal: Path | None,
 ) -> _Answers:
-    gpus = check_sets(place.machine, sets)
-    with (
-        ProgressLine() as line,
-        Hardware(place, gpus=gpus, care=careful) as source,
-        ExitStack() as stack,
-    ):
+    with ProgressLine() as line, ExitStack() as stack:
         source.on_set = lambda count: line.measured(count, len(sets))
         asked = RememberingSource(source)
         if journal is not None:
@@ -190,12 +219,7 @@ def _measured(
                 notice(f"sets measured and kept in {journal}: {asked.sets_measured} of {len(sets)}")
             raise
         conditions = source.conditions
-    return _Answers(
-        machine=place.machine.name,
-        measurements=found,
-        conditions=conditions,
-        notices=source.notices,
-    )
+    return _Answers(machine=name, measurements=found, conditions=conditions, notices=source.notices)
 
 
 @contextmanager

@@ -1,0 +1,158 @@
+"""Measuring the hosts of an MPI job: who controls, and the source over all hosts.
+
+The profiler is imported inside what needs it: no other command depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tccl_py.cli.hardware import Care
+from tccl_py.errors import InputError
+from tccl_py.measurements.journal import JournalHeader
+from tccl_py.measurements.measurement import Measurement
+from tccl_py.transfers.transfer import TransferSet
+
+if TYPE_CHECKING:
+    from tccl_profiler.cluster.job import Job
+    from tccl_profiler.cluster.session import ClusterSession
+
+InterfacesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="Network interfaces to use as NICs N0, N1 ... on every host, as eth0,eth1; those of "
+        "the network cards if not given.",
+    ),
+]
+"""The --interfaces option of commands that measure the hosts of a job."""
+
+_REHEARSAL = (
+    "measured by the host backend: copies in the hosts' memory and between them over TCP. NCCL "
+    "does not run there, and no figure says anything of GPUs"
+)
+
+
+def in_job() -> bool:
+    """Whether this process is one of several ranks."""
+    from tccl_profiler.cluster.mpi import in_mpi_job  # noqa: PLC0415
+
+    return in_mpi_job()
+
+
+def refuse_outside_job(options: dict[str, object]) -> None:
+    """Refuse options of MPI jobs where there is none; those that were not given are None.
+
+    Raises:
+        InputError: one was given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise InputError(
+                name, "is about the hosts of an MPI job", "start the command by mpirun or srun"
+            )
+
+
+@contextmanager
+def job_of_ranks() -> Iterator[Job]:
+    """This rank's part in the job; on all ranks but the controller the block does not run.
+
+    Raises:
+        InputError: mpi4py is not there, or the ranks cannot meet.
+    """
+    from tccl_profiler.cluster.mpi import mpi_job  # noqa: PLC0415
+
+    with mpi_job() as job:
+        if not job.is_controller:
+            raise typer.Exit(job.serve())
+        yield job
+
+
+def open_cluster(
+    job: Job,
+    *,
+    backend: str | None,
+    devices: int | None,
+    interfaces: str | None,
+    careful: Care,
+    expected: Sequence[str] = (),
+) -> ClusterSession:
+    """The session over a job's hosts; it starts nothing before it is entered.
+
+    Raises:
+        InputError: an unknown backend, or a number of devices beside GPUs.
+    """
+    from tccl_profiler.cluster.session import LIMITS, ClusterSession  # noqa: PLC0415
+    from tccl_profiler.profiler import Options  # noqa: PLC0415
+    from tccl_profiler.statistics import Stopping  # noqa: PLC0415
+
+    if backend not in (None, "cuda", "host"):
+        raise InputError(f"--backend {str(backend)[:20]!r}", "is not known", "one of cuda, host")
+    if devices is not None and backend != "host":
+        raise InputError("--devices", "is of the host backend", "add --backend host")
+    return ClusterSession(
+        job,
+        backend="host" if backend == "host" else "cuda",
+        devices=devices,
+        interfaces=tuple(interfaces.split(",")) if interfaces else (),
+        expected=expected,
+        options=Options(
+            stopping=Stopping(target=careful.target, limit=careful.repeats),
+            limits=LIMITS,
+            meeting=careful.meeting,
+            check="every" if careful.check else "once",
+        ),
+    )
+
+
+class ClusterHardware:
+    """A BandwidthSource over the hosts of a job, as `hardware.Hardware` is over one machine.
+
+    `on_set` is called with the number of sets measured so far, before and after each.
+
+    Args:
+        session: entered.
+        rehearsal: whether its devices are no GPUs.
+    """
+
+    simulated = False
+
+    def __init__(self, session: ClusterSession, *, rehearsal: bool) -> None:
+        self._session = session
+        self._rehearsal = (_REHEARSAL,) if rehearsal else ()
+        self.on_set: Callable[[int], None] = lambda _: None
+        self.count = 0
+
+    @property
+    def header(self) -> JournalHeader:
+        """Whose a journal of these measurements is."""
+        return self._session.header
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Sentences for the user; more may come until the source is closed."""
+        return (*self._rehearsal, *self._session.notices)
+
+    @property
+    def conditions(self) -> str:
+        """How well the hosts' clocks are known, or "" where nothing was measured."""
+        return self._session.conditions if self._session.is_open else ""
+
+    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
+        """Measure each set; the answers are in the order given.
+
+        Raises:
+            MeasurementError: a set cannot be measured.
+            SourceLostError: a host is gone.
+        """
+        found: list[Measurement] = []
+        for one in sets:
+            self.on_set(self.count)
+            found += self._session.source.measure([one])
+            self.count += 1
+            self.on_set(self.count)
+        return found
