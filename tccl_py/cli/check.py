@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from tccl_py.cli.arguments import ANSWER_IS_NO, notice, notice_each, results, write_result
+from tccl_py.cli.cluster_kind import refuse_cluster
 from tccl_py.cli.hardware import (
     SEARCH_REPEATS,
     Care,
@@ -107,6 +108,9 @@ def check(
     """
     _refuse(json=json, prometheus=prometheus, output=output, max_seconds=max_seconds, seed=seed)
     check_plan_directory(directory)
+    refuse_cluster(
+        directory, "`tccl show` has its rates; plan a machine alone, and check that plan on it"
+    )
     plan = load_plan(directory)
     journal = read_journal(directory / JOURNAL_FILE)
     notice_each(journal.notices)

@@ -1,4 +1,4 @@
-"""`tccl env`: the settings for a job that uses some GPUs of a plan."""
+"""`tccl env`: the settings for a job that uses some GPUs of a plan, or a host of a cluster's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from tccl_py.cli.arguments import (
     notice,
     print_json,
 )
+from tccl_py.cli.cluster_files import env_cluster
+from tccl_py.cli.cluster_kind import refuse_options
+from tccl_py.cluster_plan.plan import is_cluster_plan
 from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
 from tccl_py.errors import InputError
@@ -31,6 +34,14 @@ def env(
         str | None,
         typer.Option(metavar="LIST", help="The job's GPUs (NVML indices), as 0,2,5 or 0-3."),
     ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of a cluster's plan: the host to print for; the one that this runs on if not "
+            "given.",
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Print the environment for a job over these GPUs, as `export` lines to evaluate.
@@ -41,11 +52,21 @@ def env(
     settings. A job that makes communicators over fewer of its GPUs must not use the graph file for
     all of them.
 
-    Example:
+    Of a cluster's plan it is the environment of one host, for a job over all hosts and GPUs of the
+    plan whose ranks are in its order (DIR/nccl/order). The exit code is 1 for a host that is not in
+    the plan.
+
+    Examples:
 
         eval "$(tccl env my-plan --gpus 0,2,5)"
+        eval "$(tccl env my-cluster --host gpu07)"
     """
     check_plan_directory(directory)
+    if is_cluster_plan(directory):
+        refuse_options({"--gpus": gpus}, "is for the plan of a machine, this one is of a cluster")
+        env_cluster(directory, host, json=json)
+        return
+    refuse_options({"--host": host}, "is for the plan of a cluster, this one is of a machine")
     plan = load_plan(directory)
     chosen = tuple(sorted(gpus_argument(gpus, plan.machine) or plan.gpus))
     graph = graph_file(plan, directory, chosen)

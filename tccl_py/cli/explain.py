@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from tccl_py.cli.arguments import JsonOption, notice, notice_each, print_json, results
+from tccl_py.cli.cluster_kind import refuse_cluster
 from tccl_py.cli.explain_text import print_explanation
 from tccl_py.cli.hardware import BackendOption, DevicesOption, TargetOption
 from tccl_py.cli.interrupts import interrupts_put_off
@@ -68,6 +69,10 @@ def explain(
         raise InputError("--max-sets", f"is {max_sets}", "one set at least, or --no-measure")
     if not 1 <= max_causes <= 100:
         raise InputError("--max-causes", f"is {max_causes}", "1 to 100")
+    refuse_cluster(
+        directory,
+        "`tccl show --hops` lists its flows with rates; plan a machine alone to have it explained",
+    )
     plan = load_plan(directory)
     options: dict[str, object] = {"--backend": backend, "--devices": devices, "--target": target}
     if plan.simulated or no_measure:

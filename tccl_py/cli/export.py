@@ -11,9 +11,12 @@ import msgspec
 import typer
 
 from tccl_py.cli.arguments import notice, notice_each, parse_gpus, write_result
+from tccl_py.cli.cluster_files import export_cluster
+from tccl_py.cli.cluster_kind import refuse_cluster
 from tccl_py.cli.interrupts import interrupts_put_off
 from tccl_py.cli.plan_source import ElsewhereError, Here, journal_contents, measured_source
 from tccl_py.cli.progress import ProgressLine
+from tccl_py.cluster_plan.plan import is_cluster_plan
 from tccl_py.emitters.plan_files import GRAPH_FILE
 from tccl_py.emitters.tccl_xml import tccl_xml
 from tccl_py.errors import InputError, SourceLostError
@@ -94,7 +97,8 @@ def export(
 ) -> None:
     """Write the files that a runtime reads, or print the one that matters.
 
-    For nccl these are the graph files, nccl.conf and env.sh.
+    For nccl these are the graph files, nccl.conf and env.sh; of a cluster's plan a graph file for
+    each host, and the order of hosts for launchers.
 
     For tccl it is the XML file of the TCCL fork (TCCL_XML_FILE, with NCCL_ALGO=TCCL,RING), whose
     runtime moves every hop by the mechanism that the file names. Rings are searched for every set
@@ -113,9 +117,16 @@ def export(
         )
     if runtime == "nccl":
         _refuse({"--subsets": subsets, "--nic": nic, "--max-sets": max_sets}, "tccl")
-        _export_nccl(directory, output, nccl)
+        if is_cluster_plan(directory):
+            export_cluster(directory, output, nccl)
+        else:
+            _export_nccl(directory, output, nccl)
         return
     _refuse({"--nccl": nccl}, "nccl")
+    refuse_cluster(
+        directory,
+        "plan a machine of it alone: the file made of that has chains for jobs of several nodes",
+    )
     if max_sets is not None and max_sets < 1:
         raise InputError("--max-sets", f"is {max_sets}", "one set at least")
     wanted = Export(

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tccl_py.cli.arguments import notice, write_result
+from tccl_py.cli.cluster_kind import refuse_cluster
 from tccl_py.errors import InputError
 
 REPORT_FILE = "report.html"
@@ -35,6 +36,7 @@ def report(
 
         tccl report my-plan
     """
+    refuse_cluster(directory, "`tccl show` has its rings and rates; a report is of one machine")
     # Templates take long to load; no other command needs them.
     from tccl_py.report.contents import read_contents  # noqa: PLC0415
     from tccl_py.report.page import GENERATOR, report_html  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""`tccl show`: rings, bottleneck and bound of a saved plan."""
+"""`tccl show`: rings, bottleneck and bound of a saved plan, of a machine or of a cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import typer
 from rich.table import Table
 
 from tccl_py.cli.arguments import JsonOption, print_json, results
+from tccl_py.cli.cluster_text import cluster_json, flows_table, print_cluster
 from tccl_py.cli.plan_text import plan_json, print_plan
+from tccl_py.cluster_plan.plan import is_cluster_plan, load_cluster_plan
 from tccl_py.plan.plan import Plan, load_plan
 
 
@@ -23,10 +25,17 @@ def show(
 ) -> None:
     """Show a plan: rings, rates, the slowest hop, the bound, settings, and stock NCCL beside it.
 
+    Of a cluster's plan this is the order of its hosts and what rings do on the hosts of each class:
+    the NICs by which they come and go, and the GPUs between. With --json its rings are lists of
+    global ranks, one list for each channel.
+
     Example:
 
         tccl show my-plan --hops
     """
+    if is_cluster_plan(directory):
+        _show_cluster(directory, hops=hops, json=json)
+        return
     plan = load_plan(directory)
     if json:
         print_json(plan_json(plan))
@@ -35,6 +44,17 @@ def show(
     print_plan(plan, console)
     if hops:
         console.print(_hops(plan))
+
+
+def _show_cluster(directory: Path, *, hops: bool, json: bool) -> None:
+    plan = load_cluster_plan(directory)
+    if json:
+        print_json(cluster_json(plan))
+        return
+    console = results()
+    print_cluster(plan, console)
+    if hops:
+        console.print(flows_table(plan))
 
 
 def _hops(plan: Plan) -> Table:

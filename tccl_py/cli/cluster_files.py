@@ -1,0 +1,81 @@
+"""A cluster's plan in `tccl export` and `tccl env`: files elsewhere, and one host's settings."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import typer
+
+from tccl_py.cli.arguments import ANSWER_IS_NO, notice, print_json
+from tccl_py.cluster.names import shown
+from tccl_py.cluster_plan.directory import write_cluster_files
+from tccl_py.cluster_plan.plan import ClusterPlan, load_cluster_plan
+from tccl_py.cluster_plan.versions import for_version
+from tccl_py.emitters.cluster_files import host_graph_file
+from tccl_py.emitters.nccl_conf import job_environment
+from tccl_py.errors import InputError
+
+
+def export_cluster(directory: Path, output: Path | None, version: str | None) -> None:
+    """Write what NCCL and launchers read of a cluster's plan to the new directory `output`.
+
+    Raises:
+        InputError: no plan or place, or a version of NCCL that would do something else.
+    """
+    plan = load_cluster_plan(directory)
+    if version is not None:
+        plan = for_version(plan, version)
+    if output is None:
+        right = "a cluster's plan has a file for each host: name a new directory"
+        raise InputError("--output", "is missing", right)
+    notice(f"wrote {write_cluster_files(plan, output)} files to {output}")
+
+
+def env_cluster(directory: Path, host: str | None, *, json: bool) -> None:
+    """Print one host's settings as `tccl env` does; None is the host that this runs on.
+
+    Raises:
+        InputError: no plan, or the host's graph file is gone.
+        typer.Exit: the plan has no such host.
+    """
+    plan = load_cluster_plan(directory)
+    name = planned_host(plan, host)
+    graph = None if name is None else _graph(directory, name)
+    variables = job_environment(plan.settings, graph=graph)
+    if json:
+        print_json({"host": name, "environment": variables, "simulated": plan.simulated})
+    else:
+        print(f"# tccl-py, rates {plan.provenance}")
+        for variable, value in variables.items():
+            print(f"export {variable}={shlex.quote(value)}")
+        if graph is None:
+            print("unset NCCL_GRAPH_FILE")
+    if name is None:
+        asked = host if host is not None else socket.gethostname()
+        notice(f"no graph file for host {shown(asked)}: NCCL chooses its own rings")
+        raise typer.Exit(ANSWER_IS_NO)
+
+
+def planned_host(plan: ClusterPlan, host: str | None) -> str | None:
+    """The plan's name for a host: as it is, without its domain, or with it; None if it has none."""
+    known = plan.cluster.host_classes
+    return next((name for name in _names(host) if name in known), None)
+
+
+def _names(host: str | None) -> Iterator[str]:
+    name = socket.gethostname() if host is None else host
+    yield name
+    yield name.partition(".")[0]
+    if host is None:
+        # This asks the name service, which may take long.
+        yield socket.getfqdn()
+
+
+def _graph(directory: Path, host: str) -> PurePosixPath:
+    path = directory.resolve() / "nccl" / host_graph_file(host)
+    if not path.is_file():
+        raise InputError(str(path), "is missing", "plan again, or `tccl export` it")
+    return PurePosixPath(path)
