@@ -6,9 +6,8 @@ for each ring. On a network of rails NIC i reaches NIC i alone, so both are one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import permutations
-from math import factorial
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations, islice
 
 import msgspec
 
@@ -42,33 +41,55 @@ def pairing_of(entries: Nics, exits: Nics) -> Pairing:
     return Pairing(tuple(sorted(zip(entries, exits, strict=True))))
 
 
-def rail_tuples(pairings: Sequence[Sequence[NicPair]]) -> tuple[Nics, ...]:
-    """The tuples that rings on rails may have between nodes, from the best chains of each class.
+def rail_tuples(
+    pairings: Sequence[Sequence[NicPair]], nics: Sequence[Sequence[int]]
+) -> tuple[Nics, ...]:
+    """The tuples that rings on rails may have between nodes.
 
-    `pairings` has one set of NIC pairs for each class. From the first tuple on, each class leads
-    to others; all that can be reached are taken, up to MANY_TUPLES. If there are no more even
-    tuples than that, all are.
+    `pairings` has the NIC pairs of the best chains of each class, `nics` the NICs it has. All even
+    tuples are taken where there are no more than MANY_TUPLES of them; else those to which the best
+    chains of any class lead, from the first one's on.
 
-    >>> rail_tuples([[(0, 1), (1, 0)]])
+    >>> rail_tuples([[(0, 1), (1, 0)]], [(0, 1)])
     ((0, 1), (1, 0))
     """
-    start = tuple(sorted(pair[0] for pair in pairings[0]))
-    if _arrangements(start) <= MANY_TUPLES:
-        return tuple(sorted(set(permutations(start))))
-    found = [start]
-    for nics in found:
+    rings = len(pairings[0])
+    even = {one for each in set(map(tuple, nics)) for one in _even_tuples(each, rings)}
+    if len(even) <= MANY_TUPLES:
+        return tuple(sorted(even))
+    found = list(dict.fromkeys(tuple(sorted(pair[0] for pair in one)) for one in pairings))
+    for one in found:
         for pairs in pairings:
-            for image in (_led(nics, pairs), _led(nics, [(b, a) for a, b in pairs])):
+            for image in (_led(one, pairs), _led(one, [(b, a) for a, b in pairs])):
                 if image is not None and image not in found and len(found) < MANY_TUPLES:
                     found.append(image)
     return tuple(found)
 
 
-def _arrangements(nics: Nics) -> int:
-    count = factorial(len(nics)) if len(nics) <= 8 else MANY_TUPLES + 1
-    for nic in set(nics):
-        count //= factorial(nics.count(nic))
-    return count
+def _even_tuples(nics: Sequence[int], rings: int) -> Iterator[Nics]:
+    """Tuples in which no NIC comes twice more often than another; at most MANY_TUPLES and one."""
+    least, more = divmod(rings, len(nics))
+    several = (
+        permutation
+        for extra in combinations(nics, more)
+        for permutation in multiset_permutations([*nics] * least + [*extra])
+    )
+    return islice(several, MANY_TUPLES + 1)
+
+
+def multiset_permutations(items: Sequence[int]) -> Iterator[Nics]:
+    """Every order of these items once, equal ones being one; lazily, as there may be very many.
+
+    >>> list(multiset_permutations([0, 1, 0]))
+    [(0, 0, 1), (0, 1, 0), (1, 0, 0)]
+    """
+    if not items:
+        yield ()
+    for first in sorted(set(items)):
+        rest = list(items)
+        rest.remove(first)
+        for others in multiset_permutations(rest):
+            yield (first, *others)
 
 
 def _led(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
@@ -84,9 +105,11 @@ def _led(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
     return tuple(out)
 
 
-def rail_crossings(pairings: Sequence[Sequence[NicPair]]) -> tuple[Crossing, ...]:
+def rail_crossings(
+    pairings: Sequence[Sequence[NicPair]], nics: Sequence[Sequence[int]]
+) -> tuple[Crossing, ...]:
     """A crossing for each of `rail_tuples`."""
-    return tuple(Crossing(one, one) for one in rail_tuples(pairings))
+    return tuple(Crossing(one, one) for one in rail_tuples(pairings, nics))
 
 
 def free_crossings(pairings: Sequence[Sequence[NicPair]]) -> tuple[Crossing, ...]:

@@ -64,7 +64,14 @@ def joint(
     bounds = [choice.result.bound_gbps if choice.result else None for choice in found]
     limits = [max(bound, ceiling) for bound in bounds if bound is not None]
     bound = min(limits) if len(limits) == len(nodes) else None
-    merged = _merged(cluster, nodes, settings, found, rail_crossings(pairs), keep_order=keep_order)
+    merged = _merged(
+        cluster,
+        nodes,
+        settings,
+        found,
+        rail_crossings(pairs, [node.nics for node in nodes]),
+        keep_order=keep_order,
+    )
     if cluster.rails == "any" and (merged is None or merged[0].rate_gbps < ceiling * (1 - WORTH)):
         free = _merged(
             cluster, nodes, settings, found, free_crossings(pairs), keep_order=keep_order

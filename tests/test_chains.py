@@ -1,0 +1,198 @@
+"""Chains through a node: spaces with the network, rules for NICs, tables."""
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.chains.rules import EvenUse, Pairing, symmetry_keeping
+from tccl_py.chains.space import WORLD, chain_of, chains_of, entry_nic, exit_nic, flows_of, ring_of
+from tccl_py.chains.tables import chain_table, paired_chains
+from tccl_py.errors import SearchError
+from tccl_py.measurements.memory import RememberingSource
+from tccl_py.runtimes.nccl.chain_hops import chain_hop_space, chains_as_rings, network_candidates
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.runtimes.nccl.transport import hop_space
+from tccl_py.search.problem import Budget, SearchProblem
+from tccl_py.search.strategies import find_rings
+from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.source import Simulator
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.symmetry import automorphisms, no_symmetry
+from tccl_py.transfers.hops import ring
+from tests.networked import MadeUp, all_chains, networked_machine
+
+SETTINGS = Settings(channels=2)
+DGX = load_bundled("nvswitch-8gpu-8nic")
+
+
+def space_of(machine, count=1, settings=SETTINGS):
+    return chain_hop_space(machine, Knowledge(), settings, chains_in_set=count)
+
+
+def best_of_all(space, source):
+    """The highest of all chains' slowest rates, one after the other."""
+    return max(min(source.rate(hop.flow) for hop in hops) for hops in all_chains(space))
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_best_chain_is_the_best_of_all_chains(gpus, seed):
+    machine = networked_machine(gpus=gpus, nics=2, numa_nodes=2)
+    space, source = space_of(machine), MadeUp(seed)
+    problem = SearchProblem(spaces={1: space}, source=source, symmetry=no_symmetry(machine))
+    result = find_rings(problem)
+    assert result.rate_gbps == best_of_all(space, source)
+    assert result.proven
+    (chain,) = chains_of(result.rings)
+    assert sorted(chain.gpus) == list(range(gpus))
+
+
+def table_for(machine, source, *, symmetry=None):
+    """A table of all pairs of a NIC and a landing, and its ends."""
+    inner = hop_space(machine, Knowledge(), SETTINGS)
+    whole = space_of(machine)
+    ends = {
+        way: {
+            f"{hop.flow.source if way == 'exit' else hop.flow.destination} {nic(hop)}": [hop]
+            for pair, hops in whole.hops.items()
+            for hop in hops
+            if pair[0 if way == "entry" else 1] == WORLD
+        }
+        for way, nic in (("entry", entry_nic), ("exit", exit_nic))
+    }
+    found = chain_table(
+        inner,
+        ends["entry"],
+        ends["exit"],
+        source=source,
+        symmetry=symmetry or no_symmetry(machine),
+    )
+    return found, ends, whole
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_cell_of_a_table_is_the_best_chain_between_its_ends(seed):
+    machine = networked_machine(gpus=3, nics=2, numa_nodes=1)
+    source = MadeUp(seed)
+    table, ends, whole = table_for(machine, source)
+    assert len(ends["entry"]) == len(ends["exit"]) == 6
+    for one, other in itertools.product(ends["entry"], ends["exit"]):
+        between = [
+            min(source.rate(hop.flow) for hop in hops)
+            for hops in all_chains(whole)
+            if hops[0] in ends["entry"][one] and hops[-1] in ends["exit"][other]
+        ]
+        assert table.rate(one, other) == max(between, default=0.0)
+
+
+def test_cells_that_a_symmetry_exchanges_share_one_search_and_are_right_themselves():
+    model = model_for(networked_machine(gpus=4, nics=2, numa_nodes=2))
+    source = Simulator(model)
+    alone, ends, _ = table_for(model.machine, source)
+    shared, _, _ = table_for(model.machine, source, symmetry=automorphisms(model.machine))
+    assert shared.searches < alone.searches / 2
+    assert set(shared.cells) == set(alone.cells)
+    for pair, cell in shared.cells.items():
+        assert cell.rate_gbps == pytest.approx(alone.cells[pair].rate_gbps)
+        assert cell.chain.entry in ends["entry"][pair[0]]
+        assert cell.chain.exit in ends["exit"][pair[1]]
+        (measured,) = source.measure([cell.chain.flows])
+        assert measured.rate_gbps == pytest.approx(cell.rate_gbps)
+
+
+def test_a_table_of_eight_gpus_and_two_nics_takes_few_sets():
+    model = model_for(networked_machine(gpus=8, nics=2, numa_nodes=2))
+    source = RememberingSource(Simulator(model))
+    table, ends, _ = table_for(model.machine, source, symmetry=automorphisms(model.machine))
+    assert len(ends["entry"]) == 16
+    assert len(table.cells) == 16 * 16 - 2 * 2 * 8
+    assert source.sets_measured <= 5000
+
+
+@given(st.lists(st.integers(0, 3), max_size=8), st.integers(1, 8))
+def test_nics_are_used_evenly_if_no_count_is_more_than_one_above_another(used, chains):
+    nics = (0, 1, 2, 3)
+    used = used[:chains]
+    finished = any(
+        max(counts.values()) - min(counts[nic] for nic in nics) <= 1
+        for rest in itertools.combinations_with_replacement(nics, chains - len(used))
+        for counts in [Counter([*used, *rest])]
+    )
+    assert EvenUse(nics, chains).even(used) == finished
+
+
+def test_chains_together_use_every_nic_once_in_each_direction():
+    space = space_of(DGX.machine, 8, Settings(channels=8))
+    nics = tuple(range(8))
+    problem = SearchProblem(
+        spaces={8: space},
+        source=Simulator(DGX),
+        symmetry=automorphisms(DGX.machine),
+        rules={8: EvenUse(nics, 8)},
+        budget=Budget(sets=60, idle_sets=10),
+    )
+    chains = chains_of(find_rings(problem).rings)
+    assert sorted(chain.entry_nic for chain in chains) == list(nics)
+    assert sorted(chain.exit_nic for chain in chains) == list(nics)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chains_with_given_nics_are_the_best_of_all_such_sets(seed):
+    machine = networked_machine(gpus=2, nics=2)
+    space, source = space_of(machine, 2), MadeUp(seed)
+    pairing = Pairing(((0, 1), (1, 0)))
+    result = paired_chains(space, pairing, source=source, symmetry=automorphisms(machine))
+    chains = [chain_of(ring(hops)) for hops in all_chains(space)]
+    rates = [
+        source.measure([flows_of(pair)])[0].rate_gbps
+        for pair in itertools.combinations_with_replacement(chains, 2)
+        if sorted((one.entry_nic, one.exit_nic) for one in pair) == list(pairing.pairs)
+    ]
+    assert result.rate_gbps == 2 * max(rates)
+
+
+def test_a_symmetry_that_keeps_a_pairing_takes_its_nics_to_themselves():
+    machine = networked_machine(gpus=4, nics=2, numa_nodes=2)
+    whole = automorphisms(machine)
+    crossed = symmetry_keeping(whole, Pairing(((0, 1), (1, 0))))
+    one_way = symmetry_keeping(whole, Pairing(((0, 0), (0, 1))))
+    assert len(crossed.elements) == len(whole.elements)
+    column = one_way.points.index("N0")
+    assert {one_way.points[i] for i in one_way.elements[:, column]} == {"N0"}
+
+
+def test_a_chain_and_its_ring_are_the_same():
+    space = space_of(networked_machine(gpus=3))
+    (through,) = chains_as_rings(space, [(0, (2, 0, 1), 0)])
+    chain = chain_of(through)
+    assert (chain.entry_nic, chain.gpus, chain.exit_nic) == (0, (2, 0, 1), 0)
+    assert ring_of(chain) == through
+    with pytest.raises(SearchError, match="no chain by NIC 7"):
+        chains_as_rings(space, [(7, (0, 1, 2), 0)])
+
+
+def test_a_machine_without_nics_has_no_chains():
+    with pytest.raises(SearchError, match="has no NIC"):
+        space_of(load_bundled("asus-esc8000a-e13p").machine)
+
+
+def test_settings_that_move_landings_are_candidates_and_equal_ones_are_not():
+    machine = networked_machine(gpus=2, nics=1, gdr=True)
+    found = network_candidates(machine, Knowledge(), SETTINGS, gpus=(0, 1), nics=(0,))
+    levels = {(one.net_gdr_level, one.net_gdr_read) for one in found}
+    assert {level for level, _ in levels} & {"PHB", "SYS"}
+    nowhere = networked_machine(gpus=2, nics=1, gdr=False)
+    assert network_candidates(nowhere, Knowledge(), SETTINGS, gpus=(0, 1), nics=(0,)) == ()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 2))
+def test_chains_of_made_up_rates_are_found_with_two_nics_too(seed, gpus, nics):
+    machine = networked_machine(gpus=gpus, nics=nics, numa_nodes=2)
+    space, source = space_of(machine), MadeUp(seed)
+    problem = SearchProblem(spaces={1: space}, source=source, symmetry=no_symmetry(machine))
+    assert find_rings(problem).rate_gbps == best_of_all(space, source)

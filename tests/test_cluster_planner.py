@@ -1,0 +1,329 @@
+"""Plans for clusters: against brute force, and what they promise of order, rails and NICs."""
+
+import functools
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.cluster.hosts import HostReport, cluster_of
+from tccl_py.cluster_plan.crossings import rail_tuples
+from tccl_py.cluster_plan.joint import joint
+from tccl_py.cluster_plan.node import Node, used_nics
+from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring
+from tccl_py.cluster_plan.planner import make_cluster_plan
+from tccl_py.errors import InputError
+from tccl_py.merge.switches import SwitchTree
+from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.search.problem import Budget, SilentReporter
+from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.source import Simulator
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.transfers.transfer import parse_set
+from tests.networked import MadeUp, all_chains, networked_machine
+
+SETTINGS = Settings(channels=1)
+SMALL = Budget(sets=60, idle_sets=15)
+
+
+def cluster_with(machines, *, rails="any", switches=None, slots=None):
+    reports = [
+        HostReport(host=f"h{number}", machine=machine, slots=slots)
+        for number, machine in enumerate(machines)
+    ]
+    return cluster_of(reports, rails=rails, switches=switches, where="test")
+
+
+def node_of(node_class, source, nodes):
+    return Node(
+        node_class,
+        source,
+        gpus=node_class.machine.gpu_indices,
+        nodes=nodes,
+        version=SETTINGS.version,
+        ring_counts=(1,),
+        strategy="best-first",
+        budget=SMALL,
+        reporter=SilentReporter(),
+    )
+
+
+@functools.cache
+def _space(gpus, nics):
+    machine = networked_machine(gpus=gpus, nics=nics, numa_nodes=2)
+    return chain_hop_space(machine, Knowledge(), SETTINGS)
+
+
+def chain_rates(gpus, nics, source):
+    """The best chain's rate for each pair of NICs, of all chains there are."""
+    best = {}
+    for hops in all_chains(_space(gpus, nics)):
+        entered = hops[0].flow.transfers[0].executor.index
+        left = hops[-1].flow.transfers[-1].executor.index
+        if gpus > 1 or entered == left:
+            rate = min(source.rate(hop.flow) for hop in hops)
+            best[entered, left] = max(rate, best.get((entered, left), 0.0))
+    return best
+
+
+def best_of_all_orders(classes, rates, *, rails):
+    """The best ring over nodes, every order and every crossing tried."""
+    first, *rest = range(len(classes))
+    best = 0.0
+    for order in set(itertools.permutations([classes[one] for one in rest])):
+        tables = [rates[one] for one in (classes[first], *order)]
+        if rails == "any":
+            best = max(best, min(max(table.values()) for table in tables))
+        for crossings in itertools.product((0, 1), repeat=len(tables)):
+            found = [
+                table.get((crossings[at - 1], crossings[at]), 0.0)
+                for at, table in enumerate(tables)
+            ]
+            best = max(best, min(found))
+    return best
+
+
+clusters = st.lists(
+    st.tuples(st.integers(1, 4), st.integers(1, 2)), min_size=1, max_size=2, unique=True
+).flatmap(
+    lambda kinds: st.tuples(
+        st.just(kinds), st.lists(st.integers(0, len(kinds) - 1), min_size=2, max_size=5)
+    )
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(clusters, st.integers(0, 10**6), st.sampled_from(["any", "only"]))
+def test_rings_over_nodes_equal_brute_force_over_chains_crossings_and_orders(case, seed, rails):
+    kinds, hosts = case
+    machines = [networked_machine(gpus=g, nics=n, numa_nodes=2) for g, n in kinds]
+    cluster = cluster_with([machines[kind] for kind in hosts], rails=rails)
+    used = list(dict.fromkeys(hosts))
+    sources = [MadeUp(seed + kind) for kind in used]
+    nodes = [
+        node_of(one, source, len(hosts))
+        for one, source in zip(cluster.classes, sources, strict=True)
+    ]
+    rates = [chain_rates(*kinds[kind], source) for kind, source in zip(used, sources, strict=True)]
+    classes = [host.node_class for host in cluster.hosts]
+    best = best_of_all_orders(classes, rates, rails=rails)
+    found = joint(cluster, nodes, SETTINGS, 1, keep_order=False)
+    assert (found.rate_gbps if found is not None else 0.0) == best
+    if found is not None:
+        assert sorted(found.hosts) == sorted(cluster.names)
+        assert min(passage.rate_gbps for passage in found.passages) == found.rate_gbps
+        for number, passage in enumerate(found.passages):
+            (chain,) = passage.chains
+            assert chain.entry_nic == found.crossings[number - 1].entries[0]
+            assert chain.exit_nic == found.crossings[number].exits[0]
+
+
+def test_tuples_of_few_nics_are_all_tried_and_of_many_those_that_chains_lead_to():
+    assert set(rail_tuples([[(0, 1), (1, 0)]], [(0, 1)])) == {(0, 1), (1, 0)}
+    nics = range(8)
+    turned = [(nic, (nic + 1) % 8) for nic in nics]
+    found = rail_tuples([turned], [tuple(nics)])
+    assert len(found) == 8
+    assert tuple(nics) in found
+    assert (1, 2, 3, 4, 5, 6, 7, 0) in found
+
+
+# Whole plans, simulated
+
+
+@pytest.fixture(scope="module")
+def rails():
+    """Four nodes of eight GPUs with a NIC each."""
+    model = load_bundled("nvswitch-8gpu-8nic")
+    reports = [HostReport(host=f"n{i}", machine=model.machine) for i in range(4)]
+    cluster = cluster_of(reports, where="test")
+    return make_cluster_plan(cluster, [Simulator(model)], ring_counts=(8,), budget=SMALL)
+
+
+def test_every_nic_carries_one_ring_in_each_direction_on_every_node(rails):
+    for passage in rails.passages:
+        assert sorted(chain.entry_nic for chain in passage.chains) == list(range(8))
+        assert sorted(chain.exit_nic for chain in passage.chains) == list(range(8))
+    assert not rails.off_rails
+
+
+def test_rings_of_a_cluster_go_over_all_ranks_host_by_host(rails):
+    assert len(rails.channel_rings) == rails.settings.channels
+    for ring in rails.rings:
+        assert sorted(ring) == list(range(32))
+        assert [rank // 8 for rank in ring] == sorted(rank // 8 for rank in ring)
+
+
+def test_a_cluster_plan_is_never_below_stock_and_says_that_it_is_simulated(rails):
+    assert rails.rate_gbps >= rails.stock.rate_gbps
+    assert rails.simulated
+    assert rails.assumed
+    assert rails.provenance == "simulated from assumed figures"
+
+
+def test_nccl_is_told_of_the_nics_and_that_rings_change_them(rails):
+    assert rails.settings.ib_hca == tuple(f"mlx5_{i}:1" for i in range(8))
+    assert rails.settings.cross_nic == 1
+
+
+def mixed(rails="any", switches=None, **more):
+    machines = [
+        networked_machine(gpus=2, nics=1, name="two"),
+        networked_machine(gpus=4, nics=1, numa_nodes=2, name="four"),
+        networked_machine(gpus=1, nics=1, name="one"),
+        networked_machine(gpus=2, nics=1, name="two"),
+    ]
+    cluster = cluster_with(machines, rails=rails, switches=switches)
+    sources = [Simulator(model_for(one.machine)) for one in cluster.classes]
+    return make_cluster_plan(cluster, sources, budget=SMALL, **more)
+
+
+def test_nodes_of_different_gpu_counts_are_in_one_ring():
+    plan = mixed()
+    assert len(plan.cluster.classes) == 3
+    assert {len(ring) for ring in plan.rings} == {9}
+    for ring in plan.rings:
+        assert sorted(ring) == list(range(9))
+    # Ranks follow the order planned.
+    assert [host.first_rank for host in plan.hosts] == [
+        sum(len(plan.gpus[plan.cluster.host_classes[name]]) for name in plan.host_order[:at])
+        for at in range(4)
+    ]
+
+
+def switches(uplink=None):
+    return SwitchTree(
+        name="top",
+        switches=(
+            SwitchTree(name="left", hosts=("h0", "h2"), uplink_gbps=uplink),
+            SwitchTree(name="right", hosts=("h1", "h3"), uplink_gbps=uplink),
+        ),
+    )
+
+
+def test_hosts_under_one_switch_stay_together_though_they_are_given_apart():
+    plan = mixed(switches=switches())
+    order = plan.host_order
+    assert {frozenset(order[at : at + 2]) for at in range(4)} | {
+        frozenset((order[-1], order[0]))
+    } >= {frozenset(("h0", "h2")), frozenset(("h1", "h3"))}
+    assert plan.order_changed
+
+
+def test_the_given_order_is_kept_where_that_is_asked_and_shares_the_uplinks():
+    kept = mixed(switches=switches(uplink=2.0), keep_order=True)
+    free = mixed(switches=switches(uplink=2.0))
+    assert kept.host_order == ("h0", "h1", "h2", "h3")
+    assert kept.rate_gbps == pytest.approx(1.0)
+    assert free.rate_gbps == pytest.approx(2.0)
+
+
+def test_slow_nics_and_those_of_another_kind_are_left_out():
+    machine = networked_machine(gpus=2, nics=2)
+    first, second = machine.nics
+    slow = msgspec.structs.replace(second, speed_mbps=first.speed_mbps // 10)
+    other = msgspec.structs.replace(second, guid="", speed_mbps=first.speed_mbps * 2)
+    for odd in (slow, other):
+        assert used_nics(msgspec.structs.replace(machine, nics=(first, odd))) == (0,)
+
+
+def test_one_host_and_hosts_without_nics_are_refused():
+    alone = cluster_with([networked_machine(gpus=2)])
+    with pytest.raises(InputError, match="rings over nodes need 2 or more"):
+        make_cluster_plan(alone, [MadeUp(0)])
+    bare = load_bundled("asus-esc8000a-e13p").machine
+    with pytest.raises(InputError, match="has no NIC"):
+        make_cluster_plan(cluster_with([bare, bare]), [MadeUp(0)])
+
+
+def test_hosts_of_a_class_with_unequal_ranks_are_refused_by_name():
+    machine = networked_machine(gpus=4)
+    reports = [
+        HostReport(host="a", machine=machine),
+        HostReport(host="b", machine=machine, slots=2),
+    ]
+    with pytest.raises(InputError, match="host b: has 2 ranks, a of the same class has 4"):
+        make_cluster_plan(cluster_of(reports, where="test"), [MadeUp(0)])
+
+
+def test_an_interrupted_search_gives_the_best_so_far():
+    class Impatient(SilentReporter):
+        left = 60
+
+        def update(self, progress):
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+
+    machine = networked_machine(gpus=4, nics=2, numa_nodes=2)
+    cluster = cluster_with([machine, machine])
+    plan = make_cluster_plan(cluster, [Simulator(model_for(machine))], reporter=Impatient())
+    assert plan.cancelled
+    assert plan.rate_gbps >= plan.stock.rate_gbps * 0.99
+
+
+# Placing a node's sets on hosts
+
+
+class Written:
+    """Remembers what it was asked, and answers each flow with a rate of its own."""
+
+    simulated = False
+
+    def __init__(self):
+        self.sets = []
+        self._made_up = MadeUp(3)
+
+    def measure(self, sets):
+        self.sets += [str(one) for one in sets]
+        return self._made_up.measure(sets)
+
+
+def test_a_nodes_set_is_measured_between_a_host_and_its_partner():
+    machine = networked_machine(gpus=2, nics=2, numa_nodes=2)
+    cluster = cluster_with([machine, machine])
+    (placement,) = placements(cluster)
+    below = Written()
+    text = "N1->N1->C0->G0->G0 G0->G0->C1->G1->G1 G1->G1->C1->N0->N0"
+    (answer,) = PlacedSource(below, placement).measure([parse_set(text)])
+    placed = {
+        "h1.C1->h1.N1->h0.N1->h0.N1->h0.C0->h0.G0->h0.G0": "N1->N1->C0->G0->G0",
+        "h0.G0->h0.G0->h0.C1->h0.G1->h0.G1": "G0->G0->C1->G1->G1",
+        "h0.G1->h0.G1->h0.C1->h0.N0->h1.N0->h1.N0->h1.C0": "G1->G1->C1->N0->N0",
+    }
+    assert below.sets == [" ".join(sorted(placed))]
+    assert answer.transfers == str(parse_set(text))
+    rates = dict(zip(answer.transfers.split(), answer.gbps, strict=True))
+    for there, here in placed.items():
+        (flow,) = parse_set(there).flows
+        assert rates[here] == below._made_up.rate(flow)
+
+
+def test_partners_are_of_the_same_class_and_switch_where_there_are_such():
+    one, other = networked_machine(gpus=2), networked_machine(gpus=4)
+    cluster = cluster_with([one, other, one, one, other])
+    tree = SwitchTree(
+        name="top",
+        switches=(
+            SwitchTree(name="a", hosts=("h0", "h3", "h1")),
+            SwitchTree(name="b", hosts=("h2", "h4")),
+        ),
+    )
+    assert [(p.host, p.partner) for p in placements(cluster)] == [("h0", "h2"), ("h1", "h4")]
+    under = msgspec.structs.replace(cluster, switches=tree)
+    assert [(p.host, p.partner) for p in placements(under)] == [("h0", "h3"), ("h1", "h4")]
+
+
+def test_the_whole_ring_has_every_flow_of_every_host_and_crosses_to_the_next():
+    plan = mixed()
+    flows = whole_ring(plan).flows
+    hops = sum(len(chain.gpus) - 1 for h in plan.hosts for chain in plan.passages[h.passage].chains)
+    assert len(flows) == hops + 4 * plan.ring_count
+    crossing = [flow.hosts for flow in flows if flow.is_network]
+    order = plan.host_order
+    expected = {(one, other) for one, other in zip(order, (*order[1:], order[0]), strict=True)}
+    assert set(crossing) == expected
