@@ -19,6 +19,7 @@ from tccl_py.cli.arguments import (
     print_json,
     results,
 )
+from tccl_py.cli.cluster_text import cluster_json, print_cluster
 from tccl_py.cli.hardware import (
     SEARCH_REPEATS,
     BackendOption,
@@ -34,8 +35,22 @@ from tccl_py.cli.hardware import (
 )
 from tccl_py.cli.interrupts import interrupts_put_off
 from tccl_py.cli.measure import simulation_header
+from tccl_py.cli.plan_cluster import (
+    ClusterOptions,
+    ClusterTask,
+    MeasuredCluster,
+    SimulatedCluster,
+    in_job,
+    job_of_ranks,
+    open_cluster,
+    refuse_for_one,
+    refuse_in_job,
+    refuse_with_nodes,
+    tell_rehearsal,
+)
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
+from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.plan.directory import (
@@ -105,23 +120,66 @@ def plan(
         float | None, typer.Option(metavar="F", help="Spread of simulated samples, 0 to 1.")
     ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the noise.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", help="How many equal nodes to simulate.")
+    ] = None,
+    hosts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The hosts there should be: a hostfile of Open MPI, MPICH or SLURM, or a list.",
+        ),
+    ] = None,
+    switches: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Switches between the hosts: SLURM's topology.conf or topology.yaml, or our YAML.",
+        ),
+    ] = None,
+    keep_order: Annotated[
+        bool, typer.Option("--keep-order", help="Leave the hosts in the order they are given in.")
+    ] = False,
+    gid_index: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="NCCL_IB_GID_INDEX of RoCE ports; NCCL's choice if not."),
+    ] = None,
+    interfaces: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Network interfaces to use as NICs, as eth0,eth1."),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a plan that is already in DIR.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Find the best rings for a machine and write the files that make NCCL use them.
+    """Find the best rings for a machine or a cluster, and write the files that make NCCL use them.
 
-    DIR then holds plan.json, the journal of measurements, the machine, and below nccl/ graph files
-    for all GPUs and for subsets of them, nccl.conf and env.sh. Rates are those of this machine's
-    GPUs, which should have nothing else to do, or, with --simulate, of a model. Ctrl-C keeps the
-    best so far; the same command again goes on from the journal and measures nothing twice.
+    DIR then holds plan.json, the journal of measurements, the machines, and below nccl/ graph files
+    for all GPUs and for subsets of them (of a cluster for every host), nccl.conf and env.sh. Rates
+    are those of this machine's GPUs, which should have nothing else to do, or, with --simulate, of
+    a model. Ctrl-C keeps the best so far; the same command again goes on from the journal and
+    measures nothing twice.
+
+    Under mpirun or srun, with a rank or more on each host, the job's hosts are planned for
+    together. NCCL joins nodes in the order of ranks, so that order is part of the plan: nccl/order
+    has it for launchers.
 
     Examples:
 
         tccl plan -o my-plan
         tccl plan -o my-plan --simulate asus-esc8000a-e13p
+        tccl plan -o my-plan --simulate nvswitch-8gpu-8nic --nodes 16
+        mpirun -N 1 tccl plan -o my-plan --switches topology.conf
     """
+    cluster = ClusterOptions(
+        nodes=nodes,
+        hosts=hosts,
+        switches=switches,
+        keep_order=keep_order,
+        gid_index=gid_index,
+        interfaces=interfaces,
+    )
     if simulate is not None:
         refuse_with_model({"--backend": backend, "--devices": devices, "--target": target})
     else:
@@ -129,6 +187,35 @@ def plan(
     careful = care(target=target, repeats=SEARCH_REPEATS)
     counts = _ring_counts(rings)
     budget = _budget(max_sets, max_seconds)
+    job = in_job()
+    if job or nodes not in (None, 1) or (simulate is not None and hosts is not None):
+        refuse_with_nodes({"--gpus": gpus})
+        wanted = ClusterTask(
+            options=cluster, version=nccl, counts=counts, strategy=strategy, budget=budget
+        )
+        if job:
+            refuse_in_job({"--simulate": simulate, "--nodes": nodes})
+            with (
+                job_of_ranks() as ranks,
+                open_cluster(
+                    ranks, cluster, backend=backend, devices=devices, careful=careful
+                ) as session,
+            ):
+                tell_rehearsal(backend)
+                _plan_cluster(MeasuredCluster(session, wanted, careful), output, force, json)
+            return
+        if simulate is None:
+            raise InputError(
+                "--nodes",
+                "is about models",
+                "add --simulate MACHINE, or start the command under mpirun or srun",
+            )
+        model = load_machine(simulate)
+        _plan_cluster(
+            SimulatedCluster(model, wanted, noise=noise or 0.0, seed=seed or 0), output, force, json
+        )
+        return
+    refuse_for_one(cluster)
     subject: _Subject
     if simulate is not None:
         subject = _Model(load_machine(simulate), noise=noise or 0.0, seed=seed or 0)
@@ -152,6 +239,31 @@ def plan(
         if not made.cancelled:
             subject.write(made, output)
     _finish(made, output, json)
+
+
+def _plan_cluster(
+    subject: SimulatedCluster | MeasuredCluster, output: Path, force: bool, json: bool
+) -> None:
+    """Plan for several nodes, write the plan and show it."""
+    with output_directory(output, force=force) as journal:
+        try:
+            with interrupts_put_off():
+                made = subject.planned(journal, force=force)
+        except BaseException:
+            if holds_measurements(journal):
+                notice(f"what was measured is kept: the same command goes on from {output}")
+            raise
+        if not made.cancelled:
+            write_cluster_plan(made, output, models=subject.models)
+    if made.cancelled:
+        notice(f"interrupted: the best so far follows; the same command goes on from {output}")
+    if json:
+        print_json(cluster_json(made))
+    else:
+        print_cluster(made, results())
+    if made.cancelled:
+        raise typer.Exit(INTERRUPTED)
+    notice(f"wrote {output}")
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True):
