@@ -1,0 +1,343 @@
+"""A cluster plan's directory: its files make NCCL run the planned rings, and appear together."""
+
+import os
+import shutil
+import subprocess
+import time
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.cluster_plan.directory import (
+    class_file,
+    cluster_files,
+    write_cluster_files,
+    write_cluster_plan,
+)
+from tccl_py.cluster_plan.plan import is_cluster_plan, load_cluster_plan
+from tccl_py.cluster_plan.versions import for_version
+from tccl_py.emitters.host_order import RANK_MAP, rank_map_from_json
+from tccl_py.errors import InputError
+from tccl_py.plan.plan import load_plan
+from tccl_py.runtimes.nccl.log import same_rings
+from tccl_py.runtimes.nccl.settings import Settings, environment, settings_from_environment
+from tccl_py.runtimes.nccl.validator import NodeJob, validate_cluster
+from tccl_py.runtimes.nccl.versions import known_versions
+from tccl_py.simulator.descriptions import read_description
+from tccl_py.simulator.generic import model_for
+from tests.cluster_plans import FOUR, LOCAL, MACHINES, NOTHING, cluster_plan, equal_hosts, mixed
+
+
+def judged(plan, files):
+    """What NCCL does with the files, started as the rank map says."""
+    order = rank_map_from_json(files[f"order/{RANK_MAP}"], where=RANK_MAP)
+    one_of = {host.name: plan.cluster.class_of(host) for host in plan.cluster.hosts}
+    jobs = [
+        NodeJob(
+            machine=one_of[host].machine,
+            knowledge=one_of[host].knowledge,
+            gpus=gpus,
+            graph=files[f"hosts/{host}.xml"],
+        )
+        for host, gpus in zip(order.hosts, order.gpus, strict=True)
+    ]
+    variables = environment(plan.settings)
+    return validate_cluster(jobs, version=plan.settings.version, environment=variables)
+
+
+def check_run(plan, files):
+    """The files make NCCL run the plan's rings and cross by its NICs, and nothing else."""
+    found = judged(plan, files)
+    assert found.verdict == "used", found.reason
+    planned = plan.channel_rings
+    assert len(found.rings) % len(planned) == 0
+    for channel, ring in enumerate(found.rings):
+        assert same_rings(ring, planned[channel % len(planned)])
+        chains = [
+            plan.passages[host.passage].chains[channel % plan.ring_count] for host in plan.hosts
+        ]
+        ends = [(chain.entry_nic, chain.exit_nic) for chain in chains]
+        assert [(nics.entry, nics.exit) for nics in found.nics[channel]] == ends
+
+
+def test_the_files_of_hosts_of_three_classes_close_into_the_planned_rings(tmp_path):
+    plan = mixed()
+    assert plan.rings == (
+        (1, 0, 2, 3, 5, 4, 7, 6, 8, 9, 10),
+        (3, 2, 0, 1, 4, 5, 9, 8, 6, 7, 10),
+    )
+    check_run(plan, cluster_files(plan, tmp_path))
+
+
+@st.composite
+def plans(draw):
+    """Hosts of some classes in any order, each with chains of its own."""
+    rings = draw(st.integers(1, 3))
+    version = draw(st.sampled_from(known_versions()))
+    chosen = draw(st.lists(st.sampled_from(MACHINES), min_size=2, max_size=6))
+    hosts = [(f"h{number}", machine) for number, machine in enumerate(chosen)]
+    gpus = {"four": draw(st.sampled_from([(0, 1, 2, 3), (1, 2), (0, 3)]))}
+    nics = draw(st.sampled_from([(0, 1), (1,)]))
+    chains = {}
+    for name, machine in hosts:
+        used = gpus.get(machine.name, machine.gpu_indices)
+        chains[name] = []
+        for _ in range(rings):
+            order = draw(st.permutations(used))
+            entry, leave = draw(st.sampled_from(nics)), draw(st.sampled_from(nics))
+            one = (entry, tuple(order), entry if len(order) == 1 else leave)
+            chains[name].append(one)
+    return cluster_plan(
+        hosts,
+        chains,
+        order=draw(st.permutations([name for name, _ in hosts])),
+        gpus=gpus,
+        settings=Settings(
+            version=version,
+            channels=rings * draw(st.integers(1, 2)),
+            cross_nic=draw(st.sampled_from([None, 1, 2])),
+            # What is left out moves the numbers of the others in the graph file.
+            ib_hca=tuple(f"mlx5_{nic}:1" for nic in nics),
+            **LOCAL,
+        ),
+    )
+
+
+@settings(max_examples=150)
+@given(plans())
+def test_any_chains_and_any_order_of_hosts_close_into_the_planned_rings(tmp_path_factory, plan):
+    check_run(plan, cluster_files(plan, tmp_path_factory.getbasetemp()))
+
+
+@settings(max_examples=50)
+@given(plans())
+def test_a_plan_is_the_same_after_saving(tmp_path_factory, plan):
+    place = tmp_path_factory.getbasetemp() / "saved.json"
+    plan.save(place)
+    assert load_cluster_plan(place) == plan
+
+
+def test_a_plan_has_all_its_files_and_no_others(tmp_path):
+    plan = mixed()
+    write_cluster_plan(plan, tmp_path)
+    names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert names == {
+        "plan.json",
+        *(f"machines/{name}.json" for name in ("four", "pair", "one")),
+        *(f"nccl/hosts/{name}.xml" for name in ("gpu1", "gpu2", "gpu3", "login")),
+        "nccl/nccl.conf",
+        "nccl/env.sh",
+        *(f"nccl/order/hostfile.{name}" for name in ("openmpi", "mpich", "slurm")),
+        "nccl/order/rankfile.openmpi",
+        "nccl/order/rank-map.json",
+        "nccl/order/hosts.txt",
+        "nccl/order/launch.txt",
+    }
+    assert is_cluster_plan(tmp_path)
+    assert load_cluster_plan(tmp_path) == plan
+
+
+def test_the_order_of_hosts_is_the_planned_one(tmp_path):
+    files = cluster_files(mixed(), tmp_path)
+    assert files["order/hosts.txt"] == "gpu3\ngpu2\ngpu1\nlogin\n"
+    assert "gpu3 slots=4\ngpu2 slots=2\n" in files["order/hostfile.openmpi"]
+    order = f"{tmp_path}/nccl/order"
+    assert f"mpirun --hostfile {order}/hostfile.openmpi" in files["order/launch.txt"]
+
+
+def test_ranks_take_the_gpus_that_are_planned_for(tmp_path):
+    hosts = [("a", FOUR), ("b", FOUR)]
+    chains = dict.fromkeys("ab", ((0, (3, 1), 0),))
+    plan = cluster_plan(hosts, chains, gpus={"four": (1, 3)})
+    assert plan.rings == ((1, 0, 3, 2),)
+    files = cluster_files(plan, tmp_path)
+    order = rank_map_from_json(files[f"order/{RANK_MAP}"], where=RANK_MAP)
+    assert order.gpus == ((1, 3), (1, 3))
+    check_run(plan, files)
+
+
+def test_all_settings_of_the_network_are_set_for_every_job(tmp_path):
+    wanted = Settings(
+        channels=2,
+        net_gdr_level="PHB",
+        net_gdr_read=False,
+        cross_nic=1,
+        ib_hca=("mlx5_0:1", "mlx5_1:1"),
+        ib_gid_index=3,
+        **LOCAL,
+    )
+    files = cluster_files(mixed(settings=wanted), tmp_path)
+    lines = [line for line in files["nccl.conf"].splitlines() if not line.startswith("#")]
+    variables = dict(line.split("=", 1) for line in lines)
+    assert variables == environment(wanted)
+    assert {
+        "NCCL_NET_GDR_LEVEL",
+        "NCCL_NET_GDR_READ",
+        "NCCL_CROSS_NIC",
+        "NCCL_IB_HCA",
+        "NCCL_IB_GID_INDEX",
+    } <= set(variables)
+    assert settings_from_environment(variables, channels=2) == wanted
+
+
+def test_graph_files_say_what_a_channel_carries_and_whether_it_changes_nics(tmp_path):
+    files = cluster_files(mixed(), tmp_path)
+    assert 'crossnic="1" nchannels="2" speedintra="5" speedinter="5"' in files["hosts/gpu1.xml"]
+    assert 'crossnic="0" nchannels="2" speedintra="5" speedinter="5"' in files["hosts/login.xml"]
+    assert "rates simulated from assumed figures" in files["hosts/gpu1.xml"].splitlines()[0]
+
+
+def test_a_thousand_hosts_take_seconds_and_equal_ones_share_a_text(tmp_path):
+    plan = equal_hosts(1024)
+    begin = time.monotonic()
+    write_cluster_plan(plan, tmp_path)
+    # About one second on a quiet disk; the limit is for a busy one.
+    assert time.monotonic() - begin < 10
+    assert load_cluster_plan(tmp_path) == plan
+    files = cluster_files(plan, tmp_path)
+    graphs = [text for name, text in files.items() if name.startswith("hosts/")]
+    assert (len(graphs), len(set(map(id, graphs)))) == (1024, 1)
+    assert len(list((tmp_path / "nccl" / "hosts").iterdir())) == 1024
+    check_run(plan, files)
+
+
+def test_machines_are_kept_with_the_models_that_rates_come_from(tmp_path):
+    plan = mixed()
+    model = model_for(FOUR, NOTHING)
+    write_cluster_plan(plan, tmp_path, models={"four": model})
+    assert read_description(tmp_path / class_file("four")).model == model
+    other = read_description(tmp_path / class_file("pair"))
+    assert (other.machine, other.model) == (plan.cluster.classes[1].machine, None)
+
+
+def test_a_host_whose_name_is_too_long_for_a_file_is_one_sentence(tmp_path):
+    name = "x" * 253
+    chains = dict.fromkeys(("a", name), ((0, (0, 1, 2, 3), 0),))
+    plan = cluster_plan([("a", FOUR), (name, FOUR)], chains)
+    with pytest.raises(InputError, match=r"cannot be written .*; choose a writable place"):
+        write_cluster_plan(plan, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_the_plan_that_was_there(tmp_path, monkeypatch):
+    write_cluster_plan(mixed(), tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    written = []
+
+    def full(descriptor):
+        written.append(descriptor)
+        if len(written) == 9:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        write_cluster_plan(equal_hosts(12), tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_one_plan_replaces_another_with_all_its_files(tmp_path):
+    write_cluster_plan(equal_hosts(5), tmp_path)
+    write_cluster_plan(mixed(), tmp_path)
+    hosts = sorted(path.name for path in (tmp_path / "nccl" / "hosts").iterdir())
+    assert hosts == ["gpu1.xml", "gpu2.xml", "gpu3.xml", "login.xml"]
+
+
+def test_exported_files_name_their_own_place(tmp_path):
+    plan, place = mixed(), tmp_path / "a" / "b"
+    assert write_cluster_files(plan, place) == 13
+    assert [path.name for path in place.iterdir()] == ["nccl"]
+    assert f"_tccl_hosts={place}/nccl/hosts\n" in (place / "nccl" / "env.sh").read_text()
+    with pytest.raises(InputError, match="already exists; name a new directory"):
+        write_cluster_files(plan, place)
+
+
+def test_what_reads_plans_of_machines_refuses_one_of_a_cluster(tmp_path):
+    write_cluster_plan(mixed(), tmp_path)
+    with pytest.raises(InputError, match="is the plan of a cluster; `tccl show`") as caught:
+        load_plan(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_version_that_moves_hops_alike_takes_the_plan(tmp_path):
+    plan = mixed()
+    other = for_version(plan, "2.28")
+    assert other == msgspec.structs.replace(
+        plan, settings=msgspec.structs.replace(plan.settings, version="2.28")
+    )
+    check_run(other, cluster_files(other, tmp_path))
+
+
+def test_a_version_that_moves_a_hop_otherwise_is_refused():
+    plan = mixed()
+    first, *rest = plan.passages
+    chain = first.chains[0]
+    other = msgspec.structs.replace(chain, flows=("N0->N0->C0->G1->G1", *chain.flows[1:]))
+    changed = msgspec.structs.replace(first, chains=(other, *first.chains[1:]))
+    plan = msgspec.structs.replace(plan, passages=(changed, *rest))
+    with pytest.raises(InputError, match=r"on four moves by .*; make a plan for it: tccl plan"):
+        for_version(plan, "2.28")
+
+
+SHELLS = [name for name in ("sh", "bash", "dash", "zsh", "busybox") if shutil.which(name)]
+
+
+def named_host(place, name, full):
+    """A folder of programs in which this host has these names; `full` None: nobody knows it."""
+    tools = place / "tools"
+    tools.mkdir()
+    for tool, text in (
+        ("uname", f"echo {name}"),
+        ("hostname", f"echo {full}" if full else "false"),
+    ):
+        (tools / tool).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / tool).chmod(0o755)
+    return tools
+
+
+def sourced(shell, script, tools):
+    """The NCCL variables after sourcing a script, and what went to stderr."""
+    inside = (
+        'set -eu; export NCCL_GRAPH_FILE=stale; . "$1"; set | grep "^_tccl" && exit 3; '
+        "env | grep ^NCCL_ || :"
+    )
+    result = subprocess.run(
+        [*([shell, "sh"] if shell == "busybox" else [shell]), "-c", inside, "sh", str(script)],
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{tools}:{os.environ['PATH']}"},
+        check=True,
+    )
+    return dict(line.split("=", 1) for line in result.stdout.splitlines()), result.stderr
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("folder", ["plan", 'it\'s a "plan" $HOME `x` *'])
+@pytest.mark.parametrize(
+    "name, full, chosen",
+    [
+        ("gpu1", None, "gpu1"),
+        ("gpu1.site.example", None, "gpu1"),
+        ("gpu2", "gpu2.site.example", "gpu2.site.example"),
+        ("gpu2.site.example", "gpu2.site.example", "gpu2.site.example"),
+        ("gpu2", None, None),
+        ("other", "other.site.example", None),
+    ],
+)
+def test_a_job_gets_the_file_of_the_host_it_runs_on(shell, folder, name, full, chosen, tmp_path):
+    names = ("gpu1", "gpu2.site.example")
+    chains = dict.fromkeys(names, ((0, (0, 1, 2, 3), 0),))
+    wanted = Settings(channels=2, ib_hca=("mlx5_0", "mlx5_1"), **LOCAL)
+    plan = cluster_plan([(one, FOUR) for one in names], chains, settings=wanted)
+    write_cluster_files(plan, tmp_path / folder)
+    nccl = tmp_path / folder / "nccl"
+    found, said = sourced(shell, nccl / "env.sh", named_host(tmp_path, name, full))
+    graph = {} if chosen is None else {"NCCL_GRAPH_FILE": f"{nccl}/hosts/{chosen}.xml"}
+    assert found == {**environment(wanted), **graph}
+    if chosen is None:
+        sentence = f"tccl: no graph file for host {name} in {nccl}/hosts: NCCL chooses its own"
+        assert said.startswith(sentence)
+        assert said.count("\n") == 1
+    else:
+        assert said == ""
