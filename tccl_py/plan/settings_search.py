@@ -45,6 +45,8 @@ Alike = TypeVar("Alike", bound=Hashable)
 BASE_CHANNELS = 8
 """Channels under which mechanisms are compared first; the number is settled afterwards."""
 CHANNELS = (1, 2, 4, 8, 16)
+SLOW_NETWORK_MBPS, SLOW_NETWORK_CHANNELS = 50_000, 2
+"""Below this speed of all NICs together no more channels are tried."""
 BUFFSIZES = tuple(DEFAULT_FIFO_BYTES >> shift for shift in range(6))
 """4 MiB, NCCL's default, down to 128 KiB."""
 MIN_SETS = 40
@@ -382,7 +384,17 @@ def _chosen(settings: Settings, result: SearchResult) -> Choice:
 
 
 def _base_channels(task: Task) -> int:
-    return min(BASE_CHANNELS, version_facts(task.version).max_channels)
+    return max(one for one in _channel_counts(task) if one <= BASE_CHANNELS)
+
+
+def _channel_counts(task: Task) -> tuple[int, ...]:
+    """Numbers of channels worth trying: many FIFOs in turn for a slow network only wait for it."""
+    most = version_facts(task.version).max_channels
+    if task.network is not None:
+        speeds = [nic.speed_mbps for nic in task.machine.nics if nic.index in task.network.nics]
+        if sum(speeds) < SLOW_NETWORK_MBPS:
+            most = min(most, SLOW_NETWORK_CHANNELS)
+    return tuple(count for count in CHANNELS if count <= most)
 
 
 def _searched(
@@ -399,9 +411,8 @@ def _tuned(task: Task, choice: Choice) -> Choice:
     """The same rings with the channels and FIFO size that suit them best, fewest and largest."""
     known = condensed_rings(choice.rings.rings)
     bounces = any(hop.flow.is_bounce for one in choice.rings.rings for hop in one.hops)
-    limit = version_facts(task.version).max_channels
     best = choice
-    for channels in (count for count in CHANNELS if count <= limit and count % len(known) == 0):
+    for channels in (count for count in _channel_counts(task) if count % len(known) == 0):
         for size in BUFFSIZES if bounces else BUFFSIZES[:1]:
             settings = msgspec.structs.replace(choice.settings, channels=channels, buffsize=size)
             rings = rings_under(task, settings, known)
