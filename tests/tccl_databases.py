@@ -116,9 +116,10 @@ def moves(draw, order, num_numa):
     found = []
     for source, target in itertools.pairwise(order):
         copy = draw(st.sampled_from(("", "copy ")))
+        # The fork's runtime has no reads of GPU memory by copy engines.
         kind = draw(st.sampled_from(("write gpu", "read gpu", "bounce")))
         if kind != "bounce":
-            found.append(move(copy + kind, source, target))
+            found.append(move(kind if kind == "read gpu" else copy + kind, source, target))
             continue
         node = draw(st.integers(0, num_numa - 1))
         other = draw(st.sampled_from(("", "copy ")))

@@ -165,6 +165,11 @@ TO_HOST = '<transfer type="GPU_WRITE_CPUMEM_KERNEL" src_idx="0" dst_idx="1"/>'
             "GPU_READ_CPUMEM_MEMCPY",
         ),
         (
+            [("GPU_READ_GPUMEM_KERNEL", "GPU_READ_GPUMEM_MEMCPY")],
+            "db.xml:5 <transfers>: has transfer 3 of GPU_READ_GPUMEM_MEMCPY, which the fork reads "
+            "and then does not set up; GPU_READ_GPUMEM_KERNEL, or GPU_WRITE_GPUMEM_MEMCPY",
+        ),
+        (
             [(WAY_BACK, WAY_BACK.replace('dst_idx="0"', 'dst_idx="2"'))],
             "db.xml:5 <transfers>: has GPU 2 in transfer 3; 0 to 1",
         ),

@@ -26,7 +26,7 @@ from tccl_py.transfers.transfer import Fifo, Flow, entering, leaving
 
 BEST_BUDGET = Budget(sets=2000, idle_sets=100)
 """For the best chain of one set of GPUs, wherever it begins and ends."""
-LANDING_BUDGET = Budget(sets=1000, idle_sets=20)
+LANDING_BUDGET = Budget(sets=1000, idle_sets=60)
 """For each place to begin and to end."""
 
 

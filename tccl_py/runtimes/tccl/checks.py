@@ -164,6 +164,12 @@ def _common_fault(
             f"has {len(transfers)} transfers", f"at most {2 * database.num_gpus}, 2 x num_gpus"
         )
     for number, one in enumerate(transfers, start=1):
+        if one.type == "GPU_READ_GPUMEM_MEMCPY":
+            return Fault(
+                f"has transfer {number} of {one.type}, which the fork reads and then does "
+                "not set up",
+                "GPU_READ_GPUMEM_KERNEL, or GPU_WRITE_GPUMEM_MEMCPY",
+            )
         for index, is_gpu in ((one.source, _takes_from_gpu(one)), (one.destination, _to_gpu(one))):
             most = database.num_gpus if is_gpu else database.num_numa
             if not 0 <= index < most:
