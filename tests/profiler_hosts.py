@@ -11,7 +11,7 @@ from tccl_profiler.runs import joined
 from tccl_profiler.workers import DeviceSpec
 from tests.profiler_pools import SMALL
 
-PATIENCE = Patience(start_s=60.0, answer_s=3.0, link_s=2.0, lanes_s=3.0, stop_s=3.0)
+PATIENCE = Patience(start_s=60.0, answer_s=3.0, link_s=2.0, lanes_s=8.0, stop_s=3.0)
 
 
 def host_pool(gpus, addresses, **more):

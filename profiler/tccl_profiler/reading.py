@@ -49,8 +49,8 @@ def read_outcome(
     gbps: list[float] = []
     lanes: list[LaneRate] = []
     wrong: list[int] = []
-    for part in program.counted:
-        rates = _rates(part, outcome, timing)
+    for flow, part in zip(program.transfers.flows, program.counted, strict=True):
+        rates = _rates(part, outcome, timing, bursts=flow.is_network)
         gbps.append(float(rates.sum()))
         for number, rate in zip(part.numbers, rates, strict=True):
             grain = _grain(part, number, timing)
@@ -76,8 +76,14 @@ def read_outcome(
     )
 
 
-def _rates(part: Part, outcome: Outcome, timing: Timing) -> npt.NDArray[np.float64]:
-    """GB/s (bytes a nanosecond) of each lane or copy, between slices that ended in the window."""
+def _rates(
+    part: Part, outcome: Outcome, timing: Timing, *, bursts: bool
+) -> npt.NDArray[np.float64]:
+    """GB/s (bytes a nanosecond) of each lane or copy, between slices that ended in the window.
+
+    With `bursts` lanes may move slices in bursts, as those behind a network do, or threads that
+    take turns on a core: they are not taken to be as quick as their bursts.
+    """
     if part.kind == "copy":
         return np.array([_copy_rate(part, outcome, number, timing) for number in part.numbers])
     side = "in" if part.kind == "incoming" else "out"
@@ -85,12 +91,12 @@ def _rates(part: Part, outcome: Outcome, timing: Timing) -> npt.NDArray[np.float
     lasting = (records[f"{side}_last"] - records[f"{side}_first"]).astype(np.float64)
     counted = records[f"{side}_count"].astype(np.float64) * part.slice_bytes
     moved = (records[f"{side}_count"] > 0) & (lasting > 0)
-    if is_nic(part.device) and moved.any():
-        # Threads that share cores take turns: by its own turns alone, each would seem to be quick.
-        first, last = records[f"{side}_first"][moved], records[f"{side}_last"][moved]
-        lasting[:] = last.max() - first.min()
     rates: npt.NDArray[np.float64] = np.zeros(len(records))
     np.divide(counted, lasting, out=rates, where=moved)
+    if bursts:
+        # A steady lane that ends n slices in a window is slower than n + 1 in its length.
+        most = (counted + 2 * part.slice_bytes) / (timing.window_us * 1e3)
+        np.minimum(rates, most, out=rates)
     return rates
 
 

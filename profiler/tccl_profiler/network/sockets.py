@@ -22,6 +22,9 @@ from tccl_py.errors import MeasurementError
 _TOKEN_BYTES = 16
 _HELLO_S = 1.0
 """What somebody who has connected gets to say who it is."""
+UNSENT_BYTES = 512 * 1024
+"""What a socket holds beyond what is under way. The end of a repeat waits for all of it to arrive,
+and by default that may be megabytes; with much less, a fast link would wait for the sender."""
 TICK_S = 0.05
 """How long a call on a socket blocks before a lane looks whether it should stop."""
 
@@ -185,6 +188,7 @@ class Nic:
         self.drop(link)
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         tick = struct.pack("ll", 0, round(TICK_S * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
