@@ -54,6 +54,18 @@ class Hosts:
             for device, count in pool.lanes.items()
         }
 
+    def ping(self, count=16):
+        """All are on one host, so no clock differs."""
+        return {
+            f"{host}.{device}": pinged
+            for host, pool in self.pools.items()
+            for device, pinged in pool.ping(count).items()
+        }
+
+    def restart(self):
+        for pool in self.pools.values():
+            pool.restart()
+
     def program(self, transfers, **more):
         return program_for(transfers, lanes=self.lanes, **more)
 

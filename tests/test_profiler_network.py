@@ -17,14 +17,16 @@ from tccl_profiler.links import Endpoint, LinkLost
 from tccl_profiler.messages import Peer, Start
 from tccl_profiler.network.device import NicDevice
 from tccl_profiler.network.sockets import Nic
+from tccl_profiler.profiler import Profiler
 from tccl_profiler.program import Link
 from tccl_profiler.reading import read_outcome
 from tccl_profiler.runs import Timing, order_of
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
+from tccl_py.measurements.measurement import faults
 from tccl_py.transfers.transfer import parse_set
 from tests.profiler_hosts import Hosts, host_pool
-from tests.profiler_pools import descriptors, shared_mappings, until, workers_of
+from tests.profiler_pools import descriptors, options, shared_mappings, until, workers_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -162,6 +164,20 @@ def test_a_nic_counts_what_it_moves(hosts):
         assert row["end"] == row[f"{side}_last"]
         assert row["end"] <= row["start"] + 0.201e9
         assert row[f"{other}_count"] == 0
+
+
+def test_a_profiler_measures_over_hosts_as_on_one(hosts):
+    profiler = Profiler(hosts, options=options(check="every"), source="host backend")
+    sets = [
+        parse_set(text) for text in (HOST_TO_HOST, GPU_TO_GPU, SETS["round a ring of two hosts"])
+    ]
+    for asked, found in zip(sets, profiler.measure(sets), strict=True):
+        assert found.transfers == str(asked)
+        assert list(faults(found)) == []
+        assert {len(row) for row in found.samples_gbps} == {6}
+        assert len(found.samples_gbps) == len(asked)
+    assert profiler.notices == []
+    profiler.exercise(sets[0])
 
 
 def test_pools_tell_of_their_nics(hosts):
