@@ -28,7 +28,16 @@ from tccl_py.transfers.transfer import parse_set
 from tests.planned import SMALL, WRX
 
 KEYS = ["set", "gbps", "total_gbps", "simulated", "assumed"]
-MEASURED_KEYS = [*KEYS, "skew_us", "overlap", "spread", "repeats", "settled", "outliers"]
+MEASURED_KEYS = [
+    *KEYS,
+    "skew_us",
+    "skew_error_us",
+    "overlap",
+    "spread",
+    "repeats",
+    "settled",
+    "outliers",
+]
 PRINT = Fingerprint(gpu_uuids=("GPU-a", "GPU-b"), driver="570.1", numa_count=1, kernel="6.1")
 BOUNCE = "G0->G0->C0->G1->G1"
 SETS = ("G0->G0->G1", "G1->G1->G0", BOUNCE)

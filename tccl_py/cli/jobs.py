@@ -25,8 +25,8 @@ InterfacesOption = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
-        help="Network interfaces to use as NICs N0, N1 ... on every host, as eth0,eth1; those of "
-        "the network cards if not given.",
+        help="Network interfaces to use as NICs N0, N1 ..., where a host has them, as eth0,eth1; "
+        "those of the network cards if not given.",
     ),
 ]
 """The --interfaces option of commands that measure the hosts of a job."""

@@ -285,6 +285,7 @@ def _entry(text: str, measurement: Measurement) -> dict[str, Any]:
     if not measurement.simulated:
         entry |= {
             "skew_us": measurement.skew_us,
+            "skew_error_us": measurement.skew_error_us,
             "overlap": measurement.overlap,
             "spread": in_given_order(text, measurement, spread(measurement)),
             "repeats": len(measurement.samples_gbps[0]),
@@ -350,4 +351,5 @@ def _add_rows(table: Table, text: str, measurement: Measurement) -> None:
 def _timing(measurement: Measurement) -> str:
     if measurement.skew_us is None or measurement.overlap is None:
         return ""
-    return f", skew {measurement.skew_us:.1f} us, overlap {measurement.overlap:.0%}"
+    error = f" \u00b1 {measurement.skew_error_us:.1f}" if measurement.skew_error_us else ""
+    return f", skew {measurement.skew_us:.1f}{error} us, overlap {measurement.overlap:.0%}"

@@ -128,7 +128,9 @@ class Agent:
                 self._answer(0, say.Leaving())
             raise
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            # From now on it ends by itself. (Threads, as in tests, have no signals.)
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             heart.stop()
             self.close()
 
@@ -349,12 +351,15 @@ def _tell(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (as han
 
 
 def main() -> None:
-    """Serve the controller at the other end of the socket whose descriptor is argument 1."""
+    """Serve the controller at the other end of the socket whose descriptor is argument 1.
+
+    Argument 2, where there is one, is what this host is called.
+    """
     sock = socket.socket(fileno=int(sys.argv[1]))
     channel: Channel[Envelope] = Channel(sock, receives=Envelope, peer="the controller")
     with quietly():
         try:
-            Agent(ChannelMessenger(channel)).serve()
+            Agent(ChannelMessenger(channel), name=(*sys.argv[2:], None)[0]).serve()
         except (ControllerGone, Told):
             sys.exit(_TERMINATED)
 

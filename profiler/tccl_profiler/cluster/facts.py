@@ -151,14 +151,14 @@ _ALIKE: tuple[tuple[str, Callable[[Software], str]], ...] = (
 
 
 def check_hosts(
-    hosts: Sequence[HostFacts], *, expected: Sequence[str] = (), named: bool = False
+    hosts: Sequence[HostFacts], *, expected: Sequence[str] = (), interfaces: Sequence[str] = ()
 ) -> None:
     """Refuse hosts that cannot be one cluster.
 
     Args:
         hosts: what is there.
         expected: names that a list of hosts gave; empty where there is none.
-        named: whether the user named the interfaces, so that one that is down is a fault.
+        interfaces: those that the user named; one that is down is a fault then.
 
     Raises:
         InputError: fewer than two hosts, one too many or too few, versions that differ, a NIC that
@@ -187,7 +187,17 @@ def check_hosts(
             "start ranks on 2 hosts at least, or leave mpirun out",
         )
     _check_software(hosts)
-    _check_nics(hosts, named=named)
+    found = {nic.interface for one in hosts for nic in one.addresses.values()}
+    for name in interfaces:
+        if name not in found and not any(name in one.down for one in hosts):
+            raise InputError(
+                f"interface {name[:40]}", "is on no host of this job", f"there are {_list(found)}"
+            )
+    _check_nics(hosts, named=bool(interfaces))
+
+
+def _list(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
 
 
 def _check_software(hosts: Sequence[HostFacts]) -> None:

@@ -95,22 +95,20 @@ def _address6(name: str, proc: Path) -> str:
 def with_interfaces(
     machine: Machine, names: tuple[str, ...], *, host: str, sysfs: Path = SYSFS
 ) -> Machine:
-    """The machine with these interfaces as its NICs, numbered in this order.
+    """The machine with those of these interfaces as its NICs that are there, in this order.
 
     Those that the machine has as NICs keep their place in it; others (virtual ones, and all of a
     stand-in machine's) hang from the first NUMA node.
 
     Raises:
-        InputError: one is not there, or twice.
+        InputError: none is there.
     """
-    if len(set(names)) < len(names):
-        raise InputError(f"host {host}", "is to use an interface twice", "name each once")
-    nics = []
-    for index, name in enumerate(names):
+    nics: list[Nic] = []
+    for name in dict.fromkeys(names):
         found = interface(name, sysfs=sysfs)
         if found is None:
-            known = ", ".join(one for one in _names() if one != "lo") or "none"
-            raise InputError(f"host {host}", f"has no interface {name[:40]!r}", f"it has {known}")
+            continue
+        index = len(nics)
         known_nic = next(
             (nic for nic in machine.nics if name in (nic.name, interface_of(nic, sysfs))), None
         )
@@ -119,6 +117,10 @@ def with_interfaces(
         else:
             parent = machine.numa_nodes[0].id
             nics.append(Nic(index=index, name=name, parent=parent, speed_mbps=found.speed_mbps))
+    if not nics:
+        known = ", ".join(one for one in _names() if one != "lo") or "none"
+        wanted = ", ".join(name[:40] for name in names)
+        raise InputError(f"host {host}", f"has no interface {wanted}", f"it has {known}")
     return msgspec.structs.replace(machine, nics=tuple(nics))
 
 

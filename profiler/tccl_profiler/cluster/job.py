@@ -103,17 +103,7 @@ class Job:
     def _local_agent(self) -> ChannelMessenger:
         """This host's agent, which is started by this."""
         if self._local is None:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "tccl_profiler.cluster.agent", str(theirs.fileno())],
-                    pass_fds=(theirs.fileno(),),
-                    env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                )
-            channel: Channel[Envelope] = Channel(ours, receives=Envelope, peer="this host's agent")
-            self._local = process, ChannelMessenger(channel)
+            self._local = agent_process()
         return self._local[1]
 
     def _messengers(self) -> list[ChannelMessenger]:
@@ -197,6 +187,27 @@ class Job:
                 return NOT_USABLE
             except Told:
                 return 128 + signal.SIGTERM
+
+
+def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], ChannelMessenger]:
+    """Start an agent on this host, in a process of its own, and a connection to it.
+
+    Args:
+        name: what it is to call this host; None is what gethostname(2) says.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    command = [sys.executable, "-m", "tccl_profiler.cluster.agent", str(theirs.fileno())]
+    with theirs:
+        process = subprocess.Popen(
+            [*command, *([] if name is None else [name])],
+            pass_fds=(theirs.fileno(),),
+            env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+    who = "this host's agent" if name is None else f"the agent of host {name}"
+    channel: Channel[Envelope] = Channel(ours, receives=Envelope, peer=who)
+    return process, ChannelMessenger(channel)
 
 
 def _seats(hellos: Mapping[int, Hello]) -> tuple[Seat, ...]:

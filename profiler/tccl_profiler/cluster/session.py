@@ -88,7 +88,7 @@ class ClusterSession:
         self.hosts = tuple(
             msgspec.structs.replace(found[seat.host].facts, ranks=seat.ranks) for seat in job.seats
         )
-        check_hosts(self.hosts, expected=self._expected, named=bool(self._describe.interfaces))
+        check_hosts(self.hosts, expected=self._expected, interfaces=self._describe.interfaces)
         self._compare_clocks()
         return self
 

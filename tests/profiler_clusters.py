@@ -1,0 +1,85 @@
+"""Hosts on one machine: agents of different names, joined to a controller by sockets."""
+
+import contextlib
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from tccl_profiler.channel import Channel
+from tccl_profiler.cluster.agent import Agent, ControllerGone
+from tccl_profiler.cluster.job import Seat, agent_process
+from tccl_profiler.cluster.messages import End, Envelope
+from tccl_profiler.cluster.messenger import ChannelMessenger, Heart, PeerGone, beat_to
+
+
+@dataclass
+class FakeJob:
+    """What a session wants of a job."""
+
+    messengers: dict
+    broken: bool = False
+    seats: tuple = field(init=False)
+
+    def __post_init__(self):
+        # No host has rank 0: all clocks are compared.
+        self.seats = tuple(
+            Seat(host=host, ranks=(number + 1,)) for number, host in enumerate(self.messengers)
+        )
+
+    def messenger(self, host):
+        return self.messengers[host]
+
+
+def pair(peer="the other"):
+    """Two messengers that are joined."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return [ChannelMessenger(Channel(end, receives=Envelope, peer=peer)) for end in ends]
+
+
+@contextlib.contextmanager
+def agents_in_processes(hosts):
+    """A job whose agents are processes of this machine, one for each host."""
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for host in hosts:
+            process, messenger = agent_process(host)
+            found[host] = messenger
+            stack.callback(_ended, process)
+            stack.callback(messenger.close)
+        heart = Heart(lambda: [beat_to(one) for one in found.values()])
+        heart.start()
+        stack.callback(heart.stop)
+        yield FakeJob(found)
+        for messenger in found.values():
+            with contextlib.suppress(PeerGone):
+                messenger.send(Envelope(0, End(code=0)))
+
+
+def _ended(process):
+    try:
+        process.wait(20)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def agent_in_thread(host, *, now_ns=time.monotonic_ns, silence_s=30.0):
+    """A messenger to an agent that is a thread; `now_ns` is its clock."""
+    ours, theirs = pair()
+    agent = Agent(theirs, name=host, now_ns=now_ns, silence_s=silence_s)
+
+    def serve():
+        with contextlib.suppress(ControllerGone, PeerGone):
+            agent.serve()
+        theirs.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        thread.join(20)
+        assert not thread.is_alive()

@@ -1,0 +1,537 @@
+import itertools
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from tccl_profiler.clock import ClockReading
+from tccl_profiler.cluster import messages as say
+from tccl_profiler.cluster.agents import Agents, HostLost, LinkFailure, Patience, raise_failures
+from tccl_profiler.cluster.clocks import HostClock
+from tccl_profiler.cluster.facts import HostFacts, NicAddress, Software, check_hosts, host_facts
+from tccl_profiler.cluster.interfaces import interface, with_interfaces
+from tccl_profiler.cluster.job import Job
+from tccl_profiler.cluster.meeting import Hello, Invitation, Meeting, met, own_hello
+from tccl_profiler.cluster.messages import Envelope
+from tccl_profiler.cluster.messenger import PeerGone
+from tccl_profiler.cluster.mpi import in_mpi_job
+from tccl_profiler.cluster.session import ClusterSession
+from tccl_profiler.profiler import Options
+from tccl_profiler.runs import Outcome
+from tccl_profiler.statistics import Stopping
+from tccl_profiler.window import WindowLimits
+from tccl_profiler.workers import WorkerLost
+from tccl_py.errors import InputError, MeasurementError, SourceLostError
+from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import Nic, toy_machine
+from tccl_py.transfers.transfer import parse_set
+from tests.profiler_clusters import agent_in_thread, agents_in_processes, pair
+
+# Whether this is a job
+
+
+@pytest.mark.parametrize(
+    ("environment", "answer"),
+    [
+        ({}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"PMI_SIZE": "8"}, True),
+        ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, False),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}, True),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, False),
+        ({"PMIX_RANK": "0"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "many"}, False),
+    ],
+)
+def test_launchers_are_known_by_what_they_set(environment, answer):
+    assert in_mpi_job(environment) is answer
+
+
+# How ranks meet
+
+
+class _Post:
+    """Ranks of one process: a queue for each pair."""
+
+    def __init__(self, rank, size, queues):
+        self.rank, self.size, self._queues = rank, size, queues
+        self.finished = False
+
+    def send(self, rank, data):
+        self._queues[self.rank, rank].put(data)
+
+    def poll(self, rank):
+        try:
+            return self._queues[rank, self.rank].get_nowait()
+        except queue.Empty:
+            return None
+
+    def finish(self):
+        self.finished = True
+
+
+def _posts(size):
+    queues = {pair: queue.Queue() for pair in itertools.product(range(size), repeat=2)}
+    return [_Post(rank, size, queues) for rank in range(size)]
+
+
+def _met_together(posts):
+    found = {}
+    threads = [
+        threading.Thread(target=lambda post=post: found.update({post.rank: met(post)}))
+        for post in posts[1:]
+    ]
+    for thread in threads:
+        thread.start()
+    found[0] = met(posts[0])
+    for thread in threads:
+        thread.join(10)
+    return found
+
+
+def test_ranks_meet_and_end_what_carried_their_messages(monkeypatch):
+    monkeypatch.setattr("tccl_profiler.cluster.meeting.addresses", lambda: ("127.0.0.1",))
+    posts = _posts(3)
+    found = _met_together(posts)
+    assert [post.finished for post in posts] == [True] * 3
+    assert found[0].hellos == {rank: own_hello() for rank in range(3)}
+    found[0].channels[2].send(Envelope(7, say.End(code=3)))
+    assert found[2].channels[0].receive(5)[0] == Envelope(7, say.End(code=3))
+    for meeting in found.values():
+        for channel in meeting.channels.values():
+            channel.close()
+
+
+def test_a_rank_that_says_nothing_is_named():
+    post, _ = _posts(2)
+    with pytest.raises(InputError) as caught:
+        met(post, hello_s=0.05)
+    assert str(caught.value) == (
+        "this MPI job: rank 1 has said nothing for 0.05 s; start one tccl command with the same "
+        "arguments on all hosts"
+    )
+
+
+def test_a_caller_without_the_word_is_not_let_in(monkeypatch):
+    monkeypatch.setattr("tccl_profiler.cluster.meeting.addresses", lambda: ("127.0.0.1",))
+    posts = _posts(2)
+    posts[1].send(0, msgspec.msgpack.encode(Hello(host="h1", machine="m")))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(met(posts[0])))
+    thread.start()
+    while (data := posts[1].poll(0)) is None:
+        time.sleep(0.01)
+    invitation = msgspec.msgpack.decode(data, type=Invitation)
+    with (
+        socket.create_connection(("127.0.0.1", invitation.port)) as stranger,
+        socket.create_connection(("127.0.0.1", invitation.port)) as friend,
+    ):
+        stranger.sendall(b"x" * 16 + (1).to_bytes(4, "big"))
+        friend.sendall(invitation.word + (1).to_bytes(4, "big"))
+        thread.join(10)
+        assert stranger.recv(1) == b""
+        (meeting,) = found
+        assert list(meeting.channels) == [1]
+        meeting.channels[1].close()
+
+
+def test_a_rank_that_cannot_connect_is_named_by_host(monkeypatch):
+    monkeypatch.setattr("tccl_profiler.cluster.meeting._CONNECT_S", 0.2)
+    monkeypatch.setattr("tccl_profiler.cluster.meeting.addresses", lambda: ("10.0.0.1",))
+    posts = _posts(2)
+    posts[1].send(0, msgspec.msgpack.encode(Hello(host="far", machine="m")))
+    with pytest.raises(InputError, match=r"host far: its rank 1 could not connect to host .* at "):
+        met(posts[0])
+
+
+# Who sits where
+
+
+def _seats(*hellos):
+    found = dict(enumerate(Hello(host=host, machine=machine) for host, machine in hellos))
+    return Job(Meeting(rank=0, size=len(found), hellos=found, channels={})).seats
+
+
+def test_the_lowest_rank_of_each_host_is_its_first():
+    seats = _seats(("a", "1"), ("b", "2"), ("a", "1"), ("b", "2"))
+    assert [(seat.host, seat.ranks) for seat in seats] == [("a", (0, 2)), ("b", (1, 3))]
+
+
+def test_two_machines_of_one_name_are_refused():
+    with pytest.raises(InputError) as caught:
+        _seats(("a", "1"), ("b", "2"), ("b", "3"))
+    assert str(caught.value) == (
+        "host b: is the name of two machines, of ranks 1 and 2; give each a name of its own "
+        "(hostnamectl)"
+    )
+
+
+def test_a_name_that_no_file_could_have_is_refused():
+    with pytest.raises(InputError, match=r"host 'a/b', rank 1: 'a/b' cannot be a"):
+        _seats(("a", "1"), ("a/b", "2"))
+
+
+# What hosts have in common
+
+
+def _host(name, **more):
+    machine = msgspec.structs.replace(
+        toy_machine(gpus=2), nics=(Nic(index=0, name="eth0", parent="C0"),)
+    )
+    software = Software(tccl_py="0.1.0", python="3.11.7", driver="570.1", nccl="2.27.3")
+    fields = {
+        "machine": machine,
+        "knowledge": Knowledge(),
+        "fingerprint": Fingerprint(gpu_uuids=("u",), driver="570.1", numa_count=1, kernel="6"),
+        "software": software,
+        "addresses": {0: NicAddress(interface="eth0", address="10.0.0.1")},
+    }
+    for key in list(more):
+        if key in ("tccl_py", "driver", "nccl"):
+            fields["software"] = msgspec.structs.replace(software, **{key: more.pop(key)})
+    return HostFacts(name=name, **{**fields, **more})
+
+
+@pytest.mark.parametrize(
+    ("other", "options", "sentence"),
+    [
+        (
+            _host("b", tccl_py="0.2.0"),
+            {},
+            "host b: has tccl-py 0.2.0, host a has 0.1.0; install the same on all hosts",
+        ),
+        (
+            _host("b", driver="550.2"),
+            {},
+            "host b: has the NVIDIA driver 550.2, host a has 570.1; install the same on all hosts",
+        ),
+        (
+            _host("b", nccl="none"),
+            {},
+            "host b: has NCCL none, host a has 2.27.3; install the same on all hosts",
+        ),
+        (
+            _host("b"),
+            {"expected": ("a", "b", "c")},
+            "host c: is in the list of hosts, and no rank runs there; start a rank on it, or take "
+            "it out of the list",
+        ),
+        (
+            _host("b"),
+            {"expected": ("a",)},
+            "host b: runs a rank and is not in the list of hosts; add it to the list, or start no "
+            "rank on it",
+        ),
+        (
+            _host("b", addresses={}, down=("eth0",)),
+            {},
+            "host b: interface eth0 is down, on host a it is up; bring it up, or name the "
+            "interfaces to use",
+        ),
+        (
+            _host("b", down=("eth7",)),
+            {"interfaces": ("eth0", "eth7")},
+            "host b: interface eth7 is down; bring it up, or name the interfaces to use",
+        ),
+        (
+            _host("b"),
+            {"interfaces": ("eth0", "eth9")},
+            "interface eth9: is on no host of this job; there are eth0",
+        ),
+        (
+            _host("b", addresses={}),
+            {},
+            "host b: has no NIC with an address that other hosts could reach; bring one up, or "
+            "name the interfaces to use, as --interfaces eth0",
+        ),
+    ],
+)
+def test_hosts_that_are_no_cluster_are_refused_by_name(other, options, sentence):
+    with pytest.raises(InputError) as caught:
+        check_hosts([_host("a"), other], **options)
+    assert str(caught.value) == sentence
+
+
+def test_one_host_is_no_cluster():
+    with pytest.raises(InputError) as caught:
+        check_hosts([_host("a")])
+    assert str(caught.value) == (
+        "this MPI job: has 1 host (a); start ranks on 2 hosts at least, or leave mpirun out"
+    )
+
+
+def test_equal_hosts_are_a_cluster_and_an_unused_interface_may_be_down():
+    check_hosts([_host("a", down=("wlan0",)), _host("b")], expected=("b", "a"))
+
+
+def test_an_interface_has_its_address_and_state():
+    found = interface("lo")
+    assert (found.address, found.up) == ("127.0.0.1", True)
+    assert interface("nosuch0") is None
+
+
+def test_interfaces_that_are_named_are_the_nics_in_their_order():
+    machine = with_interfaces(toy_machine(gpus=2), ("nosuch0", "lo"), host="h0")
+    assert [(nic.index, nic.name, nic.parent) for nic in machine.nics] == [(0, "lo", "C0")]
+
+
+def test_a_host_without_any_of_the_interfaces_is_refused():
+    with pytest.raises(InputError, match=r"^host h0: has no interface nosuch0; it has "):
+        with_interfaces(toy_machine(gpus=2), ("nosuch0",), host="h0")
+
+
+def test_a_host_says_what_it_is():
+    facts = host_facts("h0", backend="host", devices=2, interfaces=("lo",))
+    assert facts.devices == ("G0", "G1", "N0")
+    assert facts.addresses == {0: NicAddress(interface="lo", address="127.0.0.1")}
+    assert facts.software.tccl_py
+
+
+# Clocks
+
+
+def _reading(at_ms, offset_us, error_us=20):
+    return ClockReading(
+        at_ns=round(at_ms * 1e6), offset_ns=round(offset_us * 1e3), error_ns=error_us * 1000
+    )
+
+
+def test_a_hosts_time_is_told_both_ways():
+    clock = HostClock("h1", now_ns=lambda: 5_000_000_000)
+    for at_ms in (0, 1000, 2000, 3000):
+        clock.add(_reading(at_ms, 7e6 + at_ms * 0.01))  # 10 ppm fast
+    there = clock.there_ns(2_500_000_000)
+    here, error = clock.here_ns(there)
+    assert abs(here - 2_500_000_000) < 10
+    assert abs(there - 2_500_000_000 - 7_000_025_000) < error < 100_000
+    assert clock.drift_ppm == pytest.approx(10, abs=5)
+
+
+def test_a_clock_that_jumps_is_named():
+    clock = HostClock("h1")
+    clock.add(_reading(0, 0))
+    clock.add(_reading(1000, 1))
+    with pytest.raises(SourceLostError) as caught:
+        clock.add(_reading(2000, 5000))
+    assert str(caught.value).startswith("host h1: its clock jumped by +5.0 ms, of which ")
+
+
+def test_a_clock_whose_rate_is_corrected_begins_anew():
+    clock = HostClock("h1")
+    for at_ms in range(0, 10_000, 500):
+        clock.add(_reading(at_ms, 0, error_us=5))
+    clock.add(_reading(10_000, 300, error_us=5))
+    assert clock.here_ns(10_000_000_000 + 300_000)[0] == pytest.approx(10_000_000_000, abs=10)
+
+
+# What agents answer, and do not
+
+
+def _agents(messenger, **more):
+    lost = []
+    patience = Patience(**{"silence_s": 0.4, "answer_s": 5.0, **more})
+    return Agents({"h1": messenger}, patience=patience, lost=lost.append), lost
+
+
+def test_a_host_that_says_nothing_is_named():
+    ours, _theirs = pair()
+    agents, lost = _agents(ours)
+    with pytest.raises(HostLost) as caught:
+        agents.ask({"h1": say.AskLinks()}, say.Links)
+    assert lost == ["h1"]
+    assert str(caught.value) == (
+        "host h1: has said nothing for 0.4 s: it stalls or is cut; see what became of it, and "
+        "start the job again"
+    )
+
+
+def test_a_host_that_lives_and_does_not_answer_is_named():
+    ours, theirs = pair()
+    agents, _ = _agents(ours, answer_s=0.6)
+    stop = threading.Event()
+
+    def beat():
+        while not stop.wait(0.05):
+            theirs.send(Envelope(0, say.Beat()))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(HostLost, match=r"host h1: has not answered for 0.6 s"):
+        agents.ask({"h1": say.AskLinks()}, say.Links)
+    stop.set()
+    thread.join()
+
+
+def test_a_host_that_is_gone_is_named_at_once():
+    ours, theirs = pair()
+    agents, _ = _agents(ours)
+    theirs.close()
+    begun = time.monotonic()
+    with pytest.raises(HostLost, match="host h1: its agent has died"):
+        agents.ask({"h1": say.AskLinks()}, say.Links)
+    assert time.monotonic() - begun < 0.4
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("lost", WorkerLost), ("link", LinkFailure), ("refused", MeasurementError)],
+)
+def test_what_fails_on_a_host_is_said_with_its_name(kind, error):
+    with pytest.raises(error, match=r"^host h1: G0 is on fire$"):
+        raise_failures({"h0": say.Done(), "h1": say.Failed(kind=kind, what="G0 is on fire")})
+
+
+def test_a_late_answer_is_not_taken_for_the_next_one():
+    ours, theirs = pair()
+    agents, _ = _agents(ours)
+    number = agents.number()
+    theirs.send(Envelope(number, say.Links(links=())))
+
+    def answer():
+        while (envelope := theirs.poll()) is None:
+            time.sleep(0.01)
+        theirs.send(Envelope(envelope.number, say.HostTime(at_ns=5)))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert agents.ask({"h1": say.PingHost()}, say.HostTime)["h1"].at_ns == 5
+    thread.join()
+
+
+def test_an_outcome_crosses_as_bytes():
+    rows = np.zeros(3, say.RECORD)
+    rows["start"] = [5, 6, 7]
+    outcome = Outcome(records={"G0": rows}, stamps={"G0": (np.array([1, 2], np.uint64),)})
+    back = say.unpacked(say.packed(outcome))
+    assert (back.records["G0"] == rows).all()
+    assert back.stamps["G0"][0].tolist() == [1, 2]
+
+
+# Sessions over agents in threads
+
+
+LIMITS = WindowLimits(minimum_ms=5, maximum_ms=100)
+QUICK = Options(stopping=Stopping(minimum=6, limit=6), limits=LIMITS, sentinel_every=0)
+ACROSS = "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0{blocks=1,fifo=64K}"
+INSIDE = "h0.G0->h0.G0->h0.C0->h0.G1->h0.G1{blocks=1,fifo=256K}"
+
+
+def _session(job, **more):
+    return ClusterSession(
+        job, **{"backend": "host", "devices": 2, "interfaces": ("lo",), "options": QUICK, **more}
+    )
+
+
+@pytest.fixture(scope="module")
+def session():
+    with agents_in_processes(("h0", "h1")) as job, _session(job) as opened:
+        yield opened
+
+
+def test_sets_that_span_hosts_are_measured(session):
+    (measurement,) = session.source.measure([parse_set(ACROSS)])
+    assert measurement.gbps[0] > 0
+    assert measurement.skew_error_us < 5_000
+    assert measurement.transfers == str(parse_set(ACROSS))
+
+
+def test_sets_of_different_hosts_run_together(session):
+    text = f"{INSIDE} {INSIDE.replace('h0', 'h1')}"
+    (measurement,) = session.source.measure([parse_set(text)])
+    assert all(measurement.gbps)
+    assert len(measurement.gbps) == 2
+
+
+def test_a_host_knows_its_clock_to_be_this_ones(session):
+    for clock in session.clocks.values():
+        assert abs(clock.offset_ns) <= clock.error_ns
+
+
+def test_a_session_says_whose_its_measurements_are(session):
+    header = session.header
+    assert header.machine == "h0,h1"
+    assert "host h0: GPUs host:" in header.identity
+    assert "host backend" in header.identity
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("G0->G0->G1", "G0: names no host; there are h0, h1"),
+        ("h7.G0->h7.G0->h7.G1", "h7.G0: host h7 is not in this job; there are h0, h1"),
+        ("h0.G0->h0.G0->h0.G5", "h0.G5: is not on host h0; it has G0, G1, N0"),
+        ("h0.G0->h0.G0->h0.C9", "h0.C9: is not on host h0; it has C0"),
+    ],
+)
+def test_places_that_are_not_there_are_refused(session, text, sentence):
+    with pytest.raises(InputError) as caught:
+        session.source.measure([parse_set(text)])
+    assert str(caught.value) == sentence
+
+
+def test_a_lost_worker_is_replaced_and_its_set_measured_again(session):
+    (before,) = session.source.measure([parse_set(ACROSS)])
+    victim = next(pid for agent in _children(os.getpid()) for pid in _children(agent))
+    timer = threading.Timer(0.05, os.kill, (victim, signal.SIGKILL))
+    timer.start()
+    # New, so that it takes long enough for the worker to die in the midst of it.
+    (after,) = session.source.measure([parse_set(ACROSS.replace("64K", "128K"))])
+    timer.join()
+    assert all((*before.gbps, *after.gbps))
+    assert any("all workers were started anew" in text for text in session.notices)
+    session.notices.clear()
+
+
+def _children(pid):
+    """Processes that a process has started and that are still there."""
+    listed = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in listed for child in path.read_text().split()]
+
+
+def test_a_host_that_cannot_be_described_is_refused_by_name():
+    with (
+        agents_in_processes(("h0", "h1")) as job,
+        pytest.raises(InputError, match=r"^host h0: has no interface nosuch0; it has "),
+    ):
+        _session(job, interfaces=("nosuch0",)).__enter__()
+
+
+# One agent
+
+
+def test_a_host_whose_clock_jumps_is_named():
+    ahead_ns = [7_000_000_000]
+    with agent_in_thread("h1", now_ns=lambda: time.monotonic_ns() + ahead_ns[0]) as messenger:
+        agents, _ = _agents(messenger, silence_s=10)
+        clock = HostClock("h1")
+        clock.add(agents.reading("h1", 20))
+        assert abs(clock.offset_ns - 7_000_000_000) <= clock.error_ns
+        ahead_ns[0] += 50_000_000
+        with pytest.raises(SourceLostError, match=r"^host h1: its clock jumped by \+[0-9.]+ ms"):
+            clock.add(agents.reading("h1", 20))
+
+
+def test_an_agent_ends_when_the_controller_is_gone_or_says_nothing_any_more():
+    with agent_in_thread("h1", silence_s=0.3) as messenger:
+        time.sleep(0.5)
+        with pytest.raises(PeerGone):
+            while True:
+                messenger.poll()
+
+
+def test_an_agent_refuses_what_makes_no_sense():
+    with agent_in_thread("h1") as messenger:
+        agents, _ = _agents(messenger, silence_s=10)
+        with pytest.raises(MeasurementError, match=r"^host h1: its workers were not started$"):
+            agents.ask({"h1": say.AskLinks()}, say.Links)
+        with pytest.raises(MeasurementError, match=r"^host h1: asked Opened$"):
+            agents.ask({"h1": say.Opened(lanes={})}, say.Done)
