@@ -140,7 +140,8 @@ def _order(plan: ClusterPlan) -> str:
     text = compress(plan.host_order)
     if len(text) <= _MOST_ORDER:
         return text
-    return f"{text[:_MOST_ORDER]}... (nccl/order/hosts.txt has all)"
+    begin = text[:_MOST_ORDER].rpartition(",")[0]
+    return f"{begin}, ... (nccl/order/hosts.txt has all)"
 
 
 def _bound(plan: ClusterPlan) -> str:

@@ -1,0 +1,296 @@
+"""`tccl show`, `export` and `env` of a cluster's plan, and what refuses one."""
+
+import json
+import shlex
+import socket
+import subprocess
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.cluster_plan.directory import cluster_files, write_cluster_plan
+from tccl_py.cluster_plan.plan import PlannedHost
+from tccl_py.cluster_plan.versions import for_version
+from tccl_py.plan.directory import write_plan
+from tccl_py.runtimes.nccl.settings import Settings, environment
+from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
+from tests.planned import SMALL, plan_of
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(result, sentence):
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert sentence in result.stderr, result.stderr
+
+
+def saved(plan, place):
+    place.mkdir(exist_ok=True)
+    write_cluster_plan(plan, place)
+    return place
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return saved(mixed(notices=("N2 left out",), whole_ring_gbps=9.5), tmp_path / "plan")
+
+
+def rows(text):
+    return [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+
+
+def test_show_has_classes_passages_order_and_rates(directory):
+    result = tccl("show", directory)
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = rows(result.stdout)
+    assert lines[0] == (
+        "Plan for a cluster of 4 hosts with 11 GPUs: simulated from assumed figures"
+    )
+    for line in (
+        "four 2 0,1,2,3 N0 mlx5_0 N1 mlx5_1",
+        "pair 1 0,1 N0 mlx5_0 N1 mlx5_1",
+        "four (0) 2 0 N0 1 0 2 3 N1 20.00 N0->N0->G1{blocks=2}",
+        "1 N1 3 2 0 1 N0 21.00 N1->N1->G3{blocks=2}",
+        "host order another order than given: gpu[3,2,1],login",
+        "rate 10.00 GB/s (simulated from assumed figures), 2 rings over 2 channels",
+        "slowest flow 20.00 GB/s: N0->N0->G1{blocks=2} on four",
+        "whole rings 9.50 GB/s with all hosts at once (simulated from assumed figures)",
+        "bound 12.50 GB/s, not proven best",
+        "stock NCCL 5.00 GB/s (simulated from assumed figures); the plan is 2.00x, as it is",
+        "settings NCCL 2.30: NCCL_NET_DISABLE_INTRA=1",
+        "effort 7 sets simulated, 3 from memory or journal, 2 by symmetry",
+        "note: N2 left out",
+    ):
+        assert line in lines, line
+
+
+def test_show_of_plan_json_is_that_of_the_directory(directory):
+    assert tccl("show", directory / "plan.json").stdout == tccl("show", directory).stdout
+
+
+def test_hosts_in_the_order_given_are_compressed(tmp_path):
+    plan = equal_hosts(1024, bound_gbps=10.05, proven=True)
+    lines = rows(tccl("show", saved(plan, tmp_path / "plan")).stdout)
+    assert "host order as given: gpu[0000-1023]" in lines
+    assert "four (0) 1024 0 N0 0 1 2 3 N0 20.00 N0->N0->G0{blocks=2}" in lines
+    assert "bound 10.05 GB/s, proven best within 1 % under these settings" in lines
+    assert not any(line.startswith("whole rings") for line in lines)
+
+
+def test_hops_lists_every_flow_with_its_rate(directory):
+    lines = rows(tccl("show", directory, "--hops").stdout)
+    assert "four 0 0 20.00 (slowest) N0->N0->G1{blocks=2}" in lines
+    assert "four 0 0 22.00 G0->G0->C1->G2->G2{blocks=2}" in lines
+    assert "one 2 1 22.00 G0->G0->C0->N1->N1{blocks=2}" in lines
+    flows = sum(len(chain.flows) for one in mixed().passages for chain in one.chains)
+    assert sum("blocks=2}" in line for line in lines) == flows + 7  # and 7 above this table
+
+
+def many_passages():
+    """Every host has a passage of its own."""
+    orders = [(a, b, *({0, 1, 2, 3} - {a, b})) for a in range(4) for b in range(4) if a != b]
+    names = [f"gpu{number:02d}" for number in range(24)]
+    chains = {name: ((number % 2, orders[number // 2], 0),) for number, name in enumerate(names)}
+    return cluster_plan([(name, FOUR) for name in names], chains)
+
+
+def test_of_many_passages_show_has_the_first(tmp_path):
+    plan = many_passages()
+    assert len(plan.passages) == 24
+    place = saved(plan, tmp_path / "plan")
+    lines = rows(tccl("show", place).stdout)
+    assert sum(line.startswith("four (") for line in lines) == 16
+    assert "and 8 more passages; `tccl show --hops` lists all" in lines
+    hops = rows(tccl("show", place, "--hops").stdout)
+    assert sum(line.startswith("four 23 ") for line in hops) == 5
+
+
+def test_a_long_order_is_cut(tmp_path):
+    names = [f"{number}x" for number in range(400)]
+    chains = dict.fromkeys(names, ((0, (0, 1), 0),))
+    plan = cluster_plan([(name, PAIR) for name in names], chains)
+    result = tccl("show", saved(plan, tmp_path / "plan"))
+    assert "... (nccl/order/hosts.txt has all)" in " ".join(rows(result.stdout))
+    assert len(result.stdout) < 6000
+
+
+def test_json_has_the_keys_that_are_kept(directory):
+    result = tccl("show", directory, "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    plan = mixed()
+    assert found == {
+        "kind": "cluster",
+        "hosts": ["gpu3", "gpu2", "gpu1", "login"],
+        "rings": [list(ring) for ring in plan.channel_rings],
+        "rate_gbps": 10.0,
+        "bound_gbps": 12.5,
+        "proven": False,
+        "whole_ring_gbps": 9.5,
+        "sets_measured": 7,
+        "simulated": True,
+        "assumed": True,
+        "settings": json.loads(msgspec.json.encode(plan.settings)),
+        "environment": environment(plan.settings),
+        "stock": {"rate_gbps": 5.0, "note": "as it is"},
+        "cancelled": False,
+        "notices": ["N2 left out"],
+    }
+
+
+def test_json_has_a_ring_of_global_ranks_for_each_channel(tmp_path):
+    plan = mixed(settings=Settings(channels=6, **LOCAL))
+    found = json.loads(tccl("show", saved(plan, tmp_path / "plan"), "--json").stdout)
+    assert len(found["rings"]) == 6
+    assert found["rings"][0] == found["rings"][2] == found["rings"][4]
+    assert all(sorted(ring) == list(range(11)) for ring in found["rings"])
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("show", "--json"), ("show", "--hops")])
+def test_nothing_in_a_plan_reaches_the_terminal_as_a_command(arguments, tmp_path):
+    plan = mixed(notices=("\x1b[31mred\x9b",))
+    stock = msgspec.structs.replace(plan.stock, note="\x1b]0;x\x07")
+    machine = msgspec.structs.replace(plan.cluster.classes[0].machine, name="\x1b[2J")
+    first = msgspec.structs.replace(plan.cluster.classes[0], machine=machine)
+    cluster = msgspec.structs.replace(plan.cluster, classes=(first, *plan.cluster.classes[1:]))
+    plan = msgspec.structs.replace(plan, stock=stock, cluster=cluster)
+    result = tccl(arguments[0], saved(plan, tmp_path / "plan"), *arguments[1:])
+    assert result.exit_code == 0
+    assert not set("\x00\x07\x1b\x7f\x9b") & set(result.output)
+
+
+def test_export_writes_the_files_of_the_plan(directory, tmp_path):
+    place = tmp_path / "out"
+    result = tccl("export", directory, "--runtime", "nccl", "-o", place)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"tccl: wrote 13 files to {place}\n"
+    files = {
+        str(path.relative_to(place / "nccl")): path.read_text()
+        for path in place.rglob("*")
+        if path.is_file()
+    }
+    assert files == cluster_files(mixed(), place)
+
+
+def test_export_for_another_version_has_its_files(directory, tmp_path):
+    assert tccl("export", directory, "--nccl", "2.28", "-o", tmp_path / "out").exit_code == 0
+    wanted = cluster_files(for_version(mixed(), "2.28"), tmp_path / "out")
+    for name in ("hosts/gpu1.xml", "nccl.conf"):
+        assert (tmp_path / "out" / "nccl" / name).read_text() == wanted[name]
+
+
+def test_export_refuses_what_it_cannot_write(directory, tmp_path):
+    refused(tccl("export", directory), "--output: is missing; a cluster's plan has a file for each")
+    refused(tccl("export", directory, "-o", directory), "already exists; name a new directory")
+    tccl_runtime = tccl("export", directory, "--runtime", "tccl", "-o", tmp_path / "x.xml")
+    refused(tccl_runtime, "is the plan of a cluster; plan a machine of it alone")
+    assert not (tmp_path / "x.xml").exists()
+    version = tccl("export", directory, "--nccl", "new", "-o", tmp_path / "x")
+    refused(version, "new")
+    assert not (tmp_path / "x").exists()
+
+
+def evaluated(text):
+    """The NCCL variables after a shell evaluated this."""
+    result = subprocess.run(
+        ["sh", "-c", f"export NCCL_GRAPH_FILE=stale; {text}\nenv | grep ^NCCL_ || :"],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin"},
+        check=True,
+    )
+    return dict(line.split("=", 1) for line in result.stdout.splitlines())
+
+
+@pytest.mark.parametrize("host", ["gpu2", "gpu2.site.example"])
+def test_env_prints_the_settings_of_a_host(host, directory):
+    result = tccl("env", directory, "--host", host)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert evaluated(result.stdout) == {
+        **environment(mixed().settings),
+        "NCCL_GRAPH_FILE": f"{directory}/nccl/hosts/gpu2.xml",
+    }
+
+
+@pytest.mark.parametrize(
+    "name, full, chosen",
+    [
+        ("gpu1", "gpu1", "gpu1"),
+        ("gpu1.site", "gpu1.site", "gpu1"),
+        ("gpu2", "gpu2.site", "gpu2.site"),
+        ("gpu3", "gpu3.site", None),
+    ],
+)
+def test_env_is_for_the_host_that_it_runs_on(name, full, chosen, tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    monkeypatch.setattr(socket, "getfqdn", lambda: full)
+    names = ("gpu1", "gpu2.site")
+    chains = dict.fromkeys(names, ((0, (0, 1), 0),))
+    place = saved(cluster_plan([(one, PAIR) for one in names], chains), tmp_path / "my plan")
+    result = tccl("env", place)
+    found = evaluated(result.stdout).get("NCCL_GRAPH_FILE")
+    if chosen is None:
+        assert (result.exit_code, found) == (1, None)
+        sentence = "tccl: no graph file for host 'gpu3': NCCL chooses its own rings\n"
+        assert result.stderr == sentence
+    else:
+        assert (result.exit_code, found) == (0, f"{place}/nccl/hosts/{chosen}.xml")
+
+
+@pytest.mark.parametrize("host", ["gpu9", "", "../hosts/gpu1", "\x1b[31m", "x" * 500])
+def test_env_of_a_host_without_a_graph_file_says_so(host, directory):
+    result = tccl("env", directory, "--host", host)
+    assert result.exit_code == 1
+    assert evaluated(result.stdout) == environment(mixed().settings)
+    assert shlex.split(result.stdout.splitlines()[-1]) == ["unset", "NCCL_GRAPH_FILE"]
+    assert result.stderr.count("\n") == 1
+    assert "NCCL chooses its own rings" in result.stderr
+    assert len(result.stderr) < 150
+
+
+def test_env_as_json_names_the_host(directory):
+    found = json.loads(tccl("env", directory, "--host", "login", "--json").stdout)
+    graph = {"NCCL_GRAPH_FILE": f"{directory}/nccl/hosts/login.xml"}
+    variables = {**environment(mixed().settings), **graph}
+    assert found == {"host": "login", "environment": variables, "simulated": True}
+    result = tccl("env", directory, "--host", "gpu9", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["host"]) == (1, None)
+
+
+def test_env_refuses_what_does_not_fit_the_plan(directory, tmp_path):
+    refused(tccl("env", directory, "--gpus", "0,1"), "--gpus: is for the plan of a machine, this")
+    (directory / "nccl" / "hosts" / "gpu1.xml").unlink()
+    refused(tccl("env", directory, "--host", "gpu1"), "gpu1.xml: is missing; plan again, or")
+    write_plan(plan_of(SMALL), tmp_path)
+    refused(tccl("env", tmp_path, "--host", "gpu1"), "--host: is for the plan of a cluster, this")
+
+
+@pytest.mark.parametrize(
+    "command, sentence",
+    [
+        (("explain",), "is the plan of a cluster; `tccl show --hops` lists its flows with rates"),
+        (("explain", "--no-measure"), "is the plan of a cluster; `tccl show --hops`"),
+        (("report",), "is the plan of a cluster; `tccl show` has its rings and rates; a report is"),
+        (("check",), "is the plan of a cluster; `tccl show` has its rates; plan a machine alone"),
+    ],
+)
+def test_what_is_for_one_machine_refuses_the_plan_of_a_cluster(command, sentence, directory):
+    before = sorted(directory.rglob("*"))
+    refused(tccl(command[0], directory, *command[1:]), f"tccl: {directory}: {sentence}")
+    assert sorted(directory.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["show", "env", "export"])
+def test_a_damaged_plan_is_one_sentence(command, directory, tmp_path):
+    hostile = PlannedHost(name="../../x", passage=0, first_rank=0)
+    plan = mixed()
+    msgspec.structs.replace(plan, hosts=(hostile, *plan.hosts[1:])).save(directory / "plan.json")
+    more = ("-o", tmp_path / "out") if command == "export" else ()
+    refused(tccl(command, directory, *more), "host '../../x': is not in the cluster; name its")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "x").exists()
