@@ -1,0 +1,258 @@
+"""What `scripts/benchmark-cluster` runs: merges of large clusters, chain tables, a whole plan.
+
+Merges are of tables drawn at random, 64 x 64: 8 NICs with 8 landings each. `levels` have five
+different rates, as mechanisms and links do; `measured` ones all differ, which is the hardest. 30 %
+of the chains do not exist. The chain table is of 8 GPUs on two NUMA nodes with a NIC each, between
+all 16 landings; the plan is `tccl plan --simulate nvswitch-8gpu-8nic --nodes 1024` with its files.
+Each case runs in a process of its own, so that its peak memory is its own (imports included).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import multiprocessing
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from tccl_py.chains.space import WORLD
+from tccl_py.chains.tables import chain_table
+from tccl_py.cli.main import app
+from tccl_py.cluster_plan.plan import load_cluster_plan
+from tccl_py.measurements.memory import RememberingSource
+from tccl_py.merge.any_order import merge_any_order
+from tccl_py.merge.in_order import merge_in_order
+from tccl_py.merge.switches import SwitchTree, merge_with_switches
+from tccl_py.merge.tables import ChainTable, MergedRing
+from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.runtimes.nccl.transport import hop_space
+from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.source import Simulator
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import Nic, toy_machine
+from tccl_py.topology.symmetry import automorphisms
+
+CROSSINGS = 64
+NODES = 1_024
+CLASSES = 40
+PER_SWITCH = 32
+MACHINE = "nvswitch-8gpu-8nic"
+LEVELS = (0.0, 6.0, 12.0, 24.0, 48.0)
+CHANCES = (0.3, 0.3, 0.2, 0.15, 0.05)
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out: a rate and its bound in GB/s, and sets that were simulated for it."""
+
+    rate: float
+    bound: float
+    sets: int | None = None
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """Something to be timed, and what it may take; None: nothing was asked for."""
+
+    name: str
+    run: Callable[[], Found]
+    seconds: float | None = None
+    megabytes: float | None = None
+    sets: int | None = None
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out, and what it took."""
+
+    found: Found
+    seconds: float
+    megabytes: float
+
+
+def tables(kind: str, classes: int) -> list[ChainTable]:
+    rng = np.random.default_rng(0)
+    shape = (classes, CROSSINGS, CROSSINGS)
+    if kind == "levels":
+        rates = rng.choice(LEVELS, size=shape, p=CHANCES)
+    else:
+        rates = rng.uniform(0, 50, shape) * (rng.uniform(size=shape) < 0.7)
+    return [ChainTable(name=f"class {c}", rates=rates[c]) for c in range(classes)]
+
+
+def merged(ring: MergedRing) -> Found:
+    return Found(rate=ring.rate_gbps, bound=ring.bound_gbps)
+
+
+def equal(nodes: int, kind: str) -> Found:
+    return merged(merge_in_order(tables(kind, 1), [0] * nodes))
+
+
+def mixed(nodes: int, kind: str) -> Found:
+    order = np.random.default_rng(1).integers(0, CLASSES, nodes).tolist()
+    return merged(merge_in_order(tables(kind, CLASSES), order))
+
+
+def any_order(counts: Sequence[int], kind: str) -> Found:
+    return merged(merge_any_order(tables(kind, len(counts)), counts))
+
+
+def switched(nodes: int, classes: int, kind: str) -> Found:
+    names = [f"h{host}" for host in range(nodes)]
+    drawn = np.random.default_rng(1).integers(0, classes, nodes).tolist()
+    spans = [tuple(names[i : i + PER_SWITCH]) for i in range(0, nodes, PER_SWITCH)]
+    leaves = [SwitchTree(name=f"s{i}", hosts=span) for i, span in enumerate(spans)]
+    tree = SwitchTree(name="root", switches=tuple(leaves))
+    hosts = dict(zip(names, drawn, strict=True))
+    return merged(merge_with_switches(tables(kind, classes), hosts, tree))
+
+
+def chain_table_of_eight() -> Found:
+    machine = toy_machine(gpus=8, numa_nodes=2)
+    nics = tuple(
+        Nic(index=i, name=f"mlx5_{i}", parent=f"C{i}", speed_mbps=100_000, guid=f"0x{i}", port=1)
+        for i in range(2)
+    )
+    machine = msgspec.structs.replace(machine, nics=nics)
+    settings = Settings(channels=2)
+    space = chain_hop_space(machine, Knowledge(), settings)
+    entries = {str(h.flow): [h] for g in range(8) for h in space.between(WORLD, g)}
+    exits = {str(h.flow): [h] for g in range(8) for h in space.between(g, WORLD)}
+    source = RememberingSource(Simulator(model_for(machine)))
+    found = chain_table(
+        hop_space(machine, Knowledge(), settings),
+        entries,
+        exits,
+        source=source,
+        symmetry=automorphisms(machine),
+    )
+    rates = [cell.rate_gbps for cell in found.cells.values()]
+    return Found(rate=min(rates), bound=max(rates), sets=source.sets_measured)
+
+
+def whole_plan() -> Found:
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "plan"
+        words = [
+            "plan",
+            "-o",
+            str(directory),
+            "--simulate",
+            "nvswitch-8gpu-8nic",
+            "--nodes",
+            "1024",
+        ]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            app(words, standalone_mode=False)
+        plan = load_cluster_plan(directory)
+    return Found(rate=plan.rate_gbps, bound=plan.bound_gbps or 0.0, sets=plan.sets_measured)
+
+
+def cases() -> list[Case]:
+    few, rest = divmod(NODES, CLASSES)
+    counts = [few + 1] * rest + [few] * (CLASSES - rest)
+    found = []
+    for kind in ("levels", "measured"):
+        found += [
+            Case(
+                name=f"1,024 equal nodes, {kind}",
+                run=lambda kind=kind: equal(NODES, kind),
+                seconds=1,
+                megabytes=500,
+            ),
+            Case(
+                name=f"10,000 equal nodes, {kind}",
+                run=lambda kind=kind: equal(10_000, kind),
+                seconds=5,
+            ),
+            Case(
+                name=f"1,024 nodes of 40 classes in a given order, {kind}",
+                run=lambda kind=kind: mixed(NODES, kind),
+            ),
+            Case(
+                name=f"1,024 nodes of 40 classes in any order, {kind}",
+                run=lambda kind=kind: any_order(counts, kind),
+                seconds=10,
+            ),
+            Case(
+                name=f"1,024 nodes of 2 classes under 32 switches, {kind}",
+                run=lambda kind=kind: switched(NODES, 2, kind),
+            ),
+        ]
+    return [
+        *found,
+        Case(
+            name="chain table of 8 GPUs and 2 NICs (slowest, fastest chain)",
+            run=chain_table_of_eight,
+            seconds=300,
+            sets=5_000,
+        ),
+        Case(name="tccl plan of 1,024 nodes x 8 GPUs x 8 NICs", run=whole_plan, seconds=40),
+    ]
+
+
+def measured(case: Case) -> Outcome:
+    """One case, in this process."""
+    began = time.monotonic()
+    found = case.run()
+    return Outcome(
+        found=found,
+        seconds=time.monotonic() - began,
+        megabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
+    )
+
+
+def in_own_process(number: int) -> Outcome:
+    """One case, in a process started for it."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_numbered, (number,))
+
+
+def _numbered(number: int) -> Outcome:
+    return measured(cases()[number])
+
+
+def verdict(case: Case, outcome: Outcome) -> str:
+    """Whether the figures asked for are met; empty if there are none."""
+    checks = [
+        (case.seconds, outcome.seconds, "s"),
+        (case.megabytes, outcome.megabytes, "MB"),
+        (case.sets, outcome.found.sets or 0, "sets"),
+    ]
+    asked = [(most, found, unit) for most, found, unit in checks if most is not None]
+    met = all(found <= most for most, found, _ in asked)
+    limits = ", ".join(f"<= {most:g} {unit}" for most, _, unit in asked)
+    return f"{'met' if met else 'NOT MET'} ({limits})" if asked else ""
+
+
+def main() -> int:
+    """Print a line for each case; 1 if a figure asked for is not met."""
+    parser = argparse.ArgumentParser(prog="scripts/benchmark-cluster", description=__doc__)
+    parser.parse_args()
+    print(
+        "| what                                                          | GB/s     | bound    "
+        "| sets | seconds | MB    | asked for |"
+    )
+    missed = False
+    for number, case in enumerate(cases()):
+        outcome = in_own_process(number)
+        says = verdict(case, outcome)
+        missed |= says.startswith("NOT")
+        print(
+            f"| {case.name:61} | {outcome.found.rate:8.4f} | {outcome.found.bound:8.4f} "
+            f"| {outcome.found.sets or '':4} | {outcome.seconds:7.2f} | {outcome.megabytes:5.0f} "
+            f"| {says} |",
+            flush=True,
+        )
+    print("\nRates of merges are drawn at random, the others simulated.")
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
