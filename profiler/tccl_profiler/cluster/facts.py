@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -20,6 +21,7 @@ from tccl_py.errors import InputError
 from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
+from tccl_py.topology.visible import VARIABLE, only_gpus, visible_indices
 
 _NONE = "none"
 
@@ -107,7 +109,9 @@ def _discovered(backend: str, devices: int | None) -> tuple[Machine, Knowledge, 
     if backend == "cuda":
         from tccl_py.topology.readers.live import discover_machine  # noqa: PLC0415
 
-        return discover_machine()
+        machine, knowledge, fingerprint = discover_machine()
+        shown = visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(VARIABLE))
+        return (*only_gpus(machine, knowledge, shown), fingerprint)
     from tccl_profiler.host.machine import host_fingerprint, host_machine  # noqa: PLC0415
 
     machine = host_machine(devices)
@@ -116,11 +120,18 @@ def _discovered(backend: str, devices: int | None) -> tuple[Machine, Knowledge, 
 
 def _software(fingerprint: Fingerprint) -> Software:
     return Software(
-        tccl_py=metadata.version("tccl-py"),
+        tccl_py=_own_version(),
         python=platform.python_version(),
         driver=fingerprint.driver,
         nccl=_nccl_version(),
     )
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("tccl-py")
+    except metadata.PackageNotFoundError:
+        return "not installed"  # run from its source
 
 
 def _nccl_version() -> str:
