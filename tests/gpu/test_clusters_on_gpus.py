@@ -1,0 +1,159 @@
+"""Nodes made of one machine's GPUs: measured under mpirun, planned, loaded by real NCCL.
+
+Every "host" is a UTS namespace with a name of its own and some of the GPUs; NCCL is told the same
+by NCCL_HOSTID. Both reach each other by the loopback interface over TCP. TCCL_KEEP names a folder
+in which plans, journals and NCCL's logs are kept.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tccl_py.cluster_plan.plan import load_cluster_plan
+from tccl_py.runtimes.nccl.log import parse_log, same_rings
+from tccl_py.runtimes.nccl.settings import environment
+
+pytestmark = pytest.mark.timeout(600)
+REPOSITORY = Path(__file__).resolve().parents[2]
+INTERFACE = "lo"
+BYTES, REPEATS, PAIRS = 1 << 26, 5, 4
+WRAPPER = """#!/bin/sh
+# A rank of its own host: name and GPUs by its number.
+rank=$OMPI_COMM_WORLD_RANK
+export CUDA_VISIBLE_DEVICES=$(echo "{gpus}" | cut -d' ' -f$((rank + 1)))
+exec unshare --uts sh -c 'hostname node'$rank' && exec "$@"' rank "$@"
+"""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(((0,), (1,)), marks=pytest.mark.gpu(count=2), id="2 x 1"),
+        pytest.param(((0, 1), (2, 3)), marks=pytest.mark.gpu(count=4), id="2 x 2"),
+        pytest.param(((0,), (1,), (2,), (3,)), marks=pytest.mark.gpu(count=4), id="4 x 1"),
+    ],
+)
+def planned(request, tmp_path_factory):
+    """The plan that `tccl plan` makes under mpirun, and where it is."""
+    for tool in ("mpirun", "unshare"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+    nodes = request.param
+    folder = tmp_path_factory.mktemp(f"nodes{len(nodes)}")
+    wrapper = folder / "rank.sh"
+    wrapper.write_text(WRAPPER.format(gpus=" ".join(",".join(map(str, one)) for one in nodes)))
+    wrapper.chmod(0o755)
+    directory = folder / "plan"
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(len(nodes)), wrapper]
+    command += [sys.executable, "-m", "tccl_py", "plan", "-o", directory, "--nccl", "2.28"]
+    command += ["--interfaces", INTERFACE, "--max-sets", "200", "--json"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400, check=False
+    )
+    keep(folder, directory)
+    print(done.stderr[-3000:])
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout)
+    plan = load_cluster_plan(directory)
+    assert told["rings"] == [list(ring) for ring in plan.channel_rings]
+    print(
+        f"{len(nodes)} nodes: {plan.sets_measured} sets, {plan.rate_gbps:.2f} GB/s, whole ring "
+        f"{plan.whole_ring_gbps}, stock {plan.stock.rate_gbps:.2f}, {plan.settings}, {plan.notices}"
+    )
+    return nodes, plan, directory
+
+
+def keep(folder, directory):
+    place = os.environ.get("TCCL_KEEP")
+    if place and directory.is_dir():
+        archive = Path(place) / folder.name
+        shutil.make_archive(str(archive), "gztar", directory)
+
+
+def all_reduce(nodes, plan, folder, *, directory=None):
+    """One all-reduce job over the nodes: its bus bandwidth, and the text of rank 0's log."""
+    folder.mkdir()
+    order = [int(name.removeprefix("node")) for name in plan.host_order]
+    gpus = [gpu for node in order for gpu in nodes[node]]
+    ranks = []
+    for rank, gpu in enumerate(gpus):
+        name = next(f"node{number}" for number, node in enumerate(nodes) if gpu in node)
+        variables = {"NCCL_SOCKET_IFNAME": f"={INTERFACE}"}
+        if directory is not None:
+            variables |= environment(plan.settings)
+            variables["NCCL_GRAPH_FILE"] = str(directory / "nccl" / "hosts" / f"{name}.xml")
+        variables |= {
+            "NCCL_HOSTID": name,
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+            "NCCL_DEBUG": "INFO",
+            "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,NET",
+            "NCCL_DEBUG_FILE": str(folder / f"log{rank}"),
+        }
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", _RANK, str(rank), str(len(gpus)), str(folder / "meet")],
+                cwd=REPOSITORY,
+                env={**os.environ, **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        outputs = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), outputs
+    answers = [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
+    assert all(answer["right"] for answer in answers)
+    return min(answer["gbps"] for answer in answers), (folder / "log0").read_text()
+
+
+_RANK = f"""
+import json, sys
+import torch, torch.distributed as dist
+from tests.gpu.collective import check, measure
+rank, world, meet = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+dist.init_process_group(
+    "nccl", init_method="file://" + meet, rank=rank, world_size=world, device_id=device
+)
+right = all(check(torch, rank, world, device, count) for count in (1, 1027, {BYTES} // 4))
+gbps = measure(torch, world, device, {BYTES} // 4, {REPEATS})
+dist.destroy_process_group()
+print(json.dumps({{"right": right, "gbps": gbps}}), flush=True)
+"""
+
+
+def test_nccl_loads_the_plan_of_the_nodes_and_is_no_slower(planned, tmp_path):
+    nodes, plan, directory = planned
+    ratios, rates = [], []
+    for turn in range(PAIRS):
+        mine, log = all_reduce(nodes, plan, tmp_path / f"plan{turn}", directory=directory)
+        stock, own = all_reduce(nodes, plan, tmp_path / f"stock{turn}")
+        ratios.append(mine / stock)
+        rates.append((round(mine, 3), round(stock, 3)))
+        if turn == 0:
+            (rings,) = parse_log(log, where="log").communicators
+            assert rings
+            wanted = plan.channel_rings
+            for number, ring in enumerate(rings):
+                assert same_rings(ring, wanted[number % len(wanted)]), (number, ring)
+            if os.environ.get("TCCL_KEEP"):
+                for name, text in (("plan", log), ("stock", own)):
+                    place = Path(os.environ["TCCL_KEEP"]) / f"{len(nodes)}-nodes-{name}.log"
+                    place.write_text(text)
+    print(
+        f"{len(nodes)} nodes: plan and stock {rates} GB/s, median ratio "
+        f"{statistics.median(ratios):.3f}; predicted {plan.rate_gbps:.2f}, whole ring "
+        f"{plan.whole_ring_gbps}, stock {plan.stock.rate_gbps:.2f}"
+    )
+    assert statistics.median(ratios) >= 0.97
