@@ -56,8 +56,6 @@ class Namespaces:
     directory: Path
     hosts: tuple[str, ...] = HOSTS
     interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(INTERFACES))
-    names: dict[str, str] = field(default_factory=dict)
-    """What a host calls itself, where that is not the name it has here."""
 
     def namespace(self, host):
         return f"{self.prefix}{host}"
@@ -73,6 +71,16 @@ class Namespaces:
     def ip(self, host, *arguments):
         """Change a host's interfaces: `ip` in its namespace."""
         _do("ip", "-n", self.namespace(host), *arguments)
+
+    @contextlib.contextmanager
+    def renamed(self, host, name):
+        """A host calls itself by another name than the launcher does."""
+        file = self.directory / f"name-{host}"
+        file.write_text(name)
+        try:
+            yield
+        finally:
+            file.unlink()
 
     def pids(self, host):
         """Processes that run on a host, the launcher's daemon among them."""
@@ -164,8 +172,8 @@ host=$1; shift
 declare -A ahead=({ahead})
 exec nsenter --net=/run/netns/{prefix}$host unshare --uts --mount --time \
     --monotonic "${{ahead[$host]}}" --fork --kill-child=KILL \
-    bash -c 'cat {directory}/name-$0 2>/dev/null | xargs -r hostname || true;
-        [ -e {directory}/name-$0 ] || hostname "$0"; mount -t sysfs sysfs /sys; {run}' "$host" "$@"
+    bash -c 'hostname "$(cat {directory}/name-$0 2>/dev/null || echo "$0")"
+        mount -t sysfs sysfs /sys; {run}' "$host" "$@"
 """
 # ssh hands its arguments to a shell as one text; everything else is run as it is.
 _RUN = 'if [ "$#" = 1 ]; then eval "$1"; else case "$*" in *prted*) eval "$*";; *) "$@";; esac; fi'

@@ -75,7 +75,7 @@ class Agents:
         try:
             self._messengers[host].send(Envelope(number, message))
         except PeerGone as error:
-            raise self._gone(host, "its agent has died") from error
+            raise self._died(host) from error
 
     def heard(self, number: int, hosts: Iterable[str], limit_s: float) -> dict[str, Message]:
         """One message of each of some hosts that carries a number; others are dropped.
@@ -109,7 +109,7 @@ class Agents:
         try:
             envelope = self._messengers[host].poll()
         except PeerGone as error:
-            raise self._gone(host, "its agent has died") from error
+            raise self._died(host) from error
         return None if envelope is None or envelope.number != number else envelope.message
 
     def _look(self, waiting: Iterable[str], begun: float, limit_s: float) -> None:
@@ -120,6 +120,14 @@ class Agents:
                 raise self._gone(host, f"has said nothing for {silence_s:g} s: it stalls or is cut")
             if now - begun > limit_s:
                 raise self._gone(host, f"has not answered for {limit_s:g} s")
+
+    def _died(self, host: str) -> BaseException:
+        """What to raise where a host's agent is gone: it died, or the launcher ends the job."""
+        for other, messenger in {host: self._messengers[host], **self._messengers}.items():
+            if has_died(messenger):
+                return self._gone(other, "its agent has died")
+        self._lost(host)
+        return KeyboardInterrupt()
 
     def _gone(self, host: str, what: str) -> HostLost:
         self._lost(host)
@@ -180,6 +188,16 @@ class Agents:
         if isinstance(message, say.HostTime):
             return message.at_ns, time.monotonic_ns()
         raise WorkerLost(f"host {host}: answered {type(message).__name__} out of turn")
+
+
+def has_died(messenger: Messenger) -> bool:
+    """Whether a peer is gone without a word; what it has still said is dropped."""
+    try:
+        while messenger.poll() is not None:
+            pass
+    except PeerGone:
+        return not messenger.leaving
+    return False
 
 
 class LinkFailure(MeasurementError):  # noqa: N818 - says what happened

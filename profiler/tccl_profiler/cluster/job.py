@@ -21,8 +21,9 @@ import msgspec
 
 from tccl_profiler.channel import Channel
 from tccl_profiler.cluster.agent import Agent, ControllerGone, Told, quietly
+from tccl_profiler.cluster.agents import has_died
 from tccl_profiler.cluster.meeting import CONTROLLER, Hello, Meeting
-from tccl_profiler.cluster.messages import Beat, End, Ended, Envelope, Leaving
+from tccl_profiler.cluster.messages import Beat, End, Ended, Envelope
 from tccl_profiler.cluster.messenger import ChannelMessenger, Heart, Naps, PeerGone
 from tccl_py.cluster.names import check_host_name
 from tccl_py.errors import InputError, SourceLostError, TcclError
@@ -139,7 +140,7 @@ class Job:
     def _told_to_end(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """The launcher ends the job, because a rank has died or because it was told to itself.
 
-        A rank that lives says that it was told as well, before its connection ends.
+        A rank that lives is told as well, and says so before its connection ends.
 
         Raises:
             SourceLostError: it names the hosts of ranks that have died.
@@ -150,19 +151,9 @@ class Job:
             # What happened is known, and is being said.
             return
         self.broken = True
-        waiting, dead = dict(self._ranks), list[int]()
-        until = time.monotonic() + _LAST_WORDS_S
-        while waiting and time.monotonic() < until:
-            for rank, messenger in list(waiting.items()):
-                try:
-                    envelope = messenger.poll()
-                except PeerGone:
-                    dead.append(rank)
-                    del waiting[rank]
-                    continue
-                if envelope is not None and isinstance(envelope.message, Leaving | Ended):
-                    del waiting[rank]
-            time.sleep(0.002)
+        # A connection ends with its rank, and that was before the launcher heard of it.
+        time.sleep(_LAST_WORDS_S)
+        dead = [rank for rank, messenger in self._ranks.items() if has_died(messenger)]
         if not dead:
             raise KeyboardInterrupt
         raise SourceLostError(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tccl_profiler.channel import Channel, ChannelClosed, ChannelTimeout
-from tccl_profiler.cluster.messages import Beat, Envelope
+from tccl_profiler.cluster.messages import Beat, Envelope, Leaving
 from tccl_py.errors import MeasurementError
 
 BEAT_S = 1.0
@@ -33,10 +33,12 @@ class PeerGone(MeasurementError):  # noqa: N818 - says what happened
 class Messenger(Protocol):
     """One end of the connection between the controller and a rank's agent.
 
-    `heard_s` is when anything last came from the peer, on this process's CLOCK_MONOTONIC.
+    `heard_s` is when anything last came from the peer, on this process's CLOCK_MONOTONIC; `leaving`
+    whether it has said that its launcher tells it to end.
     """
 
     heard_s: float
+    leaving: bool
 
     def send(self, envelope: Envelope) -> None:
         """Have a message carried; safe beside another thread that sends.
@@ -46,7 +48,7 @@ class Messenger(Protocol):
         """
 
     def poll(self) -> Envelope | None:
-        """The next message if one is there; beats are heard and left out.
+        """The next message if one is there; that the peer lives or leaves is heard and left out.
 
         Raises:
             PeerGone: nobody is there, and all that was sent has been received.
@@ -63,6 +65,7 @@ class ChannelMessenger:
         self._channel = channel
         self._sending = threading.Lock()
         self.heard_s = time.monotonic()
+        self.leaving = False
 
     def send(self, envelope: Envelope) -> None:
         """As Messenger."""
@@ -82,7 +85,9 @@ class ChannelMessenger:
             except ChannelClosed as error:
                 raise PeerGone(str(error)) from error
             self.heard_s = time.monotonic()
-            if not isinstance(envelope.message, Beat):
+            if isinstance(envelope.message, Leaving):
+                self.leaving = True
+            elif not isinstance(envelope.message, Beat):
                 return envelope
 
     def close(self) -> None:

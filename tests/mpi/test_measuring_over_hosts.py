@@ -1,0 +1,192 @@
+"""Hosts in network namespaces: MPI runs across them, TCP transfers are measured for real."""
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import time
+
+import pytest
+
+from tests.namespaces import (
+    CLOCK_AHEAD_S,
+    LINK_GBPS,
+    PAYLOAD,
+    UPLINK_GBPS,
+    ended,
+    namespaces,  # noqa: F401 (a fixture)
+)
+
+pytestmark = pytest.mark.mpi
+
+FAST = LINK_GBPS * PAYLOAD
+SLOW = UPLINK_GBPS * PAYLOAD
+TOLERANCE = 0.1
+SKEW_US = 100
+WITHIN_S = 30
+"""A stopped host is noticed after 10 s; a busy machine takes a while for the rest."""
+
+
+def over(sender, receiver, *, nics=(0, 0)):
+    """Host memory to host memory, through these NICs."""
+    out, into = nics
+    return (
+        f"{sender}.C0->{sender}.N{out}->{receiver}.N{into}->{receiver}.N{into}->{receiver}.C0"
+        "{blocks=1,fifo=256K}"
+    )
+
+
+MEASURE = ("measure", "--backend", "host", "--devices", "2", "--interfaces", "eth0,eth1")
+ALONE = over("h0", "h1")
+ACROSS = over("h0", "h2")
+SHARED = f"{over('h0', 'h2')} {over('h1', 'h3')}"
+BESIDE = f"{over('h0', 'h1')} {over('h2', 'h3')}"
+TWO_LINKS = f"{over('h1', 'h0')} {over('h2', 'h1', nics=(0, 1))} {over('h0', 'h1')}"
+GPUS = "h0.G0->h0.G0->h0.C0->h0.N0->h1.N1->h1.N1->h1.C0->h1.G1->h1.G1{blocks=1,fifo=256K}"
+
+
+@pytest.fixture(scope="module")
+def measured(namespaces):  # noqa: F811
+    """Sets over all hosts, by one command."""
+    sets = (ALONE, ACROSS, SHARED, BESIDE, TWO_LINKS, GPUS)
+    ran = namespaces.run(*MEASURE, "--target", "0.05", "--json", *sets, timeout_s=120)
+    assert ran.code == 0, ran.stderr
+    # Were it printed by every rank, it would not be one document.
+    return {entry["set"]: entry for entry in json.loads(ran.stdout)}
+
+
+def test_a_link_has_the_rate_that_it_is_shaped_to(measured):
+    assert measured[ALONE]["gbps"] == [pytest.approx(FAST, rel=TOLERANCE)]
+    assert measured[ACROSS]["gbps"] == [pytest.approx(SLOW, rel=TOLERANCE)]
+
+
+def test_hosts_behind_one_uplink_share_it(measured):
+    together = measured[SHARED]
+    assert together["total_gbps"] == pytest.approx(SLOW, rel=TOLERANCE)
+    assert max(together["gbps"]) < 0.8 * SLOW
+    assert measured[BESIDE]["gbps"] == [pytest.approx(FAST, rel=TOLERANCE)] * 2
+
+
+def test_a_host_with_two_links_has_both(measured):
+    sent, by_second_link, received = measured[TWO_LINKS]["gbps"]
+    assert sent == pytest.approx(FAST, rel=TOLERANCE)
+    assert received == pytest.approx(FAST, rel=TOLERANCE)
+    assert by_second_link == pytest.approx(SLOW, rel=TOLERANCE)
+
+
+def test_devices_pass_data_on_to_the_network(measured):
+    # Six processes on two cores may be slower than the link, and nothing is quicker.
+    (rate,) = measured[GPUS]["gbps"]
+    assert FAST / 5 < rate < FAST * (1 + TOLERANCE)
+
+
+def test_hosts_start_together_by_clocks_that_are_apart(measured, namespaces):  # noqa: F811
+    """Other work on this machine may delay a release; it does not delay most of them."""
+    assert len(set(CLOCK_AHEAD_S.values())) == len(CLOCK_AHEAD_S)
+    for _ in range(4):
+        skews = [entry["skew_us"] for entry in measured.values()]
+        errors = [entry["skew_error_us"] for entry in measured.values()]
+        if statistics.median(skews) <= SKEW_US:
+            break
+        again = namespaces.run(*MEASURE, "--json", "--target", "0.05", *[ALONE] * 1, ACROSS)
+        measured = {entry["set"]: entry for entry in json.loads(again.stdout)}
+    assert statistics.median(skews) <= SKEW_US
+    assert 0 < statistics.median(errors) < 10 * SKEW_US
+
+
+def test_several_ranks_on_a_host_wait_for_its_agent(namespaces):  # noqa: F811
+    ran = namespaces.run(*MEASURE, "--target", "0.1", "--json", ALONE, hosts=("h0", "h1"), ranks=4)
+    assert ran.code == 0, ran.stderr
+    assert len(json.loads(ran.stdout)) == 1
+
+
+# What is refused
+
+
+def refused(ran):
+    """The sentences of a command that was refused: the launcher has its own."""
+    assert ran.code == 2, ran.stderr
+    assert ran.stdout == ""
+    return [line for line in ran.stderr.splitlines() if line.startswith("tccl: ")]
+
+
+def test_an_interface_that_is_down_is_refused_by_its_host(namespaces, tmp_path):  # noqa: F811
+    namespaces.ip("h1", "link", "set", "eth1", "down")
+    try:
+        journal = tmp_path / "journal.jsonl"
+        ran = namespaces.run(*MEASURE, "--journal", str(journal), ALONE, hosts=("h0", "h1"))
+    finally:
+        namespaces.ip("h1", "link", "set", "eth1", "up")
+    assert refused(ran) == [
+        "tccl: host h1: interface eth1 is down; bring it up, or name the interfaces to use"
+    ]
+    assert not journal.exists()
+
+
+def test_two_hosts_of_one_name_are_refused(namespaces):  # noqa: F811
+    with namespaces.renamed("h2", "h1"):
+        ran = namespaces.run(*MEASURE, ALONE, hosts=("h0", "h1", "h2"))
+    assert refused(ran) == [
+        "tccl: host h1: is the name of two machines, of ranks 1 and 2; give each a name of its own "
+        "(hostnamectl)"
+    ]
+
+
+# What is lost
+
+
+@contextlib.contextmanager
+def under_way(namespaces, journal):  # noqa: F811
+    """A long measurement over two hosts, which has measured something."""
+    # Other sets for a while: each has another FIFO.
+    sets = [ALONE.replace("256K", f"{size}K") for size in range(64, 512, 4)]
+    process = namespaces.start(*MEASURE, "--journal", str(journal), *sets, hosts=("h0", "h1"))
+    try:
+        until = time.monotonic() + WITHIN_S
+        while not journal.exists() or len(journal.read_bytes().splitlines()) < 2:
+            assert time.monotonic() < until, "nothing is measured"
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def nothing_is_left(namespaces):  # noqa: F811
+    until = time.monotonic() + 15
+    while any(namespaces.pids(host) for host in namespaces.hosts):
+        assert time.monotonic() < until, "processes are left"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [(signal.SIGKILL, "has died"), (signal.SIGSTOP, "has said nothing for 10 s")],
+)
+def test_a_rank_that_dies_or_stalls_is_named(namespaces, tmp_path, number, what):  # noqa: F811
+    journal = tmp_path / "journal.jsonl"
+    with under_way(namespaces, journal) as process:
+        os.kill(namespaces.rank_pid("h1"), number)
+        ran = ended(process, WITHIN_S)
+    # Which code it is where a rank was killed, the launcher says.
+    assert ran.code != 0
+    said = [line for line in ran.stderr.splitlines() if line.startswith("tccl: host ")]
+    assert len(said) == 1, ran.stderr
+    assert said[0].startswith("tccl: host h1: ")
+    assert what in said[0]
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert lines[0]["machine"] == "h0,h1"
+    assert len(lines) >= 2
+    nothing_is_left(namespaces)
+
+
+def test_an_interrupt_leaves_nothing(namespaces, tmp_path):  # noqa: F811
+    with under_way(namespaces, tmp_path / "journal.jsonl") as process:
+        os.killpg(process.pid, signal.SIGINT)
+        ran = ended(process, WITHIN_S)
+    assert ran.code != 0
+    assert "has died" not in ran.stderr
+    nothing_is_left(namespaces)
