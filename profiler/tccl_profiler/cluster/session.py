@@ -26,10 +26,13 @@ from tccl_py.transfers.transfer import Flow, Place, TransferSet
 
 Backend = Literal["cuda", "host"]
 
-LIMITS = WindowLimits(minimum_ms=20.0, maximum_ms=400.0, warm_minimum_ms=5.0)
+LIMITS = WindowLimits(
+    minimum_ms=20.0, maximum_ms=400.0, warm_minimum_ms=5.0, start_error_share=0.05
+)
 """Between hosts, sockets and switches hold bytes back: a window must be long beside what they can
 give out at once, and its warm-up as long as TCP takes to find a rate. A slow network has slices of
-tens of milliseconds."""
+tens of milliseconds. Hosts that start a millisecond apart do not make windows of a tenth of a
+second: what they did is counted after the warm-up, when all run."""
 
 
 class ClusterSession:
