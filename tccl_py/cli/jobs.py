@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tccl_py.cli.hardware import Care
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.measurements.journal import JournalHeader
 from tccl_py.measurements.measurement import Measurement
 from tccl_py.transfers.transfer import TransferSet
@@ -112,7 +112,8 @@ def open_cluster(
 class ClusterHardware:
     """A BandwidthSource over the hosts of a job, as `hardware.Hardware` is over one machine.
 
-    `on_set` is called with the number of sets measured so far, before and after each.
+    `on_set` is called with the number of sets measured so far, before and after each. `failures`
+    says why sets could not be measured, `unsettled` counts those whose rates vary.
 
     Args:
         session: entered.
@@ -125,7 +126,8 @@ class ClusterHardware:
         self._session = session
         self._rehearsal = (_REHEARSAL,) if rehearsal else ()
         self.on_set: Callable[[int], None] = lambda _: None
-        self.count = 0
+        self.count = self.unsettled = 0
+        self.failures: list[str] = []
 
     @property
     def header(self) -> JournalHeader:
@@ -152,7 +154,13 @@ class ClusterHardware:
         found: list[Measurement] = []
         for one in sets:
             self.on_set(self.count)
-            found += self._session.source.measure([one])
+            try:
+                (answer,) = self._session.source.measure([one])
+            except MeasurementError as error:
+                self.failures.append(str(error))
+                raise
+            found.append(answer)
             self.count += 1
+            self.unsettled += not answer.settled
             self.on_set(self.count)
         return found

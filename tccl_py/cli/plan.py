@@ -34,22 +34,20 @@ from tccl_py.cli.hardware import (
     refuse_without_model,
 )
 from tccl_py.cli.interrupts import interrupts_put_off
+from tccl_py.cli.jobs import InterfacesOption, in_job, job_of_ranks, open_cluster
 from tccl_py.cli.measure import simulation_header
 from tccl_py.cli.plan_cluster import (
     ClusterOptions,
     ClusterTask,
     MeasuredCluster,
     SimulatedCluster,
-    in_job,
-    job_of_ranks,
-    open_cluster,
     refuse_for_one,
     refuse_in_job,
     refuse_with_nodes,
-    tell_rehearsal,
 )
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
+from tccl_py.cluster.hostlist import read_host_list
 from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.measurements.measurement import BandwidthSource
@@ -144,10 +142,7 @@ def plan(
         int | None,
         typer.Option(metavar="N", help="NCCL_IB_GID_INDEX of RoCE ports; NCCL's choice if not."),
     ] = None,
-    interfaces: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Network interfaces to use as NICs, as eth0,eth1."),
-    ] = None,
+    interfaces: InterfacesOption = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a plan that is already in DIR.")
     ] = False,
@@ -195,14 +190,20 @@ def plan(
         )
         if job:
             refuse_in_job({"--simulate": simulate, "--nodes": nodes})
+            expected = read_host_list(hosts) if hosts is not None else ()
             with (
                 job_of_ranks() as ranks,
                 open_cluster(
-                    ranks, cluster, backend=backend, devices=devices, careful=careful
+                    ranks,
+                    backend=backend,
+                    devices=devices,
+                    interfaces=interfaces,
+                    careful=careful,
+                    expected=[host.name for host in expected],
                 ) as session,
             ):
-                tell_rehearsal(backend)
-                _plan_cluster(MeasuredCluster(session, wanted, careful), output, force, json)
+                measured = MeasuredCluster(session, wanted, careful, rehearsal=backend == "host")
+                _plan_cluster(measured, output, force, json)
             return
         if simulate is None:
             raise InputError(

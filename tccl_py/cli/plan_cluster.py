@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-import typer
 
-from tccl_py.cli.arguments import notice, notice_each
+from tccl_py.cli.arguments import notice_each
 from tccl_py.cli.hardware import Care
+from tccl_py.cli.jobs import ClusterHardware
 from tccl_py.cli.measure import simulation_header
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.cluster.hostlist import HostSlots, read_host_list
@@ -21,18 +20,18 @@ from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring_rat
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.measurements.measurement import BandwidthSource, Measurement
+from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.plan.directory import open_journal
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import TransferSet
 
 if TYPE_CHECKING:
-    from tccl_profiler.cluster.job import Job
     from tccl_profiler.cluster.session import ClusterSession
 
 MANY_NODES = 16_384
+SPOT_CHECKS = 16
+"""Pairs of hosts measured beside one for each kind, to find hosts that are unlike others."""
 WHOLE_RING_HOSTS = 64
 """On more hosts the rings are not measured all at once."""
 
@@ -194,40 +193,14 @@ def _listed(options: ClusterOptions) -> tuple[HostSlots, ...]:
     return tuple(HostSlots(f"node{number + 1:0{width}d}") for number in range(options.nodes))
 
 
-class _Counted:
-    """A source that counts what it measures, and tells the progress line."""
-
-    def __init__(self, source: BandwidthSource, line: ProgressLine) -> None:
-        self._source, self._line = source, line
-        self.count = self.unsettled = 0
-        self.failures: list[str] = []
-
-    @property
-    def simulated(self) -> bool:
-        """As the source."""
-        return self._source.simulated
-
-    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """As the source."""
-        answers = []
-        for one in sets:
-            try:
-                (answer,) = self._source.measure([one])
-            except MeasurementError as error:
-                self.failures.append(str(error))
-                raise
-            self.count += 1
-            self.unsettled += not answer.settled
-            self._line.measured(self.count)
-            answers.append(answer)
-        return answers
-
-
 class MeasuredCluster:
     """The hosts of an MPI job, to plan by measuring them."""
 
-    def __init__(self, session: ClusterSession, task: ClusterTask, careful: Care) -> None:
+    def __init__(
+        self, session: ClusterSession, task: ClusterTask, careful: Care, *, rehearsal: bool
+    ) -> None:
         self._session, self._task, self._care = session, task, careful
+        self._source = ClusterHardware(session, rehearsal=rehearsal)
         names = [host.name for host in session.hosts]
         network = task.network(names)
         self.cluster = cluster_of(
@@ -249,27 +222,48 @@ class MeasuredCluster:
 
     def planned(self, journal: Path, *, force: bool) -> ClusterPlan:
         """The plan by measurements; what was noticed meanwhile stands in it."""
-        session = self._session
+        source = self._source
         with ProgressLine() as line:
-            counted = _Counted(session.source, line)
-            opened = open_journal(counted, journal, session.header, force=force)
+            source.on_set = line.measured
+            opened = open_journal(source, journal, source.header, force=force)
             with opened as journalled:
                 notice_each(journalled.notices)
+                odd = self._odd_hosts(journalled)
+                notice_each(odd)
                 sources = [PlacedSource(journalled, one) for one in placements(self.cluster)]
                 made = self._task.plan(self.cluster, sources, line)
                 if not made.cancelled:
                     made = _with_whole_ring(made, journalled)
-        notices = [*made.notices, *session.notices]
-        if session.is_open:
-            notices.append(f"while it was measured: {session.conditions}")
-        if counted.unsettled > counted.count / 10:
+        notices = [*made.notices, *odd, *source.notices]
+        if source.conditions:
+            notices.append(f"while it was measured: {source.conditions}")
+        if source.unsettled > source.count / 10:
             notices.append(
-                f"rates vary: {counted.unsettled} of {counted.count} sets measured did not come as "
+                f"rates vary: {source.unsettled} of {source.count} sets measured did not come as "
                 f"close as --target {self._care.target:g}"
             )
-        failures = list(dict.fromkeys(counted.failures))[:5]
+        failures = list(dict.fromkeys(source.failures))[:5]
         notices += [f"left out, as it cannot be measured: {text}" for text in failures]
         return msgspec.structs.replace(made, notices=tuple(dict.fromkeys(notices)))
+
+    def _odd_hosts(self, source: BandwidthSource) -> tuple[str, ...]:
+        """Hosts whose network is unlike that of hosts like them, a sentence each."""
+        from tccl_profiler.cluster.sampling import links_check  # noqa: PLC0415
+
+        tree = self.cluster.switches
+        under = {
+            host: switch.name
+            for switch in (tree.all_switches if tree is not None else ())
+            for host in switch.hosts
+        }
+        report = links_check(
+            source,
+            self._session.hosts,
+            [self.cluster.host_classes[host.name] for host in self._session.hosts],
+            switches=under,
+            spot_checks=min(SPOT_CHECKS, len(self.cluster.hosts) // 2),
+        )
+        return tuple(str(one) for one in report.odd)
 
 
 def _with_whole_ring(made: ClusterPlan, source: BandwidthSource) -> ClusterPlan:
@@ -282,63 +276,3 @@ def _with_whole_ring(made: ClusterPlan, source: BandwidthSource) -> ClusterPlan:
         text = f"the rings could not be measured all at once: {error}"
         return msgspec.structs.replace(made, notices=(*made.notices, text))
     return msgspec.structs.replace(made, whole_ring_gbps=rate)
-
-
-def in_job() -> bool:
-    """Whether this process is one of several ranks."""
-    from tccl_profiler.cluster.mpi import in_mpi_job  # noqa: PLC0415
-
-    return in_mpi_job()
-
-
-@contextmanager
-def job_of_ranks() -> Iterator[Job]:
-    """This rank's part in the job; on all ranks but the controller the block does not run.
-
-    Raises:
-        InputError: mpi4py is not there, or the ranks cannot meet.
-    """
-    from tccl_profiler.cluster.mpi import mpi_job  # noqa: PLC0415
-
-    with mpi_job() as job:
-        if not job.is_controller:
-            raise typer.Exit(job.serve())
-        yield job
-
-
-def open_cluster(
-    job: Job, options: ClusterOptions, *, backend: str | None, devices: int | None, careful: Care
-) -> ClusterSession:
-    """The session over a job's hosts; it starts nothing before it is entered.
-
-    Raises:
-        InputError: an unknown backend, or a number of devices beside GPUs.
-    """
-    from tccl_profiler.cluster.session import LIMITS, ClusterSession  # noqa: PLC0415
-    from tccl_profiler.profiler import Options  # noqa: PLC0415
-    from tccl_profiler.statistics import Stopping  # noqa: PLC0415
-
-    if backend not in (None, "cuda", "host"):
-        raise InputError(f"--backend {str(backend)[:20]!r}", "is not known", "one of cuda, host")
-    if devices is not None and backend != "host":
-        raise InputError("--devices", "is of the host backend", "add --backend host")
-    expected = read_host_list(options.hosts) if options.hosts is not None else ()
-    return ClusterSession(
-        job,
-        backend="host" if backend == "host" else "cuda",
-        devices=devices,
-        interfaces=tuple(options.interfaces.split(",")) if options.interfaces else (),
-        expected=tuple(host.name for host in expected),
-        options=Options(
-            stopping=Stopping(target=careful.target, limit=careful.repeats),
-            limits=LIMITS,
-            meeting=careful.meeting,
-            check="every" if careful.check else "once",
-        ),
-    )
-
-
-def tell_rehearsal(backend: str | None) -> None:
-    """Say of the host backend what its rates are."""
-    if backend == "host":
-        notice("measured by the host backend: rates of hosts' memory and network, not of GPUs")

@@ -114,7 +114,7 @@ def _discovered(backend: str, devices: int | None) -> tuple[Machine, Knowledge, 
         return (*only_gpus(machine, knowledge, shown), fingerprint)
     from tccl_profiler.host.machine import host_fingerprint, host_machine  # noqa: PLC0415
 
-    machine = host_machine(devices)
+    machine = host_machine(devices, least=1)
     return with_own_nics(machine), Knowledge(), host_fingerprint(machine)
 
 

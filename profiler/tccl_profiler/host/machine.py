@@ -21,7 +21,11 @@ DEVICES = 8
 
 
 def host_machine(
-    devices: int | None = None, *, cpus: Iterable[int] | None = None, sysfs: Path = SYSFS
+    devices: int | None = None,
+    *,
+    cpus: Iterable[int] | None = None,
+    sysfs: Path = SYSFS,
+    least: int = 2,
 ) -> Machine:
     """The machine that stands for this host; `C` places are its NUMA nodes, `G` places are cores.
 
@@ -29,21 +33,23 @@ def host_machine(
     A device's bus id is made up; its domain is the number of the core.
 
     Args:
-        devices: how many; None is one a core, at least 2 and at most 8.
+        devices: how many; None is one a core, at least `least` and at most 8.
         cpus: cores to use; None is all that this process may run on.
         sysfs: where the kernel tells of NUMA nodes.
+        least: how few there may be: 2 meet in a machine, 1 is enough for a node of several.
 
     Raises:
-        InputError: fewer than 2 devices or more than a machine has, or no such core.
+        InputError: fewer devices than that or more than a machine has, or no such core.
     """
     nodes = sysfs / "devices" / "system" / "node"
     ids = numa.online_nodes(nodes)
     usable = sorted(set(os.sched_getaffinity(0) if cpus is None else cpus))
     node_of = _nodes_of(usable, ids, nodes)
     usable.sort(key=lambda cpu: (node_of[cpu], cpu))
-    count = max(2, min(len(usable), DEVICES)) if devices is None else devices
-    if not 2 <= count <= MAX_GPUS:
-        raise InputError("host machine", f"has {count} devices", f"2 to {MAX_GPUS} are right")
+    count = max(least, min(len(usable), DEVICES)) if devices is None else devices
+    if not least <= count <= MAX_GPUS:
+        what = f"has {count} device{'s' * (count != 1)}"
+        raise InputError("host machine", what, f"{least} to {MAX_GPUS} are right")
     name = cpu_model()
     picked = [usable[i * len(usable) // count] for i in range(count)]
     gpus = tuple(
