@@ -20,6 +20,8 @@ from tccl_py.transfers.hops import HopSpace, Ring
 
 ALL_SETS_UP_TO = 8
 """So many GPUs have 247 sets of two or more; of more GPUs only the sets asked for are searched."""
+LEAST_IDLE = 10
+"""Sets without a better ring that any search may measure before it gives up."""
 
 
 class DatabaseTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,11 +68,16 @@ class DatabaseTask(msgspec.Struct, frozen=True, kw_only=True):
             KeyboardInterrupt: it was interrupted; half a database fails jobs.
         """
         left = self.max_sets - self.source.sets_measured
-        strategy = "best-first" if left > 0 else "nccl-order"
-        sets = min(problem.budget.sets or left, max(1, left))
-        cut = msgspec.structs.replace(problem.budget, sets=sets)
-        limited = msgspec.structs.replace(problem, budget=cut if left > 0 else Budget())
-        result = find_rings(limited, strategy=strategy, reporter=self.reporter)
+        if left <= 0:
+            known = msgspec.structs.replace(problem, budget=Budget())
+            result = find_rings(known, strategy="nccl-order", reporter=self.reporter)
+        else:
+            # The fewer sets are left, the sooner a search gives up: others come after it.
+            idle = int((problem.budget.idle_sets or 0) * left / self.max_sets)
+            sets = min(problem.budget.sets or left, left)
+            budget = Budget(sets=sets, idle_sets=max(LEAST_IDLE, idle))
+            limited = msgspec.structs.replace(problem, budget=budget)
+            result = find_rings(limited, reporter=self.reporter)
         if result.cancelled:
             raise KeyboardInterrupt
         return result
