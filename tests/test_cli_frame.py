@@ -120,7 +120,7 @@ BAD = {
         ("validate", GRAPH, *OF, "--gpus", "all"),
         "GPU list 'all': 'all' is no GPU; write indices, as 0,2,5 or 0-3",
     ),
-    "no nodes": (("validate", GRAPH, *OF, "--nodes", "0"), "nodes: is 0; 1 to 4096"),
+    "no nodes": (("validate", GRAPH, *OF, "--nodes", "0"), "nodes: is 0; 1 to 65536"),
     "no version": (
         ("validate", GRAPH, *OF, "--nccl", "new"),
         "NCCL version 'new': is no version; give a number such as 2.28.9",

@@ -14,6 +14,7 @@ from tccl_py.cluster_plan.joint import joint
 from tccl_py.cluster_plan.node import Node, used_nics
 from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring
 from tccl_py.cluster_plan.planner import make_cluster_plan
+from tccl_py.cluster_plan.uplinks import with_measured_uplinks
 from tccl_py.errors import InputError
 from tccl_py.merge.switches import SwitchTree
 from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
@@ -327,3 +328,19 @@ def test_the_whole_ring_has_every_flow_of_every_host_and_crosses_to_the_next():
     order = plan.host_order
     expected = {(one, other) for one, other in zip(order, (*order[1:], order[0]), strict=True)}
     assert set(crossing) == expected
+
+
+# Uplinks that were measured
+
+
+def test_uplinks_get_a_rate_only_where_pairs_across_them_are_slower():
+    tree = switches()
+    beside = [("h0", "h2", 10.0), ("h3", "h1", 10.0)]
+    slow = with_measured_uplinks(tree, [*beside, ("h0", "h1", 4.0), ("h2", "h3", 5.0)])
+    assert [one.uplink_gbps for one in slow.switches] == [5.0, 5.0]
+    both_ways = with_measured_uplinks(tree, [*beside, ("h0", "h1", 4.0), ("h3", "h2", 3.0)])
+    assert [one.uplink_gbps for one in both_ways.switches] == [3.0, 3.0]
+    quick = with_measured_uplinks(tree, [*beside, ("h0", "h1", 9.5)])
+    assert quick == tree
+    told = with_measured_uplinks(switches(uplink=2.0), [*beside, ("h0", "h1", 4.0)])
+    assert told == switches(uplink=2.0)

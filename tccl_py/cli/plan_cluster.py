@@ -19,6 +19,7 @@ from tccl_py.cluster.switches import Network, read_switches
 from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring_rate
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.cluster_plan.planner import make_cluster_plan
+from tccl_py.cluster_plan.uplinks import with_measured_uplinks
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.plan.directory import open_journal
@@ -228,7 +229,7 @@ class MeasuredCluster:
             opened = open_journal(source, journal, source.header, force=force)
             with opened as journalled:
                 notice_each(journalled.notices)
-                odd = self._odd_hosts(journalled)
+                odd = self._sampled(journalled)
                 notice_each(odd)
                 sources = [PlacedSource(journalled, one) for one in placements(self.cluster)]
                 made = self._task.plan(self.cluster, sources, line)
@@ -246,8 +247,11 @@ class MeasuredCluster:
         notices += [f"left out, as it cannot be measured: {text}" for text in failures]
         return msgspec.structs.replace(made, notices=tuple(dict.fromkeys(notices)))
 
-    def _odd_hosts(self, source: BandwidthSource) -> tuple[str, ...]:
-        """Hosts whose network is unlike that of hosts like them, a sentence each."""
+    def _sampled(self, source: BandwidthSource) -> tuple[str, ...]:
+        """Measure some pairs of hosts; what is odd of them, a sentence each.
+
+        Pairs across switches tell what uplinks carry, where no file did.
+        """
         from tccl_profiler.cluster.sampling import links_check  # noqa: PLC0415
 
         tree = self.cluster.switches
@@ -263,7 +267,18 @@ class MeasuredCluster:
             switches=under,
             spot_checks=min(SPOT_CHECKS, len(self.cluster.hosts) // 2),
         )
-        return tuple(str(one) for one in report.odd)
+        told = [str(one) for one in report.odd]
+        if tree is not None:
+            pairs = [(one.sender, one.receiver, one.gbps) for one in report.pairs]
+            known = with_measured_uplinks(tree, pairs)
+            told += [
+                f"the uplink of switch {new.name} carries {new.uplink_gbps:.3g} GB/s each way, as "
+                "pairs of hosts across it were measured"
+                for old, new in zip(tree.all_switches, known.all_switches, strict=True)
+                if new.uplink_gbps != old.uplink_gbps
+            ]
+            self.cluster = msgspec.structs.replace(self.cluster, switches=known)
+        return tuple(told)
 
 
 def _with_whole_ring(made: ClusterPlan, source: BandwidthSource) -> ClusterPlan:
