@@ -1,11 +1,15 @@
 """`tccl export --runtime tccl`: the file, its notices, and what answers its sets."""
 
+import shutil
+
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli import hardware
 from tccl_py.cli.main import app
+from tccl_py.cluster_plan.directory import write_cluster_plan
+from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.measurements.journal import JournalHeader, JournalledSource
 from tccl_py.plan.directory import write_plan
@@ -227,3 +231,60 @@ def test_a_measured_plan_without_its_journal_is_refused(measured):
     (measured / "measurements.jsonl").unlink()
     said = refused(measured, "--runtime", "tccl")
     assert said.endswith("does not exist; plan again: it has what was measured")
+
+
+# Plans of clusters
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """The simulated plan of three equal nodes."""
+    place = tmp_path_factory.mktemp("cluster") / "plan"
+    result = tccl("plan", "-o", place, "--simulate", SMALL, "--nodes", 3, "--max-sets", 50)
+    assert result.exit_code == 0, result.stderr
+    return place
+
+
+def test_a_plan_of_equal_nodes_is_exported_with_the_ring_over_them(cluster, tmp_path):
+    result = exported(cluster, "-o", tmp_path / "db.xml")
+    database = read_tccl_xml(tmp_path / "db.xml")
+    rate = found_ring(database, [15, 15, 15]).gbps
+    planned = load_cluster_plan(cluster)
+    said = f"tccl: the plan has {planned.rate_gbps:.2f} GB/s by 1 ring over 3 nodes; the one ring "
+    assert f"{said}that the fork makes of this file has {rate:.2f}\n" in result.stderr
+    assert rate == pytest.approx(planned.rate_gbps, rel=0.02)
+
+
+def test_a_plan_of_equal_nodes_whose_jobs_are_left_out_says_so(cluster, monkeypatch):
+    monkeypatch.setattr("tccl_py.plan.database.MOST_MEMORY", 0)
+    result = exported(cluster)
+    said = "over 3 nodes; with this file such a job fails: No ring found over 2 nodes: there is no "
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (None, "cannot be read (No such file or directory); name a readable file"),
+        ("{}", "describes no machine"),
+    ],
+)
+def test_a_cluster_without_its_model_cannot_be_searched_again(damage, said, cluster, tmp_path):
+    place = tmp_path / "plan"
+    shutil.copytree(cluster, place)
+    (model,) = (place / "machines").glob("*.json")
+    model.unlink() if damage is None else model.write_text(damage)
+    assert said in refused(place, "--runtime", "tccl")
+
+
+def test_a_measured_cluster_is_refused(cluster, tmp_path):
+    place = tmp_path / "plan"
+    plan = load_cluster_plan(cluster)
+    measured = msgspec.structs.replace(plan, simulated=False, assumed=False)
+    place.mkdir()
+    write_cluster_plan(measured, place)
+    assert refused(place, "--runtime", "tccl") == (
+        f"{place}: was measured over its hosts, and the file takes sets that nobody measured "
+        "there; plan one of its machines alone: the file made of that has rings for jobs of one "
+        "node"
+    )

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from tccl_py.cli.arguments import notice, notice_each, parse_gpus, write_result
+from tccl_py.cli.arguments import notice
 from tccl_py.cli.cluster_files import export_cluster
-from tccl_py.cli.cluster_kind import refuse_cluster
-from tccl_py.cli.interrupts import interrupts_put_off
-from tccl_py.cli.plan_source import ElsewhereError, Here, journal_contents, measured_source
-from tccl_py.cli.progress import ProgressLine
+from tccl_py.cli.export_tccl import export_tccl, gpu_sets
 from tccl_py.cluster_plan.plan import is_cluster_plan
 from tccl_py.emitters.plan_files import GRAPH_FILE
-from tccl_py.emitters.tccl_xml import tccl_xml
-from tccl_py.errors import InputError, SourceLostError
-from tccl_py.measurements.measurement import Measurement
-from tccl_py.measurements.memory import RememberingSource
-from tccl_py.plan.database import DEFAULT_MAX_SETS, Export, make_database
-from tccl_py.plan.directory import (
-    JOURNAL_FILE,
-    machine_file,
-    nccl_files,
-    planned_model,
-    write_nccl_files,
-)
+from tccl_py.errors import InputError
+from tccl_py.plan.database import DEFAULT_MAX_SETS, Export
+from tccl_py.plan.directory import nccl_files, write_nccl_files
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.runtimes.nccl.settings import check_settings
 from tccl_py.runtimes.nccl.transport import hop_space
 from tccl_py.runtimes.nccl.versions import version_facts
-from tccl_py.search.problem import Reporter, SilentReporter
-from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import TransferSet
 
 RUNTIMES = ("nccl", "tccl")
 
@@ -103,8 +86,9 @@ def export(
     For tccl it is the XML file of the TCCL fork (TCCL_XML_FILE, with NCCL_ALGO=TCCL,RING), whose
     runtime moves every hop by the mechanism that the file names. Rings are searched for every set
     of GPUs, and chains over every set for jobs of several nodes, which are taken to be alike: by
-    the model of a simulated plan, on the machine itself of a measured one. What the plan has and
-    the file cannot have is said in notices, and in a comment of the file.
+    the model of a simulated plan, on the machine itself of a measured one. Of a cluster's plan that
+    needs equal nodes and a model. What the plan has and the file cannot have is said in notices,
+    and in a comment of the file.
 
     Examples:
 
@@ -123,18 +107,14 @@ def export(
             _export_nccl(directory, output, nccl)
         return
     _refuse({"--nccl": nccl}, "nccl")
-    refuse_cluster(
-        directory,
-        "plan a machine of it alone: the file made of that has chains for jobs of several nodes",
-    )
     if max_sets is not None and max_sets < 1:
         raise InputError("--max-sets", f"is {max_sets}", "one set at least")
     wanted = Export(
-        subsets=_subsets(subsets),
+        subsets=gpu_sets(subsets),
         nic=nic,
         max_sets=DEFAULT_MAX_SETS if max_sets is None else max_sets,
     )
-    _export_tccl(directory, output, wanted)
+    export_tccl(directory, output, wanted)
 
 
 def _refuse(options: dict[str, object], runtime: str) -> None:
@@ -156,85 +136,6 @@ def _export_nccl(directory: Path, output: Path | None, version: str | None) -> N
         return
     count = write_nccl_files(plan, output)
     notice(f"wrote {count} files to {output}")
-
-
-def _export_tccl(directory: Path, output: Path | None, wanted: Export) -> None:
-    plan = load_plan(directory)
-    if output is not None and (output.is_file() or output.is_dir()):
-        raise InputError(str(output), "already exists", "name a new file")
-    place = directory if directory.is_dir() else directory.parent
-    with interrupts_put_off(), _answers(plan, place) as (source, reporter):
-        made = make_database(plan, source, export=wanted, reporter=reporter)
-    text = tccl_xml(made.database, notes=made.notes)
-    write_result(text, output)
-    notice_each(made.notes)
-    if output is not None:
-        chains = sum(len(part.chains) for part in made.database.inter)
-        notice(f"wrote {len(made.database.intra)} rings and {chains} chains to {output}")
-
-
-def _subsets(text: str | None) -> tuple[tuple[int, ...], ...] | None:
-    """The sets of GPUs in `0-3 4-7 0,4`; None stays None.
-
-    Raises:
-        InputError: none, or one of them is no list of GPUs.
-    """
-    if text is None:
-        return None
-    lists = text.split()
-    if not lists:
-        raise InputError("--subsets", "names no set of GPUs", "write lists, as '0-3 4-7 0,4'")
-    return tuple(tuple(sorted(parse_gpus(one))) for one in lists)
-
-
-class _JournalOnly:
-    """A source without a machine: what the journal does not have, nobody can say."""
-
-    simulated = False
-
-    def __init__(self, why: ElsewhereError) -> None:
-        self._why = why
-
-    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Refuse.
-
-        Raises:
-            SourceLostError: always; the set is named.
-        """
-        raise SourceLostError(
-            f"{self._why.where}: {self._why.what}; its journal does not have {sets[0]}, so "
-            f"{self._why.right}"
-        )
-
-
-@contextmanager
-def _answers(plan: Plan, directory: Path) -> Iterator[tuple[RememberingSource, Reporter]]:
-    """What answers sets, the plan's model or its journal and machine, and who watches."""
-    with ExitStack() as stack:
-        if plan.simulated:
-            source = _simulated(plan, directory)
-            yield source, stack.enter_context(ProgressLine())
-            return
-        journal = directory / JOURNAL_FILE
-        try:
-            opened = measured_source(plan, journal, Here(), otherwise="export it there")
-            source = stack.enter_context(opened)
-        except ElsewhereError as why:
-            known = journal_contents(plan, journal).measurements
-            source = RememberingSource(_JournalOnly(why), known)
-        # What is measured has a line of its own.
-        yield source, SilentReporter()
-
-
-def _simulated(plan: Plan, directory: Path) -> RememberingSource:
-    model = planned_model(plan, directory)
-    if model is None:
-        raise InputError(
-            str(machine_file(plan, directory)),
-            "holds no model to simulate by",
-            "plan again with `tccl plan --simulate`",
-        )
-    return RememberingSource(Simulator(model))
 
 
 def for_version(plan: Plan, version: str) -> Plan:

@@ -17,10 +17,16 @@ from tccl_py.plan.database_chains import (
     landings,
     searched_chains,
 )
-from tccl_py.plan.database_notes import MUCH_MEMORY, FoundParts, database_notes, plan_channels
+from tccl_py.plan.database_notes import (
+    MUCH_MEMORY,
+    FoundParts,
+    PlannedNode,
+    database_notes,
+    plan_channels,
+)
 from tccl_py.plan.database_rings import SearchedRings, searched_rings
 from tccl_py.plan.database_search import DatabaseTask
-from tccl_py.plan.plan import Plan, PlanRing
+from tccl_py.plan.plan import PlanRing
 from tccl_py.plan.settings_search import Order
 from tccl_py.runtimes.tccl.checks import TABLE_CELLS, table_bytes, table_cells
 from tccl_py.runtimes.tccl.database import (
@@ -70,7 +76,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_database(
-    plan: Plan,
+    plan: PlannedNode,
     source: BandwidthSource,
     *,
     export: Export | None = None,
@@ -79,7 +85,7 @@ def make_database(
     """Search rings and chains for every set of a plan's GPUs, each hop by the mechanism it likes.
 
     Args:
-        plan: of one machine; jobs run on nodes that are all like it.
+        plan: of one machine, or of nodes that are all alike.
         source: answers transfer sets of that machine.
         export: what is asked beyond the plan.
         reporter: watches.
@@ -136,7 +142,9 @@ def _no_chains(task: DatabaseTask, nic: Nic | None) -> str:
     return ""
 
 
-def _task(plan: Plan, source: BandwidthSource, export: Export, reporter: Reporter) -> DatabaseTask:
+def _task(
+    plan: PlannedNode, source: BandwidthSource, export: Export, reporter: Reporter
+) -> DatabaseTask:
     if table_cells(max(plan.gpus) + 1, 1) >= TABLE_CELLS:
         raise InputError(
             f"GPU {max(plan.gpus)}",

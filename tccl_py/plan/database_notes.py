@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
 from tccl_py.plan.database_chains import SearchedChains
 from tccl_py.plan.database_rings import SearchedRings
 from tccl_py.plan.database_search import ALL_SETS_UP_TO, DatabaseTask
-from tccl_py.plan.plan import Plan
+from tccl_py.plan.plan import PlanRing
 from tccl_py.plan.settings_search import Order
-from tccl_py.runtimes.nccl.settings import final_channels
-from tccl_py.topology.machine import Nic
+from tccl_py.runtimes.nccl.settings import Settings, final_channels
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import Machine, Nic
 
 MUCH_MEMORY = 1 << 30
 """More than this in every process of a job is worth a word."""
@@ -21,13 +23,45 @@ _NAMED = 3
 """Sets of GPUs without a ring or chain that are named."""
 
 
+class PlannedNode(Protocol):
+    """What of a plan a database is made of: that of a machine, or of a cluster's equal nodes."""
+
+    @property
+    def machine(self) -> Machine:
+        """The node."""
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """What is known of it."""
+
+    @property
+    def gpus(self) -> Order:
+        """NVML indices of the GPUs that are planned for."""
+
+    @property
+    def settings(self) -> Settings:
+        """NCCL's, for channels and FIFOs."""
+
+    @property
+    def rings(self) -> tuple[PlanRing, ...]:
+        """Rings over the GPUs of one node; none in a cluster's plan."""
+
+    @property
+    def rate_gbps(self) -> float:
+        """What all rings have together."""
+
+    @property
+    def provenance(self) -> str:
+        """Where rates come from."""
+
+
 class FoundParts(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked and what was found; `table_bytes` is the fork's memory in each process.
 
     `no_chains` says why there are none, where that is so.
     """
 
-    plan: Plan
+    plan: PlannedNode
     task: DatabaseTask
     nic: Nic | None
     rings: SearchedRings
@@ -36,7 +70,7 @@ class FoundParts(msgspec.Struct, frozen=True, kw_only=True):
     table_bytes: int
 
 
-def plan_channels(plan: Plan) -> int:
+def plan_channels(plan: PlannedNode) -> int:
     """Channels that NCCL has under the plan's settings."""
     sm = min((plan.machine.gpu(gpu).sm or 0 for gpu in plan.gpus), default=0)
     return final_channels(plan.settings.channels, sm=sm, version=plan.settings.version)
