@@ -22,7 +22,11 @@ def main() -> None:
         # A shell that starts a command in the background may have it ignore interrupts.
         if usual is signal.default_int_handler:
             signal.signal(signal.SIGINT, _leave)
-        from tccl_py.cli.main import main as run  # noqa: PLC0415 (only now)
+        from tccl_profiler.cluster.mpi import only_serves, served  # noqa: PLC0415 (only now)
+
+        if only_serves(sys.argv[1:], os.environ):
+            sys.exit(served())
+        from tccl_py.cli.main import main as run  # noqa: PLC0415
 
         signal.signal(signal.SIGINT, usual)
         run()

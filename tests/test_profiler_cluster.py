@@ -21,7 +21,7 @@ from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.meeting import Hello, Invitation, Meeting, met, own_hello
 from tccl_profiler.cluster.messages import Envelope
 from tccl_profiler.cluster.messenger import PeerGone
-from tccl_profiler.cluster.mpi import in_mpi_job
+from tccl_profiler.cluster.mpi import in_mpi_job, only_serves
 from tccl_profiler.cluster.session import ClusterSession
 from tccl_profiler.profiler import Options
 from tccl_profiler.runs import Outcome
@@ -54,6 +54,25 @@ from tests.profiler_clusters import agent_in_thread, agents_in_processes, pair
 )
 def test_launchers_are_known_by_what_they_set(environment, answer):
     assert in_mpi_job(environment) is answer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "answer"),
+    [
+        (["measure", "SET"], {"PMI_SIZE": "2", "PMI_RANK": "1"}, True),
+        (["plan", "-o", "DIR"], {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, True),
+        (["plan", "-o", "DIR"], {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, False),
+        (["measure", "SET"], {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, True),
+        (["measure", "SET"], {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, False),
+        (["measure", "SET"], {}, False),
+        (["measure", "SET", "--simulate=M"], {"PMI_SIZE": "2", "PMI_RANK": "1"}, False),
+        (["measure", "--help"], {"PMI_SIZE": "2", "PMI_RANK": "1"}, False),
+        (["show", "DIR"], {"PMI_SIZE": "2", "PMI_RANK": "1"}, False),
+        ([], {"PMI_SIZE": "2", "PMI_RANK": "1"}, False),
+    ],
+)
+def test_other_ranks_of_a_job_do_not_look_at_the_command(arguments, environment, answer):
+    assert only_serves(arguments, environment) is answer
 
 
 # How ranks meet

@@ -86,8 +86,8 @@ def test_a_host_that_is_slow_is_named(slow, seed):
     assert odd.deviations > 5
     assert re.fullmatch(
         rf"host {slow}: its network is (3\d|4\d)% slower than that of hosts like it, \S+ instead "
-        r"of \S+ GB/s in \d+ pairs? \(\d+ standard deviations of the noise\); look at its links and "
-        r"what else uses them",
+        r"of \S+ GB/s in \d+ pairs? \(\d+ standard deviations of the noise\); look at its links "
+        r"and what else uses them",
         str(odd),
     )
 

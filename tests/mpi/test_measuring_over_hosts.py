@@ -33,7 +33,7 @@ def over(sender, receiver, *, nics=(0, 0)):
     out, into = nics
     return (
         f"{sender}.C0->{sender}.N{out}->{receiver}.N{into}->{receiver}.N{into}->{receiver}.C0"
-        "{blocks=1,fifo=256K}"
+        "{blocks=1,fifo=128K}"
     )
 
 
@@ -43,7 +43,7 @@ ACROSS = over("h0", "h2")
 SHARED = f"{over('h0', 'h2')} {over('h1', 'h3')}"
 BESIDE = f"{over('h0', 'h1')} {over('h2', 'h3')}"
 TWO_LINKS = f"{over('h1', 'h0')} {over('h2', 'h1', nics=(0, 1))} {over('h0', 'h1')}"
-GPUS = "h0.G0->h0.G0->h0.C0->h0.N0->h1.N1->h1.N1->h1.C0->h1.G1->h1.G1{blocks=1,fifo=256K}"
+GPUS = "h0.G0->h0.G0->h0.C0->h0.N0->h1.N1->h1.N1->h1.C0->h1.G1->h1.G1{blocks=1,fifo=128K}"
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,8 @@ def test_a_link_has_the_rate_that_it_is_shaped_to(measured):
 
 def test_hosts_behind_one_uplink_share_it(measured):
     together = measured[SHARED]
-    assert together["total_gbps"] == pytest.approx(SLOW, rel=TOLERANCE)
+    # They take turns, and medians of what they have do not add up to what there is.
+    assert together["total_gbps"] == pytest.approx(SLOW, rel=2 * TOLERANCE)
     assert max(together["gbps"]) < 0.8 * SLOW
     assert measured[BESIDE]["gbps"] == [pytest.approx(FAST, rel=TOLERANCE)] * 2
 
@@ -140,7 +141,7 @@ def test_two_hosts_of_one_name_are_refused(namespaces):  # noqa: F811
 def under_way(namespaces, journal):  # noqa: F811
     """A long measurement over two hosts, which has measured something."""
     # Other sets for a while: each has another FIFO.
-    sets = [ALONE.replace("256K", f"{size}K") for size in range(64, 512, 4)]
+    sets = [ALONE.replace("128K", f"{size}K") for size in range(64, 512, 4)]
     process = namespaces.start(*MEASURE, "--journal", str(journal), *sets, hosts=("h0", "h1"))
     try:
         until = time.monotonic() + WITHIN_S

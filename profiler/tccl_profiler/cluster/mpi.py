@@ -10,16 +10,19 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from tccl_profiler.cluster.job import Job
-from tccl_profiler.cluster.meeting import met
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, TcclError
 
+if TYPE_CHECKING:
+    from tccl_profiler.cluster.job import Job
+
+NOT_USABLE = 2
 _TAG = 4211
+_INIT_S = 120.0
 _FINALIZE_S = 30.0
-"""How long the end of MPI may take: it waits for all ranks, and all have just been there."""
+"""How long MPI may take to start and to end: it waits for all ranks, and one may be missing."""
 _SIZES = (
     "OMPI_COMM_WORLD_SIZE",  # Open MPI's mpirun
     "PMI_SIZE",  # MPICH, Intel MPI, MVAPICH, Cray; srun --mpi=pmi2
@@ -27,6 +30,47 @@ _SIZES = (
     "PALS_SIZE",
     "SLURM_STEP_NUM_TASKS",  # srun, whatever the MPI
 )
+
+
+_RANKS = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "PALS_RANKID",
+    "SLURM_PROCID",
+)
+_JOBS = ("measure", "plan")
+"""Commands that several ranks do together."""
+_ALONE = ("--simulate", "--help", "-h")
+"""What every rank would do by itself."""
+
+
+def only_serves(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether a command is for another rank to control, by its arguments and the launcher's
+    variables, so that this one need not look at it.
+
+    >>> only_serves(["measure", "h0.G0->h0.G0->h0.C0"], {"PMI_SIZE": "2", "PMI_RANK": "1"})
+    True
+    >>> only_serves(["show", "DIR"], {"PMI_SIZE": "2", "PMI_RANK": "1"})
+    False
+    """
+    if not arguments or arguments[0] not in _JOBS or _wanted_size(environment) < 2:
+        return False
+    if any(one.partition("=")[0] in _ALONE for one in arguments):
+        return False
+    rank = next((environment[name] for name in _RANKS if name in environment), "0")
+    return rank.isascii() and rank.isdecimal() and int(rank) > 0
+
+
+def served() -> int:
+    """Serve the controller of this rank's job to its end; the exit code. Nothing is printed."""
+    try:
+        with mpi_job() as job:
+            return job.serve()
+    except TcclError:
+        # What it is, the controller says.
+        return NOT_USABLE
 
 
 def in_mpi_job(environment: Mapping[str, str] | None = None) -> bool:
@@ -58,6 +102,10 @@ def mpi_job() -> Iterator[Job]:
         InputError: MPI does not start, a rank is missing, or the launcher started tasks that know
             nothing of each other.
     """
+    # Most processes that ask whether they are in a job are not, and need nothing of this.
+    from tccl_profiler.cluster.job import Job  # noqa: PLC0415
+    from tccl_profiler.cluster.meeting import met  # noqa: PLC0415
+
     post = _started()
     wanted = _wanted_size(os.environ)
     if post.size == 1 and wanted > 1:
@@ -113,18 +161,28 @@ class _MpiPost:
         self._arriving = still
 
     def finish(self) -> None:
-        """As Post. If MPI hangs, this process ends: all else that waits has a limit."""
-        guard = threading.Timer(_FINALIZE_S, _given_up, (self.rank,))
-        guard.daemon = True
-        guard.start()
-        self._mpi.Finalize()
+        """As Post."""
+        with _limited(_FINALIZE_S, "MPI_Finalize", os.environ):
+            self._mpi.Finalize()
+
+
+@contextlib.contextmanager
+def _limited(limit_s: float, call: str, environment: Mapping[str, str]) -> Iterator[None]:
+    """End this process where MPI does not come back: all else that waits here has a limit."""
+
+    def give_up() -> None:
+        if next((environment[name] for name in _RANKS if name in environment), "0") == "0":
+            said = f"tccl: this MPI job: {call} takes longer than {limit_s:g} s; see whether all "
+            os.write(2, f"{said}hosts are well, and start one tccl command on each\n".encode())
+        os._exit(NOT_USABLE)
+
+    guard = threading.Timer(limit_s, give_up)
+    guard.daemon = True
+    guard.start()
+    try:
+        yield
+    finally:
         guard.cancel()
-
-
-def _given_up(rank: int) -> None:
-    if rank == 0:
-        os.write(2, b"tccl: this MPI job: MPI_Finalize hangs; see whether all hosts are well\n")
-    os._exit(2)
 
 
 def _started() -> _MpiPost:
@@ -146,5 +204,6 @@ def _started() -> _MpiPost:
             f"cannot load MPI ({' '.join(str(error).split())[:200]})",
             "install tccl-py[mpi] beside the MPI that launched it",
         ) from error
-    MPI.Init_thread(MPI.THREAD_FUNNELED)
+    with _limited(_INIT_S, "MPI_Init", os.environ):
+        MPI.Init_thread(MPI.THREAD_FUNNELED)
     return _MpiPost(MPI)
