@@ -194,6 +194,13 @@ def test_the_collapse_that_a_search_met_is_named_although_the_plan_avoids_it():
     )
 
 
+def test_sets_that_were_asked_for_a_clusters_plan_explain_nothing_here():
+    # A directory can have had the plan of a cluster before; its journal is gone on with.
+    ends = ["N0->N0->C0->G3->G3{blocks=2}", "G0->G0->C3->N0->N0{blocks=2}"]
+    found = explained("amd-v100", seen=[*ends, " ".join(ends)])
+    assert found.rings == explained("amd-v100").rings
+
+
 @pytest.mark.parametrize(("name", "node"), [("amd-v100", 1), ("intel-v100", 0)])
 def test_stock_on_the_papers_machines_crowds_one_memory(name, node):
     stock = explained(name).rings[1]

@@ -43,9 +43,13 @@ class Asker:
         self._until = time.monotonic() + (budget.seconds or float("inf"))
         self._rates: dict[str, Rate] = {}
         self._alike: dict[Key, str] = {}
-        self._times = dict(source.times_known)
-        for text in self._times:
-            self._note(parse_set(text).flows, text)
+        self._times: dict[str, int] = {}
+        for text, times in source.times_known.items():
+            flows = parse_set(text).flows
+            # A journal may have been a cluster's before; rings of one machine use no NIC.
+            if not any(flow.is_network for flow in flows):
+                self._times[text] = times
+                self._note(flows, text)
 
     @property
     def sets_measured(self) -> int:
