@@ -22,6 +22,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tccl_py.cluster.hosts import Cluster, HostReport, cluster_of
+    from tccl_py.cluster.switches import read_switches
+    from tccl_py.cluster_plan.directory import write_cluster_plan
+    from tccl_py.cluster_plan.plan import ClusterPlan, load_cluster_plan
+    from tccl_py.cluster_plan.planner import make_cluster_plan
     from tccl_py.errors import InputError, TcclError
     from tccl_py.plan.plan import Plan, load_plan
     from tccl_py.plan.planner import make_plan
@@ -33,33 +38,49 @@ if TYPE_CHECKING:
     from tccl_py.transfers.transfer import parse_flow, parse_set
 
 _HOMES = {
+    "Cluster": "cluster.hosts",
+    "ClusterPlan": "cluster_plan.plan",
+    "HostReport": "cluster.hosts",
     "InputError": "errors",
     "Plan": "plan.plan",
     "Simulator": "simulator.source",
     "TcclError": "errors",
     "bundled_names": "simulator.library",
+    "cluster_of": "cluster.hosts",
     "discover_machine": "topology.readers.live",
     "find_rings": "search.strategies",
+    "load_cluster_plan": "cluster_plan.plan",
     "load_machine": "simulator.descriptions",
     "load_plan": "plan.plan",
+    "make_cluster_plan": "cluster_plan.planner",
     "make_plan": "plan.planner",
     "parse_flow": "transfers.transfer",
     "parse_set": "transfers.transfer",
+    "read_switches": "cluster.switches",
+    "write_cluster_plan": "cluster_plan.directory",
 }
 
 __all__ = [
+    "Cluster",
+    "ClusterPlan",
+    "HostReport",
     "InputError",
     "Plan",
     "Simulator",
     "TcclError",
     "bundled_names",
+    "cluster_of",
     "discover_machine",
     "find_rings",
+    "load_cluster_plan",
     "load_machine",
     "load_plan",
+    "make_cluster_plan",
     "make_plan",
     "parse_flow",
     "parse_set",
+    "read_switches",
+    "write_cluster_plan",
 ]
 
 

@@ -46,8 +46,19 @@ def shown_commands() -> list[tuple[Path, str, list[str]]]:
     return found
 
 
+def shown_files() -> dict[str, str]:
+    """The files that pages show, which have a title; commands on the pages read them."""
+    fence = r'^```[a-z]+ title="([a-z.]+)"\n(.*?)^```$'
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    found = [one for text in texts for one in re.findall(fence, text, re.MULTILINE | re.DOTALL)]
+    assert len(dict(found)) == len(found), "two pages show a file of one name"
+    return dict(found)
+
+
 def test_the_commands_print_what_the_pages_show(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for name, text in shown_files().items():
+        Path(name).write_text(text, encoding="utf-8")
     monkeypatch.delenv("COLUMNS", raising=False)
     answers: dict[str, tuple[int, str]] = {}
     commands = shown_commands()

@@ -20,6 +20,7 @@ SAYS = {
     "own_strategy.py": ("two_opt: ", "no bound", "best-first: ", "simulated"),
     "plan_from_topo_text.py": ("assumed: every GPU's link", "simulated from assumed figures"),
     "measure_own_sets.py": ("(host backend)", "95 % interval", "overlap"),
+    "plan_a_cluster.py": ("order: ", "from N0 over GPUs", "simulated from assumed figures"),
 }
 
 

@@ -1,0 +1,59 @@
+"""Rings over hosts with different machines: the order of hosts, and the way through each.
+
+python examples/plan_a_cluster.py [SWITCHES [DIR]]     (a YAML or a topology.conf; DIR is a new one)
+
+The hosts are made up, two with V100s and two with RTX 3090s, and simulated by bundled models.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import tccl_py
+from tccl_py.search.problem import Budget
+
+# In the order in which a job would start on them.
+HOSTS = {"v1": "amd-v100", "r1": "amd-3090", "v2": "amd-v100", "r2": "amd-3090"}
+BUDGET = Budget(sets=60)  # so that the example takes seconds
+
+
+def main(switches: Path | None, directory: Path | None) -> None:
+    """Plan, print what each host does, and write the files if a directory is named."""
+    models = {name: tccl_py.load_machine(name) for name in HOSTS.values()}
+    reports = [
+        tccl_py.HostReport(
+            host=host, machine=models[name].machine, knowledge=models[name].knowledge
+        )
+        for host, name in HOSTS.items()
+    ]
+    network = tccl_py.read_switches(switches, list(HOSTS)) if switches else None
+    cluster = tccl_py.cluster_of(reports, switches=network.switches if network else None)
+
+    # Equal machines are one class, and each class has a source of its own.
+    sources = [tccl_py.Simulator(models[one.machine.name]) for one in cluster.classes]
+    plan = tccl_py.make_cluster_plan(cluster, sources, ring_counts=[1], budget=BUDGET)
+
+    print(f"order: {', '.join(plan.host_order)}{' (changed)' if plan.order_changed else ''}")
+    for host in plan.hosts:
+        passage = plan.passages[host.passage]
+        for chain in passage.chains:
+            flow, gbps = chain.bottleneck
+            print(
+                f"{host.name}, ranks from {host.first_rank} on: from N{chain.entry_nic} over GPUs "
+                f"{chain.gpus} to N{chain.exit_nic}, slowest {flow} with {gbps:.2f} GB/s"
+            )
+    for ring in plan.rings:
+        print(f"ring of global ranks: {ring}")
+    print(f"rate {plan.rate_gbps:.2f} GB/s, {plan.provenance}")
+    print(f"stock NCCL {plan.stock.rate_gbps:.2f} GB/s {plan.stock.note}".rstrip())
+    if directory is not None:
+        directory.mkdir()
+        named = {one.name: models[one.machine.name] for one in cluster.classes}
+        tccl_py.write_cluster_plan(plan, directory, models=named)
+        print(f"wrote {directory}; nccl/order/launch.txt says how to start a job")
+
+
+if __name__ == "__main__":
+    given = [Path(argument) for argument in sys.argv[1:]]
+    main(given[0] if given else None, given[1] if len(given) > 1 else None)
