@@ -60,7 +60,7 @@ class Session:
                 f"C{node.index}": node.numa_id if node.numa_id >= 0 else None
                 for node in machine.numa_nodes
             },
-            memory=memory or (Memory() if backend == "cuda" else _HOST_MEMORY),
+            memory=memory or (Memory() if backend == "cuda" else HOST_MEMORY),
         )
         self._watch: Watch | None = None
         self._before: Conditions = ()
@@ -146,7 +146,8 @@ class Session:
         return JournalHeader(machine=self.machine.name, identity=identity, simulated=False)
 
 
-_HOST_MEMORY = Memory(arena_bytes=128 << 20, user_bytes=64 << 20)
+HOST_MEMORY = Memory(arena_bytes=128 << 20, user_bytes=64 << 20)
+"""What the host backend's devices give: they have no memory of their own."""
 
 
 def _cpus(machine: Machine, backend: Backend) -> Mapping[int, tuple[int, ...]]:

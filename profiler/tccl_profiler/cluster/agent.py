@@ -30,10 +30,13 @@ from tccl_profiler.cluster.messenger import (
     beat_to,
 )
 from tccl_profiler.cluster.urgency import AGENT, LANES, calm, hasten, threads_of, urgent
+from tccl_profiler.conditions import complaints
 from tccl_profiler.host.machine import cpus_of_devices
 from tccl_profiler.links import LinkLost
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.runs import Outcome
+from tccl_profiler.session import HOST_MEMORY
+from tccl_profiler.watch import Watch
 from tccl_profiler.workers import DeviceSpec, WorkerLost
 from tccl_py.errors import InputError, MeasurementError, TcclError
 from tccl_py.topology.machine import Machine
@@ -235,7 +238,15 @@ class Agent:
         except BaseException:
             self.close()
             raise
-        return say.Opened(lanes=self._pool.lanes)
+        return say.Opened(lanes=self._pool.lanes, complaints=self._complaints(message.devices))
+
+    def _complaints(self, devices: tuple[str, ...]) -> tuple[str, ...]:
+        """What spoils measurements by this host's GPUs; their links sleep yet."""
+        gpus = [int(name[1:]) for name in devices if name.startswith("G")]
+        if self._backend != "cuda" or not gpus:
+            return ()
+        with Watch(gpus, self._opened().pids) as watch:
+            return complaints(watch.look(), loaded=False)
 
     # One run
 
@@ -328,8 +339,9 @@ def pool_of(facts: HostFacts, backend: str, ids: tuple[str, ...], memory: Memory
             continue
         cpus = cores[index] if backend == "host" else _node_cpus(machine, name)
         specs.append(DeviceSpec(device=name, bus_id=machine.gpu(index).bus_id, cpus=cpus))
+    usual = HOST_MEMORY if backend == "host" else None
     numa_ids = {n.id: n.numa_id if n.numa_id >= 0 else None for n in machine.numa_nodes}
-    return Pool(backend, specs, numa_ids, memory=memory)
+    return Pool(backend, specs, numa_ids, memory=memory or usual)
 
 
 def _node_cpus(machine: Machine, name: str) -> tuple[int, ...]:

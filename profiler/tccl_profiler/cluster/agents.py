@@ -150,6 +150,7 @@ class Agents:
         while len(answers) < len(messages):
             # All are heard, those that fail as well: no answer may come after the next question.
             answers |= self.heard(number, set(messages) - set(answers), limit_s)
+        answers = {host: answers[host] for host in messages}
         raise_failures(answers)
         found: dict[str, Answer] = {}
         for host, answer in answers.items():

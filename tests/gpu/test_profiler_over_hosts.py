@@ -1,0 +1,34 @@
+"""Two hosts made of one machine's GPUs: what they send each other goes over TCP on loopback."""
+
+import pytest
+
+from tccl_profiler.cluster.session import LIMITS, ClusterSession
+from tccl_profiler.profiler import Options
+from tccl_profiler.statistics import Stopping
+from tccl_py.transfers.transfer import parse_set
+from tests.profiler_clusters import agents_in_processes
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(240)]
+QUICK = Options(stopping=Stopping(limit=6), limits=LIMITS, check="every", sentinel_every=0)
+ONLY = {"h0": frozenset({"G0", "N0"}), "h1": frozenset({"G1", "N0"})}
+OVER = "h0.G0->h0.G0->h0.C0->h0.N0->h1.N0->h1.N0->h1.C0->h1.G1->h1.G1{blocks=2}"
+BACK = "h1.G1->h1.G1->h1.C0->h1.N0->h0.N0->h0.N0->h0.C0->h0.G0->h0.G0{blocks=2}"
+INSIDE = "h0.G0->h0.G0->h0.C0 h1.G1->h1.G1->h1.C0"
+
+
+def test_gpus_of_two_hosts_send_to_each_other_and_start_together():
+    with (
+        agents_in_processes(("h0", "h1")) as job,
+        ClusterSession(
+            job, backend="cuda", interfaces=("lo",), options=QUICK, only=ONLY
+        ) as session,
+    ):
+        sets = [parse_set(text) for text in (OVER, f"{OVER} {BACK}", INSIDE)]
+        over, ring, inside = session.source.measure(sets)
+        assert over.gbps[0] > 0.5
+        assert min(ring.gbps) > 0.3
+        assert min(inside.gbps) > 5
+        # Their clocks are each compared with their host's, and those with the controller's.
+        assert inside.skew_us < 300
+        assert 0 < inside.skew_error_us < 500
+        assert inside.overlap > 0.9
