@@ -304,14 +304,14 @@ def test_a_nodes_set_is_measured_between_a_host_and_its_partner():
         assert rates[here] == below._made_up.rate(flow)
 
 
-def test_partners_are_of_the_same_class_and_switch_where_there_are_such():
+def test_partners_are_under_the_same_switch_and_of_the_same_class_where_there_are_such():
     one, other = networked_machine(gpus=2), networked_machine(gpus=4)
     cluster = cluster_with([one, other, one, one, other])
     tree = SwitchTree(
         name="top",
         switches=(
-            SwitchTree(name="a", hosts=("h0", "h3", "h1")),
-            SwitchTree(name="b", hosts=("h2", "h4")),
+            SwitchTree(name="a", hosts=("h0", "h3")),
+            SwitchTree(name="b", hosts=("h2", "h4", "h1")),
         ),
     )
     assert [(p.host, p.partner) for p in placements(cluster)] == [("h0", "h2"), ("h1", "h4")]

@@ -101,8 +101,8 @@ def _of_node(wanted: TransferSet, placed: Sequence[Flow], answer: Measurement) -
 def placements(cluster: Cluster) -> tuple[Placement, ...]:
     """Where each class is measured: on its first host, with the next host as its partner.
 
-    A host of the same class and under the same switch is preferred as a partner, so that the
-    network between classes and switches, which is judged elsewhere, does not count.
+    A host under the same switch is preferred as a partner, then one of the same class: what is
+    between switches is judged apart, and must not count as the node's.
 
     Raises:
         InputError: a class without NIC.
@@ -115,8 +115,8 @@ def placements(cluster: Cluster) -> tuple[Placement, ...]:
         partner = min(
             others,
             key=lambda name: (
-                cluster.host_classes[name] != cluster.host_classes[host],
                 name not in near,
+                cluster.host_classes[name] != cluster.host_classes[host],
                 others.index(name),
             ),
         )

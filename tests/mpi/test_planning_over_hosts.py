@@ -1,0 +1,83 @@
+"""Plans of hosts in network namespaces: the one found is the best that the shaping allows."""
+
+import itertools
+import json
+
+import pytest
+
+from tccl_py.cluster_plan.plan import load_cluster_plan
+from tccl_py.runtimes.nccl.settings import environment
+from tccl_py.runtimes.nccl.validator import NodeJob, validate_cluster
+from tests.namespaces import (
+    LINK_GBPS,
+    PAYLOAD,
+    RACKS,
+    UPLINK_GBPS,
+    namespaces,  # noqa: F401 (a fixture)
+)
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+GIVEN = ("h0", "h2", "h1", "h3")
+"""Hosts of the two racks in turn: in this order the ring crosses the slow uplink four times."""
+SWITCHES = """\
+switches:
+  - name: rack-a
+    hosts: [h0, h1]
+  - name: rack-b
+    hosts: [h2, h3]
+"""
+
+
+def shaped_rate(order):
+    """What the shaped network leaves of a ring in this order, GB/s."""
+    steps = zip(order, (*order[1:], order[0]), strict=True)
+    passes = sum(RACKS[one] == "rack-a" and RACKS[other] == "rack-b" for one, other in steps)
+    return min(LINK_GBPS, UPLINK_GBPS / passes) * PAYLOAD
+
+
+@pytest.fixture(scope="module")
+def planned(namespaces, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("plan")
+    switches = folder / "switches.yaml"
+    switches.write_text(SWITCHES)
+    command = ["plan", "-o", str(folder / "plan"), "--backend", "host", "--devices", "1"]
+    command += ["--interfaces", "eth0", "--switches", str(switches), "--rings", "1"]
+    command += ["--target", "0.3", "--max-sets", "12", "--json"]
+    ran = namespaces.run(*command, hosts=GIVEN, timeout_s=240)
+    assert ran.code == 0, ran.stderr
+    return json.loads(ran.stdout), folder / "plan"
+
+
+def test_the_order_found_is_the_best_of_all_orders_on_the_shaped_network(planned):
+    told, _ = planned
+    best = max(map(shaped_rate, itertools.permutations(GIVEN)))
+    assert not told["simulated"]
+    assert sorted(told["hosts"]) == sorted(GIVEN)
+    assert shaped_rate(told["hosts"]) == best > shaped_rate(GIVEN)
+    # The uplink's rate was not told: pairs of hosts across it were measured.
+    assert told["rate_gbps"] == pytest.approx(best, rel=0.2)
+    assert any("the uplink of switch rack-" in notice for notice in told["notices"])
+
+
+def test_the_files_of_every_host_close_into_the_rings_planned(planned):
+    told, directory = planned
+    plan = load_cluster_plan(directory)
+    jobs = []
+    for host in plan.hosts:
+        node = plan.cluster.classes[plan.cluster.host_classes[host.name]]
+        graph = (directory / "nccl" / "hosts" / f"{host.name}.xml").read_text()
+        jobs.append(NodeJob(machine=node.machine, knowledge=node.knowledge, graph=graph))
+    found = validate_cluster(
+        jobs, version=plan.settings.version, environment=environment(plan.settings)
+    )
+    assert found.verdict == "used", found
+    assert {tuple(ring) for ring in found.rings} == {tuple(ring) for ring in told["rings"]}
+
+
+def test_every_set_was_measured_on_hosts_by_their_names(planned):
+    _, directory = planned
+    lines = (directory / "measurements.jsonl").read_text().splitlines()
+    sets = [json.loads(line).get("transfers", "") for line in lines[1:]]
+    assert sets
+    assert all(text.startswith(("h0.", "h1.", "h2.", "h3.")) for text in sets)
