@@ -294,3 +294,27 @@ def test_a_damaged_plan_is_one_sentence(command, directory, tmp_path):
     refused(tccl(command, directory, *more), "host '../../x': is not in the cluster; name its")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("columns", ["80", "60", "20", "1"])
+def test_nothing_is_cut_in_a_narrow_terminal(columns, tmp_path, monkeypatch):
+    names = [f"{number}x" for number in range(40)]
+    wanted = Settings(channels=2, ib_hca=tuple(f"mlx5_{nic}:1" for nic in range(12)), **LOCAL)
+    chains = dict.fromkeys(names, ((0, (0, 1), 0),))
+    plan = cluster_plan([(name, PAIR) for name in names], chains, settings=wanted)
+    place = saved(plan, tmp_path / "plan")
+    monkeypatch.setenv("COLUMNS", columns)
+    text = tccl("show", place, "--hops").stdout
+    # Words of a column go on below; of the summary, in the lines that follow.
+    assert "…" not in text
+    joined = "".join(text.split())
+    assert ",".join(names) in joined
+    assert environment(wanted)["NCCL_IB_HCA"] in joined
+    assert max(map(len, text.splitlines())) <= max(60, int(columns))
+
+
+@pytest.mark.parametrize("columns", ["0", "-5", "wide", "²", "9" * 5000])
+def test_columns_that_are_no_number_of_them_change_nothing(columns, directory, monkeypatch):
+    usual = tccl("show", directory).stdout
+    monkeypatch.setenv("COLUMNS", columns)
+    assert tccl("show", directory).stdout == usual

@@ -42,6 +42,8 @@ NcclOption = Annotated[
 """The --nccl option of commands that must know what NCCL will do."""
 
 _PIPED_WIDTH = 120
+_LEAST_WIDTH = 60
+"""In fewer columns tables would leave out what they are for; a terminal wraps their lines."""
 _GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 
 
@@ -78,8 +80,24 @@ def notices() -> Console:
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     piped = stream is None or not stream.isatty()
-    width = _PIPED_WIDTH if piped and "COLUMNS" not in os.environ else None
-    return _SafeConsole(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    console = _SafeConsole(
+        stderr=stderr,
+        width=_columns() or (_PIPED_WIDTH if piped else None),
+        highlight=False,
+        markup=False,
+        emoji=False,
+        # What rich would take COLUMNS for, it fails at where that is no number.
+        _environ={name: text for name, text in os.environ.items() if name != "COLUMNS"},
+    )
+    if not stderr:
+        console.width = max(console.width, _LEAST_WIDTH)
+    return console
+
+
+def _columns() -> int:
+    """What COLUMNS says; 0 if it says nothing."""
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 def notice(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tccl_py.cluster.expressions import compress
 from tccl_py.cluster_plan.plan import ClusterPlan, PlanChain
@@ -60,7 +60,7 @@ def print_cluster(plan: ClusterPlan, console: Console) -> None:
 
 def flows_table(plan: ClusterPlan) -> Table:
     """Every flow of every passage with its rate beside all others of the passage."""
-    table = Table("class", "passage", "ring", "GB/s", "flow")
+    table = _table("class", "passage", "ring", "GB/s", "flow")
     for number in _used(plan):
         passage = plan.passages[number]
         name = plan.cluster.classes[passage.node_class].name
@@ -73,7 +73,7 @@ def flows_table(plan: ClusterPlan) -> Table:
 
 
 def _classes_table(plan: ClusterPlan) -> Table:
-    table = Table("class", "hosts", "GPUs", "NICs")
+    table = _table("class", "hosts", "GPUs", "NICs")
     counts = Counter(plan.cluster.host_classes.values())
     for number, one in enumerate(plan.cluster.classes):
         gpus = ",".join(str(gpu) for gpu in plan.gpus[number])
@@ -82,13 +82,18 @@ def _classes_table(plan: ClusterPlan) -> Table:
     return table
 
 
+def _table(*headers: str) -> Table:
+    """A table whose words go on in the next line where they are too long, so that none is cut."""
+    return Table(*(Column(header, overflow="fold") for header in headers))
+
+
 def _used(plan: ClusterPlan) -> Counter[int]:
     """The passages that hosts have, in the order of the ring, and how many have each."""
     return Counter(host.passage for host in plan.hosts)
 
 
 def _passages_table(plan: ClusterPlan) -> Table:
-    table = Table("passage of", "hosts", "ring", "in", "GPU order", "out", "GB/s", "slowest flow")
+    table = _table("passage of", "hosts", "ring", "in", "GPU order", "out", "GB/s", "slowest flow")
     for number, hosts in list(_used(plan).items())[:_MOST_PASSAGES]:
         passage = plan.passages[number]
         name = plan.cluster.classes[passage.node_class].name
@@ -106,7 +111,7 @@ def _chain(chain: PlanChain) -> tuple[str, ...]:
 
 
 def _summary(plan: ClusterPlan) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = Table.grid("", Column(overflow="fold"), padding=(0, 2))
     for name, text in _lines(plan):
         table.add_row(name, text)
     return table
