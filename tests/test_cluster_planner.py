@@ -232,6 +232,21 @@ def test_slow_nics_and_those_of_another_kind_are_left_out():
         assert used_nics(msgspec.structs.replace(machine, nics=(first, odd))) == (0,)
 
 
+def test_a_nic_with_a_guid_of_zeros_is_one_for_sockets():
+    # NCCL writes guid="0x0" for interfaces that it talks to by TCP.
+    machine = networked_machine(gpus=2)
+    (nic,) = machine.nics
+    socket = msgspec.structs.replace(nic, name="eth0", guid="0x0", port=0)
+    machine = msgspec.structs.replace(machine, nics=(socket,))
+    plan = make_cluster_plan(
+        cluster_with([machine, machine]), [Simulator(model_for(machine))], budget=SMALL
+    )
+    assert (plan.settings.ib_hca, plan.settings.socket_ifname) == ((), ("eth0",))
+    rdma = msgspec.structs.replace(nic, index=1, speed_mbps=nic.speed_mbps // 10)
+    both = msgspec.structs.replace(machine, nics=(socket, rdma))
+    assert used_nics(both) == (1,)
+
+
 def test_one_host_and_hosts_without_nics_are_refused():
     alone = cluster_with([networked_machine(gpus=2)])
     with pytest.raises(InputError, match="rings over nodes need 2 or more"):

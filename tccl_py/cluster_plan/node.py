@@ -66,7 +66,7 @@ def used_nics(machine: Machine) -> tuple[int, ...]:
     Raises:
         InputError: there is none.
     """
-    rdma = tuple(nic for nic in machine.nics if nic.guid)
+    rdma = tuple(nic for nic in machine.nics if nic.rdma)
     nics: Sequence[Nic] = rdma or machine.nics
     if not nics:
         what = "has no NIC"

@@ -259,7 +259,7 @@ def _with_nics(
 ) -> Settings:
     """The settings with what NCCL must be told of NICs: which to use, and whether rings change."""
     nics = [nic for node in nodes for nic in node.machine.nics if nic.index in node.nics]
-    rdma = all(nic.guid for nic in nics)
+    rdma = all(nic.rdma for nic in nics)
     names = dict.fromkeys(f"{nic.name}:{nic.port or 1}" if rdma else nic.name for nic in nics)
     changes = any(passage.changes_nics for passage in passages)
     return msgspec.structs.replace(

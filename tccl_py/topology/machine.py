@@ -100,6 +100,11 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """The device id, `N0`."""
         return f"N{self.index}"
 
+    @property
+    def rdma(self) -> bool:
+        """Whether it is a port of an RDMA card; NCCL writes a guid of 0x0 for interfaces."""
+        return self.guid.strip("0x") != ""
+
 
 class NvSwitch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An NVLink switch; all planes of one fabric are one switch here."""
