@@ -58,6 +58,8 @@ class Namespaces:
     directory: Path
     hosts: tuple[str, ...] = HOSTS
     interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(INTERFACES))
+    link_gbps: float = LINK_GBPS
+    uplink_gbps: float = UPLINK_GBPS
 
     def namespace(self, host):
         return f"{self.prefix}{host}"
@@ -197,7 +199,7 @@ def _build(made):
     _do("ip", "-n", switch, "link", "add", "up-a", "type", "veth", "peer", "name", "up-b")
     for rack in "ab":
         _do("ip", "-n", switch, "link", "set", f"up-{rack}", "master", f"rack-{rack}", "up")
-        _do("tc", "-n", switch, "qdisc", "add", "dev", f"up-{rack}", *_shaped(UPLINK_GBPS))
+        _do("tc", "-n", switch, "qdisc", "add", "dev", f"up-{rack}", *_shaped(made.uplink_gbps))
     # 2. The hosts.
     for number, host in enumerate(made.hosts):
         space = made.namespace(host)
@@ -210,7 +212,7 @@ def _build(made):
             _do("ip", "netns", "exec", space, "sysctl", "-qw", key)
         links = [(MANAGEMENT, "mgmt", f"10.99.0.{number + 1}/24", None)]
         links += [
-            (name, RACKS[host], f"10.77.{index}.{number + 1}/16", LINK_GBPS)
+            (name, RACKS[host], f"10.77.{index}.{number + 1}/16", made.link_gbps)
             for index, name in enumerate(made.interfaces[host])
         ]
         for name, bridge, address, rate in links:
@@ -244,8 +246,8 @@ def _remove(made):
 
 
 @contextlib.contextmanager
-def namespaces_in(directory):
-    """The hosts, while the context lasts.
+def namespaces_in(directory, **more):
+    """The hosts, while the context lasts; `more` are fields of theirs, as `link_gbps`.
 
     Raises:
         pytest.skip.Exception: the kernel, or what is installed, does not allow it.
@@ -255,7 +257,9 @@ def namespaces_in(directory):
             pytest.skip(f"namespaces: {tool} is not installed")
     if os.geteuid() != 0:
         pytest.skip("namespaces: only root may make them")
-    made = Namespaces(prefix=f"tccl{os.getpid()}n{next(_numbers)}", directory=Path(directory))
+    made = Namespaces(
+        prefix=f"tccl{os.getpid()}n{next(_numbers)}", directory=Path(directory), **more
+    )
     try:
         try:
             _build(made)

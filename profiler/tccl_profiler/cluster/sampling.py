@@ -18,7 +18,7 @@ from tccl_profiler.cluster.facts import HostFacts
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.transfers.transfer import Fifo, Flow, Place, Transfer, transfer_set
 
-CHECK_FIFO = Fifo(bytes=1 << 20)
+CHECK_FIFO = Fifo(bytes=512 << 10)
 """Small enough that a slow network moves slices often."""
 _LEAST_OFF = 0.1
 """A host that is off by less is not worth a word, however certain that is."""
@@ -229,7 +229,7 @@ def between(sender: str, nic: int, receiver: str, receiver_nic: int) -> Flow:
     """Host memory beside one NIC to host memory beside another, in four streams.
 
     >>> str(between("h0", 0, "h1", 1))
-    'h0.C0->h0.N0->h1.N1->h1.N1->h1.C0{blocks=4,fifo=1M}'
+    'h0.C0->h0.N0->h1.N1->h1.N1->h1.C0{blocks=4,fifo=512K}'
     """
     source, out = Place("C", 0, sender), Place("N", nic, sender)
     into, target = Place("N", receiver_nic, receiver), Place("C", 0, receiver)
