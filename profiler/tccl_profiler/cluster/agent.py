@@ -29,7 +29,7 @@ from tccl_profiler.cluster.messenger import (
     PeerGone,
     beat_to,
 )
-from tccl_profiler.cluster.urgency import AGENT, LANES, calm, hasten, threads_of, urgent
+from tccl_profiler.cluster.urgency import AGENT, calm, hasten, threads_of, urgent
 from tccl_profiler.conditions import complaints
 from tccl_profiler.host.machine import cpus_of_devices
 from tccl_profiler.links import LinkLost
@@ -263,16 +263,13 @@ class Agent:
         with pool.begin(begin.work, begin.timing, meanwhile=meanwhile) as running:
             for repeat in range(begin.timing.repeats):
                 running.wait_resident(repeat)
-                lanes = threads_of(pool.pids)
-                with urgent():
-                    hasten(lanes, LANES)
+                with urgent(threads_of(pool.pids)):
                     self._answer(number, say.Resident(repeat=repeat))
                     release = self._release(number, repeat)
                     early.append(release.at_ns - self._now_ns())
                     stored_ns = running.release(repeat, at_ns=release.at_ns)
                     late.append(stored_ns - release.at_ns)
                     time.sleep(_STARTED_S)
-                    calm(lanes)
                 outcomes.append(running.collect(repeat))
             running.finish()
         return say.Ran(

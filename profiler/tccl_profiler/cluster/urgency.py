@@ -18,11 +18,17 @@ _PROC = Path("/proc")
 
 
 def threads_of(pids: Iterable[int]) -> list[int]:
-    """All threads of some processes; those that have ended meanwhile have none."""
-    found = []
+    """All threads of some processes that this one has started and that have not ended.
+
+    The number of one that has ended may be another process's by now.
+    """
+    found, own = [], str(os.getpid())
     for pid in pids:
         with contextlib.suppress(OSError):
-            found += [int(entry.name) for entry in (_PROC / str(pid) / "task").iterdir()]
+            stat = (_PROC / str(pid) / "stat").read_text()
+            # State and parent follow the name, which may hold anything: proc(5).
+            if stat.rpartition(")")[2].split()[1] == own:
+                found += [int(entry.name) for entry in (_PROC / str(pid) / "task").iterdir()]
     return found
 
 
@@ -42,10 +48,12 @@ def calm(threads: Iterable[int]) -> None:
 
 
 @contextlib.contextmanager
-def urgent() -> Iterator[None]:
-    """The calling thread goes before others while the context lasts."""
+def urgent(lanes: Iterable[int] = ()) -> Iterator[None]:
+    """The calling thread, and those of lanes, go before others while the context lasts."""
+    threads = tuple(lanes)
+    hasten(threads, LANES)
     hasten((0,), AGENT)
     try:
         yield
     finally:
-        calm((0,))
+        calm((0, *threads))
