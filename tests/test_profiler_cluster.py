@@ -22,9 +22,10 @@ from tccl_profiler.cluster.meeting import Hello, Invitation, Meeting, met, own_h
 from tccl_profiler.cluster.messages import Envelope
 from tccl_profiler.cluster.messenger import PeerGone
 from tccl_profiler.cluster.mpi import in_mpi_job, only_serves
+from tccl_profiler.cluster.pool import ClusterPool
 from tccl_profiler.cluster.session import ClusterSession
 from tccl_profiler.profiler import Options
-from tccl_profiler.runs import Outcome
+from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
 from tccl_profiler.workers import WorkerLost
@@ -435,6 +436,28 @@ def test_an_outcome_crosses_as_bytes():
     assert back.stamps["G0"][0].tolist() == [1, 2]
 
 
+def test_how_far_ahead_to_agree_follows_what_messages_take():
+    pool = ClusterPool(Agents({}), {}, {})
+    timing = Timing(repeats=0, warm_us=100, window_us=10_000)
+
+    def judged(early_us):
+        early_ns = tuple(round(one * 1e3) for one in early_us)
+        ran = say.Ran(outcomes=(), early_ns=early_ns, late_ns=(0,) * len(early_ns))
+        return pool._judged({"h1": ran}, timing)[1]
+
+    ahead = [pool._ahead_ns]
+    # 1. A message took 5 ms: the release was 2 ms late, which is a fifth of the window.
+    assert judged([1000, -2000]) is True
+    ahead.append(pool._ahead_ns)
+    assert ahead[-1] > 2 * 5_000_000
+    # 2. From then on messages take 200 us.
+    for _ in range(20):
+        assert judged([pool._ahead_ns / 1e3 - 200]) is False
+        ahead.append(pool._ahead_ns)
+    assert 2 * 200_000 < ahead[-1] < 1_000_000
+    assert pool.late == 1
+
+
 # Sessions over agents in threads
 
 
@@ -495,6 +518,14 @@ def test_places_that_are_not_there_are_refused(session, text, sentence):
     with pytest.raises(InputError) as caught:
         session.source.measure([parse_set(text)])
     assert str(caught.value) == sentence
+
+
+def test_what_one_host_refuses_is_given_up_on_the_others(session):
+    huge = "h0.G0->h0.G0->h0.G1{blocks=2,fifo=512M}"
+    with pytest.raises(MeasurementError, match=r"^host h0: G1 would hold 1024 MiB of FIFOs"):
+        session.source.measure([parse_set(f"{huge} {INSIDE.replace('h0', 'h1')}")])
+    (measurement,) = session.source.measure([parse_set(ACROSS)])
+    assert measurement.gbps[0] > 0
 
 
 def test_a_lost_worker_is_replaced_and_its_set_measured_again(session):
