@@ -18,7 +18,7 @@ import msgspec
 from tccl_py.errors import InputError, SearchError
 from tccl_py.measurements.memory import RememberingSource
 from tccl_py.plan.planner import DEFAULT_BUDGET, FEW_RING_COUNTS, RING_COUNTS, make_plan
-from tccl_py.plan.settings_search import Stock, Task, measured_stock
+from tccl_py.plan.tasks import Stock, Task, measured_stock
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.runtimes.nccl.transport import hop_space
 from tccl_py.runtimes.nccl.versions import LATEST

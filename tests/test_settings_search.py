@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tccl_py.measurements.memory import RememberingSource
-from tccl_py.plan.settings_search import (
+from tccl_py.plan.settings_search import SettingsSearch
+from tccl_py.plan.tasks import (
     CAREFUL,
-    SettingsSearch,
     Task,
     condensed,
     measured_stock,

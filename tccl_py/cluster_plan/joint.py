@@ -21,7 +21,8 @@ from tccl_py.merge.any_order import merge_any_order
 from tccl_py.merge.in_order import merge_in_order
 from tccl_py.merge.switches import SwitchTree, merge_with_switches, passes, uplink_limit
 from tccl_py.merge.tables import ChainTable, MergedRing
-from tccl_py.plan.settings_search import WORTH, Choice
+from tccl_py.plan.settings_search import WORTH
+from tccl_py.plan.tasks import Choice
 from tccl_py.runtimes.nccl.settings import Settings
 
 

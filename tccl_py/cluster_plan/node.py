@@ -14,12 +14,11 @@ from tccl_py.cluster_plan.seeds import paired_seed, seeded
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.measurements.measurement import BandwidthSource, Measurement
 from tccl_py.measurements.memory import RememberingSource
-from tccl_py.plan.settings_search import (
-    WORTH,
+from tccl_py.plan.settings_search import WORTH, SettingsSearch
+from tccl_py.plan.tasks import (
     Choice,
     NetworkUse,
     Rings,
-    SettingsSearch,
     Stock,
     Task,
     condensed_rings,

@@ -9,7 +9,7 @@ import msgspec
 
 from tccl_py.errors import SearchError
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.settings_search import condensed, stock_settings
+from tccl_py.plan.tasks import condensed, stock_settings
 from tccl_py.runtimes.nccl.stock import stock_default
 from tccl_py.runtimes.nccl.transport import hop_space
 from tccl_py.transfers.hops import ring_from_order, ring_set

@@ -27,7 +27,7 @@ from tccl_py.plan.database_notes import (
 from tccl_py.plan.database_rings import SearchedRings, searched_rings
 from tccl_py.plan.database_search import DatabaseTask
 from tccl_py.plan.plan import PlanRing
-from tccl_py.plan.settings_search import Order
+from tccl_py.plan.tasks import Order
 from tccl_py.runtimes.tccl.checks import TABLE_CELLS, table_bytes, table_cells
 from tccl_py.runtimes.tccl.database import (
     Crossing,

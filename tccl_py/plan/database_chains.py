@@ -15,7 +15,7 @@ import numpy as np
 from tccl_py.chains.space import WORLD, Chain, chain_of, chain_space, entry, leave, ring_of
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.plan.database_search import DatabaseTask, agrees, fixing
-from tccl_py.plan.settings_search import Order, measured_well
+from tccl_py.plan.tasks import Order, measured_well
 from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.topology.cuts import natural_cuts
 from tccl_py.topology.machine import Nic

@@ -11,7 +11,7 @@ from tccl_py.plan.database_chains import SearchedChains
 from tccl_py.plan.database_rings import SearchedRings
 from tccl_py.plan.database_search import ALL_SETS_UP_TO, DatabaseTask
 from tccl_py.plan.plan import PlanRing
-from tccl_py.plan.settings_search import Order
+from tccl_py.plan.tasks import Order
 from tccl_py.runtimes.nccl.settings import Settings, final_channels
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine, Nic

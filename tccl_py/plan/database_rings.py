@@ -9,7 +9,7 @@ import numpy as np
 
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.plan.database_search import DatabaseTask, agrees, fixing
-from tccl_py.plan.settings_search import Order, measured_well
+from tccl_py.plan.tasks import Order, measured_well
 from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.topology.cuts import natural_cuts
 from tccl_py.topology.symmetry import Symmetry, automorphisms

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from tccl_py.measurements.memory import RememberingSource
-from tccl_py.plan.settings_search import Order
+from tccl_py.plan.tasks import Order
 from tccl_py.runtimes.free import free_hop_space
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult
 from tccl_py.search.strategies import AGREEMENT, find_rings

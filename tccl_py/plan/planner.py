@@ -18,15 +18,9 @@ from tccl_py.plan.plan import (
     StockRings,
     SubsetRings,
 )
-from tccl_py.plan.settings_search import (
-    Choice,
-    SettingsSearch,
-    Stock,
-    Task,
-    measured_stock,
-    measured_well,
-)
+from tccl_py.plan.settings_search import SettingsSearch
 from tccl_py.plan.subsets import ALL_SUBSETS_UP_TO, subset_rings
+from tccl_py.plan.tasks import Choice, Stock, Task, measured_stock, measured_well
 from tccl_py.runtimes.free import free_hop_space
 from tccl_py.runtimes.nccl.settings import final_channels
 from tccl_py.runtimes.nccl.stock import StockChoice

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
-from itertools import chain
-from math import gcd
-from typing import TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
-from tccl_py.chains.rules import EvenUse
 from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.measurements.measurement import BandwidthSource, Measurement
-from tccl_py.runtimes.nccl.candidates import candidates
-from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.stock import StockChains, StockChoice, stock_default
-from tccl_py.runtimes.nccl.transport import hop_space
-from tccl_py.runtimes.nccl.versions import version_facts
-from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
-from tccl_py.search.strategies import find_rings
-from tccl_py.topology.cuts import natural_cuts
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.symmetry import automorphisms
-from tccl_py.transfers.hops import (
-    HopSpace,
-    Ring,
-    RingSet,
-    nics_of,
-    ring_from_order,
-    ring_like,
-    ring_set,
+from tccl_py.plan.tasks import (
+    Choice,
+    Rings,
+    Stock,
+    Task,
+    condensed_rings,
+    rings_under,
+    search_under,
+    space_under,
 )
+from tccl_py.runtimes.nccl.candidates import candidates
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.runtimes.nccl.versions import version_facts
+from tccl_py.search.problem import SearchResult
 from tccl_py.transfers.transfer import DEFAULT_FIFO_BYTES
-
-Order = tuple[int, ...]
-Rings = Sequence[Ring]
-"""Rings that may have been found under other settings: their GPUs and NICs count."""
-
-Alike = TypeVar("Alike", bound=Hashable)
 
 BASE_CHANNELS = 8
 """Channels under which mechanisms are compared first; the number is settled afterwards."""
@@ -53,229 +34,6 @@ MIN_SETS = 40
 """Sets that the search under any one choice may measure at least."""
 WORTH = 0.01
 """Settings farther from NCCL's defaults must promise this much more (relative)."""
-CAREFUL = 8
-"""Measurements of stock's rings and of the plan's where samples spread."""
-
-
-class NetworkUse(msgspec.Struct, frozen=True, kw_only=True):
-    """That the machine is one of several nodes: its rings are chains, closed through the world.
-
-    `nics` are those to use, by index; `same_nic` has chains leave by the NIC they enter by.
-    """
-
-    nodes: int
-    nics: tuple[int, ...]
-    same_nic: bool = False
-
-
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be planned, and by which means.
-
-    `spaces` keeps hop spaces that were made: a search asks for the same ones again and again.
-    """
-
-    machine: Machine
-    knowledge: Knowledge
-    source: BandwidthSource
-    gpus: tuple[int, ...]
-    version: str
-    ring_counts: tuple[int, ...]
-    strategy: str
-    budget: Budget
-    reporter: Reporter
-    network: NetworkUse | None = None
-    spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
-
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings with the best ring set found under them; `result` is None if none was searched."""
-
-    settings: Settings
-    rings: RingSet
-    rate_gbps: float
-    result: SearchResult | None = None
-
-    @property
-    def orders(self) -> tuple[Order, ...]:
-        """GPU orders of the rings."""
-        return tuple(one.gpus for one in self.rings.rings)
-
-
-class Stock(msgspec.Struct, frozen=True, kw_only=True):
-    """NCCL's own choice and what the source says of it."""
-
-    choice: StockChoice | StockChains
-    rings: RingSet
-    settings: Settings
-    measurement: Measurement
-
-    @property
-    def rate_gbps(self) -> float:
-        """The score of NCCL's own rings, GB/s."""
-        return len(self.rings.rings) * self.measurement.rate_gbps
-
-
-def condensed(orders: Sequence[Alike]) -> tuple[Alike, ...]:
-    """The shortest list of rings with the same shares: equal channels of one ring are one ring.
-
-    >>> condensed([(0, 1), (1, 0), (0, 1), (1, 0)])
-    ((0, 1), (1, 0))
-    """
-    counts = Counter(orders)
-    share = gcd(*counts.values())
-    return tuple(order for order, count in counts.items() for _ in range(count // share))
-
-
-def condensed_rings(rings: Rings) -> tuple[Ring, ...]:
-    """The same of rings, which are equal if they go over the same GPUs and NICs."""
-    routes = {route(one): one for one in rings}
-    return tuple(routes[one] for one in condensed([route(one) for one in rings]))
-
-
-def route(ring: Ring) -> tuple[tuple[object, ...], ...]:
-    """What stays of a ring under other settings: its GPUs in order, and the NICs between."""
-    return tuple((hop.source, *nics_of(hop)) for hop in ring.hops)
-
-
-def space_under(task: Task, settings: Settings, count: int) -> HopSpace:
-    """The hops open to each ring of a set of `count`, with the network's if there is one."""
-    key = (settings, count, task.gpus, task.network)
-    if key not in task.spaces:
-        task.spaces[key] = _space(task, settings, count)
-    return task.spaces[key]
-
-
-def _space(task: Task, settings: Settings, count: int) -> HopSpace:
-    if task.network is None:
-        return hop_space(task.machine, task.knowledge, settings, gpus=task.gpus, rings_in_set=count)
-    return chain_hop_space(
-        task.machine,
-        task.knowledge,
-        settings,
-        nics=task.network.nics,
-        gpus=task.gpus,
-        chains_in_set=count,
-    )
-
-
-def rules_under(task: Task, counts: Sequence[int]) -> dict[int, SetRule]:
-    """What rings of a set must keep to, by the size of the set."""
-    network = task.network
-    if network is None:
-        return {}
-    return {one: EvenUse(network.nics, one, same=network.same_nic) for one in counts}
-
-
-def stock_settings(choice: StockChoice | StockChains) -> Settings:
-    """NCCL's own settings as for a graph file: its search's doubling of channels is undone,
-    because `hop_space` doubles a file's channels itself.
-    """
-    return msgspec.structs.replace(choice.settings, channels=max(1, choice.channels // 2))
-
-
-def measured_stock(task: Task) -> Stock:
-    """Measure what NCCL would do by itself.
-
-    Raises:
-        MeasurementError: the source cannot measure it.
-    """
-    choice = stock_default(task.machine, task.knowledge, gpus=task.gpus, version=task.version)
-    orders = condensed(choice.rings)
-    settings = stock_settings(choice)
-    rings = orders_under(task, settings, orders)
-    return Stock(
-        choice=choice,
-        rings=rings,
-        settings=settings,
-        measurement=measured_well(task.source, rings),
-    )
-
-
-def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:
-    """Measure a ring set; where samples spread, several times, all samples in one measurement.
-
-    A choice among many noisy rates prefers those that were lucky: what a plan says of its rings
-    must come from more than the measurement they were chosen by.
-
-    Raises:
-        MeasurementError: the source cannot measure it.
-    """
-    (first,) = source.measure([rings.flows])
-    if not first.relative_error:
-        return first
-    again = source.measure([rings.flows] * CAREFUL)
-    rows = zip(*(one.samples_gbps for one in again), strict=True)
-    samples = tuple(tuple(chain.from_iterable(row)) for row in rows)
-    return msgspec.structs.replace(
-        first,
-        samples_gbps=samples,
-        settled=all(one.settled for one in again),
-        outliers=_outliers(again),
-    )
-
-
-def _outliers(measurements: Sequence[Measurement]) -> tuple[int, ...]:
-    """The suspect repeats of several measurements, numbered through."""
-    found: list[int] = []
-    before = 0
-    for one in measurements:
-        found += [before + repeat for repeat in one.outliers]
-        before += len(one.samples_gbps[0])
-    return tuple(found)
-
-
-def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
-    """The ring set over the same GPUs and NICs with the mechanisms that the settings give each hop.
-
-    Raises:
-        SearchError: a pair of neighbours has no hop.
-    """
-    space = space_under(task, settings, len(rings))
-    return ring_set([ring_like(space, one) for one in rings])
-
-
-def orders_under(task: Task, settings: Settings, orders: Sequence[Order]) -> RingSet:
-    """The ring set of these orders with the first mechanism there is for each hop.
-
-    Raises:
-        SearchError: a pair of neighbours has no hop.
-    """
-    space = space_under(task, settings, len(orders))
-    return ring_set([ring_from_order(space, order) for order in orders])
-
-
-def search_under(
-    task: Task,
-    settings: Settings,
-    *,
-    orders: Sequence[Sequence[Order]] = (),
-    known: Sequence[Rings] = (),
-    floor: float,
-    sets: int,
-) -> SearchResult:
-    """Search for rings under one choice of settings.
-
-    Args:
-        task: what to plan.
-        settings: the choice; ring counts that do not divide its channels are left out.
-        orders: ring sets known beforehand by their GPU orders.
-        known: ring sets known from other settings.
-        floor: scores up to this, GB/s, are of no interest.
-        sets: how many sets may be measured.
-    """
-    counts = [count for count in task.ring_counts if settings.channels % count == 0]
-    problem = SearchProblem(
-        spaces={count: space_under(task, settings, count) for count in counts},
-        source=task.source,
-        symmetry=automorphisms(task.machine, task.knowledge, gpus=task.gpus),
-        orders=tuple(tuple(one) for one in orders),
-        known=tuple(tuple(one) for one in known),
-        rules=rules_under(task, counts),
-        cuts=natural_cuts(task.machine, task.knowledge, gpus=task.gpus),
-        floor_gbps=floor,
-        budget=msgspec.structs.replace(task.budget, sets=sets),
-    )
-    return find_rings(problem, strategy=task.strategy, reporter=task.reporter)
 
 
 class SettingsSearch:

@@ -12,7 +12,7 @@ from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.measurements.memory import RememberingSource
 from tccl_py.plan.plan import Plan, SubsetRings
-from tccl_py.plan.settings_search import Order, Task, search_under
+from tccl_py.plan.tasks import Order, Task, search_under
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.search.problem import Budget, SilentReporter
 from tccl_py.topology.symmetry import Symmetry, automorphisms
