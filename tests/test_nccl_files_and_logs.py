@@ -153,3 +153,9 @@ def test_rings_are_the_same_wherever_they_begin_but_not_backwards():
     assert same_rings((0, 2, 1, 3), (3, 0, 2, 1))
     assert not same_rings((0, 1, 2, 3), (0, 3, 2, 1))
     assert not same_rings((0, 1), (0, 1, 2))
+
+
+def test_a_value_that_begins_with_an_equals_sign_is_quoted_for_zsh():
+    # Without quotes zsh looks for a program called mlx5_0:1,mlx5_2.
+    assert "export NCCL_IB_HCA='=mlx5_0:1,mlx5_2'\n" in env_sh(NETWORK)
+    assert "export NCCL_CROSS_NIC=1\n" in env_sh(NETWORK)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import socket
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -15,7 +14,7 @@ from tccl_py.cluster_plan.directory import write_cluster_files
 from tccl_py.cluster_plan.plan import ClusterPlan, load_cluster_plan
 from tccl_py.cluster_plan.versions import for_version
 from tccl_py.emitters.cluster_files import host_graph_file
-from tccl_py.emitters.nccl_conf import job_environment
+from tccl_py.emitters.nccl_conf import export_lines, job_environment
 from tccl_py.errors import InputError
 
 
@@ -49,8 +48,7 @@ def env_cluster(directory: Path, host: str | None, *, json: bool) -> None:
         print_json({"host": name, "environment": variables, "simulated": plan.simulated})
     else:
         print(f"# tccl-py, rates {plan.provenance}")
-        for variable, value in variables.items():
-            print(f"export {variable}={shlex.quote(value)}")
+        print(export_lines(variables), end="")
         if graph is None:
             print("unset NCCL_GRAPH_FILE")
     if name is None:

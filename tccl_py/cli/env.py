@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
@@ -18,7 +17,7 @@ from tccl_py.cli.arguments import (
 from tccl_py.cli.cluster_files import env_cluster
 from tccl_py.cli.cluster_kind import refuse_options
 from tccl_py.cluster_plan.plan import is_cluster_plan
-from tccl_py.emitters.nccl_conf import job_environment
+from tccl_py.emitters.nccl_conf import export_lines, job_environment
 from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
 from tccl_py.errors import InputError
 from tccl_py.plan.directory import check_plan_directory, planned_model, write_subset_graph
@@ -75,8 +74,7 @@ def env(
         print_json({"gpus": chosen, "environment": variables, "simulated": plan.simulated})
     else:
         print(f"# tccl-py, rates {plan.provenance}")
-        for name, value in variables.items():
-            print(f"export {name}={shlex.quote(value)}")
+        print(export_lines(variables), end="")
         if graph is None:
             print("unset NCCL_GRAPH_FILE")
     if graph is None:

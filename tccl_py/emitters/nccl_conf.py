@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from tccl_py.errors import InputError
@@ -55,5 +56,22 @@ def env_sh(settings: Settings, *, graph: PurePosixPath | None = None) -> str:
     Raises:
         InputError: as `job_environment`.
     """
-    variables = job_environment(settings, graph=graph)
-    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+    return export_lines(job_environment(settings, graph=graph))
+
+
+def export_lines(variables: Mapping[str, str]) -> str:
+    """`export NAME=value` lines, quoted for any shell.
+
+    zsh takes `=mlx5_0` at the beginning of a value for the path of a program of that name, which
+    `shlex.quote` does not know.
+
+    >>> print(export_lines({"NCCL_IB_HCA": "=mlx5_0:1", "NCCL_CROSS_NIC": "1"}), end="")
+    export NCCL_IB_HCA='=mlx5_0:1'
+    export NCCL_CROSS_NIC=1
+    """
+    return "".join(f"export {name}={_quoted(value)}\n" for name, value in variables.items())
+
+
+def _quoted(value: str) -> str:
+    text = shlex.quote(value)
+    return f"'{value}'" if text == value and "=" in value else text
