@@ -47,6 +47,8 @@ _RELEASE_S = 10.0
 """Lanes that wait to be released give up after as long; see Patience."""
 _STARTED_S = 200e-6
 """How long lanes may take from their release to their start."""
+_LAST_S = 15.0
+"""How long an agent that has ended its workers waits for the end of the controller."""
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -121,6 +123,7 @@ class Agent:
                 if isinstance(envelope.message, say.End):
                     self.close()
                     self._answer(envelope.number, say.Ended())
+                    self._last()
                     return envelope.message.code
                 self._answer(envelope.number, self._done(envelope))
         except PeerGone as error:
@@ -136,6 +139,15 @@ class Agent:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             heart.stop()
             self.close()
+
+    def _last(self) -> None:
+        """Wait until the controller has ended: a launcher ends a job as soon as one rank ends with
+        an exit code, and the controller has still to say what that is about."""
+        until = time.monotonic() + _LAST_S
+        with contextlib.suppress(PeerGone):
+            while time.monotonic() < until:
+                self._messenger.poll()
+                self._naps.nap()
 
     def close(self) -> None:
         """End the workers."""

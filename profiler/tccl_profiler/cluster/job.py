@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from types import FrameType, TracebackType
+from typing import Any
 
 import msgspec
 
@@ -56,6 +57,7 @@ class Job:
         self._seats: tuple[Seat, ...] = ()
         self._local: tuple[subprocess.Popen[bytes], ChannelMessenger] | None = None
         self._heart = Heart(self._beat)
+        self._usual: Any = signal.SIG_DFL
         self.broken = False
 
     @property
@@ -65,7 +67,7 @@ class Job:
 
     def __enter__(self) -> Job:
         if self.is_controller:
-            signal.signal(signal.SIGTERM, self._told_to_end)
+            self._usual = signal.signal(signal.SIGTERM, self._told_to_end)
             self._heart.start()
         return self
 
@@ -75,13 +77,20 @@ class Job:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        code = _code_of(error)
         try:
             if self.is_controller:
-                self._end_all(_code_of(error))
+                self._end_all(code)
         finally:
             self._heart.stop()
-            for messenger in self._ranks.values():
-                messenger.close()
+            if self.is_controller:
+                # A launcher that ends a broken job waits for what is being said.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN if self.broken else self._usual)
+            # Other ranks end when their connection does, with a code that has the launcher end what
+            # is left. Where something is to be said first, connections end with this process.
+            if code == 0 or not self.is_controller:
+                for messenger in self._ranks.values():
+                    messenger.close()
 
     # The controller's side
 
