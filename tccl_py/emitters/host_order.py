@@ -193,7 +193,7 @@ MPICH, Intel MPI:
     mpiexec -machinefile {at(MPICH_MACHINEFILE)} -n {order.ranks} PROGRAM
 SLURM, in an allocation of these hosts (without --nodes, which it refuses here):
     SLURM_HOSTFILE={at(SLURM_HOSTFILE)} srun --distribution=arbitrary --ntasks={order.ranks} PROGRAM
-torchrun, on each host; K is the line of its name in {HOSTS}, from 0:
+torchrun, on each host; K is the line of its name in {HOSTS}, from 0; -1 is none:
     HOST=$(hostname); K={line_of}
     {torchrun}
     (under srun --ntasks-per-node=1, HOST=$SLURMD_NODENAME; not with --rdzv-backend=c10d, which
