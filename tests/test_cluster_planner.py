@@ -16,6 +16,7 @@ from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.cluster_plan.uplinks import with_measured_uplinks
 from tccl_py.errors import InputError
+from tccl_py.measurements.memory import RememberingSource
 from tccl_py.merge.switches import SwitchTree
 from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
 from tccl_py.runtimes.nccl.settings import Settings
@@ -297,6 +298,36 @@ class Written:
     def measure(self, sets):
         self.sets += [str(one) for one in sets]
         return self._made_up.measure(sets)
+
+
+def test_a_set_that_is_asked_for_again_is_measured_again():
+    machine = networked_machine(gpus=1)
+    cluster = cluster_with([machine, machine])
+    (placement,) = placements(cluster)
+    journal = RememberingSource(Simulated())
+    placed = RememberingSource(PlacedSource(journal, placement))
+    leaving = parse_set("G0->G0->C0->N0->N0")
+    first = placed.measure([leaving, leaving])
+    assert journal.sets_measured == 2
+    assert first[0].gbps != first[1].gbps
+    assert placed.measure([leaving]) == first[:1]
+    # Another run over the same journal measures nothing, and gets the same.
+    again = RememberingSource(PlacedSource(journal, placement))
+    assert again.measure([leaving, leaving]) == first
+    assert journal.sets_measured == 2
+
+
+class Simulated:
+    """Every measurement gives another rate."""
+
+    simulated = True
+
+    def __init__(self):
+        self._count = 0
+
+    def measure(self, sets):
+        self._count += 1
+        return MadeUp(self._count, high=1000).measure(sets)
 
 
 def test_a_nodes_set_is_measured_between_a_host_and_its_partner():

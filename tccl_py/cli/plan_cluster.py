@@ -235,6 +235,11 @@ class MeasuredCluster:
                 made = self._task.plan(self.cluster, sources, line)
                 if not made.cancelled:
                     made = _with_whole_ring(made, journalled)
+        # What the journal answered was measured by an earlier run.
+        asked = made.sets_measured + made.sets_remembered
+        made = msgspec.structs.replace(
+            made, sets_measured=source.count, sets_remembered=max(0, asked - source.count)
+        )
         notices = [*made.notices, *odd, *source.notices]
         if source.conditions:
             notices.append(f"while it was measured: {source.conditions}")

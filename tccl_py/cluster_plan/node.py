@@ -98,7 +98,8 @@ class Node:
         self.knowledge = node_class.knowledge
         self.gpus = tuple(gpus)
         self.nics = used_nics(self.machine)
-        self.source = RememberingSource(source)
+        # A journal remembers by itself, and must hear of it when a set is wanted once more.
+        self.source = source if isinstance(source, RememberingSource) else RememberingSource(source)
         self.cancelled = False
         self.sets_by_symmetry = 0
         self._task = Task(

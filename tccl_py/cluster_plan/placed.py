@@ -6,6 +6,7 @@ host of the class; what leaves goes into the memory of a partner, what enters co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -44,13 +45,14 @@ class PlacedSource:
     """Answers sets of a node by measuring them on a host and its partner.
 
     Args:
-        source: answers sets whose places name hosts.
+        source: answers sets whose places name hosts; remembers what it answered, as a journal does.
         placement: which hosts.
     """
 
     def __init__(self, source: BandwidthSource, placement: Placement) -> None:
         self.placement = placement
         self._source = source
+        self._asked: Counter[str] = Counter()
 
     @property
     def simulated(self) -> bool:
@@ -58,17 +60,20 @@ class PlacedSource:
         return self._source.simulated
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Answer each set, in the order given.
+        """Answer each set, in the order given; one that was asked for before, by a fresh answer.
 
         Raises:
             MeasurementError: a set cannot be measured there.
         """
-        placed = [[self._placed(flow) for flow in one.flows] for one in sets]
-        answers = self._source.measure([transfer_set(flows) for flows in placed])
-        return [
-            _of_node(one, flows, answer)
-            for one, flows, answer in zip(sets, placed, answers, strict=True)
-        ]
+        return [self._answer(one) for one in sets]
+
+    def _answer(self, wanted: TransferSet) -> Measurement:
+        flows = [self._placed(flow) for flow in wanted.flows]
+        placed = transfer_set(flows)
+        self._asked[str(placed)] += 1
+        # A journal below gives its n-th measurement of a set for the n-th time it is listed.
+        answers = self._source.measure([placed] * self._asked[str(placed)])
+        return _of_node(wanted, flows, answers[-1])
 
     def _placed(self, flow: Flow) -> Flow:
         here = self.placement
