@@ -20,10 +20,13 @@ from tccl_py.cluster_plan.plan import is_cluster_plan
 from tccl_py.emitters.nccl_conf import export_lines, job_environment
 from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
 from tccl_py.errors import InputError
+from tccl_py.health.fitness import why_not_here, why_not_with
 from tccl_py.plan.directory import check_plan_directory, planned_model, write_subset_graph
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.plan.subsets import subset_on_demand
 from tccl_py.simulator.source import Simulator
+from tccl_py.topology.readers.live import fingerprint_of
+from tccl_py.topology.readers.nvml import driver_facts
 
 
 def env(
@@ -41,6 +44,12 @@ def env(
             "given.",
         ),
     ] = None,
+    nccl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION", help="The job's version of NCCL; a plan for another one is off."
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Print the environment for a job over these GPUs, as `export` lines to evaluate.
@@ -49,7 +58,11 @@ def env(
     If the plan is simulated and has none, rings are planned now and the file is kept in DIR.
     Without one the exit code is 1 and NCCL is left to choose its own rings, under the plan's
     settings. A job that makes communicators over fewer of its GPUs must not use the graph file for
-    all of them.
+    all of them; `tccl_py.torch` names each its own.
+
+    A measured plan is off where its rates no longer hold: with other GPUs, another major version of
+    the driver or other NUMA nodes than it was measured with, or another NCCL than it is for. Then
+    nothing but `unset NCCL_GRAPH_FILE` is printed, stderr says why, and the exit code is 1.
 
     Of a cluster's plan it is the environment of one host, for a job over all hosts and GPUs of the
     plan whose ranks are in its order (DIR/nccl/order). The exit code is 1 for a host that is not in
@@ -63,11 +76,16 @@ def env(
     check_plan_directory(directory)
     if is_cluster_plan(directory):
         refuse_options({"--gpus": gpus}, "is for the plan of a machine, this one is of a cluster")
+        refuse_options({"--nccl": nccl}, "is for the plan of a machine, this one is of a cluster")
         env_cluster(directory, host, json=json)
         return
     refuse_options({"--host": host}, "is for the plan of a cluster, this one is of a machine")
     plan = load_plan(directory)
     chosen = tuple(sorted(gpus_argument(gpus, plan.machine) or plan.gpus))
+    off = _why_off(plan, directory, nccl)
+    if off:
+        _print_off(plan, chosen, off, json=json)
+        raise typer.Exit(ANSWER_IS_NO)
     graph = graph_file(plan, directory, chosen)
     variables = job_environment(plan.settings, graph=graph)
     if json:
@@ -86,6 +104,27 @@ def env(
                 f"`tccl plan -o DIR --gpus {listed}`"
             )
         raise typer.Exit(ANSWER_IS_NO)
+
+
+def _why_off(plan: Plan, directory: Path, nccl: str | None) -> str:
+    """Why a plan is not for this host or version of NCCL, in a clause; "" if it is, or may be."""
+    other = "" if nccl is None else why_not_with(plan.settings, nccl)
+    if plan.simulated:
+        return other
+    try:
+        here = fingerprint_of(driver_facts())
+    except InputError as error:
+        notice(f"whether this is the plan's machine was not checked: {error.what}")
+        return other
+    return "; ".join(why for why in (why_not_here(plan, directory, here), other) if why)
+
+
+def _print_off(plan: Plan, gpus: tuple[int, ...], why: str, *, json: bool) -> None:
+    if json:
+        print_json({"gpus": gpus, "environment": {}, "simulated": plan.simulated, "off": why})
+    else:
+        print("unset NCCL_GRAPH_FILE")
+    notice(f"the plan is off, NCCL chooses its own rings: {why}")
 
 
 def graph_file(plan: Plan, directory: Path, gpus: tuple[int, ...]) -> PurePosixPath | None:

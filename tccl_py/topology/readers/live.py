@@ -56,7 +56,7 @@ def discover_machine(
     return (
         machine,
         check_knowledge(knowledge, machine, where=_HERE),
-        _fingerprint(facts, sysfs, proc),
+        fingerprint_of(facts, sysfs=sysfs, proc=proc),
     )
 
 
@@ -173,7 +173,10 @@ def _kernel(proc: Path) -> str:
     return read_word(proc / "sys" / "kernel" / "osrelease")
 
 
-def _fingerprint(facts: DriverFacts, sysfs: Path, proc: Path) -> Fingerprint:
+def fingerprint_of(
+    facts: DriverFacts, *, sysfs: Path = Path("/sys"), proc: Path = Path("/proc")
+) -> Fingerprint:
+    """Whose measurements on this host are, by what the driver says of it."""
     return Fingerprint(
         gpu_uuids=tuple(gpu.uuid for gpu in facts.gpus),
         driver=facts.driver,

@@ -1,0 +1,76 @@
+"""Whether a plan still fits where it is to be used: the GPUs, the driver, NUMA nodes, and NCCL."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.files import read_text
+from tccl_py.health.drift.identity import differences
+from tccl_py.plan.directory import machine_file
+from tccl_py.plan.plan import Plan
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.simulator.descriptions import DiscoveredMachine
+from tccl_py.topology.fingerprint import Fingerprint
+
+_VERSION = re.compile(r"v?([0-9]{1,3})\.([0-9]{1,3})(?![0-9])")
+
+
+def why_not_here(plan: Plan, directory: Path, here: Fingerprint) -> str:
+    """Why a plan's rates are not this host's, in a clause or several; "" if they are, or if the
+    plan is simulated and so nobody's.
+
+    Args:
+        plan: of one machine.
+        directory: where it is.
+        here: the host as it is now.
+
+    Raises:
+        InputError: the plan was measured and its machine's file is gone or damaged.
+    """
+    if plan.simulated:
+        return ""
+    planned = planned_fingerprint(plan, directory)
+    if planned is None:
+        return f"{machine_file(plan, directory)} does not say whose it is"
+    return "; ".join(differences(plan.machine, planned, here, gpus=plan.gpus).another)
+
+
+def planned_fingerprint(plan: Plan, directory: Path) -> Fingerprint | None:
+    """Whose the rates of a measured plan are; None if its directory does not say.
+
+    Raises:
+        InputError: the machine's file is gone or damaged.
+    """
+    path = machine_file(plan, directory)
+    try:
+        found = msgspec.json.decode(read_text(path).encode(), type=DiscoveredMachine)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InputError(str(path), "describes no machine", "plan again") from error
+    return None if found.fingerprint is msgspec.UNSET else found.fingerprint
+
+
+def why_not_with(settings: Settings, nccl: str) -> str:
+    """Why a plan's settings are not for this version of NCCL, in a clause; "" if they are.
+
+    >>> from tccl_py.runtimes.nccl.settings import Settings
+    >>> why_not_with(Settings(version="2.28"), "2.28.9")
+    ''
+    >>> why_not_with(Settings(version="2.30"), "2.28.9")
+    'it is for NCCL 2.30 and this is 2.28.9 (plan again with --nccl 2.28)'
+
+    Raises:
+        InputError: `nccl` is no version.
+    """
+    planned, used = _VERSION.match(settings.version), _VERSION.match(nccl)
+    if used is None:
+        raise InputError(
+            f"NCCL version {nccl[:40]!r}", "is no version", "give a number such as 2.28.9"
+        )
+    if planned is not None and planned.groups() == used.groups():
+        return ""
+    again = ".".join(used.groups())
+    return f"it is for NCCL {settings.version} and this is {nccl} (plan again with --nccl {again})"

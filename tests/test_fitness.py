@@ -1,0 +1,158 @@
+"""A plan whose fingerprint no longer fits switches itself off, and says why."""
+
+import json
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError
+from tccl_py.health.fitness import planned_fingerprint, why_not_here, why_not_with
+from tccl_py.plan.directory import machine_file, write_plan
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.topology.fingerprint import Fingerprint
+from tests.planned import SMALL, plan_of
+
+MEASURED = Fingerprint(
+    gpu_uuids=("GPU-a", "GPU-b", "GPU-c", "GPU-d"),
+    driver="580.159.04",
+    numa_count=2,
+    kernel="6.8.0",
+)
+# (what is another now, what the sentence has), field by field
+OTHER = {
+    "a GPU was replaced": (
+        {"gpu_uuids": ("GPU-a", "GPU-x", "GPU-c", "GPU-d")},
+        "GPU 1 was GPU-b and is GPU-x",
+    ),
+    "GPUs have other places": (
+        {"gpu_uuids": ("GPU-b", "GPU-a", "GPU-c", "GPU-d")},
+        "GPU 0 (GPU-a) has another index; GPU 1 (GPU-b) has another index",
+    ),
+    "a GPU is gone": ({"gpu_uuids": ("GPU-a", "GPU-b", "GPU-c")}, "GPU 3 (GPU-d) is gone"),
+    "a new driver": ({"driver": "590.1"}, "the driver was 580.159.04 and is 590.1"),
+    "another NPS setting": ({"numa_count": 8}, "it had 2 NUMA node(s) and has 8"),
+}
+STILL_FITS = {
+    "the same": {},
+    "a newer driver of one major version": {"driver": "580.200.01"},
+    "another kernel": {"kernel": "6.9.0"},
+    "one GPU more": {"gpu_uuids": (*MEASURED.gpu_uuids, "GPU-e")},
+}
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """A plan as if it had been measured, and its directory."""
+    plan = msgspec.structs.replace(plan_of(SMALL), simulated=False, assumed=False)
+    directory = tmp_path / "plan"
+    directory.mkdir()
+    write_plan(plan, directory, fingerprint=MEASURED)
+    return plan, directory
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_plan_is_off_where_its_fingerprint_differs(measured, name):
+    plan, directory = measured
+    changes, said = OTHER[name]
+    now = msgspec.structs.replace(MEASURED, **changes)
+    assert why_not_here(plan, directory, now).startswith(said)
+
+
+@pytest.mark.parametrize("name", STILL_FITS)
+def test_a_plan_is_on_where_what_differs_does_not_matter(measured, name):
+    plan, directory = measured
+    now = msgspec.structs.replace(MEASURED, **STILL_FITS[name])
+    assert why_not_here(plan, directory, now) == ""
+
+
+def test_a_simulated_plan_is_nobodys(tmp_path):
+    assert why_not_here(plan_of(SMALL), tmp_path, MEASURED) == ""
+
+
+def test_a_measured_plan_that_does_not_say_whose_it_is_is_off(measured):
+    plan, directory = measured
+    write_plan(plan, directory)
+    path = machine_file(plan, directory)
+    assert planned_fingerprint(plan, directory) is None
+    assert why_not_here(plan, directory, MEASURED) == f"{path} does not say whose it is"
+
+
+@pytest.mark.parametrize("damage", [None, "[]", "{", '{"gpus": 1}'])
+def test_a_damaged_machine_is_a_sentence(measured, damage):
+    plan, directory = measured
+    path = machine_file(plan, directory)
+    path.unlink() if damage is None else path.write_text(damage)
+    with pytest.raises(InputError) as error:
+        why_not_here(plan, directory, MEASURED)
+    assert str(error.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    ("planned", "used", "said"),
+    [
+        ("2.30", "2.30.7", ""),
+        ("2.28.9", "2.28.3", ""),
+        ("2.28", "v2.28.9+cuda13.0", ""),
+        ("2.3", "2.30.7", "it is for NCCL 2.3 and this is 2.30.7 (plan again with --nccl 2.30)"),
+        ("2.30", "2.28.9", "it is for NCCL 2.30 and this is 2.28.9 (plan again with --nccl 2.28)"),
+    ],
+)
+def test_a_plan_is_for_one_version_of_nccl(planned, used, said):
+    assert why_not_with(Settings(version=planned), used) == said
+
+
+def test_no_version_of_nccl_is_a_sentence():
+    with pytest.raises(InputError) as error:
+        why_not_with(Settings(), "new")
+    assert str(error.value) == "NCCL version 'new': is no version; give a number such as 2.28.9"
+
+
+def run_env(monkeypatch, directory, now, *words):
+    def answer():
+        if now is None:
+            raise InputError("this machine", "no NVIDIA driver answers", "use another")
+
+    monkeypatch.setattr("tccl_py.cli.env.driver_facts", answer)
+    monkeypatch.setattr("tccl_py.cli.env.fingerprint_of", lambda facts: now)
+    return CliRunner().invoke(app, ["env", str(directory), *words])
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_env_is_off_where_the_fingerprint_differs(measured, monkeypatch, name):
+    changes, said = OTHER[name]
+    now = msgspec.structs.replace(MEASURED, **changes)
+    result = run_env(monkeypatch, measured[1], now)
+    assert (result.exit_code, result.stdout) == (1, "unset NCCL_GRAPH_FILE\n")
+    begin = "tccl: the plan is off, NCCL chooses its own rings: "
+    assert result.stderr.startswith(begin + said)
+    assert result.stderr.count("\n") == 1
+
+
+def test_env_says_in_json_that_it_is_off(measured, monkeypatch):
+    now = msgspec.structs.replace(MEASURED, numa_count=1)
+    result = run_env(monkeypatch, measured[1], now, "--json")
+    told = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert told["environment"] == {}
+    assert told["off"].startswith("it had 2 NUMA node(s) and has 1")
+
+
+def test_env_is_off_for_another_nccl(measured, monkeypatch):
+    result = run_env(monkeypatch, measured[1], MEASURED, "--nccl", "2.27.3")
+    assert (result.exit_code, result.stdout) == (1, "unset NCCL_GRAPH_FILE\n")
+    assert "it is for NCCL 2.30 and this is 2.27.3" in result.stderr
+
+
+def test_env_is_on_where_the_plan_was_measured(measured, monkeypatch):
+    result = run_env(monkeypatch, measured[1], MEASURED, "--nccl", "2.30.7")
+    assert result.exit_code == 0, result.stderr
+    assert "export NCCL_GRAPH_FILE=" in result.stdout
+
+
+def test_env_says_on_a_login_node_that_nothing_was_checked(measured, monkeypatch):
+    result = run_env(monkeypatch, measured[1], None)
+    assert result.exit_code == 0
+    assert "export NCCL_GRAPH_FILE=" in result.stdout
+    assert "was not checked: no NVIDIA driver answers" in result.stderr
