@@ -138,7 +138,8 @@ class Namespaces:
         """Start a `tccl` command under mpirun; the caller waits for it."""
         return subprocess.Popen(
             self.mpirun(*arguments, hosts=hosts, ranks=ranks, options=options),
-            env={**os.environ, **(environment or {})},
+            # What launchers leave where they are killed goes with the hosts.
+            env={**os.environ, "TMPDIR": str(self.directory), **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
