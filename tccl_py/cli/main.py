@@ -20,11 +20,13 @@ from tccl_py.cli.doctor import doctor
 from tccl_py.cli.env import env
 from tccl_py.cli.explain import explain
 from tccl_py.cli.export import export
+from tccl_py.cli.install import install
 from tccl_py.cli.machines import machines
 from tccl_py.cli.measure import measure
 from tccl_py.cli.plan import plan
 from tccl_py.cli.report import report
 from tccl_py.cli.show import show
+from tccl_py.cli.uninstall import uninstall
 from tccl_py.cli.validate import validate
 from tccl_py.errors import InputError, TcclError
 
@@ -154,6 +156,8 @@ for _command in (
     report,
     env,
     export,
+    install,
+    uninstall,
     validate,
     check,
     doctor,

@@ -1,0 +1,164 @@
+"""`tccl install`: put a plan's settings where jobs find them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tccl_py.cli.arguments import notice
+from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
+from tccl_py.errors import InputError
+from tccl_py.files import check_path
+from tccl_py.health.fitness import planned_fingerprint, why_not_here
+from tccl_py.installation.changes import Change
+from tccl_py.installation.install import install as put
+from tccl_py.installation.texts import Installed, Kind, form_of
+from tccl_py.installation.verified import why_not_verified
+from tccl_py.plan.directory import check_plan_directory
+from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.runtimes.nccl.conf_files import user_file
+from tccl_py.topology.readers.live import fingerprint_of
+from tccl_py.topology.readers.nvml import driver_facts
+
+_PRINTED = "-"
+
+
+def install(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")],
+    *,
+    conf: Annotated[
+        Path | None,
+        typer.Option(
+            "--conf",
+            metavar="PATH",
+            help="The file that NCCL reads in every process of yours: NCCL_CONF_FILE, or "
+            "~/.nccl.conf if that is not set. This one if no other option names a file.",
+        ),
+    ] = None,
+    slurm_prolog: Annotated[
+        Path | None,
+        typer.Option(
+            "--slurm-prolog",
+            metavar="PATH",
+            help="A script for SLURM's TaskProlog; - prints its lines.",
+        ),
+    ] = None,
+    module: Annotated[
+        Path | None,
+        typer.Option(
+            "--module",
+            metavar="PATH",
+            help="An environment module, in Lua for Lmod if it ends with .lua, else in Tcl; - "
+            "prints one.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", metavar=" ", help="Say what would be written, and write nothing."
+        ),
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            metavar=" ",
+            help="Install a plan that is simulated, not verified, worse than stock NCCL, or of "
+            "another machine.",
+        ),
+    ] = False,
+) -> None:
+    """Put a verified plan's settings where jobs find them.
+
+    What is in a file already stays, byte for byte: the plan's lines stand between two marker lines.
+    `tccl uninstall` takes them out again. No graph file is named, because it would fail every
+    communicator over other GPUs. Jobs get theirs from `tccl env`, or from `tccl_py.torch`, which
+    finds the plan by TCCL_PLAN; the prolog and the module set that as well.
+
+    NCCL reads one file of the user's, then /etc/nccl.conf, and takes the first line of a name; the
+    environment comes before both. The file holds on every host that has it. The prolog sets nothing
+    on hosts with other GPUs, driver or NUMA nodes, and nothing that the job has set itself.
+
+    Examples:
+
+        tccl install my-plan
+        tccl install my-plan --slurm-prolog /etc/slurm/task_prolog.sh --module modules/tccl/1.lua
+        tccl install my-plan --slurm-prolog - --force
+    """
+    check_plan_directory(directory)
+    plan = _plan(directory)
+    _check(plan, directory, force=force)
+    installed = _installed(plan, directory)
+    named: dict[Kind, Path | None] = {
+        "conf": conf,
+        "slurm-prolog": slurm_prolog,
+        "module": module,
+    }
+    targets = {kind: path for kind, path in named.items() if path is not None}
+    if conf is not None and str(conf) == _PRINTED:
+        raise InputError("--conf -", "names no file", "`tccl export DIR -o OUT` writes nccl.conf")
+    printed: list[Kind] = [kind for kind, path in targets.items() if str(path) == _PRINTED]
+    files = {kind: path for kind, path in targets.items() if kind not in printed}
+    if not targets:
+        files = {"conf": user_file()}
+    changes = put(installed, files, dry_run=dry_run)
+    for kind in printed:
+        form = form_of(installed, kind, Path())
+        print(form.head + form.body, end="")
+    for kind, change in zip(files, changes, strict=True):
+        notice(_said(kind, change, dry_run=dry_run))
+    if "conf" in files and not dry_run:
+        notice(
+            "the settings hold for all NCCL jobs of yours, on every host that has "
+            f"{files['conf']}; one that runs now keeps what it has"
+        )
+
+
+def _plan(directory: Path) -> Plan | ClusterPlan:
+    return load_cluster_plan(directory) if is_cluster_plan(directory) else load_plan(directory)
+
+
+def _installed(plan: Plan | ClusterPlan, directory: Path) -> Installed:
+    place = directory.resolve()
+    check_path(place)
+    found = Installed(directory=place, settings=plan.settings, provenance=plan.provenance)
+    if isinstance(plan, ClusterPlan) or plan.simulated:
+        return found
+    fingerprint = planned_fingerprint(plan, directory)
+    if fingerprint is None:
+        return found
+    uuids = dict(zip(plan.machine.gpu_indices, fingerprint.gpu_uuids, strict=False))
+    return msgspec.structs.replace(
+        found,
+        fingerprint=fingerprint,
+        gpu_uuids=tuple(uuids[gpu] for gpu in plan.gpus if gpu in uuids),
+    )
+
+
+def _check(plan: Plan | ClusterPlan, directory: Path, *, force: bool) -> None:
+    """Refuse what was not seen to do good, unless it is forced; then say so."""
+    why = "is simulated" if plan.simulated else why_not_verified(directory)
+    if not why and isinstance(plan, Plan):
+        try:
+            here = fingerprint_of(driver_facts())
+        except InputError as error:
+            notice(f"whether the plan is for this machine was not checked: {error.what}")
+        else:
+            other = why_not_here(plan, directory, here)
+            why = f"was measured on another machine: {other}" if other else ""
+    if not why:
+        return
+    if not force:
+        raise InputError(str(directory), why, "measure and `tccl verify` it first, or add --force")
+    notice(f"{directory} {why}: installed because of --force")
+
+
+def _said(kind: Kind, change: Change, *, dry_run: bool) -> str:
+    if not change.needed:
+        return f"{change.path} has the plan's lines already"
+    new = "make" if change.before is None else "change"
+    done = f"would {new}" if dry_run else "made" if change.before is None else "changed"
+    return f"{done} {change.path} ({kind})"

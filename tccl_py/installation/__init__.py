@@ -1,0 +1,1 @@
+"""Putting a plan's settings where jobs find them, and taking them out again without trace."""

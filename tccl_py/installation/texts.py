@@ -1,0 +1,131 @@
+"""What an installed plan says: NCCL's file, a SLURM task prolog, a module. None names a graph file.
+
+A graph file is for communicators over exactly its GPUs, and all of these hold for whatever
+communicators a job makes. They set the plan's settings, and TCCL_PLAN, by which tccl_py.torch finds
+the graph of each group.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from tccl_py.emitters.plan_files import conf_text
+from tccl_py.installation.parts import Comment
+from tccl_py.runtimes.nccl.settings import Settings, environment
+from tccl_py.topology.fingerprint import Fingerprint
+
+Kind = Literal["conf", "slurm-prolog", "module"]
+PLAN_VARIABLE = "TCCL_PLAN"
+_PLAIN = "_-./+@%:,="
+
+
+class Installed(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that jobs are to find: its directory, its settings, and whose its rates are.
+
+    `gpu_uuids` are those of the plan's GPUs; `fingerprint` is None for a plan that no machine was
+    measured for, which then holds wherever it is installed.
+    """
+
+    directory: Path
+    settings: Settings
+    provenance: str
+    fingerprint: Fingerprint | None = None
+    gpu_uuids: tuple[str, ...] = ()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment of a job."""
+        return environment(self.settings)
+
+
+class Form(msgspec.Struct, frozen=True, kw_only=True):
+    """How our part stands in one file: its lines, comments, and what is above it in a new one."""
+
+    body: str
+    comment: Comment = "#"
+    head: str = ""
+    mode: int = 0o644
+
+
+HEADS = ("", "#!/bin/sh\n", "#%Module1.0\n")
+"""What may stand above our part in a file that we made."""
+
+
+def form_of(plan: Installed, kind: Kind, path: Path) -> Form:
+    """Our part of a file of this kind; a module with the suffix .lua is written for Lmod."""
+    if kind == "conf":
+        return Form(body=conf_text(plan.settings, provenance=plan.provenance))
+    if kind == "slurm-prolog":
+        return Form(body=_prolog(plan), head="#!/bin/sh\n", mode=0o755)
+    said = {**plan.variables, PLAN_VARIABLE: str(plan.directory)}
+    if path.suffix == ".lua":
+        return Form(body=_lua(said, plan.provenance), comment="--")
+    return Form(body=_tcl(said, plan.provenance), head="#%Module1.0\n")
+
+
+def _prolog(plan: Installed) -> str:
+    """Lines for a TaskProlog, whose output SLURM takes for the task's environment.
+
+    What the job has set itself stays. It runs before every task, so that it needs no Python, and
+    never fails, because SLURM would end the task.
+    """
+    said = {**plan.variables, PLAN_VARIABLE: str(plan.directory)}
+    told = "".join(
+        f'    [ -n "${{{name}+x}}" ] || printf "%s\\n" {shlex.quote(f"export {name}={value}")}\n'
+        for name, value in said.items()
+    )
+    return (
+        f"# tccl-py, rates {plan.provenance}; for TaskProlog= in slurm.conf, or srun --task-prolog."
+        f"\n(\n{_guard(plan)}{told}) || :\n"
+    )
+
+
+def _guard(plan: Installed) -> str:
+    """Lines of a shell that end it where the plan was not measured."""
+    whose = plan.fingerprint
+    if whose is None:
+        return ""
+    uuids = " ".join(shlex.quote(uuid) for uuid in plan.gpu_uuids)
+    major = whose.driver.partition(".")[0]
+    pattern = shlex.quote(f"[[:space:]]{major}[.][0-9]")
+    return (
+        "    # Only with the GPUs, driver and NUMA nodes that the plan was measured on.\n"
+        f"    for uuid in {uuids}; do\n"
+        '        grep -qsF -- "$uuid" /proc/driver/nvidia/gpus/*/information || exit 0\n'
+        "    done\n"
+        f"    grep -qs {pattern} /proc/driver/nvidia/version || exit 0\n"
+        "    nodes=0\n"
+        "    for list in /sys/devices/system/node/node[0-9]*/cpulist; do\n"
+        '        ! grep -qs "[0-9]" "$list" || nodes=$((nodes + 1))\n'
+        "    done\n"
+        f'    [ "$nodes" -eq {whose.numa_count} ] || exit 0\n'
+    )
+
+
+def _tcl(said: Mapping[str, str], provenance: str) -> str:
+    lines = [f"setenv {name} {_tcl_word(value)}\n" for name, value in said.items()]
+    return f"# tccl-py, rates {provenance}.\n" + "".join(lines)
+
+
+def _tcl_word(text: str) -> str:
+    r"""A word of Tcl that is this text, whatever it has.
+
+    >>> _tcl_word("/a b/$x")
+    '/a\\ b/\\$x'
+    """
+    return "".join(one if one.isalnum() or one in _PLAIN else f"\\{one}" for one in text)
+
+
+def _lua(said: Mapping[str, str], provenance: str) -> str:
+    lines = [f"setenv({_lua_string(name)}, {_lua_string(text)})\n" for name, text in said.items()]
+    return f"-- tccl-py, rates {provenance}.\n" + "".join(lines)
+
+
+def _lua_string(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -1,0 +1,80 @@
+"""The files in which NCCL finds settings besides the environment, and what it makes of them.
+
+NCCL 2.30.7, misc/param.cc: it reads NCCL_CONF_FILE (since 2.23) or, where that is unset or empty,
+`.nccl.conf` in the home directory that the password file has, then /etc/nccl.conf. Each line that
+does not begin with `#` sets what is before its first `=`, unless that is set already: so the
+environment comes first, then the user's file, in it the first line of a name, then the host's.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.files import read_bytes
+
+CONF_VARIABLE = "NCCL_CONF_FILE"
+HOST_FILE = Path("/etc/nccl.conf")
+MAX_CONF_BYTES = 1024 * 1024
+_MAX_VALUE = 1023
+
+
+class ConfLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of such a file that sets something; `where` is the file and the line's number."""
+
+    name: str
+    value: str
+    where: str
+
+
+def user_file(environment: Mapping[str, str] = os.environ) -> Path:
+    """The user's file, whether or not there is one."""
+    named = environment.get(CONF_VARIABLE, "")
+    return Path(named) if named else home() / ".nccl.conf"
+
+
+def home() -> Path:
+    """The user's home directory as NCCL finds it, whatever HOME says."""
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return Path("/")
+
+
+def conf_lines(data: bytes, *, where: str) -> tuple[ConfLine, ...]:
+    r"""What a file sets, in order.
+
+    >>> [(line.name, line.value) for line in conf_lines(b"# a=b\nNCCL_IB_HCA==mlx5\n", where="f")]
+    [('NCCL_IB_HCA', '=mlx5')]
+    """
+    lines = data.decode("utf-8", "surrogateescape").split("\n")
+    parted = ((number, *line.partition("=")) for number, line in enumerate(lines, start=1))
+    return tuple(
+        ConfLine(name=name[:_MAX_VALUE], value=value[:_MAX_VALUE], where=f"{where}:{number}")
+        for number, name, equals, value in parted
+        if equals and not name.startswith("#")
+    )
+
+
+def settings_of_files(
+    environment: Mapping[str, str] = os.environ, *, files: Sequence[Path] | None = None
+) -> dict[str, ConfLine]:
+    """What NCCL's files set in a process with this environment, by name.
+
+    Files that are not there or that this process may not read set nothing, as for NCCL.
+    """
+    found: dict[str, ConfLine] = {}
+    for path in files if files is not None else (user_file(environment), HOST_FILE):
+        try:
+            data = read_bytes(path, limit=MAX_CONF_BYTES)
+        except InputError:
+            continue
+        for line in conf_lines(data, where=str(path)):
+            if line.name not in environment:
+                found.setdefault(line.name, line)
+    return found

@@ -1,0 +1,566 @@
+"""Installing leaves others' lines as they are, and uninstalling leaves everything as it was."""
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError
+from tccl_py.installation.install import install, removal, uninstall
+from tccl_py.installation.parts import has_part, with_part, without_part
+from tccl_py.installation.record import load_record, state_directory
+from tccl_py.installation.texts import HEADS, Installed, form_of
+from tccl_py.plan.directory import write_plan
+from tccl_py.runtimes.nccl.conf_files import conf_lines, settings_of_files
+from tccl_py.runtimes.nccl.contradictions import against
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.topology.fingerprint import Fingerprint
+from tests.planned import SMALL, plan_of
+
+SETTINGS = Settings(version="2.28", p2p_level="SYS", channels=8, buffsize=524288)
+PLAN = Installed(directory=Path("/plans/my box"), settings=SETTINGS, provenance="measured")
+PRINT = Fingerprint(
+    gpu_uuids=("GPU-aa", "GPU-bb"), driver="580.159.04", numa_count=2, kernel="6.8.0"
+)
+MEASURED = msgspec.structs.replace(PLAN, fingerprint=PRINT, gpu_uuids=PRINT.gpu_uuids)
+KINDS = ("conf", "slurm-prolog", "module")
+# Pieces of files, markers' look-alikes among them.
+PIECES = st.one_of(
+    st.binary(max_size=40),
+    st.sampled_from(
+        [b"\n", b"\r\n", b"NCCL_DEBUG=INFO\n", b"export A=b", b"# >>>", b"<<<", b"\0", b"#", b"--"]
+    ),
+)
+# What mentions us without being our marker is refused, which other tests see.
+FILES = st.lists(PIECES, max_size=12).map(b"".join).filter(lambda data: b"tccl-py" not in data)
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    """A home of the test's own, for the record too."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("NCCL_CONF_FILE", str(home / ".nccl.conf"))
+
+
+def everything(folder):
+    """All files below a folder, with what they hold and may."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        held = path.lstat()
+        content = path.read_bytes() if path.is_file() else None
+        found[str(path)] = (stat.S_IMODE(held.st_mode), path.is_symlink(), content)
+    return found
+
+
+# our part of a file
+
+
+@given(data=st.none() | FILES, comment=st.sampled_from(["#", "--"]), head=st.sampled_from(HEADS))
+def test_a_part_that_is_taken_out_leaves_the_bytes_that_were_there(data, comment, head):
+    put = with_part(data, "A=b\n", comment=comment, head=head, where="f")
+    assert has_part(put, where="f")
+    assert put.startswith(data or b"")
+    assert without_part(put, heads=HEADS, where="f") == data
+
+
+@given(data=st.none() | FILES)
+def test_a_part_that_is_put_twice_is_there_once(data):
+    first = with_part(data, "A=b\n", comment="#", head="", where="f")
+    assert with_part(first, "A=b\n", comment="#", head="", where="f") == first
+    other = with_part(first, "C=d\n", comment="#", head="", where="f")
+    assert b"A=b\n# <<<" not in other
+    assert without_part(other, heads=HEADS, where="f") == data
+
+
+@given(data=st.none() | FILES, later=FILES, earlier=FILES)
+def test_what_others_wrote_around_the_part_stays(data, later, earlier):
+    assume(later)
+    put = with_part(data, "A=b\n", comment="#", head="", where="f")
+    earlier = earlier + b"\n" if earlier else b""
+    rest = without_part(earlier + put + later, heads=HEADS, where="f")
+    start = data or b""
+    newline = b"\n" if start and not start.endswith(b"\n") else b""
+    assert rest == earlier + start + newline + later
+
+
+@given(data=FILES, cut=st.integers(min_value=1, max_value=200))
+def test_damaged_markers_are_refused(data, cut):
+    put = with_part(data, "A=b\n", comment="#", head="", where="f")
+    assume(cut < len(put) - len(data))
+    damaged = put[:-cut]
+    try:
+        without_part(damaged, heads=HEADS, where="f")
+    except InputError as error:
+        assert "f: has damaged marker lines of tccl-py; one of each is right" in str(error)
+        return
+    # What is left has no marker, or lacks the newline behind the last one alone.
+    assert not has_part(damaged, where="f") or cut == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda put: put + put,
+        lambda put: put.replace(b"(kept)", b"(lost)"),
+        lambda put: put.replace(b"# >>>", b"# >> "),
+        lambda put: put.replace(b"# <<<", b" # <<<"),
+        lambda put: b"".join(reversed(put.splitlines(keepends=True))),
+    ],
+)
+def test_markers_that_somebody_changed_are_refused_and_nothing_is_done(tmp_path, damage):
+    path = tmp_path / "conf"
+    path.write_bytes(b"NCCL_DEBUG=INFO\n")
+    install(PLAN, {"conf": path}, dry_run=False)
+    path.write_bytes(damage(path.read_bytes()))
+    before = everything(tmp_path)
+    for action in (uninstall, lambda: install(PLAN, {"conf": path}, dry_run=False)):
+        with pytest.raises(InputError) as error:
+            action()
+        assert str(error.value).startswith(f"{path}: has damaged marker lines of tccl-py; ")
+        assert everything(tmp_path) == before
+
+
+# files on disk
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(
+    contents=st.lists(st.none() | FILES, min_size=3, max_size=3),
+    modes=st.lists(st.sampled_from([0o600, 0o644, 0o755, 0o664]), min_size=3, max_size=3),
+)
+def test_installing_and_uninstalling_leaves_every_file_as_it_was(tmp_path, contents, modes):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    names = {"conf": "conf", "slurm-prolog": "task prolog.sh", "module": "1.0.lua"}
+    targets = {kind: folder / names[kind] for kind in KINDS}
+    for path, data, mode in zip(targets.values(), contents, modes, strict=True):
+        if data is not None:
+            path.write_bytes(data)
+            path.chmod(mode)
+    before = everything(tmp_path)
+    try:
+        changes = install(PLAN, targets, dry_run=False)
+        assert all(change.needed for change in changes)
+        held = everything(folder)
+        again = install(PLAN, targets, dry_run=False)
+        assert not any(change.needed for change in again)
+        assert everything(folder) == held
+        for path, data in zip(targets.values(), contents, strict=True):
+            assert path.read_bytes().startswith(data or b"")
+        uninstall()
+    except InputError as error:
+        # A random first line may be another interpreter's.
+        assert "is for " in str(error)
+    assert everything(tmp_path) == before
+    shutil.rmtree(folder)
+
+
+def test_links_stay_links_and_what_they_lead_to_is_restored(tmp_path):
+    real, link, nowhere = tmp_path / "real", tmp_path / "link", tmp_path / "nowhere"
+    real.write_bytes(b"NCCL_DEBUG=WARN")
+    real.chmod(0o600)
+    link.symlink_to("real")
+    nowhere.symlink_to("to-come.lua")
+    before = everything(tmp_path)
+    install(PLAN, {"conf": link, "module": nowhere}, dry_run=False)
+    assert link.is_symlink()
+    assert nowhere.is_symlink()
+    assert stat.S_IMODE(real.stat().st_mode) == 0o600
+    assert b"NCCL_P2P_LEVEL=SYS" in real.read_bytes()
+    assert (tmp_path / "to-come.lua").is_file()
+    found = uninstall()
+    assert len(found.changes) == 2
+    assert everything(tmp_path) == before
+
+
+def test_attributes_of_a_file_stay(tmp_path):
+    path = tmp_path / "conf"
+    path.write_bytes(b"")
+    try:
+        os.setxattr(path, "user.tccl", b"kept")
+    except OSError:
+        pytest.skip("this file system has no attributes")
+    install(PLAN, {"conf": path}, dry_run=False)
+    assert os.getxattr(path, "user.tccl") == b"kept"
+
+
+def test_a_dry_run_changes_nothing(tmp_path):
+    before = everything(tmp_path)
+    (change,) = install(PLAN, {"conf": tmp_path / "conf"}, dry_run=True)
+    assert change.needed
+    assert everything(tmp_path) == before
+
+
+def test_the_record_says_what_is_where_and_goes_with_the_last(tmp_path):
+    install(PLAN, {"conf": tmp_path / "conf"}, dry_run=False)
+    install(PLAN, {"module": tmp_path / "module"}, dry_run=False)
+    record = load_record(state_directory())
+    assert [(one.path, one.kind, one.plan) for one in record.files] == [
+        (str(tmp_path / "conf"), "conf", "/plans/my box"),
+        (str(tmp_path / "module"), "module", "/plans/my box"),
+    ]
+    uninstall([tmp_path / "conf"])
+    assert [one.kind for one in load_record(state_directory()).files] == ["module"]
+    uninstall()
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+def test_a_file_is_cleaned_without_a_record(tmp_path):
+    install(PLAN, {"conf": tmp_path / "conf"}, dry_run=False)
+    shutil.rmtree(tmp_path / "home" / ".local")
+    assert removal().changes == ()
+    uninstall([tmp_path / "conf"])
+    assert list(tmp_path.iterdir()) == [tmp_path / "home"]
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+def test_a_file_that_somebody_deleted_is_forgotten(tmp_path):
+    install(PLAN, {"conf": tmp_path / "conf"}, dry_run=False)
+    (tmp_path / "conf").unlink()
+    found = uninstall()
+    assert (found.changes, found.untouched) == ((), (tmp_path / "conf",))
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+def test_a_file_that_fails_takes_all_others_back(tmp_path, monkeypatch):
+    conf, module = tmp_path / "conf", tmp_path / "module.lua"
+    conf.write_bytes(b"NCCL_DEBUG=WARN")
+    before = everything(tmp_path)
+    real = Path.replace
+
+    def full(self, target):
+        if Path(target) == module:
+            raise OSError(28, "No space left on device")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(InputError) as error:
+        install(PLAN, {"conf": conf, "module": module}, dry_run=False)
+    assert str(error.value).startswith(f"{module}: cannot be changed (No space left on device); ")
+    assert everything(tmp_path) == before
+
+
+def test_a_file_that_changes_meanwhile_is_not_overwritten(tmp_path, monkeypatch):
+    path = tmp_path / "conf"
+    path.write_bytes(b"A=1\n")
+    real = with_part
+
+    def slow(data, *words, **more):
+        path.write_bytes(b"A=2\n")
+        return real(data, *words, **more)
+
+    monkeypatch.setattr("tccl_py.installation.install.with_part", slow)
+    with pytest.raises(InputError, match="was changed by somebody meanwhile; try again"):
+        install(PLAN, {"conf": path}, dry_run=False)
+    assert path.read_bytes() == b"A=2\n"
+
+
+# places that are refused
+
+
+def refused(path, kind="conf"):
+    with pytest.raises(InputError) as error:
+        install(PLAN, {kind: path}, dry_run=False)
+    assert not state_directory().exists()
+    return str(error.value)
+
+
+def test_places_that_cannot_be_are_refused(tmp_path):
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    twin = tmp_path / "one"
+    twin.write_bytes(b"")
+    (tmp_path / "other").hardlink_to(twin)
+    assert "is no directory; make it first" in refused(tmp_path / "none" / "conf")
+    assert refused(tmp_path).startswith(f"{tmp_path}: is no regular file")
+    assert refused(pipe).startswith(f"{pipe}: is no regular file")
+    assert "has other names (hard links)" in refused(twin)
+    assert str(circle) in refused(circle)
+    assert "has control characters" in refused(tmp_path / "a\nb")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_files_of_other_users_are_refused(tmp_path):
+    path = tmp_path / "conf"
+    path.write_bytes(b"A=b\n")
+    os.chown(path, 12345, -1)
+    assert refused(path).startswith(f"{path}: belongs to user 12345; name a file of your own")
+    assert path.read_bytes() == b"A=b\n"
+
+
+def test_places_that_are_not_to_be_written_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "conf"
+    path.write_bytes(b"A=b\n")
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) not in (path, locked))
+    assert refused(path).startswith(f"{path}: is not to be written to; ")
+    assert refused(locked / "conf").startswith(f"{locked}: cannot be written to; ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "said"),
+    [
+        ("conf", b"\nNCCL_GRAPH_FILE=/a\n", ":2: sets NCCL_GRAPH_FILE; take it out: it fails"),
+        ("conf", b"NCCL_BUFFSIZE=1048576\n", ":1: sets NCCL_BUFFSIZE=1048576, against the plan's"),
+        ("conf", b"#\nNCCL_P2P_DISABLE=1", ":2: sets NCCL_P2P_DISABLE=1, against the plan's"),
+        ("slurm-prolog", b"#!/usr/bin/env python3\n", ": is for /usr/bin/env python3; name a"),
+        ("module", b"-- lua\n", ": is no module file; its first line begins with #%Module"),
+    ],
+)
+def test_files_in_which_the_lines_would_do_harm_are_refused(tmp_path, kind, data, said):
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    assert refused(path, kind).startswith(f"{path}{said}")
+    assert path.read_bytes() == data
+
+
+def test_one_file_for_two_things_is_refused(tmp_path):
+    with pytest.raises(InputError, match="is named for two things; name a file for each"):
+        install(PLAN, {"conf": tmp_path / "a", "module": tmp_path / "a"}, dry_run=False)
+
+
+def test_a_damaged_record_is_a_sentence(tmp_path):
+    state_directory().mkdir(parents=True)
+    (state_directory() / "installed.json").write_text('{"files": 1}')
+    with pytest.raises(InputError, match="does not fit Record"):
+        uninstall()
+
+
+# what the files say
+
+
+def test_nccl_reads_the_plans_settings_and_no_graph_from_the_file(tmp_path):
+    path = tmp_path / "conf"
+    path.write_bytes(b"NCCL_DEBUG=WARN")
+    install(PLAN, {"conf": path}, dry_run=False)
+    found = {line.name: line.value for line in conf_lines(path.read_bytes(), where="f")}
+    assert found == {
+        "NCCL_DEBUG": "WARN",
+        "NCCL_P2P_LEVEL": "SYS",
+        "NCCL_BUFFSIZE": "524288",
+    }
+
+
+def test_no_form_names_a_graph_file():
+    for kind in KINDS:
+        for name in ("file", "file.lua"):
+            body = form_of(MEASURED, kind, Path(name)).body
+            lines = [line for line in body.splitlines() if not line.startswith(("#", "--"))]
+            assert "NCCL_P2P_LEVEL" in "\n".join(lines)
+            assert "GRAPH" not in "\n".join(lines)
+
+
+def test_nccl_takes_the_environment_first_and_of_files_the_first_line(tmp_path):
+    own, host = tmp_path / "own", tmp_path / "host"
+    own.write_bytes(b"A=1\nA=2\n#B=1\nno line\nC==x\n")
+    host.write_bytes(b"A=3\nB=4\nD=5\n")
+    found = settings_of_files({"D": "6"}, files=(own, host))
+    assert {name: line.value for name, line in found.items()} == {"A": "1", "B": "4", "C": "=x"}
+    assert found["B"].where == f"{host}:2"
+
+
+def test_settings_that_say_something_else_are_named():
+    assert against(SETTINGS, {"NCCL_BUFFSIZE": "524288", "NCCL_P2P_LEVEL": "SYS"}) == ()
+    assert against(SETTINGS, {"NCCL_SOCKET_IFNAME": "lo", "NCCL_ALGO": "Ring"}) == ()
+    assert against(SETTINGS, {"NCCL_SHM_LOCALITY": "1"}) == ("NCCL_SHM_LOCALITY",)
+    assert against(Settings(algo="Ring"), {"NCCL_ALGO": "Tree"}) == ("NCCL_ALGO",)
+
+
+@pytest.fixture
+def node(tmp_path):
+    """The files of a host that the prolog looks at: two GPUs, a driver, two NUMA nodes."""
+    root = tmp_path / "root"
+    driver = root / "proc" / "driver" / "nvidia"
+    for number, uuid in enumerate(PRINT.gpu_uuids):
+        folder = driver / "gpus" / f"0000:0{number}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t x\nGPU UUID: \t {uuid}\n")
+    (driver / "version").write_text("NVRM version: Open Kernel Module  580.95.05  Release\n")
+    for number, cpus in enumerate(("0-7\n", "8-15\n", "\n")):
+        folder = root / f"sys/devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus)
+    return root
+
+
+def prolog_says(text, root, **environment):
+    script = text.replace("/proc/", f"{root}/proc/").replace("/sys/", f"{root}/sys/")
+    done = subprocess.run(
+        ["sh", "-eu", "-c", f"{script}echo done"],
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    *said, last = done.stdout.splitlines()
+    assert last == "done"
+    return said
+
+
+TOLD = [
+    "export NCCL_P2P_LEVEL=SYS",
+    "export NCCL_BUFFSIZE=524288",
+    "export TCCL_PLAN=/plans/my box",
+]
+
+
+def test_the_prolog_tells_slurm_the_settings_where_the_plan_was_measured(node):
+    text = form_of(MEASURED, "slurm-prolog", Path()).body
+    assert prolog_says(text, node) == TOLD
+
+
+def test_the_prolog_leaves_what_the_job_has_set(node):
+    text = form_of(MEASURED, "slurm-prolog", Path()).body
+    assert prolog_says(text, node, NCCL_BUFFSIZE="", TCCL_PLAN="/x") == TOLD[:1]
+
+
+def test_the_prolog_of_a_plan_that_is_nobodys_always_tells(tmp_path):
+    assert prolog_says(form_of(PLAN, "slurm-prolog", Path()).body, tmp_path) == TOLD
+
+
+@pytest.mark.parametrize("change", ["gpu", "driver", "numa", "no driver"])
+def test_the_prolog_says_nothing_on_another_host(node, change):
+    driver = node / "proc" / "driver" / "nvidia"
+    if change == "gpu":
+        shutil.rmtree(driver / "gpus" / "0000:01:00.0")
+    elif change == "driver":
+        (driver / "version").write_text("Module 581580.1  590.58.01  Release\n")
+    elif change == "numa":
+        (node / "sys/devices/system/node/node2/cpulist").write_text("16\n")
+    else:
+        shutil.rmtree(driver)
+    assert prolog_says(form_of(MEASURED, "slurm-prolog", Path()).body, node) == []
+
+
+def test_a_module_of_tcl_sets_what_the_plan_has(tmp_path):
+    if shutil.which("tclsh") is None:
+        pytest.skip("tclsh is not installed")
+    odd = msgspec.structs.replace(PLAN, directory=Path('/p $x [exit] {"\\;#é'))
+    path = tmp_path / "module"
+    install(odd, {"module": path}, dry_run=False)
+    script = f'proc setenv {{n v}} {{puts "$n=$v"}}; source {{{path}}}'
+    done = subprocess.run(["tclsh"], input=script, capture_output=True, text=True, check=True)
+    assert 'TCCL_PLAN=/p $x [exit] {"\\;#é' in done.stdout
+
+
+def test_modules_escape_what_their_languages_take_for_more():
+    odd = msgspec.structs.replace(PLAN, directory=Path('/p $x "\\'))
+    tcl, lua = (form_of(odd, "module", Path(name)).body for name in ("m", "m.lua"))
+    assert 'setenv TCCL_PLAN /p\\ \\$x\\ \\"\\\\\n' in tcl
+    assert 'setenv("TCCL_PLAN", "/p $x \\"\\\\")\n' in lua
+
+
+# the commands
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """A directory with a plan as if it had been measured on this host."""
+    plan = msgspec.structs.replace(plan_of(SMALL), simulated=False, assumed=False)
+    directory = tmp_path / "plan"
+    directory.mkdir()
+    uuids = tuple(f"GPU-{number}" for number in range(4))
+    write_plan(plan, directory, fingerprint=msgspec.structs.replace(PRINT, gpu_uuids=uuids))
+    return directory
+
+
+def tccl(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.mark.parametrize(
+    ("verification", "said"),
+    [
+        (None, "was not verified"),
+        ({"verdict": "worse"}, "was found 'worse' than stock NCCL"),
+        ({"verdict": None}, "failed when it was verified"),
+        ({"verdict": "better", "failure": "x"}, "failed when it was verified"),
+        ({"verdict": "better", "backend": "host"}, "was verified without GPUs"),
+        ({"verdict": "same", "plan_digest": "0"}, "was planned again after it was verified"),
+    ],
+)
+def test_a_plan_that_was_not_verified_is_installed_only_by_force(measured, verification, said):
+    if verification is not None:
+        (measured / "verify.json").write_text(json.dumps(verification))
+    result = tccl("install", measured)
+    assert result.exit_code == 2
+    right = "measure and `tccl verify` it first, or add --force"
+    assert result.stderr == f"tccl: {measured}: {said}; {right}\n"
+    assert not Path(os.environ["NCCL_CONF_FILE"]).exists()
+    result = tccl("install", measured, "--force")
+    assert result.exit_code == 0
+    assert f"{said}: installed because of --force" in result.stderr
+    assert Path(os.environ["NCCL_CONF_FILE"]).exists()
+
+
+def test_a_verified_plan_is_installed_and_taken_out(measured, tmp_path):
+    (measured / "verify.json").write_text('{"verdict": "better", "sizes": []}')
+    conf = Path(os.environ["NCCL_CONF_FILE"])
+    before = everything(tmp_path)
+    result = tccl("install", measured, "--dry-run")
+    assert f"tccl: would make {conf} (conf)\n" in result.stderr
+    assert everything(tmp_path) == before
+    result = tccl("install", measured)
+    assert result.exit_code == 0, result.stderr
+    assert f"tccl: made {conf} (conf)\n" in result.stderr
+    assert "was not checked: no NVIDIA driver answers" in result.stderr
+    assert f"tccl: {conf} has the plan's lines already\n" in tccl("install", measured).stderr
+    assert "would remove" in tccl("uninstall", "--dry-run").stderr
+    assert conf.exists()
+    result = tccl("uninstall")
+    assert (result.exit_code, result.stderr) == (0, f"tccl: removed {conf}, which was new\n")
+    assert everything(tmp_path) == before
+    assert tccl("uninstall").stderr == "tccl: nothing is installed\n"
+
+
+def test_a_plan_of_another_machine_is_installed_only_by_force(measured, monkeypatch):
+    (measured / "verify.json").write_text('{"verdict": "better"}')
+    monkeypatch.setattr("tccl_py.cli.install.driver_facts", lambda: None)
+    monkeypatch.setattr("tccl_py.cli.install.fingerprint_of", lambda facts: PRINT)
+    result = tccl("install", measured)
+    assert result.exit_code == 2
+    assert "was measured on another machine: GPU 0 was GPU-0 and is GPU-aa; " in result.stderr
+
+
+def test_texts_are_printed_where_the_file_is_a_dash(measured):
+    result = tccl("install", measured, "--force", "--slurm-prolog", "-", "--module", "-")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("#!/bin/sh\n# tccl-py, rates measured; for TaskProlog=")
+    assert "#%Module1.0\n" in result.stdout
+    assert f"setenv TCCL_PLAN {measured}\n" in result.stdout
+    assert not Path(os.environ["NCCL_CONF_FILE"]).exists()
+    assert not state_directory().exists()
+
+
+def test_a_simulated_plan_is_installed_only_by_force(tmp_path):
+    directory = tmp_path / "plan"
+    directory.mkdir()
+    write_plan(plan_of(SMALL), directory)
+    (directory / "verify.json").write_text('{"verdict": "better"}')
+    result = tccl("install", directory)
+    assert (result.exit_code, "is simulated; measure" in result.stderr) == (2, True)
+    result = tccl("install", directory, "--force", "--module", tmp_path / "m.lua")
+    assert result.exit_code == 0
+    assert "changed" not in result.stderr
+    assert (tmp_path / "m.lua").exists()
+
+
+def test_a_directory_without_a_plan_is_a_sentence(tmp_path):
+    assert tccl("install", tmp_path).exit_code == 2
+    assert tccl("install", tmp_path / "none").exit_code == 2
