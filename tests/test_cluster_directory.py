@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tccl_py.cluster.names import MAX_NAME
 from tccl_py.cluster_plan.directory import (
     class_file,
     cluster_files,
@@ -212,13 +213,18 @@ def test_machines_are_kept_with_the_models_that_rates_come_from(tmp_path):
     assert (other.machine, other.model) == (plan.cluster.classes[1].machine, None)
 
 
-def test_a_host_whose_name_is_too_long_for_a_file_is_one_sentence(tmp_path):
-    name = "x" * 253
-    chains = dict.fromkeys(("a", name), ((0, (0, 1, 2, 3), 0),))
-    plan = cluster_plan([("a", FOUR), (name, FOUR)], chains)
-    with pytest.raises(InputError, match=r"cannot be written .*; choose a writable place"):
-        write_cluster_plan(plan, tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_the_longest_name_of_a_host_can_name_its_file(tmp_path):
+    names = ("a", "x" * MAX_NAME)
+    chains = dict.fromkeys(names, ((0, (0, 1, 2, 3), 0),))
+    plan = cluster_plan([(name, FOUR) for name in names], chains)
+    write_cluster_plan(plan, tmp_path)
+    assert (tmp_path / "nccl" / "hosts" / f"{names[1]}.xml").is_file()
+    assert load_cluster_plan(tmp_path) == plan
+    longer = ("a", "x" * (MAX_NAME + 1))
+    chains = dict.fromkeys(longer, ((0, (0, 1, 2, 3), 0),))
+    # Before anything is measured, and by name.
+    with pytest.raises(InputError, match=r"the name 'x+'\.\.\. has 241 characters; at most 240"):
+        cluster_plan([(name, FOUR) for name in longer], chains)
 
 
 def test_a_full_disk_leaves_the_plan_that_was_there(tmp_path, monkeypatch):

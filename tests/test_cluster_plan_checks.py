@@ -53,7 +53,7 @@ CHAIN = ("passages", 0, "chains", 0)
         (("hosts", 0, "name"), "../../etc/x", "'../../etc/x': is not in the cluster; name its"),
         (("cluster", "hosts", 0, "name"), "a/b", "'a/b' cannot be a name here; letters, digits"),
         (("cluster", "hosts", 0, "name"), "gpu2", "host gpu2 is named twice"),
-        (("cluster", "hosts", 0, "name"), "x" * 5000, "has 5000 characters; at most 253"),
+        (("cluster", "hosts", 0, "name"), "x" * 5000, "has 5000 characters; at most 240"),
         (("cluster", "hosts", 0, "name"), "\x1b[31m", "cannot be a name here"),
         (("cluster", "classes", 0, "name"), "../x", "'../x' cannot be a name here"),
         (("cluster", "hosts", 0, "node_class"), HUGE, "there are 3 classes, counted from 0"),

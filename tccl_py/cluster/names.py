@@ -7,8 +7,9 @@ from collections.abc import Container, Iterable
 
 from tccl_py.errors import InputError
 
-MAX_NAME = 253
-"""The longest name the domain name system has (RFC 1035, 3.1, without its length bytes)."""
+MAX_NAME = 240
+"""A file of this name, with `.xml` and what is added until it is whole, has no more than the 255
+bytes that file systems take; the domain name system would have 253 (RFC 1035, 3.1)."""
 MAX_CLASS_NAME = 64
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
