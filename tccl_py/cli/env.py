@@ -21,7 +21,12 @@ from tccl_py.emitters.nccl_conf import export_lines, job_environment
 from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import why_not_here, why_not_with
-from tccl_py.plan.directory import check_plan_directory, planned_model, write_subset_graph
+from tccl_py.plan.directory import (
+    check_plan_directory,
+    planned_model,
+    topology_path,
+    write_subset_graph,
+)
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.plan.subsets import subset_on_demand
 from tccl_py.simulator.source import Simulator
@@ -87,7 +92,8 @@ def env(
         _print_off(plan, chosen, off, json=json)
         raise typer.Exit(ANSWER_IS_NO)
     graph = graph_file(plan, directory, chosen)
-    variables = job_environment(plan.settings, graph=graph)
+    topology = topology_path(plan, directory)
+    variables = job_environment(plan.settings, graph=graph, topology=topology)
     if json:
         print_json({"gpus": chosen, "environment": variables, "simulated": plan.simulated})
     else:

@@ -51,6 +51,7 @@ from tccl_py.cluster.hostlist import read_host_list
 from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.plan.calibration import calibrated
 from tccl_py.plan.directory import (
     holds_measurements,
     open_journal,
@@ -143,6 +144,10 @@ def plan(
         typer.Option(metavar="N", help="NCCL_IB_GID_INDEX of RoCE ports; NCCL's choice if not."),
     ] = None,
     interfaces: InterfacesOption = None,
+    no_topology_file: Annotated[
+        bool,
+        typer.Option("--no-topology-file", help="Look for no topology file for NCCL's own search."),
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a plan that is already in DIR.")
     ] = False,
@@ -151,7 +156,9 @@ def plan(
     """Find the best rings for a machine or a cluster, and write the files that make NCCL use them.
 
     DIR then holds plan.json, the journal of measurements, the machines, and below nccl/ graph files
-    for all GPUs and for subsets of them (of a cluster for every host), nccl.conf and env.sh. Rates
+    for all GPUs and for subsets of them (of a cluster for every host), nccl.conf and env.sh. Beside
+    the graph of one machine stands topo.xml, if a description of the machine is found by which
+    NCCL's own search does better for all other communicators and worse for none. Rates
     are those of this machine's GPUs, which should have nothing else to do, or, with --simulate, of
     a model. Ctrl-C keeps the best so far; the same command again goes on from the journal and
     measures nothing twice.
@@ -184,7 +191,7 @@ def plan(
     budget = _budget(max_sets, max_seconds)
     job = in_job()
     if job or nodes not in (None, 1) or (simulate is not None and hosts is not None):
-        refuse_with_nodes({"--gpus": gpus})
+        refuse_with_nodes({"--gpus": gpus, "--no-topology-file": no_topology_file or None})
         wanted = ClusterTask(
             options=cluster, version=nccl, counts=counts, strategy=strategy, budget=budget
         )
@@ -228,6 +235,7 @@ def plan(
         counts=counts,
         strategy=strategy,
         budget=budget,
+        topology_file=not no_topology_file,
     )
     with output_directory(output, force=force) as journal:
         try:
@@ -275,12 +283,13 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
     counts: tuple[int, ...] | None
     strategy: str
     budget: Budget
+    topology_file: bool
 
     def plan(
         self, machine: Machine, knowledge: Knowledge, source: BandwidthSource, line: ProgressLine
     ) -> Plan:
         """The plan that this source's answers make."""
-        return make_plan(
+        made = make_plan(
             machine,
             knowledge,
             source,
@@ -291,6 +300,9 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
             budget=self.budget,
             reporter=line,
         )
+        if made.cancelled or not self.topology_file:
+            return made
+        return calibrated(made, source)
 
 
 class _Model:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from tccl_py.emitters.graph_xml import GraphRings, graph_xml
-from tccl_py.emitters.nccl_conf import env_sh, nccl_conf
+from tccl_py.emitters.nccl_conf import env_sh, fits_conf, nccl_conf
 from tccl_py.runtimes.nccl.graph_facts import graph_facts
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.runtimes.nccl.transport import View
 
 GRAPH_FILE = "graph.xml"
+TOPOLOGY_FILE = "topo.xml"
 
 
 def subset_file(gpus: Sequence[int]) -> str:
@@ -86,21 +87,39 @@ def node_graph_text(
     return f"<!-- tccl-py: {note} -->\n" + graph_xml(rings, version=seen.settings.version)
 
 
-def conf_text(settings: Settings, *, provenance: str) -> str:
-    """An nccl.conf with the settings; it names no graph file, because that is not for every job."""
+def conf_text(settings: Settings, *, provenance: str, topology: PurePosixPath | None = None) -> str:
+    """An nccl.conf with the settings, and with the topology file if there is one.
+
+    It names no graph file, because that is not for every job; a topology file is, as it only tells
+    NCCL's own search what links carry.
+    """
     head = (
         f"# tccl-py, rates {provenance}. Holds for every job of the host.\n"
         "# The graph file is not named here: it fails every communicator over other GPUs.\n"
         "# Jobs get it from env.sh beside this file, or from tccl env.\n"
     )
-    return head + nccl_conf(settings)
+    if topology is not None and not fits_conf(topology):
+        head += "# The topology file is left to env.sh too: its path needs quotes, unknown here.\n"
+        topology = None
+    elif topology is not None:
+        head += (
+            "# NCCL_TOPO_FILE makes NCCL's own search see what was measured, for any GPUs of this\n"
+            "# host. It describes this host alone: elsewhere, or with other cards, leave it out.\n"
+        )
+    return head + nccl_conf(settings, topology=topology)
 
 
-def env_text(settings: Settings, graph: PurePosixPath, *, provenance: str) -> str:
+def env_text(
+    settings: Settings,
+    graph: PurePosixPath,
+    *,
+    provenance: str,
+    topology: PurePosixPath | None = None,
+) -> str:
     """A script to source in a job that uses all GPUs of the plan.
 
     Raises:
-        InputError: the graph file's path is not absolute.
+        InputError: a file's path is not absolute.
     """
     head = f"# tccl-py, rates {provenance}. For jobs whose communicators use exactly these GPUs.\n"
-    return head + env_sh(settings, graph=graph)
+    return head + env_sh(settings, graph=graph, topology=topology)

@@ -39,7 +39,23 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     for ring in plan.stock.rings:
         _check_order(ring, plan.gpus, where)
     _check_rates(plan, where)
+    _check_topology(plan, where)
     return plan
+
+
+def _check_topology(plan: Plan, where: str) -> None:
+    """The file must describe this machine's devices: NCCL fails on GPUs at other bus ids."""
+    file = plan.topology
+    if file is None:
+        return
+    check(file.machine, where=f"{where} topology")
+    for kind in ("gpus", "nics"):
+        theirs, ours = (
+            [(one.index, one.bus_id) for one in getattr(machine, kind)]
+            for machine in (file.machine, plan.machine)
+        )
+        if theirs != ours:
+            raise InputError(where, f"has a topology file of other {kind}", _AGAIN)
 
 
 def _check_settings(plan: Plan, where: str) -> None:

@@ -10,16 +10,18 @@ from pathlib import Path, PurePosixPath
 
 from tccl_py.emitters.plan_files import (
     GRAPH_FILE,
+    TOPOLOGY_FILE,
     conf_text,
     env_text,
     graph_text,
     subset_file,
 )
+from tccl_py.emitters.topology_xml import topology_xml
 from tccl_py.errors import InputError
 from tccl_py.files import check_path, lock
 from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
 from tccl_py.measurements.measurement import BandwidthSource
-from tccl_py.plan.plan import PLAN_FILE, Plan, SubsetRings, per_channel
+from tccl_py.plan.plan import PLAN_FILE, Plan, SubsetRings, TopologyFile, per_channel
 from tccl_py.plan.staging import (
     FOLDERS,
     STAGING,
@@ -49,10 +51,35 @@ def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
     files = {GRAPH_FILE: _graph(plan, plan.channel_rings, plan.rate_gbps, plan.type_intra)}
     for subset in plan.subsets:
         files[subset_file(subset.gpus)] = subset_graph(plan, subset)
-    files["nccl.conf"] = conf_text(plan.settings, provenance=plan.provenance)
+    topology = topology_path(plan, directory)
+    if plan.topology is not None:
+        files[TOPOLOGY_FILE] = topology_text(plan, plan.topology)
+    provenance = plan.provenance
+    files["nccl.conf"] = conf_text(plan.settings, provenance=provenance, topology=topology)
     graph = PurePosixPath(directory.resolve() / "nccl" / GRAPH_FILE)
-    files["env.sh"] = env_text(plan.settings, graph, provenance=plan.provenance)
+    files["env.sh"] = env_text(plan.settings, graph, provenance=provenance, topology=topology)
     return files
+
+
+def topology_path(plan: Plan, directory: Path) -> PurePosixPath | None:
+    """Where a plan's directory has the topology file; None if the plan has none."""
+    if plan.topology is None:
+        return None
+    return PurePosixPath(directory.resolve() / "nccl" / TOPOLOGY_FILE)
+
+
+def topology_text(plan: Plan, file: TopologyFile) -> str:
+    """The topology file of a plan, which says what in it is not so and what it cannot say."""
+    which = "all" if file.all_sets_checked else "not all"
+    return topology_xml(
+        file.machine,
+        comment=(
+            f"tccl-py: for NCCL_TOPO_FILE on {plan.machine.name} only; rates {plan.provenance}",
+            *(f"told otherwise than it is: {change}" for change in file.changes),
+            f"checked on {file.sets_checked} sets of GPUs ({which} there are): {file.summary}",
+            *(f"cannot say {text}" for text in file.cannot_say),
+        ),
+    )
 
 
 def subset_graph(plan: Plan, subset: SubsetRings) -> str:

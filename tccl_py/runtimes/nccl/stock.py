@@ -103,9 +103,10 @@ def stock_choice(
     seen = view(machine, knowledge, settings, gpus=gpus)
     ring = search_ring(seen, nodes=nodes)
     count = len(ring.orders)
-    tree = search_tree(seen, nodes=nodes, channels=count)
+    # A tree always has one channel: where the ring has no more, it need not be searched.
+    trees = len(search_tree(seen, nodes=nodes, channels=count).orders) if count > 1 else 1
     channels = final_channels(
-        min(count, len(tree.orders)),
+        min(count, trees),
         sm=seen.system.sm_min,
         nodes=nodes,
         speed_intra=ring.rate_intra,
