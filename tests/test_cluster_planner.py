@@ -15,7 +15,7 @@ from tccl_py.cluster_plan.node import Node, used_nics
 from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.cluster_plan.uplinks import with_measured_uplinks
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.measurements.memory import RememberingSource
 from tccl_py.merge.switches import SwitchTree
 from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
@@ -348,6 +348,72 @@ def test_a_nodes_set_is_measured_between_a_host_and_its_partner():
     for there, here in placed.items():
         (flow,) = parse_set(there).flows
         assert rates[here] == below._made_up.rate(flow)
+
+
+class TcpOnly:
+    """Hosts as the profiler measures them: nothing between a NIC and GPU memory."""
+
+    simulated = False
+
+    def __init__(self):
+        self._made_up = MadeUp(5, high=40)
+
+    def measure(self, sets):
+        for one in sets:
+            if "G0->h0.N" in str(one) or "N0->h0.G" in str(one):
+                raise MeasurementError(f"{one}: TCP lands in host memory")
+        answers = self._made_up.measure(sets)
+        return [msgspec.structs.replace(one, simulated=False) for one in answers]
+
+
+def test_what_nics_move_to_gpu_memory_is_taken_from_their_ports_and_said_to_be():
+    machine = networked_machine(gpus=2, nics=2, gdr=True)
+    cluster = cluster_with([machine, machine])
+    (placement,) = placements(cluster, over_sockets=True)
+    source = PlacedSource(RememberingSource(TcpOnly()), placement)
+    both, alone, none = source.measure(
+        [
+            parse_set("N0->N0->G0 G0->G0->G1 G1->N0->N0 G0->N0->N0"),
+            parse_set("G0->N1->N1"),
+            parse_set("G0->G0->G1 G1->G1->C0->N0->N0"),
+        ]
+    )
+    rates = dict(zip(both.transfers.split(), both.gbps, strict=True))
+    # A port of 100 Gb/s is shared by what leaves, apart from what enters.
+    assert rates["N0->N0->G0"] == 12.5
+    assert rates["G1->N0->N0"] == rates["G0->N0->N0"] == 6.25
+    assert both.assumed
+    assert not both.simulated
+    assert (alone.gbps, alone.assumed) == ((12.5,), True)
+    assert not none.assumed
+
+
+def test_hosts_with_gpu_direct_are_planned_for_though_their_network_cannot_be_measured():
+    machine = networked_machine(gpus=2, nics=1, gdr=True)
+    cluster = cluster_with([machine, machine])
+    (placement,) = placements(cluster, over_sockets=True)
+    source = PlacedSource(RememberingSource(TcpOnly()), placement)
+    settings = Settings(net_gdr_level="SYS")
+    node = node_of(cluster.classes[0], source, 2)
+    found = joint(cluster, [node], settings, 1, keep_order=False)
+    assert found is not None
+    assert found.passages[0].measurement.assumed
+
+
+def test_few_sets_are_measured_where_few_are_allowed():
+    model = load_bundled("amd-3090")
+    cluster = cluster_with([model.machine] * 3)
+    few = make_cluster_plan(cluster, [Simulator(model)], budget=Budget(sets=1))
+    usual = make_cluster_plan(cluster, [Simulator(model)], budget=Budget(sets=200))
+    assert few.sets_measured < usual.sets_measured / 2
+
+
+def test_a_ring_count_that_does_not_come_about_is_told():
+    model = load_bundled("amd-3090")
+    cluster = cluster_with([model.machine] * 2)
+    plan = make_cluster_plan(cluster, [Simulator(model)], ring_counts=(3,), budget=SMALL)
+    assert plan.ring_count != 3
+    assert any("sets of 3 rings were asked for" in notice for notice in plan.notices)
 
 
 def test_partners_are_under_the_same_switch_and_of_the_same_class_where_there_are_such():

@@ -37,6 +37,12 @@ WHOLE_RING_HOSTS = 64
 """On more hosts the rings are not measured all at once."""
 
 
+_ASSUMED = (
+    "what NICs move to and from GPU memory was not measured, but taken to run at their ports' "
+    "speed; all else was measured"
+)
+
+
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the options of `tccl plan` say of a cluster; None is "not given"."""
 
@@ -231,9 +237,15 @@ class MeasuredCluster:
                 notice_each(journalled.notices)
                 odd = self._sampled(journalled)
                 notice_each(odd)
-                sources = [PlacedSource(journalled, one) for one in placements(self.cluster)]
+                over_sockets = self._session.over_sockets
+                sources = [
+                    PlacedSource(journalled, one)
+                    for one in placements(self.cluster, over_sockets=over_sockets)
+                ]
                 made = self._task.plan(self.cluster, sources, line)
-                if not made.cancelled:
+                if made.assumed:
+                    odd += (_ASSUMED,)
+                elif not made.cancelled:
                     made = _with_whole_ring(made, journalled)
         # What the journal answered was measured by an earlier run.
         asked = made.sets_measured + made.sets_remembered

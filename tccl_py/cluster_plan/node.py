@@ -178,6 +178,10 @@ class Node:
         for count in self._task.ring_counts:
             yield from seeded(space_under(self._task, first.settings, 1), self.nics, count)
 
+    @property
+    def _few_sets(self) -> int:
+        return min(PAIRED_SETS, self._task.budget.sets or PAIRED_SETS)
+
     def _other_landings(self, best: Choice) -> list[Choice]:
         """The best chains where bytes land elsewhere between GPUs and NICs."""
         found = []
@@ -190,7 +194,7 @@ class Node:
                     settings,
                     known=[best.rings.rings],
                     floor=best.rate_gbps * (1 + WORTH),
-                    sets=PAIRED_SETS,
+                    sets=self._few_sets,
                 )
             except (SearchError, MeasurementError):
                 continue
@@ -220,7 +224,7 @@ class Node:
         task = msgspec.structs.replace(self._task, ring_counts=(count,))
         known = [one.rings.rings for one in self.choices if len(one.rings.rings) == count]
         try:
-            result = search_under(task, settings, known=known, floor=0.0, sets=PAIRED_SETS)
+            result = search_under(task, settings, known=known, floor=0.0, sets=self._few_sets)
         except (SearchError, MeasurementError):
             return None
         if result.cancelled:
@@ -255,7 +259,7 @@ class Node:
             symmetry=automorphisms(self.machine, self.knowledge, gpus=self.gpus),
             cuts=natural_cuts(self.machine, self.knowledge, gpus=self.gpus),
             known=[*([seed] if seed else []), *(one.rings.rings for one in self.choices)],
-            budget=msgspec.structs.replace(self._task.budget, sets=PAIRED_SETS),
+            budget=msgspec.structs.replace(self._task.budget, sets=self._few_sets),
             reporter=self._task.reporter,
         )
         return self.measured(found.rings) if found is not None else None

@@ -33,12 +33,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Where a class of nodes is measured: on `host`, with `partner` at the other end.
 
     `ends[i]` is the partner's NIC that NIC i of the host talks to, and the NUMA node of the
-    partner's memory beside it.
+    partner's memory beside it. `unmeasured[i]` is the speed of NIC i's port in GB/s, where what it
+    moves to or from GPU memory cannot be measured: that is taken to run at that speed.
     """
 
     host: str
     partner: str
     ends: Mapping[int, tuple[int, int]]
+    unmeasured: Mapping[int, float] = {}
 
 
 class PlacedSource:
@@ -68,12 +70,31 @@ class PlacedSource:
         return [self._answer(one) for one in sets]
 
     def _answer(self, wanted: TransferSet) -> Measurement:
-        flows = [self._placed(flow) for flow in wanted.flows]
+        taken = self._taken(wanted)
+        flows = [self._placed(one) for one in wanted.flows if str(one) not in taken]
+        if not flows:
+            return _of_node(wanted, [], _nothing(self._source), taken)
         placed = transfer_set(flows)
         self._asked[str(placed)] += 1
         # A journal below gives its n-th measurement of a set for the n-th time it is listed.
         answers = self._source.measure([placed] * self._asked[str(placed)])
-        return _of_node(wanted, flows, answers[-1])
+        return _of_node(wanted, flows, answers[-1], taken)
+
+    def _taken(self, wanted: TransferSet) -> dict[str, float]:
+        """The flows whose rate is taken from their NIC's port, which all that use it share."""
+        nics = {
+            str(flow): (way, nic)
+            for flow in wanted.flows
+            if _lands_in_gpus(flow)
+            for way, nic in (("out", sending_nic(flow)), ("in", receiving_nic(flow)))
+            if nic in self.placement.unmeasured
+        }
+        users = Counter(nics[str(flow)] for flow in wanted.flows if str(flow) in nics)
+        return {
+            text: self.placement.unmeasured[nic] / users[way, nic]
+            for text, (way, nic) in nics.items()
+            if nic is not None
+        }
 
     def _placed(self, flow: Flow) -> Flow:
         here = self.placement
@@ -91,23 +112,47 @@ class PlacedSource:
         return on_host(flow, here.host)
 
 
-def _of_node(wanted: TransferSet, placed: Sequence[Flow], answer: Measurement) -> Measurement:
-    """What was measured on hosts, as of the node's own set; equal flows share their rates out."""
+def _lands_in_gpus(flow: Flow) -> bool:
+    """Whether a NIC moves the bytes to or from GPU memory."""
+    ends = ((one.executor.kind, one.source.kind, one.destination.kind) for one in flow.transfers)
+    return any(executor == "N" and "G" in (one, other) for executor, one, other in ends)
+
+
+def _nothing(source: BandwidthSource) -> Measurement:
+    """The measurement of a set without flows."""
+    return Measurement(transfers="", samples_gbps=(), simulated=source.simulated)
+
+
+def _of_node(
+    wanted: TransferSet, placed: Sequence[Flow], answer: Measurement, taken: Mapping[str, float]
+) -> Measurement:
+    """What was measured on hosts, as of the node's own set; equal flows share their rates out.
+
+    Flows in `taken` were not measured, and have these rates.
+    """
     rows: dict[str, list[tuple[float, ...]]] = {}
     for text, row in zip(answer.transfers.split(), answer.samples_gbps, strict=True):
         rows.setdefault(text, []).append(row)
+    repeats = len(answer.samples_gbps[0]) if answer.samples_gbps else 1
+    there = iter(placed)
+    samples = tuple(
+        (taken[str(flow)],) * repeats if str(flow) in taken else rows[str(next(there))].pop(0)
+        for flow in wanted.flows
+    )
     return msgspec.structs.replace(
         answer,
         transfers=str(wanted),
-        samples_gbps=tuple(rows[str(flow)].pop(0) for flow in placed),
+        samples_gbps=samples,
+        assumed=answer.assumed or bool(taken),
     )
 
 
-def placements(cluster: Cluster) -> tuple[Placement, ...]:
+def placements(cluster: Cluster, *, over_sockets: bool = False) -> tuple[Placement, ...]:
     """Where each class is measured: on its first host, with the next host as its partner.
 
     A host under the same switch is preferred as a partner, then one of the same class: what is
-    between switches is judged apart, and must not count as the node's.
+    between switches is judged apart, and must not count as the node's. With `over_sockets` bytes
+    go from host memory to host memory only, so that NICs at GPU memory are not measured.
 
     Raises:
         InputError: a class without NIC.
@@ -125,7 +170,12 @@ def placements(cluster: Cluster) -> tuple[Placement, ...]:
                 others.index(name),
             ),
         )
-        found.append(_placement(cluster, host, partner))
+        placement = _placement(cluster, host, partner)
+        if over_sockets:
+            nics = cluster.classes[number].machine.nics
+            speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in nics if nic.speed_mbps > 0}
+            placement = msgspec.structs.replace(placement, unmeasured=speeds)
+        found.append(placement)
     return tuple(found)
 
 

@@ -106,9 +106,9 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def provenance(self) -> str:
-        """`measured`, `simulated`, or `simulated from assumed figures`."""
+        """What the rates rest on, as `measured` or `simulated from assumed figures`."""
         if not self.simulated:
-            return "measured"
+            return "measured, the network assumed" if self.assumed else "measured"
         return "simulated from assumed figures" if self.assumed else "simulated"
 
     @property

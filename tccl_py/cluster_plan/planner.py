@@ -103,6 +103,13 @@ def make_cluster_plan(
     if best is None:
         raise SearchError("no ring over all hosts was found: no settings suit every class")
     plan = _assembled(cluster, gpus, nodes, best, strategy=strategy, ib_gid_index=ib_gid_index)
+    if ring_counts is not None and best.rings not in ring_counts:
+        wanted = ", ".join(map(str, ring_counts))
+        text = (
+            f"sets of {wanted} rings were asked for; the plan has NCCL's own {best.rings}, as none "
+            "of those is faster, or none divides the numbers of channels that are tried"
+        )
+        plan = msgspec.structs.replace(plan, notices=(*plan.notices, text))
     return msgspec.structs.replace(
         plan, cancelled=cancelled or any(node.cancelled for node in nodes)
     )

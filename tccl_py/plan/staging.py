@@ -13,6 +13,8 @@ from tccl_py.errors import InputError
 from tccl_py.files import check_path, write_atomically
 from tccl_py.plan.plan import PLAN_FILE
 
+FINDINGS = ("verify.json", "explanation.json", "report.html")
+"""What other commands leave there of a plan; it says nothing of another one."""
 FOLDERS = ("nccl", "machines")
 """What a plan's directory has beside its files; each plan replaces both."""
 STAGING = ".writing-"
@@ -129,6 +131,9 @@ def _move_into_place(staging: Path, directory: Path) -> None:
     They go with `staging`: to delete hundreds here would leave a killed run time to end between.
     """
     (directory / PLAN_FILE).unlink(missing_ok=True)
+    for name in FINDINGS:
+        if (directory / name).is_file():
+            (directory / name).rename(staging / f"old-{name}")
     for folder in FOLDERS:
         place = directory / folder
         if place.is_symlink() or place.exists():

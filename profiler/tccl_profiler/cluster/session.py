@@ -141,6 +141,11 @@ class ClusterSession:
         return self._profiler
 
     @property
+    def over_sockets(self) -> bool:
+        """Whether NICs reach host memory only: TCP copies bytes there, whatever the GPUs could."""
+        return self._backend == "cuda"
+
+    @property
     def is_open(self) -> bool:
         """Whether workers were started."""
         return self._profiler is not None
