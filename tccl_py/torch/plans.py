@@ -1,0 +1,139 @@
+"""A plan as a job uses it: which graph file is for which ranks, and whether it fits a rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
+from tccl_py.emitters.cluster_files import host_graph_file
+from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
+from tccl_py.errors import InputError
+from tccl_py.files import check_path, read_bytes
+from tccl_py.plan.directory import check_plan_directory
+from tccl_py.plan.plan import PLAN_FILE, Plan, load_plan
+from tccl_py.runtimes.nccl.settings import environment
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a rank tells the others: where it is, and what it found of the plan.
+
+    `host` is what NCCL tells hosts apart by, `name` the plan's name for it, "" if it has none.
+    `gpu` is the NVML index. `plan` tells plans apart, `off` says why the plan is not for this rank,
+    and `wrong` is a mistake that nobody can go on from.
+    """
+
+    host: str
+    name: str = ""
+    gpu: int = -1
+    plan: str = ""
+    settings: dict[str, str] = {}
+    off: str = ""
+    wrong: str = ""
+
+
+class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that was read: its directory, the files in it, and what tells it from others."""
+
+    directory: Path
+    plan: Plan | ClusterPlan
+    files: frozenset[str]
+    identity: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment that its settings are."""
+        return environment(self.plan.settings)
+
+    def host_name(self, names: Sequence[str]) -> str:
+        """The plan's name for the host with these names; "" for a plan of one machine."""
+        if isinstance(self.plan, Plan):
+            return ""
+        known = self.plan.cluster.host_classes
+        return next((name for name in names if name in known), "")
+
+    def graph(self, members: Sequence[Member], me: Member) -> Path | None:
+        """The graph file of `me` in a group of these members, in group order; None is stock."""
+        name = (
+            _machine_graph(self, members)
+            if isinstance(self.plan, Plan)
+            else _cluster_graph(self.plan, members, me)
+        )
+        return None if name is None else self.directory / "nccl" / name
+
+
+def open_plan(directory: Path) -> OpenPlan:
+    """Read a plan's directory.
+
+    Raises:
+        InputError: no plan, a damaged one, or a path that an environment cannot have.
+    """
+    directory = directory.absolute()
+    check_path(directory)
+    check_plan_directory(directory)
+    if is_cluster_plan(directory):
+        plan: Plan | ClusterPlan = load_cluster_plan(directory)
+        # Each host has its own files; that a rank's own is there, the rank says.
+        paths: list[Path] = []
+    else:
+        plan = load_plan(directory)
+        below = directory / "nccl"
+        paths = sorted([*below.glob("*.xml"), *below.glob("subsets/*.xml")])
+    digest = hashlib.sha256(read_bytes(directory / PLAN_FILE))
+    for path in paths:
+        digest.update(b"\0" + path.name.encode() + b"\0" + read_bytes(path))
+    return OpenPlan(
+        directory=directory,
+        plan=plan,
+        files=frozenset(path.relative_to(directory / "nccl").as_posix() for path in paths),
+        identity=digest.hexdigest(),
+    )
+
+
+def _machine_graph(opened: OpenPlan, members: Sequence[Member]) -> str | None:
+    plan = opened.plan
+    assert isinstance(plan, Plan)
+    gpus = tuple(sorted(member.gpu for member in members))
+    same = {(member.host, member.plan) for member in members}
+    if len(gpus) < 2 or len(set(gpus)) != len(gpus) or len(same) != 1:
+        return None
+    if not set(gpus) <= set(plan.gpus):
+        return None
+    name = GRAPH_FILE if gpus == plan.gpus else subset_file(gpus)
+    return name if name in opened.files else None
+
+
+def _cluster_graph(plan: ClusterPlan, members: Sequence[Member], me: Member) -> str | None:
+    """A host's file holds where all ranks of the plan are there, hosts in the plan's order."""
+    if len({member.plan for member in members}) != 1:
+        return None
+    wanted = [
+        (host.name, frozenset(plan.gpus[plan.passages[host.passage].node_class]))
+        for host in plan.hosts
+    ]
+    found: list[tuple[str, list[int]]] = []
+    last = ""
+    for member in members:
+        if not found or member.host != last:
+            found.append((member.name, []))
+        found[-1][1].append(member.gpu)
+        last = member.host
+    there = [(name, frozenset(gpus)) for name, gpus in found]
+    if there != wanted or any(len(set(gpus)) != len(gpus) for _, gpus in found):
+        return None
+    return host_graph_file(me.name)
+
+
+def check_no_graph(name: str, where: str | None) -> None:
+    """Refuse one of NCCL's files that names a graph for all communicators.
+
+    Raises:
+        InputError: `where` is not None.
+    """
+    if where is not None:
+        raise InputError(
+            where, f"sets {name}", "take it out: it fails every communicator over other GPUs"
+        )

@@ -1,0 +1,93 @@
+"""The process groups of tccl_py.torch with the real torch: ranks meet, agree, and make groups."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tccl_py.plan.directory import write_plan
+from tccl_py.runtimes.nccl.settings import environment
+from tests.planned import plan_of
+
+pytest.importorskip("torch", reason="torch is not installed")
+BOX = "amd-v100"
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def plan_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("machine")
+    write_plan(plan_of(BOX), directory)
+    return directory
+
+
+def run_job(way, plans, tmp_path):
+    """What the ranks of a job printed, and their exit codes and errors."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    size = len(plans)
+    job = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(size),
+        "NCCL_CONF_FILE": str(tmp_path / "none"),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.torch_rank", way, str(plan)],
+            cwd=REPOSITORY,
+            env={**os.environ, **job, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, plan in enumerate(plans)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return outputs, [rank.returncode for rank in ranks]
+
+
+def test_each_group_sees_its_own_file_on_all_ranks(plan_dir, tmp_path):
+    outputs, codes = run_job("as-nccl", [plan_dir] * 4, tmp_path)
+    assert codes == [0] * 4, outputs
+    answers = [json.loads(out) for out, _ in outputs]
+    below = plan_dir / "nccl"
+    for rank, answer in enumerate(answers):
+        assert answer["added"] == environment(plan_of(BOX).settings)
+        expected = [([0, 1, 2, 3], str(below / "graph.xml"))]
+        for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [3], [1, 2, 3]):
+            if rank in ranks:
+                gpus = sorted(3 - one for one in ranks)
+                path = below / "subsets" / f"graph-{'-'.join(map(str, gpus))}.xml"
+                expected.append((ranks, str(path) if len(gpus) > 1 else None))
+                assert answer["sums"][",".join(map(str, ranks))] == sum(ranks)
+        assert [tuple(one) for one in answer["seen"]] == expected
+        assert answer["sums"]["world"] == 6
+
+
+def test_a_mistake_on_one_rank_ends_all_with_the_same_sentence(plan_dir, tmp_path):
+    outputs, codes = run_job("as-nccl", [plan_dir, tmp_path / "gone"], tmp_path)
+    assert codes == [1, 1]
+    for _, err in outputs:
+        assert f"InputError: rank 1: {tmp_path / 'gone'}: is no directory; name a dir" in err
+
+
+def test_a_job_over_gloo_works_and_sets_nothing(plan_dir, tmp_path):
+    outputs, codes = run_job("gloo", [plan_dir] * 2, tmp_path)
+    assert codes == [0, 0], outputs
+    for rank, (out, err) in enumerate(outputs):
+        answer = json.loads(out)
+        assert (answer["added"], answer["seen"]) == ({}, [])
+        assert answer["sums"] == {"world": 1.0, "0,1": 1.0}, rank
+        assert "tccl:" not in err
