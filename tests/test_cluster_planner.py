@@ -388,6 +388,20 @@ def test_what_nics_move_to_gpu_memory_is_taken_from_their_ports_and_said_to_be()
     assert not none.assumed
 
 
+def test_nics_without_an_address_are_taken_from_their_ports_too():
+    machine = networked_machine(gpus=1, nics=2)
+    cluster = cluster_with([machine, machine])
+    addressed = {"h0": (0, 1), "h1": (0,)}
+    (placement,) = placements(cluster, over_sockets=True, addressed=addressed)
+    assert placement.unreached == {1}
+    source = PlacedSource(RememberingSource(TcpOnly()), placement)
+    reached, not_reached = source.measure(
+        [parse_set("G0->G0->C0->N0->N0"), parse_set("G0->G0->C0->N1->N1")]
+    )
+    assert not reached.assumed
+    assert (not_reached.gbps, not_reached.assumed) == ((12.5,), True)
+
+
 def test_hosts_with_gpu_direct_are_planned_for_though_their_network_cannot_be_measured():
     machine = networked_machine(gpus=2, nics=1, gdr=True)
     cluster = cluster_with([machine, machine])

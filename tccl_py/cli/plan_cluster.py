@@ -240,7 +240,9 @@ class MeasuredCluster:
                 over_sockets = self._session.over_sockets
                 sources = [
                     PlacedSource(journalled, one)
-                    for one in placements(self.cluster, over_sockets=over_sockets)
+                    for one in placements(
+                        self.cluster, over_sockets=over_sockets, addressed=self._addressed
+                    )
                 ]
                 made = self._task.plan(self.cluster, sources, line)
                 if made.assumed:
@@ -264,6 +266,11 @@ class MeasuredCluster:
         notices += [f"left out, as it cannot be measured: {text}" for text in failures]
         return msgspec.structs.replace(made, notices=tuple(dict.fromkeys(notices)))
 
+    @property
+    def _addressed(self) -> dict[str, tuple[int, ...]]:
+        """By host the NICs that TCP reaches."""
+        return {host.name: tuple(host.addresses) for host in self._session.hosts}
+
     def _sampled(self, source: BandwidthSource) -> tuple[str, ...]:
         """Measure some pairs of hosts; what is odd of them, a sentence each.
 
@@ -271,6 +278,8 @@ class MeasuredCluster:
         """
         from tccl_profiler.cluster.sampling import links_check  # noqa: PLC0415
 
+        if not all(self._addressed.values()):
+            return ("hosts have NICs without an address for TCP: the network was not sampled",)
         tree = self.cluster.switches
         under = {
             host: switch.name

@@ -7,7 +7,7 @@ host of the class; what leaves goes into the memory of a partner, what enters co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -34,13 +34,15 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     `ends[i]` is the partner's NIC that NIC i of the host talks to, and the NUMA node of the
     partner's memory beside it. `unmeasured[i]` is the speed of NIC i's port in GB/s, where what it
-    moves to or from GPU memory cannot be measured: that is taken to run at that speed.
+    moves to or from GPU memory cannot be measured: that is taken to run at that speed. So is all
+    that NICs in `unreached` move, which have no address for TCP.
     """
 
     host: str
     partner: str
     ends: Mapping[int, tuple[int, int]]
     unmeasured: Mapping[int, float] = {}
+    unreached: frozenset[int] = frozenset()
 
 
 class PlacedSource:
@@ -85,9 +87,9 @@ class PlacedSource:
         nics = {
             str(flow): (way, nic)
             for flow in wanted.flows
-            if _lands_in_gpus(flow)
             for way, nic in (("out", sending_nic(flow)), ("in", receiving_nic(flow)))
             if nic in self.placement.unmeasured
+            and (_lands_in_gpus(flow) or nic in self.placement.unreached)
         }
         users = Counter(nics[str(flow)] for flow in wanted.flows if str(flow) in nics)
         return {
@@ -147,12 +149,18 @@ def _of_node(
     )
 
 
-def placements(cluster: Cluster, *, over_sockets: bool = False) -> tuple[Placement, ...]:
+def placements(
+    cluster: Cluster,
+    *,
+    over_sockets: bool = False,
+    addressed: Mapping[str, Collection[int]] | None = None,
+) -> tuple[Placement, ...]:
     """Where each class is measured: on its first host, with the next host as its partner.
 
     A host under the same switch is preferred as a partner, then one of the same class: what is
     between switches is judged apart, and must not count as the node's. With `over_sockets` bytes
     go from host memory to host memory only, so that NICs at GPU memory are not measured.
+    `addressed` are the NICs of each host that TCP reaches; None is all.
 
     Raises:
         InputError: a class without NIC.
@@ -174,9 +182,22 @@ def placements(cluster: Cluster, *, over_sockets: bool = False) -> tuple[Placeme
         if over_sockets:
             nics = cluster.classes[number].machine.nics
             speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in nics if nic.speed_mbps > 0}
-            placement = msgspec.structs.replace(placement, unmeasured=speeds)
+            placement = msgspec.structs.replace(
+                placement, unmeasured=speeds, unreached=_unreached(placement, addressed)
+            )
         found.append(placement)
     return tuple(found)
+
+
+def _unreached(
+    placement: Placement, addressed: Mapping[str, Collection[int]] | None
+) -> frozenset[int]:
+    """NICs of the host that have no address, or whose partner's has none."""
+    if addressed is None:
+        return frozenset()
+    mine, theirs = addressed[placement.host], addressed[placement.partner]
+    ends = placement.ends.items()
+    return frozenset(nic for nic, (other, _) in ends if nic not in mine or other not in theirs)
 
 
 def _placement(cluster: Cluster, host: str, partner: str) -> Placement:
