@@ -21,8 +21,11 @@ from tccl_py.report.ring_drawing import drawn_hops
 from tccl_py.report.scales import steps, viridis
 from tccl_py.report.svg import element, text_width
 from tccl_py.topology.machine import NvLink, check, toy_machine
+from tccl_py.verification.record import keep_verification
+from tccl_py.verification.verify import Effort, run_verification
 from tests.planned import ASUS, PCIE, SMALL, WRX
 from tests.report_pages import EVIL, PLANS, Page, all_singles_and_pairs, plan_directory, renamed
+from tests.verified import FakeJobs, by_plan, rehearsal
 
 MACHINES = sorted(path.stem for path in PLANS.glob("*.json"))
 
@@ -338,12 +341,21 @@ def explanation(sentence):
 def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     place = plan_directory(tmp_path / "plan", SMALL)
     assert "plan, achieved" not in page_of(place).words
-    (place / "verify.json").write_text('{"plan_gbps": 301.5, "stock_gbps": 222.25}')
+    jobs = FakeJobs(by_plan(lambda _: 1.1))
+    plan = load_plan(place)
+    found = run_verification(plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)))
+    keep_verification(found, place)
+    assert "verify.json is left out: it is a rehearsal without GPUs" in page_of(place).words
+    on_gpus = msgspec.structs.replace(found, backend="cuda", plan_gbps=301.5, stock_gbps=222.25)
+    keep_verification(on_gpus, place)
     words = page_of(place).words
     assert "301.50 GB/s" in words
     assert "222.25 GB/s" in words
+    failed = msgspec.structs.replace(on_gpus, plan_gbps=None, failure="rank 1 ended with code 1")
+    keep_verification(failed, place)
+    assert "job failed when it was verified: rank 1 ended with code 1" in page_of(place).words
     (place / "verify.json").write_text('{"something": "else"}')
-    assert "verify.json is left out: it does not fit Achieved" in page_of(place).words
+    assert "verify.json is left out: it does not fit Verification" in page_of(place).words
 
 
 def test_a_damaged_journal_is_refused_by_its_line(tmp_path):

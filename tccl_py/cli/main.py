@@ -28,6 +28,7 @@ from tccl_py.cli.report import report
 from tccl_py.cli.show import show
 from tccl_py.cli.uninstall import uninstall
 from tccl_py.cli.validate import validate
+from tccl_py.cli.verify import verify
 from tccl_py.errors import InputError, TcclError
 
 INTERRUPTED = 130
@@ -159,6 +160,7 @@ for _command in (
     install,
     uninstall,
     validate,
+    verify,
     check,
     doctor,
 ):

@@ -8,12 +8,10 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.explanation.findings import EXPLANATION_FILE, Explanation, load_explanation
-from tccl_py.files import decode_json, read_text
 from tccl_py.measurements.journal import JournalContents, read_journal
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory
 from tccl_py.plan.plan import Plan, load_plan
-
-VERIFICATION_FILE = "verify.json"
+from tccl_py.verification.record import VERIFICATION_FILE, load_verification
 
 
 class Achieved(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +42,7 @@ def read_contents(directory: Path) -> Contents:
     plan = load_plan(directory)
     journal, of_journal = _journal(directory / JOURNAL_FILE, plan)
     explanation, of_explanation = _explanation(directory)
-    achieved, of_achieved = _achieved(directory / VERIFICATION_FILE)
+    achieved, of_achieved = _achieved(directory)
     return Contents(
         directory=directory,
         plan=plan,
@@ -75,11 +73,18 @@ def _explanation(directory: Path) -> tuple[Explanation | None, tuple[str, ...]]:
     return found, ()
 
 
-def _achieved(path: Path) -> tuple[Achieved | None, tuple[str, ...]]:
-    """What was verified; a file of another form says nothing that could be shown."""
-    if not path.exists():
+def _achieved(directory: Path) -> tuple[Achieved | None, tuple[str, ...]]:
+    """What was verified of this plan; a file that says nothing of it is left out, with a notice."""
+    if not (directory / VERIFICATION_FILE).exists():
         return None, ()
     try:
-        return decode_json(read_text(path), Achieved, where=path.name), ()
+        found = load_verification(directory)
     except InputError as error:
-        return None, (f"{path.name} is left out: it {error.what}",)
+        return None, (f"{VERIFICATION_FILE} is left out: it {error.what}",)
+    if found is None:
+        return None, (f"{VERIFICATION_FILE} is left out: it is of an earlier plan",)
+    if found.backend != "cuda":
+        return None, (f"{VERIFICATION_FILE} is left out: it is a rehearsal without GPUs",)
+    if found.plan_gbps is None:
+        return None, (f"the plan's job failed when it was verified: {found.failure}",)
+    return Achieved(plan_gbps=found.plan_gbps, stock_gbps=found.stock_gbps), ()

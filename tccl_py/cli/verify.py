@@ -1,0 +1,338 @@
+"""`tccl verify`: real collectives with a plan and without."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tccl_py.cli.arguments import (
+    ANSWER_IS_NO,
+    notice,
+    notice_each,
+    notices,
+    print_json,
+    results,
+)
+from tccl_py.cli.cluster_kind import refuse_cluster
+from tccl_py.cli.hardware import MeasuredMachine, measured_machine
+from tccl_py.cli.verify_text import print_verification, verification_json
+from tccl_py.errors import InputError
+from tccl_py.health.drift.identity import differences
+from tccl_py.plan.directory import check_plan_directory, machine_file
+from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.report.words import settings_words
+from tccl_py.simulator.descriptions import DiscoveredMachine
+from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.verification.comparison import LEAST_PAIRS, MAX_PAIRS
+from tccl_py.verification.jobs import run_job
+from tccl_py.verification.orders import COLLECTIVES, SIZES, Backend, Collective
+from tccl_py.verification.record import Verification, keep_verification
+from tccl_py.verification.sides import Place
+from tccl_py.verification.tuning import rewrite_plan, run_tuning
+from tccl_py.verification.verify import (
+    DEFAULT_PAIRS,
+    DEFAULT_SECONDS,
+    Effort,
+    Watcher,
+    run_verification,
+)
+
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_SIZE = re.compile(r"(?P<number>[0-9]{1,12}) ?(?P<unit>[kmg]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
+_MAX_BYTES = 16 << 30
+_MAX_SIZES = 32
+_NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
+_SYSTEM_CONF = Path("/etc/nccl.conf")
+
+
+def verify(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")],
+    *,
+    pairs: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help=f"Pairs of jobs, the plan's and stock's; {LEAST_PAIRS} or more. Fewer are run "
+            "where all is clear before, up to twice as many where a verdict is open.",
+        ),
+    ] = DEFAULT_PAIRS,
+    sizes: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Sizes to time, as 4K,1M,256M; 1K to 1G by default."),
+    ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            metavar="S", help=f"After this no more pairs begin, but {LEAST_PAIRS} are always run."
+        ),
+    ] = DEFAULT_SECONDS,
+    collective: Annotated[
+        str, typer.Option(metavar="NAME", help=f"What to time: {', '.join(COLLECTIVES)}.")
+    ] = "all_reduce",
+    training: Annotated[
+        bool,
+        typer.Option(
+            "--training", help="Also time steps of a small model, eager and in a CUDA graph."
+        ),
+    ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Then try other channels, NCCL_BUFFSIZE and mechanisms on the real thing, and "
+            "rewrite the plan where that is faster.",
+        ),
+    ] = False,
+    no_checks: Annotated[
+        bool, typer.Option("--no-checks", help="Do not compare the values that collectives give.")
+    ] = False,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NCCL_NAME",
+            help="A variable of yours that both sides get, as NCCL_P2P_DISABLE; may be repeated.",
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cuda|host",
+            help="GPUs and NCCL (the default), or, as a rehearsal, gloo in this host's memory.",
+        ),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", metavar=" ", help="Print JSON instead of text.")
+    ] = False,
+) -> None:
+    """Run real collectives on this machine with a plan and without, and say whether it is better.
+
+    First the values of broadcast, scatter, reduce, gather, all-reduce, all-gather, reduce-scatter,
+    all-to-all and send/recv are compared with computed ones. Then jobs of fresh processes, one a
+    GPU, time all-reduce from 1 KiB to 1 GiB: with the plan and by stock NCCL in turn. A size is
+    better or worse if that is beyond chance and more than 1 %. Last, the rings and transports that
+    NCCL logged are held against the plan's. Needs torch. Nothing else should use the GPUs.
+
+    Your own NCCL_ variables are not used, except NCCL_NVLS_ENABLE, those that name interfaces, and
+    what --keep names. With --tune the best other settings are verified as well, and DIR gets them
+    where they are faster; stock NCCL stays where nothing beats it. DIR/verify.json has all figures
+    afterwards, and `tccl report` shows them.
+
+    Exit codes: 0 yes, 1 no (worse at a size, another ring than planned, wrong values, or the plan's
+    job failed), 2 wrong use, or no plan for this machine.
+
+    --json has the keys `machine`, `accepted`, `verdict`, `plan_gbps`, `stock_gbps`,
+    `predicted_gbps`, `simulated`, `sizes` (a list of `bytes`, `plan_gbps`, `stock_gbps`,
+    `plan_us`, `stock_us`, `ratio`, `low`, `high`, `verdict`), `not_recommended` (sizes in bytes),
+    `checked`, `wrong`, `rings` (`same`, `differences`), `training`, `tried`, `settings`, `failure`,
+    `pairs`, `seconds`.
+
+    Examples:
+
+        tccl verify my-plan
+        tccl verify my-plan --sizes 64M,256M,1G --pairs 20
+    """
+    effort = Effort(
+        pairs=_pairs(pairs),
+        sizes=_sizes(sizes),
+        seconds=_seconds(seconds),
+        collective=_collective(collective),
+        checks=not no_checks,
+        training=training,
+    )
+    check_plan_directory(directory)
+    refuse_cluster(directory, "verify the plan of one machine; over hosts, time your own job")
+    plan = load_plan(directory)
+    place = _place(plan, directory, _backend(backend), keep or [])
+    found = verified(plan, directory, place, effort, also_tune=tune)
+    if json:
+        print_json(verification_json(found))
+    else:
+        print_verification(found, results())
+    notice(f"wrote {directory / 'verify.json'}")
+    if not found.accepted:
+        raise typer.Exit(ANSWER_IS_NO)
+
+
+def tune_new_plan(plan: Plan, directory: Path) -> None:
+    """Verify a plan that was just written and try other settings; for `tccl plan --tune`."""
+    place = _place(plan, directory, "cuda", [])
+    found = verified(plan, directory, place, Effort(), also_tune=True)
+    print_verification(found, notices())
+
+
+def verified(
+    plan: Plan, directory: Path, place: Place, effort: Effort, *, also_tune: bool
+) -> Verification:
+    """Verify, tune if asked to, and keep what was found with the plan."""
+    with _watcher() as watch:
+        found = run_verification(plan, directory, place, effort, watch=watch)
+        if also_tune:
+            tuned = run_tuning(plan, directory, place, effort, found, watch=watch)
+            found = tuned.verification
+            if tuned.plan != plan:
+                rewrite_plan(tuned.plan, directory)
+                notice(f"tuned: {settings_words(tuned.plan.settings)}")
+    versions = {**found.versions, **({"driver": _driver()} if place.backend == "cuda" else {})}
+    said = [*found.notices]
+    if place.backend == "host":
+        said.append("a rehearsal over gloo: no figure says anything of GPUs or of NCCL")
+    elif _SYSTEM_CONF.exists():
+        said.append(f"{_SYSTEM_CONF} holds for both sides, stock as well")
+    notice_each(said)
+    found = msgspec.structs.replace(found, versions=versions, notices=tuple(said))
+    return keep_verification(found, directory)
+
+
+@contextmanager
+def _watcher() -> Iterator[Watcher]:
+    """Shows what runs on stderr, where somebody watches."""
+    console = notices()
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("starting") as status:
+        yield status.update
+
+
+def _place(plan: Plan, directory: Path, backend: Backend, keep: list[str]) -> Place:
+    for name in keep:
+        if _NAME.fullmatch(name) is None:
+            raise InputError(
+                f"--keep {name[:40]!r}", "is no NCCL variable", "a name such as NCCL_P2P_DISABLE"
+            )
+        if name == "NCCL_GRAPH_FILE":
+            raise InputError(f"--keep {name}", "is what is compared", "leave it out")
+    if backend == "cuda":
+        _check_here(plan, directory, _here(plan))
+    _check_torch()
+    return Place(
+        backend=backend, gpus=plan.gpus, caller=dict(os.environ), keep=tuple(keep), runner=run_job
+    )
+
+
+def _check_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise InputError("torch", "is not installed", "`pip install 'tccl-py[torch]'`")
+
+
+def _here(plan: Plan) -> MeasuredMachine:
+    try:
+        return measured_machine(None, None)
+    except InputError as error:
+        kind = "simulated" if plan.simulated else "measured"
+        raise InputError(
+            f"the plan of {plan.machine.name} ({kind})",
+            f"cannot be verified here: {error.what}",
+            "verify it on the machine that it is for; --backend host rehearses over gloo",
+        ) from error
+
+
+def _check_here(plan: Plan, directory: Path, here: MeasuredMachine) -> None:
+    """Refuse a plan of another machine than this one.
+
+    Raises:
+        InputError: it was measured on another, or this one lacks a GPU that it names.
+    """
+    where = str(directory)
+    right = "plan this machine, or verify it where it belongs"
+    for index in plan.gpus:
+        planned = plan.machine.gpu(index)
+        mine = next((gpu for gpu in here.machine.gpus if gpu.index == index), None)
+        if mine is None:
+            raise InputError(where, f"is for GPU {index}, which is not here", right)
+        if None not in (planned.sm, mine.sm) and planned.sm != mine.sm:
+            raise InputError(
+                where, f"is for a GPU {index} of sm {planned.sm}, here it has sm {mine.sm}", right
+            )
+        if plan.simulated and planned.bus_id != mine.bus_id:
+            notice(f"GPU {index} is {planned.bus_id} in the plan and {mine.bus_id} here")
+    if plan.simulated:
+        return
+    found = differences(
+        plan.machine, _fingerprint(plan, directory), here.fingerprint, gpus=plan.gpus
+    )
+    if found.another:
+        raise InputError(
+            where, f"was measured on another machine: {'; '.join(found.another)}", right
+        )
+
+
+def _fingerprint(plan: Plan, directory: Path) -> Fingerprint:
+    path = machine_file(plan, directory)
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=DiscoveredMachine)
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        raise InputError(str(path), "describes no machine", "plan again") from error
+    if found.fingerprint is msgspec.UNSET:
+        raise InputError(str(path), "does not say whose it is", "plan again")
+    return found.fingerprint
+
+
+def _driver() -> str:
+    """The NVIDIA driver's version, or "" where nobody says."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.split("\n")[0].strip()
+
+
+def _pairs(count: int) -> int:
+    if not LEAST_PAIRS <= count <= MAX_PAIRS // 2:
+        raise InputError(
+            "--pairs",
+            f"is {count}",
+            f"{LEAST_PAIRS} to {MAX_PAIRS // 2}; fewer have no 95 % interval",
+        )
+    return count
+
+
+def _seconds(seconds: float) -> float:
+    # The comparison is written so that NaN fails it.
+    if not 0 < seconds <= 86_400:
+        raise InputError("--seconds", f"is {seconds:g}", "above 0, at most 86400")
+    return seconds
+
+
+def _sizes(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return SIZES
+    found = tuple(sorted({_size(part.strip()) for part in text.split(",")}))
+    if len(found) > _MAX_SIZES:
+        raise InputError("--sizes", f"has {len(found)} sizes", f"at most {_MAX_SIZES}")
+    return found
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    size = int(match["number"]) * _UNITS[match["unit"].lower()] if match else 0
+    if not 4 <= size <= _MAX_BYTES:
+        raise InputError(
+            f"--sizes: {text[:20]!r}", "is no size", "bytes, as 4096, 4K, 1M or 1G; 4 to 16G"
+        )
+    return size
+
+
+def _collective(text: str) -> Collective:
+    if text not in COLLECTIVES:
+        raise InputError(
+            f"--collective {text[:20]!r}", "is not known", f"one of {', '.join(COLLECTIVES)}"
+        )
+    found: Collective = msgspec.convert(text, Collective)
+    return found
+
+
+def _backend(text: str | None) -> Backend:
+    if text not in (None, "cuda", "host"):
+        raise InputError(f"--backend {text[:20]!r}", "is not known", "one of cuda, host")
+    return "host" if text == "host" else "cuda"

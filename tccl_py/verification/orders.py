@@ -1,0 +1,92 @@
+"""What the ranks of one job are told, and what they answer; files carry both."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+Backend = Literal["cuda", "host"]
+"""NCCL on GPUs, or gloo over this host's memory as a rehearsal."""
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+"""Collectives that can be timed; all are checked."""
+COLLECTIVES: tuple[str, ...] = get_args(Collective)
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SIZES = tuple(KIB << shift for shift in range(0, 21, 2))
+"""1 KiB to 1 GiB, each four times the one before."""
+ELEMENT_BYTES = 4
+"""Timed collectives move float32."""
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the ranks of a job do, in this order: checks, timings, a training step.
+
+    `sizes` are bytes of the whole buffer; each is timed for about `seconds`. `folder` is where the
+    ranks meet and leave their answers.
+    """
+
+    backend: Backend
+    world: int
+    folder: str
+    checks: bool = False
+    sizes: tuple[int, ...] = ()
+    seconds: float = 0.15
+    collective: Collective = "all_reduce"
+    training: bool = False
+
+
+class Wrong(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A collective that gave wrong values, or raised an error, on some rank."""
+
+    case: str
+    rank: int
+    what: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one rank found.
+
+    `timings` are seconds a call, for each size those of some batches of calls; `checked` counts
+    the cases compared; `left_out` names collectives that the backend does not have; `training` is
+    seconds a step, by name.
+    """
+
+    rank: int
+    torch: str
+    nccl: str = ""
+    device: str = ""
+    checked: int = 0
+    wrong: tuple[Wrong, ...] = ()
+    left_out: tuple[str, ...] = ()
+    timings: tuple[tuple[float, ...], ...] = ()
+    training: dict[str, tuple[float, ...]] = {}
+
+
+def bus_factor(collective: str, world: int) -> float:
+    """Bytes over a ring's slowest hop for each byte of the buffer; NCCL's bus bandwidth has it.
+
+    >>> bus_factor("all_reduce", 4)
+    1.5
+    """
+    if collective == "broadcast":
+        return 1.0
+    share = (world - 1) / world
+    return 2 * share if collective == "all_reduce" else share
+
+
+def bus_gbps(collective: str, world: int, size: int, seconds: float) -> float:
+    """Bus bandwidth, GB/s, of a buffer of `size` bytes in `seconds`."""
+    return size / seconds * bus_factor(collective, world) / 1e9
+
+
+def size_text(size: int) -> str:
+    """A number of bytes as people write it.
+
+    >>> size_text(4096), size_text(1 << 30), size_text(1000)
+    ('4 KiB', '1 GiB', '1000 B')
+    """
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B"

@@ -1,0 +1,70 @@
+"""The two sides of a comparison: NCCL with a plan's settings and graph file, and NCCL as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from tccl_py.emitters.nccl_conf import job_environment
+from tccl_py.emitters.plan_files import GRAPH_FILE
+from tccl_py.errors import InputError
+from tccl_py.plan.plan import Plan
+from tccl_py.verification.jobs import Outcome, run_job
+from tccl_py.verification.orders import Backend, Order
+from tccl_py.verification.surroundings import job_surroundings, kept_variables
+
+Runner = Callable[[Order, Mapping[str, str]], Outcome]
+"""What runs a job: `run_job`, or a stand-in."""
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """What one side's jobs are told beyond what both are."""
+
+    name: str
+    variables: dict[str, str]
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where jobs run: which backend and GPUs, and the environment that they come from."""
+
+    backend: Backend
+    gpus: tuple[int, ...]
+    caller: dict[str, str]
+    keep: tuple[str, ...] = ()
+    runner: Runner = run_job
+
+    def run(self, side: Side, order: Order) -> Outcome:
+        """Run a job of one side.
+
+        Raises:
+            JobError: it failed.
+        """
+        surroundings = job_surroundings(
+            self.caller,
+            gpus=self.gpus if self.backend == "cuda" else None,
+            variables=side.variables,
+            keep=self.keep,
+        )
+        told = msgspec.structs.replace(order, backend=self.backend, world=len(self.gpus))
+        return self.runner(told, surroundings)
+
+    def variables(self, side: Side) -> dict[str, str]:
+        """All NCCL variables of a side's jobs."""
+        return {**kept_variables(self.caller, self.keep), **side.variables}
+
+
+STOCK = Side(name="stock", variables={})
+
+
+def plan_side(plan: Plan, directory: Path) -> Side:
+    """The side of a plan, by the files in its directory.
+
+    Raises:
+        InputError: its graph file is missing.
+    """
+    graph = directory.resolve() / "nccl" / GRAPH_FILE
+    if not graph.is_file():
+        raise InputError(str(graph), "is missing", "plan again, or `tccl export` it")
+    return Side(name="plan", variables=job_environment(plan.settings, graph=PurePosixPath(graph)))

@@ -1,0 +1,71 @@
+"""A training-shaped load: steps of a small DistributedDataParallel model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tccl_py.verification.ranks import Ranks
+
+STEPS = 20
+_WARM = 12
+"""DistributedDataParallel rebuilds its buckets early, and a graph wants 11 steps before it."""
+_WIDTH_CUDA, _WIDTH_HOST = 4096, 128
+_LAYERS = 8
+
+
+def train(ranks: Ranks) -> dict[str, tuple[float, ...]]:
+    """Seconds of each of STEPS steps: `eager`, and on GPUs `graph`, a CUDA graph of one step."""
+    if not ranks.cuda:
+        return {"eager": _timed(ranks, _stepper(ranks))}
+    # Whatever a graph will replay has to be made on a stream that is not the default one.
+    stream = ranks.torch.cuda.Stream()
+    with ranks.torch.cuda.stream(stream):
+        step = _stepper(ranks)
+        eager = _timed(ranks, step)
+    ranks.wait()
+    graph = ranks.torch.cuda.CUDAGraph()
+    # NCCL's watchdog thread asks for events meanwhile, which a global mode would forbid.
+    with ranks.torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    ranks.wait()
+    ranks.dist.barrier()
+    timed = _timed(ranks, graph.replay)
+    ranks.wait()
+    # The group cannot be left while a graph holds its work.
+    graph.reset()
+    return {"eager": eager, "graph": timed}
+
+
+def _stepper(ranks: Ranks) -> Callable[[], Any]:
+    torch = ranks.torch
+    nn = torch.nn
+    torch.manual_seed(0)
+    width = _WIDTH_CUDA if ranks.cuda else _WIDTH_HOST
+    layers = [one for _ in range(_LAYERS) for one in (nn.Linear(width, width), nn.ReLU())]
+    model = nn.Sequential(*layers).to(ranks.device)
+    devices = [ranks.device.index] if ranks.cuda else None
+    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-6)
+    batch = torch.ones(32, width, device=ranks.device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        wrapped(batch).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(_WARM):
+        step()
+    ranks.wait()
+    return step
+
+
+def _timed(ranks: Ranks, step: Callable[[], Any]) -> tuple[float, ...]:
+    found = []
+    for _ in range(STEPS):
+        begun = time.perf_counter()
+        step()
+        ranks.wait()
+        found.append(time.perf_counter() - begun)
+    return tuple(found)

@@ -1,0 +1,300 @@
+"""Verification of a plan: checks, pairs of jobs, what NCCL logged, and what it all comes to."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.plan.plan import Plan
+from tccl_py.verification.comparison import LEAST_PAIRS, Compared, compare, overall
+from tccl_py.verification.jobs import JobError, Outcome
+from tccl_py.verification.orders import SIZES, Collective, Order, bus_gbps
+from tccl_py.verification.record import SizeResult, Training, Verification
+from tccl_py.verification.rings import RingsFound, rings_found
+from tccl_py.verification.sides import STOCK, Place, Side, plan_side
+
+DEFAULT_PAIRS = 10
+DEFAULT_SECONDS = 200.0
+_LARGE_BYTES = 64 << 20
+"""From here on a bus bandwidth is what a prediction is held against; else the largest size."""
+_NARROW = 1 << 20
+"""From this size on ratios are to be known to 1 %; below, calls take microseconds."""
+_EXTRA = 2
+"""How many times the pairs asked for are run where a verdict is open and there is time."""
+
+
+class Effort(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is run: pairs of jobs, sizes in bytes, and seconds after which no pair begins.
+
+    LEAST_PAIRS pairs are run in any case; fewer than `pairs` where all is clear, more where a
+    verdict is open and time is left.
+    """
+
+    pairs: int = DEFAULT_PAIRS
+    sizes: tuple[int, ...] = SIZES
+    seconds: float = DEFAULT_SECONDS
+    collective: Collective = "all_reduce"
+    checks: bool = True
+    training: bool = False
+
+    @property
+    def order(self) -> Order:
+        """What the jobs of a pair do."""
+        return Order(
+            backend="host",
+            world=0,
+            folder="",
+            sizes=self.sizes,
+            collective=self.collective,
+            training=self.training,
+        )
+
+
+class Pairs(msgspec.Struct, frozen=True, kw_only=True):
+    """The jobs of all pairs, of the plan and of stock, in order; and what they come to."""
+
+    plan: tuple[Outcome, ...]
+    stock: tuple[Outcome, ...]
+    order: str
+    compared: tuple[Compared, ...]
+
+
+Watcher = Callable[[str], None]
+"""Is told what runs."""
+
+
+class PlanJobError(JobError):
+    """A job under a plan failed."""
+
+
+def _run(place: Place, side: Side, order: Order) -> Outcome:
+    try:
+        return place.run(side, order)
+    except JobError as error:
+        raise PlanJobError(str(error)) from error
+
+
+def run_verification(
+    plan: Plan,
+    directory: Path,
+    place: Place,
+    effort: Effort,
+    *,
+    watch: Watcher = lambda _: None,
+) -> Verification:
+    """Run real collectives with a plan and without.
+
+    Raises:
+        InputError: the plan's files are not all there.
+        JobError: stock's job failed: then nothing can be said here.
+    """
+    begun = time.monotonic()
+    side = plan_side(plan, directory)
+    first = Order(backend="host", world=0, folder="", checks=effort.checks)
+    watch("checking values" if effort.checks else "starting")
+    unknown = _begun(plan, place, side, effort)
+    try:
+        checked = _run(place, side, first)
+        pairs = run_pairs(place, side, STOCK, effort, begun=begun, watch=watch)
+    except PlanJobError as error:
+        # If stock fails as well, that is no fault of the plan.
+        place.run(STOCK, first)
+        seconds = time.monotonic() - begun
+        return msgspec.structs.replace(unknown, failure=str(error), seconds=seconds)
+    rings = _rings(plan, place, side, checked)
+    if rings is not None:
+        # A log that differs from job to job would not be the plan's.
+        others = [_rings(plan, place, side, one) for one in pairs.plan]
+        rings = next((one for one in others if one is not None and not one.same), rings)
+    wrong = [one for answer in checked.answers for one in answer.wrong]
+    sizes, training = _sizes(effort, pairs, len(plan.gpus)), _training(effort, pairs)
+    return msgspec.structs.replace(
+        unknown,
+        verdict=overall([one.verdict for one in sizes]),
+        plan_gbps=large_gbps([(one.bytes, one.plan_gbps) for one in sizes]),
+        stock_gbps=large_gbps([(one.bytes, one.stock_gbps) for one in sizes]),
+        sizes=sizes,
+        checked=sum(answer.checked for answer in checked.answers),
+        wrong=tuple(wrong),
+        left_out=checked.answers[0].left_out,
+        rings=rings,
+        versions={"torch": checked.answers[0].torch, "nccl": checked.answers[0].nccl},
+        devices=tuple(answer.device for answer in checked.answers),
+        order=pairs.order,
+        raw=_raw(pairs),
+        seconds=time.monotonic() - begun,
+        training=training,
+    )
+
+
+def run_pairs(
+    place: Place,
+    side: Side,
+    other: Side,
+    effort: Effort,
+    *,
+    begun: float,
+    watch: Watcher = lambda _: None,
+) -> Pairs:
+    """Run pairs of jobs, A B B A ..., until the verdicts are clear or the time is up.
+
+    Raises:
+        PlanJobError: a job of `side` failed.
+        JobError: one of `other` did.
+    """
+    ours: list[Outcome] = []
+    theirs: list[Outcome] = []
+    order = ""
+    most = max(effort.pairs, LEAST_PAIRS) * _EXTRA
+    while len(ours) < most:
+        turn = "AB" if len(ours) % 2 == 0 else "BA"
+        number = len(ours) + 1
+        for letter in turn:
+            if letter == "A":
+                watch(f"pair {number}: {side.name}")
+                ours.append(_run(place, side, effort.order))
+            else:
+                watch(f"pair {number}: {other.name}")
+                theirs.append(place.run(other, effort.order))
+        order += turn
+        if len(ours) < LEAST_PAIRS:
+            continue
+        compared = _compared(effort, ours, theirs)
+        if _enough(effort, compared, len(ours)) or time.monotonic() - begun > effort.seconds:
+            break
+    return Pairs(plan=tuple(ours), stock=tuple(theirs), order=order, compared=compared)
+
+
+def _enough(effort: Effort, compared: Sequence[Compared], count: int) -> bool:
+    """Whether more pairs would say nothing new."""
+    wanted = [
+        one
+        for one, size in zip(compared, (*effort.sizes, *[0] * len(compared)), strict=False)
+        if size >= _NARROW or not one.low <= 1 <= one.high
+    ]
+    settled = not any(one.open for one in wanted)
+    return settled or (
+        # What noise leaves open stays open; only a lean that might be harm is worth more pairs.
+        count >= effort.pairs and not any(one.high < 1 and one.open for one in compared)
+    )
+
+
+def _compared(
+    effort: Effort, ours: Sequence[Outcome], theirs: Sequence[Outcome]
+) -> tuple[Compared, ...]:
+    rows = [[_rows(effort, one) for one in side] for side in (ours, theirs)]
+    by_size = [list(zip(*side, strict=True)) for side in rows]
+    return compare(by_size[0], by_size[1])
+
+
+def _rows(effort: Effort, outcome: Outcome) -> list[float]:
+    """Seconds of one job: of each size, then of each way of training."""
+    found = [job_seconds(outcome, index) for index in range(len(effort.sizes))]
+    if effort.training:
+        found += [training_seconds(outcome, mode) for mode in outcome.answers[0].training]
+    return found
+
+
+def job_seconds(outcome: Outcome, size: int) -> float:
+    """Seconds a call of the size at this place: the median of batches, of the slowest rank."""
+    return max(statistics.median(answer.timings[size]) for answer in outcome.answers)
+
+
+def training_seconds(outcome: Outcome, mode: str) -> float:
+    """Seconds a step, as `job_seconds`."""
+    return max(statistics.median(answer.training[mode]) for answer in outcome.answers)
+
+
+def large_gbps(rates: Sequence[tuple[int, float]]) -> float | None:
+    """The median rate of the large sizes; of the largest if none is large; None without any."""
+    large = [gbps for size, gbps in rates if size >= _LARGE_BYTES]
+    return statistics.median(large or [max(rates)[1]]) if rates else None
+
+
+def _rings(plan: Plan, place: Place, side: Side, outcome: Outcome) -> RingsFound | None:
+    if place.backend != "cuda":
+        return None
+    return rings_found(plan, outcome.log, place.variables(side))
+
+
+def _sizes(effort: Effort, pairs: Pairs, world: int) -> tuple[SizeResult, ...]:
+    found = []
+    for index, size in enumerate(effort.sizes):
+        ours = tuple(job_seconds(one, index) for one in pairs.plan)
+        theirs = tuple(job_seconds(one, index) for one in pairs.stock)
+        rates = [
+            bus_gbps(effort.collective, world, size, statistics.median(side))
+            for side in (ours, theirs)
+        ]
+        compared = pairs.compared[index]
+        found.append(
+            SizeResult(
+                bytes=size,
+                plan_seconds=ours,
+                stock_seconds=theirs,
+                plan_gbps=rates[0],
+                stock_gbps=rates[1],
+                compared=compared,
+                verdict=compared.verdict,
+            )
+        )
+    return tuple(found)
+
+
+def _training(effort: Effort, pairs: Pairs) -> tuple[Training, ...]:
+    if not effort.training:
+        return ()
+    modes = list(pairs.plan[0].answers[0].training)
+    rest = pairs.compared[len(effort.sizes) :]
+    return tuple(
+        Training(
+            mode=mode,
+            plan_seconds=tuple(training_seconds(one, mode) for one in pairs.plan),
+            stock_seconds=tuple(training_seconds(one, mode) for one in pairs.stock),
+            compared=compared,
+            verdict=compared.verdict,
+        )
+        for mode, compared in zip(modes, rest, strict=True)
+    )
+
+
+def _raw(pairs: Pairs) -> tuple[tuple[tuple[tuple[float, ...], ...], ...], ...]:
+    """Of each job in the order they ran: by size, rank and batch."""
+    sides = {"A": iter(pairs.plan), "B": iter(pairs.stock)}
+    jobs = [next(sides[letter]) for letter in pairs.order]
+    return tuple(
+        tuple(zip(*(answer.timings for answer in job.answers), strict=True)) for job in jobs
+    )
+
+
+def _begun(plan: Plan, place: Place, side: Side, effort: Effort) -> Verification:
+    """What is known before anything ran."""
+    return Verification(
+        machine=plan.machine.name,
+        gpus=plan.gpus,
+        backend=place.backend,
+        verdict=None,
+        plan_gbps=None,
+        stock_gbps=None,
+        predicted_gbps=plan.rate_gbps,
+        simulated=plan.simulated,
+        assumed=plan.assumed,
+        collective=effort.collective,
+        sizes=(),
+        checked=0,
+        wrong=(),
+        left_out=(),
+        rings=None,
+        settings=plan.settings,
+        plan_environment=place.variables(side),
+        stock_environment=place.variables(STOCK),
+        versions={},
+        devices=(),
+        order="",
+        raw=(),
+        seconds=0.0,
+    )

@@ -1,0 +1,42 @@
+"""Ranks that are no torch programs, to try what runs them: they answer, fail, hang, or stay.
+
+usage: python -m tests.rank_programs ORDER.json RANK, as tccl_py.verification.rank; what a rank does
+stands in TCCL_TEST_RANKS, a word for each rank.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tccl_py.files import decode_json, encode_json
+from tccl_py.verification.orders import Answer, Order
+
+
+def main():
+    order = decode_json(Path(sys.argv[1]).read_text(), Order, where="order")
+    rank = int(sys.argv[2])
+    folder = Path(os.environ.get("TCCL_TEST_PIDS", order.folder))
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    word = os.environ["TCCL_TEST_RANKS"].split()[rank]
+    if word == "hang":
+        child = subprocess.Popen(["sleep", "600"])
+        (folder / f"pid-{rank}-child").write_text(str(child.pid))
+        time.sleep(600)
+    if word == "fail":
+        print("RuntimeError: dev 2 not found")
+        sys.exit(1)
+    if word == "victim":
+        time.sleep(0.5)
+        print("connection closed by peer")
+        sys.exit(1)
+    if word == "die":
+        os.abort()
+    if word == "answer":
+        answer = Answer(rank=rank, torch="none", timings=tuple((1.0,) for _ in order.sizes))
+        (Path(order.folder) / f"answer-{rank}.json").write_text(encode_json(answer))
+
+
+if __name__ == "__main__":
+    main()

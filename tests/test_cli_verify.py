@@ -1,0 +1,203 @@
+"""`tccl verify`: what it refuses, prints, keeps and answers; jobs are stand-ins."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli import verify as module
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError
+from tccl_py.plan.plan import load_plan
+from tccl_py.verification.orders import Wrong
+from tccl_py.verification.record import load_verification
+from tests.verified import FakeJobs, by_plan
+
+NAME = "intel-v100"
+KEYS = [
+    "machine", "accepted", "verdict", "plan_gbps", "stock_gbps", "predicted_gbps", "simulated",
+    "sizes", "not_recommended", "checked", "wrong", "rings", "training", "tried", "settings",
+    "failure", "pairs", "seconds",
+]  # fmt: skip
+SIZE_KEYS = [
+    "bytes", "plan_gbps", "stock_gbps", "plan_us", "stock_us", "ratio", "low", "high", "verdict",
+]  # fmt: skip
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def place(tmp_path):
+    directory = tmp_path / "plan"
+    options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1")
+    assert tccl("plan", "-o", directory, *options).exit_code == 0
+    return directory
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """Makes the command's jobs stand-ins."""
+
+    def use(ratio, **more):
+        fake = FakeJobs(by_plan(ratio), **more)
+        monkeypatch.setattr(module, "run_job", fake)
+        monkeypatch.setattr(module, "_check_torch", lambda: None)
+        return fake
+
+    return use
+
+
+def test_a_better_plan_is_a_yes_and_kept(place, jobs):
+    jobs(lambda size: 1.3 if size > 65536 else 1.0)
+    found = tccl("verify", place, "--backend", "host")
+    assert found.exit_code == 0
+    lines = found.stdout.splitlines()
+    assert lines[0] == (
+        f"The plan of {NAME}, GPUs 0,1,2,3, rehearsed over gloo: yes, better"
+    )  # fmt: skip
+    assert "1 GiB" in found.stdout
+    assert "(simulated from assumed figures), achieved" in found.stdout
+    assert "240 results of collectives compared, all right" in found.stdout
+    assert found.stderr == (
+        "tccl: a rehearsal over gloo: no figure says anything of GPUs or of NCCL\n"
+        f"tccl: wrote {place / 'verify.json'}\n"
+    )
+    kept = load_verification(place)
+    assert (kept.accepted, kept.verdict, kept.backend) == (True, "better", "host")
+
+
+def test_json_has_the_keys_that_the_help_lists(place, jobs):
+    jobs(lambda _: 0.9)
+    result = tccl("verify", place, "--backend", "host", "--sizes", "64M,4K", "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, list(found)) == (1, KEYS)
+    assert [list(one) for one in found["sizes"]] == [SIZE_KEYS] * 2
+    assert (found["accepted"], found["verdict"]) == (False, "worse")
+    assert found["not_recommended"] == [4096, 64 << 20]
+    listed = tccl("verify", "--help").stdout
+    assert all(f"{key}" in listed for key in KEYS)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "more", "sentence"),
+    [
+        (0.9, {}, "no, it is worse than stock NCCL, and not recommended, at 4 KiB"),
+        (
+            1.5,
+            {"wrong": (Wrong(case="scatter, int32 x 3", rank=1, what="1 of 3"),)},
+            "no, 1 values are wrong",
+        ),
+        (
+            1.0,
+            {"fails": lambda told: "dev 2 not found" * ("NCCL_GRAPH_FILE" in told)},
+            "no, its job failed: dev 2 not found",
+        ),
+    ],
+)
+def test_a_no_says_why_and_is_exit_code_1(place, jobs, ratio, more, sentence):
+    jobs(lambda _: ratio, **more)
+    found = tccl("verify", place, "--backend", "host", "--sizes", "4K")
+    assert found.exit_code == 1
+    assert sentence in " ".join(found.stdout.split())
+
+
+def test_a_stock_that_fails_is_no_answer(place, jobs):
+    jobs(lambda _: 1.0, fails=lambda _: "rank 0 ended with code 1: no device")
+    found = tccl("verify", place, "--backend", "host")
+    assert found.exit_code == 2
+    assert found.stderr == "tccl: rank 0 ended with code 1: no device\n"
+    assert not (place / "verify.json").exists()
+
+
+def test_tuning_rewrites_a_plan_where_other_settings_are_faster(place, jobs):
+    def seconds(size, told):
+        stock = 1e-4 + size / 1e10
+        if "NCCL_GRAPH_FILE" not in told:
+            return stock
+        small = told.get("NCCL_BUFFSIZE") == "524288"
+        return stock / (1.4 if small else 0.8)
+
+    fake = jobs(lambda _: 1.0)
+    fake._seconds = seconds
+    before = load_plan(place)
+    found = tccl("verify", place, "--backend", "host", "--tune")
+    assert found.exit_code == 0, found.stdout
+    after = load_plan(place)
+    assert (before.settings.buffsize, after.settings.buffsize) == (4 << 20, 512 << 10)
+    assert "tuned" in after.notices[-1]
+    assert "NCCL_BUFFSIZE=524288" in (place / "nccl" / "env.sh").read_text()
+    kept = load_verification(place)
+    assert kept.settings == after.settings
+    assert kept.tried[0].settings is None
+    assert len(kept.tried) > 8
+    assert kept.plan_environment["NCCL_GRAPH_FILE"] == str(place / "nccl" / "graph.xml")
+    assert tccl("show", place).exit_code == 0
+
+
+def test_tuning_leaves_a_plan_that_nothing_beats(place, jobs):
+    before = (place / "plan.json").read_bytes()
+    jobs(lambda _: 0.95, noise=0.002)
+    found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
+    assert found.exit_code == 1
+    assert "tried stock:" in found.stdout
+    assert (place / "plan.json").read_bytes() == before
+
+
+def test_settings_under_which_the_job_fails_are_told(place, jobs):
+    jobs(
+        lambda _: 1.0,
+        fails=lambda told: "out of memory" if told.get("NCCL_BUFFSIZE") == "1048576" else "",
+    )
+    found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
+    assert found.exit_code == 0
+    assert "failed: out of memory" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--pairs", "5"), "--pairs: is 5; 6 to 20; fewer have no 95 % interval"),
+        (("--pairs", "21"), "--pairs: is 21; 6 to 20"),
+        (("--seconds", "nan"), "--seconds: is nan; above 0, at most 86400"),
+        (("--sizes", "4K,x"), "--sizes: 'x': is no size; bytes, as 4096, 4K, 1M or 1G; 4 to 16G"),
+        (("--sizes", "17G"), "--sizes: '17G': is no size"),
+        (("--sizes", ""), "--sizes: '': is no size"),
+        (("--collective", "sum"), "--collective 'sum': is not known; one of all_reduce,"),
+        (("--backend", "tpu"), "--backend 'tpu': is not known; one of cuda, host"),
+        (("--keep", "PATH"), "--keep 'PATH': is no NCCL variable"),
+        (("--keep", "NCCL_GRAPH_FILE"), "--keep NCCL_GRAPH_FILE: is what is compared"),
+    ],
+)
+def test_bad_options_are_one_sentence(place, options, sentence):
+    found = tccl("verify", place, *options)
+    assert found.exit_code == 2
+    assert found.stderr.startswith(f"tccl: {sentence}")
+    assert len(found.stderr.splitlines()) == 1
+    assert not (place / "verify.json").exists()
+
+
+def test_a_simulated_plan_is_refused_where_no_gpu_is(place, monkeypatch):
+    def nothing(*_):
+        raise InputError("this machine", "has no GPU", "")
+
+    monkeypatch.setattr(module, "measured_machine", nothing)
+    found = tccl("verify", place)
+    assert found.exit_code == 2
+    assert found.stderr.startswith(
+        f"tccl: the plan of {NAME} (simulated): cannot be verified here: has no GPU; "
+    )
+    assert "verify it on the machine that it is for" in found.stderr
+
+
+def test_without_torch_the_sentence_names_it(place, monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
+    found = tccl("verify", place, "--backend", "host")
+    assert found.exit_code == 2
+    assert found.stderr == "tccl: torch: is not installed; `pip install 'tccl-py[torch]'`\n"
+
+
+def test_no_directory_and_no_plan_are_refused(tmp_path):
+    assert "is no directory" in tccl("verify", tmp_path / "none").stderr
+    assert "holds no plan.json" in tccl("verify", tmp_path).stderr

@@ -1,0 +1,154 @@
+"""Jobs as processes: what they answer, how they fail, and that nothing of them is left.
+
+What needs torch runs over gloo, and is skipped by name where torch is not installed.
+"""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tccl_py.verification.jobs import JobError, run_job
+from tccl_py.verification.orders import Order
+from tccl_py.verification.surroundings import job_surroundings
+
+REPOSITORY = Path(__file__).parent.parent
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="needs torch, which is not here"
+)
+PROGRAM = "tests.rank_programs"
+
+
+def surroundings(**variables):
+    found = job_surroundings(dict(os.environ), gpus=None, variables=variables)
+    paths = [str(REPOSITORY), str(REPOSITORY / "profiler"), found.get("PYTHONPATH", "")]
+    return {**found, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def job(words, tmp_path, *, timeout=60.0, **more):
+    order = Order(backend="host", world=len(words.split()), folder="", **more)
+    told = surroundings(TCCL_TEST_RANKS=words, TCCL_TEST_PIDS=str(tmp_path))
+    return run_job(order, told, timeout=timeout, program=PROGRAM)
+
+
+def alive(pid):
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def ended(folder):
+    """Whether all processes whose numbers lie in a folder are gone, at once or soon."""
+    for _ in range(200):
+        if not any(alive(int(path.read_text())) for path in folder.glob("pid-*")):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_answers_come_back_in_the_order_of_ranks(tmp_path):
+    found = job("answer answer answer", tmp_path, sizes=(4, 8))
+    assert [one.rank for one in found.answers] == [0, 1, 2]
+    assert all(len(one.timings) == 2 for one in found.answers)
+    assert 0 < found.seconds < 60
+
+
+def test_a_failing_rank_is_named_with_its_cause_and_the_others_end(tmp_path):
+    with pytest.raises(JobError, match=r"^rank 1 ended with code 1: .*dev 2 not found$"):
+        job("victim fail", tmp_path)
+    assert ended(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("answer nothing", "^rank 1 ended without an answer$"),
+        ("answer die", "^rank 1 was killed by signal 6"),
+        ("answer hang", r"^rank\(s\) 1 did not end within 4 s$"),
+    ],
+)
+def test_silent_dying_and_hanging_ranks_are_named_and_gone(words, sentence, tmp_path):
+    with pytest.raises(JobError, match=sentence):
+        job(words, tmp_path, timeout=4.0)
+    assert ended(tmp_path)
+
+
+def test_after_ctrl_c_no_rank_is_left(tmp_path):
+    program = (
+        f"from tests.test_verification_jobs import *\njob('hang hang', Path({str(tmp_path)!r}))\n"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=surroundings(),
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    for _ in range(600):
+        if len(list(tmp_path.glob("pid-*-child"))) == 2:
+            break
+        time.sleep(0.05)
+    started.send_signal(signal.SIGINT)
+    assert started.wait(30) != 0
+    assert ended(tmp_path)
+
+
+@needs_torch
+def test_a_rank_whose_standard_input_ends_is_gone(tmp_path):
+    order = tmp_path / "order.json"
+    order.write_text(f'{{"backend": "host", "world": 2, "folder": "{tmp_path}"}}')
+    rank = subprocess.Popen(
+        [sys.executable, "-m", "tccl_py.verification.rank", str(order), "0"],
+        cwd=REPOSITORY, env=surroundings(), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    rank.stdin.close()
+    assert rank.wait(60) == 3
+
+
+@needs_torch
+@pytest.mark.parametrize("world", [2, 3])
+def test_collectives_over_gloo_are_right_and_timed(world):
+    order = Order(
+        backend="host", world=world, folder="", checks=True, sizes=(1024, 100_001), seconds=0.02,
+        training=world == 2,
+    )  # fmt: skip
+    found = run_job(order, surroundings())
+    for rank, answer in enumerate(found.answers):
+        assert (answer.rank, answer.wrong, answer.left_out) == (rank, (), ())
+        assert answer.checked > 500
+        assert [len(one) for one in answer.timings] == [9, 9]
+        assert all(seconds > 0 for one in answer.timings for seconds in one)
+        assert list(answer.training) == (["eager"] if world == 2 else [])
+
+
+@needs_torch
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all", "broadcast"])
+def test_other_collectives_are_timed_too(collective):
+    order = Order(
+        backend="host", world=2, folder="", sizes=(1000,), seconds=0.01, collective=collective
+    )
+    found = run_job(order, surroundings())
+    assert [len(one) for one in found.answers[0].timings] == [9]
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("function", "case"),
+    [
+        ("all_reduce", "all-reduce"),
+        ("all_to_all_single", "all-to-all"),
+        ("broadcast", "broadcast"),
+        ("reduce_scatter_tensor", "reduce-scatter"),
+    ],
+)
+def test_a_wrong_value_is_found_and_told_by_its_place(function, case):
+    order = Order(backend="host", world=2, folder="", checks=True)
+    found = run_job(order, surroundings(TCCL_TEST_WRONG=function), program="tests.wrong_ranks")
+    wrong = [one for answer in found.answers for one in answer.wrong]
+    assert {one.case.split(",")[0] for one in wrong} == {case}
+    assert {one.rank for one in wrong} == {1}
+    assert any("values are wrong, the first at 2: " in one.what for one in wrong)

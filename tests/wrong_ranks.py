@@ -1,0 +1,31 @@
+"""The rank program with a collective that gives a wrong value, to see that checks find it.
+
+usage: as tccl_py.verification.rank; TCCL_TEST_WRONG names the function of torch.distributed.
+"""
+
+import os
+
+import torch.distributed as dist
+
+from tccl_py.verification.rank import main
+
+
+def spoil(name):
+    right = getattr(dist, name)
+
+    def wrong(*arguments, **more):
+        work = right(*arguments, **more)
+        if work is not None:
+            work.wait()
+        held = arguments[0]
+        held = held[-1] if isinstance(held, list) else held
+        if dist.get_rank() == dist.get_world_size() - 1 and held is not None and len(held) > 3:
+            held[2] += 1
+        return work
+
+    setattr(dist, name, wrong)
+
+
+if __name__ == "__main__":
+    spoil(os.environ["TCCL_TEST_WRONG"])
+    main()
