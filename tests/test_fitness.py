@@ -1,6 +1,8 @@
 """A plan whose fingerprint no longer fits switches itself off, and says why."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -8,10 +10,16 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.health.fitness import planned_fingerprint, why_not_here, why_not_with
+from tccl_py.health.fitness import (
+    planned_fingerprint,
+    why_not_alike,
+    why_not_here,
+    why_not_with,
+)
 from tccl_py.plan.directory import machine_file, write_plan
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.topology.readers.nvml import GpuFacts
 from tests.planned import SMALL, plan_of
 
 MEASURED = Fingerprint(
@@ -109,10 +117,68 @@ def test_no_version_of_nccl_is_a_sentence():
     assert str(error.value) == "NCCL version 'new': is no version; give a number such as 2.28.9"
 
 
-def run_env(monkeypatch, directory, now, *words):
+def facts_of(plan, **changes):
+    """The GPUs of a plan's machine as NVML has them; `changes` by index as `gpu1`."""
+    gpus = [
+        GpuFacts(
+            index=gpu.index,
+            bus_id=gpu.bus_id,
+            uuid=f"GPU-other-{gpu.index}",
+            name=gpu.name,
+            sm=gpu.sm,
+            links={},
+            c2c_links=0,
+        )
+        for gpu in plan.machine.gpus
+    ]
+    for name, change in changes.items():
+        index = int(name.removeprefix("gpu"))
+        gpus[index] = dataclasses.replace(gpus[index], **change)
+    return tuple(gpus)
+
+
+OTHER_UUIDS = msgspec.structs.replace(MEASURED, gpu_uuids=("GPU-1", "GPU-2", "GPU-3", "GPU-4"))
+
+
+def test_the_plan_of_an_equal_host_fits_if_that_is_said(measured):
+    plan, directory = measured
+    assert why_not_here(plan, directory, OTHER_UUIDS)
+    assert why_not_alike(plan, directory, OTHER_UUIDS, facts_of(plan)) == ""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changes", "said"),
+    [
+        ({"gpu2": {"name": "NVIDIA A40"}}, {}, "GPU 2 was "),
+        ({"gpu0": {"bus_id": "0000:ff:00.0"}}, {}, "GPU 0 was "),
+        ({"gpu3": {"index": 9}}, {}, "GPU 3 was "),
+        ({}, {"driver": "590.1"}, "the driver was 580.159.04 and is 590.1"),
+        ({}, {"numa_count": 1}, "it had 2 NUMA node(s) and has 1"),
+    ],
+)
+def test_a_host_that_is_not_alike_is_told_so(measured, gpus, changes, said):
+    plan, directory = measured
+    now = msgspec.structs.replace(OTHER_UUIDS, **changes)
+    assert why_not_alike(plan, directory, now, facts_of(plan, **gpus)).startswith(said)
+
+
+@pytest.mark.parametrize("way", ["option", "variable"])
+def test_env_takes_the_plan_of_an_equal_host(measured, monkeypatch, way):
+    plan, directory = measured
+    facts = SimpleNamespace(gpus=facts_of(plan))
+    if way == "variable":
+        monkeypatch.setenv("TCCL_ALIKE", "1")
+    words = ["--alike"] if way == "option" else []
+    result = run_env(monkeypatch, directory, OTHER_UUIDS, *words, facts=facts)
+    assert result.exit_code == 0, result.stderr
+    assert "export NCCL_GRAPH_FILE=" in result.stdout
+
+
+def run_env(monkeypatch, directory, now, *words, facts=None):
     def answer():
         if now is None:
             raise InputError("this machine", "no NVIDIA driver answers", "use another")
+        return facts
 
     monkeypatch.setattr("tccl_py.cli.env.driver_facts", answer)
     monkeypatch.setattr("tccl_py.cli.env.fingerprint_of", lambda facts: now)

@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -434,6 +435,15 @@ def test_the_prolog_of_a_plan_that_is_nobodys_always_tells(tmp_path):
     assert prolog_says(form_of(PLAN, "slurm-prolog", Path()).body, tmp_path) == TOLD
 
 
+def test_the_prolog_for_equal_hosts_heeds_driver_and_numa_nodes_alone(node):
+    alike = msgspec.structs.replace(MEASURED, gpu_uuids=(), alike=True)
+    text = form_of(alike, "slurm-prolog", Path()).body
+    shutil.rmtree(node / "proc/driver/nvidia/gpus")
+    assert prolog_says(text, node) == [*TOLD, "export TCCL_ALIKE=1"]
+    (node / "proc/driver/nvidia/version").write_text("Module  590.58.01  Release\n")
+    assert prolog_says(text, node) == []
+
+
 @pytest.mark.parametrize("change", ["gpu", "driver", "numa", "no driver"])
 def test_the_prolog_says_nothing_on_another_host(node, change):
     driver = node / "proc" / "driver" / "nvidia"
@@ -536,6 +546,13 @@ def test_a_plan_of_another_machine_is_installed_only_by_force(measured, monkeypa
     result = tccl("install", measured)
     assert result.exit_code == 2
     assert "was measured on another machine: GPU 0 was GPU-0 and is GPU-aa; " in result.stderr
+    machine = plan_of(SMALL).machine
+    facts = SimpleNamespace(gpus=machine.gpus)
+    monkeypatch.setattr("tccl_py.cli.install.driver_facts", lambda: facts)
+    result = tccl("install", measured, "--alike", "--slurm-prolog", "-")
+    assert result.exit_code == 0, result.stderr
+    assert "export TCCL_ALIKE=1" in result.stdout
+    assert "GPU-0" not in result.stdout
 
 
 def test_texts_are_printed_where_the_file_is_a_dash(measured):

@@ -306,6 +306,19 @@ def test_a_measured_plan_is_off_on_another_machine(tmp_path, monkeypatch, capfd,
     stock_everywhere(rank, directory, capfd, f"rank 0 on {name}: {said}")
 
 
+def test_a_plan_of_an_equal_host_is_on_if_that_is_said(tmp_path, monkeypatch, capfd):
+    directory = measured(tmp_path)
+    monkeypatch.setenv("TCCL_ALIKE", "1")
+    rank = Rank(monkeypatch, told(directory, GPUS))
+    now = msgspec.structs.replace(PRINT, gpu_uuids=("GPU-5", "GPU-6", "GPU-7", "GPU-8"))
+    # Of the machine's own GPUs only name, index and bus id are looked at, which are NVML's too.
+    gpus = plan_of(BOX).machine.gpus
+    rank.here = msgspec.structs.replace(rank.here, fingerprint=now, gpus=gpus)
+    tccl_py.torch.init_process_group(directory)
+    assert rank.graphs == [((0, 1, 2, 3), str(directory / "nccl" / "graph.xml"))]
+    assert capfd.readouterr().err == ""
+
+
 def test_a_measured_plan_is_on_where_it_was_measured(tmp_path, monkeypatch, capfd):
     directory = measured(tmp_path)
     rank = Rank(monkeypatch, told(directory, GPUS))

@@ -20,7 +20,12 @@ from tccl_py.cluster_plan.plan import is_cluster_plan
 from tccl_py.emitters.nccl_conf import export_lines, job_environment
 from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
 from tccl_py.errors import InputError
-from tccl_py.health.fitness import why_not_here, why_not_with
+from tccl_py.health.fitness import (
+    ALIKE_VARIABLE,
+    why_not_alike,
+    why_not_here,
+    why_not_with,
+)
 from tccl_py.plan.directory import (
     check_plan_directory,
     planned_model,
@@ -55,6 +60,15 @@ def env(
             metavar="VERSION", help="The job's version of NCCL; a plan for another one is off."
         ),
     ] = None,
+    alike: Annotated[
+        bool,
+        typer.Option(
+            "--alike",
+            metavar=" ",
+            envvar=ALIKE_VARIABLE,
+            help="Take the plan of another host that is like this one: the GPUs' UUIDs may differ.",
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Print the environment for a job over these GPUs, as `export` lines to evaluate.
@@ -68,6 +82,8 @@ def env(
     A measured plan is off where its rates no longer hold: with other GPUs, another major version of
     the driver or other NUMA nodes than it was measured with, or another NCCL than it is for. Then
     nothing but `unset NCCL_GRAPH_FILE` is printed, stderr says why, and the exit code is 1.
+    With --alike (or TCCL_ALIKE=1) other GPUs of the same kinds at the same places will do, for
+    hosts that are equal and share a plan.
 
     Of a cluster's plan it is the environment of one host, for a job over all hosts and GPUs of the
     plan whose ranks are in its order (DIR/nccl/order). The exit code is 1 for a host that is not in
@@ -87,7 +103,7 @@ def env(
     refuse_options({"--host": host}, "is for the plan of a cluster, this one is of a machine")
     plan = load_plan(directory)
     chosen = tuple(sorted(gpus_argument(gpus, plan.machine) or plan.gpus))
-    off = _why_off(plan, directory, nccl)
+    off = _why_off(plan, directory, nccl, alike=alike)
     if off:
         _print_off(plan, chosen, off, json=json)
         raise typer.Exit(ANSWER_IS_NO)
@@ -112,17 +128,23 @@ def env(
         raise typer.Exit(ANSWER_IS_NO)
 
 
-def _why_off(plan: Plan, directory: Path, nccl: str | None) -> str:
+def _why_off(plan: Plan, directory: Path, nccl: str | None, *, alike: bool) -> str:
     """Why a plan is not for this host or version of NCCL, in a clause; "" if it is, or may be."""
     other = "" if nccl is None else why_not_with(plan.settings, nccl)
     if plan.simulated:
         return other
     try:
-        here = fingerprint_of(driver_facts())
+        facts = driver_facts()
     except InputError as error:
         notice(f"whether this is the plan's machine was not checked: {error.what}")
         return other
-    return "; ".join(why for why in (why_not_here(plan, directory, here), other) if why)
+    here = fingerprint_of(facts)
+    elsewhere = (
+        why_not_alike(plan, directory, here, facts.gpus)
+        if alike
+        else why_not_here(plan, directory, here)
+    )
+    return "; ".join(why for why in (elsewhere, other) if why)
 
 
 def _print_off(plan: Plan, gpus: tuple[int, ...], why: str, *, json: bool) -> None:

@@ -12,7 +12,7 @@ from tccl_py.cli.arguments import notice
 from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
-from tccl_py.health.fitness import planned_fingerprint, why_not_here
+from tccl_py.health.fitness import planned_fingerprint, why_not_alike, why_not_here
 from tccl_py.installation.changes import Change
 from tccl_py.installation.install import install as put
 from tccl_py.installation.texts import Installed, Kind, form_of
@@ -61,6 +61,14 @@ def install(
             "--dry-run", metavar=" ", help="Say what would be written, and write nothing."
         ),
     ] = False,
+    alike: Annotated[
+        bool,
+        typer.Option(
+            "--alike",
+            metavar=" ",
+            help="For hosts that are like the plan's: GPUs with other UUIDs do not switch it off.",
+        ),
+    ] = False,
     force: Annotated[
         bool,
         typer.Option(
@@ -90,8 +98,8 @@ def install(
     """
     check_plan_directory(directory)
     plan = _plan(directory)
-    _check(plan, directory, force=force)
-    installed = _installed(plan, directory)
+    _check(plan, directory, force=force, alike=alike)
+    installed = _installed(plan, directory, alike=alike)
     named: dict[Kind, Path | None] = {
         "conf": conf,
         "slurm-prolog": slurm_prolog,
@@ -121,33 +129,37 @@ def _plan(directory: Path) -> Plan | ClusterPlan:
     return load_cluster_plan(directory) if is_cluster_plan(directory) else load_plan(directory)
 
 
-def _installed(plan: Plan | ClusterPlan, directory: Path) -> Installed:
+def _installed(plan: Plan | ClusterPlan, directory: Path, *, alike: bool) -> Installed:
     place = directory.resolve()
     check_path(place)
-    found = Installed(directory=place, settings=plan.settings, provenance=plan.provenance)
+    found = Installed(
+        directory=place, settings=plan.settings, provenance=plan.provenance, alike=alike
+    )
     if isinstance(plan, ClusterPlan) or plan.simulated:
         return found
     fingerprint = planned_fingerprint(plan, directory)
     if fingerprint is None:
         return found
     uuids = dict(zip(plan.machine.gpu_indices, fingerprint.gpu_uuids, strict=False))
-    return msgspec.structs.replace(
-        found,
-        fingerprint=fingerprint,
-        gpu_uuids=tuple(uuids[gpu] for gpu in plan.gpus if gpu in uuids),
-    )
+    own = () if alike else tuple(uuids[gpu] for gpu in plan.gpus if gpu in uuids)
+    return msgspec.structs.replace(found, fingerprint=fingerprint, gpu_uuids=own)
 
 
-def _check(plan: Plan | ClusterPlan, directory: Path, *, force: bool) -> None:
+def _check(plan: Plan | ClusterPlan, directory: Path, *, force: bool, alike: bool) -> None:
     """Refuse what was not seen to do good, unless it is forced; then say so."""
     why = "is simulated" if plan.simulated else why_not_verified(directory)
     if not why and isinstance(plan, Plan):
         try:
-            here = fingerprint_of(driver_facts())
+            facts = driver_facts()
         except InputError as error:
             notice(f"whether the plan is for this machine was not checked: {error.what}")
         else:
-            other = why_not_here(plan, directory, here)
+            here = fingerprint_of(facts)
+            other = (
+                why_not_alike(plan, directory, here, facts.gpus)
+                if alike
+                else why_not_here(plan, directory, here)
+            )
             why = f"was measured on another machine: {other}" if other else ""
     if not why:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,10 @@ from tccl_py.plan.plan import Plan
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.simulator.descriptions import DiscoveredMachine
 from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.topology.readers.nvml import GpuFacts
 
+ALIKE_VARIABLE = "TCCL_ALIKE"
+"""Set to 1 where jobs use the plan of another host that is like theirs."""
 _VERSION = re.compile(r"v?([0-9]{1,3})\.([0-9]{1,3})(?![0-9])")
 
 
@@ -37,6 +41,38 @@ def why_not_here(plan: Plan, directory: Path, here: Fingerprint) -> str:
     if planned is None:
         return f"{machine_file(plan, directory)} does not say whose it is"
     return "; ".join(differences(plan.machine, planned, here, gpus=plan.gpus).another)
+
+
+def why_not_alike(plan: Plan, directory: Path, here: Fingerprint, gpus: Sequence[GpuFacts]) -> str:
+    """Why a host is not like the one that a plan was measured on, in a clause or several; "" if it
+    is: GPUs of the same kinds at the same places, the same driver and NUMA nodes.
+
+    For the plan of one of many equal hosts, whose GPUs have other UUIDs.
+
+    Args:
+        plan: of one machine.
+        directory: where it is.
+        here: the host as it is now.
+        gpus: its GPUs.
+
+    Raises:
+        InputError: the plan was measured and its machine's file is gone or damaged.
+    """
+    if plan.simulated:
+        return ""
+    planned = planned_fingerprint(plan, directory)
+    if planned is None:
+        return f"{machine_file(plan, directory)} does not say whose it is"
+    now = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in gpus}
+    was = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in plan.machine.gpus}
+    other = [
+        f"GPU {index} was {was[index]} and is {now.get(index, 'gone')}"
+        for index in plan.gpus
+        if now.get(index) != was[index]
+    ]
+    # Without GPUs to compare, what is left is the driver and the NUMA nodes.
+    rest = differences(plan.machine, planned, here, gpus=())
+    return "; ".join((*other, *rest.another))
 
 
 def planned_fingerprint(plan: Plan, directory: Path) -> Fingerprint | None:

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from tccl_py.emitters.plan_files import conf_text
+from tccl_py.health.fitness import ALIKE_VARIABLE
 from tccl_py.installation.parts import Comment
 from tccl_py.runtimes.nccl.settings import Settings, environment
 from tccl_py.topology.fingerprint import Fingerprint
@@ -27,8 +28,9 @@ _PLAIN = "_-./+@%:,="
 class Installed(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that jobs are to find: its directory, its settings, and whose its rates are.
 
-    `gpu_uuids` are those of the plan's GPUs; `fingerprint` is None for a plan that no machine was
-    measured for, which then holds wherever it is installed.
+    `gpu_uuids` are those of the plan's GPUs, none if hosts with other ones are `alike`;
+    `fingerprint` is None for a plan that no machine was measured for, which then holds wherever it
+    is installed.
     """
 
     directory: Path
@@ -36,11 +38,18 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
     provenance: str
     fingerprint: Fingerprint | None = None
     gpu_uuids: tuple[str, ...] = ()
+    alike: bool = False
 
     @property
     def variables(self) -> dict[str, str]:
         """The environment of a job."""
         return environment(self.settings)
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The variables by which tccl_py.torch finds the plan."""
+        more = {ALIKE_VARIABLE: "1"} if self.alike else {}
+        return {PLAN_VARIABLE: str(self.directory), **more}
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +71,7 @@ def form_of(plan: Installed, kind: Kind, path: Path) -> Form:
         return Form(body=conf_text(plan.settings, provenance=plan.provenance))
     if kind == "slurm-prolog":
         return Form(body=_prolog(plan), head="#!/bin/sh\n", mode=0o755)
-    said = {**plan.variables, PLAN_VARIABLE: str(plan.directory)}
+    said = {**plan.variables, **plan.named}
     if path.suffix == ".lua":
         return Form(body=_lua(said, plan.provenance), comment="--")
     return Form(body=_tcl(said, plan.provenance), head="#%Module1.0\n")
@@ -74,7 +83,7 @@ def _prolog(plan: Installed) -> str:
     What the job has set itself stays. It runs before every task, so that it needs no Python, and
     never fails, because SLURM would end the task.
     """
-    said = {**plan.variables, PLAN_VARIABLE: str(plan.directory)}
+    said = {**plan.variables, **plan.named}
     told = "".join(
         f'    [ -n "${{{name}+x}}" ] || printf "%s\\n" {shlex.quote(f"export {name}={value}")}\n'
         for name, value in said.items()
@@ -90,14 +99,15 @@ def _guard(plan: Installed) -> str:
     whose = plan.fingerprint
     if whose is None:
         return ""
-    uuids = " ".join(shlex.quote(uuid) for uuid in plan.gpu_uuids)
+    uuids = "".join(
+        f'    grep -qsF -- {shlex.quote(uuid)} "$gpus"/*/information || exit 0\n'
+        for uuid in plan.gpu_uuids
+    )
     major = whose.driver.partition(".")[0]
     pattern = shlex.quote(f"[[:space:]]{major}[.][0-9]")
     return (
         "    # Only with the GPUs, driver and NUMA nodes that the plan was measured on.\n"
-        f"    for uuid in {uuids}; do\n"
-        '        grep -qsF -- "$uuid" /proc/driver/nvidia/gpus/*/information || exit 0\n'
-        "    done\n"
+        f"    gpus=/proc/driver/nvidia/gpus\n{uuids}"
         f"    grep -qs {pattern} /proc/driver/nvidia/version || exit 0\n"
         "    nodes=0\n"
         "    for list in /sys/devices/system/node/node[0-9]*/cpulist; do\n"

@@ -12,14 +12,19 @@ import msgspec
 
 from tccl_py.emitters.cluster_files import host_graph_file
 from tccl_py.errors import InputError
-from tccl_py.health.fitness import why_not_here, why_not_with
+from tccl_py.health.fitness import (
+    ALIKE_VARIABLE,
+    why_not_alike,
+    why_not_here,
+    why_not_with,
+)
 from tccl_py.plan.plan import Plan
 from tccl_py.runtimes.nccl.conf_files import settings_of_files
 from tccl_py.runtimes.nccl.contradictions import against
 from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.readers.busid import normal_bus_id
 from tccl_py.topology.readers.live import fingerprint_of
-from tccl_py.topology.readers.nvml import driver_facts
+from tccl_py.topology.readers.nvml import GpuFacts, driver_facts
 from tccl_py.torch.plans import Member, OpenPlan, check_no_graph, open_plan
 from tccl_py.torch.surroundings import GRAPH_VARIABLE, ProcessSettings
 
@@ -29,11 +34,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Here(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's GPU by its NVML index, the host's fingerprint, and the version of NCCL it has."""
+    """A rank's GPU by its NVML index, the host's fingerprint and GPUs, and its version of NCCL."""
 
     gpu: int
     fingerprint: Fingerprint
     nccl: str
+    gpus: tuple[GpuFacts, ...] = ()
 
 
 def look(ordinal: int, nccl: str) -> Here:
@@ -51,7 +57,7 @@ def look(ordinal: int, nccl: str) -> Here:
         raise InputError(
             f"CUDA device {ordinal}", f"has bus id {bus_id}, which NVML does not know", "use a GPU"
         )
-    return Here(gpu=found[0], fingerprint=fingerprint_of(facts), nccl=nccl)
+    return Here(gpu=found[0], fingerprint=fingerprint_of(facts), nccl=nccl, gpus=facts.gpus)
 
 
 def _bus_id(ordinal: int) -> str | None:
@@ -139,7 +145,11 @@ def why_off(opened: OpenPlan, here: Here, name: str) -> str:
     """
     plan = opened.plan
     if isinstance(plan, Plan):
-        elsewhere = why_not_here(plan, opened.directory, here.fingerprint)
+        elsewhere = (
+            why_not_alike(plan, opened.directory, here.fingerprint, here.gpus)
+            if os.environ.get(ALIKE_VARIABLE) == "1"
+            else why_not_here(plan, opened.directory, here.fingerprint)
+        )
         if elsewhere:
             return elsewhere
     elif not name:
