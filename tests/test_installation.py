@@ -1,6 +1,5 @@
 """Installing leaves others' lines as they are, and uninstalling leaves everything as it was."""
 
-import json
 import os
 import shutil
 import stat
@@ -21,10 +20,13 @@ from tccl_py.installation.parts import has_part, with_part, without_part
 from tccl_py.installation.record import load_record, state_directory
 from tccl_py.installation.texts import HEADS, Installed, form_of
 from tccl_py.plan.directory import write_plan
+from tccl_py.plan.plan import load_plan
 from tccl_py.runtimes.nccl.conf_files import conf_lines, settings_of_files
 from tccl_py.runtimes.nccl.contradictions import against
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.verification.orders import Wrong
+from tccl_py.verification.record import Verification, keep_verification
 from tests.planned import SMALL, plan_of
 
 SETTINGS = Settings(version="2.28", p2p_level="SYS", channels=8, buffsize=524288)
@@ -494,20 +496,57 @@ def tccl(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
+def verified(directory, digest=None, **changes):
+    """Write what `tccl verify` writes: better than stock, unless told otherwise."""
+    plan = load_plan(directory)
+    good = {
+        "machine": plan.machine.name,
+        "gpus": plan.gpus,
+        "backend": "cuda",
+        "verdict": "better",
+        "plan_gbps": 2.0,
+        "stock_gbps": 1.0,
+        "predicted_gbps": 2.0,
+        "simulated": False,
+        "assumed": False,
+        "collective": "all_reduce",
+        "sizes": (),
+        "checked": 1,
+        "wrong": (),
+        "left_out": (),
+        "rings": None,
+        "settings": plan.settings,
+        "plan_environment": {},
+        "stock_environment": {},
+        "versions": {},
+        "devices": (),
+        "order": "AB",
+        "raw": (),
+        "seconds": 1.0,
+    }
+    found = keep_verification(Verification(**{**good, **changes}), directory)
+    if digest is not None:
+        text = (directory / "verify.json").read_text()
+        (directory / "verify.json").write_text(text.replace(found.plan_digest, digest))
+
+
+WRONG = Wrong(case="all_reduce float32 1", rank=0, what="sums differ")
+
+
 @pytest.mark.parametrize(
     ("verification", "said"),
     [
         (None, "was not verified"),
-        ({"verdict": "worse"}, "was found 'worse' than stock NCCL"),
-        ({"verdict": None}, "failed when it was verified"),
-        ({"verdict": "better", "failure": "x"}, "failed when it was verified"),
-        ({"verdict": "better", "backend": "host"}, "was verified without GPUs"),
-        ({"verdict": "same", "plan_digest": "0"}, "was planned again after it was verified"),
+        ({"verdict": "worse"}, "was found slower than stock NCCL when it was verified"),
+        ({"wrong": (WRONG,)}, "was found not good when it was verified"),
+        ({"verdict": None, "failure": "x"}, "failed when it was verified"),
+        ({"backend": "host"}, "was verified without GPUs"),
+        ({"digest": "0"}, "was planned again after it was verified"),
     ],
 )
 def test_a_plan_that_was_not_verified_is_installed_only_by_force(measured, verification, said):
     if verification is not None:
-        (measured / "verify.json").write_text(json.dumps(verification))
+        verified(measured, **verification)
     result = tccl("install", measured)
     assert result.exit_code == 2
     right = "measure and `tccl verify` it first, or add --force"
@@ -520,7 +559,7 @@ def test_a_plan_that_was_not_verified_is_installed_only_by_force(measured, verif
 
 
 def test_a_verified_plan_is_installed_and_taken_out(measured, tmp_path):
-    (measured / "verify.json").write_text('{"verdict": "better", "sizes": []}')
+    verified(measured)
     conf = Path(os.environ["NCCL_CONF_FILE"])
     before = everything(tmp_path)
     result = tccl("install", measured, "--dry-run")
@@ -540,7 +579,7 @@ def test_a_verified_plan_is_installed_and_taken_out(measured, tmp_path):
 
 
 def test_a_plan_of_another_machine_is_installed_only_by_force(measured, monkeypatch):
-    (measured / "verify.json").write_text('{"verdict": "better"}')
+    verified(measured)
     monkeypatch.setattr("tccl_py.cli.install.driver_facts", lambda: None)
     monkeypatch.setattr("tccl_py.cli.install.fingerprint_of", lambda facts: PRINT)
     result = tccl("install", measured)
@@ -569,7 +608,7 @@ def test_a_simulated_plan_is_installed_only_by_force(tmp_path):
     directory = tmp_path / "plan"
     directory.mkdir()
     write_plan(plan_of(SMALL), directory)
-    (directory / "verify.json").write_text('{"verdict": "better"}')
+    verified(directory)
     result = tccl("install", directory)
     assert (result.exit_code, "is simulated; measure" in result.stderr) == (2, True)
     result = tccl("install", directory, "--force", "--module", tmp_path / "m.lua")
