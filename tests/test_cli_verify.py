@@ -201,3 +201,34 @@ def test_without_torch_the_sentence_names_it(place, monkeypatch):
 def test_no_directory_and_no_plan_are_refused(tmp_path):
     assert "is no directory" in tccl("verify", tmp_path / "none").stderr
     assert "holds no plan.json" in tccl("verify", tmp_path).stderr
+
+
+def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
+    def seconds(size, told):
+        faster = "NCCL_GRAPH_FILE" in told and told.get("NCCL_BUFFSIZE") == "262144"
+        return (1e-4 + size / 1e10) / (1.3 if faster else 1.0)
+
+    fake = jobs(lambda _: 1.0)
+    fake._seconds = seconds
+    # Where GPUs are missing: ranks are stand-ins, and so is their place.
+    real = module._place
+    monkeypatch.setattr(module, "_place", lambda plan, at, _, keep: real(plan, at, "host", keep))
+    monkeypatch.setattr(module, "check_tuning", lambda: None)
+    monkeypatch.setattr("tccl_py.cli.plan.check_tuning", lambda: None)
+    options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1", "--tune", "--json")
+    made = tccl("plan", "-o", tmp_path / "plan", *options)
+    assert made.exit_code == 0, made.stderr
+    assert json.loads(made.stdout)["settings"]["buffsize"] == 262144
+    assert load_verification(tmp_path / "plan").accepted
+    assert "The plan of" in made.stderr
+
+
+def test_plan_refuses_to_tune_where_nothing_can_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
+    made = tccl("plan", "-o", tmp_path / "plan", "--simulate", NAME, "--tune")
+    assert made.exit_code == 2
+    assert made.stderr.startswith("tccl: torch: is not installed")
+    assert not (tmp_path / "plan").exists()
+    made = tccl("plan", "-o", tmp_path / "plan", "--simulate", NAME, "--tune", "--nodes", "2")
+    assert made.exit_code == 2
+    assert "--tune" in made.stderr

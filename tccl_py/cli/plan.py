@@ -47,6 +47,7 @@ from tccl_py.cli.plan_cluster import (
 )
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
+from tccl_py.cli.verify import check_tuning, tuned_plan
 from tccl_py.cluster.hostlist import read_host_list
 from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.errors import InputError
@@ -148,6 +149,10 @@ def plan(
         bool,
         typer.Option("--no-topology-file", help="Look for no topology file for NCCL's own search."),
     ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="Verify the plan and tune its settings, as `tccl verify`."),
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a plan that is already in DIR.")
     ] = False,
@@ -191,6 +196,8 @@ def plan(
     budget = _budget(max_sets, max_seconds)
     job = in_job()
     if job or nodes not in (None, 1) or (simulate is not None and hosts is not None):
+        if tune:
+            raise InputError("--tune for several nodes", "is about one machine", "leave it out")
         refuse_with_nodes({"--gpus": gpus, "--no-topology-file": no_topology_file or None})
         wanted = ClusterTask(
             options=cluster, version=nccl, counts=counts, strategy=strategy, budget=budget
@@ -224,6 +231,8 @@ def plan(
         )
         return
     refuse_for_one(cluster)
+    if tune:
+        check_tuning()
     subject: _Subject
     if simulate is not None:
         subject = _Model(load_machine(simulate), noise=noise or 0.0, seed=seed or 0)
@@ -247,6 +256,7 @@ def plan(
             raise
         if not made.cancelled:
             subject.write(made, output)
+            made = tuned_plan(made, output) if tune else made
     _finish(made, output, json)
 
 

@@ -37,7 +37,7 @@ from tccl_py.verification.jobs import run_job
 from tccl_py.verification.orders import COLLECTIVES, SIZES, Backend, Collective
 from tccl_py.verification.record import Verification, keep_verification
 from tccl_py.verification.sides import Place
-from tccl_py.verification.tuning import rewrite_plan, run_tuning
+from tccl_py.verification.tuning import COMPARISON_SECONDS, rewrite_plan, run_tuning
 from tccl_py.verification.verify import (
     DEFAULT_PAIRS,
     DEFAULT_SECONDS,
@@ -162,17 +162,29 @@ def verify(
         raise typer.Exit(ANSWER_IS_NO)
 
 
-def tune_new_plan(plan: Plan, directory: Path) -> None:
-    """Verify a plan that was just written and try other settings; for `tccl plan --tune`."""
+def check_tuning() -> None:
+    """Refuse to tune where no collective can run, before anything is planned.
+
+    Raises:
+        InputError: no torch, or no GPU.
+    """
+    _check_torch()
+    measured_machine(None, None)
+
+
+def tuned_plan(plan: Plan, directory: Path) -> Plan:
+    """Verify a plan that was just written, and try other settings; the plan that is there then."""
     place = _place(plan, directory, "cuda", [])
-    found = verified(plan, directory, place, Effort(), also_tune=True)
-    print_verification(found, notices())
+    print_verification(verified(plan, directory, place, Effort(), also_tune=True), notices())
+    return load_plan(directory)
 
 
 def verified(
     plan: Plan, directory: Path, place: Place, effort: Effort, *, also_tune: bool
 ) -> Verification:
     """Verify, tune if asked to, and keep what was found with the plan."""
+    if also_tune:
+        effort = msgspec.structs.replace(effort, seconds=min(effort.seconds, COMPARISON_SECONDS))
     with _watcher() as watch:
         found = run_verification(plan, directory, place, effort, watch=watch)
         if also_tune:

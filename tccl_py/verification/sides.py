@@ -10,6 +10,7 @@ import msgspec
 from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.emitters.plan_files import GRAPH_FILE
 from tccl_py.errors import InputError
+from tccl_py.plan.directory import topology_path
 from tccl_py.plan.plan import Plan
 from tccl_py.verification.jobs import Outcome, run_job
 from tccl_py.verification.orders import Backend, Order
@@ -67,4 +68,7 @@ def plan_side(plan: Plan, directory: Path) -> Side:
     graph = directory.resolve() / "nccl" / GRAPH_FILE
     if not graph.is_file():
         raise InputError(str(graph), "is missing", "plan again, or `tccl export` it")
-    return Side(name="plan", variables=job_environment(plan.settings, graph=PurePosixPath(graph)))
+    variables = job_environment(
+        plan.settings, graph=PurePosixPath(graph), topology=topology_path(plan, directory)
+    )
+    return Side(name="plan", variables=variables)

@@ -39,9 +39,14 @@ from tccl_py.verification.verify import (
     run_verification,
 )
 
-CHANNELS = (4, 8, 16, 32)
-BUFFSIZES = (DEFAULT_FIFO_BYTES, 1 << 20, 512 << 10, 256 << 10)
-DEFAULT_SECONDS = 150.0
+CHANNELS = (8, 16, 4, 32)
+"""Most promising first, should the time be up before all are tried."""
+BUFFSIZES = (DEFAULT_FIFO_BYTES, 512 << 10)
+MORE_BUFFSIZES = (1 << 20, 256 << 10)
+"""Tried with the best number of channels only: each job takes seconds."""
+DEFAULT_SECONDS = 105.0
+COMPARISON_SECONDS = 150.0
+"""For each of the two comparisons, before and after: with them tuning takes 8 minutes at most."""
 _SIZES = (16 << 10, 1 << 20, 64 << 20, 256 << 20)
 _LEAST = 0.9
 """One job is noisy: a choice this much slower than stock at some size is not tried further."""
@@ -261,6 +266,10 @@ def _stages(plan: Plan) -> tuple[_Stage, ...]:
                 for size in BUFFSIZES:
                     yield _valid(base, channels=count, buffsize=size)
 
+    def more_sizes(base: Settings) -> Iterator[Settings]:
+        for size in MORE_BUFFSIZES:
+            yield _valid(base, buffsize=size)
+
     def mechanisms(base: Settings) -> Iterator[Settings]:
         kinds = _kinds(plan, base)
         if "bounce" in kinds:
@@ -274,7 +283,7 @@ def _stages(plan: Plan) -> tuple[_Stage, ...]:
             yield _valid(base, p2p_copy_engine=True)
         yield _valid(base, algo=None if base.algo else "Ring")
 
-    return sizes, mechanisms
+    return sizes, more_sizes, mechanisms
 
 
 def _kinds(plan: Plan, settings: Settings) -> set[str]:

@@ -1,0 +1,71 @@
+"""`tccl verify` on real NCCL: right values, the plan's rings, and verdicts that make sense.
+
+Needs two GPUs or more and torch with NCCL. NCCL_NVLS_ENABLE is taken from the environment as it is.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tccl_py.plan.plan import load_plan
+from tccl_py.verification.orders import Order
+from tccl_py.verification.record import load_verification
+from tccl_py.verification.rings import rings_found
+from tccl_py.verification.sides import Place, plan_side
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def tccl(*words, **variables):
+    command = [sys.executable, "-m", "tccl_py.cli.main", *map(str, words)]
+    surroundings = {**os.environ, **variables}
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=surroundings, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A plan of this machine by simulation: what it is worth, NCCL says."""
+    folder = tmp_path_factory.mktemp("here")
+    found = tccl("discover", "-o", folder / "machine.json")
+    assert found.returncode == 0, found.stderr
+    options = ("--simulate", folder / "machine.json", "--max-sets", "40", "--rings", "1")
+    made = tccl("plan", "-o", folder / "plan", *options)
+    assert made.returncode == 0, made.stderr
+    return folder / "plan"
+
+
+def test_one_job_is_right_runs_the_plans_rings_and_trains(planned):
+    plan = load_plan(planned)
+    place = Place(backend="cuda", gpus=plan.gpus, caller=dict(os.environ))
+    side = plan_side(plan, planned)
+    order = Order(backend="cuda", world=0, folder="", checks=True, training=True)
+    found = place.run(side, order)
+    for answer in found.answers:
+        assert (answer.wrong, answer.left_out) == ((), ())
+        assert answer.checked > 500
+        assert set(answer.training) == {"eager", "graph"}
+    rings = rings_found(plan, found.log, place.variables(side))
+    assert rings.differences == ()
+    assert {link.via.split("/")[0] for link in rings.links} <= {"P2P", "SHM", "NET"}
+    print("one job with checks and training:", found.seconds, "s")
+
+
+def test_the_command_answers_and_keeps_its_evidence(planned):
+    done = tccl("verify", planned, "--pairs", "6", "--seconds", "60", "--json")
+    assert done.returncode in (0, 1), done.stderr
+    found = json.loads(done.stdout)
+    assert (found["wrong"], found["failure"], found["rings"]["same"]) == ([], "", True)
+    kept = load_verification(planned)
+    assert kept.versions["nccl"]
+    assert kept.accepted == (done.returncode == 0)
+    for one in kept.sizes:
+        c = one.compared
+        print(one.bytes, f"{one.plan_gbps:.2f} {c.ratio:.4f} {c.low:.4f} {c.high:.4f}", one.verdict)
+    print("verify took", kept.seconds, "s, predicted", kept.predicted_gbps)
