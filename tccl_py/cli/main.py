@@ -23,6 +23,7 @@ from tccl_py.cli.export import export
 from tccl_py.cli.install import install
 from tccl_py.cli.machines import machines
 from tccl_py.cli.measure import measure
+from tccl_py.cli.overlap import overlap
 from tccl_py.cli.plan import plan
 from tccl_py.cli.report import report
 from tccl_py.cli.show import show
@@ -162,6 +163,7 @@ for _command in (
     validate,
     verify,
     check,
+    overlap,
     doctor,
 ):
     app.command(cls=_Command)(_command)

@@ -1,0 +1,193 @@
+"""`tccl overlap`: transfers beside transfers, and beside compute, by NCCL and by memcpy."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, get_args
+
+import msgspec
+import typer
+from rich.table import Table
+
+from tccl_py.cli.arguments import JsonOption, gpus_argument, print_json, results
+from tccl_py.errors import InputError
+from tccl_py.overlap.job import run_job
+from tccl_py.overlap.orders import Answer, Backend, Kind, Order
+from tccl_py.overlap.results import PairRow, ProductRow, Span, rows_of
+from tccl_py.overlap.sets import default_sets, parse_sets
+from tccl_py.topology.readers.live import discover_machine
+from tccl_py.topology.visible import VARIABLE, visible_indices
+
+MIB = 1024 * 1024
+_MOST_MIB = 4096
+_MOST_RANKS = 16
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher says of another job."""
+
+
+def overlap(
+    sets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SET]...",
+            help="Pairs to run one after the other and together, as 'G0->G2 G0->G3'; both ways, "
+            "out of one GPU, into one and through one if not given.",
+        ),
+    ] = None,
+    *,
+    backend: Annotated[
+        str,
+        typer.Option(
+            metavar="nccl|gloo", help="nccl on GPUs; gloo rehearses on the host's memory."
+        ),
+    ] = "nccl",
+    gpus: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="GPUs to use, as 0,2,5 or 0-3; all if not given."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="With gloo: how many ranks; 2 if not given.")
+    ] = None,
+    size: Annotated[int, typer.Option(metavar="MIB", help="Size of one message in MiB.")] = 64,
+    messages: Annotated[int, typer.Option(metavar="N", help="Messages of one transfer.")] = 5,
+    repeats: Annotated[int, typer.Option(metavar="N", help="How often all is timed.")] = 11,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long each of the two jobs may take.")
+    ] = 300.0,
+    json: JsonOption = False,
+) -> None:
+    """Time transfers one after the other and together, and beside a product of matrices.
+
+    Once by NCCL (torch.distributed, one process a GPU, a communicator of its own for each pair),
+    once by copies (one process, copy engines). Each time is a median with its 95 % interval. What
+    two transfers lose together is what they share; what a transfer and a product take together,
+    compared with one after the other, is what hiding one behind the other is worth here.
+
+    Needs torch. NCCL's variables are taken from the environment as they are.
+
+    Examples:
+
+        tccl overlap
+        tccl overlap 'G0->G2 G0->G3' 'G2->G0 G0->G3' --size 64
+        tccl overlap --backend gloo --size 4
+    """
+    chosen = _backend(backend)
+    _in_range({"--size": size}, _MOST_MIB)
+    _in_range({"--messages": messages, "--repeats": repeats}, 1000)
+    if not 1 <= timeout <= 86_400:
+        raise InputError("--timeout", f"is {timeout:g}", "1 to 86400 seconds")
+    places = _places(chosen, gpus, ranks)
+    wanted = parse_sets(sets, places) if sets else default_sets(len(places))
+    if importlib.util.find_spec("torch") is None:
+        raise InputError("tccl overlap", "needs torch", "pip install 'tccl-py[torch]'")
+    surroundings = _surroundings(chosen, places)
+    names = dict(enumerate(places))
+    pairs: list[PairRow] = []
+    products: list[ProductRow] = []
+    answers: tuple[Answer, ...] = ()
+    kinds: tuple[tuple[str, Kind], ...] = ((chosen, "messages"), ("memcpy", "copies"))
+    for by, kind in kinds:
+        order = Order(
+            backend=chosen,
+            kind=kind,
+            places=len(places),
+            sets=wanted,
+            message_bytes=size * MIB,
+            messages=messages,
+            repeats=repeats,
+        )
+        answers = run_job(order, surroundings, timeout=timeout)
+        found = rows_of(by, order, answers, names)
+        pairs += found[0]
+        products += found[1]
+    head = {
+        "backend": chosen,
+        "gpus": places,
+        "gpu": answers[0].device,
+        "torch": answers[0].torch,
+        "message_bytes": size * MIB,
+        "messages": messages,
+        "repeats": repeats,
+    }
+    if json:
+        print_json({**head, "pairs": pairs, "products": products})
+    else:
+        _print(head, pairs, products)
+
+
+def _backend(text: str) -> Backend:
+    for known in get_args(Backend):
+        if text == known:
+            return known  # type: ignore[no-any-return]
+    raise InputError(f"--backend {text[:20]!r}", "is not known", "nccl, or gloo to rehearse")
+
+
+def _in_range(options: Mapping[str, int], most: int) -> None:
+    for name, value in options.items():
+        if not 1 <= value <= most:
+            raise InputError(name, f"is {value}", f"1 to {most}")
+
+
+def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int, ...]:
+    """NVML indices of the GPUs; of a rehearsal just numbers."""
+    if backend == "gloo":
+        if gpus is not None:
+            raise InputError("--gpus", "is for nccl", "gloo has --ranks")
+        count = 2 if ranks is None else ranks
+        if not 2 <= count <= _MOST_RANKS:
+            raise InputError("--ranks", f"is {count}", f"2 to {_MOST_RANKS}")
+        return tuple(range(count))
+    if ranks is not None:
+        raise InputError("--ranks", "is for gloo", "nccl has --gpus")
+    machine, _, fingerprint = discover_machine()
+    seen = visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(VARIABLE))
+    chosen = gpus_argument(gpus, machine) or seen
+    if len(chosen) < 2:
+        raise InputError("tccl overlap", "has one GPU", "a transfer joins two")
+    return chosen
+
+
+def _surroundings(backend: Backend, places: Sequence[int]) -> dict[str, str]:
+    found = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    found["PYTHONWARNINGS"] = "ignore"
+    if backend == "gloo":
+        # What the host's name resolves to may be no interface of it.
+        found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        found[VARIABLE] = ",".join(map(str, places))
+        # NVML's order, which the indices have.
+        found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    return found
+
+
+def _print(
+    head: Mapping[str, Any], pairs: Sequence[PairRow], products: Sequence[ProductRow]
+) -> None:
+    out = results()
+    where = head["gpu"] or "host memory, a rehearsal"
+    out.print(
+        f"{head['messages']} messages of {head['message_bytes'] // MIB} MiB on {where}, torch "
+        f"{head['torch']}: ms, median of {head['repeats']} (95 % interval)"
+    )
+    table = Table("by", "set", "mode", "one message of each pair", "all of them")
+    for row in pairs:
+        each = "  ".join(_text(one) for one in row.message)
+        table.add_row(row.by, " ".join(row.set), row.mode, each, _text(row.total))
+    out.print(table)
+    table = Table("by", "transfer", "mode", "transfer", "product", "both done")
+    for one in products:
+        times = (one.transfer_time, one.product_time, one.total)
+        table.add_row(one.by, one.transfer, one.mode, *(_text(time) for time in times))
+    out.print(table)
+
+
+def _text(one: Span) -> str:
+    """A time in ms with the interval.
+
+    >>> _text(Span(median_ms=1.234, low_ms=1.2, high_ms=1.3))
+    '1.23 (1.20-1.30)'
+    """
+    median, low, high = (f"{time:.2f}" for time in msgspec.structs.astuple(one))
+    return f"{median} ({low}-{high})"

@@ -1,0 +1,131 @@
+"""Real NCCL loads our topology files: right sums, the channels that our emulation says, no loss.
+
+Needs two GPUs or more and torch with NCCL. NCCL_NVLS_ENABLE is taken from the environment as it is.
+"""
+
+import json
+import os
+import statistics
+
+import msgspec
+import pytest
+
+from tccl_py.emitters.topology_xml import topology_xml
+from tccl_py.plan.beliefs import beliefs, in_order
+from tccl_py.runtimes.nccl.log import same_rings
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.runtimes.nccl.stock import stock_choice
+from tccl_py.topology.readers.live import discover_machine
+from tccl_py.topology.readers.nccl_topology import read_nccl_topology
+from tests.gpu.test_nccl_loads_plans import run_ranks, tccl
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
+PAIRS = int(os.environ.get("TCCL_PAIRS", "3"))
+"""How often to run with the file and without, in turn; fewer where GPU time is short."""
+
+
+def emulated(machine, knowledge, settings):
+    """The final channels' GPU orders that NCCL should run."""
+    choice = stock_choice(machine, knowledge, settings)
+    return [choice.rings[at % len(choice.rings)] for at in range(choice.channels)]
+
+
+def written(folder, name, machine, comment=("a test",)):
+    path = folder / f"{name}.xml"
+    path.write_text(topology_xml(machine, comment=comment))
+    return {"NCCL_TOPO_FILE": str(path)}
+
+
+def in_ranks(machine, rings):
+    rank = {gpu: number for number, gpu in enumerate(machine.gpu_indices)}
+    return [tuple(rank[gpu] for gpu in ring) for ring in rings]
+
+
+@pytest.mark.parametrize("level", [None, "LOC"])
+def test_nccl_runs_what_the_emulation_says_of_the_file_and_is_not_slower(level, tmp_path):
+    machine, knowledge, _ = discover_machine()
+    variables = {} if level is None else {"NCCL_P2P_DISABLE": "1"}
+    file = written(tmp_path, "topo", machine)
+    rates = {"with": [], "without": []}
+    for number in range(PAIRS):
+        for name, more in (("with", file), ("without", {})):
+            log_path = tmp_path / f"{name}-{number}"
+            answers, log = run_ranks(machine.gpu_indices, {**variables, **more}, log_path)
+            assert all(answer["right"] for answer in answers)
+            (found,) = log.communicators
+            settings = Settings(version=log.version or "2.28", p2p_level=level)
+            expected = in_ranks(machine, emulated(machine, knowledge, settings))
+            assert len(found) == len(expected)
+            assert all(map(same_rings, found, expected))
+            rates[name].append(answers[0]["busbw_gbps"])
+    with_file, without = (statistics.median(rates[name]) for name in ("with", "without"))
+    print(json.dumps({"level": level, "rates_gbps": rates, "ratio": with_file / without}))
+    assert with_file >= 0.95 * without
+
+
+def test_what_nccl_makes_of_the_file_is_what_it_says(tmp_path):
+    machine, _, _ = discover_machine()
+    dump = tmp_path / "dump.xml"
+    file = written(tmp_path, "topo", machine)
+    variables = {**file, "NCCL_TOPO_DUMP_FILE": str(dump)}
+    run_ranks(machine.gpu_indices, variables, tmp_path / "log")
+    theirs = read_nccl_topology(dump)
+    assert [(gpu.index, gpu.bus_id, gpu.sm, gpu.link) for gpu in theirs.gpus] == [
+        (gpu.index, gpu.bus_id, gpu.sm, gpu.link) for gpu in machine.gpus
+    ]
+    assert [(one.vendor, one.family, one.model) for one in theirs.numa_nodes] == [
+        (one.vendor, one.family, one.model) for one in machine.numa_nodes
+    ]
+    links = {(link.source, link.target, link.count) for link in theirs.nvlinks}
+    assert links == {(link.source, link.target, link.count) for link in machine.nvlinks}
+
+
+def test_nccl_believes_slower_links_and_bridges_that_are_not_there(tmp_path):
+    machine, knowledge, _ = discover_machine()
+    slow = beliefs(machine, [], {gpu.id: 12.0 for gpu in machine.gpus})[-1].machine
+    turned = in_order(slow, machine.gpu_indices[::-1])
+    told = slow if turned is None else turned
+    file = written(tmp_path, "slow", told)
+    dump = tmp_path / "dump.xml"
+    variables = {**file, "NCCL_P2P_DISABLE": "1", "NCCL_TOPO_DUMP_FILE": str(dump)}
+    answers, log = run_ranks(machine.gpu_indices, variables, tmp_path / "log")
+    assert all(answer["right"] for answer in answers)
+    theirs = read_nccl_topology(dump)
+    assert [gpu.link for gpu in theirs.gpus] == [gpu.link for gpu in told.gpus]
+    assert {one.bus_id for one in told.bridges} <= {one.bus_id for one in theirs.bridges}
+    settings = Settings(version=log.version or "2.28", p2p_level="LOC")
+    (found,) = log.communicators
+    expected = emulated(told, knowledge, settings)
+    own = emulated(machine, knowledge, settings)
+    print(json.dumps({"channels": len(found), "emulated": len(expected), "own": len(own)}))
+    assert len(found) == len(expected)
+    assert all(map(same_rings, found, in_ranks(machine, expected)))
+
+
+def test_a_subset_takes_the_file_of_all(tmp_path):
+    machine, _, _ = discover_machine()
+    if len(machine.gpus) < 3:
+        pytest.skip("needs 3 GPUs")
+    answers, _ = run_ranks(
+        machine.gpu_indices[:2], written(tmp_path, "topo", machine), tmp_path / "log"
+    )
+    assert all(answer["right"] for answer in answers)
+
+
+def test_transfers_and_products_overlap_on_gpus():
+    found = tccl("overlap", "--size", "64", "--repeats", "11", "--json")
+    assert found.returncode == 0, found.stderr
+    answer = json.loads(found.stdout)
+    print("overlap:", msgspec.json.encode(answer).decode())
+    assert answer["backend"] == "nccl"
+    for row in answer["pairs"]:
+        for one in (*row["message"], row["total"]):
+            assert 0 < one["low_ms"] <= one["median_ms"] <= one["high_ms"]
+    both_ways = {
+        (row["by"], row["mode"]): row["total"]["median_ms"]
+        for row in answer["pairs"]
+        if row["set"] == ["G0->G1", "G1->G0"]
+    }
+    # Opposite directions of a link are two links.
+    for by in ("nccl", "memcpy"):
+        assert both_ways[by, "concurrent"] < 0.95 * both_ways[by, "sequential"]

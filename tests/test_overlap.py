@@ -1,0 +1,265 @@
+"""`tccl overlap`: real transfers and products over gloo where there is torch, and arithmetic."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from math import comb
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.overlap.job import run_job
+from tccl_py.overlap.orders import Answer, Order, Pair, PairTimes, ProductTimes
+from tccl_py.overlap.results import rows_of, span
+from tccl_py.overlap.sets import default_sets, parse_sets
+from tccl_py.overlap.stopwatch import ThreadStopwatch
+
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed"
+)
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def tccl(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def order_of(**more):
+    known = {
+        "backend": "gloo",
+        "kind": "messages",
+        "places": 2,
+        "sets": default_sets(2),
+        "message_bytes": 1024,
+        "messages": 2,
+        "repeats": 3,
+    }
+    return Order(**{**known, **more})
+
+
+def answer_of(rank, pairs_ms, total_ms, *, mode="concurrent", right=True, products=()):
+    times = PairTimes(number=0, mode=mode, pairs_ms=pairs_ms, total_ms=total_ms)
+    return Answer(
+        rank=rank, torch="2", device="", right=right, pairs=(times,), products=tuple(products)
+    )
+
+
+@needs_torch
+def test_transfers_and_products_are_timed_for_real_over_gloo():
+    words = ("--backend", "gloo", "--size", 1, "--messages", 2, "--repeats", 6, "--ranks", 3)
+    result = tccl("overlap", *words, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["gpus"], found["message_bytes"], found["backend"]) == ([0, 1, 2], 2**20, "gloo")
+    kinds = {(row["by"], row["mode"]) for row in found["pairs"]}
+    assert kinds == {
+        (by, mode) for by in ("gloo", "memcpy") for mode in ("sequential", "concurrent")
+    }
+    assert ["G1->G0", "G2->G0"] in [row["set"] for row in found["pairs"]]
+    for row in found["pairs"]:
+        for one in (*row["message"], row["total"]):
+            assert 0 < one["low_ms"] <= one["median_ms"] <= one["high_ms"]
+    transfers = [(row["by"], row["transfer"], row["mode"]) for row in found["products"]]
+    assert ("gloo", "all-reduce", "concurrent") in transfers
+    assert ("gloo", "G0->G1", "sequential") in transfers
+    assert ("memcpy", "G0->G1", "concurrent") in transfers
+    for row in found["products"]:
+        assert row["total"]["median_ms"] >= row["product_time"]["low_ms"]
+        assert row["product_time"]["median_ms"] > 0
+
+
+@needs_torch
+def test_the_table_shows_sets_modes_and_intervals():
+    words = ("overlap", "G1->G0", "--backend", "gloo", "--size", 1, "--messages", 1, "--repeats", 1)
+    result = tccl(*words)
+    assert result.exit_code == 0, result.output
+    for text in ("G1->G0", "sequential", "concurrent", "memcpy", "all-reduce", "95 % interval"):
+        assert text in result.stdout
+
+
+@needs_torch
+def test_nothing_is_left_when_the_command_is_killed():
+    words = ["overlap", "--backend", "gloo", "--size", "16", "--repeats", "1000"]
+    command = [sys.executable, "-m", "tccl_py.cli.main", *words]
+    running = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE)
+    ranks = []
+    until = time.monotonic() + 60
+    while len(ranks) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+        ranks = children(running.pid)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    until = time.monotonic() + 20
+    while any(map(alive, ranks)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(ranks) == 2
+    assert not any(map(alive, ranks))
+
+
+def children(pid):
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(one) for one in path.read_text().split()] if path.exists() else []
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def stand_in(folder, text):
+    """A program in place of the ranks', and the environment in which it is found."""
+    (folder / "stand_in.py").write_text(text)
+    return {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def test_a_rank_that_fails_is_named_with_what_it_said(tmp_path):
+    text = (
+        "import sys, time\nif sys.argv[2] == '1': sys.exit('RuntimeError: no room')\ntime.sleep(60)"
+    )
+    begun = time.monotonic()
+    with pytest.raises(MeasurementError, match=r"rank 1 of the job: ended with code 1; .*no room"):
+        run_job(order_of(), stand_in(tmp_path, text), timeout=50, program="stand_in")
+    assert time.monotonic() - begun < 30
+
+
+def test_a_rank_that_is_too_slow_is_named_and_ended(tmp_path):
+    text = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
+    with pytest.raises(MeasurementError, match=r"rank 0, 1 of the job: did not end within 0.5 s"):
+        run_job(order_of(), stand_in(tmp_path, text), timeout=0.5, program="stand_in")
+    assert not children(os.getpid()) or not any(
+        "stand_in" in Path(f"/proc/{one}/cmdline").read_text() for one in children(os.getpid())
+    )
+
+
+def test_a_rank_without_an_answer_is_named(tmp_path):
+    with pytest.raises(MeasurementError, match="rank 0 of the job: ended without an answer"):
+        run_job(order_of(), stand_in(tmp_path, "pass"), timeout=50, program="stand_in")
+
+
+def test_pieces_of_work_run_at_the_same_time():
+    times = ThreadStopwatch().together([lambda: time.sleep(0.2), lambda: time.sleep(0.1)])
+    assert times.each[0] >= 200
+    assert times.each[1] >= 100
+    assert times.total == times.each[0] < 290
+    assert ThreadStopwatch().together([]).total == 0
+
+
+def test_an_error_in_a_piece_of_work_is_not_lost():
+    with pytest.raises(ZeroDivisionError):
+        ThreadStopwatch().together([lambda: 1 / 0, lambda: None])
+
+
+@pytest.mark.parametrize("count", range(6, 40))
+def test_the_interval_misses_the_median_with_at_most_a_twentieth(count):
+    found = span(range(1, count + 1))
+    below = int(found.low_ms) - 1
+    missed = 2 * sum(comb(count, k) for k in range(below + 1)) / 2**count
+    assert missed <= 0.05
+    assert (found.low_ms - 1, count - found.high_ms) == (below, below)
+    assert found.low_ms <= found.median_ms <= found.high_ms
+
+
+def test_few_samples_give_all_they_have():
+    found = span([3.0, 1.0])
+    assert (found.low_ms, found.median_ms, found.high_ms) == (1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize(("mode", "total"), [("sequential", 30.0), ("concurrent", 20.0)])
+def test_the_receivers_times_count_and_totals_follow_from_them(mode, total):
+    order = order_of(sets=((Pair(source=0, target=1), Pair(source=1, target=0)),))
+    answers = (
+        answer_of(0, ((), (20.0, 20.0)), (99.0, 99.0), mode=mode),
+        answer_of(1, ((10.0, 10.0), ()), (99.0, 99.0), mode=mode),
+    )
+    ((row,), _) = rows_of("nccl", order, answers, {0: 4, 1: 6})
+    assert row.set == ("G4->G6", "G6->G4")
+    assert [one.median_ms for one in row.message] == [5.0, 10.0]
+    assert row.total.median_ms == total
+
+
+def test_of_a_product_the_slowest_rank_of_the_transfer_counts():
+    def times(transfer_ms, product_ms):
+        return ProductTimes(
+            transfer="G0->G1",
+            mode="concurrent",
+            transfer_ms=transfer_ms,
+            product_ms=product_ms,
+            total_ms=tuple(map(max, transfer_ms, product_ms)),
+        )
+
+    answers = (
+        answer_of(0, ((1.0,),), (1.0,), products=[times((4.0,), (2.0,))]),
+        answer_of(1, ((1.0,),), (1.0,), products=[times((5.0,), (3.0,))]),
+        answer_of(2, ((1.0,),), (1.0,), products=[times((0.0,), (9.0,))]),
+    )
+    order = order_of(places=3, sets=((Pair(source=0, target=1),),))
+    _, (row,) = rows_of("nccl", order, answers, {0: 0, 1: 1, 2: 2})
+    assert (row.transfer_time.median_ms, row.product_time.median_ms) == (5.0, 3.0)
+    assert row.total.median_ms == 5.0
+
+
+def test_wrong_bytes_make_the_times_void():
+    answers = (answer_of(0, ((1.0,), (1.0,)), (1.0,), right=False),)
+    with pytest.raises(MeasurementError, match="by nccl: gave rank 0 wrong bytes"):
+        rows_of("nccl", order_of(), answers, {0: 0, 1: 1})
+
+
+def test_sets_are_written_with_the_gpus_of_the_job():
+    sets = parse_sets(["G2->G5 G5->G7"], (2, 5, 7))
+    assert sets == ((Pair(source=0, target=1), Pair(source=1, target=2)),)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "has 0 pairs"),
+        ("G0-G1", "has 'G0-G1'"),
+        ("G0->G9", "names GPU 9"),
+        ("G1->G1", "has G1->G1"),
+        (" ".join(["G0->G1"] * 9), "has 9 pairs"),
+    ],
+)
+def test_odd_sets_are_refused(text, what):
+    with pytest.raises(InputError) as caught:
+        parse_sets([text], (0, 1))
+    assert caught.value.what == what
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--backend", "mpi"], "tccl: --backend 'mpi': is not known; nccl, or gloo to rehearse"),
+        (["--backend", "gloo", "--ranks", "1"], "tccl: --ranks: is 1; 2 to 16"),
+        (["--backend", "gloo", "--gpus", "0"], "tccl: --gpus: is for nccl; gloo has --ranks"),
+        (["--ranks", "2"], "tccl: --ranks: is for gloo; nccl has --gpus"),
+        (["--backend", "gloo", "--size", "0"], "tccl: --size: is 0; 1 to 4096"),
+        (["--backend", "gloo", "--repeats", "0"], "tccl: --repeats: is 0; 1 to 1000"),
+        (["--backend", "gloo", "--timeout", "nan"], "tccl: --timeout: is nan; 1 to 86400 seconds"),
+        (["G0->G7", "--backend", "gloo"], "tccl: set 'G0->G7': names GPU 7; the job has 0, 1"),
+    ],
+)
+def test_wrong_use_is_one_sentence(words, sentence):
+    result = tccl("overlap", *words)
+    assert result.exit_code == 2
+    assert result.stderr.strip() == sentence
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = tccl("overlap", "--backend", "gloo")
+    assert result.exit_code == 2
+    assert result.stderr.strip() == "tccl: tccl overlap: needs torch; pip install 'tccl-py[torch]'"
+
+
+def test_no_other_module_opens_torch():
+    command = "import sys, tccl_py.cli.overlap; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
