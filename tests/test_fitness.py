@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import (
     planned_fingerprint,
@@ -20,6 +21,7 @@ from tccl_py.plan.directory import machine_file, write_plan
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.readers.nvml import GpuFacts
+from tests.cluster_plans import mixed
 from tests.planned import SMALL, plan_of
 
 MEASURED = Fingerprint(
@@ -172,6 +174,22 @@ def test_env_takes_the_plan_of_an_equal_host(measured, monkeypatch, way):
     result = run_env(monkeypatch, directory, OTHER_UUIDS, *words, facts=facts)
     assert result.exit_code == 0, result.stderr
     assert "export NCCL_GRAPH_FILE=" in result.stdout
+
+
+def test_env_is_off_on_a_host_of_a_cluster_with_other_gpus(tmp_path, monkeypatch):
+    plan = mixed(simulated=False, assumed=False)
+    write_cluster_plan(plan, tmp_path)
+    gpus = plan.cluster.classes[plan.cluster.host_classes["gpu2"]].machine.gpus
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu2")
+    for now, code in ((gpus, 0), (gpus[:1], 1)):
+        facts = SimpleNamespace(gpus=now)
+        monkeypatch.setattr("tccl_py.cli.cluster_files.driver_facts", lambda facts=facts: facts)
+        result = CliRunner().invoke(app, ["env", str(tmp_path)])
+        assert result.exit_code == code, result.stderr
+    assert result.stdout == "unset NCCL_GRAPH_FILE\n"
+    assert result.stderr.endswith("own rings: GPU 1 was unnamed and is gone\n")
+    # Whoever asks for another host is told what that one gets.
+    assert CliRunner().invoke(app, ["env", str(tmp_path), "--host", "gpu1"]).exit_code == 0
 
 
 def run_env(monkeypatch, directory, now, *words, facts=None):

@@ -557,6 +557,19 @@ def test_all_ranks_of_a_clusters_plan_see_the_file_of_their_host(cluster, monkey
     del os.environ["NCCL_NET_DISABLE_INTRA"]
 
 
+def test_a_host_with_other_gpus_switches_a_measured_clusters_plan_off(tmp_path, monkeypatch, capfd):
+    plan = mixed(simulated=False, assumed=False)
+    write_cluster_plan(plan, tmp_path)
+    rank = cluster_rank(monkeypatch, cluster_members(plan, tmp_path), 0)
+    gpus = plan.cluster.classes[plan.cluster.host_classes["gpu3"]].machine.gpus
+    now = (*gpus[:3], msgspec.structs.replace(gpus[3], name="NVIDIA A40"))
+    rank.here = msgspec.structs.replace(rank.here, gpus=now)
+    tccl_py.torch.init_process_group(tmp_path)
+    assert rank.graphs[0][1] is None
+    said = capfd.readouterr().err
+    assert said.endswith("rank 0 on gpu3: GPU 3 was unnamed and is NVIDIA A40\n")
+
+
 @pytest.mark.parametrize("change", ["order", "gpus", "fewer", "mixed up"])
 def test_a_clusters_plan_is_for_its_own_order_of_hosts_only(cluster, change):
     plan, directory = cluster

@@ -16,6 +16,8 @@ from tccl_py.cluster_plan.versions import for_version
 from tccl_py.emitters.cluster_files import host_graph_file
 from tccl_py.emitters.nccl_conf import export_lines, job_environment
 from tccl_py.errors import InputError
+from tccl_py.health.fitness import why_not_of_class
+from tccl_py.topology.readers.nvml import driver_facts
 
 
 def export_cluster(directory: Path, output: Path | None, version: str | None) -> None:
@@ -38,10 +40,14 @@ def env_cluster(directory: Path, host: str | None, *, json: bool) -> None:
 
     Raises:
         InputError: no plan, or the host's graph file is gone.
-        typer.Exit: the plan has no such host.
+        typer.Exit: the plan has no such host, or this one has other GPUs now.
     """
     plan = load_cluster_plan(directory)
     name = planned_host(plan, host)
+    off = "" if name is None or host is not None else _why_off(plan, name)
+    if off:
+        _print_off(plan, name, off, json=json)
+        raise typer.Exit(ANSWER_IS_NO)
     graph = None if name is None else _graph(directory, name)
     variables = job_environment(plan.settings, graph=graph)
     if json:
@@ -55,6 +61,25 @@ def env_cluster(directory: Path, host: str | None, *, json: bool) -> None:
         asked = host if host is not None else socket.gethostname()
         notice(f"no graph file for host {shown(asked)}: NCCL chooses its own rings")
         raise typer.Exit(ANSWER_IS_NO)
+
+
+def _why_off(plan: ClusterPlan, name: str) -> str:
+    """Why a plan is not for this host, in a clause; "" if it is, or may be."""
+    if plan.simulated:
+        return ""
+    try:
+        return why_not_of_class(plan, name, driver_facts().gpus)
+    except InputError as error:
+        notice(f"whether this host has the plan's GPUs was not checked: {error.what}")
+        return ""
+
+
+def _print_off(plan: ClusterPlan, name: str | None, why: str, *, json: bool) -> None:
+    if json:
+        print_json({"host": name, "environment": {}, "simulated": plan.simulated, "off": why})
+    else:
+        print("unset NCCL_GRAPH_FILE")
+    notice(f"the plan is off, NCCL chooses its own rings: {why}")
 
 
 def planned_host(plan: ClusterPlan, host: str | None) -> str | None:

@@ -87,7 +87,7 @@ def env(
 
     Of a cluster's plan it is the environment of one host, for a job over all hosts and GPUs of the
     plan whose ranks are in its order (DIR/nccl/order). The exit code is 1 for a host that is not in
-    the plan.
+    the plan, and for this one if it has GPUs of other kinds by now.
 
     Examples:
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.health.drift.identity import differences
@@ -65,14 +66,37 @@ def why_not_alike(plan: Plan, directory: Path, here: Fingerprint, gpus: Sequence
         return f"{machine_file(plan, directory)} does not say whose it is"
     now = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in gpus}
     was = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in plan.machine.gpus}
-    other = [
-        f"GPU {index} was {was[index]} and is {now.get(index, 'gone')}"
-        for index in plan.gpus
-        if now.get(index) != was[index]
-    ]
+    other = _changed(was, now, plan.gpus)
     # Without GPUs to compare, what is left is the driver and the NUMA nodes.
     rest = differences(plan.machine, planned, here, gpus=())
-    return "; ".join((*other, *rest.another))
+    return "; ".join(one for one in (other, *rest.another) if one)
+
+
+def why_not_of_class(plan: ClusterPlan, host: str, gpus: Sequence[GpuFacts]) -> str:
+    """Why a host's GPUs are not those that a cluster's plan was measured with, in a clause or
+    several; "" if they are of the same kinds, or if the plan is simulated.
+
+    Hosts of a class share what was measured on one of them, so that no host's UUIDs are known.
+
+    Args:
+        plan: of several hosts.
+        host: one of them, by the plan's name for it.
+        gpus: its GPUs as they are now.
+    """
+    if plan.simulated:
+        return ""
+    number = plan.cluster.host_classes[host]
+    now = {gpu.index: gpu.name for gpu in gpus}
+    was = {gpu.index: gpu.name for gpu in plan.cluster.classes[number].machine.gpus}
+    return _changed(was, now, plan.gpus[number])
+
+
+def _changed(was: Mapping[int, str], now: Mapping[int, str], gpus: Sequence[int]) -> str:
+    return "; ".join(
+        f"GPU {index} was {was[index] or 'unnamed'} and is {now.get(index, 'gone')}"
+        for index in gpus
+        if now.get(index) != was[index]
+    )
 
 
 def planned_fingerprint(plan: Plan, directory: Path) -> Fingerprint | None:

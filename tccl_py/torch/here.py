@@ -16,6 +16,7 @@ from tccl_py.health.fitness import (
     ALIKE_VARIABLE,
     why_not_alike,
     why_not_here,
+    why_not_of_class,
     why_not_with,
 )
 from tccl_py.plan.plan import Plan
@@ -143,27 +144,32 @@ def why_off(opened: OpenPlan, here: Here, name: str) -> str:
     Raises:
         InputError: the plan's directory is damaged.
     """
-    plan = opened.plan
-    if isinstance(plan, Plan):
-        elsewhere = (
-            why_not_alike(plan, opened.directory, here.fingerprint, here.gpus)
-            if os.environ.get(ALIKE_VARIABLE) == "1"
-            else why_not_here(plan, opened.directory, here.fingerprint)
-        )
-        if elsewhere:
-            return elsewhere
-    elif not name:
-        return "the plan has no such host"
-    elif not (opened.directory / "nccl" / host_graph_file(name)).is_file():
-        return f"{opened.directory / 'nccl' / host_graph_file(name)} is missing"
-    other = why_not_with(plan.settings, here.nccl)
+    elsewhere = _why_not_here(opened, here, name)
+    if elsewhere:
+        return elsewhere
+    settings = opened.plan.settings
+    other = why_not_with(settings, here.nccl)
     if other:
         return other
     given = {name: line.value for name, line in settings_of_files().items()} | dict(os.environ)
-    names = against(plan.settings, given)
+    names = against(settings, given)
     if names:
         return f"{', '.join(names)} is set to something else than the plan's settings"
     return ""
+
+
+def _why_not_here(opened: OpenPlan, here: Here, name: str) -> str:
+    plan, directory = opened.plan, opened.directory
+    if isinstance(plan, Plan):
+        if os.environ.get(ALIKE_VARIABLE) == "1":
+            return why_not_alike(plan, directory, here.fingerprint, here.gpus)
+        return why_not_here(plan, directory, here.fingerprint)
+    if not name:
+        return "the plan has no such host"
+    path = directory / "nccl" / host_graph_file(name)
+    if not path.is_file():
+        return f"{path} is missing"
+    return why_not_of_class(plan, name, here.gpus)
 
 
 def _named() -> Path | None:
