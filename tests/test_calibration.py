@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 from functools import cache
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import msgspec
 import pytest
@@ -13,6 +13,7 @@ from tccl_py.cli.export import for_version
 from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.emitters.plan_files import conf_text
 from tccl_py.errors import InputError
+from tccl_py.installation.texts import Installed, form_of
 from tccl_py.plan.beliefs import beliefs, in_order, nearest_link
 from tccl_py.plan.calibration import (
     ALL_SETS_UP_TO,
@@ -128,6 +129,39 @@ def test_a_path_with_a_space_stays_out_of_nccl_conf():
     assert "NCCL_TOPO_FILE=" not in text
     assert "needs quotes" in text
     assert job_environment(Settings(), topology=path) == {"NCCL_TOPO_FILE": "/a b/topo.xml"}
+
+
+def test_an_installed_plan_sets_it_in_every_form():
+    path = PurePosixPath("/plans/box/nccl/topo.xml")
+    plan = Installed(
+        directory=Path("/plans/box"), settings=Settings(), provenance="measured", topology=path
+    )
+    for kind in ("conf", "slurm-prolog", "module"):
+        assert str(path) in form_of(plan, kind, Path("x")).body
+    without = msgspec.structs.replace(plan, topology=None)
+    for kind in ("conf", "slurm-prolog", "module"):
+        assert "NCCL_TOPO_FILE" not in form_of(without, kind, Path("x")).body
+
+
+@pytest.mark.parametrize(
+    "name", ["asus-esc8000a-e13p", "h200x4-vm", "supermicro-h12dsg-8x3090", "amd-v100"]
+)
+def test_graph_files_tell_the_tuner_what_was_measured(name, tmp_path):
+    plan = load_plan(f"plans/{name}.json")
+    text = nccl_files(plan, tmp_path)["graph.xml"]
+    seen = view(plan.machine, plan.knowledge, plan.settings, gpus=plan.gpus)
+    farthest = max(
+        seen.paths[f"G{hop.source}", f"G{hop.target}"].type
+        for ring in plan.rings
+        for hop in ring.hops
+    )
+    heads = re.findall(r'nchannels="(\d+)" speedintra="([0-9.]+)".* typeintra="(\w+)"', text)
+    # The tuner multiplies channels and speed; ring and tree run over the same hops.
+    assert len(heads) == 2
+    for channels, speed, kind in heads:
+        assert int(channels) * float(speed) == pytest.approx(plan.rate_gbps, rel=1e-4)
+        assert kind == farthest.name
+        assert int(channels) == plan.settings.channels
 
 
 def test_a_plan_without_one_names_none(tmp_path):

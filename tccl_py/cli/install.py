@@ -17,7 +17,7 @@ from tccl_py.installation.changes import Change
 from tccl_py.installation.install import install as put
 from tccl_py.installation.texts import Installed, Kind, form_of
 from tccl_py.installation.verified import why_not_verified
-from tccl_py.plan.directory import check_plan_directory
+from tccl_py.plan.directory import check_plan_directory, topology_path
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.runtimes.nccl.conf_files import user_file
 from tccl_py.topology.readers.live import fingerprint_of
@@ -132,8 +132,13 @@ def _plan(directory: Path) -> Plan | ClusterPlan:
 def _installed(plan: Plan | ClusterPlan, directory: Path, *, alike: bool) -> Installed:
     place = directory.resolve()
     check_path(place)
+    named = topology_path(plan, directory) if isinstance(plan, Plan) else None
     found = Installed(
-        directory=place, settings=plan.settings, provenance=plan.provenance, alike=alike
+        directory=place,
+        settings=plan.settings,
+        provenance=plan.provenance,
+        topology=None if alike else named,
+        alike=alike,
     )
     if isinstance(plan, ClusterPlan) or plan.simulated:
         return found

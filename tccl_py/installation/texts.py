@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import msgspec
 
+from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.emitters.plan_files import conf_text
 from tccl_py.health.fitness import ALIKE_VARIABLE
 from tccl_py.installation.parts import Comment
-from tccl_py.runtimes.nccl.settings import Settings, environment
+from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.topology.fingerprint import Fingerprint
 
 Kind = Literal["conf", "slurm-prolog", "module"]
@@ -30,12 +31,14 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 
     `gpu_uuids` are those of the plan's GPUs, none if hosts with other ones are `alike`;
     `fingerprint` is None for a plan that no machine was measured for, which then holds wherever it
-    is installed.
+    is installed. `topology` is its topology file, which describes one host by bus ids: a plan for
+    hosts that are alike has none.
     """
 
     directory: Path
     settings: Settings
     provenance: str
+    topology: PurePosixPath | None = None
     fingerprint: Fingerprint | None = None
     gpu_uuids: tuple[str, ...] = ()
     alike: bool = False
@@ -43,7 +46,7 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def variables(self) -> dict[str, str]:
         """The environment of a job."""
-        return environment(self.settings)
+        return job_environment(self.settings, topology=self.topology)
 
     @property
     def named(self) -> dict[str, str]:
@@ -68,7 +71,9 @@ HEADS = ("", "#!/bin/sh\n", "#%Module1.0\n")
 def form_of(plan: Installed, kind: Kind, path: Path) -> Form:
     """Our part of a file of this kind; a module with the suffix .lua is written for Lmod."""
     if kind == "conf":
-        return Form(body=conf_text(plan.settings, provenance=plan.provenance))
+        return Form(
+            body=conf_text(plan.settings, provenance=plan.provenance, topology=plan.topology)
+        )
     if kind == "slurm-prolog":
         return Form(body=_prolog(plan), head="#!/bin/sh\n", mode=0o755)
     said = {**plan.variables, **plan.named}
