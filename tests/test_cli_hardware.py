@@ -126,7 +126,7 @@ def test_without_a_driver_the_ways_out_are_named(monkeypatch):
 BAD = {
     "backend": (("--backend", "rocm"), "--backend 'rocm': is not known; one of cuda, host"),
     "devices of GPUs": (("--devices", "2"), "--devices: is of the host backend; add --backend ho"),
-    "one device": (("--backend", "host", "--devices", "1"), "host machine: has 1 devices; 2 to"),
+    "one device": (("--backend", "host", "--devices", "1"), "host machine: has 1 device; 2 to"),
     "many devices": (("--backend", "host", "--devices", "9999"), "host machine: has 9999 devices"),
     "no target": (("--target", "0"), "--target: is 0; above 0 and at most 1, as 0.01"),
     "NaN target": (("--target", "nan"), "--target: is nan; above 0 and at most 1, as 0.01"),

@@ -300,7 +300,11 @@ def test_an_explanation_is_shown_and_one_of_an_earlier_plan_is_not(tmp_path):
     words = page_of(place).words
     assert "Two <i>writes</i> share a link." in words
     assert "There is no explanation" not in words
+    # Another plan takes it away; whoever brings it back brings what is not of this plan.
+    earlier = (place / "explanation.json").read_bytes()
     plan_directory(place, SMALL, notices=("planned again",))
+    assert not (place / "explanation.json").exists()
+    (place / "explanation.json").write_bytes(earlier)
     words = page_of(place).words
     assert "Two <i>writes</i>" not in words
     assert "explanation.json is left out: it is of an earlier plan" in words
