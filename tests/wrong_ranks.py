@@ -1,6 +1,6 @@
-"""The rank program with a collective that gives a wrong value, to see that checks find it.
+"""The rank program with collectives that give a wrong value, to see that checks find it.
 
-usage: as tccl_py.verification.rank; TCCL_TEST_WRONG names the function of torch.distributed.
+usage: as tccl_py.verification.rank; TCCL_TEST_WRONG names functions of torch.distributed.
 """
 
 import os
@@ -27,5 +27,6 @@ def spoil(name):
 
 
 if __name__ == "__main__":
-    spoil(os.environ["TCCL_TEST_WRONG"])
+    for function in os.environ["TCCL_TEST_WRONG"].split():
+        spoil(function)
     main()
