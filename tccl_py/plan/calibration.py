@@ -60,18 +60,23 @@ def calibrated(plan: Plan, source: BandwidthSource) -> Plan:
         plan: complete, with its settings.
         source: answers transfer sets of the plan's machine.
     """
+    remembering = source if isinstance(source, RememberingSource) else RememberingSource(source)
+    measured, remembered = remembering.sets_measured, remembering.sets_remembered
+    file = None
     try:
-        file = _Calibration(plan, source).found()
+        file = _Calibration(plan, remembering).found()
+        text = f"topology file: {file.summary}"
     except _RefusedError as refused:
-        return _noticed(plan, f"no topology file: {refused}")
+        text = f"no topology file: {refused}"
     except KeyboardInterrupt:
         return msgspec.structs.replace(plan, cancelled=True)
-    told = _noticed(plan, f"topology file: {file.summary}")
-    return msgspec.structs.replace(told, topology=file)
-
-
-def _noticed(plan: Plan, text: str) -> Plan:
-    return msgspec.structs.replace(plan, notices=(*plan.notices, text))
+    return msgspec.structs.replace(
+        plan,
+        topology=file,
+        notices=(*plan.notices, text),
+        sets_measured=plan.sets_measured + remembering.sets_measured - measured,
+        sets_remembered=plan.sets_remembered + remembering.sets_remembered - remembered,
+    )
 
 
 class _Score(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -92,17 +97,16 @@ class _Score(msgspec.Struct, frozen=True, kw_only=True, order=True):
 class _Calibration:
     """One plan's search for a description."""
 
-    def __init__(self, plan: Plan, source: BandwidthSource) -> None:
+    def __init__(self, plan: Plan, source: RememberingSource) -> None:
         self.plan, self.machine = plan, plan.machine
         self._check()
-        remembering = source if isinstance(source, RememberingSource) else RememberingSource(source)
         self.same = SAME_SIMULATED if source.simulated else SAME_MEASURED
         # A model is cheap to ask; on hardware what a symmetry exchanges is measured once.
         symmetry = None if source.simulated else automorphisms(plan.machine, plan.knowledge)
         self.judge = StockJudge(
             plan.knowledge,
             plan.settings,
-            remembering,
+            source,
             symmetry=symmetry,
             sets=None if source.simulated else MOST_MEASURED,
         )
