@@ -359,6 +359,14 @@ def test_nccl_reads_the_plans_settings_and_no_graph_from_the_file(tmp_path):
     }
 
 
+def test_a_comment_of_nccls_file_is_never_taken_for_a_setting():
+    marked = with_part(
+        None, form_of(MEASURED, "conf", Path()).body, comment="#", head="", where="f"
+    )
+    lines = [line for line in marked.decode().splitlines() if not line.startswith("NCCL_")]
+    assert all(line.startswith("#") for line in lines)
+
+
 def test_no_form_names_a_graph_file():
     for kind in KINDS:
         for name in ("file", "file.lua"):

@@ -123,6 +123,11 @@ def install(
             "the settings hold for all NCCL jobs of yours, on every host that has "
             f"{files['conf']}; one that runs now keeps what it has"
         )
+        if installed.topology is not None:
+            notice(
+                f"NCCL_TOPO_FILE in {files['conf']} describes this host alone: where others have "
+                "that file too, use --slurm-prolog or --alike"
+            )
 
 
 def _plan(directory: Path) -> Plan | ClusterPlan:

@@ -96,7 +96,7 @@ def conf_text(settings: Settings, *, provenance: str, topology: PurePosixPath | 
     head = (
         f"# tccl-py, rates {provenance}. Holds for every job of the host.\n"
         "# The graph file is not named here: it fails every communicator over other GPUs.\n"
-        "# Jobs get it from env.sh beside this file, or from tccl env.\n"
+        "# Jobs get it from env.sh of the plan, from tccl env or by tccl_py.torch.\n"
     )
     if topology is not None and not fits_conf(topology):
         head += "# The topology file is left to env.sh too: its path needs quotes, unknown here.\n"
