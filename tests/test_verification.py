@@ -228,6 +228,24 @@ def test_a_recorded_log_is_that_of_its_plan(on_two):
     assert {link.via for link in found.links} == {"P2P/CUMEM"}
 
 
+@pytest.mark.parametrize("checks", [True, False])
+def test_without_checks_the_log_is_that_of_a_timing_job(on_two, tmp_path, checks):
+    class Logging(FakeJobs):
+        """NCCL connects nothing before it moves something."""
+
+        def __call__(self, order, surroundings):
+            outcome = super().__call__(order, surroundings)
+            moves = order.checks or order.sizes
+            return changed(outcome, log=LOG.read_text() if moves else "")
+
+    write_plan(on_two, tmp_path, model=load_bundled(SMALL))
+    jobs = Logging(by_plan(lambda _: 1.0))
+    place = changed(rehearsal(on_two, jobs), backend="cuda")
+    effort = Effort(sizes=(1 << 20,), checks=checks)
+    found = run_verification(on_two, tmp_path, place, effort)
+    assert found.rings.same, found.rings.differences
+
+
 def test_other_channels_rings_and_transports_are_named(on_two):
     text = LOG.read_text()
     fewer = changed(on_two, settings=changed(on_two.settings, channels=8))

@@ -108,8 +108,10 @@ def run_verification(
     rings = _rings(plan, place, side, checked)
     if rings is not None:
         # A log that differs from job to job would not be the plan's.
-        others = [_rings(plan, place, side, one) for one in pairs.plan]
-        rings = next((one for one in others if one is not None and not one.same), rings)
+        found = [_rings(plan, place, side, one) for one in pairs.plan]
+        # Without checks the first job moves nothing, and NCCL connects nothing in it.
+        all_ = [rings] * effort.checks + [one for one in found if one is not None]
+        rings = next((one for one in all_ if not one.same), all_[0] if all_ else rings)
     wrong = [one for answer in checked.answers for one in answer.wrong]
     sizes, training = _sizes(effort, pairs, len(plan.gpus)), _training(effort, pairs)
     return msgspec.structs.replace(
