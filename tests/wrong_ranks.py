@@ -5,12 +5,13 @@ usage: as tccl_py.verification.rank; TCCL_TEST_WRONG names functions of torch.di
 
 import os
 
-import torch.distributed as dist
-
 from tccl_py.verification.rank import main
 
 
 def spoil(name):
+    # Not above: the tests are collected where there is no torch.
+    import torch.distributed as dist  # noqa: PLC0415
+
     right = getattr(dist, name)
 
     def wrong(*arguments, **more):
