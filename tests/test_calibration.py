@@ -293,18 +293,18 @@ def test_all_sets_of_few_gpus_are_checked_and_some_of_many():
     assert sieve(sets)[0] == many.gpu_indices
 
 
-def test_the_command_writes_it_unless_told_not_to(tmp_path, monkeypatch):
+def test_the_command_writes_it_where_it_is_asked_for(tmp_path, monkeypatch):
     from tests.test_cli_plan import tccl as run  # noqa: PLC0415
 
     machine = tmp_path / "machine.json"
     machine.write_bytes(msgspec.json.encode(falling_back()))
-    made = run("plan", "-o", tmp_path / "one", "--simulate", machine)
+    made = run("plan", "-o", tmp_path / "one", "--simulate", machine, "--topology-file")
     assert made.exit_code == 0, made.output
     assert (tmp_path / "one" / "nccl" / "topo.xml").is_file()
     answer = run("env", tmp_path / "one", "--json")
     variables = json.loads(answer.stdout)["environment"]
     assert variables["NCCL_TOPO_FILE"].endswith("/one/nccl/topo.xml")
-    words = ("plan", "-o", tmp_path / "two", "--simulate", machine, "--no-topology-file")
+    words = ("plan", "-o", tmp_path / "two", "--simulate", machine)
     assert run(*words).exit_code == 0
     assert not (tmp_path / "two" / "nccl" / "topo.xml").exists()
     assert not re.search("NCCL_TOPO_FILE", (tmp_path / "two" / "nccl" / "env.sh").read_text())

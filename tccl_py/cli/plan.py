@@ -145,9 +145,13 @@ def plan(
         typer.Option(metavar="N", help="NCCL_IB_GID_INDEX of RoCE ports; NCCL's choice if not."),
     ] = None,
     interfaces: InterfacesOption = None,
-    no_topology_file: Annotated[
+    topology_file: Annotated[
         bool,
-        typer.Option("--no-topology-file", help="Look for no topology file for NCCL's own search."),
+        typer.Option(
+            "--topology-file",
+            help="Also look for an NCCL_TOPO_FILE that makes NCCL's own search better, for "
+            "communicators without a graph file; it takes longer, and holds for every job.",
+        ),
     ] = False,
     tune: Annotated[
         bool,
@@ -161,9 +165,7 @@ def plan(
     """Find the best rings for a machine or a cluster, and write the files that make NCCL use them.
 
     DIR then holds plan.json, the journal of measurements, the machines, and below nccl/ graph files
-    for all GPUs and for subsets of them (of a cluster for every host), nccl.conf and env.sh. Beside
-    the graph of one machine stands topo.xml, if a description of the machine is found by which
-    NCCL's own search does better for all other communicators and worse for none. Rates
+    for all GPUs and for subsets of them (of a cluster for every host), nccl.conf and env.sh. Rates
     are those of this machine's GPUs, which should have nothing else to do, or, with --simulate, of
     a model. Ctrl-C keeps the best so far; the same command again goes on from the journal and
     measures nothing twice.
@@ -198,7 +200,7 @@ def plan(
     if job or nodes not in (None, 1) or (simulate is not None and hosts is not None):
         if tune:
             raise InputError("--tune for several nodes", "is about one machine", "leave it out")
-        refuse_with_nodes({"--gpus": gpus, "--no-topology-file": no_topology_file or None})
+        refuse_with_nodes({"--gpus": gpus, "--topology-file": topology_file or None})
         wanted = ClusterTask(
             options=cluster, version=nccl, counts=counts, strategy=strategy, budget=budget
         )
@@ -244,7 +246,7 @@ def plan(
         counts=counts,
         strategy=strategy,
         budget=budget,
-        topology_file=not no_topology_file,
+        topology_file=topology_file,
     )
     with output_directory(output, force=force) as journal:
         try:
