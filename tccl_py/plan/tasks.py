@@ -38,7 +38,7 @@ Rings = Sequence[Ring]
 
 Alike = TypeVar("Alike", bound=Hashable)
 
-PRECISE = 0.003
+PRECISE = 0.005
 """A rate whose standard error is smaller (relative) was not chosen for its luck."""
 CAREFUL = 8
 """Measurements of stock's rings and of the plan's where samples spread."""
