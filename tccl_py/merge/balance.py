@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+import scipy  # whose parts load when they are first used, so that commands start without them
 
 from tccl_py.merge.lattice import sums_can_match
 from tccl_py.merge.relations import Relation
@@ -76,17 +75,21 @@ def balanced_in_fractions(pairs: Pairs, counts: Ints) -> bool:
     """Whether there is a balanced choice if nodes may be split between pairs; true if not known."""
     number = len(pairs.kinds)
     constraints = _constraints(pairs, counts, ())
-    result = milp(np.zeros(number), bounds=Bounds(0, counts[pairs.kinds]), constraints=constraints)
+    result = scipy.optimize.milp(
+        np.zeros(number),
+        bounds=scipy.optimize.Bounds(0, counts[pairs.kinds]),
+        constraints=constraints,
+    )
     return bool(result.status != HIGHS_INFEASIBLE)
 
 
 def _solved(pairs: Pairs, counts: Ints, cuts: Sequence[Cut], branches: int) -> Choice:
     # HiGHS (seen with 1.12) now and then gives up on what its own presolve made of a program.
     for presolve in (True, False):
-        result = milp(
+        result = scipy.optimize.milp(
             np.zeros(len(pairs.kinds)),
             integrality=np.ones(len(pairs.kinds)),
-            bounds=Bounds(0, counts[pairs.kinds]),
+            bounds=scipy.optimize.Bounds(0, counts[pairs.kinds]),
             constraints=_constraints(pairs, counts, cuts),
             options={"node_limit": branches, "presolve": presolve},
         )
@@ -99,7 +102,9 @@ def _solved(pairs: Pairs, counts: Ints, cuts: Sequence[Cut], branches: int) -> C
     return Choice(None, certain=result.status == HIGHS_INFEASIBLE)
 
 
-def _constraints(pairs: Pairs, counts: Ints, cuts: Sequence[Cut]) -> LinearConstraint:
+def _constraints(
+    pairs: Pairs, counts: Ints, cuts: Sequence[Cut]
+) -> scipy.optimize.LinearConstraint:
     """Rows: the count of every kind, the balance of every crossing, the way out of every cut."""
     first, each = len(counts), np.arange(len(pairs.kinds))
     moving = np.flatnonzero(pairs.tails != pairs.heads)
@@ -117,8 +122,8 @@ def _constraints(pairs: Pairs, counts: Ints, cuts: Sequence[Cut]) -> LinearConst
     least = np.concatenate([counts, np.zeros(pairs.crossings), needed])
     most = np.concatenate([counts, np.zeros(pairs.crossings), np.full(len(cuts), np.inf)])
     entries = (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns)))
-    matrix = coo_array(entries, shape=(len(least), len(each)))
-    return LinearConstraint(matrix.tocsr(), least, most)
+    matrix = scipy.sparse.coo_array(entries, shape=(len(least), len(each)))
+    return scipy.optimize.LinearConstraint(matrix.tocsr(), least, most)
 
 
 def _holds(pairs: Pairs, counts: Ints, uses: Ints) -> bool:

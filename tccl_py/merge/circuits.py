@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
+import scipy  # whose parts load when they are first used, so that commands start without them
 
 from tccl_py.merge.balance import Choice, Cut, Ints, Pairs, balanced, balanced_in_fractions
 from tccl_py.merge.relations import Decision, Relation, Walk
@@ -123,7 +122,7 @@ def _parts(relations: Relation, crossings: Ints) -> Iterator[Ints]:
     every kind in each, and no crossing that another can stand in for.
     """
     union = relations[:, crossings][:, :, crossings].any(axis=0)
-    _, labels = connected_components(union, directed=True, connection="strong")
+    _, labels = scipy.sparse.csgraph.connected_components(union, directed=True, connection="strong")
     for label in np.argsort(-np.bincount(labels), kind="stable"):
         part = crossings[labels == label]
         inside = relations[:, part][:, :, part]
@@ -168,8 +167,10 @@ def _cut(inside: Mask, pairs: Pairs, kinds: int) -> Cut:
 def _pieces(used: Pairs) -> list[Mask]:
     """The sets of crossings that the used pairs hold together."""
     shape = (used.crossings, used.crossings)
-    graph = coo_array((np.ones(len(used.kinds)), (used.tails, used.heads)), shape=shape)
-    _, labels = connected_components(graph, directed=False)
+    graph = scipy.sparse.coo_array(
+        (np.ones(len(used.kinds)), (used.tails, used.heads)), shape=shape
+    )
+    _, labels = scipy.sparse.csgraph.connected_components(graph, directed=False)
     return [labels == label for label in np.unique(labels[used.tails])]
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import minimum_spanning_tree
+import scipy  # whose parts load when they are first used, so that commands start without them
 
 Ints = npt.NDArray[np.int64]
 
@@ -41,7 +40,9 @@ def sums_can_match(kinds: Ints, tails: Ints, heads: Ints, counts: Ints, crossing
 
 def _spanning(tails: Ints, heads: Ints, crossings: int) -> list[tuple[int, int]]:
     edges = (np.ones(len(tails)), (tails, crossings + heads))
-    forest = minimum_spanning_tree(coo_array(edges, shape=(2 * crossings, 2 * crossings)))
+    forest = scipy.sparse.csgraph.minimum_spanning_tree(
+        scipy.sparse.coo_array(edges, shape=(2 * crossings, 2 * crossings))
+    )
     rows, columns = forest.nonzero()
     ends = zip(rows.tolist(), columns.tolist(), strict=True)
     return [(min(pair), max(pair) - crossings) for pair in ends]

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
-from scipy.special import digamma, polygamma
-from scipy.stats import t as student
+import scipy  # whose parts load when they are first used, so that commands start without them
 
 from tccl_py.measurements.measurement import Measurement
 
@@ -89,13 +88,19 @@ def common_spread(groups: Iterable[Sequence[float]]) -> Spread:
     freedom = np.array([len(group) - 1.0 for group in kept])
     variances = np.array([max(float(np.var(group, ddof=1)), _FLOOR) for group in kept])
     half = freedom / 2
-    logs = np.log(variances) - digamma(half) + np.log(half)
-    beyond = float(np.var(logs, ddof=1) - np.mean(polygamma(1, half))) if len(kept) > 1 else 0.0
+    logs = np.log(variances) - scipy.special.digamma(half) + np.log(half)
+    beyond = (
+        float(np.var(logs, ddof=1) - np.mean(scipy.special.polygamma(1, half)))
+        if len(kept) > 1
+        else 0.0
+    )
     if beyond <= 0:
         pooled = float(np.average(variances, weights=freedom))
         return Spread(variance=pooled, freedom=min(float(freedom.sum()), _MANY))
     prior = 2 * _inverse_trigamma(beyond)
-    variance = math.exp(float(np.mean(logs)) + digamma(prior / 2) - math.log(prior / 2))
+    variance = math.exp(
+        float(np.mean(logs)) + scipy.special.digamma(prior / 2) - math.log(prior / 2)
+    )
     return Spread(variance=max(variance, _FLOOR), freedom=min(prior, _MANY))
 
 
@@ -103,8 +108,8 @@ def _inverse_trigamma(value: float) -> float:
     """Newton's method on 1 / trigamma, which is nearly straight (Smyth 2004, appendix)."""
     y = 0.5 + 1 / value
     for _ in range(50):
-        trigamma = float(polygamma(1, y))
-        step = trigamma * (1 - trigamma / value) / float(polygamma(2, y))
+        trigamma = float(scipy.special.polygamma(1, y))
+        step = trigamma * (1 - trigamma / value) / float(scipy.special.polygamma(2, y))
         y += step
         if -step / y < 1e-8:
             break
@@ -152,7 +157,7 @@ def _p(before: Sequence[float], after: Sequence[float], spread: Spread) -> float
     smallest = math.log1p(SMALLEST)
     if change <= smallest:
         return 1.0
-    tails = student.sf([(change - smallest) / error, (change + smallest) / error], freedom)
+    tails = scipy.stats.t.sf([(change - smallest) / error, (change + smallest) / error], freedom)
     return float(min(1.0, tails.sum()))
 
 
