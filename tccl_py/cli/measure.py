@@ -44,7 +44,7 @@ from tccl_py.cli.jobs import (
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.errors import TcclError
 from tccl_py.measurements.journal import JournalHeader, JournalledSource
-from tccl_py.measurements.measurement import BandwidthSource, Measurement
+from tccl_py.measurements.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.measurements.memory import RememberingSource
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.library import model_to_json
@@ -255,10 +255,8 @@ def in_given_order(
     Flows that are alike were measured one after the other, and are given out so. `values` are
     something else of each flow, in the measurement's order.
     """
-    waiting: dict[str, list[float]] = {}
     found = measurement.gbps if values is None else values
-    for flow, value in zip(measurement.transfers.split(), found, strict=True):
-        waiting.setdefault(flow, []).append(value)
+    waiting = dealt(measurement.transfers.split(), found)
     return tuple(waiting[str(parse_flow(part))].pop(0) for part in text.split())
 
 

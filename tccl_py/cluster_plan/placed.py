@@ -14,7 +14,7 @@ import msgspec
 from tccl_py.cluster.hosts import Cluster
 from tccl_py.cluster_plan.node import used_nics
 from tccl_py.cluster_plan.plan import ClusterPlan
-from tccl_py.measurements.measurement import BandwidthSource, Measurement
+from tccl_py.measurements.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.transfers.transfer import (
     Flow,
     Place,
@@ -132,9 +132,7 @@ def _of_node(
 
     Flows in `taken` were not measured, and have these rates.
     """
-    rows: dict[str, list[tuple[float, ...]]] = {}
-    for text, row in zip(answer.transfers.split(), answer.samples_gbps, strict=True):
-        rows.setdefault(text, []).append(row)
+    rows = dealt(answer.transfers.split(), answer.samples_gbps)
     repeats = len(answer.samples_gbps[0]) if answer.samples_gbps else 1
     there = iter(placed)
     samples = tuple(

@@ -17,7 +17,7 @@ from tccl_py.cluster_plan.plan import (
     PlanPassage,
 )
 from tccl_py.errors import InputError, SearchError
-from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.measurements.measurement import BandwidthSource, dealt
 from tccl_py.merge.switches import uplink_limit
 from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy
 from tccl_py.plan.settings_search import WORTH
@@ -229,10 +229,7 @@ def _assembled(
 
 def _plan_passage(node: Node, number: int, settings: Settings, passage: Passage) -> PlanPassage:
     """A passage as it is saved, each flow with the rate it had beside all others."""
-    waiting: dict[str, list[float]] = {}
-    texts = passage.measurement.transfers.split()
-    for flow, rate in zip(texts, passage.measurement.gbps, strict=True):
-        waiting.setdefault(flow, []).append(rate)
+    waiting = dealt(passage.measurement.transfers.split(), passage.measurement.gbps)
     chains = []
     for chain in passage.chains:
         flows = tuple(str(hop.flow) for hop in chain.all_hops)

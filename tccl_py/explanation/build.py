@@ -12,6 +12,7 @@ from tccl_py.explanation.findings import Finding, Instead
 from tccl_py.explanation.mechanisms import instead
 from tccl_py.explanation.sentences import COLLAPSE, kind_of, single_sentence, together_sentence
 from tccl_py.explanation.sharing import Shared, Sharing
+from tccl_py.measurements.measurement import dealt
 from tccl_py.plan.plan import Plan
 from tccl_py.transfers.transfer import Flow, parse_set
 
@@ -166,7 +167,5 @@ def _each(flows: Flows, each: Sequence[tuple[str, float]], slowest: float) -> tu
     texts = [str(flow) for flow in flows]
     if sorted(texts) != sorted(text for text, _ in each):
         return (slowest,) * len(texts)
-    waiting: dict[str, list[float]] = {}
-    for text, rate in each:
-        waiting.setdefault(text, []).append(rate)
+    waiting = dealt((text for text, _ in each), (rate for _, rate in each))
     return tuple(waiting[text].pop(0) for text in texts)

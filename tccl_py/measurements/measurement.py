@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
 
 from tccl_py.errors import InputError
-from tccl_py.transfers.transfer import TransferSet, parse_set
+from tccl_py.transfers.transfer import Flow, TransferSet, parse_set
+
+Value = TypeVar("Value")
 
 MAX_GBPS = 1e6
 """A petabyte a second: no memory or link comes near, so a rate above is a damaged figure."""
@@ -68,6 +70,18 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return 0.0
         deviation = float(np.std(slowest, ddof=1))
         return math.sqrt(math.pi / 2 / len(slowest)) * deviation / middle
+
+
+def dealt(flows: Iterable[Flow | str], values: Iterable[Value]) -> dict[str, list[Value]]:
+    """The values of flows by their text, in order: equal flows get one each, in turn.
+
+    >>> dealt(["G0->G0->G1", "G1->G1->G0", "G0->G0->G1"], [10, 20, 30])
+    {'G0->G0->G1': [10, 30], 'G1->G1->G0': [20]}
+    """
+    found: dict[str, list[Value]] = {}
+    for flow, value in zip(flows, values, strict=True):
+        found.setdefault(str(flow), []).append(value)
+    return found
 
 
 def faults(measurement: Measurement) -> Iterator[str]:

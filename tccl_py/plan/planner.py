@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
-from tccl_py.measurements.measurement import BandwidthSource, Measurement
+from tccl_py.measurements.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.measurements.memory import RememberingSource
 from tccl_py.plan.plan import (
     Alternative,
@@ -207,9 +207,7 @@ def _bound(best: Choice) -> float | None:
 
 def _plan_rings(rings: RingSet, gbps: Sequence[float]) -> tuple[PlanRing, ...]:
     """Rings with the rate of each hop; equal flows were measured one after the other."""
-    waiting: dict[str, list[float]] = {}
-    for flow, rate in zip(rings.flows.flows, gbps, strict=True):
-        waiting.setdefault(str(flow), []).append(rate)
+    waiting = dealt(rings.flows.flows, gbps)
     return tuple(
         PlanRing(
             hops=tuple(
