@@ -1,0 +1,1 @@
+"""Jobs of torch.distributed as fresh processes, a rank each: run and ended, and met from inside."""

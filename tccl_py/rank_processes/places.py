@@ -1,0 +1,20 @@
+"""Where a job's files lie in its folder: the ranks' order, their meeting, their answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def order_file(folder: Path) -> Path:
+    """What all ranks are told."""
+    return folder / "order.json"
+
+
+def meeting_file(folder: Path) -> Path:
+    """Where ranks of one host meet."""
+    return folder / "meeting"
+
+
+def answer_file(folder: Path, rank: int) -> Path:
+    """What a rank found."""
+    return folder / f"answer-{rank}.json"

@@ -1,0 +1,174 @@
+"""Running ranks as fresh processes that are all gone when the run has ended, however it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from tccl_py.errors import TcclError
+from tccl_py.files import decode_json, read_text
+from tccl_py.rank_processes.places import answer_file, order_file
+
+_LOOK_S = 0.02
+_GRACE_S = 5.0
+"""How long ranks may go on once one has failed: the first to end is often not the cause."""
+_LAST_BYTES = 64_000
+_TAIL = 600
+"""Characters of a failed rank's output that are told."""
+_CAUSE = ("error", "Error", "not found", "WARN")
+
+T = TypeVar("T")
+
+
+class RanksError(TcclError):
+    """Ranks did not end as they should; who runs them says so in a sentence of its own.
+
+    Args:
+        ranks: which ones.
+        what: they did: "ended with code 1".
+        said: the last line of their output that looks like a cause, or "".
+        late: whether they were ended because the time was up.
+    """
+
+    def __init__(self, ranks: Sequence[int], what: str, said: str, *, late: bool = False) -> None:
+        super().__init__(f"rank {', '.join(map(str, ranks))}: {what}; {said or 'it said nothing'}")
+        self.ranks = tuple(ranks)
+        self.what = what
+        self.said = said
+        self.late = late
+
+
+def run_ranks(
+    program: str,
+    folder: Path,
+    ranks: Sequence[int],
+    surroundings: Mapping[str, str],
+    *,
+    timeout: float,
+) -> None:
+    """Run `python -m PROGRAM FOLDER/order.json RANK` for each rank, until all have ended well.
+
+    Args:
+        program: the module that is a rank.
+        folder: has the order, and gets each rank's output.
+        ranks: their numbers.
+        surroundings: the whole environment of each.
+        timeout: seconds for all of it.
+
+    Raises:
+        RanksError: one failed, or the time was up.
+    """
+    deadline = time.monotonic() + timeout
+    with _running(program, folder, ranks, surroundings) as started:
+        _wait(started, folder, deadline, timeout)
+
+
+def answer_of(folder: Path, rank: int, kind: type[T]) -> T:
+    """What a rank that has ended left as its answer.
+
+    Raises:
+        RanksError: nothing.
+        InputError: something else than such an answer.
+    """
+    path = answer_file(folder, rank)
+    if not path.exists():
+        raise RanksError([rank], "ended without an answer", _said(folder, rank))
+    return decode_json(read_text(path), kind, where=f"answer of rank {rank}")
+
+
+@contextlib.contextmanager
+def _running(
+    program: str, folder: Path, ranks: Sequence[int], surroundings: Mapping[str, str]
+) -> Iterator[Mapping[int, subprocess.Popen[bytes]]]:
+    """The running ranks by number; none of them runs after the block, however it ends.
+
+    Each is the leader of its own session: Ctrl-C reaches this program alone, which ends them. If
+    this program is killed, their standard input ends, and with it they do.
+    """
+    started: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        for rank in ranks:
+            with _output(folder, rank).open("wb") as output:
+                started[rank] = subprocess.Popen(
+                    [sys.executable, "-m", program, str(order_file(folder)), str(rank)],
+                    env=dict(surroundings),
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        yield started
+    finally:
+        for one in started.values():
+            _end(one)
+
+
+def _end(rank: subprocess.Popen[bytes]) -> None:
+    """Kill a rank and whatever it started; it holds nothing that it would have to put away."""
+    if rank.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
+    rank.wait()
+    if rank.stdin is not None:
+        rank.stdin.close()
+
+
+def _wait(
+    started: Mapping[int, subprocess.Popen[bytes]], folder: Path, deadline: float, timeout: float
+) -> None:
+    failed_at = None
+    while True:
+        codes = {rank: one.poll() for rank, one in started.items()}
+        if not any(code is None or code for code in codes.values()):
+            return
+        now = time.monotonic()
+        if any(codes.values()) and failed_at is None:
+            failed_at = now
+        all_ended = None not in codes.values()
+        if failed_at is not None and (all_ended or now > failed_at + _GRACE_S):
+            raise _failure(folder, codes)
+        if now > deadline:
+            slow = [rank for rank, code in codes.items() if code is None]
+            what = f"did not end within {timeout:g} s"
+            raise RanksError(slow, what, _said(folder, slow[0]), late=True)
+        time.sleep(_LOOK_S)
+
+
+def _failure(folder: Path, codes: Mapping[int, int | None]) -> RanksError:
+    """Of the ranks that failed, the one whose last words name a cause, or the first with any."""
+    failed = [rank for rank, code in codes.items() if code]
+    told = next(
+        (rank for usual in (_causes, list) for rank in failed if usual(_lines(folder, rank))),
+        failed[0],
+    )
+    code = codes[told] or 0
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    return RanksError([told], how, _said(folder, told))
+
+
+def _said(folder: Path, rank: int) -> str:
+    """The last line of a rank's output that looks like a cause, or the last of all."""
+    lines = _lines(folder, rank)
+    last = (_causes(lines) or lines)[-1:]
+    return last[0][-_TAIL:] if last else ""
+
+
+def _lines(folder: Path, rank: int) -> list[str]:
+    path = _output(folder, rank)
+    text = path.read_bytes()[-_LAST_BYTES:].decode(errors="replace") if path.exists() else ""
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def _causes(lines: Sequence[str]) -> list[str]:
+    return [line for line in lines if any(word in line for word in _CAUSE)]
+
+
+def _output(folder: Path, rank: int) -> Path:
+    return folder / f"output-{rank}"
