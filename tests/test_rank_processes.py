@@ -41,7 +41,7 @@ def test_the_rank_whose_last_words_name_a_cause_is_told(tmp_path):
 
 def test_without_a_cause_whoever_said_something_is_told(tmp_path):
     text = "import sys\nif sys.argv[2] == '1': print('goodbye')\nsys.exit(7)"
-    with pytest.raises(RanksError, match="^rank 1: ended with code 7; goodbye$"):
+    with pytest.raises(RanksError, match=r"^rank 1: ended with code 7; goodbye$"):
         run(tmp_path, text, (0, 1))
 
 
@@ -56,8 +56,8 @@ def test_ranks_that_are_late_are_all_named(tmp_path):
 
 
 def test_a_missing_answer_and_one_that_is_none_are_told(tmp_path):
-    with pytest.raises(RanksError, match="^rank 5: ended without an answer; it said nothing$"):
+    with pytest.raises(RanksError, match=r"^rank 5: ended without an answer; it said nothing$"):
         answer_of(tmp_path, 5, int)
     answer_file(tmp_path, 5).write_text('"x"')
-    with pytest.raises(InputError, match="^answer of rank 5: does not fit int"):
+    with pytest.raises(InputError, match=r"^answer of rank 5: does not fit int"):
         answer_of(tmp_path, 5, int)
