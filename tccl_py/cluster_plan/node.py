@@ -21,6 +21,7 @@ from tccl_py.plan.tasks import (
     Rings,
     Stock,
     Task,
+    choice_found,
     condensed_rings,
     measured_well,
     rings_under,
@@ -136,10 +137,7 @@ class Node:
         search.offer(list(self._seeds(search.best)))
         search.run(sets=self._task.budget.sets or 1)
         self.cancelled = search.cancelled
-        own = Choice(
-            settings=self.stock.settings, rings=self.stock.rings, rate_gbps=self.stock.rate_gbps
-        )
-        found = [search.best, *search.searched, own]
+        found = [search.best, *search.searched, self.stock.as_choice]
         if not self.cancelled:
             found += self._other_landings(search.best)
         for choice in found:
@@ -198,14 +196,7 @@ class Node:
                 )
             except (SearchError, MeasurementError):
                 continue
-            found.append(
-                Choice(
-                    settings=settings,
-                    rings=result.rings,
-                    rate_gbps=result.rate_gbps,
-                    result=result,
-                )
-            )
+            found.append(choice_found(settings, result))
         return found
 
     def best_under(self, settings: Settings, count: int) -> Choice | None:
@@ -229,9 +220,7 @@ class Node:
             return None
         if result.cancelled:
             raise KeyboardInterrupt
-        return Choice(
-            settings=settings, rings=result.rings, rate_gbps=result.rate_gbps, result=result
-        )
+        return choice_found(settings, result)
 
     def passage(self, settings: Settings, pairing: Pairing) -> Passage | None:
         """The best chains with just these NICs under these settings; None if there are none."""

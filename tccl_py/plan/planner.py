@@ -165,8 +165,7 @@ def _final(task: Task, stock: Stock, best: Choice) -> tuple[Choice, Measurement]
     rate = len(best.rings.rings) * measurement.rate_gbps
     if rate >= stock.rate_gbps:
         return msgspec.structs.replace(best, rate_gbps=rate), measurement
-    itself = Choice(settings=stock.settings, rings=stock.rings, rate_gbps=stock.rate_gbps)
-    return itself, stock.measurement
+    return stock.as_choice, stock.measurement
 
 
 class _Extras(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from tccl_py.plan.tasks import (
     Rings,
     Stock,
     Task,
+    choice_found,
     condensed_rings,
     rings_under,
     search_under,
@@ -44,7 +45,7 @@ class SettingsSearch:
     """
 
     def __init__(self, task: Task, stock: Stock) -> None:
-        self.best = Choice(settings=stock.settings, rings=stock.rings, rate_gbps=stock.rate_gbps)
+        self.best = stock.as_choice
         self.searched: list[Choice] = []
         self.cancelled = False
         self._task = task
@@ -83,7 +84,7 @@ class SettingsSearch:
             # What the journal answers counts as well: a resumed run goes the same way.
             left -= result.sets_measured + result.sets_remembered
             self.cancelled = result.cancelled
-            self._note(_chosen(settings, result))
+            self._note(choice_found(settings, result))
         return left
 
     def _note(self, found: Choice) -> None:
@@ -102,7 +103,7 @@ class SettingsSearch:
             return
         self.cancelled = result.cancelled
         if result.rate_gbps > best.rate_gbps * (1 + WORTH):
-            self.best = _chosen(settings, result)
+            self.best = choice_found(settings, result)
         else:
             self.best = msgspec.structs.replace(best, result=result)
 
@@ -135,10 +136,6 @@ def _promise(task: Task, settings: Settings, known: Sequence[Rings]) -> tuple[fl
             continue
         best = max(best, len(rings) * measurement.rate_gbps)
     return float(f"{best:.2g}"), -bounces
-
-
-def _chosen(settings: Settings, result: SearchResult) -> Choice:
-    return Choice(settings=settings, rings=result.rings, rate_gbps=result.rate_gbps, result=result)
 
 
 def _base_channels(task: Task) -> int:

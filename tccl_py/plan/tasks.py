@@ -88,6 +88,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(one.gpus for one in self.rings.rings)
 
 
+def choice_found(settings: Settings, result: SearchResult) -> Choice:
+    """What a search under these settings found, as a choice."""
+    return Choice(settings=settings, rings=result.rings, rate_gbps=result.rate_gbps, result=result)
+
+
 class Stock(msgspec.Struct, frozen=True, kw_only=True):
     """NCCL's own choice and what the source says of it."""
 
@@ -100,6 +105,11 @@ class Stock(msgspec.Struct, frozen=True, kw_only=True):
     def rate_gbps(self) -> float:
         """The score of NCCL's own rings, GB/s."""
         return len(self.rings.rings) * self.measurement.rate_gbps
+
+    @property
+    def as_choice(self) -> Choice:
+        """NCCL's own rings as a choice, which no search found."""
+        return Choice(settings=self.settings, rings=self.rings, rate_gbps=self.rate_gbps)
 
 
 def condensed(orders: Sequence[Alike]) -> tuple[Alike, ...]:
