@@ -120,10 +120,6 @@ class Node:
         self._passages: dict[tuple[Settings, Pairing], Passage | None] = {}
         self._best: dict[tuple[Settings, int], Choice | None] = {}
 
-    def use_ring_counts(self, counts: Sequence[int]) -> None:
-        """Search for sets of so many chains."""
-        self._task = msgspec.structs.replace(self._task, ring_counts=tuple(counts))
-
     def explore(self) -> None:
         """Measure what stock NCCL does, then search settings and chains.
 

@@ -8,7 +8,7 @@ import msgspec
 
 from tccl_py.cluster.hosts import Cluster
 from tccl_py.cluster_plan.joint import Joint, joint
-from tccl_py.cluster_plan.node import Node, Passage
+from tccl_py.cluster_plan.node import Node, Passage, used_nics
 from tccl_py.cluster_plan.plan import (
     ClusterPlan,
     ClusterStock,
@@ -19,7 +19,7 @@ from tccl_py.cluster_plan.plan import (
 from tccl_py.errors import InputError, SearchError
 from tccl_py.measurements.measurement import BandwidthSource, dealt
 from tccl_py.merge.switches import uplink_limit
-from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy
+from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, is_proven
 from tccl_py.plan.settings_search import WORTH
 from tccl_py.runtimes.nccl.chain_hops import farthest_end
 from tccl_py.runtimes.nccl.settings import Settings
@@ -32,7 +32,6 @@ FEW_RINGS = 4
 MAX_RINGS = 8
 CANDIDATES = 6
 """Choices of settings that are merged over all classes, the most promising first."""
-TOLERANCE = 0.0101
 
 
 def make_cluster_plan(
@@ -67,6 +66,8 @@ def make_cluster_plan(
         MeasurementError: a source cannot measure what is needed.
     """
     gpus = _gpus(cluster)
+    check_strategy(strategy, not_for_chains=True)
+    counts = ring_counts or _ring_counts(cluster)
     nodes = [
         Node(
             one,
@@ -74,17 +75,13 @@ def make_cluster_plan(
             gpus=gpus[number],
             nodes=len(cluster.hosts),
             version=version,
-            ring_counts=ring_counts or _ring_counts(len(gpus[number])),
-            strategy=check_strategy(strategy, not_for_chains=True),
+            ring_counts=counts,
+            strategy=strategy,
             budget=budget,
             reporter=reporter or SilentReporter(),
         )
         for number, (one, source) in enumerate(zip(cluster.classes, sources, strict=True))
     ]
-    if ring_counts is None:
-        counts = _common_counts(nodes)
-        for node in nodes:
-            node.use_ring_counts(counts)
     best: Joint | None = None
     cancelled = False
     try:
@@ -139,13 +136,13 @@ def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _ring_counts(gpus: int) -> tuple[int, ...]:
-    return (1, 2, FEW_RINGS) if gpus > 1 else (1,)
+def _ring_counts(cluster: Cluster) -> tuple[int, ...]:
+    """1, 2, 4, and as many as there are NICs, so that each can have a ring of its own.
 
-
-def _common_counts(nodes: Sequence[Node]) -> tuple[int, ...]:
-    """1, 2, 4, and as many as there are NICs, so that each can have a ring of its own."""
-    ports = {min(len(node.nics), MAX_RINGS) for node in nodes}
+    Raises:
+        InputError: a class without NIC.
+    """
+    ports = {min(len(used_nics(one.machine)), MAX_RINGS) for one in cluster.classes}
     return tuple(sorted({1, 2, FEW_RINGS} | ports))
 
 
@@ -215,7 +212,7 @@ def _assembled(
         settings_verified=facts.verified,
         rate_gbps=best.rate_gbps,
         bound_gbps=bound,
-        proven=bound is not None and bound <= best.rate_gbps * (1 + TOLERANCE),
+        proven=is_proven(best.rate_gbps, bound),
         simulated=any(one.simulated for one in measured),
         assumed=any(one.assumed for one in measured),
         strategy=strategy,

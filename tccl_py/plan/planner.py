@@ -38,8 +38,11 @@ DEFAULT_BUDGET = Budget(sets=1000, idle_sets=100)
 RING_COUNTS = (1, 2, 4)
 FEW_RING_COUNTS = (1, 2)
 """On machines of more than 8 GPUs sets of four rings are too many to say much about."""
-PROOF = 0.01
-"""A plan counts as proven best if its bound is no farther above it (relative)."""
+PROOF = 0.0101
+"""A plan counts as proven best if its bound is no farther above it (relative).
+
+It is what a search calls proven, and a little for rounding.
+"""
 FREE_SETS = 200
 """Sets that the comparison with free choice of mechanisms may measure."""
 
@@ -143,7 +146,7 @@ def _assembled(task: Task, source: RememberingSource, stock: Stock, search: Sett
         type_intra=_farthest(task, best),
         rate_gbps=best.rate_gbps,
         bound_gbps=bound,
-        proven=bound is not None and bound <= best.rate_gbps * 1.0101,
+        proven=is_proven(best.rate_gbps, bound),
         simulated=source.simulated,
         assumed=measurement.assumed,
         strategy=task.strategy,
@@ -202,6 +205,11 @@ def _bound(best: Choice) -> float | None:
     if best.result is None or best.result.bound_gbps is None:
         return None
     return max(best.result.bound_gbps, best.rate_gbps)
+
+
+def is_proven(rate_gbps: float, bound_gbps: float | None) -> bool:
+    """Whether no rings are clearly faster than this, by a bound; None says nothing."""
+    return bound_gbps is not None and bound_gbps <= rate_gbps * (1 + PROOF)
 
 
 def _plan_rings(rings: RingSet, gbps: Sequence[float]) -> tuple[PlanRing, ...]:
