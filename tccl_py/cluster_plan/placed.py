@@ -102,16 +102,19 @@ class PlacedSource:
         here = self.placement
         out, into = sending_nic(flow), receiving_nic(flow)
         if out is not None:
-            nic, numa = here.ends[out]
-            port, memory = Place("N", nic), Place("C", numa)
+            port, memory = self._far_end(out)
             sink = Flow((Transfer(port, port, memory),), flow.blocks, flow.fifo)
             return joined(flow, sink, sender=here.host, receiver=here.partner)
         if into is not None:
-            nic, numa = here.ends[into]
-            port, memory = Place("N", nic), Place("C", numa)
+            port, memory = self._far_end(into)
             spring = Flow((Transfer(memory, port, port),), flow.blocks, flow.fifo)
             return joined(spring, flow, sender=here.partner, receiver=here.host)
         return on_host(flow, here.host)
+
+    def _far_end(self, nic: int) -> tuple[Place, Place]:
+        """The partner's NIC that a NIC of the host talks to, and the memory beside it."""
+        other, numa = self.placement.ends[nic]
+        return Place("N", other), Place("C", numa)
 
 
 def _lands_in_gpus(flow: Flow) -> bool:

@@ -20,8 +20,8 @@ from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.topology.cuts import natural_cuts
 from tccl_py.topology.machine import Nic
 from tccl_py.topology.symmetry import Symmetry, automorphisms
-from tccl_py.transfers.canonical import relabelled
-from tccl_py.transfers.hops import Hop, HopSpace, ring_set
+from tccl_py.transfers.canonical import relabelled_hop
+from tccl_py.transfers.hops import HopSpace, ring_set
 from tccl_py.transfers.transfer import Fifo, Flow, entering, leaving
 
 BEST_BUDGET = Budget(sets=2000, idle_sets=100)
@@ -259,13 +259,6 @@ def _images(chain: SearchedChain, symmetry: Symmetry) -> Iterator[SearchedChain]
     _, rows = np.unique(keys, axis=0, return_index=True)
     for row in symmetry.elements[rows].tolist():
         names = {point: symmetry.points[to] for point, to in zip(symmetry.points, row, strict=True)}
-        hops = [_moved(hop, names) for hop in chain.chain.all_hops]
+        hops = [relabelled_hop(hop, names) for hop in chain.chain.all_hops]
         image = Chain(hops[0], tuple(hops[1:-1]), hops[-1])
         yield msgspec.structs.replace(chain, chain=image)
-
-
-def _moved(hop: Hop, names: Mapping[str, str]) -> Hop:
-    source, target = (
-        gpu if gpu == WORLD else int(names[f"G{gpu}"][1:]) for gpu in (hop.source, hop.target)
-    )
-    return Hop(source, target, relabelled(hop.flow, names))

@@ -13,8 +13,8 @@ from tccl_py.plan.tasks import Order, measured_well
 from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.topology.cuts import natural_cuts
 from tccl_py.topology.symmetry import Symmetry, automorphisms
-from tccl_py.transfers.canonical import relabelled
-from tccl_py.transfers.hops import Hop, Ring, ring, ring_set
+from tccl_py.transfers.canonical import relabelled_hop
+from tccl_py.transfers.hops import Ring, ring, ring_set
 
 RING_BUDGET = Budget(sets=1000, idle_sets=50)
 """For one set of GPUs."""
@@ -125,9 +125,4 @@ def images(one: Ring, symmetry: Symmetry) -> Iterator[Ring]:
     _, rows = np.unique(moved, axis=0, return_index=True)
     for row in symmetry.elements[rows].tolist():
         names = {point: symmetry.points[to] for point, to in zip(symmetry.points, row, strict=True)}
-        yield ring([_moved(hop, names) for hop in one.hops])
-
-
-def _moved(hop: Hop, names: Mapping[str, str]) -> Hop:
-    source, target = (int(names[f"G{gpu}"][1:]) for gpu in (hop.source, hop.target))
-    return Hop(source, target, relabelled(hop.flow, names))
+        yield ring([relabelled_hop(hop, names) for hop in one.hops])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tccl_py.topology.symmetry import Symmetry
-from tccl_py.transfers.transfer import Flow, Place, Transfer, TransferSet, transfer_set
+from tccl_py.transfers.hops import Hop
+from tccl_py.transfers.transfer import Flow, Place, TransferSet, elsewhere, transfer_set
 
 
 def relabelled(flow: Flow, names: Mapping[str, str]) -> Flow:
@@ -22,11 +23,16 @@ def relabelled(flow: Flow, names: Mapping[str, str]) -> Flow:
         name = f"{'G' if place.kind == 'D' else place.kind}{place.index}"
         return Place(place.kind, int(names[name][1:]), place.host)
 
-    transfers = tuple(
-        Transfer(moved(one.source), moved(one.executor), moved(one.destination))
-        for one in flow.transfers
-    )
-    return Flow(transfers, flow.blocks, flow.fifo)
+    return elsewhere(flow, moved)
+
+
+def relabelled_hop(hop: Hop, names: Mapping[str, str]) -> Hop:
+    """The hop that a relabelling of the machine's devices makes of this one.
+
+    An end that it does not name stays: the world outside, of chains.
+    """
+    source, target = (int(names.get(f"G{gpu}", f"G{gpu}")[1:]) for gpu in (hop.source, hop.target))
+    return Hop(source, target, relabelled(hop.flow, names))
 
 
 def canonical(transfers: TransferSet, symmetry: Symmetry) -> TransferSet:

@@ -15,7 +15,7 @@ GPU may send through another one's memory, which is nearer to the NIC: `G3->G3->
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
@@ -388,8 +388,8 @@ def leaving(
 ) -> Flow:
     """GPU `gpu` sending by NIC `nic`.
 
-    It goes through host memory of NUMA node `through`, or the memory of GPU `relay`, if one of them
-    is given.
+    It goes through host memory of NUMA node `through`, or else the memory of GPU `relay`, if one of
+    them is given.
 
     >>> str(leaving(3, 0)), str(leaving(3, 0, through=1)), str(leaving(3, 0, relay=2))
     ('G3->N0->N0', 'G3->G3->C1->N0->N0', 'G3->G3->G2->N0->N0')
@@ -439,10 +439,11 @@ def joined(out: Flow, into: Flow, *, sender: str, receiver: str) -> Flow:
 
 def on_host(flow: Flow, host: str) -> Flow:
     """The flow with all its places on `host`."""
+    return elsewhere(flow, lambda place: Place(place.kind, place.index, host))
 
-    def moved(place: Place) -> Place:
-        return Place(place.kind, place.index, host)
 
+def elsewhere(flow: Flow, moved: Callable[[Place], Place]) -> Flow:
+    """The same flow between other places: `moved` says which stands in for each."""
     transfers = tuple(
         Transfer(moved(one.source), moved(one.executor), moved(one.destination))
         for one in flow.transfers

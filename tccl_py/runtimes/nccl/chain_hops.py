@@ -9,6 +9,7 @@ import msgspec
 
 from tccl_py.chains.space import WORLD, chain_space, entry, entry_nic, exit_nic, leave
 from tccl_py.errors import SearchError
+from tccl_py.runtimes.nccl.gpu_direct import Direction
 from tccl_py.runtimes.nccl.landing import entry_flow, exit_flow, net_path, open_ends
 from tccl_py.runtimes.nccl.settings import Settings, final_channels
 from tccl_py.runtimes.nccl.transport import View, hop_space, view
@@ -55,21 +56,21 @@ def chain_hop_space(
     if not ends:
         raise SearchError(f"machine {machine.name} has no NIC for a chain to enter or leave by")
 
-    def into(end: tuple[int, int]) -> tuple[PathType, int, int]:
-        return net_path(seen, *end, "receive"), abs(end[0] - end[1]), end[1]
+    def nearest(direction: Direction) -> list[tuple[int, int]]:
+        def distance(end: tuple[int, int]) -> tuple[PathType, int, int]:
+            return net_path(seen, *end, direction), abs(end[0] - end[1]), end[1]
 
-    def out(end: tuple[int, int]) -> tuple[PathType, int, int]:
-        return net_path(seen, *end, "send"), abs(end[0] - end[1]), end[1]
+        return sorted(ends, key=distance)
 
     return chain_space(
         inner,
         [
             entry(gpu, entry_flow(machine, knowledge, settings, nic, gpu, blocks=blocks, gpus=gpus))
-            for gpu, nic in sorted(ends, key=into)
+            for gpu, nic in nearest("receive")
         ],
         [
             leave(gpu, exit_flow(machine, knowledge, settings, gpu, nic, blocks=blocks, gpus=gpus))
-            for gpu, nic in sorted(ends, key=out)
+            for gpu, nic in nearest("send")
         ],
     )
 

@@ -19,7 +19,7 @@ from tccl_py.runtimes.nccl.transport import View, view
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
 from tccl_py.topology.paths import PathType
-from tccl_py.transfers.transfer import Fifo, Flow, Place, Transfer, entering, leaving
+from tccl_py.transfers.transfer import Fifo, Flow, entering, leaving
 
 
 def landing(seen: View, gpu: int, nic: int, direction: Direction) -> int | None:
@@ -118,12 +118,10 @@ def exit_flow(
         InputError: settings the version does not have, or as `landing`.
     """
     seen = view(machine, knowledge, check_settings(settings), gpus=gpus)
+    # Where a host buffer is needed, it is the relay's, and its GPU memory is left out.
     through, over = landing(seen, gpu, nic, "send"), relay(seen, gpu, nic)
     fifo = Fifo(bytes=settings.buffsize)
-    if over is None or through is not None:
-        return leaving(gpu, nic, through=through, blocks=blocks, fifo=fifo)
-    one, other, port = Place("G", gpu), Place("G", over), Place("N", nic)
-    return Flow((Transfer(one, one, other), Transfer(other, port, port)), blocks, fifo)
+    return leaving(gpu, nic, through=through, relay=over, blocks=blocks, fifo=fifo)
 
 
 def entry_flow(
