@@ -16,6 +16,8 @@ def _own_environment(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     for name in ("NCCL_GRAPH_FILE", "NCCL_TOPO_FILE"):
         monkeypatch.delenv(name, raising=False)
+    # Nor which NCCL is installed.
+    monkeypatch.setattr("tccl_py.topology.readers.installed_nccl.installed_nccls", lambda: iter(()))
 
 
 def _gpus():

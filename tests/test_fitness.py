@@ -20,6 +20,7 @@ from tccl_py.health.fitness import (
 from tccl_py.plan.directory import machine_file, write_plan
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.topology.readers.installed_nccl import InstalledNccl
 from tccl_py.topology.readers.nvml import GpuFacts
 from tests.cluster_plans import mixed
 from tests.planned import SMALL, plan_of
@@ -227,6 +228,20 @@ def test_env_is_off_for_another_nccl(measured, monkeypatch):
     result = run_env(monkeypatch, measured[1], MEASURED, "--nccl", "2.27.3")
     assert (result.exit_code, result.stdout) == (1, "unset NCCL_GRAPH_FILE\n")
     assert "it is for NCCL 2.30 and this is 2.27.3" in result.stderr
+
+
+def test_env_is_off_for_another_nccl_that_is_installed(measured, monkeypatch):
+    found = InstalledNccl(version="2.28.9", source="of the package nvidia-nccl-cu12")
+    name = "tccl_py.topology.readers.installed_nccl.installed_nccls"
+    monkeypatch.setattr(name, lambda: iter([found]))
+    result = run_env(monkeypatch, measured[1], MEASURED)
+    assert (result.exit_code, result.stdout) == (1, "unset NCCL_GRAPH_FILE\n")
+    assert result.stderr == (
+        "tccl: NCCL 2.28.9 is here, of the package nvidia-nccl-cu12; if the job has another, add "
+        "--nccl\ntccl: the plan is off, NCCL chooses its own rings: it is for NCCL 2.30 and this "
+        "is 2.28.9 (plan again with --nccl 2.28)\n"
+    )
+    assert run_env(monkeypatch, measured[1], MEASURED, "--nccl", "2.30.7").exit_code == 0
 
 
 def test_env_is_on_where_the_plan_was_measured(measured, monkeypatch):

@@ -17,6 +17,7 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.doctor.examine import Diagnosis, examine
 from tccl_py.health.doctor.findings import Finding
 from tccl_py.health.doctor.host import DriverState, GpuState, Host
+from tccl_py.topology.readers.installed_nccl import installed_nccls
 from tccl_py.topology.readers.nvml import DriverFacts, driver_facts
 
 _SHM = "/dev/shm"
@@ -38,10 +39,10 @@ def doctor(
     """Look for what on this host hangs NCCL, slows it, or spoils measurements.
 
     Looks at ACS and the IOMMU, PCIe links, P2P and GPU-direct, GPU conditions, NUMA, /dev/shm,
-    limits, NCCL's settings and files, containers and virtual machines. It only reads, and needs
-    neither a plan nor a GPU; as root it sees more. What would mend a finding is printed, never run.
-    HANG: NCCL hangs or fails. SLOW: it, or a measurement, gets less than the machine has. Notes are
-    worth knowing.
+    limits, NCCL's version, settings and files, containers and virtual machines. It only reads, and
+    needs neither a plan nor a GPU; as root it sees more. What would mend a finding is printed,
+    never run. HANG: NCCL hangs or fails. SLOW: it, or a measurement, gets less than the machine
+    has. Notes are worth knowing.
 
     Exit codes: 0 nothing but notes, 1 something hangs or slows NCCL, 2 wrong use.
 
@@ -80,6 +81,7 @@ def _this_host() -> Host:
         environment=dict(os.environ),
         driver=_driver(),
         shm_free=free,
+        nccl=tuple(installed_nccls()),
     )
 
 

@@ -35,6 +35,7 @@ from tccl_py.plan.directory import (
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.plan.subsets import subset_on_demand
 from tccl_py.simulator.source import Simulator
+from tccl_py.topology.readers.installed_nccl import installed_nccl
 from tccl_py.topology.readers.live import fingerprint_of
 from tccl_py.topology.readers.nvml import driver_facts
 
@@ -57,7 +58,9 @@ def env(
     nccl: Annotated[
         str | None,
         typer.Option(
-            metavar="VERSION", help="The job's version of NCCL; a plan for another one is off."
+            metavar="VERSION",
+            help="The job's version of NCCL, if it is not the installed one; a measured plan for "
+            "another one is off.",
         ),
     ] = None,
     alike: Annotated[
@@ -80,7 +83,8 @@ def env(
     all of them; `tccl_py.torch` names each its own.
 
     A measured plan is off where its rates no longer hold: with other GPUs, another major version of
-    the driver or other NUMA nodes than it was measured with, or another NCCL than it is for. Then
+    the driver or other NUMA nodes than it was measured with, or another NCCL than it is for, which
+    is the one that torch here loads, the system's without torch, or what --nccl names. Then
     nothing but `unset NCCL_GRAPH_FILE` is printed, stderr says why, and the exit code is 1.
     With --alike (or TCCL_ALIKE=1) other GPUs of the same kinds at the same places will do, for
     hosts that are equal and share a plan.
@@ -130,9 +134,9 @@ def env(
 
 def _why_off(plan: Plan, directory: Path, nccl: str | None, *, alike: bool) -> str:
     """Why a plan is not for this host or version of NCCL, in a clause; "" if it is, or may be."""
-    other = "" if nccl is None else why_not_with(plan.settings, nccl)
     if plan.simulated:
-        return other
+        return "" if nccl is None else why_not_with(plan.settings, nccl)
+    other = _why_not_with(plan, nccl)
     try:
         facts = driver_facts()
     except InputError as error:
@@ -145,6 +149,17 @@ def _why_off(plan: Plan, directory: Path, nccl: str | None, *, alike: bool) -> s
         else why_not_here(plan, directory, here)
     )
     return "; ".join(why for why in (elsewhere, other) if why)
+
+
+def _why_not_with(plan: Plan, nccl: str | None) -> str:
+    """Why a plan is not for the job's NCCL: the one named, or the one that is installed."""
+    if nccl is not None:
+        return why_not_with(plan.settings, nccl)
+    found = installed_nccl()
+    why = "" if found is None else why_not_with(plan.settings, found.version)
+    if found is not None and why:
+        notice(f"NCCL {found.version} is here, {found.source}; if the job has another, add --nccl")
+    return why
 
 
 def _print_off(plan: Plan, gpus: tuple[int, ...], why: str, *, json: bool) -> None:

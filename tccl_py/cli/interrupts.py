@@ -15,6 +15,8 @@ from types import FrameType
 
 import numpy as np
 
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended."""
 _NUMPY = str(Path(np.__file__).parent)
 _AGAIN_S = 0.005
 

@@ -21,6 +21,7 @@ from tccl_py.cli.env import env
 from tccl_py.cli.explain import explain
 from tccl_py.cli.export import export
 from tccl_py.cli.install import install
+from tccl_py.cli.interrupts import INTERRUPTED
 from tccl_py.cli.machines import machines
 from tccl_py.cli.measure import measure
 from tccl_py.cli.overlap import overlap
@@ -31,8 +32,6 @@ from tccl_py.cli.uninstall import uninstall
 from tccl_py.cli.validate import validate
 from tccl_py.cli.verify import verify
 from tccl_py.errors import InputError, TcclError
-
-INTERRUPTED = 130
 
 # The class of every usage error; typer has it from click or from its own copy of click.
 _UsageError: Any = typer.BadParameter.__bases__[0]

@@ -12,14 +12,12 @@ import typer
 from tccl_py.cli.arguments import (
     MACHINE_HELP,
     JsonOption,
-    NcclOption,
     gpus_argument,
     notice,
     notice_each,
     print_json,
     results,
 )
-from tccl_py.cli.cluster_text import cluster_json, print_cluster
 from tccl_py.cli.hardware import (
     SEARCH_REPEATS,
     BackendOption,
@@ -33,23 +31,22 @@ from tccl_py.cli.hardware import (
     refuse_with_model,
     refuse_without_model,
 )
-from tccl_py.cli.interrupts import interrupts_put_off
-from tccl_py.cli.jobs import InterfacesOption, in_job, job_of_ranks, open_cluster
+from tccl_py.cli.interrupts import INTERRUPTED, interrupts_put_off
+from tccl_py.cli.jobs import InterfacesOption, in_job
 from tccl_py.cli.measure import simulation_header
+from tccl_py.cli.nccl_here import version_here
 from tccl_py.cli.plan_cluster import (
     ClusterOptions,
     ClusterTask,
-    MeasuredCluster,
     SimulatedCluster,
     refuse_for_one,
     refuse_in_job,
     refuse_with_nodes,
 )
+from tccl_py.cli.plan_nodes import Measuring, plan_cluster, plan_hosts
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.cli.verify import check_tuning, tuned_plan
-from tccl_py.cluster.hostlist import read_host_list
-from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.plan.calibration import calibrated
@@ -61,7 +58,7 @@ from tccl_py.plan.directory import (
 )
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
-from tccl_py.runtimes.nccl.versions import LATEST
+from tccl_py.runtimes.nccl.versions import LATEST, known_versions
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import load_machine
@@ -70,7 +67,6 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
 
-INTERRUPTED = 130
 _MAX_RINGS = 16
 _MANY = 0.1
 """More sets than this (of all measured) whose rates vary are worth a word."""
@@ -97,7 +93,14 @@ def plan(
         str | None,
         typer.Option(metavar="LIST", help="GPUs to join, as 0,2,5 or 0-3; all if not given."),
     ] = None,
-    nccl: NcclOption = LATEST,
+    nccl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION",
+            help="The jobs' version of NCCL. If not given, it is the installed one where GPUs are "
+            f"measured, else {LATEST}; {', '.join(known_versions())} were checked.",
+        ),
+    ] = None,
     rings: Annotated[
         str | None,
         typer.Option(metavar="LIST", help="How many rings together, as 1,2,4; 1,2,4 by default."),
@@ -170,6 +173,10 @@ def plan(
     a model. Ctrl-C keeps the best so far; the same command again goes on from the journal and
     measures nothing twice.
 
+    A plan is for one version of NCCL. Without --nccl, where GPUs are measured, that is the one that
+    torch here loads, else that of an nvidia-nccl package, else the system's libnccl.so.2, and under
+    mpirun what all hosts have; with a model it is the newest known. stderr says which it was.
+
     Under mpirun or srun, with a rank or more on each host, the job's hosts are planned for
     together. NCCL joins nodes in the order of ranks, so that order is part of the plan: nccl/order
     has it for launchers.
@@ -196,30 +203,21 @@ def plan(
     careful = care(target=target, repeats=SEARCH_REPEATS)
     counts = _ring_counts(rings)
     budget = _budget(max_sets, max_seconds)
+    version = LATEST if nccl is None else nccl
     job = in_job()
     if job or nodes not in (None, 1) or (simulate is not None and hosts is not None):
         if tune:
             raise InputError("--tune for several nodes", "is about one machine", "leave it out")
         refuse_with_nodes({"--gpus": gpus, "--topology-file": topology_file or None})
         wanted = ClusterTask(
-            options=cluster, version=nccl, counts=counts, strategy=strategy, budget=budget
+            options=cluster, version=version, counts=counts, strategy=strategy, budget=budget
         )
         if job:
             refuse_in_job({"--simulate": simulate, "--nodes": nodes})
-            expected = read_host_list(hosts) if hosts is not None else ()
-            with (
-                job_of_ranks() as ranks,
-                open_cluster(
-                    ranks,
-                    backend=backend,
-                    devices=devices,
-                    interfaces=interfaces,
-                    careful=careful,
-                    expected=[host.name for host in expected],
-                ) as session,
-            ):
-                measured = MeasuredCluster(session, wanted, careful, rehearsal=backend == "host")
-                _plan_cluster(measured, output, force, json)
+            measuring = Measuring(
+                backend=backend, devices=devices, nccl=nccl, careful=careful, expected=hosts
+            )
+            plan_hosts(wanted, measuring, output, force, json)
             return
         if simulate is None:
             raise InputError(
@@ -228,7 +226,7 @@ def plan(
                 "add --simulate MACHINE, or start the command under mpirun or srun",
             )
         model = load_machine(simulate)
-        _plan_cluster(
+        plan_cluster(
             SimulatedCluster(model, wanted, noise=noise or 0.0, seed=seed or 0), output, force, json
         )
         return
@@ -240,9 +238,11 @@ def plan(
         subject = _Model(load_machine(simulate), noise=noise or 0.0, seed=seed or 0)
     else:
         subject = _Here(measured_machine(backend, devices), careful)
+        # No NCCL runs where the host's memory is measured.
+        version = version if backend == "host" else version_here(nccl)
     task = _Task(
         gpus=gpus_argument(gpus, subject.machine),
-        version=nccl,
+        version=version,
         counts=counts,
         strategy=strategy,
         budget=budget,
@@ -260,31 +260,6 @@ def plan(
             subject.write(made, output)
             made = tuned_plan(made, output) if tune else made
     _finish(made, output, json)
-
-
-def _plan_cluster(
-    subject: SimulatedCluster | MeasuredCluster, output: Path, force: bool, json: bool
-) -> None:
-    """Plan for several nodes, write the plan and show it."""
-    with output_directory(output, force=force) as journal:
-        try:
-            with interrupts_put_off():
-                made = subject.planned(journal, force=force)
-        except BaseException:
-            if holds_measurements(journal):
-                notice(f"what was measured is kept: the same command goes on from {output}")
-            raise
-        if not made.cancelled:
-            write_cluster_plan(made, output, models=subject.models)
-    if made.cancelled:
-        notice(f"interrupted: the best so far follows; the same command goes on from {output}")
-    if json:
-        print_json(cluster_json(made))
-    else:
-        print_cluster(made, results())
-    if made.cancelled:
-        raise typer.Exit(INTERRUPTED)
-    notice(f"wrote {output}")
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True):

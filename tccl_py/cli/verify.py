@@ -27,6 +27,7 @@ from tccl_py.cli.hardware import MeasuredMachine, measured_machine
 from tccl_py.cli.verify_text import print_verification, verification_json
 from tccl_py.errors import InputError
 from tccl_py.health.drift.identity import differences
+from tccl_py.health.fitness import why_not_with
 from tccl_py.plan.directory import check_plan_directory, machine_file
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.report.words import settings_words
@@ -197,11 +198,17 @@ def verified(
     said = [*found.notices]
     if place.backend == "host":
         said.append("a rehearsal over gloo: no figure says anything of GPUs or of NCCL")
-    elif _SYSTEM_CONF.exists():
+    elif other := _why_off(plan, found.versions.get("nccl", "")):
+        said.append(f"jobs here get stock NCCL instead of the plan: {other}")
+    if place.backend == "cuda" and _SYSTEM_CONF.exists():
         said.append(f"{_SYSTEM_CONF} holds for both sides, stock as well")
     notice_each(said)
     found = msgspec.structs.replace(found, versions=versions, notices=tuple(said))
     return keep_verification(found, directory)
+
+
+def _why_off(plan: Plan, nccl: str) -> str:
+    return why_not_with(plan.settings, nccl) if nccl else ""
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from tccl_py.errors import InputError
 from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
+from tccl_py.topology.readers.installed_nccl import installed_nccl
 from tccl_py.topology.visible import VARIABLE, only_gpus, visible_indices
 
 _NONE = "none"
@@ -123,7 +123,7 @@ def _software(fingerprint: Fingerprint) -> Software:
         tccl_py=_own_version(),
         python=platform.python_version(),
         driver=fingerprint.driver,
-        nccl=_nccl_version(),
+        nccl=found.version if (found := installed_nccl()) is not None else _NONE,
     )
 
 
@@ -132,25 +132,6 @@ def _own_version() -> str:
         return metadata.version("tccl-py")
     except metadata.PackageNotFoundError:
         return "not installed"  # run from its source
-
-
-def _nccl_version() -> str:
-    """The version of the NCCL that a program would load here, torch's own or the system's."""
-    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    try:
-        library = ctypes.CDLL("libnccl.so.2")
-        number = ctypes.c_int()
-        if library.ncclGetVersion(ctypes.byref(number)) != 0:
-            return _NONE
-    except (OSError, AttributeError):
-        return _NONE
-    # NCCL_VERSION(X, Y, Z) in nccl.h since 2.9.
-    value = number.value
-    return f"{value // 10000}.{value // 100 % 100}.{value % 100}"
 
 
 _ALIKE: tuple[tuple[str, Callable[[Software], str]], ...] = (

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tccl_py.topology.knowledge import PeerAccess
 from tccl_py.topology.readers.busid import bus_order, normal_bus_id
+from tccl_py.topology.readers.installed_nccl import InstalledNccl
 
 _MAX_BYTES = 64 * 1024
 _MAX_ENTRIES = 10_000
@@ -59,6 +60,7 @@ class Host:
         environment: the user's variables.
         driver: what NVML says, where it was asked.
         shm_free: free bytes of /dev/shm; None if nobody asked.
+        nccl: the versions of NCCL that are installed, torch's first; None if nobody asked.
     """
 
     root: Path = Path("/")
@@ -66,6 +68,7 @@ class Host:
     environment: Mapping[str, str] = field(default_factory=dict)
     driver: DriverState = DriverState(unseen="the driver was not asked")
     shm_free: int | None = None
+    nccl: tuple[InstalledNccl, ...] | None = None
 
     def path(self, name: str) -> Path:
         """Where a path of the host lies."""

@@ -1,0 +1,43 @@
+"""Which NCCL is installed: a plan is for one version, and off under another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tccl_py.health.doctor.findings import Finding, Unseen
+from tccl_py.health.doctor.host import Host
+from tccl_py.runtimes.nccl.versions import known_versions, version_facts
+
+_WHY = "`tccl plan` plans for it where --nccl names no other; under another version a plan is off"
+
+
+def check_nccl(host: Host) -> Iterator[Finding | Unseen]:
+    """The versions of NCCL that programs load here, that of torch first."""
+    if host.nccl is None:
+        return
+    if not host.nccl:
+        what = "which NCCL jobs have"
+        yield Unseen(check="nccl", what=what, why="none was found; `tccl plan --nccl` names one")
+        return
+    first = host.nccl[0]
+    facts = version_facts(first.version)
+    taken = "" if facts.verified else f", which was not checked and is taken for {facts.name}"
+    yield Finding(
+        severity="note",
+        check="nccl",
+        what=f"NCCL {first.version} is installed{taken}",
+        where=first.source,
+        why=_WHY,
+        source=f"its makers' number; checked were {', '.join(known_versions())}",
+    )
+    for other in host.nccl[1:]:
+        if other.minor != first.minor:
+            yield Finding(
+                severity="note",
+                check="nccl",
+                what=f"NCCL {other.version} is installed as well",
+                where=other.source,
+                why="whichever a program loads, a plan holds for one of the two",
+                source="a plan names its version of NCCL",
+                mend=f"plan with --nccl {other.minor} where jobs have that one",
+            )

@@ -1,0 +1,127 @@
+"""Which NCCL programs of this host load: torch's, a package of this Python, or the system's.
+
+torch's wheels need a package that has the library, or have NCCL in their own. The package's version
+is the library's, unless two packages share the one file; what only the library knows, a process of
+its own asks it, so that neither torch nor anything of CUDA is loaded here.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+_LIBRARY = "libnccl.so.2"
+_NEEDED = re.compile(r"nvidia[-_]nccl[-_]cu[0-9]{1,3}", re.ASCII)
+_NUMBER = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}(?:\.[0-9]{1,3})?", re.ASCII)
+_PATIENCE_S = 60.0
+"""To import torch from a cold network file system takes long."""
+_ASK_LIBRARY = (
+    "import ctypes, sys\n"
+    "number = ctypes.c_int()\n"
+    "if ctypes.CDLL(sys.argv[1]).ncclGetVersion(ctypes.byref(number)): sys.exit(1)\n"
+    # NCCL_VERSION(X, Y, Z) in nccl.h: X * 10000 since 2.9, X * 1000 before.
+    "value = number.value\n"
+    "unit = 10000 if value >= 10000 else 1000\n"
+    "print(f'{value // unit}.{value % unit // 100}.{value % 100}')\n"
+)
+_ASK_TORCH = (
+    "import sys\n"
+    # A folder called torch, where the command was started, is not it.
+    "sys.path = [path for path in sys.path if path]\n"
+    "import torch\n"
+    "print('.'.join(map(str, torch.cuda.nccl.version())))\n"
+)
+
+
+class InstalledNccl(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of NCCL as its makers write it, and where it is, as part of a sentence."""
+
+    version: str
+    source: str
+
+    @property
+    def minor(self) -> str:
+        """The part that says what NCCL does: two numbers."""
+        return ".".join(self.version.split(".")[:2])
+
+
+def installed_nccl() -> InstalledNccl | None:
+    """The NCCL that a job of this Python most likely has; None if none was found."""
+    return next(installed_nccls(), None)
+
+
+def installed_nccls() -> Iterator[InstalledNccl]:
+    """Those that were found, the one of torch first; each is looked for when it is asked for."""
+    torch = _distribution("torch")
+    own = _of_torch(torch) if torch is not None else None
+    if own is not None:
+        yield own
+    elif (package := _of_packages(_PACKAGES)) is not None:
+        yield package
+    found = _told(_ASK_LIBRARY, _LIBRARY)
+    if found:
+        yield InstalledNccl(version=found, source=f"{_LIBRARY} as the system finds it")
+
+
+def _of_torch(torch: metadata.Distribution) -> InstalledNccl | None:
+    """What torch loads; None where it is built without NCCL, or does not say."""
+    name = f"torch {torch.version}"
+    needed = [
+        match[0].replace("_", "-") for one in torch.requires or () if (match := _NEEDED.match(one))
+    ]
+    package = _of_packages(needed)
+    if package is not None:
+        return InstalledNccl(
+            version=package.version, source=f"{package.source}, which {name} loads"
+        )
+    if not Path(str(torch.locate_file("torch/lib/libtorch_cuda.so"))).exists():
+        return None
+    found = _told(_ASK_TORCH)
+    return InstalledNccl(version=found, source=f"in {name}") if found else None
+
+
+def _of_packages(names: Sequence[str]) -> InstalledNccl | None:
+    """What the first of these packages that is installed has."""
+    for name in names:
+        package = _distribution(name)
+        if package is None:
+            continue
+        version = package.version
+        if sum(_distribution(other) is not None for other in _PACKAGES) > 1:
+            # They put the library in one place: whichever came last is there.
+            place = package.locate_file(f"nvidia/nccl/lib/{_LIBRARY}")
+            version = _told(_ASK_LIBRARY, str(place)) or version
+        match = _NUMBER.match(version)
+        if match is not None:
+            return InstalledNccl(version=match[0], source=f"of the package {name}")
+    return None
+
+
+def _distribution(name: str) -> metadata.Distribution | None:
+    try:
+        return metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _told(program: str, *arguments: str) -> str:
+    """The version that a Python program prints; "" if it prints none."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    match = _NUMBER.fullmatch(done.stdout.strip())
+    return match[0] if match is not None and done.returncode == 0 else ""

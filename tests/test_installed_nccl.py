@@ -1,0 +1,181 @@
+"""Which NCCL is found, by packages laid out as pip does, and a library built here."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.cli.nccl_here import version_here, version_of_hosts
+from tccl_py.health.doctor.examine import examine
+from tccl_py.health.doctor.host import Host
+from tccl_py.topology.readers.installed_nccl import InstalledNccl, installed_nccls
+
+needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc, which is not here")
+TORCH = "the package nvidia-nccl-cu12, which torch 2.11.0 loads"
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder of packages that come before those that are installed."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    # No NCCL of the machine that the tests run on counts.
+    install(tmp_path, "torch", "0.0.0")
+    return tmp_path
+
+
+def install(site, name, version, *needs):
+    folder = site / f"{name.replace('-', '_')}-0.dist-info"
+    folder.mkdir(exist_ok=True)
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {one}" for one in needs]
+    (folder / "METADATA").write_text("\n".join(lines) + "\n")
+
+
+def with_torch(site, *needs):
+    install(site, "torch", "2.11.0", "filelock", *needs)
+
+
+def library(folder, number, result=0):
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "nccl.c"
+    source.write_text(f"int ncclGetVersion(int *v) {{ *v = {number}; return {result}; }}\n")
+    target = folder / "libnccl.so.2"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", target, source], check=True)
+
+
+def first():
+    return next(installed_nccls(), None)
+
+
+def test_the_package_that_torch_needs_is_what_torch_loads(site):
+    with_torch(site, "nvidia-nccl-cu12==2.28.9; platform_system == 'Linux'")
+    install(site, "nvidia-nccl-cu12", "2.28.9")
+    found = first()
+    assert found == InstalledNccl(version="2.28.9", source=f"of {TORCH}")
+    assert found.minor == "2.28"
+
+
+def test_a_package_counts_without_torch(site):
+    install(site, "nvidia-nccl-cu13", "2.30.7.post1")
+    assert first() == InstalledNccl(version="2.30.7", source="of the package nvidia-nccl-cu13")
+
+
+@needs_cc
+def test_where_two_packages_share_the_file_the_library_says_which_it_is(site):
+    with_torch(site, "nvidia-nccl-cu12==2.28.9")
+    install(site, "nvidia-nccl-cu12", "2.28.9")
+    install(site, "nvidia-nccl-cu13", "2.30.7")
+    library(site / "nvidia" / "nccl" / "lib", 23007)
+    assert first().version == "2.30.7"
+
+
+def test_a_torch_with_nccl_in_its_own_is_asked_in_a_process_of_its_own(site):
+    with_torch(site)
+    (site / "torch" / "lib").mkdir(parents=True)
+    (site / "torch" / "lib" / "libtorch_cuda.so").touch()
+    (site / "torch" / "__init__.py").write_text(
+        "class cuda:\n class nccl:\n  version = lambda: (2, 27, 3)\n"
+    )
+    before = sys.modules.get("torch")
+    assert first() == InstalledNccl(version="2.27.3", source="in torch 2.11.0")
+    assert sys.modules.get("torch") is before
+
+
+@needs_cc
+@pytest.mark.parametrize(("number", "version"), [(22809, "2.28.9"), (2708, "2.7.8")])
+def test_the_systems_library_tells_its_number(site, monkeypatch, number, version):
+    library(site / "lib", number)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(site / "lib"))
+    assert [(one.version, one.source) for one in installed_nccls()] == [
+        (version, "libnccl.so.2 as the system finds it")
+    ]
+
+
+@needs_cc
+def test_a_library_that_fails_and_versions_that_are_none_are_nothing(site, monkeypatch):
+    library(site / "lib", 22809, result=1)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(site / "lib"))
+    with_torch(site, "nvidia-nccl-cu12==x")
+    install(site, "nvidia-nccl-cu12", "unknown")
+    assert list(installed_nccls()) == []
+
+
+# What commands make of it
+
+
+def found_here(monkeypatch, *found):
+    name = "tccl_py.topology.readers.installed_nccl.installed_nccls"
+    monkeypatch.setattr(name, lambda: iter(found))
+
+
+def test_a_plan_of_this_machine_is_for_what_is_installed(monkeypatch, capsys):
+    found_here(monkeypatch, InstalledNccl(version="2.28.9", source=f"of {TORCH}"))
+    assert version_here(None) == "2.28"
+    assert capsys.readouterr().err == (
+        f"tccl: planned for NCCL 2.28: 2.28.9 is here, of {TORCH}; --nccl VERSION plans for "
+        "another\n"
+    )
+
+
+def test_without_any_a_plan_is_for_the_newest_and_says_so(monkeypatch, capsys):
+    found_here(monkeypatch)
+    assert version_here(None) == "2.30"
+    assert capsys.readouterr().err == (
+        "tccl: planned for NCCL 2.30, the newest known: none was found here; --nccl VERSION plans "
+        "for another\n"
+    )
+
+
+def test_what_was_asked_for_is_planned_without_a_word(monkeypatch, capsys):
+    found_here(monkeypatch, InstalledNccl(version="2.28.9", source="x"))
+    assert version_here("2.18") == version_of_hosts("2.18", "2.28.9") == "2.18"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("told", "version", "said"),
+    [
+        ("2.28.9", "2.28", "tccl: planned for NCCL 2.28: 2.28.9 is on all hosts; --nccl"),
+        ("none", "2.30", "tccl: planned for NCCL 2.30, the newest known: the hosts have none"),
+    ],
+)
+def test_a_plan_of_hosts_is_for_what_they_told(told, version, said, capsys):
+    assert version_of_hosts(None, told) == version
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_simulated_plan_is_for_the_newest_whatever_is_installed(monkeypatch, tmp_path):
+    found_here(monkeypatch, InstalledNccl(version="2.18.3", source="x"))
+    words = ["plan", "-o", str(tmp_path / "p"), "--simulate", "h200x4-vm", "--max-sets", "5"]
+    result = CliRunner().invoke(app, [*words, "--gpus", "0,1"])
+    assert result.exit_code == 0, result.output
+    assert "settings     NCCL 2.30" in result.stdout
+    assert "2.18" not in result.output
+
+
+def test_the_doctor_says_which_versions_are_there():
+    found = (
+        InstalledNccl(version="2.21.5", source="of one"),
+        InstalledNccl(version="2.30.7", source="another"),
+        InstalledNccl(version="2.21.4", source="the same to a plan"),
+    )
+    notes = [one for one in examine(Host(nccl=found)).findings if one.check == "nccl"]
+    assert [(one.severity, one.what, one.where) for one in notes] == [
+        (
+            "note",
+            "NCCL 2.21.5 is installed, which was not checked and is taken for 2.18",
+            "of one",
+        ),
+        ("note", "NCCL 2.30.7 is installed as well", "another"),
+    ]
+    assert notes[1].mend == "plan with --nccl 2.30 where jobs have that one"
+
+
+def test_the_doctor_says_where_no_nccl_was_found():
+    unseen = [one for one in examine(Host(nccl=())).unseen if one.check == "nccl"]
+    assert [one.why for one in unseen] == ["none was found; `tccl plan --nccl` names one"]
