@@ -23,7 +23,7 @@ from tccl_py.topology.readers.live import discover_machine
 from tccl_py.transfers.transfer import Place, TransferSet
 
 if TYPE_CHECKING:
-    from tccl_profiler.profiler import Profiler
+    from tccl_profiler.profiler import Options, Profiler
     from tccl_profiler.session import Session
 
 Backend = Literal["cuda", "host"]
@@ -136,12 +136,8 @@ def measured_machine(backend: str | None, devices: int | None) -> MeasuredMachin
     Raises:
         InputError: an unknown backend, no GPU, or a number of devices that cannot be.
     """
-    if backend is not None and backend not in get_args(Backend):
-        raise InputError(f"--backend {backend[:20]!r}", "is not known", "one of cuda, host")
-    if backend == "host":
+    if check_backend(backend, devices) == "host":
         return _host(devices)
-    if devices is not None:
-        raise InputError("--devices", "is of the host backend", "add --backend host")
     try:
         machine, knowledge, fingerprint = discover_machine()
     except InputError as error:
@@ -149,6 +145,22 @@ def measured_machine(backend: str | None, devices: int | None) -> MeasuredMachin
     return MeasuredMachine(
         backend="cuda", machine=machine, knowledge=knowledge, fingerprint=fingerprint
     )
+
+
+def check_backend(backend: str | None, devices: int | None) -> Backend:
+    """The backend that options ask for; None is `cuda`.
+
+    Raises:
+        InputError: an unknown backend, or a number of devices beside GPUs.
+    """
+    known: dict[str, Backend] = {name: name for name in get_args(Backend)}
+    chosen = known.get("cuda" if backend is None else backend)
+    if chosen is None:
+        where = f"--backend {str(backend)[:20]!r}"
+        raise InputError(where, "is not known", f"one of {', '.join(known)}")
+    if devices is not None and chosen != "host":
+        raise InputError("--devices", "is of the host backend", "add --backend host")
+    return chosen
 
 
 def _host(devices: int | None) -> MeasuredMachine:
@@ -328,15 +340,24 @@ def open_session(place: MeasuredMachine, gpus: Sequence[int] | None, care: Care)
     Raises:
         InputError: a GPU that the machine does not have.
     """
-    from tccl_profiler.profiler import Options  # noqa: PLC0415
     from tccl_profiler.session import Session  # noqa: PLC0415
+
+    return Session(
+        place.machine,
+        place.fingerprint,
+        backend=place.backend,
+        gpus=gpus,
+        options=profiler_options(care),
+    )
+
+
+def profiler_options(care: Care) -> Options:
+    """The care as the profiler takes it."""
+    from tccl_profiler.profiler import Options  # noqa: PLC0415
     from tccl_profiler.statistics import Stopping  # noqa: PLC0415
 
-    options = Options(
+    return Options(
         stopping=Stopping(target=care.target, limit=care.repeats),
         meeting=care.meeting,
         check="every" if care.check else "once",
-    )
-    return Session(
-        place.machine, place.fingerprint, backend=place.backend, gpus=gpus, options=options
     )

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from tccl_py.cli.hardware import Care
+from tccl_py.cli.hardware import Care, check_backend, profiler_options
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.measurements.journal import JournalHeader
 from tccl_py.measurements.measurement import Measurement
@@ -87,25 +88,14 @@ def open_cluster(
         InputError: an unknown backend, or a number of devices beside GPUs.
     """
     from tccl_profiler.cluster.session import LIMITS, ClusterSession  # noqa: PLC0415
-    from tccl_profiler.profiler import Options  # noqa: PLC0415
-    from tccl_profiler.statistics import Stopping  # noqa: PLC0415
 
-    if backend not in (None, "cuda", "host"):
-        raise InputError(f"--backend {str(backend)[:20]!r}", "is not known", "one of cuda, host")
-    if devices is not None and backend != "host":
-        raise InputError("--devices", "is of the host backend", "add --backend host")
     return ClusterSession(
         job,
-        backend="host" if backend == "host" else "cuda",
+        backend=check_backend(backend, devices),
         devices=devices,
         interfaces=tuple(interfaces.split(",")) if interfaces else (),
         expected=expected,
-        options=Options(
-            stopping=Stopping(target=careful.target, limit=careful.repeats),
-            limits=LIMITS,
-            meeting=careful.meeting,
-            check="every" if careful.check else "once",
-        ),
+        options=msgspec.structs.replace(profiler_options(careful), limits=LIMITS),
     )
 
 
