@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +33,7 @@ from tccl_py.cli.hardware import (
 from tccl_py.cli.interrupts import INTERRUPTED, interrupts_put_off
 from tccl_py.cli.jobs import InterfacesOption, in_job
 from tccl_py.cli.measure import simulation_header
+from tccl_py.cli.measured_notices import measured_notices
 from tccl_py.cli.nccl_here import version_here
 from tccl_py.cli.plan_cluster import (
     ClusterOptions,
@@ -68,10 +68,6 @@ from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
 
 _MAX_RINGS = 16
-_MANY = 0.1
-"""More sets than this (of all measured) whose rates vary are worth a word."""
-_FEW = 5
-"""Sets that could not be measured, named in a plan."""
 
 
 def plan(
@@ -332,17 +328,8 @@ class _Here:
             notice_each(journalled.notices)
             made = task.plan(self.machine, self._place.knowledge, journalled, line)
             conditions = source.conditions
-        notices = [*made.notices, *source.notices]
-        if conditions:
-            notices.append(f"while it was measured: {conditions}")
-        if source.unsettled > source.count * _MANY:
-            notices.append(
-                f"rates vary: {source.unsettled} of {source.count} sets measured did not come as "
-                f"close as --target {self._care.target:g}; other work, clocks or heat may disturb "
-                "them"
-            )
-        notices += [f"left out, as it cannot be measured: {text}" for text in _few(source.failures)]
-        return msgspec.structs.replace(made, notices=tuple(notices))
+        noticed = measured_notices(source, self._care, conditions)
+        return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 
     def write(self, made: Plan, output: Path) -> None:
         """Write a plan with the machine, what is known of it and its fingerprint."""
@@ -350,11 +337,6 @@ class _Here:
 
 
 _Subject = _Model | _Here
-
-
-def _few(texts: Sequence[str]) -> list[str]:
-    """The first few different ones."""
-    return list(dict.fromkeys(texts))[:_FEW]
 
 
 def _finish(made: Plan, output: Path, json: bool) -> None:

@@ -12,6 +12,7 @@ from tccl_py.cli.arguments import notice_each
 from tccl_py.cli.hardware import Care
 from tccl_py.cli.jobs import ClusterHardware
 from tccl_py.cli.measure import simulation_header
+from tccl_py.cli.measured_notices import measured_notices
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.cluster.hostlist import HostSlots, read_host_list
 from tccl_py.cluster.hosts import Cluster, HostReport, cluster_of
@@ -254,16 +255,8 @@ class MeasuredCluster:
         made = msgspec.structs.replace(
             made, sets_measured=source.count, sets_remembered=max(0, asked - source.count)
         )
-        notices = [*made.notices, *odd, *source.notices]
-        if source.conditions:
-            notices.append(f"while it was measured: {source.conditions}")
-        if source.unsettled > source.count / 10:
-            notices.append(
-                f"rates vary: {source.unsettled} of {source.count} sets measured did not come as "
-                f"close as --target {self._care.target:g}"
-            )
-        failures = list(dict.fromkeys(source.failures))[:5]
-        notices += [f"left out, as it cannot be measured: {text}" for text in failures]
+        noticed = measured_notices(source, self._care, source.conditions)
+        notices = (*made.notices, *odd, *noticed)
         return msgspec.structs.replace(made, notices=tuple(dict.fromkeys(notices)))
 
     @property
