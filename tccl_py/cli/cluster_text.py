@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
+from tccl_py.cli.plan_text import bound_text, effort_text, marked_rate, settings_text
 from tccl_py.cluster.expressions import compress
 from tccl_py.cluster_plan.plan import ClusterPlan, PlanChain
 from tccl_py.runtimes.nccl.settings import environment
@@ -67,8 +68,8 @@ def flows_table(plan: ClusterPlan) -> Table:
         slowest = min(rate for chain in passage.chains for rate in chain.gbps)
         for ring, chain in enumerate(passage.chains):
             for flow, rate in zip(chain.flows, chain.gbps, strict=True):
-                mark = " (slowest)" if rate == slowest else ""
-                table.add_row(name, str(number), str(ring), f"{rate:.2f}{mark}", flow)
+                marked = marked_rate(rate, slowest=rate == slowest)
+                table.add_row(name, str(number), str(ring), marked, flow)
     return table
 
 
@@ -128,17 +129,13 @@ def _lines(plan: ClusterPlan) -> Iterator[tuple[str, str]]:
     yield "slowest flow", f"{gbps:.2f} GB/s: {flow} on {name}"
     if plan.whole_ring_gbps is not None:
         yield "whole rings", f"{plan.whole_ring_gbps:.2f} GB/s with all hosts at once ({mark})"
-    yield "bound", _bound(plan)
+    yield "bound", bound_text(plan.bound_gbps, proven=plan.proven)
     gain = plan.rate_gbps / plan.stock.rate_gbps
     note = f", {plan.stock.note}" if plan.stock.note else ""
     text = f"{plan.stock.rate_gbps:.2f} GB/s ({mark}); the plan is {gain:.2f}x{note}"
     yield "stock NCCL", text
-    variables = " ".join(f"{k}={v}" for k, v in environment(plan.settings).items())
-    checked = "" if plan.settings_verified else " (this version was not checked)"
-    yield "settings", f"NCCL {plan.settings.version}{checked}: {variables or 'defaults'}"
-    done = "simulated" if plan.simulated else "measured"
-    kept = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"
-    yield "effort", f"{plan.sets_measured} sets {done}, {kept}"
+    yield "settings", settings_text(plan.settings, checked=plan.settings_verified)
+    yield "effort", effort_text(plan)
 
 
 def _order(plan: ClusterPlan) -> str:
@@ -147,10 +144,3 @@ def _order(plan: ClusterPlan) -> str:
         return text
     begin = text[:_MOST_ORDER].rpartition(",")[0]
     return f"{begin}, ... (nccl/order/hosts.txt has all)"
-
-
-def _bound(plan: ClusterPlan) -> str:
-    if plan.bound_gbps is None:
-        return "not known"
-    proof = "proven best within 1 % under these settings" if plan.proven else "not proven best"
-    return f"{plan.bound_gbps:.2f} GB/s, {proof}"

@@ -8,8 +8,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.plan.plan import Plan
-from tccl_py.runtimes.nccl.settings import environment
+from tccl_py.runtimes.nccl.settings import Settings, environment
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -46,6 +47,25 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"note: {notice}")
 
 
+def hops_table(plan: Plan) -> Table:
+    """Every hop of every ring with its rate beside all others."""
+    table = Table("ring", "from", "to", "GB/s", "flow")
+    for number, ring in enumerate(plan.rings):
+        for hop in ring.hops:
+            rate = marked_rate(hop.gbps, slowest=hop == ring.bottleneck)
+            table.add_row(str(number), f"G{hop.source}", f"G{hop.target}", rate, hop.flow)
+    return table
+
+
+def marked_rate(gbps: float, *, slowest: bool) -> str:
+    """A rate in a table of flows.
+
+    >>> marked_rate(12.345, slowest=True)
+    '12.35 (slowest)'
+    """
+    return f"{gbps:.2f}{' (slowest)' if slowest else ''}"
+
+
 def _list(gpus: tuple[int, ...]) -> str:
     return ",".join(str(gpu) for gpu in gpus)
 
@@ -63,7 +83,7 @@ def _summary(plan: Plan) -> Table:
     mark = plan.provenance
     channels = plan.settings.channels
     table.add_row("rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), over {channels} channels")
-    table.add_row("bound", _bound(plan))
+    table.add_row("bound", bound_text(plan.bound_gbps, proven=plan.proven))
     gain = plan.rate_gbps / plan.stock.rate_gbps if plan.stock.rate_gbps else float("inf")
     note = f", {plan.stock.note}" if plan.stock.note else ""
     table.add_row(
@@ -76,19 +96,28 @@ def _summary(plan: Plan) -> Table:
             f"{plan.free.rate_gbps:.2f} GB/s if every hop could choose how it moves bytes; "
             f"stock NCCL's settings lose {lost:.0%}",
         )
-    variables = " ".join(f"{k}={v}" for k, v in environment(plan.settings).items())
-    checked = "" if plan.settings_verified else " (this version was not checked)"
-    table.add_row("settings", f"NCCL {plan.settings.version}{checked}: {variables or 'defaults'}")
-    table.add_row(
-        "effort",
-        f"{plan.sets_measured} sets {'simulated' if plan.simulated else 'measured'}, "
-        f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry",
-    )
+    table.add_row("settings", settings_text(plan.settings, checked=plan.settings_verified))
+    table.add_row("effort", effort_text(plan))
     return table
 
 
-def _bound(plan: Plan) -> str:
-    if plan.bound_gbps is None:
+def bound_text(bound_gbps: float | None, *, proven: bool) -> str:
+    """What no rings exceed, and whether the plan's are as good."""
+    if bound_gbps is None:
         return "not known"
-    proof = "proven best within 1 % under these settings" if plan.proven else "not proven best"
-    return f"{plan.bound_gbps:.2f} GB/s, {proof}"
+    proof = "proven best within 1 % under these settings" if proven else "not proven best"
+    return f"{bound_gbps:.2f} GB/s, {proof}"
+
+
+def settings_text(settings: Settings, *, checked: bool) -> str:
+    """A version of NCCL and the variables that it is to have."""
+    variables = " ".join(f"{k}={v}" for k, v in environment(settings).items())
+    note = "" if checked else " (this version was not checked)"
+    return f"NCCL {settings.version}{note}: {variables or 'defaults'}"
+
+
+def effort_text(plan: Plan | ClusterPlan) -> str:
+    """How many sets a plan has cost."""
+    done = "simulated" if plan.simulated else "measured"
+    kept = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"
+    return f"{plan.sets_measured} sets {done}, {kept}"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from tccl_py.cli.arguments import JsonOption, print_json, results
 from tccl_py.cli.cluster_text import cluster_json, flows_table, print_cluster
-from tccl_py.cli.plan_text import plan_json, print_plan
-from tccl_py.cluster_plan.plan import is_cluster_plan, load_cluster_plan
+from tccl_py.cli.plan_text import hops_table, plan_json, print_plan
+from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.plan.plan import Plan, load_plan
+
+_Plan = TypeVar("_Plan", Plan, ClusterPlan)
 
 
 def show(
@@ -34,34 +38,25 @@ def show(
         tccl show my-plan --hops
     """
     if is_cluster_plan(directory):
-        _show_cluster(directory, hops=hops, json=json)
-        return
-    plan = load_plan(directory)
+        cluster = load_cluster_plan(directory)
+        _show(cluster, cluster_json, print_cluster, flows_table if hops else None, json=json)
+    else:
+        plan = load_plan(directory)
+        _show(plan, plan_json, print_plan, hops_table if hops else None, json=json)
+
+
+def _show(
+    plan: _Plan,
+    as_json: Callable[[_Plan], object],
+    as_text: Callable[[_Plan, Console], None],
+    table: Callable[[_Plan], Table] | None,
+    *,
+    json: bool,
+) -> None:
     if json:
-        print_json(plan_json(plan))
+        print_json(as_json(plan))
         return
     console = results()
-    print_plan(plan, console)
-    if hops:
-        console.print(_hops(plan))
-
-
-def _show_cluster(directory: Path, *, hops: bool, json: bool) -> None:
-    plan = load_cluster_plan(directory)
-    if json:
-        print_json(cluster_json(plan))
-        return
-    console = results()
-    print_cluster(plan, console)
-    if hops:
-        console.print(flows_table(plan))
-
-
-def _hops(plan: Plan) -> Table:
-    table = Table("ring", "from", "to", "GB/s", "flow")
-    for number, ring in enumerate(plan.rings):
-        for hop in ring.hops:
-            mark = " (slowest)" if hop == ring.bottleneck else ""
-            rate = f"{hop.gbps:.2f}{mark}"
-            table.add_row(str(number), f"G{hop.source}", f"G{hop.target}", rate, hop.flow)
-    return table
+    as_text(plan, console)
+    if table is not None:
+        console.print(table(plan))
