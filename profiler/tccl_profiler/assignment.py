@@ -5,15 +5,14 @@ Every flow becomes pieces, one at each GPU that moves it; pieces that meet at a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from tccl_profiler.pieces import Layout, Piece, device_of, pieces_of
+from tccl_profiler.pieces import Layout, Network, Piece, device_of, is_carried, pieces_of
 from tccl_profiler.program import (
     MAX_COPIES,
     Copy,
     DeviceProgram,
-    End,
     Lane,
     Part,
     Program,
@@ -33,12 +32,20 @@ FEW_BLOCKS = 4
 """Blocks that check a path, and FIFOs that a copy engine goes through, if a flow names none."""
 NETWORK_BLOCKS = 2
 """Lanes of a flow over the network that names no number of them; NCCL has two channels at least."""
+CARRIED_GROUP_US = 5_000.0
+"""A collective of NCCL begins when the one before has ended, tens of microseconds later."""
+COPIED_GROUP_US = 500.0
+"""A stamp is a kernel between copies and costs them some ten microseconds."""
 LEAST_COUPLED_SLICES = 3
 """A closed ring needs room beside the chunk of two slices that each lane begins with."""
 
 
 def program_for(
-    transfers: TransferSet, *, lanes: Mapping[str, int], meeting: Meeting = "pass-on"
+    transfers: TransferSet,
+    *,
+    lanes: Mapping[str, int],
+    meeting: Meeting = "pass-on",
+    network: Network = "tcp",
 ) -> Program:
     """Work out who does what for a set, on however many hosts.
 
@@ -46,17 +53,18 @@ def program_for(
         transfers: the set.
         lanes: how many blocks each device can run at once, by its name: `G0`, `h1.N0`.
         meeting: what flows that meet at a GPU do.
+        network: what moves flows from host to host.
 
     Raises:
         MeasurementError: a place that is not among them, or too many blocks.
     """
-    _refuse(transfers, lanes)
+    _refuse(transfers, lanes, network)
     layout = Layout()
-    shares = _free_blocks(transfers, lanes)
+    shares = _free_blocks(transfers, lanes, network)
     pieces = [
         piece
         for number, flow in enumerate(transfers.flows)
-        for piece in pieces_of(layout, number, flow, flow.blocks or shares[number])
+        for piece in pieces_of(layout, number, flow, flow.blocks or shares[number], network)
     ]
     devices, parts = _assigned(pieces, meeting)
     for device, program in devices.items():
@@ -116,10 +124,12 @@ def _host_end(flow: Flow) -> Place:
     return flow.source if flow.source.kind == "C" else flow.destination
 
 
-def _refuse(transfers: TransferSet, lanes: Mapping[str, int]) -> None:
+def _refuse(transfers: TransferSet, lanes: Mapping[str, int], network: Network) -> None:
     for flow in transfers.flows:
+        # NCCL's NICs are no devices of ours.
+        others = "CN" if is_carried(flow, network) else "C"
         for place in (p for one in flow.transfers for p in _places(one)):
-            if place.kind != "C" and device_of(place) not in lanes:
+            if place.kind not in others and device_of(place) not in lanes:
                 raise MeasurementError(
                     f"{flow}: {place} is not measured here; {_known(place.host, lanes)}"
                 )
@@ -147,18 +157,19 @@ def _places(transfer: Transfer) -> tuple[Place, ...]:
     return (transfer.source, transfer.executor, transfer.destination)
 
 
-def _free_blocks(transfers: TransferSet, lanes: Mapping[str, int]) -> list[int]:
+def _free_blocks(transfers: TransferSet, lanes: Mapping[str, int], network: Network) -> list[int]:
     """Blocks of each flow that names none: an equal share of what its busiest device has left."""
     left, sharers = dict(lanes), dict.fromkeys(lanes, 0)
-    for flow in transfers.flows:
-        for device in _executors(flow):
+    used = [_executors(flow, network) for flow in transfers.flows]
+    for flow, devices in zip(transfers.flows, used, strict=True):
+        for device in devices:
             left[device] -= flow.blocks or 0
             sharers[device] += not flow.blocks
     return [
-        max(1, min([_most(flow), *(left[i] // sharers[i] for i in _executors(flow) if sharers[i])]))
+        max(1, min([_most(flow), *(left[i] // sharers[i] for i in devices if sharers[i])]))
         if not any(one.uses_copy_engine for one in flow.transfers)
         else FEW_BLOCKS
-        for flow in transfers.flows
+        for flow, devices in zip(transfers.flows, used, strict=True)
     ]
 
 
@@ -166,9 +177,11 @@ def _most(flow: Flow) -> int:
     return NETWORK_BLOCKS if flow.is_network else FREE_BLOCKS
 
 
-def _executors(flow: Flow) -> set[str]:
+def _executors(flow: Flow, network: Network) -> set[str]:
     """The devices whose blocks, or lanes, move a flow: of one that a NIC takes from a GPU's memory,
     the GPU's too."""
+    if is_carried(flow, network):
+        return {str(flow.source), str(flow.destination)}
     if flow.is_network:
         places = {place for one in flow.transfers for place in _places(one)}
         return {device_of(place) for place in places if place.kind != "C"}
@@ -190,7 +203,7 @@ def _assigned(
         if piece.engine:
             mine = copies.setdefault(piece.device, [])
             where[i] = _part(piece, "copy", len(mine))
-            mine.extend(_copy(piece, end) for end in piece.ends)
+            mine.extend(_copies(piece))
             continue
         own = lanes.setdefault(piece.device, [])
         other = pairs.get(i)
@@ -232,12 +245,21 @@ def _part(piece: Piece, kind: Literal["incoming", "outgoing", "copy"], first: in
         slice_bytes=piece.slice_bytes,
         slices=piece.ends[0].slices,
         piped=piece.piped,
+        group_us=CARRIED_GROUP_US if piece.links else COPIED_GROUP_US,
     )
 
 
-def _copy(piece: Piece, end: End) -> Copy:
-    source, destination = (end, None) if piece.kind == "incoming" else (None, end)
-    return Copy(source=source, destination=destination, slice_bytes=piece.slice_bytes)
+def _copies(piece: Piece) -> Iterator[Copy]:
+    size, incoming = piece.slice_bytes, piece.kind == "incoming"
+    if piece.links:
+        for link in piece.links:
+            yield Copy(
+                source=None, destination=None, slice_bytes=size, link=link, sends=not incoming
+            )
+        return
+    for end in piece.ends:
+        source, destination = (end, None) if incoming else (None, end)
+        yield Copy(source=source, destination=destination, slice_bytes=size)
 
 
 def _pairs(pieces: Sequence[Piece]) -> dict[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from tccl_profiler.control import Control
 from tccl_profiler.links import Endpoint
@@ -36,13 +36,7 @@ class Device(Protocol):
     def ping(self, count: int) -> Pinged:
         """Compare the device's clock with CLOCK_MONOTONIC, `count` times; nothing else runs."""
 
-    def close(self) -> None:
-        """Give everything back."""
-
-
-@runtime_checkable
-class LinkedDevice(Device, Protocol):
-    """A device whose lanes send and receive over links: a NIC. Links stay from run to run."""
+    # Links to devices of other hosts, a NIC's or NCCL's: they stay from run to run.
 
     def listen(self, links: Sequence[Link]) -> tuple[Endpoint, ...]:
         """Begin to wait for links, and say where."""
@@ -55,3 +49,6 @@ class LinkedDevice(Device, Protocol):
 
     def usable(self) -> tuple[Link, ...]:
         """The links that a run can use."""
+
+    def close(self) -> None:
+        """Give everything back."""

@@ -1,4 +1,4 @@
-"""What a pool asks of its NICs' workers, so that links come to be."""
+"""What a pool asks of its workers, so that links to other hosts come to be."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Linking:
     """
 
     def __init__(self, workers: Sequence[WorkerProcess], *, link_s: float, answer_s: float) -> None:
-        self._nics = {one.spec.device: one for one in workers if is_nic(one.spec.device)}
+        self._workers = {one.spec.device: one for one in workers}
         self._link_s, self._answer_s = link_s, answer_s
 
     def usable(self) -> frozenset[Link]:
         """The links that are there and clean."""
-        answers = self._all([(worker, AskLinks()) for worker in self._nics.values()])
+        answers = self._all([(worker, AskLinks()) for worker in self._workers.values()])
         found: set[Link] = set()
         for one in answers:
             assert isinstance(one, Linked)
@@ -83,15 +83,18 @@ class Linking:
     def _shares(
         self, links: Sequence[Link], end: Callable[[Link], str]
     ) -> list[tuple[WorkerProcess, list[Link]]]:
-        """Links by the NIC of this pool that has an end of them."""
+        """Links by the NIC of this pool that has an end of them, or by the GPU that NCCL is on."""
         shares: dict[str, list[Link]] = {}
         for link in links:
             device = local(end(link))
-            if device not in self._nics:
-                known = ", ".join(self._nics) or "none"
-                raise MeasurementError(f"{link}: {device} is no NIC of this pool; it has {known}")
+            known = [one for one in self._workers if is_nic(one) != bool(link.carrier)]
+            if device not in known:
+                kind, others = "GPU" if link.carrier else "NIC", ", ".join(known) or "none"
+                raise MeasurementError(
+                    f"{link}: {device} is no {kind} of this pool; it has {others}"
+                )
             shares.setdefault(device, []).append(link)
-        return [(self._nics[device], share) for device, share in shares.items()]
+        return [(self._workers[device], share) for device, share in shares.items()]
 
     def _all(self, asked: Sequence[Asked]) -> list[FromWorker]:
         """Ask workers at once, and hear all of them, also where one refuses.

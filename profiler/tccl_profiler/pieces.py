@@ -2,7 +2,7 @@
 
 A direct flow or a bounce has an end at each GPU. One over the network has up to four: a kernel
 fills a FIFO, a NIC takes slices out and sends them; at the other host a NIC receives slices into a
-FIFO, a kernel empties it.
+FIFO, a kernel empties it. Where NCCL carries it, it has an end at each GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tccl_profiler.program import (
     COUNTER_BYTES,
     COUNTERS,
     Address,
+    Carrier,
     End,
     Link,
 )
@@ -30,12 +31,17 @@ FREE_BYTES = 64 * 1024 * 1024
 FREE_SLICE_BYTES = 256 * 1024
 COPY_BYTES = 64 * 1024 * 1024
 """What a copy engine is given at once, where no FIFO sets the size."""
+CARRIED_BYTES = 1024 * 1024
+"""What NCCL carries is counted in these; how many it is given at once, its pace says."""
+
+Network = Literal["tcp", "nccl"]
+"""What moves a flow from host to host: NICs' lanes over TCP, or NCCL where both ends are GPUs."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """One end of a flow on one device, not yet paired with another: `ends[b]` is its block b's.
 
-    A NIC's has a link for each of them.
+    A NIC's has a link for each of them, and so has one that NCCL carries.
     """
 
     flow: int
@@ -55,7 +61,7 @@ class Layout:
     def __init__(self) -> None:
         self._counters: dict[str, int] = {}
         self._bytes: dict[str, int] = {}
-        self._links: dict[tuple[str, str], list[Link]] = {}
+        self._links: dict[tuple[str, str, Carrier | None], list[Link]] = {}
 
     def counter(self, space: str) -> Address:
         """The next counter of a space.
@@ -77,10 +83,10 @@ class Layout:
         self._bytes[space] = offset + (size + 4095) // 4096 * 4096
         return Address(space, offset)
 
-    def link(self, sender: str, receiver: str) -> Link:
-        """The next link between two NICs."""
-        known = self._links.setdefault((sender, receiver), [])
-        known.append(Link(sender, receiver, len(known)))
+    def link(self, sender: str, receiver: str, carrier: Carrier | None = None) -> Link:
+        """The next link between two NICs, or two GPUs by the same carrier."""
+        known = self._links.setdefault((sender, receiver, carrier), [])
+        known.append(Link(sender, receiver, len(known), carrier))
         return known[-1]
 
     def sizes(self) -> dict[str, int]:
@@ -101,9 +107,20 @@ def device_of(place: Place) -> str:
     return str(Place("G", place.index, place.host)) if place.kind == "D" else str(place)
 
 
-def pieces_of(layout: Layout, number: int, flow: Flow, blocks: int) -> Iterator[Piece]:
+def is_carried(flow: Flow, network: Network) -> bool:
+    """Whether NCCL carries a flow from host to host."""
+    return (
+        network == "nccl" and flow.is_network and flow.source.kind == flow.destination.kind == "G"
+    )
+
+
+def pieces_of(
+    layout: Layout, number: int, flow: Flow, blocks: int, network: Network = "tcp"
+) -> Iterator[Piece]:
     """The ends of flow `number` of a set, in the order of the bytes."""
-    if flow.is_network:
+    if is_carried(flow, network):
+        yield from _carried(layout, number, flow, blocks)
+    elif flow.is_network:
         yield from _network(layout, number, flow, blocks)
     elif flow.is_bounce or (
         flow.blocks is not None
@@ -190,6 +207,41 @@ def _network(layout: Layout, number: int, flow: Flow, blocks: int) -> Iterator[P
     yield piece(receiver, "outgoing", filled)
     if flow.destination.kind == "G":
         yield piece(str(flow.destination), "incoming", taken)
+
+
+def _carried(layout: Layout, number: int, flow: Flow, blocks: int) -> Iterator[Piece]:
+    """A flow from host to host that is NCCL's from GPU to GPU, FIFOs and all.
+
+    Raises:
+        MeasurementError: it passes a second GPU, which a communicator of two has none of.
+    """
+    at = next(i for i, one in enumerate(flow.transfers) if one.executor.kind == "N")
+    over, into = flow.transfers[at : at + 2]
+    between = {over.source, into.destination} - {flow.source, flow.destination}
+    if any(place.kind == "G" for place in between):
+        raise MeasurementError(
+            f"{flow}: NCCL's communicator of two GPUs cannot send through a third one's memory"
+        )
+    carrier = Carrier(
+        nic_out=over.executor.index,
+        nic_in=into.executor.index,
+        channels=blocks,
+        fifo_bytes=(flow.fifo or Fifo()).bytes,
+        direct_out=over.source == flow.source,
+        direct_in=into.destination == flow.destination,
+    )
+    link = layout.link(str(flow.source), str(flow.destination), carrier)
+    for place, kind in ((flow.source, "outgoing"), (flow.destination, "incoming")):
+        yield Piece(
+            flow=number,
+            device=str(place),
+            kind="outgoing" if kind == "outgoing" else "incoming",
+            # NCCL has memory of its own.
+            ends=(End(data=Address(str(place), 0), slices=1, seed=_seed(number, 0)),),
+            slice_bytes=CARRIED_BYTES,
+            engine=True,
+            links=(link,),
+        )
 
 
 def _beside_nic(

@@ -82,6 +82,7 @@ class Pool:
         self._broken = False
         self._running: Running | None = None
         self._pids: set[int] = set()
+        self._variables: Mapping[str, str] = {}
 
     @property
     def lanes(self) -> Mapping[str, int]:
@@ -150,7 +151,7 @@ class Pool:
     def _spawn(self, slot: int, spec: DeviceSpec) -> None:
         """Start a worker and tell it who it is; from then on it is among those that are ended."""
         assert self._lifeline is not None and self._control is not None
-        worker = spawned(slot, spec)
+        worker = spawned(slot, spec, self._variables)
         self._workers.append(worker)
         self._pids.add(worker.process.pid)
         start = Start(
@@ -238,12 +239,17 @@ class Pool:
                 os.close(fd)
             self._lifeline = None
 
-    def restart(self) -> None:
+    def restart(self, variables: Mapping[str, str] | None = None) -> None:
         """Give up all workers and start new ones.
+
+        Args:
+            variables: what their environment has beside this process's; None is as before.
 
         Raises:
             MeasurementError: as `start`.
         """
+        if variables is not None:
+            self._variables = variables
         self._broken = True
         self._end()
         self.start()

@@ -15,6 +15,7 @@ from tccl_profiler.assignment import Meeting, checkable, program_for
 from tccl_profiler.clock import Clock, offset_from_pings
 from tccl_profiler.control import MAX_STAMPS
 from tccl_profiler.messages import Pace
+from tccl_profiler.pieces import Network
 from tccl_profiler.program import MAX_REPEATS, Part, Program
 from tccl_profiler.reading import Reading, ToHost, read_outcome
 from tccl_profiler.runs import Runner, Timing
@@ -38,8 +39,6 @@ _PINGS = 16
 _PING_EVERY_S = 0.05
 _TRIAL_GROUPS = 6
 """Slices that a copy moves in a trial, after it has been through its FIFO twice."""
-_GROUP_US = 500.0
-"""A stamp is a kernel between copies and costs them some ten microseconds."""
 _MOST_GROUPS, _MOST_SLICES = 120, 200
 
 
@@ -49,7 +48,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     Repeats go on until every flow's 95 % interval is narrower than `stopping.target`, or its limit;
     once a set has taken `seconds_per_set`, none is added to `stopping.minimum` of them. `check`
     says whether each flow's data are compared once or with every set. `sentinel_every` sets the
-    first set is measured again, to see whether the machine drifts; 0 is never.
+    first set is measured again, to see whether the machine drifts; 0 is never. `network` says what
+    moves flows from host to host; what NCCL carries is compared when its link is made.
     """
 
     stopping: Stopping = msgspec.field(default_factory=Stopping)
@@ -59,6 +59,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     seconds_per_set: float = 5.0
     sentinel_every: int = 100
     seed: int = 0
+    network: Network = "tcp"
 
 
 class Profiler:
@@ -118,7 +119,7 @@ class Profiler:
         Raises:
             MeasurementError: it cannot be run.
         """
-        program = program_for(transfers, lanes=self._pool.lanes, meeting="independent")
+        program = self._program(transfers, "independent")
         self._read_clocks()
         self._run(program, Window(warm_us=0.0, window_us=_EXERCISE_US), None, repeats=1)
 
@@ -168,7 +169,7 @@ class Profiler:
 
     def _measured(self, transfers: TransferSet) -> Measurement:
         options = self.options
-        program = program_for(transfers, lanes=self._pool.lanes, meeting=options.meeting)
+        program = self._program(transfers, options.meeting)
         self._read_clocks()
         self._check(program)
         window, seen = self._repeated(program)
@@ -221,6 +222,11 @@ class Profiler:
         late = lasted_s > self.options.seconds_per_set and len(seen) >= stopping.minimum
         return late or stopping.enough(_rows(seen))
 
+    def _program(self, transfers: TransferSet, meeting: Meeting) -> Program:
+        return program_for(
+            transfers, lanes=self._pool.lanes, meeting=meeting, network=self.options.network
+        )
+
     def _read_clocks(self) -> None:
         """Compare the devices' clocks with the host's, unless that was just done."""
         if self._now() - self._pinged_s < _PING_EVERY_S:
@@ -243,11 +249,15 @@ class Profiler:
         flows = {str(flow) for flow in program.transfers.flows}
         if self.options.check == "once" and flows <= self._checked:
             return
-        proof = program_for(
-            checkable(program.transfers), lanes=self._pool.lanes, meeting=self.options.meeting
-        )
+        proof = self._program(checkable(program.transfers), self.options.meeting)
         for window_ms in _CHECKS_MS:
-            timing = Timing(repeats=1, warm_us=0.0, window_us=window_ms * 1e3, check=True)
+            timing = Timing(
+                repeats=1,
+                warm_us=0.0,
+                window_us=window_ms * 1e3,
+                check=True,
+                paces=_paces(proof, None, window_ms * 1e3),
+            )
             (outcome,) = self._pool.run(proof, timing)
             reading = read_outcome(proof, outcome, timing, self._to_host())
             for flow, wrong in zip(proof.transfers.flows, reading.wrong, strict=True):
@@ -344,7 +354,7 @@ def _pace(part: Part, gbps: float, lasting_us: float, most: int) -> Pace:
     if not gbps:
         return Pace(groups=min(2 * part.slices + _TRIAL_GROUPS, most))
     slice_us, wanted_us = part.slice_bytes / (gbps * 1e3), 1.1 * lasting_us
-    group_us = max(_GROUP_US, wanted_us / (most - 2))
+    group_us = max(part.group_us, wanted_us / (most - 2))
     slices = min(math.ceil(group_us / slice_us), _MOST_SLICES)
     return Pace(groups=min(math.ceil(wanted_us / (slices * slice_us)) + 2, most), slices=slices)
 

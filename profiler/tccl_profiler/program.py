@@ -5,6 +5,9 @@ once. A FIFO is bytes and two counters of slices: how many its writer has put in
 reader has taken out. A copy is a copy engine's share of the same work. A lane of a NIC takes slices
 out of a FIFO and sends them over a link, or puts into one what comes by a link.
 
+A flow over the network may be NCCL's to carry: then it is a copy at each of its two GPUs, which a
+link joins, and no NIC has a lane of it.
+
 Devices are named as places are: `G0`, `N0`; where a program is for several hosts, `h1.G0`.
 """
 
@@ -60,19 +63,37 @@ class Address(msgspec.Struct, frozen=True, order=True):
     offset: int
 
 
-class Link(msgspec.Struct, frozen=True, order=True):
-    """The connection from one NIC's lane to another's, by the names that the whole program uses.
+class Carrier(msgspec.Struct, frozen=True, order=True):
+    """How NCCL carries bytes from a GPU to one of another host: by which NIC out and into, on how
+    many channels, through FIFOs of how many bytes, and which of the two NICs reach GPU memory."""
 
-    Lanes between the same two NICs are told apart by `number`, from 0 on, so that a later set finds
-    the links of an earlier one.
+    nic_out: int
+    nic_in: int
+    channels: int
+    fifo_bytes: int
+    direct_out: bool
+    direct_in: bool
+
+    def __str__(self) -> str:
+        return f"NCCL over N{self.nic_out} and N{self.nic_in}"
+
+
+class Link(msgspec.Struct, frozen=True, order=True):
+    """The connection from one NIC's lane to another's, by the names that the whole program uses;
+    with a carrier, from one GPU to another.
+
+    Those between the same two are told apart by `number`, from 0 on, so that a later set finds the
+    links of an earlier one.
     """
 
     sender: str
     receiver: str
     number: int
+    carrier: Carrier | None = None
 
     def __str__(self) -> str:
-        return f"link {self.number} from {self.sender} to {self.receiver}"
+        by = f" by {self.carrier}" if self.carrier else ""
+        return f"link {self.number} from {self.sender} to {self.receiver}{by}"
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,12 +126,15 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True):
 class Copy(msgspec.Struct, frozen=True, kw_only=True):
     """What one copy engine does: slices from `source` to `destination`, in order.
 
-    A side that is None is this device's own memory.
+    A side that is None is this device's own memory. With a `link` both are, and NCCL moves the
+    slices to the other end of the link, or from there.
     """
 
     source: End | None
     destination: End | None
     slice_bytes: int
+    link: Link | None = None
+    sends: bool = False
 
 
 class DeviceProgram(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +147,8 @@ class DeviceProgram(msgspec.Struct, frozen=True, kw_only=True):
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Where a flow's slices are counted: at one end of some lanes of a device, or by copies.
 
-    `piped` is whether they go through FIFOs, and so wait for the flow's other part.
+    `piped` is whether they go through FIFOs, and so wait for the flow's other part. A copy's groups
+    of slices last `group_us` at least, beside which what separates them counts for nothing.
     """
 
     device: str
@@ -132,11 +157,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     slice_bytes: int
     slices: int
     piped: bool
+    group_us: float = 500.0
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What devices do together, by their names; `space_bytes` is what each space must hold,
-    counters included, and `links` are those that NICs' lanes send and receive by.
+    counters included, and `links` are those that NICs' lanes, or NCCL, send and receive by.
     """
 
     devices: Mapping[str, DeviceProgram]

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,6 +17,7 @@ import msgspec
 from tccl_profiler.channel import Channel, ChannelClosed, ChannelTimeout
 from tccl_profiler.links import LinkLost
 from tccl_profiler.messages import Done, Failed, FromWorker, Started
+from tccl_profiler.nccl.environment import without_disturbance
 from tccl_py.errors import MeasurementError
 
 
@@ -127,8 +128,8 @@ class WorkerProcess:
         return f"{how} ({last[:300]})" if last else how
 
 
-def spawned(slot: int, spec: DeviceSpec) -> WorkerProcess:
-    """Start a worker's process; it waits to be told who it is.
+def spawned(slot: int, spec: DeviceSpec, variables: Mapping[str, str]) -> WorkerProcess:
+    """Start a worker's process, with these in its environment; it waits to be told who it is.
 
     Raises:
         OSError: no process, descriptor or memory is to be had; nothing is left.
@@ -142,7 +143,7 @@ def spawned(slot: int, spec: DeviceSpec) -> WorkerProcess:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tccl_profiler.worker", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
-                env=_environment(),
+                env=_environment(variables),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=complaints,
@@ -158,9 +159,9 @@ def spawned(slot: int, spec: DeviceSpec) -> WorkerProcess:
     return worker
 
 
-def _environment() -> dict[str, str]:
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     environment = dict(
-        os.environ,
+        without_disturbance(os.environ),
         CUDA_DEVICE_ORDER="PCI_BUS_ID",
         # A queue for each stream: one that waits must not hold up another.
         CUDA_DEVICE_MAX_CONNECTIONS="32",
@@ -171,7 +172,7 @@ def _environment() -> dict[str, str]:
     )
     # Devices are taken by bus id, and their peers must be visible too.
     environment.pop("CUDA_VISIBLE_DEVICES", None)
-    return environment
+    return {**environment, **variables}
 
 
 def _by_name(device: str, what: str) -> str:

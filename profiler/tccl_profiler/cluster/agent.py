@@ -87,6 +87,7 @@ class Agent:
         self._now_ns = now_ns
         self._silence_s = silence_s
         self._backend = ""
+        self._interfaces: tuple[str, ...] = ()
         self._facts: HostFacts | None = None
         self._pool: Pool | None = None
         self._waiting: deque[Envelope] = deque()
@@ -217,7 +218,7 @@ class Agent:
         return does(message) or say.Done()
 
     def _describe(self, message: say.Describe) -> Message:
-        self._backend = message.backend
+        self._backend, self._interfaces = message.backend, message.interfaces
         self._facts = host_facts(
             self._name,
             backend=message.backend,
@@ -226,10 +227,18 @@ class Agent:
         )
         return say.Described(facts=self._facts)
 
-    def _restart(self, _: say.Restart) -> Message:
+    def _restart(self, message: say.Restart) -> Message:
         pool = self._opened()
-        pool.restart()
+        pool.restart({**message.variables, **self._own_variables()} if message.variables else None)
         return say.Opened(lanes=pool.lanes)
+
+    def _own_variables(self) -> dict[str, str]:
+        """What tells NCCL that this host is another than those that share a kernel with it, and
+        which interfaces it is to use where they were named."""
+        variables = {"NCCL_HOSTID": self._name}
+        if self._interfaces:
+            variables["NCCL_SOCKET_IFNAME"] = "=" + ",".join(self._interfaces)
+        return variables
 
     def _listen(self, message: say.Listen) -> Message:
         return say.Listening(endpoints=tuple(self._opened().listen(message.links).items()))

@@ -49,7 +49,9 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Start all workers anew."""
+    """Start all workers anew, with these in their environment."""
+
+    variables: Mapping[str, str]
 
 
 class PingHost(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -18,6 +18,7 @@ from tccl_profiler.cluster.agents import Agents, LinkFailure, raise_failures
 from tccl_profiler.cluster.clocks import HostClock
 from tccl_profiler.cluster.urgency import urgent
 from tccl_profiler.messages import Pinged
+from tccl_profiler.nccl.environment import process_variables
 from tccl_profiler.pool import Memory
 from tccl_profiler.program import Link, Program, host_of
 from tccl_profiler.runs import Outcome, Timing, joined
@@ -59,6 +60,7 @@ class ClusterPool:
         self._devices = {host: tuple(sorted(ids)) for host, ids in devices.items() if ids}
         self._memory = memory
         self._lanes: dict[str, int] = {}
+        self._variables: Mapping[str, str] = {}
         self._ahead_ns = _AHEAD_NS
         self.complaints: list[str] = []
         self.late = 0
@@ -87,7 +89,7 @@ class ClusterPool:
         Raises:
             MeasurementError: as `start`.
         """
-        questions = dict.fromkeys(self._devices, say.Restart())
+        questions = dict.fromkeys(self._devices, say.Restart(variables=self._variables))
         self._opened(self._agents.ask(questions, say.Opened, self._agents.patience.start_s))
 
     def _opened(self, answers: Mapping[str, say.Opened]) -> None:
@@ -152,31 +154,46 @@ class ClusterPool:
         """Make the links of a program that are not there."""
         if not program.links:
             return
+        variables = process_variables(program.links)
+        if variables and variables != self._variables:
+            # NCCL reads them once in a process.
+            self._variables = variables
+            self.restart()
         hosts = {host_of(end) for link in program.links for end in (link.sender, link.receiver)}
-        there = self._agents.ask(dict.fromkeys(hosts, say.AskLinks()), say.Links)
-        have = {host: set(answer.links) for host, answer in there.items()}
+        have = self._usable(hosts)
         missing = [
             link
             for link in program.links
             if link not in have[host_of(link.sender)] or link not in have[host_of(link.receiver)]
         ]
-        if not missing:
-            return
-        coming = _by_host(missing, receiving=True)
+        by_nics = [link for link in missing if link.carrier is None]
+        if by_nics:
+            self._make(by_nics)
+        for link in missing:
+            if link.carrier is not None:
+                self._make([link])
+                # Its sender has only begun.
+                self._usable({host_of(link.sender)})
+
+    def _usable(self, hosts: Collection[str]) -> dict[str, set[Link]]:
+        there = self._agents.ask(dict.fromkeys(hosts, say.AskLinks()), say.Links)
+        return {host: set(answer.links) for host, answer in there.items()}
+
+    def _make(self, links: Collection[Link]) -> None:
+        """Those that receive listen, those that send connect, those that receive accept."""
+        coming = _by_host(links, receiving=True)
         listening = self._agents.ask(
-            {host: say.Listen(links=links) for host, links in coming.items()}, say.Listening
+            {host: say.Listen(links=some) for host, some in coming.items()}, say.Listening
         )
         where = {
             link: endpoint for answer in listening.values() for link, endpoint in answer.endpoints
         }
         going = {
-            host: say.Connect(endpoints=tuple((link, where[link]) for link in links))
-            for host, links in _by_host(missing, receiving=False).items()
+            host: say.Connect(endpoints=tuple((link, where[link]) for link in some))
+            for host, some in _by_host(links, receiving=False).items()
         }
         self._agents.ask(going, say.Done)
-        self._agents.ask(
-            {host: say.Accept(links=links) for host, links in coming.items()}, say.Done
-        )
+        self._agents.ask({host: say.Accept(links=some) for host, some in coming.items()}, say.Done)
 
     # One run
 

@@ -17,7 +17,9 @@ from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.meeting import CONTROLLER
 from tccl_profiler.cluster.pool import FIRST_PINGS, ClusterPool
 from tccl_profiler.control import MAX_LANES
+from tccl_profiler.pieces import device_of, is_carried
 from tccl_profiler.profiler import Options, Profiler
+from tccl_profiler.program import local
 from tccl_profiler.window import WindowLimits
 from tccl_py.errors import InputError
 from tccl_py.measurements.journal import JournalHeader
@@ -143,7 +145,7 @@ class ClusterSession:
     @property
     def over_sockets(self) -> bool:
         """Whether NICs reach host memory only: TCP copies bytes there, whatever the GPUs could."""
-        return self._backend == "cuda"
+        return self._backend == "cuda" and self.options.network == "tcp"
 
     @property
     def is_open(self) -> bool:
@@ -168,8 +170,8 @@ class ClusterSession:
             for one in sorted(self.hosts, key=lambda one: one.name)
         ]
         parts.append(
-            f"{self._backend} backend, network by tcp, windows of {limits.minimum_ms:g} to "
-            f"{limits.maximum_ms:g} ms, flows that meet {passing}"
+            f"{self._backend} backend, network by {self.options.network}, windows of "
+            f"{limits.minimum_ms:g} to {limits.maximum_ms:g} ms, flows that meet {passing}"
         )
         names = ",".join(sorted(one.name for one in self.hosts))
         return JournalHeader(machine=names, identity=" | ".join(parts), simulated=False)
@@ -186,7 +188,7 @@ class ClusterSession:
         for one in sets:
             for flow in one.flows:
                 self._check_flow(flow, used)
-            program = program_for(one, lanes=lanes)
+            program = program_for(one, lanes=lanes, network=self.options.network)
             for device in program.devices:
                 host, _, name = device.rpartition(".")
                 used.setdefault(host, set()).add(name)
@@ -194,6 +196,7 @@ class ClusterSession:
 
     def _check_flow(self, flow: Flow, used: dict[str, set[str]]) -> None:
         known = {one.name: one for one in self.hosts}
+        carried = is_carried(flow, self.options.network)
         for transfer in flow.transfers:
             for place in (transfer.source, transfer.executor, transfer.destination):
                 if place.host not in known:
@@ -201,7 +204,11 @@ class ClusterSession:
                     raise InputError(
                         f"{place}", what or "names no host", f"there are {', '.join(known)}"
                     )
-                _check_place(place, known[place.host])
+                host = known[place.host]
+                if place.kind == "N" and carried:
+                    _check_name(place, host, [f"N{nic.index}" for nic in host.machine.nics])
+                    continue
+                _check_place(place, host)
                 # A device whose memory is used has a worker, though others may move the bytes.
                 if place.kind in "GDN":
                     name = f"{'G' if place.kind == 'D' else place.kind}{place.index}"
@@ -210,12 +217,13 @@ class ClusterSession:
 
 def _check_place(place: Place, host: HostFacts) -> None:
     if place.kind == "C":
-        there = [node.id for node in host.machine.numa_nodes]
-        name = f"C{place.index}"
+        _check_name(place, host, [node.id for node in host.machine.numa_nodes])
     else:
-        there = list(host.devices)
-        name = f"{'G' if place.kind == 'D' else place.kind}{place.index}"
-    if name not in there:
+        _check_name(place, host, list(host.devices))
+
+
+def _check_name(place: Place, host: HostFacts, there: Sequence[str]) -> None:
+    if local(device_of(place)) not in there:
         raise InputError(f"{place}", f"is not on host {host.name}", f"it has {', '.join(there)}")
 
 

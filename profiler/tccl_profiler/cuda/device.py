@@ -20,7 +20,9 @@ from tccl_profiler.control import (
 )
 from tccl_profiler.cuda import driver
 from tccl_profiler.cuda.kernels import load_kernels
+from tccl_profiler.cuda.memory import CudaMemory
 from tccl_profiler.messages import Peer, Pinged, Run, Start, Started
+from tccl_profiler.nccl.communicators import Communicators, LinkedByNccl
 from tccl_profiler.program import (
     COUNTER_AREA_BYTES,
     COUNTER_BYTES,
@@ -49,7 +51,7 @@ _OUT_OF_MEMORY = 2
 _MIB = 1 << 20
 
 
-class CudaDevice:
+class CudaDevice(LinkedByNccl):
     """One GPU of one worker process; implements `tccl_profiler.device.Device`.
 
     GPU memory: the arena that peers write to and read from, what is sent or added, and what is
@@ -83,6 +85,11 @@ class CudaDevice:
             self._gates = self._allocate(MAX_REPEATS * 8, "gates")
         except self._error as error:
             raise MeasurementError(f"{self._who}: {error}") from error
+        self._communicators = Communicators(
+            start.device,
+            int(start.device[1:]),
+            CudaMemory(self._cupy, number, sent=self._user, kept=self._keep, size=start.user_bytes),
+        )
         self._bases[start.device] = self._arena
         self._flag = self._register(control.segment) + FLAG_AT
         self._control_base = self._flag - FLAG_AT
@@ -263,7 +270,11 @@ class CudaDevice:
             area += (pace.groups + 2) * 8
         for group in range(max((pace.groups for pace in run.paces), default=0)):
             for copy, pace, stream, stamps in queued:
-                if group < pace.groups:
+                if group < pace.groups and copy.link:
+                    size = pace.slices * copy.slice_bytes
+                    self.communicators.move(copy.link, size, stream.ptr, sends=copy.sends)
+                    self._stamp(stamps + 16 + 8 * group, stream)
+                elif group < pace.groups:
                     for i in range(group * pace.slices, (group + 1) * pace.slices):
                         self._queue_slice(copy, stream, i, shift)
                     self._stamp(stamps + 16 + 8 * group, stream)
@@ -332,6 +343,7 @@ class CudaDevice:
 
     def close(self) -> None:
         """Unmap, unpin and free everything."""
+        self.close_links()
         for space in list(self._segments):
             self._forget(space)
         for base in self._opened:

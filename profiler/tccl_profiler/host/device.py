@@ -13,17 +13,20 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler import numa
 from tccl_profiler.control import ABORT, MAX_LANES, Control
+from tccl_profiler.host.carried import CarriedCopies, HostMemory
 from tccl_profiler.host.lane import HostLane
 from tccl_profiler.host.machine import cpu_model
 from tccl_profiler.host.mapped import MappedSpaces
 from tccl_profiler.host.waiting import flag_of, nap_exactly, own_clock, pause, released
 from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
+from tccl_profiler.nccl.communicators import Communicators, LinkedByNccl
 from tccl_profiler.program import COUNTER_AREA_BYTES, Copy, Lane
 from tccl_profiler.shared_memory import Segment, create_segment
 from tccl_py.errors import MeasurementError
@@ -42,7 +45,7 @@ class _Opened:
     keep: npt.NDArray[np.uint8]
 
 
-class HostDevice:
+class HostDevice(LinkedByNccl):
     """Host memory that answers to `Device`."""
 
     def __init__(self) -> None:
@@ -50,6 +53,7 @@ class HostDevice:
         self._spaces = MappedSpaces("a device that is not open")
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._carried: CarriedCopies | None = None
         self._stopping = False
 
     def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
@@ -67,6 +71,8 @@ class HostDevice:
         # Written, so that every page is there and on this core's node before anything is timed.
         user, keep = (np.full(start.user_bytes, 1, np.uint8) for _ in range(2))
         self._opened = _Opened(start=start, control=control, user=user, keep=keep)
+        number = int(space[1:])
+        self._communicators = Communicators(space, number, HostMemory(user, keep))
         started = Started(
             pid=os.getpid(),
             name=cpu_model(),
@@ -100,6 +106,7 @@ class HostDevice:
         arena = self._spaces.segment(opened.start.device)
         ctypes.memset(arena.address, 0, min(COUNTER_AREA_BYTES, arena.size))
         self._failure, self._stopping = None, False
+        self._carried = self._carry(opened, run)
         # A daemon: a worker that is told to end must not wait for its lanes.
         self._thread = threading.Thread(
             target=self._run_all,
@@ -108,6 +115,16 @@ class HostDevice:
             daemon=True,
         )
         self._thread.start()
+
+    def _carry(self, opened: _Opened, run: Run) -> CarriedCopies:
+        """Begin what NCCL is to carry."""
+        carried = CarriedCopies(run, opened.control, self.communicators, lambda: self._stopping)
+        rows = [_stamps(opened, run.paces, repeat) for repeat in range(run.repeats)]
+        for number, copy in enumerate(run.program.copies):
+            if copy.link is not None:
+                stamps = [row[number] for row in rows]
+                carried.begin(copy, run.paces[number], [one for one in stamps if one is not None])
+        return carried
 
     def finish(self) -> None:
         """Wait until everything queued has run.
@@ -118,7 +135,9 @@ class HostDevice:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
-        failure, self._failure = self._failure, None
+        carried, self._carried = self._carried, None
+        failure = self._failure or (carried.ended() if carried is not None else None)
+        self._failure = None
         if failure is not None:
             raise MeasurementError(
                 f"lanes failed: {type(failure).__name__}: {failure}"
@@ -131,6 +150,7 @@ class HostDevice:
     def close(self) -> None:
         """Stop what runs and give all memory back; the control segment is the caller's."""
         self._stopping = True
+        self.close_links()
         with contextlib.suppress(MeasurementError):
             self.finish()
         self._spaces.close()
@@ -142,17 +162,20 @@ class HostDevice:
         return self._opened
 
     def _lanes(self, opened: _Opened, run: Run, repeat: int) -> list[HostLane]:
-        """One repeat's lanes, then its copies, which are lanes with one end here."""
+        """One repeat's lanes, then its copies, which are lanes with one end here, save NCCL's."""
         name, program = opened.start.device, run.program
-        shares = [*program.lanes, *map(_as_lane, program.copies)]
+        own = [copy.link is None for copy in program.copies]
+        shares = [*program.lanes, *(_as_lane(copy) for copy in compress(program.copies, own))]
         if len(shares) > MAX_LANES:
             raise MeasurementError(
                 f"{name} would do {len(shares)} things at once, at most {MAX_LANES} are right"
             )
         # The clock stops a lane; a copy may have a pace, and stamps.
+        theirs = run.paces or [None] * len(program.copies)
         paces: list[Pace | None] = [None] * len(program.lanes)
-        paces += run.paces or [None] * len(program.copies)
-        stamps = _stamps(opened, paces, repeat)
+        stamps: list[npt.NDArray[np.uint64] | None] = [None] * len(program.lanes)
+        paces += compress(theirs, own)
+        stamps += compress(_stamps(opened, theirs, repeat), own)
         end = self._spaces.end
         lanes = []
         for number, (share, pace) in enumerate(zip(shares, paces, strict=True)):

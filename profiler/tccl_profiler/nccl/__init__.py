@@ -1,0 +1,1 @@
+"""NCCL itself as what carries bytes from host to host, by communicators of two GPUs."""

@@ -1,0 +1,302 @@
+"""What NCCL carries from host to host: real workers and hosts, a stand-in for NCCL's library."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_profiler.assignment import CARRIED_GROUP_US, program_for
+from tccl_profiler.cluster.session import ClusterSession
+from tccl_profiler.nccl.environment import graph_text, process_variables, without_disturbance
+from tccl_profiler.nccl.library import Library
+from tccl_profiler.profiler import Options
+from tccl_profiler.program import Carrier, Link, is_nic
+from tccl_profiler.statistics import Stopping
+from tccl_profiler.window import WindowLimits
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.runtimes.nccl.graph_file import read_graph_file
+from tccl_py.transfers.transfer import entering, joined, leaving, parse_set, transfer_set
+from tests.profiler_clusters import agents_in_processes
+
+pytestmark = pytest.mark.timeout(180)
+SOURCE = Path(__file__).with_name("stand_in_nccl.c")
+LANES = {f"{host}.{name}": 64 for host in ("h0", "h1") for name in ("G0", "G1", "N0", "N1")}
+DIRECT = "h0.G0->h0.N0->h1.N1->h1.N1->h1.G1{blocks=3}"
+STAGED = "h0.G0->h0.G0->h0.C0->h0.N0->h1.N0->h1.N0->h1.C0->h1.G0->h1.G0{blocks=2,fifo=512K}"
+BACK = "h1.G0->h1.G0->h1.C0->h1.N0->h0.N0->h0.N0->h0.C0->h0.G0->h0.G0{blocks=2,fifo=512K}"
+CARRIER = Carrier(
+    nic_out=0, nic_in=1, channels=3, fifo_bytes=4 << 20, direct_out=True, direct_in=True
+)
+
+
+def program_of(text, **more):
+    return program_for(parse_set(text), lanes=LANES, network="nccl", **more)
+
+
+# Programs
+
+
+def test_a_flow_is_a_copy_at_each_of_its_two_gpus_joined_by_a_link():
+    program = program_of(DIRECT)
+    link = Link("h0.G0", "h1.G1", 0, CARRIER)
+    assert program.links == (link,)
+    assert sorted(program.devices) == ["h0.G0", "h1.G1"]
+    for device, sends in (("h0.G0", True), ("h1.G1", False)):
+        share = program.devices[device]
+        assert not share.lanes
+        (copy,) = share.copies
+        assert (copy.link, copy.sends, copy.source, copy.destination) == (link, sends, None, None)
+    (counted,), ((other,),) = program.counted, program.other
+    assert (counted.device, counted.kind, other.device) == ("h1.G1", "copy", "h0.G0")
+    assert counted.group_us == CARRIED_GROUP_US
+
+
+def test_without_nccl_the_same_flow_is_the_nics():
+    program = program_for(parse_set(STAGED), lanes=LANES)
+    assert {one for one in program.devices if is_nic(one)} == {"h0.N0", "h1.N0"}
+    assert all(link.carrier is None for link in program.links)
+
+
+def test_host_memory_at_an_end_is_not_nccls_and_goes_over_tcp():
+    text = "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0{blocks=1}"
+    assert sorted(program_of(f"{text} {STAGED}").devices) == ["h0.G0", "h0.N0", "h1.G0", "h1.N0"]
+
+
+def test_flows_of_the_same_two_gpus_have_links_of_their_own():
+    numbers = [
+        (link.number, link.carrier.nic_out) for link in program_of(f"{DIRECT} {DIRECT}").links
+    ]
+    assert numbers == [(0, 0), (1, 0)]
+    other = DIRECT.replace("h0.N0", "h0.N1")
+    found = program_of(f"{DIRECT} {other}").links
+    assert [(link.number, link.carrier.nic_out) for link in found] == [(0, 0), (0, 1)]
+
+
+def test_a_third_gpus_memory_is_refused():
+    relayed = joined(leaving(0, 0, relay=1), entering(0, 0), sender="h0", receiver="h1")
+    with pytest.raises(MeasurementError, match="cannot send through a third one's memory"):
+        program_of(str(relayed))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from((("h0", "h1"), ("h1", "h0"))),
+            st.integers(0, 1),
+            st.integers(0, 1),
+            st.none() | st.just(0),
+            st.integers(1, 3),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_each_link_has_one_copy_that_sends_and_one_on_the_other_host_that_does_not(drawn):
+    flows = [
+        joined(
+            leaving(gpu, nic, through=through, blocks=blocks),
+            entering(nic, gpu, through=through),
+            sender=sender,
+            receiver=receiver,
+        )
+        for (sender, receiver), gpu, nic, through, blocks in drawn
+    ]
+    program = program_for(transfer_set(flows), lanes=LANES, network="nccl")
+    assert len(program.links) == len(set(program.links)) == len(flows)
+    for link in program.links:
+        ends = [
+            (device, copy.sends)
+            for device, share in program.devices.items()
+            for copy in share.copies
+            if copy.link == link
+        ]
+        assert sorted(ends) == sorted([(link.sender, True), (link.receiver, False)])
+    for host in program.hosts:
+        mine = [one for one in program.links if host in (one.sender[:2], one.receiver[:2])]
+        assert list(program.on(host).links) == mine
+
+
+# What NCCL is told
+
+
+def links_of(*carriers):
+    return [Link("h0.G0", f"h1.G{i}", 0, one) for i, one in enumerate(carriers)]
+
+
+def carrier(**more):
+    return Carrier(**{**{f: getattr(CARRIER, f) for f in CARRIER.__struct_fields__}, **more})
+
+
+@pytest.mark.parametrize(
+    ("direct_in", "direct_out", "level", "read"),
+    [(True, True, "SYS", "1"), (True, False, "SYS", "0"), (False, False, "LOC", "0")],
+)
+def test_nics_reach_gpu_memory_where_the_flows_say_so(direct_in, direct_out, level, read):
+    found = process_variables(links_of(carrier(direct_in=direct_in, direct_out=direct_out)))
+    assert found["NCCL_NET_GDR_LEVEL"] == level
+    assert found["NCCL_NET_GDR_READ"] == read
+    assert found["NCCL_BUFFSIZE"] == str(4 << 20)
+
+
+def test_what_tcp_carries_needs_no_variables():
+    assert process_variables([Link("h0.N0", "h1.N0", 0)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("carriers", "sentence"),
+    [
+        ((carrier(), carrier(fifo_bytes=1 << 20)), "FIFOs of one size in a process"),
+        ((carrier(), carrier(direct_in=False)), "by one rule in a process"),
+        ((carrier(), carrier(direct_out=False)), "by one rule in a process"),
+        ((carrier(direct_in=False),), "directly only if those that receive do"),
+    ],
+)
+def test_what_one_process_cannot_be_told_is_refused(carriers, sentence):
+    with pytest.raises(MeasurementError, match=sentence):
+        process_variables(links_of(*carriers))
+
+
+def test_variables_that_hide_nics_are_left_out_and_others_kept():
+    told = {"NCCL_IB_HCA": "mlx5_0", "NCCL_GRAPH_FILE": "x", "NCCL_DEBUG": "INFO", "HOME": "/"}
+    assert without_disturbance(told) == {"NCCL_DEBUG": "INFO", "HOME": "/"}
+
+
+@pytest.mark.parametrize(("channels", "count"), [(1, 1), (2, 1), (3, 2), (8, 4)])
+def test_the_graph_file_is_a_ring_of_one_gpu_by_the_nic_with_half_the_channels(
+    channels, count, tmp_path
+):
+    path = tmp_path / "graph.xml"
+    for sends, nic in ((True, 0), (False, 11)):
+        path.write_text(graph_text(10, carrier(channels=channels, nic_in=11), sends=sends))
+        file = read_graph_file(path, version="2.28")
+        ring, tree = file.graphs
+        assert (ring.id, tree.id, ring.nchannels, tree.nchannels) == (0, 1, count, count)
+        for channel in ring.channels:
+            assert (channel.gpus, channel.nets) == ((10,), (nic, nic))
+
+
+# The stand-in
+
+
+@pytest.fixture(scope="module")
+def library_folder(tmp_path_factory):
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler for the stand-in")
+    folder = tmp_path_factory.mktemp("nccl")
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", folder / "libnccl.so.2", SOURCE]
+    subprocess.run(command, check=True)
+    return folder
+
+
+@pytest.fixture
+def stand_in(library_folder, tmp_path, monkeypatch):
+    """The stand-in is the NCCL of all processes started; a folder in which members say what they
+    were told."""
+    told = tmp_path / "told"
+    told.mkdir()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library_folder))
+    monkeypatch.setenv("TCCL_STAND_IN_NCCL", str(told))
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_7")
+    return told
+
+
+OPTIONS = Options(
+    stopping=Stopping(target=0.5, minimum=6, limit=6),
+    limits=WindowLimits(minimum_ms=20.0, maximum_ms=400.0, start_error_share=1.0),
+    sentinel_every=0,
+    network="nccl",
+)
+ONLY = {"h0": frozenset({"G0", "N0"}), "h1": frozenset({"G0", "N0"})}
+
+
+def test_the_library_is_the_one_that_the_loader_is_told_of(stand_in):
+    library = Library()
+    assert library.version == 22809
+    assert len(library.unique_id()) == 128
+
+
+def test_no_library_is_said_with_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setattr("tccl_profiler.nccl.library.NAME", "libnccl-none.so.2")
+    with pytest.raises(MeasurementError, match=r"does not load .*; install it, or measure .* TCP"):
+        Library()
+
+
+def test_sets_are_measured_over_communicators_made_once_for_each_link(stand_in):
+    with (
+        agents_in_processes(("h0", "h1")) as job,
+        ClusterSession(
+            job, backend="host", devices=1, interfaces=("lo",), options=OPTIONS, only=ONLY
+        ) as session,
+    ):
+        sets = [parse_set(text) for text in (STAGED, f"{BACK} {STAGED}", BACK)]
+        over, both, back = session.source.measure(sets)
+        inside = "h0.G0->h0.G0->h0.C0{blocks=1}"
+        (mixed,) = session.source.measure([parse_set(f"{inside} {STAGED}")])
+    for found in (over, both, back, mixed):
+        assert min(min(row) for row in found.samples_gbps) > 0
+        assert not found.simulated
+    # Two links, two members each; the third set found the first one's.
+    told = [path.read_text() for path in stand_in.iterdir()]
+    assert sorted(line for text in told for line in text.splitlines()[:1]) == [
+        "rank=0", "rank=0", "rank=1", "rank=1",
+    ]  # fmt: skip
+    for text in told:
+        assert "channels=2..2\n" in text
+        assert "NCCL_BUFFSIZE=524288\nNCCL_NET_GDR_LEVEL=LOC\nNCCL_NET_GDR_READ=0\n" in text
+        assert "NCCL_SOCKET_IFNAME==lo\nNCCL_IB_HCA=\n" in text
+        assert '<graph id="0" pattern="4"' in text
+    assert {line for text in told for line in text.splitlines() if "HOSTID" in line} == {
+        "NCCL_HOSTID=h0", "NCCL_HOSTID=h1",
+    }  # fmt: skip
+
+
+def test_fifos_of_another_size_are_other_processes(stand_in):
+    small = STAGED.replace("512K", "1M")
+    with (
+        agents_in_processes(("h0", "h1")) as job,
+        ClusterSession(
+            job, backend="host", devices=1, interfaces=("lo",), options=OPTIONS, only=ONLY
+        ) as session,
+    ):
+        session.source.measure([parse_set(STAGED)])
+        session.source.measure([parse_set(small)])
+        assert not session.notices
+    pids = {}
+    for path in stand_in.iterdir():
+        size = path.read_text().partition("NCCL_BUFFSIZE=")[2].split()[0]
+        pids.setdefault(int(size), set()).add(path.name.partition("-")[0])
+    assert sorted(pids) == [512 << 10, 1 << 20]
+    assert pids[512 << 10].isdisjoint(pids[1 << 20])
+
+
+def test_what_nccl_refuses_is_named_with_its_link_and_words(stand_in, monkeypatch):
+    monkeypatch.setenv("TCCL_STAND_IN_REFUSES", "1")
+    with (
+        agents_in_processes(("h0", "h1")) as job,
+        ClusterSession(
+            job, backend="host", devices=1, interfaces=("lo",), options=OPTIONS, only=ONLY
+        ) as session,
+        pytest.raises(
+            MeasurementError,
+            match=r"link 0 from h0\.G0 to h1\.G0 by NCCL over N0 and N0: ncclCommInitRankConfig: "
+            "stand-in failed",
+        ),
+    ):
+        session.source.measure([parse_set(STAGED)])
+
+
+def test_a_nic_that_the_host_has_not_is_refused(stand_in):
+    with (
+        agents_in_processes(("h0", "h1")) as job,
+        ClusterSession(
+            job, backend="host", devices=1, interfaces=("lo",), options=OPTIONS, only=ONLY
+        ) as session,
+        pytest.raises(InputError, match=r"h0\.N7: is not on host h0; it has N0"),
+    ):
+        session.source.measure([parse_set(STAGED.replace("h0.N0", "h0.N7"))])
