@@ -250,6 +250,15 @@ def test_one_plan_replaces_another_with_all_its_files(tmp_path):
     assert hosts == ["gpu1.xml", "gpu2.xml", "gpu3.xml", "login.xml"]
 
 
+@pytest.mark.parametrize("finding", ["verify.json", "explanation.json", "report.html"])
+def test_what_was_found_of_an_earlier_plan_goes_with_it(finding, tmp_path):
+    (tmp_path / finding).write_text("of another plan")
+    (tmp_path / "notes.txt").write_text("mine")
+    write_cluster_plan(mixed(), tmp_path)
+    assert not (tmp_path / finding).exists()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 def test_exported_files_name_their_own_place(tmp_path):
     plan, place = mixed(), tmp_path / "a" / "b"
     assert write_cluster_files(plan, place) == 13
@@ -302,7 +311,7 @@ def named_host(place, name, full):
     return tools
 
 
-def sourced(shell, script, tools):
+def sourced(shell, script, tools, **variables):
     """The NCCL variables after sourcing a script, and what went to stderr."""
     inside = (
         'set -eu; export NCCL_GRAPH_FILE=stale; . "$1"; set | grep "^_tccl" && exit 3; '
@@ -312,7 +321,7 @@ def sourced(shell, script, tools):
         [*([shell, "sh"] if shell == "busybox" else [shell]), "-c", inside, "sh", str(script)],
         capture_output=True,
         text=True,
-        env={"PATH": f"{tools}:{os.environ['PATH']}"},
+        env={"PATH": f"{tools}:{os.environ['PATH']}", **variables},
         check=True,
     )
     return dict(line.split("=", 1) for line in result.stdout.splitlines()), result.stderr
@@ -347,3 +356,26 @@ def test_a_job_gets_the_file_of_the_host_it_runs_on(shell, folder, name, full, c
         assert said.count("\n") == 1
     else:
         assert said == ""
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    "node, name, chosen",
+    [
+        ("node7", "gpu1", "node7"),
+        ("node8", "gpu1", "gpu1"),
+        ("", "gpu1", "gpu1"),
+        ("node8", "gpu1.site", "gpu1"),
+        ("node8", "other", None),
+    ],
+)
+def test_a_task_of_slurm_gets_the_file_of_its_node(shell, node, name, chosen, tmp_path):
+    chains = dict.fromkeys(("gpu1", "node7"), ((0, (0, 1, 2, 3), 0),))
+    plan = cluster_plan([(one, FOUR) for one in chains], chains, settings=Settings(**LOCAL))
+    write_cluster_files(plan, tmp_path / "plan")
+    nccl, tools = tmp_path / "plan" / "nccl", named_host(tmp_path, name, None)
+    found, said = sourced(shell, nccl / "env.sh", tools, SLURMD_NODENAME=node)
+    graph = None if chosen is None else f"{nccl}/hosts/{chosen}.xml"
+    assert found.get("NCCL_GRAPH_FILE") == graph
+    assert said.startswith("tccl: no graph file for host other" if chosen is None else "")
+    assert bool(said) == (chosen is None)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import typer
 
 from tccl_py.cli.arguments import ANSWER_IS_NO, notice, print_json
 from tccl_py.cluster.names import shown
+from tccl_py.cluster.this_host import names_of_this_host
 from tccl_py.cluster_plan.directory import write_cluster_files
 from tccl_py.cluster_plan.plan import ClusterPlan, load_cluster_plan
 from tccl_py.cluster_plan.versions import for_version
@@ -83,18 +83,12 @@ def _print_off(plan: ClusterPlan, name: str | None, why: str, *, json: bool) -> 
 
 
 def planned_host(plan: ClusterPlan, host: str | None) -> str | None:
-    """The plan's name for a host: as it is, without its domain, or with it; None if it has none."""
-    known = plan.cluster.host_classes
-    return next((name for name in _names(host) if name in known), None)
+    """The plan's name for a host, with or without its domain; None if it has none.
 
-
-def _names(host: str | None) -> Iterator[str]:
-    name = socket.gethostname() if host is None else host
-    yield name
-    yield name.partition(".")[0]
-    if host is None:
-        # This asks the name service, which may take long.
-        yield socket.getfqdn()
+    Without `host` it is that of the host that this runs on.
+    """
+    names = names_of_this_host() if host is None else iter((host, host.partition(".")[0]))
+    return next((name for name in names if name in plan.cluster.host_classes), None)
 
 
 def _graph(directory: Path, host: str) -> PurePosixPath:

@@ -16,11 +16,12 @@ LAUNCH_NOTES = "launch.txt"
 
 # Read by whatever shell a job has: POSIX only, no function, all names its own. `hostname -f` asks
 # the name service, which may take long, so only where the names at hand are none of the plan's.
+# SLURM's nodes may have other names than their hosts, and lists of a job's hosts have SLURM's.
 _CHOICE = """\
 unset NCCL_GRAPH_FILE
 _tccl_hosts={hosts}
 _tccl_name=$(uname -n)
-for _tccl_host in "$_tccl_name" "${{_tccl_name%%.*}}" ''; do
+for _tccl_host in "${{SLURMD_NODENAME:-$_tccl_name}}" "$_tccl_name" "${{_tccl_name%%.*}}" ''; do
     if [ -z "$_tccl_host" ]; then
         _tccl_host=$(hostname -f 2>/dev/null || :)
     fi
@@ -49,8 +50,8 @@ def host_graph_file(host: str) -> str:
 def cluster_env_text(settings: Settings, hosts: PurePosixPath, *, provenance: str) -> str:
     """A script to source on every host of a job; it names the graph file of the host it runs on.
 
-    Files are looked for by the host's name as it is, then without its domain, then with it. Where
-    there is none no graph is named, and stderr says so.
+    Files are looked for by the name that SLURM's tasks have for it, then by the host's own as it
+    is, without its domain, and with it. Where there is none no graph is named, and stderr says so.
 
     Args:
         settings: of the job.
