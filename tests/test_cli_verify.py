@@ -1,6 +1,8 @@
 """`tccl verify`: what it refuses, prints, keeps and answers; jobs are stand-ins."""
 
 import json
+import os
+import signal
 
 import pytest
 from typer.testing import CliRunner
@@ -8,6 +10,7 @@ from typer.testing import CliRunner
 from tccl_py.cli import verify as module
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
+from tccl_py.plan.directory import locked
 from tccl_py.plan.plan import load_plan
 from tccl_py.verification.orders import Wrong
 from tccl_py.verification.record import load_verification
@@ -134,6 +137,59 @@ def test_tuning_rewrites_a_plan_where_other_settings_are_faster(place, jobs):
     assert len(kept.tried) > 8
     assert kept.plan_environment["NCCL_GRAPH_FILE"] == str(place / "nccl" / "graph.xml")
     assert tccl("show", place).exit_code == 0
+
+
+class Interrupting(FakeJobs):
+    """Stand-ins of which one, or the first of a kind, sends a signal to the command."""
+
+    def __init__(self, *, number, at):
+        super().__init__(by_plan(lambda size: 1.3))
+        self._number, self._at = number, at
+
+    def __call__(self, order, surroundings):
+        if self._at(len(self.jobs)):
+            os.kill(os.getpid(), self._number)
+        return super().__call__(order, surroundings)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_verification_changes_nothing(place, jobs, monkeypatch, number, code):
+    jobs(lambda size: 1.0)
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    fake = Interrupting(number=number, at=lambda count: count == 4)
+    monkeypatch.setattr(module, "run_job", fake)
+    found = tccl("verify", place, "--backend", "host", "--tune")
+    assert (found.exit_code, found.stdout) == (code, "")
+    assert found.stderr == f"tccl: interrupted: nothing in {place} was changed\n"
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+
+
+def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, jobs, monkeypatch):
+    jobs(lambda size: 1.0)
+    before = (place / "plan.json").read_bytes()
+    tuning = []
+    fake = Interrupting(number=signal.SIGTERM, at=lambda count: bool(tuning))
+    monkeypatch.setattr(module, "run_job", fake)
+    run = module.run_tuning
+    monkeypatch.setattr(module, "run_tuning", lambda *a, **k: tuning.append(1) or run(*a, **k))
+    found = tccl("verify", place, "--backend", "host", "--tune")
+    assert found.exit_code == 143
+    assert "interrupted: the plan is as it was, and what was verified of it is kept" in found.stderr
+    assert (place / "plan.json").read_bytes() == before
+    assert load_verification(place).verdict == "better"
+    assert not list(place.glob(".*"))
+
+
+def test_a_plan_that_another_run_has_is_left_alone(place, jobs):
+    fake = jobs(lambda size: 1.0)
+    with locked(place):
+        found = tccl("verify", place, "--backend", "host")
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert found.stderr == (
+        f"tccl: {place}: is in use by another run; wait for its end, or name another\n"
+    )
+    assert not fake.jobs
+    assert not (place / "verify.json").exists()
 
 
 def test_tuning_leaves_a_plan_that_nothing_beats(place, jobs):

@@ -8,11 +8,16 @@ import time
 import numpy as np
 import pytest
 
-from tccl_py.cli.interrupts import interrupts_put_off
+from tccl_py.cli.interrupts import (
+    CTRL_C_AND_SIGTERM,
+    Terminated,
+    interrupts_put_off,
+    undisturbed,
+)
 
 
-def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
+def interrupt(number=signal.SIGINT):
+    os.kill(os.getpid(), number)
     # Handlers run between two instructions of Python.
     return sum(range(1000))
 
@@ -34,6 +39,35 @@ def test_an_interrupt_inside_numpy_is_raised_when_it_has_returned():
         time.sleep(1)
         pytest.fail("was not raised")
     assert done[0].tolist() == [2, 2, 2]
+
+
+def test_sigterm_is_an_interrupt_of_its_own_where_that_is_asked_for():
+    with pytest.raises(Terminated), interrupts_put_off(CTRL_C_AND_SIGTERM):
+        interrupt(signal.SIGTERM)
+        pytest.fail("was not raised")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with interrupts_put_off():
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored():
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with interrupts_put_off(CTRL_C_AND_SIGTERM):
+            interrupt(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_steps_that_belong_together_are_done_before_an_interrupt():
+    done = []
+    with pytest.raises(Terminated), interrupts_put_off(CTRL_C_AND_SIGTERM):
+        with undisturbed():
+            interrupt(signal.SIGTERM)
+            interrupt()
+            done.append(1)
+        pytest.fail("was not raised")
+    assert done == [1]
 
 
 def test_handlers_are_as_before_afterwards():

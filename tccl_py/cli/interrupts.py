@@ -1,4 +1,4 @@
-"""Ctrl-C while a plan is searched: it must reach the search as KeyboardInterrupt.
+"""Ctrl-C and SIGTERM while a command works: they must reach it as exceptions of their own.
 
 An interrupt that falls into numpy's own code can come out of it as a TypeError, so there it is put
 off until that code has returned.
@@ -9,45 +9,88 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended."""
+TERMINATED = 128 + signal.SIGTERM
+
+
+class Terminated(BaseException):
+    """SIGTERM came: what is open is closed as after Ctrl-C, and the exit code tells.
+
+    No KeyboardInterrupt: typer would make that code 130.
+    """
+
+
+_Kinds = Mapping[signal.Signals, type[BaseException]]
+CTRL_C: _Kinds = {signal.SIGINT: KeyboardInterrupt}
+CTRL_C_AND_SIGTERM: _Kinds = {**CTRL_C, signal.SIGTERM: Terminated}
+_USUAL = (signal.default_int_handler, signal.SIG_DFL)
 _NUMPY = str(Path(np.__file__).parent)
 _AGAIN_S = 0.005
 
 
 @contextlib.contextmanager
-def interrupts_put_off() -> Iterator[None]:
-    """Within the block an interrupt inside numpy is raised a moment later, outside of it.
+def interrupts_put_off(kinds: _Kinds = CTRL_C) -> Iterator[None]:
+    """Within the block these signals raise their kinds; inside numpy a moment later, outside of it.
 
-    Does nothing where signals cannot be handled (another thread than the main one), or where the
-    caller has them ignored.
+    Does nothing where signals cannot be handled (another thread than the main one), and leaves
+    those that the caller has ignored or handles.
     """
-    usual = signal.getsignal(signal.SIGINT)
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or usual is not signal.default_int_handler:
+    usual = _usual(kinds)
+    if not usual:
         yield
         return
-    before = signal.signal(signal.SIGALRM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
+    late: list[type[BaseException]] = []
+
+    def arrived(number: int, frame: FrameType | None) -> None:
+        kind = late[0] if number == signal.SIGALRM else kinds[signal.Signals(number)]
+        if not _inside_numpy(frame):
+            raise kind
+        late.append(kind)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+
+    before = signal.signal(signal.SIGALRM, arrived)
+    for one in usual:
+        signal.signal(one, arrived)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
+        for one, handler in usual.items():
+            signal.signal(one, handler)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (as handlers are)
-    if _inside_numpy(frame):
-        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
-    else:
-        raise KeyboardInterrupt
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within the block Ctrl-C and SIGTERM wait for its end, for steps that belong together."""
+    waiting: list[int] = []
+    usual = {}
+    if threading.current_thread() is threading.main_thread():
+        for one in CTRL_C_AND_SIGTERM:
+            usual[one] = signal.signal(one, lambda number, _: waiting.append(number))
+    try:
+        yield
+    finally:
+        for one, handler in usual.items():
+            signal.signal(one, handler)
+        for number in waiting[:1]:
+            signal.raise_signal(number)
+
+
+def _usual(kinds: _Kinds) -> dict[signal.Signals, Any]:
+    """The handlers that these signals have, where nobody has set others."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    found = {one: signal.getsignal(one) for one in kinds}
+    return {one: handler for one, handler in found.items() if handler in _USUAL}
 
 
 def _inside_numpy(frame: FrameType | None) -> bool:

@@ -21,7 +21,7 @@ from tccl_py.cli.env import env
 from tccl_py.cli.explain import explain
 from tccl_py.cli.export import export
 from tccl_py.cli.install import install
-from tccl_py.cli.interrupts import INTERRUPTED
+from tccl_py.cli.interrupts import INTERRUPTED, TERMINATED, Terminated
 from tccl_py.cli.machines import machines
 from tccl_py.cli.measure import measure
 from tccl_py.cli.overlap import overlap
@@ -54,6 +54,8 @@ class _Commands(TyperGroup):
             code = super().main(*args, **extra)
         except (TcclError, _UsageError, OSError, UnicodeEncodeError) as error:
             return complain(_sentence(error))
+        except Terminated:
+            return TERMINATED
         except (KeyboardInterrupt, typer.Abort):
             return INTERRUPTED
         except SystemExit:

@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from tccl_py.cli.arguments import JsonOption, gpus_argument, print_json, results
+from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, interrupts_put_off
 from tccl_py.errors import InputError
 from tccl_py.overlap.job import run_job
 from tccl_py.overlap.orders import Answer, Backend, Kind, Order
@@ -98,7 +99,8 @@ def overlap(
             messages=messages,
             repeats=repeats,
         )
-        answers = run_job(order, surroundings, timeout=timeout)
+        with interrupts_put_off(CTRL_C_AND_SIGTERM):
+            answers = run_job(order, surroundings, timeout=timeout)
         found = rows_of(by, order, answers, names)
         pairs += found[0]
         products += found[1]

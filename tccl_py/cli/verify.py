@@ -24,11 +24,12 @@ from tccl_py.cli.arguments import (
 )
 from tccl_py.cli.cluster_kind import refuse_cluster
 from tccl_py.cli.hardware import MeasuredMachine, measured_machine
+from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
 from tccl_py.cli.verify_text import print_verification, verification_json
 from tccl_py.errors import InputError
 from tccl_py.health.drift.identity import differences
 from tccl_py.health.fitness import why_not_with
-from tccl_py.plan.directory import check_plan_directory, machine_file
+from tccl_py.plan.directory import check_plan_directory, locked, machine_file
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.report.words import settings_words
 from tccl_py.simulator.descriptions import DiscoveredMachine
@@ -151,9 +152,11 @@ def verify(
     )
     check_plan_directory(directory)
     refuse_cluster(directory, "verify the plan of one machine; over hosts, time your own job")
-    plan = load_plan(directory)
-    place = _place(plan, directory, _backend(backend), keep or [])
-    found = verified(plan, directory, place, effort, also_tune=tune)
+    # Who plans into it meanwhile would get the verdict of another plan.
+    with locked(directory):
+        plan = load_plan(directory)
+        place = _place(plan, directory, _backend(backend), keep or [])
+        found = verified(plan, directory, place, effort, also_tune=tune)
     if json:
         print_json(verification_json(found))
     else:
@@ -183,17 +186,33 @@ def tuned_plan(plan: Plan, directory: Path) -> Plan:
 def verified(
     plan: Plan, directory: Path, place: Place, effort: Effort, *, also_tune: bool
 ) -> Verification:
-    """Verify, tune if asked to, and keep what was found with the plan."""
+    """Verify, tune if asked to, and keep what was found with the plan.
+
+    An interrupt while settings are tried leaves the plan as it was, and what was verified of it.
+    """
     if also_tune:
         effort = msgspec.structs.replace(effort, seconds=min(effort.seconds, COMPARISON_SECONDS))
-    with _watcher() as watch:
-        found = run_verification(plan, directory, place, effort, watch=watch)
-        if also_tune:
+    with _watcher() as watch, interrupts_put_off(CTRL_C_AND_SIGTERM):
+        try:
+            found = run_verification(plan, directory, place, effort, watch=watch)
+        except (KeyboardInterrupt, Terminated):
+            notice(f"interrupted: nothing in {directory} was changed")
+            raise
+        if not also_tune:
+            return _kept(found, plan, directory, place)
+        try:
             tuned = run_tuning(plan, directory, place, effort, found, watch=watch)
-            found = tuned.verification
-            if tuned.plan != plan:
-                rewrite_plan(tuned.plan, directory)
-                notice(f"tuned: {settings_words(tuned.plan.settings)}")
+        except (KeyboardInterrupt, Terminated):
+            _kept(found, plan, directory, place)
+            notice("interrupted: the plan is as it was, and what was verified of it is kept")
+            raise
+    return _kept(tuned.verification, tuned.plan, directory, place, before=plan)
+
+
+def _kept(
+    found: Verification, plan: Plan, directory: Path, place: Place, *, before: Plan | None = None
+) -> Verification:
+    """Write what was found of a plan, and the plan if it is another than before."""
     versions = {**found.versions, **({"driver": _driver()} if place.backend == "cuda" else {})}
     said = [*found.notices]
     if place.backend == "host":
@@ -204,7 +223,11 @@ def verified(
         said.append(f"{_SYSTEM_CONF} holds for both sides, stock as well")
     notice_each(said)
     found = msgspec.structs.replace(found, versions=versions, notices=tuple(said))
-    return keep_verification(found, directory)
+    with undisturbed():
+        if before not in (None, plan):
+            rewrite_plan(plan, directory)
+            notice(f"tuned: {settings_words(plan.settings)}")
+        return keep_verification(found, directory)
 
 
 def _why_off(plan: Plan, nccl: str) -> str:

@@ -138,7 +138,7 @@ def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
         make(directory, made)
     # Not taken away if another run has it by now.
     journal = directory / JOURNAL_FILE
-    with _locked(directory), _taken_away(made, journal):
+    with locked(directory), _taken_away(made, journal):
         with refused(directory, *unusable):
             _check_held(directory, force=force)
         yield journal
@@ -164,8 +164,12 @@ def holds_measurements(journal: Path) -> bool:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Holds `directory` against other runs; the system lets go of it however this one ends."""
+def locked(directory: Path) -> Iterator[None]:
+    """Holds `directory` against other runs; the system lets go of it however this one ends.
+
+    Raises:
+        InputError: another run has it, or it cannot be opened.
+    """
     with refused(directory, "cannot be opened", "name a readable place"):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
