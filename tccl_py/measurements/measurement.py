@@ -46,7 +46,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def gbps(self) -> tuple[float, ...]:
         """Median rate of each flow, in GB/s."""
-        return tuple(float(np.median(row)) for row in self.samples_gbps)
+        return tuple(_median(row) for row in self.samples_gbps)
 
     @property
     def total_gbps(self) -> float:
@@ -64,12 +64,19 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
         The median of n normal samples spreads sqrt(pi/2) times as far as their mean.
         """
-        slowest = min(self.samples_gbps, key=lambda row: float(np.median(row)))
-        middle = float(np.median(slowest))
+        slowest = min(self.samples_gbps, key=_median)
+        middle = _median(slowest)
         if len(slowest) < 2 or middle <= 0:
             return 0.0
         deviation = float(np.std(slowest, ddof=1))
         return math.sqrt(math.pi / 2 / len(slowest)) * deviation / middle
+
+
+def _median(samples: Sequence[float]) -> float:
+    """The median of a few samples; of so few numpy's takes many times as long."""
+    ordered = sorted(samples)
+    half = len(ordered) // 2
+    return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)
 
 
 def dealt(flows: Iterable[Flow | str], values: Iterable[Value]) -> dict[str, list[Value]]:

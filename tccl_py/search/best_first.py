@@ -73,6 +73,7 @@ class RingSetSearch:
         self._rule = rule
         self.count = count
         self.bounds = Bounds(index, copies=count)
+        self._bounces: list[int] = index.bounces.astype(int).tolist()
         self._ledger = ledger
         self._incumbent = incumbent
         self._tolerance = tolerance
@@ -201,10 +202,13 @@ class RingSetSearch:
         if state.bound <= self._enough:
             self._dropped = max(self._dropped, state.bound)
             return
-        hops = list(state.all_hops)
+        hops = state.all_hops
         depth = len(hops)
-        kinship = float(self.bounds.pair[np.ix_(hops, hops)].mean()) if hops else 0.0
-        bounces = int(self.index.bounces[hops].sum())
+        kinship = 0.0
+        if depth:
+            numbers = np.array(hops)
+            kinship = float(self.bounds.pair[numbers[:, None], numbers].sum()) / depth**2
+        bounces = sum(self._bounces[hop] for hop in hops)
         # Ties: the deeper state, then fewer bounces, then hops that get on well in pairs.
         order = (-round(state.bound, 6), -depth, bounces, -kinship, next(self._serial))
         heapq.heappush(self._queue, (order, state))
@@ -260,8 +264,9 @@ class RingSetSearch:
         targets = rest or [state.path[0]]
         hops = self.index.pair[state.path[-1], targets].reshape(-1)
         hops = hops[hops >= 0]
-        images = self.index.images[np.ix_(state.alive, hops)]
-        hops = hops[images.min(axis=0) == hops]
+        if len(state.alive) > 1:
+            images = self.index.images[state.alive[:, None], hops]
+            hops = hops[images.min(axis=0) == hops]
         beside = self.bounds.alongside(state.all_hops)
         children = []
         for hop in hops.tolist():
@@ -283,7 +288,9 @@ class RingSetSearch:
     def _child(self, state: State, hop: int, bound: float) -> State:
         target = int(self.index.target[hop])
         hops = (*state.hops, hop)
-        alive = state.alive[self.index.images[state.alive, hop] == hop]
+        alive = state.alive
+        if len(alive) > 1:  # the identity fixes everything
+            alive = alive[self.index.images[alive, hop] == hop]
         if bound > self._enough:
             bound = min(bound, self.bounds.pattern_bound((*state.all_hops, hop), newest=hop))
         if target == state.path[0]:

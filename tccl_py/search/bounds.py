@@ -7,7 +7,6 @@ bit masks, one bit for each copy of a hop that a set may hold.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -62,12 +61,14 @@ class Bounds:
 
     def mask(self, hops: Sequence[int]) -> Masks:
         """The bits of these hops: the second copy of a hop has a bit of its own."""
-        bits = np.zeros(self._words, dtype=np.uint64)
-        for hop, count in Counter(hops).items():
-            for copy in range(min(count, self._copies)):
-                bit = hop * self._copies + copy
-                bits[bit // 64] |= np.uint64(1 << (bit % 64))
-        return bits
+        bits = 0
+        for hop in hops:
+            first = hop * self._copies
+            for bit in range(first, first + self._copies):
+                if not bits >> bit & 1:
+                    bits |= 1 << bit
+                    break
+        return np.frombuffer(bits.to_bytes(8 * self._words, "little"), dtype="<u8")
 
     def pattern_bound(self, hops: Sequence[int], newest: int | None = None) -> float:
         """Least rate of the patterns inside `hops`; only those with `newest`, if that is given."""
@@ -90,10 +91,9 @@ class Bounds:
         """Upper bound on the rate of `hops` together, GB/s."""
         numbers = np.fromiter(hops, dtype=np.int64)
         least = float(self.single[numbers].min(initial=np.inf))
-        pairs = self.pair[np.ix_(numbers, numbers)].copy()
-        # A hop is paired with itself only if the set holds it twice.
-        counts = np.bincount(numbers, minlength=len(self.single))[numbers]
-        np.fill_diagonal(pairs, np.where(counts > 1, np.diagonal(pairs), np.inf))
+        pairs = self.pair[numbers[:, None], numbers]
+        # A hop is paired with itself only if the set holds it twice: then beside the diagonal too.
+        np.fill_diagonal(pairs, np.inf)
         least = min(least, float(pairs.min(initial=np.inf)))
         return min(least, self.pattern_bound(hops))
 

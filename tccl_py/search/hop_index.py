@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tccl_py.topology.symmetry import Symmetry
 from tccl_py.transfers.hops import Hop, HopSpace, Ring, RingSet, ring, ring_set
-from tccl_py.transfers.transfer import Flow, Place, Transfer, TransferSet, transfer_set
+from tccl_py.transfers.transfer import Flow, Place, Transfer, TransferSet
 
 MAX_CLOSED = 2
 """Sets of up to so many hops have few enough images to list them all for any group."""
@@ -32,6 +32,7 @@ class HopIndex:
         self.space = space
         self.gpus = space.gpus
         self.hops: tuple[Hop, ...] = tuple(sorted(space, key=lambda hop: str(hop.flow)))
+        self.texts = tuple(str(hop.flow) for hop in self.hops)
         self.number = {hop: number for number, hop in enumerate(self.hops)}
         position = {gpu: i for i, gpu in enumerate(self.gpus)}
         self.source = np.array([position[hop.source] for hop in self.hops])
@@ -70,20 +71,26 @@ class HopIndex:
     def _images(self, symmetry: Symmetry, elements: npt.NDArray[np.int16]) -> npt.NDArray[np.int32]:
         """For each element and hop the hop it becomes, -1 if the space lacks that."""
         points = {point: i for i, point in enumerate(symmetry.points)}
-        places = [_touched(hop.flow) for hop in self.hops]
-        by_shape = {
-            (_shape(hop.flow), touched): number
-            for number, (hop, touched) in enumerate(zip(self.hops, places, strict=True))
-        }
-        columns = []
-        for hop, touched in zip(self.hops, places, strict=True):
-            shape = _shape(hop.flow)
-            moved = elements[:, [points[name] for name in touched]]
-            unique, inverse = np.unique(moved, axis=0, return_inverse=True)
-            names = [tuple(symmetry.points[i] for i in row) for row in unique]
-            numbers = np.array([by_shape.get((shape, name), -1) for name in names], dtype=np.int32)
-            columns.append(numbers[inverse.reshape(-1)])
-        return np.stack(columns, axis=1)
+        alike: dict[tuple[_Shape, tuple[int, ...]], list[int]] = {}
+        places: list[list[int]] = []
+        for number, hop in enumerate(self.hops):
+            touched = [points[name] for name in _touched(hop.flow)]
+            places.append(list(dict.fromkeys(touched)))
+            # Which places are the same one is kept by every element: it belongs to the shape.
+            repeated = tuple(places[-1].index(place) for place in touched)
+            alike.setdefault((_shape(hop.flow), repeated), []).append(number)
+        table = np.empty((len(elements), len(self.hops)), dtype=np.int32)
+        for numbers in alike.values():
+            # Hops of a shape differ by their places alone: these, as digits of one number, tell.
+            of_each = np.array([places[number] for number in numbers])
+            digits = np.int64(len(points)) ** np.arange(of_each.shape[1])
+            codes = of_each @ digits
+            order = np.argsort(codes)
+            moved = elements[:, of_each].astype(np.int64) @ digits
+            found = np.minimum(np.searchsorted(codes[order], moved), len(codes) - 1)
+            known = codes[order][found] == moved
+            table[:, numbers] = np.where(known, np.array(numbers)[order][found], -1)
+        return table
 
     @cached_property
     def gpu_positions(self) -> npt.NDArray[np.int64]:
@@ -92,20 +99,33 @@ class HopIndex:
 
     def transfer_set(self, hops: Sequence[int]) -> TransferSet:
         """The flows of these hops, all together."""
-        return transfer_set(self.hops[number].flow for number in hops)
+        # Numbers are in the order of the texts, which is a set's order.
+        return TransferSet(tuple(self.hops[number].flow for number in sorted(hops)))
+
+    def text(self, hops: Sequence[int]) -> str:
+        """The text of `transfer_set`."""
+        return " ".join([self.texts[number] for number in sorted(hops)])
 
     def canonical(self, hops: Sequence[int]) -> Hops:
         """The smallest image of these hops under the symmetry, as far as it can be listed."""
         key = tuple(sorted(hops))
-        if self._moves is not None and len(key) <= MAX_CLOSED:
-            if key not in self._smallest:
+        smallest = self._smallest.get(key)
+        if smallest is None:
+            if self._moves is not None and len(key) <= MAX_CLOSED:
                 rows = [tuple(row) for row in self.orbit(key).tolist()]
                 self._smallest.update(dict.fromkeys(rows, rows[0]))
-            return self._smallest[key]
+            else:
+                self._smallest[key] = self._smallest_listed(key)
+            smallest = self._smallest[key]
+        return smallest
+
+    def _smallest_listed(self, key: Hops) -> Hops:
+        if len(self.images) == 1:
+            return key
         images = np.sort(self.images[:, key], axis=1)
         for column in range(images.shape[1]):
             images = images[images[:, column] == images[:, column].min()]
-        return tuple(int(number) for number in images[0])
+        return tuple(images[0].tolist())
 
     def orbit(self, hops: Sequence[int]) -> npt.NDArray[np.int32]:
         """Distinct images of these hops, one sorted row each, in ascending order.

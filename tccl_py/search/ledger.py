@@ -102,23 +102,22 @@ class Ledger:
 
     def measurement(self, index: HopIndex, hops: Sequence[int]) -> Measurement:
         """The measurement of the smallest image of these hops."""
-        wanted = index.transfer_set(index.canonical(hops))
-        key = str(wanted)
+        smallest = index.canonical(hops)
+        key = index.text(smallest)
         if key in self._known:
             self.sets_by_symmetry += 1
             return self._known[key]
         self.check_budget()
-        (measurement,) = self._source.measure([wanted])
+        (measurement,) = self._source.measure([index.transfer_set(smallest)])
         self._note(key, measurement)
         return measurement
 
     def exactly(self, index: HopIndex, hops: Sequence[int]) -> Measurement:
         """The measurement of these very hops, no image of them."""
-        wanted = index.transfer_set(hops)
-        key = str(wanted)
+        key = index.text(hops)
         if key not in self._known:
             self.check_budget()
-            (measurement,) = self._source.measure([wanted])
+            (measurement,) = self._source.measure([index.transfer_set(hops)])
             self._note(key, measurement)
         return self._known[key]
 
