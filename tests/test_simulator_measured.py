@@ -115,22 +115,26 @@ def test_single_writes_of_the_published_matrix_are_predicted_within_25_percent()
                 assert answer.total_gbps == pytest.approx(rate, rel=0.25)
 
 
-@pytest.fixture(scope="module")
-def fitted() -> Parameters:
-    return Fit(ROWS).parameters()
+FIT = Fit(ROWS)
+FITS = 6
+"""So many fits leave each set out of one; that others are left out with it makes it harder."""
 
 
-def test_the_bundled_parameters_are_what_the_fit_gives(fitted):
-    assert fitted.values == pytest.approx(bundled_parameters().values, rel=0.03)
+@cache
+def fitted_without(fit: int) -> Parameters:
+    return FIT.parameters(leave_out=[ROWS.index(row) for row in SETS[fit::FITS]])
+
+
+def test_the_bundled_parameters_are_what_the_fit_gives():
+    assert FIT.parameters().values == pytest.approx(bundled_parameters().values, rel=0.03)
 
 
 @pytest.mark.parametrize("left_out", SETS, ids=label)
 def test_leaving_a_set_out_of_the_fit_moves_its_prediction_by_less_than_25_percent(left_out):
-    fit = Fit(ROWS)
-    known = fit.predict(left_out, bundled_parameters())
-    without = fit.parameters(leave_out=ROWS.index(left_out))
-    assert fit.predict(left_out, without) == pytest.approx(known, rel=0.25)
-    assert max(abs(e) for e in relative_errors(left_out, fit.predict(left_out, without))) < 0.25
+    known = FIT.predict(left_out, bundled_parameters())
+    found = FIT.predict(left_out, fitted_without(SETS.index(left_out) % FITS))
+    assert found == pytest.approx(known, rel=0.25)
+    assert max(abs(e) for e in relative_errors(left_out, found)) < 0.25
 
 
 def test_a_folder_without_measured_sets_is_refused(tmp_path):

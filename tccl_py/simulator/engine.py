@@ -45,6 +45,7 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     legs: tuple[Leg, ...]
     buffer: str
     buffer_mib: float
+    limits: tuple[int, ...]
     work: tuple[Work, ...] = ()
     cap: float = math.inf
     cap_assumed: bool = False
@@ -110,11 +111,7 @@ class Engine:
 
     def _capped(self, flow: Flow, use: Use) -> Use:
         """The use with what its executors reach under the parameters of now."""
-        limits = [
-            (number, x)
-            for number, x in enumerate(self.model.executors)
-            if applies(x, self.network, flow, use.legs)
-        ]
+        limits = [(number, self.model.executors[number]) for number in use.limits]
         figures = [figure for _, x in limits for figure in figures_used(x, flow)]
         alone = {number: unbent(x, self.figures, flow) for number, x in limits}
         return msgspec.structs.replace(
@@ -157,6 +154,11 @@ class Engine:
             legs=legs,
             buffer=_buffer(flow, legs) if cache is not None else "",
             buffer_mib=_buffer_mib(flow, blocks),
+            limits=tuple(
+                number
+                for number, limit in enumerate(self.model.executors)
+                if applies(limit, self.network, flow, legs)
+            ),
         )
 
     def _loads(self, leg: Leg) -> list[Load]:
@@ -195,15 +197,18 @@ class Engine:
             for bound, field in _sides(reading, writing, values):
                 value, is_assumed = values[field]
                 assumed = assumed or is_assumed
-                fifos = [flow for flow in bound if share and uses[flow].buffer == place]
-                bounds.append(_shares(bound, value, fifos, self._cached_cost(value, field, share)))
+                shares = {flow: count / value for flow, count in bound.items()}
+                if share:
+                    cost = self._cached_cost(value, field, share)
+                    fifos = [flow for flow in bound if uses[flow].buffer == place]
+                    shares.update((flow, bound[flow] * cost) for flow in fifos)
+                bounds.append(shares)
         return bounds, assumed
 
     def _cached_cost(self, value: float, field: str, share: float) -> float:
         """What a GB/s through FIFOs takes of a memory bound if this share of it is cached."""
         cache = self.model.fifo_cache
-        if cache is None or not share:
-            return 1.0 / value
+        assert cache is not None  # or nothing would be cached
         inside = self.figures.value(cache.write if field.startswith("write") else cache.read)
         # Where the cache carried less than the memory, the memory would be used.
         return share / max(inside, value) + (1.0 - share) / value
@@ -233,14 +238,6 @@ def _buffer(flow: Flow, legs: tuple[Leg, ...]) -> str:
 def _buffer_mib(flow: Flow, blocks: int) -> float:
     """What a flow's FIFOs take where they lie."""
     return blocks * flow.fifo.bytes / MIB if flow.fifo is not None else 0.0
-
-
-def _shares(bound: Bound, value: float, fifos: list[int], cost: float) -> Bound:
-    """What a GB/s of each flow takes of a bound; through cached FIFOs it takes `cost`."""
-    shares = {flow: count / value for flow, count in bound.items()}
-    for flow in fifos:
-        shares[flow] = bound[flow] * cost
-    return shares
 
 
 def _sides(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -33,13 +33,13 @@ class Fit:
         names = sorted({row.machine for row in rows})
         self._engines = {name: Engine(load_bundled(name), self.start) for name in names}
 
-    def parameters(self, *, leave_out: int | None = None) -> Parameters:
-        """The parameters that fit best, all rows or all but one.
+    def parameters(self, *, leave_out: Collection[int] = ()) -> Parameters:
+        """The parameters that fit best all rows but those with these numbers.
 
         Minimises the squares of log errors of the rates and of log distances from the priors,
         each in units of its spread. Starts from the values at hand.
         """
-        kept = [row for index, row in enumerate(self.rows) if index != leave_out]
+        kept = [row for index, row in enumerate(self.rows) if index not in leave_out]
         first = np.log([one.value for one in self.start.parameters])
         found = least_squares(
             self._residuals, first, args=(kept,), diff_step=_STEP, ftol=_ENOUGH, xtol=_ENOUGH
