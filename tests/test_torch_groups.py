@@ -539,7 +539,7 @@ def cluster_members(plan, directory, order=None):
 
 def cluster_rank(monkeypatch, members, rank):
     monkeypatch.setattr("tccl_py.torch.here.host_identity", lambda: members[rank].host)
-    monkeypatch.setattr("tccl_py.torch.here.host_names", lambda: iter([members[rank].name]))
+    monkeypatch.setattr("tccl_py.torch.here.names_of_this_host", lambda: iter([members[rank].name]))
     return Rank(monkeypatch, members, rank)
 
 
@@ -601,7 +601,7 @@ def test_a_host_without_a_file_switches_a_clusters_plan_off(cluster, monkeypatch
     rank = cluster_rank(monkeypatch, members, 0)
     path = directory / "nccl" / "hosts" / "gpu3.xml"
     if change == "host":
-        monkeypatch.setattr("tccl_py.torch.here.host_names", lambda: iter(["other"]))
+        monkeypatch.setattr("tccl_py.torch.here.names_of_this_host", lambda: iter(["other"]))
         said = "the plan has no such host"
     else:
         path.unlink()

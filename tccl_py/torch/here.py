@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from tccl_py.cluster.this_host import names_of_this_host
 from tccl_py.emitters.cluster_files import host_graph_file
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import (
@@ -90,15 +91,6 @@ def host_identity(environment: Mapping[str, str] = os.environ) -> str:
     return f"{socket.gethostname()} {boot}"
 
 
-def host_names() -> Iterator[str]:
-    """This host's names, shortest to find out first."""
-    name = socket.gethostname()
-    yield name
-    yield name.partition(".")[0]
-    # This asks the name service, which may take long.
-    yield socket.getfqdn()
-
-
 def member_of(
     directory: Path | None, ordinal: int, nccl: str, settings: ProcessSettings
 ) -> tuple[Member, OpenPlan | None]:
@@ -127,7 +119,7 @@ def member_of(
     member = msgspec.structs.replace(member, gpu=here.gpu)
     if opened is None:
         return msgspec.structs.replace(member, off=f"{PLAN_VARIABLE} names no plan"), None
-    name = opened.host_name(tuple(host_names())) if not isinstance(opened.plan, Plan) else ""
+    name = "" if isinstance(opened.plan, Plan) else opened.host_name(tuple(names_of_this_host()))
     found = msgspec.structs.replace(
         member, name=name, plan=opened.identity, settings=opened.variables
     )
