@@ -242,6 +242,15 @@ def test_env_is_for_the_host_that_it_runs_on(name, full, chosen, tmp_path, monke
         assert (result.exit_code, found) == (0, f"{place}/nccl/hosts/{chosen}.xml")
 
 
+def test_env_in_a_task_of_slurm_is_for_its_node(tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu1")
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    chains = dict.fromkeys(("gpu1", "node7"), ((0, (0, 1), 0),))
+    place = saved(cluster_plan([(one, PAIR) for one in chains], chains), tmp_path)
+    found = evaluated(tccl("env", place).stdout)
+    assert found["NCCL_GRAPH_FILE"] == f"{place}/nccl/hosts/node7.xml"
+
+
 @pytest.mark.parametrize("host", ["gpu9", "", "../hosts/gpu1", "\x1b[31m", "x" * 500])
 def test_env_of_a_host_without_a_graph_file_says_so(host, directory):
     result = tccl("env", directory, "--host", host)
@@ -318,3 +327,18 @@ def test_columns_that_are_no_number_of_them_change_nothing(columns, directory, m
     usual = tccl("show", directory).stdout
     monkeypatch.setenv("COLUMNS", columns)
     assert tccl("show", directory).stdout == usual
+
+
+@pytest.mark.parametrize(
+    "lines, sentence",
+    [
+        ("a b a", "names a 2 times, which makes 2 ranks, and b has 4; a host that is named once"),
+        ("a b:4 c:2 a", "names a 2 times, which makes 2 ranks, and b has 4; a host that is"),
+        ("a:2 b", "host b: has 4 ranks, a of the same class has 2; give hosts with equal"),
+    ],
+)
+def test_a_host_on_several_lines_has_its_ranks_by_them(lines, sentence, tmp_path):
+    (tmp_path / "hosts").write_text("\n".join(lines.split()))
+    listed = ("--simulate", "amd-3090", "--hosts", tmp_path / "hosts")
+    refused(tccl("plan", "-o", tmp_path / "plan", *listed), sentence)
+    assert not (tmp_path / "plan").exists()

@@ -152,6 +152,7 @@ class SimulatedCluster:
         self._source = Simulator(model, noise=noise, seed=seed)
         self._header = simulation_header(model, noise=noise, seed=seed)
         hosts = _listed(options)
+        _refuse_uneven(hosts, len(model.machine.gpus), where=str(options.hosts))
         network = task.network([host.name for host in hosts])
         reports = [
             HostReport(
@@ -199,6 +200,25 @@ def _listed(options: ClusterOptions) -> tuple[HostSlots, ...]:
         raise InputError("--nodes", f"is {options.nodes}", f"2 to {MANY_NODES} nodes")
     width = len(str(options.nodes))
     return tuple(HostSlots(f"node{number + 1:0{width}d}") for number in range(options.nodes))
+
+
+def _refuse_uneven(hosts: Sequence[HostSlots], gpus: int, *, where: str) -> None:
+    """Refuse a list in which a host has other numbers of ranks than others by standing there again.
+
+    Raises:
+        InputError: that is so; equal machines need equal numbers of ranks.
+    """
+    ranks = {host.name: gpus if host.slots is None else host.slots for host in hosts}
+    for one in hosts:
+        other = next((name for name, count in ranks.items() if count != ranks[one.name]), None)
+        if one.times > 1 and other is not None:
+            raise InputError(
+                where,
+                f"names {one.name} {one.times} times, which makes {ranks[one.name]} ranks, and "
+                f"{other} has {ranks[other]}",
+                f"a host that is named once has one for each of its {gpus} GPUs: name each once, "
+                "or give all as many",
+            )
 
 
 class MeasuredCluster:

@@ -35,11 +35,15 @@ _LINE = "a line is NAME, NAME:8, NAME slots=8, or a SLURM expression such as gpu
 
 
 class HostSlots(msgspec.Struct, frozen=True):
-    """A host of a list, and how many ranks it may have; None is "the list does not say"."""
+    """A host of a list, and how many ranks it may have; None is "the list does not say".
+
+    `times` is how often the list names it, except by rank.
+    """
 
     name: str
     slots: int | None = None
     max_slots: int | None = None
+    times: int = 1
 
 
 def read_host_list(path: Path) -> tuple[HostSlots, ...]:
@@ -136,8 +140,10 @@ class _Tally:
     slots: int = 0
     given: bool = False
     limit: int | None = None
+    times: int = 0
 
     def mention(self, count: int, *, given: bool) -> None:
+        self.times += 1
         self.given = self.given or given or self.slots > 0
         self.slots += count
 
@@ -157,7 +163,8 @@ class _Tally:
 
     @property
     def host(self) -> HostSlots:
-        return HostSlots(self.name, self.slots if self.given else None, self.limit)
+        slots = self.slots if self.given else None
+        return HostSlots(self.name, slots, self.limit, self.times)
 
 
 def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
