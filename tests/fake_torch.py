@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import msgspec
 
 GRAPH = "NCCL_GRAPH_FILE"
+SEEN = (GRAPH, "NCCL_P2P_LEVEL", "NCCL_TOPO_FILE")
+"""Variables of which each communicator keeps what it saw."""
 
 
 class FakeGroup:
@@ -116,7 +118,7 @@ class FakeDistributed:
     def _communicator(self, group):
         if self.fails == "communicator":
             raise RuntimeError("ncclSystemError")
-        group.seen = {name: os.environ.get(name) for name in (GRAPH, "NCCL_P2P_LEVEL")}
+        group.seen = {name: os.environ.get(name) for name in SEEN}
 
 
 class FakeTorch:

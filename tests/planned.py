@@ -2,6 +2,9 @@
 
 import functools
 
+import msgspec
+
+from tccl_py.plan.plan import TopologyFile
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.library import load_bundled
@@ -27,3 +30,20 @@ def plan_of(name, **more):
     model = load_bundled(name)
     budget = BUDGETS.get(name, DEFAULT_BUDGET)
     return make_plan(model.machine, model.knowledge, Simulator(model), **{"budget": budget, **more})
+
+
+def with_topology(plan):
+    """A plan with a topology file, which says of the machine what it is."""
+    file = TopologyFile(
+        machine=plan.machine,
+        changes=(),
+        cannot_say=(),
+        sets_checked=11,
+        all_sets_checked=True,
+        fallbacks_ended=0,
+        mean_gain=0.0,
+        own_gbps=plan.stock.rate_gbps,
+        rate_gbps=plan.stock.rate_gbps,
+        believed_gbps=plan.stock.rate_gbps,
+    )
+    return msgspec.structs.replace(plan, topology=file)

@@ -8,8 +8,10 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from tccl_py.cli.export import for_version
+from tccl_py.cli.main import app
 from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.emitters.plan_files import conf_text
 from tccl_py.errors import InputError
@@ -26,6 +28,8 @@ from tccl_py.plan.directory import nccl_files, topology_text, write_plan
 from tccl_py.plan.plan import load_plan
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.stock_judge import OutOfSetsError, StockJudge
+from tccl_py.report.contents import read_contents
+from tccl_py.report.tables import plan_files
 from tccl_py.runtimes.nccl.bandwidths import pci_gbps
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.runtimes.nccl.stock import stock_choice
@@ -121,6 +125,23 @@ def test_every_job_of_the_host_gets_the_file(tmp_path):
     assert line in (tmp_path / "nccl" / "nccl.conf").read_text().splitlines()
     assert f"export {line}" in (tmp_path / "nccl" / "env.sh").read_text().splitlines()
     assert load_plan(tmp_path) == plan
+
+
+def test_show_and_the_report_name_it(tmp_path):
+    plan, model = planned()
+    write_plan(plan, tmp_path, model=model)
+    assert "topology file  topo.xml, for all communicators of a job" in shown("show", tmp_path)
+    summary = json.loads(shown("show", tmp_path, "--json"))["topology_file"]
+    assert summary == plan.topology.summary
+    (file,) = [one for one in plan_files(read_contents(tmp_path)) if one.name == "nccl/topo.xml"]
+    assert file.there
+    assert file.purpose.endswith(plan.topology.summary)
+
+
+def shown(*words):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 def test_a_path_with_a_space_stays_out_of_nccl_conf():

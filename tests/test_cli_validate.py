@@ -41,6 +41,20 @@ def test_gpus_are_taken_in_rank_order():
     assert json.loads(found.stdout)["rings"][0] == [0, 2, 1, 3]
 
 
+def test_a_topology_file_of_the_job_is_what_nccl_sees(tmp_path):
+    graph, told = GRAPHS / "a_ok1.xml", tmp_path / "topo.xml"
+    told.write_text(FOUR.read_text())
+    words = ("validate", graph, "--machine", FOUR, "--json", "--env")
+    plain = tccl(*words, "NCCL_DEBUG=INFO")
+    same = tccl(*words, f"NCCL_TOPO_FILE={told}")
+    assert same.stdout == plain.stdout
+    assert same.stderr == (f"tccl: NCCL takes the machine for what {told} says (NCCL_TOPO_FILE)\n")
+    eight = CASES / "topologies" / "asus-esc8000a-e13p.xml"
+    other = tccl(*words, f"NCCL_TOPO_FILE={eight}")
+    assert (other.exit_code, other.stdout) == (2, "")
+    assert f"{eight}: has other GPUs than " in other.stderr
+
+
 def test_variables_of_the_job_count():
     graph = GRAPHS / "a_ok1.xml"
     plain = tccl("validate", graph, "--machine", FOUR, "--json")

@@ -23,7 +23,7 @@ from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.readers.installed_nccl import InstalledNccl
 from tccl_py.topology.readers.nvml import GpuFacts
 from tests.cluster_plans import mixed
-from tests.planned import SMALL, plan_of
+from tests.planned import SMALL, plan_of, with_topology
 
 MEASURED = Fingerprint(
     gpu_uuids=("GPU-a", "GPU-b", "GPU-c", "GPU-d"),
@@ -222,6 +222,25 @@ def test_env_says_in_json_that_it_is_off(measured, monkeypatch):
     assert result.exit_code == 1
     assert told["environment"] == {}
     assert told["off"].startswith("it had 2 NUMA node(s) and has 1")
+
+
+def test_env_names_the_topology_file_but_not_on_another_host(tmp_path, monkeypatch):
+    plan = msgspec.structs.replace(with_topology(plan_of(SMALL)), simulated=False, assumed=False)
+    write_plan(plan, tmp_path, fingerprint=MEASURED)
+    path = tmp_path / "nccl" / "topo.xml"
+    result = run_env(monkeypatch, tmp_path, MEASURED)
+    assert f"export NCCL_TOPO_FILE={path}\n" in result.stdout
+    facts = SimpleNamespace(gpus=facts_of(plan))
+    result = run_env(monkeypatch, tmp_path, OTHER_UUIDS, "--alike", facts=facts)
+    assert result.exit_code == 0
+    assert "NCCL_TOPO_FILE" not in result.stdout
+    assert result.stderr == (
+        f"tccl: {path} describes the host that the plan was measured on, and is left out here\n"
+    )
+    path.unlink()
+    result = run_env(monkeypatch, tmp_path, MEASURED)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"tccl: {path}: is missing; plan again, or `tccl export` it\n"
 
 
 def test_env_is_off_for_another_nccl(measured, monkeypatch):

@@ -89,6 +89,9 @@ def env(
     With --alike (or TCCL_ALIKE=1) other GPUs of the same kinds at the same places will do, for
     hosts that are equal and share a plan.
 
+    If the plan has a topology file, NCCL_TOPO_FILE names it, graph or not: every communicator of
+    the job reads it. It describes one host, and is left out with --alike.
+
     Of a cluster's plan it is the environment of one host, for a job over all hosts and GPUs of the
     plan whose ranks are in its order (DIR/nccl/order). The exit code is 1 for a host that is not in
     the plan, and for this one if it has GPUs of other kinds by now.
@@ -112,7 +115,7 @@ def env(
         _print_off(plan, chosen, off, json=json)
         raise typer.Exit(ANSWER_IS_NO)
     graph = graph_file(plan, directory, chosen)
-    topology = topology_path(plan, directory)
+    topology = _topology_file(plan, directory, alike=alike)
     variables = job_environment(plan.settings, graph=graph, topology=topology)
     if json:
         print_json({"gpus": chosen, "environment": variables, "simulated": plan.simulated})
@@ -149,6 +152,23 @@ def _why_off(plan: Plan, directory: Path, nccl: str | None, *, alike: bool) -> s
         else why_not_here(plan, directory, here)
     )
     return "; ".join(why for why in (elsewhere, other) if why)
+
+
+def _topology_file(plan: Plan, directory: Path, *, alike: bool) -> PurePosixPath | None:
+    """The plan's topology file; None on another host than it describes.
+
+    Raises:
+        InputError: it is gone.
+    """
+    path = topology_path(plan, directory)
+    if path is None:
+        return None
+    if alike:
+        notice(f"{path} describes the host that the plan was measured on, and is left out here")
+        return None
+    if not Path(path).is_file():
+        raise InputError(str(path), "is missing", "plan again, or `tccl export` it")
+    return path
 
 
 def _why_not_with(plan: Plan, nccl: str | None) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tccl_py.cluster_plan.plan import ClusterPlan
+from tccl_py.emitters.plan_files import TOPOLOGY_FILE
 from tccl_py.plan.plan import Plan
 from tccl_py.runtimes.nccl.settings import Settings, environment
 
@@ -27,6 +28,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "assumed": plan.assumed,
         "settings": msgspec.to_builtins(plan.settings),
         "environment": environment(plan.settings),
+        "topology_file": plan.topology.summary if plan.topology is not None else None,
         "stock": {
             "rings": plan.stock.rings,
             "rate_gbps": plan.stock.rate_gbps,
@@ -97,6 +99,8 @@ def _summary(plan: Plan) -> Table:
             f"stock NCCL's settings lose {lost:.0%}",
         )
     table.add_row("settings", settings_text(plan.settings, checked=plan.settings_verified))
+    if plan.topology is not None:
+        table.add_row("topology file", f"{TOPOLOGY_FILE}, for all communicators of a job")
     table.add_row("effort", effort_text(plan))
     return table
 

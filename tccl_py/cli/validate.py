@@ -22,9 +22,12 @@ from tccl_py.cli.arguments import (
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.runtimes.nccl import validator
+from tccl_py.runtimes.nccl.contradictions import TOPOLOGY_VARIABLE
 from tccl_py.runtimes.nccl.validator import Verdict
 from tccl_py.runtimes.nccl.versions import LATEST, version_facts
 from tccl_py.simulator.descriptions import load_machine
+from tccl_py.topology.machine import Machine
+from tccl_py.topology.readers.nccl_topology import read_nccl_topology
 
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
 _SHOWN_RANKS = 32
@@ -57,7 +60,8 @@ def validate(
     """Say what NCCL will do with a graph file: use, ignore, clip or reject it, or crash.
 
     The rings shown are those of the final channels, as ranks. Exit code 0 says that NCCL uses the
-    file as it stands, 1 that it does not.
+    file as it stands, 1 that it does not. With --env NCCL_TOPO_FILE=PATH the machine is what that
+    file says.
 
     Example:
 
@@ -66,14 +70,16 @@ def validate(
     model = load_machine(machine)
     if not version_facts(nccl).verified:
         notice(f"NCCL {nccl} was not checked; taken for {version_facts(nccl).name}, the nearest")
+    given = variables(env or ())
+    seen = _as_told(model.machine, given.get(TOPOLOGY_VARIABLE, ""))
     verdict = validator.validate(
         read_text(graph),
-        model.machine,
+        seen,
         model.knowledge,
         gpus=gpus_argument(gpus, model.machine),
         nodes=nodes,
         version=nccl,
-        environment=variables(env or ()),
+        environment=given,
         where=str(graph),
     )
     if json:
@@ -82,6 +88,21 @@ def validate(
         _print_verdict(graph, verdict)
     if verdict.verdict != "used":
         raise typer.Exit(ANSWER_IS_NO)
+
+
+def _as_told(machine: Machine, path: str) -> Machine:
+    """The machine as NCCL sees it by a topology file; as it is if `path` is "".
+
+    Raises:
+        InputError: the file is none, or describes other GPUs.
+    """
+    if not path:
+        return machine
+    told = read_nccl_topology(Path(path))
+    if told.gpu_indices != machine.gpu_indices:
+        raise InputError(path, f"has other GPUs than {machine.name}", "name a file of that machine")
+    notice(f"NCCL takes the machine for what {path} says (NCCL_TOPO_FILE)")
+    return told
 
 
 def variables(settings: Sequence[str]) -> dict[str, str]:

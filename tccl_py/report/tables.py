@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from tccl_py.emitters.plan_files import TOPOLOGY_FILE
 from tccl_py.plan.directory import JOURNAL_FILE, machine_file
-from tccl_py.plan.plan import PLAN_FILE
+from tccl_py.plan.plan import PLAN_FILE, Plan
 from tccl_py.report.contents import Contents
 from tccl_py.report.layout import link_words
 from tccl_py.topology.machine import Machine
@@ -28,6 +29,7 @@ def plan_files(contents: Contents) -> list[PlanFile]:
         "nccl/env.sh": "settings and graph, for jobs over exactly the plan's GPUs",
         "nccl/nccl.conf": "settings that hold for every job of a host; names no graph",
         "nccl/graph.xml": "the rings, as NCCL reads them",
+        **_topology_file(plan),
         PLAN_FILE: "the plan itself",
         JOURNAL_FILE: "every measurement; an interrupted plan goes on from it",
         str(machine_file(plan, Path())): "the machine",
@@ -39,6 +41,15 @@ def plan_files(contents: Contents) -> list[PlanFile]:
         ),
         *_subsets(directory),
     ]
+
+
+def _topology_file(plan: Plan) -> dict[str, str]:
+    if plan.topology is None:
+        return {}
+    return {
+        f"nccl/{TOPOLOGY_FILE}": "what NCCL's own search is told of the machine, for every "
+        f"communicator: {plan.topology.summary}"
+    }
 
 
 def _subsets(directory: Path) -> list[PlanFile]:

@@ -22,7 +22,7 @@ from tccl_py.health.fitness import (
 )
 from tccl_py.plan.plan import Plan
 from tccl_py.runtimes.nccl.conf_files import settings_of_files
-from tccl_py.runtimes.nccl.contradictions import against
+from tccl_py.runtimes.nccl.contradictions import against, other_topology
 from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.readers.busid import normal_bus_id
 from tccl_py.topology.readers.live import fingerprint_of
@@ -105,7 +105,7 @@ def member_of(
     member = Member(host=host_identity())
     try:
         named = directory or _named()
-        opened = None if named is None else open_plan(named)
+        opened = None if named is None else open_plan(named, alike=_alike())
         if opened is not None:
             settings.check(opened.variables, where=str(opened.directory))
         graph = settings_of_files().get(GRAPH_VARIABLE)
@@ -144,7 +144,7 @@ def why_off(opened: OpenPlan, here: Here, name: str) -> str:
     if other:
         return other
     given = {name: line.value for name, line in settings_of_files().items()} | dict(os.environ)
-    names = against(settings, given)
+    names = against(settings, given) + other_topology(opened.topology, given)
     if names:
         return f"{', '.join(names)} is set to something else than the plan's settings"
     return ""
@@ -153,7 +153,7 @@ def why_off(opened: OpenPlan, here: Here, name: str) -> str:
 def _why_not_here(opened: OpenPlan, here: Here, name: str) -> str:
     plan, directory = opened.plan, opened.directory
     if isinstance(plan, Plan):
-        if os.environ.get(ALIKE_VARIABLE) == "1":
+        if _alike():
             return why_not_alike(plan, directory, here.fingerprint, here.gpus)
         return why_not_here(plan, directory, here.fingerprint)
     if not name:
@@ -162,6 +162,10 @@ def _why_not_here(opened: OpenPlan, here: Here, name: str) -> str:
     if not path.is_file():
         return f"{path} is missing"
     return why_not_of_class(plan, name, here.gpus)
+
+
+def _alike() -> bool:
+    return os.environ.get(ALIKE_VARIABLE) == "1"
 
 
 def _named() -> Path | None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.emitters.cluster_files import host_graph_file
-from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
+from tccl_py.emitters.nccl_conf import job_environment
+from tccl_py.emitters.plan_files import GRAPH_FILE, TOPOLOGY_FILE, subset_file
 from tccl_py.errors import InputError
 from tccl_py.files import check_path, read_bytes
-from tccl_py.plan.directory import check_plan_directory
+from tccl_py.plan.directory import check_plan_directory, topology_path
 from tccl_py.plan.plan import PLAN_FILE, Plan, load_plan
-from tccl_py.runtimes.nccl.settings import environment
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,17 +36,22 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that was read: its directory, the files in it, and what tells it from others."""
+    """A plan that was read: its directory, the files in it, and what tells it from others.
+
+    `topology` is the file that all communicators of the process get, whether or not they have a
+    graph; None if there is none.
+    """
 
     directory: Path
     plan: Plan | ClusterPlan
     files: frozenset[str]
     identity: str
+    topology: PurePosixPath | None = None
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment that its settings are."""
-        return environment(self.plan.settings)
+        """The environment of all communicators: the settings, and the topology file."""
+        return job_environment(self.plan.settings, topology=self.topology)
 
     def host_name(self, names: Sequence[str]) -> str:
         """The plan's name for the host with these names; "" for a plan of one machine."""
@@ -65,8 +70,13 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
         return None if name is None else self.directory / "nccl" / name
 
 
-def open_plan(directory: Path) -> OpenPlan:
+def open_plan(directory: Path, *, alike: bool = False) -> OpenPlan:
     """Read a plan's directory.
+
+    Args:
+        directory: of `tccl plan`.
+        alike: whether it is used on hosts that are like the plan's. A topology file describes one
+            host, down to its NICs, and is left out on others.
 
     Raises:
         InputError: no plan, a damaged one, or a path that an environment cannot have.
@@ -82,14 +92,21 @@ def open_plan(directory: Path) -> OpenPlan:
         plan = load_plan(directory)
         below = directory / "nccl"
         paths = sorted([*below.glob("*.xml"), *below.glob("subsets/*.xml")])
+    files = frozenset(path.relative_to(directory / "nccl").as_posix() for path in paths)
+    topology = None
+    if isinstance(plan, Plan) and not alike:
+        topology = topology_path(plan, directory)
+    if topology is not None and TOPOLOGY_FILE not in files:
+        raise InputError(str(topology), "is missing", "plan again, or `tccl export` it")
     digest = hashlib.sha256(read_bytes(directory / PLAN_FILE))
     for path in paths:
         digest.update(b"\0" + path.name.encode() + b"\0" + read_bytes(path))
     return OpenPlan(
         directory=directory,
         plan=plan,
-        files=frozenset(path.relative_to(directory / "nccl").as_posix() for path in paths),
+        files=files,
         identity=digest.hexdigest(),
+        topology=topology,
     )
 
 
