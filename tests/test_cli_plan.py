@@ -196,6 +196,47 @@ def test_an_interrupted_plan_goes_on_as_if_nothing_had_been(patience, noise, tmp
     assert resumed.sets_measured < whole.sets_measured
 
 
+@pytest.mark.parametrize("more", [(), ("--nodes", "2")])
+def test_an_interruption_before_anything_was_found_says_so(more, tmp_path, monkeypatch):
+    def impatient(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tccl_py.cli.plan.make_plan", impatient)
+    monkeypatch.setattr("tccl_py.cli.plan_cluster.make_cluster_plan", impatient)
+    result = tccl("plan", "-o", tmp_path, "--simulate", SMALL, *more)
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == "tccl: interrupted before there was a plan: none was written\n"
+
+
+ENDED_WHILE_WRITING = """
+import os, sys
+from tccl_py.cli.main import main
+from tccl_py.plan import staging
+
+write, how = staging.write_file, int(sys.argv.pop())
+
+def ended(path, text):
+    if path.name == "nccl.conf":
+        os.kill(os.getpid(), how)
+    write(path, text)
+
+staging.write_file = ended
+main()
+"""
+
+
+@pytest.mark.parametrize("how, code", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize("more", [(), ("--nodes", "2")])
+def test_a_plan_that_is_being_written_is_written_whole(more, how, code, tmp_path):
+    command = [sys.executable, "-c", ENDED_WHILE_WRITING, "plan", "-o", str(tmp_path / "plan")]
+    command += ["--simulate", SMALL, "--rings", "1", "--max-sets", "1", *more, str(int(how))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert "Traceback" not in done.stderr
+    written = {path.name for path in (tmp_path / "plan").iterdir()}
+    assert written == {"plan.json", "measurements.jsonl", "machines", "nccl"}
+
+
 def test_a_signal_leaves_the_best_so_far_and_a_journal_that_is_gone_on_from(tmp_path):
     command = [sys.executable, "-m", "tccl_py.cli.main", "plan", "-o", str(tmp_path / "plan")]
     command += ["--simulate", "asus-esc8000a-e13p", "--max-sets", "400", "--rings", "1,2"]

@@ -12,10 +12,7 @@ from tccl_py.cli.arguments import (
     MACHINE_HELP,
     JsonOption,
     gpus_argument,
-    notice,
     notice_each,
-    print_json,
-    results,
 )
 from tccl_py.cli.hardware import (
     SEARCH_REPEATS,
@@ -30,7 +27,7 @@ from tccl_py.cli.hardware import (
     refuse_with_model,
     refuse_without_model,
 )
-from tccl_py.cli.interrupts import INTERRUPTED, interrupts_put_off
+from tccl_py.cli.interrupts import undisturbed
 from tccl_py.cli.jobs import InterfacesOption, in_job
 from tccl_py.cli.measure import simulation_header
 from tccl_py.cli.measured_notices import measured_notices
@@ -44,6 +41,7 @@ from tccl_py.cli.plan_cluster import (
     refuse_with_nodes,
 )
 from tccl_py.cli.plan_nodes import Measuring, plan_cluster, plan_hosts
+from tccl_py.cli.plan_run import finish, planning
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.cli.verify import check_tuning, tuned_plan
@@ -51,7 +49,6 @@ from tccl_py.errors import InputError
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.plan.calibration import calibrated
 from tccl_py.plan.directory import (
-    holds_measurements,
     open_journal,
     output_directory,
     write_plan,
@@ -245,17 +242,13 @@ def plan(
         topology_file=topology_file,
     )
     with output_directory(output, force=force) as journal:
-        try:
-            with interrupts_put_off():
-                made = subject.planned(task, journal, force=force)
-        except BaseException:
-            if simulate is None and holds_measurements(journal):
-                notice(f"what was measured is kept: the same command goes on from {output}")
-            raise
+        with planning(journal, output):
+            made = subject.planned(task, journal, force=force)
         if not made.cancelled:
-            subject.write(made, output)
+            with undisturbed():
+                subject.write(made, output)
             made = tuned_plan(made, output) if tune else made
-    _finish(made, output, json)
+    finish(made, output, plan_json, print_plan, json=json)
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -337,18 +330,6 @@ class _Here:
 
 
 _Subject = _Model | _Here
-
-
-def _finish(made: Plan, output: Path, json: bool) -> None:
-    if made.cancelled:
-        notice(f"interrupted: the best so far follows; the same command goes on from {output}")
-    if json:
-        print_json(plan_json(made))
-    else:
-        print_plan(made, results())
-    if made.cancelled:
-        raise typer.Exit(INTERRUPTED)
-    notice(f"wrote {output}")
 
 
 def _ring_counts(text: str | None) -> tuple[int, ...] | None:

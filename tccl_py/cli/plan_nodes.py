@@ -5,18 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import typer
 
-from tccl_py.cli.arguments import notice, print_json, results
 from tccl_py.cli.cluster_text import cluster_json, print_cluster
 from tccl_py.cli.hardware import Care
-from tccl_py.cli.interrupts import INTERRUPTED, interrupts_put_off
+from tccl_py.cli.interrupts import undisturbed
 from tccl_py.cli.jobs import job_of_ranks, open_cluster
 from tccl_py.cli.nccl_here import version_of_hosts
 from tccl_py.cli.plan_cluster import ClusterTask, MeasuredCluster, SimulatedCluster
+from tccl_py.cli.plan_run import finish, planning
 from tccl_py.cluster.hostlist import read_host_list
 from tccl_py.cluster_plan.directory import write_cluster_plan
-from tccl_py.plan.directory import holds_measurements, output_directory
+from tccl_py.plan.directory import output_directory
 
 
 class Measuring(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,21 +55,9 @@ def plan_cluster(
 ) -> None:
     """Plan for several nodes, write the plan and show it."""
     with output_directory(output, force=force) as journal:
-        try:
-            with interrupts_put_off():
-                made = subject.planned(journal, force=force)
-        except BaseException:
-            if holds_measurements(journal):
-                notice(f"what was measured is kept: the same command goes on from {output}")
-            raise
+        with planning(journal, output):
+            made = subject.planned(journal, force=force)
         if not made.cancelled:
-            write_cluster_plan(made, output, models=subject.models)
-    if made.cancelled:
-        notice(f"interrupted: the best so far follows; the same command goes on from {output}")
-    if json:
-        print_json(cluster_json(made))
-    else:
-        print_cluster(made, results())
-    if made.cancelled:
-        raise typer.Exit(INTERRUPTED)
-    notice(f"wrote {output}")
+            with undisturbed():
+                write_cluster_plan(made, output, models=subject.models)
+    finish(made, output, cluster_json, print_cluster, json=json)
