@@ -17,7 +17,8 @@ from tccl_py.verification.orders import Answer, Order
 def main():
     order = decode_json(Path(sys.argv[1]).read_text(), Order, where="order")
     rank = int(sys.argv[2])
-    folder = Path(os.environ.get("TCCL_TEST_PIDS", order.folder))
+    answers = Path(sys.argv[1]).parent
+    folder = Path(os.environ.get("TCCL_TEST_PIDS", answers))
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     word = os.environ["TCCL_TEST_RANKS"].split()[rank]
     if word == "hang":
@@ -35,7 +36,7 @@ def main():
         os.abort()
     if word == "answer":
         answer = Answer(rank=rank, torch="none", timings=tuple((1.0,) for _ in order.sizes))
-        (Path(order.folder) / f"answer-{rank}.json").write_text(encode_json(answer))
+        (answers / f"answer-{rank}.json").write_text(encode_json(answer))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def surroundings(**variables):
 
 
 def job(words, tmp_path, *, timeout=60.0, **more):
-    order = Order(backend="host", world=len(words.split()), folder="", **more)
+    order = Order(backend="host", world=len(words.split()), **more)
     told = surroundings(TCCL_TEST_RANKS=words, TCCL_TEST_PIDS=str(tmp_path))
     return run_job(order, told, timeout=timeout, program=PROGRAM)
 
@@ -100,7 +100,7 @@ def test_after_ctrl_c_no_rank_is_left(tmp_path):
 @needs_torch
 def test_a_rank_whose_standard_input_ends_is_gone(tmp_path):
     order = tmp_path / "order.json"
-    order.write_text(f'{{"backend": "host", "world": 2, "folder": "{tmp_path}"}}')
+    order.write_text('{"backend": "host", "world": 2}')
     rank = subprocess.Popen(
         [sys.executable, "-m", "tccl_py.verification.rank", str(order), "0"],
         cwd=REPOSITORY, env=surroundings(), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -112,7 +112,7 @@ def test_a_rank_whose_standard_input_ends_is_gone(tmp_path):
 @needs_torch
 def test_collectives_over_gloo_are_right_and_timed():
     order = Order(
-        backend="host", world=3, folder="", checks=True, sizes=(1024, 100_001), seconds=0.02,
+        backend="host", world=3, checks=True, sizes=(1024, 100_001), seconds=0.02,
         training=True,
     )  # fmt: skip
     found = run_job(order, surroundings())
@@ -127,16 +127,14 @@ def test_collectives_over_gloo_are_right_and_timed():
 @needs_torch
 @pytest.mark.parametrize("collective", ["reduce_scatter", "all_to_all"])
 def test_other_collectives_are_timed_too(collective):
-    order = Order(
-        backend="host", world=2, folder="", sizes=(1000,), seconds=0.01, collective=collective
-    )
+    order = Order(backend="host", world=2, sizes=(1000,), seconds=0.01, collective=collective)
     found = run_job(order, surroundings())
     assert [len(one) for one in found.answers[0].timings] == [9]
 
 
 @needs_torch
 def test_wrong_values_are_found_and_told_by_their_place():
-    order = Order(backend="host", world=2, folder="", checks=True)
+    order = Order(backend="host", world=2, checks=True)
     spoilt = "all_reduce all_to_all_single broadcast reduce_scatter_tensor"
     found = run_job(order, surroundings(TCCL_TEST_WRONG=spoilt), program="tests.wrong_ranks")
     wrong = [one for answer in found.answers for one in answer.wrong]

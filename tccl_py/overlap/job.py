@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
-
-import msgspec
 
 from tccl_py.errors import MeasurementError
 from tccl_py.files import encode_json
 from tccl_py.overlap.orders import Answer, Order
-from tccl_py.rank_processes.places import order_file
-from tccl_py.rank_processes.run import RanksError, answer_of, run_ranks
+from tccl_py.rank_processes.task import RanksError, Task, decoded, run_task
 
 RANK_PROGRAM = "tccl_py.overlap.rank"
 
@@ -27,7 +22,7 @@ def run_job(
     """Run an order's ranks; their answers, in order.
 
     Args:
-        order: what they do; its `folder` is chosen here.
+        order: what they do.
         surroundings: the whole environment of each.
         timeout: seconds for all of it.
         program: the module that is a rank.
@@ -35,15 +30,18 @@ def run_job(
     Raises:
         MeasurementError: a rank failed, or the time was up.
     """
-    with tempfile.TemporaryDirectory(prefix="tccl-overlap-") as name:
-        folder = Path(name)
-        told = msgspec.structs.replace(order, folder=name)
-        order_file(folder).write_text(encode_json(told))
-        try:
-            run_ranks(program, folder, range(order.world), surroundings, timeout=timeout)
-            return tuple(answer_of(folder, rank, Answer) for rank in range(order.world))
-        except RanksError as error:
-            raise MeasurementError(_sentence(error)) from error
+    ranks = tuple(range(order.world))
+    task = Task(
+        program=program,
+        order=encode_json(order),
+        ranks=ranks,
+        surroundings=dict(surroundings),
+        timeout=timeout,
+    )
+    try:
+        return decoded(run_task(task), ranks, Answer)
+    except RanksError as error:
+        raise MeasurementError(_sentence(error)) from error
 
 
 def _sentence(error: RanksError) -> str:

@@ -26,8 +26,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One job: each set of pairs, then a transfer beside a product of matrices.
 
     `places` is how many GPUs there are; each message or copy has `message_bytes`, and a transfer
-    is `messages` of them. Everything is timed `repeats` times. `folder` is where ranks meet and
-    leave their answers.
+    is `messages` of them. Everything is timed `repeats` times.
     """
 
     backend: Backend
@@ -37,7 +36,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     message_bytes: int
     messages: int
     repeats: int
-    folder: str = ""
 
     @property
     def world(self) -> int:

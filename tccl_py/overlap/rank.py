@@ -18,17 +18,17 @@ from tccl_py.rank_processes.rank import leave_answer, meet, own_device, told
 
 def main() -> None:
     """Do what ORDER says as rank RANK."""
-    order, rank = told(Order)
+    order, rank, folder = told(Order)
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    answer = _answer(order, rank, torch, dist)
+    answer = _answer(order, rank, folder, torch, dist)
     if order.kind == "messages":
         dist.destroy_process_group()
-    leave_answer(Path(order.folder), rank, answer)
+    leave_answer(folder, rank, answer)
 
 
-def _answer(order: Order, rank: int, torch: Any, dist: Any) -> Answer:
+def _answer(order: Order, rank: int, folder: Path, torch: Any, dist: Any) -> Answer:
     cuda = order.backend == "nccl"
     device = own_device(torch, order.backend, rank)
     # A rank opens no GPU but its own.
@@ -38,7 +38,6 @@ def _answer(order: Order, rank: int, torch: Any, dist: Any) -> Answer:
     process = Process(torch=torch, order=order, rank=rank, device=device, watch=watch)
     mover: Messages | Copies
     if order.kind == "messages":
-        folder = Path(order.folder)
         meet(dist, order.backend, folder, rank=rank, world=order.world, device=device)
         mover = Messages(process, dist)
     else:

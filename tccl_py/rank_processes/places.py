@@ -1,8 +1,11 @@
-"""Where a job's files lie in its folder: the ranks' order, their meeting, their answers."""
+"""Where a job's files lie in its folder: the ranks' order, their meeting, their answers, logs."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+LOGS = "log-*"
+"""What NCCL_DEBUG_FILE has to name in the folder."""
 
 
 def order_file(folder: Path) -> Path:

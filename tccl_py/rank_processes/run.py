@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from tccl_py.errors import TcclError
-from tccl_py.files import decode_json, read_text
-from tccl_py.rank_processes.places import answer_file, order_file
+from tccl_py.rank_processes.places import order_file
 
 _LOOK_S = 0.02
 _GRACE_S = 5.0
@@ -24,7 +23,8 @@ _TAIL = 600
 """Characters of a failed rank's output that are told."""
 _CAUSE = ("error", "Error", "not found", "WARN")
 
-T = TypeVar("T")
+LISTENER = "TCCL_MEETING_DESCRIPTOR"
+"""The variable that tells a rank the descriptor of the socket where all ranks meet."""
 
 
 class RanksError(TcclError):
@@ -52,6 +52,8 @@ def run_ranks(
     surroundings: Mapping[str, str],
     *,
     timeout: float,
+    listener: socket.socket | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Run `python -m PROGRAM FOLDER/order.json RANK` for each rank, until all have ended well.
 
@@ -61,31 +63,29 @@ def run_ranks(
         ranks: their numbers.
         surroundings: the whole environment of each.
         timeout: seconds for all of it.
+        listener: a socket that the first of them inherits; LISTENER names its descriptor.
+        meanwhile: called while they run; what it raises ends them.
 
     Raises:
         RanksError: one failed, or the time was up.
     """
     deadline = time.monotonic() + timeout
-    with _running(program, folder, ranks, surroundings) as started:
-        _wait(started, folder, deadline, timeout)
+    with _running(program, folder, ranks, surroundings, listener) as started:
+        _wait(started, folder, deadline, timeout, meanwhile)
 
 
-def answer_of(folder: Path, rank: int, kind: type[T]) -> T:
-    """What a rank that has ended left as its answer.
-
-    Raises:
-        RanksError: nothing.
-        InputError: something else than such an answer.
-    """
-    path = answer_file(folder, rank)
-    if not path.exists():
-        raise RanksError([rank], "ended without an answer", _said(folder, rank))
-    return decode_json(read_text(path), kind, where=f"answer of rank {rank}")
+def ended_without_answer(folder: Path, rank: int) -> RanksError:
+    """What to raise of a rank that ended well and left nothing."""
+    return RanksError([rank], "ended without an answer", _said(folder, rank))
 
 
 @contextlib.contextmanager
 def _running(
-    program: str, folder: Path, ranks: Sequence[int], surroundings: Mapping[str, str]
+    program: str,
+    folder: Path,
+    ranks: Sequence[int],
+    surroundings: Mapping[str, str],
+    listener: socket.socket | None,
 ) -> Iterator[Mapping[int, subprocess.Popen[bytes]]]:
     """The running ranks by number; none of them runs after the block, however it ends.
 
@@ -95,10 +95,13 @@ def _running(
     started: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for rank in ranks:
+            inherited = [listener.fileno()] if listener is not None and not started else []
+            own = {LISTENER: str(inherited[0])} if inherited else {}
             with _output(folder, rank).open("wb") as output:
                 started[rank] = subprocess.Popen(
                     [sys.executable, "-m", program, str(order_file(folder)), str(rank)],
-                    env=dict(surroundings),
+                    env={**surroundings, **own},
+                    pass_fds=inherited,
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -121,7 +124,11 @@ def _end(rank: subprocess.Popen[bytes]) -> None:
 
 
 def _wait(
-    started: Mapping[int, subprocess.Popen[bytes]], folder: Path, deadline: float, timeout: float
+    started: Mapping[int, subprocess.Popen[bytes]],
+    folder: Path,
+    deadline: float,
+    timeout: float,
+    meanwhile: Callable[[], None],
 ) -> None:
     failed_at = None
     while True:
@@ -138,6 +145,7 @@ def _wait(
             slow = [rank for rank, code in codes.items() if code is None]
             what = f"did not end within {timeout:g} s"
             raise RanksError(slow, what, _said(folder, slow[0]), late=True)
+        meanwhile()
         time.sleep(_LOOK_S)
 
 

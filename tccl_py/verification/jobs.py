@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
 from tccl_py.errors import TcclError
 from tccl_py.files import encode_json
-from tccl_py.rank_processes.places import order_file
-from tccl_py.rank_processes.run import RanksError, answer_of, run_ranks
-from tccl_py.runtimes.nccl.log import MAX_LOG_CHARACTERS
+from tccl_py.rank_processes.task import FOLDER, RanksError, Task, decoded, run_task
 from tccl_py.verification.orders import Answer, Order
 
 RANK_PROGRAM = "tccl_py.verification.rank"
@@ -39,7 +35,7 @@ def run_job(
     timeout: float = DEFAULT_TIMEOUT,
     program: str = RANK_PROGRAM,
 ) -> Outcome:
-    """Run an order's ranks; `folder` of the order is chosen here.
+    """Run an order's ranks on this host.
 
     Args:
         order: what the ranks do.
@@ -51,25 +47,34 @@ def run_job(
         JobError: a rank failed, or the time was up.
     """
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tccl-verify-") as name:
-        folder = Path(name)
-        told = msgspec.structs.replace(order, folder=name)
-        order_file(folder).write_text(encode_json(told))
-        environment = {**surroundings, "NCCL_DEBUG_FILE": f"{name}/nccl.%p"}
-        try:
-            run_ranks(program, folder, range(order.world), environment, timeout=timeout)
-            answers = tuple(answer_of(folder, rank, Answer) for rank in range(order.world))
-        except RanksError as error:
-            raise JobError(_sentence(error)) from error
-        return Outcome(answers=answers, log=_log(folder), seconds=time.monotonic() - begun)
+    ranks = tuple(range(order.world))
+    try:
+        left = run_task(task_of(order, ranks, surroundings, timeout=timeout, program=program))
+    except RanksError as error:
+        raise JobError(_sentence(error)) from error
+    answers = decoded(left, ranks, Answer)
+    return Outcome(answers=answers, log=left.log, seconds=time.monotonic() - begun)
+
+
+def task_of(
+    order: Order,
+    ranks: tuple[int, ...],
+    surroundings: Mapping[str, str],
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    program: str = RANK_PROGRAM,
+) -> Task:
+    """A host's part in a job: what these ranks of it run."""
+    return Task(
+        program=program,
+        order=encode_json(order),
+        ranks=ranks,
+        surroundings={**surroundings, "NCCL_DEBUG_FILE": f"{FOLDER}/log-%p"},
+        timeout=timeout,
+    )
 
 
 def _sentence(error: RanksError) -> str:
     which = "rank(s)" if error.late else "rank"
     cause = f": {error.said}" if error.said else ""
     return f"{which} {', '.join(map(str, error.ranks))} {error.what}{cause}"
-
-
-def _log(folder: Path) -> str:
-    texts = [path.read_bytes().decode(errors="replace") for path in sorted(folder.glob("nccl.*"))]
-    return "\n".join(texts)[:MAX_LOG_CHARACTERS]

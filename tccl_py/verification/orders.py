@@ -6,6 +6,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from tccl_py.rank_processes.rank import Meeting
+
 Backend = Literal["cuda", "host"]
 """NCCL on GPUs, or gloo over this host's memory as a rehearsal."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -22,13 +24,14 @@ ELEMENT_BYTES = 4
 class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the ranks of a job do, in this order: checks, timings, a training step.
 
-    `sizes` are bytes of the whole buffer; each is timed for about `seconds`. `folder` is where the
-    ranks meet and leave their answers.
+    `sizes` are bytes of the whole buffer; each is timed for about `seconds`. Over several hosts
+    `first` is the first rank of the host that is told, and all meet at `meeting`.
     """
 
     backend: Backend
     world: int
-    folder: str
+    first: int = 0
+    meeting: Meeting | None = None
     checks: bool = False
     sizes: tuple[int, ...] = ()
     seconds: float = 0.15

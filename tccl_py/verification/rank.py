@@ -21,22 +21,22 @@ from tccl_py.verification.training import train
 
 def main() -> None:
     """Do what ORDER says as rank RANK."""
-    order, rank = told(Order)
-    ranks = join(order, rank)
+    order, rank, folder = told(Order)
+    ranks = join(order, rank, folder)
     answer = carry_out(order, ranks)
     ranks.dist.destroy_process_group()
-    leave_answer(Path(order.folder), rank, answer)
+    leave_answer(folder, rank, answer)
 
 
-def join(order: Order, rank: int) -> Ranks:
+def join(order: Order, rank: int, folder: Path) -> Ranks:
     """The job's ranks, met, as this one sees them."""
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
     backend = "nccl" if order.backend == "cuda" else "gloo"
-    device = own_device(torch, backend, rank)
-    folder = Path(order.folder)
-    meet(dist, backend, folder, rank=rank, world=order.world, device=device)
+    device = own_device(torch, backend, rank - order.first)
+    where = order.meeting or folder
+    meet(dist, backend, where, rank=rank, world=order.world, device=device)
     return Ranks(torch=torch, dist=dist, rank=rank, world=order.world, device=device)
 
 

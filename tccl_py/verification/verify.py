@@ -47,7 +47,6 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
         return Order(
             backend="host",
             world=0,
-            folder="",
             sizes=self.sizes,
             collective=self.collective,
             training=self.training,
@@ -94,7 +93,7 @@ def run_verification(
     """
     begun = time.monotonic()
     side = plan_side(plan, directory)
-    first = Order(backend="host", world=0, folder="", checks=effort.checks)
+    first = Order(backend="host", world=0, checks=effort.checks)
     watch("checking values" if effort.checks else "starting")
     unknown = _begun(plan, place, side, effort)
     try:

@@ -45,7 +45,7 @@ def test_one_job_is_right_runs_the_plans_rings_and_trains(planned):
     plan = load_plan(planned)
     place = Place(backend="cuda", gpus=plan.gpus, caller=dict(os.environ))
     side = plan_side(plan, planned)
-    order = Order(backend="cuda", world=0, folder="", checks=True, training=True)
+    order = Order(backend="cuda", world=0, checks=True, training=True)
     found = place.run(side, order)
     for answer in found.answers:
         assert (answer.wrong, answer.left_out) == ((), ())

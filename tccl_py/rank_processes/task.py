@@ -1,0 +1,109 @@
+"""A host's ranks of one job as data: what they run, and what they left."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from tccl_py.files import decode_json
+from tccl_py.rank_processes.places import LOGS, answer_file, order_file
+from tccl_py.rank_processes.run import RanksError, ended_without_answer, run_ranks
+
+FOLDER = "{folder}"
+"""Stands in the environment's values for the folder that the ranks get."""
+MAX_LOG_CHARACTERS = 48 << 20
+"""Of one host: more of NCCL's log would not go through a message."""
+
+T = TypeVar("T")
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host's ranks run.
+
+    `program` is the module that is a rank, `order` what all are told, as JSON, `ranks` their
+    numbers, `surroundings` the whole environment of each, in which FOLDER stands for a folder of
+    their own, and `files` are texts in that by name. All of it takes `timeout` seconds at most.
+    """
+
+    program: str
+    order: str
+    ranks: tuple[int, ...]
+    surroundings: dict[str, str]
+    timeout: float
+    files: dict[str, str] = {}
+
+
+class Left(msgspec.Struct, frozen=True, kw_only=True):
+    """What ranks left: their answers as JSON, in order, and what NCCL logged in FOLDER."""
+
+    answers: tuple[str, ...]
+    log: str
+
+
+def run_task(
+    task: Task,
+    *,
+    listener: socket.socket | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Left:
+    """Run a host's ranks to their end; nothing of them is left, however that is.
+
+    Args:
+        task: what they run.
+        listener: where all ranks of the job meet; the first of these gets it.
+        meanwhile: called while they run; what it raises ends them.
+
+    Raises:
+        RanksError: one failed, or the time was up.
+    """
+    with tempfile.TemporaryDirectory(prefix="tccl-ranks-") as name:
+        folder = Path(name)
+        order_file(folder).write_text(task.order)
+        for file, text in task.files.items():
+            (folder / file).write_text(text)
+        surroundings = {
+            variable: text.replace(FOLDER, name) for variable, text in task.surroundings.items()
+        }
+        run_ranks(
+            task.program,
+            folder,
+            task.ranks,
+            surroundings,
+            timeout=task.timeout,
+            listener=listener,
+            meanwhile=meanwhile,
+        )
+        answers = tuple(_answer(folder, rank) for rank in task.ranks)
+        return Left(answers=answers, log=_log(folder))
+
+
+def decoded(left: Left, ranks: tuple[int, ...], kind: type[T]) -> tuple[T, ...]:
+    """The answers of ranks as what they are.
+
+    Raises:
+        InputError: one is something else.
+    """
+    return tuple(
+        decode_json(text, kind, where=f"answer of rank {rank}")
+        for rank, text in zip(ranks, left.answers, strict=True)
+    )
+
+
+def _answer(folder: Path, rank: int) -> str:
+    try:
+        return answer_file(folder, rank).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ended_without_answer(folder, rank) from None
+
+
+def _log(folder: Path) -> str:
+    texts = [path.read_bytes().decode(errors="replace") for path in sorted(folder.glob(LOGS))]
+    return "\n".join(texts)[:MAX_LOG_CHARACTERS]
+
+
+__all__ = ["FOLDER", "Left", "RanksError", "Task", "decoded", "run_task"]
