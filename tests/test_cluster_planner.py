@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tccl_py.chains.rules import Pairing
 from tccl_py.cluster.hosts import HostReport, cluster_of
 from tccl_py.cluster_plan.crossings import rail_tuples
 from tccl_py.cluster_plan.joint import joint
@@ -40,7 +41,7 @@ def cluster_with(machines, *, rails="any", switches=None, slots=None):
     return cluster_of(reports, rails=rails, switches=switches, where="test")
 
 
-def node_of(node_class, source, nodes):
+def node_of(node_class, source, nodes, *, budget=SMALL):
     return Node(
         node_class,
         source,
@@ -49,7 +50,7 @@ def node_of(node_class, source, nodes):
         version=SETTINGS.version,
         ring_counts=(1,),
         strategy="best-first",
-        budget=SMALL,
+        budget=budget,
         reporter=SilentReporter(),
     )
 
@@ -420,6 +421,20 @@ def test_few_sets_are_measured_where_few_are_allowed():
     few = make_cluster_plan(cluster, [Simulator(model)], budget=Budget(sets=1))
     usual = make_cluster_plan(cluster, [Simulator(model)], budget=Budget(sets=200))
     assert few.sets_measured < usual.sets_measured / 2
+
+
+def test_chains_between_given_nics_share_what_is_left_of_the_budget():
+    machine = networked_machine(gpus=6, nics=4, numa_nodes=2)
+    one = cluster_with([machine, machine]).classes[0]
+    node = node_of(one, MadeUp(7), 2, budget=Budget(sets=100, idle_sets=40))
+    node.explore()
+    before = node.source.sets_measured
+    ends = itertools.combinations(itertools.product(range(4), repeat=2), 2)
+    pairings = [Pairing(tuple(sorted(pair))) for pair in itertools.islice(ends, 40)]
+    passages = [node.passage(node.choices[0].settings, pairing) for pairing in pairings]
+    # A search that has nothing left measures one set, so that a plan is possible all the same.
+    assert node.source.sets_measured - before < 100 + len(pairings)
+    assert None not in passages
 
 
 def test_a_ring_count_that_does_not_come_about_is_told():

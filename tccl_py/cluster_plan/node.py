@@ -32,7 +32,7 @@ from tccl_py.plan.tasks import (
 from tccl_py.runtimes.nccl.chain_hops import chains_as_rings, network_candidates
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.runtimes.nccl.stock import StockChains, stock_chains_default
-from tccl_py.search.problem import Budget, Reporter
+from tccl_py.search.problem import Budget, Reporter, SearchResult
 from tccl_py.topology.cuts import natural_cuts
 from tccl_py.topology.machine import Machine, Nic
 from tccl_py.topology.symmetry import automorphisms
@@ -41,7 +41,7 @@ from tccl_py.transfers.hops import RingSet
 SLOW_NIC = 0.5
 """A NIC with less than this share of the fastest one's speed is no part of rings."""
 PAIRED_SETS = 150
-"""Sets that the search for chains with given NICs may measure."""
+"""Sets that one search for chains with given NICs may measure, while the budget lasts."""
 
 
 class Passage(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +117,7 @@ class Node:
             network=NetworkUse(nodes=nodes, nics=self.nics, same_nic=len(self.gpus) == 1),
         )
         self.choices: list[Choice] = []
+        self._left = budget.sets
         self._passages: dict[tuple[Settings, Pairing], Passage | None] = {}
         self._best: dict[tuple[Settings, int], Choice | None] = {}
 
@@ -139,6 +140,7 @@ class Node:
         for choice in found:
             self.sets_by_symmetry += choice.result.sets_by_symmetry if choice.result else 0
         self.choices = sorted(found, key=lambda one: -one.rate_gbps)
+        self._set_aside(found)
 
     def _stock_choice(self) -> StockChains:
         network = self._task.network
@@ -172,9 +174,23 @@ class Node:
         for count in self._task.ring_counts:
             yield from seeded(space_under(self._task, first.settings, 1), self.nics, count)
 
+    def _set_aside(self, found: Sequence[Choice]) -> None:
+        """Keep what is left of the budget for chains that all classes need, half of it at least."""
+        total = self._task.budget.sets
+        if total is not None:
+            for result in {id(one.result): one.result for one in found}.values():
+                self._spend(result)
+            self._left = max(self._left or 0, total // 2)
+
+    def _spend(self, result: SearchResult | None) -> None:
+        # What the journal answers counts as well: a resumed run goes the same way.
+        if self._left is not None and result is not None:
+            self._left -= result.sets_measured + result.sets_remembered
+
     @property
     def _few_sets(self) -> int:
-        return min(PAIRED_SETS, self._task.budget.sets or PAIRED_SETS)
+        """How many sets one more search may measure: without any, there might be no plan."""
+        return PAIRED_SETS if self._left is None else max(1, min(PAIRED_SETS, self._left))
 
     def _other_landings(self, best: Choice) -> list[Choice]:
         """The best chains where bytes land elsewhere between GPUs and NICs."""
@@ -216,6 +232,7 @@ class Node:
             return None
         if result.cancelled:
             raise KeyboardInterrupt
+        self._spend(result)
         return choice_found(settings, result)
 
     def passage(self, settings: Settings, pairing: Pairing) -> Passage | None:
@@ -247,6 +264,7 @@ class Node:
             budget=msgspec.structs.replace(self._task.budget, sets=self._few_sets),
             reporter=self._task.reporter,
         )
+        self._spend(found)
         return self.measured(found.rings) if found is not None else None
 
     def measured(self, rings: RingSet) -> Passage:

@@ -55,7 +55,9 @@ def make_cluster_plan(
         version: NCCL's version.
         ring_counts: how many rings a set may have; None is 1, 2 and 4, and one for each NIC.
         strategy: a name in `tccl_py.search.strategies.STRATEGIES`; not `tccl`.
-        budget: for each class; sets are shared out between settings.
+        budget: for each class; sets are shared out between settings, and what is left of them, but
+            half of them at least, between the chains that all classes together need. Comparing and
+            tuning settings, and measuring what is chosen, come on top.
         keep_order: leave the hosts in the order they are given in.
         ib_gid_index: which address of its RoCE ports NCCL is told to use; None is its own choice.
         reporter: watches; KeyboardInterrupt ends the search with the best so far.
