@@ -175,6 +175,17 @@ def test_a_version_that_was_not_checked_is_said_to_be_unverified():
     assert plan_of(SMALL).settings_verified
 
 
+def test_a_number_of_rings_that_does_not_come_about_is_told():
+    model = load_bundled(SMALL)
+    source = Simulator(model)
+    plan = make_plan(model.machine, model.knowledge, source, ring_counts=(3,), budget=FEW)
+    assert len(plan.rings) != 3
+    (notice,) = plan.notices
+    assert notice.startswith("sets of 3 rings were asked for; the plan has NCCL's own ")
+    asked = make_plan(model.machine, model.knowledge, source, ring_counts=(1,), budget=FEW)
+    assert (len(asked.rings), asked.notices) == (1, ())
+
+
 @pytest.mark.parametrize("name", bundled_names())
 def test_a_saved_plan_loads_equal(name, tmp_path):
     plan = plan_of(name)

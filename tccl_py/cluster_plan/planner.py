@@ -19,7 +19,7 @@ from tccl_py.cluster_plan.plan import (
 from tccl_py.errors import InputError, SearchError
 from tccl_py.measurements.measurement import BandwidthSource, dealt
 from tccl_py.merge.switches import uplink_limit
-from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, is_proven
+from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, is_proven, other_count_notices
 from tccl_py.plan.settings_search import WORTH
 from tccl_py.runtimes.nccl.chain_hops import farthest_end
 from tccl_py.runtimes.nccl.settings import Settings
@@ -102,15 +102,10 @@ def make_cluster_plan(
     if best is None:
         raise SearchError("no ring over all hosts was found: no settings suit every class")
     plan = _assembled(cluster, gpus, nodes, best, strategy=strategy, ib_gid_index=ib_gid_index)
-    if ring_counts is not None and best.rings not in ring_counts:
-        wanted = ", ".join(map(str, ring_counts))
-        text = (
-            f"sets of {wanted} rings were asked for; the plan has NCCL's own {best.rings}, as none "
-            "of those is faster, or none divides the numbers of channels that are tried"
-        )
-        plan = msgspec.structs.replace(plan, notices=(*plan.notices, text))
     return msgspec.structs.replace(
-        plan, cancelled=cancelled or any(node.cancelled for node in nodes)
+        plan,
+        notices=(*plan.notices, *other_count_notices(ring_counts or (), best.rings)),
+        cancelled=cancelled or any(node.cancelled for node in nodes),
     )
 
 

@@ -103,7 +103,9 @@ def make_plan(
     stock = measured_stock(task)
     search = SettingsSearch(task, stock)
     search.run(sets=budget.sets or DEFAULT_BUDGET.sets or 1)
-    return _assembled(task, remembering, stock, search)
+    plan = _assembled(task, remembering, stock, search)
+    odd = other_count_notices(ring_counts or (), len(plan.rings))
+    return msgspec.structs.replace(plan, notices=(*plan.notices, *odd))
 
 
 def _chosen(machine: Machine, gpus: Sequence[int] | None) -> tuple[int, ...]:
@@ -159,6 +161,17 @@ def _assembled(task: Task, source: RememberingSource, stock: Stock, search: Sett
         subsets=extras.subsets,
         notices=_notices(task, results),
         cancelled=search.cancelled or extras.cancelled,
+    )
+
+
+def other_count_notices(asked: Sequence[int], count: int) -> tuple[str, ...]:
+    """A sentence where a plan has none of the numbers of rings that were asked for."""
+    if not asked or count in asked:
+        return ()
+    wanted = ", ".join(map(str, asked))
+    return (
+        f"sets of {wanted} rings were asked for; the plan has NCCL's own {count}, as none of those "
+        "is faster, or none divides the numbers of channels that are tried",
     )
 
 
