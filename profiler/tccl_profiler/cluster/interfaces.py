@@ -67,6 +67,13 @@ def addresses() -> tuple[str, ...]:
     return tuple(address for _, address in sorted(found, key=lambda one: one[0]))
 
 
+def listening() -> socket.socket:
+    """A socket that waits on all addresses of this host, IPv6 too where there is any."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=4096)
+
+
 def _names() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 

@@ -13,14 +13,14 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from tccl_profiler.channel import Channel
-from tccl_profiler.cluster.interfaces import addresses
+from tccl_profiler.cluster.interfaces import addresses, listening
 from tccl_profiler.cluster.messages import Envelope
 from tccl_py.errors import InputError, MeasurementError
 
@@ -130,7 +130,7 @@ def _gathered(post: Post, hello_s: float) -> Meeting:
     channels: dict[int, Channel[Envelope]] = {}
     if post.size > 1:
         _allow_descriptors(post.size)
-        with _listening() as listener:
+        with listening() as listener:
             invitation = Invitation(
                 addresses=addresses(),
                 port=listener.getsockname()[1],
@@ -149,15 +149,6 @@ def _allow_descriptors(ranks: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-@contextlib.contextmanager
-def _listening() -> Iterator[socket.socket]:
-    """A socket on all addresses of this host, IPv6 too where there is any."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    with socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=4096) as sock:
-        yield sock
 
 
 def _let_in(

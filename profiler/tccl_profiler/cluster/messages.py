@@ -18,6 +18,7 @@ from tccl_profiler.messages import Pinged
 from tccl_profiler.pool import Memory
 from tccl_profiler.program import Link, Work
 from tccl_profiler.runs import Outcome, Timing
+from tccl_py.rank_processes.task import Left, Task
 
 
 class Describe(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -146,6 +147,39 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     late_ns: tuple[int, ...]
 
 
+class AskSurroundings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Say what the environment is here."""
+
+
+class Surroundings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The environment of programs that are started here."""
+
+    variables: Mapping[str, str]
+
+
+class OpenMeeting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Open a socket where the ranks of the next job meet; the first of this host's gets it."""
+
+
+class MeetingOpen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It is open at this port of these addresses."""
+
+    addresses: tuple[str, ...]
+    port: int
+
+
+class RunRanks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Run ranks as fresh processes to their end."""
+
+    task: Task
+
+
+class RanksLeft(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """They have ended well."""
+
+    left: Left
+
+
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Give up what was begun; the answer is Aborted, or what crossed with this."""
 
@@ -207,6 +241,12 @@ Message = (
     | Resident
     | Release
     | Ran
+    | AskSurroundings
+    | Surroundings
+    | OpenMeeting
+    | MeetingOpen
+    | RunRanks
+    | RanksLeft
     | Abort
     | Aborted
     | Done

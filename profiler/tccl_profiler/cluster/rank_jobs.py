@@ -1,0 +1,89 @@
+"""Jobs of fresh rank processes over the hosts of an MPI job: each host's agent starts its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from tccl_profiler.cluster import messages as say
+from tccl_profiler.cluster.agents import Agents, Patience, raise_failures
+from tccl_profiler.cluster.facts import HostFacts, check_hosts
+from tccl_profiler.cluster.job import Job
+from tccl_profiler.cluster.messages import Message
+from tccl_py.rank_processes.rank import Meeting
+from tccl_py.rank_processes.task import Left, Task
+
+_SPARE_S = 30.0
+"""How long after the time that ranks have an agent may need to say that it was up."""
+_GRACE_S = 2.0
+"""When one host's ranks have failed, those of others may have as well, and know the cause."""
+
+
+class RankJobs:
+    """The hosts of a job, asked by the rank that controls it.
+
+    Args:
+        job: the ranks of the launcher.
+        patience: how long hosts are waited for.
+    """
+
+    def __init__(self, job: Job, *, patience: Patience | None = None) -> None:
+        self._agents = Agents(
+            {seat.host: job.messenger(seat.host) for seat in job.seats},
+            patience=patience,
+            lost=lambda _: setattr(job, "broken", True),
+        )
+
+    def described(
+        self, backend: str, *, interfaces: Sequence[str] = (), expected: Sequence[str] = ()
+    ) -> dict[str, HostFacts]:
+        """What the hosts are, by name.
+
+        Raises:
+            InputError: hosts that cannot be one cluster, or others than expected.
+            HostLost: one is gone.
+        """
+        question = say.Describe(backend=backend, devices=None, interfaces=tuple(interfaces))
+        found = self._agents.ask(dict.fromkeys(self._agents.hosts, question), say.Described)
+        facts = {host: one.facts for host, one in found.items()}
+        check_hosts(tuple(facts.values()), expected=expected, interfaces=interfaces)
+        return facts
+
+    def surroundings(self) -> dict[str, dict[str, str]]:
+        """The environment of each host's agent, by its name."""
+        questions = dict.fromkeys(self._agents.hosts, say.AskSurroundings())
+        found = self._agents.ask(questions, say.Surroundings)
+        return {host: dict(one.variables) for host, one in found.items()}
+
+    def meeting(self, host: str) -> Meeting:
+        """Where the ranks of the next job meet: at this host, whose first rank is the job's."""
+        found = self._agents.ask({host: say.OpenMeeting()}, say.MeetingOpen)[host]
+        return Meeting(addresses=found.addresses, port=found.port)
+
+    def run(self, tasks: Mapping[str, Task]) -> dict[str, Left]:
+        """Run each host's ranks; where those of one fail, all are ended.
+
+        Raises:
+            MeasurementError: ranks failed, or the time was up; names the host.
+            HostLost: a host is gone.
+        """
+        number = self._agents.number()
+        for host, task in tasks.items():
+            self._agents.tell(host, number, say.RunRanks(task=task))
+        limit_s = max(task.timeout for task in tasks.values()) + _SPARE_S
+        answers = self._agents.heard(number, tasks, limit_s)
+        late = [host for host in tasks if host not in answers]
+        if late:
+            time.sleep(_GRACE_S)
+            for host in late:
+                self._agents.tell(host, number, say.Abort())
+        while len(answers) < len(tasks):
+            left = [host for host in tasks if host not in answers]
+            answers |= self._agents.heard(number, left, self._agents.patience.answer_s)
+        raise_failures({host: answers[host] for host in tasks})
+        return {host: _left(host, answers[host]) for host in tasks}
+
+
+def _left(host: str, answer: Message) -> Left:
+    assert isinstance(answer, say.RanksLeft), f"host {host} answered {type(answer).__name__}"
+    return answer.left

@@ -1,0 +1,137 @@
+"""Jobs of rank processes over hosts that are agents on this machine."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tccl_profiler.cluster.messages import Envelope, RunRanks
+from tccl_profiler.cluster.rank_jobs import RankJobs
+from tccl_py.errors import MeasurementError
+from tccl_py.rank_processes.task import Task, decoded
+from tests.profiler_clusters import agents_in_processes
+
+HOSTS = ("north", "south")
+PROGRAM = """
+import json, os, pathlib, socket, sys, time
+order, rank = json.loads(pathlib.Path(sys.argv[1]).read_text()), int(sys.argv[2])
+pathlib.Path(os.environ["PIDS"], f"pid-{rank}").write_text(str(os.getpid()))
+word = order["words"][rank]
+if word == "fail":
+    sys.exit("ValueError: no room")
+if word == "hang":
+    time.sleep(600)
+if rank == 0:
+    with socket.socket(fileno=int(os.environ["TCCL_MEETING_DESCRIPTOR"])) as meeting:
+        for _ in order["words"][1:]:
+            meeting.accept()[0].close()
+else:
+    assert "TCCL_MEETING_DESCRIPTOR" not in os.environ
+    for address in order["addresses"]:
+        try:
+            socket.create_connection((address, order["port"]), 5).close()
+            break
+        except OSError:
+            pass
+pathlib.Path(sys.argv[1]).with_name(f"answer-{rank}.json").write_text(json.dumps(rank))
+pathlib.Path(sys.argv[1]).with_name("log-1").write_text(os.environ["WHO"])
+"""
+
+
+@pytest.fixture
+def jobs(tmp_path):
+    """The hosts, and a function that runs a job of ranks 0 and 1 on one, 2 and 3 on the other."""
+    (tmp_path / "stand_in.py").write_text(PROGRAM)
+    with agents_in_processes(HOSTS) as job:
+        rank_jobs = RankJobs(job)
+
+        def run(words, timeout=60.0):
+            surroundings = rank_jobs.surroundings()
+            meeting = rank_jobs.meeting("north")
+            order = (
+                f'{{"words": {words.split()!r}, "addresses": {list(meeting.addresses)!r}, '
+                f'"port": {meeting.port}}}'
+            ).replace("'", '"')
+            tasks = {
+                host: Task(
+                    program="stand_in",
+                    order=order,
+                    ranks=ranks,
+                    surroundings={
+                        **surroundings[host],
+                        "PYTHONPATH": f"{tmp_path}:{surroundings[host]['PYTHONPATH']}",
+                        "PIDS": str(tmp_path),
+                        "WHO": host,
+                    },
+                    timeout=timeout,
+                )
+                for host, ranks in (("north", (0, 1)), ("south", (2, 3)))
+            }
+            return rank_jobs.run(tasks)
+
+        yield run
+
+
+def gone(folder):
+    """Whether all ranks are gone, at once or soon."""
+    pids = [int(path.read_text()) for path in folder.glob("pid-*")]
+    for _ in range(400):
+        if not any(map(alive, pids)):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_ranks_of_two_hosts_meet_and_answer_twice_in_a_row(jobs):
+    for _ in range(2):
+        left = jobs("ok ok ok ok")
+        assert decoded(left["north"], (0, 1), int) == (0, 1)
+        assert decoded(left["south"], (2, 3), int) == (2, 3)
+        assert (left["north"].log, left["south"].log) == ("north", "south")
+
+
+def test_where_ranks_of_one_host_fail_those_of_the_other_end(jobs, tmp_path):
+    with pytest.raises(MeasurementError) as caught:
+        jobs("hang hang fail fail")
+    assert str(caught.value) == "host south: rank 2: ended with code 1; ValueError: no room"
+    assert gone(tmp_path)
+    # The hosts are as before.
+    assert jobs("ok ok ok ok")["south"].log == "south"
+
+
+def test_ranks_that_are_late_are_named_with_their_host(jobs, tmp_path):
+    with pytest.raises(MeasurementError, match=r"host (north|south): rank .*: did not end"):
+        jobs("hang hang hang hang", timeout=4.0)
+    assert gone(tmp_path)
+
+
+def test_agents_that_lose_their_controller_leave_no_rank(tmp_path):
+    (tmp_path / "stand_in.py").write_text(PROGRAM)
+    with agents_in_processes(HOSTS) as job:
+        surroundings = RankJobs(job).surroundings()["south"]
+        task = Task(
+            program="stand_in",
+            order='{"words": ["hang"]}',
+            ranks=(0,),
+            surroundings={
+                **surroundings,
+                "PYTHONPATH": f"{tmp_path}:{surroundings['PYTHONPATH']}",
+                "PIDS": str(tmp_path),
+            },
+            timeout=600.0,
+        )
+        job.messenger("south").send(Envelope(99, RunRanks(task=task)))
+        for _ in range(600):
+            if list(tmp_path.glob("pid-*")):
+                break
+            time.sleep(0.05)
+        assert alive(int((tmp_path / "pid-0").read_text()))
+        job.messenger("south").close()
+        assert gone(tmp_path)
