@@ -12,12 +12,11 @@ from tccl_py.cli.main import app
 from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import (
-    planned_fingerprint,
     why_not_alike,
     why_not_here,
     why_not_with,
 )
-from tccl_py.plan.directory import machine_file, write_plan
+from tccl_py.plan.directory import machine_file, planned_fingerprint, write_plan
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.readers.installed_nccl import InstalledNccl

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.table import Table
 
@@ -27,7 +26,7 @@ from tccl_py.cli.interrupts import interrupts_put_off
 from tccl_py.cli.measure import simulation_header, simulation_noise
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.errors import InputError
-from tccl_py.files import encode_json, read_text
+from tccl_py.files import encode_json
 from tccl_py.health.drift.check import Drift, Effort, find_drift
 from tccl_py.health.drift.identity import differences
 from tccl_py.health.drift.prometheus import prometheus_text
@@ -35,11 +34,15 @@ from tccl_py.health.drift.record import keep_check
 from tccl_py.health.drift.statistics import SMALLEST, Comparison
 from tccl_py.measurements.journal import JournalContents, JournalHeader, read_journal
 from tccl_py.measurements.measurement import BandwidthSource
-from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, machine_file, planned_model
+from tccl_py.plan.directory import (
+    JOURNAL_FILE,
+    check_plan_directory,
+    known_fingerprint,
+    machine_file,
+    planned_model,
+)
 from tccl_py.plan.plan import Plan, load_plan
-from tccl_py.simulator.descriptions import DiscoveredMachine
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.fingerprint import Fingerprint
 
 _MAX_SECONDS = 86_400
 _SHOWN = 8
@@ -195,8 +198,7 @@ def _here(plan: Plan, directory: Path, header: JournalHeader) -> MeasuredMachine
     Raises:
         InputError: it is another, by GPUs, driver or NUMA nodes.
     """
-    path = machine_file(plan, directory)
-    planned = _fingerprint(path)
+    planned = known_fingerprint(plan, directory)
     host = is_rehearsal(header)
     place = (
         measured_machine("host", len(plan.machine.gpus)) if host else measured_machine(None, None)
@@ -211,16 +213,6 @@ def _here(plan: Plan, directory: Path, header: JournalHeader) -> MeasuredMachine
     for text in found.notes:
         notice(f"{text}: that may explain what changed")
     return place
-
-
-def _fingerprint(path: Path) -> Fingerprint:
-    try:
-        found = msgspec.json.decode(read_text(path).encode(), type=DiscoveredMachine)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InputError(str(path), "describes no machine", "plan again") from error
-    if found.fingerprint is msgspec.UNSET:
-        raise InputError(str(path), "does not say whose it is", "plan again")
-    return found.fingerprint
 
 
 def _json(plan: Plan, drift: Drift) -> dict[str, Any]:

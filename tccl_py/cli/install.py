@@ -12,12 +12,12 @@ from tccl_py.cli.arguments import notice
 from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
-from tccl_py.health.fitness import planned_fingerprint, why_not_alike, why_not_here
+from tccl_py.health.fitness import why_not_alike, why_not_here
 from tccl_py.installation.changes import Change
 from tccl_py.installation.install import install as put
 from tccl_py.installation.texts import Installed, Kind, form_of
 from tccl_py.installation.verified import why_not_verified
-from tccl_py.plan.directory import check_plan_directory, topology_path
+from tccl_py.plan.directory import check_plan_directory, planned_fingerprint, topology_path
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.runtimes.nccl.conf_files import user_file
 from tccl_py.topology.readers.live import fingerprint_of

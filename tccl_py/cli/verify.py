@@ -29,11 +29,9 @@ from tccl_py.cli.verify_text import print_verification, verification_json
 from tccl_py.errors import InputError
 from tccl_py.health.drift.identity import differences
 from tccl_py.health.fitness import why_not_with
-from tccl_py.plan.directory import check_plan_directory, locked, machine_file
+from tccl_py.plan.directory import check_plan_directory, known_fingerprint, locked
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.report.words import settings_words
-from tccl_py.simulator.descriptions import DiscoveredMachine
-from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.verification.comparison import LEAST_PAIRS, MAX_PAIRS
 from tccl_py.verification.jobs import run_job
 from tccl_py.verification.orders import COLLECTIVES, SIZES, Backend, Collective
@@ -299,24 +297,12 @@ def _check_here(plan: Plan, directory: Path, here: MeasuredMachine) -> None:
             notice(f"GPU {index} is {planned.bus_id} in the plan and {mine.bus_id} here")
     if plan.simulated:
         return
-    found = differences(
-        plan.machine, _fingerprint(plan, directory), here.fingerprint, gpus=plan.gpus
-    )
+    measured = known_fingerprint(plan, directory)
+    found = differences(plan.machine, measured, here.fingerprint, gpus=plan.gpus)
     if found.another:
         raise InputError(
             where, f"was measured on another machine: {'; '.join(found.another)}", right
         )
-
-
-def _fingerprint(plan: Plan, directory: Path) -> Fingerprint:
-    path = machine_file(plan, directory)
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=DiscoveredMachine)
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
-        raise InputError(str(path), "describes no machine", "plan again") from error
-    if found.fingerprint is msgspec.UNSET:
-        raise InputError(str(path), "does not say whose it is", "plan again")
-    return found.fingerprint
 
 
 def _driver() -> str:

@@ -6,16 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.errors import InputError
-from tccl_py.files import read_text
 from tccl_py.health.drift.identity import differences
-from tccl_py.plan.directory import machine_file
+from tccl_py.plan.directory import machine_file, planned_fingerprint
 from tccl_py.plan.plan import Plan
 from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.simulator.descriptions import DiscoveredMachine
 from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.readers.nvml import GpuFacts
 
@@ -97,20 +93,6 @@ def _changed(was: Mapping[int, str], now: Mapping[int, str], gpus: Sequence[int]
         for index in gpus
         if now.get(index) != was[index]
     )
-
-
-def planned_fingerprint(plan: Plan, directory: Path) -> Fingerprint | None:
-    """Whose the rates of a measured plan are; None if its directory does not say.
-
-    Raises:
-        InputError: the machine's file is gone or damaged.
-    """
-    path = machine_file(plan, directory)
-    try:
-        found = msgspec.json.decode(read_text(path).encode(), type=DiscoveredMachine)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InputError(str(path), "describes no machine", "plan again") from error
-    return None if found.fingerprint is msgspec.UNSET else found.fingerprint
 
 
 def why_not_with(settings: Settings, nccl: str) -> str:

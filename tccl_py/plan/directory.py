@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
+import msgspec
+
 from tccl_py.emitters.plan_files import (
     GRAPH_FILE,
     TOPOLOGY_FILE,
@@ -18,7 +20,7 @@ from tccl_py.emitters.plan_files import (
 )
 from tccl_py.emitters.topology_xml import topology_xml
 from tccl_py.errors import InputError
-from tccl_py.files import check_path, lock
+from tccl_py.files import check_path, lock, read_text
 from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.plan.plan import PLAN_FILE, Plan, SubsetRings, TopologyFile, per_channel
@@ -33,7 +35,11 @@ from tccl_py.plan.staging import (
     write_with_plan,
 )
 from tccl_py.runtimes.nccl.transport import view
-from tccl_py.simulator.descriptions import description_to_json, read_description
+from tccl_py.simulator.descriptions import (
+    DiscoveredMachine,
+    description_to_json,
+    read_description,
+)
 from tccl_py.simulator.library import model_to_json
 from tccl_py.simulator.model import MachineModel
 from tccl_py.topology.fingerprint import Fingerprint
@@ -252,6 +258,33 @@ def planned_model(plan: Plan, directory: Path) -> MachineModel | None:
     ):
         raise InputError(str(path), "is not the plan's machine", "plan it again")
     return found.model
+
+
+def planned_fingerprint(plan: Plan, directory: Path) -> Fingerprint | None:
+    """Whose the rates of a measured plan are; None if its directory does not say.
+
+    Raises:
+        InputError: the machine's file is gone or damaged.
+    """
+    path = machine_file(plan, directory)
+    try:
+        found = msgspec.json.decode(read_text(path).encode(), type=DiscoveredMachine)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InputError(str(path), "describes no machine", "plan again") from error
+    return None if found.fingerprint is msgspec.UNSET else found.fingerprint
+
+
+def known_fingerprint(plan: Plan, directory: Path) -> Fingerprint:
+    """The same where nothing can be said without.
+
+    Raises:
+        InputError: as `planned_fingerprint`, or its directory does not say.
+    """
+    found = planned_fingerprint(plan, directory)
+    if found is None:
+        where = str(machine_file(plan, directory))
+        raise InputError(where, "does not say whose it is", "plan again")
+    return found
 
 
 def write_plan(

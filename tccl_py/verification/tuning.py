@@ -17,14 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.files import decode_json, read_text
-from tccl_py.plan.directory import machine_file, nccl_files, planned_model, write_plan
+from tccl_py.plan.directory import nccl_files, planned_fingerprint, planned_model, write_plan
 from tccl_py.plan.plan import Plan, PlanHop, PlanRing
 from tccl_py.plan.staging import write_file
 from tccl_py.runtimes.nccl.settings import Settings, check_settings, final_channels
 from tccl_py.runtimes.nccl.transport import mechanism_flow, pair_mechanism, view
 from tccl_py.runtimes.nccl.versions import version_facts
-from tccl_py.simulator.descriptions import DiscoveredMachine
 from tccl_py.transfers.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.verification.comparison import SMALLEST_EFFECT
 from tccl_py.verification.jobs import JobError, Outcome
@@ -159,10 +157,7 @@ def rewrite_plan(plan: Plan, directory: Path) -> None:
         InputError: a file cannot be written, or the machine's is damaged.
     """
     model = planned_model(plan, directory)
-    path = machine_file(plan, directory)
-    found = decode_json(read_text(path), DiscoveredMachine, where=str(path)) if not model else None
-    known = found.fingerprint if found is not None else msgspec.UNSET
-    fingerprint = None if known is msgspec.UNSET else known
+    fingerprint = None if model else planned_fingerprint(plan, directory)
     write_plan(plan, directory, model=model, fingerprint=fingerprint)
 
 
