@@ -7,14 +7,15 @@ from pathlib import Path, PurePosixPath
 
 import typer
 
-from tccl_py.cli.arguments import ANSWER_IS_NO, notice, print_json
+from tccl_py.cli.arguments import ANSWER_IS_NO, notice
+from tccl_py.cli.env_text import print_off, print_settings
 from tccl_py.cluster.names import shown
 from tccl_py.cluster.this_host import names_of_this_host
 from tccl_py.cluster_plan.directory import write_cluster_files
 from tccl_py.cluster_plan.plan import ClusterPlan, load_cluster_plan
 from tccl_py.cluster_plan.versions import for_version
 from tccl_py.emitters.cluster_files import host_graph_file
-from tccl_py.emitters.nccl_conf import export_lines, job_environment
+from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import why_not_of_class
 from tccl_py.topology.readers.nvml import driver_facts
@@ -46,17 +47,11 @@ def env_cluster(directory: Path, host: str | None, *, json: bool) -> None:
     name = planned_host(plan, host)
     off = "" if name is None or host is not None else _why_off(plan, name)
     if off:
-        _print_off(plan, name, off, json=json)
+        print_off(plan, {"host": name}, off, json=json)
         raise typer.Exit(ANSWER_IS_NO)
     graph = None if name is None else _graph(directory, name)
     variables = job_environment(plan.settings, graph=graph)
-    if json:
-        print_json({"host": name, "environment": variables, "simulated": plan.simulated})
-    else:
-        print(f"# tccl-py, rates {plan.provenance}")
-        print(export_lines(variables), end="")
-        if graph is None:
-            print("unset NCCL_GRAPH_FILE")
+    print_settings(plan, {"host": name}, variables, json=json)
     if name is None:
         asked = host if host is not None else socket.gethostname()
         notice(f"no graph file for host {shown(asked)}: NCCL chooses its own rings")
@@ -72,14 +67,6 @@ def _why_off(plan: ClusterPlan, name: str) -> str:
     except InputError as error:
         notice(f"whether this host has the plan's GPUs was not checked: {error.what}")
         return ""
-
-
-def _print_off(plan: ClusterPlan, name: str | None, why: str, *, json: bool) -> None:
-    if json:
-        print_json({"host": name, "environment": {}, "simulated": plan.simulated, "off": why})
-    else:
-        print("unset NCCL_GRAPH_FILE")
-    notice(f"the plan is off, NCCL chooses its own rings: {why}")
 
 
 def planned_host(plan: ClusterPlan, host: str | None) -> str | None:

@@ -12,12 +12,12 @@ from tccl_py.cli.arguments import (
     JsonOption,
     gpus_argument,
     notice,
-    print_json,
 )
 from tccl_py.cli.cluster_files import env_cluster
 from tccl_py.cli.cluster_kind import refuse_options
+from tccl_py.cli.env_text import print_off, print_settings
 from tccl_py.cluster_plan.plan import is_cluster_plan
-from tccl_py.emitters.nccl_conf import export_lines, job_environment
+from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import (
@@ -112,18 +112,12 @@ def env(
     chosen = tuple(sorted(gpus_argument(gpus, plan.machine) or plan.gpus))
     off = _why_off(plan, directory, nccl, alike=alike)
     if off:
-        _print_off(plan, chosen, off, json=json)
+        print_off(plan, {"gpus": chosen}, off, json=json)
         raise typer.Exit(ANSWER_IS_NO)
     graph = graph_file(plan, directory, chosen)
     topology = _topology_file(plan, directory, alike=alike)
     variables = job_environment(plan.settings, graph=graph, topology=topology)
-    if json:
-        print_json({"gpus": chosen, "environment": variables, "simulated": plan.simulated})
-    else:
-        print(f"# tccl-py, rates {plan.provenance}")
-        print(export_lines(variables), end="")
-        if graph is None:
-            print("unset NCCL_GRAPH_FILE")
+    print_settings(plan, {"gpus": chosen}, variables, json=json)
     if graph is None:
         listed = ",".join(map(str, chosen))
         notice(f"no graph file for GPUs {listed}: NCCL chooses its own rings")
@@ -180,14 +174,6 @@ def _why_not_with(plan: Plan, nccl: str | None) -> str:
     if found is not None and why:
         notice(f"NCCL {found.version} is here, {found.source}; if the job has another, add --nccl")
     return why
-
-
-def _print_off(plan: Plan, gpus: tuple[int, ...], why: str, *, json: bool) -> None:
-    if json:
-        print_json({"gpus": gpus, "environment": {}, "simulated": plan.simulated, "off": why})
-    else:
-        print("unset NCCL_GRAPH_FILE")
-    notice(f"the plan is off, NCCL chooses its own rings: {why}")
 
 
 def graph_file(plan: Plan, directory: Path, gpus: tuple[int, ...]) -> PurePosixPath | None:
