@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tccl_profiler.assignment import program_for
+from tccl_profiler.nccl.environment import process_variables
 from tccl_py.chains.rules import Pairing
 from tccl_py.cluster.hosts import HostReport, cluster_of
 from tccl_py.cluster_plan.crossings import rail_tuples
@@ -26,6 +28,7 @@ from tccl_py.simulator.generic import model_for
 from tccl_py.simulator.library import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.nearness import gpus_beside_nics
 from tccl_py.transfers.transfer import parse_set
 from tests.networked import MadeUp, all_chains, networked_machine
 
@@ -413,6 +416,61 @@ def test_hosts_with_gpu_direct_are_planned_for_though_their_network_cannot_be_me
     found = joint(cluster, [node], settings, 1, keep_order=False)
     assert found is not None
     assert found.passages[0].measurement.assumed
+
+
+LANES = {f"h{host}.G{gpu}": 64 for host in range(2) for gpu in range(4)}
+
+
+class CarriedOnly(TcpOnly):
+    """As NCCL: both ends are GPUs, and all that receive land alike, as do all that send."""
+
+    def measure(self, sets):
+        for one in sets:
+            between = [flow for flow in one.flows if flow.is_network]
+            links = program_for(one, lanes=LANES, network="nccl").links
+            assert len(links) == len(between)
+            assert all(link.carrier for link in links)
+            process_variables(links)
+        return [
+            msgspec.structs.replace(one, simulated=False) for one in self._made_up.measure(sets)
+        ]
+
+
+def test_where_nccl_carries_them_flows_end_in_gpus_of_the_partner_and_land_as_one_rule_has_it():
+    machine = networked_machine(gpus=4, nics=2, numa_nodes=2, gdr=True)
+    cluster = cluster_with([machine, machine])
+    (placement,) = placements(cluster, carried=True)
+    # Each beside its NIC, on its NUMA node.
+    assert placement.gpus == {0: 0, 1: 2}
+    source = PlacedSource(RememberingSource(CarriedOnly()), placement)
+    texts = [
+        "N0->N0->G0 G0->G0->G1 G1->N1->N1",
+        "N0->N0->C0->G0->G0 G1->G1->C1->N1->N1",
+        "N0->N0->G0 G0->G0->G1 G1->G1->C1->N1->N1",
+        "G1->N1->N1",
+        "N1->N1->C0->G3->G3",
+    ]
+    for found in source.measure([parse_set(text) for text in texts]):
+        assert not found.assumed
+        assert not found.simulated
+        assert min(found.gbps) > 0
+
+
+def test_what_goes_by_another_gpus_memory_is_taken_from_the_port_where_nccl_carries():
+    machine = networked_machine(gpus=2, nics=1, gdr=True)
+    cluster = cluster_with([machine, machine])
+    (placement,) = placements(cluster, carried=True)
+    source = PlacedSource(RememberingSource(CarriedOnly()), placement)
+    (found,) = source.measure([parse_set("G0->G0->G1->N0->N0 N0->N0->G1")])
+    assert found.assumed
+    assert dict(zip(found.transfers.split(), found.gbps, strict=True))["G0->G0->G1->N0->N0"] == 12.5
+
+
+def test_nics_have_gpus_of_their_own_while_there_are_enough_beside_them():
+    machine = networked_machine(gpus=4, nics=4, numa_nodes=2)
+    assert gpus_beside_nics(machine, (0, 1, 2, 3)) == {0: 0, 1: 1, 2: 2, 3: 3}
+    few = networked_machine(gpus=2, nics=4, numa_nodes=2)
+    assert gpus_beside_nics(few, (0, 1, 2, 3)) == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
 def test_few_sets_are_measured_where_few_are_allowed():

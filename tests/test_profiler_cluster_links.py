@@ -115,3 +115,21 @@ def test_two_hosts_are_a_sample():
     network = Network({})
     assert links_check(network, hosts(2), [0, 0]).odd == ()
     assert set(network.asked) <= {("h0", "h1"), ("h1", "h0")}
+
+
+def test_pairs_by_nccl_go_from_gpu_to_gpu_by_nics_that_need_no_address():
+    asked = []
+
+    class Carried(Network):
+        def _one(self, transfers):
+            asked.append(str(transfers))
+            return super()._one(transfers)
+
+    nameless = [msgspec.structs.replace(one, addresses={}) for one in hosts(2, nics=2)]
+    report = links_check(Carried({}), nameless, [0, 0], spot_checks=0, network="nccl")
+    assert [(one.nic, one.receiver_nic) for one in report.pairs] == [(0, 0), (1, 1)]
+    (sender, receiver) = report.pairs[0].sender, report.pairs[0].receiver
+    assert asked[1] == (
+        f"{sender}.G1->{sender}.G1->{sender}.C0->{sender}.N1->{receiver}.N1->{receiver}.N1->"
+        f"{receiver}.C0->{receiver}.G1->{receiver}.G1{{blocks=4,fifo=512K}}"
+    )

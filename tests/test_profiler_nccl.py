@@ -16,8 +16,11 @@ from tccl_profiler.profiler import Options
 from tccl_profiler.program import Carrier, Link, is_nic
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
+from tccl_py.cli.hardware import Care
+from tccl_py.cli.plan_cluster import ClusterOptions, ClusterTask, MeasuredCluster
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.runtimes.nccl.graph_file import read_graph_file
+from tccl_py.search.problem import Budget
 from tccl_py.transfers.transfer import entering, joined, leaving, parse_set, transfer_set
 from tests.profiler_clusters import agents_in_processes
 
@@ -206,8 +209,8 @@ def stand_in(library_folder, tmp_path, monkeypatch):
 
 
 OPTIONS = Options(
-    stopping=Stopping(target=0.5, minimum=6, limit=6),
-    limits=WindowLimits(minimum_ms=20.0, maximum_ms=400.0, start_error_share=1.0),
+    stopping=Stopping(target=0.5, minimum=2, limit=2),
+    limits=WindowLimits(minimum_ms=20.0, maximum_ms=100.0, start_error_share=1.0),
     sentinel_every=0,
     network="nccl",
 )
@@ -300,3 +303,36 @@ def test_a_nic_that_the_host_has_not_is_refused(stand_in):
         pytest.raises(InputError, match=r"h0\.N7: is not on host h0; it has N0"),
     ):
         session.source.measure([parse_set(STAGED.replace("h0.N0", "h0.N7"))])
+
+
+# Planning by it
+
+
+def test_a_cluster_is_planned_with_nccl_between_its_hosts(stand_in, tmp_path):
+    careful = Care(target=0.5, repeats=6)
+    options = ClusterOptions(network="nccl", keep_order=True)
+    task = ClusterTask(
+        options=options,
+        version="2.28",
+        counts=(1,),
+        strategy="best-first",
+        budget=Budget(sets=1),
+    )
+    with (
+        agents_in_processes(("h0", "h1")) as job,
+        ClusterSession(
+            job, backend="host", devices=1, interfaces=("lo",), options=OPTIONS, gid_index=3
+        ) as session,
+    ):
+        measured = MeasuredCluster(session, task, careful, rehearsal=True)
+        made = measured.planned(tmp_path / "measurements.jsonl", force=False)
+    assert made.rate_gbps > 0
+    assert not made.assumed
+    assert not made.simulated
+    # All rings at once ran over NCCL too.
+    assert made.whole_ring_gbps > 0
+    journal = (tmp_path / "measurements.jsonl").read_text()
+    assert "network by nccl" in journal
+    assert "h0.G0->h0.G0->h0.C0->h0.N0->h1.N0->h1.N0->h1.C0->h1.G0->h1.G0" in journal
+    # No NIC was started, and NCCL was told of the GID.
+    assert all("rank=" in path.read_text() for path in stand_in.iterdir())

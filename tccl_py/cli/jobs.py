@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
 
-from tccl_py.cli.hardware import Care, check_backend, profiler_options
+from tccl_py.cli.hardware import Backend, Care, check_backend, profiler_options
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.measurements.journal import JournalHeader
 from tccl_py.measurements.measurement import Measurement
@@ -31,6 +31,18 @@ InterfacesOption = Annotated[
     ),
 ]
 """The --interfaces option of commands that measure the hosts of a job."""
+
+Network = Literal["tcp", "nccl"]
+
+NetworkOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="tcp|nccl",
+        help="What moves bytes from host to host: TCP between host memories, or NCCL from GPU to "
+        "GPU, by InfiniBand or RoCE where there is. The default is tcp.",
+    ),
+]
+"""The --network option of commands that measure the hosts of a job."""
 
 _REHEARSAL = (
     "measured by the host backend: copies in the hosts' memory and between them over TCP. NCCL "
@@ -79,24 +91,46 @@ def open_cluster(
     backend: str | None,
     devices: int | None,
     interfaces: str | None,
+    network: str | None,
     careful: Care,
     expected: Sequence[str] = (),
+    gid_index: int | None = None,
 ) -> ClusterSession:
     """The session over a job's hosts; it starts nothing before it is entered.
 
     Raises:
-        InputError: an unknown backend, or a number of devices beside GPUs.
+        InputError: an unknown backend or network, or a number of devices beside GPUs.
     """
     from tccl_profiler.cluster.session import LIMITS, ClusterSession  # noqa: PLC0415
 
+    kind = check_backend(backend, devices)
+    options = msgspec.structs.replace(
+        profiler_options(careful), limits=LIMITS, network=_network(network, kind)
+    )
     return ClusterSession(
         job,
-        backend=check_backend(backend, devices),
+        backend=kind,
         devices=devices,
         interfaces=tuple(interfaces.split(",")) if interfaces else (),
         expected=expected,
-        options=msgspec.structs.replace(profiler_options(careful), limits=LIMITS),
+        options=options,
+        gid_index=gid_index,
     )
+
+
+def _network(asked: str | None, backend: Backend) -> Network:
+    """What --network says.
+
+    Raises:
+        InputError: an unknown one, or NCCL without GPUs.
+    """
+    if asked in (None, "tcp"):
+        return "tcp"
+    if asked != "nccl":
+        raise InputError(f"--network {asked[:20]!r}", "is not known", "one of tcp, nccl")
+    if backend == "host":
+        raise InputError("--network nccl", "needs GPUs", "leave out --backend host, or it")
+    return "nccl"
 
 
 class ClusterHardware:

@@ -36,6 +36,7 @@ from tccl_py.cli.hardware import (
 from tccl_py.cli.jobs import (
     ClusterHardware,
     InterfacesOption,
+    NetworkOption,
     in_job,
     job_of_ranks,
     open_cluster,
@@ -95,6 +96,7 @@ def measure(
         ),
     ] = False,
     interfaces: InterfacesOption = None,
+    network: NetworkOption = None,
     noise: Annotated[
         float | None,
         typer.Option(
@@ -137,15 +139,15 @@ def measure(
         wanted = [parse_set(text) for text in sets]
         if simulate is not None:
             hardware = {"--backend": backend, "--devices": devices, "--target": target}
-            others = {"--meeting": meeting, "--check": check, "--interfaces": interfaces}
-            refuse_with_model({**hardware, **others})
+            over_hosts = {"--interfaces": interfaces, "--network": network}
+            refuse_with_model({**hardware, "--meeting": meeting, "--check": check, **over_hosts})
             model = load_machine(simulate)
             answers = _simulated(model, wanted, noise=noise or 0.0, seed=seed or 0, journal=journal)
         else:
             refuse_without_model({"--noise": noise, "--seed": seed})
             careful = care(target=target, meeting=meeting, check=check)
             if job is None:
-                refuse_outside_job({"--interfaces": interfaces})
+                refuse_outside_job({"--interfaces": interfaces, "--network": network})
                 place = measured_machine(backend, devices)
                 gpus = check_sets(place.machine, wanted)
                 with Hardware(place, gpus=gpus, care=careful) as source:
@@ -154,7 +156,12 @@ def measure(
                 answers = msgspec.structs.replace(answers, notices=source.notices)
             else:
                 session = open_cluster(
-                    job, backend=backend, devices=devices, interfaces=interfaces, careful=careful
+                    job,
+                    backend=backend,
+                    devices=devices,
+                    interfaces=interfaces,
+                    network=network,
+                    careful=careful,
                 )
                 stack.enter_context(session)
                 session.only = session.check_sets(wanted)

@@ -28,7 +28,7 @@ from tccl_py.cli.hardware import (
     refuse_without_model,
 )
 from tccl_py.cli.interrupts import undisturbed
-from tccl_py.cli.jobs import InterfacesOption, in_job
+from tccl_py.cli.jobs import InterfacesOption, NetworkOption, in_job
 from tccl_py.cli.measure import simulation_header
 from tccl_py.cli.measured_notices import measured_notices
 from tccl_py.cli.nccl_here import version_here
@@ -141,6 +141,7 @@ def plan(
         typer.Option(metavar="N", help="NCCL_IB_GID_INDEX of RoCE ports; NCCL's choice if not."),
     ] = None,
     interfaces: InterfacesOption = None,
+    network: NetworkOption = None,
     topology_file: Annotated[
         bool,
         typer.Option(
@@ -188,6 +189,7 @@ def plan(
         keep_order=keep_order,
         gid_index=gid_index,
         interfaces=interfaces,
+        network=network,
     )
     if simulate is not None:
         refuse_with_model({"--backend": backend, "--devices": devices, "--target": target})

@@ -38,10 +38,12 @@ WHOLE_RING_HOSTS = 64
 """On more hosts the rings are not measured all at once."""
 
 
-_ASSUMED = (
-    "what NICs move to and from GPU memory was not measured, but taken to run at their ports' "
-    "speed; all else was measured"
-)
+_ASSUMED = {
+    "tcp": "what NICs move to and from GPU memory was not measured, but taken to run at their "
+    "ports' speed; all else was measured (--network nccl measures it)",
+    "nccl": "what GPUs send by another GPU's memory was not measured, but taken to run at the "
+    "speed of the NICs' ports; all else was measured",
+}
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +55,7 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     keep_order: bool = False
     gid_index: int | None = None
     interfaces: str | None = None
+    network: str | None = None
 
     @property
     def given(self) -> dict[str, object]:
@@ -63,6 +66,7 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
             "--keep-order": self.keep_order or None,
             "--gid-index": self.gid_index,
             "--interfaces": self.interfaces,
+            "--network": self.network,
         }
 
 
@@ -145,8 +149,9 @@ class SimulatedCluster:
 
     def __init__(self, model: MachineModel, task: ClusterTask, *, noise: float, seed: int) -> None:
         options = task.options
-        if options.interfaces is not None:
-            raise InputError("--interfaces beside --simulate", "is about hardware", "leave it out")
+        for name in ("--interfaces", "--network"):
+            if options.given[name] is not None:
+                raise InputError(f"{name} beside --simulate", "is about hardware", "leave it out")
         self._model = model
         self._task = task
         self._source = Simulator(model, noise=noise, seed=seed)
@@ -258,16 +263,16 @@ class MeasuredCluster:
                 notice_each(journalled.notices)
                 odd = self._sampled(journalled)
                 notice_each(odd)
-                over_sockets = self._session.over_sockets
-                sources = [
-                    PlacedSource(journalled, one)
-                    for one in placements(
-                        self.cluster, over_sockets=over_sockets, addressed=self._addressed
-                    )
-                ]
+                places = placements(
+                    self.cluster,
+                    over_sockets=self._session.over_sockets,
+                    addressed=self._addressed,
+                    carried=self._session.network == "nccl",
+                )
+                sources = [PlacedSource(journalled, one) for one in places]
                 made = self._task.plan(self.cluster, sources, line)
                 if made.assumed:
-                    odd += (_ASSUMED,)
+                    odd += (_ASSUMED[self._session.network],)
                 elif not made.cancelled:
                     made = _with_whole_ring(made, journalled)
         # What the journal answered was measured by an earlier run.
@@ -291,7 +296,8 @@ class MeasuredCluster:
         """
         from tccl_profiler.cluster.sampling import links_check  # noqa: PLC0415
 
-        if not all(self._addressed.values()):
+        network = self._session.network
+        if network == "tcp" and not all(self._addressed.values()):
             return ("hosts have NICs without an address for TCP: the network was not sampled",)
         tree = self.cluster.switches
         under = {
@@ -305,6 +311,7 @@ class MeasuredCluster:
             [self.cluster.host_classes[host.name] for host in self._session.hosts],
             switches=under,
             spot_checks=min(SPOT_CHECKS, len(self.cluster.hosts) // 2),
+            network=network,
         )
         told = [str(one) for one in report.odd]
         if tree is not None:

@@ -38,6 +38,8 @@ def plan_hosts(wanted: ClusterTask, how: Measuring, output: Path, force: bool, j
             backend=how.backend,
             devices=how.devices,
             interfaces=wanted.options.interfaces,
+            network=wanted.options.network,
+            gid_index=wanted.options.gid_index,
             careful=how.careful,
             expected=[host.name for host in expected],
         ) as session,

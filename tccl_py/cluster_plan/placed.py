@@ -1,7 +1,8 @@
 """A node's sets on real hosts: whoever is at the other end of the network is a partner host.
 
 A set of one node names its own part of flows over the network. To be measured it is placed on a
-host of the class; what leaves goes into the memory of a partner, what enters comes out of it.
+host of the class; what leaves goes into the memory of a partner, what enters comes out of it: host
+memory, or a GPU's where NCCL carries it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from tccl_py.cluster.hosts import Cluster
 from tccl_py.cluster_plan.node import used_nics
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.measurements.measurement import BandwidthSource, Measurement, dealt
+from tccl_py.topology.nearness import gpus_beside_nics
 from tccl_py.transfers.transfer import (
     Flow,
     Place,
     Transfer,
     TransferSet,
+    entering,
     joined,
+    leaving,
     on_host,
     parse_flow,
     receiving_nic,
@@ -36,6 +40,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     partner's memory beside it. `unmeasured[i]` is the speed of NIC i's port in GB/s, where what it
     moves to or from GPU memory cannot be measured: that is taken to run at that speed. So is all
     that NICs in `unreached` move, which have no address for TCP.
+
+    Where NCCL carries what goes over the network, `gpus[i]` is the partner's GPU at the other end
+    of NIC i; what cannot be measured then is only what a GPU sends by another one's memory.
     """
 
     host: str
@@ -43,6 +50,13 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     ends: Mapping[int, tuple[int, int]]
     unmeasured: Mapping[int, float] = {}
     unreached: frozenset[int] = frozenset()
+    gpus: Mapping[int, int] = {}
+
+    def measures(self, flow: Flow, nic: int) -> bool:
+        """Whether the rate of a flow by a NIC can be measured."""
+        if self.gpus:
+            return not _is_relayed(flow)
+        return not (_lands_in_gpus(flow) or nic in self.unreached)
 
 
 class PlacedSource:
@@ -73,7 +87,8 @@ class PlacedSource:
 
     def _answer(self, wanted: TransferSet) -> Measurement:
         taken = self._taken(wanted)
-        flows = [self._placed(one) for one in wanted.flows if str(one) not in taken]
+        left = [one for one in wanted.flows if str(one) not in taken]
+        flows = [self._placed(one, left) for one in left]
         if not flows:
             return _of_node(wanted, [], _nothing(self._source), taken)
         placed = transfer_set(flows)
@@ -88,8 +103,9 @@ class PlacedSource:
             str(flow): (way, nic)
             for flow in wanted.flows
             for way, nic in (("out", sending_nic(flow)), ("in", receiving_nic(flow)))
-            if nic in self.placement.unmeasured
-            and (_lands_in_gpus(flow) or nic in self.placement.unreached)
+            if nic is not None
+            and nic in self.placement.unmeasured
+            and not self.placement.measures(flow, nic)
         }
         users = Counter(nics[str(flow)] for flow in wanted.flows if str(flow) in nics)
         return {
@@ -98,29 +114,51 @@ class PlacedSource:
             if nic is not None
         }
 
-    def _placed(self, flow: Flow) -> Flow:
+    def _placed(self, flow: Flow, beside: Sequence[Flow]) -> Flow:
         here = self.placement
         out, into = sending_nic(flow), receiving_nic(flow)
         if out is not None:
-            port, memory = self._far_end(out)
-            sink = Flow((Transfer(port, port, memory),), flow.blocks, flow.fifo)
+            sink = self._far_end(
+                out, flow, [one for one in beside if receiving_nic(one) is not None]
+            )
             return joined(flow, sink, sender=here.host, receiver=here.partner)
         if into is not None:
-            port, memory = self._far_end(into)
-            spring = Flow((Transfer(memory, port, port),), flow.blocks, flow.fifo)
+            spring = self._far_end(
+                into, flow, [one for one in beside if sending_nic(one) is not None]
+            )
             return joined(spring, flow, sender=here.partner, receiver=here.host)
         return on_host(flow, here.host)
 
-    def _far_end(self, nic: int) -> tuple[Place, Place]:
-        """The partner's NIC that a NIC of the host talks to, and the memory beside it."""
+    def _far_end(self, nic: int, flow: Flow, alike: Sequence[Flow]) -> Flow:
+        """The partner's part of a flow by a NIC of the host.
+
+        NCCL has one rule for all that receive, on both hosts, and one for all that send: a GPU
+        there gets its bytes as those `alike` do here, or if there are none, as this flow's GPU.
+        """
         other, numa = self.placement.ends[nic]
-        return Place("N", other), Place("C", numa)
+        sends, port = sending_nic(flow) is None, Place("N", other)
+        gpu = self.placement.gpus.get(nic)
+        if gpu is None:
+            memory = Place("C", numa)
+            ends = (memory, port, port) if sends else (port, port, memory)
+            return Flow((Transfer(*ends),), flow.blocks, flow.fifo)
+        through = None if _lands_in_gpus(next(iter(alike), flow)) else numa
+        if sends:
+            return leaving(gpu, other, through=through, blocks=flow.blocks, fifo=flow.fifo)
+        return entering(other, gpu, through=through, blocks=flow.blocks, fifo=flow.fifo)
 
 
 def _lands_in_gpus(flow: Flow) -> bool:
     """Whether a NIC moves the bytes to or from GPU memory."""
     ends = ((one.executor.kind, one.source.kind, one.destination.kind) for one in flow.transfers)
     return any(executor == "N" and "G" in (one, other) for executor, one, other in ends)
+
+
+def _is_relayed(flow: Flow) -> bool:
+    """Whether a NIC takes the bytes from the memory of a GPU that is not the flow's own."""
+    ends = {flow.source, flow.destination}
+    places = (place for one in flow.transfers for place in (one.source, one.destination))
+    return any(place.kind == "G" and place not in ends for place in places)
 
 
 def _nothing(source: BandwidthSource) -> Measurement:
@@ -155,13 +193,15 @@ def placements(
     *,
     over_sockets: bool = False,
     addressed: Mapping[str, Collection[int]] | None = None,
+    carried: bool = False,
 ) -> tuple[Placement, ...]:
     """Where each class is measured: on its first host, with the next host as its partner.
 
     A host under the same switch is preferred as a partner, then one of the same class: what is
     between switches is judged apart, and must not count as the node's. With `over_sockets` bytes
     go from host memory to host memory only, so that NICs at GPU memory are not measured.
-    `addressed` are the NICs of each host that TCP reaches; None is all.
+    `addressed` are the NICs of each host that TCP reaches; None is all. `carried` is whether NCCL
+    carries what goes over the network, from GPU to GPU.
 
     Raises:
         InputError: a class without NIC.
@@ -179,13 +219,14 @@ def placements(
                 others.index(name),
             ),
         )
-        placement = _placement(cluster, host, partner)
-        if over_sockets:
+        placement = _placement(cluster, host, partner, carried=carried)
+        if over_sockets or carried:
             nics = cluster.classes[number].machine.nics
             speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in nics if nic.speed_mbps > 0}
-            placement = msgspec.structs.replace(
-                placement, unmeasured=speeds, unreached=_unreached(placement, addressed)
-            )
+            placement = msgspec.structs.replace(placement, unmeasured=speeds)
+        if over_sockets:
+            unreached = _unreached(placement, addressed)
+            placement = msgspec.structs.replace(placement, unreached=unreached)
         found.append(placement)
     return tuple(found)
 
@@ -201,7 +242,7 @@ def _unreached(
     return frozenset(nic for nic, (other, _) in ends if nic not in mine or other not in theirs)
 
 
-def _placement(cluster: Cluster, host: str, partner: str) -> Placement:
+def _placement(cluster: Cluster, host: str, partner: str, *, carried: bool) -> Placement:
     mine, theirs = (cluster.classes[cluster.host_classes[name]].machine for name in (host, partner))
     known = used_nics(theirs)
     ends = {}
@@ -209,7 +250,9 @@ def _placement(cluster: Cluster, host: str, partner: str) -> Placement:
         # The same rail where there is one; else NICs in turn.
         other = nic if nic in known else known[position % len(known)]
         ends[nic] = (other, theirs.numa_of(f"N{other}"))
-    return Placement(host=host, partner=partner, ends=ends)
+    beside = gpus_beside_nics(theirs, known) if carried else {}
+    gpus = {nic: beside[other] for nic, (other, _) in ends.items() if carried}
+    return Placement(host=host, partner=partner, ends=ends, gpus=gpus)
 
 
 def _same_switch(cluster: Cluster, host: str) -> frozenset[str]:

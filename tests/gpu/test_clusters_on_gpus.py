@@ -34,9 +34,15 @@ exec unshare --uts sh -c 'hostname node'$rank' && exec "$@"' rank "$@"
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(((0,), (1,)), marks=pytest.mark.gpu(count=2), id="2 x 1"),
-        pytest.param(((0, 1), (2, 3)), marks=pytest.mark.gpu(count=4), id="2 x 2"),
-        pytest.param(((0,), (1,), (2,), (3,)), marks=pytest.mark.gpu(count=4), id="4 x 1"),
+        pytest.param(
+            (nodes, network), marks=pytest.mark.gpu(count=count), id=f"{name} by {network}"
+        )
+        for network in ("nccl", "tcp")
+        for name, count, nodes in (
+            ("2 x 1", 2, ((0,), (1,))),
+            ("2 x 2", 4, ((0, 1), (2, 3))),
+            ("4 x 1", 4, ((0,), (1,), (2,), (3,))),
+        )
     ],
 )
 def planned(request, tmp_path_factory):
@@ -44,15 +50,15 @@ def planned(request, tmp_path_factory):
     for tool in ("mpirun", "unshare"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
-    nodes = request.param
-    folder = tmp_path_factory.mktemp(f"nodes{len(nodes)}")
+    nodes, network = request.param
+    folder = tmp_path_factory.mktemp(f"nodes{len(nodes)}-{network}")
     wrapper = folder / "rank.sh"
     wrapper.write_text(WRAPPER.format(gpus=" ".join(",".join(map(str, one)) for one in nodes)))
     wrapper.chmod(0o755)
     directory = folder / "plan"
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(len(nodes)), wrapper]
     command += [sys.executable, "-m", "tccl_py", "plan", "-o", directory, "--nccl", "2.28"]
-    command += ["--interfaces", INTERFACE, "--max-sets", "200", "--json"]
+    command += ["--interfaces", INTERFACE, "--network", network, "--max-sets", "200", "--json"]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400, check=False
     )

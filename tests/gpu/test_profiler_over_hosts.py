@@ -1,5 +1,6 @@
 """Two hosts made of one machine's GPUs: what they send each other goes over TCP on loopback."""
 
+import msgspec
 import pytest
 
 from tccl_profiler.cluster.session import LIMITS, ClusterSession
@@ -32,3 +33,21 @@ def test_gpus_of_two_hosts_send_to_each_other_and_start_together():
         assert inside.skew_us < 300
         assert 0 < inside.skew_error_us < 500
         assert inside.overlap > 0.9
+
+
+def test_nccl_carries_flows_between_gpus_of_two_hosts():
+    options = msgspec.structs.replace(QUICK, network="nccl")
+    with (
+        agents_in_processes(("h0", "h1")) as job,
+        ClusterSession(
+            job, backend="cuda", interfaces=("lo",), options=options, only=ONLY
+        ) as session,
+    ):
+        sets = [parse_set(text) for text in (OVER, f"{OVER} {BACK}", f"{OVER} {INSIDE}")]
+        over, ring, mixed = session.source.measure(sets)
+    print(over.gbps, ring.gbps, mixed.gbps, over.skew_us, mixed.overlap, session.notices)
+    assert over.gbps[0] > 0.5
+    assert min(ring.gbps) > 0.3
+    assert min(mixed.gbps) > 0.3
+    assert mixed.skew_us < 300
+    assert not session.notices

@@ -143,7 +143,11 @@ _ALIKE: tuple[tuple[str, Callable[[Software], str]], ...] = (
 
 
 def check_hosts(
-    hosts: Sequence[HostFacts], *, expected: Sequence[str] = (), interfaces: Sequence[str] = ()
+    hosts: Sequence[HostFacts],
+    *,
+    expected: Sequence[str] = (),
+    interfaces: Sequence[str] = (),
+    addressed: bool = True,
 ) -> None:
     """Refuse hosts that cannot be one cluster.
 
@@ -151,6 +155,7 @@ def check_hosts(
         hosts: what is there.
         expected: names that a list of hosts gave; empty where there is none.
         interfaces: those that the user named; one that is down is a fault then.
+        addressed: whether NICs need addresses for TCP.
 
     Raises:
         InputError: fewer than two hosts, one too many or too few, versions that differ, a NIC that
@@ -185,7 +190,7 @@ def check_hosts(
             raise InputError(
                 f"interface {name[:40]}", "is on no host of this job", f"there are {_list(found)}"
             )
-    _check_nics(hosts, named=bool(interfaces))
+    _check_nics(hosts, named=bool(interfaces), addressed=addressed)
 
 
 def _list(names: set[str]) -> str:
@@ -205,7 +210,7 @@ def _check_software(hosts: Sequence[HostFacts]) -> None:
                 )
 
 
-def _check_nics(hosts: Sequence[HostFacts], *, named: bool) -> None:
+def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> None:
     """A NIC that is down, where the user named it or where another host has it up."""
     up = {nic.interface: one.name for one in hosts for nic in one.addresses.values()}
     for one in hosts:
@@ -217,7 +222,9 @@ def _check_nics(hosts: Sequence[HostFacts], *, named: bool) -> None:
                     f"interface {name} is down{elsewhere}",
                     "bring it up, or name the interfaces to use",
                 )
-        if not one.addresses:
+        if not addressed and not one.machine.nics:
+            raise InputError(f"host {one.name}", "has no NIC", "leave it out of the job")
+        if addressed and not one.addresses:
             raise InputError(
                 f"host {one.name}",
                 "has no NIC with an address that other hosts could reach",

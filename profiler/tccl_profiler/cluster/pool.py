@@ -45,6 +45,7 @@ class ClusterPool:
         clocks: of the hosts.
         devices: what to start by host; a host that is not there starts nothing.
         memory: what each device gives; None is what suits the backend.
+        nccl_variables: what NCCL is told beside what a program asks of it.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class ClusterPool:
         devices: Mapping[str, Collection[str]],
         *,
         memory: Memory | None = None,
+        nccl_variables: Mapping[str, str] | None = None,
     ) -> None:
+        self._nccl_variables = nccl_variables or {}
         self._agents = agents
         self._clocks = dict(clocks)
         self._devices = {host: tuple(sorted(ids)) for host, ids in devices.items() if ids}
@@ -154,8 +157,9 @@ class ClusterPool:
         """Make the links of a program that are not there."""
         if not program.links:
             return
-        variables = process_variables(program.links)
-        if variables and variables != self._variables:
+        asked = process_variables(program.links)
+        variables = {**asked, **self._nccl_variables}
+        if asked and variables != self._variables:
             # NCCL reads them once in a process.
             self._variables = variables
             self.restart()

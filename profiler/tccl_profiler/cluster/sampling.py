@@ -15,9 +15,21 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from tccl_profiler.cluster.facts import HostFacts
+from tccl_profiler.pieces import Network
 from tccl_py.measurements.measurement import BandwidthSource
-from tccl_py.transfers.transfer import Fifo, Flow, Place, Transfer, transfer_set
+from tccl_py.topology.nearness import gpus_beside_nics
+from tccl_py.transfers.transfer import (
+    Fifo,
+    Flow,
+    Place,
+    Transfer,
+    entering,
+    joined,
+    leaving,
+    transfer_set,
+)
 
+CHECK_BLOCKS = 4
 CHECK_FIFO = Fifo(bytes=512 << 10)
 """Small enough that a slow network moves slices often."""
 _LEAST_OFF = 0.1
@@ -29,8 +41,8 @@ _MAD_TO_SIGMA = 1.4826
 
 
 class PairRate(msgspec.Struct, frozen=True, kw_only=True):
-    """What host memory to host memory carries over one pair of NICs, GB/s, and how far off that may
-    be: the standard error of the median, relative."""
+    """What one pair of NICs carries from host memory to host memory, or from GPU to GPU by NCCL,
+    GB/s, and how far off that may be: the standard error of the median, relative."""
 
     sender: str
     receiver: str
@@ -86,12 +98,13 @@ def links_check(
     switches: Mapping[str, str] | None = None,
     spot_checks: int = 16,
     seed: int = 0,
+    network: Network = "tcp",
 ) -> LinksReport:
     """Measure one pair of hosts for each kind of pair, others by chance, and find out odd hosts.
 
     A kind is the classes of both hosts and whether they share a switch. Pairs go from host memory
-    to host memory by every NIC, one at a time. A pair that is off others of its kind has a host
-    that is odd: each of the two is then tried with a third one.
+    to host memory by every NIC, one at a time, or by NCCL from the GPU beside it. A pair that is
+    off others of its kind has a host that is odd: each of the two is then tried with a third one.
 
     Args:
         source: answers sets that span these hosts.
@@ -100,12 +113,13 @@ def links_check(
         switches: by host the switch that it hangs from; one that is not there hangs from none.
         spot_checks: how many more pairs of hosts at most; hosts that no pair had come first.
         seed: of the choice.
+        network: what moves the bytes.
 
     Raises:
         MeasurementError: a pair cannot be measured.
         SourceLostError: a host is gone.
     """
-    sample = _Sample(source, hosts, classes, switches or {})
+    sample = _Sample(source, hosts, classes, switches or {}, network)
     chooser = random.Random(seed)
     # 1. A pair of each kind.
     for sender, receiver in _one_of_each_kind(sample, chooser):
@@ -135,8 +149,10 @@ class _Sample:
         hosts: Sequence[HostFacts],
         classes: Sequence[int],
         switches: Mapping[str, str],
+        network: Network,
     ) -> None:
         self._source = source
+        self._network = network
         self._hosts = {host.name: host for host in hosts}
         self.place = {
             host.name: (number, switches.get(host.name, ""))
@@ -154,10 +170,14 @@ class _Sample:
         """Measure a pair by each NIC of the sender; False if that was done before."""
         if any((one.sender, one.receiver) == (sender, receiver) for one in self.rates):
             return False
-        for nic in sorted(self._hosts[sender].addresses):
-            into = self._hosts[receiver].addresses
+        here, there = self._hosts[sender], self._hosts[receiver]
+        for nic in self._nics(here):
+            into = self._nics(there)
             receiver_nic = nic if nic in into else min(into)
-            flow = between(sender, nic, receiver, receiver_nic)
+            if self._network == "nccl":
+                flow = between_gpus(here, nic, there, receiver_nic)
+            else:
+                flow = between(sender, nic, receiver, receiver_nic)
             (found,) = self._source.measure([transfer_set([flow])])
             self.rates.append(
                 PairRate(
@@ -172,6 +192,12 @@ class _Sample:
         for host in (sender, receiver):
             self.seen[host] = self.seen.get(host, 0) + 1
         return True
+
+    def _nics(self, host: HostFacts) -> list[int]:
+        """Those that are sampled: NCCL needs no address of ours."""
+        if self._network == "nccl":
+            return [nic.index for nic in host.machine.nics]
+        return sorted(host.addresses)
 
     def _off(self, rate: PairRate) -> _Off:
         """How far a pair is off others of its kind, and whether that is more than noise."""
@@ -233,7 +259,22 @@ def between(sender: str, nic: int, receiver: str, receiver_nic: int) -> Flow:
     """
     source, out = Place("C", 0, sender), Place("N", nic, sender)
     into, target = Place("N", receiver_nic, receiver), Place("C", 0, receiver)
-    return Flow((Transfer(source, out, into), Transfer(into, into, target)), 4, CHECK_FIFO)
+    transfers = (Transfer(source, out, into), Transfer(into, into, target))
+    return Flow(transfers, CHECK_BLOCKS, CHECK_FIFO)
+
+
+def between_gpus(sender: HostFacts, nic: int, receiver: HostFacts, receiver_nic: int) -> Flow:
+    """From the GPU beside one NIC to the GPU beside another, by host memory on both sides: that is
+    everywhere, so that hosts can be compared."""
+    ends = []
+    for host, port in ((sender, nic), (receiver, receiver_nic)):
+        machine = host.machine
+        nics = [one.index for one in machine.nics]
+        ends.append((gpus_beside_nics(machine, nics)[port], machine.numa_of(f"N{port}")))
+    (gpu, numa), (receiver_gpu, receiver_numa) = ends
+    out = leaving(gpu, nic, through=numa, blocks=CHECK_BLOCKS, fifo=CHECK_FIFO)
+    into = entering(receiver_nic, receiver_gpu, through=receiver_numa)
+    return joined(out, into, sender=sender.name, receiver=receiver.name)
 
 
 def _one_of_each_kind(sample: _Sample, chooser: random.Random) -> Iterator[tuple[str, str]]:

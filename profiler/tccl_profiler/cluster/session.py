@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Literal
 
@@ -17,9 +17,9 @@ from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.meeting import CONTROLLER
 from tccl_profiler.cluster.pool import FIRST_PINGS, ClusterPool
 from tccl_profiler.control import MAX_LANES
-from tccl_profiler.pieces import device_of, is_carried
+from tccl_profiler.pieces import Network, device_of, is_carried
 from tccl_profiler.profiler import Options, Profiler
-from tccl_profiler.program import local
+from tccl_profiler.program import is_nic, local
 from tccl_profiler.window import WindowLimits
 from tccl_py.errors import InputError
 from tccl_py.measurements.journal import JournalHeader
@@ -52,6 +52,7 @@ class ClusterSession:
         only: devices to start, by host and id; None is all. A host that is left out has none.
         options: how carefully; None is as usual, with LIMITS.
         patience: how long hosts are waited for.
+        gid_index: NCCL_IB_GID_INDEX where NCCL carries what goes from host to host.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class ClusterSession:
         only: Mapping[str, frozenset[str]] | None = None,
         options: Options | None = None,
         patience: Patience | None = None,
+        gid_index: int | None = None,
     ) -> None:
+        self._nccl_variables = {} if gid_index is None else {"NCCL_IB_GID_INDEX": str(gid_index)}
         self.options = options or Options(limits=LIMITS)
         self._job = job
         self._backend = backend
@@ -93,7 +96,12 @@ class ClusterSession:
         self.hosts = tuple(
             msgspec.structs.replace(found[seat.host].facts, ranks=seat.ranks) for seat in job.seats
         )
-        check_hosts(self.hosts, expected=self._expected, interfaces=self._describe.interfaces)
+        check_hosts(
+            self.hosts,
+            expected=self._expected,
+            interfaces=self._describe.interfaces,
+            addressed=self.network == "tcp",
+        )
         self._compare_clocks()
         return self
 
@@ -123,14 +131,11 @@ class ClusterSession:
             SourceLostError: a host is gone.
         """
         if self._profiler is None:
-            only = self.only
             self.pool = ClusterPool(
                 self._agents,
                 self.clocks,
-                {
-                    host.name: host.devices if only is None else only.get(host.name, frozenset())
-                    for host in self.hosts
-                },
+                {host.name: self._devices(host) for host in self.hosts},
+                nccl_variables=self._nccl_variables,
             )
             self.pool.start()
             for text in self.pool.complaints:
@@ -142,10 +147,23 @@ class ClusterSession:
             self._profiler.notices = self.notices
         return self._profiler
 
+    def _devices(self, host: HostFacts) -> Collection[str]:
+        """Those that a host is to start."""
+        if self.only is not None:
+            return self.only.get(host.name, frozenset())
+        # NICs are NCCL's own, where it carries bytes between GPUs.
+        carried = self.network == "nccl"
+        return [one for one in host.devices if not (carried and is_nic(one))]
+
+    @property
+    def network(self) -> Network:
+        """What moves bytes from host to host."""
+        return self.options.network
+
     @property
     def over_sockets(self) -> bool:
         """Whether NICs reach host memory only: TCP copies bytes there, whatever the GPUs could."""
-        return self._backend == "cuda" and self.options.network == "tcp"
+        return self._backend == "cuda" and self.network == "tcp"
 
     @property
     def is_open(self) -> bool:
@@ -170,7 +188,7 @@ class ClusterSession:
             for one in sorted(self.hosts, key=lambda one: one.name)
         ]
         parts.append(
-            f"{self._backend} backend, network by {self.options.network}, windows of "
+            f"{self._backend} backend, network by {self.network}, windows of "
             f"{limits.minimum_ms:g} to {limits.maximum_ms:g} ms, flows that meet {passing}"
         )
         names = ",".join(sorted(one.name for one in self.hosts))
@@ -188,7 +206,7 @@ class ClusterSession:
         for one in sets:
             for flow in one.flows:
                 self._check_flow(flow, used)
-            program = program_for(one, lanes=lanes, network=self.options.network)
+            program = program_for(one, lanes=lanes, network=self.network)
             for device in program.devices:
                 host, _, name = device.rpartition(".")
                 used.setdefault(host, set()).add(name)
@@ -196,7 +214,7 @@ class ClusterSession:
 
     def _check_flow(self, flow: Flow, used: dict[str, set[str]]) -> None:
         known = {one.name: one for one in self.hosts}
-        carried = is_carried(flow, self.options.network)
+        carried = is_carried(flow, self.network)
         for transfer in flow.transfers:
             for place in (transfer.source, transfer.executor, transfer.destination):
                 if place.host not in known:
