@@ -111,7 +111,6 @@ class PlacedSource:
         return {
             text: self.placement.unmeasured[nic] / users[way, nic]
             for text, (way, nic) in nics.items()
-            if nic is not None
         }
 
     def _placed(self, flow: Flow, beside: Sequence[Flow]) -> Flow:
