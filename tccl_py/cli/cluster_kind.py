@@ -16,14 +16,3 @@ def refuse_cluster(directory: Path, right: str) -> None:
     """
     if is_cluster_plan(directory):
         raise InputError(str(directory), "is the plan of a cluster", right)
-
-
-def refuse_options(options: dict[str, object], why: str) -> None:
-    """Refuse options that are given though they say nothing about this kind of plan.
-
-    Raises:
-        InputError: one is given.
-    """
-    for name, value in options.items():
-        if value is not None:
-            raise InputError(name, why, "leave it out")

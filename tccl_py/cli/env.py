@@ -14,8 +14,8 @@ from tccl_py.cli.arguments import (
     notice,
 )
 from tccl_py.cli.cluster_files import env_cluster
-from tccl_py.cli.cluster_kind import refuse_options
 from tccl_py.cli.env_text import print_off, print_settings
+from tccl_py.cli.refusals import refuse_options
 from tccl_py.cluster_plan.plan import is_cluster_plan
 from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file

@@ -180,32 +180,6 @@ def is_rehearsal(header: JournalHeader) -> bool:
     return "host backend" in header.identity
 
 
-def refuse_with_model(options: dict[str, object]) -> None:
-    """Refuse options of measuring beside --simulate; those that were not given are None or False.
-
-    Raises:
-        InputError: one was given.
-    """
-    for name, value in options.items():
-        if value is not None and value is not False:
-            raise InputError(
-                f"{name} beside --simulate", "is about hardware", "leave one of the two out"
-            )
-
-
-def refuse_without_model(options: dict[str, object]) -> None:
-    """Refuse options of models without --simulate; those that were not given are None.
-
-    Raises:
-        InputError: one was given.
-    """
-    for name, value in options.items():
-        if value is not None:
-            raise InputError(
-                f"{name} without --simulate", "is about models", "add --simulate MACHINE"
-            )
-
-
 def check_sets(machine: Machine, sets: Sequence[TransferSet]) -> tuple[int, ...]:
     """Refuse sets that cannot be measured here, before anything is started; the GPUs they use.
 

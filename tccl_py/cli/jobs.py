@@ -57,19 +57,6 @@ def in_job() -> bool:
     return in_mpi_job()
 
 
-def refuse_outside_job(options: dict[str, object]) -> None:
-    """Refuse options of MPI jobs where there is none; those that were not given are None.
-
-    Raises:
-        InputError: one was given.
-    """
-    for name, value in options.items():
-        if value is not None:
-            raise InputError(
-                name, "is about the hosts of an MPI job", "start the command by mpirun or srun"
-            )
-
-
 @contextmanager
 def job_of_ranks() -> Iterator[Job]:
     """This rank's part in the job; on all ranks but the controller the block does not run.

@@ -30,8 +30,6 @@ from tccl_py.cli.hardware import (
     care,
     check_sets,
     measured_machine,
-    refuse_with_model,
-    refuse_without_model,
 )
 from tccl_py.cli.jobs import (
     ClusterHardware,
@@ -40,9 +38,9 @@ from tccl_py.cli.jobs import (
     in_job,
     job_of_ranks,
     open_cluster,
-    refuse_outside_job,
 )
 from tccl_py.cli.progress import ProgressLine
+from tccl_py.cli.refusals import refuse_outside_job, refuse_with_model, refuse_without_model
 from tccl_py.errors import TcclError
 from tccl_py.measurements.journal import JournalHeader, JournalledSource
 from tccl_py.measurements.measurement import BandwidthSource, Measurement, dealt

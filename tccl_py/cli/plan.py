@@ -24,8 +24,6 @@ from tccl_py.cli.hardware import (
     TargetOption,
     care,
     measured_machine,
-    refuse_with_model,
-    refuse_without_model,
 )
 from tccl_py.cli.interrupts import undisturbed
 from tccl_py.cli.jobs import InterfacesOption, NetworkOption, in_job
@@ -36,14 +34,18 @@ from tccl_py.cli.plan_cluster import (
     ClusterOptions,
     ClusterTask,
     SimulatedCluster,
-    refuse_for_one,
-    refuse_in_job,
-    refuse_with_nodes,
 )
 from tccl_py.cli.plan_nodes import Measuring, plan_cluster, plan_hosts
 from tccl_py.cli.plan_run import finish, planning
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
+from tccl_py.cli.refusals import (
+    refuse_for_one,
+    refuse_in_job,
+    refuse_with_model,
+    refuse_with_nodes,
+    refuse_without_model,
+)
 from tccl_py.cli.verify import check_tuning, tuned_plan
 from tccl_py.errors import InputError
 from tccl_py.measurements.measurement import BandwidthSource
@@ -203,7 +205,7 @@ def plan(
     if job or nodes not in (None, 1) or (simulate is not None and hosts is not None):
         if tune:
             raise InputError("--tune for several nodes", "is about one machine", "leave it out")
-        refuse_with_nodes({"--gpus": gpus, "--topology-file": topology_file or None})
+        refuse_with_nodes({"--gpus": gpus, "--topology-file": topology_file})
         wanted = ClusterTask(
             options=cluster, version=version, counts=counts, strategy=strategy, budget=budget
         )
@@ -225,7 +227,7 @@ def plan(
             SimulatedCluster(model, wanted, noise=noise or 0.0, seed=seed or 0), output, force, json
         )
         return
-    refuse_for_one(cluster)
+    refuse_for_one(cluster.given)
     if tune:
         check_tuning()
     subject: _Subject

@@ -101,49 +101,6 @@ class ClusterTask(msgspec.Struct, frozen=True, kw_only=True):
         return read_switches(path, hosts) if path is not None else None
 
 
-def refuse_for_one(options: ClusterOptions) -> None:
-    """Refuse options of clusters for a plan of one machine.
-
-    Raises:
-        InputError: one was given.
-    """
-    for name, value in options.given.items():
-        if value is not None:
-            raise InputError(
-                name,
-                "is about several nodes",
-                "add --simulate MACHINE --nodes N, or start the command under mpirun or srun",
-            )
-
-
-def refuse_with_nodes(options: dict[str, object]) -> None:
-    """Refuse options of one machine for a plan of several nodes; None is "not given".
-
-    Raises:
-        InputError: one was given.
-    """
-    for name, value in options.items():
-        if value is not None:
-            raise InputError(
-                f"{name} for several nodes",
-                "is about one machine",
-                "leave it out: as many GPUs of a host are used as it has ranks (slots)",
-            )
-
-
-def refuse_in_job(options: dict[str, object]) -> None:
-    """Refuse options of simulation in an MPI job, where every rank would simulate.
-
-    Raises:
-        InputError: one was given.
-    """
-    for name, value in options.items():
-        if value is not None:
-            raise InputError(
-                f"{name} under mpirun or srun", "needs no ranks", "start the command by itself"
-            )
-
-
 class SimulatedCluster:
     """Equal nodes, by a model."""
 
