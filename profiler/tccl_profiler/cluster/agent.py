@@ -312,13 +312,16 @@ class Agent:
         with pool.begin(begin.work, begin.timing, meanwhile=meanwhile) as running:
             for repeat in range(begin.timing.repeats):
                 running.wait_resident(repeat)
-                with urgent(threads_of(pool.pids)):
+                lanes = threads_of(pool.pids)
+                with urgent():
                     self._answer(number, say.Resident(repeat=repeat))
                     release = self._release(number, repeat)
-                    early.append(release.at_ns - self._now_ns())
-                    stored_ns = running.release(repeat, at_ns=release.at_ns)
-                    late.append(stored_ns - release.at_ns)
-                    time.sleep(_STARTED_S)
+                    # Lanes not before: others' lanes have still to come, perhaps on these cores.
+                    with urgent(lanes):
+                        early.append(release.at_ns - self._now_ns())
+                        stored_ns = running.release(repeat, at_ns=release.at_ns)
+                        late.append(stored_ns - release.at_ns)
+                        time.sleep(_STARTED_S)
                 outcomes.append(running.collect(repeat))
             running.finish()
         return say.Ran(
