@@ -147,7 +147,9 @@ class Namespaces:
             start_new_session=True,
         )
 
-    def run(self, *arguments, hosts=None, ranks=None, options=(), environment=None, timeout_s=60.0):
+    def run(
+        self, *arguments, hosts=None, ranks=None, options=(), environment=None, timeout_s=150.0
+    ):
         """Run a `tccl` command under mpirun on these hosts, or all, to its end."""
         process = self.start(
             *arguments, hosts=hosts, ranks=ranks, options=options, environment=environment
@@ -155,7 +157,7 @@ class Namespaces:
         return ended(process, timeout_s)
 
 
-def ended(process, timeout_s=60.0):
+def ended(process, timeout_s=150.0):
     """Wait for a started command; one that hangs is ended with all it started."""
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
@@ -168,7 +170,7 @@ def ended(process, timeout_s=60.0):
 
 
 def _do(*command):
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
 
 
 _ENTER = """#!/bin/bash

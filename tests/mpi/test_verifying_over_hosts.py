@@ -1,0 +1,99 @@
+"""`tccl verify` of a cluster's plan over hosts in network namespaces: real collectives by gloo."""
+
+import importlib.util
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tccl_py.cluster_plan.directory import write_cluster_plan
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.verification.record import load_verification
+from tests.cluster_plans import LOCAL, ONE, PAIR, cluster_plan
+from tests.namespaces import ended, namespaces  # noqa: F401 (a fixture)
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
+]
+ORDER = ("h2", "h0", "h1")
+"""Ranks follow the plan's hosts, not the launcher's: h2 is not the controller's."""
+QUICK = ("--backend", "host", "--sizes", "4K", "--pairs", "6", "--seconds", "1")
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """The plan of three hosts, one with two GPUs."""
+    machines = {"h0": PAIR, "h1": ONE, "h2": ONE}
+    chains = {"h0": ((0, (1, 0), 1),), "h1": ((0, (0,), 0),), "h2": ((0, (0,), 0),)}
+    plan = cluster_plan(
+        list(machines.items()),
+        chains,
+        order=ORDER,
+        settings=Settings(channels=2, socket_ifname=("eth0",), **LOCAL),
+    )
+    place = tmp_path / "plan"
+    place.mkdir()
+    write_cluster_plan(plan, place)
+    return place
+
+
+def ranks_alive():
+    """Rank processes of jobs, by their command lines."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"tccl_py.verification.rank" in words:
+            found.append(path.parent.name)
+    return found
+
+
+def test_collectives_of_all_hosts_are_checked_and_timed(namespaces, directory):  # noqa: F811
+    ran = namespaces.run(
+        "verify", str(directory), *QUICK, "--json", hosts=("h0", "h1", "h2"), timeout_s=300
+    )
+    assert ran.code in (0, 1), ran.stderr
+    told = json.loads(ran.stdout)
+    assert told["machine"] == "3 hosts"
+    assert tuple(told["hosts"]) == ORDER
+    assert (told["failure"], told["wrong"], told["rings"]) == ("", [], None)
+    assert told["checked"] > 500
+    assert [one["bytes"] for one in told["sizes"]] == [4096]
+    assert "a rehearsal over gloo" in ran.stderr
+    kept = load_verification(directory)
+    # Four ranks, in each of whose batches something was timed, in every job.
+    assert {len(sizes[0]) for sizes in kept.raw} == {4}
+    assert kept.plan_environment["NCCL_GRAPH_FILE"].endswith("/nccl/hosts/HOST.xml")
+    assert not ranks_alive()
+
+
+def test_hosts_that_are_not_the_plans_are_refused(namespaces, directory):  # noqa: F811
+    ran = namespaces.run("verify", str(directory), *QUICK, hosts=("h0", "h1"), timeout_s=120)
+    assert (ran.code, ran.stdout) == (2, "")
+    said = "host h2: is in the plan, and no rank runs there; start a rank on each host that"
+    assert said in ran.stderr
+    assert not (directory / "verify.json").exists()
+
+
+def test_an_interrupt_leaves_no_rank_and_no_file(namespaces, directory):  # noqa: F811
+    words = ("verify", str(directory), "--backend", "host", "--seconds", "600", "--no-checks")
+    process = namespaces.start(*words, hosts=("h0", "h1", "h2"))
+    until = time.monotonic() + 120
+    while len(ranks_alive()) < 4 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(ranks_alive()) >= 4
+    os.kill(process.pid, signal.SIGTERM)
+    ran = ended(process, 120)
+    assert ran.code != 0
+    until = time.monotonic() + 60
+    while ranks_alive() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not ranks_alive()
+    assert not (directory / "verify.json").exists()
