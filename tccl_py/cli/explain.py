@@ -16,6 +16,7 @@ from tccl_py.cli.hardware import BackendOption, DevicesOption, TargetOption
 from tccl_py.cli.interrupts import interrupts_put_off
 from tccl_py.cli.measure import simulation_header, simulation_noise
 from tccl_py.cli.plan_source import Here, journal_contents, measured_source
+from tccl_py.cli.refusals import refuse_options
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS
 from tccl_py.explanation.explain import explain as explanation_of
@@ -23,7 +24,7 @@ from tccl_py.explanation.findings import Explanation, save_explanation
 from tccl_py.measurements.journal import JournalledSource, read_journal
 from tccl_py.measurements.measurement import Measurement
 from tccl_py.measurements.memory import RememberingSource
-from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, machine_file, planned_model
+from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, known_model
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.source import Simulator
@@ -76,7 +77,8 @@ def explain(
     plan = load_plan(directory)
     options: dict[str, object] = {"--backend": backend, "--devices": devices, "--target": target}
     if plan.simulated or no_measure:
-        _refuse(options, "the plan is simulated" if plan.simulated else "nothing is measured")
+        why = "the plan is simulated" if plan.simulated else "nothing is measured"
+        refuse_options(options, f"is about hardware, but {why}")
     budget = Budget(sets=0 if no_measure else max_sets)
     here = Here(backend=backend, devices=devices, target=target)
     with interrupts_put_off(), _source(plan, directory, here, no_measure=no_measure) as source:
@@ -86,12 +88,6 @@ def explain(
         print_json(found)
     else:
         print_explanation(found, plan, results())
-
-
-def _refuse(options: dict[str, object], why: str) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise InputError(name, f"is about hardware, but {why}", "leave it out")
 
 
 def _source(
@@ -135,13 +131,7 @@ def _journal_only(plan: Plan, journal: Path) -> RememberingSource:
 @contextmanager
 def _simulated(plan: Plan, directory: Path, journal: Path) -> Iterator[RememberingSource]:
     """The model that was saved with the plan, at the noise that the plan was made with."""
-    model = planned_model(plan, directory)
-    if model is None:
-        raise InputError(
-            str(machine_file(plan, directory)),
-            "holds no model to simulate by",
-            "plan again with `tccl plan --simulate`, or add --no-measure",
-        )
+    model = known_model(plan, directory, otherwise=", or add --no-measure")
     kept = read_journal(journal).header if journal.is_file() else None
     noise, seed = simulation_noise(kept) if kept is not None else (0.0, 0)
     header = simulation_header(model, noise=noise, seed=seed)

@@ -11,6 +11,7 @@ import typer
 from tccl_py.cli.arguments import notice
 from tccl_py.cli.cluster_files import export_cluster
 from tccl_py.cli.export_tccl import export_tccl, gpu_sets
+from tccl_py.cli.refusals import refuse_options
 from tccl_py.cluster_plan.plan import is_cluster_plan
 from tccl_py.emitters.plan_files import GRAPH_FILE
 from tccl_py.errors import InputError
@@ -118,13 +119,8 @@ def export(
 
 
 def _refuse(options: dict[str, object], runtime: str) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise InputError(
-                name,
-                f"is for another runtime, {runtime}",
-                f"add --runtime {runtime}, or leave it out",
-            )
+    right = f"add --runtime {runtime}, or leave it out"
+    refuse_options(options, f"is for another runtime, {runtime}", right)
 
 
 def _export_nccl(directory: Path, output: Path | None, version: str | None) -> None:

@@ -17,7 +17,7 @@ from tccl_py.errors import InputError, SourceLostError
 from tccl_py.measurements.measurement import Measurement
 from tccl_py.measurements.memory import RememberingSource
 from tccl_py.plan.database import Export, MadeDatabase, make_database
-from tccl_py.plan.directory import JOURNAL_FILE, machine_file, planned_model
+from tccl_py.plan.directory import JOURNAL_FILE, known_model
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.search.problem import Reporter, SilentReporter
 from tccl_py.simulator.source import Simulator
@@ -118,11 +118,4 @@ def _answers(plan: Plan, directory: Path) -> Iterator[tuple[RememberingSource, R
 
 
 def _simulated(plan: Plan, directory: Path) -> RememberingSource:
-    model = planned_model(plan, directory)
-    if model is None:
-        raise InputError(
-            str(machine_file(plan, directory)),
-            "holds no model to simulate by",
-            "plan again with `tccl plan --simulate`",
-        )
-    return RememberingSource(Simulator(model))
+    return RememberingSource(Simulator(known_model(plan, directory)))

@@ -260,6 +260,19 @@ def planned_model(plan: Plan, directory: Path) -> MachineModel | None:
     return found.model
 
 
+def known_model(plan: Plan, directory: Path, *, otherwise: str = "") -> MachineModel:
+    """The same where nothing can be done without.
+
+    Raises:
+        InputError: as `planned_model`, or there is none; `otherwise` is what else can be done.
+    """
+    found = planned_model(plan, directory)
+    if found is None:
+        where, right = str(machine_file(plan, directory)), "plan again with `tccl plan --simulate`"
+        raise InputError(where, "holds no model to simulate by", f"{right}{otherwise}")
+    return found
+
+
 def planned_fingerprint(plan: Plan, directory: Path) -> Fingerprint | None:
     """Whose the rates of a measured plan are; None if its directory does not say.
 
