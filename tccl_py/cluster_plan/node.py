@@ -27,6 +27,7 @@ from tccl_py.plan.tasks import (
     rings_under,
     search_under,
     space_under,
+    stock_of,
     stock_settings,
 )
 from tccl_py.runtimes.nccl.chain_hops import chains_as_rings, network_candidates
@@ -161,13 +162,7 @@ class Node:
             self._task, network=NetworkUse(nodes=2, nics=tuple(n.index for n in self.machine.nics))
         )
         distinct = condensed_rings(chains_as_rings(space_under(task, settings, 1), chains))
-        rings = rings_under(task, settings, distinct)
-        return Stock(
-            choice=choice,
-            rings=rings,
-            settings=settings,
-            measurement=measured_well(self.source, rings),
-        )
+        return stock_of(choice, rings_under(task, settings, distinct), self.source)
 
     def _seeds(self, first: Choice) -> Iterator[Rings]:
         """Sets of chains worth trying first: local NICs, each chain turned against the others."""

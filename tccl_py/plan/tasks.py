@@ -178,13 +178,20 @@ def measured_stock(task: Task) -> Stock:
     """
     choice = stock_default(task.machine, task.knowledge, gpus=task.gpus, version=task.version)
     orders = condensed(choice.rings)
-    settings = stock_settings(choice)
-    rings = orders_under(task, settings, orders)
+    return stock_of(choice, orders_under(task, stock_settings(choice), orders), task.source)
+
+
+def stock_of(choice: StockChoice | StockChains, rings: RingSet, source: BandwidthSource) -> Stock:
+    """NCCL's own choice with what a source says of its rings.
+
+    Raises:
+        MeasurementError: the source cannot measure them.
+    """
     return Stock(
         choice=choice,
         rings=rings,
-        settings=settings,
-        measurement=measured_well(task.source, rings),
+        settings=stock_settings(choice),
+        measurement=measured_well(source, rings),
     )
 
 
