@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tccl_py.cluster_plan.plan import ClusterPlan
@@ -32,12 +32,11 @@ def why_not_here(plan: Plan, directory: Path, here: Fingerprint) -> str:
     Raises:
         InputError: the plan was measured and its machine's file is gone or damaged.
     """
-    if plan.simulated:
-        return ""
-    planned = planned_fingerprint(plan, directory)
-    if planned is None:
-        return f"{machine_file(plan, directory)} does not say whose it is"
-    return "; ".join(differences(plan.machine, planned, here, gpus=plan.gpus).another)
+
+    def another(planned: Fingerprint) -> tuple[str, ...]:
+        return differences(plan.machine, planned, here, gpus=plan.gpus).another
+
+    return _why_not(plan, directory, another)
 
 
 def why_not_alike(plan: Plan, directory: Path, here: Fingerprint, gpus: Sequence[GpuFacts]) -> str:
@@ -55,17 +54,25 @@ def why_not_alike(plan: Plan, directory: Path, here: Fingerprint, gpus: Sequence
     Raises:
         InputError: the plan was measured and its machine's file is gone or damaged.
     """
+    now = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in gpus}
+    was = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in plan.machine.gpus}
+
+    def another(planned: Fingerprint) -> tuple[str, ...]:
+        # Without GPUs to compare, what is left is the driver and the NUMA nodes.
+        rest = differences(plan.machine, planned, here, gpus=()).another
+        return (_changed(was, now, plan.gpus), *rest)
+
+    return _why_not(plan, directory, another)
+
+
+def _why_not(plan: Plan, directory: Path, another: Callable[[Fingerprint], tuple[str, ...]]) -> str:
+    """What is `another` than on the host that a plan was measured on, in a clause or several."""
     if plan.simulated:
         return ""
     planned = planned_fingerprint(plan, directory)
     if planned is None:
         return f"{machine_file(plan, directory)} does not say whose it is"
-    now = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in gpus}
-    was = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in plan.machine.gpus}
-    other = _changed(was, now, plan.gpus)
-    # Without GPUs to compare, what is left is the driver and the NUMA nodes.
-    rest = differences(plan.machine, planned, here, gpus=())
-    return "; ".join(one for one in (other, *rest.another) if one)
+    return "; ".join(one for one in another(planned) if one)
 
 
 def why_not_of_class(plan: ClusterPlan, host: str, gpus: Sequence[GpuFacts]) -> str:
