@@ -22,7 +22,7 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.measurements.memory import RememberingSource
 from tccl_py.merge.switches import SwitchTree
 from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
-from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.runtimes.nccl.settings import Settings, final_channels
 from tccl_py.search.problem import Budget, SilentReporter
 from tccl_py.simulator.generic import model_for
 from tccl_py.simulator.library import load_bundled
@@ -34,6 +34,7 @@ from tests.networked import MadeUp, all_chains, networked_machine
 
 SETTINGS = Settings(channels=1)
 SMALL = Budget(sets=60, idle_sets=15)
+EXACT = Budget(sets=None, idle_sets=15)
 
 
 def cluster_with(machines, *, rails="any", switches=None, slots=None):
@@ -111,7 +112,7 @@ def test_rings_over_nodes_equal_brute_force_over_chains_crossings_and_orders(cas
     used = list(dict.fromkeys(hosts))
     sources = [MadeUp(seed + kind) for kind in used]
     nodes = [
-        node_of(one, source, len(hosts))
+        node_of(one, source, len(hosts), budget=EXACT)
         for one, source in zip(cluster.classes, sources, strict=True)
     ]
     rates = [chain_rates(*kinds[kind], source) for kind, source in zip(used, sources, strict=True)]
@@ -471,6 +472,30 @@ def test_nics_have_gpus_of_their_own_while_there_are_enough_beside_them():
     assert gpus_beside_nics(machine, (0, 1, 2, 3)) == {0: 0, 1: 1, 2: 2, 3: 3}
     few = networked_machine(gpus=2, nics=4, numa_nodes=2)
     assert gpus_beside_nics(few, (0, 1, 2, 3)) == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+class Constant(MadeUp):
+    """Every flow has the same rate."""
+
+    def rate(self, flow):
+        return self._high
+
+
+@pytest.mark.parametrize(("sm", "channels"), [(80, 1), (90, 2)])
+def test_the_channels_that_were_measured_are_those_that_nccl_ends_up_with(sm, channels):
+    machine = networked_machine(gpus=2, nics=1)
+    machine = msgspec.structs.replace(
+        machine, gpus=tuple(msgspec.structs.replace(gpu, sm=sm) for gpu in machine.gpus)
+    )
+    cluster = cluster_with([machine, machine])
+    made = make_cluster_plan(cluster, [Constant(1, high=60.0)], ring_counts=(1,), budget=SMALL)
+    assert made.rate_gbps == 60
+    # Fewest channels would do; but one of 60 GB/s NCCL doubles twice on several nodes of sm 90.
+    assert made.settings.channels == channels
+    speed = made.rate_gbps / channels
+    assert final_channels(channels, sm=sm, nodes=2, speed_intra=speed) == 2 * channels
+    flow = parse_set(made.passages[0].chains[0].flows[0]).flows[0]
+    assert flow.blocks == 2 * channels
 
 
 def test_few_sets_are_measured_where_few_are_allowed():

@@ -22,7 +22,7 @@ from tccl_py.merge.switches import uplink_limit
 from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, is_proven, other_count_notices
 from tccl_py.plan.settings_search import WORTH
 from tccl_py.runtimes.nccl.chain_hops import farthest_end
-from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.runtimes.nccl.settings import Settings, final_channels
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.runtimes.nccl.versions import LATEST, version_facts
 from tccl_py.search.problem import Budget, Reporter, SilentReporter
@@ -92,7 +92,7 @@ def make_cluster_plan(
         for settings, count, promise in _candidates(nodes):
             if best is not None and promise <= best.rate_gbps * (1 + WORTH):
                 break
-            found = joint(cluster, nodes, settings, count, keep_order=keep_order)
+            found = _realisable(cluster, nodes, settings, count, keep_order=keep_order)
             if found is not None and (best is None or _better(found, best)):
                 best = found
     except KeyboardInterrupt:
@@ -163,6 +163,28 @@ def _candidates(nodes: Sequence[Node]) -> Iterator[tuple[Settings, int, float]]:
     chosen += [one for one in ranked[CANDIDATES:] if one[0] in own]
     for (settings, count), promise in chosen:
         yield settings, count, promise
+
+
+def _realisable(
+    cluster: Cluster, nodes: Sequence[Node], settings: Settings, count: int, *, keep_order: bool
+) -> Joint | None:
+    """The best rings under settings by which NCCL ends up with the channels that were measured.
+
+    Between nodes it doubles few and quick channels once more. Then as many are asked for in the
+    file, so that what was measured is what will run.
+    """
+    seen = [view(one.machine, one.knowledge, settings, gpus=one.gpus) for one in nodes]
+    sm = min(one.system.sm_min for one in seen)
+    while True:
+        found = joint(cluster, nodes, settings, count, keep_order=keep_order)
+        if found is None:
+            return None
+        channels, version = settings.channels, settings.version
+        speed, hosts = found.rate_gbps / channels, len(cluster.hosts)
+        final = final_channels(channels, sm=sm, nodes=hosts, speed_intra=speed, version=version)
+        if final == final_channels(channels, sm=sm, version=version):
+            return found
+        settings = msgspec.structs.replace(settings, channels=2 * channels)
 
 
 def _better(one: Joint, other: Joint) -> bool:
