@@ -11,7 +11,6 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from types import TracebackType
 from typing import TypeVar
 
 import msgspec
@@ -113,12 +112,7 @@ class Pool:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def start(self) -> None:

@@ -8,7 +8,6 @@ import contextlib
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 
 import msgspec
 import numpy as np
@@ -216,12 +215,7 @@ class Running:
     def __enter__(self) -> Running:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.abort()
 
     def _records(self, repeat: int) -> Mapping[str, npt.NDArray[np.void]]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tccl_profiler.conditions import GpuConditions, GpuProcess, throttling_names
@@ -105,12 +104,7 @@ class Watch:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._watched = None
         self._nvml.nvmlShutdown()
 

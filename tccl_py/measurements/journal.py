@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from io import BufferedWriter
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -177,12 +176,7 @@ class JournalledSource(RememberingSource):
     def __enter__(self) -> JournalledSource:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:

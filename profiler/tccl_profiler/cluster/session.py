@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from types import TracebackType
 from typing import Literal
 
 import msgspec
@@ -105,12 +104,7 @@ class ClusterSession:
         self._compare_clocks()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         # Where the job ends, the agents end their workers.
         self._profiler = None
 
