@@ -75,17 +75,13 @@ class Mechanism(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """A machine as one communicator sees it under given settings; views share what they hold.
+class _Reach:
+    """What follows from a P2P level and the knowledge of who can access whom.
 
     `direct` are the pairs that talk without the CPU, `net_gbps` what NCCL believes of each GPU's
     best way to a NIC below the CPU, `nvlinked` the GPUs with an NVLink to another.
     """
 
-    system: System
-    knowledge: Knowledge
-    settings: Settings
-    plain: Paths
     paths: Paths
     direct: frozenset[tuple[str, str]]
     net_gbps: Mapping[str, float]
@@ -93,13 +89,13 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reach:
-    """What follows from a P2P level and the knowledge of who can access whom."""
+class View(_Reach):
+    """A machine as one communicator sees it under given settings; views share what they hold."""
 
-    paths: Paths
-    direct: frozenset[tuple[str, str]]
-    net_gbps: Mapping[str, float]
-    nvlinked: frozenset[str]
+    system: System
+    knowledge: Knowledge
+    settings: Settings
+    plain: Paths
 
 
 @dataclass(frozen=True, slots=True)
