@@ -15,7 +15,7 @@ from tccl_py.cli.arguments import (
 )
 from tccl_py.cli.cluster_files import env_cluster
 from tccl_py.cli.env_text import print_off, print_settings
-from tccl_py.cli.refusals import refuse_options
+from tccl_py.cli.refusals import OF_CLUSTER, OF_MACHINE, refuse
 from tccl_py.cluster_plan.plan import is_cluster_plan
 from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
@@ -103,11 +103,10 @@ def env(
     """
     check_plan_directory(directory)
     if is_cluster_plan(directory):
-        refuse_options({"--gpus": gpus}, "is for the plan of a machine, this one is of a cluster")
-        refuse_options({"--nccl": nccl}, "is for the plan of a machine, this one is of a cluster")
+        refuse({"--gpus": gpus, "--nccl": nccl}, OF_CLUSTER)
         env_cluster(directory, host, json=json)
         return
-    refuse_options({"--host": host}, "is for the plan of a cluster, this one is of a machine")
+    refuse({"--host": host}, OF_MACHINE)
     plan = load_plan(directory)
     chosen = tuple(sorted(gpus_argument(gpus, plan.machine) or plan.gpus))
     off = _why_off(plan, directory, nccl, alike=alike)

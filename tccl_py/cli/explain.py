@@ -16,7 +16,7 @@ from tccl_py.cli.hardware import BackendOption, DevicesOption, TargetOption
 from tccl_py.cli.interrupts import interrupts_put_off
 from tccl_py.cli.measure import simulation_header, simulation_noise
 from tccl_py.cli.plan_source import Here, journal_contents, measured_source
-from tccl_py.cli.refusals import refuse_options
+from tccl_py.cli.refusals import Refusal, refuse
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS
 from tccl_py.explanation.explain import explain as explanation_of
@@ -78,7 +78,7 @@ def explain(
     options: dict[str, object] = {"--backend": backend, "--devices": devices, "--target": target}
     if plan.simulated or no_measure:
         why = "the plan is simulated" if plan.simulated else "nothing is measured"
-        refuse_options(options, f"is about hardware, but {why}")
+        refuse(options, Refusal(what=f"is about hardware, but {why}"))
     budget = Budget(sets=0 if no_measure else max_sets)
     here = Here(backend=backend, devices=devices, target=target)
     with interrupts_put_off(), _source(plan, directory, here, no_measure=no_measure) as source:

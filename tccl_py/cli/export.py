@@ -11,7 +11,7 @@ import typer
 from tccl_py.cli.arguments import notice
 from tccl_py.cli.cluster_files import export_cluster
 from tccl_py.cli.export_tccl import export_tccl, gpu_sets
-from tccl_py.cli.refusals import refuse_options
+from tccl_py.cli.refusals import Refusal, refuse
 from tccl_py.cluster_plan.plan import is_cluster_plan
 from tccl_py.emitters.plan_files import GRAPH_FILE
 from tccl_py.errors import InputError
@@ -120,7 +120,7 @@ def export(
 
 def _refuse(options: dict[str, object], runtime: str) -> None:
     right = f"add --runtime {runtime}, or leave it out"
-    refuse_options(options, f"is for another runtime, {runtime}", right)
+    refuse(options, Refusal(what=f"is for another runtime, {runtime}", right=right))
 
 
 def _export_nccl(directory: Path, output: Path | None, version: str | None) -> None:

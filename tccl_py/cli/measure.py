@@ -40,7 +40,7 @@ from tccl_py.cli.jobs import (
     open_cluster,
 )
 from tccl_py.cli.progress import ProgressLine
-from tccl_py.cli.refusals import refuse_outside_job, refuse_with_model, refuse_without_model
+from tccl_py.cli.refusals import OUTSIDE_JOB, WITH_MODEL, WITHOUT_MODEL, refuse
 from tccl_py.errors import TcclError
 from tccl_py.measurements.journal import JournalHeader, JournalledSource
 from tccl_py.measurements.measurement import BandwidthSource, Measurement, dealt
@@ -138,14 +138,14 @@ def measure(
         if simulate is not None:
             hardware = {"--backend": backend, "--devices": devices, "--target": target}
             over_hosts = {"--interfaces": interfaces, "--network": network}
-            refuse_with_model({**hardware, "--meeting": meeting, "--check": check, **over_hosts})
+            refuse({**hardware, "--meeting": meeting, "--check": check, **over_hosts}, WITH_MODEL)
             model = load_machine(simulate)
             answers = _simulated(model, wanted, noise=noise or 0.0, seed=seed or 0, journal=journal)
         else:
-            refuse_without_model({"--noise": noise, "--seed": seed})
+            refuse({"--noise": noise, "--seed": seed}, WITHOUT_MODEL)
             careful = care(target=target, meeting=meeting, check=check)
             if job is None:
-                refuse_outside_job({"--interfaces": interfaces, "--network": network})
+                refuse({"--interfaces": interfaces, "--network": network}, OUTSIDE_JOB)
                 place = measured_machine(backend, devices)
                 gpus = check_sets(place.machine, wanted)
                 with Hardware(place, gpus=gpus, care=careful) as source:

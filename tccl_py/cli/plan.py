@@ -39,13 +39,7 @@ from tccl_py.cli.plan_nodes import Measuring, plan_cluster, plan_hosts
 from tccl_py.cli.plan_run import finish, planning
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
-from tccl_py.cli.refusals import (
-    refuse_for_one,
-    refuse_in_job,
-    refuse_with_model,
-    refuse_with_nodes,
-    refuse_without_model,
-)
+from tccl_py.cli.refusals import FOR_ONE, FOR_SEVERAL, IN_JOB, WITH_MODEL, WITHOUT_MODEL, refuse
 from tccl_py.cli.verify import check_tuning, tuned_plan
 from tccl_py.errors import InputError
 from tccl_py.measurements.measurement import BandwidthSource
@@ -194,9 +188,9 @@ def plan(
         network=network,
     )
     if simulate is not None:
-        refuse_with_model({"--backend": backend, "--devices": devices, "--target": target})
+        refuse({"--backend": backend, "--devices": devices, "--target": target}, WITH_MODEL)
     else:
-        refuse_without_model({"--noise": noise, "--seed": seed})
+        refuse({"--noise": noise, "--seed": seed}, WITHOUT_MODEL)
     careful = care(target=target, repeats=SEARCH_REPEATS)
     counts = _ring_counts(rings)
     budget = _budget(max_sets, max_seconds)
@@ -205,12 +199,12 @@ def plan(
     if job or nodes not in (None, 1) or (simulate is not None and hosts is not None):
         if tune:
             raise InputError("--tune for several nodes", "is about one machine", "leave it out")
-        refuse_with_nodes({"--gpus": gpus, "--topology-file": topology_file})
+        refuse({"--gpus": gpus, "--topology-file": topology_file}, FOR_SEVERAL)
         wanted = ClusterTask(
             options=cluster, version=version, counts=counts, strategy=strategy, budget=budget
         )
         if job:
-            refuse_in_job({"--simulate": simulate, "--nodes": nodes})
+            refuse({"--simulate": simulate, "--nodes": nodes}, IN_JOB)
             measuring = Measuring(
                 backend=backend, devices=devices, nccl=nccl, careful=careful, expected=hosts
             )
@@ -227,7 +221,7 @@ def plan(
             SimulatedCluster(model, wanted, noise=noise or 0.0, seed=seed or 0), output, force, json
         )
         return
-    refuse_for_one(cluster.given)
+    refuse(cluster.given, FOR_ONE)
     if tune:
         check_tuning()
     subject: _Subject

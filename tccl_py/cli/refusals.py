@@ -4,80 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from tccl_py.errors import InputError
 
-Options = Mapping[str, object]
-"""Values of options by their names; None or False is "not given"."""
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an option is refused, what is right, and beside or for what: `at` follows its name."""
+
+    what: str
+    right: str = "leave it out"
+    at: str = ""
 
 
-def refuse_options(
-    options: Options, what: str, right: str = "leave it out", *, at: str = ""
-) -> None:
-    """Refuse options that are given.
+WITH_MODEL = Refusal(
+    what="is about hardware", right="leave one of the two out", at="beside --simulate"
+)
+WITHOUT_MODEL = Refusal(
+    what="is about models", right="add --simulate MACHINE", at="without --simulate"
+)
+IN_JOB = Refusal(
+    # Every rank would simulate.
+    what="needs no ranks",
+    right="start the command by itself",
+    at="under mpirun or srun",
+)
+OUTSIDE_JOB = Refusal(
+    what="is about the hosts of an MPI job", right="start the command by mpirun or srun"
+)
+FOR_ONE = Refusal(
+    what="is about several nodes",
+    right="add --simulate MACHINE --nodes N, or start the command under mpirun or srun",
+)
+FOR_SEVERAL = Refusal(
+    what="is about one machine",
+    right="leave it out: as many GPUs of a host are used as it has ranks (slots)",
+    at="for several nodes",
+)
+OF_CLUSTER = Refusal(what="is for the plan of a machine, this one is of a cluster")
+OF_MACHINE = Refusal(what="is for the plan of a cluster, this one is of a machine")
+
+
+def refuse(options: Mapping[str, object], why: Refusal) -> None:
+    """Refuse options that are given, by their names; None or False is "not given".
 
     Raises:
-        InputError: one is; `at` says beside what or for what it is wrong.
+        InputError: one is.
     """
     for name, value in options.items():
         if value is not None and value is not False:
-            raise InputError(f"{name} {at}".rstrip(), what, right)
-
-
-def refuse_with_model(options: Options) -> None:
-    """Refuse options of measuring beside --simulate.
-
-    Raises:
-        InputError: one is given.
-    """
-    right = "leave one of the two out"
-    refuse_options(options, "is about hardware", right, at="beside --simulate")
-
-
-def refuse_without_model(options: Options) -> None:
-    """Refuse options of models without --simulate.
-
-    Raises:
-        InputError: one is given.
-    """
-    right = "add --simulate MACHINE"
-    refuse_options(options, "is about models", right, at="without --simulate")
-
-
-def refuse_outside_job(options: Options) -> None:
-    """Refuse options of MPI jobs where there is none.
-
-    Raises:
-        InputError: one is given.
-    """
-    right = "start the command by mpirun or srun"
-    refuse_options(options, "is about the hosts of an MPI job", right)
-
-
-def refuse_in_job(options: Options) -> None:
-    """Refuse options of simulation in an MPI job, where every rank would simulate.
-
-    Raises:
-        InputError: one is given.
-    """
-    right = "start the command by itself"
-    refuse_options(options, "needs no ranks", right, at="under mpirun or srun")
-
-
-def refuse_for_one(options: Options) -> None:
-    """Refuse options of clusters for a plan of one machine.
-
-    Raises:
-        InputError: one is given.
-    """
-    right = "add --simulate MACHINE --nodes N, or start the command under mpirun or srun"
-    refuse_options(options, "is about several nodes", right)
-
-
-def refuse_with_nodes(options: Options) -> None:
-    """Refuse options of one machine for a plan of several nodes.
-
-    Raises:
-        InputError: one is given.
-    """
-    right = "leave it out: as many GPUs of a host are used as it has ranks (slots)"
-    refuse_options(options, "is about one machine", right, at="for several nodes")
+            raise InputError(f"{name} {why.at}".rstrip(), why.what, why.right)
