@@ -191,21 +191,24 @@ def compared(here, source, path, *, quick):
     return found
 
 
-def nccl_rates(machine, settings):
-    """One set of processes, and a communicator in them for each choice of settings."""
+def nccl_rates(machine, settings, *, kinds=("all_reduce",)):
+    """One set of processes, and a communicator in them for each choice of settings; the collectives
+    are of these kinds in turn."""
     gpus = machine.gpu_indices
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        graphs = []
-        for number, one in enumerate(settings):
+        jobs = []
+        for number, (one, kind) in enumerate(zip(settings, itertools.cycle(kinds), strict=False)):
+            jobs.append(kind)
             if one.p2p_level is not None:
-                graphs.append(folder / f"graph-{number}.xml")
+                graph = folder / f"graph-{number}.xml"
                 orders = [gpus] * one.channels
-                graphs[-1].write_text(
+                graph.write_text(
                     graph_text(
                         orders, one, rate_gbps=30.0, type_intra="PHB", provenance="not measured"
                     )
                 )
+                jobs[-1] += f":{graph}"
         surroundings = {
             **os.environ,
             **environment(settings[0]),
@@ -213,7 +216,7 @@ def nccl_rates(machine, settings):
             "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,P2P,SHM,NET",
             "NCCL_DEBUG_FILE": str(folder / "log.%p"),
         }
-        words = [str(word) for word in (len(gpus), folder / "ranks", ALL_REDUCE_BYTES, 8, *graphs)]
+        words = [str(word) for word in (len(gpus), folder / "ranks", ALL_REDUCE_BYTES, 8, *jobs)]
         ranks = [
             subprocess.Popen(
                 [sys.executable, ROOT / "scripts" / "nccl_rates.py", str(rank), *words],

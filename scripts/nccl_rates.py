@@ -1,16 +1,19 @@
-"""NCCL's all-reduce with several graph files, one communicator after the other; one rank of it.
+"""NCCL's collectives with several graph files, one communicator after the other; one rank of it.
 
-usage: python scripts/nccl_rates.py RANK WORLD MEETING BYTES REPEATS [GRAPH...]
+usage: python scripts/nccl_rates.py RANK WORLD MEETING BYTES REPEATS JOB...
 
-Ranks meet by files whose names begin with MEETING: ports, free when chosen, may be taken by then.
-Prints a JSON list: for each graph file (none: NCCL's own choice) whether the sums were right, and
-the bus bandwidth in GB/s. NCCL reads its graph file when a communicator is created.
+A JOB is `all_reduce` or another of KINDS, or `all_reduce:GRAPH` with a graph file; without one it
+is NCCL's own choice. Ranks meet by files whose names begin with MEETING: ports, free when chosen,
+may be taken by then. Prints a JSON list: for each job whether its values were right, and the bus
+bandwidth in GB/s. NCCL reads its graph file when a communicator is created.
 """
 
 import json
 import os
 import sys
 import time
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 
 
 def main():
@@ -21,9 +24,10 @@ def main():
     meeting = sys.argv[3]
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    values = torch.ones(size // 4, device=device)
+    values = torch.ones(size // 4 // world * world, device=device)
     answers = []
-    for number, graph in enumerate(sys.argv[6:] or [""]):
+    for number, job in enumerate(sys.argv[6:]):
+        kind, _, graph = job.partition(":")
         os.environ.pop("NCCL_GRAPH_FILE", None)
         if graph:
             os.environ["NCCL_GRAPH_FILE"] = graph
@@ -34,24 +38,56 @@ def main():
             world_size=world,
             device_id=device,
         )
-        small = torch.full((1027,), float(rank), device=device)
-        dist.all_reduce(small)
-        right = bool((small == world * (world - 1) // 2).all())
+        small = torch.full((1027 * world,), float(rank), device=device)
+        mine = slice(1027 * rank, 1027 * (rank + 1))
+        run(dist, kind, small, small[mine])
+        right = bool(small[mine].eq(expected(kind, rank, world)).all())
+        # What a reduction leaves on other ranks is nobody's.
+        right = right or (kind == "reduce" and rank > 0)
+        share = len(values) // world
+        part = values[share * rank : share * (rank + 1)]
         for _ in range(3):
-            dist.all_reduce(values)
+            run(dist, kind, values, part)
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
         begun = time.perf_counter()
         for _ in range(repeats):
-            dist.all_reduce(values)
+            run(dist, kind, values, part)
         torch.cuda.synchronize()
         seconds = (time.perf_counter() - begun) / repeats
         dist.destroy_process_group()
-        rate = size / seconds * 2 * (world - 1) / world / 1e9
+        rate = 4 * len(values) / seconds * carried(kind, world) / 1e9
         answers.append({"right": right, "busbw_gbps": rate})
         values.fill_(1.0)
     print(json.dumps(answers), flush=True)
+
+
+def run(dist, kind, values, part):
+    """One collective over `values`, of which this rank's share is `part`."""
+    if kind == "all_reduce":
+        dist.all_reduce(values)
+    elif kind == "all_gather":
+        dist.all_gather_into_tensor(values, part)
+    elif kind == "reduce_scatter":
+        dist.reduce_scatter_tensor(part, values)
+    elif kind == "broadcast":
+        dist.broadcast(values, 0)
+    else:
+        dist.reduce(values, 0)
+
+
+def expected(kind, rank, world):
+    """What each of this rank's values is, if all of rank r's were r."""
+    total = float(world * (world - 1) // 2)
+    return {"all_gather": float(rank), "broadcast": 0.0}.get(kind, total)
+
+
+def carried(kind, world):
+    """Bytes that a ring carries over each hop, for each byte of the values."""
+    if kind == "all_reduce":
+        return 2 * (world - 1) / world
+    return (world - 1) / world if kind in ("all_gather", "reduce_scatter") else 1.0
 
 
 if __name__ == "__main__":

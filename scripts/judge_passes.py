@@ -1,0 +1,74 @@
+"""What the passes of NCCL's kernel cost, one from the other, beside those of the measuring kernel.
+
+usage: scripts/judge-passes FILE [--quick]
+
+A ring's collectives are made of few passes: send (S), receive (R), receive, add and send (A), the
+same with a copy kept (B), receive, keep and send (C). Broadcast over two GPUs is S beside R, a
+reduce-scatter S and a receive with an add, an all-gather S and R, an all-reduce S, B and R; with
+more GPUs A and C come between. With all hops bounced, each is timed over the same rings, channels
+and FIFOs, in the same run as the sets that stand for broadcast and all-reduce.
+
+Writes a row for each choice to FILE and prints them. Needs torch with NCCL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+from judge_profiler import VERSION, again, nccl_rates, opened, ring_of, write
+from nccl_rates import KINDS
+
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.topology.readers.live import discover_machine
+from tccl_py.transfers.transfer import TransferSet, parse_set
+
+CHANNELS = (1, 2)
+SIZES = (256 << 10, 512 << 10, 4 << 20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one channel, FIFOs of 4 MiB")
+    arguments = parser.parse_args()
+    here = discover_machine()
+    machine = here[0]
+    choices = [(1, SIZES[-1])] if arguments.quick else itertools.product(CHANNELS, SIZES)
+    rows = []
+    folder = arguments.file.with_suffix(".journal")
+    folder.mkdir(parents=True, exist_ok=True)
+    with opened(here, folder, 1) as (_, source):
+        for channels, size in choices:
+            one = Settings(
+                p2p_level="LOC", channels=channels, buffsize=size, algo="Ring", version=VERSION
+            )
+            ring = ring_of(here, one, machine.gpu_indices)
+            sets = {"all_reduce": ring, "broadcast": without_last(ring)}
+            for transfers in sets.values():
+                again(source, transfers)
+            answers, _ = nccl_rates(machine, [one] * len(KINDS), kinds=KINDS)
+            known = {name: source.measure([found])[0] for name, found in sets.items()}
+            row = {
+                "gpus": len(machine.gpus),
+                "channels": channels,
+                "fifo_bytes": size,
+                "nccl": {
+                    kind: found["busbw_gbps"] for kind, found in zip(KINDS, answers, strict=True)
+                },
+                "right": all(found["right"] for found in answers),
+                "sets": {name: min(found.gbps) for name, found in known.items()},
+            }
+            rows.append(row)
+            print(row, flush=True)
+            write(arguments.file, rows)
+
+
+def without_last(ring: TransferSet) -> TransferSet:
+    """The chain that a broadcast from GPU 0 takes."""
+    return parse_set(" ".join(str(flow) for flow in ring.flows if str(flow.destination) != "G0"))
+
+
+if __name__ == "__main__":
+    main()
