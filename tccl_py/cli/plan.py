@@ -101,8 +101,9 @@ def plan(
         int,
         typer.Option(
             metavar="N",
-            help="Sets to measure at most while settings and rings are searched; tuning channels, "
-            "subsets and the comparison with a free choice take some more.",
+            help="Sets to measure at most while settings and rings are searched, on a cluster for "
+            "each class of hosts; tuning channels, subsets, the comparison with a free choice, and "
+            "chains that all classes need together take some more.",
         ),
     ] = DEFAULT_BUDGET.sets or 1000,
     max_seconds: Annotated[
