@@ -20,7 +20,7 @@ NAME = "intel-v100"
 KEYS = [
     "machine", "accepted", "verdict", "plan_gbps", "stock_gbps", "predicted_gbps", "simulated",
     "sizes", "not_recommended", "checked", "wrong", "rings", "training", "tried", "settings",
-    "failure", "pairs", "seconds",
+    "failure", "pairs", "seconds", "hosts",
 ]  # fmt: skip
 SIZE_KEYS = [
     "bytes", "plan_gbps", "stock_gbps", "plan_us", "stock_us", "ratio", "low", "high", "verdict",

@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +14,6 @@ import typer
 from tccl_py.cli.arguments import (
     ANSWER_IS_NO,
     notice,
-    notice_each,
     notices,
     print_json,
     results,
@@ -25,10 +21,12 @@ from tccl_py.cli.arguments import (
 from tccl_py.cli.cluster_kind import refuse_cluster
 from tccl_py.cli.hardware import MeasuredMachine, measured_machine
 from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
+from tccl_py.cli.jobs import in_job
+from tccl_py.cli.verified import check_kept, watcher, with_conditions
+from tccl_py.cli.verify_hosts import verify_hosts
 from tccl_py.cli.verify_text import print_verification, verification_json
 from tccl_py.errors import InputError
 from tccl_py.health.drift.identity import differences
-from tccl_py.health.fitness import why_not_with
 from tccl_py.plan.directory import check_plan_directory, known_fingerprint, locked
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.report.words import settings_words
@@ -42,7 +40,6 @@ from tccl_py.verification.verify import (
     DEFAULT_PAIRS,
     DEFAULT_SECONDS,
     Effort,
-    Watcher,
     run_verification,
 )
 
@@ -50,8 +47,6 @@ _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SIZE = re.compile(r"(?P<number>[0-9]{1,12}) ?(?P<unit>[kmg]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
 _MAX_BYTES = 16 << 30
 _MAX_SIZES = 32
-_NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
-_SYSTEM_CONF = Path("/etc/nccl.conf")
 
 
 def verify(
@@ -121,6 +116,10 @@ def verify(
     better or worse if that is beyond chance and more than 1 %. Last, the rings and transports that
     NCCL logged are held against the plan's. Needs torch. Nothing else should use the GPUs.
 
+    The plan of a cluster is verified under mpirun or srun, with a rank on each of its hosts, from a
+    directory that the first rank sees: every job's processes are started on each host anew, with
+    that host's graph file or without, and meet over TCP. --tune is for one machine.
+
     Your own NCCL_ variables are not used, except NCCL_NVLS_ENABLE, those that name interfaces, and
     what --keep names. With --tune the best other settings are verified as well, and DIR gets them
     where they are faster; stock NCCL stays where nothing beats it. DIR/verify.json has all figures
@@ -133,12 +132,13 @@ def verify(
     `predicted_gbps`, `simulated`, `sizes` (a list of `bytes`, `plan_gbps`, `stock_gbps`,
     `plan_us`, `stock_us`, `ratio`, `low`, `high`, `verdict`), `not_recommended` (sizes in bytes),
     `checked`, `wrong`, `rings` (`same`, `differences`), `training`, `tried`, `settings`, `failure`,
-    `pairs`, `seconds`.
+    `pairs`, `seconds`, `hosts` (in rank order; none of one machine).
 
     Examples:
 
         tccl verify my-plan
         tccl verify my-plan --sizes 64M,256M,1G --pairs 20
+        mpirun -N 1 tccl verify my-cluster
     """
     effort = Effort(
         pairs=_pairs(pairs),
@@ -148,13 +148,20 @@ def verify(
         checks=not no_checks,
         training=training,
     )
-    check_plan_directory(directory)
-    refuse_cluster(directory, "verify the plan of one machine; over hosts, time your own job")
-    # Who plans into it meanwhile would get the verdict of another plan.
-    with locked(directory):
-        plan = load_plan(directory)
-        place = _place(plan, directory, _backend(backend), keep or [])
-        found = verified(plan, directory, place, effort, also_tune=tune)
+    chosen = _backend(backend)
+    check_kept(keep or ())
+    if in_job():
+        if tune:
+            raise InputError("--tune for several nodes", "is about one machine", "leave it out")
+        found = verify_hosts(directory, effort, chosen, tuple(keep or ()))
+    else:
+        check_plan_directory(directory)
+        refuse_cluster(directory, "start the command by mpirun or srun, with a rank on each host")
+        # Who plans into it meanwhile would get the verdict of another plan.
+        with locked(directory):
+            plan = load_plan(directory)
+            place = _place(plan, directory, chosen, keep or [])
+            found = verified(plan, directory, place, effort, also_tune=tune)
     if json:
         print_json(verification_json(found))
     else:
@@ -190,37 +197,28 @@ def verified(
     """
     if also_tune:
         effort = msgspec.structs.replace(effort, seconds=min(effort.seconds, COMPARISON_SECONDS))
-    with _watcher() as watch, interrupts_put_off(CTRL_C_AND_SIGTERM):
+    with watcher() as watch, interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
             found = run_verification(plan, directory, place, effort, watch=watch)
         except (KeyboardInterrupt, Terminated):
             notice(f"interrupted: nothing in {directory} was changed")
             raise
         if not also_tune:
-            return _kept(found, plan, directory, place)
+            return _kept(found, plan, directory)
         try:
             tuned = run_tuning(plan, directory, place, effort, found, watch=watch)
         except (KeyboardInterrupt, Terminated):
-            _kept(found, plan, directory, place)
+            _kept(found, plan, directory)
             notice("interrupted: the plan is as it was, and what was verified of it is kept")
             raise
-    return _kept(tuned.verification, tuned.plan, directory, place, before=plan)
+    return _kept(tuned.verification, tuned.plan, directory, before=plan)
 
 
 def _kept(
-    found: Verification, plan: Plan, directory: Path, place: Place, *, before: Plan | None = None
+    found: Verification, plan: Plan, directory: Path, *, before: Plan | None = None
 ) -> Verification:
     """Write what was found of a plan, and the plan if it is another than before."""
-    versions = {**found.versions, **({"driver": _driver()} if place.backend == "cuda" else {})}
-    said = [*found.notices]
-    if place.backend == "host":
-        said.append("a rehearsal over gloo: no figure says anything of GPUs or of NCCL")
-    elif other := _why_off(plan, found.versions.get("nccl", "")):
-        said.append(f"jobs here get stock NCCL instead of the plan: {other}")
-    if place.backend == "cuda" and _SYSTEM_CONF.exists():
-        said.append(f"{_SYSTEM_CONF} holds for both sides, stock as well")
-    notice_each(said)
-    found = msgspec.structs.replace(found, versions=versions, notices=tuple(said))
+    found = with_conditions(found)
     with undisturbed():
         if before not in (None, plan):
             rewrite_plan(plan, directory)
@@ -228,29 +226,7 @@ def _kept(
         return keep_verification(found, directory)
 
 
-def _why_off(plan: Plan, nccl: str) -> str:
-    return why_not_with(plan.settings, nccl) if nccl else ""
-
-
-@contextmanager
-def _watcher() -> Iterator[Watcher]:
-    """Shows what runs on stderr, where somebody watches."""
-    console = notices()
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("starting") as status:
-        yield status.update
-
-
 def _place(plan: Plan, directory: Path, backend: Backend, keep: list[str]) -> Place:
-    for name in keep:
-        if _NAME.fullmatch(name) is None:
-            raise InputError(
-                f"--keep {name[:40]!r}", "is no NCCL variable", "a name such as NCCL_P2P_DISABLE"
-            )
-        if name == "NCCL_GRAPH_FILE":
-            raise InputError(f"--keep {name}", "is what is compared", "leave it out")
     if backend == "cuda":
         _check_here(plan, directory, _here(plan))
     _check_torch()
@@ -303,16 +279,6 @@ def _check_here(plan: Plan, directory: Path, here: MeasuredMachine) -> None:
         raise InputError(
             where, f"was measured on another machine: {'; '.join(found.another)}", right
         )
-
-
-def _driver() -> str:
-    """The NVIDIA driver's version, or "" where nobody says."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.split("\n")[0].strip()
 
 
 def _pairs(count: int) -> int:

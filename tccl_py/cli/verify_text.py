@@ -42,6 +42,7 @@ def verification_json(found: Verification) -> dict[str, Any]:
         "failure": found.failure,
         "pairs": len(found.order) // 2,
         "seconds": found.seconds,
+        "hosts": found.hosts,
     }
 
 
@@ -61,9 +62,9 @@ def _size_json(one: SizeResult) -> dict[str, Any]:
 
 def print_verification(found: Verification, console: Console) -> None:
     """Print the answer, the sizes, and what it rests on."""
-    gpus = ",".join(map(str, found.gpus))
+    of = ",".join(found.hosts) if found.hosts else f"GPUs {','.join(map(str, found.gpus))}"
     backend = "over NCCL" if found.backend == "cuda" else "rehearsed over gloo"
-    console.print(f"The plan of {found.machine}, GPUs {gpus}, {backend}: {_answer(found)}")
+    console.print(f"The plan of {found.machine}, {of}, {backend}: {_answer(found)}")
     if found.sizes:
         console.print(_table(found))
     for one in found.training:

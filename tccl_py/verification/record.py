@@ -62,11 +62,13 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `plan_gbps` and `stock_gbps` are bus bandwidths at the largest sizes, to hold against
     `predicted_gbps`. `order` says which side each job was, in turn: A the plan, B stock. `raw` has
     each job's timings: seconds a call, by size, rank and batch. `failure` is why the plan's job did
-    not run; nothing was compared then.
+    not run; nothing was compared then. Of several hosts `hosts` are the names in rank order, `gpus`
+    none, and rings have ranks in place of GPUs.
     """
 
     machine: str
     gpus: tuple[int, ...]
+    hosts: tuple[str, ...] = ()
     backend: Backend
     verdict: Verdict | None
     plan_gbps: float | None

@@ -12,7 +12,7 @@ from tccl_py.runtimes.nccl.log import InitLog, parse_log, same_rings
 from tccl_py.runtimes.nccl.settings import final_channels
 from tccl_py.runtimes.nccl.transport import pair_mechanism, view
 
-_TRANSPORTS = {"write": "P2P", "read": "P2P", "bounce": "SHM", "network": "NET"}
+TRANSPORTS = {"write": "P2P", "read": "P2P", "bounce": "SHM", "network": "NET"}
 _SHOWN = 5
 
 
@@ -55,9 +55,9 @@ def rings_found(plan: Plan, log: str, variables: Mapping[str, str]) -> RingsFoun
     whole = [rings for rings in parsed.communicators if len(rings[0]) == len(gpus)]
     # The first communicator is the process group's.
     found = tuple(tuple(gpus[rank] for rank in ring) for ring in whole[0]) if whole else ()
-    links = _links(parsed, gpus)
+    links = links_of(parsed, gpus)
     expected = _expected(plan, parsed.version, variables)
-    differences = (*_rings(expected, found), *_transports(plan, links, parsed.version))
+    differences = (*ring_differences(expected, found), *_transports(plan, links, parsed.version))
     return RingsFound(expected=expected, found=found, links=links, differences=differences)
 
 
@@ -75,9 +75,10 @@ def _expected(
     return tuple(orders[channel % len(orders)] for channel in range(count))
 
 
-def _rings(
+def ring_differences(
     expected: tuple[tuple[int, ...], ...], found: tuple[tuple[int, ...], ...]
 ) -> Iterator[str]:
+    """Sentences on channels that are not as they were to be."""
     if not found:
         yield "NCCL's log shows no rings over all GPUs"
         return
@@ -94,7 +95,8 @@ def _rings(
         yield f"and {len(other) - _SHOWN} more channels have another ring"
 
 
-def _links(log: InitLog, gpus: tuple[int, ...]) -> tuple[Link, ...]:
+def links_of(log: InitLog, gpus: tuple[int, ...]) -> tuple[Link, ...]:
+    """What the log says of connections; `gpus` are what ranks are called, in their order."""
     counted: dict[tuple[int, int, str], int] = {}
     for one in log.connections:
         if max(one.source, one.target) < len(gpus):
@@ -124,7 +126,7 @@ def _transports(plan: Plan, links: tuple[Link, ...], version: str | None) -> Ite
         if (link.source, link.target) not in pairs:
             continue
         way = pair_mechanism(seen, link.source, link.target)
-        planned = _TRANSPORTS[way.kind]
+        planned = TRANSPORTS[way.kind]
         if link.via.split("/")[0] != planned:
             yield (
                 f"GPU {link.source} -> {link.target} goes by {link.via} on {link.channels} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Protocol
 
 import msgspec
 
@@ -27,8 +28,26 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     variables: dict[str, str]
 
 
+class AnyPlace(Protocol):
+    """Where jobs run: on this machine or over hosts."""
+
+    @property
+    def backend(self) -> Backend:
+        """GPUs and NCCL, or gloo."""
+
+    def run(self, side: Side, order: Order) -> Outcome:
+        """Run a job of one side.
+
+        Raises:
+            JobError: it failed.
+        """
+
+    def variables(self, side: Side) -> dict[str, str]:
+        """All NCCL variables of a side's jobs."""
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where jobs run: which backend and GPUs, and the environment that they come from."""
+    """This machine: which backend and GPUs, and the environment that jobs come from."""
 
     backend: Backend
     gpus: tuple[int, ...]

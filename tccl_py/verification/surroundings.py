@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-KEPT = ("NCCL_NVLS_ENABLE", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_IB_DISABLE")
+KEPT = (
+    "NCCL_NVLS_ENABLE",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_SOCKET_FAMILY",
+    "NCCL_IB_DISABLE",
+    "NCCL_HOSTID",
+)
 """Variables that say what the host has or forbids, not how NCCL is tuned: both sides get them."""
 _OURS = ("NCCL_", "TORCH_NCCL_", "MASTER_", "TORCHELASTIC_")
 _ALONE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")

@@ -14,8 +14,9 @@ from tccl_py.verification.comparison import LEAST_PAIRS, Compared, compare, over
 from tccl_py.verification.jobs import JobError, Outcome
 from tccl_py.verification.orders import SIZES, Collective, Order, bus_gbps
 from tccl_py.verification.record import SizeResult, Training, Verification
-from tccl_py.verification.rings import RingsFound, rings_found
-from tccl_py.verification.sides import STOCK, Place, Side, plan_side
+from tccl_py.verification.rings import RingsFound
+from tccl_py.verification.sides import STOCK, AnyPlace, Side
+from tccl_py.verification.subjects import Subject, machine_subject
 
 DEFAULT_PAIRS = 10
 DEFAULT_SECONDS = 200.0
@@ -70,7 +71,7 @@ class PlanJobError(JobError):
     """A job under a plan failed."""
 
 
-def _run(place: Place, side: Side, order: Order) -> Outcome:
+def _run(place: AnyPlace, side: Side, order: Order) -> Outcome:
     try:
         return place.run(side, order)
     except JobError as error:
@@ -80,7 +81,18 @@ def _run(place: Place, side: Side, order: Order) -> Outcome:
 def run_verification(
     plan: Plan,
     directory: Path,
-    place: Place,
+    place: AnyPlace,
+    effort: Effort,
+    *,
+    watch: Watcher = lambda _: None,
+) -> Verification:
+    """Run real collectives with the plan of one machine and without; as `verify_subject`."""
+    return verify_subject(machine_subject(plan, directory), place, effort, watch=watch)
+
+
+def verify_subject(
+    subject: Subject,
+    place: AnyPlace,
     effort: Effort,
     *,
     watch: Watcher = lambda _: None,
@@ -92,10 +104,10 @@ def run_verification(
         JobError: stock's job failed: then nothing can be said here.
     """
     begun = time.monotonic()
-    side = plan_side(plan, directory)
+    side = subject.side
     first = Order(backend="host", world=0, checks=effort.checks)
     watch("checking values" if effort.checks else "starting")
-    unknown = _begun(plan, place, side, effort)
+    unknown = _begun(subject, place, effort)
     try:
         checked = _run(place, side, first)
         pairs = run_pairs(place, side, STOCK, effort, begun=begun, watch=watch)
@@ -104,15 +116,15 @@ def run_verification(
         place.run(STOCK, first)
         seconds = time.monotonic() - begun
         return msgspec.structs.replace(unknown, failure=str(error), seconds=seconds)
-    rings = _rings(plan, place, side, checked)
+    rings = _rings(subject, place, checked)
     if rings is not None:
         # A log that differs from job to job would not be the plan's.
-        found = [_rings(plan, place, side, one) for one in pairs.plan]
+        found = [_rings(subject, place, one) for one in pairs.plan]
         # Without checks the first job moves nothing, and NCCL connects nothing in it.
         all_ = [rings] * effort.checks + [one for one in found if one is not None]
         rings = next((one for one in all_ if not one.same), all_[0] if all_ else rings)
     wrong = [one for answer in checked.answers for one in answer.wrong]
-    sizes, training = _sizes(effort, pairs, len(plan.gpus)), _training(effort, pairs)
+    sizes, training = _sizes(effort, pairs, subject.world), _training(effort, pairs)
     return msgspec.structs.replace(
         unknown,
         verdict=overall([one.verdict for one in sizes]),
@@ -133,7 +145,7 @@ def run_verification(
 
 
 def run_pairs(
-    place: Place,
+    place: AnyPlace,
     side: Side,
     other: Side,
     effort: Effort,
@@ -216,10 +228,10 @@ def large_gbps(rates: Sequence[tuple[int, float]]) -> float | None:
     return statistics.median(large or [max(rates)[1]]) if rates else None
 
 
-def _rings(plan: Plan, place: Place, side: Side, outcome: Outcome) -> RingsFound | None:
+def _rings(subject: Subject, place: AnyPlace, outcome: Outcome) -> RingsFound | None:
     if place.backend != "cuda":
         return None
-    return rings_found(plan, outcome.log, place.variables(side))
+    return subject.find_rings(outcome.log, place.variables(subject.side))
 
 
 def _sizes(effort: Effort, pairs: Pairs, world: int) -> tuple[SizeResult, ...]:
@@ -272,26 +284,27 @@ def _raw(pairs: Pairs) -> tuple[tuple[tuple[tuple[float, ...], ...], ...], ...]:
     )
 
 
-def _begun(plan: Plan, place: Place, side: Side, effort: Effort) -> Verification:
+def _begun(subject: Subject, place: AnyPlace, effort: Effort) -> Verification:
     """What is known before anything ran."""
     return Verification(
-        machine=plan.machine.name,
-        gpus=plan.gpus,
+        machine=subject.name,
+        gpus=subject.gpus,
+        hosts=subject.hosts,
         backend=place.backend,
         verdict=None,
         plan_gbps=None,
         stock_gbps=None,
-        predicted_gbps=plan.rate_gbps,
-        simulated=plan.simulated,
-        assumed=plan.assumed,
+        predicted_gbps=subject.predicted_gbps,
+        simulated=subject.simulated,
+        assumed=subject.assumed,
         collective=effort.collective,
         sizes=(),
         checked=0,
         wrong=(),
         left_out=(),
         rings=None,
-        settings=plan.settings,
-        plan_environment=place.variables(side),
+        settings=subject.settings,
+        plan_environment=place.variables(subject.side),
         stock_environment=place.variables(STOCK),
         versions={},
         devices=(),

@@ -1,5 +1,6 @@
 """`tccl verify` of a cluster's plan over hosts in network namespaces: real collectives by gloo."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -42,15 +43,33 @@ def directory(tmp_path):
     return place
 
 
-def ranks_alive():
-    """Rank processes of jobs, by their command lines."""
+@contextlib.contextmanager
+def under_way(hosts, directory):
+    """A verification whose ranks run."""
+    words = ("verify", str(directory), "--backend", "host", "--seconds", "600", "--no-checks")
+    process = hosts.start(*words, hosts=("h0", "h1", "h2"))
+    until = time.monotonic() + 120
+    while len(ranks_alive(hosts)) < 4 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(ranks_alive(hosts)) >= 4
+    yield process
+    until = time.monotonic() + 60
+    while ranks_alive(hosts) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not ranks_alive(hosts)
+    assert not (directory / "verify.json").exists()
+
+
+def ranks_alive(hosts):
+    """Rank processes of jobs on these hosts, by their command lines."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"tccl_py.verification.rank" in words:
+        # Their folder is where TMPDIR says.
+        if b"tccl_py.verification.rank" in words and str(hosts.directory).encode() in words[-3]:
             found.append(path.parent.name)
     return found
 
@@ -71,7 +90,7 @@ def test_collectives_of_all_hosts_are_checked_and_timed(namespaces, directory): 
     # Four ranks, in each of whose batches something was timed, in every job.
     assert {len(sizes[0]) for sizes in kept.raw} == {4}
     assert kept.plan_environment["NCCL_GRAPH_FILE"].endswith("/nccl/hosts/HOST.xml")
-    assert not ranks_alive()
+    assert not ranks_alive(namespaces)
 
 
 def test_hosts_that_are_not_the_plans_are_refused(namespaces, directory):  # noqa: F811
@@ -83,17 +102,16 @@ def test_hosts_that_are_not_the_plans_are_refused(namespaces, directory):  # noq
 
 
 def test_an_interrupt_leaves_no_rank_and_no_file(namespaces, directory):  # noqa: F811
-    words = ("verify", str(directory), "--backend", "host", "--seconds", "600", "--no-checks")
-    process = namespaces.start(*words, hosts=("h0", "h1", "h2"))
-    until = time.monotonic() + 120
-    while len(ranks_alive()) < 4 and time.monotonic() < until:
-        time.sleep(0.1)
-    assert len(ranks_alive()) >= 4
-    os.kill(process.pid, signal.SIGTERM)
-    ran = ended(process, 120)
-    assert ran.code != 0
-    until = time.monotonic() + 60
-    while ranks_alive() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not ranks_alive()
-    assert not (directory / "verify.json").exists()
+    with under_way(namespaces, directory) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        ran = ended(process, 120)
+        assert ran.code != 0
+        assert ran.stdout == ""
+
+
+def test_a_host_that_dies_is_named_and_leaves_no_rank(namespaces, directory):  # noqa: F811
+    with under_way(namespaces, directory) as process:
+        os.kill(namespaces.rank_pid("h1"), signal.SIGKILL)
+        ran = ended(process, 120)
+        assert ran.code != 0
+        assert "host h1" in ran.stderr

@@ -40,7 +40,7 @@ _RANKS = (
     "PALS_RANKID",
     "SLURM_PROCID",
 )
-_JOBS = ("measure", "plan")
+_JOBS = ("measure", "plan", "verify")
 """Commands that several ranks do together."""
 _ALONE = ("--simulate", "--help", "-h")
 """What every rank would do by itself."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agents import Agents, Patience, raise_failures
-from tccl_profiler.cluster.facts import HostFacts, check_hosts
+from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.messages import Message
 from tccl_py.rank_processes.rank import Meeting
@@ -34,20 +34,21 @@ class RankJobs:
             lost=lambda _: setattr(job, "broken", True),
         )
 
-    def described(
-        self, backend: str, *, interfaces: Sequence[str] = (), expected: Sequence[str] = ()
-    ) -> dict[str, HostFacts]:
-        """What the hosts are, by name.
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Their names, in the order of the launcher's ranks."""
+        return self._agents.hosts
+
+    def described(self, backend: str, *, interfaces: Sequence[str] = ()) -> dict[str, HostFacts]:
+        """What the hosts are, by name; `interfaces` are those to use as NICs, if not their own.
 
         Raises:
-            InputError: hosts that cannot be one cluster, or others than expected.
+            InputError: a host without GPUs or such interfaces.
             HostLost: one is gone.
         """
         question = say.Describe(backend=backend, devices=None, interfaces=tuple(interfaces))
         found = self._agents.ask(dict.fromkeys(self._agents.hosts, question), say.Described)
-        facts = {host: one.facts for host, one in found.items()}
-        check_hosts(tuple(facts.values()), expected=expected, interfaces=interfaces)
-        return facts
+        return {host: one.facts for host, one in found.items()}
 
     def surroundings(self) -> dict[str, dict[str, str]]:
         """The environment of each host's agent, by its name."""

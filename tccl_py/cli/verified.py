@@ -1,0 +1,72 @@
+"""What verifying a machine's plan and a cluster's have in common: who watches, and what is said."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.cli.arguments import notice_each, notices
+from tccl_py.errors import InputError
+from tccl_py.health.fitness import why_not_with
+from tccl_py.verification.record import Verification
+from tccl_py.verification.verify import Watcher
+
+_NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
+_SYSTEM_CONF = Path("/etc/nccl.conf")
+
+
+@contextmanager
+def watcher() -> Iterator[Watcher]:
+    """Shows what runs on stderr, where somebody watches."""
+    console = notices()
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("starting") as status:
+        yield status.update
+
+
+def check_kept(names: Sequence[str]) -> None:
+    """Refuse names that --keep cannot have.
+
+    Raises:
+        InputError: no NCCL variable, or the one that is compared.
+    """
+    for name in names:
+        if _NAME.fullmatch(name) is None:
+            raise InputError(
+                f"--keep {name[:40]!r}", "is no NCCL variable", "a name such as NCCL_P2P_DISABLE"
+            )
+        if name == "NCCL_GRAPH_FILE":
+            raise InputError(f"--keep {name}", "is what is compared", "leave it out")
+
+
+def with_conditions(found: Verification) -> Verification:
+    """What was found with the versions here and with what is to be said of it, which is said."""
+    cuda = found.backend == "cuda"
+    versions = {**found.versions, **({"driver": _driver()} if cuda else {})}
+    nccl = found.versions.get("nccl", "")
+    said = [*found.notices]
+    if not cuda:
+        said.append("a rehearsal over gloo: no figure says anything of GPUs or of NCCL")
+    elif other := (why_not_with(found.settings, nccl) if nccl else ""):
+        said.append(f"jobs here get stock NCCL instead of the plan: {other}")
+    if cuda and _SYSTEM_CONF.exists():
+        said.append(f"{_SYSTEM_CONF} holds for both sides, stock as well")
+    notice_each(said)
+    return msgspec.structs.replace(found, versions=versions, notices=tuple(said))
+
+
+def _driver() -> str:
+    """The NVIDIA driver's version, or "" where nobody says."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.split("\n")[0].strip()

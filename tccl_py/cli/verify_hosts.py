@@ -1,0 +1,155 @@
+"""`tccl verify` of a cluster's plan: the hosts of an MPI job run real collectives with it.
+
+The profiler, which has the hosts' agents, is imported inside what needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tccl_py.cli.arguments import notice
+from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
+from tccl_py.cli.jobs import job_of_ranks
+from tccl_py.cli.verified import watcher, with_conditions
+from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
+from tccl_py.emitters.cluster_files import host_graph_file
+from tccl_py.errors import InputError
+from tccl_py.files import read_text
+from tccl_py.plan.directory import check_plan_directory, locked
+from tccl_py.verification.hosts import HostPart, HostsPlace
+from tccl_py.verification.orders import Backend
+from tccl_py.verification.record import Verification, keep_verification
+from tccl_py.verification.subjects import cluster_subject
+from tccl_py.verification.verify import Effort, verify_subject
+
+if TYPE_CHECKING:
+    from tccl_profiler.cluster.facts import HostFacts
+    from tccl_profiler.cluster.rank_jobs import RankJobs
+
+_AGAIN = "start a rank on each host that the plan has, or plan these hosts"
+
+
+def verify_hosts(
+    directory: Path, effort: Effort, backend: Backend, keep: tuple[str, ...]
+) -> Verification:
+    """Verify the plan of this MPI job's hosts and keep what was found with it.
+
+    On all ranks but the first this does not return.
+
+    Raises:
+        InputError: the plan of one machine, or hosts other than the plan's.
+        JobError: stock's job failed.
+    """
+    from tccl_profiler.cluster.rank_jobs import RankJobs  # noqa: PLC0415
+
+    with job_of_ranks() as job:
+        check_plan_directory(directory)
+        if not is_cluster_plan(directory):
+            raise InputError(
+                str(directory), "is the plan of one machine", "start the command by itself there"
+            )
+        # Who plans into it meanwhile would get the verdict of another plan.
+        with locked(directory), watcher() as watch, interrupts_put_off(CTRL_C_AND_SIGTERM):
+            plan = load_cluster_plan(directory)
+            graphs = _graphs(plan, directory)
+            place = _place(plan, graphs, RankJobs(job), backend, keep)
+            subject = cluster_subject(plan, directory, graphs)
+            try:
+                found = verify_subject(subject, place, effort, watch=watch)
+            except (KeyboardInterrupt, Terminated):
+                notice(f"interrupted: nothing in {directory} was changed")
+                raise
+            found = with_conditions(found)
+            with undisturbed():
+                return keep_verification(found, directory)
+
+
+def _graphs(plan: ClusterPlan, directory: Path) -> dict[str, str]:
+    """The text of each host's graph file, as jobs would read it.
+
+    Raises:
+        InputError: one is missing.
+    """
+    found = {}
+    for host in plan.hosts:
+        path = directory / "nccl" / host_graph_file(host.name)
+        if not path.is_file():
+            raise InputError(str(path), "is missing", "plan again, or `tccl export` it")
+        found[host.name] = read_text(path)
+    return found
+
+
+def _place(
+    plan: ClusterPlan,
+    graphs: Mapping[str, str],
+    jobs: RankJobs,
+    backend: Backend,
+    keep: tuple[str, ...],
+) -> HostsPlace:
+    _check_hosts(plan, jobs.hosts)
+    facts = jobs.described(backend, interfaces=plan.settings.socket_ifname)
+    callers = jobs.surroundings()
+    parts = []
+    for host in plan.hosts:
+        number = plan.passages[host.passage].node_class
+        gpus = plan.gpus[number]
+        if backend == "cuda":
+            _check_gpus(plan, number, facts[host.name])
+        variables = {} if backend == "cuda" else _gloo(facts[host.name], callers[host.name])
+        parts.append(
+            HostPart(
+                name=host.name,
+                ranks=tuple(range(host.first_rank, host.first_rank + len(gpus))),
+                gpus=gpus,
+                graph=graphs[host.name],
+                variables=variables,
+            )
+        )
+    return HostsPlace(backend=backend, hosts=tuple(parts), callers=callers, keep=keep, runner=jobs)
+
+
+def _check_hosts(plan: ClusterPlan, there: Sequence[str]) -> None:
+    """Refuse a job on other hosts than the plan's.
+
+    Raises:
+        InputError: one too few or too many.
+    """
+    for host in plan.host_order:
+        if host not in there:
+            raise InputError(f"host {host}", "is in the plan, and no rank runs there", _AGAIN)
+    for host in there:
+        if host not in plan.host_order:
+            raise InputError(f"host {host}", "runs a rank and is not in the plan", _AGAIN)
+
+
+def _check_gpus(plan: ClusterPlan, number: int, facts: HostFacts) -> None:
+    """Refuse a host that has other GPUs than the plan's.
+
+    Raises:
+        InputError: one is missing, or of another kind.
+    """
+    here = {gpu.index: gpu.name for gpu in facts.machine.gpus}
+    planned = plan.cluster.classes[number].machine
+    for index in plan.gpus[number]:
+        where = f"host {facts.name}"
+        if index not in here:
+            raise InputError(where, f"lacks GPU {index}, which the plan is for", _AGAIN)
+        name = planned.gpu(index).name
+        if not plan.simulated and name != here[index]:
+            raise InputError(where, f"has GPU {index} {here[index]}, planned was {name}", _AGAIN)
+
+
+def _gloo(facts: HostFacts, caller: Mapping[str, str]) -> dict[str, str]:
+    """By which interface gloo is to talk: the caller's choice, or that of its first NIC.
+
+    Raises:
+        InputError: none is known.
+    """
+    name = "GLOO_SOCKET_IFNAME"
+    if caller.get(name):
+        return {}
+    for one in facts.addresses.values():
+        return {name: one.interface}
+    raise InputError(f"host {facts.name}", "has no NIC with an address", f"set {name}")

@@ -1,0 +1,279 @@
+"""Verifying a cluster's plan: what each host's ranks are told, and what NCCL's log then shows."""
+
+import json
+import math
+
+import pytest
+
+from tccl_py.cluster_plan.directory import graph_texts, write_cluster_plan
+from tccl_py.errors import MeasurementError
+from tccl_py.rank_processes.rank import Meeting
+from tccl_py.rank_processes.task import Left
+from tccl_py.runtimes.nccl.log import same_rings
+from tccl_py.runtimes.nccl.settings import Settings, environment
+from tccl_py.runtimes.nccl.validator import NodeJob, validate_cluster
+from tccl_py.topology.readers.nccl_topology import read_nccl_topology
+from tccl_py.verification.host_rings import cluster_rings_found
+from tccl_py.verification.hosts import HostPart, HostsPlace
+from tccl_py.verification.jobs import JobError
+from tccl_py.verification.orders import Order
+from tccl_py.verification.record import keep_verification, load_verification
+from tccl_py.verification.sides import STOCK
+from tccl_py.verification.subjects import cluster_subject
+from tccl_py.verification.verify import Effort, verify_subject
+from tests.cluster_plans import NOTHING, cluster_plan, mixed
+from tests.test_nccl_clusters import H200
+
+
+def graphs_of(plan):
+    texts = graph_texts(plan, {host.passage for host in plan.hosts})
+    return {host.name: texts[host.passage] for host in plan.hosts}
+
+
+def recorded_plan():
+    """The plan of the two nodes of one H200 each of which there are logs."""
+    machines = [read_nccl_topology(H200 / f"topology{rank}.xml") for rank in range(2)]
+    return cluster_plan(
+        [("n0", machines[0]), ("n1", machines[1])],
+        {f"n{gpu}": ((0, (gpu,), 0), (1, (gpu,), 1)) for gpu in range(2)},
+        settings=Settings(version="2.28", channels=2, net_disable_intra=True),
+    )
+
+
+def recorded(name="stock.log"):
+    return (H200 / name).read_text()
+
+
+def test_nccls_own_log_of_two_nodes_without_files_differs_by_nics_alone():
+    plan = recorded_plan()
+    found = cluster_rings_found(plan, graphs_of(plan), recorded(), environment(plan.settings))
+    assert found.found == found.expected == ((0, 1),) * 4
+    # Stock NCCL swaps the NICs of the second node, and the plan does not.
+    assert found.differences == (
+        "channel 0, rank 0 -> 1: by N0 and N1, planned was from N0 to N0",
+        "channel 0, rank 1 -> 0: by N0 and N1, planned was from N0 to N0",
+        "channel 1, rank 0 -> 1: by N0 and N1, planned was from N1 to N1",
+        "channel 1, rank 1 -> 0: by N0 and N1, planned was from N1 to N1",
+        "channel 2, rank 0 -> 1: by N0 and N1, planned was from N0 to N0",
+        "and 3 more connections by other NICs",
+    )
+    assert {(link.source, link.target, link.via) for link in found.links} == {
+        (0, 1, "NET/Socket/0"),
+        (0, 1, "NET/Socket/1"),
+        (1, 0, "NET/Socket/0"),
+        (1, 0, "NET/Socket/1"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("/04 : 0 1", "/04 : 0", "NCCL's log shows no rings over all GPUs"),
+        (
+            "0[0] -> 1[1] [send] via NET/Socket/0",
+            "0[0] -> 1[1] [send] via SHM/direct",
+            "rank 0 -> 1 (n0, n1) goes by SHM/direct on 2 channel(s), planned was NET",
+        ),
+        (
+            "via NET/Socket/1",
+            "via NET/Socket/7",
+            "channel 0, rank 0 -> 1: by N0 and N7, planned was from N0 to N0",
+        ),
+        (
+            "1[1] -> 0[0]",
+            "1[1] -> 9[9]",
+            "NCCL's log does not say how it connects ranks 1 -> 0",
+        ),
+    ],
+)
+def test_what_the_log_shows_otherwise_is_told(old, new, said):
+    plan = recorded_plan()
+    text = recorded()
+    assert old in text
+    found = cluster_rings_found(
+        plan, graphs_of(plan), text.replace(old, new), environment(plan.settings)
+    )
+    assert not found.same
+    assert said in found.differences
+
+
+def test_files_that_nccl_does_not_take_as_they_stand_are_told_and_nothing_else():
+    plan = recorded_plan()
+    files = {f"n{rank}": (H200 / f"other-exit{rank}.xml").read_text() for rank in range(2)}
+    found = cluster_rings_found(plan, files, recorded("other-exit.log"), environment(plan.settings))
+    # Rings, transports and NICs of NCCL's log are what its own rules make of these files.
+    (said,) = found.differences
+    assert said.startswith("NCCL does not use the plan's files as they stand: ")
+
+
+def log_of(plan, graphs):
+    """What NCCL would log of these files by our own emulation, in its form."""
+    nodes = []
+    for host in plan.hosts:
+        number = plan.passages[host.passage].node_class
+        machine = plan.cluster.classes[number].machine
+        gpus, graph = plan.gpus[number], graphs[host.name]
+        nodes.append(NodeJob(machine=machine, knowledge=NOTHING, gpus=gpus, graph=graph))
+    judged = validate_cluster(
+        nodes, version=plan.settings.version, environment=environment(plan.settings)
+    )
+    seats = [at for at, node in enumerate(nodes) for _ in node.gpus]
+    head = "vm:1:1 [0] NCCL INFO "
+    count = len(judged.rings)
+    lines = [f"{head}NCCL version {plan.settings.version}.7+cuda13.0"]
+    for channel, ring in enumerate(judged.rings):
+        lines.append(f"{head}Channel {channel:02d}/{count:02d} : {' '.join(map(str, ring))}")
+    for channel, (ring, row) in enumerate(zip(judged.rings, judged.nics, strict=True)):
+        for source, target in zip(ring, (*ring[1:], ring[0]), strict=True):
+            one = f"{head}Channel {channel:02d}/0 : {source}[0] -> {target}[0]"
+            if seats[source] == seats[target]:
+                lines.append(f"{one} via SHM/direct/direct")
+            else:
+                lines.append(f"{one} [send] via NET/IB/{row[seats[source]].exit}")
+                lines.append(f"{one} [receive] via NET/IB/{row[seats[target]].entry}")
+    return "\n".join(lines)
+
+
+def test_hosts_of_three_classes_are_read_in_global_ranks():
+    plan = mixed()
+    graphs = graphs_of(plan)
+    text = log_of(plan, graphs)
+    found = cluster_rings_found(plan, graphs, text, environment(plan.settings))
+    said = [one for one in found.differences if "planned was P2P" not in one]
+    assert said == []
+    assert len(found.found[0]) == 11
+    assert all(map(same_rings, found.found[:2], plan.rings))
+    ring = " ".join(map(str, found.found[0]))
+    other = " ".join(map(str, reversed(found.found[0])))
+    wrong = cluster_rings_found(
+        plan, graphs, text.replace(f": {ring}\n", f": {other}\n"), environment(plan.settings)
+    )
+    assert any(one.startswith("channel 0 is ") for one in wrong.differences)
+
+
+class FakeHosts:
+    """Hosts whose ranks answer at once; stock takes `slow` times as long as the plan."""
+
+    def __init__(self, *, slow=1.5, fails=lambda task: False):
+        self.tasks, self.met, self._slow, self._fails = [], [], slow, fails
+
+    def meeting(self, host):
+        self.met.append(host)
+        return Meeting(addresses=("10.0.0.1",), port=7)
+
+    def run(self, tasks):
+        self.tasks.append(dict(tasks))
+        if any(self._fails(task) for task in tasks.values()):
+            raise MeasurementError("host gpu2: rank 4: ended with code 1; no room")
+        return {host: self._left(task) for host, task in tasks.items()}
+
+    def _left(self, task):
+        order = json.loads(task.order)
+        slow = 1.0 if task.files else self._slow
+        # As noise, each job of a kind differs from the one before.
+        noise = 1 + 0.001 * math.sin(len(self.tasks))
+        answers = [
+            json.dumps(
+                {
+                    "rank": rank,
+                    "torch": "2",
+                    "checked": 5 if order["checks"] else 0,
+                    "timings": [[1e-3 * slow * noise] * 3 for _ in order["sizes"]],
+                }
+            )
+            for rank in task.ranks
+        ]
+        return Left(answers=tuple(answers), log=f"log of {task.ranks}")
+
+
+def place_of(plan, hosts, **more):
+    graphs = graphs_of(plan)
+    parts = []
+    for host in plan.hosts:
+        gpus = plan.gpus[plan.passages[host.passage].node_class]
+        ranks = tuple(range(host.first_rank, host.first_rank + len(gpus)))
+        parts.append(
+            HostPart(
+                name=host.name,
+                ranks=ranks,
+                gpus=gpus,
+                graph=graphs[host.name],
+                variables={"GLOO_SOCKET_IFNAME": f"eth-{host.name}"},
+            )
+        )
+    callers = {
+        host.name: {"PATH": f"/bin/{host.name}", "NCCL_ALGO": "Tree", "NCCL_HOSTID": host.name}
+        for host in plan.hosts
+    }
+    return HostsPlace(
+        hosts=tuple(parts), callers=callers, runner=hosts, **{"backend": "host", **more}
+    )
+
+
+def test_each_host_is_told_its_ranks_gpus_graph_and_where_all_meet(tmp_path):
+    plan, hosts = mixed(), FakeHosts()
+    place = place_of(plan, hosts, backend="cuda")
+    subject = cluster_subject(plan, tmp_path, graphs_of(plan))
+    outcome = place.run(subject.side, Order(backend="cuda", world=0, sizes=(4,)))
+    assert [one.rank for one in outcome.answers] == list(range(11))
+    assert hosts.met == ["gpu3"]
+    (tasks,) = hosts.tasks
+    assert [(name, task.ranks) for name, task in tasks.items()] == [
+        ("gpu3", (0, 1, 2, 3)),
+        ("gpu2", (4, 5)),
+        ("gpu1", (6, 7, 8, 9)),
+        ("login", (10,)),
+    ]
+    task = tasks["gpu2"]
+    order = json.loads(task.order)
+    assert (order["world"], order["first"], order["backend"]) == (11, 4, "cuda")
+    assert order["meeting"] == {"addresses": ["10.0.0.1"], "port": 7}
+    assert task.files == {"graph.xml": graphs_of(plan)["gpu2"]}
+    told = task.surroundings
+    assert told["NCCL_GRAPH_FILE"] == "{folder}/graph.xml"
+    assert told["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert (told["PATH"], told["NCCL_HOSTID"]) == ("/bin/gpu2", "gpu2")
+    assert "NCCL_ALGO" not in told
+    assert told["NCCL_NET_DISABLE_INTRA"] == "1"
+
+
+def test_stock_has_neither_graph_nor_settings():
+    plan, hosts = mixed(), FakeHosts()
+    place_of(plan, hosts).run(STOCK, Order(backend="host", world=0))
+    for name, task in hosts.tasks[0].items():
+        assert task.files == {}
+        assert not [one for one in task.surroundings if one.startswith("NCCL_NET")]
+        assert task.surroundings["GLOO_SOCKET_IFNAME"] == f"eth-{name}"
+
+
+def test_a_cluster_is_verified_in_pairs_and_kept(tmp_path):
+    plan, hosts = mixed(), FakeHosts()
+    write_cluster_plan(plan, tmp_path)
+    subject = cluster_subject(plan, tmp_path, graphs_of(plan))
+    found = verify_subject(subject, place_of(plan, hosts), Effort(sizes=(1024, 1 << 26)))
+    assert (found.machine, found.gpus) == ("4 hosts", ())
+    assert found.hosts == ("gpu3", "gpu2", "gpu1", "login")
+    assert found.verdict == "better"
+    assert found.order.startswith("ABBA")
+    assert found.checked == 55
+    assert found.predicted_gbps == plan.rate_gbps
+    path = f"{tmp_path}/nccl/hosts/HOST.xml"
+    assert found.plan_environment["NCCL_GRAPH_FILE"] == path
+    kept = keep_verification(found, tmp_path)
+    assert load_verification(tmp_path) == kept
+
+
+def test_a_job_that_fails_under_the_plan_alone_is_a_no_with_its_host(tmp_path):
+    plan, hosts = mixed(), FakeHosts(fails=lambda task: bool(task.files))
+    write_cluster_plan(plan, tmp_path)
+    subject = cluster_subject(plan, tmp_path, graphs_of(plan))
+    found = verify_subject(subject, place_of(plan, hosts), Effort(sizes=(1024,)))
+    assert not found.accepted
+    assert found.failure == "host gpu2: rank 4: ended with code 1; no room"
+
+
+def test_where_stock_fails_as_well_nothing_is_said_of_the_plan(tmp_path):
+    plan, hosts = mixed(), FakeHosts(fails=lambda task: True)
+    subject = cluster_subject(plan, tmp_path, graphs_of(plan))
+    with pytest.raises(JobError, match=r"^host gpu2: rank 4"):
+        verify_subject(subject, place_of(plan, hosts), Effort(sizes=(1024,)))
