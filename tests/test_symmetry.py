@@ -1,6 +1,10 @@
 """Automorphisms of machines."""
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import networkx as nx
 import numpy as np
@@ -32,6 +36,28 @@ def test_the_order_equals_brute_force_on_small_machines(gpus, numa, per_switch):
     symmetry = automorphisms(machine)
     assert symmetry.order == expected
     assert len(np.unique(symmetry.elements[:, :gpus], axis=0)) == expected
+
+
+def test_symmetries_are_the_same_whenever_python_starts():
+    # NICs that may change places while all GPUs stay: which of them do is not given by the GPUs.
+    program = (
+        "from tccl_py.topology.symmetry import automorphisms\n"
+        "from tests.networked import networked_machine\n"
+        "machine = networked_machine(gpus=6, nics=4, numa_nodes=2)\n"
+        "print(automorphisms(machine).elements.tolist())"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parent.parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "3")
+    }
+    assert len(found) == 1
 
 
 def test_listed_elements_are_closed_under_composition():

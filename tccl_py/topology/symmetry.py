@@ -146,16 +146,21 @@ def _mapping(graph: nx.Graph, fixed: Sequence[str], one: str, other: str) -> Per
     before, after = _refined(graph, [*fixed, one]), _refined(graph, [*fixed, other])
     if sorted(before.values()) != sorted(after.values()):
         return None
-    left, right = graph.copy(), graph.copy()
-    nx.set_node_attributes(left, before, "refined")
-    nx.set_node_attributes(right, after, "refined")
+    # The matcher goes through sets of devices. Of numbers it does so in one order; of names in
+    # another one whenever Python starts, and a plan that is gone on with would not go the same way.
+    names = list(graph)
+    numbers = {name: number for number, name in enumerate(names)}
+    left, right = nx.relabel_nodes(graph, numbers), nx.relabel_nodes(graph, numbers)
+    for side, colours in ((left, before), (right, after)):
+        nx.set_node_attributes(side, {numbers[n]: c for n, c in colours.items()}, "refined")
     matcher = GraphMatcher(
         left,
         right,
         node_match=lambda a, b: a["refined"] == b["refined"],
         edge_match=lambda a, b: a["colour"] == b["colour"],
     )
-    return next(matcher.isomorphisms_iter(), None)
+    found = next(matcher.isomorphisms_iter(), None)
+    return None if found is None else {names[a]: names[b] for a, b in found.items()}
 
 
 def _compose(first: Permutation, then: Permutation) -> Permutation:
