@@ -29,6 +29,8 @@ def main():
         print("RuntimeError: dev 2 not found")
         sys.exit(1)
     if word == "victim":
+        while len(list(folder.glob("pid-*"))) < order.world:
+            time.sleep(0.05)
         time.sleep(0.5)
         print("connection closed by peer")
         sys.exit(1)

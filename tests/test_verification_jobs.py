@@ -67,16 +67,17 @@ def test_a_failing_rank_is_named_with_its_cause_and_the_others_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "sentence", "timeout"),
     [
-        ("answer nothing", "^rank 1 ended without an answer$"),
-        ("answer die", "^rank 1 was killed by signal 6"),
-        ("answer hang", r"^rank\(s\) 1 did not end within 4 s$"),
+        ("answer nothing", "^rank 1 ended without an answer$", 60.0),
+        ("answer die", "^rank 1 was killed by signal 6", 60.0),
+        # On a busy machine the other may not have answered by then.
+        ("answer hang", r"^rank\(s\) (0, )?1 did not end within 4 s$", 4.0),
     ],
 )
-def test_silent_dying_and_hanging_ranks_are_named_and_gone(words, sentence, tmp_path):
+def test_silent_dying_and_hanging_ranks_are_named_and_gone(words, sentence, timeout, tmp_path):
     with pytest.raises(JobError, match=sentence):
-        job(words, tmp_path, timeout=4.0)
+        job(words, tmp_path, timeout=timeout)
     assert ended(tmp_path)
 
 
