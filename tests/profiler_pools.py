@@ -15,8 +15,8 @@ from tccl_py.transfers.transfer import parse_set
 LONG_S = 30.0
 """What a busy machine may take for anything."""
 SMALL = Memory(arena_bytes=2 << 20, user_bytes=1 << 20)
-QUICK = Patience(start_s=60.0, answer_s=2.0, lanes_s=2.0, stop_s=3.0)
-"""A worker that hangs is noticed soon, and one that is only slow is let be."""
+PATIENT = Patience(start_s=100.0, answer_s=LONG_S, link_s=LONG_S, lanes_s=LONG_S, stop_s=10.0)
+"""A worker that is only slow is let be."""
 LIMITS = WindowLimits(minimum_ms=1, maximum_ms=5)
 BOUNCE = parse_set("G0->G0->C0->G1->G1{blocks=1,fifo=256K}")
 
@@ -47,7 +47,7 @@ def pool_of(devices=2, *, backend="host", **more):
         for gpu in machine.gpus
     ]
     numa_ids = {f"C{node.index}": node.numa_id for node in machine.numa_nodes}
-    return Pool(backend, specs, numa_ids, **{"memory": SMALL, "patience": QUICK, **more})
+    return Pool(backend, specs, numa_ids, **{"memory": SMALL, "patience": PATIENT, **more})
 
 
 def workers_of(parent=None):

@@ -1,7 +1,5 @@
 """NCCL's own search, emulated, against what NCCL's own graph code chose."""
 
-import time
-
 import pytest
 
 from tccl_py.errors import InputError
@@ -18,6 +16,7 @@ from tccl_py.runtimes.nccl.stock import (
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import toy_machine
+from tests.effort import soon
 from tests.nccl_cases import CASES, case_name, machine, stock_choices
 from tests.nccl_nodes import with_nics
 
@@ -96,9 +95,8 @@ def test_half_of_each_of_two_nodes_finds_as_many_trees_as_rings():
     ids=["64 below switches", "64 below CPUs", "32 below switches"],
 )
 def test_large_nodes_take_seconds(node):
-    start = time.process_time()
-    found = stock_choice(node, Knowledge())
-    assert time.process_time() - start < 10
+    with soon(10):
+        found = stock_choice(node, Knowledge())
     assert sorted(found.rings[0]) == list(node.gpu_indices)
 
 

@@ -1,6 +1,5 @@
 """The reader of NCCL topology XML: real files of three vendors, and what it refuses and how."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from tccl_py.topology.machine import (
     machine_to_json,
 )
 from tccl_py.topology.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
+from tests.effort import soon
 
 CASES = Path(__file__).parent / "cases"
 FILES = [
@@ -323,9 +323,8 @@ def test_entity_bombs_and_external_entities_are_refused():
     ids=["deep", "wide", "65 GPUs"],
 )
 def test_too_much_is_refused_at_once(text, sentence):
-    start = time.monotonic()
-    assert refusal(text) == sentence
-    assert time.monotonic() - start < 2
+    with soon(2):
+        assert refusal(text) == sentence
 
 
 def machine_or_sentence(text: str) -> None:
@@ -337,9 +336,7 @@ def machine_or_sentence(text: str) -> None:
         assert machine.gpus
 
 
-QUICK = settings(
-    max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+QUICK = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 PIECES = [
     '"',
     "<",

@@ -1,6 +1,5 @@
 """The reader of `nvidia-smi topo -m`: real shapes of output, and what no PCI tree can be."""
 
-import time
 from itertools import combinations
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from tccl_py.errors import InputError
 from tccl_py.topology.machine import Machine, NvLink, machine_from_json, machine_to_json
 from tccl_py.topology.paths import PathType, path_type
 from tccl_py.topology.readers.nvidia_smi import parse_nvidia_smi, read_nvidia_smi
+from tests.effort import soon
 
 CASES = Path(__file__).parent / "cases"
 H200 = CASES / "h200x4-vm" / "topo-m.txt"
@@ -213,13 +213,13 @@ def test_cells_rows_and_columns_that_are_wrong_are_refused_where_they_stand():
 
 
 def test_ten_to_the_five_gpus_are_refused_at_once():
-    start = time.monotonic()
     text = "\t".join(f"GPU{i}" for i in range(10**5))
-    assert refusal(text) == (
+    with soon(2):
+        said = refusal(text)
+    assert said == (
         "topo.txt:1: names 1000 GPUs and 99000 other devices; "
         "at most 64 GPUs and 256 devices fit a node"
     )
-    assert time.monotonic() - start < 2
 
 
 LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
@@ -238,7 +238,7 @@ def trees(draw):
     return cells, count
 
 
-@settings(max_examples=100, deadline=2000, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(tree=trees())
 def test_the_tree_that_is_built_has_the_relations_that_were_told(tree):
     cells, count = tree
@@ -249,7 +249,7 @@ def test_the_tree_that_is_built_has_the_relations_that_were_told(tree):
         assert path_type(machine, f"G{a}", f"G{b}").name == expected
 
 
-@settings(max_examples=200, deadline=2000, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     text=st.sampled_from([A100, V100, H200.read_text()]),
     edits=st.lists(

@@ -18,6 +18,7 @@ import pytest
 from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.runtimes.nccl.log import parse_log, same_rings
 from tccl_py.runtimes.nccl.settings import environment
+from tccl_py.verification.record import load_verification
 
 pytestmark = pytest.mark.timeout(600)
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -163,3 +164,23 @@ def test_nccl_loads_the_plan_of_the_nodes_and_is_no_slower(planned, tmp_path):
         f"{plan.whole_ring_gbps}, stock {plan.stock.rate_gbps:.2f}"
     )
     assert statistics.median(ratios) >= 0.97
+
+
+def test_verify_answers_for_the_nodes_and_finds_the_plans_rings(planned):
+    nodes, _, directory = planned
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(len(nodes))]
+    command += [directory.parent / "rank.sh", sys.executable, "-m", "tccl_py", "verify", directory]
+    command += ["--sizes", "1M,64M", "--pairs", "6", "--seconds", "60", "--json"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400, check=False
+    )
+    print(done.stderr[-3000:])
+    assert done.returncode in (0, 1), done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert (found["wrong"], found["failure"]) == ([], "")
+    assert found["rings"] == {"same": True, "differences": []}
+    kept = load_verification(directory)
+    assert set(kept.hosts) == {f"node{number}" for number in range(len(nodes))}
+    for one in kept.sizes:
+        c = one.compared
+        print(one.bytes, f"{one.plan_gbps:.2f} {c.ratio:.4f} {c.low:.4f} {c.high:.4f}", one.verdict)
