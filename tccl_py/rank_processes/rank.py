@@ -84,7 +84,8 @@ def _store(dist: Any, meeting: Meeting, rank: int, world: int) -> Any:
     more: dict[str, Any] = {"timeout": _MEETING, "wait_for_workers": False}
     if rank == 0:
         descriptor = int(os.environ[LISTENER])
-        address = meeting.addresses[0]
+        # It is its own host's; without a network there is loopback.
+        address = (*meeting.addresses, "127.0.0.1")[0]
         more |= {"is_master": True, "master_listen_fd": descriptor}
     else:
         address = _reached(meeting)
