@@ -7,7 +7,6 @@ connected Unix socket; on other hosts it is what a rank of the job does.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import sys
@@ -21,7 +20,6 @@ from tccl_profiler import numa
 from tccl_profiler.channel import Channel
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.facts import HostFacts, host_facts
-from tccl_profiler.cluster.interfaces import addresses, listening
 from tccl_profiler.cluster.messages import Envelope, Message
 from tccl_profiler.cluster.messenger import (
     ChannelMessenger,
@@ -31,6 +29,7 @@ from tccl_profiler.cluster.messenger import (
     PeerGone,
     beat_to,
 )
+from tccl_profiler.cluster.rank_tasks import RankTasks
 from tccl_profiler.cluster.urgency import AGENT, calm, hasten, threads_of, urgent
 from tccl_profiler.conditions import complaints
 from tccl_profiler.host.machine import cpus_of_devices
@@ -41,7 +40,6 @@ from tccl_profiler.session import HOST_MEMORY
 from tccl_profiler.watch import Watch
 from tccl_profiler.workers import DeviceSpec, WorkerLost
 from tccl_py.errors import InputError, MeasurementError, TcclError
-from tccl_py.rank_processes.task import Task, run_task
 from tccl_py.topology.machine import Machine
 
 SILENCE_S = 30.0
@@ -93,7 +91,7 @@ class Agent:
         self._interfaces: tuple[str, ...] = ()
         self._facts: HostFacts | None = None
         self._pool: Pool | None = None
-        self._meeting: socket.socket | None = None
+        self._ranks = RankTasks()
         self._waiting: deque[Envelope] = deque()
         self._naps = Naps()
         self._hurries = False
@@ -109,8 +107,8 @@ class Agent:
             say.Listen: self._listen,
             say.Connect: lambda one: self._opened().connect(dict(one.endpoints)),
             say.Accept: lambda one: self._opened().accept(one.links),
-            say.AskSurroundings: lambda _: say.Surroundings(variables=_surroundings()),
-            say.OpenMeeting: lambda _: self._open_meeting(),
+            say.AskSurroundings: lambda _: self._ranks.surroundings(),
+            say.OpenMeeting: lambda _: self._ranks.open_meeting(),
             # What they are about has ended by itself.
             say.Abort: lambda _: say.Aborted(),
             say.Release: lambda _: say.Aborted(),
@@ -156,28 +154,9 @@ class Agent:
                 self._messenger.poll()
                 self._naps.nap()
 
-    def _open_meeting(self) -> say.MeetingOpen:
-        """A socket that waits for the ranks of the next job."""
-        self._close_meeting()
-        self._meeting = listening()
-        return say.MeetingOpen(addresses=addresses(), port=self._meeting.getsockname()[1])
-
-    def _run_ranks(self, number: int, task: Task) -> say.RanksLeft:
-        """Run fresh processes, until they have ended or the job is given up."""
-        try:
-            left = run_task(task, listener=self._meeting, meanwhile=lambda: self._look(number))
-        finally:
-            self._close_meeting()
-        return say.RanksLeft(left=left)
-
-    def _close_meeting(self) -> None:
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.close()
-
     def close(self) -> None:
         """End the workers."""
-        self._close_meeting()
+        self._ranks.close()
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
@@ -239,7 +218,7 @@ class Agent:
         if isinstance(message, say.Begin):
             return self._run(envelope.number, message)
         if isinstance(message, say.RunRanks):
-            return self._run_ranks(envelope.number, message.task)
+            return self._ranks.run(message.task, lambda: self._look(envelope.number))
         does = self._does.get(type(message))
         if does is None:
             raise MeasurementError(f"host {self._name}: asked {type(message).__name__}")
@@ -366,11 +345,6 @@ class Agent:
         self._waiting.append(envelope)
         if isinstance(envelope.message, say.End):
             raise _Aborted
-
-
-def _surroundings() -> dict[str, str]:
-    """The environment in which programs find what this one has found."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def pool_of(facts: HostFacts, backend: str, ids: tuple[str, ...], memory: Memory | None) -> Pool:

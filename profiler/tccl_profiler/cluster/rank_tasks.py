@@ -1,0 +1,47 @@
+"""What an agent does for jobs of fresh rank processes: environment, meeting, and the run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+
+from tccl_profiler.cluster import messages as say
+from tccl_profiler.cluster.interfaces import addresses, listening
+from tccl_py.rank_processes.task import Task, run_task
+
+
+class RankTasks:
+    """A host's part in such jobs, one after the other."""
+
+    def __init__(self) -> None:
+        self._meeting: socket.socket | None = None
+
+    def surroundings(self) -> say.Surroundings:
+        """The environment in which programs find what this one has found."""
+        paths = os.pathsep.join(filter(None, sys.path))
+        return say.Surroundings(variables={**os.environ, "PYTHONPATH": paths})
+
+    def open_meeting(self) -> say.MeetingOpen:
+        """A socket that waits for the ranks of the next job."""
+        self.close()
+        self._meeting = listening()
+        return say.MeetingOpen(addresses=addresses(), port=self._meeting.getsockname()[1])
+
+    def run(self, task: Task, meanwhile: Callable[[], None]) -> say.RanksLeft:
+        """Run fresh processes until they have ended; what `meanwhile` raises ends them.
+
+        Raises:
+            RanksError: one failed, or the time was up.
+        """
+        try:
+            return say.RanksLeft(left=run_task(task, listener=self._meeting, meanwhile=meanwhile))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give the socket back."""
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            meeting.close()
