@@ -18,6 +18,7 @@ from tccl_py.verification.rings import (
     Link,
     RingsFound,
     links_of,
+    neighbours,
     ring_differences,
 )
 
@@ -112,7 +113,7 @@ def _transports(
         except InputError as error:
             yield str(error)
             return
-    pairs = {pair for ring in plan.rings for pair in _pairs(ring)}
+    pairs = {pair for ring in plan.rings for pair in neighbours(ring)}
     silent = sorted(pairs - {(link.source, link.target) for link in links})
     if silent:
         listed = ", ".join(f"{one} -> {other}" for one, other in silent[:_SHOWN])
@@ -143,7 +144,7 @@ def _nics(
             seen.setdefault((one.channel, one.source, one.target), set()).add(int(nic[1]))
     other = []
     for channel, (ring, row) in enumerate(zip(judged.rings, judged.nics, strict=False)):
-        for source, target in _pairs(ring):
+        for source, target in neighbours(ring):
             found = seen.get((channel, source, target))
             ends = row[seats[source].number].exit, row[seats[target].number].entry
             if found is not None and found != set(ends):
@@ -156,7 +157,3 @@ def _nics(
         )
     if len(other) > _SHOWN:
         yield f"and {len(other) - _SHOWN} more connections by other NICs"
-
-
-def _pairs(ring: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    return zip(ring, (*ring[1:], ring[0]), strict=True)

@@ -117,7 +117,7 @@ def _transports(plan: Plan, links: tuple[Link, ...], version: str | None) -> Ite
     except InputError as error:
         yield str(error)
         return
-    pairs = {pair for ring in plan.rings for pair in _neighbours(ring.gpus)}
+    pairs = {pair for ring in plan.rings for pair in neighbours(ring.gpus)}
     silent = sorted(pairs - {(link.source, link.target) for link in links})
     if silent:
         listed = ", ".join(f"{one} -> {other}" for one, other in silent[:_SHOWN])
@@ -134,7 +134,8 @@ def _transports(plan: Plan, links: tuple[Link, ...], version: str | None) -> Ite
             )
 
 
-def _neighbours(ring: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def neighbours(ring: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Each of a ring and the next one."""
     return zip(ring, (*ring[1:], ring[0]), strict=True)
 
 
