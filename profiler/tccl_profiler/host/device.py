@@ -23,7 +23,7 @@ from tccl_profiler.control import ABORT, MAX_LANES, Control
 from tccl_profiler.host.carried import CarriedCopies, HostMemory
 from tccl_profiler.host.lane import HostLane
 from tccl_profiler.host.machine import cpu_model
-from tccl_profiler.host.mapped import MappedSpaces
+from tccl_profiler.host.mapped import MappedSpaces, lanes_failed
 from tccl_profiler.host.waiting import flag_of, nap_exactly, own_clock, pause, released
 from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
 from tccl_profiler.nccl.communicators import Communicators, LinkedByNccl
@@ -85,9 +85,7 @@ class HostDevice(LinkedByNccl):
 
     def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
         """Map the other devices' arenas; one without a descriptor is refused when it is used."""
-        for space, (peer, descriptor) in peers.items():
-            if descriptor is not None:
-                self.share(space, Segment.attach(descriptor, peer.size, space))
+        self._spaces.meet(peers)
 
     def share(self, space: str, segment: Segment) -> None:
         """Take a segment as the memory of a space, in place of the one before."""
@@ -139,9 +137,7 @@ class HostDevice(LinkedByNccl):
         failure = self._failure or (carried.ended() if carried is not None else None)
         self._failure = None
         if failure is not None:
-            raise MeasurementError(
-                f"lanes failed: {type(failure).__name__}: {failure}"
-            ) from failure
+            raise lanes_failed(failure) from failure
 
     def ping(self, count: int) -> Pinged:
         """Read the clock three times a ping: this device's clock is the host's."""

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 
 from tccl_profiler.host.lane import HostEnd
+from tccl_profiler.messages import Peer
 from tccl_profiler.program import COUNTER_BYTES, COUNTERS, Address, End
 from tccl_profiler.shared_memory import Segment
 from tccl_py.errors import MeasurementError
+
+
+def lanes_failed(failure: BaseException) -> MeasurementError:
+    """What to say where a thread that moves bytes ended by an exception."""
+    return MeasurementError(f"lanes failed: {type(failure).__name__}: {failure}")
 
 
 class MappedSpaces:
@@ -27,6 +34,12 @@ class MappedSpaces:
         if before is not None:
             before.close()
         self._segments[space] = segment
+
+    def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
+        """Map other devices' arenas; one without a descriptor is refused when it is used."""
+        for space, (peer, descriptor) in peers.items():
+            if descriptor is not None:
+                self.put(space, Segment.attach(descriptor, peer.size, space))
 
     def has(self, space: str) -> bool:
         """Whether a space is mapped here."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tccl_profiler import numa
 from tccl_profiler.control import MAX_LANES, Control
 from tccl_profiler.host.lane import HostEnd
-from tccl_profiler.host.mapped import MappedSpaces
+from tccl_profiler.host.mapped import MappedSpaces, lanes_failed
 from tccl_profiler.host.waiting import own_clock
 from tccl_profiler.links import Endpoint
 from tccl_profiler.messages import Peer, Pinged, Run, Start, Started
@@ -66,9 +66,7 @@ class NicDevice:
 
     def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
         """Map the arenas that are this host's memory; the others a NIC does not reach."""
-        for space, (peer, descriptor) in peers.items():
-            if descriptor is not None:
-                self.share(space, Segment.attach(descriptor, peer.size, space))
+        self._spaces.meet(peers)
 
     def share(self, space: str, segment: Segment) -> None:
         """Take a segment as the memory of a space, in place of the one before."""
@@ -135,9 +133,7 @@ class NicDevice:
         if isinstance(failure, MeasurementError):
             raise failure
         if failure is not None:
-            raise MeasurementError(
-                f"lanes failed: {type(failure).__name__}: {failure}"
-            ) from failure
+            raise lanes_failed(failure) from failure
 
     def ping(self, count: int) -> Pinged:
         """Read the clock three times a ping: a NIC's lanes go by the host's."""
