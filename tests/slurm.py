@@ -1,0 +1,163 @@
+"""A SLURM of two nodes on this machine: real munged, slurmctld, slurmd and srun.
+
+Each node's slurmd has a UTS namespace, and so a host name, of its own; both reach the controller
+over the loopback interface. Debian has it as slurmctld, slurmd, slurm-client and munge; Open MPI's
+ranks meet by PMIx, for which SLURM loads the file libpmix.so of libpmix-dev.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.namespaces import Ran, ended
+
+NODES = ("gpu01", "gpu02")
+TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sinfo", "unshare")
+CPUS = 8
+"""More than there may be: tasks share them."""
+START_S = 60
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+TmpFS={folder}/tmp.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/linear
+SchedulerType=sched/builtin
+ReturnToService=2
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+PropagateResourceLimits=NONE
+NodeName=gpu01 NodeHostname=gpu01 NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} State=UNKNOWN
+NodeName=gpu02 NodeHostname=gpu02 NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} State=UNKNOWN
+PartitionName=all Nodes=gpu01,gpu02 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """The cluster; its files are in `folder`."""
+
+    folder: Path
+
+    @property
+    def environment(self):
+        bin_folder = str(Path(sys.executable).parent)
+        return {
+            **os.environ,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PATH": os.pathsep.join((bin_folder, os.environ["PATH"])),
+        }
+
+    def begin(self, *words, environment=None):
+        """Start srun with these words."""
+        return subprocess.Popen(
+            ["srun", *map(str, words)],
+            env={**self.environment, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *words, environment=None, timeout_s=120.0) -> Ran:
+        """What srun prints with these words."""
+        return ended(self.begin(*words, environment=environment), timeout_s)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """SLURM, running; skips by name where it is not to be had."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"needs SLURM on this machine: {', '.join(missing)} not installed")
+    if os.geteuid() != 0:
+        pytest.skip("needs root to give SLURM's nodes host names")
+    folder = tmp_path_factory.mktemp("slurm")
+    made = Slurm(folder)
+    for name in ("state", *(f"{kind}.{node}" for kind in ("spool", "tmp") for node in NODES)):
+        (folder / name).mkdir()
+    (folder / "slurm.conf").write_text(
+        CONFIGURATION.format(folder=folder, ports=free_ports(3), cpus=CPUS)
+    )
+    with contextlib.ExitStack() as stack:
+        for command in daemons(folder):
+            log = stack.enter_context((folder / f"{command[0]}.out").open("a"))
+            one = subprocess.Popen(command, env=made.environment, stdout=log, stderr=log)
+            stack.callback(stop, one)
+            if command[0] == "munged":
+                until((folder / "munge.sock").exists, "munged", folder)
+        until(lambda: idle(made) == len(NODES), "SLURM", folder)
+        yield made
+
+
+def daemons(folder):
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    names = {"key-file": key, "seed-file": folder / "munged.seed"}
+    names |= {"socket": folder / "munge.sock", "pid-file": folder / "munged.pid"}
+    options = [f"--{name}={path}" for name, path in names.items()]
+    yield ["munged", "--foreground", "--force", *options]
+    yield ["slurmctld", "-D", "-f", str(folder / "slurm.conf")]
+    for node in NODES:
+        daemon = f'hostname {node}; exec slurmd -D -N {node} -f "{folder}/slurm.conf"'
+        yield ["unshare", "--uts", "sh", "-c", daemon]
+
+
+def idle(made):
+    command = ["sinfo", "--noheader", "--states=idle", "--Node", "--format=%N"]
+    told = subprocess.run(
+        command, env=made.environment, capture_output=True, text=True, timeout=30, check=False
+    )
+    return len(told.stdout.split())
+
+
+def until(holds, what, folder):
+    end = time.monotonic() + START_S
+    while not holds():
+        if time.monotonic() > end:
+            logs = [path.read_text()[-1500:] for path in sorted(folder.glob("*.log"))]
+            raise AssertionError(f"{what} did not start within {START_S} s:\n" + "\n".join(logs))
+        time.sleep(0.2)
+
+
+def stop(process):
+    process.terminate()
+    try:
+        process.wait(3)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in socks:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in socks]
