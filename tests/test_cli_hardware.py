@@ -443,10 +443,16 @@ import tccl_py.plan.settings_search as settings_search
 from tccl_profiler.profiler import Options
 from tccl_profiler.session import Session
 from tccl_profiler.statistics import Stopping
+from tccl_profiler.window import WindowLimits
 from tccl_py.cli.main import main
 
 def open_session(place, gpus, care):
-    options = Options(stopping=Stopping(target=9.0, minimum=1, limit=1), sentinel_every=0)
+    options = Options(
+        stopping=Stopping(target=9.0, minimum=1, limit=1),
+        # On busy cores less may pass without anything moving.
+        limits=WindowLimits(minimum_ms=30, maximum_ms=400),
+        sentinel_every=0,
+    )
     return Session(
         place.machine, place.fingerprint, backend=place.backend, gpus=gpus, options=options
     )
