@@ -69,7 +69,8 @@ def test_the_extras_in_the_readme_are_those_of_the_package():
 
 
 def test_the_scripts_in_the_documents_exist_and_can_be_run():
-    text = README + (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    pages = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    text = README + "".join(page.read_text(encoding="utf-8") for page in pages)
     named = set(re.findall(r"scripts/([a-z-]+)", text))
     assert {"demo", "test"} <= named
     for name in named:
