@@ -122,6 +122,14 @@ BAD = {
         ("--backend", "host"),
         "--backend beside --simulate: is about hardware; leave one of the two out",
     ),
+    "a network": (
+        ("--network", "nccl"),
+        "--network beside --simulate: is about hardware; leave one of the two out",
+    ),
+    "interfaces of equal nodes": (
+        ("--interfaces", "eth0", "--nodes", "2"),
+        "--interfaces beside --simulate: is about hardware; leave one of the two out",
+    ),
     "one GPU": (("--gpus", "1"), "machine h200x4-vm: 1 GPU to plan for; a ring joins 2 or more"),
     "no such GPU": (("--gpus", "0,7"), "GPU 7: is not in machine h200x4-vm; it has 0, 1, 2, 3"),
     "rings of words": (("--rings", "many"), "--rings 'many': is no list of numbers; write 1,2,4"),
@@ -142,6 +150,15 @@ def test_bad_options_get_one_sentence_and_leave_nothing(case, tmp_path):
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"tccl: {sentence}")
     assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", [("--network", "nccl"), ("--interfaces", "eth0")])
+def test_how_hosts_are_measured_is_refused_without_a_job_of_them(option, tmp_path):
+    result = tccl("plan", "-o", tmp_path / "plan", *option)
+    sentence = "is about the hosts of an MPI job; start the command by mpirun or srun"
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"tccl: {option[0]}: {sentence}\n"
     assert not list(tmp_path.iterdir())
 
 

@@ -39,7 +39,15 @@ from tccl_py.cli.plan_nodes import Measuring, plan_cluster, plan_hosts
 from tccl_py.cli.plan_run import finish, planning
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
-from tccl_py.cli.refusals import FOR_ONE, FOR_SEVERAL, IN_JOB, WITH_MODEL, WITHOUT_MODEL, refuse
+from tccl_py.cli.refusals import (
+    FOR_ONE,
+    FOR_SEVERAL,
+    IN_JOB,
+    OUTSIDE_JOB,
+    WITH_MODEL,
+    WITHOUT_MODEL,
+    refuse,
+)
 from tccl_py.cli.verify import check_tuning, tuned_plan
 from tccl_py.errors import InputError
 from tccl_py.measurements.measurement import BandwidthSource
@@ -189,7 +197,8 @@ def plan(
         network=network,
     )
     if simulate is not None:
-        refuse({"--backend": backend, "--devices": devices, "--target": target}, WITH_MODEL)
+        hardware = {"--backend": backend, "--devices": devices, "--target": target}
+        refuse({**hardware, **cluster.measured}, WITH_MODEL)
     else:
         refuse({"--noise": noise, "--seed": seed}, WITHOUT_MODEL)
     careful = care(target=target, repeats=SEARCH_REPEATS)
@@ -197,6 +206,8 @@ def plan(
     budget = _budget(max_sets, max_seconds)
     version = LATEST if nccl is None else nccl
     job = in_job()
+    if not job:
+        refuse(cluster.measured, OUTSIDE_JOB)
     if job or nodes not in (None, 1) or (simulate is not None and hosts is not None):
         if tune:
             raise InputError("--tune for several nodes", "is about one machine", "leave it out")

@@ -65,9 +65,13 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
             "--switches": self.switches,
             "--keep-order": self.keep_order or None,
             "--gid-index": self.gid_index,
-            "--interfaces": self.interfaces,
-            "--network": self.network,
+            **self.measured,
         }
+
+    @property
+    def measured(self) -> dict[str, object]:
+        """Those of `given` that say how the hosts of an MPI job are measured."""
+        return {"--interfaces": self.interfaces, "--network": self.network}
 
 
 class ClusterTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,9 +110,6 @@ class SimulatedCluster:
 
     def __init__(self, model: MachineModel, task: ClusterTask, *, noise: float, seed: int) -> None:
         options = task.options
-        for name in ("--interfaces", "--network"):
-            if options.given[name] is not None:
-                raise InputError(f"{name} beside --simulate", "is about hardware", "leave it out")
         self._model = model
         self._task = task
         self._source = Simulator(model, noise=noise, seed=seed)
