@@ -52,9 +52,8 @@ def read_bytes(path: Path, *, limit: int = MAX_INPUT_BYTES) -> bytes:
         reason = error.strerror or str(error)
         raise InputError(str(path), f"cannot be read ({reason})", "name a readable file") from error
     if len(data) > limit:
-        raise InputError(
-            str(path), f"is larger than {limit} bytes", "give the description of one machine"
-        )
+        # Whatever kind of file it should be: a journal is read by this, too.
+        raise InputError(str(path), f"is larger than {limit} bytes", "name a smaller file")
     return data
 
 

@@ -166,7 +166,7 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(arguments, sentence):
 
 
 FILES = {
-    "is larger than 33554432 bytes; give the description of one machine": b"[" * (32 << 20 | 1),
+    "is larger than 33554432 bytes; name a smaller file": b"[" * (32 << 20 | 1),
     "is neither JSON nor XML; give a machine or model as JSON, or an NCCL topology XML": b"hello",
     "describes no machine; give a machine or model as JSON, or an NCCL topology XML": b"{}",
     "is nested too deep; give a machine or model as JSON, or an NCCL topology XML": (

@@ -261,6 +261,17 @@ def test_wrong_use_is_one_sentence(words, sentence):
     assert result.stderr.strip() == sentence
 
 
+def test_without_gpus_it_says_how_to_rehearse(monkeypatch):
+    def none_here():
+        raise InputError("this machine", "no NVIDIA driver answers", "add --simulate MACHINE")
+
+    monkeypatch.setattr("tccl_py.cli.overlap.discover_machine", none_here)
+    result = tccl("overlap")
+    assert result.exit_code == 2
+    sentence = "tccl: this machine: no NVIDIA driver answers; add --backend gloo to rehearse"
+    assert result.stderr.startswith(sentence)
+
+
 def test_without_torch_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = tccl("overlap", "--backend", "gloo")

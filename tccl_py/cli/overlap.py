@@ -26,6 +26,7 @@ _MOST_MIB = 4096
 _MOST_RANKS = 16
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher says of another job."""
+_REHEARSE = "add --backend gloo to rehearse on the host's memory"
 
 
 def overlap(
@@ -143,7 +144,10 @@ def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int,
         return tuple(range(count))
     if ranks is not None:
         raise InputError("--ranks", "is for gloo", "nccl has --gpus")
-    machine, _, fingerprint = discover_machine()
+    try:
+        machine, _, fingerprint = discover_machine()
+    except InputError as error:
+        raise InputError(error.where, error.what, _REHEARSE) from error
     seen = visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(VARIABLE))
     chosen = gpus_argument(gpus, machine) or seen
     if len(chosen) < 2:
