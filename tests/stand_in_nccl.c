@@ -1,6 +1,7 @@
 /* Stands for NCCL where there is none: communicators of two processes of one host that move bytes
  * between their host memories over a socket. Same functions, same arguments; a stream is ignored,
- * since a call returns when its bytes have come, or are on their way. Its counterpart is NCCL itself, in tests/gpu.
+ * since a call returns when its bytes have come, or are on their way. Its counterpart is NCCL
+ * itself, in tests/gpu.
  *
  * TCCL_STAND_IN_NCCL is a folder that takes what each member was told: graph file and variables. */
 #include <arpa/inet.h>
