@@ -12,6 +12,7 @@ hypothesis.settings.load_profile("tests")
 SLOWEST_FIRST = (
     "test_planning_over_hosts.py",
     "test_plan.py",
+    "test_verifying_over_hosts.py",
     "test_tccl_database.py",
     "test_cluster_planner.py",
     "test_profiler_faults.py",
@@ -22,7 +23,9 @@ SLOWEST_FIRST = (
     "test_search_on_machines.py",
     "test_reference_plans.py",
     "test_cli_hardware.py",
+    "test_profiler_nccl.py",
     "test_simulator_measured.py",
+    "test_search.py",
     "test_profiler_pool.py",
 )
 """Workers take file after file: what takes longest begins first, so that all end together. The very
