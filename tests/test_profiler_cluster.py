@@ -316,6 +316,16 @@ def test_a_host_says_what_it_is():
     assert facts.software.tccl_py
 
 
+def test_a_host_without_gpus_says_what_a_job_can_do(monkeypatch):
+    def none_here():
+        raise InputError("this machine", "no NVIDIA driver answers", "use --nccl-topology FILE")
+
+    monkeypatch.setattr("tccl_py.topology.readers.live.discover_machine", none_here)
+    said = r"^host h0: this machine: no NVIDIA driver answers; .* --backend host to rehearse"
+    with pytest.raises(InputError, match=said):
+        host_facts("h0", backend="cuda", devices=None, interfaces=())
+
+
 # Clocks
 
 

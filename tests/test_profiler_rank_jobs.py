@@ -7,7 +7,7 @@ import pytest
 
 from tccl_profiler.cluster.messages import Envelope, RunRanks
 from tccl_profiler.cluster.rank_jobs import RankJobs
-from tccl_py.errors import MeasurementError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.rank_processes.task import Task, decoded
 from tests.profiler_clusters import agents_in_processes
 
@@ -104,6 +104,14 @@ def test_where_ranks_of_one_host_fail_those_of_the_other_end(jobs, tmp_path):
     assert gone(tmp_path)
     # The hosts are as before.
     assert jobs("ok ok ok ok")["south"].log == "south"
+
+
+def test_a_host_without_what_ranks_import_is_named():
+    with agents_in_processes(HOSTS) as job:
+        rank_jobs = RankJobs(job)
+        with pytest.raises(InputError, match=r"^host north: lacks no_such; install it on all"):
+            rank_jobs.surroundings(modules=("json", "no_such"))
+        assert set(rank_jobs.surroundings(modules=("json",))) == set(HOSTS)
 
 
 def test_ranks_that_are_late_are_named_with_their_host(jobs, tmp_path):

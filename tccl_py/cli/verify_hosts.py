@@ -39,7 +39,7 @@ def verify_hosts(
     On all ranks but the first this does not return.
 
     Raises:
-        InputError: the plan of one machine, or hosts other than the plan's.
+        InputError: the plan of one machine, hosts other than the plan's, or one without torch.
         JobError: stock's job failed.
     """
     from tccl_profiler.cluster.rank_jobs import RankJobs  # noqa: PLC0415
@@ -90,7 +90,7 @@ def _place(
 ) -> HostsPlace:
     _check_hosts(plan, jobs.hosts)
     facts = jobs.described(backend, interfaces=plan.settings.socket_ifname)
-    callers = jobs.surroundings()
+    callers = jobs.surroundings(modules=("torch",))
     parts = []
     for host in plan.hosts:
         number = plan.passages[host.passage].node_class

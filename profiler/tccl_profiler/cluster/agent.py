@@ -107,7 +107,7 @@ class Agent:
             say.Listen: self._listen,
             say.Connect: lambda one: self._opened().connect(dict(one.endpoints)),
             say.Accept: lambda one: self._opened().accept(one.links),
-            say.AskSurroundings: lambda _: self._ranks.surroundings(),
+            say.AskSurroundings: lambda message: self._ranks.surroundings(message.modules),
             say.OpenMeeting: lambda _: self._ranks.open_meeting(),
             # What they are about has ended by itself.
             say.Abort: lambda _: say.Aborted(),

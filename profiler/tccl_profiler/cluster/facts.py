@@ -24,6 +24,7 @@ from tccl_py.topology.readers.installed_nccl import installed_nccl
 from tccl_py.topology.visible import VARIABLE, only_gpus, visible_indices
 
 _NONE = "none"
+_GPUS = "start ranks where GPUs are, or add --backend host to rehearse on the hosts' memory"
 
 
 class Software(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,7 +110,11 @@ def _discovered(backend: str, devices: int | None) -> tuple[Machine, Knowledge, 
     if backend == "cuda":
         from tccl_py.topology.readers.live import discover_machine  # noqa: PLC0415
 
-        machine, knowledge, fingerprint = discover_machine()
+        try:
+            machine, knowledge, fingerprint = discover_machine()
+        except InputError as error:
+            # What else can be read is no help to the hosts of a job.
+            raise InputError(error.where, error.what, _GPUS) from error
         shown = visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(VARIABLE))
         return (*only_gpus(machine, knowledge, shown), fingerprint)
     from tccl_profiler.host.machine import host_fingerprint, host_machine  # noqa: PLC0415

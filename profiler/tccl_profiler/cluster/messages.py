@@ -148,13 +148,16 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AskSurroundings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Say what the environment is here."""
+    """Say what the environment is here, and which of some modules programs would not find."""
+
+    modules: tuple[str, ...] = ()
 
 
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The environment of programs that are started here."""
+    """The environment of programs that are started here, and the modules that they lack."""
 
     variables: Mapping[str, str]
+    lacks: tuple[str, ...] = ()
 
 
 class OpenMeeting(msgspec.Struct, frozen=True, kw_only=True, tag=True):

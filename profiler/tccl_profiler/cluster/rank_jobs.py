@@ -10,6 +10,7 @@ from tccl_profiler.cluster.agents import Agents, Patience, raise_failures
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.messages import Message
+from tccl_py.errors import InputError
 from tccl_py.rank_processes.rank import Meeting
 from tccl_py.rank_processes.task import Left, Task
 
@@ -50,10 +51,21 @@ class RankJobs:
         found = self._agents.ask(dict.fromkeys(self._agents.hosts, question), say.Described)
         return {host: one.facts for host, one in found.items()}
 
-    def surroundings(self) -> dict[str, dict[str, str]]:
-        """The environment of each host's agent, by its name."""
-        questions = dict.fromkeys(self._agents.hosts, say.AskSurroundings())
+    def surroundings(self, *, modules: tuple[str, ...] = ()) -> dict[str, dict[str, str]]:
+        """The environment of each host's agent, by its name.
+
+        Args:
+            modules: what the ranks' program imports, and not every host may have.
+
+        Raises:
+            InputError: a host lacks one of them.
+            HostLost: one is gone.
+        """
+        questions = dict.fromkeys(self._agents.hosts, say.AskSurroundings(modules=modules))
         found = self._agents.ask(questions, say.Surroundings)
+        for host, one in found.items():
+            for module in one.lacks:
+                raise InputError(f"host {host}", f"lacks {module}", "install it on all hosts")
         return {host: dict(one.variables) for host, one in found.items()}
 
     def meeting(self, host: str) -> Meeting:

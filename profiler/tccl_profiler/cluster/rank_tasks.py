@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.interfaces import addresses, listening
@@ -18,10 +19,13 @@ class RankTasks:
     def __init__(self) -> None:
         self._meeting: socket.socket | None = None
 
-    def surroundings(self) -> say.Surroundings:
-        """The environment in which programs find what this one has found."""
+    def surroundings(self, modules: Sequence[str] = ()) -> say.Surroundings:
+        """The environment in which programs find what this one does; modules that it lacks."""
         paths = os.pathsep.join(filter(None, sys.path))
-        return say.Surroundings(variables={**os.environ, "PYTHONPATH": paths})
+        return say.Surroundings(
+            variables={**os.environ, "PYTHONPATH": paths},
+            lacks=tuple(one for one in modules if importlib.util.find_spec(one) is None),
+        )
 
     def open_meeting(self) -> say.MeetingOpen:
         """A socket that waits for the ranks of the next job."""
