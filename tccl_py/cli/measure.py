@@ -129,7 +129,7 @@ def measure(
         tccl measure "G0->G0->G1{blocks=16} G1->G1->G0{blocks=16}"
         tccl measure "G0->G0->G4 G1->G1->G5" --simulate asus-esc8000a-e13p
         tccl measure "G0->G0->C0->G1->G1" --backend host --devices 2
-        mpirun -N 1 tccl measure "h0.G0->h0.N0->h1.N0->h1.N0->h1.G0"
+        mpirun -N 1 tccl measure "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0"
     """
     with ExitStack() as stack:
         # Before anything can go wrong: of a job's ranks, the controller alone says it.
