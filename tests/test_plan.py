@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import MAX_INPUT_BYTES
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.plan import Plan, load_plan, per_channel
@@ -254,6 +254,34 @@ def test_with_noise_a_plan_is_neither_below_stock_nor_far_from_the_best(seed):
     flows = " ".join(hop.flow for ring in plan.rings for hop in ring.hops)
     (truth,) = Simulator(model).measure([parse_set(flows)])
     assert len(plan.rings) * truth.rate_gbps >= 0.95 * plan_of("amd-v100").rate_gbps
+
+
+class StandingStill:
+    """A simulation in which one way is never gone."""
+
+    simulated = False
+
+    def __init__(self, model, way):
+        self._simulator, self._way = Simulator(model), way
+
+    def measure(self, sets):
+        return [self._stopped(one) for one in self._simulator.measure(sets)]
+
+    def _stopped(self, found):
+        rows = zip(found.transfers.split(), found.samples_gbps, strict=True)
+        samples = tuple(
+            (0.0,) * len(row) if text.startswith(self._way) else row for text, row in rows
+        )
+        return msgspec.structs.replace(found, samples_gbps=samples)
+
+
+def test_a_plan_over_a_way_that_stands_still_is_refused_and_says_what_to_do():
+    model = load_bundled("intel-v100")
+    source = StandingStill(model, "G0")
+    with pytest.raises(
+        MeasurementError, match=r"^the plan's rings: nothing arrived over .* when the machine has"
+    ):
+        make_plan(model.machine, model.knowledge, source, budget=FEW)
 
 
 def test_one_gpu_is_too_few_to_plan_for():
