@@ -70,6 +70,11 @@ BAD = {
         "flow 'G0->G1': has 2 places; a transfer is SRC->EXE->DST, a bounce "
         "SRC->EXE->HOST->EXE->DST",
     ),
+    "no quotes": (
+        ("measure", "G0-", *ON),
+        "set 'G0-': ends with -, as where the shell takes > for a file to write to; put each set "
+        "in quotes, as 'G0->G0->G1'",
+    ),
     "no such GPU": (
         ("measure", "G0->G0->G9", *ON),
         "G9: is not in machine h200x4-vm; it has G0, G1, G2, G3",

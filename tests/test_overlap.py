@@ -252,6 +252,11 @@ def test_odd_sets_are_refused(text, what):
         (["--backend", "gloo", "--size", "0"], "tccl: --size: is 0; 1 to 4096"),
         (["--backend", "gloo", "--repeats", "0"], "tccl: --repeats: is 0; 1 to 1000"),
         (["--backend", "gloo", "--timeout", "nan"], "tccl: --timeout: is nan; 1 to 86400 seconds"),
+        (
+            ["G0-", "--backend", "gloo"],
+            "tccl: set 'G0-': ends with -, as where the shell takes > for a file to write to; put "
+            "each set in quotes, as 'G0->G1'",
+        ),
         (["G0->G7", "--backend", "gloo"], "tccl: set 'G0->G7': names GPU 7; the job has 0, 1"),
     ],
 )

@@ -181,6 +181,21 @@ def _gpu_range(part: str, where: str) -> Sequence[int]:
     return range(first, last + 1)
 
 
+def check_quoted(sets: Iterable[str], example: str) -> None:
+    """Refuse a set of which the shell has taken a part: `->` without quotes writes to a file.
+
+    Raises:
+        InputError: one ends where its first `>` was.
+    """
+    for text in sets:
+        if text.endswith("-"):
+            raise InputError(
+                f"set {text[:40]!r}",
+                "ends with -, as where the shell takes > for a file to write to",
+                f"put each set in quotes, as '{example}'",
+            )
+
+
 def write_result(text: str, output: Path | None) -> None:
     """Write a result to `output`, whole or not at all, or to stdout if that is None.
 

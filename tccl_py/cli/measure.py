@@ -16,6 +16,7 @@ from rich.table import Table
 from tccl_py.cli.arguments import (
     MACHINE_HELP,
     JsonOption,
+    check_quoted,
     notice,
     notice_each,
     print_json,
@@ -134,6 +135,7 @@ def measure(
     with ExitStack() as stack:
         # Before anything can go wrong: of a job's ranks, the controller alone says it.
         job = stack.enter_context(job_of_ranks()) if simulate is None and in_job() else None
+        check_quoted(sets, "G0->G0->G1")
         wanted = [parse_set(text) for text in sets]
         if simulate is not None:
             hardware = {"--backend": backend, "--devices": devices, "--target": target}

@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from tccl_py.cli.arguments import JsonOption, gpus_argument, print_json, results
+from tccl_py.cli.arguments import JsonOption, check_quoted, gpus_argument, print_json, results
 from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, interrupts_put_off
 from tccl_py.errors import InputError
 from tccl_py.overlap.job import run_job
@@ -81,6 +81,7 @@ def overlap(
     if not 1 <= timeout <= 86_400:
         raise InputError("--timeout", f"is {timeout:g}", "1 to 86400 seconds")
     places = _places(chosen, gpus, ranks)
+    check_quoted(sets or (), "G0->G1")
     wanted = parse_sets(sets, places) if sets else default_sets(len(places))
     if importlib.util.find_spec("torch") is None:
         raise InputError("tccl overlap", "needs torch", "pip install 'tccl-py[torch]'")
