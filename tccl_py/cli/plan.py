@@ -169,8 +169,8 @@ def plan(
     DIR then holds plan.json, the journal of measurements, the machines, and below nccl/ graph files
     for all GPUs and for subsets of them (of a cluster for every host), nccl.conf and env.sh. Rates
     are those of this machine's GPUs, which should have nothing else to do, or, with --simulate, of
-    a model. Ctrl-C keeps the best so far; the same command again goes on from the journal and
-    measures nothing twice.
+    a model. Ctrl-C prints the best so far and keeps the journal; the same command again goes on
+    from there, measures nothing twice, and writes the plan.
 
     A plan is for one version of NCCL. Without --nccl, where GPUs are measured, that is the one that
     torch here loads, else that of an nvidia-nccl package, else the system's libnccl.so.2, and under
