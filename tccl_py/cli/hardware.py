@@ -44,7 +44,7 @@ BackendOption = Annotated[
 """The --backend option of commands that measure."""
 DevicesOption = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Devices of the host backend; one a core, at most 8."),
+    typer.Option(metavar="N", help="Devices of the host backend; if not given one a core, 2 to 8."),
 ]
 """The --devices option of commands that measure."""
 TargetOption = Annotated[

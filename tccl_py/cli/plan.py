@@ -40,6 +40,7 @@ from tccl_py.cli.plan_run import finish, planning
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.cli.refusals import (
+    BY_RANKS,
     FOR_ONE,
     FOR_SEVERAL,
     IN_JOB,
@@ -209,9 +210,8 @@ def plan(
     if not job:
         refuse(cluster.measured, OUTSIDE_JOB)
     if job or nodes not in (None, 1) or (simulate is not None and hosts is not None):
-        if tune:
-            raise InputError("--tune for several nodes", "is about one machine", "leave it out")
-        refuse({"--gpus": gpus, "--topology-file": topology_file}, FOR_SEVERAL)
+        refuse({"--tune": tune, "--topology-file": topology_file}, FOR_SEVERAL)
+        refuse({"--gpus": gpus}, BY_RANKS)
         wanted = ClusterTask(
             options=cluster, version=version, counts=counts, strategy=strategy, budget=budget
         )

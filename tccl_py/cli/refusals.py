@@ -36,11 +36,12 @@ FOR_ONE = Refusal(
     what="is about several nodes",
     right="add --simulate MACHINE --nodes N, or start the command under mpirun or srun",
 )
-FOR_SEVERAL = Refusal(
+BY_RANKS = Refusal(
     what="is about one machine",
     right="leave it out: as many GPUs of a host are used as it has ranks (slots)",
     at="for several nodes",
 )
+FOR_SEVERAL = Refusal(what="is about one machine", at="for several nodes")
 OF_CLUSTER = Refusal(what="is for the plan of a machine, this one is of a cluster")
 OF_MACHINE = Refusal(what="is for the plan of a cluster, this one is of a machine")
 
