@@ -134,6 +134,7 @@ BAD = {
         ("--gpus", "0", "--nodes", "2"),
         "--gpus for several nodes: is about one machine; leave it out: as many GPUs of a host are",
     ),
+    "a GID index": (("--gid-index", "256", "--nodes", "2"), "--gid-index: is 256; 0 to 255\n"),
     "interfaces of equal nodes": (
         ("--interfaces", "eth0", "--nodes", "2"),
         "--interfaces beside --simulate: is about hardware; leave one of the two out",

@@ -54,7 +54,7 @@ def test_nodes_of_different_gpu_counts_close_into_one_ring_in_host_order():
         job(PAIR, [(1, 0)], [(1, 0)]),
     ]
     found = validate_cluster(nodes)
-    assert (found.verdict, found.reason) == ("used", "1 channels of the files, 2 in the end")
+    assert (found.verdict, found.reason) == ("used", "1 channel of the files, 2 in the end")
     assert found.rings == ((0, 4, 6, 5, 2, 3, 1),) * 2
     assert used(found) == used(found, 1) == [(1, 0), (1, 1), (1, 0)]
 

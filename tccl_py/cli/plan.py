@@ -60,6 +60,7 @@ from tccl_py.plan.directory import (
 )
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
+from tccl_py.runtimes.nccl.network_settings import MAX_GID_INDEX
 from tccl_py.runtimes.nccl.versions import LATEST, known_versions
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
@@ -203,6 +204,8 @@ def plan(
     else:
         refuse({"--noise": noise, "--seed": seed}, WITHOUT_MODEL)
     careful = care(target=target, repeats=SEARCH_REPEATS)
+    if gid_index is not None and not 0 <= gid_index <= MAX_GID_INDEX:
+        raise InputError("--gid-index", f"is {gid_index}", f"0 to {MAX_GID_INDEX}")
     counts = _ring_counts(rings)
     budget = _budget(max_sets, max_seconds)
     version = LATEST if nccl is None else nccl

@@ -83,8 +83,8 @@ def _rings_table(plan: Plan) -> Table:
 def _summary(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
     mark = plan.provenance
-    channels = plan.settings.channels
-    table.add_row("rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), over {channels} channels")
+    channels = f"{plan.settings.channels} channel{'s' * (plan.settings.channels != 1)}"
+    table.add_row("rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), over {channels}")
     table.add_row("bound", bound_text(plan.bound_gbps, proven=plan.proven))
     gain = plan.rate_gbps / plan.stock.rate_gbps if plan.stock.rate_gbps else float("inf")
     note = f", {plan.stock.note}" if plan.stock.note else ""

@@ -256,7 +256,8 @@ class _Job:
         if reason:
             return "clipped", reason
         files = "file" if len(self._classes) == 1 else "files"
-        return "used", f"{channels} channels of the {files}, {final} in the end"
+        loaded = f"{channels} channel{'s' * (channels != 1)} of the {files}"
+        return "used", f"{loaded}, {final} in the end"
 
     def _differences(self, one: _Class, channels: int) -> list[str]:
         graphs = one.graphs
