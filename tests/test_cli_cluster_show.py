@@ -251,6 +251,16 @@ def test_env_in_a_task_of_slurm_is_for_its_node(tmp_path, monkeypatch):
     assert found["NCCL_GRAPH_FILE"] == f"{place}/nccl/hosts/node7.xml"
 
 
+def test_env_in_a_task_of_slurm_names_both_names_of_a_host_without_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu3")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "gpu3")
+    monkeypatch.setenv("SLURMD_NODENAME", "node9")
+    chains = dict.fromkeys(("gpu1", "node7"), ((0, (0, 1), 0),))
+    result = tccl("env", saved(cluster_plan([(one, PAIR) for one in chains], chains), tmp_path))
+    sentence = "no graph file for host 'gpu3' (SLURM's 'node9'): NCCL chooses its own rings"
+    assert (result.exit_code, result.stderr) == (1, f"tccl: {sentence}\n")
+
+
 @pytest.mark.parametrize("host", ["gpu9", "", "../hosts/gpu1", "\x1b[31m", "x" * 500])
 def test_env_of_a_host_without_a_graph_file_says_so(host, directory):
     result = tccl("env", directory, "--host", host)

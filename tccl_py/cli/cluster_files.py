@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path, PurePosixPath
 
@@ -10,7 +11,7 @@ import typer
 from tccl_py.cli.arguments import ANSWER_IS_NO, notice
 from tccl_py.cli.env_text import print_off, print_settings
 from tccl_py.cluster.names import shown
-from tccl_py.cluster.this_host import names_of_this_host
+from tccl_py.cluster.this_host import NODE_NAME, names_of_this_host
 from tccl_py.cluster_plan.directory import write_cluster_files
 from tccl_py.cluster_plan.plan import ClusterPlan, load_cluster_plan
 from tccl_py.cluster_plan.versions import for_version
@@ -54,7 +55,9 @@ def env_cluster(directory: Path, host: str | None, *, json: bool) -> None:
     print_settings(plan, {"host": name}, variables, json=json)
     if name is None:
         asked = host if host is not None else socket.gethostname()
-        notice(f"no graph file for host {shown(asked)}: NCCL chooses its own rings")
+        node = os.environ.get(NODE_NAME, "") if host is None else ""
+        also = f" (SLURM's {shown(node)})" if node not in ("", asked) else ""
+        notice(f"no graph file for host {shown(asked)}{also}: NCCL chooses its own rings")
         raise typer.Exit(ANSWER_IS_NO)
 
 

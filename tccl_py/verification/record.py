@@ -131,12 +131,12 @@ def load_verification(directory: Path) -> Verification | None:
     if not path.exists():
         return None
     text = read_text(path)
-    version = decode_json(text, _Head, where=path.name, name="Verification").format_version
+    version = decode_json(text, _Head, where=str(path), name="Verification").format_version
     if version != FORMAT_VERSION:
         raise InputError(
-            path.name, f"has format version {version}", f"this program reads {FORMAT_VERSION}"
+            str(path), f"has format version {version}", f"this program reads {FORMAT_VERSION}"
         )
-    found = decode_json(text, Verification, where=path.name)
+    found = decode_json(text, Verification, where=str(path))
     return found if found.plan_digest == plan_digest(directory) else None
 
 
