@@ -108,7 +108,7 @@ def verify(
         bool, typer.Option("--json", metavar=" ", help="Print JSON instead of text.")
     ] = False,
 ) -> None:
-    """Run real collectives on this machine with a plan and without, and say whether it is better.
+    """Run real collectives with a plan and without, and say whether the plan is better.
 
     First the values of broadcast, scatter, reduce, gather, all-reduce, all-gather, reduce-scatter,
     all-to-all and send/recv are compared with computed ones. Then jobs of fresh processes, one a
