@@ -70,6 +70,12 @@ def test_a_root_that_is_no_directory_is_refused(tmp_path):
     )
 
 
+def test_a_root_without_a_systems_folders_is_refused(tmp_path):
+    result = tccl("doctor", "--root", tmp_path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "has no sys, proc or etc in it; name one with" in result.stderr
+
+
 def test_nothing_from_a_file_reaches_the_terminal_as_it_is(tmp_path):
     write(tmp_path, "etc/nccl.conf", "NCCL_ALGO=\x1b[31m\x07\n")
     result = tccl("doctor", "--root", tmp_path)

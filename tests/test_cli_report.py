@@ -67,7 +67,9 @@ def test_an_empty_file_is_filled(directory, tmp_path):
 
 
 def test_the_plan_itself_is_never_replaced(directory):
-    assert "is no report of tccl" in refused(directory, directory, "-o", directory / "plan.json")
+    for force in ((), ("--force",)):
+        said = refused(directory, directory, "-o", directory / "plan.json", *force)
+        assert said.rstrip().endswith("plan.json: is no report of tccl; name another file")
 
 
 def test_a_link_to_a_report_stays_a_link(directory, tmp_path):

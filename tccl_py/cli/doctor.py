@@ -21,6 +21,7 @@ from tccl_py.topology.readers.installed_nccl import installed_nccls
 from tccl_py.topology.readers.nvml import DriverFacts, driver_facts
 
 _SHM = "/dev/shm"
+_ROOT = "name one with sys, proc, etc and dev in it"
 _WORDS = {"hang": "HANG", "slow": "SLOW", "note": "note"}
 
 
@@ -55,7 +56,9 @@ def doctor(
         sudo tccl doctor --json
     """
     if root is not None and not root.is_dir():
-        raise InputError(str(root), "is no directory", "name one with sys, proc, etc and dev in it")
+        raise InputError(str(root), "is no directory", _ROOT)
+    if root is not None and not any((root / name).is_dir() for name in ("sys", "proc", "etc")):
+        raise InputError(str(root), "has no sys, proc or etc in it", _ROOT)
     host = _this_host() if root is None else Host(root=root, driver=_copied())
     found = examine(host)
     if json:

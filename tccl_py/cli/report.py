@@ -43,14 +43,16 @@ def report(
 
     contents = read_contents(directory)
     target = directory / REPORT_FILE if output is None else output
-    if not force:
-        _check_replaceable(target, GENERATOR)
+    inside = target.resolve().is_relative_to(directory.resolve())
+    if inside or not force:
+        _check_replaceable(target, GENERATOR, inside=inside)
     write_result(report_html(contents), target)
     notice(f"wrote {target}")
 
 
-def _check_replaceable(target: Path, mark: str) -> None:
-    """Refuse a file with something in it that is no report.
+def _check_replaceable(target: Path, mark: str, *, inside: bool) -> None:
+    """Refuse a file with something in it that is no report; `inside` a plan's directory, it may be
+    one of the plan's own.
 
     Raises:
         InputError: it is another file, or cannot be read.
@@ -64,6 +66,5 @@ def _check_replaceable(target: Path, mark: str) -> None:
         reason = error.strerror or str(error)
         raise InputError(str(target), f"cannot be read ({reason})", "name another file") from error
     if head and mark.encode() not in head:
-        raise InputError(
-            str(target), "is no report of tccl", "name another file, or add --force to replace it"
-        )
+        right = "name another file" if inside else "name another file, or add --force to replace it"
+        raise InputError(str(target), "is no report of tccl", right)
