@@ -393,7 +393,7 @@ with session:
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT", "leaves", "fails"])
 def test_nothing_outlives_the_controller(how):
-    shm = set(Path("/dev/shm").iterdir())
+    shm = shared_files()
     root = Path(__file__).parents[1]
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, how],
@@ -412,12 +412,17 @@ def test_nothing_outlives_the_controller(how):
         workers = []
     _, errors = child.communicate(timeout=60)
     assert child.returncode != 0 or how == "leaves"
-    until(lambda: not any(map(is_running, workers)), within_s=5)
+    until(lambda: not any(map(is_running, workers)), within_s=60)
     # Whoever ran without a parent has the test's reaper or init as one.
-    until(lambda: not _orphans(root), within_s=5)
-    assert set(Path("/dev/shm").iterdir()) == shm
+    until(lambda: not _orphans(root), within_s=60)
+    assert shared_files() <= shm
     if how == "SIGINT":
         assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def shared_files():
+    """Files in shared memory, but for Open MPI's, whose jobs other tests start and end."""
+    return {one for one in Path("/dev/shm").iterdir() if not one.name.startswith("sm_segment.")}
 
 
 def _orphans(root):
