@@ -231,11 +231,11 @@ def _carried(layout: Layout, number: int, flow: Flow, blocks: int) -> Iterator[P
         direct_in=into.destination == flow.destination,
     )
     link = layout.link(str(flow.source), str(flow.destination), carrier)
-    for place, kind in ((flow.source, "outgoing"), (flow.destination, "incoming")):
+    for place in (flow.source, flow.destination):
         yield Piece(
             flow=number,
             device=str(place),
-            kind="outgoing" if kind == "outgoing" else "incoming",
+            kind="outgoing" if place == flow.source else "incoming",
             # NCCL has memory of its own.
             ends=(End(data=Address(str(place), 0), slices=1, seed=_seed(number, 0)),),
             slice_bytes=CARRIED_BYTES,

@@ -117,22 +117,18 @@ class PlacedSource:
         here = self.placement
         out, into = sending_nic(flow), receiving_nic(flow)
         if out is not None:
-            sink = self._far_end(
-                out, flow, [one for one in beside if receiving_nic(one) is not None]
-            )
+            sink = self._far_end(out, flow, beside)
             return joined(flow, sink, sender=here.host, receiver=here.partner)
         if into is not None:
-            spring = self._far_end(
-                into, flow, [one for one in beside if sending_nic(one) is not None]
-            )
+            spring = self._far_end(into, flow, beside)
             return joined(spring, flow, sender=here.partner, receiver=here.host)
         return on_host(flow, here.host)
 
-    def _far_end(self, nic: int, flow: Flow, alike: Sequence[Flow]) -> Flow:
+    def _far_end(self, nic: int, flow: Flow, beside: Sequence[Flow]) -> Flow:
         """The partner's part of a flow by a NIC of the host.
 
         NCCL has one rule for all that receive, on both hosts, and one for all that send: a GPU
-        there gets its bytes as those `alike` do here, or if there are none, as this flow's GPU.
+        there sends or receives as others `beside` this flow do, or if none does, as its own GPU.
         """
         other, numa = self.placement.ends[nic]
         sends, port = sending_nic(flow) is None, Place("N", other)
@@ -141,7 +137,9 @@ class PlacedSource:
             memory = Place("C", numa)
             ends = (memory, port, port) if sends else (port, port, memory)
             return Flow((Transfer(*ends),), flow.blocks, flow.fifo)
-        through = None if _lands_in_gpus(next(iter(alike), flow)) else numa
+        way = sending_nic if sends else receiving_nic
+        alike = next((one for one in beside if way(one) is not None), flow)
+        through = None if _lands_in_gpus(alike) else numa
         if sends:
             return leaving(gpu, other, through=through, blocks=flow.blocks, fifo=flow.fifo)
         return entering(other, gpu, through=through, blocks=flow.blocks, fifo=flow.fifo)

@@ -21,7 +21,7 @@ from tccl_profiler.control import (
 from tccl_profiler.cuda import driver
 from tccl_profiler.cuda.kernels import load_kernels
 from tccl_profiler.cuda.memory import CudaMemory
-from tccl_profiler.messages import Peer, Pinged, Run, Start, Started
+from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
 from tccl_profiler.nccl.communicators import Communicators, LinkedByNccl
 from tccl_profiler.program import (
     COUNTER_AREA_BYTES,
@@ -270,14 +270,18 @@ class CudaDevice(LinkedByNccl):
             area += (pace.groups + 2) * 8
         for group in range(max((pace.groups for pace in run.paces), default=0)):
             for copy, pace, stream, stamps in queued:
-                if group < pace.groups and copy.link:
-                    size = pace.slices * copy.slice_bytes
-                    self.communicators.move(copy.link, size, stream.ptr, sends=copy.sends)
+                if group < pace.groups:
+                    self._queue_group(copy, pace, group, stream, shift)
                     self._stamp(stamps + 16 + 8 * group, stream)
-                elif group < pace.groups:
-                    for i in range(group * pace.slices, (group + 1) * pace.slices):
-                        self._queue_slice(copy, stream, i, shift)
-                    self._stamp(stamps + 16 + 8 * group, stream)
+
+    def _queue_group(self, copy: Copy, pace: Pace, group: int, stream: Any, shift: int) -> None:
+        """The slices between two stamps: all at once, where NCCL carries them."""
+        if copy.link:
+            size = pace.slices * copy.slice_bytes
+            self.communicators.move(copy.link, size, stream.ptr, sends=copy.sends)
+            return
+        for i in range(group * pace.slices, (group + 1) * pace.slices):
+            self._queue_slice(copy, stream, i, shift)
 
     def _queue_slice(self, copy: Copy, stream: Any, i: int, shift: int) -> None:
         """Slice i waits for its counter, is copied, and is told of."""

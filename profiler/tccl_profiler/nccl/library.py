@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,18 +136,9 @@ def _loaded() -> Any:
     """
     told = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
     places = [Path(one) for one in told] + [Path(one) / _PIP_PLACE for one in sys.path]
-    for path in _existing(places):
-        return _opened(str(path))
-    return _opened(NAME)
-
-
-def _existing(places: list[Path]) -> Iterator[Path]:
-    yield from (place / NAME for place in places if (place / NAME).is_file())
-
-
-def _opened(name: str) -> Any:
+    found = (str(place / NAME) for place in places if (place / NAME).is_file())
     try:
-        return ctypes.CDLL(name)
+        return ctypes.CDLL(next(found, NAME))
     except OSError as error:
         raise MeasurementError(
             f"NCCL's library does not load ({error}); install it, or measure the network by TCP"
