@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from tccl_py.errors import InputError
-from tccl_py.files import decode_json, encode_json, read_bytes, read_text, write_atomically
-from tccl_py.plan.plan import PLAN_FILE
+from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
 
 FORMAT_VERSION = 1
 EXPLANATION_FILE = "explanation.json"
@@ -90,21 +87,13 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     format_version: int = FORMAT_VERSION
 
 
-class _Version(msgspec.Struct):
-    """The part of an explanation that all versions have."""
-
-    format_version: int
-
-
 def save_explanation(explanation: Explanation, directory: Path) -> Explanation:
     """Write `explanation.json` beside the plan that it is of; returns what was written.
 
     Raises:
         InputError: the place cannot be written.
     """
-    whole = msgspec.structs.replace(explanation, plan_digest=_digest(directory))
-    write_atomically(directory / EXPLANATION_FILE, encode_json(whole))
-    return whole
+    return keep_beside_plan(explanation, directory / EXPLANATION_FILE)
 
 
 def load_explanation(directory: Path) -> Explanation | None:
@@ -116,16 +105,4 @@ def load_explanation(directory: Path) -> Explanation | None:
     path = directory / EXPLANATION_FILE
     if not path.is_file():
         return None
-    text = read_text(path)
-    version = decode_json(text, _Version, where=str(path), name="Explanation").format_version
-    if version != FORMAT_VERSION:
-        raise InputError(
-            str(path), f"has format version {version}", f"this program reads {FORMAT_VERSION}"
-        )
-    found = decode_json(text, Explanation, where=str(path))
-    return found if found.plan_digest == _digest(directory) else None
-
-
-def _digest(directory: Path) -> str:
-    """Another plan in the same place has another digest."""
-    return hashlib.blake2b(read_bytes(directory / PLAN_FILE), digest_size=8).hexdigest()
+    return read_beside_plan(path, Explanation, version=FORMAT_VERSION)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import InputError
-from tccl_py.files import decode_json, encode_json, read_bytes, read_text, write_atomically
-from tccl_py.plan.plan import PLAN_FILE
+from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.verification.comparison import Compared, Verdict
 from tccl_py.verification.orders import Backend, Wrong
@@ -116,9 +113,7 @@ def keep_verification(found: Verification, directory: Path) -> Verification:
     Raises:
         InputError: it cannot be written.
     """
-    whole = msgspec.structs.replace(found, plan_digest=plan_digest(directory))
-    write_atomically(directory / VERIFICATION_FILE, encode_json(whole))
-    return whole
+    return keep_beside_plan(found, directory / VERIFICATION_FILE)
 
 
 def load_verification(directory: Path) -> Verification | None:
@@ -130,20 +125,4 @@ def load_verification(directory: Path) -> Verification | None:
     path = directory / VERIFICATION_FILE
     if not path.exists():
         return None
-    text = read_text(path)
-    version = decode_json(text, _Head, where=str(path), name="Verification").format_version
-    if version != FORMAT_VERSION:
-        raise InputError(
-            str(path), f"has format version {version}", f"this program reads {FORMAT_VERSION}"
-        )
-    found = decode_json(text, Verification, where=str(path))
-    return found if found.plan_digest == plan_digest(directory) else None
-
-
-def plan_digest(directory: Path) -> str:
-    """Another plan in the same place has another digest."""
-    return hashlib.blake2b(read_bytes(directory / PLAN_FILE), digest_size=8).hexdigest()
-
-
-class _Head(msgspec.Struct):
-    format_version: int
+    return read_beside_plan(path, Verification, version=FORMAT_VERSION)
