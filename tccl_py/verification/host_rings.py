@@ -20,6 +20,7 @@ from tccl_py.verification.rings import (
     links_of,
     neighbours,
     ring_differences,
+    transport_differences,
 )
 
 _NIC = re.compile(r"NET/[^/]+/([0-9]+)")
@@ -114,23 +115,18 @@ def _transports(
             yield str(error)
             return
     pairs = {pair for ring in plan.rings for pair in neighbours(ring)}
-    silent = sorted(pairs - {(link.source, link.target) for link in links})
-    if silent:
-        listed = ", ".join(f"{one} -> {other}" for one, other in silent[:_SHOWN])
-        yield f"NCCL's log does not say how it connects ranks {listed}"
-    for link in links:
-        if (link.source, link.target) not in pairs:
-            continue
+
+    def planned(link: Link) -> str:
         source, target = seats[link.source], seats[link.target]
-        planned = "NET"
-        if source.host == target.host:
-            way = pair_mechanism(views[source.node_class], source.gpu, target.gpu)
-            planned = TRANSPORTS[way.kind]
-        if link.via.split("/")[0] != planned:
-            yield (
-                f"rank {link.source} -> {link.target} ({source.host}, {target.host}) goes by "
-                f"{link.via} on {link.channels} channel(s), planned was {planned}"
-            )
+        if source.host != target.host:
+            return "NET"
+        return TRANSPORTS[pair_mechanism(views[source.node_class], source.gpu, target.gpu).kind]
+
+    def named(link: Link) -> str:
+        hosts = f"{seats[link.source].host}, {seats[link.target].host}"
+        return f"rank {link.source} -> {link.target} ({hosts})"
+
+    yield from transport_differences(links, pairs, planned, kind="rank", named=named)
 
 
 def _nics(

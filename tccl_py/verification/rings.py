@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -118,19 +118,43 @@ def _transports(plan: Plan, links: tuple[Link, ...], version: str | None) -> Ite
         yield str(error)
         return
     pairs = {pair for ring in plan.rings for pair in neighbours(ring.gpus)}
+
+    def planned(link: Link) -> str:
+        return TRANSPORTS[pair_mechanism(seen, link.source, link.target).kind]
+
+    yield from transport_differences(
+        links, pairs, planned, kind="GPU", named=lambda link: f"GPU {link.source} -> {link.target}"
+    )
+
+
+def transport_differences(
+    links: tuple[Link, ...],
+    pairs: set[tuple[int, int]],
+    planned: Callable[[Link], str],
+    *,
+    kind: str,
+    named: Callable[[Link], str],
+) -> Iterator[str]:
+    """What of the links between some pairs is not as planned, or not in NCCL's log.
+
+    Args:
+        links: as logged.
+        pairs: those that the plan's rings have.
+        planned: the transport that a link was to have.
+        kind: what the pairs are of, `GPU` or `rank`.
+        named: a link in a sentence.
+    """
     silent = sorted(pairs - {(link.source, link.target) for link in links})
     if silent:
         listed = ", ".join(f"{one} -> {other}" for one, other in silent[:_SHOWN])
-        yield f"NCCL's log does not say how it connects GPUs {listed}"
+        yield f"NCCL's log does not say how it connects {kind}s {listed}"
     for link in links:
         if (link.source, link.target) not in pairs:
             continue
-        way = pair_mechanism(seen, link.source, link.target)
-        planned = TRANSPORTS[way.kind]
-        if link.via.split("/")[0] != planned:
+        if link.via.split("/")[0] != planned(link):
             yield (
-                f"GPU {link.source} -> {link.target} goes by {link.via} on {link.channels} "
-                f"channel(s), planned was {planned}"
+                f"{named(link)} goes by {link.via} on {link.channels} channel(s), planned was "
+                f"{planned(link)}"
             )
 
 
