@@ -6,6 +6,7 @@ here, or refused by a container's seccomp profile, raises OSError (ENOSYS, EPERM
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -95,6 +96,21 @@ def pin_to_cpus(cpus: Iterable[int]) -> frozenset[int]:
             f"{','.join(map(str, sorted(before)))}, or what its cpuset allows"
         ) from error
     return before
+
+
+def leave_binding() -> tuple[int, int]:
+    """Let the calling thread, and what it starts, run wherever its cpuset allows.
+
+    mpirun binds ranks to a core each, and with them the threads by which NCCL moves data.
+
+    Returns:
+        tuple[int, int]: on how many CPUs it might run before, and how many it may now.
+    """
+    before = len(os.sched_getaffinity(0))
+    # The kernel takes those that there are and that the cpuset has.
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
+    return before, len(os.sched_getaffinity(0))
 
 
 def available_bytes(node: int | None, nodes: Path = NODES, meminfo: Path = MEMINFO) -> int | None:

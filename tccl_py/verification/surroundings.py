@@ -45,6 +45,8 @@ def job_surroundings(
     # NVML's order, which the plan's indices have.
     found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     found["NCCL_CONF_FILE"] = "/dev/null"
+    # Graphs stand for calls of their own, for which NCCL registers no buffers.
+    found["NCCL_GRAPH_REGISTER"] = "0"
     found["NCCL_DEBUG"] = "INFO"
     found["NCCL_DEBUG_SUBSYS"] = _LOGGED
     return {**found, **variables}

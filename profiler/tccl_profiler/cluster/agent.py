@@ -50,6 +50,10 @@ _STARTED_S = 200e-6
 """How long lanes may take from their release to their start."""
 _LAST_S = 15.0
 """How long an agent that has ended its workers waits for the end of the controller."""
+_BOUND = (
+    "the launcher bound this process to {before} of {now} CPUs; measured with all, "
+    "for NCCL's threads need them: start jobs unbound as well (mpirun --bind-to none)"
+)
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -95,6 +99,7 @@ class Agent:
         self._waiting: deque[Envelope] = deque()
         self._naps = Naps()
         self._hurries = False
+        self._bound = (1, 1)
         # What each message asks for; what gives no answer of its own is done when it returns.
         self._does: dict[type[Message], Callable[[Any], Message | None]] = {
             say.Rest: lambda _: None,
@@ -226,6 +231,9 @@ class Agent:
 
     def _describe(self, message: say.Describe) -> Message:
         self._backend, self._interfaces = message.backend, message.interfaces
+        if message.backend == "cuda":
+            # Cores stand for devices on the other backend, and the launcher deals them out.
+            self._bound = numa.leave_binding()
         self._facts = host_facts(
             self._name,
             backend=message.backend,
@@ -269,12 +277,16 @@ class Agent:
         return say.Opened(lanes=self._pool.lanes, complaints=self._complaints(message.devices))
 
     def _complaints(self, devices: tuple[str, ...]) -> tuple[str, ...]:
-        """What spoils measurements by this host's GPUs; their links sleep yet."""
+        """What spoils measurements by this host's GPUs, whose links sleep yet, or jobs there."""
         gpus = [int(name[1:]) for name in devices if name.startswith("G")]
         if self._backend != "cuda" or not gpus:
             return ()
         with Watch(gpus, self._opened().pids) as watch:
-            return complaints(watch.look(), loaded=False)
+            found = complaints(watch.look(), loaded=False)
+        before, now = self._bound
+        if before < now:
+            found = (*found, _BOUND.format(before=before, now=now))
+        return found
 
     # One run
 

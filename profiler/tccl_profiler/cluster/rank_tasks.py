@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
+from tccl_profiler import numa
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.interfaces import addresses, listening
 from tccl_py.rank_processes.task import Task, run_task
@@ -39,6 +40,7 @@ class RankTasks:
         Raises:
             RanksError: one failed, or the time was up.
         """
+        numa.leave_binding()
         try:
             return say.RanksLeft(left=run_task(task, listener=self._meeting, meanwhile=meanwhile))
         finally:

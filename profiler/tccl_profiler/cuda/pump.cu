@@ -117,6 +117,13 @@ struct Slice {
   u64 in_seed, out_seed, in_number, out_number;
 };
 
+// How many arrivals a thread waits for at once. NCCL's kernels have 96 registers a thread, too few for
+// two sources of kUnroll packs: where it adds, a load goes out when the sum of an earlier one is made.
+// Read off its machine code, 2.18 to 2.30, sm 70 to 120, f32: two where the sum is kept as well, and
+// three to five where it is not.
+template <int Pass>
+constexpr int kAwaited = Pass == kAddKeepSend ? 2 : Pass == kAddSend ? 4 : kUnroll;
+
 // `Count` packs of one thread, a warp's width apart. Stores begin with the last pack: it is the last
 // to arrive, so no store goes out before all loads have come in.
 template <int Pass, bool Check, int Count>
@@ -124,20 +131,24 @@ __device__ __forceinline__ u32 move_packs(const Slice& s, u64 pack) {
   constexpr bool receives = Pass != kSend, sends = Pass != kKeep;
   constexpr bool adds = Pass == kAddSend || Pass == kAddKeepSend;
   constexpr bool keeps = Pass == kKeep || Pass == kKeepSend || Pass == kAddKeepSend;
+  const u32 nothing = gridDim.y - 1;  // 0, but the compiler does not know: makes loads wait
   uint4 in[Count], v[Count];
   u32 errors = 0;
 #pragma unroll
-  for (int i = 0; i < Count; i++) {
-    const u64 at = (pack + (u64)i * kWarp) * 16;
-    if (adds || Pass == kSend) v[i] = load(s.user + at);
-    if (receives) in[i] = load(s.in + at);
-  }
+  for (int i = 0; i < Count; i++)
+    if (adds || Pass == kSend) v[i] = load(s.user + (pack + (u64)i * kWarp) * 16);
 #pragma unroll
-  for (int i = 0; i < Count; i++) {
-    const u64 number = pack + (u64)i * kWarp;
-    if (Check && receives && s.in_seed && differ(in[i], pattern(s.in_seed, s.in_number, number))) errors++;
-    if (adds) v[i] = add(in[i], v[i]);
-    else if (receives) v[i] = in[i];
+  for (int i = 0; i < Count + kAwaited<Pass>; i++) {
+    const int come = i - kAwaited<Pass>;
+    if (receives && come >= 0) {
+      const u64 number = pack + (u64)come * kWarp;
+      if (Check && s.in_seed && differ(in[come], pattern(s.in_seed, s.in_number, number))) errors++;
+      v[come] = adds ? add(in[come], v[come]) : in[come];
+    }
+    if (receives && i < Count) {
+      const u32 after = come >= 0 ? v[come < 0 ? 0 : come].x & nothing : 0;
+      in[i] = load(s.in + (pack + (u64)i * kWarp) * 16 + after);
+    }
   }
 #pragma unroll
   for (int i = Count - 1; i >= 0; i--)
@@ -168,19 +179,23 @@ struct Pass {
   u32 in, out, stop;
 };
 
-// Thread 0's view of a lane: what is done and which chunk comes next.
+// How far a lane is, in slices.
 struct Progress {
-  u64 in_done, out_done;  // slices
-  u64 in_seen, out_seen;  // counters when last looked at
-  u64 stop_at;
+  u64 in_done, out_done;
 };
 
-__device__ __forceinline__ bool in_ready(const Lane& l, const Progress& p) {
-  return l.in.data && (!l.in.wait || p.in_seen > p.in_done);
+// What thread 0 alone has to know: counters when last looked at, and when to stop. In shared memory,
+// because all threads' registers are for packs.
+struct Outlook {
+  u64 in_seen, out_seen, stop_at;
+};
+
+__device__ __forceinline__ bool in_ready(const Lane& l, const Progress& p, const Outlook& o) {
+  return l.in.data && (!l.in.wait || o.in_seen > p.in_done);
 }
 
-__device__ __forceinline__ bool out_ready(const Lane& l, const Progress& p) {
-  return l.out.data && (!l.out.wait || p.out_seen + l.out.slices > p.out_done);
+__device__ __forceinline__ bool out_ready(const Lane& l, const Progress& p, const Outlook& o) {
+  return l.out.data && (!l.out.wait || o.out_seen + l.out.slices > p.out_done);
 }
 
 constexpr u64 kAbort = ~0ull;  // in place of an epoch: all lanes stop
@@ -188,7 +203,7 @@ constexpr u64 kChunk = 2;  // slices; NCCL passes a ring's data on by half FIFOs
 
 // Waits until a pass is possible. A coupled lane sends its first chunk unasked, since in a closed ring
 // all would wait for each other; the last chunk of a cycle it keeps, and then sends one of its own.
-__device__ __forceinline__ Pass next_pass(const Lane& l, Progress& p, u64 flag) {
+__device__ __forceinline__ Pass next_pass(const Lane& l, const Progress& p, Outlook& o, u64 flag) {
   bool in_wanted = l.in.data, out_wanted = l.out.data;
   if (in_wanted && out_wanted && l.coupled) {
     const bool last = l.cycle && p.in_done / kChunk % l.cycle == l.cycle - 1;
@@ -196,10 +211,10 @@ __device__ __forceinline__ Pass next_pass(const Lane& l, Progress& p, u64 flag) 
     else if (p.out_done - p.in_done < kChunk) in_wanted = false;
   }
   for (u64 spins = 1;; spins++) {
-    if (in_wanted && !in_ready(l, p)) p.in_seen = look_at_counter(l.in.wait);
-    if (out_wanted && !out_ready(l, p)) p.out_seen = look_at_counter(l.out.wait);
-    const bool in = in_wanted && in_ready(l, p), out = out_wanted && out_ready(l, p);
-    if (now_ns() >= p.stop_at) return Pass{0, 0, 1};
+    if (in_wanted && !in_ready(l, p, o)) o.in_seen = look_at_counter(l.in.wait);
+    if (out_wanted && !out_ready(l, p, o)) o.out_seen = look_at_counter(l.out.wait);
+    const bool in = in_wanted && in_ready(l, p, o), out = out_wanted && out_ready(l, p, o);
+    if (now_ns() >= o.stop_at) return Pass{0, 0, 1};
     if (spins % 4096 == 0 && look(flag) == kAbort) return Pass{0, 0, 1};
     if (l.coupled ? in == in_wanted && out == out_wanted : in || out) return Pass{in, out, 0};
   }
@@ -229,14 +244,14 @@ __device__ __forceinline__ u32 pass_on(const Lane& l, const Slice& s, u64 packs,
 }
 
 template <bool Check>
-__device__ void work(const Lane& l, Pass* passes, u64 flag, u64 stop_at, u32* errors) {
+__device__ void work(const Lane& l, Pass* passes, Outlook* outlook, u64 flag, u32* errors) {
   const int workers = blockDim.x - kWarp;
   const u64 packs = l.slice_bytes / 16;
-  Progress p = {0, 0, 0, 0, stop_at};
+  Progress p = {0, 0};
   u32 wrong = 0;
   for (u64 turn = 0;; turn++) {
     Pass* shared = passes + turn % 2;
-    if (threadIdx.x == 0) *shared = next_pass(l, p, flag);
+    if (threadIdx.x == 0) *shared = next_pass(l, p, *outlook, flag);
     barrier(kWorkersReady, workers);
     const Pass pass = *shared;
     if (!pass.stop) {
@@ -305,6 +320,7 @@ __device__ u64 released(u64 flag, const Timing& t) {
 template <bool Check>
 __device__ __forceinline__ void pump_lane(const Lane* lanes, Record* records, u64 flag, Timing t) {
   __shared__ Pass passes[2];
+  __shared__ Outlook outlook;
   __shared__ Count in, out;
   __shared__ u64 start;
   __shared__ u32 errors;
@@ -322,12 +338,12 @@ __device__ __forceinline__ void pump_lane(const Lane* lanes, Record* records, u6
     }
     put((u64)&record->resident, t.epoch);
     start = released(flag, t);
+    outlook = Outlook{0, 0, start + t.warm_ns + t.window_ns};
   }
   __syncthreads();
   if (start) {
-    const u64 warm_at = start + t.warm_ns, stop_at = warm_at + t.window_ns;
-    if (threadIdx.x < blockDim.x - kWarp) work<Check>(lane, passes, flag, stop_at, &errors);
-    else post(lane, passes, warm_at, &in, &out);
+    if (threadIdx.x < blockDim.x - kWarp) work<Check>(lane, passes, &outlook, flag, &errors);
+    else post(lane, passes, start + t.warm_ns, &in, &out);
   } else if (threadIdx.x == 0) {
     in = out = Count{0, 0, 0, 0};
   }
