@@ -39,7 +39,7 @@ NetworkOption = Annotated[
     typer.Option(
         metavar="tcp|nccl",
         help="What moves bytes from host to host: TCP between host memories, or NCCL from GPU to "
-        "GPU, by InfiniBand or RoCE where there is. The default is tcp.",
+        "GPU, by InfiniBand or RoCE where there is. The default is nccl, on the host backend tcp.",
     ),
 ]
 """The --network option of commands that measure the hosts of a job."""
@@ -111,7 +111,9 @@ def _network(asked: str | None, backend: Backend) -> Network:
     Raises:
         InputError: an unknown one, or NCCL without GPUs.
     """
-    if asked in (None, "tcp"):
+    if asked is None:
+        return "tcp" if backend == "host" else "nccl"
+    if asked == "tcp":
         return "tcp"
     if asked != "nccl":
         raise InputError(f"--network {asked[:20]!r}", "is not known", "one of tcp, nccl")

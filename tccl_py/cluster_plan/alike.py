@@ -7,14 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.cluster_plan.directory import class_file
+from tccl_py.cluster_plan.directory import class_file, planned_model
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.errors import InputError, SearchError
 from tccl_py.plan.plan import PlanRing
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.runtimes.tccl.database import Database, mask_of
 from tccl_py.runtimes.tccl.solver import found_ring
-from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
@@ -69,13 +68,11 @@ def class_model(plan: ClusterPlan, directory: Path) -> MachineModel:
         InputError: it is missing, damaged, or describes another machine.
     """
     (one,) = plan.cluster.classes
-    path = directory / class_file(one.name)
-    found = read_description(path)
-    if found.model is None:
+    found = planned_model(plan, 0, directory)
+    if found is None:
+        path = directory / class_file(one.name)
         raise InputError(str(path), "holds no model to simulate by", "plan again")
-    if (found.machine, found.knowledge) != (one.machine, one.knowledge):
-        raise InputError(str(path), "is not the plan's machine", "plan it again")
-    return found.model
+    return found
 
 
 def alike_notes(plan: ClusterPlan, database: Database) -> Iterator[str]:

@@ -15,9 +15,10 @@ from tccl_py.emitters.cluster_files import (
 )
 from tccl_py.emitters.host_order import HostOrder, host_order_files, launch_notes
 from tccl_py.emitters.plan_files import conf_text, node_graph_text
+from tccl_py.errors import InputError
 from tccl_py.plan.staging import write_new_directory, write_with_plan
 from tccl_py.runtimes.nccl.transport import view
-from tccl_py.simulator.descriptions import description_to_json
+from tccl_py.simulator.descriptions import description_to_json, read_description
 from tccl_py.simulator.library import model_to_json
 from tccl_py.simulator.model import MachineModel
 
@@ -82,6 +83,36 @@ def host_order(plan: ClusterPlan) -> HostOrder:
 def class_file(name: str) -> str:
     """Where a plan's directory has the machine of a class, by the name of the class."""
     return f"machines/{name}.json"
+
+
+def planned_model(plan: ClusterPlan, number: int, directory: Path) -> MachineModel | None:
+    """The model in a plan's directory of a class, by its number; None if its file has none.
+
+    Raises:
+        InputError: the file is missing or damaged, or describes another machine.
+    """
+    one = plan.cluster.classes[number]
+    path = directory / class_file(one.name)
+    found = read_description(path)
+    if (found.machine, found.knowledge) != (one.machine, one.knowledge):
+        raise InputError(str(path), "is not the plan's machine", "plan it again")
+    return found.model
+
+
+def planned_models(plan: ClusterPlan, directory: Path) -> dict[str, MachineModel]:
+    """The models whose rates a simulated plan has, by the names of classes, as far as they are
+    there; to write the plan anew.
+
+    Raises:
+        InputError: a file is damaged or describes another machine.
+    """
+    found = {}
+    for number, one in enumerate(plan.cluster.classes if plan.simulated else ()):
+        if (directory / class_file(one.name)).is_file():
+            model = planned_model(plan, number, directory)
+            if model is not None:
+                found[one.name] = model
+    return found
 
 
 def write_cluster_plan(

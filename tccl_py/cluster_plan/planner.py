@@ -16,13 +16,13 @@ from tccl_py.cluster_plan.plan import (
     PlannedHost,
     PlanPassage,
 )
+from tccl_py.cluster_plan.retuned import ends_as_measured, path_types
 from tccl_py.errors import InputError, SearchError
 from tccl_py.measurements.measurement import BandwidthSource, dealt
 from tccl_py.merge.switches import uplink_limit
 from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, is_proven, other_count_notices
 from tccl_py.plan.settings_search import WORTH
-from tccl_py.runtimes.nccl.chain_hops import farthest_end
-from tccl_py.runtimes.nccl.settings import Settings, final_channels
+from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.runtimes.nccl.versions import LATEST, version_facts
 from tccl_py.search.problem import Budget, Reporter, SilentReporter
@@ -179,12 +179,10 @@ def _realisable(
         found = joint(cluster, nodes, settings, count, keep_order=keep_order)
         if found is None:
             return None
-        channels, version = settings.channels, settings.version
-        speed, hosts = found.rate_gbps / channels, len(cluster.hosts)
-        final = final_channels(channels, sm=sm, nodes=hosts, speed_intra=speed, version=version)
-        if final == final_channels(channels, sm=sm, version=version):
+        hosts = len(cluster.hosts)
+        if ends_as_measured(settings, sm=sm, hosts=hosts, rate_gbps=found.rate_gbps):
             return found
-        settings = msgspec.structs.replace(settings, channels=2 * channels)
+        settings = msgspec.structs.replace(settings, channels=2 * settings.channels)
 
 
 def _better(one: Joint, other: Joint) -> bool:
@@ -259,15 +257,13 @@ def _plan_passage(node: Node, number: int, settings: Settings, passage: Passage)
             )
         )
     seen = view(node.machine, node.knowledge, settings, gpus=node.gpus)
-    pairs = {(hop.source, hop.target) for chain in passage.chains for hop in chain.hops}
-    types = [seen.paths[f"G{one}", f"G{other}"].type for one, other in pairs]
-    ends = [(c.gpus[0], c.entry_nic, c.gpus[-1], c.exit_nic) for c in passage.chains]
+    type_intra, type_inter = path_types(seen, passage.chains)
     return PlanPassage(
         node_class=number,
         chains=tuple(chains),
         rate_gbps=passage.rate_gbps,
-        type_intra=max(types).name if types else "LOC",
-        type_inter=farthest_end(seen, ends).name,
+        type_intra=type_intra,
+        type_inter=type_inter,
     )
 
 

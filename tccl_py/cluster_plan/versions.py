@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from tccl_py.cluster_plan.plan import ClusterPlan
+from tccl_py.cluster_plan.retuned import passage_flows
 from tccl_py.errors import InputError, SearchError
-from tccl_py.runtimes.nccl.chain_hops import chain_hop_space, chains_as_rings
 from tccl_py.runtimes.nccl.settings import check_settings
 from tccl_py.runtimes.nccl.versions import version_facts
 
@@ -20,24 +20,15 @@ def for_version(plan: ClusterPlan, version: str) -> ClusterPlan:
     settings = check_settings(msgspec.structs.replace(plan.settings, version=version))
     for number in sorted({host.passage for host in plan.hosts}):
         passage = plan.passages[number]
-        one = plan.cluster.classes[passage.node_class]
-        space = chain_hop_space(
-            one.machine,
-            one.knowledge,
-            settings,
-            gpus=plan.gpus[passage.node_class],
-            chains_in_set=len(passage.chains),
-        )
-        for chain in passage.chains:
-            named = chain.entry_nic, chain.gpus, chain.exit_nic
-            try:
-                (moved,) = chains_as_rings(space, [named])
-            except SearchError as error:
-                raise _refused(version, f"has no hop for a pair of GPUs of {one.name}") from error
-            for hop, flow in zip(moved.hops, chain.flows, strict=True):
-                if str(hop.flow) != flow:
-                    what = f"on {one.name} moves by {hop.flow}, where the plan has {flow}"
-                    raise _refused(version, what)
+        name = plan.cluster.classes[passage.node_class].name
+        try:
+            moved = passage_flows(plan, number, settings)
+        except SearchError as error:
+            raise _refused(version, f"has no hop for a pair of GPUs of {name}") from error
+        for chain, flows in zip(passage.chains, moved, strict=True):
+            for now, flow in zip(flows, chain.flows, strict=True):
+                if now != flow:
+                    raise _refused(version, f"on {name} moves by {now}, where the plan has {flow}")
     verified = version_facts(version).verified
     return msgspec.structs.replace(plan, settings=settings, settings_verified=verified)
 

@@ -15,7 +15,7 @@ from tccl_py.rank_processes.rank import leave_answer, meet, own_device, told
 from tccl_py.verification.checks import run_checks
 from tccl_py.verification.orders import Answer, Order
 from tccl_py.verification.ranks import Ranks
-from tccl_py.verification.timing import time_size
+from tccl_py.verification.timing import time_size, wake
 from tccl_py.verification.training import train
 
 
@@ -56,6 +56,7 @@ def carry_out(order: Order, ranks: Ranks) -> Answer:
             answer, checked=found.checked, wrong=found.wrong, left_out=found.left_out
         )
     if order.sizes:
+        wake(ranks)
         timings = [time_size(ranks, order.collective, size, order.seconds) for size in order.sizes]
         answer = msgspec.structs.replace(answer, timings=tuple(timings))
     if order.training:

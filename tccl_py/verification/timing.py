@@ -16,8 +16,21 @@ MAX_CALLS = 200
 GRAPHED_BYTES = 16 * MIB
 """Up to this size GPUs replay a CUDA graph of the calls: over NVLink a call of Python's takes
 longer than the collective, and what would be compared is how busy the host is."""
+_WAKING_S = 0.5
 _WARM = 3
 _PROBED = 3
+
+
+def wake(ranks: Ranks) -> None:
+    """Keep the GPU busy until its clocks are up: an idle one has a fraction of them, and the first
+    sizes would be timed while they rise."""
+    if not ranks.cuda:
+        return
+    square = ranks.torch.ones((4096, 4096), device=ranks.device)
+    until = time.monotonic() + _WAKING_S
+    while time.monotonic() < until:
+        ranks.torch.mm(square, square)
+        ranks.wait()
 
 
 def time_size(ranks: Ranks, collective: Collective, size: int, seconds: float) -> tuple[float, ...]:

@@ -141,5 +141,6 @@ def _loaded() -> Any:
         return ctypes.CDLL(next(found, NAME))
     except OSError as error:
         raise MeasurementError(
-            f"NCCL's library does not load ({error}); install it, or measure the network by TCP"
+            f"NCCL's library does not load ({error}); install it, or measure the network by TCP: "
+            "--network tcp"
         ) from error
