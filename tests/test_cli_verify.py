@@ -7,6 +7,7 @@ import signal
 import pytest
 from typer.testing import CliRunner
 
+from tccl_py.cli import verified as common
 from tccl_py.cli import verify as module
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
@@ -170,8 +171,8 @@ def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, jobs, monke
     tuning = []
     fake = Interrupting(number=signal.SIGTERM, at=lambda count: bool(tuning))
     monkeypatch.setattr(module, "run_job", fake)
-    run = module.run_tuning
-    monkeypatch.setattr(module, "run_tuning", lambda *a, **k: tuning.append(1) or run(*a, **k))
+    run = common.run_tuning
+    monkeypatch.setattr(common, "run_tuning", lambda *a, **k: tuning.append(1) or run(*a, **k))
     found = tccl("verify", place, "--backend", "host", "--tune")
     assert found.exit_code == 143
     assert "interrupted: the plan is as it was, and what was verified of it is kept" in found.stderr

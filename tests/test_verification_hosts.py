@@ -152,10 +152,14 @@ def test_hosts_of_three_classes_are_read_in_global_ranks():
 
 
 class FakeHosts:
-    """Hosts whose ranks answer at once; stock takes `slow` times as long as the plan."""
+    """Hosts whose ranks answer at once; stock takes `slow` times as long as the plan.
 
-    def __init__(self, *, slow=1.5, fails=lambda task: False):
-        self.tasks, self.met, self._slow, self._fails = [], [], slow, fails
+    Or jobs take what `seconds` says of a size and a host's task.
+    """
+
+    def __init__(self, *, slow=1.5, fails=lambda task: False, seconds=None):
+        self.tasks, self.met, self._fails = [], [], fails
+        self._seconds = seconds or (lambda size, task: 1e-3 * (1.0 if task.files else slow))
 
     def meeting(self, host):
         self.met.append(host)
@@ -169,7 +173,6 @@ class FakeHosts:
 
     def _left(self, task):
         order = json.loads(task.order)
-        slow = 1.0 if task.files else self._slow
         # As noise, each job of a kind differs from the one before.
         noise = 1 + 0.001 * math.sin(len(self.tasks))
         answers = [
@@ -178,7 +181,7 @@ class FakeHosts:
                     "rank": rank,
                     "torch": "2",
                     "checked": 5 if order["checks"] else 0,
-                    "timings": [[1e-3 * slow * noise] * 3 for _ in order["sizes"]],
+                    "timings": [[self._seconds(size, task) * noise] * 3 for size in order["sizes"]],
                 }
             )
             for rank in task.ranks
@@ -187,7 +190,6 @@ class FakeHosts:
 
 
 def place_of(plan, hosts, **more):
-    graphs = graphs_of(plan)
     parts = []
     for host in plan.hosts:
         gpus = plan.gpus[plan.passages[host.passage].node_class]
@@ -197,7 +199,6 @@ def place_of(plan, hosts, **more):
                 name=host.name,
                 ranks=ranks,
                 gpus=gpus,
-                graph=graphs[host.name],
                 variables={"GLOO_SOCKET_IFNAME": f"eth-{host.name}"},
             )
         )

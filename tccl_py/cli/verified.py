@@ -1,4 +1,5 @@
-"""What verifying a machine's plan and a cluster's have in common: who watches, and what is said."""
+"""What verifying a machine's plan and a cluster's have in common: tuning, interrupts, what is kept,
+who watches, and what is said."""
 
 from __future__ import annotations
 
@@ -10,14 +11,57 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.cli.arguments import notice_each, notices
-from tccl_py.errors import InputError
+from tccl_py.cli.arguments import notice, notice_each, notices
+from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
+from tccl_py.errors import InputError, TcclError
 from tccl_py.health.fitness import why_not_with
-from tccl_py.verification.record import Verification
-from tccl_py.verification.verify import Watcher
+from tccl_py.report.words import settings_words
+from tccl_py.verification.record import Verification, keep_verification
+from tccl_py.verification.sides import AnyPlace
+from tccl_py.verification.tunable import Tunable
+from tccl_py.verification.tuning import COMPARISON_SECONDS, run_tuning
+from tccl_py.verification.verify import Effort, Watcher, verify_subject
 
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
 _SYSTEM_CONF = Path("/etc/nccl.conf")
+
+
+def verified(
+    plan: Tunable, directory: Path, place: AnyPlace, effort: Effort, *, also_tune: bool
+) -> Verification:
+    """Verify, tune if asked to, and keep what was found with the plan.
+
+    An interrupt or an error while settings are tried leaves the plan as it was, and what was
+    verified of it.
+    """
+    if also_tune:
+        effort = msgspec.structs.replace(effort, seconds=min(effort.seconds, COMPARISON_SECONDS))
+    with watcher() as watch, interrupts_put_off(CTRL_C_AND_SIGTERM):
+        try:
+            found = verify_subject(plan.in_place(), place, effort, watch=watch)
+        except (KeyboardInterrupt, Terminated):
+            notice(f"interrupted: nothing in {directory} was changed")
+            raise
+        if not also_tune:
+            return _kept(found, directory)
+        try:
+            tuned = run_tuning(plan, place, effort, found, watch=watch)
+        except (KeyboardInterrupt, Terminated, TcclError) as error:
+            _kept(found, directory)
+            why = "not tuned" if isinstance(error, TcclError) else "interrupted"
+            notice(f"{why}: the plan is as it was, and what was verified of it is kept")
+            raise
+    return _kept(tuned.verification, directory, tuned=None if tuned.plan is plan else tuned.plan)
+
+
+def _kept(found: Verification, directory: Path, *, tuned: Tunable | None = None) -> Verification:
+    """Write what was found of a plan, and before it the plan if it was tuned."""
+    found = with_conditions(found)
+    with undisturbed():
+        if tuned is not None:
+            tuned.write()
+            notice(f"tuned: {settings_words(tuned.settings)}")
+        return keep_verification(found, directory)
 
 
 @contextmanager

@@ -20,28 +20,21 @@ from tccl_py.cli.arguments import (
 )
 from tccl_py.cli.cluster_kind import refuse_cluster
 from tccl_py.cli.hardware import MeasuredMachine, measured_machine
-from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
 from tccl_py.cli.jobs import in_job
-from tccl_py.cli.verified import check_kept, watcher, with_conditions
+from tccl_py.cli.verified import check_kept, verified
 from tccl_py.cli.verify_hosts import verify_hosts
 from tccl_py.cli.verify_text import print_verification, verification_json
 from tccl_py.errors import InputError
 from tccl_py.health.drift.identity import differences
 from tccl_py.plan.directory import check_plan_directory, known_fingerprint, locked
 from tccl_py.plan.plan import Plan, load_plan
-from tccl_py.report.words import settings_words
 from tccl_py.verification.comparison import LEAST_PAIRS, MAX_PAIRS
 from tccl_py.verification.jobs import run_job
 from tccl_py.verification.orders import COLLECTIVES, SIZES, Backend, Collective
-from tccl_py.verification.record import Verification, keep_verification
+from tccl_py.verification.record import Verification
 from tccl_py.verification.sides import Place
-from tccl_py.verification.tuning import COMPARISON_SECONDS, rewrite_plan, run_tuning
-from tccl_py.verification.verify import (
-    DEFAULT_PAIRS,
-    DEFAULT_SECONDS,
-    Effort,
-    run_verification,
-)
+from tccl_py.verification.tunable import TunableMachine
+from tccl_py.verification.verify import DEFAULT_PAIRS, DEFAULT_SECONDS, Effort
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SIZE = re.compile(r"(?P<number>[0-9]{1,12}) ?(?P<unit>[kmg]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
@@ -118,7 +111,7 @@ def verify(
 
     The plan of a cluster is verified under mpirun or srun, with a rank on each of its hosts, from a
     directory that the first rank sees: every job's processes are started on each host anew, with
-    that host's graph file or without, and meet over TCP. --tune is for one machine.
+    that host's graph file or without, and meet over TCP.
 
     Your own NCCL_ variables are not used, except NCCL_NVLS_ENABLE, those that name interfaces, and
     what --keep names. With --tune the best other settings are verified as well, and DIR gets them
@@ -151,9 +144,7 @@ def verify(
     chosen = _backend(backend)
     check_kept(keep or ())
     if in_job():
-        if tune:
-            raise InputError("--tune for several nodes", "is about one machine", "leave it out")
-        found = verify_hosts(directory, effort, chosen, tuple(keep or ()))
+        found = verify_hosts(directory, effort, chosen, tuple(keep or ()), also_tune=tune)
     else:
         check_plan_directory(directory)
         refuse_cluster(directory, "start the command by mpirun or srun, with a rank on each host")
@@ -161,7 +152,7 @@ def verify(
         with locked(directory):
             plan = load_plan(directory)
             place = _place(plan, directory, chosen, keep or [])
-            found = verified(plan, directory, place, effort, also_tune=tune)
+            found = _verified(plan, directory, place, effort, also_tune=tune)
     if json:
         print_json(verification_json(found))
     else:
@@ -184,46 +175,15 @@ def check_tuning() -> None:
 def tuned_plan(plan: Plan, directory: Path) -> Plan:
     """Verify a plan that was just written, and try other settings; the plan that is there then."""
     place = _place(plan, directory, "cuda", [])
-    print_verification(verified(plan, directory, place, Effort(), also_tune=True), notices())
+    print_verification(_verified(plan, directory, place, Effort(), also_tune=True), notices())
     return load_plan(directory)
 
 
-def verified(
+def _verified(
     plan: Plan, directory: Path, place: Place, effort: Effort, *, also_tune: bool
 ) -> Verification:
-    """Verify, tune if asked to, and keep what was found with the plan.
-
-    An interrupt while settings are tried leaves the plan as it was, and what was verified of it.
-    """
-    if also_tune:
-        effort = msgspec.structs.replace(effort, seconds=min(effort.seconds, COMPARISON_SECONDS))
-    with watcher() as watch, interrupts_put_off(CTRL_C_AND_SIGTERM):
-        try:
-            found = run_verification(plan, directory, place, effort, watch=watch)
-        except (KeyboardInterrupt, Terminated):
-            notice(f"interrupted: nothing in {directory} was changed")
-            raise
-        if not also_tune:
-            return _kept(found, plan, directory)
-        try:
-            tuned = run_tuning(plan, directory, place, effort, found, watch=watch)
-        except (KeyboardInterrupt, Terminated):
-            _kept(found, plan, directory)
-            notice("interrupted: the plan is as it was, and what was verified of it is kept")
-            raise
-    return _kept(tuned.verification, tuned.plan, directory, before=plan)
-
-
-def _kept(
-    found: Verification, plan: Plan, directory: Path, *, before: Plan | None = None
-) -> Verification:
-    """Write what was found of a plan, and the plan if it is another than before."""
-    found = with_conditions(found)
-    with undisturbed():
-        if before not in (None, plan):
-            rewrite_plan(plan, directory)
-            notice(f"tuned: {settings_words(plan.settings)}")
-        return keep_verification(found, directory)
+    subject = TunableMachine(plan=plan, directory=directory)
+    return verified(subject, directory, place, effort, also_tune=also_tune)
 
 
 def _place(plan: Plan, directory: Path, backend: Backend, keep: list[str]) -> Place:

@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tccl_py.cli.arguments import notice
-from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
 from tccl_py.cli.jobs import job_of_ranks
-from tccl_py.cli.verified import watcher, with_conditions
+from tccl_py.cli.verified import verified
 from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.emitters.cluster_files import host_graph_file
 from tccl_py.errors import InputError
@@ -20,9 +18,9 @@ from tccl_py.files import read_text
 from tccl_py.plan.directory import check_plan_directory, locked
 from tccl_py.verification.hosts import HostPart, HostsPlace
 from tccl_py.verification.orders import Backend
-from tccl_py.verification.record import Verification, keep_verification
-from tccl_py.verification.subjects import cluster_subject
-from tccl_py.verification.verify import Effort, verify_subject
+from tccl_py.verification.record import Verification
+from tccl_py.verification.tunable import tunable_cluster
+from tccl_py.verification.verify import Effort
 
 if TYPE_CHECKING:
     from tccl_profiler.cluster.facts import HostFacts
@@ -32,9 +30,9 @@ _AGAIN = "start a rank on each host that the plan has, or plan these hosts"
 
 
 def verify_hosts(
-    directory: Path, effort: Effort, backend: Backend, keep: tuple[str, ...]
+    directory: Path, effort: Effort, backend: Backend, keep: tuple[str, ...], *, also_tune: bool
 ) -> Verification:
-    """Verify the plan of this MPI job's hosts and keep what was found with it.
+    """Verify the plan of this MPI job's hosts, tune it if asked to, and keep what was found.
 
     On all ranks but the first this does not return.
 
@@ -51,19 +49,11 @@ def verify_hosts(
                 str(directory), "is the plan of one machine", "start the command by itself there"
             )
         # Who plans into it meanwhile would get the verdict of another plan.
-        with locked(directory), watcher() as watch, interrupts_put_off(CTRL_C_AND_SIGTERM):
+        with locked(directory):
             plan = load_cluster_plan(directory)
-            graphs = _graphs(plan, directory)
-            place = _place(plan, graphs, RankJobs(job), backend, keep)
-            subject = cluster_subject(plan, directory, graphs)
-            try:
-                found = verify_subject(subject, place, effort, watch=watch)
-            except (KeyboardInterrupt, Terminated):
-                notice(f"interrupted: nothing in {directory} was changed")
-                raise
-            found = with_conditions(found)
-            with undisturbed():
-                return keep_verification(found, directory)
+            subject = tunable_cluster(plan, directory, _graphs(plan, directory))
+            place = _place(plan, RankJobs(job), backend, keep)
+            return verified(subject, directory, place, effort, also_tune=also_tune)
 
 
 def _graphs(plan: ClusterPlan, directory: Path) -> dict[str, str]:
@@ -82,11 +72,7 @@ def _graphs(plan: ClusterPlan, directory: Path) -> dict[str, str]:
 
 
 def _place(
-    plan: ClusterPlan,
-    graphs: Mapping[str, str],
-    jobs: RankJobs,
-    backend: Backend,
-    keep: tuple[str, ...],
+    plan: ClusterPlan, jobs: RankJobs, backend: Backend, keep: tuple[str, ...]
 ) -> HostsPlace:
     _check_hosts(plan, jobs.hosts)
     facts = jobs.described(backend, interfaces=plan.settings.socket_ifname)
@@ -103,7 +89,6 @@ def _place(
                 name=host.name,
                 ranks=tuple(range(host.first_rank, host.first_rank + len(gpus))),
                 gpus=gpus,
-                graph=graphs[host.name],
                 variables=variables,
             )
         )

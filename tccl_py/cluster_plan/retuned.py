@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -85,26 +85,24 @@ def keeps_rings(plan: ClusterPlan, settings: Settings) -> bool:
 def other_landings(plan: ClusterPlan, settings: Settings) -> tuple[Settings, ...]:
     """Settings that change where bytes of the plan's rings land between GPUs and NICs, and nothing
     else; of those that come to the same the first, which departs least from NCCL's defaults."""
-    seen = {_flows(plan, settings)}
-    found = []
+    found: dict[tuple[PassageFlows, ...], Settings] = {}
+    for other in (settings, *_landings_of_classes(plan, settings)):
+        try:
+            found.setdefault(_flows(plan, other), other)
+        except SearchError:
+            continue
+    return tuple(one for one in found.values() if one != settings)
+
+
+def _landings_of_classes(plan: ClusterPlan, settings: Settings) -> Iterator[Settings]:
+    """Settings that change where bytes land for some GPU and NIC of some class."""
     for number, passages in _by_class(plan).items():
         one = plan.cluster.classes[number]
         chains = [chain for passage in passages for chain in passage.chains]
-        for other in network_candidates(
-            one.machine,
-            one.knowledge,
-            settings,
-            gpus=plan.gpus[number],
-            nics=sorted({nic for chain in chains for nic in (chain.entry_nic, chain.exit_nic)}),
-        ):
-            try:
-                flows = _flows(plan, other)
-            except SearchError:
-                continue
-            if flows not in seen:
-                seen.add(flows)
-                found.append(other)
-    return tuple(found)
+        nics = sorted({nic for chain in chains for nic in (chain.entry_nic, chain.exit_nic)})
+        yield from network_candidates(
+            one.machine, one.knowledge, settings, gpus=plan.gpus[number], nics=nics
+        )
 
 
 def retuned(plan: ClusterPlan, settings: Settings, *, rate_gbps: float) -> ClusterPlan:

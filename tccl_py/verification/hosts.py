@@ -38,7 +38,7 @@ class Runner(Protocol):
 
 
 class HostPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A host of the job: its ranks, its GPUs in their order, and the text of its graph file.
+    """A host of the job: its ranks, and its GPUs in their order.
 
     `variables` hold for this host alone, as the interface that gloo is to use.
     """
@@ -46,7 +46,6 @@ class HostPart(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     ranks: tuple[int, ...]
     gpus: tuple[int, ...]
-    graph: str
     variables: dict[str, str] = {}
 
 
@@ -92,7 +91,7 @@ class HostsPlace(msgspec.Struct, frozen=True, kw_only=True):
         files = {}
         if _GRAPH in variables:
             variables[_GRAPH] = f"{FOLDER}/{GRAPH_FILE}"
-            files[GRAPH_FILE] = host.graph
+            files[GRAPH_FILE] = side.graphs[host.name]
         surroundings = job_surroundings(
             {**self.callers[host.name], **host.variables},
             gpus=host.gpus if self.backend == "cuda" else None,

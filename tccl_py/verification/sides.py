@@ -22,10 +22,14 @@ Runner = Callable[[Order, Mapping[str, str]], Outcome]
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """What one side's jobs are told beyond what both are."""
+    """What one side's jobs are told beyond what both are.
+
+    `graphs` are the texts of graph files by host, for a job over several: each gets its own.
+    """
 
     name: str
     variables: dict[str, str]
+    graphs: dict[str, str] = {}
 
 
 class AnyPlace(Protocol):

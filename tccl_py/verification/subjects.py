@@ -76,6 +76,7 @@ def cluster_subject(plan: ClusterPlan, directory: Path, graphs: Mapping[str, str
             name="plan",
             # Each host gets the file of its own name, by the place where its ranks have it.
             variables=job_environment(plan.settings, graph=folder / "HOST.xml"),
+            graphs=dict(graphs),
         ),
         settings=plan.settings,
         predicted_gbps=plan.rate_gbps,

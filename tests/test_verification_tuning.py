@@ -1,0 +1,302 @@
+"""Tuning a cluster's plan: what is tried on its hosts, what wins, and what is written."""
+
+import itertools
+import os
+import re
+import signal
+
+import msgspec
+import pytest
+
+from tccl_py.cli import verified as common
+from tccl_py.cli.interrupts import Terminated
+from tccl_py.cluster_plan.checks import check_cluster_plan
+from tccl_py.cluster_plan.directory import cluster_files, write_cluster_plan
+from tccl_py.cluster_plan.plan import load_cluster_plan
+from tccl_py.cluster_plan.retuned import keeps_rings, other_landings, retuned
+from tccl_py.errors import SourceLostError
+from tccl_py.runtimes.nccl.settings import Settings, environment
+from tccl_py.runtimes.nccl.validator import NodeJob, validate_cluster
+from tccl_py.simulator.descriptions import read_description
+from tccl_py.simulator.generic import model_for
+from tccl_py.verification.record import load_verification
+from tccl_py.verification.tunable import host_graphs, tunable_cluster
+from tccl_py.verification.tuning import run_tuning
+from tccl_py.verification.verify import Effort, verify_subject
+from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts, mixed
+from tests.test_verification_hosts import FakeHosts, place_of
+
+EFFORT = Effort(sizes=(16 << 10, 64 << 20), checks=False)
+FOLDERS = ("machines", "nccl")
+
+
+def told(task):
+    """The settings that a host's ranks have: channels of its file, and variables."""
+    (text,) = task.files.values()
+    channels = int(re.search(r'nchannels="(\d+)"', text)[1])
+    variables = {name: one for name, one in task.surroundings.items() if name.startswith("NCCL_")}
+    return channels, int(variables.get("NCCL_BUFFSIZE", 4 << 20)), variables
+
+
+def by_settings(rate):
+    """Seconds: stock's a size, over what `rate(size, channels, buffsize, variables)` says."""
+
+    def seconds(size, task):
+        stock = 1e-4 + size / 1e9
+        return stock / rate(size, *told(task)) if task.files else stock
+
+    return seconds
+
+
+def tuned(plan, hosts, directory, effort=EFFORT):
+    """What tuning a plan comes to; the plan is written before."""
+    write_cluster_plan(plan, directory)
+    subject = tunable_cluster(plan, directory, host_graphs(plan))
+    place = place_of(plan, hosts)
+    first = verify_subject(subject.in_place(), place, effort)
+    return run_tuning(subject, place, effort, first)
+
+
+def texts_below(directory):
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def best_of_all(size, channels, buffsize, variables):
+    """8 channels of 512 KiB, and Ring on top."""
+    rate = 1.1 + 0.3 * (channels == 8) + 0.2 * (buffsize == 512 << 10)
+    return rate * (1.2 if variables.get("NCCL_ALGO") == "Ring" else 1.0)
+
+
+def test_the_best_settings_of_all_hosts_are_found_by_their_collectives(tmp_path):
+    plan, hosts = mixed(), FakeHosts(seconds=by_settings(best_of_all))
+    found = tuned(plan, hosts, tmp_path)
+    chosen = found.plan.settings
+    assert (chosen.channels, chosen.buffsize, chosen.algo) == (8, 512 << 10, "Ring")
+    assert found.verification.settings == chosen
+    assert found.verification.accepted
+    assert found.verification.hosts == plan.host_order
+    # What was achieved is the plan's rate now, over the 11 ranks of the hosts.
+    stock = 2 * 10 / 11 * (64 << 20) / (1e-4 + (64 << 20) / 1e9) / 1e9
+    assert found.plan.plan.rate_gbps == pytest.approx(stock * 1.6 * 1.2, rel=0.01)
+    # Stock first, then the plan as it is; channels before all else.
+    first, second, *others = found.verification.tried
+    assert (first.settings, second.settings) == (None, plan.settings)
+    assert [one.settings.channels for one in others[:4]] == [8, 8, 4, 4]
+
+
+def test_every_host_of_a_job_has_one_choice_of_settings(tmp_path):
+    plan, hosts = mixed(), FakeHosts(seconds=by_settings(best_of_all))
+    tuned(plan, hosts, tmp_path)
+    jobs = [job for job in hosts.tasks if any(task.files for task in job.values())]
+    assert len(jobs) > 10
+    for job in jobs:
+        assert len({told(task)[:2] for task in job.values()}) == 1
+        assert set(job) == set(plan.host_order)
+    # Each still has its own chains.
+    assert len({task.files["graph.xml"] for task in jobs[-1].values()}) == 3
+
+
+def test_rings_get_equal_numbers_of_channels_in_all_that_is_tried(tmp_path):
+    plan, hosts = equal_hosts(3), FakeHosts()
+    found = tuned(plan, hosts, tmp_path)
+    (rings,) = {len(passage.chains) for passage in plan.passages}
+    assert rings == 2
+    counts = {one.settings.channels for one in found.verification.tried if one.settings}
+    assert counts == {2, 4, 8, 16, 32}
+
+
+def test_a_plan_that_no_settings_make_faster_stays_and_what_was_tried_is_told(tmp_path):
+    plan, hosts = mixed(), FakeHosts(seconds=by_settings(lambda *_: 0.95))
+    found = tuned(plan, hosts, tmp_path)
+    assert found.plan.plan is plan
+    assert not found.verification.accepted
+    assert found.verification.settings == plan.settings
+    assert len(found.verification.tried) > 10
+    assert all(one.low < 0.97 for one in found.verification.tried if one.settings)
+
+
+def test_settings_that_are_slow_for_small_messages_are_left_out(tmp_path):
+    def rate(size, channels, buffsize, variables):
+        if channels == 8:
+            return 2.0 if size > 1 << 20 else 0.8
+        return 1.3 if channels == 16 else 1.1
+
+    found = tuned(mixed(), FakeHosts(seconds=by_settings(rate)), tmp_path)
+    assert found.plan.settings.channels == 16
+
+
+def test_settings_that_fail_on_a_host_are_told_by_its_name_and_left_out(tmp_path):
+    def fails(task):
+        return bool(task.files) and told(task)[0] == 8
+
+    hosts = FakeHosts(seconds=by_settings(best_of_all), fails=fails)
+    found = tuned(mixed(), hosts, tmp_path)
+    failed = [one for one in found.verification.tried if one.failed]
+    assert {one.settings.channels for one in failed} == {8}
+    assert {one.failed for one in failed} == {"host gpu2: rank 4: ended with code 1; no room"}
+    assert (found.plan.settings.channels, found.plan.settings.algo) != (8, None)
+
+
+def test_the_directory_is_written_whole_for_the_tuned_settings(tmp_path):
+    plan = mixed()
+    models = {one.name: model_for(one.machine, one.knowledge) for one in plan.cluster.classes}
+    write_cluster_plan(plan, tmp_path, models=models)
+    before = texts_below(tmp_path)
+    subject = tunable_cluster(plan, tmp_path, host_graphs(plan))
+    hosts = FakeHosts(seconds=by_settings(best_of_all))
+    found = common.verified(subject, tmp_path, place_of(plan, hosts), EFFORT, also_tune=True)
+    after = load_cluster_plan(tmp_path)
+    assert (after.settings.channels, after.settings.buffsize) == (8, 512 << 10)
+    assert after.notices[-1].startswith("settings tuned: rates are shares of what NCCL's")
+    assert (after.rings, after.host_order) == (plan.rings, plan.host_order)
+    assert {
+        name: texts_below(tmp_path)[f"nccl/{name}"] for name in cluster_files(after, tmp_path)
+    } == {name: text.encode() for name, text in cluster_files(after, tmp_path).items()}
+    assert "export NCCL_BUFFSIZE=524288" in (tmp_path / "nccl" / "env.sh").read_text()
+    assert "NCCL_ALGO=Ring" in (tmp_path / "nccl" / "nccl.conf").read_text()
+    # The same files as before, and the machines with their models.
+    assert set(texts_below(tmp_path)) == {*before, "verify.json"}
+    for one in after.cluster.classes:
+        assert (
+            read_description(tmp_path / "machines" / f"{one.name}.json").model == models[one.name]
+        )
+    kept = load_verification(tmp_path)
+    assert kept == found
+    assert (kept.settings, len(kept.tried) > 10) == (after.settings, True)
+    assert kept.plan_environment["NCCL_GRAPH_FILE"] == f"{tmp_path}/nccl/hosts/HOST.xml"
+    assert kept.plan_environment["NCCL_BUFFSIZE"] == "524288"
+
+
+class Ending(FakeHosts):
+    """Hosts of which a job of the tuning does not come back: something else happens."""
+
+    def __init__(self, happens, *, at):
+        super().__init__(seconds=by_settings(best_of_all))
+        self._happens, self._before = happens, at
+        self.tuning = False
+
+    def run(self, tasks):
+        if self.tuning:
+            self._before -= 1
+            if self._before < 0:
+                self._happens()
+        return super().run(tasks)
+
+
+def lost():
+    raise SourceLostError("host gpu1: has died")
+
+
+@pytest.mark.parametrize("job", [0, 1, 2, 9, 20, 30])
+@pytest.mark.parametrize(
+    ("happens", "raised"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGINT), KeyboardInterrupt),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), Terminated),
+        (lost, SourceLostError),
+    ],
+)
+def test_whatever_ends_tuning_leaves_the_plan_and_what_was_verified_of_it(
+    tmp_path, monkeypatch, happens, raised, job
+):
+    plan = mixed()
+    write_cluster_plan(plan, tmp_path)
+    before = texts_below(tmp_path)
+    subject = tunable_cluster(plan, tmp_path, host_graphs(plan))
+    hosts = Ending(happens, at=job)
+
+    def tuning(*arguments, **more):
+        hosts.tuning = True
+        return run_tuning(*arguments, **more)
+
+    monkeypatch.setattr(common, "run_tuning", tuning)
+    with pytest.raises(raised):
+        common.verified(subject, tmp_path, place_of(plan, hosts), EFFORT, also_tune=True)
+    after = texts_below(tmp_path)
+    assert load_verification(tmp_path).settings == plan.settings
+    assert {name: text for name, text in after.items() if name != "verify.json"} == before
+    assert load_cluster_plan(tmp_path) == plan
+
+
+def judged(plan, rate=None):
+    """What NCCL makes of the plan's files."""
+    graphs = host_graphs(plan)
+    jobs = []
+    for host in plan.hosts:
+        number = plan.passages[host.passage].node_class
+        machine = plan.cluster.classes[number].machine
+        gpus, graph = plan.gpus[number], graphs[host.name]
+        jobs.append(NodeJob(machine=machine, knowledge=NOTHING, gpus=gpus, graph=graph))
+    variables = environment(plan.settings)
+    return validate_cluster(jobs, version=plan.settings.version, environment=variables)
+
+
+def hoppers(rate):
+    """Two hosts with GPUs of sm 90, whose two rings carry so much."""
+    gpus = tuple(msgspec.structs.replace(gpu, sm=90) for gpu in PAIR.gpus)
+    machine = msgspec.structs.replace(PAIR, gpus=gpus)
+    chains = ((0, (0, 1), 0), (1, (1, 0), 1))
+    return cluster_plan(
+        [("a", machine), ("b", machine)],
+        {"a": chains, "b": chains},
+        settings=Settings(channels=8, **LOCAL),
+        rate_gbps=rate,
+        bound_gbps=None,
+    )
+
+
+@pytest.mark.parametrize("rate", [80.0, 170.0, 200.0, 400.0])
+def test_settings_are_tried_only_where_nccl_ends_up_with_their_channels(rate):
+    plan = hoppers(rate)
+    for channels in (2, 4, 8, 16):
+        settings = msgspec.structs.replace(plan.settings, channels=channels)
+        found = judged(msgspec.structs.replace(plan, settings=settings))
+        assert found.verdict == "used"
+        assert keeps_rings(plan, settings) == (len(found.rings) == 2 * channels)
+
+
+@pytest.mark.parametrize("rate", [80.0, 170.0, 200.0, 400.0])
+@pytest.mark.parametrize("channels", [2, 4, 8])
+def test_channels_that_nccl_would_double_at_the_rate_achieved_are_asked_for(rate, channels):
+    plan = hoppers(50.0)
+    settings = msgspec.structs.replace(plan.settings, channels=channels)
+    made = check_cluster_plan(retuned(plan, settings, rate_gbps=rate), where="plan")
+    assert len(judged(made).rings) == 2 * made.settings.channels
+    while rate / channels > 45 and channels < 8:
+        channels *= 2
+    assert made.settings.channels == channels
+
+
+@pytest.mark.parametrize("plan", [mixed(), equal_hosts(2), hoppers(80.0)])
+def test_rings_of_a_retuned_plan_are_the_same_and_its_parts_fit(plan, tmp_path):
+    for channels, size, side in itertools.product(
+        (2, 8), (1 << 18, 1 << 22), ("sender", "receiver")
+    ):
+        settings = msgspec.structs.replace(
+            plan.settings, channels=channels, buffsize=size, shm_locality=side
+        )
+        made = check_cluster_plan(retuned(plan, settings, rate_gbps=12.0), where="plan")
+        assert (made.rings, made.hosts) == (plan.rings, plan.hosts)
+        assert (made.rate_gbps, made.bound_gbps, made.whole_ring_gbps) == (12.0, None, None)
+        assert judged(made).verdict == "used"
+        made.save(tmp_path / "plan.json")
+        assert load_cluster_plan(tmp_path) == made
+
+
+def test_landings_are_tried_only_where_bytes_of_the_plans_rings_land_elsewhere():
+    plan = hoppers(80.0)
+    flows = {plan.passages[0].chains[0].flows}
+    found = other_landings(plan, plan.settings)
+    assert found
+    for one in found:
+        fields = {"net_gdr_level": None, "net_gdr_read": None}
+        assert msgspec.structs.replace(one, **fields) == plan.settings
+        made = retuned(plan, one, rate_gbps=80.0)
+        moved = {flow for chain in made.passages[0].chains for flow in chain.flows}
+        assert moved not in flows
+        assert keeps_rings(plan, one)
+    assert len({str(retuned(plan, one, rate_gbps=1.0).passages) for one in found}) == len(found)
