@@ -1,15 +1,21 @@
 """Tuning a cluster's plan: what is tried on its hosts, what wins, and what is written."""
 
+import contextlib
 import itertools
+import json
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from tccl_py.cli import verified as common
+from tccl_py.cli import verify, verify_hosts
 from tccl_py.cli.interrupts import Terminated
+from tccl_py.cli.main import app
 from tccl_py.cluster_plan.checks import check_cluster_plan
 from tccl_py.cluster_plan.directory import cluster_files, write_cluster_plan
 from tccl_py.cluster_plan.plan import load_cluster_plan
@@ -27,7 +33,6 @@ from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts,
 from tests.test_verification_hosts import FakeHosts, place_of
 
 EFFORT = Effort(sizes=(16 << 10, 64 << 20), checks=False)
-FOLDERS = ("machines", "nccl")
 
 
 def told(task):
@@ -75,7 +80,9 @@ def test_the_best_settings_of_all_hosts_are_found_by_their_collectives(tmp_path)
     plan, hosts = mixed(), FakeHosts(seconds=by_settings(best_of_all))
     found = tuned(plan, hosts, tmp_path)
     chosen = found.plan.settings
-    assert (chosen.channels, chosen.buffsize, chosen.algo) == (8, 512 << 10, "Ring")
+    # Nothing that makes no difference is chosen.
+    changes = {"channels": 8, "buffsize": 512 << 10, "algo": "Ring"}
+    assert chosen == msgspec.structs.replace(plan.settings, **changes)
     assert found.verification.settings == chosen
     assert found.verification.accepted
     assert found.verification.hosts == plan.host_order
@@ -187,6 +194,16 @@ class Ending(FakeHosts):
         return super().run(tasks)
 
 
+def watch_tuning(monkeypatch, hosts):
+    """Tells the hosts when tuning begins."""
+
+    def tuning(*arguments, **more):
+        hosts.tuning = True
+        return run_tuning(*arguments, **more)
+
+    monkeypatch.setattr(common, "run_tuning", tuning)
+
+
 def lost():
     raise SourceLostError("host gpu1: has died")
 
@@ -208,12 +225,7 @@ def test_whatever_ends_tuning_leaves_the_plan_and_what_was_verified_of_it(
     before = texts_below(tmp_path)
     subject = tunable_cluster(plan, tmp_path, host_graphs(plan))
     hosts = Ending(happens, at=job)
-
-    def tuning(*arguments, **more):
-        hosts.tuning = True
-        return run_tuning(*arguments, **more)
-
-    monkeypatch.setattr(common, "run_tuning", tuning)
+    watch_tuning(monkeypatch, hosts)
     with pytest.raises(raised):
         common.verified(subject, tmp_path, place_of(plan, hosts), EFFORT, also_tune=True)
     after = texts_below(tmp_path)
@@ -222,7 +234,7 @@ def test_whatever_ends_tuning_leaves_the_plan_and_what_was_verified_of_it(
     assert load_cluster_plan(tmp_path) == plan
 
 
-def judged(plan, rate=None):
+def judged(plan):
     """What NCCL makes of the plan's files."""
     graphs = host_graphs(plan)
     jobs = []
@@ -300,3 +312,66 @@ def test_landings_are_tried_only_where_bytes_of_the_plans_rings_land_elsewhere()
         assert moved not in flows
         assert keeps_rings(plan, one)
     assert len({str(retuned(plan, one, rate_gbps=1.0).passages) for one in found}) == len(found)
+
+
+class FakeJobs(Ending):
+    """The hosts of an MPI job, as the command asks them."""
+
+    hosts = ("login", "gpu1", "gpu2", "gpu3")
+
+    def described(self, backend, *, interfaces):
+        return {name: Facts(name) for name in self.hosts}
+
+    def surroundings(self, *, modules):
+        return {name: {"PATH": "/bin"} for name in self.hosts}
+
+
+class Facts:
+    """A host with a NIC for gloo."""
+
+    def __init__(self, name):
+        self.name = name
+        self.addresses = {0: SimpleNamespace(interface="eth0")}
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Runs `tccl verify --tune` as the controller of four hosts, whose jobs are stand-ins."""
+    write_cluster_plan(mixed(), tmp_path)
+    monkeypatch.setattr(verify, "in_job", lambda: True)
+    monkeypatch.setattr(verify_hosts, "job_of_ranks", contextlib.nullcontext)
+
+    def run(fake, *options):
+        monkeypatch.setattr("tccl_profiler.cluster.rank_jobs.RankJobs", lambda job: fake)
+        words = ["verify", str(tmp_path), "--backend", "host", "--sizes", "16K,64M", "--tune"]
+        return CliRunner().invoke(app, [*words, *options])
+
+    return run
+
+
+def test_the_command_tunes_the_plan_of_the_jobs_hosts(command, tmp_path):
+    told = command(FakeJobs(None, at=0), "--json")
+    assert (told.exit_code, told.exception) == (0, None)
+    found = json.loads(told.stdout)
+    assert (found["hosts"], found["accepted"]) == (["gpu3", "gpu2", "gpu1", "login"], True)
+    assert found["settings"]["buffsize"] == 512 << 10
+    words = "NCCL_NET_DISABLE_INTRA=1, NCCL_BUFFSIZE=524288, NCCL_ALGO=Ring, 8 channels"
+    assert f"tccl: tuned: {words}\n" in told.stderr
+    assert load_cluster_plan(tmp_path).settings.buffsize == 512 << 10
+    assert CliRunner().invoke(app, ["show", str(tmp_path)]).exit_code == 0
+
+
+def test_a_host_that_is_lost_while_settings_are_tried_is_named_and_the_plan_stays(
+    command, tmp_path, monkeypatch
+):
+    before = (tmp_path / "plan.json").read_bytes()
+    fake = FakeJobs(lost, at=3)
+    watch_tuning(monkeypatch, fake)
+    told = command(fake)
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert told.stderr.splitlines()[1:] == [
+        "tccl: not tuned: the plan is as it was, and what was verified of it is kept",
+        "tccl: host gpu1: has died",
+    ]
+    assert (tmp_path / "plan.json").read_bytes() == before
+    assert load_verification(tmp_path).accepted

@@ -76,8 +76,8 @@ def verify(
         bool,
         typer.Option(
             "--tune",
-            help="Then try other channels, NCCL_BUFFSIZE and mechanisms on the real thing, and "
-            "rewrite the plan where that is faster.",
+            help="Then try other channels, NCCL_BUFFSIZE, algorithm and mechanisms on the real "
+            "thing, and rewrite the plan where that is faster.",
         ),
     ] = False,
     no_checks: Annotated[
@@ -111,7 +111,8 @@ def verify(
 
     The plan of a cluster is verified under mpirun or srun, with a rank on each of its hosts, from a
     directory that the first rank sees: every job's processes are started on each host anew, with
-    that host's graph file or without, and meet over TCP.
+    that host's graph file or without, and meet over TCP. With --tune all hosts try one choice of
+    settings at a time, where bytes land between GPUs and NICs among them.
 
     Your own NCCL_ variables are not used, except NCCL_NVLS_ENABLE, those that name interfaces, and
     what --keep names. With --tune the best other settings are verified as well, and DIR gets them
