@@ -289,6 +289,7 @@ def test_bits_and_the_size_of_the_forks_table():
         ("<graphs version='1'/>", "db.xml:1 <graphs>: is no database of the TCCL fork; give the"),
         ("<root/>", "db.xml:1 <root>: has 0 <metadata>; one <metadata>"),
         ("<root>text</root>", 'has the text "text" between its elements'),
+        ("<root>two\r\nlines</root>", 'has the text "two lines" between its elements'),
         (
             '<!DOCTYPE r [<!ENTITY a "aaaa">]><root>&a;</root>',
             "db.xml:1: has a document type or entities",

@@ -172,8 +172,9 @@ class _Builder:
     def data(self, text: str) -> None:
         # The parser buffers text, so its line is not told; the element around it is.
         if text.strip():
+            shown = shortened(" ".join(text.split()))
             raise self.open[-1].refused(
-                f'has the text "{shortened(text.strip())}" between its elements',
+                f'has the text "{shown}" between its elements',
                 "everything is an attribute here",
             )
 
