@@ -1,5 +1,6 @@
 """What all tests share: an environment of their own, and skipping by name what cannot run here."""
 
+import gc
 import shutil
 
 import hypothesis
@@ -50,6 +51,11 @@ def _gpus():
         return pynvml.nvmlDeviceGetCount()
     except Exception:
         return 0
+
+
+def pytest_collection_finish():
+    """Leave the modules and tests alone in later collections: they stay, and are many."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
