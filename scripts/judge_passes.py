@@ -5,8 +5,9 @@ usage: scripts/judge-passes FILE [--quick]
 A ring's collectives are made of few passes: send (S), receive (R), receive, add and send (A), the
 same with a copy kept (B), receive, keep and send (C). Broadcast over two GPUs is S beside R, a
 reduce-scatter S and a receive with an add, an all-gather S and R, an all-reduce S, B and R; with
-more GPUs A and C come between. With all hops bounced, each is timed over the same rings, channels
-and FIFOs, in the same run as the sets that stand for broadcast and all-reduce.
+more GPUs A and C come between. With all hops bounced, and directly as NCCL does by itself, each is
+timed over the same rings, channels and FIFOs, in the same run as the sets that stand for broadcast
+and all-reduce.
 
 Writes a row for each choice to FILE and prints them. Needs torch with NCCL.
 """
@@ -17,7 +18,7 @@ import argparse
 import itertools
 from pathlib import Path
 
-from judge_profiler import VERSION, again, nccl_rates, opened, ring_of, write
+from judge_profiler import DEFAULT, VERSION, again, nccl_rates, opened, ring_of, write
 from nccl_rates import KINDS
 
 from tccl_py.runtimes.nccl.settings import Settings
@@ -35,15 +36,21 @@ def main() -> None:
     arguments = parser.parse_args()
     here = discover_machine()
     machine = here[0]
-    choices = [(1, SIZES[-1])] if arguments.quick else itertools.product(CHANNELS, SIZES)
+    bounced = [(1, SIZES[-1])] if arguments.quick else itertools.product(CHANNELS, SIZES)
+    choices = [
+        DEFAULT,
+        *(
+            Settings(
+                p2p_level="LOC", channels=channels, buffsize=size, algo="Ring", version=VERSION
+            )
+            for channels, size in bounced
+        ),
+    ]
     rows = []
     folder = arguments.file.with_suffix(".journal")
     folder.mkdir(parents=True, exist_ok=True)
     with opened(here, folder, 1) as (_, source):
-        for channels, size in choices:
-            one = Settings(
-                p2p_level="LOC", channels=channels, buffsize=size, algo="Ring", version=VERSION
-            )
+        for one in choices:
             ring = ring_of(here, one, machine.gpu_indices)
             sets = {"all_reduce": ring, "broadcast": without_last(ring)}
             for transfers in sets.values():
@@ -52,8 +59,9 @@ def main() -> None:
             known = {name: source.measure([found])[0] for name, found in sets.items()}
             row = {
                 "gpus": len(machine.gpus),
-                "channels": channels,
-                "fifo_bytes": size,
+                "direct": one is DEFAULT,
+                "channels": one.channels,
+                "fifo_bytes": one.buffsize,
                 "nccl": {
                     kind: found["busbw_gbps"] for kind, found in zip(KINDS, answers, strict=True)
                 },

@@ -162,7 +162,7 @@ def test_a_nic_counts_what_it_moves(hosts):
         row, other = rows[device], "out" if side == "in" else "in"
         assert row["start"] < row[f"{side}_first"] <= row[f"{side}_last"]
         assert row["end"] == row[f"{side}_last"]
-        assert row["end"] <= row["start"] + 0.201e9
+        assert row["end"] <= row["start"] + 0.3e9  # on a busy core
         assert row[f"{other}_count"] == 0
 
 

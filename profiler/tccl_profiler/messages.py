@@ -13,7 +13,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `slot` is the device's place in the control segment, `device` its name in the machine: `G0`. The
     lifeline is a pipe that ends with the controller, however that ends; so does the worker then.
-    A NIC has an IP address and the name of an interface; `proxy_cpu` is as in DeviceSpec.
+    A NIC has an IP address and the name of an interface.
     """
 
     backend: str
@@ -26,7 +26,6 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     user_bytes: int
     address: str = ""
     interface: str = ""
-    proxy_cpu: int | None = None
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -159,7 +159,6 @@ class Pool:
             user_bytes=self._memory.user_bytes,
             address=spec.address,
             interface=spec.interface,
-            proxy_cpu=spec.proxy_cpu,
         )
         self._ask(worker, start, (self._control.segment.fd, self._lifeline[0]))
 

@@ -8,9 +8,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tccl_profiler.equal_shares import equal_shares_gbps
 from tccl_profiler.program import Part, Program, is_nic
 from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.window import LaneRate
+from tccl_py.transfers.transfer import Flow
 
 ToHost = Callable[[int], tuple[int, int]]
 """A device's stamp -> the host's time, and how far off that may be; nanoseconds."""
@@ -19,10 +21,11 @@ ToHost = Callable[[int], tuple[int, int]]
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """What one repeat of a set says.
 
-    `gbps[i]` is flow i's rate over the window; `skew_us` the time between the first start and the
-    last, give or take `skew_error_us`; `overlap` is (first end - last start) over (last end - first
-    start); `wrong[i]` how many 16-byte packs of flow i arrived wrong, in a check. `ended_early` is
-    whether a copy had nothing more to move before the window's end, so that others ran without it.
+    `gbps[i]` is flow i's rate over the window, between GPUs with equal shares for its lanes;
+    `skew_us` the time between the first start and the last, give or take `skew_error_us`; `overlap`
+    is (first end - last start) over (last end - first start); `wrong[i]` how many 16-byte packs of
+    flow i arrived wrong, in a check. `ended_early` is whether a copy had nothing more to move
+    before the window's end, so that others ran without it.
     """
 
     gbps: tuple[float, ...]
@@ -51,7 +54,7 @@ def read_outcome(
     wrong: list[int] = []
     for flow, part in zip(program.transfers.flows, program.counted, strict=True):
         rates = _rates(part, outcome, timing, bursts=flow.is_network)
-        gbps.append(float(rates.sum()))
+        gbps.append(equal_shares_gbps(rates) if _shares_links(flow, part) else float(rates.sum()))
         for number, rate in zip(part.numbers, rates, strict=True):
             grain = _grain(part, number, timing)
             lanes.append(
@@ -73,6 +76,19 @@ def read_outcome(
         overlap=overlap,
         wrong=tuple(wrong),
         ended_early=any(_ended_early(part, outcome, timing) for part in parts),
+    )
+
+
+def _shares_links(flow: Flow, part: Part) -> bool:
+    """Whether lanes that stand for NCCL's channels share the links between two GPUs.
+
+    Through host memory lanes are served alike: sums were what NCCL got there.
+    """
+    return (
+        part.kind != "copy"
+        and flow.blocks is not None
+        and len(flow.transfers) == 1
+        and flow.source.kind == flow.destination.kind == "G"
     )
 
 

@@ -28,8 +28,7 @@ class WorkerLost(MeasurementError):  # noqa: N818 - says what happened
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A device to measure: its name in the machine (`G0`, `N0`) and CPUs to pin its worker to.
 
-    A GPU is found by its bus id, a NIC by its IP address and the name of its interface. Where NCCL
-    sends for a GPU, its threads run on `proxy_cpu` alone.
+    A GPU is found by its bus id, a NIC by its IP address and the name of its interface.
     """
 
     device: str
@@ -37,7 +36,6 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     cpus: tuple[int, ...] = ()
     address: str = ""
     interface: str = ""
-    proxy_cpu: int | None = None
 
 
 @dataclass

@@ -44,7 +44,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings tried on the real thing: bus bandwidth at the largest sizes; why it failed, if so.
 
-    `settings` is None for stock, `low` the worst ratio to stock at any size.
+    `settings` is None for stock, `low` the worst ratio to stock's slowest job at any size.
     """
 
     settings: Settings | None

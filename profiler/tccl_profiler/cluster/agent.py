@@ -7,7 +7,6 @@ connected Unix socket; on other hosts it is what a rank of the job does.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import sys
@@ -35,7 +34,6 @@ from tccl_profiler.cluster.urgency import AGENT, calm, hasten, threads_of, urgen
 from tccl_profiler.conditions import complaints
 from tccl_profiler.host.machine import cpus_of_devices
 from tccl_profiler.links import LinkLost
-from tccl_profiler.nccl.environment import sends_by_helpers
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.runs import Outcome
 from tccl_profiler.session import HOST_MEMORY
@@ -380,14 +378,7 @@ def pool_of(facts: HostFacts, backend: str, ids: tuple[str, ...], memory: Memory
             specs.append(DeviceSpec(device=name, address=nic.address, interface=nic.interface))
             continue
         cpus = cores[index] if backend == "host" else _node_cpus(machine, name)
-        specs.append(
-            DeviceSpec(
-                device=name,
-                bus_id=machine.gpu(index).bus_id,
-                cpus=cpus,
-                proxy_cpu=_proxy_cpu(machine, index, cpus) if backend == "cuda" else None,
-            )
-        )
+        specs.append(DeviceSpec(device=name, bus_id=machine.gpu(index).bus_id, cpus=cpus))
     usual = HOST_MEMORY if backend == "host" else None
     numa_ids = {n.id: n.numa_id if n.numa_id >= 0 else None for n in machine.numa_nodes}
     return Pool(backend, specs, numa_ids, memory=memory or usual)
@@ -396,15 +387,6 @@ def pool_of(facts: HostFacts, backend: str, ids: tuple[str, ...], memory: Memory
 def _node_cpus(machine: Machine, name: str) -> tuple[int, ...]:
     node = machine.numa_nodes[machine.numa_of(name)]
     return tuple(numa.cpus_of_node(node.numa_id)) if node.numa_id >= 0 else ()
-
-
-def _proxy_cpu(machine: Machine, gpu: int, cpus: tuple[int, ...]) -> int | None:
-    """The CPU for the threads by which NCCL sends for a GPU; None where cards move the bytes."""
-    if any(nic.rdma for nic in machine.nics) or sends_by_helpers(os.environ):
-        return None
-    # The first ones serve interrupts.
-    usable = sorted(os.sched_getaffinity(0) & set(cpus) or os.sched_getaffinity(0))
-    return usable[-1 - gpu % len(usable)]
 
 
 @contextlib.contextmanager

@@ -141,6 +141,18 @@ class ClusterSession:
             self._profiler.notices = self.notices
         return self._profiler
 
+    def end_workers(self) -> None:
+        """End the workers, so that the hosts' devices are others' to use; what measures next starts
+        new ones.
+
+        Raises:
+            SourceLostError: a host is gone.
+        """
+        if self._profiler is not None:
+            self._profiler = None
+            questions = dict.fromkeys(self._agents.hosts, say.Open(devices=()))
+            self._agents.ask(questions, say.Opened)
+
     def _devices(self, host: HostFacts) -> Collection[str]:
         """Those that a host is to start."""
         if self.only is not None:

@@ -89,7 +89,6 @@ class CudaDevice(LinkedByNccl):
             start.device,
             int(start.device[1:]),
             CudaMemory(self._cupy, number, sent=self._user, kept=self._keep, size=start.user_bytes),
-            proxy_cpu=start.proxy_cpu,
         )
         self._bases[start.device] = self._arena
         self._flag = self._register(control.segment) + FLAG_AT

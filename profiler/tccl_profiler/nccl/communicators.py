@@ -19,7 +19,6 @@ import numpy as np
 from tccl_profiler.links import Endpoint, LinkLost
 from tccl_profiler.nccl.environment import graph_text
 from tccl_profiler.nccl.library import Library
-from tccl_profiler.numa import pin_to_cpus
 from tccl_profiler.pattern import differing, write_pattern
 from tccl_profiler.program import Link
 from tccl_py.errors import MeasurementError
@@ -64,9 +63,6 @@ class Communicators:
         device: whose they are, `G0`.
         gpu: NCCL's number of it.
         memory: where bytes come from and go.
-        proxy_cpu: where all threads run that NCCL starts; None is anywhere. A job's ring has one
-            thread on each GPU that moves bytes through its sockets, both ways and of all channels;
-            here every flow has its own, and together they may do no more than that one could.
         library: how NCCL is loaded, when it is first needed.
     """
 
@@ -76,11 +72,9 @@ class Communicators:
         gpu: int,
         memory: Memory,
         *,
-        proxy_cpu: int | None = None,
         library: Callable[[], Library] = Library,
     ) -> None:
         self._device, self._gpu, self._memory = device, gpu, memory
-        self._proxy_cpu = proxy_cpu
         self._load = library
         self._library: Library | None = None
         self._made: dict[Link, int] = {}
@@ -175,9 +169,6 @@ class Communicators:
         """Make one, and move some bytes over it."""
         assert link.carrier is not None
         library, sends = self._loaded(), rank == _SENDER
-        if self._proxy_cpu is not None:
-            # This thread ends with what it does here; NCCL's, which it starts, are bound as it is.
-            pin_to_cpus((self._proxy_cpu,))
         self._memory.enter()
         with _graph_file(graph_text(self._gpu, link.carrier, sends=sends)):
             made = library.communicator(unique_id, rank=rank, channels=link.carrier.channels)

@@ -7,14 +7,10 @@ agree on them. The graph file alone is read with every communicator: it names th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from tccl_profiler.program import Carrier, Link
 from tccl_py.errors import MeasurementError
 
-SYSFS = Path("/sys")
-_CLOUDS = ("0x1d0f", "0x1ae0")
-"""PCI vendors, Amazon and Google, for whose interfaces NCCL starts helper threads unasked."""
 _DROPPED = ("NCCL_GRAPH_FILE", "NCCL_IB_HCA", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
 """A graph file's NICs are counted among those that NCCL uses: it must use all."""
 _FARTHEST, _NEVER = "SYS", "LOC"
@@ -70,15 +66,6 @@ def process_variables(links: Collection[Link]) -> dict[str, str]:
 def without_disturbance(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment without the variables that contradict what is asked of NCCL."""
     return {name: value for name, value in environment.items() if name not in _DROPPED}
-
-
-def sends_by_helpers(environment: Mapping[str, str], sysfs: Path = SYSFS) -> bool:
-    """Whether NCCL has further threads for its sockets: told to, or on a cloud's cards."""
-    told = environment.get("NCCL_SOCKET_NTHREADS", "")
-    if told.isdecimal():
-        return int(told) > 1
-    vendors = (sysfs / "class" / "net").glob("*/device/vendor")
-    return any(path.read_text().strip() in _CLOUDS for path in vendors)
 
 
 def graph_text(gpu: int, carrier: Carrier, *, sends: bool) -> str:
