@@ -550,6 +550,14 @@ def test_a_lost_worker_is_replaced_and_its_set_measured_again(session):
     session.notices.clear()
 
 
+def test_workers_that_were_ended_start_again_with_the_next_set(session):
+    session.source.measure([parse_set(ACROSS)])
+    session.end_workers()
+    assert not [pid for agent in _children(os.getpid()) for pid in _children(agent)]
+    (measurement,) = session.source.measure([parse_set(ACROSS)])
+    assert measurement.gbps[0] > 0
+
+
 def _children(pid):
     """Processes that a process has started and that are still there."""
     listed = Path(f"/proc/{pid}/task").glob("*/children")

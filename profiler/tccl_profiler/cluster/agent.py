@@ -264,8 +264,10 @@ class Agent:
         return self._pool
 
     def _open(self, message: say.Open) -> Message:
-        """Start workers for the devices that are asked for."""
+        """Start workers for the devices that are asked for, in the place of those before."""
         self.close()
+        if not message.devices:
+            return say.Opened(lanes={})
         if self._facts is None:
             raise MeasurementError(f"host {self._name}: asked to start workers for nothing known")
         self._pool = pool_of(self._facts, self._backend, message.devices, message.memory)

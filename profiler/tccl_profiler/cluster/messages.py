@@ -36,7 +36,7 @@ class Described(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Start workers for these devices, GPUs and NICs, by id."""
+    """Start workers for these devices, GPUs and NICs, by id; for none just end those there are."""
 
     devices: tuple[str, ...]
     memory: Memory | None = None
