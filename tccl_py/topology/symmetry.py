@@ -7,6 +7,7 @@ mapping for "yes"; orbits of mappings already found save most of the asking.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -59,7 +60,14 @@ def automorphisms(
     >>> automorphisms(toy_machine(gpus=4, numa_nodes=2)).order
     8
     """
-    graph = _coloured_graph(machine, knowledge or Knowledge(), gpus)
+    return _automorphisms(machine, knowledge or Knowledge(), None if gpus is None else tuple(gpus))
+
+
+@functools.lru_cache(maxsize=64)  # every search of a plan asks for the same ones
+def _automorphisms(
+    machine: Machine, knowledge: Knowledge, gpus: tuple[int, ...] | None
+) -> Symmetry:
+    graph = _coloured_graph(machine, knowledge, gpus)
     base = [gpu.id for gpu in machine.gpus]
     levels = _stabiliser_chain(graph, base)
     points = _points(machine)

@@ -14,6 +14,7 @@ GPU may send through another one's memory, which is nearer to the NIC: `G3->G3->
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Literal
@@ -130,12 +131,7 @@ class Flow(msgspec.Struct, frozen=True, order=True):
         return self.transfers[-1].destination
 
     def __str__(self) -> str:
-        first = self.transfers[0]
-        text = str(first)
-        for transfer in self.transfers[1:]:
-            text += f"->{transfer.executor}->{transfer.destination}"
-        options = _options_text(self)
-        return text + (f"{{{options}}}" if options else "")
+        return _flow_text(self)
 
 
 class TransferSet(msgspec.Struct, frozen=True):
@@ -157,6 +153,15 @@ class TransferSet(msgspec.Struct, frozen=True):
 def transfer_set(flows: Iterable[Flow]) -> TransferSet:
     """The set of these flows, in canonical order."""
     return TransferSet(tuple(sorted(flows, key=str)))
+
+
+@functools.lru_cache(maxsize=1 << 16)  # searches write the same few hops again and again
+def _flow_text(flow: Flow) -> str:
+    text = str(flow.transfers[0])
+    for transfer in flow.transfers[1:]:
+        text += f"->{transfer.executor}->{transfer.destination}"
+    options = _options_text(flow)
+    return text + (f"{{{options}}}" if options else "")
 
 
 def _size_text(count: int) -> str:

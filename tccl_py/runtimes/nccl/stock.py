@@ -5,6 +5,7 @@ Source: ncclTopoCompute (search.cc) and ncclTopoPostset (connect.cc) of NCCL 2.3
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import msgspec
@@ -99,7 +100,18 @@ def stock_choice(
     Raises:
         InputError: unknown GPUs, or a machine on which NCCL fails at init.
     """
-    settings = settings or Settings()
+    among = None if gpus is None else tuple(gpus)
+    return _choice(machine, knowledge, settings or Settings(), among, nodes)
+
+
+@functools.lru_cache(maxsize=64)  # what plans, explains or judges subsets asks for the same ones
+def _choice(
+    machine: Machine,
+    knowledge: Knowledge,
+    settings: Settings,
+    gpus: tuple[int, ...] | None,
+    nodes: int,
+) -> StockChoice:
     seen = view(machine, knowledge, settings, gpus=gpus)
     ring = search_ring(seen, nodes=nodes)
     count = len(ring.orders)
