@@ -6,30 +6,34 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from tccl_py.cli import plan_nodes, verify, verify_hosts
 from tccl_py.cli import verified as common
-from tccl_py.cli import verify, verify_hosts
 from tccl_py.cli.interrupts import Terminated
 from tccl_py.cli.main import app
 from tccl_py.cluster_plan.checks import check_cluster_plan
 from tccl_py.cluster_plan.directory import cluster_files, write_cluster_plan
 from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.cluster_plan.retuned import keeps_rings, other_landings, retuned
-from tccl_py.errors import SourceLostError
+from tccl_py.errors import InputError, SourceLostError
+from tccl_py.plan.directory import locked
 from tccl_py.runtimes.nccl.settings import Settings, environment
 from tccl_py.runtimes.nccl.validator import NodeJob, validate_cluster
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.generic import model_for
+from tccl_py.verification.orders import SIZES
 from tccl_py.verification.record import load_verification
 from tccl_py.verification.tunable import host_graphs, tunable_cluster
 from tccl_py.verification.tuning import run_tuning
 from tccl_py.verification.verify import Effort, verify_subject
 from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts, mixed
+from tests.profiler_clusters import agents_in_processes
 from tests.test_verification_hosts import FakeHosts, place_of
 
 EFFORT = Effort(sizes=(16 << 10, 64 << 20), checks=False)
@@ -361,6 +365,32 @@ def test_the_command_tunes_the_plan_of_the_jobs_hosts(command, tmp_path):
     assert CliRunner().invoke(app, ["show", str(tmp_path)]).exit_code == 0
 
 
+def test_a_plan_that_was_just_written_is_tuned_by_its_job(tmp_path, monkeypatch, capsys):
+    write_cluster_plan(mixed(), tmp_path)
+    fake = FakeJobs(None, at=0)
+    monkeypatch.setattr("tccl_profiler.cluster.rank_jobs.RankJobs", lambda job: fake)
+    # Who plans has the directory already.
+    with locked(tmp_path):
+        made = verify_hosts.tuned_hosts(tmp_path, None, "host")
+    assert made == load_cluster_plan(tmp_path)
+    assert made.settings.algo == "Ring"
+    # At the plan's 10 GB/s no size takes long.
+    assert [one.bytes for one in load_verification(tmp_path).sizes] == list(SIZES)
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "The plan of 4 hosts, gpu3,gpu2,gpu1,login, rehearsed over gloo: yes" in told.err
+
+
+def test_sizes_that_take_a_slow_network_long_are_left_out_where_a_plan_is_tuned(
+    tmp_path, monkeypatch
+):
+    write_cluster_plan(mixed(rate_gbps=0.1, bound_gbps=None), tmp_path)
+    fake = FakeJobs(None, at=0)
+    monkeypatch.setattr("tccl_profiler.cluster.rank_jobs.RankJobs", lambda job: fake)
+    verify_hosts.tuned_hosts(tmp_path, None, "host")
+    assert max(one.bytes for one in load_verification(tmp_path).sizes) == 16 << 20
+
+
 def test_a_host_that_is_lost_while_settings_are_tried_is_named_and_the_plan_stays(
     command, tmp_path, monkeypatch
 ):
@@ -375,3 +405,66 @@ def test_a_host_that_is_lost_while_settings_are_tried_is_named_and_the_plan_stay
     ]
     assert (tmp_path / "plan.json").read_bytes() == before
     assert load_verification(tmp_path).accepted
+
+
+class Measured:
+    """The hosts of a job that have been measured: their workers run, and there is a plan."""
+
+    def __init__(self, session, *arguments, **more):
+        self._session, self.models = session, {}
+
+    def planned(self, journal, *, force):
+        assert self._session.profiler
+        assert workers()
+        return mixed()
+
+
+def workers():
+    """Those of agents that this process has started."""
+    return [pid for agent in children(os.getpid()) for pid in children(agent)]
+
+
+def test_a_measured_plan_is_tuned_after_its_workers_have_ended(tmp_path, monkeypatch):
+    place = tmp_path / "plan"
+    words = ["plan", "-o", str(place), "--backend", "host", "--devices", "1", "--tune"]
+    seen = []
+
+    def tuned(directory, job, backend):
+        seen.append((directory, backend, workers()))
+        return msgspec.structs.replace(load_cluster_plan(directory), rate_gbps=12.0)
+
+    monkeypatch.setattr("tccl_py.cli.plan.in_job", lambda: True)
+    monkeypatch.setattr(plan_nodes, "MeasuredCluster", Measured)
+    monkeypatch.setattr(plan_nodes, "tuned_hosts", tuned)
+    monkeypatch.setattr(plan_nodes, "check_tuning_hosts", lambda job: None)
+    with agents_in_processes(("h0", "h1")) as job:
+        monkeypatch.setattr(plan_nodes, "job_of_ranks", lambda: contextlib.nullcontext(job))
+        told = CliRunner().invoke(app, [*words, "--interfaces", "lo", "--json"])
+    assert (told.exit_code, told.exception) == (0, None), told.stderr
+    assert seen == [(place, "host", [])]
+    assert json.loads(told.stdout)["rate_gbps"] == 12.0
+
+
+def children(pid):
+    """Processes that a process has started and that are still there."""
+    listed = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in listed for child in path.read_text().split()]
+
+
+def test_a_host_without_torch_is_named_before_anything_is_planned(tmp_path, monkeypatch):
+    class Without:
+        def __init__(self, job):
+            pass
+
+        def surroundings(self, *, modules):
+            raise InputError("host h1", f"lacks {modules[0]}", "install it on all hosts")
+
+    monkeypatch.setattr("tccl_py.cli.plan.in_job", lambda: True)
+    monkeypatch.setattr("tccl_profiler.cluster.rank_jobs.RankJobs", Without)
+    words = ["plan", "-o", str(tmp_path / "plan"), "--backend", "host", "--devices", "1"]
+    with agents_in_processes(("h0", "h1")) as job:
+        monkeypatch.setattr(plan_nodes, "job_of_ranks", lambda: contextlib.nullcontext(job))
+        told = CliRunner().invoke(app, [*words, "--interfaces", "lo", "--tune"])
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert told.stderr == "tccl: host h1: lacks torch; install it on all hosts\n"
+    assert not (tmp_path / "plan").exists()

@@ -40,6 +40,7 @@ from tccl_py.cli.plan_run import finish, planning
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.cli.refusals import (
+    BY_HOSTS,
     BY_RANKS,
     FOR_ONE,
     FOR_SEVERAL,
@@ -213,7 +214,7 @@ def plan(
     if not job:
         refuse(cluster.measured, OUTSIDE_JOB)
     if job or nodes not in (None, 1) or (simulate is not None and hosts is not None):
-        refuse({"--tune": tune, "--topology-file": topology_file}, FOR_SEVERAL)
+        refuse({"--topology-file": topology_file}, FOR_SEVERAL)
         refuse({"--gpus": gpus}, BY_RANKS)
         wanted = ClusterTask(
             options=cluster, version=version, counts=counts, strategy=strategy, budget=budget
@@ -221,10 +222,16 @@ def plan(
         if job:
             refuse({"--simulate": simulate, "--nodes": nodes}, IN_JOB)
             measuring = Measuring(
-                backend=backend, devices=devices, nccl=nccl, careful=careful, expected=hosts
+                backend=backend,
+                devices=devices,
+                nccl=nccl,
+                careful=careful,
+                expected=hosts,
+                tune=tune,
             )
             plan_hosts(wanted, measuring, output, force, json)
             return
+        refuse({"--tune": tune}, BY_HOSTS)
         if simulate is None:
             raise InputError(
                 "--nodes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -13,19 +14,30 @@ from tccl_py.cli.jobs import job_of_ranks, open_cluster
 from tccl_py.cli.nccl_here import version_of_hosts
 from tccl_py.cli.plan_cluster import ClusterTask, MeasuredCluster, SimulatedCluster
 from tccl_py.cli.plan_run import finish, planning
+from tccl_py.cli.verify_hosts import check_tuning_hosts, tuned_hosts
 from tccl_py.cluster.hostlist import read_host_list
 from tccl_py.cluster_plan.directory import write_cluster_plan
+from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.plan.directory import output_directory
 
 
 class Measuring(msgspec.Struct, frozen=True, kw_only=True):
-    """How the hosts of an MPI job are measured; `expected` is a list of them."""
+    """How the hosts of an MPI job are measured; `expected` is a list of them.
+
+    With `tune` their collectives say which settings the plan gets.
+    """
 
     backend: str | None
     devices: int | None
     nccl: str | None
     careful: Care
     expected: Path | None
+    tune: bool = False
+
+    @property
+    def rehearsal(self) -> bool:
+        """Whether no GPUs are measured."""
+        return self.backend == "host"
 
 
 def plan_hosts(wanted: ClusterTask, how: Measuring, output: Path, force: bool, json: bool) -> None:
@@ -44,22 +56,37 @@ def plan_hosts(wanted: ClusterTask, how: Measuring, output: Path, force: bool, j
             expected=[host.name for host in expected],
         ) as session,
     ):
-        rehearsal = how.backend == "host"
-        if not rehearsal:
+        if how.tune:
+            check_tuning_hosts(ranks)
+        if not how.rehearsal:
             version = version_of_hosts(how.nccl, session.hosts[0].software.nccl)
             wanted = msgspec.structs.replace(wanted, version=version)
-        measured = MeasuredCluster(session, wanted, how.careful, rehearsal=rehearsal)
-        plan_cluster(measured, output, force, json)
+        measured = MeasuredCluster(session, wanted, how.careful, rehearsal=how.rehearsal)
+
+        def tuned(directory: Path) -> ClusterPlan:
+            session.end_workers()
+            return tuned_hosts(directory, ranks, "host" if how.rehearsal else "cuda")
+
+        plan_cluster(measured, output, force, json, tuned=tuned if how.tune else None)
 
 
 def plan_cluster(
-    subject: SimulatedCluster | MeasuredCluster, output: Path, force: bool, json: bool
+    subject: SimulatedCluster | MeasuredCluster,
+    output: Path,
+    force: bool,
+    json: bool,
+    *,
+    tuned: Callable[[Path], ClusterPlan] | None = None,
 ) -> None:
-    """Plan for several nodes, write the plan and show it."""
+    """Plan for several nodes, write the plan and show it.
+
+    `tuned` tunes the plan that was written to a directory; it gives the one that is there then.
+    """
     with output_directory(output, force=force) as journal:
         with planning(journal, output):
             made = subject.planned(journal, force=force)
         if not made.cancelled:
             with undisturbed():
                 write_cluster_plan(made, output, models=subject.models)
+            made = tuned(output) if tuned is not None else made
     finish(made, output, cluster_json, print_cluster, json=json)

@@ -9,23 +9,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tccl_py.cli.arguments import notices
 from tccl_py.cli.jobs import job_of_ranks
 from tccl_py.cli.verified import verified
+from tccl_py.cli.verify_text import print_verification
 from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.emitters.cluster_files import host_graph_file
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.plan.directory import check_plan_directory, locked
 from tccl_py.verification.hosts import HostPart, HostsPlace
-from tccl_py.verification.orders import Backend
+from tccl_py.verification.orders import SIZES, Backend
 from tccl_py.verification.record import Verification
 from tccl_py.verification.tunable import tunable_cluster
 from tccl_py.verification.verify import Effort
 
 if TYPE_CHECKING:
     from tccl_profiler.cluster.facts import HostFacts
+    from tccl_profiler.cluster.job import Job
     from tccl_profiler.cluster.rank_jobs import RankJobs
 
+_LONGEST_S = 0.5
+"""A job makes a dozen calls of each size, and a comparison a dozen jobs."""
+_NEEDED = ("torch",)
 _AGAIN = "start a rank on each host that the plan has, or plan these hosts"
 
 
@@ -40,8 +46,6 @@ def verify_hosts(
         InputError: the plan of one machine, hosts other than the plan's, or one without torch.
         JobError: stock's job failed.
     """
-    from tccl_profiler.cluster.rank_jobs import RankJobs  # noqa: PLC0415
-
     with job_of_ranks() as job:
         check_plan_directory(directory)
         if not is_cluster_plan(directory):
@@ -50,10 +54,50 @@ def verify_hosts(
             )
         # Who plans into it meanwhile would get the verdict of another plan.
         with locked(directory):
-            plan = load_cluster_plan(directory)
-            subject = tunable_cluster(plan, directory, _graphs(plan, directory))
-            place = _place(plan, RankJobs(job), backend, keep)
-            return verified(subject, directory, place, effort, also_tune=also_tune)
+            return _verified(directory, job, effort, backend, keep, also_tune=also_tune)
+
+
+def check_tuning_hosts(job: Job) -> None:
+    """Refuse to tune where no collective can run, before anything is planned.
+
+    Raises:
+        InputError: a host without torch.
+    """
+    _rank_jobs(job).surroundings(modules=_NEEDED)
+
+
+def tuned_hosts(directory: Path, job: Job, backend: Backend) -> ClusterPlan:
+    """Verify a plan that was just written, by its hosts' job, and try other settings; the plan that
+    is there then.
+
+    Sizes of which a call would take long at the plan's rate are left out.
+    """
+    rate = load_cluster_plan(directory).rate_gbps
+    sizes = tuple(size for size in SIZES if 2 * size / (rate * 1e9) <= _LONGEST_S) or SIZES[:1]
+    found = _verified(directory, job, Effort(sizes=sizes), backend, (), also_tune=True)
+    print_verification(found, notices())
+    return load_cluster_plan(directory)
+
+
+def _verified(
+    directory: Path,
+    job: Job,
+    effort: Effort,
+    backend: Backend,
+    keep: tuple[str, ...],
+    *,
+    also_tune: bool,
+) -> Verification:
+    plan = load_cluster_plan(directory)
+    subject = tunable_cluster(plan, directory, _graphs(plan, directory))
+    place = _place(plan, _rank_jobs(job), backend, keep)
+    return verified(subject, directory, place, effort, also_tune=also_tune)
+
+
+def _rank_jobs(job: Job) -> RankJobs:
+    from tccl_profiler.cluster.rank_jobs import RankJobs  # noqa: PLC0415
+
+    return RankJobs(job)
 
 
 def _graphs(plan: ClusterPlan, directory: Path) -> dict[str, str]:
@@ -76,7 +120,7 @@ def _place(
 ) -> HostsPlace:
     _check_hosts(plan, jobs.hosts)
     facts = jobs.described(backend, interfaces=plan.settings.socket_ifname)
-    callers = jobs.surroundings(modules=("torch",))
+    callers = jobs.surroundings(modules=_NEEDED)
     parts = []
     for host in plan.hosts:
         number = plan.passages[host.passage].node_class
