@@ -65,7 +65,7 @@ def test_merging_in_order_equals_brute_force(seed, nodes, crossings, classes):
     assert rate_or_none(merge_in_order, tables, order) == brute_force(tables, order)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 10**6), st.integers(1, 4), st.lists(st.integers(0, 4), min_size=2, max_size=5)
 )

@@ -1,6 +1,7 @@
 """How good the profiler was on hardware, computed from what it measured there.
 
-The figures are of 4x and 2x H200 with NCCL 2.28.9 and NCCL_NVLS_ENABLE=0; see CHANGELOG.md.
+The figures are of 4x and 2x H200 with NCCL 2.28.9 and NCCL_NVLS_ENABLE=0; see CHANGELOG.md. Those
+of 4x H200 are older: lanes waited for all arrivals at once then, as NCCL's kernels do not.
 """
 
 import importlib.util
@@ -29,8 +30,14 @@ def found(script):
 
 @pytest.fixture(scope="module")
 def pair(script):
-    """The whole run on two GPUs."""
+    """The whole run on two GPUs; its direct rings are sums of lanes."""
     return script.figures(script.KEPT.with_name("h200x2-vm"))
+
+
+@pytest.fixture(scope="module")
+def quick(script):
+    """A short run on two GPUs, whose direct rings are lanes with equal shares."""
+    return script.figures(script.KEPT.with_name("h200x2-vm-quick"))
 
 
 def test_lanes_start_within_microseconds_and_run_together(found):
@@ -72,23 +79,33 @@ def test_two_gpus_start_within_microseconds_and_run_together(pair):
     assert pair.worst_overlap >= 0.98
 
 
-def test_the_setting_predicted_best_for_two_gpus_is_the_best_that_nccl_has(pair):
+def test_bounce_rings_of_two_gpus_predict_nccl_within_a_tenth(pair):
     errors = [abs(one.error) for one in pair.predictions if not one.direct]
     assert len(errors) == 24
+    assert max(errors) <= 0.10
+    assert sum(error <= 0.05 for error in errors) == 19
     assert pair.best_found == 1
-    assert pair.rank_correlation >= 0.95
-    # Ten of 24 are farther off than asked, all too high, nine of them of one and two channels.
-    assert sum(error <= 0.10 for error in errors) == 14
-    few = [one for one in pair.predictions if not one.direct and one.channels <= 2]
-    assert max(errors) <= 0.25
-    assert max(abs(one.error) for one in pair.predictions if one not in few) <= 0.17
+    assert pair.rank_correlation >= 0.97
 
 
-def test_two_gpus_give_the_same_again_and_about_the_same_in_a_new_pool(pair):
+def test_another_run_on_other_gpus_predicts_nccl_within_a_tenth(quick):
+    errors = [abs(one.error) for one in quick.predictions if not one.direct]
+    assert len(errors) == 8
+    assert max(errors) <= 0.10
+    assert quick.best_found == 1
+    (direct,) = [one for one in quick.predictions if one.direct]
+    assert abs(direct.error) <= 0.05
+
+
+def test_two_gpus_give_the_same_again_and_about_the_same_in_a_new_pool(pair, quick):
     assert pair.direct_same_pool <= 0.01
+    assert pair.bounce_same_pool <= 0.02
     assert pair.direct_new_pool <= 0.012
     # FIFOs of 64 MiB and more together come to lie elsewhere in the host's caches.
-    assert 0.10 < pair.bounce_new_pool < 0.15
+    assert 0.05 < pair.bounce_new_pool < 0.10
+    # Equal shares are as uncertain as the slowest lanes.
+    assert quick.direct_same_pool <= 0.02
+    assert quick.direct_new_pool <= 0.01
 
 
 def test_sets_are_measured_quickly_enough_for_a_search(pair):

@@ -32,7 +32,7 @@ NOISY = {
     "intel-v100": "bounces everywhere",
 }
 NOISE = 0.05
-SEEDS = range(20)
+SEEDS = range(10)
 MAX_FREE_STATES = 2000
 """Ring sets that brute force goes through here; it takes about a millisecond for each."""
 

@@ -40,7 +40,7 @@ WHOLE_RING_HOSTS = 64
 
 _ASSUMED = {
     "tcp": "what NICs move to and from GPU memory was not measured, but taken to run at their "
-    "ports' speed; all else was measured (--network nccl measures it)",
+    "ports' speed; all else was measured (NCCL measures it: leave out --network tcp)",
     "nccl": "what GPUs send by another GPU's memory was not measured, but taken to run at the "
     "speed of the NICs' ports; all else was measured",
 }
