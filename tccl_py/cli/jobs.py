@@ -38,8 +38,8 @@ NetworkOption = Annotated[
     str | None,
     typer.Option(
         metavar="tcp|nccl",
-        help="What moves bytes from a GPU to another host's: NCCL, by InfiniBand or RoCE where there "
-        "is, or TCP between host memories. The default is nccl, on the host backend tcp.",
+        help="What moves bytes from a GPU to another host's: NCCL, by InfiniBand or RoCE where "
+        "there is, or TCP between host memories. The default is nccl, on the host backend tcp.",
     ),
 ]
 """The --network option of commands that measure the hosts of a job."""
