@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -11,8 +12,9 @@ from tccl_py.cli import verified as common
 from tccl_py.cli import verify as module
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.plan.directory import locked
+from tccl_py.plan.directory import locked, write_plan
 from tccl_py.plan.plan import load_plan
+from tccl_py.simulator.library import load_bundled
 from tccl_py.verification.orders import Wrong
 from tccl_py.verification.record import load_verification
 from tests.verified import FakeJobs, by_plan
@@ -32,11 +34,21 @@ def tccl(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-@pytest.fixture
-def place(tmp_path):
-    directory = tmp_path / "plan"
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("planned") / "plan"
     options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1")
     assert tccl("plan", "-o", directory, *options).exit_code == 0
+    return directory
+
+
+@pytest.fixture
+def place(planned, tmp_path):
+    """The plan, in a directory of the test's own."""
+    directory = tmp_path / "plan"
+    directory.mkdir()
+    shutil.copy(planned / "measurements.jsonl", directory)
+    write_plan(load_plan(planned), directory, model=load_bundled(NAME))
     return directory
 
 
