@@ -23,7 +23,7 @@ pytestmark = [
 ]
 ORDER = ("h2", "h0", "h1")
 """Ranks follow the plan's hosts, not the launcher's: h2 is not the controller's."""
-QUICK = ("--backend", "host", "--sizes", "4K", "--pairs", "6", "--seconds", "1")
+QUICK = ("--backend", "host", "--sizes", "4K", "--pairs", "6", "--seconds", "0.2")
 
 
 @pytest.fixture
