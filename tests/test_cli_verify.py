@@ -159,7 +159,7 @@ class Interrupting(FakeJobs):
         super().__init__(by_plan(lambda size: 1.3))
         self._number, self._at = number, at
 
-    def __call__(self, order, surroundings):
+    def __call__(self, order, surroundings, **_):
         if self._at(len(self.jobs)):
             os.kill(os.getpid(), self._number)
         return super().__call__(order, surroundings)

@@ -1,15 +1,34 @@
 """Ranks as processes, whoever runs them: their numbers, their causes, their answers."""
 
+import functools
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from tccl_py.errors import InputError
+from tccl_py.rank_processes.starting import Nursery, interpreter
 from tccl_py.rank_processes.task import FOLDER, Left, RanksError, Task, decoded, run_task
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 
-def run(folder, text, ranks, *, timeout=60.0, **more):
+
+@pytest.fixture(params=["interpreters", "forks"])
+def run(request):
+    """Runs ranks, each an interpreter of its own or a fork of one process."""
+    if request.param == "interpreters":
+        yield functools.partial(run_ranks, start=interpreter)
+        return
+    with Nursery(("decimal", "no_such_module")) as nursery:
+        yield functools.partial(run_ranks, start=nursery)
+
+
+def run_ranks(folder, text, ranks, *, timeout=60.0, variables=None, **more):
     """Run ranks whose program is `text`."""
     (folder / "stand_in.py").write_text(text)
     task = Task(
@@ -19,7 +38,8 @@ def run(folder, text, ranks, *, timeout=60.0, **more):
         surroundings={
             **os.environ,
             "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
-            "OWN": f"{FOLDER}/log-x",
+            "NCCL_OWN": f"{FOLDER}/log-x",
+            **(variables or {}),
         },
         timeout=timeout,
         files={"graph.xml": "<graphs/>"},
@@ -31,17 +51,17 @@ ANSWERING = """
 import os, pathlib, sys
 folder = pathlib.Path(sys.argv[1]).parent
 (folder / f'answer-{sys.argv[2]}.json').write_text(sys.argv[2])
-open(os.environ['OWN'], 'a').write((folder / 'graph.xml').read_text())
+open(os.environ["NCCL_OWN"], 'a').write((folder / 'graph.xml').read_text())
 """
 
 
-def test_ranks_have_their_numbers_and_leave_answers_and_logs(tmp_path):
+def test_ranks_have_their_numbers_and_leave_answers_and_logs(run, tmp_path):
     left = run(tmp_path, ANSWERING, (4, 6))
     assert decoded(left, (4, 6), int) == (4, 6)
     assert left.log == "<graphs/>" * 2
 
 
-def test_the_first_rank_inherits_where_all_meet(tmp_path):
+def test_the_first_rank_inherits_where_all_meet(run, tmp_path):
     text = ANSWERING + (
         "import socket\nname = 'TCCL_MEETING_DESCRIPTOR'\nsaid = os.environ.get(name, '0')\n"
         "if said != '0': said = socket.socket(fileno=int(said)).getsockname()[1]\n"
@@ -52,7 +72,7 @@ def test_the_first_rank_inherits_where_all_meet(tmp_path):
         assert decoded(left, (0, 1), int) == (listener.getsockname()[1], 0)
 
 
-def test_what_is_raised_meanwhile_ends_the_ranks(tmp_path):
+def test_what_is_raised_meanwhile_ends_the_ranks(run, tmp_path):
     def leave():
         raise KeyError("enough")
 
@@ -60,7 +80,7 @@ def test_what_is_raised_meanwhile_ends_the_ranks(tmp_path):
         run(tmp_path, "import time\ntime.sleep(600)", (0, 1), meanwhile=leave)
 
 
-def test_the_rank_whose_last_words_name_a_cause_is_told(tmp_path):
+def test_the_rank_whose_last_words_name_a_cause_is_told(run, tmp_path):
     text = (
         "import sys\nsaid = {'2': 'goodbye', '3': 'ValueError: no   room\\nbye'}[sys.argv[2]]\n"
         "print(said)\nsys.exit(7)"
@@ -72,13 +92,13 @@ def test_the_rank_whose_last_words_name_a_cause_is_told(tmp_path):
     assert str(error) == "rank 3: ended with code 7; ValueError: no room"
 
 
-def test_without_a_cause_whoever_said_something_is_told(tmp_path):
+def test_without_a_cause_whoever_said_something_is_told(run, tmp_path):
     text = "import sys\nif sys.argv[2] == '1': print('goodbye')\nsys.exit(7)"
     with pytest.raises(RanksError, match=r"^rank 1: ended with code 7; goodbye$"):
         run(tmp_path, text, (0, 1))
 
 
-def test_ranks_that_are_late_are_all_named(tmp_path):
+def test_ranks_that_are_late_are_all_named(run, tmp_path):
     text = "import sys, time\nif sys.argv[2] != '1': time.sleep(600)"
     with pytest.raises(RanksError) as caught:
         run(tmp_path, text, (0, 1, 2), timeout=3.0)
@@ -88,8 +108,90 @@ def test_ranks_that_are_late_are_all_named(tmp_path):
     assert caught.value.what == "did not end within 3 s"
 
 
-def test_a_missing_answer_and_one_that_is_none_are_told(tmp_path):
+def test_a_missing_answer_and_one_that_is_none_are_told(run, tmp_path):
     with pytest.raises(RanksError, match=r"^rank 5: ended without an answer; it said nothing$"):
         run(tmp_path, "pass", (5,))
     with pytest.raises(InputError, match=r"^answer of rank 5: does not fit int"):
         decoded(Left(answers=('"x"',), log=""), (5,), int)
+
+
+def test_a_killed_rank_is_told_by_its_signal(run, tmp_path):
+    with pytest.raises(RanksError, match=r"^rank 1: was killed by signal 6"):
+        run(tmp_path, "import os, sys\nif sys.argv[2] == '1': os.abort()", (0, 1))
+
+
+def test_ranks_begin_as_programs_of_their_own_with_their_environment_alone(run, tmp_path):
+    text = ANSWERING + (
+        "import json, decimal\n"
+        "spoilt = hasattr(decimal, 'spoilt') or 'SPOILT' in os.environ\n"
+        "decimal.spoilt, os.environ['SPOILT'] = 1, '1'\n"
+        "said = [__name__, spoilt, os.environ.get('ONLY', ''), os.getpgid(0) == os.getpid()]\n"
+        "(folder / f'answer-{sys.argv[2]}.json').write_text(json.dumps(said))"
+    )
+    for only in ("a", "b"):
+        left = run(tmp_path, text, (0, 1), variables={"ONLY": only})
+        assert decoded(left, (0, 1), list) == tuple([["__main__", False, only, True]] * 2)
+
+
+def test_forks_share_what_was_imported_until_the_environment_is_another(tmp_path):
+    text = ANSWERING + (
+        "import json\nsaid = [os.getppid(), 'decimal' in sys.modules]\n"
+        "(folder / f'answer-{sys.argv[2]}.json').write_text(json.dumps(said))"
+    )
+    with Nursery(("decimal",)) as nursery:
+        parents = []
+        for variables in ({}, {"NCCL_ALGO": "Ring"}, {"OMP_NUM_THREADS": "1"}):
+            left = run_ranks(tmp_path, text, (0, 1), start=nursery, variables=variables)
+            (one, had), other = decoded(left, (0, 1), list)
+            assert other == [one, True]
+            assert had
+            parents.append(one)
+    # NCCL's variables are read by each rank; others may have been read by what was imported.
+    assert parents[0] == parents[1] != parents[2]
+    assert not any(Path(f"/proc/{one}").exists() for one in parents)
+
+
+def test_after_their_nursery_was_killed_ranks_end_and_the_next_ones_have_another(tmp_path):
+    with Nursery(("decimal",)) as nursery:
+        killing = "import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(600)"
+        with pytest.raises(RanksError, match=r"rank 0: ended with code 1"):
+            run_ranks(tmp_path, killing, (0,), start=nursery)
+        left = run_ranks(tmp_path, ANSWERING, (0,), start=nursery)
+        assert decoded(left, (0,), int) == (0,)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_who_started_forks(tmp_path, number):
+    text = (
+        "import os, pathlib, sys\nfile = pathlib.Path(os.environ['PIDS'], sys.argv[2])\n"
+        "file.write_text(f'{os.getpid()} {os.getppid()}')\n"
+        "while os.read(0, 1): pass"
+    )
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom tests.test_rank_processes import *\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "with Nursery(('decimal',)) as nursery:\n"
+        f"    run_ranks(folder, {text!r}, (0, 1), start=nursery, variables={{'PIDS': str(folder)}})"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, stderr=subprocess.DEVNULL
+    )
+    until = time.monotonic() + 60
+    files = [tmp_path / "0", tmp_path / "1"]
+    while time.monotonic() < until and not all(one.exists() and one.read_text() for one in files):
+        time.sleep(0.05)
+    pids = {int(pid) for one in files for pid in one.read_text().split()}
+    assert len(pids) == 3
+    started.send_signal(number)
+    assert started.wait(60) != 0
+    while time.monotonic() < until and any(map(runs, pids)):
+        time.sleep(0.05)
+    assert not any(map(runs, pids))
+
+
+def runs(pid):
+    """Whether a process is there, and more than an exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -233,7 +233,7 @@ def test_without_checks_the_log_is_that_of_a_timing_job(on_two, tmp_path, checks
     class Logging(FakeJobs):
         """NCCL connects nothing before it moves something."""
 
-        def __call__(self, order, surroundings):
+        def __call__(self, order, surroundings, **_):
             outcome = super().__call__(order, surroundings)
             moves = order.checks or order.sizes
             return changed(outcome, log=LOG.read_text() if moves else "")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tccl_py.rank_processes.starting import Nursery
 from tccl_py.verification.jobs import JobError, run_job
 from tccl_py.verification.orders import Order
 from tccl_py.verification.surroundings import job_surroundings
@@ -98,6 +99,13 @@ def test_after_ctrl_c_no_rank_is_left(tmp_path):
     assert ended(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def nursery():
+    """Has imported torch for the ranks of several jobs."""
+    with Nursery() as found:
+        yield found
+
+
 @needs_torch
 def test_a_rank_whose_standard_input_ends_is_gone(tmp_path):
     order = tmp_path / "order.json"
@@ -111,12 +119,12 @@ def test_a_rank_whose_standard_input_ends_is_gone(tmp_path):
 
 
 @needs_torch
-def test_collectives_over_gloo_are_right_and_timed():
+def test_collectives_over_gloo_are_right_and_timed(nursery):
     order = Order(
         backend="host", world=3, checks=True, sizes=(1024, 100_001), seconds=0.02,
         training=True,
     )  # fmt: skip
-    found = run_job(order, surroundings())
+    found = run_job(order, surroundings(), start=nursery)
     for rank, answer in enumerate(found.answers):
         assert (answer.rank, answer.wrong, answer.left_out) == (rank, (), ())
         assert answer.checked > 500
@@ -127,9 +135,9 @@ def test_collectives_over_gloo_are_right_and_timed():
 
 @needs_torch
 @pytest.mark.parametrize("collective", ["reduce_scatter", "all_to_all"])
-def test_other_collectives_are_timed_too(collective):
+def test_other_collectives_are_timed_too(nursery, collective):
     order = Order(backend="host", world=2, sizes=(1000,), seconds=0.01, collective=collective)
-    found = run_job(order, surroundings())
+    found = run_job(order, surroundings(), start=nursery)
     assert [len(one) for one in found.answers[0].timings] == [9]
 
 

@@ -16,7 +16,7 @@ class FakeJobs:
         self._random = np.random.default_rng(seed)
         self.jobs = []
 
-    def __call__(self, order, surroundings):
+    def __call__(self, order, surroundings, **_):
         self.jobs.append((order, dict(surroundings)))
         why = self._fails(surroundings)
         if why:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -28,9 +29,10 @@ from tccl_py.errors import InputError
 from tccl_py.health.drift.identity import differences
 from tccl_py.plan.directory import check_plan_directory, known_fingerprint, locked
 from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.rank_processes.starting import Nursery
 from tccl_py.verification.comparison import LEAST_PAIRS, MAX_PAIRS
-from tccl_py.verification.jobs import run_job
-from tccl_py.verification.orders import COLLECTIVES, SIZES, Backend, Collective
+from tccl_py.verification.jobs import Outcome, run_job
+from tccl_py.verification.orders import COLLECTIVES, SIZES, Backend, Collective, Order
 from tccl_py.verification.record import Verification
 from tccl_py.verification.sides import Place
 from tccl_py.verification.tunable import TunableMachine
@@ -184,16 +186,20 @@ def _verified(
     plan: Plan, directory: Path, place: Place, effort: Effort, *, also_tune: bool
 ) -> Verification:
     subject = TunableMachine(plan=plan, directory=directory)
-    return verified(subject, directory, place, effort, also_tune=also_tune)
+    with Nursery() as start:
+
+        def run(order: Order, surroundings: Mapping[str, str]) -> Outcome:
+            return run_job(order, surroundings, start=start)
+
+        place = msgspec.structs.replace(place, runner=run)
+        return verified(subject, directory, place, effort, also_tune=also_tune)
 
 
 def _place(plan: Plan, directory: Path, backend: Backend, keep: list[str]) -> Place:
     if backend == "cuda":
         _check_here(plan, directory, _here(plan))
     _check_torch()
-    return Place(
-        backend=backend, gpus=plan.gpus, caller=dict(os.environ), keep=tuple(keep), runner=run_job
-    )
+    return Place(backend=backend, gpus=plan.gpus, caller=dict(os.environ), keep=tuple(keep))
 
 
 def _check_torch() -> None:

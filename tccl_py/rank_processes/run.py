@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tccl_py.errors import TcclError
 from tccl_py.rank_processes.places import order_file
+from tccl_py.rank_processes.starting import Running, Start, interpreter
 
 _LOOK_S = 0.02
 _GRACE_S = 5.0
@@ -54,6 +51,7 @@ def run_ranks(
     timeout: float,
     listener: socket.socket | None = None,
     meanwhile: Callable[[], None] = lambda: None,
+    start: Start = interpreter,
 ) -> None:
     """Run `python -m PROGRAM FOLDER/order.json RANK` for each rank, until all have ended well.
 
@@ -65,12 +63,13 @@ def run_ranks(
         timeout: seconds for all of it.
         listener: a socket that the first of them inherits; LISTENER names its descriptor.
         meanwhile: called while they run; what it raises ends them.
+        start: how a process is started.
 
     Raises:
         RanksError: one failed, or the time was up.
     """
     deadline = time.monotonic() + timeout
-    with _running(program, folder, ranks, surroundings, listener) as started:
+    with _running(program, folder, ranks, surroundings, listener=listener, start=start) as started:
         _wait(started, folder, deadline, timeout, meanwhile)
 
 
@@ -85,46 +84,25 @@ def _running(
     folder: Path,
     ranks: Sequence[int],
     surroundings: Mapping[str, str],
+    *,
     listener: socket.socket | None,
-) -> Iterator[Mapping[int, subprocess.Popen[bytes]]]:
-    """The running ranks by number; none of them runs after the block, however it ends.
-
-    Each is the leader of its own session: Ctrl-C reaches this program alone, which ends them. If
-    this program is killed, their standard input ends, and with it they do.
-    """
-    started: dict[int, subprocess.Popen[bytes]] = {}
+    start: Start,
+) -> Iterator[Mapping[int, Running]]:
+    """The running ranks by number; none of them runs after the block, however it ends."""
+    started: dict[int, Running] = {}
     try:
         for rank in ranks:
-            inherited = [listener.fileno()] if listener is not None and not started else []
-            own = {LISTENER: str(inherited[0])} if inherited else {}
-            with _output(folder, rank).open("wb") as output:
-                started[rank] = subprocess.Popen(
-                    [sys.executable, "-m", program, str(order_file(folder)), str(rank)],
-                    env={**surroundings, **own},
-                    pass_fds=inherited,
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            inherits = {LISTENER: listener} if listener is not None and not started else {}
+            arguments = (str(order_file(folder)), str(rank))
+            started[rank] = start(program, arguments, surroundings, _output(folder, rank), inherits)
         yield started
     finally:
         for one in started.values():
-            _end(one)
-
-
-def _end(rank: subprocess.Popen[bytes]) -> None:
-    """Kill a rank and whatever it started; it holds nothing that it would have to put away."""
-    if rank.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(rank.pid, signal.SIGKILL)
-    rank.wait()
-    if rank.stdin is not None:
-        rank.stdin.close()
+            one.end()
 
 
 def _wait(
-    started: Mapping[int, subprocess.Popen[bytes]],
+    started: Mapping[int, Running],
     folder: Path,
     deadline: float,
     timeout: float,

@@ -13,6 +13,7 @@ import msgspec
 from tccl_py.files import decode_json
 from tccl_py.rank_processes.places import LOGS, answer_file, order_file
 from tccl_py.rank_processes.run import RanksError, ended_without_answer, run_ranks
+from tccl_py.rank_processes.starting import Start, interpreter
 
 FOLDER = "{folder}"
 """Stands in the environment's values for the folder that the ranks get."""
@@ -28,6 +29,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     `program` is the module that is a rank, `order` what all are told, as JSON, `ranks` their
     numbers, `surroundings` the whole environment of each, in which FOLDER stands for a folder of
     their own, and `files` are texts in that by name. All of it takes `timeout` seconds at most.
+    `imports` are modules that take a rank long to import, for who runs many such jobs.
     """
 
     program: str
@@ -36,6 +38,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     surroundings: dict[str, str]
     timeout: float
     files: dict[str, str] = {}
+    imports: tuple[str, ...] = ()
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +53,7 @@ def run_task(
     *,
     listener: socket.socket | None = None,
     meanwhile: Callable[[], None] = lambda: None,
+    start: Start = interpreter,
 ) -> Left:
     """Run a host's ranks to their end; nothing of them is left, however that is.
 
@@ -57,6 +61,7 @@ def run_task(
         task: what they run.
         listener: where all ranks of the job meet; the first of these gets it.
         meanwhile: called while they run; what it raises ends them.
+        start: how a process is started; by default an interpreter of its own.
 
     Raises:
         RanksError: one failed, or the time was up.
@@ -77,6 +82,7 @@ def run_task(
             timeout=task.timeout,
             listener=listener,
             meanwhile=meanwhile,
+            start=start,
         )
         answers = tuple(_answer(folder, rank) for rank in task.ranks)
         return Left(answers=answers, log=_log(folder))

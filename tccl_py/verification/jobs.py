@@ -9,6 +9,7 @@ import msgspec
 
 from tccl_py.errors import TcclError
 from tccl_py.files import encode_json
+from tccl_py.rank_processes.starting import TORCH, Start, interpreter
 from tccl_py.rank_processes.task import FOLDER, RanksError, Task, decoded, run_task
 from tccl_py.verification.orders import Answer, Order
 
@@ -34,6 +35,7 @@ def run_job(
     *,
     timeout: float = DEFAULT_TIMEOUT,
     program: str = RANK_PROGRAM,
+    start: Start = interpreter,
 ) -> Outcome:
     """Run an order's ranks on this host.
 
@@ -42,6 +44,7 @@ def run_job(
         surroundings: the whole environment of each.
         timeout: seconds for all of it.
         program: the module that is a rank.
+        start: how each process is started.
 
     Raises:
         JobError: a rank failed, or the time was up.
@@ -49,7 +52,8 @@ def run_job(
     begun = time.monotonic()
     ranks = tuple(range(order.world))
     try:
-        left = run_task(task_of(order, ranks, surroundings, timeout=timeout, program=program))
+        task = task_of(order, ranks, surroundings, timeout=timeout, program=program)
+        left = run_task(task, start=start)
     except RanksError as error:
         raise JobError(_sentence(error)) from error
     answers = decoded(left, ranks, Answer)
@@ -71,6 +75,7 @@ def task_of(
         ranks=ranks,
         surroundings={**surroundings, "NCCL_DEBUG_FILE": f"{FOLDER}/log-%p"},
         timeout=timeout,
+        imports=TORCH,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from tccl_profiler import numa
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.interfaces import addresses, listening
+from tccl_py.rank_processes.starting import Nursery, Start, interpreter
 from tccl_py.rank_processes.task import Task, run_task
 
 
@@ -19,6 +20,7 @@ class RankTasks:
 
     def __init__(self) -> None:
         self._meeting: socket.socket | None = None
+        self._nursery: Nursery | None = None
 
     def surroundings(self, modules: Sequence[str] = ()) -> say.Surroundings:
         """The environment in which programs find what this one does; modules that it lacks."""
@@ -30,7 +32,7 @@ class RankTasks:
 
     def open_meeting(self) -> say.MeetingOpen:
         """A socket that waits for the ranks of the next job."""
-        self.close()
+        self._leave_meeting()
         self._meeting = listening()
         return say.MeetingOpen(addresses=addresses(), port=self._meeting.getsockname()[1])
 
@@ -42,12 +44,28 @@ class RankTasks:
         """
         numa.leave_binding()
         try:
-            return say.RanksLeft(left=run_task(task, listener=self._meeting, meanwhile=meanwhile))
+            left = run_task(
+                task, listener=self._meeting, meanwhile=meanwhile, start=self._start(task)
+            )
+            return say.RanksLeft(left=left)
         finally:
-            self.close()
+            self._leave_meeting()
 
     def close(self) -> None:
-        """Give the socket back."""
+        """Give the socket back, and end what ranks are started from."""
+        self._leave_meeting()
+        nursery, self._nursery = self._nursery, None
+        if nursery is not None:
+            nursery.close()
+
+    def _start(self, task: Task) -> Start:
+        if not task.imports:
+            return interpreter
+        if self._nursery is None:
+            self._nursery = Nursery(task.imports)
+        return self._nursery
+
+    def _leave_meeting(self) -> None:
         meeting, self._meeting = self._meeting, None
         if meeting is not None:
             meeting.close()
