@@ -140,6 +140,18 @@ def test_settings_that_are_slow_for_small_messages_are_left_out(tmp_path):
     assert found.plan.settings.channels == 16
 
 
+def test_the_next_best_settings_are_taken_where_pairs_say_that_the_best_harm_a_size(tmp_path):
+    def rate(size, channels, buffsize, variables):
+        if channels == 8:
+            # Too little for a single job to tell.
+            return 2.0 if size > 1 << 20 else 0.95
+        return 1.3 if channels == 16 else 1.1
+
+    found = tuned(mixed(), FakeHosts(seconds=by_settings(rate)), tmp_path)
+    assert found.plan.settings.channels == 16
+    assert found.verification.accepted
+
+
 def test_settings_that_fail_on_a_host_are_told_by_its_name_and_left_out(tmp_path):
     def fails(task):
         return bool(task.files) and told(task)[0] == 8
