@@ -49,9 +49,10 @@ def under_way(hosts, directory):
     words = ("verify", str(directory), "--backend", "host", "--seconds", "600", "--no-checks")
     process = hosts.start(*words, hosts=("h0", "h1", "h2"))
     until = time.monotonic() + 120
-    while len(ranks_alive(hosts)) < 4 and time.monotonic() < until:
+    # Four ranks, and on each host what they are forks of.
+    while len(ranks_alive(hosts)) < 7 and time.monotonic() < until:
         time.sleep(0.1)
-    assert len(ranks_alive(hosts)) >= 4
+    assert len(ranks_alive(hosts)) >= 7
     yield process
     until = time.monotonic() + 60
     while ranks_alive(hosts) and time.monotonic() < until:
@@ -61,15 +62,19 @@ def under_way(hosts, directory):
 
 
 def ranks_alive(hosts):
-    """Rank processes of jobs on these hosts, by their command lines."""
-    found = []
+    """Rank processes of jobs on these hosts, and what they are forks of."""
+    found, place = [], str(hosts.directory).encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
+            variables = path.with_name("environ").read_bytes()
         except OSError:
             continue
-        # Their folder is where TMPDIR says.
-        if b"tccl_py.verification.rank" in words and str(hosts.directory).encode() in words[-3]:
+        # Their folders are where TMPDIR says.
+        if (
+            b"tccl_py.rank_processes.nursery" in words
+            and str(hosts.directory).encode() in variables
+        ):
             found.append(path.parent.name)
     return found
 
