@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -10,27 +11,47 @@ import pytest
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
-SLOWEST_FIRST = (
+MEASURING = (
     "test_planning_over_hosts.py",
-    "test_plan.py",
-    "test_verifying_over_hosts.py",
-    "test_tccl_database.py",
-    "test_cluster_planner.py",
-    "test_profiler_faults.py",
-    "test_cli_plan.py",
     "test_measuring_over_hosts.py",
-    "test_readme.py",
-    "test_docs.py",
-    "test_search_on_machines.py",
-    "test_reference_plans.py",
-    "test_cli_hardware.py",
+    "test_profiler_faults.py",
     "test_profiler_nccl.py",
-    "test_simulator_measured.py",
-    "test_search.py",
+    "test_profiler_cluster.py",
+    "test_cli_hardware.py",
+    "test_under_slurm.py",
+    "test_profiler_network.py",
     "test_profiler_pool.py",
+    "test_profiler_host_device.py",
+    "test_profiler_stages.py",
+    "test_profiler_clock.py",
+    "test_examples.py",
 )
-"""Workers take file after file: what takes longest begins first, so that all end together. The very
-first waits for slow links most of the time, beside others that need the cores."""
+"""What moves bytes for a while, by processes that do not sleep. Beside each other such tests take
+several times as long: one worker has them all, first the one that waits for slow links most."""
+
+SLOWEST_FIRST = (
+    "test_tccl_database.py",
+    "test_plan.py",
+    "test_cli_plan.py",
+    "test_docs.py",
+    "test_verifying_over_hosts.py",
+    "test_verification_jobs.py",
+    "test_torch_on_gloo.py",
+    "test_overlap.py",
+    "test_reference_plans.py",
+    "test_plan_directory.py",
+    "test_search_on_machines.py",
+    "test_nccl_stock.py",
+    "test_simulator_measured.py",
+    "test_readme.py",
+    "test_profiler_kernels.py",
+    "test_merge.py",
+    "test_search.py",
+    "test_profiler_rank_jobs.py",
+    "test_report_in_browser.py",
+    "test_cli_frame.py",
+)
+"""Workers take file after file: what takes longest begins first, so that all end together."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +74,19 @@ def _gpus():
         return 0
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Deal out files, and those that measure as one."""
+    from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415 (only where workers are asked for)
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "measuring" if Path(file).name in MEASURING else file
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_finish():
     """Leave the modules and tests alone in later collections: they stay, and are many."""
     gc.freeze()
@@ -60,7 +94,7 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(items):
     """Skip what needs GPUs or MPI where there are none."""
-    place = {name: number for number, name in enumerate(SLOWEST_FIRST)}
+    place = {name: number for number, name in enumerate((*MEASURING, *SLOWEST_FIRST))}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
     gpus = _gpus() if any(item.get_closest_marker("gpu") for item in items) else 0
     for item in items:
