@@ -34,8 +34,10 @@ BUFFSIZES = (DEFAULT_FIFO_BYTES, 512 << 10)
 MORE_BUFFSIZES = (1 << 20, 256 << 10)
 """Tried with the best number of channels only: each job takes seconds."""
 DEFAULT_SECONDS = 105.0
-COMPARISON_SECONDS = 120.0
-"""For each comparison, one before and ATTEMPTS after: with them tuning takes 8 minutes at most."""
+COMPARISON_SECONDS = 150.0
+"""For each comparison, the one before and those after."""
+WHOLE_SECONDS = 480.0
+"""With the comparison before: a second one after is run if it will have ended by then."""
 ATTEMPTS = 2
 """Settings that are compared with stock in pairs: the best, and the best of other channels should
 those harm a size, of which one job says little."""
@@ -83,6 +85,7 @@ def run_tuning(
         JobError: stock's job failed.
         SourceLostError: a host is gone.
     """
+    begun = time.monotonic() - first.seconds
     deadline = time.monotonic() + seconds
     screen = _Screen(plan, place, effort, first, deadline=deadline, watch=watch)
     stock = screen.stock()
@@ -115,6 +118,8 @@ def run_tuning(
             environment = {**found.plan_environment, **other.in_place().side.variables}
             found = msgspec.structs.replace(found, tried=tried, plan_environment=environment)
             return Tuned(plan=other, verification=found)
+        if time.monotonic() - begun + found.seconds > WHOLE_SECONDS:
+            break
         # What harms small messages is mostly how many channels share them.
         trials = [one for one in trials if one.settings and one.settings.channels != channels]
     return unchanged
