@@ -28,7 +28,14 @@ MACHINE_CHANNELS = (8, 16, 4, 32)
 CLUSTER_CHANNELS = (8, 4, 16, 2, 32, 1)
 """Most promising first, should the time be up before all are tried. Between hosts fewer may do: all
 wait for the network."""
-_NOTE = "settings tuned: rates are shares of what NCCL's all-reduce achieved, not predictions"
+_NOTE = "settings tuned: rates, stock's too, are shares of what jobs achieved, not predictions"
+
+
+class Achieved(msgspec.Struct, frozen=True, kw_only=True):
+    """Bus bandwidth of jobs, GB/s: with the plan's rings under some settings, and of stock NCCL."""
+
+    gbps: float
+    stock_gbps: float
 
 
 class Tunable(Protocol):
@@ -54,8 +61,8 @@ class Tunable(Protocol):
     def permits(self, settings: Settings) -> bool:
         """Whether its rings are possible under them, with as many channels as they say."""
 
-    def retuned(self, settings: Settings, *, rate_gbps: float | None = None) -> Tunable:
-        """The same rings under other settings; the rate is what was achieved, None the plan's.
+    def retuned(self, settings: Settings, *, achieved: Achieved | None = None) -> Tunable:
+        """The same rings under other settings, at the rates achieved; None keeps the plan's.
 
         Raises:
             InputError: settings that the version does not have.
@@ -111,10 +118,12 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
         """All: on one machine NCCL has some way from any GPU to any other."""
         return True
 
-    def retuned(self, settings: Settings, *, rate_gbps: float | None = None) -> TunableMachine:
-        """As Tunable."""
-        rate = self.plan.rate_gbps if rate_gbps is None else rate_gbps
-        made = retuned(self.plan, settings, rate_gbps=rate)
+    def retuned(self, settings: Settings, *, achieved: Achieved | None = None) -> TunableMachine:
+        """As Tunable; a free choice of mechanisms is a prediction, and goes."""
+        rates = achieved or _rates(self.plan)
+        made = retuned(self.plan, settings, rate_gbps=rates.gbps)
+        stock = msgspec.structs.replace(made.stock, rate_gbps=rates.stock_gbps)
+        made = msgspec.structs.replace(made, stock=stock, free=None)
         return msgspec.structs.replace(self, plan=made)
 
     def in_place(self) -> Subject:
@@ -175,11 +184,12 @@ class TunableCluster(msgspec.Struct, frozen=True, kw_only=True):
         """As Tunable; NCCL doubles few and quick channels once more between hosts."""
         return keeps_rings(self.plan, settings)
 
-    def retuned(self, settings: Settings, *, rate_gbps: float | None = None) -> TunableCluster:
+    def retuned(self, settings: Settings, *, achieved: Achieved | None = None) -> TunableCluster:
         """As Tunable."""
-        rate = self.plan.rate_gbps if rate_gbps is None else rate_gbps
-        made = cluster_retuned(self.plan, settings, rate_gbps=rate)
-        made = msgspec.structs.replace(made, notices=_noted(self.plan.notices))
+        rates = achieved or _rates(self.plan)
+        made = cluster_retuned(self.plan, settings, rate_gbps=rates.gbps)
+        stock = msgspec.structs.replace(made.stock, rate_gbps=rates.stock_gbps)
+        made = msgspec.structs.replace(made, stock=stock, notices=_noted(self.plan.notices))
         return msgspec.structs.replace(self, plan=made, graphs=host_graphs(made))
 
     def in_place(self) -> Subject:
@@ -245,6 +255,10 @@ def retuned(plan: Plan, settings: Settings, *, rate_gbps: float) -> Plan:
         proven=False,
         notices=_noted(plan.notices),
     )
+
+
+def _rates(plan: Plan | ClusterPlan) -> Achieved:
+    return Achieved(gbps=plan.rate_gbps, stock_gbps=plan.stock.rate_gbps)
 
 
 def _noted(notices: Sequence[str]) -> tuple[str, ...]:

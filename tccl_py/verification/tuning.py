@@ -21,7 +21,7 @@ from tccl_py.verification.jobs import JobError, Outcome
 from tccl_py.verification.orders import Order, bus_gbps
 from tccl_py.verification.record import Tried, Verification
 from tccl_py.verification.sides import STOCK, AnyPlace
-from tccl_py.verification.tunable import Tunable
+from tccl_py.verification.tunable import Achieved, Tunable
 from tccl_py.verification.verify import (
     Effort,
     Watcher,
@@ -108,7 +108,9 @@ def run_tuning(
         gbps, before = screen.gbps(best), screen.gbps(current)
         if first.accepted and gbps < before * (1 + SMALLEST_EFFECT):
             break
-        other = plan.retuned(best.settings, rate_gbps=gbps)
+        # One scale for both: what the profiler said of stock is no match for what jobs achieve.
+        achieved = Achieved(gbps=gbps, stock_gbps=screen.gbps(stock))
+        other = plan.retuned(best.settings, achieved=achieved)
         if other.settings == plan.settings:
             break
         with other.elsewhere() as subject:
