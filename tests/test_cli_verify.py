@@ -292,6 +292,21 @@ def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
     assert "The plan of" in made.stderr
 
 
+def test_plan_says_that_tuning_needs_gpus_whatever_the_plan_is_made_from(tmp_path, monkeypatch):
+    def nothing(*_):
+        raise InputError("this machine", "no NVIDIA driver answers (none)", "give --simulate")
+
+    monkeypatch.setattr(module, "_check_torch", lambda: None)
+    monkeypatch.setattr(module, "measured_machine", nothing)
+    made = tccl("plan", "-o", tmp_path / "plan", "--simulate", NAME, "--tune")
+    assert made.exit_code == 2
+    assert made.stderr == (
+        "tccl: --tune: runs NCCL's collectives, and no NVIDIA driver answers (none); leave it out; "
+        "`tccl verify DIR --backend host --tune` rehearses it over gloo\n"
+    )
+    assert not (tmp_path / "plan").exists()
+
+
 def test_plan_refuses_to_tune_where_nothing_can_run(tmp_path, monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
     made = tccl("plan", "-o", tmp_path / "plan", "--simulate", NAME, "--tune")

@@ -172,7 +172,14 @@ def check_tuning() -> None:
         InputError: no torch, or no GPU.
     """
     _check_torch()
-    measured_machine(None, None)
+    try:
+        measured_machine(None, None)
+    except InputError as error:
+        raise InputError(
+            "--tune",
+            f"runs NCCL's collectives, and {error.what}",
+            "leave it out; `tccl verify DIR --backend host --tune` rehearses it over gloo",
+        ) from error
 
 
 def tuned_plan(plan: Plan, directory: Path) -> Plan:
