@@ -79,8 +79,9 @@ def plan_channels(plan: PlannedNode) -> int:
 def database_notes(parts: FoundParts) -> Iterator[str]:
     """Sentences for the user and for whoever reads the file, most important first."""
     plan, task = parts.plan, parts.task
+    done = plan.provenance.partition(" ")[0].removesuffix(",")
     yield (
-        f"rates {plan.provenance}, {task.source.sets_measured} sets measured for this file; "
+        f"rates {plan.provenance}, {task.source.sets_measured} sets {done} for this file; "
         f"run it with NCCL_ALGO=TCCL,RING NCCL_MIN_NCHANNELS={task.blocks} "
         f"NCCL_MAX_NCHANNELS={task.blocks} NCCL_BUFFSIZE={task.fifo_bytes}"
     )
