@@ -43,8 +43,10 @@ def export_tccl(directory: Path, output: Path | None, wanted: Export) -> None:
     write_result(tccl_xml(made.database, notes=notes), output)
     notice_each(notes)
     if output is not None:
+        rings = len(made.database.intra)
         chains = sum(len(part.chains) for part in made.database.inter)
-        notice(f"wrote {len(made.database.intra)} rings and {chains} chains to {output}")
+        told = f"{rings} ring{'s' * (rings != 1)} and {chains} chain{'s' * (chains != 1)}"
+        notice(f"wrote {told} to {output}")
 
 
 def _of_machine(directory: Path, place: Path, wanted: Export) -> MadeDatabase:
