@@ -4,7 +4,7 @@ import string
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tccl_py.cluster.expressions import MAX_HOSTS, compress, expand
@@ -144,6 +144,8 @@ numbered = st.builds(
 )  # fmt: skip
 
 
+@example(["n", "n0"])
+@example(["n0", "n"])
 @given(st.lists(st.one_of(numbered, names), max_size=40))
 def test_compressing_and_expanding_is_the_same_list(listed):
     assert expand(compress(listed)) == tuple(listed)

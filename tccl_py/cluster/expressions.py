@@ -72,7 +72,9 @@ def compress(names: Iterable[str]) -> str:
     'gpu[08-10,12],login'
     """
     split = [_split(name) for name in names]
-    groups = (tuple(group) for _, group in itertools.groupby(split, lambda one: one[0]))
+    # A name without a number is no part of a bracket: n,n0 are two.
+    alike = itertools.groupby(split, lambda one: (one[0], bool(one[1])))
+    groups = (tuple(group) for _, group in alike)
     return ",".join(_group_text(group) for group in groups)
 
 
