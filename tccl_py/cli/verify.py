@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -31,8 +31,8 @@ from tccl_py.plan.directory import check_plan_directory, known_fingerprint, lock
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.rank_processes.starting import Nursery
 from tccl_py.verification.comparison import LEAST_PAIRS, MAX_PAIRS
-from tccl_py.verification.jobs import Outcome, run_job
-from tccl_py.verification.orders import COLLECTIVES, SIZES, Backend, Collective, Order
+from tccl_py.verification.jobs import run_job
+from tccl_py.verification.orders import COLLECTIVES, SIZES, Backend, Collective
 from tccl_py.verification.record import Verification
 from tccl_py.verification.sides import Place
 from tccl_py.verification.tunable import TunableMachine
@@ -194,11 +194,7 @@ def _verified(
 ) -> Verification:
     subject = TunableMachine(plan=plan, directory=directory)
     with Nursery() as start:
-
-        def run(order: Order, surroundings: Mapping[str, str]) -> Outcome:
-            return run_job(order, surroundings, start=start)
-
-        place = msgspec.structs.replace(place, runner=run)
+        place = msgspec.structs.replace(place, runner=partial(run_job, start=start))
         return verified(subject, directory, place, effort, also_tune=also_tune)
 
 

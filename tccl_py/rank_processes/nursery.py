@@ -25,14 +25,15 @@ MESSAGE_BYTES = 4096
 _MOST_DESCRIPTORS = 4
 
 
-class Birth(msgspec.Struct, frozen=True, kw_only=True):
+class Program(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank is: a module that runs as a program, its arguments, its whole environment, and
-    the file for what it writes. With it go descriptors: its standard input, and what it inherits.
+    the file for what it writes.
 
-    `inherits` are variables whose values are the descriptors after the first, in order.
+    `inherits` are variables whose values are descriptors that a fork is given after its standard
+    input, in order.
     """
 
-    program: str
+    module: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
     output: str
@@ -59,7 +60,7 @@ def main() -> None:
         _become(*asked)
 
 
-def _serve(control: socket.socket) -> tuple[Birth, list[int]] | None:
+def _serve(control: socket.socket) -> tuple[Program, list[int]] | None:
     """Fork for whoever asks; in the fork, what was asked for. None when nobody is there any more.
 
     Those that were forked end by themselves, because their standard input does.
@@ -82,7 +83,7 @@ def _serve(control: socket.socket) -> tuple[Birth, list[int]] | None:
             pid = os.fork()
             if pid == 0:
                 told = Path(message.decode()).read_bytes()
-                return msgspec.json.decode(told, type=Birth), descriptors
+                return msgspec.json.decode(told, type=Program), descriptors
             children.add(pid)
             # Whoever asked may end it with all that it starts from now on.
             with contextlib.suppress(OSError):
@@ -94,22 +95,22 @@ def _serve(control: socket.socket) -> tuple[Birth, list[int]] | None:
             return None
 
 
-def _become(birth: Birth, descriptors: list[int]) -> None:
+def _become(program: Program, descriptors: list[int]) -> None:
     """Run the program here, as a process that was started for it would."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    output = os.open(birth.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    output = os.open(program.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for there, here in ((descriptors[0], 0), (output, 1), (output, 2)):
         os.dup2(there, here)
     os.close(descriptors[0])
     os.close(output)
-    given = dict(zip(birth.inherits, map(str, descriptors[1:]), strict=True))
+    given = dict(zip(program.inherits, map(str, descriptors[1:]), strict=True))
     for one in descriptors[1:]:
         os.set_inheritable(one, True)
     os.environ.clear()
-    os.environ.update({**birth.environment, **given})
-    sys.argv = [birth.program, *birth.arguments]
-    runpy.run_module(birth.program, run_name="__main__", alter_sys=True)
+    os.environ.update({**program.environment, **given})
+    sys.argv = [program.module, *program.arguments]
+    runpy.run_module(program.module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tccl_py.errors import TcclError
+from tccl_py.rank_processes.nursery import Program
 from tccl_py.rank_processes.places import order_file
 from tccl_py.rank_processes.starting import Running, Start, interpreter
 
@@ -93,8 +94,15 @@ def _running(
     try:
         for rank in ranks:
             inherits = {LISTENER: listener} if listener is not None and not started else {}
-            arguments = (str(order_file(folder)), str(rank))
-            started[rank] = start(program, arguments, surroundings, _output(folder, rank), inherits)
+            started[rank] = start(
+                Program(
+                    module=program,
+                    arguments=(str(order_file(folder)), str(rank)),
+                    environment=dict(surroundings),
+                    output=str(_output(folder, rank)),
+                ),
+                inherits,
+            )
         yield started
     finally:
         for one in started.values():

@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from tccl_py.errors import TcclError
-from tccl_py.rank_processes.nursery import MESSAGE_BYTES, Birth, Event
+from tccl_py.rank_processes.nursery import MESSAGE_BYTES, Event, Program
 
 TORCH = ("torch", "torch.distributed", "torch.nn.parallel")
 """What takes ranks of torch most of their start."""
@@ -44,11 +44,9 @@ class Running(Protocol):
         """Kill it and whatever it started; it holds nothing that it would have to put away."""
 
 
-Start = Callable[
-    [str, Sequence[str], Mapping[str, str], Path, Mapping[str, socket.socket]], Running
-]
-"""Starts `python -m PROGRAM ARGUMENTS` with an environment, a file for its output, and sockets that
-it inherits, whose descriptors stand in variables by those names."""
+Start = Callable[[Program, Mapping[str, socket.socket]], Running]
+"""Starts a program with sockets that it inherits, whose descriptors stand in variables by those
+names."""
 
 
 class _Interpreter:
@@ -68,20 +66,14 @@ class _Interpreter:
             self._process.stdin.close()
 
 
-def interpreter(
-    program: str,
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    output: Path,
-    inherits: Mapping[str, socket.socket],
-) -> Running:
+def interpreter(program: Program, inherits: Mapping[str, socket.socket]) -> Running:
     """Start an interpreter; see `Start`."""
     given = {name: one.fileno() for name, one in inherits.items()}
-    with output.open("wb") as file:
+    with Path(program.output).open("wb") as file:
         return _Interpreter(
             subprocess.Popen(
-                [sys.executable, "-m", program, *arguments],
-                env={**environment, **{name: str(number) for name, number in given.items()}},
+                [sys.executable, "-m", program.module, *program.arguments],
+                env={**program.environment, **{name: str(one) for name, one in given.items()}},
                 pass_fds=tuple(given.values()),
                 stdin=subprocess.PIPE,
                 stdout=file,
@@ -106,7 +98,7 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._environment: dict[str, str] = {}
-        self._ended: dict[int, int] = {}
+        self._ended: dict[int, int | None] = {}
 
     def __enter__(self) -> Nursery:
         return self
@@ -119,31 +111,18 @@ class Nursery:
     ) -> None:
         self.close()
 
-    def __call__(
-        self,
-        program: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        output: Path,
-        inherits: Mapping[str, socket.socket],
-    ) -> Running:
+    def __call__(self, program: Program, inherits: Mapping[str, socket.socket]) -> Running:
         """Start a rank; see `Start`.
 
         Raises:
             TcclError: the process that should become it has ended.
         """
-        self._ready({k: v for k, v in environment.items() if not k.startswith(_OWN)})
+        self._ready({k: v for k, v in program.environment.items() if not k.startswith(_OWN)})
         assert self._control is not None
-        birth = Birth(
-            program=program,
-            arguments=tuple(arguments),
-            environment=dict(environment),
-            output=str(output),
-            inherits=tuple(inherits),
-        )
         # A message is too small for some environments.
-        file = output.with_name(f"{output.name}-birth.json")
-        file.write_bytes(msgspec.json.encode(birth))
+        file = Path(f"{program.output}-program.json")
+        whole = msgspec.structs.replace(program, inherits=tuple(inherits))
+        file.write_bytes(msgspec.json.encode(whole))
         reading, writing = os.pipe()
         try:
             descriptors = [reading, *(one.fileno() for one in inherits.values())]
@@ -175,7 +154,7 @@ class Nursery:
     def code(self, pid: int) -> int | None:
         """The exit code of a rank, None while it runs; 1 if nobody is left who would know."""
         while pid not in self._ended and (event := self._event(0.0)) is not None:
-            self._note(event)
+            self._ended[event.pid] = event.code
         if pid not in self._ended and self._control is None:
             return 1
         return self._ended.get(pid)
@@ -207,7 +186,7 @@ class Nursery:
                 raise self._gone()
             if event.code is None:
                 return event.pid
-            self._note(event)
+            self._ended[event.pid] = event.code
 
     def _event(self, seconds: float) -> Event | None:
         """The next one; None if none comes in time, or none can come any more."""
@@ -222,10 +201,6 @@ class Nursery:
         self._control.close()
         self._control = None
         return None
-
-    def _note(self, event: Event) -> None:
-        if event.code is not None:
-            self._ended[event.pid] = event.code
 
     def _gone(self) -> TcclError:
         self.close()

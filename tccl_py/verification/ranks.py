@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,3 +33,21 @@ class Ranks:
         shared = self.torch.tensor([value], dtype=self.torch.float64, device=self.device)
         self.dist.all_reduce(shared, op=self.dist.ReduceOp.MAX)
         return float(shared.item())
+
+    @contextlib.contextmanager
+    def graphed(
+        self, calls: Callable[[], Any], *, stream: Any = None
+    ) -> Iterator[Callable[[], Any]]:
+        """What replays `calls` by a CUDA graph, taken on a stream; None is one of its own."""
+        graph = self.torch.cuda.CUDAGraph()
+        # NCCL's watchdog thread asks for events meanwhile, which a global mode would forbid.
+        with self.torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            calls()
+        self.wait()
+        self.dist.barrier()
+        try:
+            yield graph.replay
+        finally:
+            self.wait()
+            # The group cannot be left while a graph holds its work.
+            graph.reset()

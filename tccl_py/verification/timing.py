@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from tccl_py.verification.orders import ELEMENT_BYTES, MIB, Collective
@@ -50,7 +49,7 @@ def time_size(ranks: Ranks, collective: Collective, size: int, seconds: float) -
     calls = max(1, min(MAX_CALLS, int(seconds / BATCHES / max(probed, 1e-7))))
     if not ranks.cuda or size > GRAPHED_BYTES:
         return tuple(_batch(ranks, call, _times(call, calls)) / calls for _ in range(BATCHES))
-    with _graphed(ranks, _times(call, calls)) as replay:
+    with ranks.graphed(_times(call, calls)) as replay:
         # What disturbs calls this short comes and goes within milliseconds: batches fill the time.
         probed = ranks.agree(_batch(ranks, replay, replay))
         replays = max(1, int(seconds / BATCHES / max(probed, 1e-7)))
@@ -87,23 +86,6 @@ def _times(call: Callable[[], Any], count: int) -> Callable[[], None]:
             call()
 
     return several
-
-
-@contextlib.contextmanager
-def _graphed(ranks: Ranks, calls: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-    """What replays these calls by a CUDA graph."""
-    graph = ranks.torch.cuda.CUDAGraph()
-    # NCCL's watchdog thread asks for events meanwhile, which a global mode would forbid.
-    with ranks.torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        calls()
-    ranks.wait()
-    ranks.dist.barrier()
-    try:
-        yield graph.replay
-    finally:
-        ranks.wait()
-        # The group cannot be left while a graph holds its work.
-        graph.reset()
 
 
 def _batch(ranks: Ranks, lead: Callable[[], Any], timed: Callable[[], Any]) -> float:

@@ -25,17 +25,8 @@ def train(ranks: Ranks) -> dict[str, tuple[float, ...]]:
         step = _stepper(ranks)
         eager = _timed(ranks, step)
     ranks.wait()
-    graph = ranks.torch.cuda.CUDAGraph()
-    # NCCL's watchdog thread asks for events meanwhile, which a global mode would forbid.
-    with ranks.torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        step()
-    ranks.wait()
-    ranks.dist.barrier()
-    timed = _timed(ranks, graph.replay)
-    ranks.wait()
-    # The group cannot be left while a graph holds its work.
-    graph.reset()
-    return {"eager": eager, "graph": timed}
+    with ranks.graphed(step, stream=stream) as replay:
+        return {"eager": eager, "graph": _timed(ranks, replay)}
 
 
 def _stepper(ranks: Ranks) -> Callable[[], Any]:
