@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tccl_py.cluster.hosts import check_cluster
 from tccl_py.cluster.names import shown
 from tccl_py.errors import InputError
+from tccl_py.runtimes.nccl.kept import check_kept
 from tccl_py.runtimes.nccl.landing import leaves_as_named, may_change_rails
 from tccl_py.runtimes.nccl.settings import check_settings
 from tccl_py.runtimes.nccl.transport import usable_nics
@@ -52,6 +53,7 @@ def _check_settings(plan: ClusterPlan, where: str) -> None:
         check_settings(plan.settings)
     except InputError as error:
         raise InputError(f"{where} {error.where}", error.what, error.right) from error
+    check_kept(plan.kept, [plan.settings], where)
 
 
 def _check_gpus(plan: ClusterPlan, where: str) -> None:

@@ -79,7 +79,8 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     `cluster` has the hosts in the order in which they were given; `hosts` in the order planned,
     which ranks have to follow. `whole_ring_gbps` is what all rings carried when they were measured
-    at once, None if they were not.
+    at once, None if they were not. `kept` are NCCL variables, by name, that all jobs have, with the
+    plan or without.
     """
 
     kind: Literal["cluster"] = "cluster"
@@ -102,6 +103,7 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sets_by_symmetry: int
     stock: ClusterStock
     notices: tuple[str, ...] = ()
+    kept: dict[str, str] = {}
     cancelled: bool = False
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tccl_py.errors import InputError
+from tccl_py.runtimes.nccl.kept import check_kept
 from tccl_py.runtimes.nccl.settings import check_settings
 from tccl_py.topology.knowledge import check_knowledge
 from tccl_py.topology.machine import check
@@ -64,6 +65,7 @@ def _check_settings(plan: Plan, where: str) -> None:
             check_settings(settings)
         except InputError as error:
             raise InputError(f"{where} {error.where}", error.what, error.right) from error
+    check_kept(plan.kept, (plan.settings, *(one.settings for one in plan.alternatives)), where)
     if plan.type_intra not in PathType.__members__:
         names = ", ".join(PathType.__members__)
         raise InputError(where, f"has path type {plan.type_intra[:20]!r}", f"one of {names}")

@@ -126,8 +126,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `rings` are the different rings of the set; channels take them in turn. `rate_gbps` is what a
     collective's bus bandwidth is predicted to be; no ring set searched exceeds `bound_gbps` under
-    these settings. `simulated` and `assumed` say where the figures come from, and go wherever the
-    plan goes.
+    these settings. `kept` are NCCL variables, by name, that all jobs have, with the plan or
+    without: settings keep to them, and `stock` has them too. `simulated` and `assumed` say where
+    the figures come from, and go wherever the plan goes.
     """
 
     machine: Machine
@@ -152,6 +153,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     subsets: tuple[SubsetRings, ...] = ()
     notices: tuple[str, ...] = ()
     topology: TopologyFile | None = None
+    kept: dict[str, str] = {}
     cancelled: bool = False
     format_version: int = FORMAT_VERSION
 

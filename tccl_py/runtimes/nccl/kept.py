@@ -1,0 +1,77 @@
+"""Variables that all jobs of a host have and that limit P2P: a plan can be made under them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tccl_py.errors import InputError
+from tccl_py.runtimes.nccl.settings import Settings, settings_from_environment
+from tccl_py.runtimes.nccl.versions import Level
+
+KEEPABLE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
+_RIGHT = {
+    "NCCL_P2P_DISABLE": "1 limits P2P; leave it out where it is not 1",
+    "NCCL_P2P_LEVEL": "one of LOC, NVL, PIX, PXB, PHB limits P2P; leave out another",
+}
+
+
+def check_keepable(name: str, *, where: str) -> None:
+    """Refuse a variable that no plan can be made under.
+
+    Raises:
+        InputError: it is none of KEEPABLE.
+    """
+    if name not in KEEPABLE:
+        what = "is no variable that plans can be made under"
+        raise InputError(f"{where} {name[:40]!r}", what, " or ".join(KEEPABLE))
+
+
+def limiting(variables: Mapping[str, str], *, where: str) -> dict[str, str]:
+    """These variables as NCCL reads them, by name, if each of them limits P2P.
+
+    >>> limiting({"NCCL_P2P_LEVEL": "1"}, where="kept")
+    {'NCCL_P2P_LEVEL': 'PIX'}
+
+    Raises:
+        InputError: another variable, or a value by which NCCL limits nothing.
+    """
+    found = {}
+    for name, value in sorted(variables.items()):
+        check_keepable(name, where=where)
+        level = kept_level({name: value})
+        if level in (None, "SYS"):
+            what = f"is {value[:20]!r}, which limits nothing"
+            raise InputError(f"{where} {name}", what, _RIGHT[name])
+        found[name] = "1" if name == "NCCL_P2P_DISABLE" else str(level)
+    return found
+
+
+def kept_level(kept: Mapping[str, str]) -> Level | None:
+    """The P2P level that NCCL has by these variables, LOC being none at all; None if by default."""
+    return settings_from_environment(kept).p2p_level
+
+
+def check_kept(kept: Mapping[str, str], under: Iterable[Settings], where: str) -> None:
+    """Check what a plan keeps against the settings that it has.
+
+    Raises:
+        InputError: a variable that no plan is made under, or settings of another P2P level.
+    """
+    if not kept:
+        return
+    if limiting(kept, where=f"{where} kept") != kept:
+        raise InputError(f"{where} kept", "has values that no plan has", "plan it again")
+    level = kept_level(kept)
+    for settings in under:
+        if settings.p2p_level != level:
+            what = f"is for jobs with {kept_words(kept)} and has p2p_level {settings.p2p_level}"
+            raise InputError(where, what, f"it is {level} there; plan it again")
+
+
+def kept_words(kept: Mapping[str, str]) -> str:
+    """The variables as a shell has them.
+
+    >>> kept_words({"NCCL_P2P_DISABLE": "1"})
+    'NCCL_P2P_DISABLE=1'
+    """
+    return " ".join(f"{name}={value}" for name, value in kept.items())
