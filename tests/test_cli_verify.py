@@ -58,7 +58,7 @@ def jobs(monkeypatch):
 
     def use(ratio, **more):
         fake = FakeJobs(by_plan(ratio), **more)
-        monkeypatch.setattr(module, "run_job", fake)
+        monkeypatch.setattr(module, "run_jobs", fake)
         monkeypatch.setattr(module, "_check_torch", lambda: None)
         return fake
 
@@ -159,10 +159,10 @@ class Interrupting(FakeJobs):
         super().__init__(by_plan(lambda size: 1.3))
         self._number, self._at = number, at
 
-    def __call__(self, order, surroundings, **_):
+    def one(self, order, surroundings):
         if self._at(len(self.jobs)):
             os.kill(os.getpid(), self._number)
-        return super().__call__(order, surroundings)
+        return super().one(order, surroundings)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -170,7 +170,7 @@ def test_an_interrupted_verification_changes_nothing(place, jobs, monkeypatch, n
     jobs(lambda size: 1.0)
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
     fake = Interrupting(number=number, at=lambda count: count == 4)
-    monkeypatch.setattr(module, "run_job", fake)
+    monkeypatch.setattr(module, "run_jobs", fake)
     found = tccl("verify", place, "--backend", "host", "--tune")
     assert (found.exit_code, found.stdout) == (code, "")
     assert found.stderr == f"tccl: interrupted: nothing in {place} was changed\n"
@@ -182,7 +182,7 @@ def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, jobs, monke
     before = (place / "plan.json").read_bytes()
     tuning = []
     fake = Interrupting(number=signal.SIGTERM, at=lambda count: bool(tuning))
-    monkeypatch.setattr(module, "run_job", fake)
+    monkeypatch.setattr(module, "run_jobs", fake)
     run = common.run_tuning
     monkeypatch.setattr(common, "run_tuning", lambda *a, **k: tuning.append(1) or run(*a, **k))
     found = tccl("verify", place, "--backend", "host", "--tune")

@@ -47,7 +47,7 @@ def jobs(tmp_path):
 
         def run(words, timeout=60.0):
             surroundings = rank_jobs.surroundings()
-            meeting = rank_jobs.meeting("north")
+            meeting = rank_jobs.meetings("north", 1)[0]
             order = (
                 f'{{"words": {words.split()!r}, "addresses": {list(meeting.addresses)!r}, '
                 f'"port": {meeting.port}}}'
@@ -67,7 +67,8 @@ def jobs(tmp_path):
                 )
                 for host, ranks in (("north", (0, 1)), ("south", (2, 3)))
             }
-            return rank_jobs.run(tasks)
+            left = rank_jobs.run({host: [task] for host, task in tasks.items()})
+            return {host: one for host, (one,) in left.items()}
 
         yield run
 
@@ -135,7 +136,7 @@ def test_agents_that_lose_their_controller_leave_no_rank(tmp_path):
             },
             timeout=600.0,
         )
-        job.messenger("south").send(Envelope(99, RunRanks(task=task)))
+        job.messenger("south").send(Envelope(99, RunRanks(tasks=(task,))))
         for _ in range(600):
             if list(tmp_path.glob("pid-*")):
                 break

@@ -13,7 +13,7 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.rank_processes.starting import Nursery, interpreter
-from tccl_py.rank_processes.task import FOLDER, Left, RanksError, Task, decoded, run_task
+from tccl_py.rank_processes.task import FOLDER, Left, RanksError, Task, decoded, run_tasks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -28,8 +28,8 @@ def run(request):
         yield functools.partial(run_ranks, start=nursery)
 
 
-def run_ranks(folder, text, ranks, *, timeout=60.0, variables=None, **more):
-    """Run ranks whose program is `text`."""
+def run_ranks(folder, text, ranks, *, timeout=60.0, variables=None, listener=None, **more):
+    """Run the ranks of one job, whose program is `text`."""
     (folder / "stand_in.py").write_text(text)
     task = Task(
         program="stand_in",
@@ -44,7 +44,8 @@ def run_ranks(folder, text, ranks, *, timeout=60.0, variables=None, **more):
         timeout=timeout,
         files={"graph.xml": "<graphs/>"},
     )
-    return run_task(task, **more)
+    (left,) = run_tasks([task], listeners=[listener], **more)
+    return left
 
 
 ANSWERING = """

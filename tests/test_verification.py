@@ -131,6 +131,16 @@ def test_the_sides_differ_by_the_plans_variables_alone(plan, place):
         assert order.world == len(plan.gpus)
 
 
+def test_stock_has_what_all_jobs_of_the_plans_hosts_have(plan, tmp_path):
+    settings = changed(plan.settings, p2p_level="LOC")
+    bounced = changed(plan, settings=settings, kept={"NCCL_P2P_DISABLE": "1"})
+    write_plan(bounced, tmp_path, model=load_bundled(SMALL))
+    jobs = FakeJobs(by_plan(lambda _: 1.0))
+    found = run_verification(bounced, tmp_path, rehearsal(plan, jobs), Effort(sizes=(4096,)))
+    assert found.stock_environment == {"NCCL_P2P_DISABLE": "1"}
+    assert all(told["NCCL_P2P_DISABLE"] == "1" for _, told in jobs.jobs)
+
+
 def test_clear_verdicts_need_no_more_pairs_and_noise_gets_no_more_than_asked_for(plan, place):
     effort = Effort(sizes=(1 << 20, 1 << 26), pairs=10)
     quiet = FakeJobs(by_plan(lambda _: 1.0), noise=0.0005)
@@ -139,6 +149,60 @@ def test_clear_verdicts_need_no_more_pairs_and_noise_gets_no_more_than_asked_for
     noisy = FakeJobs(by_plan(lambda _: 1.02), noise=0.2)
     found = run_verification(plan, place, rehearsal(plan, noisy), effort)
     assert 2 * 10 <= len(found.order) <= 2 * 20
+
+
+class Crowded(FakeJobs):
+    """Jobs of which there is room for `room` at once."""
+
+    def __init__(self, *arguments, room, **more):
+        super().__init__(*arguments, **more)
+        self.rounds, self._room = [], room
+
+    def __call__(self, order, surroundings, **_):
+        self.rounds.append(["NCCL_GRAPH_FILE" in one for one in surroundings])
+        if len(surroundings) > self._room:
+            raise JobError("rank 0 ended with code 1: out of memory")
+        return super().__call__(order, surroundings)
+
+
+@pytest.mark.parametrize(
+    ("largest", "backend", "at_once"),
+    [(1 << 26, "host", 4), (1 << 30, "host", 1), (1 << 30, "cuda", 4), (1 << 31, "cuda", 2)],
+)
+def test_as_many_jobs_run_at_once_as_devices_surely_have_room_for(
+    plan, place, largest, backend, at_once
+):
+    jobs = Crowded(by_plan(lambda _: 1.0), room=4, noise=0.0005)
+    where = changed(rehearsal(plan, jobs), backend=backend)
+    effort = Effort(sizes=(1024, largest), checks=False)
+    found = run_verification(plan, place, where, effort)
+    assert found.at_once == at_once
+    assert len(plan.gpus) == 4
+    side, stock = [True], [False]
+    rounds = {4: [[True, False, False, True]] * 3, 2: [[True, False], [False, True]] * 3}
+    alone = [side, stock, stock, side] * 3
+    assert jobs.rounds[1:] == rounds.get(at_once, alone)
+    assert found.order == "ABBA" * 3
+
+
+def test_jobs_that_fail_together_are_run_one_after_the_other(plan, place):
+    jobs = Crowded(by_plan(lambda _: 1.2), room=1)
+    found = run_verification(plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)))
+    assert (found.verdict, found.at_once, found.failure) == ("better", 1, "")
+    assert [len(one) for one in jobs.rounds[:4]] == [1, 4, 1, 1]
+    assert found.order.startswith("ABBA")
+
+
+def test_a_plan_whose_jobs_fail_among_others_is_answered_no(plan, place):
+    class Later(Crowded):
+        def one(self, order, surroundings):
+            if order.sizes and "NCCL_GRAPH_FILE" in surroundings:
+                raise JobError("rank 1 ended with code 1: no room")
+            return super().one(order, surroundings)
+
+    jobs = Later(by_plan(lambda _: 1.2), room=4)
+    found = run_verification(plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)))
+    assert (found.accepted, found.failure) == (False, "rank 1 ended with code 1: no room")
 
 
 def test_a_plan_that_is_slow_for_small_messages_is_not_recommended_for_them(plan, place):
@@ -233,8 +297,8 @@ def test_without_checks_the_log_is_that_of_a_timing_job(on_two, tmp_path, checks
     class Logging(FakeJobs):
         """NCCL connects nothing before it moves something."""
 
-        def __call__(self, order, surroundings, **_):
-            outcome = super().__call__(order, surroundings)
+        def one(self, order, surroundings):
+            outcome = super().one(order, surroundings)
             moves = order.checks or order.sizes
             return changed(outcome, log=LOG.read_text() if moves else "")
 

@@ -161,15 +161,19 @@ class FakeHosts:
         self.tasks, self.met, self._fails = [], [], fails
         self._seconds = seconds or (lambda size, task: 1e-3 * (1.0 if task.files else slow))
 
-    def meeting(self, host):
+    def meetings(self, host, count):
         self.met.append(host)
-        return Meeting(addresses=("10.0.0.1",), port=7)
+        return [Meeting(addresses=("10.0.0.1",), port=7 + number) for number in range(count)]
 
     def run(self, tasks):
-        self.tasks.append(dict(tasks))
-        if any(self._fails(task) for task in tasks.values()):
-            raise MeasurementError("host gpu2: rank 4: ended with code 1; no room")
-        return {host: self._left(task) for host, task in tasks.items()}
+        left = {host: [] for host in tasks}
+        for job in zip(*tasks.values(), strict=True):
+            self.tasks.append(dict(zip(tasks, job, strict=True)))
+            if any(map(self._fails, job)):
+                raise MeasurementError("host gpu2: rank 4: ended with code 1; no room")
+            for host, task in self.tasks[-1].items():
+                left[host].append(self._left(task))
+        return left
 
     def _left(self, task):
         order = json.loads(task.order)
@@ -215,7 +219,7 @@ def test_each_host_is_told_its_ranks_gpus_graph_and_where_all_meet(tmp_path):
     plan, hosts = mixed(), FakeHosts()
     place = place_of(plan, hosts, backend="cuda")
     subject = cluster_subject(plan, tmp_path, graphs_of(plan))
-    outcome = place.run(subject.side, Order(backend="cuda", world=0, sizes=(4,)))
+    (outcome,) = place.run([subject.side], Order(backend="cuda", world=0, sizes=(4,)))
     assert [one.rank for one in outcome.answers] == list(range(11))
     assert hosts.met == ["gpu3"]
     (tasks,) = hosts.tasks
@@ -240,7 +244,7 @@ def test_each_host_is_told_its_ranks_gpus_graph_and_where_all_meet(tmp_path):
 
 def test_stock_has_neither_graph_nor_settings():
     plan, hosts = mixed(), FakeHosts()
-    place_of(plan, hosts).run(STOCK, Order(backend="host", world=0))
+    place_of(plan, hosts).run([STOCK], Order(backend="host", world=0))
     for name, task in hosts.tasks[0].items():
         assert task.files == {}
         assert not [one for one in task.surroundings if one.startswith("NCCL_NET")]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tccl_py.rank_processes.starting import Nursery
-from tccl_py.verification.jobs import JobError, run_job
+from tccl_py.verification.jobs import JobError, run_jobs
 from tccl_py.verification.orders import Order
 from tccl_py.verification.surroundings import job_surroundings
 
@@ -35,6 +35,11 @@ def job(words, tmp_path, *, timeout=60.0, **more):
     order = Order(backend="host", world=len(words.split()), **more)
     told = surroundings(TCCL_TEST_RANKS=words, TCCL_TEST_PIDS=str(tmp_path))
     return run_job(order, told, timeout=timeout, program=PROGRAM)
+
+
+def run_job(order, told, **more):
+    (outcome,) = run_jobs(order, [told], **more)
+    return outcome
 
 
 def alive(pid):
@@ -131,6 +136,32 @@ def test_collectives_over_gloo_are_right_and_timed(nursery):
         assert [len(one) for one in answer.timings] == [9, 9]
         assert all(seconds > 0 for one in answer.timings for seconds in one)
         assert list(answer.training) == ["eager"]
+
+
+@needs_torch
+def test_jobs_at_once_take_turns_and_have_logs_and_environments_of_their_own(nursery):
+    order = Order(backend="host", world=2, sizes=(1024, 5000), seconds=0.02, training=True)
+    told = [surroundings(NCCL_DEBUG="WARN"), surroundings(), surroundings(NCCL_ALGO="Ring")]
+    found = run_jobs(order, told, start=nursery)
+    assert len(found) == 3
+    for outcome in found:
+        assert [one.rank for one in outcome.answers] == [0, 1]
+        assert [len(one) for one in outcome.answers[1].timings] == [9, 9]
+        assert len(outcome.answers[0].training["eager"]) == 20
+
+
+def test_where_one_of_several_jobs_fails_all_are_ended(tmp_path):
+    words = ["hang hang", "answer fail"]
+    folders = [tmp_path / str(number) for number in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    told = [
+        surroundings(TCCL_TEST_RANKS=one, TCCL_TEST_PIDS=str(folder))
+        for one, folder in zip(words, folders, strict=True)
+    ]
+    with pytest.raises(JobError, match=r"^rank 1 ended with code 1: .*dev 2 not found$"):
+        run_jobs(Order(backend="host", world=2), told, timeout=60.0, program=PROGRAM)
+    assert all(map(ended, folders))
 
 
 @needs_torch

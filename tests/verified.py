@@ -17,6 +17,9 @@ class FakeJobs:
         self.jobs = []
 
     def __call__(self, order, surroundings, **_):
+        return tuple(self.one(order, each) for each in surroundings)
+
+    def one(self, order, surroundings):
         self.jobs.append((order, dict(surroundings)))
         why = self._fails(surroundings)
         if why:

@@ -31,7 +31,7 @@ from tccl_py.plan.directory import check_plan_directory, known_fingerprint, lock
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.rank_processes.starting import Nursery
 from tccl_py.verification.comparison import LEAST_PAIRS, MAX_PAIRS
-from tccl_py.verification.jobs import run_job
+from tccl_py.verification.jobs import run_jobs
 from tccl_py.verification.orders import COLLECTIVES, SIZES, Backend, Collective
 from tccl_py.verification.record import Verification
 from tccl_py.verification.sides import Place
@@ -52,7 +52,7 @@ def verify(
         typer.Option(
             metavar="N",
             help=f"Pairs of jobs, the plan's and stock's; {LEAST_PAIRS} or more. Fewer are run "
-            "where all is clear before, up to twice as many where a verdict is open.",
+            "where all is clear before, up to four times as many where a verdict is open.",
         ),
     ] = DEFAULT_PAIRS,
     sizes: Annotated[
@@ -194,7 +194,7 @@ def _verified(
 ) -> Verification:
     subject = TunableMachine(plan=plan, directory=directory)
     with Nursery() as start:
-        place = msgspec.structs.replace(place, runner=partial(run_job, start=start))
+        place = msgspec.structs.replace(place, runner=partial(run_jobs, start=start))
         return verified(subject, directory, place, effort, also_tune=also_tune)
 
 

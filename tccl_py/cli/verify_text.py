@@ -132,10 +132,11 @@ def _facts(found: Verification) -> list[str]:
     lines += [_tried(one) for one in found.tried]
     pairs = len(found.order) // 2
     if pairs:
+        at_once = f", {found.at_once} at once in turns," if found.at_once > 1 else ""
         lines.append(
-            f"{pairs} pairs of jobs in {found.seconds:.0f} s. Under {SMALLEST_EFFECT:.0%} counts "
-            f"as the same; of 100 such tables of equal sides {100 * FALSE_RATE:.0f} at most have a "
-            "size that is called better or worse."
+            f"{pairs} pairs of jobs{at_once} in {found.seconds:.0f} s. Under {SMALLEST_EFFECT:.0%} "
+            f"counts as the same; of 100 such tables of equal sides {100 * FALSE_RATE:.0f} at most "
+            "have a size that is called better or worse."
         )
     return lines
 

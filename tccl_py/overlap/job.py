@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tccl_py.errors import MeasurementError
 from tccl_py.files import encode_json
 from tccl_py.overlap.orders import Answer, Order
-from tccl_py.rank_processes.task import RanksError, Task, decoded, run_task
+from tccl_py.rank_processes.task import RanksError, Task, decoded, run_tasks
 
 RANK_PROGRAM = "tccl_py.overlap.rank"
 
@@ -39,7 +39,8 @@ def run_job(
         timeout=timeout,
     )
     try:
-        return decoded(run_task(task), ranks, Answer)
+        (left,) = run_tasks([task])
+        return decoded(left, ranks, Answer)
     except RanksError as error:
         raise MeasurementError(_sentence(error)) from error
 

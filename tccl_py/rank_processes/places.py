@@ -18,6 +18,11 @@ def meeting_file(folder: Path) -> Path:
     return folder / "meeting"
 
 
+def turns_file(folder: Path) -> Path:
+    """How many turns each rank has had, of all jobs at once: beside their folders."""
+    return folder.parent / "turns"
+
+
 def answer_file(folder: Path, rank: int) -> Path:
     """What a rank found."""
     return folder / f"answer-{rank}.json"

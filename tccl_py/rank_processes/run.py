@@ -6,6 +6,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tccl_py.errors import TcclError
@@ -43,35 +44,45 @@ class RanksError(TcclError):
         self.late = late
 
 
+@dataclass(frozen=True)
+class RankGroup:
+    """A job's ranks on this host: `python -m PROGRAM FOLDER/order.json RANK` for each number.
+
+    The folder has the order, and gets each rank's output. `surroundings` are the whole environment
+    of each; the first inherits `listener`, whose descriptor LISTENER names.
+    """
+
+    program: str
+    folder: Path
+    ranks: tuple[int, ...]
+    surroundings: Mapping[str, str]
+    listener: socket.socket | None = None
+
+
+_Rank = tuple[RankGroup, int]
+
+
 def run_ranks(
-    program: str,
-    folder: Path,
-    ranks: Sequence[int],
-    surroundings: Mapping[str, str],
+    groups: Sequence[RankGroup],
     *,
     timeout: float,
-    listener: socket.socket | None = None,
     meanwhile: Callable[[], None] = lambda: None,
     start: Start = interpreter,
 ) -> None:
-    """Run `python -m PROGRAM FOLDER/order.json RANK` for each rank, until all have ended well.
+    """Run the ranks of one job, or of several at once, until all have ended well.
 
     Args:
-        program: the module that is a rank.
-        folder: has the order, and gets each rank's output.
-        ranks: their numbers.
-        surroundings: the whole environment of each.
+        groups: one for each job.
         timeout: seconds for all of it.
-        listener: a socket that the first of them inherits; LISTENER names its descriptor.
         meanwhile: called while they run; what it raises ends them.
         start: how a process is started.
 
     Raises:
-        RanksError: one failed, or the time was up.
+        RanksError: one failed, or the time was up; all are ended then.
     """
     deadline = time.monotonic() + timeout
-    with _running(program, folder, ranks, surroundings, listener=listener, start=start) as started:
-        _wait(started, folder, deadline, timeout, meanwhile)
+    with _running(groups, start) as started:
+        _wait(started, deadline, timeout, meanwhile)
 
 
 def ended_without_answer(folder: Path, rank: int) -> RanksError:
@@ -81,70 +92,69 @@ def ended_without_answer(folder: Path, rank: int) -> RanksError:
 
 @contextlib.contextmanager
 def _running(
-    program: str,
-    folder: Path,
-    ranks: Sequence[int],
-    surroundings: Mapping[str, str],
-    *,
-    listener: socket.socket | None,
-    start: Start,
-) -> Iterator[Mapping[int, Running]]:
-    """The running ranks by number; none of them runs after the block, however it ends."""
-    started: dict[int, Running] = {}
+    groups: Sequence[RankGroup], start: Start
+) -> Iterator[Sequence[tuple[_Rank, Running]]]:
+    """The running ranks; none of them runs after the block, however it ends."""
+    started: list[tuple[_Rank, Running]] = []
     try:
-        for rank in ranks:
-            inherits = {LISTENER: listener} if listener is not None and not started else {}
-            started[rank] = start(
-                Program(
-                    module=program,
-                    arguments=(str(order_file(folder)), str(rank)),
-                    environment=dict(surroundings),
-                    output=str(_output(folder, rank)),
-                ),
-                inherits,
-            )
+        for group in groups:
+            for rank in group.ranks:
+                program = Program(
+                    module=group.program,
+                    arguments=(str(order_file(group.folder)), str(rank)),
+                    environment=dict(group.surroundings),
+                    output=str(_output(group.folder, rank)),
+                )
+                inherits = {}
+                if group.listener is not None and rank == group.ranks[0]:
+                    inherits[LISTENER] = group.listener
+                started.append(((group, rank), start(program, inherits)))
         yield started
     finally:
-        for one in started.values():
+        for _, one in started:
             one.end()
 
 
 def _wait(
-    started: Mapping[int, Running],
-    folder: Path,
+    started: Sequence[tuple[_Rank, Running]],
     deadline: float,
     timeout: float,
     meanwhile: Callable[[], None],
 ) -> None:
     failed_at = None
     while True:
-        codes = {rank: one.poll() for rank, one in started.items()}
-        if not any(code is None or code for code in codes.values()):
+        codes = [(rank, one.poll()) for rank, one in started]
+        failed = [(rank, code) for rank, code in codes if code]
+        running = [rank for rank, code in codes if code is None]
+        if not failed and not running:
             return
         now = time.monotonic()
-        if any(codes.values()) and failed_at is None:
+        if failed and failed_at is None:
             failed_at = now
-        all_ended = None not in codes.values()
-        if failed_at is not None and (all_ended or now > failed_at + _GRACE_S):
-            raise _failure(folder, codes)
+        if failed_at is not None and (not running or now > failed_at + _GRACE_S):
+            raise _failure(failed)
         if now > deadline:
-            slow = [rank for rank, code in codes.items() if code is None]
+            group = running[0][0]
+            slow = [rank for one, rank in running if one is group]
             what = f"did not end within {timeout:g} s"
-            raise RanksError(slow, what, _said(folder, slow[0]), late=True)
+            raise RanksError(slow, what, _said(group.folder, slow[0]), late=True)
         meanwhile()
         time.sleep(_LOOK_S)
 
 
-def _failure(folder: Path, codes: Mapping[int, int | None]) -> RanksError:
+def _failure(failed: Sequence[tuple[_Rank, int]]) -> RanksError:
     """Of the ranks that failed, the one whose last words name a cause, or the first with any."""
-    failed = [rank for rank, code in codes.items() if code]
-    told = next(
-        (rank for usual in (_causes, list) for rank in failed if usual(_lines(folder, rank))),
+    (group, rank), code = next(
+        (
+            one
+            for usual in (_causes, list)
+            for one in failed
+            if usual(_lines(one[0][0].folder, one[0][1]))
+        ),
         failed[0],
     )
-    code = codes[told] or 0
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    return RanksError([told], how, _said(folder, told))
+    return RanksError([rank], how, _said(group.folder, rank))
 
 
 def _said(folder: Path, rank: int) -> str:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from tccl_py.files import decode_json
-from tccl_py.rank_processes.places import LOGS, answer_file, order_file
-from tccl_py.rank_processes.run import RanksError, ended_without_answer, run_ranks
+from tccl_py.rank_processes.places import LOGS, answer_file, order_file, turns_file
+from tccl_py.rank_processes.run import RankGroup, RanksError, ended_without_answer, run_ranks
 from tccl_py.rank_processes.starting import Start, interpreter
+from tccl_py.rank_processes.turns import write_turns
 
 FOLDER = "{folder}"
 """Stands in the environment's values for the folder that the ranks get."""
@@ -48,18 +49,21 @@ class Left(msgspec.Struct, frozen=True, kw_only=True):
     log: str
 
 
-def run_task(
-    task: Task,
+def run_tasks(
+    tasks: Sequence[Task],
     *,
-    listener: socket.socket | None = None,
+    listeners: Sequence[socket.socket | None] = (),
     meanwhile: Callable[[], None] = lambda: None,
     start: Start = interpreter,
-) -> Left:
-    """Run a host's ranks to their end; nothing of them is left, however that is.
+) -> tuple[Left, ...]:
+    """Run a host's ranks of one job, or of several at once, to their end.
+
+    Nothing of them is left, however that is. Jobs at once find in a file beside their folders whose
+    turn it is; see `turns.py`.
 
     Args:
-        task: what they run.
-        listener: where all ranks of the job meet; the first of these gets it.
+        tasks: what they run, one of each job; the longest timeout holds for all.
+        listeners: for each job where all its ranks meet; the first of these gets it.
         meanwhile: called while they run; what it raises ends them.
         start: how a process is started; by default an interpreter of its own.
 
@@ -67,25 +71,34 @@ def run_task(
         RanksError: one failed, or the time was up.
     """
     with tempfile.TemporaryDirectory(prefix="tccl-ranks-") as name:
-        folder = Path(name)
-        order_file(folder).write_text(task.order)
-        for file, text in task.files.items():
-            (folder / file).write_text(text)
-        surroundings = {
-            variable: text.replace(FOLDER, name) for variable, text in task.surroundings.items()
-        }
-        run_ranks(
-            task.program,
-            folder,
-            task.ranks,
-            surroundings,
-            timeout=task.timeout,
-            listener=listener,
-            meanwhile=meanwhile,
-            start=start,
+        folders = [Path(name) / f"job-{number}" for number in range(len(tasks))]
+        write_turns(turns_file(folders[0]), sum(len(task.ranks) for task in tasks))
+        sockets = listeners or [None] * len(tasks)
+        groups = [
+            _group(task, folder, listener)
+            for task, folder, listener in zip(tasks, folders, sockets, strict=True)
+        ]
+        timeout = max(task.timeout for task in tasks)
+        run_ranks(groups, timeout=timeout, meanwhile=meanwhile, start=start)
+        return tuple(
+            Left(
+                answers=tuple(_answer(group.folder, rank) for rank in group.ranks),
+                log=_log(group.folder),
+            )
+            for group in groups
         )
-        answers = tuple(_answer(folder, rank) for rank in task.ranks)
-        return Left(answers=answers, log=_log(folder))
+
+
+def _group(task: Task, folder: Path, listener: socket.socket | None) -> RankGroup:
+    """A task's ranks, with what is written for them in their folder."""
+    folder.mkdir()
+    order_file(folder).write_text(task.order)
+    for file, text in task.files.items():
+        (folder / file).write_text(text)
+    surroundings = {
+        variable: text.replace(FOLDER, str(folder)) for variable, text in task.surroundings.items()
+    }
+    return RankGroup(task.program, folder, task.ranks, surroundings, listener)
 
 
 def decoded(left: Left, ranks: tuple[int, ...], kind: type[T]) -> tuple[T, ...]:
@@ -112,4 +125,4 @@ def _log(folder: Path) -> str:
     return "\n".join(texts)[:MAX_LOG_CHARACTERS]
 
 
-__all__ = ["FOLDER", "Left", "RanksError", "Task", "decoded", "run_task"]
+__all__ = ["FOLDER", "Left", "RanksError", "Task", "decoded", "run_tasks"]

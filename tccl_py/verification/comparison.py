@@ -1,9 +1,10 @@
 """Plan against stock from pairs of jobs: how much faster, how sure, and what that comes to.
 
-The two jobs of a pair run one after the other, and which goes first alternates, so that what drifts
-slowly touches both alike. If plan and stock are the same, the logarithms of the pairs' ratios are
-symmetric about 0, whatever the noise: the signed-rank test of Wilcoxon (1945) is exact then, and
-the averages of two ratios that it rests on give the interval of Hodges and Lehmann (1963).
+The two jobs of a pair take turns, or run one after the other and which goes first alternates, so
+that what drifts slowly touches both alike. If plan and stock are the same, the logarithms of the
+pairs' ratios are symmetric about 0, whatever the noise: the signed-rank test of Wilcoxon (1945) is
+exact then, and the averages of two ratios that it rests on give the interval of Hodges and Lehmann
+(1963).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -12,7 +12,7 @@ from tccl_py.emitters.plan_files import GRAPH_FILE
 from tccl_py.errors import MeasurementError
 from tccl_py.rank_processes.rank import Meeting
 from tccl_py.rank_processes.task import FOLDER, Left, Task, decoded
-from tccl_py.verification.jobs import DEFAULT_TIMEOUT, JobError, Outcome, task_of
+from tccl_py.verification.jobs import DEFAULT_TIMEOUT, JobError, Outcome, seated, task_of
 from tccl_py.verification.orders import Answer, Backend, Order
 from tccl_py.verification.sides import Side
 from tccl_py.verification.surroundings import job_surroundings, kept_variables
@@ -26,11 +26,11 @@ class Runner(Protocol):
     def surroundings(self) -> Mapping[str, Mapping[str, str]]:
         """The environment of programs that are started on each host."""
 
-    def meeting(self, host: str) -> Meeting:
-        """Where the ranks of the next job meet, whose first rank is this host's first."""
+    def meetings(self, host: str, count: int) -> Sequence[Meeting]:
+        """Where the ranks of the next jobs meet, whose first ranks are this host's first."""
 
-    def run(self, tasks: Mapping[str, Task]) -> Mapping[str, Left]:
-        """Run each host's ranks.
+    def run(self, tasks: Mapping[str, Sequence[Task]]) -> Mapping[str, Sequence[Left]]:
+        """Run each host's ranks, of one job or of several at once.
 
         Raises:
             MeasurementError: ranks failed, or the time was up; names the host.
@@ -59,32 +59,56 @@ class HostsPlace(msgspec.Struct, frozen=True, kw_only=True):
     keep: tuple[str, ...] = ()
     timeout: float = DEFAULT_TIMEOUT
 
-    def run(self, side: Side, order: Order) -> Outcome:
-        """Run a job of one side.
+    @property
+    def ranks(self) -> int:
+        """As AnyPlace."""
+        return max(len(host.ranks) for host in self.hosts)
+
+    def run(self, sides: Sequence[Side], order: Order) -> tuple[Outcome, ...]:
+        """As AnyPlace.
 
         Raises:
-            JobError: it failed.
+            JobError: one failed.
             SourceLostError: a host is gone.
         """
         begun = time.monotonic()
         world = sum(len(host.ranks) for host in self.hosts)
-        meeting = self.runner.meeting(self.hosts[0].name)
-        told = msgspec.structs.replace(order, backend=self.backend, world=world, meeting=meeting)
-        tasks = {host.name: self._task(host, side, told) for host in self.hosts}
+        meetings = self.runner.meetings(self.hosts[0].name, len(sides))
+        told = msgspec.structs.replace(order, backend=self.backend, world=world)
+        tasks = {host.name: self._tasks(host, sides, told, meetings) for host in self.hosts}
         try:
             left = self.runner.run(tasks)
         except MeasurementError as error:
             raise JobError(str(error)) from error
+        seconds = time.monotonic() - begun
+        return tuple(
+            self._outcome({host: theirs[number] for host, theirs in left.items()}, seconds)
+            for number in range(len(sides))
+        )
+
+    def _outcome(self, left: Mapping[str, Left], seconds: float) -> Outcome:
         answers = tuple(
             answer for host in self.hosts for answer in decoded(left[host.name], host.ranks, Answer)
         )
         log = "\n".join(left[host.name].log for host in self.hosts)
-        return Outcome(answers=answers, log=log, seconds=time.monotonic() - begun)
+        return Outcome(answers=answers, log=log, seconds=seconds)
 
     def variables(self, side: Side) -> dict[str, str]:
         """All NCCL variables of a side's jobs; each host names its own graph file."""
         caller = self.callers[self.hosts[0].name]
         return {**kept_variables(caller, self.keep), **side.variables}
+
+    def _tasks(
+        self, host: HostPart, sides: Sequence[Side], order: Order, meetings: Sequence[Meeting]
+    ) -> tuple[Task, ...]:
+        """What a host runs of each side's job."""
+        own = msgspec.structs.replace(order, first=host.ranks[0])
+        return tuple(
+            self._task(host, side, msgspec.structs.replace(one, meeting=meeting))
+            for side, one, meeting in zip(
+                sides, seated(own, len(sides), len(host.ranks)), meetings, strict=True
+            )
+        )
 
     def _task(self, host: HostPart, side: Side, order: Order) -> Task:
         variables = dict(side.variables)
@@ -98,6 +122,6 @@ class HostsPlace(msgspec.Struct, frozen=True, kw_only=True):
             variables=variables,
             keep=self.keep,
         )
-        own = msgspec.structs.replace(order, first=host.ranks[0])
-        task = task_of(own, host.ranks, surroundings, timeout=self.timeout)
+        jobs = order.seat.jobs if order.seat else 1
+        task = task_of(order, host.ranks, surroundings, timeout=self.timeout * jobs)
         return msgspec.structs.replace(task, files=files)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from tccl_py.errors import TcclError
 from tccl_py.files import encode_json
 from tccl_py.rank_processes.starting import TORCH, Start, interpreter
-from tccl_py.rank_processes.task import FOLDER, RanksError, Task, decoded, run_task
+from tccl_py.rank_processes.task import FOLDER, RanksError, Task, decoded, run_tasks
+from tccl_py.rank_processes.turns import Seat
 from tccl_py.verification.orders import Answer, Order
 
 RANK_PROGRAM = "tccl_py.verification.rank"
@@ -29,20 +30,20 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def run_job(
+def run_jobs(
     order: Order,
-    surroundings: Mapping[str, str],
+    surroundings: Sequence[Mapping[str, str]],
     *,
     timeout: float = DEFAULT_TIMEOUT,
     program: str = RANK_PROGRAM,
     start: Start = interpreter,
-) -> Outcome:
-    """Run an order's ranks on this host.
+) -> tuple[Outcome, ...]:
+    """Run an order's ranks on this host, as one job in each of these surroundings, all at once.
 
     Args:
-        order: what the ranks do.
-        surroundings: the whole environment of each.
-        timeout: seconds for all of it.
+        order: what the ranks do; several jobs take turns.
+        surroundings: for each job the whole environment of its ranks.
+        timeout: seconds for each job.
         program: the module that is a rank.
         start: how each process is started.
 
@@ -51,13 +52,28 @@ def run_job(
     """
     begun = time.monotonic()
     ranks = tuple(range(order.world))
+    orders = seated(order, len(surroundings), len(ranks))
+    tasks = [
+        task_of(one, ranks, told, timeout=timeout * len(orders), program=program)
+        for one, told in zip(orders, surroundings, strict=True)
+    ]
     try:
-        task = task_of(order, ranks, surroundings, timeout=timeout, program=program)
-        left = run_task(task, start=start)
+        found = run_tasks(tasks, start=start)
     except RanksError as error:
         raise JobError(_sentence(error)) from error
-    answers = decoded(left, ranks, Answer)
-    return Outcome(answers=answers, log=left.log, seconds=time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    return tuple(
+        Outcome(answers=decoded(left, ranks, Answer), log=left.log, seconds=seconds)
+        for left in found
+    )
+
+
+def seated(order: Order, jobs: int, ranks: int) -> tuple[Order, ...]:
+    """The order for each of several jobs at once, of which a host has as many ranks each."""
+    return tuple(
+        msgspec.structs.replace(order, seat=Seat(number=number, jobs=jobs, ranks=ranks))
+        for number in range(jobs)
+    )
 
 
 def task_of(

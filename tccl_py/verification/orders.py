@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import msgspec
 
 from tccl_py.rank_processes.rank import Meeting
+from tccl_py.rank_processes.turns import Seat
 
 Backend = Literal["cuda", "host"]
 """NCCL on GPUs, or gloo over this host's memory as a rehearsal."""
@@ -25,16 +26,18 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What the ranks of a job do, in this order: checks, timings, a training step.
 
     `sizes` are bytes of the whole buffer; each is timed for about `seconds`. Over several hosts
-    `first` is the first rank of the host that is told, and all meet at `meeting`.
+    `first` is the first rank of the host that is told, and all meet at `meeting`. Of jobs at once
+    `seat` says which one this is.
     """
 
     backend: Backend
     world: int
     first: int = 0
     meeting: Meeting | None = None
+    seat: Seat | None = None
     checks: bool = False
     sizes: tuple[int, ...] = ()
-    seconds: float = 0.15
+    seconds: float = 0.08
     collective: Collective = "all_reduce"
     training: bool = False
 

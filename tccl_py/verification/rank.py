@@ -11,7 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from tccl_py.rank_processes.places import turns_file
 from tccl_py.rank_processes.rank import leave_answer, meet, own_device, told
+from tccl_py.rank_processes.turns import TakesTurn, turns
 from tccl_py.verification.checks import run_checks
 from tccl_py.verification.orders import Answer, Order
 from tccl_py.verification.ranks import Ranks
@@ -23,7 +25,8 @@ def main() -> None:
     """Do what ORDER says as rank RANK."""
     order, rank, folder = told(Order)
     ranks = join(order, rank, folder)
-    answer = carry_out(order, ranks)
+    turn = turns(turns_file(folder), order.seat, rank - order.first)
+    answer = carry_out(order, ranks, turn)
     ranks.dist.destroy_process_group()
     leave_answer(folder, rank, answer)
 
@@ -40,8 +43,8 @@ def join(order: Order, rank: int, folder: Path) -> Ranks:
     return Ranks(torch=torch, dist=dist, rank=rank, world=order.world, device=device)
 
 
-def carry_out(order: Order, ranks: Ranks) -> Answer:
-    """Run what the order asks for."""
+def carry_out(order: Order, ranks: Ranks, turn: TakesTurn) -> Answer:
+    """Run what the order asks for; what is timed has its turns."""
     torch = ranks.torch
     cuda = order.backend == "cuda"
     answer = Answer(
@@ -57,10 +60,12 @@ def carry_out(order: Order, ranks: Ranks) -> Answer:
         )
     if order.sizes:
         wake(ranks)
-        timings = [time_size(ranks, order.collective, size, order.seconds) for size in order.sizes]
+        timings = [
+            time_size(ranks, order.collective, size, order.seconds, turn) for size in order.sizes
+        ]
         answer = msgspec.structs.replace(answer, timings=tuple(timings))
     if order.training:
-        answer = msgspec.structs.replace(answer, training=train(ranks))
+        answer = msgspec.structs.replace(answer, training=train(ranks, turn))
     return answer
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
@@ -13,12 +13,12 @@ from tccl_py.emitters.plan_files import GRAPH_FILE
 from tccl_py.errors import InputError
 from tccl_py.plan.directory import topology_path
 from tccl_py.plan.plan import Plan
-from tccl_py.verification.jobs import Outcome, run_job
+from tccl_py.verification.jobs import Outcome, run_jobs
 from tccl_py.verification.orders import Backend, Order
 from tccl_py.verification.surroundings import job_surroundings, kept_variables
 
-Runner = Callable[[Order, Mapping[str, str]], Outcome]
-"""What runs a job: `run_job`, or a stand-in."""
+Runner = Callable[[Order, Sequence[Mapping[str, str]]], tuple[Outcome, ...]]
+"""What runs jobs at once: `run_jobs`, or a stand-in."""
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,11 +39,15 @@ class AnyPlace(Protocol):
     def backend(self) -> Backend:
         """GPUs and NCCL, or gloo."""
 
-    def run(self, side: Side, order: Order) -> Outcome:
-        """Run a job of one side.
+    @property
+    def ranks(self) -> int:
+        """How many ranks of a job one host has at most."""
+
+    def run(self, sides: Sequence[Side], order: Order) -> tuple[Outcome, ...]:
+        """Run a job of each side, all at once; they take turns.
 
         Raises:
-            JobError: it failed.
+            JobError: one failed; which, is only known of one alone.
         """
 
     def variables(self, side: Side) -> dict[str, str]:
@@ -57,20 +61,24 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[int, ...]
     caller: dict[str, str]
     keep: tuple[str, ...] = ()
-    runner: Runner = run_job
+    runner: Runner = run_jobs
 
-    def run(self, side: Side, order: Order) -> Outcome:
-        """Run a job of one side.
+    @property
+    def ranks(self) -> int:
+        """As AnyPlace."""
+        return len(self.gpus)
 
-        Raises:
-            JobError: it failed.
-        """
-        surroundings = job_surroundings(
-            self.caller,
-            gpus=self.gpus if self.backend == "cuda" else None,
-            variables=side.variables,
-            keep=self.keep,
-        )
+    def run(self, sides: Sequence[Side], order: Order) -> tuple[Outcome, ...]:
+        """As AnyPlace."""
+        surroundings = [
+            job_surroundings(
+                self.caller,
+                gpus=self.gpus if self.backend == "cuda" else None,
+                variables=side.variables,
+                keep=self.keep,
+            )
+            for side in sides
+        ]
         told = msgspec.structs.replace(order, backend=self.backend, world=len(self.gpus))
         return self.runner(told, surroundings)
 

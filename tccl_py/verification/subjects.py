@@ -14,7 +14,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.verification.host_rings import cluster_rings_found
 from tccl_py.verification.rings import RingsFound, rings_found
-from tccl_py.verification.sides import Side, plan_side
+from tccl_py.verification.sides import STOCK, Side, plan_side
 
 FindRings = Callable[[str, Mapping[str, str]], RingsFound]
 """Of NCCL's log and a job's NCCL variables: what its rings are, beside those planned."""
@@ -24,6 +24,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """A plan to verify: who it is for, what its jobs are told, and what is expected of them.
 
     `gpus` are the GPUs of one machine; of several hosts there are only their names, in rank order.
+    `stock` is what it is compared with: NCCL as it is, with what all jobs of its hosts have.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool
     assumed: bool
     find_rings: FindRings
+    stock: Side = STOCK
 
 
 def machine_subject(plan: Plan, directory: Path) -> Subject:
@@ -55,6 +57,7 @@ def machine_subject(plan: Plan, directory: Path) -> Subject:
         simulated=plan.simulated,
         assumed=plan.assumed,
         find_rings=lambda log, variables: rings_found(plan, log, variables),
+        stock=_stock(plan),
     )
 
 
@@ -83,4 +86,9 @@ def cluster_subject(plan: ClusterPlan, directory: Path, graphs: Mapping[str, str
         simulated=plan.simulated,
         assumed=plan.assumed,
         find_rings=lambda log, variables: cluster_rings_found(plan, graphs, log, variables),
+        stock=_stock(plan),
     )
+
+
+def _stock(plan: Plan | ClusterPlan) -> Side:
+    return msgspec.structs.replace(STOCK, variables=dict(plan.kept))

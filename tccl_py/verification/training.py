@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+from tccl_py.rank_processes.turns import TakesTurn
 from tccl_py.verification.ranks import Ranks
 
-STEPS = 20
+TURNS, STEPS = 4, 5
 _WARM = 12
 """DistributedDataParallel rebuilds its buckets early, and a graph wants 11 steps before it."""
 _WIDTH_CUDA, _WIDTH_HOST = 4096, 128
 _LAYERS = 8
 
 
-def train(ranks: Ranks) -> dict[str, tuple[float, ...]]:
-    """Seconds of each of STEPS steps: `eager`, and on GPUs `graph`, a CUDA graph of one step."""
+def train(ranks: Ranks, turn: TakesTurn) -> dict[str, tuple[float, ...]]:
+    """Seconds of each of STEPS steps in TURNS turns: `eager`, and on GPUs `graph`, a CUDA graph of
+    one step."""
     if not ranks.cuda:
-        return {"eager": _timed(ranks, _stepper(ranks))}
+        with turn():
+            step = _stepper(ranks)
+        return {"eager": _timed(ranks, step, turn)}
     # Whatever a graph will replay has to be made on a stream that is not the default one.
     stream = ranks.torch.cuda.Stream()
     with ranks.torch.cuda.stream(stream):
-        step = _stepper(ranks)
-        eager = _timed(ranks, step)
-    ranks.wait()
-    with ranks.graphed(step, stream=stream) as replay:
-        return {"eager": eager, "graph": _timed(ranks, replay)}
+        with turn():
+            step = _stepper(ranks)
+        eager = _timed(ranks, step, turn)
+    with ExitStack() as stack:
+        with turn():
+            ranks.wait()
+            replay = stack.enter_context(ranks.graphed(step, stream=stream))
+        return {"eager": eager, "graph": _timed(ranks, replay, turn)}
 
 
 def _stepper(ranks: Ranks) -> Callable[[], Any]:
@@ -52,11 +60,16 @@ def _stepper(ranks: Ranks) -> Callable[[], Any]:
     return step
 
 
-def _timed(ranks: Ranks, step: Callable[[], Any]) -> tuple[float, ...]:
+def _timed(ranks: Ranks, step: Callable[[], Any], turn: TakesTurn) -> tuple[float, ...]:
     found = []
-    for _ in range(STEPS):
-        begun = time.perf_counter()
-        step()
-        ranks.wait()
-        found.append(time.perf_counter() - begun)
+    for _ in range(TURNS):
+        with turn():
+            # One that is not counted brings the ranks together, and this job's caches back.
+            step()
+            ranks.wait()
+            for _ in range(STEPS):
+                begun = time.perf_counter()
+                step()
+                ranks.wait()
+                found.append(time.perf_counter() - begun)
     return tuple(found)

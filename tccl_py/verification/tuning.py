@@ -2,14 +2,17 @@
 
 Channels and FIFO size first, because most follows from the footprint of all FIFOs; then, with the
 best of those, Ring alone, and where bytes land between GPUs and NICs; last who holds a bounce's
-buffer, reads instead of writes, and copy engines. One job tells how fast a choice is; only the best
-is compared with stock in pairs, and stock stays where it is not beaten.
+buffer, reads instead of writes, and copy engines. One job tells how fast a choice is, beside those
+of others and of stock with which it takes turns; only the best is compared with stock in pairs, and
+stock stays where it is not beaten.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from statistics import median
 
 import msgspec
 
@@ -20,12 +23,14 @@ from tccl_py.verification.comparison import SMALLEST_EFFECT
 from tccl_py.verification.jobs import JobError, Outcome
 from tccl_py.verification.orders import Order, bus_gbps
 from tccl_py.verification.record import Tried, Verification
-from tccl_py.verification.sides import STOCK, AnyPlace
+from tccl_py.verification.sides import AnyPlace, Side
+from tccl_py.verification.subjects import Subject
 from tccl_py.verification.tunable import Achieved, Tunable
 from tccl_py.verification.verify import (
     Effort,
     Watcher,
     job_seconds,
+    jobs_at_once,
     large_gbps,
     verify_subject,
 )
@@ -54,11 +59,16 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     verification: Verification
 
 
-class _Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings, and seconds a call by size; None if the job failed."""
+_Seconds = tuple[float, ...]
+"""Of a call, by size."""
 
-    settings: Settings | None
-    seconds: tuple[float, ...] | None
+
+class _Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings, what their job took, None if it failed, and what stock's took beside it."""
+
+    settings: Settings
+    seconds: _Seconds | None
+    stock: _Seconds
     failed: str = ""
 
 
@@ -72,6 +82,9 @@ def run_tuning(
     watch: Watcher = lambda _: None,
 ) -> Tuned:
     """Try other settings for a plan that was verified; nothing in its directory is changed.
+
+    What is found is compared with training steps beside: channels that are faster by themselves
+    take from what computes at the same time.
 
     Args:
         plan: what to start from.
@@ -87,48 +100,50 @@ def run_tuning(
     """
     begun = time.monotonic() - first.seconds
     deadline = time.monotonic() + seconds
-    screen = _Screen(plan, place, effort, first, deadline=deadline, watch=watch)
-    stock = screen.stock()
-    current = screen.tried(plan.settings)
-    trials = [current]
+    screen = _Screen(plan, place, effort, first, watch=watch)
+    trials: list[_Trial] = []
     for stage in _stages(plan):
-        base = (_best(trials, stock, screen) or current).settings or plan.settings
-        for settings in stage(base):
-            if screen.late:
-                break
-            if all(settings != one.settings for one in trials) and plan.permits(settings):
-                trials.append(screen.tried(settings))
-    tried = tuple(screen.told(one, stock) for one in (stock, *trials))
-    unchanged = Tuned(plan=plan, verification=msgspec.structs.replace(first, tried=tried))
+        best = _best(trials, screen)
+        base = plan.settings if best is None else best.settings
+        wanted = [one for one in stage(base) if plan.permits(one)]
+        tried = {one.settings for one in trials}
+        waiting = list(dict.fromkeys(one for one in wanted if one not in tried))
+        while waiting and (not trials or time.monotonic() < deadline):
+            count = screen.at_once
+            trials += screen.tried(waiting[:count])
+            waiting = waiting[count:]
+    current = trials[0]
+    tried_all = (screen.told_stock(trials), *map(screen.told, trials))
+    unchanged = Tuned(plan=plan, verification=msgspec.structs.replace(first, tried=tried_all))
+    careful = msgspec.structs.replace(effort, training=True)
     for _ in range(ATTEMPTS):
-        best = _best(trials, stock, screen)
-        if best is None or best.settings in (None, plan.settings):
+        best = _best(trials, screen)
+        if best is None or best.settings == plan.settings:
             break
-        channels = best.settings.channels
-        gbps, before = screen.gbps(best), screen.gbps(current)
+        gbps, before = screen.gbps(best.seconds), screen.gbps(current.seconds)
         if first.accepted and gbps < before * (1 + SMALLEST_EFFECT):
             break
         # One scale for both: what the profiler said of stock is no match for what jobs achieve.
-        achieved = Achieved(gbps=gbps, stock_gbps=screen.gbps(stock))
+        achieved = Achieved(gbps=gbps, stock_gbps=screen.gbps(best.stock))
         other = plan.retuned(best.settings, achieved=achieved)
         if other.settings == plan.settings:
             break
         with other.elsewhere() as subject:
-            found = verify_subject(subject, place, effort, watch=watch)
+            found = verify_subject(subject, place, careful, watch=watch)
         if found.accepted and _gains(found, first):
             # It was tried in another place than where it will lie.
             environment = {**found.plan_environment, **other.in_place().side.variables}
-            found = msgspec.structs.replace(found, tried=tried, plan_environment=environment)
+            found = msgspec.structs.replace(found, tried=tried_all, plan_environment=environment)
             return Tuned(plan=other, verification=found)
         if time.monotonic() - begun + found.seconds > WHOLE_SECONDS:
             break
-        # What harms small messages is mostly how many channels share them.
-        trials = [one for one in trials if one.settings and one.settings.channels != channels]
+        # What harms small messages, or training, is mostly how many channels there are.
+        trials = [one for one in trials if one.settings.channels != best.settings.channels]
     return unchanged
 
 
 class _Screen:
-    """One job for each choice, and what it came to."""
+    """One job for each choice of settings beside one of stock, and what they came to."""
 
     def __init__(
         self,
@@ -137,83 +152,114 @@ class _Screen:
         effort: Effort,
         first: Verification,
         *,
-        deadline: float,
         watch: Watcher,
     ) -> None:
         self._plan, self._place, self._effort = plan, place, effort
         self._slowest = {one.bytes: max(one.stock_seconds) for one in first.sizes}
-        self._deadline, self._watch = deadline, watch
+        self._watch = watch
         largest = max(effort.sizes)
         self._sizes = tuple(size for size in _SIZES if size <= largest) or effort.sizes
+        self._world = 0
+        self._stock: _Seconds = ()
+        self._jobs = jobs_at_once(place, self._sizes)
 
     @property
-    def late(self) -> bool:
-        """Whether the time is up."""
-        return time.monotonic() > self._deadline
+    def at_once(self) -> int:
+        """How many choices are tried at once; stock's job runs beside them."""
+        return max(1, self._jobs - 1)
 
-    def stock(self) -> _Trial:
-        """NCCL as it is."""
-        self._watch("trying stock")
-        outcome = self._place.run(STOCK, self._order)
-        self._world = len(outcome.answers)
-        return _Trial(settings=None, seconds=self._seconds(outcome))
+    def tried(self, choices: Sequence[Settings]) -> list[_Trial]:
+        """The plan's rings under each of these settings.
 
-    def tried(self, settings: Settings) -> _Trial:
-        """The plan's rings under these settings."""
-        self._watch(f"trying {settings.channels} channels of {settings.buffsize >> 10} KiB")
-        given = settings == self._plan.settings
-        other = self._plan if given else self._plan.retuned(settings)
+        Raises:
+            JobError: stock's job failed.
+        """
+        told = ", ".join(f"{one.channels} x {one.buffsize >> 10} KiB" for one in choices)
+        self._watch(f"trying channels of {told}")
+        with ExitStack() as stack:
+            subjects = [stack.enter_context(self._subject(one)) for one in choices]
+            stock = subjects[0].stock
+            if self._jobs > 1:
+                with suppress(JobError):
+                    sides = [stock, *(one.side for one in subjects)]
+                    theirs, *ours = map(self._seconds, self._place.run(sides, self._order))
+                    self._stock = theirs
+                    return [
+                        _Trial(settings=settings, seconds=one, stock=theirs)
+                        for settings, one in zip(choices, ours, strict=True)
+                    ]
+                # One that fails fails them all, or together they ask for too much.
+                self._jobs = 1
+            theirs = self._stock = self._stock or self._alone(stock)
+            return [
+                self._trial(settings, subject, theirs)
+                for settings, subject in zip(choices, subjects, strict=True)
+            ]
+
+    def _trial(self, settings: Settings, subject: Subject, stock: _Seconds) -> _Trial:
         try:
-            with other.elsewhere() as subject:
-                outcome = self._place.run(subject.side, self._order)
+            return _Trial(settings=settings, seconds=self._alone(subject.side), stock=stock)
         except JobError as error:
-            return _Trial(settings=settings, seconds=None, failed=str(error))
-        return _Trial(settings=settings, seconds=self._seconds(outcome))
+            return _Trial(settings=settings, seconds=None, stock=stock, failed=str(error))
 
-    def gbps(self, trial: _Trial) -> float:
+    def _subject(self, settings: Settings) -> AbstractContextManager[Subject]:
+        given = settings == self._plan.settings
+        return (self._plan if given else self._plan.retuned(settings)).elsewhere()
+
+    def _alone(self, side: Side) -> _Seconds:
+        (outcome,) = self._place.run([side], self._order)
+        return self._seconds(outcome)
+
+    def gbps(self, seconds: _Seconds | None) -> float:
         """Bus bandwidth at the large sizes; 0 if the job failed."""
-        if trial.seconds is None:
+        if seconds is None:
             return 0.0
         rates = [
-            (size, bus_gbps(self._effort.collective, self._world, size, seconds))
-            for size, seconds in zip(self._sizes, trial.seconds, strict=True)
+            (size, bus_gbps(self._effort.collective, self._world, size, one))
+            for size, one in zip(self._sizes, seconds, strict=True)
         ]
         return large_gbps(rates) or 0.0
 
-    def low(self, trial: _Trial, stock: _Trial) -> float:
+    def low(self, trial: _Trial) -> float:
         """The worst ratio to the speed of stock's slowest job at any size; 0 if the job failed."""
-        if trial.seconds is None or stock.seconds is None:
+        if trial.seconds is None:
             return 0.0
         return min(
             max(theirs, self._slowest.get(size, 0.0)) / ours
-            for size, ours, theirs in zip(self._sizes, trial.seconds, stock.seconds, strict=True)
+            for size, ours, theirs in zip(self._sizes, trial.seconds, trial.stock, strict=True)
         )
 
-    def told(self, trial: _Trial, stock: _Trial) -> Tried:
+    def told(self, trial: _Trial) -> Tried:
         """A trial as verify.json has it."""
         return Tried(
             settings=trial.settings,
-            gbps=self.gbps(trial),
-            low=self.low(trial, stock),
+            gbps=self.gbps(trial.seconds),
+            low=self.low(trial),
             failed=trial.failed,
         )
+
+    def told_stock(self, trials: Sequence[_Trial]) -> Tried:
+        """Stock beside them, by the median of its jobs."""
+        return Tried(settings=None, gbps=median(self.gbps(one.stock) for one in trials), low=1.0)
 
     @property
     def _order(self) -> Order:
         return msgspec.structs.replace(self._effort.order, sizes=self._sizes, training=False)
 
-    def _seconds(self, outcome: Outcome) -> tuple[float, ...]:
+    def _seconds(self, outcome: Outcome) -> _Seconds:
+        self._world = len(outcome.answers)
         return tuple(job_seconds(outcome, index) for index in range(len(self._sizes)))
 
 
-def _best(trials: Sequence[_Trial], stock: _Trial, screen: _Screen) -> _Trial | None:
+def _best(trials: Sequence[_Trial], screen: _Screen) -> _Trial | None:
     """The fastest at large sizes of those not much slower than stock anywhere; of those that are as
     fast, the one that was tried first."""
     best: _Trial | None = None
     for one in trials:
-        if screen.low(one, stock) < _LEAST:
+        if screen.low(one) < _LEAST:
             continue
-        if best is None or screen.gbps(one) > screen.gbps(best) * (1 + SMALLEST_EFFECT):
+        gbps = screen.gbps(one.seconds)
+        if best is None or gbps > screen.gbps(best.seconds) * (1 + SMALLEST_EFFECT):
             best = one
     return best
 
@@ -240,6 +286,7 @@ def _stages(plan: Tunable) -> tuple[_Stage, ...]:
     facts = version_facts(plan.settings.version)
 
     def sizes(base: Settings) -> Iterator[Settings]:
+        yield base
         for count in plan.channels:
             if count <= facts.max_channels:
                 for size in BUFFSIZES:

@@ -10,12 +10,18 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.plan.plan import Plan
-from tccl_py.verification.comparison import LEAST_PAIRS, Compared, compare, overall
+from tccl_py.verification.comparison import (
+    LEAST_PAIRS,
+    MAX_PAIRS,
+    Compared,
+    compare,
+    overall,
+)
 from tccl_py.verification.jobs import JobError, Outcome
 from tccl_py.verification.orders import SIZES, Collective, Order, bus_gbps
 from tccl_py.verification.record import SizeResult, Training, Verification
 from tccl_py.verification.rings import RingsFound
-from tccl_py.verification.sides import STOCK, AnyPlace, Side
+from tccl_py.verification.sides import AnyPlace, Side
 from tccl_py.verification.subjects import Subject, machine_subject
 
 DEFAULT_PAIRS = 10
@@ -24,8 +30,11 @@ _LARGE_BYTES = 64 << 20
 """From here on a bus bandwidth is what a prediction is held against; else the largest size."""
 _NARROW = 1 << 20
 """From this size on ratios are to be known to 1 %; below, calls take microseconds."""
-_EXTRA = 2
+_EXTRA = 4
 """How many times the pairs asked for are run where a verdict is open and there is time."""
+_AT_ONCE = (4, 2, 1)
+_AT_ONCE_BYTES = 4 << 30
+"""Of the buffers of jobs at once on a device, which may have few GiB."""
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,11 +64,15 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pairs(msgspec.Struct, frozen=True, kw_only=True):
-    """The jobs of all pairs, of the plan and of stock, in order; and what they come to."""
+    """The jobs of all pairs, of the plan and of stock, in order; and what they come to.
+
+    `at_once` is how many of them ran at once, at the end.
+    """
 
     plan: tuple[Outcome, ...]
     stock: tuple[Outcome, ...]
     order: str
+    at_once: int
     compared: tuple[Compared, ...]
 
 
@@ -73,9 +86,17 @@ class PlanJobError(JobError):
 
 def _run(place: AnyPlace, side: Side, order: Order) -> Outcome:
     try:
-        return place.run(side, order)
+        (outcome,) = place.run([side], order)
     except JobError as error:
         raise PlanJobError(str(error)) from error
+    return outcome
+
+
+def jobs_at_once(place: AnyPlace, sizes: Sequence[int]) -> int:
+    """How many jobs may run at once: 4, 2 or 1, by what their buffers take of a device."""
+    sharing = place.ranks if place.backend == "host" else 1
+    largest = max(sizes, default=1) * sharing
+    return next((one for one in _AT_ONCE if one * largest <= _AT_ONCE_BYTES), 1)
 
 
 def run_verification(
@@ -110,10 +131,10 @@ def verify_subject(
     unknown = _begun(subject, place, effort)
     try:
         checked = _run(place, side, first)
-        pairs = run_pairs(place, side, STOCK, effort, begun=begun, watch=watch)
+        pairs = run_pairs(place, side, subject.stock, effort, begun=begun, watch=watch)
     except PlanJobError as error:
         # If stock fails as well, that is no fault of the plan.
-        place.run(STOCK, first)
+        place.run([subject.stock], first)
         seconds = time.monotonic() - begun
         return msgspec.structs.replace(unknown, failure=str(error), seconds=seconds)
     rings = _rings(subject, place, checked)
@@ -138,6 +159,7 @@ def verify_subject(
         versions={"torch": checked.answers[0].torch, "nccl": checked.answers[0].nccl},
         devices=tuple(answer.device for answer in checked.answers),
         order=pairs.order,
+        at_once=pairs.at_once,
         raw=_raw(pairs),
         seconds=time.monotonic() - begun,
         training=training,
@@ -155,6 +177,9 @@ def run_pairs(
 ) -> Pairs:
     """Run pairs of jobs, A B B A ..., until the verdicts are clear or the time is up.
 
+    As many run at once as devices have room for, and take turns; one after the other where several
+    fail, for which each may have been right.
+
     Raises:
         PlanJobError: a job of `side` failed.
         JobError: one of `other` did.
@@ -162,24 +187,42 @@ def run_pairs(
     ours: list[Outcome] = []
     theirs: list[Outcome] = []
     order = ""
-    most = max(effort.pairs, LEAST_PAIRS) * _EXTRA
+    at_once = jobs_at_once(place, effort.sizes)
+    most = min(MAX_PAIRS, max(effort.pairs, LEAST_PAIRS) * _EXTRA)
     while len(ours) < most:
-        turn = "AB" if len(ours) % 2 == 0 else "BA"
-        number = len(ours) + 1
-        for letter in turn:
-            if letter == "A":
-                watch(f"pair {number}: {side.name}")
-                ours.append(_run(place, side, effort.order))
-            else:
-                watch(f"pair {number}: {other.name}")
-                theirs.append(place.run(other, effort.order))
-        order += turn
+        letters = ("ABBA" if at_once == len("ABBA") else "AB") if len(order) % 4 == 0 else "BA"
+        numbers = sorted({len(ours) + 1, len(ours) + len(letters) // 2})
+        watch(f"pair {' and '.join(map(str, numbers))}")
+        sides = [side if letter == "A" else other for letter in letters]
+        try:
+            found = _round(place, sides, side, effort.order, at_once)
+        except JobError:
+            if at_once == 1:
+                raise
+            at_once = 1
+            continue
+        for letter, outcome in zip(letters, found, strict=True):
+            (ours if letter == "A" else theirs).append(outcome)
+        order += letters
         if len(ours) < LEAST_PAIRS:
             continue
         compared = _compared(effort, ours, theirs)
         if _enough(effort, compared, len(ours)) or time.monotonic() - begun > effort.seconds:
             break
-    return Pairs(plan=tuple(ours), stock=tuple(theirs), order=order, compared=compared)
+    return Pairs(
+        plan=tuple(ours), stock=tuple(theirs), order=order, at_once=at_once, compared=compared
+    )
+
+
+def _round(
+    place: AnyPlace, sides: Sequence[Side], ours: Side, order: Order, at_once: int
+) -> tuple[Outcome, ...]:
+    """A job of each side, at once if that is possible."""
+    if at_once > 1:
+        return place.run(sides, order)
+    return tuple(
+        _run(place, side, order) if side is ours else place.run([side], order)[0] for side in sides
+    )
 
 
 def _enough(effort: Effort, compared: Sequence[Compared], count: int) -> bool:
@@ -191,7 +234,7 @@ def _enough(effort: Effort, compared: Sequence[Compared], count: int) -> bool:
     ]
     settled = not any(one.open for one in wanted)
     return settled or (
-        # What noise leaves open stays open; only a lean that might be harm is worth more pairs.
+        # Below that size noise leaves more open than pairs settle; a lean to harm is worth more.
         count >= effort.pairs and not any(one.high < 1 and one.open for one in compared)
     )
 
@@ -305,7 +348,7 @@ def _begun(subject: Subject, place: AnyPlace, effort: Effort) -> Verification:
         rings=None,
         settings=subject.settings,
         plan_environment=place.variables(subject.side),
-        stock_environment=place.variables(STOCK),
+        stock_environment=place.variables(subject.stock),
         versions={},
         devices=(),
         order="",

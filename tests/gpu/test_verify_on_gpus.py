@@ -46,7 +46,7 @@ def test_one_job_is_right_runs_the_plans_rings_and_trains(planned):
     place = Place(backend="cuda", gpus=plan.gpus, caller=dict(os.environ))
     side = plan_side(plan, planned)
     order = Order(backend="cuda", world=0, checks=True, training=True)
-    found = place.run(side, order)
+    (found,) = place.run([side], order)
     for answer in found.answers:
         assert (answer.wrong, answer.left_out) == ((), ())
         assert answer.checked > 500

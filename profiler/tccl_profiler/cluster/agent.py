@@ -113,7 +113,7 @@ class Agent:
             say.Connect: lambda one: self._opened().connect(dict(one.endpoints)),
             say.Accept: lambda one: self._opened().accept(one.links),
             say.AskSurroundings: lambda message: self._ranks.surroundings(message.modules),
-            say.OpenMeeting: lambda _: self._ranks.open_meeting(),
+            say.OpenMeetings: lambda asked: self._ranks.open_meetings(asked.count),
             # What they are about has ended by itself.
             say.Abort: lambda _: say.Aborted(),
             say.Release: lambda _: say.Aborted(),
@@ -223,7 +223,7 @@ class Agent:
         if isinstance(message, say.Begin):
             return self._run(envelope.number, message)
         if isinstance(message, say.RunRanks):
-            return self._ranks.run(message.task, lambda: self._look(envelope.number))
+            return self._ranks.run(message.tasks, lambda: self._look(envelope.number))
         does = self._does.get(type(message))
         if does is None:
             raise MeasurementError(f"host {self._name}: asked {type(message).__name__}")

@@ -160,27 +160,30 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lacks: tuple[str, ...] = ()
 
 
-class OpenMeeting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Open a socket where the ranks of the next job meet; the first of this host's gets it."""
+class OpenMeetings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Open sockets where the ranks of the next jobs meet, which will run at once; the first of this
+    host's ranks of each gets its own."""
+
+    count: int
 
 
-class MeetingOpen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It is open at this port of these addresses."""
+class MeetingsOpen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """They are open at these ports of these addresses."""
 
     addresses: tuple[str, ...]
-    port: int
+    ports: tuple[int, ...]
 
 
 class RunRanks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Run ranks as fresh processes to their end."""
+    """Run ranks as fresh processes to their end, those of several jobs at once."""
 
-    task: Task
+    tasks: tuple[Task, ...]
 
 
 class RanksLeft(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """They have ended well."""
 
-    left: Left
+    left: tuple[Left, ...]
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -246,8 +249,8 @@ Message = (
     | Ran
     | AskSurroundings
     | Surroundings
-    | OpenMeeting
-    | MeetingOpen
+    | OpenMeetings
+    | MeetingsOpen
     | RunRanks
     | RanksLeft
     | Abort

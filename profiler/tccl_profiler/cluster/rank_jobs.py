@@ -68,22 +68,23 @@ class RankJobs:
                 raise InputError(f"host {host}", f"lacks {module}", "install it on all hosts")
         return {host: dict(one.variables) for host, one in found.items()}
 
-    def meeting(self, host: str) -> Meeting:
-        """Where the ranks of the next job meet: at this host, whose first rank is the job's."""
-        found = self._agents.ask({host: say.OpenMeeting()}, say.MeetingOpen)[host]
-        return Meeting(addresses=found.addresses, port=found.port)
+    def meetings(self, host: str, count: int) -> tuple[Meeting, ...]:
+        """Where the ranks of the next jobs meet, which run at once: at this host, whose first rank
+        is each job's."""
+        found = self._agents.ask({host: say.OpenMeetings(count=count)}, say.MeetingsOpen)[host]
+        return tuple(Meeting(addresses=found.addresses, port=port) for port in found.ports)
 
-    def run(self, tasks: Mapping[str, Task]) -> dict[str, Left]:
-        """Run each host's ranks; where those of one fail, all are ended.
+    def run(self, tasks: Mapping[str, Sequence[Task]]) -> dict[str, tuple[Left, ...]]:
+        """Run each host's ranks, of one job or of several at once; where some fail, all are ended.
 
         Raises:
             MeasurementError: ranks failed, or the time was up; names the host.
             HostLost: a host is gone.
         """
         number = self._agents.number()
-        for host, task in tasks.items():
-            self._agents.tell(host, number, say.RunRanks(task=task))
-        limit_s = max(task.timeout for task in tasks.values()) + _SPARE_S
+        for host, own in tasks.items():
+            self._agents.tell(host, number, say.RunRanks(tasks=tuple(own)))
+        limit_s = max(one.timeout for own in tasks.values() for one in own) + _SPARE_S
         answers = self._agents.heard(number, tasks, limit_s)
         late = [host for host in tasks if host not in answers]
         if late:
@@ -97,6 +98,6 @@ class RankJobs:
         return {host: _left(host, answers[host]) for host in tasks}
 
 
-def _left(host: str, answer: Message) -> Left:
+def _left(host: str, answer: Message) -> tuple[Left, ...]:
     assert isinstance(answer, say.RanksLeft), f"host {host} answered {type(answer).__name__}"
     return answer.left

@@ -12,14 +12,14 @@ from tccl_profiler import numa
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.interfaces import addresses, listening
 from tccl_py.rank_processes.starting import Nursery, Start, interpreter
-from tccl_py.rank_processes.task import Task, run_task
+from tccl_py.rank_processes.task import Task, run_tasks
 
 
 class RankTasks:
-    """A host's part in such jobs, one after the other."""
+    """A host's part in such jobs."""
 
     def __init__(self) -> None:
-        self._meeting: socket.socket | None = None
+        self._meetings: tuple[socket.socket, ...] = ()
         self._nursery: Nursery | None = None
 
     def surroundings(self, modules: Sequence[str] = ()) -> say.Surroundings:
@@ -30,13 +30,14 @@ class RankTasks:
             lacks=tuple(one for one in modules if importlib.util.find_spec(one) is None),
         )
 
-    def open_meeting(self) -> say.MeetingOpen:
-        """A socket that waits for the ranks of the next job."""
-        self._leave_meeting()
-        self._meeting = listening()
-        return say.MeetingOpen(addresses=addresses(), port=self._meeting.getsockname()[1])
+    def open_meetings(self, count: int) -> say.MeetingsOpen:
+        """Sockets that wait for the ranks of the next jobs, which run at once."""
+        self._leave_meetings()
+        self._meetings = tuple(listening() for _ in range(count))
+        ports = tuple(one.getsockname()[1] for one in self._meetings)
+        return say.MeetingsOpen(addresses=addresses(), ports=ports)
 
-    def run(self, task: Task, meanwhile: Callable[[], None]) -> say.RanksLeft:
+    def run(self, tasks: Sequence[Task], meanwhile: Callable[[], None]) -> say.RanksLeft:
         """Run fresh processes until they have ended; what `meanwhile` raises ends them.
 
         Raises:
@@ -44,28 +45,31 @@ class RankTasks:
         """
         numa.leave_binding()
         try:
-            left = run_task(
-                task, listener=self._meeting, meanwhile=meanwhile, start=self._start(task)
+            left = run_tasks(
+                tasks,
+                listeners=self._meetings,
+                meanwhile=meanwhile,
+                start=self._start(tasks[0].imports),
             )
             return say.RanksLeft(left=left)
         finally:
-            self._leave_meeting()
+            self._leave_meetings()
 
     def close(self) -> None:
         """Give the socket back, and end what ranks are started from."""
-        self._leave_meeting()
+        self._leave_meetings()
         nursery, self._nursery = self._nursery, None
         if nursery is not None:
             nursery.close()
 
-    def _start(self, task: Task) -> Start:
-        if not task.imports:
+    def _start(self, imports: tuple[str, ...]) -> Start:
+        if not imports:
             return interpreter
         if self._nursery is None:
-            self._nursery = Nursery(task.imports)
+            self._nursery = Nursery(imports)
         return self._nursery
 
-    def _leave_meeting(self) -> None:
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.close()
+    def _leave_meetings(self) -> None:
+        meetings, self._meetings = self._meetings, ()
+        for one in meetings:
+            one.close()
