@@ -103,9 +103,10 @@ class FakePool:
     """A pool without processes: lanes and copies that move as fast as they are told to.
 
     `rates(text, number)` are the flows' rates in GB/s in the pool's repeat `number`, of which
-    checks are none; with a rate of 0 nothing moves. Time, which `clock` tells, passes only while
-    sets run. A device's clock is `offsets_ns` ahead. `faults` are raised by the next runs, one
-    each; None is none. `copies_gbps` is what copies do where that is not their flow's rate.
+    checks are none; with a rate of 0 nothing moves, and a list has one for each lane. Time, which
+    `clock` tells, passes only while sets run. A device's clock is `offsets_ns` ahead. `faults` are
+    raised by the next runs, one each; None is none. `copies_gbps` is what copies do where that is
+    not their flow's rate.
     """
 
     def __init__(self, rates, *, devices=2, lanes=64, run_s=0.0, skew_us=0.0):
@@ -157,11 +158,12 @@ class FakePool:
             stamps[device] = tuple(np.full(one.groups + 1, start, np.uint64) for one in paces)
         for rate, counted, others in zip(rates, program.counted, program.other, strict=True):
             for part in (counted, *others):
-                for number in part.numbers:
-                    gbps = rate / len(part.numbers)
+                count = len(part.numbers)
+                lanes = rate if isinstance(rate, list) else [rate / count] * count
+                for number, gbps in zip(part.numbers, lanes, strict=True):
                     if part.kind == "copy":
-                        gbps = self.copies_gbps or gbps
-                        _copied(stamps[part.device][number], timing, part, number, gbps)
+                        copied = self.copies_gbps or gbps
+                        _copied(stamps[part.device][number], timing, part, number, copied)
                     else:
                         row = records[part.device][number : number + 1]
                         _moved(row, timing, part, gbps)

@@ -6,7 +6,8 @@ import pytest
 from tccl_profiler.assignment import program_for
 from tccl_profiler.control import MAX_STAMPS, RECORD
 from tccl_profiler.messages import Pace
-from tccl_profiler.profiler import Options, Profiler, _paces, _slowest
+from tccl_profiler.pacing import paces_for
+from tccl_profiler.profiler import Options, Profiler, _slowest
 from tccl_profiler.reading import read_outcome
 from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.statistics import Stopping
@@ -165,20 +166,20 @@ def lasting_us(pace, gbps):
 
 
 def test_kernels_have_no_pace():
-    assert _paces(program_of(BOUNCE), None, 1e4) == {}
-    assert _paces(program_of(BOUNCE), [lane(1.0)] * 2, 1e4) == {}
+    assert paces_for(program_of(BOUNCE), None, 1e4) == {}
+    assert paces_for(program_of(BOUNCE), [lane(1.0)] * 2, 1e4) == {}
 
 
 @pytest.mark.parametrize("lanes", [None, [lane(0.0)]])
 def test_a_copy_of_unknown_rate_goes_through_its_fifo_twice_and_more(lanes):
     expected = (Pace(groups=14),)
-    assert _paces(program_of(COPIES), lanes, 1e4) == {"G0": expected, "G1": expected}
+    assert paces_for(program_of(COPIES), lanes, 1e4) == {"G0": expected, "G1": expected}
 
 
 @pytest.mark.parametrize("gbps", [0.05, 1.0, 5.0, 12.5, 25.0])
 @pytest.mark.parametrize("window_us", [1e3, 1e4, 7.5e4])
 def test_a_copy_lasts_a_little_longer_than_its_window(gbps, window_us):
-    (pace,) = _paces(program_of(COPIES), [lane(gbps)], window_us)["G0"]
+    (pace,) = paces_for(program_of(COPIES), [lane(gbps)], window_us)["G0"]
     if (pace.groups, pace.slices) == (120, 200):
         return  # as much as is ever queued
     assert 1.1 * window_us <= lasting_us(pace, gbps)
@@ -190,15 +191,15 @@ def test_a_copy_lasts_a_little_longer_than_its_window(gbps, window_us):
 
 def test_a_pace_is_of_slices_however_they_were_counted():
     """Rates of copies are read by groups; the next pace must not take a group for a slice."""
-    first = _paces(program_of(COPIES), [lane(5.0)], 1e4)
-    again = _paces(program_of(COPIES), [lane(5.0, first["G0"][0].slices * SLICE)], 1e4)
+    first = paces_for(program_of(COPIES), [lane(5.0)], 1e4)
+    again = paces_for(program_of(COPIES), [lane(5.0, first["G0"][0].slices * SLICE)], 1e4)
     assert first == again
     assert first["G0"][0].slices > 1
 
 
 def test_both_ends_move_as_much_in_the_order_of_copies():
     program = program_of(f"{COPIES} G0->D0->C0->G1->G1{{blocks=1,fifo=64K}}")
-    paces = _paces(program, [lane(1.0), lane(4.0)], 1e4)
+    paces = paces_for(program, [lane(1.0), lane(4.0)], 1e4)
     assert (len(paces["G0"]), len(paces["G1"])) == (2, 1)
     assert paces["G0"][0] == paces["G1"][0]
     assert paces["G0"][0] != paces["G0"][1]
@@ -207,7 +208,7 @@ def test_both_ends_move_as_much_in_the_order_of_copies():
 def test_many_copies_fit_the_stamps_of_a_device():
     program = program_of("G0->D0->C0->D1->G1{blocks=16,fifo=1M,slots=1024}")
     for lanes in (None, [lane(0.01)] * 16, [lane(10.0)] * 16):
-        for found in _paces(program, lanes, 7.5e4).values():
+        for found in paces_for(program, lanes, 7.5e4).values():
             assert len(found) == 16
             assert sum(pace.groups + 2 for pace in found) <= MAX_STAMPS
 

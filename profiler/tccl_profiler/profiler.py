@@ -6,17 +6,17 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
 
 from tccl_profiler.assignment import Meeting, checkable, program_for
 from tccl_profiler.clock import Clock, offset_from_pings
-from tccl_profiler.control import MAX_STAMPS
-from tccl_profiler.messages import Pace
+from tccl_profiler.lone import few_of, lone_rates, with_few_lanes
+from tccl_profiler.pacing import paces_for
 from tccl_profiler.pieces import Network
-from tccl_profiler.program import MAX_REPEATS, Part, Program
+from tccl_profiler.program import MAX_REPEATS, Program
 from tccl_profiler.reading import Reading, ToHost, read_outcome
 from tccl_profiler.runs import Runner, Timing
 from tccl_profiler.statistics import Sentinel, Stopping, outliers
@@ -24,7 +24,7 @@ from tccl_profiler.window import LaneRate, Window, WindowLimits, choose_window, 
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.measurements.measurement import Measurement
-from tccl_py.transfers.transfer import TransferSet
+from tccl_py.transfers.transfer import Flow, TransferSet
 
 _TRIALS_MS = (1.0, 8.0, 40.0)
 """Windows of the first, uncounted repeat, until something has moved in every lane."""
@@ -34,12 +34,13 @@ _PACINGS = 3
 """How often repeats may be discarded because a copy ended before their window did."""
 _MORE = 4
 """Repeats that are added where the first ones were not enough."""
+_FEW_REPEATS = 3
+"""Repeats of a set with few lanes, whose lanes are alike."""
 _EXERCISE_US = 20_000.0
 _PINGS = 16
 _PING_EVERY_S = 0.05
-_TRIAL_GROUPS = 6
-"""Slices that a copy moves in a trial, after it has been through its FIFO twice."""
-_MOST_GROUPS, _MOST_SLICES = 120, 200
+
+_Found = TypeVar("_Found")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +93,7 @@ class Profiler:
         self._pinged_s = -math.inf
         self._windows: dict[str, tuple[Window, tuple[LaneRate, ...]]] = {}
         self._checked: set[str] = set()
+        self._lone: dict[str, Mapping[Flow, float]] = {}
         self._random = random.Random(self.options.seed)
         self._sentinel: tuple[TransferSet, Sentinel] | None = None
         self._since_sentinel = 0
@@ -151,28 +153,35 @@ class Profiler:
             self.notices.append(text)
 
     def _one(self, transfers: TransferSet) -> Measurement:
+        return self._surely(transfers, self._measured)
+
+    def _surely(self, transfers: TransferSet, measured: Callable[[TransferSet], _Found]) -> _Found:
         """Measure one set; where a worker is lost, once more with new ones."""
         try:
-            return self._measured(transfers)
+            return measured(transfers)
         except WorkerLost as error:
             lost = str(error)
         self._note(f"{lost}; all workers were started anew and {transfers} measured again")
-        self._clocks.clear()
-        self._pinged_s = -math.inf
+        self._forget_clocks()
         try:
             self._pool.restart()
-            return self._measured(transfers)
+            return measured(transfers)
         except WorkerLost as again:
+            self._forget_clocks()
             raise MeasurementError(
                 f"{transfers}: {lost}; then, with all workers started anew, {again}"
             ) from again
+
+    def _forget_clocks(self) -> None:
+        self._clocks.clear()
+        self._pinged_s = -math.inf
 
     def _measured(self, transfers: TransferSet) -> Measurement:
         options = self.options
         program = self._program(transfers, options.meeting)
         self._read_clocks()
         self._check(program)
-        window, seen = self._repeated(program)
+        window, seen = self._repeated(program, self._lone_rates(transfers))
         self.sets_run += 1
         rows = _rows(seen)
         return Measurement(
@@ -188,7 +197,40 @@ class Profiler:
             source=self._source,
         )
 
-    def _repeated(self, program: Program) -> tuple[Window, list[Reading]]:
+    def _lone_rates(self, transfers: TransferSet) -> Mapping[Flow, float]:
+        """What a lane of each flow moves where few others do, if it has many lanes that share
+        links; it is measured once for all sets that differ in lanes alone.
+
+        Without it a set is measured all the same: none of its lanes is then taken to go on faster
+        than the fastest.
+        """
+        few = with_few_lanes(transfers)
+        if few is None:
+            return {}
+        key = str(few)
+        if key not in self._lone:
+            try:
+                self._lone[key] = self._surely(few, self._lone_measured)
+            except MeasurementError as error:
+                # Not tried again: sets that are compared are to be read alike.
+                self._lone[key] = {}
+                self._note(
+                    f"{error}; without this set, with few lanes of those that were asked for, "
+                    "rates of more lanes may be too low"
+                )
+        known = self._lone[key]
+        return {flow: known[few_of(flow)] for flow in transfers.flows if few_of(flow) in known}
+
+    def _lone_measured(self, few: TransferSet) -> Mapping[Flow, float]:
+        program = self._program(few, self.options.meeting)
+        self._read_clocks()
+        window, lanes = self._window(program)
+        readings = self._run(program, window, lanes, repeats=_FEW_REPEATS)
+        return lone_rates(program, _slowest(readings))
+
+    def _repeated(
+        self, program: Program, lone: Mapping[Flow, float]
+    ) -> tuple[Window, list[Reading]]:
         """Repeat a set until that is enough or takes too long; the window, and what was read in it.
 
         Repeats are discarded where the window turns out too short, or a copy ended before it did.
@@ -201,7 +243,8 @@ class Profiler:
         while not self._enough(seen, self._now() - begun):
             # 1. Some more repeats, not beyond the limit.
             wanted = min(_MORE, stopping.limit - len(seen)) if seen else stopping.minimum
-            readings = self._run(program, window, lanes, repeats=min(wanted, MAX_REPEATS))
+            repeats = min(wanted, MAX_REPEATS)
+            readings = self._run(program, window, lanes, repeats=repeats, lone=lone)
             lanes, start_error_us = _slowest(readings), _start_error(readings)
             # 2. Begin again if the first of them say that they are of little use.
             if needs_longer(
@@ -256,7 +299,7 @@ class Profiler:
                 warm_us=0.0,
                 window_us=window_ms * 1e3,
                 check=True,
-                paces=_paces(proof, None, window_ms * 1e3),
+                paces=paces_for(proof, None, window_ms * 1e3),
             )
             (outcome,) = self._pool.run(proof, timing)
             reading = read_outcome(proof, outcome, timing, self._to_host())
@@ -300,18 +343,19 @@ class Profiler:
         lanes: Sequence[LaneRate] | None,
         *,
         repeats: int,
+        lone: Mapping[Flow, float] | None = None,
     ) -> list[Reading]:
         timing = Timing(
             repeats=repeats,
             warm_us=window.warm_us,
             window_us=window.window_us,
-            paces=_paces(program, lanes, window.warm_us + window.window_us),
+            paces=paces_for(program, lanes, window.warm_us + window.window_us),
         )
         outcomes = self._pool.run(program, timing)
         # Between two readings a clock is known better than after the last one.
         self._read_clocks()
         to_host = self._to_host()
-        return [read_outcome(program, outcome, timing, to_host) for outcome in outcomes]
+        return [read_outcome(program, one, timing, to_host, lone=lone) for one in outcomes]
 
 
 def _start_error(readings: Sequence[Reading]) -> float:
@@ -324,39 +368,6 @@ def _slowest(readings: Sequence[Reading]) -> tuple[LaneRate, ...]:
         msgspec.structs.replace(lanes[0], gbps=float(np.median([lane.gbps for lane in lanes])))
         for lanes in zip(*(one.lanes for one in readings), strict=True)
     )
-
-
-def _paces(
-    program: Program, lanes: Sequence[LaneRate] | None, lasting_us: float
-) -> dict[str, tuple[Pace, ...]]:
-    """How much each copy moves so that it lasts the window: both ends of a flow as much.
-
-    `lanes` are rates in the order of `Reading.lanes`; None where nothing is known yet.
-    """
-    shares = {device: share.copies for device, share in program.devices.items() if share.copies}
-    paces: dict[str, dict[int, Pace]] = {device: {} for device in shares}
-    rates = iter(() if lanes is None else [lane.gbps for lane in lanes])
-    for counted, others in zip(program.counted, program.other, strict=True):
-        copying = [part for part in (counted, *others) if part.kind == "copy"]
-        for offset in range(len(counted.numbers)):
-            gbps = next(rates, 0.0)
-            for part in copying:
-                # A device's stamps are shared by its copies.
-                most = min(_MOST_GROUPS, MAX_STAMPS // len(shares[part.device]) - 2)
-                paces[part.device][part.numbers[offset]] = _pace(part, gbps, lasting_us, most)
-    return {
-        device: tuple(pace for _, pace in sorted(found.items())) for device, found in paces.items()
-    }
-
-
-def _pace(part: Part, gbps: float, lasting_us: float, most: int) -> Pace:
-    """Groups long enough that their stamps cost nothing, and a few more than the window needs."""
-    if not gbps:
-        return Pace(groups=min(2 * part.slices + _TRIAL_GROUPS, most))
-    slice_us, wanted_us = part.slice_bytes / (gbps * 1e3), 1.1 * lasting_us
-    group_us = max(part.group_us, wanted_us / (most - 2))
-    slices = min(math.ceil(group_us / slice_us), _MOST_SLICES)
-    return Pace(groups=min(math.ceil(wanted_us / (slices * slice_us)) + 2, most), slices=slices)
 
 
 def _rows(seen: Sequence[Reading]) -> tuple[tuple[float, ...], ...]:

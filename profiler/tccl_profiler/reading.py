@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler.equal_shares import equal_shares_gbps
+from tccl_profiler.lone import shares_links
 from tccl_profiler.program import Part, Program, is_nic
 from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.window import LaneRate
@@ -46,15 +47,25 @@ class _Span(msgspec.Struct, frozen=True):
 
 
 def read_outcome(
-    program: Program, outcome: Outcome, timing: Timing, to_host: Mapping[str, ToHost]
+    program: Program,
+    outcome: Outcome,
+    timing: Timing,
+    to_host: Mapping[str, ToHost],
+    *,
+    lone: Mapping[Flow, float] | None = None,
 ) -> Reading:
-    """Work out a repeat's rates; a flow that moved nothing in its window has rate 0."""
+    """Work out a repeat's rates; a flow that moved nothing in its window has rate 0.
+
+    `lone` is what a lane of a flow moves where few others do, in GB/s, where that is known.
+    """
+    known = lone or {}
     gbps: list[float] = []
     lanes: list[LaneRate] = []
     wrong: list[int] = []
     for flow, part in zip(program.transfers.flows, program.counted, strict=True):
         rates = _rates(part, outcome, timing, bursts=flow.is_network)
-        gbps.append(equal_shares_gbps(rates) if _shares_links(flow, part) else float(rates.sum()))
+        shared = shares_links(flow)
+        gbps.append(equal_shares_gbps(rates, known.get(flow)) if shared else float(rates.sum()))
         for number, rate in zip(part.numbers, rates, strict=True):
             grain = _grain(part, number, timing)
             lanes.append(
@@ -76,19 +87,6 @@ def read_outcome(
         overlap=overlap,
         wrong=tuple(wrong),
         ended_early=any(_ended_early(part, outcome, timing) for part in parts),
-    )
-
-
-def _shares_links(flow: Flow, part: Part) -> bool:
-    """Whether lanes that stand for NCCL's channels share the links between two GPUs.
-
-    Through host memory lanes are served alike: sums were what NCCL got there.
-    """
-    return (
-        part.kind != "copy"
-        and flow.blocks is not None
-        and len(flow.transfers) == 1
-        and flow.source.kind == flow.destination.kind == "G"
     )
 
 
