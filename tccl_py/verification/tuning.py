@@ -36,7 +36,7 @@ from tccl_py.verification.verify import (
 )
 
 BUFFSIZES = (DEFAULT_FIFO_BYTES, 512 << 10)
-MORE_BUFFSIZES = (1 << 20, 256 << 10)
+MORE_BUFFSIZES = (256 << 10, 1 << 20, 128 << 10)
 """Tried with the best number of channels only: each job takes seconds."""
 DEFAULT_SECONDS = 105.0
 COMPARISON_SECONDS = 150.0

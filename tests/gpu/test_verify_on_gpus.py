@@ -29,16 +29,17 @@ def tccl(*words, **variables):
     )
 
 
+def plan_here(folder, *words, **variables):
+    """A plan of this machine, made by measuring it."""
+    made = tccl("plan", "-o", folder / "plan", *words, **variables)
+    assert made.returncode == 0, made.stderr
+    print(made.stdout)
+    return folder / "plan"
+
+
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
-    """A plan of this machine by simulation: what it is worth, NCCL says."""
-    folder = tmp_path_factory.mktemp("here")
-    found = tccl("discover", "-o", folder / "machine.json")
-    assert found.returncode == 0, found.stderr
-    options = ("--simulate", folder / "machine.json", "--max-sets", "40", "--rings", "1")
-    made = tccl("plan", "-o", folder / "plan", *options)
-    assert made.returncode == 0, made.stderr
-    return folder / "plan"
+    return plan_here(tmp_path_factory.mktemp("here"))
 
 
 def test_one_job_is_right_runs_the_plans_rings_and_trains(planned):
@@ -57,8 +58,9 @@ def test_one_job_is_right_runs_the_plans_rings_and_trains(planned):
     print("one job with checks and training:", found.seconds, "s")
 
 
-def test_the_command_answers_and_keeps_its_evidence(planned):
-    done = tccl("verify", planned, "--pairs", "6", "--seconds", "60", "--json")
+def verified(planned, *words):
+    """What the command finds and keeps of a plan, printed size by size."""
+    done = tccl("verify", planned, "--json", *words)
     assert done.returncode in (0, 1), done.stderr
     found = json.loads(done.stdout)
     assert (found["wrong"], found["failure"], found["rings"]["same"]) == ([], "", True)
@@ -68,4 +70,22 @@ def test_the_command_answers_and_keeps_its_evidence(planned):
     for one in kept.sizes:
         c = one.compared
         print(one.bytes, f"{one.plan_gbps:.2f} {c.ratio:.4f} {c.low:.4f} {c.high:.4f}", one.verdict)
-    print("verify took", kept.seconds, "s, predicted", kept.predicted_gbps)
+    pairs = len(kept.order) // 2
+    print(pairs, "pairs took", kept.seconds, "s, predicted", kept.predicted_gbps)
+    return kept
+
+
+def test_a_plan_is_as_fast_as_stock_at_every_size_and_faster_at_large_ones(planned):
+    found = verified(planned, "--pairs", "6", "--seconds", "60")
+    assert found.at_once == 4
+    assert found.accepted
+    assert all(one.compared.ratio > 1.0 for one in found.sizes if one.bytes >= 64 << 20)
+
+
+def test_a_plan_for_jobs_without_p2p_is_much_faster_than_theirs(tmp_path):
+    off = {"NCCL_P2P_DISABLE": "1"}
+    plan = plan_here(tmp_path, "--keep", "NCCL_P2P_DISABLE", **off)
+    found = verified(plan, "--pairs", "6", "--seconds", "60")
+    assert found.stock_environment["NCCL_P2P_DISABLE"] == "1"
+    assert found.accepted
+    assert all(one.compared.low > 1.2 for one in found.sizes if one.bytes >= 64 << 20)
