@@ -43,6 +43,10 @@ AGAIN = 4
 VERSION = "2.28"
 DEFAULT = Settings(channels=12, version=VERSION)
 """What NCCL settles on by itself where every pair has 18 NVLinks: 24 channels in the end."""
+DIRECT_CHANNELS = (8, 16, 32)
+"""Other direct rings, twice as many channels in the end, by a graph file."""
+NVLINKS_GBPS = 360.0
+"""What NCCL believes of 18 NVLinks (12 ring channels of 30): it goes into those graph files."""
 COPIES = (
     "G0->D0->C0",
     "C0->D0->G0",
@@ -153,7 +157,7 @@ def compared(here, source, path, *, quick):
     rows = []
     for size in [None, *sizes]:
         settings = (
-            [DEFAULT]
+            [DEFAULT, *(Settings(channels=c, version=VERSION) for c in DIRECT_CHANNELS)]
             if size is None
             else [
                 Settings(p2p_level="LOC", channels=c, buffsize=size, algo="Ring", version=VERSION)
@@ -192,20 +196,21 @@ def compared(here, source, path, *, quick):
 
 
 def nccl_rates(machine, settings, *, kinds=("all_reduce",)):
-    """One set of processes, and a communicator in them for each choice of settings; the collectives
-    are of these kinds in turn."""
+    """One set of processes, and a communicator in them for each choice of settings, by a graph file
+    but for what NCCL settles on by itself; the collectives are of these kinds in turn."""
     gpus = machine.gpu_indices
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         jobs = []
         for number, (one, kind) in enumerate(zip(settings, itertools.cycle(kinds), strict=False)):
             jobs.append(kind)
-            if one.p2p_level is not None:
+            if one != DEFAULT:
                 graph = folder / f"graph-{number}.xml"
                 orders = [gpus] * one.channels
+                rate, way = (NVLINKS_GBPS, "NVL") if one.p2p_level is None else (30.0, "PHB")
                 graph.write_text(
                     graph_text(
-                        orders, one, rate_gbps=30.0, type_intra="PHB", provenance="not measured"
+                        orders, one, rate_gbps=rate, type_intra=way, provenance="not measured"
                     )
                 )
                 jobs[-1] += f":{graph}"

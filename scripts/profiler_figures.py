@@ -227,6 +227,8 @@ def report(found: Figures) -> str:
             f"direct ring, {one.channels} ring channels: {one.predicted_gbps:.1f} / "
             f"{one.achieved_gbps:.1f} ({one.error:+.1%})"
         )
+    if len(direct) > 1:
+        lines.append(f"direct: channels predicted best get {found_best(direct):.1%} of the best")
     lines += ["", "bounce ring, in the same run", *table(bounces)]
     errors = [abs(one.error) for one in bounces]
     lines += [

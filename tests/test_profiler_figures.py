@@ -5,6 +5,8 @@ of 4x H200 are older: lanes waited for all arrivals at once then, as NCCL's kern
 """
 
 import importlib.util
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,17 @@ def test_the_report_names_every_figure(script, found):
     text = script.report(found)
     assert "in a new pool (worst of all sets): direct not measured" in text
     assert text.count("| G0->D0->C0 |") == 1
+
+
+def test_direct_rings_of_several_channels_are_each_told_of(script, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(script.KEPT.with_name("h200x2-vm-quick"), folder)
+    path = folder / "nccl.json"
+    nccl = json.loads(path.read_text())
+    (own,) = [row for row in nccl["rows"] if row["direct"]]
+    nccl["rows"].append({**own, "channels": 16, "final_channels": 32, "busbw_gbps": 400.0})
+    path.write_text(json.dumps(nccl))
+    text = script.report(script.figures(folder))
+    assert "direct ring, 12 ring channels: 303.9 / 313.1 (-2.9%)" in text
+    assert "direct ring, 16 ring channels: 303.9 / 400.0 (-24.0%)" in text
+    assert "direct: channels predicted best get 78.3% of the best" in text
