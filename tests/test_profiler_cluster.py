@@ -502,6 +502,21 @@ def test_sets_of_different_hosts_run_together(session):
     assert len(measurement.gbps) == 2
 
 
+def test_direct_flows_of_many_lanes_are_measured_over_hosts_as_on_one(session, monkeypatch):
+    run, texts = ClusterPool.run, []
+
+    def watched(self, program, timing):
+        texts.append(str(program.transfers))
+        return run(self, program, timing)
+
+    monkeypatch.setattr(ClusterPool, "run", watched)
+    text = f"{ACROSS} h0.G0->h0.G0->h0.G1{{blocks=6,fifo=64K}}"
+    (measurement,) = session.source.measure([parse_set(text)])
+    assert measurement.transfers == text
+    assert set(texts) == {text, text.replace("blocks=6", "blocks=4")}
+    assert session.notices == []
+
+
 def test_a_host_knows_its_clock_to_be_this_ones(session):
     for clock in session.clocks.values():
         assert abs(clock.offset_ns) <= clock.error_ns

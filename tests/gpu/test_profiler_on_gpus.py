@@ -114,6 +114,29 @@ def test_every_kind_of_transfer_is_measured_and_its_data_are_right(session, text
     assert found.overlap > 0.5
 
 
+def test_more_lanes_both_ways_predict_more_and_never_their_sum(session):
+    """Lanes share NVLink unequally; the slow ones go on faster when the others are done."""
+    profiler, found = session.profiler, {}
+    for lanes in (16, 24, 32):
+        ring = parse_set(f"G0->G0->G1{{blocks={lanes}}} G1->G1->G0{{blocks={lanes}}}")
+        (measurement,) = profiler.measure([ring])
+        _, seen = profiler._windows[str(ring)]
+        rates = [sorted(lane.gbps for lane in side) for side in (seen[:lanes], seen[lanes:])]
+        found[lanes] = measurement.rate_gbps
+        print(
+            f"{lanes} lanes: {[round(rate, 1) for rate in measurement.gbps]} GB/s, lanes "
+            f"{[(round(one[0], 1), round(one[-1], 1), round(sum(one), 1)) for one in rates]}"
+        )
+        # Those of one way and of the other: medians of the last repeats, not the same ones.
+        for gbps, one in zip(measurement.gbps, rates, strict=True):
+            assert lanes * one[0] * 0.95 < gbps < sum(one) * 1.01
+        assert measurement.rate_gbps < max(sum(one) for one in rates)
+    few = {str(flow): rate for known in profiler._lone.values() for flow, rate in known.items()}
+    print("a lane among few, GB/s:", few)
+    assert found[16] < found[24] < found[32]
+    assert not any("with few lanes" in notice for notice in session.notices)
+
+
 def test_a_lost_worker_is_replaced_and_the_set_measured_again(session):
     before = set(session.pool.pids)
     victim = workers()[0]
