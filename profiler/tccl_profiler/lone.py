@@ -16,7 +16,7 @@ from tccl_profiler.window import LaneRate
 from tccl_py.transfers.transfer import Flow, TransferSet, transfer_set
 
 FEW_LANES = 4
-"""Of one flow: between two H200 even eight had 20.6 to 21.1 GB/s each, the fastest of 24 had 18.8."""
+"""Of a flow: even of eight between two H200 each had 20.6 GB/s or more, the fastest of 24 18.8."""
 
 
 def shares_links(flow: Flow) -> bool:
