@@ -137,6 +137,7 @@ def test_json_has_the_keys_that_are_kept(directory):
         "assumed": True,
         "settings": json.loads(msgspec.json.encode(plan.settings)),
         "environment": environment(plan.settings),
+        "kept": {},
         "stock": {"rate_gbps": 5.0, "note": "as it is"},
         "cancelled": False,
         "notices": ["N2 left out"],

@@ -2,17 +2,84 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from tccl_py.cli.main import app
+from tccl_py.cluster.hosts import HostReport, cluster_of
+from tccl_py.cluster_plan.plan import load_cluster_plan
+from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.errors import InputError
+from tccl_py.explanation.explain import explain
+from tccl_py.explanation.mechanisms import by
+from tccl_py.explanation.rings import subjects
+from tccl_py.measurements.memory import RememberingSource
+from tccl_py.plan.calibration import calibrated
+from tccl_py.plan.database import make_database
+from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.plan import load_plan
-from tccl_py.runtimes.nccl.kept import kept_level, limiting
-from tests.planned import SMALL, plan_of
+from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
+from tccl_py.plan.subsets import subset_on_demand
+from tccl_py.plan.tasks import condensed
+from tccl_py.runtimes.free import free_hop_space
+from tccl_py.runtimes.nccl.candidates import candidates, expressible
+from tccl_py.runtimes.nccl.kept import direct_pairs, kept_level, limiting
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.runtimes.nccl.stock import stock_chains_default, stock_choice, stock_default
+from tccl_py.runtimes.nccl.transport import hop_space, mechanism_flow, pair_mechanism, view
+from tccl_py.runtimes.nccl.validator import validate
+from tccl_py.search.problem import Budget
+from tccl_py.simulator.library import bundled_names, load_bundled
+from tccl_py.simulator.source import Simulator
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import toy_machine
+from tccl_py.transfers.hops import ring_from_order, ring_set
+from tccl_py.transfers.transfer import direct_write, parse_flow
+from tests.nccl_nodes import with_nics
+from tests.planned import ASUS, BUDGETS, FOUR_GPUS, PCIE, SMALL, plan_of
 
 OFF = {"NCCL_P2P_DISABLE": "1"}
+NEAR = {"NCCL_P2P_LEVEL": "PIX"}
+NICS = "nvswitch-8gpu-8nic"
+MADE = {}
+
+
+def kept_plan(name, kept=OFF, **more):
+    """The plan of a bundled machine whose jobs all have these variables, each made once."""
+    key = name, tuple(kept.items()), tuple(sorted(more.items()))
+    if key not in MADE:
+        model = load_bundled(name)
+        budget = BUDGETS.get(name, DEFAULT_BUDGET)
+        source = Simulator(model)
+        MADE[key] = make_plan(
+            model.machine, model.knowledge, source, kept=kept, budget=budget, **more
+        )
+    return MADE[key]
+
+
+def flows_of(plan):
+    return [parse_flow(hop.flow) for ring in plan.rings for hop in ring.hops]
+
+
+class Asked(Simulator):
+    """A simulator that knows what it was asked."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.sets = []
+
+    def measure(self, sets):
+        self.sets += sets
+        return super().measure(sets)
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize(
@@ -82,3 +149,298 @@ def test_other_settings_that_a_plan_compares_must_keep_to_its_variables_too(tmp_
     path = saved(tmp_path, kept=OFF, settings=msgspec.to_builtins(settings))
     with pytest.raises(InputError, match="is for jobs with NCCL_P2P_DISABLE=1 and has p2p_level"):
         load_plan(path)
+
+
+# Planning.
+
+
+def test_only_settings_of_the_level_that_all_jobs_have_are_candidates():
+    model = load_bundled(ASUS)
+    for level in ("LOC", "PIX"):
+        assert {one.p2p_level for one in expressible("2.30", p2p_level=level)} == {level}
+        found = candidates(model.machine, model.knowledge, "2.28", p2p_level=level)
+        assert {one.p2p_level for one in found} == {level}
+        # What tells them apart is what told them apart among all levels.
+        assert len(found) == len({msgspec.json.encode(one) for one in found}) > 1
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_where_p2p_is_off_all_that_a_plan_speaks_of_bounces(name):
+    plan = kept_plan(name)
+    assert plan.kept == OFF
+    assert {one.settings.p2p_level for one in plan.alternatives} == {"LOC"}
+    assert plan.settings.p2p_level == "LOC"
+    assert all(flow.is_bounce for flow in flows_of(plan))
+    assert plan.free is None or all(parse_flow(flow).is_bounce for flow in plan.free.flows)
+    assert plan.rate_gbps >= plan.stock.rate_gbps * (1 - 1e-9)
+    stock = [one for one in subjects(plan) if one.name == "stock"]
+    assert all(flow.is_bounce for one in stock for flow in one.flows)
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_stock_is_what_nccl_does_with_the_variable_too(name):
+    plan, model = kept_plan(name), load_bundled(name)
+    choice = stock_choice(model.machine, model.knowledge, Settings(p2p_level="LOC"))
+    assert plan.stock.rings == choice.rings
+    assert "NCCL_P2P_LEVEL" not in plan.stock.note
+    assert ("simple order" in plan.stock.note) == choice.fallback
+    orders = condensed(choice.rings)
+    settings = Settings(
+        p2p_level="LOC",
+        channels=max(1, choice.channels // 2),
+        net_disable_intra="NCCL_NET_DISABLE_INTRA=1" in plan.stock.note,
+    )
+    space = hop_space(model.machine, model.knowledge, settings, rings_in_set=len(orders))
+    rings = ring_set([ring_from_order(space, order) for order in orders])
+    (measured,) = Simulator(model).measure([rings.flows])
+    assert plan.stock.rate_gbps == pytest.approx(len(orders) * measured.rate_gbps)
+
+
+def test_a_level_stays_though_the_search_falls_back_under_it():
+    model = load_bundled(ASUS)
+    own = stock_default(model.machine, model.knowledge, Settings(p2p_level="LOC"))
+    assert (own.fallback, own.assumed_sys, own.settings.p2p_level) == (True, False, "LOC")
+    slow = with_nics(toy_machine(gpus=2), {1: "G0", 0: "G1"}, speed_mbps=100)
+    chains = stock_chains_default(slow, Knowledge(), Settings(p2p_level="PIX"), nodes=2)
+    assert (chains.fallback, chains.settings.p2p_level) == (True, "PIX")
+
+
+def test_where_nccl_would_go_over_its_nics_it_is_compared_without_them_and_that_is_said():
+    plan = kept_plan(NICS)
+    assert plan.stock.note.startswith("with NCCL_NET_DISABLE_INTRA=1, because by itself NCCL goes")
+    assert kept_plan(SMALL).stock.note == ""
+
+
+@pytest.mark.parametrize("name", [ASUS, SMALL])
+@pytest.mark.parametrize("kept", [OFF, NEAR])
+def test_nccl_uses_the_files_of_such_a_plan_and_moves_bytes_as_planned(name, kept):
+    plan = kept_plan(name, kept)
+    files = nccl_files(plan, Path("/plan"))
+    said = "NCCL_P2P_DISABLE=1" if kept == OFF else "NCCL_P2P_LEVEL=PIX"
+    assert said in files["nccl.conf"].splitlines()
+    assert f"export {said}" in files["env.sh"].splitlines()
+    verdict = validate(
+        files["graph.xml"],
+        plan.machine,
+        plan.knowledge,
+        gpus=plan.gpus,
+        version=plan.settings.version,
+        environment=dict(kept),
+        where="graph.xml",
+    )
+    assert verdict.verdict == "used", verdict.reason
+    seen = view(plan.machine, plan.knowledge, plan.settings)
+    for flow in flows_of(plan):
+        source, target = flow.source.index, flow.destination.index
+        way = pair_mechanism(seen, source, target)
+        flows = mechanism_flow(
+            plan.machine, plan.settings, way, source, target, blocks=flow.blocks or 1
+        )
+        assert str(flows) == str(flow)
+
+
+@pytest.mark.parametrize("name", [ASUS, *FOUR_GPUS])
+def test_every_subset_bounces_too_and_gets_what_the_simulator_says(name):
+    plan, model = kept_plan(name), load_bundled(name)
+    assert len(plan.subsets) == 2 ** len(plan.gpus) - len(plan.gpus) - 2
+    for subset in plan.subsets[:: max(1, len(plan.subsets) // 12)]:
+        space = hop_space(
+            model.machine,
+            model.knowledge,
+            plan.settings,
+            gpus=subset.gpus,
+            rings_in_set=len(subset.rings),
+        )
+        rings = ring_set([ring_from_order(space, order) for order in subset.rings])
+        assert all(flow.is_bounce for flow in rings.flows.flows)
+        (measured,) = Simulator(model).measure([rings.flows])
+        rate = len(subset.rings) * measured.rate_gbps
+        assert subset.rate_gbps == pytest.approx(rate)
+
+
+def test_a_subset_on_demand_keeps_to_the_plan():
+    plan = kept_plan(SMALL)
+    found = subset_on_demand(plan, Simulator(load_bundled(SMALL)), (0, 2, 3))
+    planned = plan.subset((0, 2, 3))
+    assert found.rate_gbps == pytest.approx(planned.rate_gbps, rel=0.01)
+
+
+def sets_of_orders(gpus, count):
+    """All sets of so many rings, the first of which begins where it likes."""
+    first, *rest = gpus
+    orders = [(first, *order) for order in itertools.permutations(rest)]
+    return itertools.combinations_with_replacement(orders, count)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [(SMALL, OFF), (PCIE, OFF), ("intel-v100", {"NCCL_P2P_LEVEL": "PHB"})]
+)
+def test_a_plan_is_as_good_as_the_best_of_all_rings_and_settings(name, kept):
+    plan, model = kept_plan(name, kept, ring_counts=(1, 2)), load_bundled(name)
+    source, best = RememberingSource(Simulator(model)), 0.0
+    kinds = candidates(
+        model.machine,
+        model.knowledge,
+        channels=(2, 8),
+        buffsizes=(1 << 22, 1 << 20),
+        p2p_level=kept_level(kept),
+    )
+    # Copy engines are what no plan predicts.
+    for settings in (one for one in kinds if not one.p2p_copy_engine):
+        for count in (1, 2):
+            space = hop_space(model.machine, model.knowledge, settings, rings_in_set=count)
+            for orders in sets_of_orders(plan.gpus, count):
+                rings = ring_set([ring_from_order(space, order) for order in orders])
+                (measured,) = source.measure([rings.flows])
+                best = max(best, count * measured.rate_gbps)
+    assert plan.rate_gbps >= best * 0.98
+
+
+def test_a_free_choice_goes_no_farther_than_the_level():
+    model = load_bundled(ASUS)
+    direct = direct_pairs(model.machine, model.knowledge, "PIX", gpus=model.machine.gpu_indices)
+    assert 0 < len(direct) < 8 * 7
+    space = free_hop_space(model.machine, model.knowledge, direct=direct)
+    for pair in itertools.permutations(model.machine.gpu_indices, 2):
+        kinds = {hop.flow.is_bounce for hop in space.between(*pair)}
+        assert kinds == ({True, False} if pair in direct else {True})
+    assert direct_pairs(model.machine, model.knowledge, None, gpus=(0, 1)) is None
+
+
+def test_a_level_that_a_version_takes_for_none_is_refused():
+    with pytest.raises(InputError, match="p2p_level is P2C; this version takes it for LOC"):
+        kept_plan(SMALL, {"NCCL_P2P_LEVEL": "P2C"}, version="2.18")
+
+
+def test_variables_that_limit_nothing_are_refused_before_anything_is_asked():
+    with pytest.raises(InputError, match="kept NCCL_P2P_DISABLE: is '0', which limits nothing"):
+        kept_plan(SMALL, {"NCCL_P2P_DISABLE": "0"})
+
+
+# What is made of such a plan.
+
+
+def test_an_explanation_asks_for_no_transfer_that_jobs_cannot_have():
+    source, plan = Asked(load_bundled(SMALL)), kept_plan(SMALL)
+    assert explain(plan, source, budget=Budget(sets=60)).rings
+    assert source.sets
+    assert all(flow.is_bounce for one in source.sets for flow in one.flows)
+    assert by(plan, direct_write(0, 1), "direct read") is None
+    assert by(plan_of(SMALL), direct_write(0, 1), "direct read") is not None
+
+
+def test_the_database_of_the_fork_keeps_to_it():
+    made = make_database(kept_plan(SMALL), Simulator(load_bundled(SMALL)))
+    kinds = {one.type for ring in made.database.intra for one in ring.transfers}
+    assert kinds
+    assert not any("GPUMEM" in kind for kind in kinds)
+
+
+def test_a_topology_file_is_judged_by_what_nccl_does_under_the_variable():
+    model = load_bundled(ASUS)
+    plan = calibrated(kept_plan(ASUS, gpus=(0, 2, 4, 6)), Simulator(model))
+    file = plan.topology
+    assert file is not None
+    assert file.fallbacks_ended > 0
+    choice = stock_choice(file.machine, plan.knowledge, plan.settings, gpus=plan.gpus)
+    assert {hop.mechanism.kind for hop in choice.hops} == {"bounce"}
+
+
+# Clusters.
+
+
+def test_a_clusters_plan_keeps_to_it_on_every_host(tmp_path):
+    model = load_bundled(NICS)
+    hosts = [HostReport(host=f"h{n}", machine=model.machine, slots=4) for n in range(2)]
+    cluster = cluster_of(hosts, where="test")
+    plan = make_cluster_plan(
+        cluster, [Simulator(model)], budget=Budget(sets=40, idle_sets=10), kept=OFF
+    )
+    assert (plan.kept, plan.settings.p2p_level) == (OFF, "LOC")
+    inner = [
+        parse_flow(flow)
+        for passage in plan.passages
+        for chain in passage.chains
+        for flow in chain.flows[1:-1]
+    ]
+    assert inner
+    assert all(flow.is_bounce for flow in inner)
+    assert plan.rate_gbps >= plan.stock.rate_gbps * (1 - 1e-9)
+    plan.save(tmp_path / "plan.json")
+    assert load_cluster_plan(tmp_path) == plan
+    fields = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({**fields, "kept": NEAR}))
+    with pytest.raises(InputError, match="is for jobs with NCCL_P2P_LEVEL=PIX and has p2p_level"):
+        load_cluster_plan(tmp_path)
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A plan by the command, where P2P is off."""
+    place = tmp_path_factory.mktemp("kept") / "plan"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_P2P_DISABLE", "1")
+        result = tccl(
+            "plan", "-o", place, "--simulate", SMALL, "--keep", "NCCL_P2P_DISABLE", "--nccl", "2.28"
+        )
+    assert result.exit_code == 0, result.output
+    return place
+
+
+LINE = "for jobs that have NCCL_P2P_DISABLE=1, stock NCCL's too"
+
+
+def test_the_command_keeps_the_variable_and_show_says_so(directory):
+    assert load_plan(directory).kept == OFF
+    shown = tccl("show", directory)
+    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("kept")]
+    assert line.split(maxsplit=1)[1].strip() == LINE
+    assert json.loads(tccl("show", directory, "--json").stdout)["kept"] == OFF
+    assert "kept" not in tccl("plan", "-o", directory.parent / "b", "--simulate", SMALL).stdout
+
+
+def test_jobs_and_reports_are_told(directory):
+    assert "export NCCL_P2P_DISABLE=1" in tccl("env", directory, "--gpus", "0,2").stdout
+    assert tccl("report", directory).exit_code == 0
+    assert LINE.replace("'", "&#39;") in (directory / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("NCCL_ALGO", "Ring", "'NCCL_ALGO': is no variable that plans can be made under"),
+        ("NCCL_P2P_DISABLE", None, "NCCL_P2P_DISABLE: is not set here"),
+        ("NCCL_P2P_DISABLE", "0", "NCCL_P2P_DISABLE: is '0', which limits nothing"),
+        ("NCCL_P2P_LEVEL", "SYS", "NCCL_P2P_LEVEL: is 'SYS', which limits nothing"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_and_nothing_is_written(
+    name, value, what, tmp_path, monkeypatch
+):
+    if value is None:
+        monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv(name, value)
+    result = tccl("plan", "-o", tmp_path / "plan", "--simulate", SMALL, "--keep", name)
+    assert result.exit_code == 2
+    assert f"tccl: --keep {what}" in " ".join(result.stderr.split())
+    assert not (tmp_path / "plan").exists()
+
+
+def test_a_variable_that_is_not_named_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert tccl("plan", "-o", tmp_path / "plan", "--simulate", PCIE).exit_code == 0
+    assert load_plan(tmp_path / "plan").kept == {}
+
+
+def test_a_simulated_cluster_is_planned_with_it_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    options = ("--simulate", "amd-v100", "--nodes", "2", "--max-sets", "40")
+    result = tccl("plan", "-o", tmp_path / "plan", *options, "--keep", "NCCL_P2P_DISABLE")
+    assert result.exit_code == 0, result.output
+    plan = load_cluster_plan(tmp_path / "plan")
+    assert (plan.kept, plan.settings.p2p_level) == (OFF, "LOC")
+    assert LINE in result.stdout

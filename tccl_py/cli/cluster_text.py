@@ -10,9 +10,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
-from tccl_py.cli.plan_text import bound_text, effort_text, marked_rate, settings_text
+from tccl_py.cli.plan_text import (
+    bound_text,
+    effort_text,
+    marked_rate,
+    settings_text,
+)
 from tccl_py.cluster.expressions import compress
 from tccl_py.cluster_plan.plan import ClusterPlan, PlanChain
+from tccl_py.runtimes.nccl.kept import kept_text
 from tccl_py.runtimes.nccl.settings import environment
 
 _MOST_PASSAGES = 16
@@ -39,6 +45,7 @@ def cluster_json(plan: ClusterPlan) -> dict[str, Any]:
         "assumed": plan.assumed,
         "settings": msgspec.to_builtins(plan.settings),
         "environment": environment(plan.settings),
+        "kept": plan.kept,
         "stock": {"rate_gbps": plan.stock.rate_gbps, "note": plan.stock.note},
         "cancelled": plan.cancelled,
         "notices": plan.notices,
@@ -135,6 +142,8 @@ def _lines(plan: ClusterPlan) -> Iterator[tuple[str, str]]:
     text = f"{plan.stock.rate_gbps:.2f} GB/s ({mark}); the plan is {gain:.2f}x{note}"
     yield "stock NCCL", text
     yield "settings", settings_text(plan.settings, checked=plan.settings_verified)
+    if plan.kept:
+        yield "kept", kept_text(plan.kept)
     yield "effort", effort_text(plan)
 
 

@@ -35,6 +35,7 @@ from tccl_py.cli.plan_cluster import (
     ClusterTask,
     SimulatedCluster,
 )
+from tccl_py.cli.plan_kept import kept_here
 from tccl_py.cli.plan_nodes import Measuring, plan_cluster, plan_hosts
 from tccl_py.cli.plan_run import finish, planning
 from tccl_py.cli.plan_text import plan_json, print_plan
@@ -158,6 +159,14 @@ def plan(
             "communicators without a graph file; it takes longer, and holds for every job.",
         ),
     ] = False,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NCCL_NAME",
+            help="A variable of yours that all jobs have, with the plan or without: "
+            "NCCL_P2P_DISABLE or NCCL_P2P_LEVEL; may be repeated.",
+        ),
+    ] = None,
     tune: Annotated[
         bool,
         typer.Option("--tune", help="Verify the plan and tune its settings, as `tccl verify`."),
@@ -183,11 +192,15 @@ def plan(
     together. NCCL joins nodes in the order of ranks, so that order is part of the plan: nccl/order
     has it for launchers.
 
+    With --keep the plan is for hosts where P2P is off or limited in every job: no settings go
+    beyond that, and stock NCCL, with which it is compared, does not either.
+
     Examples:
 
         tccl plan -o my-plan
         tccl plan -o my-plan --simulate asus-esc8000a-e13p
         tccl plan -o my-plan --simulate nvswitch-8gpu-8nic --nodes 16
+        NCCL_P2P_DISABLE=1 tccl plan -o my-plan --keep NCCL_P2P_DISABLE
         mpirun -N 1 tccl plan -o my-plan --switches topology.conf
     """
     cluster = ClusterOptions(
@@ -207,6 +220,7 @@ def plan(
     careful = care(target=target, repeats=SEARCH_REPEATS)
     if gid_index is not None and not 0 <= gid_index <= MAX_GID_INDEX:
         raise InputError("--gid-index", f"is {gid_index}", f"0 to {MAX_GID_INDEX}")
+    kept = kept_here(keep or ())
     counts = _ring_counts(rings)
     budget = _budget(max_sets, max_seconds)
     version = LATEST if nccl is None else nccl
@@ -217,7 +231,12 @@ def plan(
         refuse({"--topology-file": topology_file}, FOR_SEVERAL)
         refuse({"--gpus": gpus}, BY_RANKS)
         wanted = ClusterTask(
-            options=cluster, version=version, counts=counts, strategy=strategy, budget=budget
+            options=cluster,
+            version=version,
+            counts=counts,
+            strategy=strategy,
+            budget=budget,
+            kept=kept,
         )
         if job:
             refuse({"--simulate": simulate, "--nodes": nodes}, IN_JOB)
@@ -260,6 +279,7 @@ def plan(
         strategy=strategy,
         budget=budget,
         topology_file=topology_file,
+        kept=kept,
     )
     with output_directory(output, force=force) as journal:
         with planning(journal, output):
@@ -280,6 +300,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str
     budget: Budget
     topology_file: bool
+    kept: dict[str, str]
 
     def plan(
         self, machine: Machine, knowledge: Knowledge, source: BandwidthSource, line: ProgressLine
@@ -295,6 +316,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
             strategy=self.strategy,
             budget=self.budget,
             reporter=line,
+            kept=self.kept,
         )
         if made.cancelled or not self.topology_file:
             return made

@@ -82,6 +82,7 @@ class ClusterTask(msgspec.Struct, frozen=True, kw_only=True):
     counts: tuple[int, ...] | None
     strategy: str
     budget: Budget
+    kept: dict[str, str] = {}
 
     def plan(
         self, cluster: Cluster, sources: Sequence[BandwidthSource], line: ProgressLine
@@ -97,6 +98,7 @@ class ClusterTask(msgspec.Struct, frozen=True, kw_only=True):
             keep_order=self.options.keep_order,
             ib_gid_index=self.options.gid_index,
             reporter=line,
+            kept=self.kept,
         )
 
     def network(self, hosts: Sequence[str]) -> Network | None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.emitters.plan_files import TOPOLOGY_FILE
 from tccl_py.plan.plan import Plan
+from tccl_py.runtimes.nccl.kept import kept_text, kept_words
 from tccl_py.runtimes.nccl.settings import Settings, environment
 
 
@@ -28,6 +29,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "assumed": plan.assumed,
         "settings": msgspec.to_builtins(plan.settings),
         "environment": environment(plan.settings),
+        "kept": plan.kept,
         "topology_file": plan.topology.summary if plan.topology is not None else None,
         "stock": {
             "rings": plan.stock.rings,
@@ -93,12 +95,15 @@ def _summary(plan: Plan) -> Table:
     )
     if plan.free is not None:
         lost = 1 - plan.rate_gbps / plan.free.rate_gbps
+        within = f" within {kept_words(plan.kept)}" if plan.kept else ""
         table.add_row(
             "free choice",
-            f"{plan.free.rate_gbps:.2f} GB/s if every hop could choose how it moves bytes; "
+            f"{plan.free.rate_gbps:.2f} GB/s if every hop could choose how it moves bytes{within}; "
             f"stock NCCL's settings lose {lost:.0%}",
         )
     table.add_row("settings", settings_text(plan.settings, checked=plan.settings_verified))
+    if plan.kept:
+        table.add_row("kept", kept_text(plan.kept))
     if plan.topology is not None:
         table.add_row("topology file", f"{TOPOLOGY_FILE}, for all communicators of a job")
     table.add_row("effort", effort_text(plan))

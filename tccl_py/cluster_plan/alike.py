@@ -28,6 +28,7 @@ class AlikeNodes(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     rate_gbps: float
     provenance: str
+    kept: dict[str, str] = {}
     rings: tuple[PlanRing, ...] = ()
 
 
@@ -58,6 +59,7 @@ def alike_nodes(plan: ClusterPlan, *, where: str) -> AlikeNodes:
         settings=plan.settings,
         rate_gbps=plan.rate_gbps,
         provenance=plan.provenance,
+        kept=plan.kept,
     )
 
 

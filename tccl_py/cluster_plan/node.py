@@ -23,16 +23,17 @@ from tccl_py.plan.tasks import (
     Task,
     choice_found,
     condensed_rings,
+    default_settings,
     measured_well,
     rings_under,
     search_under,
     space_under,
     stock_of,
-    stock_settings,
 )
 from tccl_py.runtimes.nccl.chain_hops import chains_as_rings, network_candidates
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.runtimes.nccl.stock import StockChains, stock_chains_default
+from tccl_py.runtimes.nccl.versions import Level
 from tccl_py.search.problem import Budget, Reporter, SearchResult
 from tccl_py.topology.cuts import natural_cuts
 from tccl_py.topology.machine import Machine, Nic
@@ -94,6 +95,7 @@ class Node:
         strategy: str,
         budget: Budget,
         reporter: Reporter,
+        p2p_level: Level | None = None,
     ) -> None:
         self.node_class = node_class
         self.machine = node_class.machine
@@ -116,6 +118,7 @@ class Node:
             reporter=reporter,
             # Between the one GPU of a node and the network NCCL uses the NIC it came in by.
             network=NetworkUse(nodes=nodes, nics=self.nics, same_nic=len(self.gpus) == 1),
+            p2p_level=p2p_level,
         )
         self.choices: list[Choice] = []
         self._left = budget.sets
@@ -149,20 +152,23 @@ class Node:
         return stock_chains_default(
             self.machine,
             self.knowledge,
-            Settings(version=self._task.version),
+            default_settings(self._task),
             nodes=network.nodes,
             gpus=self.gpus,
         )
 
     def _measured_stock(self, choice: StockChains) -> Stock:
-        settings = stock_settings(choice)
         chains = [(one.entry, one.gpus, one.exit) for one in choice.chains]
         # NCCL may use NICs that we leave alone.
         task = msgspec.structs.replace(
             self._task, network=NetworkUse(nodes=2, nics=tuple(n.index for n in self.machine.nics))
         )
-        distinct = condensed_rings(chains_as_rings(space_under(task, settings, 1), chains))
-        return stock_of(choice, rings_under(task, settings, distinct), self.source)
+
+        def rings_of(settings: Settings) -> RingSet:
+            distinct = condensed_rings(chains_as_rings(space_under(task, settings, 1), chains))
+            return rings_under(task, settings, distinct)
+
+        return stock_of(choice, rings_of, self.source)
 
     def _seeds(self, first: Choice) -> Iterator[Rings]:
         """Sets of chains worth trying first: local NICs, each chain turned against the others."""

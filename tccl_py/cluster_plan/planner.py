@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -22,7 +22,9 @@ from tccl_py.measurements.measurement import BandwidthSource, dealt
 from tccl_py.merge.switches import uplink_limit
 from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, is_proven, other_count_notices
 from tccl_py.plan.settings_search import WORTH
-from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.plan.tasks import stock_note
+from tccl_py.runtimes.nccl.kept import kept_level, limiting
+from tccl_py.runtimes.nccl.settings import Settings, check_settings
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.runtimes.nccl.versions import LATEST, version_facts
 from tccl_py.search.problem import Budget, Reporter, SilentReporter
@@ -45,6 +47,7 @@ def make_cluster_plan(
     keep_order: bool = False,
     ib_gid_index: int | None = None,
     reporter: Reporter | None = None,
+    kept: Mapping[str, str] | None = None,
 ) -> ClusterPlan:
     """Find settings, chains, crossings and an order of hosts that suit a cluster best.
 
@@ -61,14 +64,19 @@ def make_cluster_plan(
         keep_order: leave the hosts in the order they are given in.
         ib_gid_index: which address of its RoCE ports NCCL is told to use; None is its own choice.
         reporter: watches; KeyboardInterrupt ends the search with the best so far.
+        kept: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, as `make_plan`.
 
     Raises:
-        InputError: one host, a class without NIC, unknown version or strategy.
+        InputError: one host, a class without NIC, unknown version or strategy, or kept variables
+            that do not limit P2P.
         SearchError: no ring exists.
         MeasurementError: a source cannot measure what is needed.
     """
     gpus = _gpus(cluster)
     check_strategy(strategy, not_for_chains=True)
+    kept = limiting(kept or {}, where="kept")
+    level = kept_level(kept)
+    check_settings(Settings(version=version, p2p_level=level))
     counts = ring_counts or _ring_counts(cluster)
     nodes = [
         Node(
@@ -81,6 +89,7 @@ def make_cluster_plan(
             strategy=strategy,
             budget=budget,
             reporter=reporter or SilentReporter(),
+            p2p_level=level,
         )
         for number, (one, source) in enumerate(zip(cluster.classes, sources, strict=True))
     ]
@@ -105,6 +114,7 @@ def make_cluster_plan(
     return msgspec.structs.replace(
         plan,
         notices=(*plan.notices, *other_count_notices(ring_counts or (), best.rings)),
+        kept=kept,
         cancelled=cancelled or any(node.cancelled for node in nodes),
     )
 
@@ -291,9 +301,7 @@ def _with_nics(
 def _stock(cluster: Cluster, nodes: Sequence[Node]) -> ClusterStock:
     """What NCCL's own rings carry: the slowest class decides, and uplinks in the order given."""
     rate = min(node.stock.rate_gbps for node in nodes)
-    notes = []
-    if any(node.stock_choice.assumed_sys for node in nodes):
-        notes.append("with NCCL_P2P_LEVEL=SYS, as by default NCCL falls back to a simple order")
+    notes = dict.fromkeys(note for node in nodes if (note := stock_note(node.stock)))
     if cluster.switches is not None:
         rate = min(rate, uplink_limit(cluster.switches, cluster.names))
     return ClusterStock(

@@ -9,6 +9,7 @@ from tccl_py.explanation.asking import Asker
 from tccl_py.explanation.findings import Instead
 from tccl_py.explanation.sentences import kind_of
 from tccl_py.plan.plan import Plan
+from tccl_py.runtimes.nccl.kept import direct_pairs, kept_level
 from tccl_py.search.ledger import BudgetSpentError
 from tccl_py.transfers.transfer import Flow, bounce, direct_read, direct_write
 
@@ -39,13 +40,16 @@ def _variants(plan: Plan, flows: Sequence[Flow]) -> Iterator[tuple[str, tuple[Fl
 
 
 def by(plan: Plan, flow: Flow, kind: str) -> Flow | None:
-    """The flow between the same GPUs by another mechanism; None if they have no such access."""
+    """The flow between the same GPUs by another mechanism; None if jobs have no such access."""
     source, target = flow.source.index, flow.destination.index
     if flow.source.kind != "G" or flow.destination.kind != "G":
         return None
     if kind == "bounce":
         node = plan.machine.numa_of(f"G{target}")
         return bounce(source, target, node, blocks=flow.blocks, fifo=flow.fifo)
+    direct = direct_pairs(plan.machine, plan.knowledge, kept_level(plan.kept), gpus=plan.gpus)
+    if direct is not None and (source, target) not in direct:
+        return None
     reach = (source, target) if kind == "direct write" else (target, source)
     if not plan.knowledge.can_access(plan.machine, *reach):
         return None

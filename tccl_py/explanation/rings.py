@@ -10,6 +10,7 @@ import msgspec
 from tccl_py.errors import SearchError
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import condensed, stock_settings
+from tccl_py.runtimes.nccl.settings import settings_from_environment
 from tccl_py.runtimes.nccl.stock import stock_default
 from tccl_py.runtimes.nccl.transport import hop_space
 from tccl_py.transfers.hops import ring_from_order, ring_set
@@ -36,7 +37,10 @@ def subjects(plan: Plan) -> Iterator[Subject]:
 def _stock(plan: Plan) -> Subject | None:
     """None if NCCL would move a hop of its own over NICs."""
     choice = stock_default(
-        plan.machine, plan.knowledge, gpus=plan.gpus, version=plan.settings.version
+        plan.machine,
+        plan.knowledge,
+        settings_from_environment(plan.kept, version=plan.settings.version),
+        gpus=plan.gpus,
     )
     orders = condensed(plan.stock.rings)
     space = hop_space(

@@ -28,6 +28,7 @@ from tccl_py.plan.database_rings import SearchedRings, searched_rings
 from tccl_py.plan.database_search import DatabaseTask
 from tccl_py.plan.plan import PlanRing
 from tccl_py.plan.tasks import Order
+from tccl_py.runtimes.nccl.kept import kept_level
 from tccl_py.runtimes.tccl.checks import TABLE_CELLS, table_bytes, table_cells
 from tccl_py.runtimes.tccl.database import (
     Crossing,
@@ -167,6 +168,7 @@ def _task(
         rings=(),
         max_sets=export.max_sets,
         reporter=reporter,
+        p2p_level=kept_level(plan.kept),
     )
     rings = tuple(one for planned in plan.rings for one in _free(task, planned))
     return msgspec.structs.replace(task, rings=rings)

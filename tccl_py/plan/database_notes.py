@@ -43,6 +43,10 @@ class PlannedNode(Protocol):
         """NCCL's, for channels and FIFOs."""
 
     @property
+    def kept(self) -> Mapping[str, str]:
+        """Variables that all jobs have."""
+
+    @property
     def rings(self) -> tuple[PlanRing, ...]:
         """Rings over the GPUs of one node; none in a cluster's plan."""
 

@@ -11,6 +11,8 @@ import numpy as np
 from tccl_py.measurements.memory import RememberingSource
 from tccl_py.plan.tasks import Order
 from tccl_py.runtimes.free import free_hop_space
+from tccl_py.runtimes.nccl.kept import direct_pairs
+from tccl_py.runtimes.nccl.versions import Level
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult
 from tccl_py.search.strategies import AGREEMENT, find_rings
 from tccl_py.topology.knowledge import Knowledge
@@ -30,7 +32,8 @@ class DatabaseTask(msgspec.Struct, frozen=True, kw_only=True):
     `gpus` are all GPUs it is for; `subsets` those of them that jobs use, None being all subsets, as
     far as those are few. Each hop is moved by `blocks` thread blocks through FIFOs of `fifo_bytes`.
     `rings` are rings known beforehand: they stay unless one over their GPUs is better.
-    After `max_sets` measured sets only what is known beforehand is tried.
+    After `max_sets` measured sets only what is known beforehand is tried. `p2p_level` is the one
+    that all jobs have, if they do.
     """
 
     machine: Machine
@@ -43,11 +46,17 @@ class DatabaseTask(msgspec.Struct, frozen=True, kw_only=True):
     rings: tuple[Ring, ...]
     max_sets: int
     reporter: Reporter
+    p2p_level: Level | None = None
 
     def hop_space(self, gpus: Sequence[int]) -> HopSpace:
         """The hops between some of the GPUs."""
         return free_hop_space(
-            self.machine, self.knowledge, gpus=gpus, blocks=self.blocks, fifo_bytes=self.fifo_bytes
+            self.machine,
+            self.knowledge,
+            gpus=gpus,
+            blocks=self.blocks,
+            fifo_bytes=self.fifo_bytes,
+            direct=direct_pairs(self.machine, self.knowledge, self.p2p_level, gpus=self.gpus),
         )
 
     def sets_of_gpus(self, *, least: int) -> tuple[Order, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -20,9 +20,18 @@ from tccl_py.plan.plan import (
 )
 from tccl_py.plan.settings_search import SettingsSearch
 from tccl_py.plan.subsets import ALL_SUBSETS_UP_TO, subset_rings
-from tccl_py.plan.tasks import Choice, Stock, Task, measured_stock, measured_well
+from tccl_py.plan.tasks import (
+    Choice,
+    Stock,
+    Task,
+    default_settings,
+    measured_stock,
+    measured_well,
+    stock_note,
+)
 from tccl_py.runtimes.free import free_hop_space
-from tccl_py.runtimes.nccl.settings import final_channels
+from tccl_py.runtimes.nccl.kept import direct_pairs, kept_level, limiting
+from tccl_py.runtimes.nccl.settings import check_settings, final_channels
 from tccl_py.runtimes.nccl.stock import StockChoice
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.runtimes.nccl.versions import LATEST, version_facts
@@ -58,6 +67,7 @@ def make_plan(
     strategy: str = "best-first",
     budget: Budget = DEFAULT_BUDGET,
     reporter: Reporter | None = None,
+    kept: Mapping[str, str] | None = None,
 ) -> Plan:
     """Find the settings and rings that suit the machine best, as far as `source` tells.
 
@@ -80,14 +90,18 @@ def make_plan(
         strategy: a name in `tccl_py.search.strategies.STRATEGIES`.
         budget: for the whole plan; sets are shared out between settings.
         reporter: watches; KeyboardInterrupt ends the search with the best so far.
+        kept: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, with the plan or
+            without: no settings go beyond it, nor does what the plan is compared with.
 
     Raises:
-        InputError: unknown GPUs, version or strategy, or fewer than two GPUs.
+        InputError: unknown GPUs, version or strategy, fewer than two GPUs, or kept variables that
+            do not limit P2P.
         SearchError: no ring exists.
         MeasurementError: the source cannot measure what is needed.
     """
     remembering = source if isinstance(source, RememberingSource) else RememberingSource(source)
     chosen = _chosen(machine, gpus)
+    kept = limiting(kept or {}, where="kept")
     usual = RING_COUNTS if len(chosen) <= ALL_SUBSETS_UP_TO else FEW_RING_COUNTS
     task = Task(
         machine=machine,
@@ -99,13 +113,15 @@ def make_plan(
         strategy=check_strategy(strategy),
         budget=budget,
         reporter=reporter or SilentReporter(),
+        p2p_level=kept_level(kept),
     )
+    check_settings(default_settings(task))
     stock = measured_stock(task)
     search = SettingsSearch(task, stock)
     search.run(sets=budget.sets or DEFAULT_BUDGET.sets or 1)
     plan = _moving(_assembled(task, remembering, stock, search))
     odd = other_count_notices(ring_counts or (), len(plan.rings))
-    return msgspec.structs.replace(plan, notices=(*plan.notices, *odd))
+    return msgspec.structs.replace(plan, notices=(*plan.notices, *odd), kept=kept)
 
 
 def _moving(plan: Plan) -> Plan:
@@ -265,12 +281,11 @@ def _plan_rings(rings: RingSet, gbps: Sequence[float]) -> tuple[PlanRing, ...]:
 def _stock_rings(stock: Stock) -> StockRings:
     choice = stock.choice
     assert isinstance(choice, StockChoice)
-    note = "with NCCL_P2P_LEVEL=SYS, because by default NCCL falls back to its simple order"
     return StockRings(
         rings=choice.rings,
         rate_gbps=stock.rate_gbps,
         assumed=stock.measurement.assumed,
-        note=note if choice.assumed_sys else "",
+        note=stock_note(stock),
     )
 
 
@@ -282,9 +297,13 @@ def _farthest(task: Task, best: Choice) -> str:
 
 
 def _free(task: Task, best: Choice) -> FreeRings | None:
-    """What a free choice of mechanism for every hop would reach with as many channels."""
+    """What a free choice of mechanism for every hop would reach with as many channels.
+
+    Where all jobs have their P2P limited, no choice is free to go beyond that.
+    """
     sm = min((task.machine.gpu(gpu).sm or 0 for gpu in task.gpus), default=0)
     channels = final_channels(best.settings.channels, sm=sm, version=task.version)
+    direct = direct_pairs(task.machine, task.knowledge, task.p2p_level, gpus=task.gpus)
     spaces = {
         count: free_hop_space(
             task.machine,
@@ -292,6 +311,7 @@ def _free(task: Task, best: Choice) -> FreeRings | None:
             gpus=task.gpus,
             blocks=max(1, channels // count),
             fifo_bytes=best.settings.buffsize,
+            direct=direct,
         )
         for count in task.ring_counts
         if best.settings.channels % count == 0

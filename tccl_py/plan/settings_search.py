@@ -117,6 +117,7 @@ def _mechanisms(task: Task) -> tuple[Settings, ...]:
         gpus=task.gpus,
         channels=(_base_channels(task),),
         buffsizes=(DEFAULT_FIFO_BYTES,),
+        p2p_level=task.p2p_level,
     )
     # NCCL's copies by copy engine go through its proxy threads, slot by slot. Neither a model nor
     # plain copies on hardware predict that: only running NCCL itself could choose them.

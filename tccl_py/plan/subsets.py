@@ -13,6 +13,7 @@ from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.measurements.memory import RememberingSource
 from tccl_py.plan.plan import Plan, SubsetRings
 from tccl_py.plan.tasks import Order, Task, search_under
+from tccl_py.runtimes.nccl.kept import kept_level
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.search.problem import Budget, SilentReporter
 from tccl_py.topology.symmetry import Symmetry, automorphisms
@@ -86,6 +87,7 @@ def subset_on_demand(
         strategy="best-first",
         budget=SUBSET_BUDGET,
         reporter=SilentReporter(),
+        p2p_level=kept_level(plan.kept),
     )
     return plan_subset(task, plan.settings, [ring.gpus for ring in plan.rings], subset)
 

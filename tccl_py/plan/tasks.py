@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from math import gcd
 from typing import TypeVar
@@ -11,11 +11,13 @@ from typing import TypeVar
 import msgspec
 
 from tccl_py.chains.rules import EvenUse
+from tccl_py.errors import SearchError
 from tccl_py.measurements.measurement import BandwidthSource, Measurement
 from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.runtimes.nccl.stock import StockChains, StockChoice, stock_default
 from tccl_py.runtimes.nccl.transport import hop_space
+from tccl_py.runtimes.nccl.versions import Level
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
 from tccl_py.search.strategies import find_rings
 from tccl_py.topology.cuts import natural_cuts
@@ -58,7 +60,8 @@ class NetworkUse(msgspec.Struct, frozen=True, kw_only=True):
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be planned, and by which means.
 
-    `spaces` keeps hop spaces that were made: a search asks for the same ones again and again.
+    `p2p_level` is the one that all jobs have, if they do. `spaces` keeps hop spaces that were made:
+    a search asks for the same ones again and again.
     """
 
     machine: Machine
@@ -71,7 +74,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     budget: Budget
     reporter: Reporter
     network: NetworkUse | None = None
+    p2p_level: Level | None = None
     spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
+
+
+def default_settings(task: Task) -> Settings:
+    """What NCCL has by itself: its defaults, and the level that all jobs have."""
+    return Settings(version=task.version, p2p_level=task.p2p_level)
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,25 +183,57 @@ def measured_stock(task: Task) -> Stock:
     """Measure what NCCL would do by itself.
 
     Raises:
+        SearchError: it has no rings.
         MeasurementError: the source cannot measure it.
     """
-    choice = stock_default(task.machine, task.knowledge, gpus=task.gpus, version=task.version)
+    choice = stock_default(task.machine, task.knowledge, default_settings(task), gpus=task.gpus)
     orders = condensed(choice.rings)
-    return stock_of(choice, orders_under(task, stock_settings(choice), orders), task.source)
+    return stock_of(choice, lambda settings: orders_under(task, settings, orders), task.source)
 
 
-def stock_of(choice: StockChoice | StockChains, rings: RingSet, source: BandwidthSource) -> Stock:
-    """NCCL's own choice with what a source says of its rings.
+def stock_of(
+    choice: StockChoice | StockChains,
+    rings_of: Callable[[Settings], RingSet],
+    source: BandwidthSource,
+) -> Stock:
+    """NCCL's own choice with what a source says of its rings, which `rings_of` makes for settings.
 
     Raises:
+        SearchError: there are no such rings.
         MeasurementError: the source cannot measure them.
     """
+    settings = stock_settings(choice)
+    try:
+        rings = rings_of(settings)
+    except SearchError:
+        # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
+        settings = msgspec.structs.replace(settings, net_disable_intra=True)
+        rings = rings_of(settings)
     return Stock(
         choice=choice,
         rings=rings,
-        settings=stock_settings(choice),
+        settings=settings,
         measurement=measured_well(source, rings),
     )
+
+
+def stock_note(stock: Stock) -> str:
+    """Under which settings NCCL's own choice is no longer what it does by default, and why."""
+    notes = []
+    if stock.choice.assumed_sys:
+        notes.append(
+            "with NCCL_P2P_LEVEL=SYS, because by default NCCL falls back to its simple order"
+        )
+    elif stock.choice.fallback and stock.settings.p2p_level is not None:
+        notes.append(
+            "as NCCL's search finds no rings where P2P is limited and takes its simple order"
+        )
+    if stock.settings.net_disable_intra:
+        notes.append(
+            "with NCCL_NET_DISABLE_INTRA=1, because by itself NCCL goes over NICs between some of "
+            "these GPUs, at a rate that is not known"
+        )
+    return "; ".join(notes)
 
 
 def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:

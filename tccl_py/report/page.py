@@ -21,6 +21,7 @@ from tccl_py.report.sources import figure_sources, mark
 from tccl_py.report.svg import shown
 from tccl_py.report.tables import machine_parts, plan_files
 from tccl_py.report.words import gpu_list, order_words, settings_words
+from tccl_py.runtimes.nccl.kept import kept_text
 from tccl_py.runtimes.nccl.settings import environment
 
 GENERATOR = '<meta name="generator" content="tccl report">'
@@ -114,6 +115,7 @@ def _first_line(plan: Plan) -> list[str]:
         f"{count}{f' of {there}' if count < there else ''} GPUs ({gpu_list(plan.gpus)})",
         f"NCCL {plan.settings.version}{unchecked}",
         settings_words(plan.settings),
+        *([kept_text(plan.kept)] if plan.kept else []),
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import permutations
 
 from tccl_py.topology.knowledge import Knowledge
@@ -25,6 +25,7 @@ def free_hop_space(
     gpus: Sequence[int] | None = None,
     blocks: int | None = None,
     fifo_bytes: int = DEFAULT_FIFO_BYTES,
+    direct: Collection[tuple[int, int]] | None = None,
 ) -> HopSpace:
     """Direct write and read where access is possible, and a bounce through every NUMA node.
 
@@ -34,6 +35,7 @@ def free_hop_space(
         gpus: NVML indices; None is all.
         blocks: thread blocks that move each hop.
         fifo_bytes: size of a hop's FIFO for one block.
+        direct: pairs that may access each other; None is all that can.
 
     Raises:
         InputError: an unknown GPU.
@@ -44,14 +46,21 @@ def free_hop_space(
     hops = {
         (source, target): tuple(
             Hop(source, target, flow)
-            for flow in _flows(machine, knowledge, (source, target), blocks, fifo)
+            for flow in (
+                *(
+                    _direct(machine, knowledge, (source, target), blocks, fifo)
+                    if direct is None or (source, target) in direct
+                    else ()
+                ),
+                *_bounces(machine, (source, target), blocks, fifo),
+            )
         )
         for source, target in permutations(order, 2)
     }
     return HopSpace(name="tccl", gpus=order, hops=hops)
 
 
-def _flows(
+def _direct(
     machine: Machine,
     knowledge: Knowledge,
     pair: tuple[int, int],
@@ -64,6 +73,11 @@ def _flows(
         flows.append(direct_write(source, target, blocks=blocks, fifo=fifo))
     if knowledge.can_access(machine, target, source):
         flows.append(direct_read(source, target, blocks=blocks, fifo=fifo))
-    for node in machine.numa_nodes:
-        flows.append(bounce(source, target, node.index, blocks=blocks, fifo=fifo))
     return flows
+
+
+def _bounces(machine: Machine, pair: tuple[int, int], blocks: int | None, fifo: Fifo) -> list[Flow]:
+    source, target = pair
+    return [
+        bounce(source, target, node.index, blocks=blocks, fifo=fifo) for node in machine.numa_nodes
+    ]

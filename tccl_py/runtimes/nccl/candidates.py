@@ -23,15 +23,18 @@ _ENGINES: tuple[CopyEngineSide | None, ...] = (None, "both", "sender", "receiver
 _SIDES: tuple[Side, ...] = ("receiver", "sender")
 
 
-def expressible(version: str = LATEST) -> tuple[Settings, ...]:
+def expressible(version: str = LATEST, *, p2p_level: Level | None = None) -> tuple[Settings, ...]:
     """Every combination of mechanism switches that this version of NCCL takes, defaults first.
+
+    `p2p_level` is one that all of them have; None is any.
 
     Channels and FIFO size are left at their defaults; whether a machine tells two of them apart is
     another question, see `candidates`.
     """
     engines = _ENGINES if version_facts(version).shm_copy_engine else _ENGINES[:1]
     copies = (False, True) if version_facts(version).p2p_copy_engine else (False,)
-    choices = product(_LEVELS, (None, True, False), copies, _SIDES, engines, (False, True))
+    levels = _LEVELS if p2p_level is None else (p2p_level,)
+    choices = product(levels, (None, True, False), copies, _SIDES, engines, (False, True))
     return tuple(
         Settings(
             version=version,
@@ -54,18 +57,20 @@ def candidates(
     gpus: Sequence[int] | None = None,
     channels: Sequence[int] = DEFAULT_CHANNELS,
     buffsizes: Sequence[int] = DEFAULT_BUFFSIZES,
+    p2p_level: Level | None = None,
 ) -> tuple[Settings, ...]:
     """Settings under which the pairs' mechanisms differ, for every number of channels.
 
     Of settings that come to the same, sides of a bounce on one NUMA node among them, the first is
     kept, which departs least from NCCL's defaults; FIFO sizes vary only where a pair bounces.
+    `p2p_level` is one that all of them have; None is any.
 
     Raises:
         InputError: unknown GPUs, or channels or sizes out of range.
     """
     distinct: dict[tuple[Mechanism, ...], Settings] = {}
-    views: dict[tuple[int, bool], _Pairs] = {}
-    for settings in expressible(version):
+    views: dict[tuple[Level | None, bool], _Pairs] = {}
+    for settings in expressible(version, p2p_level=p2p_level):
         pairs = _pairs(machine, knowledge, settings, gpus, views)
         distinct.setdefault(_outcome(machine, pairs, settings), settings)
     found = []
@@ -86,7 +91,7 @@ def _pairs(
     knowledge: Knowledge,
     settings: Settings,
     gpus: Sequence[int] | None,
-    known: dict[tuple[int, bool], _Pairs],
+    known: dict[tuple[Level | None, bool], _Pairs],
 ) -> _Pairs:
     """Mechanisms as far as levels and the network decide them; views are costly and few."""
     plain = Settings(
@@ -94,7 +99,7 @@ def _pairs(
         p2p_level=settings.p2p_level,
         net_disable_intra=settings.net_disable_intra,
     )
-    key = _LEVELS.index(settings.p2p_level), settings.net_disable_intra
+    key = settings.p2p_level, settings.net_disable_intra
     if key not in known:
         seen = view(machine, knowledge, plain, gpus=gpus)
         order = sorted(int(gpu[1:]) for gpu in seen.system.gpus)

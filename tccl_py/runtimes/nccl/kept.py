@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from tccl_py.errors import InputError
 from tccl_py.runtimes.nccl.settings import Settings, settings_from_environment
+from tccl_py.runtimes.nccl.transport import view
 from tccl_py.runtimes.nccl.versions import Level
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.machine import Machine
 
 KEEPABLE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
 _RIGHT = {
-    "NCCL_P2P_DISABLE": "1 limits P2P; leave it out where it is not 1",
-    "NCCL_P2P_LEVEL": "one of LOC, NVL, PIX, PXB, PHB limits P2P; leave out another",
+    "NCCL_P2P_DISABLE": "1 would; leave it out otherwise",
+    "NCCL_P2P_LEVEL": "a nearer path type would, as LOC, PIX or PHB; leave it out otherwise",
 }
 
 
@@ -51,6 +54,16 @@ def kept_level(kept: Mapping[str, str]) -> Level | None:
     return settings_from_environment(kept).p2p_level
 
 
+def direct_pairs(
+    machine: Machine, knowledge: Knowledge, level: Level | None, *, gpus: Sequence[int]
+) -> frozenset[tuple[int, int]] | None:
+    """Pairs of GPUs between which a level lets bytes go directly; None is all there are."""
+    if level is None:
+        return None
+    seen = view(machine, knowledge, Settings(p2p_level=level), gpus=gpus)
+    return frozenset((int(one[1:]), int(other[1:])) for one, other in seen.direct)
+
+
 def check_kept(kept: Mapping[str, str], under: Iterable[Settings], where: str) -> None:
     """Check what a plan keeps against the settings that it has.
 
@@ -75,3 +88,12 @@ def kept_words(kept: Mapping[str, str]) -> str:
     'NCCL_P2P_DISABLE=1'
     """
     return " ".join(f"{name}={value}" for name, value in kept.items())
+
+
+def kept_text(kept: Mapping[str, str]) -> str:
+    """For which jobs a plan is.
+
+    >>> kept_text({"NCCL_P2P_DISABLE": "1"})
+    "for jobs that have NCCL_P2P_DISABLE=1, stock NCCL's too"
+    """
+    return f"for jobs that have {kept_words(kept)}, stock NCCL's too"

@@ -149,19 +149,20 @@ def _hops(seen: View, order: Sequence[int], *, closed: bool) -> tuple[StockHop, 
 def stock_default(
     machine: Machine,
     knowledge: Knowledge,
+    settings: Settings | None = None,
     *,
     gpus: Sequence[int] | None = None,
     nodes: int = 1,
-    version: str | None = None,
 ) -> StockChoice:
     """The choice that plans are compared with: NCCL's own under its default settings.
 
     Where those make the search fall back to the simple order, its choice with NCCL_P2P_LEVEL=SYS,
-    and `assumed_sys` says so.
+    and `assumed_sys` says so. `settings` say what the job cannot do without: NCCL's version, and a
+    P2P level if all jobs have one, which then stays.
     """
-    settings = Settings(version=version) if version else Settings()
+    settings = settings or Settings()
     choice = stock_choice(machine, knowledge, settings, gpus=gpus, nodes=nodes)
-    if not choice.fallback:
+    if not choice.fallback or settings.p2p_level is not None:
         return choice
     wider = msgspec.structs.replace(settings, p2p_level="SYS")
     choice = stock_choice(machine, knowledge, wider, gpus=gpus, nodes=nodes)
@@ -232,15 +233,16 @@ def stock_chains_default(
 ) -> StockChains:
     """The chains that plans are compared with: those with NCCL_P2P_LEVEL=SYS where only that helps.
 
-    `settings` say what the job cannot do without, such as the NICs it may use. A search that falls
-    back because the network is too slow for any rate it tries falls back under SYS too, and stays.
+    `settings` say what the job cannot do without, such as the NICs it may use; a P2P level among
+    them stays. A search that falls back because the network is too slow for any rate it tries falls
+    back under SYS too, and stays.
 
     Raises:
         InputError: as `stock_chains`.
     """
     settings = settings or Settings()
     chains = stock_chains(machine, knowledge, settings, nodes=nodes, gpus=gpus)
-    if not chains.fallback:
+    if not chains.fallback or settings.p2p_level is not None:
         return chains
     wider = msgspec.structs.replace(settings, p2p_level="SYS")
     wide = stock_chains(machine, knowledge, wider, nodes=nodes, gpus=gpus)
