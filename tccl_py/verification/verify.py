@@ -226,17 +226,13 @@ def _round(
 
 
 def _enough(effort: Effort, compared: Sequence[Compared], count: int) -> bool:
-    """Whether more pairs would say nothing new."""
-    wanted = [
-        one
-        for one, size in zip(compared, (*effort.sizes, *[0] * len(compared)), strict=False)
-        if size >= _NARROW or not one.low <= 1 <= one.high
-    ]
-    settled = not any(one.open for one in wanted)
-    return settled or (
-        # Below that size noise leaves more open than pairs settle; a lean to harm is worth more.
-        count >= effort.pairs and not any(one.high < 1 and one.open for one in compared)
-    )
+    """Whether more pairs would say nothing new; beyond those asked for, of a training step and of
+    sizes below _NARROW only a lean to harm is worth more."""
+    for one, size in zip(compared, (*effort.sizes, *[0] * len(compared)), strict=False):
+        leans = one.high < 1 or (one.low > 1 and count < effort.pairs)
+        if one.open and (size >= _NARROW or leans):
+            return False
+    return True
 
 
 def _compared(
