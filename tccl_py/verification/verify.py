@@ -190,7 +190,9 @@ def run_pairs(
     at_once = jobs_at_once(place, effort.sizes)
     most = min(MAX_PAIRS, max(effort.pairs, LEAST_PAIRS) * _EXTRA)
     while len(ours) < most:
-        letters = ("ABBA" if at_once == len("ABBA") else "AB") if len(order) % 4 == 0 else "BA"
+        # Which job of a round starts first makes a difference, so that alternates as well.
+        usual, other_way = ("ABBA", "BAAB") if at_once == len("ABBA") else ("AB", "BA")
+        letters = usual if len(order) // len(usual) % 2 == 0 else other_way
         numbers = sorted({len(ours) + 1, len(ours) + len(letters) // 2})
         watch(f"pair {' and '.join(map(str, numbers))}")
         sides = [side if letter == "A" else other for letter in letters]
