@@ -231,8 +231,8 @@ def _enough(effort: Effort, compared: Sequence[Compared], count: int) -> bool:
     """Whether more pairs would say nothing new; beyond those asked for, of a training step and of
     sizes below _NARROW only a lean to harm is worth more."""
     for one, size in zip(compared, (*effort.sizes, *[0] * len(compared)), strict=False):
-        leans = one.high < 1 or (one.low > 1 and count < effort.pairs)
-        if one.open and (size >= _NARROW or leans):
+        worth = count < effort.pairs or size >= _NARROW or one.high < 1
+        if one.open and worth:
             return False
     return True
 
