@@ -143,6 +143,13 @@ def test_tuning_rewrites_a_plan_where_other_settings_are_faster(place, jobs):
     after = load_plan(place)
     assert (before.settings.buffsize, after.settings.buffsize) == (4 << 20, 512 << 10)
     assert "tuned" in after.notices[-1]
+    assert after.tuned
+    assert " GB/s in one job when it was tuned, achieved " in found.stdout
+    assert tccl("report", place).exit_code == 0
+    page = (place / "report.html").read_text()
+    assert "<h3>When tuned</h3>" in page
+    assert "this plan, when tuned" in page
+    assert "this plan, predicted" not in page
     assert "NCCL_BUFFSIZE=524288" in (place / "nccl" / "env.sh").read_text()
     kept = load_verification(place)
     assert kept.settings == after.settings

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.cli.plan_kept import not_kept_here
 from tccl_py.cluster.hosts import HostReport, cluster_of
 from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.cluster_plan.planner import make_cluster_plan
@@ -28,7 +29,7 @@ from tccl_py.plan.subsets import subset_on_demand
 from tccl_py.plan.tasks import condensed
 from tccl_py.runtimes.free import free_hop_space
 from tccl_py.runtimes.nccl.candidates import candidates, expressible
-from tccl_py.runtimes.nccl.kept import direct_pairs, kept_level, limiting
+from tccl_py.runtimes.nccl.kept import as_read, direct_pairs, kept_level
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.runtimes.nccl.stock import stock_chains_default, stock_choice, stock_default
 from tccl_py.runtimes.nccl.transport import hop_space, mechanism_flow, pair_mechanism, view
@@ -88,11 +89,13 @@ def tccl(*arguments):
         (OFF, OFF, "LOC"),
         ({"NCCL_P2P_LEVEL": "PIX"}, {"NCCL_P2P_LEVEL": "PIX"}, "PIX"),
         ({"NCCL_P2P_LEVEL": "0"}, {"NCCL_P2P_LEVEL": "LOC"}, "LOC"),
+        ({"NCCL_P2P_LEVEL": "SYS"}, {"NCCL_P2P_LEVEL": "SYS"}, "SYS"),
+        ({"NCCL_P2P_LEVEL": "7"}, {"NCCL_P2P_LEVEL": "SYS"}, "SYS"),
         ({"NCCL_P2P_LEVEL": "PHB", **OFF}, {**OFF, "NCCL_P2P_LEVEL": "PHB"}, "LOC"),
     ],
 )
-def test_variables_that_limit_p2p_are_kept_as_nccl_reads_them(given, read, level):
-    assert limiting(given, where="kept") == read
+def test_variables_of_how_far_p2p_goes_are_kept_as_nccl_reads_them(given, read, level):
+    assert as_read(given, where="kept") == read
     assert kept_level(read) == level
 
 
@@ -100,17 +103,18 @@ def test_variables_that_limit_p2p_are_kept_as_nccl_reads_them(given, read, level
     ("given", "what"),
     [
         ({"NCCL_ALGO": "Ring"}, "kept 'NCCL_ALGO': is no variable that plans can be made under"),
-        ({"NCCL_P2P_DISABLE": "0"}, "kept NCCL_P2P_DISABLE: is '0', which limits nothing"),
-        ({"NCCL_P2P_DISABLE": "yes"}, "kept NCCL_P2P_DISABLE: is 'yes', which limits nothing"),
-        ({"NCCL_P2P_LEVEL": "SYS"}, "kept NCCL_P2P_LEVEL: is 'SYS', which limits nothing"),
-        ({"NCCL_P2P_LEVEL": "7"}, "kept NCCL_P2P_LEVEL: is '7', which limits nothing"),
-        ({"NCCL_P2P_LEVEL": "pix"}, "kept NCCL_P2P_LEVEL: is 'pix', which limits nothing"),
-        ({"NCCL_P2P_LEVEL": ""}, "kept NCCL_P2P_LEVEL: is '', which limits nothing"),
+        ({"NCCL_P2P_DISABLE": "0"}, "kept NCCL_P2P_DISABLE: is '0', which says nothing to NCCL"),
+        (
+            {"NCCL_P2P_DISABLE": "yes"},
+            "kept NCCL_P2P_DISABLE: is 'yes', which says nothing to NCCL",
+        ),
+        ({"NCCL_P2P_LEVEL": "pix"}, "kept NCCL_P2P_LEVEL: is 'pix', which says nothing to NCCL"),
+        ({"NCCL_P2P_LEVEL": ""}, "kept NCCL_P2P_LEVEL: is '', which says nothing to NCCL"),
     ],
 )
-def test_what_limits_no_p2p_is_refused_in_one_sentence(given, what):
+def test_what_says_nothing_of_p2p_is_refused_in_one_sentence(given, what):
     with pytest.raises(InputError, match="^" + what):
-        limiting(given, where="kept")
+        as_read(given, where="kept")
 
 
 def saved(tmp_path, **changes):
@@ -131,7 +135,7 @@ def test_a_plan_of_before_there_were_kept_variables_loads(tmp_path):
     ("kept", "what"),
     [
         ({"PATH": "/"}, "kept 'PATH': is no variable that plans can be made under"),
-        ({"NCCL_P2P_LEVEL": "SYS"}, "kept NCCL_P2P_LEVEL: is 'SYS', which limits nothing"),
+        ({"NCCL_P2P_LEVEL": "far"}, "kept NCCL_P2P_LEVEL: is 'far', which says nothing to NCCL"),
         ({"NCCL_P2P_LEVEL": "0"}, "kept: has values that no plan has"),
         ({"NCCL_P2P_LEVEL": "PIX"}, "is for jobs with NCCL_P2P_LEVEL=PIX and has p2p_level "),
     ],
@@ -313,7 +317,7 @@ def test_a_level_that_a_version_takes_for_none_is_refused():
 
 
 def test_variables_that_limit_nothing_are_refused_before_anything_is_asked():
-    with pytest.raises(InputError, match="kept NCCL_P2P_DISABLE: is '0', which limits nothing"):
+    with pytest.raises(InputError, match="kept NCCL_P2P_DISABLE: is '0', which says"):
         kept_plan(SMALL, {"NCCL_P2P_DISABLE": "0"})
 
 
@@ -413,8 +417,8 @@ def test_jobs_and_reports_are_told(directory):
     [
         ("NCCL_ALGO", "Ring", "'NCCL_ALGO': is no variable that plans can be made under"),
         ("NCCL_P2P_DISABLE", None, "NCCL_P2P_DISABLE: is not set here"),
-        ("NCCL_P2P_DISABLE", "0", "NCCL_P2P_DISABLE: is '0', which limits nothing"),
-        ("NCCL_P2P_LEVEL", "SYS", "NCCL_P2P_LEVEL: is 'SYS', which limits nothing"),
+        ("NCCL_P2P_DISABLE", "0", "NCCL_P2P_DISABLE: is '0', which says nothing to NCCL"),
+        ("NCCL_P2P_LEVEL", "far", "NCCL_P2P_LEVEL: is 'far', which says nothing to NCCL"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_and_nothing_is_written(
@@ -444,3 +448,19 @@ def test_a_simulated_cluster_is_planned_with_it_too(tmp_path, monkeypatch):
     plan = load_cluster_plan(tmp_path / "plan")
     assert (plan.kept, plan.settings.p2p_level) == (OFF, "LOC")
     assert LINE in result.stdout
+
+
+def test_a_plan_for_jobs_that_have_sys_is_compared_with_stock_that_has_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_LEVEL", "SYS")
+    result = tccl("plan", "-o", tmp_path / "plan", "--simulate", SMALL, "--keep", "NCCL_P2P_LEVEL")
+    assert result.exit_code == 0
+    assert "for jobs that have NCCL_P2P_LEVEL=SYS, stock NCCL's too" in result.stdout
+    assert "export NCCL_P2P_LEVEL=SYS" in (tmp_path / "plan" / "nccl" / "env.sh").read_text()
+
+
+def test_variables_that_are_set_and_not_planned_for_are_told(monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("NCCL_P2P_LEVEL", "far")
+    said = "NCCL_P2P_DISABLE=1 is set here and is not planned for: if all jobs have it, add --keep"
+    assert not_kept_here(()) == (f"{said} NCCL_P2P_DISABLE",)
+    assert not_kept_here(("NCCL_P2P_DISABLE",)) == ()

@@ -35,7 +35,7 @@ from tccl_py.cli.plan_cluster import (
     ClusterTask,
     SimulatedCluster,
 )
-from tccl_py.cli.plan_kept import kept_here
+from tccl_py.cli.plan_kept import kept_here, not_kept_here
 from tccl_py.cli.plan_nodes import Measuring, plan_cluster, plan_hosts
 from tccl_py.cli.plan_run import finish, planning
 from tccl_py.cli.plan_text import plan_json, print_plan
@@ -192,8 +192,8 @@ def plan(
     together. NCCL joins nodes in the order of ranks, so that order is part of the plan: nccl/order
     has it for launchers.
 
-    With --keep the plan is for hosts where P2P is off or limited in every job: no settings go
-    beyond that, and stock NCCL, with which it is compared, does not either.
+    With --keep the plan is for hosts where every job says how far P2P goes, or has it off: so do
+    all settings that are tried, and stock NCCL, with which the plan is compared.
 
     Examples:
 
@@ -272,6 +272,8 @@ def plan(
         subject = _Here(measured_machine(backend, devices), careful)
         # No NCCL runs where the host's memory is measured.
         version = version if backend == "host" else version_here(nccl)
+        if backend != "host":
+            notice_each(not_kept_here(keep or ()))
     task = _Task(
         gpus=gpus_argument(gpus, subject.machine),
         version=version,

@@ -6,18 +6,28 @@ import os
 from collections.abc import Sequence
 
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.kept import check_keepable, limiting
+from tccl_py.runtimes.nccl.kept import KEEPABLE, as_read, check_keepable, kept_level
 
 
 def kept_here(names: Sequence[str]) -> dict[str, str]:
     """The variables of these names as they are set here, and as NCCL reads them.
 
     Raises:
-        InputError: plans cannot be made under one, or it is not set, or limits nothing.
+        InputError: plans cannot be made under one, or it is not set, or says nothing.
     """
     for name in names:
         check_keepable(name, where="--keep")
         if name not in os.environ:
             right = f"set it as all jobs have it, as in `{name}=... tccl plan`"
             raise InputError(f"--keep {name}", "is not set here", right)
-    return limiting({name: os.environ[name] for name in names}, where="--keep")
+    return as_read({name: os.environ[name] for name in names}, where="--keep")
+
+
+def not_kept_here(names: Sequence[str]) -> tuple[str, ...]:
+    """What to say of variables that are set here, and that a plan is not to be made under."""
+    return tuple(
+        f"{name}={os.environ[name][:20]} is set here and is not planned for: if all jobs have it, "
+        f"add --keep {name}"
+        for name in KEEPABLE
+        if name not in names and kept_level({name: os.environ.get(name, "")}) is not None
+    )

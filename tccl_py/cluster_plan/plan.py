@@ -80,7 +80,7 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `cluster` has the hosts in the order in which they were given; `hosts` in the order planned,
     which ranks have to follow. `whole_ring_gbps` is what all rings carried when they were measured
     at once, None if they were not. `kept` are NCCL variables, by name, that all jobs have, with the
-    plan or without.
+    plan or without. Rates of a `tuned` plan, stock's too, are what a job of each achieved.
     """
 
     kind: Literal["cluster"] = "cluster"
@@ -105,6 +105,7 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     notices: tuple[str, ...] = ()
     kept: dict[str, str] = {}
     cancelled: bool = False
+    tuned: bool = False
 
     @property
     def provenance(self) -> str:

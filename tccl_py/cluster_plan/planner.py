@@ -23,7 +23,7 @@ from tccl_py.merge.switches import uplink_limit
 from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, is_proven, other_count_notices
 from tccl_py.plan.settings_search import WORTH
 from tccl_py.plan.tasks import stock_note
-from tccl_py.runtimes.nccl.kept import kept_level, limiting
+from tccl_py.runtimes.nccl.kept import as_read, kept_level
 from tccl_py.runtimes.nccl.settings import Settings, check_settings
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.runtimes.nccl.versions import LATEST, version_facts
@@ -74,7 +74,7 @@ def make_cluster_plan(
     """
     gpus = _gpus(cluster)
     check_strategy(strategy, not_for_chains=True)
-    kept = limiting(kept or {}, where="kept")
+    kept = as_read(kept or {}, where="kept")
     level = kept_level(kept)
     check_settings(Settings(version=version, p2p_level=level))
     counts = ring_counts or _ring_counts(cluster)

@@ -128,7 +128,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     collective's bus bandwidth is predicted to be; no ring set searched exceeds `bound_gbps` under
     these settings. `kept` are NCCL variables, by name, that all jobs have, with the plan or
     without: settings keep to them, and `stock` has them too. `simulated` and `assumed` say where
-    the figures come from, and go wherever the plan goes.
+    the figures come from, and go wherever the plan goes. Rates of a `tuned` plan, stock's too, are
+    what a job of each achieved.
     """
 
     machine: Machine
@@ -155,6 +156,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     topology: TopologyFile | None = None
     kept: dict[str, str] = {}
     cancelled: bool = False
+    tuned: bool = False
     format_version: int = FORMAT_VERSION
 
     @property

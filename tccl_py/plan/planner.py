@@ -30,7 +30,7 @@ from tccl_py.plan.tasks import (
     stock_note,
 )
 from tccl_py.runtimes.free import free_hop_space
-from tccl_py.runtimes.nccl.kept import direct_pairs, kept_level, limiting
+from tccl_py.runtimes.nccl.kept import as_read, direct_pairs, kept_level
 from tccl_py.runtimes.nccl.settings import check_settings, final_channels
 from tccl_py.runtimes.nccl.stock import StockChoice
 from tccl_py.runtimes.nccl.transport import view
@@ -101,7 +101,7 @@ def make_plan(
     """
     remembering = source if isinstance(source, RememberingSource) else RememberingSource(source)
     chosen = _chosen(machine, gpus)
-    kept = limiting(kept or {}, where="kept")
+    kept = as_read(kept or {}, where="kept")
     usual = RING_COUNTS if len(chosen) <= ALL_SUBSETS_UP_TO else FEW_RING_COUNTS
     task = Task(
         machine=machine,

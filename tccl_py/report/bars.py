@@ -25,13 +25,14 @@ def rates_figure(contents: Contents) -> Bars:
 
 
 def _predicted(plan: Plan) -> list[Bar]:
-    bars = [Bar(label="this plan, predicted", gbps=plan.rate_gbps, kind="plan")]
+    how = "when tuned" if plan.tuned else "predicted"
+    bars = [Bar(label=f"this plan, {how}", gbps=plan.rate_gbps, kind="plan")]
     if plan.bound_gbps is not None:
         bars.append(Bar(label="upper bound", gbps=plan.bound_gbps, kind="bound"))
     if plan.free is not None:
         rate = plan.free.rate_gbps
         bars.append(Bar(label="free choice of mechanism", gbps=rate, kind="free"))
-    bars.append(Bar(label="stock NCCL, predicted", gbps=plan.stock.rate_gbps, kind="stock"))
+    bars.append(Bar(label=f"stock NCCL, {how}", gbps=plan.stock.rate_gbps, kind="stock"))
     return bars
 
 

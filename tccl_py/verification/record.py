@@ -57,11 +57,11 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What real collectives did under a plan and without.
 
     `plan_gbps` and `stock_gbps` are bus bandwidths at the largest sizes, to hold against
-    `predicted_gbps`. `order` says which side each job was, in turn: A the plan, B stock. `raw` has
-    each job's timings: seconds a call, by size, rank and batch. `failure` is why the plan's job did
-    not run; nothing was compared then. `at_once` jobs ran at the same time and took turns. Of
-    several hosts `hosts` are the names in rank order, `gpus` none, and rings have ranks in place of
-    GPUs.
+    `predicted_gbps`, which of a `tuned` plan is what one job achieved. `order` says which side each
+    job was, in turn: A the plan, B stock. `raw` has each job's timings: seconds a call, by size,
+    rank and batch. `failure` is why the plan's job did not run; nothing was compared then.
+    `at_once` jobs ran at the same time and took turns. Of several hosts `hosts` are the names in
+    rank order, `gpus` none, and rings have ranks in place of GPUs.
     """
 
     machine: str
@@ -89,6 +89,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     raw: tuple[tuple[tuple[tuple[float, ...], ...], ...], ...]
     seconds: float
     at_once: int = 1
+    tuned: bool = False
     training: tuple[Training, ...] = ()
     tried: tuple[Tried, ...] = ()
     failure: str = ""

@@ -36,6 +36,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     predicted_gbps: float
     simulated: bool
     assumed: bool
+    tuned: bool
     find_rings: FindRings
     stock: Side = STOCK
 
@@ -56,6 +57,7 @@ def machine_subject(plan: Plan, directory: Path) -> Subject:
         predicted_gbps=plan.rate_gbps,
         simulated=plan.simulated,
         assumed=plan.assumed,
+        tuned=plan.tuned,
         find_rings=lambda log, variables: rings_found(plan, log, variables),
         stock=_stock(plan),
     )
@@ -85,6 +87,7 @@ def cluster_subject(plan: ClusterPlan, directory: Path, graphs: Mapping[str, str
         predicted_gbps=plan.rate_gbps,
         simulated=plan.simulated,
         assumed=plan.assumed,
+        tuned=plan.tuned,
         find_rings=lambda log, variables: cluster_rings_found(plan, graphs, log, variables),
         stock=_stock(plan),
     )

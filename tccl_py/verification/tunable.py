@@ -123,7 +123,8 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
         rates = achieved or _rates(self.plan)
         made = retuned(self.plan, settings, rate_gbps=rates.gbps)
         stock = msgspec.structs.replace(made.stock, rate_gbps=rates.stock_gbps)
-        made = msgspec.structs.replace(made, stock=stock, free=None)
+        tuned = made.tuned or achieved is not None
+        made = msgspec.structs.replace(made, stock=stock, free=None, tuned=tuned)
         return msgspec.structs.replace(self, plan=made)
 
     def in_place(self) -> Subject:
@@ -189,7 +190,9 @@ class TunableCluster(msgspec.Struct, frozen=True, kw_only=True):
         rates = achieved or _rates(self.plan)
         made = cluster_retuned(self.plan, settings, rate_gbps=rates.gbps)
         stock = msgspec.structs.replace(made.stock, rate_gbps=rates.stock_gbps)
-        made = msgspec.structs.replace(made, stock=stock, notices=_noted(self.plan.notices))
+        tuned = made.tuned or achieved is not None
+        notices = _noted(self.plan.notices)
+        made = msgspec.structs.replace(made, stock=stock, notices=notices, tuned=tuned)
         return msgspec.structs.replace(self, plan=made, graphs=host_graphs(made))
 
     def in_place(self) -> Subject:

@@ -338,6 +338,7 @@ def _begun(subject: Subject, place: AnyPlace, effort: Effort) -> Verification:
         predicted_gbps=subject.predicted_gbps,
         simulated=subject.simulated,
         assumed=subject.assumed,
+        tuned=subject.tuned,
         collective=effort.collective,
         sizes=(),
         checked=0,

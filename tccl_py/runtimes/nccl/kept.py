@@ -1,4 +1,4 @@
-"""Variables that all jobs of a host have and that limit P2P: a plan can be made under them."""
+"""Variables that all jobs of a host have and that say how far P2P goes: a plan can keep them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tccl_py.topology.machine import Machine
 KEEPABLE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
 _RIGHT = {
     "NCCL_P2P_DISABLE": "1 would; leave it out otherwise",
-    "NCCL_P2P_LEVEL": "a nearer path type would, as LOC, PIX or PHB; leave it out otherwise",
+    "NCCL_P2P_LEVEL": "a path type would, as SYS, PHB, PIX or LOC; leave it out otherwise",
 }
 
 
@@ -29,21 +29,21 @@ def check_keepable(name: str, *, where: str) -> None:
         raise InputError(f"{where} {name[:40]!r}", what, " or ".join(KEEPABLE))
 
 
-def limiting(variables: Mapping[str, str], *, where: str) -> dict[str, str]:
-    """These variables as NCCL reads them, by name, if each of them limits P2P.
+def as_read(variables: Mapping[str, str], *, where: str) -> dict[str, str]:
+    """These variables as NCCL reads them, by name, if each of them says how far P2P goes.
 
-    >>> limiting({"NCCL_P2P_LEVEL": "1"}, where="kept")
+    >>> as_read({"NCCL_P2P_LEVEL": "1"}, where="kept")
     {'NCCL_P2P_LEVEL': 'PIX'}
 
     Raises:
-        InputError: another variable, or a value by which NCCL limits nothing.
+        InputError: another variable, or a value that says nothing to NCCL.
     """
     found = {}
     for name, value in sorted(variables.items()):
         check_keepable(name, where=where)
         level = kept_level({name: value})
-        if level in (None, "SYS"):
-            what = f"is {value[:20]!r}, which limits nothing"
+        if level is None:
+            what = f"is {value[:20]!r}, which says nothing to NCCL"
             raise InputError(f"{where} {name}", what, _RIGHT[name])
         found[name] = "1" if name == "NCCL_P2P_DISABLE" else str(level)
     return found
@@ -72,7 +72,7 @@ def check_kept(kept: Mapping[str, str], under: Iterable[Settings], where: str) -
     """
     if not kept:
         return
-    if limiting(kept, where=f"{where} kept") != kept:
+    if as_read(kept, where=f"{where} kept") != kept:
         raise InputError(f"{where} kept", "has values that no plan has", "plan it again")
     level = kept_level(kept)
     for settings in under:
