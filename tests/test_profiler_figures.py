@@ -110,6 +110,17 @@ def test_two_gpus_give_the_same_again_and_about_the_same_in_a_new_pool(pair, qui
     assert quick.direct_new_pool <= 0.01
 
 
+def test_direct_rings_of_more_channels_are_predicted_in_the_right_order(script):
+    run = script.figures(script.KEPT.with_name("h200x2-vm-channels"))
+    direct = {one.channels: one for one in run.predictions if one.direct}
+    assert sorted(direct) == [8, 12, 16, 32]
+    # Sixteen lanes are as fast in the profiler as lanes alone, and NCCL's channels are not.
+    assert 0.10 < direct.pop(8).error < 0.13
+    assert all(abs(one.error) <= 0.05 for one in direct.values())
+    predicted = sorted(direct, key=lambda channels: direct[channels].predicted_gbps)
+    assert predicted == sorted(direct, key=lambda channels: direct[channels].achieved_gbps)
+
+
 def test_sets_are_measured_quickly_enough_for_a_search(pair):
     speeds = [value for name, value in pair.facts.items() if name.startswith("sets_a_second")]
     assert len(speeds) == 3
