@@ -20,8 +20,9 @@ from tccl_py.report.ring_drawing import drawn_hops
 from tccl_py.report.scales import steps, viridis
 from tccl_py.report.svg import element, text_width
 from tccl_py.topology.machine import NvLink, check, toy_machine
+from tccl_py.verification.pairs import Effort
 from tccl_py.verification.record import keep_verification
-from tccl_py.verification.verify import Effort, run_verification
+from tccl_py.verification.verify import run_verification
 from tests.effort import soon
 from tests.planned import ASUS, PCIE, SMALL, WRX
 from tests.report_pages import EVIL, PLANS, Page, all_singles_and_pairs, plan_directory, renamed

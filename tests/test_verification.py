@@ -16,11 +16,12 @@ from tccl_py.simulator.library import load_bundled
 from tccl_py.verification.comparison import FALSE_RATE, Compared, compare, overall
 from tccl_py.verification.jobs import JobError
 from tccl_py.verification.orders import Wrong, bus_gbps
+from tccl_py.verification.pairs import Effort
 from tccl_py.verification.record import keep_verification, load_verification
 from tccl_py.verification.rings import rings_found
 from tccl_py.verification.sides import STOCK, plan_side
 from tccl_py.verification.surroundings import job_surroundings, kept_variables
-from tccl_py.verification.verify import Effort, run_verification
+from tccl_py.verification.verify import run_verification
 from tests.planned import SMALL, plan_of
 from tests.verified import FakeJobs, by_plan, changed, rehearsal
 

@@ -17,10 +17,11 @@ from tccl_py.verification.host_rings import cluster_rings_found
 from tccl_py.verification.hosts import HostPart, HostsPlace
 from tccl_py.verification.jobs import JobError
 from tccl_py.verification.orders import Order
+from tccl_py.verification.pairs import Effort
 from tccl_py.verification.record import keep_verification, load_verification
 from tccl_py.verification.sides import STOCK
 from tccl_py.verification.subjects import cluster_subject
-from tccl_py.verification.verify import Effort, verify_subject
+from tccl_py.verification.verify import verify_subject
 from tests.cluster_plans import NOTHING, cluster_plan, mixed
 from tests.test_nccl_clusters import H200
 

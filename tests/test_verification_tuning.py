@@ -28,10 +28,11 @@ from tccl_py.runtimes.nccl.validator import NodeJob, validate_cluster
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.generic import model_for
 from tccl_py.verification.orders import SIZES
+from tccl_py.verification.pairs import Effort
 from tccl_py.verification.record import load_verification
 from tccl_py.verification.tunable import host_graphs, tunable_cluster
 from tccl_py.verification.tuning import run_tuning
-from tccl_py.verification.verify import Effort, verify_subject
+from tccl_py.verification.verify import verify_subject
 from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts, mixed
 from tests.profiler_clusters import agents_in_processes
 from tests.test_verification_hosts import FakeHosts, place_of

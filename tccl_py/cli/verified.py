@@ -16,11 +16,12 @@ from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_pu
 from tccl_py.errors import InputError, TcclError
 from tccl_py.health.fitness import why_not_with
 from tccl_py.report.words import settings_words
+from tccl_py.verification.pairs import Effort, Watcher
 from tccl_py.verification.record import Verification, keep_verification
 from tccl_py.verification.sides import AnyPlace
 from tccl_py.verification.tunable import Tunable
 from tccl_py.verification.tuning import COMPARISON_SECONDS, run_tuning
-from tccl_py.verification.verify import Effort, Watcher, verify_subject
+from tccl_py.verification.verify import verify_subject
 
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
 _SYSTEM_CONF = Path("/etc/nccl.conf")

@@ -33,10 +33,10 @@ from tccl_py.rank_processes.starting import Nursery
 from tccl_py.verification.comparison import LEAST_PAIRS, MAX_PAIRS
 from tccl_py.verification.jobs import run_jobs
 from tccl_py.verification.orders import COLLECTIVES, SIZES, Backend, Collective
+from tccl_py.verification.pairs import DEFAULT_PAIRS, DEFAULT_SECONDS, Effort
 from tccl_py.verification.record import Verification
 from tccl_py.verification.sides import Place
 from tccl_py.verification.tunable import TunableMachine
-from tccl_py.verification.verify import DEFAULT_PAIRS, DEFAULT_SECONDS, Effort
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SIZE = re.compile(r"(?P<number>[0-9]{1,12}) ?(?P<unit>[kmg]?)(?:i?b)?", re.ASCII | re.IGNORECASE)

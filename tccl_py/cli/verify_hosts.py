@@ -20,9 +20,9 @@ from tccl_py.files import read_text
 from tccl_py.plan.directory import check_plan_directory, locked
 from tccl_py.verification.hosts import HostPart, HostsPlace
 from tccl_py.verification.orders import SIZES, Backend
+from tccl_py.verification.pairs import Effort
 from tccl_py.verification.record import Verification
 from tccl_py.verification.tunable import tunable_cluster
-from tccl_py.verification.verify import Effort
 
 if TYPE_CHECKING:
     from tccl_profiler.cluster.facts import HostFacts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -18,6 +20,8 @@ COLLECTIVES: tuple[str, ...] = get_args(Collective)
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = tuple(KIB << shift for shift in range(0, 21, 2))
 """1 KiB to 1 GiB, each four times the one before."""
+_LARGE_BYTES = 64 * MIB
+"""From here on a bus bandwidth is what a prediction is held against; else the largest size."""
 ELEMENT_BYTES = 4
 """Timed collectives move float32."""
 
@@ -84,6 +88,12 @@ def bus_factor(collective: str, world: int) -> float:
 def bus_gbps(collective: str, world: int, size: int, seconds: float) -> float:
     """Bus bandwidth, GB/s, of a buffer of `size` bytes in `seconds`."""
     return size / seconds * bus_factor(collective, world) / 1e9
+
+
+def large_gbps(rates: Sequence[tuple[int, float]]) -> float | None:
+    """The median rate of the large sizes; of the largest if none is large; None without any."""
+    large = [gbps for size, gbps in rates if size >= _LARGE_BYTES]
+    return statistics.median(large or [max(rates)[1]]) if rates else None
 
 
 def size_text(size: int) -> str:

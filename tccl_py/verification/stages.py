@@ -1,0 +1,61 @@
+"""What tuning tries, and in which order.
+
+Channels and FIFO size first, because most follows from the footprint of all FIFOs; then, with the
+best of those, Ring alone, and where bytes land between GPUs and NICs; last who holds a bounce's
+buffer, reads instead of writes, and copy engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from tccl_py.runtimes.nccl.settings import Settings, check_settings
+from tccl_py.runtimes.nccl.versions import version_facts
+from tccl_py.transfers.transfer import DEFAULT_FIFO_BYTES
+from tccl_py.verification.tunable import Tunable
+
+BUFFSIZES = (DEFAULT_FIFO_BYTES, 512 << 10)
+MORE_BUFFSIZES = (256 << 10, 1 << 20, 128 << 10)
+"""Tried with the best number of channels only: each job takes seconds."""
+
+Stage = Callable[[Settings], Iterator[Settings]]
+"""Settings to try, given the best until then."""
+
+
+def stages(plan: Tunable) -> tuple[Stage, ...]:
+    """What is tried, a stage after the other; each starts from the best until then."""
+    facts = version_facts(plan.settings.version)
+
+    def sizes(base: Settings) -> Iterator[Settings]:
+        for count in plan.channels:
+            if count <= facts.max_channels:
+                for size in BUFFSIZES:
+                    yield _valid(base, channels=count, buffsize=size)
+
+    def more_sizes(base: Settings) -> Iterator[Settings]:
+        for size in MORE_BUFFSIZES:
+            yield _valid(base, buffsize=size)
+
+    def algorithm_and_network(base: Settings) -> Iterator[Settings]:
+        yield _valid(base, algo=None if base.algo else "Ring")
+        yield from plan.other_landings(base)
+
+    def mechanisms(base: Settings) -> Iterator[Settings]:
+        kinds = plan.kinds(base)
+        if "bounce" in kinds:
+            side = "sender" if base.shm_locality == "receiver" else "receiver"
+            yield _valid(base, shm_locality=side)
+        if kinds & {"read", "write"}:
+            yield _valid(base, p2p_read="read" not in kinds)
+        if "bounce" in kinds and facts.shm_copy_engine:
+            yield _valid(base, shm_copy_engine="both")
+        if kinds & {"read", "write"} and facts.p2p_copy_engine:
+            yield _valid(base, p2p_copy_engine=True)
+
+    return sizes, more_sizes, algorithm_and_network, mechanisms
+
+
+def _valid(base: Settings, **changes: object) -> Settings:
+    return check_settings(msgspec.structs.replace(base, **changes))
