@@ -122,6 +122,5 @@ class HostsPlace(msgspec.Struct, frozen=True, kw_only=True):
             variables=variables,
             keep=self.keep,
         )
-        jobs = order.seat.jobs if order.seat else 1
-        task = task_of(order, host.ranks, surroundings, timeout=self.timeout * jobs)
+        task = task_of(order, host.ranks, surroundings, timeout=self.timeout)
         return msgspec.structs.replace(task, files=files)

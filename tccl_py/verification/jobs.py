@@ -43,7 +43,7 @@ def run_jobs(
     Args:
         order: what the ranks do; several jobs take turns.
         surroundings: for each job the whole environment of its ranks.
-        timeout: seconds for each job.
+        timeout: seconds for all of them.
         program: the module that is a rank.
         start: how each process is started.
 
@@ -54,7 +54,7 @@ def run_jobs(
     ranks = tuple(range(order.world))
     orders = seated(order, len(surroundings), len(ranks))
     tasks = [
-        task_of(one, ranks, told, timeout=timeout * len(orders), program=program)
+        task_of(one, ranks, told, timeout=timeout, program=program)
         for one, told in zip(orders, surroundings, strict=True)
     ]
     try:
