@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +14,7 @@ from tccl_py.rank_processes.places import LOGS, answer_file, order_file, turns_f
 from tccl_py.rank_processes.run import RankGroup, RanksError, ended_without_answer, run_ranks
 from tccl_py.rank_processes.starting import Start, interpreter
 from tccl_py.rank_processes.turns import write_turns
+from tccl_py.temporary import temporary_folder
 
 FOLDER = "{folder}"
 """Stands in the environment's values for the folder that the ranks get."""
@@ -70,8 +70,8 @@ def run_tasks(
     Raises:
         RanksError: one failed, or the time was up.
     """
-    with tempfile.TemporaryDirectory(prefix="tccl-ranks-") as name:
-        folders = [Path(name) / f"job-{number}" for number in range(len(tasks))]
+    with temporary_folder("tccl-ranks-") as whole:
+        folders = [whole / f"job-{number}" for number in range(len(tasks))]
         write_turns(turns_file(folders[0]), sum(len(task.ranks) for task in tasks))
         sockets = listeners or [None] * len(tasks)
         groups = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -22,6 +21,7 @@ from tccl_py.plan.staging import write_file
 from tccl_py.runtimes.nccl.settings import Settings, check_settings, final_channels
 from tccl_py.runtimes.nccl.transport import View, mechanism_flow, pair_mechanism, view
 from tccl_py.simulator.model import MachineModel
+from tccl_py.temporary import temporary_folder
 from tccl_py.verification.subjects import Subject, cluster_subject, machine_subject
 
 MACHINE_CHANNELS = (8, 16, 4, 32)
@@ -134,10 +134,10 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
     @contextmanager
     def elsewhere(self) -> Iterator[Subject]:
         """As Tunable."""
-        with tempfile.TemporaryDirectory(prefix="tccl-tune-") as name:
-            for file, text in nccl_files(self.plan, Path(name)).items():
-                write_file(Path(name) / "nccl" / file, text)
-            yield machine_subject(self.plan, Path(name))
+        with temporary_folder("tccl-tune-") as folder:
+            for file, text in nccl_files(self.plan, folder).items():
+                write_file(folder / "nccl" / file, text)
+            yield machine_subject(self.plan, folder)
 
     def write(self) -> None:
         """As Tunable; also if the machine's file is damaged, nothing is written."""

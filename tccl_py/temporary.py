@@ -1,0 +1,55 @@
+"""Folders that are gone when their block ends, or with a later one, however their program ended."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_YOUNG_S = 600.0
+"""A younger folder may be about to be locked."""
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A folder of this program's own, whose name begins with `prefix`.
+
+    A program that is killed cannot take its folder away. It holds a lock on it while it lives, so
+    that who makes the next one of the same name takes away what nobody holds.
+    """
+    _sweep(prefix)
+    with tempfile.TemporaryDirectory(prefix=prefix) as name, _held(Path(name)):
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Hold a folder against others; whether that was possible."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            # Somebody has it, or the file system knows no locks.
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(prefix: str) -> None:
+    """Take away this user's folders that nobody holds any more."""
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            left = found.st_uid == os.geteuid() and time.time() - found.st_mtime > _YOUNG_S
+            if left:
+                with _held(path) as nobody:
+                    if nobody:
+                        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,71 @@
+"""Folders of programs that were killed are taken away by the next one, and nobody else's."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+
+from tccl_py.temporary import temporary_folder
+
+HOLDING = (
+    "import sys, time\nfrom tccl_py.temporary import temporary_folder\n"
+    "with temporary_folder('tccl-t-') as folder:\n"
+    "    (folder / 'file').write_text('x')\n    print(folder, flush=True)\n    time.sleep(600)\n"
+)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Where temporary folders lie."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def old(path):
+    """Make a folder one of an hour ago."""
+    os.utime(path, (time.time() - 3600,) * 2)
+
+
+def test_a_folder_is_gone_with_its_block(place):
+    with pytest.raises(KeyError), temporary_folder("tccl-t-") as folder:
+        assert folder.parent == place
+        raise KeyError
+    assert list(place.iterdir()) == []
+
+
+def test_what_a_killed_program_left_is_taken_away_and_what_a_living_one_has_is_not(place):
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDING],
+            env={**os.environ, "TMPDIR": str(place), "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    killed, living = (place / one.stdout.readline().strip() for one in started)
+    started[0].send_signal(signal.SIGKILL)
+    started[0].wait(60)
+    for one in (killed, living):
+        old(one)
+    with temporary_folder("tccl-t-"):
+        assert (killed.exists(), (living / "file").exists()) == (False, True)
+    started[1].kill()
+    started[1].wait(60)
+
+
+def test_young_folders_links_and_other_names_stay(place):
+    names = ("tccl-t-young", "other-old", "target-old")
+    for name in names:
+        (place / name).mkdir()
+    (place / "tccl-t-link").symlink_to(place / "target-old")
+    for name in names[1:]:
+        old(place / name)
+    os.utime(place / "tccl-t-link", (1, 1), follow_symlinks=False)
+    with temporary_folder("tccl-t-"):
+        pass
+    assert {one.name for one in place.iterdir()} == {*names, "tccl-t-link"}
