@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -11,8 +12,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tccl_py.errors import InputError
+
 _YOUNG_S = 600.0
 """A younger folder may be about to be locked."""
+_OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
 
 
 @contextlib.contextmanager
@@ -21,10 +25,28 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
     A program that is killed cannot take its folder away. It holds a lock on it while it lives, so
     that who makes the next one of the same name takes away what nobody holds.
+
+    Raises:
+        InputError: the system refuses it, or something in the block, as a full disk does.
     """
     _sweep(prefix)
-    with tempfile.TemporaryDirectory(prefix=prefix) as name, _held(Path(name)):
+    with _named(), tempfile.TemporaryDirectory(prefix=prefix) as name, _held(Path(name)):
         yield Path(name)
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """Say of what the system refuses in the block where that was, and what would be right."""
+    try:
+        yield
+    except OSError as error:
+        why = f"failed ({error.strerror or error})"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise InputError("open files", why, "raise the limit on them (ulimit -n)") from error
+        if error.errno not in _OF_PLACES:
+            raise
+        where = f"temporary folder {tempfile.gettempdir()}"
+        raise InputError(where, why, "make room there, or name another by TMPDIR") from error
 
 
 @contextlib.contextmanager

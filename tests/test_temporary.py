@@ -1,5 +1,6 @@
 """Folders of programs that were killed are taken away by the next one, and nobody else's."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+from tccl_py.errors import InputError
 from tccl_py.temporary import temporary_folder
 
 HOLDING = (
@@ -69,3 +71,26 @@ def test_young_folders_links_and_other_names_stay(place):
     with temporary_folder("tccl-t-"):
         pass
     assert {one.name for one in place.iterdir()} == {*names, "tccl-t-link"}
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (errno.ENOSPC, "temporary folder {}: failed (No space left on device); make room"),
+        (errno.EMFILE, "open files: failed (Too many open files); raise the limit on them (ulimit"),
+    ],
+)
+def test_what_the_system_refuses_is_named(place, number, sentence):
+    with pytest.raises(InputError) as caught, temporary_folder("tccl-t-"):
+        raise OSError(number, os.strerror(number))
+    assert str(caught.value).startswith(sentence.format(place))
+    assert list(place.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(place, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(place / "none"))
+    with (
+        pytest.raises(InputError, match=r"^temporary folder .*/none: failed \(No such file or dir"),
+        temporary_folder("tccl-t-"),
+    ):
+        pass

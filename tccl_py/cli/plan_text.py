@@ -84,7 +84,7 @@ def _rings_table(plan: Plan) -> Table:
 
 def _summary(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
-    mark = plan.provenance
+    mark = f"{plan.provenance}, when tuned" if plan.tuned else plan.provenance
     channels = f"{plan.settings.channels} channel{'s' * (plan.settings.channels != 1)}"
     table.add_row("rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), over {channels}")
     table.add_row("bound", bound_text(plan.bound_gbps, proven=plan.proven))

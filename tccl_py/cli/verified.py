@@ -52,7 +52,10 @@ def verified(
             why = "not tuned" if isinstance(error, TcclError) else "interrupted"
             notice(f"{why}: the plan is as it was, and what was verified of it is kept")
             raise
-    return _kept(tuned.verification, directory, tuned=None if tuned.plan is plan else tuned.plan)
+    if tuned.plan is plan:
+        notice("tuned: nothing that was tried is better, and the plan stays as it is")
+        return _kept(tuned.verification, directory)
+    return _kept(tuned.verification, directory, tuned=tuned.plan)
 
 
 def _kept(found: Verification, directory: Path, *, tuned: Tunable | None = None) -> Verification:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tccl_py.report.words import settings_words
 from tccl_py.verification.comparison import FALSE_RATE, SMALLEST_EFFECT
-from tccl_py.verification.orders import size_text
+from tccl_py.verification.orders import is_large, size_text
 from tccl_py.verification.record import SizeResult, Tried, Verification
 
 _SHOWN_WRONG = 5
@@ -117,7 +117,7 @@ def _facts(found: Verification) -> list[str]:
         before = f"predicted {found.predicted_gbps:.2f} GB/s ({kind})"
         if found.tuned:
             before = f"{found.predicted_gbps:.2f} GB/s in one job when it was tuned"
-        achieved = f"achieved {found.plan_gbps:.2f} at the large sizes: {share:.0%} of it"
+        achieved = f"achieved {found.plan_gbps:.2f} {_where(found)}: {share:.0%} of it"
         lines.append(f"{before}, {achieved}")
     lines += [
         f"wrong: {one.case}, rank {one.rank}: {one.what}" for one in found.wrong[:_SHOWN_WRONG]
@@ -140,6 +140,12 @@ def _facts(found: Verification) -> list[str]:
             "have a size that is called better or worse."
         )
     return lines
+
+
+def _where(found: Verification) -> str:
+    """Where a plan's rate was taken: at one size, if none of those timed is large."""
+    largest = max(one.bytes for one in found.sizes)
+    return "at the large sizes" if is_large(largest) else f"at {size_text(largest)}"
 
 
 def _tried(one: Tried) -> str:

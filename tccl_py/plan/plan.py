@@ -114,10 +114,12 @@ class TopologyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if self.fallbacks_ended
             else ""
         )
+        before, after = f"{self.own_gbps:.2f}", f"{self.rate_gbps:.2f}"
+        goes = f"stays at {after}" if before == after else f"goes from {before} to {after}"
         return (
-            f"NCCL's own choice over all GPUs goes from {self.own_gbps:.2f} to "
-            f"{self.rate_gbps:.2f} GB/s, and by {self.mean_gain:.1%} on average of "
-            f"{self.sets_checked} sets of GPUs ({which} there are){ended}"
+            f"NCCL's own choice over all GPUs {goes} GB/s under the plan's settings; "
+            f"{self.mean_gain:.1%} is gained on average of {self.sets_checked} sets of GPUs "
+            f"({which} there are){ended}"
         )
 
 

@@ -226,7 +226,7 @@ def stock_note(stock: Stock) -> str:
         )
     elif stock.choice.fallback and stock.settings.p2p_level is not None:
         notes.append(
-            "as NCCL's search finds no rings where P2P is limited and takes its simple order"
+            "stock in NCCL's simple order, for its search finds no rings where P2P is limited"
         )
     if stock.settings.net_disable_intra:
         notes.append(

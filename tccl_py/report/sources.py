@@ -41,8 +41,11 @@ def _of_plan(contents: Contents) -> Iterator[FigureSource]:
         f"{plan.sets_measured} sets {done}, {plan.sets_remembered} from memory or journal, "
         f"{plan.sets_by_symmetry} by symmetry; search {plan.strategy}"
     )
-    prediction = f"a prediction of NCCL's bus bandwidth; {effort}"
-    yield FigureSource(figures="rates of rings and hops", source=plan.provenance, note=prediction)
+    what = "a prediction of NCCL's bus bandwidth"
+    if plan.tuned:
+        what = "shares of what a job of NCCL's had when settings were tuned"
+    note = f"{what}; {effort}"
+    yield FigureSource(figures="rates of rings and hops", source=plan.provenance, note=note)
     stock = mark(simulated=plan.simulated, assumed=plan.stock.assumed)
     yield FigureSource(figures="stock NCCL", source=stock, note=plan.stock.note)
     yield FigureSource(

@@ -90,9 +90,14 @@ def bus_gbps(collective: str, world: int, size: int, seconds: float) -> float:
     return size / seconds * bus_factor(collective, world) / 1e9
 
 
+def is_large(size: int) -> bool:
+    """Whether bus bandwidths of this size are what a prediction is held against."""
+    return size >= _LARGE_BYTES
+
+
 def large_gbps(rates: Sequence[tuple[int, float]]) -> float | None:
     """The median rate of the large sizes; of the largest if none is large; None without any."""
-    large = [gbps for size, gbps in rates if size >= _LARGE_BYTES]
+    large = [gbps for size, gbps in rates if is_large(size)]
     return statistics.median(large or [max(rates)[1]]) if rates else None
 
 
