@@ -97,6 +97,14 @@ def flows(draw: st.DrawFn, name: str) -> Flow:
     return bounce(source, target, node, blocks=blocks, fifo=Fifo(bytes=size))
 
 
+@pytest.mark.parametrize("further", ["G2->G2->G1", "G2->G2->G1{blocks=16}"])
+def test_a_flow_of_more_blocks_does_not_unbend_those_of_few(further):
+    few = [parse_flow("G2->G2->G1{blocks=4}")] * 4
+    sets = [transfer_set(few), transfer_set([*few, parse_flow(further)])]
+    before, after = SIMULATORS["h200x4-vm"].measure(sets)
+    assert after.rate_gbps <= before.rate_gbps * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("name", bundled_names())
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)

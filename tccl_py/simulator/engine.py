@@ -134,10 +134,13 @@ class Engine:
                 groups.setdefault((limit, gpu, writes), {})[flow] = alone
         bounds: list[Bound] = []
         for (limit, _, _), together in groups.items():
-            if len(together) > 1:
-                total = bent(self.model.executors[limit], self.figures, sum(together.values()))
-                if total < math.inf:
-                    bounds.append(dict.fromkeys(together, 1 / total))
+            # Flows of few blocks among others of more are still bound by what they have together:
+            # else a further flow of many would take the bend below the ceiling from them.
+            for most in sorted(set(together.values())):
+                some = {flow: alone for flow, alone in together.items() if alone <= most}
+                total = bent(self.model.executors[limit], self.figures, sum(some.values()))
+                if len(some) > 1 and total < math.inf:
+                    bounds.append(dict.fromkeys(some, 1 / total))
         return bounds
 
     def _use(self, flow: Flow) -> Use:
