@@ -51,7 +51,11 @@ def _named() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[bool]:
-    """Hold a folder against others; whether that was possible."""
+    """Hold a folder against others; whether that was possible.
+
+    Not by `files.lock`, which goes without where a file system has no locks: there nobody may take
+    a folder away.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:

@@ -10,12 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
-from tccl_py.cli.plan_text import (
-    bound_text,
-    effort_text,
-    marked_rate,
-    settings_text,
-)
+from tccl_py.cli.plan_text import bound_text, effort_text, marked_rate, settings_text
 from tccl_py.cluster.expressions import compress
 from tccl_py.cluster_plan.plan import ClusterPlan, PlanChain
 from tccl_py.runtimes.nccl.kept import kept_text

@@ -68,7 +68,7 @@ def make_cluster_plan(
 
     Raises:
         InputError: one host, a class without NIC, unknown version or strategy, or kept variables
-            that do not limit P2P.
+            that say nothing of P2P.
         SearchError: no ring exists.
         MeasurementError: a source cannot measure what is needed.
     """

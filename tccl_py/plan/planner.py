@@ -95,7 +95,7 @@ def make_plan(
 
     Raises:
         InputError: unknown GPUs, version or strategy, fewer than two GPUs, or kept variables that
-            do not limit P2P.
+            say nothing of P2P.
         SearchError: no ring exists.
         MeasurementError: the source cannot measure what is needed.
     """
@@ -299,7 +299,7 @@ def _farthest(task: Task, best: Choice) -> str:
 def _free(task: Task, best: Choice) -> FreeRings | None:
     """What a free choice of mechanism for every hop would reach with as many channels.
 
-    Where all jobs have their P2P limited, no choice is free to go beyond that.
+    Where all jobs say how far P2P goes, no choice is free to go beyond that.
     """
     sm = min((task.machine.gpu(gpu).sm or 0 for gpu in task.gpus), default=0)
     channels = final_channels(best.settings.channels, sm=sm, version=task.version)

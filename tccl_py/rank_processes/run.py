@@ -59,7 +59,8 @@ class RankGroup:
     listener: socket.socket | None = None
 
 
-_Rank = tuple[RankGroup, int]
+_Rank = tuple[Path, int]
+"""The folder of its job, and its number."""
 
 
 def run_ranks(
@@ -108,7 +109,7 @@ def _running(
                 inherits = {}
                 if group.listener is not None and rank == group.ranks[0]:
                     inherits[LISTENER] = group.listener
-                started.append(((group, rank), start(program, inherits)))
+                started.append(((group.folder, rank), start(program, inherits)))
         yield started
     finally:
         for _, one in started:
@@ -134,27 +135,22 @@ def _wait(
         if failed_at is not None and (not running or now > failed_at + _GRACE_S):
             raise _failure(failed)
         if now > deadline:
-            group = running[0][0]
-            slow = [rank for one, rank in running if one is group]
+            folder = running[0][0]
+            slow = [rank for one, rank in running if one == folder]
             what = f"did not end within {timeout:g} s"
-            raise RanksError(slow, what, _said(group.folder, slow[0]), late=True)
+            raise RanksError(slow, what, _said(folder, slow[0]), late=True)
         meanwhile()
         time.sleep(_LOOK_S)
 
 
 def _failure(failed: Sequence[tuple[_Rank, int]]) -> RanksError:
     """Of the ranks that failed, the one whose last words name a cause, or the first with any."""
-    (group, rank), code = next(
-        (
-            one
-            for usual in (_causes, list)
-            for one in failed
-            if usual(_lines(one[0][0].folder, one[0][1]))
-        ),
+    (folder, rank), code = next(
+        (one for usual in (_causes, list) for one in failed if usual(_lines(*one[0]))),
         failed[0],
     )
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    return RanksError([rank], how, _said(group.folder, rank))
+    return RanksError([rank], how, _said(folder, rank))
 
 
 def _said(folder: Path, rank: int) -> str:
