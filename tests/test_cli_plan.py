@@ -16,7 +16,7 @@ from tccl_py.cli.main import app
 from tccl_py.measurements.journal import read_journal
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan, per_channel
-from tccl_py.runtimes.nccl.graph_file import load_graph_file
+from tccl_py.runtimes.nccl.graph_file import parse_graph_file
 from tccl_py.runtimes.nccl.settings import environment
 from tccl_py.runtimes.nccl.validator import validate
 from tccl_py.simulator.library import load_bundled
@@ -317,7 +317,7 @@ def test_env_names_the_graph_file_of_exactly_these_gpus(directory):
         path = found["environment"]["NCCL_GRAPH_FILE"]
         assert path == str(directory / "nccl" / name)
         text = (directory / "nccl" / name).read_text()
-        for graph in load_graph_file(text, where=name, version="2.30").graphs:
+        for graph in parse_graph_file(text, where=name, version="2.30").graphs:
             assert all(sorted(one.gpus) == found["gpus"] for one in graph.channels)
 
 
@@ -455,7 +455,7 @@ def test_export_for_another_version_keeps_the_flows_or_refuses(directory):
         if result.exit_code:
             assert f"make a plan for it: tccl plan --nccl {version}" in result.stderr
             continue
-        graph = load_graph_file(result.stdout, where="stdout", version=version).graphs[0]
+        graph = parse_graph_file(result.stdout, where="stdout", version=version).graphs[0]
         wanted = per_channel([ring.gpus for ring in plan.rings], plan.settings.channels)
         assert tuple(channel.gpus for channel in graph.channels) == wanted
     assert done("export", directory, "--nccl", "2.30").exit_code == 0

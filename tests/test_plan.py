@@ -14,7 +14,7 @@ from tccl_py.files import MAX_INPUT_BYTES
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.plan import Plan, load_plan, per_channel
 from tccl_py.plan.planner import make_plan
-from tccl_py.runtimes.nccl.graph_file import load_graph_file
+from tccl_py.runtimes.nccl.graph_file import parse_graph_file
 from tccl_py.runtimes.nccl.settings import environment
 from tccl_py.runtimes.nccl.transport import mechanism_flow, pair_mechanism, view
 from tccl_py.runtimes.nccl.validator import validate
@@ -70,7 +70,7 @@ def assert_used(plan, name, text):
     orders = per_channel(plan.subset(gpus).rings, plan.settings.channels)
     final = [turned(tuple(gpus[rank] for rank in ring)) for ring in verdict.rings]
     assert final == [turned(orders[i % len(orders)]) for i in range(len(final))]
-    for graph in load_graph_file(text, where=name, version=plan.settings.version).graphs:
+    for graph in parse_graph_file(text, where=name, version=plan.settings.version).graphs:
         assert all(sorted(channel.gpus) == sorted(gpus) for channel in graph.channels)
 
 

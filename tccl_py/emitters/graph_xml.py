@@ -7,14 +7,14 @@ import math
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.graph_file import RING, TREE
+from tccl_py.runtimes.nccl.graph_file import RING, TREE, TYPES
 from tccl_py.runtimes.nccl.versions import LATEST, version_facts
 
 _RING_PATTERN = 4
 _BALANCED_TREE_PATTERN = 1
 _TREE_PATTERN = 3
 """All that a tree sends to other nodes goes by its first GPU; pattern 1 needs a second one."""
-_TYPES = ("LOC", "NVL", "NVB", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
+
 _MAX_DEVICE = 255
 
 
@@ -166,7 +166,7 @@ def _check_facts(rings: GraphRings) -> None:
     if not all(math.isfinite(speed) and 0 < speed < 100_000 for speed in speeds):
         raise InputError("graph file", f"has speeds {speeds}", "GB/s of one channel, above 0")
     for kind in (rings.type_intra, rings.type_inter, rings.tree_type_inter or "LOC"):
-        if kind not in _TYPES:
+        if kind not in TYPES:
             raise InputError(
-                "graph file", f"has path type {kind[:20]!r}", f"one of {', '.join(_TYPES)}"
+                "graph file", f"has path type {kind[:20]!r}", f"one of {', '.join(TYPES)}"
             )

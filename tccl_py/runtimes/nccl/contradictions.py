@@ -15,6 +15,7 @@ _ALWAYS = (
     "p2p_copy_engine",
     "shm_locality",
     "shm_copy_engine",
+    "shm_disable",
     "net_disable_intra",
     "buffsize",
 )

@@ -11,14 +11,12 @@ from itertools import pairwise
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.runtimes.nccl.graph_file import TYPES
 from tccl_py.runtimes.nccl.landing import may_change_rails, net_path
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.runtimes.nccl.transport import View, net_devices, pair_mechanism
 from tccl_py.runtimes.nccl.versions import version_facts
 from tccl_py.topology.paths import PathType
-
-_WRITTEN = ("LOC", "NVL", "NVB", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
-"""The names of types that a graph file knows; any other silently becomes LOC."""
 
 
 class GraphFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,9 +80,7 @@ def _both_ways(seen: View, gpu: int, nic: int) -> list[PathType]:
 def _farthest(kinds: Sequence[PathType], settings: Settings) -> str:
     """The farthest type, by the nearest name that is as far at least."""
     farthest = max(kinds, default=PathType.LOC)
-    known = (
-        name for name in _WRITTEN if name not in version_facts(settings.version).unknown_levels
-    )
+    known = (name for name in TYPES if name not in version_facts(settings.version).unknown_levels)
     for name in known:
         if PathType[name] >= farthest:
             return name

@@ -33,7 +33,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `p2p_level` LOC lets no pair talk directly. `p2p_read` None reads on NVLink between two sm 80
     GPUs and writes elsewhere. `channels` are ring channels in the graph file; a communicator ends
-    up with more, see `final_channels`. `buffsize` is one channel's FIFO in bytes.
+    up with more, see `final_channels`. `buffsize` is one channel's FIFO in bytes. `shm_disable`
+    sends pairs without P2P over NICs; no plan chooses it.
 
     Of the network: NICs reach GPU memory up to `net_gdr_level` (LOC: never), when sending only if
     `net_gdr_read` lets them (None: not below sm 80 without NVLink). `cross_nic` 0 keeps a ring on
@@ -47,6 +48,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     p2p_copy_engine: bool = False
     shm_locality: Side = "receiver"
     shm_copy_engine: CopyEngineSide | None = None
+    shm_disable: bool = False
     net_disable_intra: bool = False
     channels: int = 1
     buffsize: int = DEFAULT_FIFO_BYTES
@@ -116,6 +118,7 @@ def environment(settings: Settings) -> dict[str, str]:
         "NCCL_SHM_LOCALITY": "1" if settings.shm_locality == "sender" else None,
         "NCCL_SHM_USE_CUDA_MEMCPY": "1" if mode else None,
         "NCCL_SHM_MEMCPY_MODE": _SHM_MODES[mode] if mode else None,
+        "NCCL_SHM_DISABLE": "1" if settings.shm_disable else None,
         "NCCL_NET_DISABLE_INTRA": "1" if settings.net_disable_intra else None,
         "NCCL_BUFFSIZE": (
             str(settings.buffsize) if settings.buffsize != DEFAULT_FIFO_BYTES else None
@@ -160,6 +163,7 @@ def settings_from_environment(
         p2p_copy_engine=number.get("NCCL_P2P_USE_CUDA_MEMCPY") == 1,
         shm_locality="sender" if number.get("NCCL_SHM_LOCALITY") == 1 else "receiver",
         shm_copy_engine=engine,
+        shm_disable=number.get("NCCL_SHM_DISABLE") == 1,
         net_disable_intra=number.get("NCCL_NET_DISABLE_INTRA") == 1,
         channels=channels,
         buffsize=size if 1024 <= size <= MAX_FIFO_BYTES else DEFAULT_FIFO_BYTES,

@@ -1,6 +1,7 @@
 """Which transport NCCL takes for a pair of GPUs, and the hops that settings leave to a search.
 
-Source: ncclTopoCheckP2p and ncclTopoCheckNet (paths.cc), p2p.cc and shm.cc of NCCL 2.30.7.
+Source: ncclTopoCheckP2p, ncclTopoCheckNet, ncclTopoComputePaths and ncclTopoTrimSystem (paths.cc),
+p2p.cc and shm.cc of NCCL 2.30.7.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -76,15 +77,18 @@ class Mechanism(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """What follows from a P2P level and the knowledge of who can access whom.
+    """What follows from settings of transports and the knowledge of who can access whom.
 
-    `direct` are the pairs that talk without the CPU, `net_gbps` what NCCL believes of each GPU's
-    best way to a NIC below the CPU, `nvlinked` the GPUs with an NVLink to another.
+    `direct` are the pairs that talk without the CPU, `by_network` the pairs that NCCL sends over
+    NICs, `nvlinked` the GPUs with an NVLink to another. `parts` are the GPUs in NCCL's order, by
+    groups: more than one is a node that NCCL cuts when it starts, because too many pairs would go
+    over NICs. Each group is then a node of its own, and a graph file over all GPUs is refused.
     """
 
     paths: Paths
     direct: frozenset[tuple[str, str]]
-    net_gbps: Mapping[str, float]
+    by_network: frozenset[tuple[str, str]]
+    parts: tuple[tuple[str, ...], ...]
     nvlinked: frozenset[str]
 
 
@@ -104,7 +108,17 @@ class _Survey:
 
     system: System
     plain: Paths
-    reaches: dict[tuple[PathType, GpuDirectRule, Knowledge], _Reach]
+    reaches: dict[_ReachKey, _Reach]
+
+
+class _ReachKey(NamedTuple):
+    """The settings that paths and transports depend on."""
+
+    level: PathType
+    rule: GpuDirectRule
+    network: bool
+    shared_memory: bool
+    knowledge: Knowledge
 
 
 def view(
@@ -118,8 +132,14 @@ def view(
         InputError: unknown GPUs, or a machine on which NCCL fails at init.
     """
     survey = _survey(machine, gpus, usable_nics(machine, settings))
-    level = p2p_level(survey.system, settings)
-    reach = _reach(survey, knowledge, level, gpu_direct_rule(settings))
+    key = _ReachKey(
+        level=p2p_level(survey.system, settings),
+        rule=gpu_direct_rule(settings),
+        network=not settings.net_disable_intra,
+        shared_memory=not settings.shm_disable,
+        knowledge=knowledge,
+    )
+    reach = _reach(survey, key)
     return View(
         system=survey.system,
         knowledge=knowledge,
@@ -127,7 +147,8 @@ def view(
         plain=survey.plain,
         paths=reach.paths,
         direct=reach.direct,
-        net_gbps=reach.net_gbps,
+        by_network=reach.by_network,
+        parts=reach.parts,
         nvlinked=reach.nvlinked,
     )
 
@@ -171,19 +192,46 @@ def _survey(machine: Machine, gpus: Sequence[int] | None, nics: tuple[int, ...])
     return surveys[key]
 
 
-def _reach(survey: _Survey, knowledge: Knowledge, level: PathType, rule: GpuDirectRule) -> _Reach:
-    system, key = survey.system, (level, rule, knowledge)
+def _reach(survey: _Survey, key: _ReachKey) -> _Reach:
+    system = survey.system
     if key not in survey.reaches:
         direct = frozenset(
             pair
             for pair in permutations(system.gpus, 2)
-            if _direct(system, knowledge, survey.plain, level, pair)
+            if _direct(system, key.knowledge, survey.plain, key.level, pair)
         )
-        paths = with_policy(system, survey.plain, direct=direct, rule=rule)
+        paths = with_policy(system, survey.plain, direct=direct, rule=key.rule)
+        # NCCL decides this before it knows which NICs reach GPU memory: by the plain paths.
+        net_gbps = _net_gbps(system, survey.plain) if key.network else {}
+        by_network = frozenset(
+            (one, other)
+            for one, other in permutations(system.gpus, 2)
+            if not (key.shared_memory or (one, other) in direct)
+            or min(net_gbps.get(one, 0.0), net_gbps.get(other, 0.0)) > paths[one, other].gbps
+        )
         _make_room(survey.reaches)
-        linked = nvlinked(system, paths)
-        survey.reaches[key] = _Reach(paths, direct, _net_gbps(system, paths), linked)
+        survey.reaches[key] = _Reach(
+            paths=paths,
+            direct=direct,
+            by_network=by_network,
+            parts=_parts(system.gpus, by_network),
+            nvlinked=nvlinked(system, paths),
+        )
     return survey.reaches[key]
+
+
+def _parts(
+    gpus: Sequence[str], by_network: frozenset[tuple[str, str]]
+) -> tuple[tuple[str, ...], ...]:
+    """Group GPUs as ncclTopoTrimSystem does: each joins the lowest group of those before it."""
+    group: list[int] = []
+    for number, gpu in enumerate(gpus):
+        near = (group[at] for at in range(number) if (gpu, gpus[at]) not in by_network)
+        group.append(min([number, *near]))
+    return tuple(
+        tuple(gpu for gpu, own in zip(gpus, group, strict=True) if own == one)
+        for one in dict.fromkeys(group)
+    )
 
 
 def _make_room(kept: dict[_Key, _Kept]) -> None:
@@ -245,7 +293,7 @@ def pair_mechanism(seen: View, source: int, target: int) -> Mechanism:
         )
     path = seen.paths[one, other]
     name, gbps = path.type.name, path.gbps
-    if not settings.net_disable_intra and _network_is_nearer(seen, one, other):
+    if (one, other) in seen.by_network:
         return Mechanism(kind="network", path=name, gbps=gbps)
     if (one, other) in seen.direct:
         if settings.p2p_copy_engine:
@@ -269,12 +317,6 @@ def _reads(seen: View, one: str, other: str) -> bool:
     return same and seen.plain[one, other].type == PathType.NVL
 
 
-def _network_is_nearer(seen: View, one: str, other: str) -> bool:
-    """Whether both GPUs reach a NIC without the CPU, and faster than they reach each other."""
-    gbps = seen.paths[one, other].gbps
-    return seen.net_gbps[one] > gbps and seen.net_gbps[other] > gbps
-
-
 def mechanism(
     machine: Machine, knowledge: Knowledge, settings: Settings, source: int, target: int
 ) -> Mechanism:
@@ -292,7 +334,8 @@ def hop_space(
 ) -> HopSpace:
     """One hop per ordered pair, by the mechanism the settings give it; none where NCCL uses NICs.
 
-    Every hop is moved by the final channels' blocks, shared evenly by the rings of a set.
+    There is no hop at all where NCCL would cut the node in parts (`View.parts`). Every hop is moved
+    by the final channels' blocks, shared evenly by the rings of a set.
 
     Raises:
         InputError: settings the version does not have, unknown GPUs, or no ring.
@@ -307,7 +350,7 @@ def hop_space(
     hops = {}
     for source, target in permutations(chosen, 2):
         way = pair_mechanism(seen, source, target)
-        if way.kind != "network":
+        if way.kind != "network" and len(seen.parts) == 1:
             flow = mechanism_flow(machine, settings, way, source, target, blocks=blocks)
             hops[source, target] = (Hop(source, target, flow),)
     switches = [f"{name}={value}" for name, value in environment(settings).items()]

@@ -1,4 +1,4 @@
-"""What NCCL does with graph files: use them, ignore them, clip them, fail, or crash."""
+"""What NCCL does with graph files: use them, ignore them, clip them, fail, or break."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Literal
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.graph_file import load_graph_file
+from tccl_py.runtimes.nccl.graph_file import parse_graph_file
 from tccl_py.runtimes.nccl.node_graphs import NodeGraphs
-from tccl_py.runtimes.nccl.rings import RanksOutOfBoundsError, RingsBrokenError, connect, repeated
+from tccl_py.runtimes.nccl.rings import connect, repeated
 from tccl_py.runtimes.nccl.settings import final_channels, settings_from_environment
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.runtimes.nccl.versions import LATEST
@@ -28,9 +28,11 @@ _SHOWN_NODES = 8
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of a graph file.
 
-    `clipped`: NCCL loads it but runs less than, or something else than, it says. `rejected`: init
-    fails. `crash`: init segfaults or corrupts memory. `rings` are the final channels' rank orders,
-    each beginning at rank 0; empty where init does not end well.
+    `used`: NCCL runs what it says. `clipped`: NCCL loads it but runs less than, or something else
+    than, it says. `ignored`: NCCL searches for itself. `rejected`: init fails, or the file has a
+    form that not every NCCL reads. `crash`: NCCL segfaults, corrupts memory, or starts and then
+    hangs or gives wrong sums. `rings` are the final channels' rank orders, each beginning at
+    rank 0; empty where init does not end well, and for a node that NCCL cuts in parts.
     """
 
     verdict: VerdictKind
@@ -181,8 +183,8 @@ class _Job:
                 self._classes.append(_Class(node, numbers, self._load(node)))
             except (GraphRejectedError, GraphCrashError) as error:
                 kind: VerdictKind = "crash" if isinstance(error, GraphCrashError) else "rejected"
-                text = f"{error.where}: {error.what}"
-                faults.append(_FaultError(kind, _told(numbers, text, alone=len(alike) == 1)))
+                alone = len(alike) == 1
+                faults.append(_FaultError(kind, _told(numbers, str(error), alone=alone)))
         if faults:
             raise next((one for one in faults if one.verdict == "crash"), faults[0])
         by_number = {number: one.graphs for one in self._classes for number in one.numbers}
@@ -192,8 +194,15 @@ class _Job:
         gpus = tuple(sorted(node.machine.gpu_indices)) if node.gpus is None else node.gpus
         settings = settings_from_environment(self._variables, version=self._version)
         seen = view(node.machine, node.knowledge, settings, gpus=gpus)
-        file = load_graph_file(node.graph, where=node.where, version=self._version)
-        return NodeGraphs(seen, gpus, nodes=self._count, variables=self._variables, file=file)
+        file = parse_graph_file(node.graph, where=node.where, version=self._version)
+        return NodeGraphs(
+            seen,
+            gpus,
+            nodes=self._count,
+            variables=self._variables,
+            file=file,
+            where=node.where,
+        )
 
     def judge(self) -> ClusterVerdict:
         """Connect the rings and say what is not as the files have it."""
@@ -209,6 +218,8 @@ class _Job:
             version=self._version,
         )
         verdict, reason = self._verdict(channels, final)
+        if any(one.cut for one in each):
+            return ClusterVerdict(verdict=verdict, reason=f"{reason}; NCCL cuts a node in parts")
         nics = [self._nics(ring, channel) for channel, ring in enumerate(rings)]
         return ClusterVerdict(
             verdict=verdict,
@@ -218,14 +229,13 @@ class _Job:
         )
 
     def _connected(self, channels: int) -> list[tuple[int, ...]]:
-        nodes = [graphs.rings(start) for graphs, start in zip(self._of, self._starts, strict=False)]
-        where = ", ".join(dict.fromkeys(one.job.where for one in self._classes))
+        pairs = list(zip(self._of, self._starts, strict=False))
         try:
-            return connect(nodes, channels=channels)
-        except RingsBrokenError as error:
-            raise _FaultError("rejected", f"{where}: {error}") from error
-        except RanksOutOfBoundsError as error:
-            raise _FaultError("crash", f"{where}: {error}") from error
+            for graphs, start in pairs:
+                graphs.check_ranks(start)
+        except GraphRejectedError as error:
+            raise _FaultError("rejected", str(error)) from error
+        return connect([graphs.rings(start) for graphs, start in pairs], channels=channels)
 
     def _nics(self, ring: tuple[int, ...], channel: int) -> tuple[ChannelNics, ...]:
         """Where a ring passes from node to node, and by which NICs."""

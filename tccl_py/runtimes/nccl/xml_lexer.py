@@ -1,4 +1,8 @@
-"""NCCL's own reading of XML: not a general parser, and what it refuses depends on its version.
+"""The XML that every version of NCCL reads: a strict reader of graph and topology files.
+
+NCCL's own reader is no general XML parser. This one takes only forms that all versions read alike,
+so that a file that passes means to NCCL what it says. It refuses anything else, even where some
+version of NCCL would read it.
 
 Source: xmlGetToken, xmlGetNode and xmlLoadSub in xml.cc of NCCL 2.18 to 2.30.7.
 """
@@ -6,26 +10,30 @@ Source: xmlGetToken, xmlGetNode and xmlLoadSub in xml.cc of NCCL 2.18 to 2.30.7.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from tccl_py.errors import InputError
 from tccl_py.runtimes.nccl.versions import VersionFacts
 
 MAX_TEXT = 8 * 1024 * 1024
 """Several times the largest file that NCCL's limit on elements leaves room for."""
+_MAX_DEPTH = 16
 
+_NAME = r"[A-Za-z_][A-Za-z0-9_]{0,62}"
+# Printable ASCII without quotes, markup or entities, as long as NCCL's buffer for a value.
+_VALUE = r"[ !#-%(-;=?-~]{0,253}"
+_ATTRIBUTE = rf" {_NAME}=(?:\"{_VALUE}\"|'{_VALUE}')"
+_TAG = re.compile(
+    r"<!--(?=[ \n\r])[^\0]*?-->"
+    rf"|</(?P<close>{_NAME})>"
+    rf"|<(?P<open>{_NAME})(?P<attributes>(?:{_ATTRIBUTE})*) ?(?P<single>/?)>"
+)
+_PAIR = re.compile(rf"({_NAME})=[\"']({_VALUE})")
 _SPACE = re.compile(r"[ \n\r]*")
-_TOKEN = re.compile(r"([^ >/\n\r=]*)([ >/\n\r=])")
-_RIGHT = "see the rules for graph files, or let `tccl export` write it"
-
-Known = Mapping[str, "Known"]
-"""Element names that are read at one level, and below each of them; others are skipped."""
 
 
 class GraphRejectedError(InputError):
-    """NCCL fails at init when it reads this file."""
+    """NCCL fails at init when it reads this file, or no one can say what it would read."""
 
 
 class GraphCrashError(InputError):
@@ -34,7 +42,7 @@ class GraphCrashError(InputError):
 
 @dataclass(slots=True)
 class XmlElement:
-    """An element as NCCL keeps it; of attributes with one name the first counts."""
+    """An element with its attributes, the line it begins on, and the elements inside it."""
 
     name: str
     attributes: dict[str, str]
@@ -42,170 +50,86 @@ class XmlElement:
     children: list[XmlElement] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tag:
-    """One tag; `ends` is "open", "single", "close", or "" at the end of the text."""
+def read_elements(text: str, facts: VersionFacts, *, where: str) -> list[XmlElement]:
+    """Return the top elements of `text`.
 
-    ends: str
-    name: str = ""
-    attributes: tuple[tuple[str, str], ...] = ()
-    start: int = 0
-
-
-def read_elements(
-    text: str, known: Known, facts: VersionFacts, *, where: str
-) -> Sequence[XmlElement]:
-    """The elements of `text` that `known` names, as this version of NCCL would read them.
+    Args:
+        text: the file.
+        facts: of the NCCL version, whose limits on numbers of elements count.
+        where: name for messages.
 
     Raises:
-        GraphRejectedError: NCCL would stop with an error; place and what NCCL says of it.
-        GraphCrashError: NCCL would run over the end of its memory.
+        GraphRejectedError: a form that not every NCCL reads, or too many elements; by line.
+        GraphCrashError: more children than this version has room for.
         InputError: larger than any file NCCL could read.
     """
     if len(text) > MAX_TEXT:
         raise InputError(where, f"has {len(text)} characters", f"at most {MAX_TEXT} make sense")
-    return _Reader(text, known, facts, where).read()
-
-
-class _Reader:
-    def __init__(self, text: str, known: Known, facts: VersionFacts, where: str) -> None:
-        # NCCL reads bytes; one character a byte keeps its limits on lengths.
-        self._text = text.encode("utf-8", "replace").decode("latin-1")
-        self._at = 0
-        self._known, self._facts, self._where = known, facts, where
-        self._elements = 0
-        self._lines = [0, 1]
-
-    def read(self) -> list[XmlElement]:
-        top = XmlElement("", {}, 1)
-        stack: list[tuple[XmlElement, Known]] = [(top, self._known)]
-        while True:
-            tag = self._tag()
-            head, known = stack[-1]
-            if not tag.ends:
-                if len(stack) > 1:
-                    self._reject(self._at, f"XML Parse : unterminated {head.name}")
-                return top.children
-            if tag.ends == "close" and len(stack) > 1:
-                if tag.name != head.name:
-                    self._reject(tag.start, f"XML Mismatch : {head.name} / {tag.name}")
-                stack.pop()
-            elif tag.name not in known:
-                self._skip(tag)
-            else:
-                element = self._keep(tag, head)
-                if tag.ends != "single":
-                    stack.append((element, known[tag.name]))
-
-    def _keep(self, tag: _Tag, head: XmlElement) -> XmlElement:
-        facts = self._facts
-        line = self._line(tag.start)
-        if self._elements == facts.max_elements:
-            self._reject(tag.start, f"XML parser is limited to {facts.max_elements} nodes")
-        if head.name and len(head.children) == facts.max_children:
-            reason = f"<{head.name}> has more than {facts.max_children} children"
-            if facts.children_checked:
-                self._reject(tag.start, f"XML parser : {reason}")
-            raise GraphCrashError(
-                f"{self._where}:{line}", reason, f"NCCL {facts.name} holds no more"
+    top = XmlElement("", {}, 1)
+    stack, count, at, line = [top], 0, 0, 1
+    while True:
+        # 1. Skip white space; NCCL knows no tabs.
+        start = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        line += text.count("\n", at, start)
+        if start == len(text):
+            break
+        # 2. Read one comment or tag.
+        tag = _TAG.match(text, start)
+        place = f"{where}:{line}"
+        if tag is None:
+            raise GraphRejectedError(
+                place,
+                f"NCCL may not read {text[start : start + 40]!r}",
+                "write whole tags on one line, one space before each attribute, values in quotes "
+                "(at most 253 plain characters), and no tabs between tags",
             )
-        self._elements += 1
-        attributes: dict[str, str] = {}
-        for key, value in tag.attributes:
-            attributes.setdefault(key, value)
-        element = XmlElement(tag.name, attributes, line)
-        head.children.append(element)
-        return element
+        at, line = tag.end(), line + text.count("\n", start, tag.end())
+        # 3. Put an element into the one it is in.
+        if tag["close"]:
+            if tag["close"] != stack[-1].name:
+                raise GraphRejectedError(
+                    place, f"</{tag['close']}> closes no element", f"close <{stack[-1].name}> first"
+                )
+            stack.pop()
+        elif tag["open"]:
+            count += 1
+            element = XmlElement(tag["open"], _attributes(tag, facts, place), line)
+            _check_room(stack, count, facts, place)
+            stack[-1].children.append(element)
+            if not tag["single"]:
+                stack.append(element)
+    if len(stack) > 1:
+        last = stack[-1]
+        raise GraphRejectedError(
+            f"{where}:{last.line}", f"<{last.name}> is not closed", "complete the file"
+        )
+    return top.children
 
-    def _skip(self, tag: _Tag) -> None:
-        """Skip an unknown element; inside it NCCL does not compare names, only counts levels."""
-        depth = 0 if tag.ends == "single" else 1
-        while depth:
-            inner = self._tag()
-            if not inner.ends:
-                self._reject(self._at, f"XML Parse : unterminated {tag.name}")
-            depth += {"open": 1, "close": -1}.get(inner.ends, 0)
 
-    # Characters
+def _attributes(tag: re.Match[str], facts: VersionFacts, place: str) -> dict[str, str]:
+    pairs = _PAIR.findall(tag["attributes"])
+    attributes = dict(pairs)
+    if len(pairs) > facts.max_attributes or len(attributes) < len(pairs):
+        raise GraphRejectedError(
+            place,
+            f"<{tag['open']}> has {len(pairs)} attributes, {len(attributes)} of them different",
+            f"at most {facts.max_attributes}, each once",
+        )
+    return attributes
 
-    def _tag(self) -> _Tag:
-        while True:
-            space = _SPACE.match(self._text, self._at)
-            start = self._at = space.end() if space else self._at
-            if start >= len(self._text):
-                return _Tag("")
-            if self._text[start] != "<":
-                self._reject(start, f"XML Parse error : expecting '<', got {self._text[start]!r}")
-            self._at += 1
-            name, last = self._name()
-            if not name.startswith("!--"):
-                return self._rest(name, last, start)
-            end = self._text.find("-->", start + len("<!--"))
-            if end < 0:
-                self._reject(start, "XML Parse error : unterminated comment")
-            self._at = end + len("-->")
 
-    def _rest(self, name: str, last: str, start: int) -> _Tag:
-        if not name and last == "/":
-            name, last = self._name()
-            if last != ">":
-                self._reject(start, f"XML Parse error : unexpected {last!r} in closing tag {name}")
-            return _Tag("close", name, (), start)
-        attributes: list[tuple[str, str]] = []
-        while last == " ":
-            key, value, last = self._attribute()
-            if len(attributes) < self._facts.max_attributes:
-                attributes.append((key, value))
-        ends = "open"
-        if last == "/":
-            ends = "single"
-            _, last = self._name()
-        if last != ">":
-            self._reject(self._at - 1, f"XML Parse : expected >, got {last!r}")
-        return _Tag(ends, name, tuple(attributes), start)
-
-    def _token(self) -> tuple[str, str]:
-        match = _TOKEN.match(self._text, self._at)
-        if match is None:
-            self._reject(len(self._text), "XML Parse : Unexpected EOF")
-        name, last = match[1], match[2]
-        if len(name) > self._facts.max_value - (last != "="):
-            self._reject(self._at, f"Error : name {name[:20]}... too long")
-        self._at = match.end()
-        return name.split("\0")[0], last
-
-    def _name(self) -> tuple[str, str]:
-        start = self._at
-        name, last = self._token()
-        if last == "=":
-            self._reject(start, f"XML Parse : Unexpected value with name {name[:40]}")
-        return name, last
-
-    def _attribute(self) -> tuple[str, str, str]:
-        key, last = self._token()
-        if last != "=":
-            return key, "", last
-        start = self._at
-        quote = self._text[start : start + 1]
-        if quote not in ('"', "'"):
-            self._reject(start, "XML Parse : Expected (double) quote.")
-        end = self._text.find(quote, start + 1, start + self._facts.max_value + 2)
-        if end < 0:
-            short = len(self._text) - start <= self._facts.max_value
-            self._reject(
-                start,
-                "XML Parse : Unexpected EOF" if short else f"Error : value of {key[:40]} too long",
-            )
-        if end + 1 >= len(self._text):
-            self._reject(end, "XML Parse : Unexpected EOF")
-        self._at = end + 2
-        return key, self._text[start + 1 : end].split("\0")[0], self._text[end + 1]
-
-    def _line(self, at: int) -> int:
-        known, line = self._lines
-        self._lines = [at, line + self._text.count("\n", known, at)]
-        return self._lines[1]
-
-    def _reject(self, at: int, reason: str) -> NoReturn:
-        line = self._text.count("\n", 0, at) + 1
-        raise GraphRejectedError(f"{self._where}:{line}", reason, _RIGHT)
+def _check_room(stack: list[XmlElement], count: int, facts: VersionFacts, place: str) -> None:
+    if count > facts.max_elements or len(stack) > _MAX_DEPTH:
+        raise GraphRejectedError(
+            place,
+            f"is element {count}, {len(stack)} deep",
+            f"NCCL {facts.name} takes {facts.max_elements}, and none is deeper than {_MAX_DEPTH}",
+        )
+    parent = stack[-1]
+    if parent.name and len(parent.children) == facts.max_children:
+        error = GraphRejectedError if facts.children_checked else GraphCrashError
+        raise error(
+            place,
+            f"<{parent.name}> has more than {facts.max_children} children",
+            f"NCCL {facts.name} holds no more",
+        )
