@@ -224,6 +224,9 @@ class NodeGraphs:
         if graph is None:
             return []
         found = [*self._too_much(graph), *self._other_nets(graph), *self._wrong_tree()]
+        for one, other in sorted(self._seen.by_network)[:1]:
+            pair = f"{one} and {other} would talk over NICs, where NCCL may cut the node"
+            found.append(f"{pair}: set NCCL_NET_DISABLE_INTRA=1")
         if self.trees < self.ring.channels:
             found.append(f"the tree has {self.trees} of {self.ring.channels} channels")
         return found

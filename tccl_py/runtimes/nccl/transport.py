@@ -332,9 +332,10 @@ def hop_space(
     gpus: Sequence[int] | None = None,
     rings_in_set: int = 1,
 ) -> HopSpace:
-    """One hop per ordered pair, by the mechanism the settings give it; none where NCCL uses NICs.
+    """Return one hop per ordered pair, by the mechanism the settings give it.
 
-    There is no hop at all where NCCL would cut the node in parts (`View.parts`). Every hop is moved
+    There is no hop at all where NCCL would send any pair over NICs: it may then cut the node in
+    parts (`View.parts`), by an order of GPUs that depends on how it found them. Every hop is moved
     by the final channels' blocks, shared evenly by the rings of a set.
 
     Raises:
@@ -348,11 +349,10 @@ def hop_space(
     channels = final_channels(settings.channels, sm=seen.system.sm_min, version=settings.version)
     blocks = max(1, channels // rings_in_set)
     hops = {}
-    for source, target in permutations(chosen, 2):
+    for source, target in permutations(chosen, 2) if not seen.by_network else ():
         way = pair_mechanism(seen, source, target)
-        if way.kind != "network" and len(seen.parts) == 1:
-            flow = mechanism_flow(machine, settings, way, source, target, blocks=blocks)
-            hops[source, target] = (Hop(source, target, flow),)
+        flow = mechanism_flow(machine, settings, way, source, target, blocks=blocks)
+        hops[source, target] = (Hop(source, target, flow),)
     switches = [f"{name}={value}" for name, value in environment(settings).items()]
     name = " ".join([f"nccl {settings.version}, {channels} channels", *switches])
     return HopSpace(name=name, gpus=chosen, hops=hops)
