@@ -28,7 +28,6 @@ from tccl_py.chains.tables import chain_table
 from tccl_py.cli.main import app
 from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.measurements.memory import RememberingSource
-from tccl_py.merge.any_order import merge_any_order
 from tccl_py.merge.in_order import merge_in_order
 from tccl_py.merge.switches import SwitchTree, merge_with_switches
 from tccl_py.merge.tables import ChainTable, MergedRing
@@ -100,7 +99,9 @@ def mixed(nodes: int, kind: str) -> Found:
 
 
 def any_order(counts: Sequence[int], kind: str) -> Found:
-    return merged(merge_any_order(tables(kind, len(counts)), counts))
+    classes = {f"{c}.{i}": c for c, count in enumerate(counts) for i in range(count)}
+    tree = SwitchTree(name="", hosts=tuple(classes))
+    return merged(merge_with_switches(tables(kind, len(counts)), classes, tree))
 
 
 def switched(nodes: int, classes: int, kind: str) -> Found:

@@ -17,9 +17,13 @@ from tccl_py.cluster_plan.crossings import (
 )
 from tccl_py.cluster_plan.node import Node, Passage, passage_pairs
 from tccl_py.errors import SearchError
-from tccl_py.merge.any_order import merge_any_order
-from tccl_py.merge.in_order import merge_in_order
-from tccl_py.merge.switches import SwitchTree, merge_with_switches, passes, uplink_limit
+from tccl_py.merge.switches import (
+    SwitchTree,
+    least_passes_limit,
+    merge_with_switches,
+    passes,
+    uplink_limit,
+)
 from tccl_py.merge.tables import ChainTable, MergedRing
 from tccl_py.plan.settings_search import WORTH
 from tccl_py.plan.tasks import Choice
@@ -29,8 +33,10 @@ from tccl_py.runtimes.nccl.settings import Settings
 class Joint(msgspec.Struct, frozen=True, kw_only=True):
     """Rings over all hosts: their order, and the passage that each of them has.
 
-    `crossings[n]` leads from host n to the next one. `rate_gbps` is what all rings carry together,
-    `bound_gbps` what none under these settings exceeds, None if that is not known.
+    `crossings[n]` leads from host n to the next one. `rate_gbps` is what all rings carry together.
+    No set of as many rings under these settings is above `bound_gbps`, in any order of hosts and
+    over any NICs, if each NIC carries as many rings as any other or one more; None is not known.
+    `order_proven`: no order of hosts is better for these chains; or one had to be kept.
     """
 
     settings: Settings
@@ -85,7 +91,10 @@ def joint(
         return None
     ring, crossings = merged
     passages = _passages(cluster, nodes, settings, ring, crossings)
-    carried = uplink_limit(cluster.switches, ring.hosts) if cluster.switches else np.inf
+    carried = most = np.inf
+    if cluster.switches is not None:
+        carried = uplink_limit(cluster.switches, ring.hosts)
+        most = least_passes_limit(cluster.switches)
     rate = min(ring.rate_gbps, carried, *(passage.rate_gbps for passage in passages))
     return Joint(
         settings=settings,
@@ -95,7 +104,7 @@ def joint(
         passages=passages,
         rate_gbps=float(rate),
         # With noise, chains with other NICs may do better than the best of all were thought to.
-        bound_gbps=None if bound is None else float(max(min(bound, carried), rate)),
+        bound_gbps=None if bound is None else float(max(min(bound, most), rate)),
         order_proven=ring.proven,
     )
 
@@ -158,50 +167,26 @@ def _ordered(cluster: Cluster, tables: Sequence[ChainTable], *, keep_order: bool
     Raises:
         SearchError: there is no ring.
     """
-    classes = [host.node_class for host in cluster.hosts]
-    tree = cluster.switches
-    if tree is not None:
-        given = _given(cluster, tables, tree)
-        if keep_order and given is not None:
-            return given
-        free = merge_with_switches(tables, cluster.host_classes, tree)
-        neat = passes(tree, cluster.names) == passes(tree, free.hosts)
-        return given if neat and given and given.rate_gbps >= free.rate_gbps else free
+    tree = cluster.switches or SwitchTree(name="", hosts=cluster.names)
+    crossed = passes(tree, cluster.names)
     try:
-        given = merge_in_order(tables, classes)
+        given = merge_with_switches(tables, cluster.host_classes, tree, given_order=cluster.names)
     except SearchError:
         if keep_order:
             raise
         given = None
-    if given is not None and (keep_order or _cannot_improve(given, tables, classes)):
-        return msgspec.structs.replace(given, hosts=cluster.names)
-    counts = [classes.count(number) for number in range(len(tables))]
-    free = merge_any_order(tables, counts)
-    if given is not None and given.rate_gbps >= free.rate_gbps:
-        return msgspec.structs.replace(given, hosts=cluster.names)
-    return msgspec.structs.replace(free, hosts=_named(cluster, free.order))
+    if given is not None and (keep_order or (not crossed and _cannot_improve(given, tables))):
+        return given
+    free = merge_with_switches(tables, cluster.host_classes, tree)
+    if given is None or given.rate_gbps < free.rate_gbps or crossed > passes(tree, free.hosts):
+        return free
+    return msgspec.structs.replace(given, bound_gbps=free.bound_gbps)
 
 
-def _cannot_improve(ring: MergedRing, tables: Sequence[ChainTable], classes: Sequence[int]) -> bool:
+def _cannot_improve(ring: MergedRing, tables: Sequence[ChainTable]) -> bool:
     """Whether no order is better: a class's best chain is no faster, or all hosts are alike."""
-    used = set(classes)
+    used = set(ring.order)
     return len(used) == 1 or ring.rate_gbps >= min(tables[one].rates.max() for one in used)
-
-
-def _given(cluster: Cluster, tables: Sequence[ChainTable], tree: SwitchTree) -> MergedRing | None:
-    try:
-        return merge_with_switches(tables, cluster.host_classes, tree, given_order=cluster.names)
-    except SearchError:
-        return None
-
-
-def _named(cluster: Cluster, order: Sequence[int]) -> tuple[str, ...]:
-    """Hosts for an order of classes: of each class in the order they are given in."""
-    waiting = {
-        number: iter([host.name for host in cluster.hosts if host.node_class == number])
-        for number in range(len(cluster.classes))
-    }
-    return tuple(next(waiting[number]) for number in order)
 
 
 def _passages(

@@ -1,14 +1,18 @@
-"""The best order and crossings for hosts of which some must stay together.
+"""The best order and crossings for hosts under a tree of switches, whose uplinks have limits.
 
-For one rate, groups become pieces from the leaves of the tree upwards (`pieces`), and the pieces at
-the root make a ring in any order (`circuits`). Around it the rate is searched (`relations`), below
-the ceiling that fractions of hosts, and no groups, would have.
+For one rate, every switch whose uplink carries the ring only once is a group: its hosts stay
+together. Hosts of other switches come in any order. Groups become pieces from the leaves of the
+tree upwards (`pieces`), and the pieces at the root make a ring in any order (`circuits`). Around it
+the rate is searched (`relations`), below the ceiling that fractions of hosts, and no groups, would
+have.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -24,14 +28,18 @@ from tccl_py.merge.relations import (
     staying,
     worthwhile,
 )
-from tccl_py.merge.tables import MergedRing, Rates, ring_rate
+from tccl_py.merge.tables import Rates, ring_rate
+
+LOOSE = (2, 4, 16, math.inf)
+"""Groups come apart whose uplinks carry so many times the rate; 2 is the least that helps."""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """Hosts by number, and groups of them that stay together in the ring, each a cluster again."""
+    """Hosts by number, and groups of them behind an uplink (GB/s), each a cluster again."""
 
     hosts: tuple[int, ...] = ()
     groups: tuple[Cluster, ...] = ()
+    uplink: float = math.inf
 
     @property
     def all_hosts(self) -> Iterator[int]:
@@ -39,6 +47,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         yield from self.hosts
         for group in self.groups:
             yield from group.all_hosts
+
+    @property
+    def all_groups(self) -> Iterator[Cluster]:
+        """It and all groups in it; neighbours in the tree are near each other."""
+        yield self
+        for group in self.groups:
+            yield from group.all_groups
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,21 +64,42 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     bound: float
 
 
-def best_order(rates: Rates, classes: Sequence[int], cluster: Cluster) -> Order | None:
-    """The order of the hosts of a cluster with the fastest ring; None if none was found.
+def exits(group: Collection[int], order: Sequence[int]) -> int:
+    """Return how often a ring in this order leaves a group of hosts.
 
-    `rates` are class x entry x exit, `classes[h]` is the class of host h.
+    >>> exits([0, 1], [0, 2, 1, 3])
+    2
+    """
+    inside = np.isin(np.asarray(order), np.fromiter(group, dtype=np.int64))
+    return int((inside & ~np.roll(inside, -1)).sum())
+
+
+def uplink_share(cluster: Cluster, order: Sequence[int]) -> float:
+    """Return what uplinks leave of a ring, GB/s: each is shared by all passes of the ring."""
+    limited = [group for group in cluster.all_groups if group.uplink < math.inf]
+    times = [exits(tuple(group.all_hosts), order) for group in limited]
+    shares = [group.uplink / n for group, n in zip(limited, times, strict=True) if n]
+    return min(shares, default=math.inf)
+
+
+def best_order(rates: Rates, classes: Sequence[int], cluster: Cluster) -> Order | None:
+    """Return the order of hosts with the fastest ring; None if none was found.
+
+    `rates` are class x entry x exit, `classes[h]` is the class of host h. The bound holds for all
+    orders, also those in which hosts of a group are apart.
     """
     counts = np.bincount(classes, minlength=len(rates))
     used = np.flatnonzero(counts)
-    some = rates[used]
+    # A ring passes every uplink once at least, so no chain is of use beyond that.
+    some = np.minimum(rates[used], uplink_share(cluster, tuple(cluster.all_hosts)))
     candidates = possible(
-        worthwhile(some), lambda asked: could_close(some >= asked, counts[used].tolist())
+        np.union1d(worthwhile(some), _shares(cluster, some.max(axis=(1, 2)).min())),
+        lambda asked: could_close(some >= asked, counts[used].tolist()),
     )
     best = highest(
         candidates,
-        lambda asked: _closed(rates >= asked, classes, cluster),
-        lambda walk: ring_rate(rates, [classes[host] for host in walk.kinds], walk.crossings),
+        lambda asked: _decided(rates >= asked, classes, cluster, asked),
+        lambda walk: _rate(walk, rates, classes, cluster),
         _staying(some, cluster),
     )
     if best.walk is None:
@@ -71,15 +107,21 @@ def best_order(rates: Rates, classes: Sequence[int], cluster: Cluster) -> Order 
     return Order(hosts=best.walk.kinds, crossings=best.walk.crossings, bound=best.bound)
 
 
-def ring_in(found: Order, rates: Rates, classes: Sequence[int]) -> MergedRing:
-    """The ring over hosts of these classes in the order found, at the rate that it really has."""
-    order = tuple(classes[host] for host in found.hosts)
-    return MergedRing(
-        rate_gbps=ring_rate(rates, order, found.crossings),
-        bound_gbps=found.bound,
-        order=order,
-        crossings=found.crossings,
-    )
+def _shares(cluster: Cluster, ceiling: float) -> Rates:
+    """Return what each uplink leaves of a ring that passes it twice, three times, and so on."""
+    everyone = len(tuple(cluster.all_hosts))
+    found = []
+    for group in cluster.all_groups:
+        inside = len(tuple(group.all_hosts))
+        if group.uplink < math.inf and 0 < inside < everyone:
+            found.append(group.uplink / np.arange(2, min(inside, everyone - inside) + 1))
+    shares: Rates = np.unique(np.concatenate(found)) if found else np.zeros(0)
+    return shares[shares <= ceiling]
+
+
+def _rate(walk: Walk, rates: Rates, classes: Sequence[int], cluster: Cluster) -> float:
+    chains = ring_rate(rates, [classes[host] for host in walk.kinds], walk.crossings)
+    return min(chains, uplink_share(cluster, walk.kinds))
 
 
 def _staying(rates: Rates, cluster: Cluster) -> Walk | None:
@@ -89,8 +131,65 @@ def _staying(rates: Rates, cluster: Cluster) -> Walk | None:
     return Walk(kinds=hosts, crossings=(crossing,) * len(hosts)) if rate > 0 else None
 
 
+def _decided(
+    relations: Relation, classes: Sequence[int], cluster: Cluster, asked: float
+) -> Decision:
+    """Decide whether there is a ring at the rate asked for, in any order that uplinks allow.
+
+    1. The hosts of every group stay together, which passes every uplink once.
+    2. Groups behind uplinks that carry the ring twice come apart. Without a ring then, no order has
+       one, because the others have to stay together.
+    3. If the ring found passes an uplink too often, groups behind narrow uplinks stay together.
+    """
+    together = _closed(relations, classes, cluster)
+    ways = [_loosened(cluster, share * asked) for share in LOOSE]
+    if together.walk is not None or ways[0] == cluster:
+        return together
+    for number, loose in enumerate(ways):
+        if loose == cluster or loose in ways[:number]:
+            continue
+        decision = _closed(relations, classes, loose)
+        if decision.walk is None:
+            return decision if number == 0 else Decision(certain=False)
+        walk = _neat(decision.walk, classes, cluster, loose)
+        if uplink_share(cluster, walk.kinds) >= asked:
+            return Decision(walk=walk)
+    return Decision(certain=False)
+
+
+def _loosened(cluster: Cluster, wide: float) -> Cluster:
+    """Return the cluster without groups behind uplinks of `wide` GB/s and more."""
+    hosts, groups = list(cluster.hosts), []
+    for group in cluster.groups:
+        inner = _loosened(group, wide)
+        if group.uplink < wide:
+            groups.append(inner)
+        else:
+            hosts += inner.hosts
+            groups += inner.groups
+    return Cluster(hosts=tuple(hosts), groups=tuple(groups), uplink=cluster.uplink)
+
+
+def _neat(walk: Walk, classes: Sequence[int], cluster: Cluster, loose: Cluster) -> Walk:
+    """Swap hosts of one class within groups of `loose`, so that few steps leave a group."""
+    held = {host: n for n, group in enumerate(loose.all_groups) for host in group.hosts}
+    near = {host: n for n, group in enumerate(cluster.all_groups) for host in group.hosts}
+    pools: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for host in sorted(walk.kinds, reverse=True):
+        pools[classes[host], held[host]][near[host]].append(host)
+    kinds: list[int] = []
+    for host in walk.kinds:
+        pool = pools[classes[host], held[host]]
+        last = near[kinds[-1]] if kinds else 0
+        closest = min((abs(group - last), group) for group in pool)[1]
+        kinds.append(pool[closest].pop())
+        if not pool[closest]:
+            del pool[closest]
+    return Walk(kinds=tuple(kinds), crossings=walk.crossings)
+
+
 def _closed(relations: Relation, classes: Sequence[int], cluster: Cluster) -> Decision:
-    """A ring through all hosts; the kinds of its walk are the hosts' numbers."""
+    """Decide about a ring in which groups stay together; its walk's kinds are host numbers."""
     joiner = Joiner()
     pieces = _pieces(relations, classes, cluster, joiner)
     if len(pieces) == 1 or Kinds([piece.relation for piece in pieces]).few:

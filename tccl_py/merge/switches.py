@@ -1,7 +1,8 @@
-"""Rings over hosts under a tree of switches: hosts of a switch stay together in the ring.
+"""Rings over hosts under a tree of switches.
 
-So the ring leaves and enters every switch once, which is the least there can be, and its uplink
-carries the ring once in each direction.
+Hosts of a switch stay together where that costs nothing: the ring then leaves and enters the switch
+once, and its uplink carries the ring once in each direction. Otherwise they are apart, as far as
+the rates of uplinks allow.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import InputError
-from tccl_py.merge.contiguous import Cluster, best_order, ring_in
+from tccl_py.merge.contiguous import Cluster, best_order, exits, uplink_share
 from tccl_py.merge.in_order import merge_in_order
 from tccl_py.merge.tables import (
     ChainTable,
@@ -21,6 +22,7 @@ from tccl_py.merge.tables import (
     check_class,
     check_size,
     no_ring,
+    ring_rate,
     stacked,
 )
 
@@ -58,12 +60,20 @@ def merge_with_switches(
     *,
     given_order: Sequence[str] | None = None,
 ) -> MergedRing:
-    """The fastest ring in which the hosts of every switch stay together.
+    """Return the fastest ring over hosts, in any order that uplinks allow.
 
-    Exact where every switch has few kinds of hosts and switches below it (up to some ten kinds,
-    any number of equal ones); for others good orders are searched and the bound is what no order
-    can exceed. A `given_order` is kept as it is: its uplinks are shared by as many passes as it
-    makes, and its bound is that of its crossings.
+    The bound holds for all orders. It is reached (`proven`) as a rule where no uplink limits rings,
+    or where each limits them to one pass. Elsewhere, and where a switch has many kinds of hosts and
+    switches below it, good orders are searched. A `given_order` is kept as it is: its uplinks are
+    shared by as many passes as it makes, and its bound is that of its crossings.
+
+    >>> there = ChainTable(name="there", rates=np.array([[0.0, 5.0], [1.0, 0.0]]))
+    >>> back = ChainTable(name="back", rates=there.rates.T)
+    >>> leaves = [SwitchTree(name=x, hosts=(f"{x}0", f"{x}1"), uplink_gbps=12) for x in "ab"]
+    >>> tree = SwitchTree(name="root", switches=tuple(leaves))
+    >>> ring = merge_with_switches([there, back], {"a0": 0, "a1": 0, "b0": 1, "b1": 1}, tree)
+    >>> ring.hosts, ring.rate_gbps, ring.proven
+    (('a0', 'b0', 'a1', 'b1'), 5.0, True)
 
     Raises:
         InputError: tables, hosts, switches or an order that cannot be used.
@@ -71,50 +81,59 @@ def merge_with_switches(
     """
     _check_hosts(tables, host_classes, tuple(tree.all_hosts))
     _check_uplinks(tree)
+    rates = stacked(tables)
     if given_order is not None:
         _check_order(given_order, host_classes)
-    names = tuple(tree.all_hosts if given_order is None else given_order)
+        rates = np.minimum(rates, uplink_limit(tree, given_order))
+        capped = [ChainTable(name=t.name, rates=r) for t, r in zip(tables, rates, strict=True)]
+        ring = merge_in_order(capped, [host_classes[name] for name in given_order])
+        return msgspec.structs.replace(ring, hosts=tuple(given_order))
+    names = tuple(tree.all_hosts)
     classes = [host_classes[name] for name in names]
-    # No chain is of use beyond what the uplinks carry.
-    rates = np.minimum(stacked(tables), uplink_limit(tree, names))
-    capped = [ChainTable(name=t.name, rates=r) for t, r in zip(tables, rates, strict=True)]
-    if given_order is not None:
-        return msgspec.structs.replace(merge_in_order(capped, classes), hosts=names)
-    number = {name: position for position, name in enumerate(names)}
-    found = best_order(rates, classes, _cluster(tree, number))
+    check_size(len(names), "switch tree")
+    found = best_order(rates, classes, _cluster(tree, names))
     if found is None:
-        why = "no order was found in which hosts of a switch stay together and chains of all meet"
+        why = "no order was found in which chains of all nodes meet"
         raise no_ring(tables, sorted(set(classes)), why)
+    order = tuple(classes[host] for host in found.hosts)
     hosts = tuple(names[host] for host in found.hosts)
-    return msgspec.structs.replace(ring_in(found, rates, classes), hosts=hosts)
-
-
-def _cluster(tree: SwitchTree, number: Mapping[str, int]) -> Cluster:
-    return Cluster(
-        hosts=tuple(number[name] for name in tree.hosts),
-        groups=tuple(_cluster(switch, number) for switch in tree.switches),
+    return MergedRing(
+        rate_gbps=min(ring_rate(rates, order, found.crossings), uplink_limit(tree, hosts)),
+        bound_gbps=found.bound,
+        order=order,
+        crossings=found.crossings,
+        hosts=hosts,
     )
+
+
+def _cluster(tree: SwitchTree, names: Sequence[str]) -> Cluster:
+    """Return the tree with hosts by their positions in `names`."""
+    number = {name: position for position, name in enumerate(names)}
+
+    def cluster(switch: SwitchTree) -> Cluster:
+        return Cluster(
+            hosts=tuple(number[name] for name in switch.hosts),
+            groups=tuple(cluster(one) for one in switch.switches),
+            uplink=math.inf if switch.uplink_gbps is None else switch.uplink_gbps,
+        )
+
+    return cluster(tree)
 
 
 def uplink_limit(tree: SwitchTree, order: Sequence[str]) -> float:
     """What the uplinks leave of the ring, GB/s: each is shared by all passes of it."""
-    carried = math.inf
-    for switch in tree.all_switches:
-        if switch.uplink_gbps is not None:
-            times = _passes(switch, order)
-            carried = min(carried, switch.uplink_gbps / times if times else math.inf)
-    return carried
+    return uplink_share(_cluster(tree, order), range(len(order)))
+
+
+def least_passes_limit(tree: SwitchTree) -> float:
+    """What the uplinks leave of a ring in any order, GB/s: it passes each once at least."""
+    return uplink_limit(tree, tuple(tree.all_hosts))
 
 
 def passes(tree: SwitchTree, order: Sequence[str]) -> int:
     """How often the ring leaves a switch for another one, over all switches."""
-    return sum(_passes(switch, order) for switch in tree.all_switches)
-
-
-def _passes(switch: SwitchTree, order: Sequence[str]) -> int:
-    below = set(switch.all_hosts)
-    inside = np.array([name in below for name in order])
-    return int((inside & ~np.roll(inside, -1)).sum())
+    groups = _cluster(tree, order).all_groups
+    return sum(exits(tuple(group.all_hosts), range(len(order))) for group in groups)
 
 
 def _check_hosts(

@@ -48,8 +48,8 @@ class MergedRing(msgspec.Struct, frozen=True, kw_only=True):
 
     `order[n]` is the class of the n-th node and `crossings[n]` what leads from it to the next one,
     cyclic; `hosts` are the nodes' names, where they have names. `rate_gbps` is that of the slowest
-    chain or uplink. No ring is above `bound_gbps` among those that were allowed: any crossings,
-    and any order where the order was free; `proven` means that the two are equal.
+    chain or uplink. No ring over the tables' chains and crossings is above `bound_gbps`, in any
+    order of nodes, or in the one that was given; `proven` means that the two are equal.
     """
 
     rate_gbps: float
@@ -60,7 +60,7 @@ class MergedRing(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def proven(self) -> bool:
-        """Whether no better ring was allowed."""
+        """Whether no ring of these chains is better, in any order that was allowed."""
         return self.rate_gbps >= self.bound_gbps
 
 
