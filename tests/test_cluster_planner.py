@@ -20,7 +20,7 @@ from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.cluster_plan.uplinks import with_measured_uplinks
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.measurements.memory import RememberingSource
-from tccl_py.merge.switches import SwitchTree
+from tccl_py.merge.switches import SwitchTree, uplink_limit
 from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
 from tccl_py.runtimes.nccl.settings import Settings, final_channels
 from tccl_py.search.problem import Budget, SilentReporter
@@ -129,6 +129,59 @@ def test_rings_over_nodes_equal_brute_force_over_chains_crossings_and_orders(cas
             assert chain.exit_nic == found.crossings[number].exits[0]
 
 
+def best_of_all_orders_of_hosts(cluster, rates):
+    """The best ring over hosts on rails, every order and every crossing tried, uplinks counted."""
+    first, *rest = cluster.names
+    tables, best, of = {}, 0.0, cluster.host_classes
+    for others in itertools.permutations(rest):
+        order = (first, *others)
+        classes = tuple(of[name] for name in order)
+        if classes not in tables:
+            tables[classes] = max(
+                min(
+                    rates[one].get((crossings[at - 1], crossings[at]), 0.0)
+                    for at, one in enumerate(classes)
+                )
+                for crossings in itertools.product((0, 1), repeat=len(classes))
+            )
+        best = max(best, min(tables[classes], uplink_limit(cluster.switches, order)))
+    return best
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([(2, 2), (3, 2), (2, 1)]), min_size=3, max_size=5),
+    st.integers(0, 10**6),
+    st.lists(st.none() | st.integers(1, 12).map(float), min_size=2, max_size=2),
+)
+def test_under_switches_no_order_of_hosts_is_above_the_bound_and_none_above_what_is_proven(
+    kinds, seed, uplinks
+):
+    names = [f"h{number}" for number in range(len(kinds))]
+    halves = (tuple(names[: len(kinds) // 2]), tuple(names[len(kinds) // 2 :]))
+    below = [
+        SwitchTree(name=f"s{number}", hosts=hosts, uplink_gbps=uplink)
+        for number, (hosts, uplink) in enumerate(zip(halves, uplinks, strict=True))
+    ]
+    tree = SwitchTree(name="top", switches=tuple(below))
+    machines = [networked_machine(gpus=g, nics=n, numa_nodes=2) for g, n in kinds]
+    cluster = cluster_with(machines, rails="only", switches=tree)
+    used = list(dict.fromkeys(kinds))
+    sources = [MadeUp(seed + number) for number in range(len(used))]
+    nodes = [
+        node_of(one, source, len(kinds), budget=EXACT)
+        for one, source in zip(cluster.classes, sources, strict=True)
+    ]
+    rates = [chain_rates(*kind, source) for kind, source in zip(used, sources, strict=True)]
+    best = best_of_all_orders_of_hosts(cluster, rates)
+    found = joint(cluster, nodes, SETTINGS, 1, keep_order=False)
+    assert (found is None) == (best == 0)
+    if found is not None:
+        assert found.rate_gbps <= best <= found.bound_gbps
+        if found.order_proven:
+            assert found.rate_gbps == best
+
+
 def test_tuples_of_few_nics_are_all_tried_and_of_many_those_that_chains_lead_to():
     assert set(rail_tuples([[(0, 1), (1, 0)]], [(0, 1)])) == {(0, 1), (1, 0)}
     nics = range(8)
@@ -227,6 +280,9 @@ def test_the_given_order_is_kept_where_that_is_asked_and_shares_the_uplinks():
     assert kept.host_order == ("h0", "h1", "h2", "h3")
     assert kept.rate_gbps == pytest.approx(1.0)
     assert free.rate_gbps == pytest.approx(2.0)
+    # The bound is about all orders, so that a kept one is not proven where another is better.
+    assert kept.bound_gbps >= free.rate_gbps
+    assert not kept.proven
 
 
 def test_slow_nics_and_those_of_another_kind_are_left_out():
