@@ -68,8 +68,8 @@ def joint(
         return None
     pairs = [passage_pairs(choice.rings) for choice in found]
     ceiling = min(choice.rate_gbps for choice in found)
-    bounds = [choice.result.bound_gbps if choice.result else None for choice in found]
-    limits = [max(bound, ceiling) for bound in bounds if bound is not None]
+    bounds = [choice.bound_gbps for choice in found]
+    limits = [bound for bound in bounds if bound is not None]
     bound = min(limits) if len(limits) == len(nodes) else None
     merged = _merged(
         cluster,

@@ -171,7 +171,6 @@ def _assembled(task: Task, source: RememberingSource, stock: Stock, search: Sett
     if not search.cancelled:
         extras = _extras(task, best)
     results = [one.result for one in (*search.searched, best) if one.result is not None]
-    bound = _bound(best)
     return Plan(
         machine=task.machine,
         knowledge=task.knowledge,
@@ -181,8 +180,8 @@ def _assembled(task: Task, source: RememberingSource, stock: Stock, search: Sett
         rings=_plan_rings(best.rings, measurement.gbps),
         type_intra=_farthest(task, best),
         rate_gbps=best.rate_gbps,
-        bound_gbps=bound,
-        proven=is_proven(best.rate_gbps, bound),
+        bound_gbps=best.bound_gbps,
+        proven=is_proven(best.rate_gbps, best.bound_gbps),
         simulated=source.simulated,
         assumed=measurement.assumed,
         strategy=task.strategy,
@@ -245,13 +244,6 @@ def _alternatives(searched: Sequence[Choice]) -> tuple[Alternative, ...]:
         )
         for choice in sorted(searched, key=lambda choice: -choice.rate_gbps)
     )
-
-
-def _bound(best: Choice) -> float | None:
-    """The bound of the search under the settings that won."""
-    if best.result is None or best.result.bound_gbps is None:
-        return None
-    return max(best.result.bound_gbps, best.rate_gbps)
 
 
 def is_proven(rate_gbps: float, bound_gbps: float | None) -> bool:

@@ -105,7 +105,7 @@ class SettingsSearch:
         if result.rate_gbps > best.rate_gbps * (1 + WORTH):
             self.best = choice_found(settings, result)
         else:
-            self.best = msgspec.structs.replace(best, result=result)
+            self.best = msgspec.structs.replace(best, result=result, searched=settings)
 
 
 def _mechanisms(task: Task) -> tuple[Settings, ...]:
@@ -182,6 +182,7 @@ def _tuned(task: Task, choice: Choice) -> Choice:
                 rings=rings,
                 rate_gbps=len(known) * measurement.rate_gbps,
                 result=choice.result,
+                searched=choice.searched,
             )
             if _preferred(tried, best):
                 best = tried

@@ -84,12 +84,23 @@ def default_settings(task: Task) -> Settings:
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings with the best ring set found under them; `result` is None if none was searched."""
+    """Settings with the best ring set found under them; `result` is None if none was searched.
+
+    The search was under the settings `searched`: channels and FIFO size may be others by now.
+    """
 
     settings: Settings
     rings: RingSet
     rate_gbps: float
     result: SearchResult | None = None
+    searched: Settings | None = None
+
+    @property
+    def bound_gbps(self) -> float | None:
+        """What no ring set that was searched under just these settings exceeds, GB/s."""
+        if self.result is None or self.result.bound_gbps is None or self.searched != self.settings:
+            return None
+        return max(self.result.bound_gbps, self.rate_gbps)
 
     @property
     def orders(self) -> tuple[Order, ...]:
@@ -99,7 +110,13 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 def choice_found(settings: Settings, result: SearchResult) -> Choice:
     """What a search under these settings found, as a choice."""
-    return Choice(settings=settings, rings=result.rings, rate_gbps=result.rate_gbps, result=result)
+    return Choice(
+        settings=settings,
+        rings=result.rings,
+        rate_gbps=result.rate_gbps,
+        result=result,
+        searched=settings,
+    )
 
 
 class Stock(msgspec.Struct, frozen=True, kw_only=True):
