@@ -271,7 +271,7 @@ def test_without_torch_the_sentence_names_it(place, monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
     found = tccl("verify", place, "--backend", "host")
     assert found.exit_code == 2
-    assert found.stderr == "tccl: torch: is not installed; `pip install 'tccl-py[torch]'`\n"
+    assert found.stderr == "tccl: torch: is not installed; `pip install torch`\n"
 
 
 def test_no_directory_and_no_plan_are_refused(tmp_path):

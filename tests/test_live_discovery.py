@@ -399,7 +399,10 @@ def test_the_fingerprint_names_gpus_driver_and_kernel(host):
     assert not nvml.open
 
 
-INSTEAD = "use --nccl-topology FILE, --nvidia-smi FILE or --simulate MACHINE"
+INSTEAD = (
+    "`tccl discover --nccl-topology FILE` and `tccl discover --nvidia-smi FILE` describe a machine "
+    "from files of it"
+)
 
 
 def test_without_a_driver_the_sentence_says_what_to_use_instead(host):

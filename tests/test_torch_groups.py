@@ -566,7 +566,7 @@ def test_without_torch_there_is_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(InputError) as error:
         tccl_py.torch.init_process_group()
-    assert str(error.value) == "torch: is not installed; pip install 'tccl-py[torch]'"
+    assert str(error.value) == "torch: is not installed; `pip install torch`"
 
 
 def test_jobs_without_nccl_are_left_alone(monkeypatch, plan_dir):

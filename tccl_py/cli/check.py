@@ -200,9 +200,10 @@ def _here(plan: Plan, directory: Path, header: JournalHeader) -> MeasuredMachine
     """
     planned = known_fingerprint(plan, directory)
     host = is_rehearsal(header)
-    place = (
-        measured_machine("host", len(plan.machine.gpus)) if host else measured_machine(None, None)
-    )
+    try:
+        place = measured_machine("host" if host else None, len(plan.machine.gpus) if host else None)
+    except InputError as error:
+        raise InputError(error.where, error.what, "check it where it was measured") from error
     found = differences(plan.machine, planned, place.fingerprint, gpus=plan.gpus)
     if found.another:
         raise InputError(

@@ -131,7 +131,7 @@ def _lines(plan: ClusterPlan) -> Iterator[tuple[str, str]]:
     yield "slowest flow", f"{gbps:.2f} GB/s: {flow} on {name}"
     if plan.whole_ring_gbps is not None:
         yield "whole rings", f"{plan.whole_ring_gbps:.2f} GB/s with all hosts at once ({mark})"
-    yield "bound", bound_text(plan.bound_gbps, proven=plan.proven)
+    yield "bound", bound_text(plan, plan.ring_count)
     gain = plan.rate_gbps / plan.stock.rate_gbps
     note = f", {plan.stock.note}" if plan.stock.note else ""
     text = f"{plan.stock.rate_gbps:.2f} GB/s ({mark}); the plan is {gain:.2f}x{note}"

@@ -84,7 +84,7 @@ def overlap(
     check_quoted(sets or (), "G0->G1")
     wanted = parse_sets(sets, places) if sets else default_sets(len(places))
     if importlib.util.find_spec("torch") is None:
-        raise InputError("tccl overlap", "needs torch", "pip install 'tccl-py[torch]'")
+        raise InputError("tccl overlap", "needs torch", "`pip install torch`")
     surroundings = _surroundings(chosen, places)
     names = dict(enumerate(places))
     pairs: list[PairRow] = []

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.emitters.plan_files import TOPOLOGY_FILE
-from tccl_py.plan.plan import Plan
+from tccl_py.plan.plan import Plan, proof_text
 from tccl_py.runtimes.nccl.kept import kept_text, kept_words
 from tccl_py.runtimes.nccl.settings import Settings, environment
 
@@ -87,7 +87,7 @@ def _summary(plan: Plan) -> Table:
     mark = f"{plan.provenance}, when tuned" if plan.tuned else plan.provenance
     channels = f"{plan.settings.channels} channel{'s' * (plan.settings.channels != 1)}"
     table.add_row("rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), over {channels}")
-    table.add_row("bound", bound_text(plan.bound_gbps, proven=plan.proven))
+    table.add_row("bound", bound_text(plan, len(plan.rings)))
     gain = plan.rate_gbps / plan.stock.rate_gbps if plan.stock.rate_gbps else float("inf")
     note = f", {plan.stock.note}" if plan.stock.note else ""
     table.add_row(
@@ -110,12 +110,11 @@ def _summary(plan: Plan) -> Table:
     return table
 
 
-def bound_text(bound_gbps: float | None, *, proven: bool) -> str:
-    """What no rings exceed, and whether the plan's are as good."""
-    if bound_gbps is None:
+def bound_text(plan: Plan | ClusterPlan, rings: int) -> str:
+    """Say what no set of as many rings exceeds, and whether the plan's is as good."""
+    if plan.bound_gbps is None:
         return "not known"
-    proof = "proven best within 1 % under these settings" if proven else "not proven best"
-    return f"{bound_gbps:.2f} GB/s, {proof}"
+    return f"{plan.bound_gbps:.2f} GB/s, {proof_text(rings, proven=plan.proven)}"
 
 
 def settings_text(settings: Settings, *, checked: bool) -> str:

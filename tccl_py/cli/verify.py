@@ -207,7 +207,7 @@ def _place(plan: Plan, directory: Path, backend: Backend, keep: list[str]) -> Pl
 
 def _check_torch() -> None:
     if importlib.util.find_spec("torch") is None:
-        raise InputError("torch", "is not installed", "`pip install 'tccl-py[torch]'`")
+        raise InputError("torch", "is not installed", "`pip install torch`")
 
 
 def _here(plan: Plan) -> MeasuredMachine:

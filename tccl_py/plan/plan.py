@@ -195,6 +195,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         write_atomically(Path(path), encode_json(self))
 
 
+def proof_text(rings: int, *, proven: bool) -> str:
+    """Say whether a plan of so many rings is proven best, and among which rings.
+
+    >>> proof_text(2, proven=True)
+    'proven best within 1 % among sets of 2 rings under these settings'
+    """
+    if not proven:
+        return "not proven best"
+    among = "single rings" if rings == 1 else f"sets of {rings} rings"
+    return f"proven best within 1 % among {among} under these settings"
+
+
 def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[int, ...], ...]:
     """Deal rings out to channels in turn.
 

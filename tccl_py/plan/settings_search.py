@@ -105,7 +105,10 @@ class SettingsSearch:
         if result.rate_gbps > best.rate_gbps * (1 + WORTH):
             self.best = choice_found(settings, result)
         else:
-            self.best = msgspec.structs.replace(best, result=result, searched=settings)
+            # NCCL's own rings may be another number than any that was searched.
+            counted = len(best.rings.rings) in self._task.ring_counts
+            searched = settings if counted else None
+            self.best = msgspec.structs.replace(best, result=result, searched=searched)
 
 
 def _mechanisms(task: Task) -> tuple[Settings, ...]:

@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from tccl_py.emitters.nccl_conf import env_sh
-from tccl_py.plan.plan import Plan
+from tccl_py.plan.plan import Plan, proof_text
 from tccl_py.report.bars import rates_figure, settings_figure
 from tccl_py.report.contents import Contents
 from tccl_py.report.machine_drawing import machine_figure, machine_sentence
@@ -74,6 +74,7 @@ def _facts(contents: Contents) -> dict[str, Any]:
         "mark": plan.provenance,
         "stock_mark": mark(simulated=plan.simulated, assumed=plan.stock.assumed),
         "explanation_mark": mark(simulated=found.simulated, assumed=found.assumed) if found else "",
+        "proof": proof_text(len(plan.rings), proven=plan.proven),
         "notices": _notices(contents),
         "variables": environment(plan.settings),
         "exports": env_sh(plan.settings),

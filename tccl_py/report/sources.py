@@ -51,7 +51,9 @@ def _of_plan(contents: Contents) -> Iterator[FigureSource]:
     yield FigureSource(
         figures="bound",
         source=plan.provenance,
-        note="of all ring sets under these settings" if plan.bound_gbps else "not known",
+        note="of all ring sets of the searched sizes under these settings"
+        if plan.bound_gbps
+        else "not known",
     )
     if contents.explanation is not None:
         found = contents.explanation

@@ -313,5 +313,5 @@ def _torch() -> Any:
         import torch  # noqa: PLC0415 (only who makes groups has it)
         import torch.distributed  # noqa: PLC0415
     except ImportError as error:
-        raise InputError("torch", "is not installed", "pip install 'tccl-py[torch]'") from error
+        raise InputError("torch", "is not installed", "`pip install torch`") from error
     return torch

@@ -202,7 +202,7 @@ def _started() -> _MpiPost:
         raise InputError(
             "this MPI job",
             f"cannot load MPI ({' '.join(str(error).split())[:200]})",
-            "install tccl-py[mpi] beside the MPI that launched it",
+            "`pip install mpi4py` beside the MPI that launched it",
         ) from error
     with _limited(_INIT_S, "MPI_Init", os.environ):
         MPI.Init_thread(MPI.THREAD_FUNNELED)

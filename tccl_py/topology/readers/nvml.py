@@ -21,7 +21,10 @@ _P2P_READ, _P2P_WRITE = 0, 1
 """Written out because pynvml has NVML_P2P_CAPS_INDEX_READ as a tuple."""
 _C2C_LINK_COUNT = 170
 """NVML_FI_DEV_C2C_LINK_COUNT."""
-_INSTEAD = "use --nccl-topology FILE, --nvidia-smi FILE or --simulate MACHINE"
+_INSTEAD = (
+    "`tccl discover --nccl-topology FILE` and `tccl discover --nvidia-smi FILE` describe a machine "
+    "from files of it"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
