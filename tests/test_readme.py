@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import tccl_py
-from tccl_py.cli.main import app
+from tests.test_advice import OPTIONS, advised
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -58,17 +59,48 @@ def shown_commands() -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_the_commands_print_what_the_readme_shows(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("COLUMNS", raising=False)
+def test_a_shell_runs_the_commands_in_turn_and_they_print_what_the_readme_shows(tmp_path):
+    tools = Path(sys.executable).parent
+    if not (tools / "tccl").exists():
+        pytest.skip("needs the command tccl beside this Python")
+    environment = {name: os.environ[name] for name in os.environ if name != "COLUMNS"}
+    environment["PATH"] = f"{tools}:{environment['PATH']}"
     commands = shown_commands()
     assert len(commands) >= 5
     for command, shown in commands:
-        program, *arguments = shlex.split(command)
-        assert program == "tccl"
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 0, f"{command}: {result.output}"
+        result = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert result.returncode == 0, f"{command}: {result.stderr}"
         assert not faults(shown, result.stdout), command
+
+
+def test_a_reader_who_types_each_line_in_turn_has_the_command_and_no_directory_twice():
+    lines = [
+        line
+        for block in re.findall(r"^```[a-z]+\n(.*?)^```$", README, re.M | re.S)
+        for line in block.splitlines()
+    ]
+    typed = [line.removeprefix("$ ").partition("#")[0].strip() for line in lines]
+    first = next(at for at, line in enumerate(typed) if line.startswith("tccl "))
+    assert typed[:first] == ["scripts/demo", ". .venv/bin/activate"]
+    assert "${TCCL_VENV:-.venv}" in (ROOT / "scripts" / "_environment").read_text()
+    written = [found[1] for line in typed if (found := re.match(r"tccl plan -o (\S+)", line))]
+    assert len(written) >= 4
+    assert len(set(written)) == len(written)
+
+
+def test_commands_anywhere_in_the_readme_have_the_options_they_are_given():
+    found = list(advised(README))
+    assert len(found) > 20
+    for name, options in found:
+        assert set(options) <= OPTIONS[name], name
 
 
 @pytest.mark.parametrize("example", blocks("python"), ids=lambda text: text.splitlines()[0])
