@@ -16,14 +16,17 @@ from tccl_py.plan.plan import Plan, load_plan, per_channel
 from tccl_py.plan.planner import make_plan
 from tccl_py.runtimes.nccl.graph_file import parse_graph_file
 from tccl_py.runtimes.nccl.settings import environment
-from tccl_py.runtimes.nccl.transport import mechanism_flow, pair_mechanism, view
+from tccl_py.runtimes.nccl.transport import hop_space, mechanism_flow, pair_mechanism, view
 from tccl_py.runtimes.nccl.validator import validate
 from tccl_py.runtimes.nccl.versions import LATEST, known_versions
+from tccl_py.search.problem import SearchProblem, SilentReporter
+from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.library import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import toy_machine
 from tccl_py.topology.paths import PathType
+from tccl_py.topology.symmetry import automorphisms
 from tccl_py.transfers.transfer import parse_flow, parse_set
 from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of
 
@@ -418,3 +421,32 @@ def test_a_plan_with_any_value_replaced_is_refused_or_still_safe_to_write(draw, 
     assert isinstance(plan, Plan)
     assert all(".." not in name for name in files)
     assert all("\x00" not in text for text in files.values())
+
+
+@pytest.mark.parametrize("updates", [5, 20, 40, 80, 120, 200, 10_000])
+def test_whenever_a_search_is_interrupted_its_bound_is_true_under_the_plans_settings(updates):
+    class Impatient(SilentReporter):
+        left = updates
+
+        def update(self, progress):
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+
+    model = load_bundled("amd-v100")
+    plan = make_plan(
+        model.machine,
+        model.knowledge,
+        Simulator(model),
+        ring_counts=(1,),
+        budget=FEW,
+        reporter=Impatient(),
+    )
+    problem = SearchProblem(
+        spaces={1: hop_space(model.machine, model.knowledge, plan.settings, rings_in_set=1)},
+        source=Simulator(model),
+        symmetry=automorphisms(model.machine, model.knowledge),
+    )
+    best = find_rings(problem, strategy="brute-force").rate_gbps
+    assert plan.bound_gbps is None or plan.bound_gbps >= best * (1 - 1e-9)
+    assert plan.cancelled or plan.proven
