@@ -28,6 +28,7 @@ from tccl_py.topology.machine import toy_machine
 from tccl_py.topology.paths import PathType
 from tccl_py.topology.symmetry import automorphisms
 from tccl_py.transfers.transfer import parse_flow, parse_set
+from tests.networked import MadeUp
 from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of
 
 VERSIONS = known_versions()
@@ -423,8 +424,8 @@ def test_a_plan_with_any_value_replaced_is_refused_or_still_safe_to_write(draw, 
     assert all("\x00" not in text for text in files.values())
 
 
-@pytest.mark.parametrize("updates", [5, 20, 40, 80, 120, 200, 10_000])
-def test_whenever_a_search_is_interrupted_its_bound_is_true_under_the_plans_settings(updates):
+@pytest.mark.parametrize("seed, updates", [(1, 20), (3, 40), (4, 60), (4, 100), (4, 10_000)])
+def test_whenever_a_search_is_interrupted_its_bound_is_true_under_the_plans_settings(seed, updates):
     class Impatient(SilentReporter):
         left = updates
 
@@ -434,19 +435,21 @@ def test_whenever_a_search_is_interrupted_its_bound_is_true_under_the_plans_sett
                 raise KeyboardInterrupt
 
     model = load_bundled("amd-v100")
+    # Its rates change with the number of channels, so that bounds of one do not hold for another.
+    source = MadeUp(seed, high=1000)
     plan = make_plan(
         model.machine,
         model.knowledge,
-        Simulator(model),
+        source,
         ring_counts=(1,),
         budget=FEW,
         reporter=Impatient(),
     )
     problem = SearchProblem(
         spaces={1: hop_space(model.machine, model.knowledge, plan.settings, rings_in_set=1)},
-        source=Simulator(model),
+        source=source,
         symmetry=automorphisms(model.machine, model.knowledge),
     )
     best = find_rings(problem, strategy="brute-force").rate_gbps
-    assert plan.bound_gbps is None or plan.bound_gbps >= best * (1 - 1e-9)
-    assert plan.cancelled or plan.proven
+    assert plan.bound_gbps is None or plan.bound_gbps >= best
+    assert plan.cancelled or plan.bound_gbps is not None
