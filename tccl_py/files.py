@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
-import tempfile
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -46,7 +48,8 @@ def read_bytes(path: Path, *, limit: int = MAX_INPUT_BYTES) -> bytes:
     try:
         if path.exists() and not path.is_file():
             raise InputError(str(path), "is not a regular file", "name a file")
-        with path.open("rb") as handle:
+        # Somebody may put a FIFO there meanwhile, and its writer is not waited for.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as handle:
             data = handle.read(limit + 1)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -60,44 +63,114 @@ def read_bytes(path: Path, *, limit: int = MAX_INPUT_BYTES) -> bytes:
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` beside `path` and rename it into place; on failure nothing is left behind.
 
+    A file that is replaced keeps its permissions; a new one gets those that the umask leaves.
+
     Raises:
         InputError: the place is a directory or cannot be written (no space, no permission).
     """
-    temporary: str | None = None
     try:
         if path.is_dir():
             raise InputError(str(path), "is a directory", "name a file")
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        held = stat.S_IMODE(path.stat().st_mode) if path.is_file() else None
+        with replacement(path, mode=0o666 if held is None else held) as handle:
+            handle.write(text.encode())
+            if held is not None:
+                os.fchmod(handle.fileno(), held)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         reason = error.strerror or str(error)
         raise InputError(
             str(path), f"cannot be written ({reason})", "choose a writable place with free space"
         ) from error
 
 
-def lock(descriptor: int, path: Path) -> None:
+@contextmanager
+def replacement(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Open a new file that replaces `path`, in one step, when the block ends without an error.
+
+    Args:
+        path: the place; a run that was killed while it wrote there leaves nothing for good.
+        mode: the new file's permissions, of which the umask takes some.
+
+    Raises:
+        OSError: the system refuses it; nothing is left behind.
+    """
+    sweep_beside(path)
+    descriptor, temporary = _opened_beside(path, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(descriptor)
+            temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _opened_beside(path: Path, mode: int) -> tuple[int, Path]:
+    """A new file, held against `sweep` until it is closed."""
+    while True:
+        temporary = path.with_name(_beside(path) + os.urandom(4).hex())
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if temporary.exists():
+            return descriptor, temporary
+        # Swept before it was held.
+        os.close(descriptor)
+
+
+def _beside(path: Path) -> str:
+    return f".{path.name[:100]}.tccl-"
+
+
+def sweep_beside(path: Path) -> None:
+    """Take away what killed runs left of new contents for `path`."""
+    sweep(path.parent, _beside(path))
+
+
+def sweep(directory: Path, prefix: str) -> None:
+    """Take away files and folders that begin with `prefix` and that no run holds any more.
+
+    Where a file system has no locks they stay, since another run may be at work on them.
+    """
+    with suppress(OSError):
+        for one in directory.iterdir():
+            if one.name.startswith(prefix):
+                _take_away(one)
+
+
+def _take_away(left: Path) -> None:
+    with suppress(OSError):
+        descriptor = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def lock(descriptor: int, path: Path) -> bool:
     """Hold an open file or directory against other runs until it is closed, however that happens.
 
-    A file system without locks, as some network ones, goes without.
+    Return whether it is held: a file system without locks, as some network ones, goes without.
 
     Raises:
         InputError: another run holds it; `path` is what the message calls it.
     """
-    with contextlib.suppress(OSError):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                str(path), "is in use by another run", "wait for its end, or name another"
-            ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(
+            str(path), "is in use by another run", "wait for its end, or name another"
+        ) from error
+    except OSError:
+        return False
+    return True
 
 
 def check_path(path: PurePath) -> None:

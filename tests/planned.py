@@ -4,6 +4,7 @@ import functools
 
 import msgspec
 
+from tccl_py.plan.manifest import MANIFEST_FILE, manifest_of, manifest_text, read_manifest
 from tccl_py.plan.plan import TopologyFile
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.search.problem import Budget
@@ -47,3 +48,10 @@ def with_topology(plan):
         believed_gbps=plan.stock.rate_gbps,
     )
     return msgspec.structs.replace(plan, topology=file)
+
+
+def rebind(directory):
+    """Give a plan's directory, whose files a test has changed, the manifest of these files."""
+    names = [name for name in read_manifest(directory).files if (directory / name).is_file()]
+    manifest = manifest_of({name: (directory / name).read_text() for name in names})
+    (directory / MANIFEST_FILE).write_text(manifest_text(manifest))

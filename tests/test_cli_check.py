@@ -20,6 +20,7 @@ from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.machine import machine_to_json
 from tccl_py.transfers.transfer import parse_set
 from tests.drifting import with_slower_link
+from tests.planned import rebind
 
 NAME = "intel-v100"
 KEYS = [
@@ -52,6 +53,7 @@ def degrade(directory, device="G2", left=0.5):
     path = directory / "machines" / f"{NAME}.json"
     model = model_from_json(path.read_text(), where=str(path))
     path.write_text(model_to_json(with_slower_link(model, device, left)))
+    rebind(directory)
 
 
 def test_an_unchanged_machine_is_as_it_was(plan):
@@ -164,6 +166,7 @@ def test_without_a_plan_a_journal_or_a_model_it_cannot(plan, tmp_path):
     )
     model = plan / "machines" / f"{NAME}.json"
     model.write_text(machine_to_json(load_plan(plan).machine))
+    rebind(plan)
     result = tccl("check", plan)
     assert result.exit_code == 2
     (plan / "measurements.jsonl").unlink()

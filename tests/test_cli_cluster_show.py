@@ -16,7 +16,7 @@ from tccl_py.cluster_plan.versions import for_version
 from tccl_py.plan.directory import write_plan
 from tccl_py.runtimes.nccl.settings import Settings, environment
 from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
-from tests.planned import SMALL, plan_of
+from tests.planned import SMALL, plan_of, rebind
 
 
 def tccl(*arguments):
@@ -288,7 +288,7 @@ def test_env_as_json_names_the_host(directory):
 def test_env_refuses_what_does_not_fit_the_plan(directory, tmp_path):
     refused(tccl("env", directory, "--gpus", "0,1"), "--gpus: is for the plan of a machine, this")
     (directory / "nccl" / "hosts" / "gpu1.xml").unlink()
-    refused(tccl("env", directory, "--host", "gpu1"), "gpu1.xml: is missing; plan again, or")
+    refused(tccl("env", directory, "--host", "gpu1"), "gpu1.xml: is missing; restore it, or")
     write_plan(plan_of(SMALL), tmp_path)
     refused(tccl("env", tmp_path, "--host", "gpu1"), "--host: is for the plan of a cluster, this")
 
@@ -313,6 +313,7 @@ def test_a_damaged_plan_is_one_sentence(command, directory, tmp_path):
     hostile = PlannedHost(name="../../x", passage=0, first_rank=0)
     plan = mixed()
     msgspec.structs.replace(plan, hosts=(hostile, *plan.hosts[1:])).save(directory / "plan.json")
+    rebind(directory)
     more = ("-o", tmp_path / "out") if command == "export" else ()
     refused(tccl(command, directory, *more), "host '../../x': is not in the cluster; name its")
     assert not (tmp_path / "out").exists()

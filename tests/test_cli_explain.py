@@ -18,6 +18,7 @@ from tccl_py.plan.plan import load_plan
 from tccl_py.simulator.library import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.transfers.transfer import parse_set
+from tests.planned import rebind
 
 PLANS = Path(__file__).parent.parent / "plans"
 NAME = "amd-v100"
@@ -57,6 +58,7 @@ def measured(directory):
     """Make the plan and its journal say that they were measured."""
     plan = msgspec.structs.replace(load_plan(directory), simulated=False, assumed=False)
     plan.save(directory / "plan.json")
+    rebind(directory)
     journal = directory / "measurements.jsonl"
     journal.unlink()
     header = JournalHeader(machine=NAME, identity="GPUs a, b", simulated=False)

@@ -19,7 +19,7 @@ from tccl_py.runtimes.tccl.solver import found_ring
 from tccl_py.simulator.library import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.transfers.transfer import parse_set
-from tests.planned import SMALL, plan_of
+from tests.planned import SMALL, plan_of, rebind
 
 MEASURED = JournalHeader(machine=SMALL, identity="GPUs a, b", simulated=False)
 SETS = ("G0->G0->G1", "G0->G1->G1")
@@ -265,7 +265,7 @@ def test_a_plan_of_equal_nodes_whose_jobs_are_left_out_says_so(cluster, monkeypa
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (None, "cannot be read (No such file or directory); name a readable file"),
+        (None, "is missing; restore it, or plan again with --force"),
         ("{}", "describes no machine"),
     ],
 )
@@ -273,7 +273,11 @@ def test_a_cluster_without_its_model_cannot_be_searched_again(damage, said, clus
     place = tmp_path / "plan"
     shutil.copytree(cluster, place)
     (model,) = (place / "machines").glob("*.json")
-    model.unlink() if damage is None else model.write_text(damage)
+    if damage is None:
+        model.unlink()
+    else:
+        model.write_text(damage)
+        rebind(place)
     assert said in refused(place, "--runtime", "tccl")
 
 

@@ -239,14 +239,14 @@ import os, sys
 from tccl_py.cli.main import main
 from tccl_py.plan import staging
 
-write, how = staging.write_file, int(sys.argv.pop())
+write, how = staging._write_new, int(sys.argv.pop())
 
 def ended(path, text):
     if path.name == "nccl.conf":
         os.kill(os.getpid(), how)
     write(path, text)
 
-staging.write_file = ended
+staging._write_new = ended
 main()
 """
 
@@ -260,7 +260,7 @@ def test_a_plan_that_is_being_written_is_written_whole(more, how, code, tmp_path
     assert (done.returncode, done.stdout) == (code, "")
     assert "Traceback" not in done.stderr
     written = {path.name for path in (tmp_path / "plan").iterdir()}
-    assert written == {"plan.json", "measurements.jsonl", "machines", "nccl"}
+    assert written == {"plan.json", "manifest.json", "measurements.jsonl", "machines", "nccl"}
 
 
 def test_a_signal_leaves_the_best_so_far_and_a_journal_that_is_gone_on_from(tmp_path):
@@ -353,7 +353,10 @@ def test_env_says_which_graph_file_is_missing(tmp_path):
     (tmp_path / "nccl" / "subsets" / "graph-0-1.xml").unlink()
     result = tccl("env", tmp_path, "--gpus", "0,1")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "graph-0-1.xml: is missing; plan again, or `tccl export` it" in result.stderr
+    assert (
+        "graph-0-1.xml: is missing; restore it, or plan again with --force"
+        in result.stderr
+    )
 
 
 @pytest.mark.parametrize(

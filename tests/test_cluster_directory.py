@@ -126,6 +126,7 @@ def test_a_plan_has_all_its_files_and_no_others(tmp_path):
     names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert names == {
         "plan.json",
+        "manifest.json",
         *(f"machines/{name}.json" for name in ("four", "pair", "one")),
         *(f"nccl/hosts/{name}.xml" for name in ("gpu1", "gpu2", "gpu3", "login")),
         "nccl/nccl.conf",

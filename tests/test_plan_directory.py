@@ -25,7 +25,7 @@ from tccl_py.plan.plan import load_plan
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.library import load_bundled, model_to_json
 from tccl_py.simulator.source import Simulator
-from tests.planned import PCIE, SMALL, plan_of
+from tests.planned import PCIE, SMALL, plan_of, rebind
 
 QUICK = ("--max-sets", "20", "--rings", "1")
 
@@ -56,6 +56,7 @@ def test_a_plan_has_all_its_files_and_no_others(tmp_path):
     names = {path for path in held(tmp_path / "plan") if "subsets/" not in path}
     assert names == {
         "plan.json",
+        "manifest.json",
         "measurements.jsonl",
         "machines",
         f"machines/{SMALL}.json",
@@ -85,6 +86,9 @@ def test_another_machine_in_the_plans_directory_is_refused(tmp_path):
     plan = plan_of(PCIE)
     write_plan(plan, tmp_path)
     machine_file(plan, tmp_path).write_text(model_to_json(load_bundled(SMALL)))
+    with pytest.raises(InputError, match="was changed since the plan was written; restore it, or"):
+        planned_model(plan, tmp_path)
+    rebind(tmp_path)
     with pytest.raises(InputError, match="is not the plan's machine; plan it again"):
         planned_model(plan, tmp_path)
 

@@ -19,6 +19,7 @@ from tccl_py.emitters.cluster_files import host_graph_file
 from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import why_not_of_class
+from tccl_py.plan.manifest import check_files
 from tccl_py.topology.readers.nvml import driver_facts
 
 
@@ -41,16 +42,18 @@ def env_cluster(directory: Path, host: str | None, *, json: bool) -> None:
     """Print one host's settings as `tccl env` does; None is the host that this runs on.
 
     Raises:
-        InputError: no plan, or the host's graph file is gone.
+        InputError: no plan, or a file of it is gone or was changed.
         typer.Exit: the plan has no such host, or this one has other GPUs now.
     """
     plan = load_cluster_plan(directory)
+    check_files(directory)
     name = planned_host(plan, host)
     off = "" if name is None or host is not None else _why_off(plan, name)
     if off:
         print_off(plan, {"host": name}, off, json=json)
         raise typer.Exit(ANSWER_IS_NO)
-    graph = None if name is None else _graph(directory, name)
+    place = directory.resolve() / "nccl"
+    graph = None if name is None else PurePosixPath(place / host_graph_file(name))
     variables = job_environment(plan.settings, graph=graph)
     print_settings(plan, {"host": name}, variables, json=json)
     if name is None:
@@ -79,10 +82,3 @@ def planned_host(plan: ClusterPlan, host: str | None) -> str | None:
     """
     names = names_of_this_host() if host is None else iter((host, host.partition(".")[0]))
     return next((name for name in names if name in plan.cluster.host_classes), None)
-
-
-def _graph(directory: Path, host: str) -> PurePosixPath:
-    path = directory.resolve() / "nccl" / host_graph_file(host)
-    if not path.is_file():
-        raise InputError(str(path), "is missing", "plan again, or `tccl export` it")
-    return PurePosixPath(path)

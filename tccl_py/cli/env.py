@@ -32,6 +32,7 @@ from tccl_py.plan.directory import (
     topology_path,
     write_subset_graph,
 )
+from tccl_py.plan.manifest import Manifest, check_files
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.plan.subsets import subset_on_demand
 from tccl_py.simulator.source import Simulator
@@ -108,12 +109,13 @@ def env(
         return
     refuse({"--host": host}, OF_MACHINE)
     plan = load_plan(directory)
+    manifest = check_files(directory)
     chosen = tuple(sorted(gpus_argument(gpus, plan.machine) or plan.gpus))
     off = _why_off(plan, directory, nccl, alike=alike)
     if off:
         print_off(plan, {"gpus": chosen}, off, json=json)
         raise typer.Exit(ANSWER_IS_NO)
-    graph = graph_file(plan, directory, chosen)
+    graph = graph_file(plan, directory, chosen, manifest)
     topology = _topology_file(plan, directory, alike=alike)
     variables = job_environment(plan.settings, graph=graph, topology=topology)
     print_settings(plan, {"gpus": chosen}, variables, json=json)
@@ -148,19 +150,11 @@ def _why_off(plan: Plan, directory: Path, nccl: str | None, *, alike: bool) -> s
 
 
 def _topology_file(plan: Plan, directory: Path, *, alike: bool) -> PurePosixPath | None:
-    """The plan's topology file; None on another host than it describes.
-
-    Raises:
-        InputError: it is gone.
-    """
+    """The plan's topology file; None on another host than it describes."""
     path = topology_path(plan, directory)
-    if path is None:
-        return None
-    if alike:
+    if path is not None and alike:
         notice(f"{path} describes the host that the plan was measured on, and is left out here")
         return None
-    if not Path(path).is_file():
-        raise InputError(str(path), "is missing", "plan again, or `tccl export` it")
     return path
 
 
@@ -175,26 +169,23 @@ def _why_not_with(plan: Plan, nccl: str | None) -> str:
     return why
 
 
-def graph_file(plan: Plan, directory: Path, gpus: tuple[int, ...]) -> PurePosixPath | None:
+def graph_file(
+    plan: Plan, directory: Path, gpus: tuple[int, ...], manifest: Manifest
+) -> PurePosixPath | None:
     """The graph file for a communicator over exactly these GPUs, or None.
 
+    A file that is not in the manifest is none of the plan's, whatever its name is.
+
     Raises:
-        InputError: the plan has rings for them, but the file is gone, or the model is damaged.
+        InputError: the model is damaged.
     """
-    name = GRAPH_FILE if gpus == plan.gpus else subset_file(gpus)
-    path = directory.resolve() / "nccl" / name
-    planned = plan.subset(gpus) is not None
-    if not path.is_file():
-        if planned:
-            raise InputError(str(path), "is missing", "plan again, or `tccl export` it")
-        planned = _plan_now(plan, directory, gpus)
-    elif not planned:
-        # Planned by an earlier call; another plan in its place would have taken it away.
-        planned = set(gpus) < set(plan.gpus)
-    return PurePosixPath(path) if planned else None
+    name = f"nccl/{GRAPH_FILE if gpus == plan.gpus else subset_file(gpus)}"
+    if name in manifest.digests or _plan_now(plan, directory, gpus, manifest):
+        return PurePosixPath(directory.resolve() / name)
+    return None
 
 
-def _plan_now(plan: Plan, directory: Path, gpus: tuple[int, ...]) -> bool:
+def _plan_now(plan: Plan, directory: Path, gpus: tuple[int, ...], manifest: Manifest) -> bool:
     """Write a graph file for some GPUs of a simulated plan; whether there is one now."""
     if len(gpus) < 2 or not set(gpus) < set(plan.gpus):
         return False
@@ -205,7 +196,7 @@ def _plan_now(plan: Plan, directory: Path, gpus: tuple[int, ...]) -> bool:
     if subset is None:
         return False
     try:
-        write_subset_graph(plan, subset, directory)
+        write_subset_graph(plan, subset, directory, manifest)
     except InputError as error:
         notice(str(error))
         return False

@@ -18,6 +18,7 @@ from tccl_py.installation.install import install as put
 from tccl_py.installation.texts import Installed, Kind, form_of
 from tccl_py.installation.verified import why_not_verified
 from tccl_py.plan.directory import check_plan_directory, planned_fingerprint, topology_path
+from tccl_py.plan.manifest import check_files
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.runtimes.nccl.conf_files import user_file
 from tccl_py.topology.readers.live import fingerprint_of
@@ -98,6 +99,7 @@ def install(
     """
     check_plan_directory(directory)
     plan = _plan(directory)
+    check_files(directory)
     _check(plan, directory, force=force, alike=alike)
     installed = _installed(plan, directory, alike=alike)
     named: dict[Kind, Path | None] = {

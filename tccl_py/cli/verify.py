@@ -27,8 +27,10 @@ from tccl_py.cli.verify_hosts import verify_hosts
 from tccl_py.cli.verify_text import print_verification, verification_json
 from tccl_py.errors import InputError
 from tccl_py.health.drift.identity import differences
-from tccl_py.plan.directory import check_plan_directory, known_fingerprint, locked
+from tccl_py.plan.directory import check_plan_directory, known_fingerprint
+from tccl_py.plan.manifest import check_files
 from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.plan.staging import locked
 from tccl_py.rank_processes.starting import Nursery
 from tccl_py.verification.comparison import LEAST_PAIRS, MAX_PAIRS
 from tccl_py.verification.jobs import run_jobs
@@ -154,6 +156,7 @@ def verify(
         # Who plans into it meanwhile would get the verdict of another plan.
         with locked(directory):
             plan = load_plan(directory)
+            check_files(directory)
             place = _place(plan, directory, chosen, keep or [])
             found = _verified(plan, directory, place, effort, also_tune=tune)
     if json:

@@ -17,7 +17,9 @@ from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster
 from tccl_py.emitters.cluster_files import host_graph_file
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
-from tccl_py.plan.directory import check_plan_directory, locked
+from tccl_py.plan.directory import check_plan_directory
+from tccl_py.plan.manifest import check_files
+from tccl_py.plan.staging import locked
 from tccl_py.verification.hosts import HostPart, HostsPlace
 from tccl_py.verification.orders import SIZES, Backend
 from tccl_py.verification.pairs import Effort
@@ -89,6 +91,7 @@ def _verified(
     also_tune: bool,
 ) -> Verification:
     plan = load_cluster_plan(directory)
+    check_files(directory)
     subject = tunable_cluster(plan, directory, _graphs(plan, directory))
     place = _place(plan, _rank_jobs(job), backend, keep)
     return verified(subject, directory, place, effort, also_tune=also_tune)
@@ -101,18 +104,10 @@ def _rank_jobs(job: Job) -> RankJobs:
 
 
 def _graphs(plan: ClusterPlan, directory: Path) -> dict[str, str]:
-    """The text of each host's graph file, as jobs would read it.
-
-    Raises:
-        InputError: one is missing.
-    """
-    found = {}
-    for host in plan.hosts:
-        path = directory / "nccl" / host_graph_file(host.name)
-        if not path.is_file():
-            raise InputError(str(path), "is missing", "plan again, or `tccl export` it")
-        found[host.name] = read_text(path)
-    return found
+    """The text of each host's graph file, as jobs would read it."""
+    return {
+        host.name: read_text(directory / "nccl" / host_graph_file(host.name)) for host in plan.hosts
+    }
 
 
 def _place(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-from tccl_py.cluster_plan.plan import ClusterPlan
+from tccl_py.cluster_plan.plan import ClusterPlan, load_cluster_plan
 from tccl_py.emitters.cluster_files import (
     HOSTS_FOLDER,
     LAUNCH_NOTES,
@@ -16,6 +16,8 @@ from tccl_py.emitters.cluster_files import (
 from tccl_py.emitters.host_order import HostOrder, host_order_files, launch_notes
 from tccl_py.emitters.plan_files import conf_text, node_graph_text
 from tccl_py.errors import InputError
+from tccl_py.files import encode_json
+from tccl_py.plan.manifest import PLAN_FILE, check_if_listed
 from tccl_py.plan.staging import write_new_directory, write_with_plan
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.simulator.descriptions import description_to_json, read_description
@@ -89,10 +91,11 @@ def planned_model(plan: ClusterPlan, number: int, directory: Path) -> MachineMod
     """The model in a plan's directory of a class, by its number; None if its file has none.
 
     Raises:
-        InputError: the file is missing or damaged, or describes another machine.
+        InputError: the file is missing, was changed, is damaged, or describes another machine.
     """
     one = plan.cluster.classes[number]
     path = directory / class_file(one.name)
+    check_if_listed(directory, class_file(one.name))
     found = read_description(path)
     if (found.machine, found.knowledge) != (one.machine, one.knowledge):
         raise InputError(str(path), "is not the plan's machine", "plan it again")
@@ -118,7 +121,7 @@ def planned_models(plan: ClusterPlan, directory: Path) -> dict[str, MachineModel
 def write_cluster_plan(
     plan: ClusterPlan, directory: Path, *, models: Mapping[str, MachineModel] | None = None
 ) -> None:
-    """Write all files of a plan below `directory`; `plan.json` last, so that it means "whole".
+    """Write all files of a plan below `directory`, and the manifest of them: all, or none.
 
     Args:
         plan: what to write.
@@ -137,7 +140,8 @@ def write_cluster_plan(
             if model is None
             else model_to_json(model)
         )
-    write_with_plan(files, directory, save=plan.save)
+    files[PLAN_FILE] = encode_json(plan)
+    write_with_plan(files, directory, check=load_cluster_plan)
 
 
 def write_cluster_files(plan: ClusterPlan, output: Path) -> int:

@@ -12,7 +12,9 @@ from tccl_py.cluster.hosts import Cluster
 from tccl_py.cluster_plan.checks import check_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json, read_text, write_atomically
-from tccl_py.plan.plan import PLAN_FILE
+from tccl_py.plan.manifest import PLAN_FILE
+from tccl_py.plan.plan import plan_file
+from tccl_py.plan.staging import settle
 from tccl_py.runtimes.nccl.settings import Settings
 
 FORMAT_VERSION = 1
@@ -185,7 +187,7 @@ def load_cluster_plan(path: Path | str) -> ClusterPlan:
         InputError: unreadable, of one machine, of another format version, damaged, or parts that do
             not fit together.
     """
-    path = _file(Path(path))
+    path = plan_file(Path(path))
     if not is_cluster_plan(path):
         raise InputError(str(path), "is no plan of a cluster", "name one that was made for several")
     text = read_text(path)
@@ -203,18 +205,12 @@ def is_cluster_plan(path: Path | str) -> bool:
         InputError: it is there and cannot be read, or is no JSON.
     """
     path = Path(path)
-    file = path / PLAN_FILE if path.is_dir() else path
-    if not file.is_file():
-        return False
-    return decode_json(read_text(file), _Head, where=str(file), name="Plan").kind == "cluster"
-
-
-def _file(path: Path) -> Path:
     if path.is_dir():
-        if not (path / PLAN_FILE).exists():
-            raise InputError(str(path), f"holds no {PLAN_FILE}", "name a directory of `tccl plan`")
-        return path / PLAN_FILE
-    return path
+        settle(path)
+        path /= PLAN_FILE
+    if not path.is_file():
+        return False
+    return decode_json(read_text(path), _Head, where=str(path), name="Plan").kind == "cluster"
 
 
 class _Head(msgspec.Struct):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import check_path, read_bytes
+from tccl_py.files import check_path, read_bytes, replacement
 
 MAX_BYTES = 1024 * 1024
 _OWN = "name a file of your own in a directory that you can write to"
@@ -115,40 +114,25 @@ def _make(change: Change) -> None:
 
 def _replace(path: Path, data: bytes, mode: int) -> None:
     """A new file in the place of `path`, with its permissions and attributes."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
-    temporary = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        if path.exists():
-            _take_over(path, temporary)
-        else:
-            temporary.chmod(mode & ~_umask())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    replaced = path.exists()
+    with replacement(path, mode=0o600 if replaced else mode) as handle:
+        handle.write(data)
+        handle.flush()
+        if replaced:
+            _take_over(path, handle.fileno())
 
 
-def _take_over(path: Path, temporary: Path) -> None:
+def _take_over(path: Path, descriptor: int) -> None:
     held = path.stat()
-    if held.st_gid != temporary.stat().st_gid:
-        os.chown(temporary, -1, held.st_gid)
+    if held.st_gid != os.fstat(descriptor).st_gid:
+        os.fchown(descriptor, -1, held.st_gid)
     # After the group: to change that takes set-id bits away.
-    temporary.chmod(stat.S_IMODE(held.st_mode))
+    os.fchmod(descriptor, stat.S_IMODE(held.st_mode))
     # Access lists are attributes too; what a file system does not have it cannot lose.
     with suppress(OSError):
         for name in os.listxattr(path):
             with suppress(OSError):
-                os.setxattr(temporary, name, os.getxattr(path, name))
-
-
-def _umask() -> int:
-    now = os.umask(0o022)
-    os.umask(now)
-    return now
+                os.setxattr(descriptor, name, os.getxattr(path, name))
 
 
 def _user(number: int) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json, read_bytes, read_text, write_atomically
-from tccl_py.plan.plan import PLAN_FILE
+from tccl_py.plan.manifest import MANIFEST_FILE, PLAN_FILE, read_manifest
 
 S = TypeVar("S", bound=msgspec.Struct)
 """With the fields `plan_digest` and `format_version`."""
@@ -24,7 +24,13 @@ class _Head(msgspec.Struct):
 
 
 def plan_digest(directory: Path) -> str:
-    """Another plan in the same place has another digest."""
+    """Return the digest of all files of a plan; of plan.json alone where it has no manifest.
+
+    Raises:
+        InputError: the manifest, or plan.json, cannot be read.
+    """
+    if (directory / MANIFEST_FILE).exists():
+        return read_manifest(directory).identity
     return hashlib.blake2b(read_bytes(directory / PLAN_FILE), digest_size=8).hexdigest()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,13 +19,22 @@ from tccl_py.emitters.plan_files import (
 )
 from tccl_py.emitters.topology_xml import topology_xml
 from tccl_py.errors import InputError
-from tccl_py.files import check_path, lock, read_text
+from tccl_py.files import check_path, encode_json, read_text, write_atomically
 from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
 from tccl_py.measurements.measurement import BandwidthSource
-from tccl_py.plan.plan import PLAN_FILE, Plan, SubsetRings, TopologyFile, per_channel
+from tccl_py.plan.manifest import (
+    MANIFEST_FILE,
+    PLAN_FILE,
+    Manifest,
+    check_if_listed,
+    manifest_text,
+    read_manifest,
+)
+from tccl_py.plan.plan import Plan, SubsetRings, TopologyFile, load_plan, per_channel
 from tccl_py.plan.staging import (
     FOLDERS,
-    STAGING,
+    PATIENCE_S,
+    locked,
     make,
     refused,
     unmake,
@@ -169,24 +177,8 @@ def holds_measurements(journal: Path) -> bool:
     return False
 
 
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Holds `directory` against other runs; the system lets go of it however this one ends.
-
-    Raises:
-        InputError: another run has it, or it cannot be opened.
-    """
-    with refused(directory, "cannot be opened", "name a readable place"):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        lock(descriptor, directory)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _check_held(directory: Path, *, force: bool) -> None:
-    held = {entry.name for entry in directory.iterdir() if not entry.name.startswith(STAGING)}
+    held = {entry.name for entry in directory.iterdir()}
     if PLAN_FILE in held:
         if not force:
             raise InputError(str(directory), "already holds a plan", "add --force to replace it")
@@ -247,11 +239,12 @@ def planned_model(plan: Plan, directory: Path) -> MachineModel | None:
     """The model whose rates a simulated plan has; None if it was measured, or has no model.
 
     Raises:
-        InputError: the file is damaged or describes another machine.
+        InputError: the file was changed, is damaged, or describes another machine.
     """
     path = machine_file(plan, directory)
     if not plan.simulated or not path.is_file():
         return None
+    check_if_listed(directory, str(machine_file(plan, Path())))
     found = read_description(path)
     if found.machine != plan.machine or (
         found.model is not None and found.knowledge != plan.knowledge
@@ -280,6 +273,7 @@ def planned_fingerprint(plan: Plan, directory: Path) -> Fingerprint | None:
         InputError: the machine's file is gone or damaged.
     """
     path = machine_file(plan, directory)
+    check_if_listed(directory, str(machine_file(plan, Path())))
     try:
         found = msgspec.json.decode(read_text(path).encode(), type=DiscoveredMachine)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -307,7 +301,7 @@ def write_plan(
     model: MachineModel | None = None,
     fingerprint: Fingerprint | None = None,
 ) -> None:
-    """Write all files of a plan below `directory`; `plan.json` last, so that it means "whole".
+    """Write all files of a plan below `directory`, and the manifest of them: all, or none.
 
     Args:
         plan: what to write.
@@ -321,7 +315,8 @@ def write_plan(
     """
     files = {f"nccl/{name}": text for name, text in nccl_files(plan, directory).items()}
     files[str(machine_file(plan, Path()))] = _machine_text(plan, model, fingerprint)
-    write_with_plan(files, directory, save=plan.save)
+    files[PLAN_FILE] = encode_json(plan)
+    write_with_plan(files, directory, check=load_plan)
 
 
 def _machine_text(plan: Plan, model: MachineModel | None, fingerprint: Fingerprint | None) -> str:
@@ -342,10 +337,20 @@ def write_nccl_files(plan: Plan, output: Path) -> int:
     )
 
 
-def write_subset_graph(plan: Plan, subset: SubsetRings, directory: Path) -> None:
-    """Write one more graph file below a plan's directory.
+def write_subset_graph(
+    plan: Plan, subset: SubsetRings, directory: Path, manifest: Manifest
+) -> None:
+    """Write one more graph file below a plan's directory, and add it to the plan's manifest.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: it cannot be written, another run has the directory, or it holds another plan
+            than that of `manifest` by now.
     """
-    write_file(directory / "nccl" / subset_file(subset.gpus), subset_graph(plan, subset))
+    name, text = f"nccl/{subset_file(subset.gpus)}", subset_graph(plan, subset)
+    with locked(directory, patience_s=PATIENCE_S):
+        now = read_manifest(directory)
+        if now.identity != manifest.identity:
+            raise InputError(str(directory), "holds another plan by now", "run the command again")
+        # Unlisted, the file is nobody's; a run that is killed between makes it again.
+        write_file(directory / name, text)
+        write_atomically(directory / MANIFEST_FILE, manifest_text(now.with_added(name, text)))

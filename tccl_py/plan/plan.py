@@ -10,12 +10,13 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json, read_text, write_atomically
 from tccl_py.plan.checks import check_plan
+from tccl_py.plan.manifest import PLAN_FILE, check_if_listed
+from tccl_py.plan.staging import settle
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
 
 FORMAT_VERSION = 1
-PLAN_FILE = "plan.json"
 
 
 class PlanHop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -217,6 +218,21 @@ def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[
     return tuple(orders[channel % len(orders)] for channel in range(channels))
 
 
+def plan_file(path: Path) -> Path:
+    """Return the file of a plan: `path` itself, or plan.json in a directory.
+
+    Raises:
+        InputError: the directory holds none, or another one than its manifest says.
+    """
+    if not path.is_dir():
+        return path
+    settle(path)
+    if not (path / PLAN_FILE).exists():
+        raise InputError(str(path), f"holds no {PLAN_FILE}", "name a directory of `tccl plan`")
+    check_if_listed(path, PLAN_FILE)
+    return path / PLAN_FILE
+
+
 def load_plan(path: Path | str) -> Plan:
     """Read a plan file, or `plan.json` in a directory.
 
@@ -224,11 +240,7 @@ def load_plan(path: Path | str) -> Plan:
         InputError: unreadable, of a cluster, another format version, damaged, or parts that do not
             fit together.
     """
-    path = Path(path)
-    if path.is_dir():
-        if not (path / PLAN_FILE).exists():
-            raise InputError(str(path), f"holds no {PLAN_FILE}", "name a directory of `tccl plan`")
-        path = path / PLAN_FILE
+    path = plan_file(Path(path))
     text = read_text(path)
     # Another kind or version may have other fields: it is refused by what it says of itself.
     head = decode_json(text, _Head, where=str(path), name="Plan")

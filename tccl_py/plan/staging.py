@@ -1,46 +1,104 @@
-"""Files that appear together or not at all: written beside their place and renamed into it."""
+"""Files that appear together or not at all: written beside their place and renamed into it.
+
+A plan's directory also holds files of others, so that it cannot be replaced as a whole. Its parts
+are replaced one by one, and each step can be undone: whoever comes after a killed run does so.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
-import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tccl_py.errors import InputError
-from tccl_py.files import check_path, write_atomically
-from tccl_py.plan.plan import PLAN_FILE
+from tccl_py.files import check_path, lock, sweep, write_atomically
+from tccl_py.plan.manifest import MANIFEST_FILE, PLAN_FILE, manifest_of, manifest_text
 
 FINDINGS = ("verify.json", "explanation.json", "report.html")
 """What other commands leave there of a plan; it says nothing of another one."""
 FOLDERS = ("nccl", "machines")
 """What a plan's directory has beside its files; each plan replaces both."""
 STAGING = ".writing-"
+REPLACING = ".tccl-replacing"
+"""Holds new parts that are not in place yet, and old ones, until all are."""
+PATIENCE_S = 10.0
+"""How long to wait for another run that writes; it takes some milliseconds."""
+_REPLACING_S = 2.0
+_NAP_S = 0.01
+_PARTS = (*FOLDERS, PLAN_FILE, MANIFEST_FILE)
 _WRITERS = 16
 _SPACE = "choose a writable place with free space"
 
 
 def write_with_plan(
-    files: Mapping[str, str], directory: Path, *, save: Callable[[Path], None]
+    files: Mapping[str, str], directory: Path, *, check: Callable[[Path], object]
 ) -> None:
-    """Write a plan's files below `directory`; `save` writes plan.json, which is there last.
+    """Write a plan's files below `directory`, with their manifest; findings of another plan go.
 
     Args:
-        files: texts by their names below FOLDERS; each folder has one at least.
-        directory: where; it exists.
-        save: called with the place that plan.json has until then.
+        files: texts by file name: plan.json, and one at least below each of FOLDERS.
+        directory: where; it exists, and no other run is at work there.
+        check: reads the plan from the directory where it is staged, before anything is replaced.
 
     Raises:
         InputError: a file cannot be written; what was there before is still there.
     """
-    for left in directory.glob(f"{STAGING}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    with _staged(files, directory, target=directory) as staging:
-        save(staging / PLAN_FILE)
+    manifest = manifest_text(manifest_of(files))
+    with refused(directory, "cannot be written", _SPACE):
+        _tidy(directory)
+    with _staged({**files, MANIFEST_FILE: manifest}, directory, STAGING, directory) as staging:
+        check(staging)
         with refused(directory, "cannot be written", _SPACE):
-            _move_into_place(staging, directory)
+            _replace(staging, directory)
+
+
+def settle(directory: Path) -> None:
+    """Wait until no run replaces the plan in a directory; undo the replacing by a killed one.
+
+    Who may not write there reads what is there.
+    """
+    if (directory / REPLACING).is_dir():
+        with suppress(InputError), locked(directory, patience_s=PATIENCE_S):
+            pass
+
+
+@contextmanager
+def locked(directory: Path, *, patience_s: float = 0.0) -> Iterator[None]:
+    """Hold `directory` against other runs; the system lets go of it however this one ends.
+
+    What a killed run left is undone or swept first.
+
+    Raises:
+        InputError: another run has it, for longer than `patience_s`, or it cannot be opened.
+    """
+    with refused(directory, "cannot be opened", "name a readable place"):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not _hold(descriptor, directory, patience_s):
+            # No locks here: a run that still replaces its plan by then was killed.
+            end = time.monotonic() + _REPLACING_S
+            while (directory / REPLACING).is_dir() and time.monotonic() < end:
+                time.sleep(_NAP_S)
+        with refused(directory, "cannot be tidied up", "make it writable"):
+            _tidy(directory)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _hold(descriptor: int, directory: Path, patience_s: float) -> bool:
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            return lock(descriptor, directory)
+        except InputError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(_NAP_S)
 
 
 def write_new_directory(output: Path, files_of: Callable[[Path], Mapping[str, str]]) -> int:
@@ -57,8 +115,8 @@ def write_new_directory(output: Path, files_of: Callable[[Path], Mapping[str, st
         made: list[Path] = []
         try:
             make(output.absolute().parent, made)
-            with _staged(files, output.absolute().parent, target=output) as staging:
-                staging.chmod(0o755)
+            prefix = f".{output.name[:100]}.tccl-"
+            with _staged(files, output.absolute().parent, prefix, output) as staging:
                 staging.rename(output)
         except BaseException:
             unmake(made)
@@ -105,38 +163,86 @@ def unmake(made: Sequence[Path]) -> None:
 
 
 @contextmanager
-def _staged(files: Mapping[str, str], directory: Path, *, target: Path) -> Iterator[Path]:
-    """A folder in `directory` with these files, gone at the end unless it was moved.
+def _staged(files: Mapping[str, str], directory: Path, prefix: str, target: Path) -> Iterator[Path]:
+    """A new folder in `directory` with these files, gone at the end unless it was moved.
+
+    Its name begins with `prefix`. What killed runs left of such names is swept.
 
     Raises:
         InputError: a file cannot be written; names `target`, as the folder is gone by then.
     """
+    sweep(directory, prefix)
+    staging = directory / (prefix + os.urandom(4).hex())
     with refused(target, "cannot be written", _SPACE):
-        staging = Path(tempfile.mkdtemp(dir=directory, prefix=STAGING))
+        staging.mkdir()
+        descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        lock(descriptor, staging)
         # Each file waits for the disk, which takes many at once as well as one.
-        with ThreadPoolExecutor(_WRITERS) as writers:
-            for _ in writers.map(write_file, (staging / name for name in files), files.values()):
+        with (
+            refused(target, "cannot be written", _SPACE),
+            ThreadPoolExecutor(_WRITERS) as writers,
+        ):
+            for _ in writers.map(_write_new, (staging / name for name in files), files.values()):
                 pass
         yield staging
-    except InputError as error:
-        raise InputError(str(target), error.what, error.right) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        os.close(descriptor)
 
 
-def _move_into_place(staging: Path, directory: Path) -> None:
-    """Renames on one file system: no space is needed, and old files go only now.
+def _write_new(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("x", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _replace(staging: Path, directory: Path) -> None:
+    """Renames on one file system: no space is needed, and old files go only after all of them.
 
     They go with `staging`: to delete hundreds here would leave a killed run time to end between.
     """
-    (directory / PLAN_FILE).unlink(missing_ok=True)
-    for name in FINDINGS:
-        if (directory / name).is_file():
-            (directory / name).rename(staging / f"old-{name}")
-    for folder in FOLDERS:
-        place = directory / folder
-        if place.is_symlink() or place.exists():
-            place.rename(staging / f"old-{folder}")
-        (staging / folder).rename(place)
-    (staging / PLAN_FILE).rename(directory / PLAN_FILE)
+    moving = directory / REPLACING
+    staging.rename(moving)
+    try:
+        for name in FINDINGS:
+            if (directory / name).is_file():
+                (directory / name).rename(_old(moving, name))
+        for name in _PARTS:
+            place = directory / name
+            if os.path.lexists(place):
+                place.rename(_old(moving, name))
+            (moving / name).rename(place)
+        # From here on it cannot be undone.
+        moving.rename(staging)
+    except BaseException:
+        _undo(directory)
+        raise
+
+
+def _tidy(directory: Path) -> None:
+    """Undo and sweep what a killed run left in a plan's directory."""
+    _undo(directory)
+    sweep(directory, STAGING)
+
+
+def _undo(directory: Path) -> None:
+    """Put back the plan that was there before `_replace` began; this may be killed as well."""
+    moving = directory / REPLACING
+    if not moving.is_dir() or moving.is_symlink():
+        return
+    for name in reversed((*FINDINGS, *_PARTS)):
+        place, old = directory / name, _old(moving, name)
+        if name in _PARTS and os.path.lexists(place) and not os.path.lexists(moving / name):
+            place.rename(moving / name)
+        if os.path.lexists(old):
+            old.rename(place)
+    gone = directory / f"{STAGING}{os.urandom(4).hex()}"
+    moving.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _old(moving: Path, name: str) -> Path:
+    return moving / f"old-{name}"

@@ -20,6 +20,7 @@ from tccl_py.health.fitness import (
     why_not_of_class,
     why_not_with,
 )
+from tccl_py.plan.manifest import check_files
 from tccl_py.plan.plan import Plan
 from tccl_py.runtimes.nccl.conf_files import settings_of_files
 from tccl_py.runtimes.nccl.contradictions import against, other_topology
@@ -161,6 +162,7 @@ def _why_not_here(opened: OpenPlan, here: Here, name: str) -> str:
     path = directory / "nccl" / host_graph_file(name)
     if not path.is_file():
         return f"{path} is missing"
+    check_files(directory, [f"nccl/{host_graph_file(name)}"])
     return why_not_of_class(plan, name, here.gpus)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
@@ -11,11 +10,12 @@ import msgspec
 from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.emitters.cluster_files import host_graph_file
 from tccl_py.emitters.nccl_conf import job_environment
-from tccl_py.emitters.plan_files import GRAPH_FILE, TOPOLOGY_FILE, subset_file
+from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
 from tccl_py.errors import InputError
-from tccl_py.files import check_path, read_bytes
+from tccl_py.files import check_path
 from tccl_py.plan.directory import check_plan_directory, topology_path
-from tccl_py.plan.plan import PLAN_FILE, Plan, load_plan
+from tccl_py.plan.manifest import PLAN_FILE, check_files
+from tccl_py.plan.plan import Plan, load_plan
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,34 +79,25 @@ def open_plan(directory: Path, *, alike: bool = False) -> OpenPlan:
             host, down to its NICs, and is left out on others.
 
     Raises:
-        InputError: no plan, a damaged one, or a path that an environment cannot have.
+        InputError: no plan, one with files that were changed or are missing, or a path that an
+            environment cannot have.
     """
     directory = directory.absolute()
     check_path(directory)
     check_plan_directory(directory)
     if is_cluster_plan(directory):
         plan: Plan | ClusterPlan = load_cluster_plan(directory)
-        # Each host has its own files; that a rank's own is there, the rank says.
-        paths: list[Path] = []
+        # Each host has its own files; a rank checks its own.
+        manifest = check_files(directory, [PLAN_FILE])
     else:
         plan = load_plan(directory)
-        below = directory / "nccl"
-        paths = sorted([*below.glob("*.xml"), *below.glob("subsets/*.xml")])
-    files = frozenset(path.relative_to(directory / "nccl").as_posix() for path in paths)
-    topology = None
-    if isinstance(plan, Plan) and not alike:
-        topology = topology_path(plan, directory)
-    if topology is not None and TOPOLOGY_FILE not in files:
-        raise InputError(str(topology), "is missing", "plan again, or `tccl export` it")
-    digest = hashlib.sha256(read_bytes(directory / PLAN_FILE))
-    for path in paths:
-        digest.update(b"\0" + path.name.encode() + b"\0" + read_bytes(path))
+        manifest = check_files(directory)
     return OpenPlan(
         directory=directory,
         plan=plan,
-        files=files,
-        identity=digest.hexdigest(),
-        topology=topology,
+        files=frozenset(manifest.digests),
+        identity=manifest.identity,
+        topology=topology_path(plan, directory) if isinstance(plan, Plan) and not alike else None,
     )
 
 
@@ -120,7 +111,7 @@ def _machine_graph(opened: OpenPlan, members: Sequence[Member]) -> str | None:
     if not set(gpus) <= set(plan.gpus):
         return None
     name = GRAPH_FILE if gpus == plan.gpus else subset_file(gpus)
-    return name if name in opened.files else None
+    return name if f"nccl/{name}" in opened.files else None
 
 
 def _cluster_graph(plan: ClusterPlan, members: Sequence[Member], me: Member) -> str | None:

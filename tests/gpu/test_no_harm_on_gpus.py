@@ -20,6 +20,7 @@ from tccl_py.plan.directory import machine_file, write_plan
 from tccl_py.plan.plan import load_plan
 from tccl_py.runtimes.nccl.log import parse_log, same_rings
 from tccl_py.topology.readers.live import discover_machine
+from tests.planned import rebind
 
 pytestmark = pytest.mark.timeout(300)
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -186,6 +187,7 @@ def test_a_plan_of_other_gpus_is_off_and_all_groups_work(planned, tmp_path):
     path = machine_file(load_plan(other), other)
     _, _, here = discover_machine()
     path.write_text(path.read_text().replace(here.gpu_uuids[1], "GPU-of-before"))
+    rebind(other)
     answers, errors, logs = run_job(size, other, "eager", tmp_path / f"{size}-off")
     assert all(right for answer in answers for _, right in answer["right"])
     assert all(answer["passed"] for answer in answers)

@@ -41,7 +41,7 @@ def keep_check(drift: Drift, directory: Path, header: JournalHeader, *, ended: f
     try:
         if path.exists() and not path.is_file():
             raise InputError(str(path), "is not a regular file", "move it away")
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             lock(descriptor, path)
             _append(descriptor, msgspec.json.encode(record) + b"\n")
