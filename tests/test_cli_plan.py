@@ -353,10 +353,7 @@ def test_env_says_which_graph_file_is_missing(tmp_path):
     (tmp_path / "nccl" / "subsets" / "graph-0-1.xml").unlink()
     result = tccl("env", tmp_path, "--gpus", "0,1")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert (
-        "graph-0-1.xml: is missing; restore it, or plan again with --force"
-        in result.stderr
-    )
+    assert "graph-0-1.xml: is missing; restore it, or plan again with --force" in result.stderr
 
 
 @pytest.mark.parametrize(

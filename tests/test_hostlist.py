@@ -1,6 +1,7 @@
 """Lists of hosts: what launchers write, SLURM's expressions, and what is neither."""
 
 import string
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -275,6 +276,16 @@ def test_lists_that_are_refused(text, parts):
 def test_many_large_lines_are_refused_soon():
     with soon(20):
         refused(lambda: hosts("n[1-65536]\n" * 100_000), "more than")
+
+
+@pytest.mark.parametrize("piece", ["a,", "ab ", "a=", "n[1]", "a\n", " "])
+def test_large_files_of_any_shape_take_a_few_times_their_size(piece):
+    text = piece * (MAX_BYTES // 2 // len(piece))
+    tracemalloc.start()
+    with soon(20), pytest.raises(InputError):
+        hosts(text + "b")
+    assert tracemalloc.get_traced_memory()[1] < 4 * MAX_BYTES
+    tracemalloc.stop()
 
 
 def test_a_list_of_ten_thousand_hosts_is_read_soon(tmp_path: Path):

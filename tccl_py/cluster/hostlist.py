@@ -6,6 +6,7 @@ What a line may be follows Open MPI (PRRTE's src/util/hostfile and src/mca/rmaps
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ MAX_SLOTS = 4_096
 MAX_RANKS = 1_048_576
 MAX_BYTES = 16 * 1024 * 1024
 """More than a line for each of MAX_HOSTS x 8 ranks; larger files are refused unread."""
+MAX_LINE = 2 * 1024 * 1024
+"""Room for MAX_HOSTS names with their domains, apart by commas."""
+_MAX_WORDS = 64
 
 _ENTRY = re.compile(r"(?P<names>.*?)(?:[:*](?P<count>[0-9]{1,6}))?", re.ASCII)
 _RANK = re.compile(r"rank\s+(?P<rank>[0-9]{1,9})=(?P<host>\S+)(?:\s+slot=\S+)?", re.ASCII)
@@ -85,23 +89,23 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
     Raises:
         InputError: no host, too many, or a line that is none of these; it is named.
     """
-    lines = list(_lines(text, where))
-    if lines and lines[0][1].startswith("rank "):
+    first = next(_lines(text, where), None)
+    if first is not None and first[1].startswith("rank "):
         counts = Counter(parse_rankfile(text, where=where))
         return tuple(HostSlots(name, count) for name, count in counts.items())
     found: dict[str, _Tally] = {}
     mentions = 0
-    for place, content in lines:
-        entry, *options = content.split()
+    for place, content in _lines(text, where):
+        entry, *options = content.split(maxsplit=_MAX_WORDS)
         slots, limit = _options(options, place)
         for name, count, counted in _named(entry, place):
             tally = found.setdefault(name, _Tally(name))
             tally.mention(count, given=counted)
             tally.set(slots, limit, place)
             mentions += 1
-        if len(found) > MAX_HOSTS or mentions > MAX_RANKS:
-            right = "give the hosts of one job"
-            raise InputError(place, f"makes it more than {MAX_HOSTS} hosts", right)
+            if len(found) > MAX_HOSTS or mentions > MAX_RANKS:
+                right = "give the hosts of one job"
+                raise InputError(place, f"makes it more than {MAX_HOSTS} hosts", right)
     if not found:
         raise InputError(where, "names no host", _LINE)
     return tuple(tally.host for tally in found.values())
@@ -168,20 +172,38 @@ class _Tally:
 
 
 def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
-    """Lines that say something: their place, and what is there, with no space around =."""
-    for number, line in enumerate(text.split("\n"), start=1):
-        content = re.sub(r"\s*=\s*", "=", line.partition("#")[0].strip())
+    """Lines that say something: their place, and what is there, with no space around =.
+
+    One at a time: millions of short lines together take hundreds of times the file's size.
+
+    Raises:
+        InputError: a line is longer than MAX_LINE.
+    """
+    start = 0
+    for number in itertools.count(1):
+        end = text.find("\n", start)
+        stop = len(text) if end < 0 else end
+        if stop - start > MAX_LINE:
+            what = f"has more than {MAX_LINE} characters"
+            raise InputError(f"{where}:{number}", what, "give the hosts of one job, a line each")
+        content = text[start:stop].partition("#")[0].strip()
+        if "=" in content:
+            content = "=".join(part.strip() for part in content.split("="))
         if content:
             yield f"{where}:{number}", content
+        if end < 0:
+            return
+        start = end + 1
 
 
 def _named(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:
     """The hosts of a line's first word, with how many slots each, and whether that is said."""
-    parts = list(entries(_without_user(entry), where=place))
-    for part in parts or [entry]:
+    parts = entries(_without_user(entry), where=place)
+    first = next(parts, "")
+    for part in itertools.chain([first], parts):
         match = _ENTRY.fullmatch(part)
-        if match is None or not (parts and match["names"]):
-            raise InputError(place, f"{shown(part)} names no host", _LINE)
+        if match is None or not match["names"]:
+            raise InputError(place, f"{shown(part or entry)} names no host", _LINE)
         if part[0] in "^+":
             right = "name the hosts themselves"
             raise InputError(place, f"{shown(part)} depends on an allocation", right)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.files import sweep_beside
 from tccl_py.installation.changes import Change, make, read_own, real_place
 from tccl_py.installation.parts import has_part, with_part, without_part
 from tccl_py.installation.record import (
@@ -56,6 +57,8 @@ def install(plan: Installed, targets: Mapping[Kind, Path], *, dry_run: bool) -> 
     )
     directory = state_directory()
     with opened_record(directory) as record:
+        for change in changes:
+            sweep_beside(change.path)
         # The record first: what it names and is not there does no harm, the reverse would stay.
         if record.with_files(added) != record:
             save_record(record.with_files(added), directory)
@@ -93,6 +96,8 @@ def uninstall(paths: Sequence[Path] = ()) -> Removal:
     directory = state_directory()
     with opened_record(directory) as record:
         found = removal(paths)
+        for path in (*(one.path for one in found.changes), *found.untouched):
+            sweep_beside(path)
         make(found.changes)
         gone = {str(path) for path in (*(one.path for one in found.changes), *found.untouched)}
         if record.files:

@@ -10,7 +10,14 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import decode_json, encode_json, lock, read_text, write_atomically
+from tccl_py.files import (
+    decode_json,
+    encode_json,
+    lock,
+    read_text,
+    sweep_beside,
+    write_atomically,
+)
 from tccl_py.installation.texts import Kind
 from tccl_py.plan.staging import make, refused
 
@@ -83,7 +90,11 @@ def opened_record(directory: Path) -> Iterator[Record]:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         lock(descriptor, directory)
+        sweep_beside(directory / RECORD_FILE)
         record = load_record(directory)
+        if not made and not any(directory.iterdir()):
+            # Of a run that was killed before it recorded anything.
+            made.append(directory)
         if made:
             record = msgspec.structs.replace(record, made=tuple(map(str, made)))
         yield record

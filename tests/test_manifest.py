@@ -1,0 +1,234 @@
+"""The files of a plan are bound to it: what was changed, or is none of it, is handed to no job."""
+
+import json
+import os
+import shutil
+import stat
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.cluster_plan.directory import write_cluster_plan
+from tccl_py.errors import InputError
+from tccl_py.plan.beside import plan_digest
+from tccl_py.plan.directory import subset_graph, write_plan, write_subset_graph
+from tccl_py.plan.manifest import MANIFEST_FILE, check_files, read_manifest
+from tccl_py.plan.plan import load_plan
+from tccl_py.plan.staging import locked
+from tccl_py.simulator.library import load_bundled
+from tccl_py.torch.plans import open_plan
+from tests.cluster_plans import mixed
+from tests.killed import killed_at_each
+from tests.planned import SMALL, plan_of, rebind, with_topology
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def place(tmp_path):
+    """The directory of a simulated plan with a topology file, and with subsets."""
+    directory = tmp_path / "plan"
+    directory.mkdir()
+    write_plan(with_topology(plan_of(SMALL)), directory, model=load_bundled(SMALL))
+    return directory
+
+
+READERS = {
+    "env": lambda place: tccl("env", place),
+    "install": lambda place: tccl("install", place, "--force", "--dry-run"),
+    "verify": lambda place: tccl("verify", place, "--backend", "host"),
+}
+FILES = [
+    *("plan.json", "nccl/graph.xml", "nccl/nccl.conf", "nccl/env.sh", "nccl/topo.xml"),
+    *("nccl/subsets/graph-0-1.xml", f"machines/{SMALL}.json"),
+]
+
+
+def change(path, how):
+    if how == "missing":
+        path.unlink()
+    elif how == "empty":
+        path.write_text("")
+    elif how == "fifo":
+        path.unlink()
+        os.mkfifo(path)
+    elif how == "folder":
+        path.unlink()
+        path.mkdir()
+    elif how == "device":
+        path.unlink()
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(path.read_bytes() + b"\n")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_job_gets_a_file_that_was_changed(name, place):
+    change(place / name, "one byte")
+    for reader in READERS.values():
+        result = reader(place)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert str(place / name) in result.stderr
+        assert result.stderr.count("\n") == 1
+    with pytest.raises(InputError) as error:
+        open_plan(place)
+    assert str(place / name) in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "fifo", "folder", "device"])
+@pytest.mark.parametrize("name", ["nccl/graph.xml", MANIFEST_FILE])
+def test_whatever_stands_in_a_files_place_is_one_sentence(how, name, place):
+    change(place / name, how)
+    for reader in READERS.values():
+        result = reader(place)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.count("\n") == 1
+        assert name.rpartition("/")[2] in result.stderr
+    with pytest.raises(InputError):
+        open_plan(place)
+
+
+def test_a_manifest_that_names_other_places_is_refused(place):
+    found = json.loads((place / MANIFEST_FILE).read_text())
+    for name in ("../x", "/etc/passwd", "nccl/../../x"):
+        (place / MANIFEST_FILE).write_text(json.dumps(found | {"added": {name: "0"}}))
+        with pytest.raises(InputError, match="which is elsewhere; plan again"):
+            check_files(place)
+
+
+def test_a_directory_without_a_manifest_says_how_to_get_one(tmp_path):
+    place = tmp_path / "plan"
+    quick = ("--simulate", SMALL, "--max-sets", "5", "--rings", "1")
+    assert tccl("plan", "-o", place, *quick).exit_code == 0
+    (place / MANIFEST_FILE).unlink()
+    assert "plan again with --force, which measures nothing twice" in tccl("env", place).stderr
+    for reads in ("show", "report", "explain"):
+        assert tccl(reads, place).exit_code == 0, reads
+    assert tccl("plan", "-o", place, *quick, "--force").exit_code == 0
+    assert load_plan(place).sets_measured == 0
+    assert tccl("env", place).exit_code == 0
+
+
+def test_a_graph_file_that_is_not_the_plans_is_never_used(tmp_path):
+    plan = msgspec.structs.replace(plan_of(SMALL), subsets=())
+    write_plan(plan, tmp_path)
+    theirs = tmp_path / "nccl" / "subsets" / "graph-0-1.xml"
+    theirs.parent.mkdir()
+    theirs.write_text("<graphs/>")
+    result = tccl("env", tmp_path, "--gpus", "0,1")
+    assert result.exit_code == 1
+    assert "NCCL_GRAPH_FILE=" not in result.stdout
+    assert "nccl/subsets/graph-0-1.xml" not in open_plan(tmp_path).files
+    # With a model rings are planned, and theirs are replaced.
+    write_plan(plan, tmp_path, model=load_bundled(SMALL))
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.write_text("<graphs/>")
+    result = tccl("env", tmp_path, "--gpus", "0,1")
+    assert f"export NCCL_GRAPH_FILE={theirs}\n" in result.stdout
+    assert "tccl-py" in theirs.read_text()
+    check_files(tmp_path)
+    theirs.write_text("<graphs/>")
+    assert tccl("env", tmp_path, "--gpus", "0,1").exit_code == 2
+
+
+def test_what_was_verified_holds_for_all_files_and_outlives_graphs_made_on_demand(tmp_path):
+    plan = plan_of(SMALL)
+    bare = msgspec.structs.replace(plan, subsets=())
+    write_plan(bare, tmp_path, model=load_bundled(SMALL))
+    identity = read_manifest(tmp_path).identity
+    write_subset_graph(bare, plan.subsets[0], tmp_path, read_manifest(tmp_path))
+    assert read_manifest(tmp_path).identity == identity
+    assert plan_digest(tmp_path) == identity
+    (tmp_path / "nccl" / "graph.xml").write_text("another")
+    rebind(tmp_path)
+    assert read_manifest(tmp_path).identity != identity
+
+
+def test_graphs_made_on_demand_at_once_are_all_listed(tmp_path):
+    plan = plan_of(SMALL)
+    bare = msgspec.structs.replace(plan, subsets=())
+    write_plan(bare, tmp_path)
+    manifest = read_manifest(tmp_path)
+    children = []
+    for subset in plan.subsets:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                write_subset_graph(bare, subset, tmp_path, manifest)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
+    assert len(check_files(tmp_path).added) == len(plan.subsets)
+    other = msgspec.structs.replace(manifest, files={})
+    with pytest.raises(InputError, match="holds another plan by now"):
+        write_subset_graph(bare, plan.subsets[0], tmp_path, other)
+
+
+def test_a_graph_whose_making_was_killed_is_made_again(tmp_path):
+    plan, place = plan_of(SMALL), tmp_path / "plan"
+    bare, subset = msgspec.structs.replace(plan, subsets=()), plan.subsets[0]
+
+    def begin():
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        write_plan(bare, place)
+
+    def made():
+        write_subset_graph(bare, subset, place, read_manifest(place))
+
+    for _ in killed_at_each(begin, made):
+        assert len(check_files(place).added) <= 1
+        made()
+        assert len(check_files(place).added) == 1
+        (graph,) = (place / "nccl" / "subsets").iterdir()
+        assert graph.read_text() == subset_graph(bare, subset)
+        assert not [one for one in place.iterdir() if one.name.startswith(".")]
+
+
+def test_no_graph_is_added_while_another_run_has_the_directory(tmp_path, monkeypatch):
+    plan = plan_of(SMALL)
+    monkeypatch.setattr("tccl_py.plan.directory.PATIENCE_S", 0.05)
+    write_plan(plan, tmp_path)
+    with locked(tmp_path), pytest.raises(InputError, match="is in use by another run"):
+        write_subset_graph(plan, plan.subsets[0], tmp_path, read_manifest(tmp_path))
+
+
+def test_a_hosts_file_that_was_changed_is_refused(tmp_path):
+    write_cluster_plan(mixed(), tmp_path)
+    path = tmp_path / "nccl" / "hosts" / "gpu1.xml"
+    change(path, "one byte")
+    for arguments in (("env", tmp_path, "--host", "gpu2"), ("install", tmp_path, "--dry-run")):
+        result = tccl(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"{path}: was changed since the plan was written" in result.stderr
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o027, 0o002])
+def test_files_and_folders_get_what_the_umask_leaves(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        place = tmp_path / "plan"
+        quick = ("--simulate", SMALL, "--max-sets", "5", "--rings", "1")
+        assert tccl("plan", "-o", place, *quick).exit_code == 0
+        assert tccl("explain", place).exit_code == 0
+        assert tccl("report", place).exit_code == 0
+        assert tccl("export", place, "-o", tmp_path / "out").exit_code == 0
+    finally:
+        os.umask(before)
+    for path in tmp_path.rglob("*"):
+        full = 0o777 if path.is_dir() else 0o666
+        assert stat.S_IMODE(path.stat().st_mode) == full & ~umask, path
+
+
+def test_a_file_that_is_written_anew_keeps_its_permissions(place):
+    assert tccl("report", place).exit_code == 0
+    (place / "report.html").chmod(0o600)
+    assert tccl("report", place).exit_code == 0
+    assert stat.S_IMODE((place / "report.html").stat().st_mode) == 0o600
