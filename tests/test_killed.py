@@ -169,6 +169,22 @@ def test_the_command_goes_on_after_it_was_killed(tmp_path):
         assert CliRunner().invoke(app, ["env", str(place)]).exit_code == 0
 
 
+@pytest.mark.parametrize("others", ["", "theirs"])
+def test_somebodys_folder_is_not_taken_for_a_killed_runs(others, tmp_path):
+    plan = few_files(SMALL)
+    write_plan(plan, tmp_path)
+    (tmp_path / REPLACING / others).mkdir(parents=True)
+    assert load_plan(tmp_path) == plan
+    check_files(tmp_path)
+    if others:
+        with pytest.raises(InputError, match="Directory not empty"):
+            write_plan(plan, tmp_path)
+        assert (tmp_path / REPLACING / others).is_dir()
+    else:
+        write_plan(plan, tmp_path)
+    assert load_plan(tmp_path) == plan
+
+
 def test_exports_that_are_killed_leave_nothing_for_good(tmp_path):
     plan, place = few_files(SMALL), tmp_path / "out"
     begin = partial(shutil.rmtree, place, ignore_errors=True)

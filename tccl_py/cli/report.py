@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +44,8 @@ def report(
 
     contents = read_contents(directory)
     target = directory / REPORT_FILE if output is None else output
-    inside = target.resolve().is_relative_to(directory.resolve())
+    # Unlike Path.resolve, it bears links that lead in circles.
+    inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(directory))
     if inside or not force:
         _check_replaceable(target, GENERATOR, inside=inside)
     write_result(report_html(contents), target)

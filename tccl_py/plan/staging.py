@@ -25,6 +25,8 @@ FOLDERS = ("nccl", "machines")
 STAGING = ".writing-"
 REPLACING = ".tccl-replacing"
 """Holds new parts that are not in place yet, and old ones, until all are."""
+_MARK = ".tccl"
+"""A file in it: nobody else's folder of that name is taken for it."""
 PATIENCE_S = 10.0
 """How long to wait for another run that writes; it takes some milliseconds."""
 _REPLACING_S = 2.0
@@ -50,7 +52,8 @@ def write_with_plan(
     manifest = manifest_text(manifest_of(files))
     with refused(directory, "cannot be written", _SPACE):
         _tidy(directory)
-    with _staged({**files, MANIFEST_FILE: manifest}, directory, STAGING, directory) as staging:
+    staged = {**files, MANIFEST_FILE: manifest, _MARK: ""}
+    with _staged(staged, directory, STAGING, directory) as staging:
         check(staging)
         with refused(directory, "cannot be written", _SPACE):
             _replace(staging, directory)
@@ -61,7 +64,7 @@ def settle(directory: Path) -> None:
 
     Who may not write there reads what is there.
     """
-    if (directory / REPLACING).is_dir():
+    if _is_replaced(directory):
         with suppress(InputError), locked(directory, patience_s=PATIENCE_S):
             pass
 
@@ -81,7 +84,7 @@ def locked(directory: Path, *, patience_s: float = 0.0) -> Iterator[None]:
         if not _hold(descriptor, directory, patience_s):
             # No locks here: a run that still replaces its plan by then was killed.
             end = time.monotonic() + _REPLACING_S
-            while (directory / REPLACING).is_dir() and time.monotonic() < end:
+            while _is_replaced(directory) and time.monotonic() < end:
                 time.sleep(_NAP_S)
         with refused(directory, "cannot be tidied up", "make it writable"):
             _tidy(directory)
@@ -231,7 +234,7 @@ def _tidy(directory: Path) -> None:
 def _undo(directory: Path) -> None:
     """Put back the plan that was there before `_replace` began; this may be killed as well."""
     moving = directory / REPLACING
-    if not moving.is_dir() or moving.is_symlink():
+    if not _is_replaced(directory):
         return
     for name in reversed((*FINDINGS, *_PARTS)):
         place, old = directory / name, _old(moving, name)
@@ -242,6 +245,10 @@ def _undo(directory: Path) -> None:
     gone = directory / f"{STAGING}{os.urandom(4).hex()}"
     moving.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
+
+
+def _is_replaced(directory: Path) -> bool:
+    return (directory / REPLACING / _MARK).is_file()
 
 
 def _old(moving: Path, name: str) -> Path:
