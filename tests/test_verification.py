@@ -22,7 +22,7 @@ from tccl_py.verification.rings import rings_found
 from tccl_py.verification.sides import STOCK, plan_side
 from tccl_py.verification.surroundings import job_surroundings, kept_variables
 from tccl_py.verification.verify import run_verification
-from tests.planned import SMALL, plan_of
+from tests.planned import SMALL, plan_of, rebind
 from tests.verified import FakeJobs, by_plan, changed, rehearsal
 
 LOG = Path(__file__).parent / "cases" / "nccl-logs" / "h200x2-plan-2.28.9.log"
@@ -134,7 +134,7 @@ def test_the_sides_differ_by_the_plans_variables_alone(plan, place):
 
 def test_stock_has_what_all_jobs_of_the_plans_hosts_have(plan, tmp_path):
     settings = changed(plan.settings, p2p_level="LOC")
-    bounced = changed(plan, settings=settings, kept={"NCCL_P2P_DISABLE": "1"})
+    bounced = changed(plan, settings=settings, kept={"NCCL_P2P_DISABLE": "1"}, alternatives=())
     write_plan(bounced, tmp_path, model=load_bundled(SMALL))
     jobs = FakeJobs(by_plan(lambda _: 1.0))
     found = run_verification(bounced, tmp_path, rehearsal(plan, jobs), Effort(sizes=(4096,)))
@@ -260,6 +260,7 @@ def test_the_file_is_read_again_and_an_earlier_plans_is_left_out(plan, place):
     kept = keep_verification(found, place)
     assert load_verification(place) == kept
     changed(plan, strategy="other").save(place / "plan.json")
+    rebind(place)
     assert load_verification(place) is None
     text = json.loads((place / "verify.json").read_text())
     (place / "verify.json").write_text(json.dumps({**text, "format_version": 9}))
