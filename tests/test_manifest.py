@@ -18,6 +18,8 @@ from tccl_py.plan.manifest import MANIFEST_FILE, check_files, read_manifest
 from tccl_py.plan.plan import load_plan
 from tccl_py.plan.staging import locked
 from tccl_py.simulator.library import load_bundled
+from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.torch.here import Here, why_off
 from tccl_py.torch.plans import open_plan
 from tests.cluster_plans import mixed
 from tests.killed import killed_at_each
@@ -208,6 +210,21 @@ def test_a_hosts_file_that_was_changed_is_refused(tmp_path):
         result = tccl(*arguments)
         assert (result.exit_code, result.stdout) == (2, "")
         assert f"{path}: was changed since the plan was written" in result.stderr
+
+
+def test_a_rank_refuses_its_own_hosts_file_if_that_was_changed(tmp_path):
+    plan = mixed()
+    write_cluster_plan(plan, tmp_path)
+    change(tmp_path / "nccl" / "hosts" / "gpu1.xml", "one byte")
+    opened = open_plan(tmp_path)
+    here = Here(
+        gpu=0,
+        fingerprint=Fingerprint(gpu_uuids=(), driver="580", numa_count=1, kernel="6"),
+        nccl=plan.settings.version,
+    )
+    assert why_off(opened, here, "gpu2") == ""
+    with pytest.raises(InputError, match=r"gpu1\.xml: was changed since the plan was written"):
+        why_off(opened, here, "gpu1")
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o027, 0o002])

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tccl_py.errors import InputError
-from tccl_py.files import check_path, lock, sweep, write_atomically
+from tccl_py.files import check_path, lock, sweep, sweep_beside, write_atomically
 from tccl_py.plan.manifest import MANIFEST_FILE, PLAN_FILE, manifest_of, manifest_text
 
 FINDINGS = ("verify.json", "explanation.json", "report.html")
@@ -64,9 +64,11 @@ def settle(directory: Path) -> None:
 
     Who may not write there reads what is there.
     """
-    if _is_replaced(directory):
-        with suppress(InputError), locked(directory, patience_s=PATIENCE_S):
-            pass
+    end = time.monotonic() + PATIENCE_S
+    while _is_replaced(directory) and os.access(directory, os.W_OK) and time.monotonic() < end:
+        with suppress(InputError), locked(directory):
+            return
+        time.sleep(_NAP_S)
 
 
 @contextmanager
@@ -229,6 +231,8 @@ def _tidy(directory: Path) -> None:
     """Undo and sweep what a killed run left in a plan's directory."""
     _undo(directory)
     sweep(directory, STAGING)
+    for name in (*FINDINGS, MANIFEST_FILE):
+        sweep_beside(directory / name)
 
 
 def _undo(directory: Path) -> None:
