@@ -9,6 +9,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TypeVar
 
@@ -45,19 +46,29 @@ def read_bytes(path: Path, *, limit: int = MAX_INPUT_BYTES) -> bytes:
     Raises:
         InputError: missing, unreadable, a directory or device, or too large.
     """
+    with reading(path) as handle:
+        data = handle.read(limit + 1)
+    if len(data) > limit:
+        raise InputError(str(path), f"is larger than {limit} bytes", "name a smaller file")
+    return data
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[BufferedReader]:
+    """Open a file to read its bytes.
+
+    Raises:
+        InputError: missing, unreadable, a directory or device.
+    """
     try:
         if path.exists() and not path.is_file():
             raise InputError(str(path), "is not a regular file", "name a file")
         # Somebody may put a FIFO there meanwhile, and its writer is not waited for.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as handle:
-            data = handle.read(limit + 1)
+            yield handle
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(str(path), f"cannot be read ({reason})", "name a readable file") from error
-    if len(data) > limit:
-        # Whatever kind of file it should be: a journal is read by this, too.
-        raise InputError(str(path), f"is larger than {limit} bytes", "name a smaller file")
-    return data
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,5 +1,6 @@
 """Pools of the host backend for tests: small, quick, and looked at from outside through /proc."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
 from tccl_profiler.workers import DeviceSpec
+from tccl_py.errors import MeasurementError
 from tccl_py.transfers.transfer import parse_set
 
 LONG_S = 30.0
@@ -31,8 +33,8 @@ def moving(pool, text, **more):
     for maximum_ms in (5, 50, 500):
         limits = WindowLimits(minimum_ms=1, maximum_ms=maximum_ms)
         profiler = Profiler(pool, options=options(limits=limits, **more), source="host backend")
-        (measurement,) = profiler.measure([parse_set(text)])
-        if all(measurement.gbps):
+        with contextlib.suppress(MeasurementError):
+            (measurement,) = profiler.measure([parse_set(text)])
             assert profiler.notices == []
             return measurement
     raise AssertionError(f"{text} does not move")

@@ -17,13 +17,26 @@ from tccl_profiler.lone import few_of, lone_rates, with_few_lanes
 from tccl_profiler.pacing import paces_for
 from tccl_profiler.pieces import Network
 from tccl_profiler.program import MAX_REPEATS, Program
-from tccl_profiler.reading import Reading, ToHost, read_outcome
+from tccl_profiler.reading import (
+    Reading,
+    ToHost,
+    hides_overlap,
+    read_outcome,
+    why_uncounted,
+)
 from tccl_profiler.runs import Runner, Timing
 from tccl_profiler.statistics import Sentinel, Stopping, outliers
-from tccl_profiler.window import LaneRate, Window, WindowLimits, choose_window, needs_longer
+from tccl_profiler.window import (
+    LaneRate,
+    Window,
+    WindowLimits,
+    choose_window,
+    needs_longer,
+    stretched,
+)
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
-from tccl_py.measurements.measurement import Measurement
+from tccl_py.measurements.measurement import TOGETHER, Measurement
 from tccl_py.transfers.transfer import Flow, TransferSet
 
 _TRIALS_MS = (1.0, 8.0, 40.0)
@@ -34,7 +47,7 @@ _PACINGS = 3
 """How often repeats may be discarded because a copy ended before their window did."""
 _MORE = 4
 """Repeats that are added where the first ones were not enough."""
-_FEW_REPEATS = 3
+_FEW_REPEATS = Stopping(minimum=3, limit=3)
 """Repeats of a set with few lanes, whose lanes are alike."""
 _EXERCISE_US = 20_000.0
 _PINGS = 16
@@ -181,16 +194,18 @@ class Profiler:
         program = self._program(transfers, options.meeting)
         self._read_clocks()
         self._check(program)
-        window, seen = self._repeated(program, self._lone_rates(transfers))
+        window, seen = self._repeated(program, options.stopping, self._lone_rates(transfers))
         self.sets_run += 1
         rows = _rows(seen)
+        overlap = float(np.median([one.overlap for one in seen]))
         return Measurement(
             transfers=str(transfers),
             samples_gbps=rows,
             simulated=False,
             skew_us=float(np.median([one.skew_us for one in seen])),
             skew_error_us=float(np.median([one.skew_error_us for one in seen])),
-            overlap=float(np.median([one.overlap for one in seen])),
+            overlap=overlap,
+            overlap_at_least=overlap < TOGETHER and hides_overlap(program),
             settled=options.stopping.reached(rows),
             outliers=tuple(sorted({index for row in rows for index in outliers(row)})),
             window_us=window.window_us,
@@ -224,44 +239,56 @@ class Profiler:
     def _lone_measured(self, few: TransferSet) -> Mapping[Flow, float]:
         program = self._program(few, self.options.meeting)
         self._read_clocks()
-        window, lanes = self._window(program)
-        readings = self._run(program, window, lanes, repeats=_FEW_REPEATS)
-        return lone_rates(program, _slowest(readings))
+        _, seen = self._repeated(program, _FEW_REPEATS, {})
+        return lone_rates(program, _slowest(seen))
 
     def _repeated(
-        self, program: Program, lone: Mapping[Flow, float]
+        self, program: Program, stopping: Stopping, lone: Mapping[Flow, float]
     ) -> tuple[Window, list[Reading]]:
         """Repeat a set until that is enough or takes too long; the window, and what was read in it.
 
         Repeats are discarded where the window turns out too short, or a copy ended before it did.
-        Both end: windows grow by a quarter at least, up to their limit.
+        Both end: windows grow by a quarter at least, up to their limit. A repeat in which a flow
+        moved nothing, or flows ran apart, never counts.
+
+        Raises:
+            MeasurementError: most repeats of the longest window do not count.
         """
-        stopping, key = self.options.stopping, str(program.transfers)
-        begun, pacings = self._now(), 0
+        key, limits = str(program.transfers), self.options.limits
+        begun, pacings, uncounted = self._now(), 0, 0
         window, lanes = self._windows.get(key) or self._window(program)
         seen: list[Reading] = []
-        while not self._enough(seen, self._now() - begun):
+        while not self._enough(stopping, seen, self._now() - begun):
             # 1. Some more repeats, not beyond the limit.
             wanted = min(_MORE, stopping.limit - len(seen)) if seen else stopping.minimum
             repeats = min(wanted, MAX_REPEATS)
             readings = self._run(program, window, lanes, repeats=repeats, lone=lone)
             lanes, start_error_us = _slowest(readings), _start_error(readings)
             # 2. Begin again if the first of them say that they are of little use.
-            if needs_longer(
-                window, lanes=lanes, start_error_us=start_error_us, limits=self.options.limits
-            ):
+            faults = [why_uncounted(program, one) for one in readings]
+            if needs_longer(window, lanes=lanes, start_error_us=start_error_us, limits=limits):
                 window, seen = self._chosen(lanes, start_error_us, window), []
             elif pacings < _PACINGS and any(one.ended_early for one in readings):
                 pacings += 1
+            elif any(faults) and (longer := stretched(window, limits)) != window:
+                window, seen = longer, []
+            # 3. At the longest window each repeat counts, or does not, by itself.
             else:
-                seen.extend(readings)
+                seen.extend(one for one, why in zip(readings, faults, strict=True) if not why)
+                uncounted += sum(map(bool, faults))
+                if uncounted >= stopping.minimum and uncounted > len(seen):
+                    tried = f"{uncounted + len(seen)} repeats of {window.window_us / 1e3:.3g} ms"
+                    raise MeasurementError(
+                        f"{key}: {uncounted} of {tried} are no measurement: "
+                        f"{next(filter(None, faults))}; measure again when the machine has less "
+                        "to do"
+                    )
         self._windows[key] = window, lanes
         return window, seen
 
-    def _enough(self, seen: Sequence[Reading], lasted_s: float) -> bool:
+    def _enough(self, stopping: Stopping, seen: Sequence[Reading], lasted_s: float) -> bool:
         if not seen:
             return False
-        stopping = self.options.stopping
         late = lasted_s > self.options.seconds_per_set and len(seen) >= stopping.minimum
         return late or stopping.enough(_rows(seen))
 

@@ -13,6 +13,7 @@ from tccl_profiler.lone import shares_links
 from tccl_profiler.program import Part, Program, is_nic
 from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.window import LaneRate
+from tccl_py.measurements.measurement import TOGETHER
 from tccl_py.transfers.transfer import Flow
 
 ToHost = Callable[[int], tuple[int, int]]
@@ -88,6 +89,26 @@ def read_outcome(
         wrong=tuple(wrong),
         ended_early=any(_ended_early(part, outcome, timing) for part in parts),
     )
+
+
+def hides_overlap(program: Program) -> bool:
+    """Whether copies and kernels share a device.
+
+    A copy's time is stamped by small kernels, which wait for the writes of the others: stamps then
+    bound from below how long the copy went on.
+    """
+    return any(share.lanes and share.copies for share in program.devices.values())
+
+
+def why_uncounted(program: Program, reading: Reading) -> str:
+    """Say why a repeat is no sample of its set; "" if it is one."""
+    for flow, rate in zip(program.transfers.flows, reading.gbps, strict=True):
+        if not rate > 0:
+            return f"nothing arrived by {flow}"
+    if reading.overlap < TOGETHER and not hides_overlap(program):
+        share, skew_ms = f"{reading.overlap:.0%}", reading.skew_us / 1e3
+        return f"its flows ran together for only {share} of the time (start skew {skew_ms:.3g} ms)"
+    return ""
 
 
 def _rates(

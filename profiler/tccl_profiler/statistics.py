@@ -50,9 +50,7 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Inter
 
 
 def relative_width(interval: Interval, median: float) -> float:
-    """Width over the median: 0 for a flow that never moved anything, infinite if it did once."""
-    if interval.high == interval.low:
-        return 0.0
+    """Width over the median; infinite for a flow that moved nothing, which says no rate."""
     return (interval.high - interval.low) / abs(median) if median else math.inf
 
 

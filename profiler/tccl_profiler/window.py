@@ -13,6 +13,8 @@ import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
 
+STRETCH = 4
+"""A window in which not every repeat counts is this much longer in the next try."""
 LONGER = 1.25
 """A window is chosen again only if it should have been longer by this: a rate that varies by less
 between repeats asks for nothing, and each new choice is a real step towards the maximum."""
@@ -42,11 +44,13 @@ class WindowLimits(msgspec.Struct, frozen=True, kw_only=True):
     `slices` of the slowest lane bound how coarse its rate is: ten give 10 % in one repeat at worst,
     and the median of repeats is finer. `start_error_share` is how much of the window may pass
     before all lanes run. The minimum keeps the clocks' microseconds out of a rate; the maximum
-    keeps a stalled lane from holding up a search of hundreds of sets.
+    keeps a stalled lane from holding up a search of hundreds of sets. Beyond the maximum, up to
+    `longest_ms`, windows grow only where flows do not run together, as on busy cores.
     """
 
     minimum_ms: float = 2.0
     maximum_ms: float = 50.0
+    longest_ms: float = 400.0
     slices: int = 10
     start_error_share: float = 0.01
     warm_minimum_ms: float = 0.3
@@ -97,7 +101,6 @@ def choose_window(
         limits.minimum_ms * 1e3,
         max(lane.slice_us for lane in lanes) * (limits.slices + 1),
         start_error_us / limits.start_error_share,
-        at_least.window_us if at_least else 0.0,
     )
     warm_us = max(
         limits.warm_minimum_ms * 1e3,
@@ -106,7 +109,7 @@ def choose_window(
     )
     return Window(
         warm_us=min(warm_us, maximum_us / 2),
-        window_us=min(window_us, maximum_us),
+        window_us=max(min(window_us, maximum_us), at_least.window_us if at_least else 0.0),
         capped=window_us > maximum_us or warm_us > maximum_us / 2,
     )
 
@@ -127,3 +130,9 @@ def needs_longer(
     wanted = choose_window(lanes=lanes, start_error_us=start_error_us, limits=limits)
     too_short = wanted.window_us > LONGER * window.window_us
     return too_short or wanted.warm_us > LONGER * window.warm_us
+
+
+def stretched(window: Window, limits: WindowLimits) -> Window:
+    """The same warm-up before a longer window; the same window if that is the longest already."""
+    longest_us = max(limits.longest_ms, limits.maximum_ms) * 1e3
+    return msgspec.structs.replace(window, window_us=min(window.window_us * STRETCH, longest_us))

@@ -5,7 +5,6 @@ The profiler is imported inside what needs it: no other command depends on it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
@@ -80,9 +79,9 @@ class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True):
         """What has to be said of every figure from here."""
         if self.backend == "cuda":
             return ()
-        cores, devices = len(os.sched_getaffinity(0)), len(self.machine.gpus)
-        shared = f"{devices} devices share {cores} core(s): their rates say little"
-        return (_REHEARSAL, shared) if devices > cores else (_REHEARSAL,)
+        from tccl_profiler.host.machine import shared_cores  # noqa: PLC0415
+
+        return (_REHEARSAL, *shared_cores(self.machine))
 
 
 class Care(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,8 +221,9 @@ class Hardware:
     """A BandwidthSource over this machine; its workers start when the first set is asked for.
 
     So nothing is started to learn that a journal has all the answers, or is another machine's.
-    `failures` says why sets could not be measured, `unsettled` counts those whose rates vary.
-    `on_set` is called with `count`, the number of sets measured so far, before and after each.
+    `failures` says why sets could not be measured, `unsettled` counts those whose rates vary,
+    `apart` has measurements whose flows the clock does not show to have run together. `on_set` is
+    called with `count`, the number of sets measured so far, before and after each.
 
     Args:
         place: what to measure.
@@ -240,6 +240,7 @@ class Hardware:
         self.on_set: Callable[[int], None] = lambda _: None
         self.failures: list[str] = []
         self.unsettled = 0
+        self.apart: list[Measurement] = []
         self._session = open_session(place, gpus, care or Care())
         self._profiler: Profiler | None = None
         self._proof: TransferSet | None = None
@@ -282,6 +283,7 @@ class Hardware:
         self._proof = self._proof or transfers
         self.count += 1
         self.unsettled += not measurement.settled
+        self.apart += [measurement] if measurement.overlap_at_least else []
         self.on_set(self.count)
         return measurement
 

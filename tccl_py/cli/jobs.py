@@ -126,7 +126,8 @@ class ClusterHardware:
     """A BandwidthSource over the hosts of a job, as `hardware.Hardware` is over one machine.
 
     `on_set` is called with the number of sets measured so far, before and after each. `failures`
-    says why sets could not be measured, `unsettled` counts those whose rates vary.
+    says why sets could not be measured, `unsettled` counts those whose rates vary, `apart` has
+    measurements whose flows the clock does not show to have run together.
 
     Args:
         session: entered.
@@ -141,6 +142,7 @@ class ClusterHardware:
         self.on_set: Callable[[int], None] = lambda _: None
         self.count = self.unsettled = 0
         self.failures: list[str] = []
+        self.apart: list[Measurement] = []
 
     @property
     def header(self) -> JournalHeader:
@@ -175,5 +177,6 @@ class ClusterHardware:
             found.append(answer)
             self.count += 1
             self.unsettled += not answer.settled
+            self.apart += [answer] if answer.overlap_at_least else []
             self.on_set(self.count)
         return found

@@ -40,6 +40,7 @@ from tccl_py.cli.jobs import (
     job_of_ranks,
     open_cluster,
 )
+from tccl_py.cli.measured_notices import overlap_notices
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.cli.refusals import OUTSIDE_JOB, WITH_MODEL, WITHOUT_MODEL, refuse
 from tccl_py.errors import TcclError
@@ -55,8 +56,6 @@ from tccl_py.transfers.transfer import TransferSet, parse_flow, parse_set
 
 _MANY = 0.2
 """More outliers than this (of all repeats) are worth a word."""
-_TOGETHER = 0.8
-"""A set whose flows all run for less of the time is not measured as a set."""
 _NOISE = re.compile(
     r", noise ([0-9](?:\.[0-9]{1,12})?(?:e-[0-9]{1,3})?), seed (-?[0-9]{1,999})", re.ASCII
 )
@@ -292,6 +291,7 @@ def _entry(text: str, measurement: Measurement) -> dict[str, Any]:
             "skew_us": measurement.skew_us,
             "skew_error_us": measurement.skew_error_us,
             "overlap": measurement.overlap,
+            "overlap_at_least": measurement.overlap_at_least,
             "spread": in_given_order(text, measurement, spread(measurement)),
             "repeats": len(measurement.samples_gbps[0]),
             "settled": measurement.settled,
@@ -313,11 +313,7 @@ def _doubts(text: str, measurement: Measurement) -> Iterator[str]:
         )
     if far > repeats * _MANY:
         yield f"{text}: repeats far from the others: {far} of {repeats}; they count as well"
-    if measurement.overlap is not None and measurement.overlap < _TOGETHER:
-        yield (
-            f"{text}: all its flows ran together for only {measurement.overlap:.0%} of the time; "
-            "rates are those of flows that were partly alone"
-        )
+    yield from overlap_notices(text, measurement)
 
 
 def _half(width: float) -> str:
@@ -357,4 +353,5 @@ def _timing(measurement: Measurement) -> str:
     if measurement.skew_us is None or measurement.overlap is None:
         return ""
     error = f" \u00b1 {measurement.skew_error_us:.1f}" if measurement.skew_error_us else ""
-    return f", skew {measurement.skew_us:.1f}{error} us, overlap {measurement.overlap:.0%}"
+    least = "at least " if measurement.overlap_at_least else ""
+    return f", skew {measurement.skew_us:.1f}{error} us, overlap {least}{measurement.overlap:.0%}"

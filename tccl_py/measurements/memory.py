@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from tccl_py.errors import MeasurementError
 from tccl_py.measurements.measurement import BandwidthSource, Measurement
 from tccl_py.transfers.transfer import TransferSet
 
@@ -21,12 +22,14 @@ class RememberingSource:
     def __init__(
         self,
         source: BandwidthSource,
-        known: dict[str, list[Measurement]] | None = None,
+        known: Mapping[str, Sequence[Measurement]] | None = None,
         *,
         seed: int = 0,
     ) -> None:
         self._source = source
-        self._known = known or {}
+        self._before = known if known is not None else {}
+        self._times: dict[str, int] = {}
+        self._answers: dict[tuple[str, int], Measurement] = {}
         self._random = random.Random(seed)
         self.sets_measured = 0
         self.sets_remembered = 0
@@ -39,7 +42,8 @@ class RememberingSource:
     @property
     def times_known(self) -> dict[str, int]:
         """How often each set was measured, by its text."""
-        return {key: len(known) for key, known in self._known.items()}
+        times = {key: len(known) for key, known in self._before.items()} | self._times
+        return {key: count for key, count in times.items() if count}
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set from memory or, once, by the source.
@@ -47,7 +51,7 @@ class RememberingSource:
         A set that is listed twice in one call is wanted twice: it gets two measurements.
 
         Raises:
-            MeasurementError: as the source behind it.
+            MeasurementError: as the source behind it, or its flows did not run together.
         """
         missing = self._missing(sets)
         self.sets_remembered += len(sets) - len(missing)
@@ -55,22 +59,38 @@ class RememberingSource:
             self._random.shuffle(missing)
         for one in missing:
             (measurement,) = self._source.measure([one])
+            if not measurement.is_together:
+                raise MeasurementError(
+                    f"{one}: its flows ran together for only {measurement.overlap:.0%} of the time"
+                )
             self._keep(measurement)
-            self._known.setdefault(str(one), []).append(measurement)
+            key, times = str(one), self._times_of(str(one))
+            self._answers[key, times] = measurement
+            self._times[key] = times + 1
             self.sets_measured += 1
         given = Counter[str]()
         answers = []
         for key in map(str, sets):
-            answers.append(self._known[key][given[key]])
+            answers.append(self._answer(key, given[key]))
             given[key] += 1
         return answers
+
+    def _answer(self, key: str, number: int) -> Measurement:
+        if (key, number) not in self._answers:
+            self._answers[key, number] = self._before[key][number]
+        return self._answers[key, number]
+
+    def _times_of(self, key: str) -> int:
+        if key not in self._times:
+            self._times[key] = len(self._before.get(key, ()))
+        return self._times[key]
 
     def _missing(self, sets: Sequence[TransferSet]) -> list[TransferSet]:
         wanted = Counter[str]()
         missing = []
         for one in sets:
             wanted[str(one)] += 1
-            if wanted[str(one)] > len(self._known.get(str(one), ())):
+            if wanted[str(one)] > self._times_of(str(one)):
                 missing.append(one)
         return missing
 

@@ -119,27 +119,9 @@ def make_plan(
     stock = measured_stock(task)
     search = SettingsSearch(task, stock)
     search.run(sets=budget.sets or DEFAULT_BUDGET.sets or 1)
-    plan = _moving(_assembled(task, remembering, stock, search))
+    plan = _assembled(task, remembering, stock, search)
     odd = other_count_notices(ring_counts or (), len(plan.rings))
     return msgspec.structs.replace(plan, notices=(*plan.notices, *odd), kept=kept)
-
-
-def _moving(plan: Plan) -> Plan:
-    """The plan without what stood still while it was measured, as things do on busy cores.
-
-    Raises:
-        MeasurementError: the rings themselves did, or NCCL's own.
-    """
-    rates = [hop.gbps for ring in plan.rings for hop in ring.hops]
-    for rings, slowest in (("the plan's", min(rates)), ("NCCL's own", plan.stock.rate_gbps)):
-        if not slowest > 0:
-            raise MeasurementError(
-                f"{rings} rings: nothing arrived over one of their hops while all were measured; "
-                "plan again (--force) when the machine has nothing else to do"
-            )
-    free = plan.free if plan.free is not None and plan.free.rate_gbps > 0 else None
-    subsets = tuple(one for one in plan.subsets if one.rate_gbps > 0)
-    return msgspec.structs.replace(plan, free=free, subsets=subsets)
 
 
 def _chosen(machine: Machine, gpus: Sequence[int] | None) -> tuple[int, ...]:

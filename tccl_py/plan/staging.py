@@ -54,7 +54,11 @@ def write_with_plan(
         _tidy(directory)
     staged = {**files, MANIFEST_FILE: manifest, _MARK: ""}
     with _staged(staged, directory, STAGING, directory) as staging:
-        check(staging)
+        try:
+            check(staging)
+        except InputError as error:
+            what = f"the plan could not be read again, so none was written ({error.what})"
+            raise InputError(str(directory), what, f"{error.right}; report this fault") from error
         with refused(directory, "cannot be written", _SPACE):
             _replace(staging, directory)
 

@@ -146,7 +146,7 @@ class ClusterPool:
                     raise WorkerLost(f"{broken}; then, made again, {error}") from error
                 broken = str(error)
                 continue
-            # On a machine that is too busy they count all the same: their skew says how well.
+            # On a machine that is too busy, the overlap decides which repeats count.
             if not late or attempt == _ATTEMPTS:
                 return outcomes
         raise WorkerLost(broken)

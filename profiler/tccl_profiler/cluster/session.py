@@ -16,6 +16,7 @@ from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.meeting import CONTROLLER
 from tccl_profiler.cluster.pool import FIRST_PINGS, ClusterPool
 from tccl_profiler.control import MAX_LANES
+from tccl_profiler.host.machine import shared_cores
 from tccl_profiler.pieces import Network, device_of, is_carried
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.program import is_nic, local
@@ -28,7 +29,11 @@ from tccl_py.transfers.transfer import Flow, Place, TransferSet
 Backend = Literal["cuda", "host"]
 
 LIMITS = WindowLimits(
-    minimum_ms=20.0, maximum_ms=400.0, warm_minimum_ms=5.0, start_error_share=0.05
+    minimum_ms=20.0,
+    maximum_ms=400.0,
+    longest_ms=1600.0,
+    warm_minimum_ms=5.0,
+    start_error_share=0.05,
 )
 """Between hosts, sockets and switches hold bytes back: a window must be long beside what they can
 give out at once, and its warm-up as long as TCP takes to find a rate. A slow network has slices of
@@ -101,6 +106,9 @@ class ClusterSession:
             interfaces=self._describe.interfaces,
             addressed=self.network == "tcp",
         )
+        if self._backend == "host":
+            for host in self.hosts:
+                self.notices += [f"host {host.name}: {one}" for one in shared_cores(host.machine)]
         self._compare_clocks()
         return self
 

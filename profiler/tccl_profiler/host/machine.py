@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tccl_profiler import numa
@@ -70,6 +70,17 @@ def host_machine(
 def cpus_of_devices(machine: Machine) -> dict[int, tuple[int, ...]]:
     """Cores that each device's worker is pinned to, by the device's index."""
     return {gpu.index: (int(gpu.bus_id.split(":")[0], 16),) for gpu in machine.gpus}
+
+
+def shared_cores(machine: Machine) -> Iterator[str]:
+    """Warn of devices that share a core."""
+    devices, cores = len(machine.gpus), len(set(cpus_of_devices(machine).values()))
+    if devices > cores:
+        few = f"; --devices {cores} gives each a core" if cores > 1 else ""
+        yield (
+            f"{devices} devices of the host backend share {cores} core{'s' * (cores != 1)} and "
+            f"wait for each other: their rates say little, and sets may fail{few}"
+        )
 
 
 def host_fingerprint(machine: Machine, *, root: Path = ROOT) -> Fingerprint:
