@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
 from tccl_profiler.workers import DeviceSpec
 from tccl_py.errors import MeasurementError
+from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.measurements.measurement import TOGETHER
 from tccl_py.transfers.transfer import parse_set
 
 LONG_S = 30.0
@@ -50,6 +54,43 @@ def pool_of(devices=2, *, backend="host", **more):
     ]
     numa_ids = {f"C{node.index}": node.numa_id for node in machine.numa_nodes}
     return Pool(backend, specs, numa_ids, **{"memory": SMALL, "patience": PATIENT, **more})
+
+
+@contextlib.contextmanager
+def stopping(pids, *, for_s, times, apart_s=0.02):
+    """Stop processes for a while and let them go on, some times, while the block runs."""
+
+    def stop_and_go():
+        for _ in range(times):
+            time.sleep(apart_s)
+            for how, lasting_s in ((signal.SIGSTOP, for_s), (signal.SIGCONT, 0.0)):
+                for pid in pids:
+                    os.kill(pid, how)
+                time.sleep(lasting_s)
+
+    thread = threading.Thread(target=stop_and_go)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def measured_or_failed(source, transfers, path):
+    """Ask for a set by a journal: what it has of it is a whole measurement, or it has nothing."""
+    header = JournalHeader(machine="host", identity="host backend", simulated=False)
+    with JournalledSource(source, path, header) as journal:
+        try:
+            (answer,) = journal.measure([transfers])
+        except MeasurementError as error:
+            assert str(transfers) in str(error)
+            assert not read_journal(path).measurements
+            return None
+    assert list(read_journal(path).measurements[str(transfers)]) == [answer]
+    assert read_journal(path).notices == ()
+    assert all(rate > 0 for row in answer.samples_gbps for rate in row)
+    assert answer.overlap >= TOGETHER
+    return answer
 
 
 def workers_of(parent=None):

@@ -94,11 +94,70 @@ def test_figures_that_cannot_be_are_refused_by_file_and_line(field, value, sente
     assert path.read_bytes() == before
 
 
-def test_a_flow_that_moved_nothing_is_a_measurement(path):
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("samples_gbps", [[0.0], [0]]),
+        ("samples_gbps", [[1.0, 2.0], [1.0, 0.0]]),
+        ("overlap", 0.0),
+        ("overlap", 0.899),
+    ],
+)
+def test_lines_of_earlier_versions_that_are_no_measurement_are_ignored(field, value, path):
     measured(path)
-    corrupted(path, 1, "samples_gbps", [[0.0], [0]])
-    answers, _, calls = measured(path)
-    assert (answers[0].rate_gbps, calls) == (0.0, [])
+    corrupted(path, 1, field, value)
+    before = path.read_bytes()
+    (notice,) = read_journal(path).notices
+    assert notice.startswith(f"{path}: ignored 1 line, which is no measurement (a rate of 0 GB/s")
+    answers, notices, calls = measured(path)
+    assert (answers[0].rate_gbps, notices, calls) == (1.75, (notice,), [str(SETS[0])])
+    # The line stays, and the set's new measurement stands after it.
+    assert path.read_bytes().startswith(before)
+    assert measured(path)[2] == []
+    assert str(SETS[0]) in read_journal(path).measurements
+
+
+def test_ignored_lines_are_counted_in_one_notice_beside_a_torn_one(path):
+    measured(path)
+    corrupted(path, 1, "samples_gbps", [[0.0], [0.0]])
+    corrupted(path, 2, "overlap", 0.1)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"tr')
+    ignored, torn = measured(path)[1]
+    assert ": ignored 2 lines, which are no measurement" in ignored
+    assert torn.endswith(": dropped a torn last line of 4 characters")
+    assert path.read_bytes().startswith(whole + b'{"transfers"')
+
+
+@pytest.mark.parametrize(
+    "text, more",
+    [
+        ("G0->D0->G1 G0->G0->C0", {}),
+        ("h0.G0->h0.D0->h0.G1 h0.G0->h0.G0->h0.C0", {}),
+        ("G0->G0->C0 G1->G1->C0", {"overlap_at_least": True}),
+    ],
+)
+def test_an_overlap_that_the_clock_cannot_show_is_kept_as_a_bound(text, more, path):
+    one = parse_set(text)
+    for asked in ([text], []):
+        source = Source(overlap=0.46, **more)
+        with JournalledSource(source, path, HEADER) as journal:
+            assert journal.measure([one])[0].overlap == 0.46
+        assert source.calls == asked
+
+
+def test_no_source_can_hand_on_a_rate_of_0():
+    with pytest.raises(MeasurementError, match=r"^G0->G0->G1: its measurement has a rate of 0 GB/"):
+        Measurement(transfers="G0->G0->G1", samples_gbps=((1.0, 0.0),), simulated=False)
+
+
+def test_flows_that_ran_apart_are_refused_and_not_kept(path):
+    with (
+        JournalledSource(Source(overlap=0.5), path, HEADER) as journal,
+        pytest.raises(MeasurementError, match="^G1->G1->G0: its flows ran together for only 50% "),
+    ):
+        journal.measure(SETS[1:])
+    assert not read_journal(path).measurements
 
 
 JSON = st.recursive(

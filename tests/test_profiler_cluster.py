@@ -35,6 +35,7 @@ from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Nic, toy_machine
 from tccl_py.transfers.transfer import parse_set
 from tests.profiler_clusters import agent_in_thread, agents_in_processes, pair
+from tests.profiler_pools import measured_or_failed, stopping
 
 # Whether this is a job
 
@@ -562,6 +563,20 @@ def test_a_lost_worker_is_replaced_and_its_set_measured_again(session):
     timer.join()
     assert all((*before.gbps, *after.gbps))
     assert any("all workers were started anew" in text for text in session.notices)
+    session.notices.clear()
+
+
+@pytest.mark.parametrize("for_s, times", [(0.8, 1), (0.1, 12)])
+def test_a_host_that_stands_still_in_the_middle_of_a_set_makes_no_answer(
+    session, for_s, times, tmp_path
+):
+    transfers = parse_set(ACROSS.replace("64K", "96K"))
+    (before,) = session.source.measure([parse_set(ACROSS)])
+    agent = _children(os.getpid())[-1]
+    with stopping([agent, *_children(agent)], for_s=for_s, times=times):
+        measured_or_failed(session.source, transfers, tmp_path / "journal.jsonl")
+    (after,) = session.source.measure([parse_set(ACROSS)])
+    assert min(*before.gbps, *after.gbps) > 0
     session.notices.clear()
 
 

@@ -25,10 +25,12 @@ from tests.profiler_pools import (
     SMALL,
     descriptors,
     is_running,
+    measured_or_failed,
     moving,
     options,
     pool_of,
     shared_mappings,
+    stopping,
     until,
     workers_of,
     zombies_of,
@@ -218,6 +220,18 @@ def test_a_worker_stopped_in_the_middle_of_a_set_is_named(monkeypatch):
             pool.run(program, timing)
         profiler.measure([BOUNCE])
         assert not is_running(victims[0])
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("for_s, times", [(0.6, 1), (0.05, 20)])
+def test_a_worker_that_stands_still_in_the_middle_of_a_set_makes_no_answer(
+    index, for_s, times, tmp_path
+):
+    with pool_of() as pool:
+        profiler = profiler_of(pool)
+        with stopping([worker_of(pool, index)], for_s=for_s, times=times):
+            measured_or_failed(profiler, BOUNCE, tmp_path / "journal.jsonl")
+        assert moving(pool, str(BOUNCE))
 
 
 def test_a_pool_with_a_stopped_worker_closes():

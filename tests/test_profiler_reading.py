@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tccl_profiler.assignment import program_for
 from tccl_profiler.control import MAX_STAMPS, RECORD
@@ -14,6 +16,7 @@ from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import LaneRate, WindowLimits
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
+from tccl_py.measurements.measurement import TOGETHER
 from tccl_py.transfers.transfer import parse_set
 from tests.fakes import FakePool
 
@@ -310,14 +313,109 @@ def test_a_longer_window_begins_the_set_anew():
     assert windows == sorted(windows)
 
 
+def failure_of(profiler, text=DIRECT):
+    with pytest.raises(MeasurementError) as caught:
+        one(profiler, text)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("maximum_ms", [1, 5, 50])
-def test_a_set_that_does_not_move_ends_with_rate_0_at_the_longest_window(maximum_ms):
+def test_a_set_that_does_not_move_fails_by_name_at_the_longest_window(maximum_ms):
     pool = FakePool(lambda text, number: [0.0])
     limits = WindowLimits(minimum_ms=1, maximum_ms=maximum_ms)
-    measurement = one(profiler_of(pool, limits=limits))
-    assert measurement.gbps == (0.0,)
-    assert measurement.window_us == maximum_ms * 1e3
-    assert len(pool.timings) < 10
+    assert failure_of(profiler_of(pool, limits=limits)) == (
+        f"{DIRECT}: 6 of 6 repeats of 400 ms are no measurement: nothing arrived by {DIRECT}; "
+        "measure again when the machine has less to do"
+    )
+    # After three trials.
+    windows = [timing.window_us for timing in pool.timings[3:]]
+    assert windows == sorted(windows)
+    assert len(windows) < 9
+
+
+def test_flows_that_never_run_together_fail_by_name():
+    pool = FakePool(steady, skew_us=632_000.0)
+    failure = failure_of(profiler_of(pool), f"{DIRECT} {BOUNCE}")
+    assert failure.startswith(f"{BOUNCE} {DIRECT}: 6 of 6 repeats of 400 ms are no measurement: ")
+    assert "its flows ran together for only 0% of the time (start skew 632 ms); " in failure
+    # The next set is measured.
+    pool.skew_us = 0.0
+    assert one(profiler_of(pool)).settled
+
+
+def test_flows_that_start_apart_are_measured_in_longer_windows():
+    pool = FakePool(steady, skew_us=9_000.0)
+    measurement = one(profiler_of(pool))
+    assert measurement.settled
+    assert measurement.window_us == 200_000.0
+    assert measurement.overlap > 0.9
+
+
+def test_a_window_in_which_a_flow_stood_still_is_made_longer():
+    def still_at_first(text, number):
+        return [0.0 if number in (3, 9) else 20.0]
+
+    pool = FakePool(still_at_first)
+    measurement = one(profiler_of(pool))
+    assert measurement.samples_gbps[0] == pytest.approx((20.0,) * 6, rel=1e-4)
+    assert [timing.window_us for timing in pool.timings[1:]] == [2000.0, 8000.0, 32_000.0]
+    assert measurement.window_us == 32_000.0
+
+
+def test_at_the_longest_window_only_repeats_that_are_measurements_count():
+    def still_at_times(text, number):
+        return [0.0 if number % 3 == 0 else 20.0]
+
+    measurement = one(profiler_of(FakePool(still_at_times)))
+    assert measurement.samples_gbps[0] == pytest.approx((20.0,) * 7, rel=1e-4)
+    assert measurement.window_us == 400_000.0
+
+
+@given(
+    still=st.lists(st.booleans(), min_size=1, max_size=9),
+    skew_us=st.floats(0.0, 1e6),
+    limit=st.integers(6, 12),
+)
+@settings(max_examples=50)
+def test_a_set_fails_or_all_its_repeats_are_measurements(still, skew_us, limit):
+    rates = lambda text, number: [0.0 if still[number % len(still)] else 20.0]  # noqa: E731
+    profiler = profiler_of(FakePool(rates, skew_us=skew_us), stopping=Stopping(limit=limit))
+    try:
+        measurement = one(profiler)
+    except MeasurementError as error:
+        assert str(error).startswith(f"{DIRECT}: ")
+    else:
+        assert min(measurement.samples_gbps[0]) > 0
+        assert measurement.overlap >= TOGETHER
+        assert 6 <= len(measurement.samples_gbps[0]) <= limit
+
+
+MIXED = "G0->D0->G1 G0->G0->C0{blocks=1}"
+
+
+class LateStamps(FakePool):
+    """Stamps of copies that wait for kernels, in the second half of their window."""
+
+    def _outcome(self, program, timing):
+        found = super()._outcome(program, timing)
+        for rows in found.stamps.values():
+            for row in rows:
+                row[len(row) // 2 :] = row[-1] + np.uint64(timing.window_us * 1e3)
+        return found
+
+
+@pytest.mark.parametrize("kind", [FakePool, LateStamps])
+def test_the_overlap_of_copies_beside_kernels_of_their_gpu_is_a_bound(kind):
+    measurement = one(profiler_of(kind(steady), stopping=Stopping(limit=6)), MIXED)
+    assert min(map(min, measurement.samples_gbps)) > 0
+    assert measurement.overlap_at_least is (kind is LateStamps)
+    assert (measurement.overlap < TOGETHER) is (kind is LateStamps)
+
+
+def test_copies_beside_kernels_that_move_nothing_fail_all_the_same():
+    assert "nothing arrived by G0->D0->G1" in failure_of(
+        profiler_of(FakePool(lambda text, number: [0.0, 20.0])), MIXED
+    )
 
 
 def test_windows_that_keep_growing_end():

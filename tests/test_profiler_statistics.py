@@ -109,8 +109,8 @@ def test_a_rate_that_is_no_number_is_refused_by_its_index(bad):
         median_interval([1.0, 2.0, bad])
 
 
-def test_a_flow_that_moved_nothing_is_known_exactly_and_one_that_did_once_is_not():
-    assert relative_width(median_interval([0.0] * 6), 0.0) == 0.0
+def test_a_flow_that_moved_nothing_has_no_rate_that_could_be_known():
+    assert relative_width(median_interval([0.0] * 6), 0.0) == math.inf
     assert relative_width(Interval(low=0.0, high=1.0), 0.0) == math.inf
     assert relative_width(Interval(low=9.0, high=11.0), 10.0) == pytest.approx(0.2)
     assert relative_width(median_interval([1.0]), 1.0) == math.inf
@@ -159,8 +159,8 @@ def test_one_noisy_flow_keeps_the_set_going_until_the_limit():
     assert not Stopping().reached([steady(30), noisy])
 
 
-def test_a_set_in_which_a_flow_moved_nothing_stops_too():
-    assert Stopping().reached([steady(6), [0.0] * 6])
+def test_a_set_in_which_a_flow_moved_nothing_does_not_settle():
+    assert not Stopping().reached([steady(6), [0.0] * 6])
     assert not Stopping().reached([steady(6), [0.0] * 3 + [5.0] * 3])
 
 
