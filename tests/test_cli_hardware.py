@@ -405,6 +405,21 @@ def test_a_plan_of_rates_that_vary_says_so(fake, tmp_path):
     )
 
 
+def test_a_plan_of_sets_that_may_have_run_apart_says_so(fake, tmp_path):
+    fake.more = {"overlap": 0.46, "overlap_at_least": True}
+    assert planned(tmp_path / "plan").exit_code == 0
+    told = [one for one in load_plan(tmp_path / "plan").notices if "at least 46% of the" in one]
+    assert 1 <= len(told) <= 5
+    assert all(one.startswith("G0->") for one in told)
+
+
+def test_more_devices_than_cores_are_warned_of_once():
+    cores = len(os.sched_getaffinity(0))
+    assert len(hardware.measured_machine("host", min(2, cores)).notices) == 1 + (cores < 2)
+    (_, shared) = hardware.measured_machine("host", cores + 1).notices
+    assert shared.startswith(f"{cores + 1} devices of the host backend share {cores} core")
+
+
 def test_a_plan_whose_first_set_cannot_be_measured_ends_with_its_sentence(fake, tmp_path):
     fake.alive = False
     result = planned(tmp_path / "plan")

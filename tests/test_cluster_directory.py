@@ -242,6 +242,18 @@ def test_a_full_disk_leaves_the_plan_that_was_there(tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_plan_that_could_not_be_read_again_is_not_put_in_place(there, tmp_path):
+    if there:
+        write_cluster_plan(mixed(), tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    bad = msgspec.structs.replace(equal_hosts(12), sets_measured=-1)
+    with pytest.raises(InputError, match="the plan could not be read again, so none was written"):
+        write_cluster_plan(bad, tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not there or load_cluster_plan(tmp_path) == mixed()
+
+
 def test_one_plan_replaces_another_with_all_its_files(tmp_path):
     write_cluster_plan(equal_hosts(5), tmp_path)
     write_cluster_plan(mixed(), tmp_path)

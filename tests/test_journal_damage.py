@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -154,7 +155,7 @@ def test_no_source_can_hand_on_a_rate_of_0():
 def test_flows_that_ran_apart_are_refused_and_not_kept(path):
     with (
         JournalledSource(Source(overlap=0.5), path, HEADER) as journal,
-        pytest.raises(MeasurementError, match="^G1->G1->G0: its flows ran together for only 50% "),
+        pytest.raises(MeasurementError, match=r"^G1->G1->G0: its flows ran together for only 50% "),
     ):
         journal.measure(SETS[1:])
     assert not read_journal(path).measurements
@@ -288,6 +289,48 @@ def test_a_journal_where_files_have_no_locks_is_used_all_the_same(path, monkeypa
 
     monkeypatch.setattr("fcntl.flock", unable)
     assert measured(path)[2] == measured(path)[2] + [str(one) for one in SETS]
+
+
+LINES = int(os.environ.get("TCCL_JOURNAL_LINES", "100000"))
+READING = """
+import resource, sys, time
+from pathlib import Path
+from tccl_py.measurements.journal import JournalHeader, JournalledSource
+from tccl_py.transfers.transfer import parse_set
+
+class Nothing:
+    simulated = True
+
+resource.setrlimit(resource.RLIMIT_AS, (1_200_000 << 10, resource.RLIM_INFINITY))
+header = JournalHeader(machine="toy", identity="model 1", simulated=True)
+begun = time.process_time()
+with JournalledSource(Nothing(), Path(sys.argv[1]), header) as journal:
+    for text in sys.argv[2:]:
+        (answer,) = journal.measure([parse_set(text)])
+        assert answer.transfers == text
+took_s = time.process_time() - begun
+# What getrusage says counts the parent's memory at the fork as well.
+(peak,) = [one for one in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in one]
+print(took_s, int(peak.split()[1]) << 10)
+"""
+
+
+@pytest.mark.parametrize("text", ["G0->G0->G1", "G30000->G30000->G{}{{blocks={}}}"])
+def test_a_journal_of_many_lines_takes_microseconds_and_a_few_bytes_a_line(text, path):
+    """The same set, or different ones. A million lines take at most 10 s of a core and 300 MB:
+
+    TCCL_JOURNAL_LINES=1000000 python -m pytest tests/test_journal_damage.py -k many_lines
+    """
+    texts = [text.format(number % 30_000, number // 30_000 + 1) for number in range(LINES)]
+    one = Measurement(transfers="TEXT", samples_gbps=((1.5, 2.0, 1.75),), simulated=True)
+    line = msgspec.json.encode(one).decode()
+    lines = [line.replace("TEXT", name) for name in texts]
+    path.write_text("\n".join([msgspec.json.encode(HEADER).decode(), *lines, ""]))
+    command = [sys.executable, "-c", READING, str(path), texts[0], texts[-1]]
+    child = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+    took_s, used_bytes = map(float, child.stdout.split())
+    assert took_s < 0.5 + 9.5e-6 * LINES
+    assert used_bytes < (100 << 20) + 180 * LINES
 
 
 MANY = [parse_set(f"G0->G0->G{index}") for index in range(1, 61)]

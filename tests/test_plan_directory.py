@@ -359,6 +359,18 @@ def test_a_journal_of_another_is_refused(other, tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_plan_that_could_not_be_read_again_is_not_put_in_place(there, tmp_path):
+    plan = plan_of(PCIE)
+    if there:
+        write_plan(plan, tmp_path)
+    before = held(tmp_path)
+    with pytest.raises(InputError) as refusal:
+        write_plan(msgspec.structs.replace(plan, bound_gbps=plan.rate_gbps / 2), tmp_path)
+    assert str(refusal.value).startswith(f"{tmp_path}: the plan could not be read again, so none ")
+    assert held(tmp_path) == before
+
+
 def test_exported_files_appear_together_or_not_at_all(tmp_path, monkeypatch):
     plan = plan_of(PCIE)
     assert write_nccl_files(plan, tmp_path / "a" / "b") == 13

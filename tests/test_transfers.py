@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, SearchError
@@ -21,6 +21,7 @@ from tccl_py.transfers.transfer import (
     direct_read,
     direct_write,
     entering,
+    is_canonical,
     joined,
     leaving,
     parse_flow,
@@ -173,6 +174,37 @@ def test_any_text_is_a_set_or_refused(text):
     except InputError:
         return
     assert parse_set(str(parsed)) == parsed
+
+
+NUMBERS = st.sampled_from(["0", "1", "11", "01", "64", "65", "99999", "100000", ""])
+SIZES = st.sampled_from(["1", "1024", "1K", "999K", "1024K", "4M", "4096K", "5M", "16M", "0K"])
+OPTIONS = st.just("") | st.builds("{{blocks={},fifo={}}}".format, NUMBERS, SIZES)
+ALIKE = st.builds(
+    "G{}->G{}->{}{}{}".format,
+    NUMBERS,
+    NUMBERS,
+    st.sampled_from("GC"),
+    NUMBERS,
+    st.just("") | st.builds("->G{}->G{}".format, NUMBERS, NUMBERS),
+)
+
+
+@settings(max_examples=500)
+@given(
+    st.lists(st.builds("{}{}".format, ALIKE, OPTIONS) | flows().map(str), min_size=1, max_size=2),
+    st.sampled_from([" ", "  ", "\t"]),
+)
+@example(["G1->G1->G11"], " ")
+@example(["G11->G1->G1"], " ")
+@example(["G1->G1->C0->G11->G11{blocks=64,fifo=999K}"], " ")
+@example(["G0->G0->G1{blocks=1,fifo=4M}"], " ")
+def test_a_canonical_text_is_one_that_parsing_leaves_as_it_is(parts, between):
+    text = between.join(parts)
+    try:
+        expected = str(parse_set(text)) == text
+    except InputError:
+        expected = False
+    assert is_canonical(text) is expected
 
 
 def test_an_empty_set_is_refused():
