@@ -143,7 +143,7 @@ def _simulated(plan: Plan, directory: Path, journal: Path) -> Iterator[Rememberi
         )
     source = Simulator(model, noise=noise, seed=seed)
     with JournalledSource(source, journal, header) as journalled:
-        source.resume(journalled.times_known)
+        source.resume(journalled.times_of)
         notice_each(journalled.notices)
         yield journalled
 

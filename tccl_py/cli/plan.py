@@ -338,7 +338,7 @@ class _Model:
         """The plan by simulation; one that a journal tells of is gone on with."""
         opened = open_journal(self._source, journal, self._header, force=force)
         with opened as journalled, ProgressLine() as line:
-            self._source.resume(journalled.times_known)
+            self._source.resume(journalled.times_of)
             notice_each(journalled.notices)
             return task.plan(self.machine, self._model.knowledge, journalled, line)
 

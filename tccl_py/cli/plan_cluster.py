@@ -139,7 +139,7 @@ class SimulatedCluster:
         """The plan by simulation; one that a journal tells of is gone on with."""
         opened = open_journal(self._source, journal, self._header, force=force)
         with opened as journalled, ProgressLine() as line:
-            self._source.resume(journalled.times_known)
+            self._source.resume(journalled.times_of)
             notice_each(journalled.notices)
             return self._task.plan(self.cluster, [journalled], line)
 

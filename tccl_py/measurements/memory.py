@@ -64,7 +64,7 @@ class RememberingSource:
                     f"{one}: its flows ran together for only {measurement.overlap:.0%} of the time"
                 )
             self._keep(measurement)
-            key, times = str(one), self._times_of(str(one))
+            key, times = str(one), self.times_of(str(one))
             self._answers[key, times] = measurement
             self._times[key] = times + 1
             self.sets_measured += 1
@@ -80,7 +80,8 @@ class RememberingSource:
             self._answers[key, number] = self._before[key][number]
         return self._answers[key, number]
 
-    def _times_of(self, key: str) -> int:
+    def times_of(self, key: str) -> int:
+        """How often a set was measured, by its text."""
         if key not in self._times:
             self._times[key] = len(self._before.get(key, ()))
         return self._times[key]
@@ -90,7 +91,7 @@ class RememberingSource:
         missing = []
         for one in sets:
             wanted[str(one)] += 1
-            if wanted[str(one)] > self._times_of(str(one)):
+            if wanted[str(one)] > self.times_of(str(one)):
                 missing.append(one)
         return missing
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -54,12 +53,14 @@ class Simulator:
         self.model = model
         self.noise = noise
         self.seed = seed
-        self._asked: Counter[str] = Counter()
+        self._asked: dict[str, int] = {}
+        self._before: Callable[[str], int] = lambda _: 0
         self._engine = Engine(model, parameters or bundled_parameters())
 
-    def resume(self, times: Mapping[str, int]) -> None:
-        """Go on where an earlier run ended, which measured each set (by its text) so often."""
-        self._asked.update(times)
+    def resume(self, times: Callable[[str], int]) -> None:
+        """Go on where an earlier run ended: `times` says how often a set (by its text) was measured
+        when it is asked for first."""
+        self._before = times
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set, in the order given.
@@ -84,6 +85,8 @@ class Simulator:
     def _samples(self, text: str, gbps: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
         if not self.noise:
             return tuple((rate,) * self.repeats for rate in gbps)
+        if text not in self._asked:
+            self._asked[text] = self._before(text)
         self._asked[text] += 1
         key = f"{self.seed} {self._asked[text]} {text}"
         digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
