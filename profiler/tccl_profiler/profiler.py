@@ -47,6 +47,8 @@ _PACINGS = 3
 """How often repeats may be discarded because a copy ended before their window did."""
 _MORE = 4
 """Repeats that are added where the first ones were not enough."""
+_UNCOUNTED = 6
+"""Repeats of the longest window that do not count, and are more than those that do: it failed."""
 _FEW_REPEATS = Stopping(minimum=3, limit=3)
 """Repeats of a set with few lanes, whose lanes are alike."""
 _EXERCISE_US = 20_000.0
@@ -276,7 +278,7 @@ class Profiler:
             else:
                 seen.extend(one for one, why in zip(readings, faults, strict=True) if not why)
                 uncounted += sum(map(bool, faults))
-                if uncounted >= stopping.minimum and uncounted > len(seen):
+                if uncounted >= _UNCOUNTED and uncounted > len(seen):
                     tried = f"{uncounted + len(seen)} repeats of {window.window_us / 1e3:.3g} ms"
                     raise MeasurementError(
                         f"{key}: {uncounted} of {tried} are no measurement: "
