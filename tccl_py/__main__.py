@@ -7,10 +7,16 @@ numerical libraries below them, takes a while.
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from types import FrameType
-from typing import NoReturn
+
+from tccl_py.children import search_path
+
+# Started by `python -m`, what is imported from here on could be files of the current directory.
+sys.path[:] = search_path()
+
+import signal  # noqa: E402
+from types import FrameType  # noqa: E402
+from typing import NoReturn  # noqa: E402
 
 INTERRUPTED = 130
 

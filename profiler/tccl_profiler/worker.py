@@ -1,6 +1,6 @@
 """A worker: one process that sets up one device, and then does what it is told until told to stop.
 
-Started as `python -m tccl_profiler.worker DESCRIPTOR`, a connected Unix socket to the controller.
+Started as `tccl_profiler.worker DESCRIPTOR`, a connected Unix socket to the controller.
 """
 
 from __future__ import annotations

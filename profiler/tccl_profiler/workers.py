@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from tccl_profiler.channel import Channel, ChannelClosed, ChannelTimeout
 from tccl_profiler.links import LinkLost
 from tccl_profiler.messages import Done, Failed, FromWorker, Started
 from tccl_profiler.nccl.environment import without_disturbance
+from tccl_py.children import child_command, child_environment, search_path
 from tccl_py.errors import MeasurementError
 
 
@@ -141,7 +141,7 @@ def spawned(slot: int, spec: DeviceSpec, variables: Mapping[str, str]) -> Worker
         undo.callback(os.close, complaints)
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tccl_profiler.worker", str(theirs.fileno())],
+                child_command("tccl_profiler.worker", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 env=_environment(variables),
                 stdin=subprocess.DEVNULL,
@@ -168,11 +168,11 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
         # numpy would have a thread for every core, in every worker.
         OPENBLAS_NUM_THREADS="1",
         # Where the controller found this package, its workers do too.
-        PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
+        PYTHONPATH=os.pathsep.join(search_path()),
     )
     # Devices are taken by bus id, and their peers must be visible too.
     environment.pop("CUDA_VISIBLE_DEVICES", None)
-    return {**environment, **variables}
+    return child_environment({**environment, **variables})
 
 
 def _by_name(device: str, what: str) -> str:

@@ -4,7 +4,6 @@ who watches, and what is said."""
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_pu
 from tccl_py.errors import InputError, TcclError
 from tccl_py.health.fitness import why_not_with
 from tccl_py.report.words import settings_words
+from tccl_py.topology.readers.nvml import driver_version
 from tccl_py.verification.pairs import Effort, Watcher
 from tccl_py.verification.record import Verification, keep_verification
 from tccl_py.verification.sides import AnyPlace
@@ -97,7 +97,7 @@ def check_kept(names: Sequence[str]) -> None:
 def with_conditions(found: Verification) -> Verification:
     """What was found with the versions here and with what is to be said of it, which is said."""
     cuda = found.backend == "cuda"
-    versions = {**found.versions, **({"driver": _driver()} if cuda else {})}
+    versions = {**found.versions, **({"driver": driver_version()} if cuda else {})}
     nccl = found.versions.get("nccl", "")
     said = [*found.notices]
     if not cuda:
@@ -108,13 +108,3 @@ def with_conditions(found: Verification) -> Verification:
         said.append(f"{_SYSTEM_CONF} holds for both sides, stock as well")
     notice_each(said)
     return msgspec.structs.replace(found, versions=versions, notices=tuple(said))
-
-
-def _driver() -> str:
-    """The NVIDIA driver's version, or "" where nobody says."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.split("\n")[0].strip()

@@ -1,6 +1,6 @@
 """A process that has imported what ranks need and becomes each of them, by fork.
 
-usage: python -m tccl_py.rank_processes.nursery DESCRIPTOR MODULE...
+usage: tccl_py.rank_processes.nursery DESCRIPTOR MODULE...
 
 Importing torch takes seconds, and a verification runs some thirty jobs. What is imported here is
 not begun: no GPU is touched and no library set up before a rank does so, with the environment that
@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 
 import msgspec
+
+from tccl_py.children import end_with
 
 LOOK_S = 0.02
 MESSAGE_BYTES = 4096
@@ -63,8 +65,9 @@ def main() -> None:
 def _serve(control: socket.socket) -> tuple[Program, list[int]] | None:
     """Fork for whoever asks; in the fork, what was asked for. None when nobody is there any more.
 
-    Those that were forked end by themselves, because their standard input does.
+    Forks end with this process, whenever that does.
     """
+    own = os.getpid()
     children: set[int] = set()
     while True:
         readable, _, _ = select.select([control], [], [], LOOK_S if children else None)
@@ -82,6 +85,7 @@ def _serve(control: socket.socket) -> tuple[Program, list[int]] | None:
                 return None
             pid = os.fork()
             if pid == 0:
+                end_with(own)
                 told = Path(message.decode()).read_bytes()
                 return msgspec.json.decode(told, type=Program), descriptors
             children.add(pid)

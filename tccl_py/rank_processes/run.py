@@ -46,7 +46,7 @@ class RanksError(TcclError):
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A job's ranks on this host: `python -m PROGRAM FOLDER/order.json RANK` for each number.
+    """A job's ranks on this host: `PROGRAM FOLDER/order.json RANK` for each number.
 
     The folder has the order, and gets each rank's output. `surroundings` are the whole environment
     of each; the first inherits `listener`, whose descriptor LISTENER names.

@@ -1,7 +1,7 @@
 """How a rank's process is started: as an interpreter of its own, or as a fork of a nursery.
 
 Either is the leader of its own process group: Ctrl-C reaches this program alone, which ends them.
-If this program is killed, their standard input ends, and with it they do.
+If this program is killed, the kernel kills them; their standard input ends as well.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Protocol
 
 import msgspec
 
+from tccl_py.children import child_command, child_environment
 from tccl_py.errors import TcclError
 from tccl_py.rank_processes.nursery import MESSAGE_BYTES, Event, Program
 
@@ -69,11 +69,12 @@ class _Interpreter:
 def interpreter(program: Program, inherits: Mapping[str, socket.socket]) -> Running:
     """Start an interpreter; see `Start`."""
     given = {name: one.fileno() for name, one in inherits.items()}
+    numbers = {name: str(one) for name, one in given.items()}
     with Path(program.output).open("wb") as file:
         return _Interpreter(
             subprocess.Popen(
-                [sys.executable, "-m", program.module, *program.arguments],
-                env={**program.environment, **{name: str(one) for name, one in given.items()}},
+                child_command(program.module, *program.arguments),
+                env=child_environment({**program.environment, **numbers}),
                 pass_fds=tuple(given.values()),
                 stdin=subprocess.PIPE,
                 stdout=file,
@@ -117,11 +118,12 @@ class Nursery:
         Raises:
             TcclError: the process that should become it has ended.
         """
-        self._ready({k: v for k, v in program.environment.items() if not k.startswith(_OWN)})
+        variables = child_environment(program.environment)
+        self._ready({k: v for k, v in variables.items() if not k.startswith(_OWN)})
         assert self._control is not None
         # A message is too small for some environments.
         file = Path(f"{program.output}-program.json")
-        whole = msgspec.structs.replace(program, inherits=tuple(inherits))
+        whole = msgspec.structs.replace(program, environment=variables, inherits=tuple(inherits))
         file.write_bytes(msgspec.json.encode(whole))
         reading, writing = os.pipe()
         try:
@@ -139,17 +141,15 @@ class Nursery:
         return _Forked(self, born, writing)
 
     def close(self) -> None:
-        """End the process; ranks that still run end by themselves."""
+        """End the process; ranks that still run end with it."""
         control, self._control = self._control, None
         process, self._process = self._process, None
         if control is not None:
             control.close()
         if process is not None:
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            # It may be importing, and would not hear of it for long; it has nothing to put away.
+            process.kill()
+            process.wait()
 
     def code(self, pid: int) -> int | None:
         """The exit code of a rank, None while it runs; 1 if nobody is left who would know."""
@@ -167,7 +167,7 @@ class Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _PROGRAM, str(theirs.fileno()), *self._modules],
+                child_command(_PROGRAM, str(theirs.fileno()), *self._modules),
                 env=environment,
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """An agent: on its host it does what the controller says, by a pool of workers of its own.
 
-On the controller's host it is started as `python -m tccl_profiler.cluster.agent DESCRIPTOR`, a
-connected Unix socket; on other hosts it is what a rank of the job does.
+On the controller's host it is started as `tccl_profiler.cluster.agent DESCRIPTOR`, a connected Unix
+socket; on other hosts it is what a rank of the job does.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from types import FrameType, TracebackType
@@ -26,6 +25,7 @@ from tccl_profiler.cluster.agents import has_died
 from tccl_profiler.cluster.meeting import CONTROLLER, Hello, Meeting
 from tccl_profiler.cluster.messages import Beat, End, Ended, Envelope
 from tccl_profiler.cluster.messenger import ChannelMessenger, Heart, Naps, PeerGone
+from tccl_py.children import child_command, child_environment, search_path
 from tccl_py.cluster.names import check_host_name
 from tccl_py.errors import InputError, SourceLostError, TcclError
 
@@ -196,12 +196,12 @@ def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], Cha
         name: what it is to call this host; None is what gethostname(2) says.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    command = [sys.executable, "-m", "tccl_profiler.cluster.agent", str(theirs.fileno())]
+    arguments = [str(theirs.fileno()), *([] if name is None else [name])]
     with theirs:
         process = subprocess.Popen(
-            [*command, *([] if name is None else [name])],
+            child_command("tccl_profiler.cluster.agent", *arguments),
             pass_fds=(theirs.fileno(),),
-            env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
+            env=child_environment({**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )

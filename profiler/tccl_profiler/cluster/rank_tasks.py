@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-import sys
 from collections.abc import Callable, Sequence
 
 from tccl_profiler import numa
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.interfaces import addresses, listening
+from tccl_py.children import search_path
 from tccl_py.rank_processes.starting import Nursery, Start, interpreter
 from tccl_py.rank_processes.task import Task, run_tasks
 
@@ -24,9 +24,8 @@ class RankTasks:
 
     def surroundings(self, modules: Sequence[str] = ()) -> say.Surroundings:
         """The environment in which programs find what this one does; modules that it lacks."""
-        paths = os.pathsep.join(filter(None, sys.path))
         return say.Surroundings(
-            variables={**os.environ, "PYTHONPATH": paths},
+            variables={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
             lacks=tuple(one for one in modules if importlib.util.find_spec(one) is None),
         )
 

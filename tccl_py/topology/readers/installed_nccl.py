@@ -7,6 +7,8 @@ its own asks it, so that neither torch nor anything of CUDA is loaded here.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 import subprocess
 import sys
@@ -16,28 +18,16 @@ from pathlib import Path
 
 import msgspec
 
+from tccl_py.children import child_command, child_environment
+
 _PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _LIBRARY = "libnccl.so.2"
 _NEEDED = re.compile(r"nvidia[-_]nccl[-_]cu[0-9]{1,3}", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}(?:\.[0-9]{1,3})?", re.ASCII)
 _PATIENCE_S = 60.0
 """To import torch from a cold network file system takes long."""
-_ASK_LIBRARY = (
-    "import ctypes, sys\n"
-    "number = ctypes.c_int()\n"
-    "if ctypes.CDLL(sys.argv[1]).ncclGetVersion(ctypes.byref(number)): sys.exit(1)\n"
-    # NCCL_VERSION(X, Y, Z) in nccl.h: X * 10000 since 2.9, X * 1000 before.
-    "value = number.value\n"
-    "unit = 10000 if value >= 10000 else 1000\n"
-    "print(f'{value // unit}.{value % unit // 100}.{value % 100}')\n"
-)
-_ASK_TORCH = (
-    "import sys\n"
-    # A folder called torch, where the command was started, is not it.
-    "sys.path = [path for path in sys.path if path]\n"
-    "import torch\n"
-    "print('.'.join(map(str, torch.cuda.nccl.version())))\n"
-)
+_TORCH = "torch"
+"""Asked for in place of a library."""
 
 
 class InstalledNccl(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +55,7 @@ def installed_nccls() -> Iterator[InstalledNccl]:
         yield own
     elif (package := _of_packages(_PACKAGES)) is not None:
         yield package
-    found = _told(_ASK_LIBRARY, _LIBRARY)
+    found = _told(_LIBRARY)
     if found:
         yield InstalledNccl(version=found, source=f"{_LIBRARY} as the system finds it")
 
@@ -83,7 +73,7 @@ def _of_torch(torch: metadata.Distribution) -> InstalledNccl | None:
         )
     if not Path(str(torch.locate_file("torch/lib/libtorch_cuda.so"))).exists():
         return None
-    found = _told(_ASK_TORCH)
+    found = _told(_TORCH)
     return InstalledNccl(version=found, source=f"in {name}") if found else None
 
 
@@ -97,7 +87,7 @@ def _of_packages(names: Sequence[str]) -> InstalledNccl | None:
         if sum(_distribution(other) is not None for other in _PACKAGES) > 1:
             # They put the library in one place: whichever came last is there.
             place = package.locate_file(f"nvidia/nccl/lib/{_LIBRARY}")
-            version = _told(_ASK_LIBRARY, str(place)) or version
+            version = _told(str(place)) or version
         match = _NUMBER.match(version)
         if match is not None:
             return InstalledNccl(version=match[0], source=f"of the package {name}")
@@ -111,11 +101,12 @@ def _distribution(name: str) -> metadata.Distribution | None:
         return None
 
 
-def _told(program: str, *arguments: str) -> str:
-    """The version that a Python program prints; "" if it prints none."""
+def _told(library: str) -> str:
+    """Return the version of a library, or of torch's NCCL, by a process of its own; "" if none."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program, *arguments],
+            child_command("tccl_py.topology.readers.installed_nccl", library),
+            env=child_environment(dict(os.environ)),
             capture_output=True,
             text=True,
             timeout=_PATIENCE_S,
@@ -125,3 +116,22 @@ def _told(program: str, *arguments: str) -> str:
         return ""
     match = _NUMBER.fullmatch(done.stdout.strip())
     return match[0] if match is not None and done.returncode == 0 else ""
+
+
+def _version_of(library: str) -> str:
+    """Load a library, or torch, and return the version of NCCL that it says."""
+    if library == _TORCH:
+        import torch  # noqa: PLC0415 (only in a process of its own)
+
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    number = ctypes.c_int()
+    if ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number)):
+        return ""
+    # NCCL_VERSION(X, Y, Z) in nccl.h: X * 10000 since 2.9, X * 1000 before.
+    value = number.value
+    unit = 10000 if value >= 10000 else 1000
+    return f"{value // unit}.{value % unit // 100}.{value % 100}"
+
+
+if __name__ == "__main__":
+    print(_version_of(sys.argv[1]))

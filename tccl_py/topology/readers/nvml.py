@@ -69,6 +69,20 @@ def driver_facts(nvml: Any = None) -> DriverFacts:
         nvml.nvmlShutdown()
 
 
+def driver_version() -> str:
+    """Return the NVIDIA driver's version, "" where no driver answers."""
+    try:
+        nvml = _imported()
+        nvml.nvmlInit()
+        try:
+            return _text(_answer(nvml, "the driver", nvml.nvmlSystemGetDriverVersion))
+        finally:
+            nvml.nvmlShutdown()
+    except Exception:
+        # NVMLError, or an InputError that says what does not matter here.
+        return ""
+
+
 def _imported() -> Any:
     try:
         import pynvml  # noqa: PLC0415 (only live discovery needs it)

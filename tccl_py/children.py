@@ -1,0 +1,83 @@
+"""Python child processes: they import nothing from the current directory and end with their parent.
+
+usage: python CHILDREN.PY PARENT MODULE ARGUMENT...
+
+`python -m` and `python -c` search the current directory first, so that a file `signal.py` there
+would run in place of the standard library's. A script's own directory is searched instead; run as
+a script, this file takes that off the path as well, and then becomes MODULE.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 (nothing else is loaded)
+_ROOT = os.path.dirname(_PACKAGE)  # noqa: PTH120
+_SEARCHED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+_PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
+_ORPHANED = 3
+"""Exit code of a child whose parent ended before the kernel was told to watch it."""
+
+
+def search_path() -> list[str]:
+    """Return sys.path without the current directory, which `python -m` and empty entries add.
+
+    It stays where PYTHONPATH names it, or where this package lies in it.
+    """
+    try:
+        here = os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        here = ""
+    named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    wanted = {_ROOT, *(os.path.normpath(os.path.join(here, one)) for one in named)}  # noqa: PTH118
+    return [one for one in sys.path if one and (one != here or one in wanted)]
+
+
+def child_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module as a program in a child process.
+
+    The kernel kills the child when the thread that started it ends. A thread other than the main
+    one may end long before its process: children of such threads are not bound to it.
+    """
+    import threading  # noqa: PLC0415 (a child that only begins needs none of it)
+
+    bound = threading.current_thread() is threading.main_thread()
+    script = os.path.join(_PACKAGE, "children.py")  # noqa: PTH118
+    return [sys.executable, script, str(os.getpid() if bound else 0), module, *arguments]
+
+
+def child_environment(variables: dict[str, str]) -> dict[str, str]:
+    """Return variables without empty entries in search paths, which mean the current directory."""
+    return {
+        name: os.pathsep.join(filter(None, value.split(os.pathsep))) if name in _SEARCHED else value
+        for name, value in variables.items()
+    }
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; end at once if it has ended."""
+    import ctypes  # noqa: PLC0415 (only when the path is clean)
+    import signal  # noqa: PLC0415
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(_ORPHANED)
+
+
+def _become() -> None:
+    """Run the module that the command line names."""
+    # At the end is the place from which a parent has this package, installed or not.
+    sys.path[:] = [*(one for one in sys.path if one != _PACKAGE), _ROOT]
+    parent = int(sys.argv[1])
+    if parent:
+        end_with(parent)
+    import runpy  # noqa: PLC0415
+
+    module = sys.argv[2]
+    sys.argv[:] = sys.argv[2:]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _become()
