@@ -7,30 +7,47 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
+import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tccl_py.errors import InputError
+import msgspec
 
-_YOUNG_S = 600.0
-"""A younger folder may be about to be locked."""
+from tccl_py.errors import InputError
+from tccl_py.files import write_atomically
+
+_MARKER = ".tccl-temporary"
+_MOST_BYTES = 4096
 _OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
+
+
+class _Owner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The process that made a folder: its host, its number, and its start in ticks since boot."""
+
+    temporary_folder_of: str = "tccl"
+    host: str
+    pid: int
+    started: int
 
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A folder of this program's own, whose name begins with `prefix`.
+    """Make a folder whose name begins with `prefix`, for the time of the block.
 
-    A program that is killed cannot take its folder away. It holds a lock on it while it lives, so
-    that who makes the next one of the same name takes away what nobody holds.
+    A program that is killed cannot remove its folder. The folder has a lock while the program
+    lives, and a marker that names the process: the next call with the prefix removes marked folders
+    that have neither. What has no marker is the user's own, whatever its name.
 
     Raises:
         InputError: the system refuses it, or something in the block, as a full disk does.
     """
     _sweep(prefix)
     with _named(), tempfile.TemporaryDirectory(prefix=prefix) as name, _held(Path(name)):
+        # Marked only now that it is locked: no other program may take it for a dead one's.
+        own = _Owner(host=socket.gethostname(), pid=os.getpid(), started=_started(os.getpid()))
+        write_atomically(Path(name, _MARKER), msgspec.json.encode(own).decode())
         yield Path(name)
 
 
@@ -70,12 +87,33 @@ def _held(folder: Path) -> Iterator[bool]:
 
 
 def _sweep(prefix: str) -> None:
-    """Take away this user's folders that nobody holds any more."""
+    """Remove this user's folders whose marker names a process that is gone."""
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):
-            found = path.lstat()
-            left = found.st_uid == os.geteuid() and time.time() - found.st_mtime > _YOUNG_S
-            if left:
-                with _held(path) as nobody:
-                    if nobody:
-                        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError, ValueError):
+            if not stat.S_ISDIR(_owned(path)) or not stat.S_ISREG(_owned(path / _MARKER)):
+                continue
+            with (path / _MARKER).open("rb") as marker:
+                owner = msgspec.json.decode(marker.read(_MOST_BYTES), type=_Owner)
+            if owner.temporary_folder_of != "tccl" or owner.host != socket.gethostname():
+                continue
+            with _held(path) as nobody:
+                if nobody and not _lives(owner):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _owned(path: Path) -> int:
+    """Return the mode of a path itself, not of what it links to; 0 if another user owns it."""
+    found = path.lstat()
+    return found.st_mode if found.st_uid == os.geteuid() else 0
+
+
+def _lives(owner: _Owner) -> bool:
+    with contextlib.suppress(OSError):
+        return _started(owner.pid) == owner.started
+    return False
+
+
+def _started(pid: int) -> int:
+    """Return the start of a process in ticks since boot."""
+    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    return int(text.rpartition(")")[2].split()[19])

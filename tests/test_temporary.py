@@ -1,7 +1,9 @@
 """Folders of programs that were killed are taken away by the next one, and nobody else's."""
 
 import errno
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import time
 import pytest
 
 from tccl_py.errors import InputError
+from tccl_py.temporary import _MARKER as MARKER
 from tccl_py.temporary import temporary_folder
 
 HOLDING = (
@@ -25,11 +28,6 @@ def place(tmp_path, monkeypatch):
     """Where temporary folders lie."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
-
-
-def old(path):
-    """Make a folder one of an hour ago."""
-    os.utime(path, (time.time() - 3600,) * 2)
 
 
 def test_a_folder_is_gone_with_its_block(place):
@@ -52,25 +50,46 @@ def test_what_a_killed_program_left_is_taken_away_and_what_a_living_one_has_is_n
     killed, living = (place / one.stdout.readline().strip() for one in started)
     started[0].send_signal(signal.SIGKILL)
     started[0].wait(60)
-    for one in (killed, living):
-        old(one)
     with temporary_folder("tccl-t-"):
         assert (killed.exists(), (living / "file").exists()) == (False, True)
     started[1].kill()
     started[1].wait(60)
 
 
-def test_young_folders_links_and_other_names_stay(place):
-    names = ("tccl-t-young", "other-old", "target-old")
-    for name in names:
-        (place / name).mkdir()
-    (place / "tccl-t-link").symlink_to(place / "target-old")
-    for name in names[1:]:
-        old(place / name)
-    os.utime(place / "tccl-t-link", (1, 1), follow_symlinks=False)
+def marker_of(folder, **changed):
+    """The marker that a folder of a program that is gone would have."""
+    with temporary_folder("tccl-other-") as living:
+        found = json.loads((living / MARKER).read_text())
+    text = json.dumps({**found, "started": found["started"] + 1, **changed})
+    (folder / MARKER).write_text(text)
+
+
+def test_only_what_carries_a_dead_programs_marker_is_taken_away(place):
+    hour_ago = (time.time() - 3600,) * 2
+    (place / "target").mkdir()
+    marker_of(place / "target")
+    folders = {
+        name: place / f"tccl-t-{name}"
+        for name in ("unmarked", "words", "empty", "other-host", "living", "linked-marker", "dead")
+    }
+    for folder in folders.values():
+        folder.mkdir()
+    (folders["words"] / MARKER).write_text("mine")
+    (folders["empty"] / MARKER).write_bytes(b"\xff" * 9000)
+    marker_of(folders["other-host"], host="elsewhere")
+    with temporary_folder("tccl-other-") as living:
+        shutil.copy(living / MARKER, folders["living"])
+    (folders["linked-marker"] / MARKER).symlink_to(place / "target" / MARKER)
+    marker_of(folders["dead"])
+    (place / "tccl-t-link").symlink_to(place / "target")
+    (place / "tccl-t-file").write_text("x")
+    before = set(place.iterdir())
+    for path in before:
+        os.utime(path, hour_ago, follow_symlinks=False)
     with temporary_folder("tccl-t-"):
         pass
-    assert {one.name for one in place.iterdir()} == {*names, "tccl-t-link"}
+    assert set(place.iterdir()) == before - {folders["dead"]}
+    assert (place / "target" / MARKER).exists()
 
 
 @pytest.mark.parametrize(

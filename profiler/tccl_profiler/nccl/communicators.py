@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +20,7 @@ from tccl_profiler.nccl.library import Library
 from tccl_profiler.pattern import differing, write_pattern
 from tccl_profiler.program import Link
 from tccl_py.errors import MeasurementError
+from tccl_py.temporary import temporary_folder
 
 _SENDER, _RECEIVER = 0, 1
 _FIRST_BYTES = 1 << 20
@@ -273,8 +272,8 @@ class _Making:
 @contextlib.contextmanager
 def _graph_file(text: str) -> Iterator[None]:
     """NCCL_GRAPH_FILE names a file of this text."""
-    with tempfile.TemporaryDirectory(prefix="tccl-graph-") as folder:
-        path = Path(folder, "graph.xml")
+    with temporary_folder("tccl-graph-") as folder:
+        path = folder / "graph.xml"
         path.write_text(text)
         os.environ["NCCL_GRAPH_FILE"] = str(path)
         try:
