@@ -2,7 +2,10 @@
 
 import functools
 import json
+import re
 from pathlib import Path
+
+from hypothesis import strategies as st
 
 from tccl_py.topology.machine import Machine
 from tccl_py.topology.readers.nccl_topology import read_nccl_topology
@@ -31,6 +34,25 @@ def graph_verdicts():
 def graph_text(name: str) -> str:
     """A graph file as it stands, carriage returns included."""
     return (VERDICTS / "graphs" / name).read_bytes().decode()
+
+
+_DAMAGE = (b"", b"9", b"-1", b" 0 0", b"\n", b"/", b"\0", b"\xff", b"\xd9\xa3", b"7" * 5000)
+
+
+@st.composite
+def torn(draw, log: bytes):
+    """A log that was cut off, mixed up, and damaged where it has numbers and line ends, as text."""
+    lines = log.splitlines(keepends=True)
+    start, end = sorted(draw(st.integers(0, len(lines))) for _ in range(2))
+    if draw(st.booleans()):
+        lines[start:end] = draw(st.permutations(lines[start:end]))
+    log = b"".join(lines)
+    places = [match.span() for match in re.finditer(rb"[0-9]+\b|\n|$", log)]
+    chosen = draw(st.lists(st.sampled_from(places), unique=True, max_size=6))
+    for begin, over in sorted(chosen, reverse=True):
+        keeps = draw(st.booleans())
+        log = log[: over if keeps else begin] + draw(st.sampled_from(_DAMAGE)) + log[over:]
+    return log[: draw(st.sampled_from([None, start * 60]))].decode(errors="replace")
 
 
 def case_name(case) -> str:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import wilcoxon
 
 from tccl_py.errors import InputError
+from tccl_py.files import decode_json, encode_json
 from tccl_py.plan.directory import write_plan
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.simulator.library import load_bundled
@@ -22,6 +23,7 @@ from tccl_py.verification.rings import rings_found
 from tccl_py.verification.sides import STOCK, plan_side
 from tccl_py.verification.surroundings import job_surroundings, kept_variables
 from tccl_py.verification.verify import run_verification
+from tests.nccl_cases import torn
 from tests.planned import SMALL, plan_of, rebind
 from tests.verified import FakeJobs, by_plan, changed, rehearsal
 
@@ -334,6 +336,14 @@ def test_other_channels_rings_and_transports_are_named(on_two):
     assert rings_found(on_two, "nothing", {}).differences[0] == (
         "NCCL's log shows no rings over all GPUs"
     )
+
+
+@given(torn(LOG.read_bytes()))
+def test_no_torn_log_of_nccl_fails(on_two, text):
+    found = rings_found(on_two, text, {})
+    assert found.same or found.differences
+    assert all(set(ring) == {0, 1} for ring in found.found)
+    assert decode_json(encode_json(found), type(found), where="verify.json") == found
 
 
 def test_another_order_of_gpus_is_named_by_its_channel(plan):

@@ -4,6 +4,8 @@ import json
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 
 from tccl_py.cluster_plan.directory import graph_texts, write_cluster_plan
 from tccl_py.errors import MeasurementError
@@ -23,6 +25,7 @@ from tccl_py.verification.sides import STOCK
 from tccl_py.verification.subjects import cluster_subject
 from tccl_py.verification.verify import verify_subject
 from tests.cluster_plans import NOTHING, cluster_plan, mixed
+from tests.nccl_cases import torn
 from tests.test_nccl_clusters import H200
 
 
@@ -96,6 +99,15 @@ def test_what_the_log_shows_otherwise_is_told(old, new, said):
     )
     assert not found.same
     assert said in found.differences
+
+
+@given(torn((H200 / "stock.log").read_bytes()))
+@hypothesis_settings(max_examples=30)
+def test_no_torn_log_of_several_hosts_fails(text):
+    plan = recorded_plan()
+    found = cluster_rings_found(plan, graphs_of(plan), text, environment(plan.settings))
+    assert found.same or found.differences
+    assert all(set(ring) == {0, 1} for ring in found.found)
 
 
 def test_files_that_nccl_does_not_take_as_they_stand_are_told_and_nothing_else():

@@ -115,7 +115,7 @@ def decoded(left: Left, ranks: tuple[int, ...], kind: type[T]) -> tuple[T, ...]:
 
 def _answer(folder: Path, rank: int) -> str:
     try:
-        return answer_file(folder, rank).read_text(encoding="utf-8")
+        return answer_file(folder, rank).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         raise ended_without_answer(folder, rank) from None
 

@@ -23,7 +23,7 @@ from tccl_py.verification.rings import (
     transport_differences,
 )
 
-_NIC = re.compile(r"NET/[^/]+/([0-9]+)")
+_NIC = re.compile(r"NET/[^/]+/([0-9]{1,7})")
 _SHOWN = 5
 
 
@@ -47,16 +47,15 @@ def cluster_rings_found(
         log: what all ranks of all hosts wrote with NCCL_DEBUG=INFO.
         variables: of NCCL, as the job had them.
     """
+    seats = _seats(plan)
     try:
         parsed = parse_log(log, where="NCCL's log")
+        version = parsed.version or plan.settings.version
+        # What NCCL makes of the files: it may have more channels than a file, and fewer.
+        judged = validate_cluster(_nodes(plan, graphs), version=version, environment=variables)
     except InputError as error:
         return RingsFound(expected=(), found=(), links=(), differences=(str(error),))
-    seats = _seats(plan)
-    version = parsed.version or plan.settings.version
-    whole = [rings for rings in parsed.communicators if len(rings[0]) == len(seats)]
-    found = whole[0] if whole else ()
-    # What NCCL makes of the files: it may have more channels than a file, and fewer.
-    judged = validate_cluster(_nodes(plan, graphs), version=version, environment=variables)
+    found = parsed.rings_over(len(seats))
     links = links_of(parsed, tuple(range(len(seats))))
     differences = (
         *_planned(plan, judged),

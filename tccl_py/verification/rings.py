@@ -47,16 +47,15 @@ def rings_found(plan: Plan, log: str, variables: Mapping[str, str]) -> RingsFoun
         log: what all ranks wrote with NCCL_DEBUG=INFO.
         variables: of NCCL, as the job had them.
     """
+    gpus = plan.gpus
     try:
         parsed = parse_log(log, where="NCCL's log")
+        expected = _expected(plan, parsed.version, variables)
     except InputError as error:
         return RingsFound(expected=(), found=(), links=(), differences=(str(error),))
-    gpus = plan.gpus
-    whole = [rings for rings in parsed.communicators if len(rings[0]) == len(gpus)]
     # The first communicator is the process group's.
-    found = tuple(tuple(gpus[rank] for rank in ring) for ring in whole[0]) if whole else ()
+    found = tuple(tuple(gpus[rank] for rank in ring) for ring in parsed.rings_over(len(gpus)))
     links = links_of(parsed, gpus)
-    expected = _expected(plan, parsed.version, variables)
     differences = (*ring_differences(expected, found), *_transports(plan, links, parsed.version))
     return RingsFound(expected=expected, found=found, links=links, differences=differences)
 

@@ -8,14 +8,18 @@ import msgspec
 
 from tccl_py.errors import InputError
 
+# Numbers are bounded, because a torn log joins digits of several.
 _CHANNEL = re.compile(
-    r"NCCL INFO Channel (?P<number>\d{2,3})/(?P<count>\d{2,3}) :(?P<ranks>[ \d]+)$"
+    r"NCCL INFO Channel (?P<number>\d{2,3})/(?P<count>\d{2,3}) :(?P<ranks>(?: +\d{1,7})+) *$",
+    re.ASCII,
 )
 _LINK = re.compile(
-    r"NCCL INFO Channel (?P<number>\d{2,3})(?:/\d+)? : (?P<source>\d+)\[(?P<from>[0-9a-f]+)\] -> "
-    r"(?P<target>\d+)\[(?P<to>[0-9a-f]+)\](?: \[(?P<way>send|receive)\])? via (?P<via>\S+)"
+    r"NCCL INFO Channel (?P<number>\d{2,3})(?:/\d+)? : "
+    r"(?P<source>\d{1,7})\[(?P<from>[0-9a-f]+)\] -> (?P<target>\d{1,7})\[(?P<to>[0-9a-f]+)\]"
+    r"(?: \[(?P<way>send|receive)\])? via (?P<via>\S+)",
+    re.ASCII,
 )
-_VERSION = re.compile(r"NCCL version (?P<version>\d+\.\d+\.\d+)")
+_VERSION = re.compile(r"NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})", re.ASCII)
 MAX_LOG_CHARACTERS = 512 * 1024 * 1024
 
 
@@ -39,6 +43,15 @@ class InitLog(msgspec.Struct, frozen=True, kw_only=True):
     version: str | None
     communicators: tuple[tuple[tuple[int, ...], ...], ...]
     connections: tuple[Connection, ...]
+
+    def rings_over(self, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """Return the rings of the first communicator with this many ranks.
+
+        () where there is none, or where a ring does not have every rank once.
+        """
+        rings = next((one for one in self.communicators if len(one[0]) == ranks), ())
+        every = list(range(ranks))
+        return rings if all(sorted(ring) == every for ring in rings) else ()
 
 
 def parse_log(text: str, *, where: str) -> InitLog:
