@@ -11,9 +11,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tccl_profiler import channel as channels
 from tccl_profiler.channel import Channel, ChannelClosed, ChannelTimeout
@@ -30,6 +33,11 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, tag="data"):
 
 class Stranger(msgspec.Struct, frozen=True, kw_only=True, tag="stranger"):
     rank: int
+
+
+class Text(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
+    text: str
+    deep: Any
 
 
 Message = Hello | Data
@@ -228,6 +236,30 @@ def test_a_message_that_does_not_fit_is_dropped_and_the_next_one_received(raw, f
         channel.receive(1)
     assert channel.receive(1) == (Hello(rank=2), ())
     assert open_fds() == before
+
+
+@given(st.binary(max_size=40), st.integers(0, 40))
+def test_any_bytes_are_a_message_or_one_that_does_not_fit(noise, at):
+    body = msgspec.msgpack.encode({"type": "text", "text": "words of a device", "deep": [[1]]})
+    at = min(at, len(body))
+    ours, theirs = socket.socketpair()
+    with ours, Channel(theirs, receives=Text, peer="worker of G0") as channel:
+        for one in (noise, body[:at] + noise + body[at + len(noise) :]):
+            ours.sendall(struct.pack("!IH", len(one), 0) + one)
+            try:
+                channel.receive(1)
+            except ChannelClosed:
+                raise
+            except MeasurementError as error:
+                assert str(error).startswith("message of worker of G0 does not fit: ")
+
+
+def test_text_that_is_not_utf8_does_not_fit(raw):
+    sock, channel = raw
+    for body in (b"\x82\xa4type\xa5hello\xa4rank\xa1\xff", b"\x81\xa4type\xa2\xff\xfe"):
+        sock.sendall(struct.pack("!IH", len(body), 0) + body)
+        with pytest.raises(MeasurementError, match=r"message of worker of G0 does not fit: "):
+            channel.receive(1)
 
 
 def test_an_oversized_message_closes_the_channel_before_it_is_read(raw):

@@ -3,6 +3,7 @@ import os
 import queue
 import signal
 import socket
+import struct
 import threading
 import time
 from pathlib import Path
@@ -637,6 +638,18 @@ def test_an_agent_ends_when_the_controller_is_gone_or_says_nothing_any_more():
         with pytest.raises(PeerGone):
             while True:
                 messenger.poll()
+
+
+def test_a_host_whose_message_cannot_be_read_is_named():
+    ours, theirs = pair("the agent")
+    agents, _ = _agents(ours, silence_s=10)
+    body = msgspec.msgpack.encode(Envelope(1, say.Failed(kind="lost", what="xyz")))
+    body = body.replace(b"xyz", b"\xff\xfe\xfd")
+    theirs._channel._socket.sendall(struct.pack("!IH", len(body), 0) + body)
+    with pytest.raises(SourceLostError, match=r"^host h1: message of the agent does not fit"):
+        agents.heard(1, ["h1"], 5.0)
+    ours.close()
+    theirs.close()
 
 
 def test_an_agent_refuses_what_makes_no_sense():

@@ -4,6 +4,8 @@ import contextlib
 import gc
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -184,6 +186,24 @@ def test_what_a_worker_said_last_is_in_the_sentence():
             WorkerLost, match=r"^the worker of G0 was killed by SIGABRT \(out of cheese\)$"
         ):
             pool.ping()
+
+
+def test_a_worker_whose_message_cannot_be_read_is_named_and_replaced():
+    with pool_of() as pool:
+        profiler = profiler_of(pool)
+        worker = next(one for one in pool._workers if one.spec.device == "G1")
+        # As its answer to the next question would be, were its memory spoilt.
+        theirs, ours = socket.socketpair()
+        usual, worker.channel._socket = worker.channel._socket, ours
+        ours.setblocking(False)
+        body = b"\x82\xa4type\xa6failed\xa4what\xa3\xff\xfe\xfd"
+        theirs.sendall(struct.pack("!IH", len(body), 0) + body)
+        (answer,) = profiler.measure([BOUNCE])
+        assert answer.transfers == str(BOUNCE)
+        (notice,) = profiler.notices
+        assert notice.startswith("message of the worker of G1 does not fit: ")
+        theirs.close()
+        usual.close()
 
 
 # Workers that hang.

@@ -219,7 +219,8 @@ class Channel(Generic[Received]):
         """Hand out the message that is here."""
         try:
             message = self._decoder.decode(memoryview(self._bytes)[_HEADER.size :])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            # ValueError: text that is not UTF-8.
             self._drop()
             raise MeasurementError(f"message of {self.peer} does not fit: {error}") from error
         fds, self._fds = tuple(self._fds), []

@@ -79,7 +79,8 @@ class WorkerProcess:
         """The next message and its descriptors.
 
         Raises:
-            WorkerLost: it has died, does not answer, or says that its device is of no more use.
+            WorkerLost: it has died, does not answer, sends what cannot be read, or says that its
+                device is of no more use.
             LinkLost: it says that a link could not be made or has broken.
             MeasurementError: it says that it refuses.
         """
@@ -89,6 +90,9 @@ class WorkerProcess:
             raise WorkerLost(f"{self.who} {self._death()}") from error
         except ChannelTimeout as error:
             raise WorkerLost(f"{self.who} has not answered for {limit_s:.1f} s") from error
+        except MeasurementError as error:
+            # What it sent cannot be read; the error has its name.
+            raise WorkerLost(str(error)) from error
         self.owes_answer = False
         if isinstance(message, Failed):
             kind = WorkerLost if message.fatal else LinkLost if message.link else MeasurementError

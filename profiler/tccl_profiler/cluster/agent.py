@@ -123,7 +123,8 @@ class Agent:
         """Do what is asked until told to end; the exit code to end with.
 
         Raises:
-            ControllerGone: it closed its end, or has not been heard of for long.
+            ControllerGone: it closed its end, sends what cannot be read, or has not been heard of
+                for long.
         """
         heart = Heart(lambda: beat_to(self._messenger))
         heart.start()
@@ -136,7 +137,8 @@ class Agent:
                     self._last()
                     return envelope.message.code
                 self._answer(envelope.number, self._done(envelope))
-        except PeerGone as error:
+        except MeasurementError as error:
+            # PeerGone, or a message that cannot be read or sent: what comes next makes no sense.
             raise ControllerGone(str(error)) from error
         except Told:
             # First of all: the controller has a moment to find out who is not to blame.
@@ -154,7 +156,7 @@ class Agent:
         """Wait until the controller has ended: a launcher ends a job as soon as one rank ends with
         an exit code, and the controller has still to say what that is about."""
         until = time.monotonic() + _LAST_S
-        with contextlib.suppress(PeerGone):
+        with contextlib.suppress(MeasurementError):
             while time.monotonic() < until:
                 self._messenger.poll()
                 self._naps.nap()

@@ -110,6 +110,8 @@ class Agents:
             envelope = self._messengers[host].poll()
         except PeerGone as error:
             raise self._died(host) from error
+        except MeasurementError as error:
+            raise self._gone(host, str(error)) from error
         return None if envelope is None or envelope.number != number else envelope.message
 
     def _look(self, waiting: Iterable[str], begun: float, limit_s: float) -> None:
@@ -193,12 +195,15 @@ class Agents:
 
 def has_died(messenger: Messenger) -> bool:
     """Whether a peer is gone without a word; what it has still said is dropped."""
-    try:
-        while messenger.poll() is not None:
-            pass
-    except PeerGone:
-        return not messenger.leaving
-    return False
+    while True:
+        try:
+            if messenger.poll() is None:
+                return False
+        except PeerGone:
+            return not messenger.leaving
+        except MeasurementError:
+            # What cannot be read is dropped as well.
+            continue
 
 
 class LinkFailure(MeasurementError):  # noqa: N818 - says what happened

@@ -52,6 +52,7 @@ class Messenger(Protocol):
 
         Raises:
             PeerGone: nobody is there, and all that was sent has been received.
+            MeasurementError: the message cannot be read, and is dropped.
         """
 
     def close(self) -> None:
