@@ -18,7 +18,7 @@ import signal  # noqa: E402
 from types import FrameType  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
-INTERRUPTED = 130
+NOT_USABLE, INTERRUPTED = 2, 130
 
 
 def main() -> None:
@@ -28,7 +28,15 @@ def main() -> None:
         # A shell that starts a command in the background may have it ignore interrupts.
         if usual is signal.default_int_handler:
             signal.signal(signal.SIGINT, _leave)
-        from tccl_profiler.cluster.mpi import only_serves, served  # noqa: PLC0415 (only now)
+        from tccl_py.errors import InputError  # noqa: PLC0415 (only now)
+        from tccl_py.limits import check_limits  # noqa: PLC0415
+
+        try:
+            check_limits()
+        except InputError as error:
+            sys.stderr.write(f"tccl: {error}\n")
+            sys.exit(NOT_USABLE)
+        from tccl_profiler.cluster.mpi import only_serves, served  # noqa: PLC0415
 
         if only_serves(sys.argv[1:], os.environ):
             sys.exit(served())

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.limits import limit_reached
 
 MAX_INPUT_BYTES = 32 * 1024 * 1024
 """No description of one machine, plan or graph comes near this; larger input is refused unread."""
@@ -68,7 +69,9 @@ def reading(path: Path) -> Iterator[BufferedReader]:
             yield handle
     except OSError as error:
         reason = error.strerror or str(error)
-        raise InputError(str(path), f"cannot be read ({reason})", "name a readable file") from error
+        raise limit_reached(error) or InputError(
+            str(path), f"cannot be read ({reason})", "name a readable file"
+        ) from error
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -89,7 +92,7 @@ def write_atomically(path: Path, text: str) -> None:
                 os.fchmod(handle.fileno(), held)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise InputError(
+        raise limit_reached(error) or InputError(
             str(path), f"cannot be written ({reason})", "choose a writable place with free space"
         ) from error
 

@@ -17,6 +17,7 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import write_atomically
+from tccl_py.limits import limit_reached
 
 _MARKER = ".tccl-temporary"
 _MOST_BYTES = 4096
@@ -58,8 +59,9 @@ def _named() -> Iterator[None]:
         yield
     except OSError as error:
         why = f"failed ({error.strerror or error})"
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise InputError("open files", why, "raise the limit on them (ulimit -n)") from error
+        reached = limit_reached(error)
+        if reached is not None:
+            raise reached from error
         if error.errno not in _OF_PLACES:
             raise
         where = f"temporary folder {tempfile.gettempdir()}"

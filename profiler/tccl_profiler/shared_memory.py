@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tccl_profiler import numa
 from tccl_py.errors import MeasurementError
+from tccl_py.limits import limit_reached
 
 _NAME_BYTES = 200  # memfd_create takes up to 249
 
@@ -238,4 +239,4 @@ def _reason(error: OSError | MeasurementError) -> str:
         return f"not enough memory ({error.strerror}); a smaller size may fit"
     if error.errno == errno.EINVAL and error.filename == "mbind":
         return "the node is not open to this process; see Mems_allowed_list in /proc/self/status"
-    return f"the kernel refuses it: {error.strerror}"
+    return str(limit_reached(error) or f"the kernel refuses it: {error.strerror}")

@@ -37,6 +37,7 @@ from tccl_profiler.messages import (
 )
 from tccl_profiler.shared_memory import Segment
 from tccl_py.errors import MeasurementError, TcclError
+from tccl_py.limits import limit_reached
 
 if TYPE_CHECKING:
     from tccl_profiler.device import Device
@@ -150,8 +151,9 @@ def _linked(
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, TcclError):
-        return str(error)
+    reached = limit_reached(error)
+    if isinstance(error, TcclError) or reached is not None:
+        return str(reached or error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

@@ -32,6 +32,7 @@ from tccl_py.cli.uninstall import uninstall
 from tccl_py.cli.validate import validate
 from tccl_py.cli.verify import verify
 from tccl_py.errors import InputError, TcclError
+from tccl_py.limits import limit_reached
 
 # The class of every usage error; typer has it from click or from its own copy of click.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -54,6 +55,11 @@ class _Commands(TyperGroup):
             code = super().main(*args, **extra)
         except (TcclError, _UsageError, OSError, UnicodeEncodeError) as error:
             return complain(_sentence(error))
+        except (MemoryError, RuntimeError) as error:
+            reached = limit_reached(error)
+            if reached is None:
+                raise
+            return complain(str(reached))
         except Terminated:
             return TERMINATED
         except (KeyboardInterrupt, typer.Abort):
@@ -95,6 +101,9 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, UnicodeEncodeError):
         return "a file name: holds bytes that are not UTF-8; rename the file"
     if isinstance(error, OSError):
+        reached = limit_reached(error)
+        if reached is not None:
+            return str(reached)
         # Files are read and written with sentences of their own: what is left is the output.
         silence_output()
         place = error.filename or "standard output"

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.children import child_command, child_environment
+from tccl_py.limits import limit_reached
 
 _PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _LIBRARY = "libnccl.so.2"
@@ -102,7 +103,11 @@ def _distribution(name: str) -> metadata.Distribution | None:
 
 
 def _told(library: str) -> str:
-    """Return the version of a library, or of torch's NCCL, by a process of its own; "" if none."""
+    """Return the version of a library, or of torch's NCCL, by a process of its own; "" if none.
+
+    Raises:
+        InputError: no process can be started, because a limit of this one is reached.
+    """
     try:
         done = subprocess.run(
             child_command("tccl_py.topology.readers.installed_nccl", library),
@@ -112,7 +117,10 @@ def _told(library: str) -> str:
             timeout=_PATIENCE_S,
             check=False,
         )
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError) as error:
+        reached = limit_reached(error)
+        if reached is not None:
+            raise reached from error
         return ""
     match = _NUMBER.fullmatch(done.stdout.strip())
     return match[0] if match is not None and done.returncode == 0 else ""
