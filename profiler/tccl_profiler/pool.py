@@ -189,9 +189,14 @@ class Pool:
         for worker in self._workers:
             worker.done(self._patience.start_s)
 
-    def close(self) -> None:
-        """End the workers and give all memory back; twice does nothing more."""
+    def close(self, *, hurry: bool = False) -> None:
+        """End the workers and give all memory back; twice does nothing more.
+
+        Args:
+            hurry: kill what does not end at once, as where this process was told to end.
+        """
         try:
+            self._broken = self._broken or hurry
             self._end()
         finally:
             self._broken = False

@@ -105,7 +105,7 @@ class Session:
             if watch is not None:
                 watch.__exit__(kind, error, trace)
         finally:
-            self.pool.close()
+            self.pool.close(hurry=kind is not None and not issubclass(kind, Exception))
 
     def _begin_watch(self) -> None:
         """See what the GPUs are like, at rest and, links awake, under load."""
