@@ -24,7 +24,7 @@ class _Limit(NamedTuple):
 
 _FILES = _Limit(resource.RLIMIT_NOFILE, "open files", 256, "ulimit -n", 1)
 _PROCESSES = _Limit(resource.RLIMIT_NPROC, "processes and threads", 256, "ulimit -u", 1)
-_MEMORY = _Limit(resource.RLIMIT_AS, "address space in KiB", 2 << 30, "ulimit -v", 1024)
+_MEMORY = _Limit(resource.RLIMIT_AS, "address space in KiB", 1 << 30, "ulimit -v", 1024)
 _REFUSED = (os.strerror(errno.EAGAIN), "can't start new thread")
 """What fork and a thread's start say; a stream that would block has the number of the first."""
 

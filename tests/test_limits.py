@@ -46,7 +46,7 @@ def test_a_limit_that_this_process_may_raise_is_raised():
     ("number", "most", "sentence"),
     [
         (resource.RLIMIT_NPROC, 20, "processes and threads: the limit is 20, at least 256 are"),
-        (resource.RLIMIT_AS, 1 << 30, "address space in KiB: the limit is 1048576, at least 2097"),
+        (resource.RLIMIT_AS, 1 << 29, "address space in KiB: the limit is 524288, at least 1048"),
     ],
 )
 def test_too_few_processes_and_too_little_memory_are_named(number, most, sentence):
