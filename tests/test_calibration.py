@@ -16,7 +16,7 @@ from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.emitters.plan_files import conf_text
 from tccl_py.errors import InputError
 from tccl_py.installation.texts import Installed, form_of
-from tccl_py.plan.beliefs import beliefs, in_order, nearest_link
+from tccl_py.plan.beliefs import beliefs, nearest_link
 from tccl_py.plan.calibration import (
     ALL_SETS_UP_TO,
     calibrated,
@@ -33,7 +33,6 @@ from tccl_py.report.tables import plan_files
 from tccl_py.runtimes.nccl.bandwidths import pci_gbps
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.runtimes.nccl.stock import stock_choice
-from tccl_py.runtimes.nccl.system import build_system
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.simulator.generic import model_for
 from tccl_py.simulator.library import load_bundled
@@ -92,9 +91,7 @@ def test_a_named_cpu_ends_the_recorded_fallbacks(name, level):
     machine = read_nccl_topology(CASES / "topologies" / f"{name}.xml")
     settings = Settings(p2p_level=level)
     assert stock_choice(machine, Knowledge(), settings).fallback
-    named = next(
-        one for one in beliefs(machine, [], {}) if "GenuineIntel 6/207" in str(one.changes)
-    )
+    named = next(one for one in beliefs(machine, {}) if "GenuineIntel 6/207" in str(one.changes))
     read_back = parse_nccl_topology(topology_text_of(named.machine), where=f"{machine.name}.xml")
     choice = stock_choice(read_back, Knowledge(), settings)
     assert not choice.fallback
@@ -263,27 +260,6 @@ def test_hardware_is_asked_a_bounded_number_of_times():
     judge.worth(plan.machine, (0, 1))
     with pytest.raises(OutOfSetsError):
         judge.worth(plan.machine, (0, 2))
-
-
-def test_the_order_of_a_ring_becomes_the_order_of_the_tree():
-    machine = load_bundled("asus-esc8000a-e13p").machine
-    for ring in [(2, 3, 1, 0, 4, 5, 7, 6), (6, 7, 5, 4, 0, 1, 3, 2)]:
-        other = in_order(machine, ring)
-        found = tuple(int(gpu[1:]) for gpu in build_system(other).gpus)
-        turns = {way[at:] + way[:at] for way in (ring, ring[::-1]) for at in range(len(ring))}
-        assert found in turns
-        seen, own = (view(one, Knowledge(), Settings()) for one in (other, machine))
-        assert all(
-            (seen.paths[pair].gbps, seen.paths[pair].type >= path.type) == (path.gbps, True)
-            for pair, path in own.paths.items()
-            if pair[0][0] == pair[1][0] == "G"
-        )
-
-
-def test_a_ring_that_crosses_back_and_forth_has_no_tree():
-    machine = load_bundled("asus-esc8000a-e13p").machine
-    assert in_order(machine, (0, 4, 1, 5, 2, 6, 3, 7)) is None
-    assert in_order(machine, (0, 1, 2)) is None
 
 
 @pytest.mark.parametrize("gbps", [0.5, 3.0, 6.4, 12.0, 13.2, 26.5, 50.65])

@@ -160,11 +160,12 @@ def test_one_gpu_a_node_gets_what_a_log_of_three_such_nodes_shows():
     assert (tree.rate_intra, tree.rate_inter, tree.ports) == (1.2, 0.24, (("N0", "N0"),))
 
 
-def test_a_network_slower_than_every_rate_of_the_search_gets_the_simple_order():
+@pytest.mark.parametrize(("version", "way_out"), [("2.30.7", 1), ("2.28.9", 0)])
+def test_a_network_slower_than_every_rate_of_the_search_gets_the_simple_order(version, way_out):
     node = with_nics(toy_machine(gpus=2), {1: "G0", 0: "G1"}, speed_mbps=100)
-    found = stock_chains_default(node, Knowledge(), nodes=2)
+    found = stock_chains_default(node, Knowledge(), Settings(version=version), nodes=2)
     assert (found.fallback, found.assumed_sys, found.bw_intra) == (True, False, 0.1)
-    assert found.chains == (StockChain(entry=0, gpus=(0, 1), exit=0),)
+    assert found.chains == (StockChain(entry=0, gpus=(0, 1), exit=way_out),)
 
 
 def test_pcie_machines_need_no_help_over_nodes_as_their_channels_are_open():

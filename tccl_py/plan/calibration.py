@@ -17,7 +17,7 @@ import msgspec
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.measurements.measurement import BandwidthSource
 from tccl_py.measurements.memory import RememberingSource
-from tccl_py.plan.beliefs import Belief, Pair, beliefs
+from tccl_py.plan.beliefs import Belief, beliefs
 from tccl_py.plan.plan import Plan, TopologyFile
 from tccl_py.plan.stock_judge import OutOfSetsError, StockJudge, Worth
 from tccl_py.runtimes.nccl.paths import local_nets
@@ -42,6 +42,7 @@ SAME_SIMULATED, SAME_MEASURED = 0.002, 0.03
 """Rates that differ by less (relative) are the same: measured ones spread."""
 WORTH = 0.01
 """A file must promise this much more over all sets (relative), or end a fallback."""
+Pair = tuple[int, int]
 _CHECKED_VERSIONS = ("2.28", "2.30")
 
 
@@ -166,8 +167,7 @@ class _Calibration:
 
     def _beliefs(self) -> Sequence[Belief]:
         plan = self.plan
-        orders = [ring.gpus for ring in plan.rings]
-        found = beliefs(plan.machine, orders, self._carried()) if self.singles else ()
+        found = beliefs(plan.machine, self._carried()) if self.singles else ()
         return [one for one in found if one.changes and self._reaches_nics_alike(one.machine)]
 
     def _singles(self) -> dict[Pair, float]:

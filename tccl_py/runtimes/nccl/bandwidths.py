@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tccl_py.runtimes.nccl.versions import GraphRules
 from tccl_py.topology.machine import NumaNode, PciLink
 
 LOCAL_GBPS = 5000.0
@@ -40,7 +41,8 @@ _SLOW_NET = (2.4, 1.2, 0.24, 0.12)
 _INTRA_90 = (60.0, 50.0, 40.0, 30.0, 24.0, 20.0, 15.0, 12.0, 11.0, 6.0, 3.0)
 _INTER_90 = (48.0, 45.0, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0, 6.0, 3.0)
 _INTRA_100 = (90.0, 80.0, 70.0, 60.0, 50.0, 45.0, 40.0, 30.0, 24.0, 20.0, 19.0, 18.0)
-_INTER_100 = (96.0, 48.0, 45.1, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0, 6.0, 3.0)
+_INTER_100 = (96.0, 86.0, 80.0, 48.0, 45.1, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0,
+              6.0, 3.0)  # fmt: skip
 
 
 def pci_gbps(link: PciLink) -> float:
@@ -84,9 +86,12 @@ def _intel(family: int | None, model: int | None) -> float:
     return _INTEL_OLD
 
 
-def speeds(sm: int, *, nodes: int) -> Sequence[float]:
-    """Per-channel rates that the search tries, fastest first (search.cc)."""
+def speeds(sm: int, *, nodes: int, rules: GraphRules) -> Sequence[float]:
+    """Return the rates of a channel that the search tries, fastest first (search.cc)."""
     if nodes == 1:
-        return _INTRA_100 if sm >= 100 else _INTRA_90 if sm >= 90 else _INTRA
+        if sm < 100:
+            return _INTRA_90 if sm >= 90 else _INTRA
+        return tuple(rate for rate in _INTRA_100 if rate != 45.0 or rules.more_sm100_rates)
     table = _INTER_100 if sm >= 100 else _INTER_90 if sm >= 90 else _INTER
-    return table + _SLOW_NET
+    new = {86.0: rules.rate_86, 80.0: rules.rate_80}
+    return tuple(rate for rate in table if new.get(rate, True)) + _SLOW_NET

@@ -1,40 +1,56 @@
-"""NCCL's depth-first search for channels at one rate: an emulation of its order and its limits.
+"""NCCL's depth-first search for channels at one rate, with its order and its limit of steps.
 
-A channel is a ring or a tree over all GPUs that takes its rate from every link it uses. NCCL tries
-the PCI order first, then repeats the last channel, then everything, for a bounded number of steps.
-The search nests as deep as channels times GPUs, so it is a stack of generators, not of calls.
+A channel is a ring or a tree over all GPUs that takes its rate from every link on its way. NCCL
+tries the PCI order first, then repeats the last channel, then tries everything, for a bounded
+number of steps. This search takes the same steps in the same order, but it counts the steps of a
+subtree that is known to find nothing better instead of walking it again.
 
-Source: search.cc of NCCL 2.30.7.
+What is left of all links is one integer: a field of bits for each link, below a guard bit. Taking
+a path is one subtraction; a guard bit that it clears is a link with too little left.
+
+Source: search.cc of NCCL 2.30.7 (ncclTopoSearchRec and what it calls).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Literal
 
-from tccl_py.runtimes.nccl.capacity import Capacity
+import msgspec
+import numpy as np
+
 from tccl_py.runtimes.nccl.network import NetPorts
 from tccl_py.runtimes.nccl.paths import DISCONNECTED, Paths
-from tccl_py.runtimes.nccl.system import System
+from tccl_py.runtimes.nccl.system import Link, System
 from tccl_py.topology.paths import PathType
 
 Pattern = Literal["ring", "balanced tree", "tree"]
 Order = Literal["free", "pci", "replay"]
-Steps = Iterator[Any]
+Key = tuple[object, ...]
+Step = tuple[int, int]
+"""What a way takes of the links' fields, and how many hops it has."""
 
-MAX_TAKES = 700_000
-"""Paths tried on one machine after which every search stops as if its time were up. NCCL has no
-such limit; it takes effect on 16 GPUs and more, seconds into the search."""
-_PCI_ORDER_TIME = 1 << 10
+_SCALE = 1000
+"""Bandwidths are whole thousandths of a GB/s: NCCL rounds to them what it takes and gives back."""
+_MOST_TAKEN = 500_000
+"""More than any path takes of a link."""
+_PCI_ORDER_STEPS = 1 << 10
+_MOST_TRIED = 40_000_000
+"""Ways tried on one machine after which every search has few steps. NCCL has no such limit; it
+takes effect on 12 GPUs and more, seconds into the search."""
+_FEW_STEPS = 1 << 8
+_FIRST_NVLINK_READER = 80
+"""GPUs below this sm answer a NIC's transfers with an eighth of the rate back."""
 
 
-@dataclass(slots=True)
-class Trial:
-    """What is searched for, and what has been found so far.
+class Graph(msgspec.Struct, frozen=True, kw_only=True):
+    """A graph as NCCL's search wants it, and what it found: GPU ids and NIC ports per channel.
 
-    `orders` holds the GPU ids and `ports` the two NIC ports of every channel, finished ones first
-    and then the one begun. Rates are GB/s a channel.
+    Rates are GB/s of a channel. Ports are "" on one node. With `cross_nic` 2, nodes whose number
+    is odd swap the channels of each pair.
     """
 
     pattern: Pattern
@@ -46,295 +62,444 @@ class Trial:
     rate_inter: float = 0.0
     same_channels: bool = True
     cross_nic: int = 0
-    channels: int = 0
     hops: int = 0
-    orders: list[list[str]] = field(default_factory=list)
-    ports: list[list[str]] = field(default_factory=list)
-
-    def copy(self) -> Trial:
-        """A copy of the finished channels that shares nothing that changes."""
-        return replace(
-            self,
-            orders=[list(order) for order in self.orders[: self.channels]],
-            ports=[list(pair) for pair in self.ports[: self.channels]],
-        )
-
-    def begin(self, gpus: int) -> None:
-        """Make room for one more channel."""
-        if len(self.orders) == self.channels:
-            self.orders.append([""] * gpus)
-            self.ports.append(["", ""])
+    orders: tuple[tuple[str, ...], ...] = ()
+    ports: tuple[tuple[str, str], ...] = ()
+    fallback: bool = False
 
 
-@dataclass(slots=True)
-class Clock:
-    """Steps left; -1 once the best that can be found was found."""
-
-    left: int
+def single(value: float) -> float:
+    """Round as NCCL's single-precision arithmetic does."""
+    return float(np.float32(value))
 
 
-@dataclass(frozen=True, slots=True)
+_NOTHING = (0, 0)
+
+
+class _OutOfStepsError(Exception):
+    """The search ends here, out of steps or with nothing better to be found."""
+
+
 class _Course:
-    """How a channel goes on: the step at which it turns to a NIC or to its first GPU (-1: none)."""
+    """How a channel goes on: the place of its way to a NIC (-1: none) and the order of its GPUs.
 
-    back_net: int
-    back_first: int
-    order: Order
+    `key` is all of it that decides what a channel that is begun can become.
+    """
+
+    __slots__ = ("channel", "key", "leave", "order", "port", "source")
+
+    def __init__(
+        self, channel: int, leave: int, order: Order, *, port: str = "", source: object = None,
+        end: str = "",
+    ) -> None:  # fmt: skip
+        self.channel, self.leave, self.order = channel, leave, order
+        self.port, self.source, self.key = port, source, (leave, source, end)
 
 
 class ChannelSearch:
-    """One machine's links with what is left of them, and the search over them.
+    """The searches over one communicator's machine.
 
     Args:
         system: the communicator's machine.
         paths: with policy applied.
-        nodes: 1, or more if channels begin and end at NICs.
+        inter: whether channels begin and end at NICs, as over several nodes.
     """
 
-    def __init__(self, system: System, paths: Paths, *, nodes: int) -> None:
-        self.system = system
-        self.paths = paths
-        self.inter = nodes > 1 and bool(system.nets)
-        self.nets = NetPorts(system, paths)
-        self._capacity = Capacity(system, paths)
-        self._sorted: dict[tuple[str, str], list[str]] = {}
-        self._beside: dict[tuple[str, Pattern], tuple[str, ...]] = {}
-        self._position = {gpu: place for place, gpu in enumerate(system.gpus)}
+    def __init__(self, system: System, paths: Paths, *, inter: bool) -> None:
+        self._system, self._paths, self._inter = system, paths, inter
+        self._gpus, self._nets = system.gpus, NetPorts(system, paths)
+        self._count = len(system.gpus)
+        self._walked = 0
+        self._lay_out_fields()
+        self._rankings: dict[Pattern, dict[Key, list[int]]] = {}
+        self._use = cache(self._uncached_use)
 
-    def run(self, trial: Trial, best: Trial, clock: Clock) -> Trial:
-        """Search from an empty trial; returns the better of `best` and what was found."""
-        self._trial, self._best = trial, best
-        self._open: dict[tuple[str, str], bool] = {}
-        stack = [self._channel(clock)]
-        while stack:
-            deeper = next(stack[-1], None)
-            if deeper is None:
-                stack.pop()
-            else:
-                stack.append(deeper)
-        return self._best
+    def run(self, wanted: Graph, best: Graph, steps: int) -> tuple[Graph, int]:
+        """Search for what is `wanted` in so many steps.
 
-    def most_channels(self, trial: Trial) -> int:
-        """No search can find more channels than this; costs nothing next to a search."""
-        most = trial.max_channels
-        if self.inter:
-            most = min(most, self.nets.most_channels(int(trial.rate_inter), most))
-        closed = trial.pattern == "ring" and not self.inter
-        return self._capacity.most_channels(
-            trial.rate_intra, trial.type_intra, most=most, closed=closed
+        Returns:
+            The better of `best` and what was found, and the steps left: -1 if no search can find
+            more channels, 0 if the search was cut short.
+        """
+        if self._walked * self._count > _MOST_TRIED:
+            steps = min(steps, _FEW_STEPS)
+        self._wanted, self._best, self._left = wanted, best, steps
+        self._totals = [
+            single(channels * single(wanted.rate_intra))
+            for channels in range(wanted.max_channels + 1)
+        ]
+        self._best_total = single(len(best.orders) * single(best.rate_intra))
+        self._ranked = self._rankings.setdefault(wanted.pattern, {})
+        self._ways()
+        self._orders = [[0] * self._count for _ in range(wanted.max_channels)]
+        self._ends = [["", ""] for _ in range(wanted.max_channels)]
+        self._ports_left = dict(self._nets.gbps)
+        self._known: dict[Key, tuple[int, int, int]] = {}
+        self._fruitless: dict[Key, int] = {}
+        self._copies, self._finished, self._peak = 0, 0, _NOTHING
+        self._closed = wanted.pattern == "ring" and not self._inter
+        depth = sys.getrecursionlimit()
+        sys.setrecursionlimit(depth + 4 * wanted.max_channels * (self._count + 4))
+        try:
+            with suppress(_OutOfStepsError):
+                self._channel(self._whole, 0, wanted.hops)
+        finally:
+            sys.setrecursionlimit(depth)
+        return self._best, self._left
+
+    # Links
+
+    def _lay_out_fields(self) -> None:
+        """Give each link that a path uses a field with its bandwidth, below a guard bit."""
+        ends = (*self._gpus, *self._system.nets)
+        used: dict[int, Link] = {}
+        for pair in (
+            (a, b) for a in ends for b in ends if a in self._system.sm or b in self._system.sm
+        ):
+            for link in self._paths.get(pair, DISCONNECTED).links:
+                used[link.index] = link
+                back = self._answered(pair[0], link)
+                if back is not None:
+                    used[back.index] = back
+        for gpu in self._gpus:
+            used.update((link.index, link) for link in self._pci_links(gpu))
+        most = max([_MOST_TAKEN, *(round(link.gbps * _SCALE) for link in used.values())])
+        self._bits = most.bit_length() + 1
+        self._shift = {index: place * self._bits for place, index in enumerate(used)}
+        guard = 1 << (self._bits - 1)
+        self._guards = sum(guard << shift for shift in self._shift.values())
+        self._whole = self._guards + sum(
+            round(link.gbps * _SCALE) << self._shift[link.index] for link in used.values()
         )
+        field = (1 << self._bits) - 1
+        self._pci = [
+            [self._shift[link.index] for link in self._pci_links(gpu)] for gpu in self._gpus
+        ]
+        own = [sum(field << shift for shift in both) for both in self._pci]
+        self._unused_pci = cache(
+            lambda used: sum(fields for gpu, fields in enumerate(own) if not used >> gpu & 1)
+        )
+        self._field = guard - 1
+
+    def _pci_links(self, gpu: str) -> list[Link]:
+        """The PCI link from a GPU up and the one down to it."""
+        nodes = self._system.nodes
+        for up in nodes[gpu].links:
+            if up.type == PathType.PIX:
+                return [up, next(one for one in nodes[up.target].links if one.target == gpu)]
+        return []
+
+    def _answered(self, source: str, link: Link) -> Link | None:
+        """The link backwards, if old GPUs answer on it what comes from a NIC."""
+        sm = self._system.sm
+        if source in sm or sm.get(link.target, _FIRST_NVLINK_READER) >= _FIRST_NVLINK_READER:
+            return None
+        links = self._system.nodes[link.target].links
+        return next(one for one in links if one.target == link.source and one.type == link.type)
+
+    def _uncached_use(self, source: str, target: str, rate: float) -> Step:
+        """A fifth more is taken of PCI links below Intel CPUs, and an eighth back from old GPUs."""
+        system, path = self._system, self._paths[source, target]
+        over_cpu = any(system.nodes[link.target].kind == "cpu" for link in path.links)
+        costly = path.type == PathType.PHB and source in system.sm and over_cpu and system.intel
+        need, use = round(rate * _SCALE), 0
+        for link in path.links:
+            takes = need * 6 // 5 if costly and link.type == PathType.PIX else need
+            use += takes << self._shift[link.index]
+            back = self._answered(source, link)
+            if back is not None:
+                use += takes // 8 << self._shift[back.index]
+        hops = len(path.links)
+        if hops and system.rules.device_nodes:
+            # One link more between a rank's GPU and its device, and two at a relay.
+            hops += sum(end in system.sm for end in (source, target))
+            hops += 2 * (path.type == PathType.PXN)
+        return use, hops
+
+    def _ways(self) -> None:
+        """Find what this search may use: GPU to GPU, port to GPU and GPU to port."""
+        wanted, gpus = self._wanted, self._gpus
+        half = 2 if wanted.pattern == "balanced tree" else 1
+        rates = wanted.rate_intra, wanted.rate_inter, wanted.rate_inter / half
+        self._onward = [[self._way(a, b, wanted.type_intra, rates[0]) for b in gpus] for a in gpus]
+        nets = self._system.nets if self._inter else ()
+        self._inward = {
+            net: [self._way(net, gpu, wanted.type_inter, rates[1]) for gpu in gpus] for net in nets
+        }
+        self._outward = [
+            {net: self._way(gpu, net, wanted.type_inter, rates[2]) for net in nets} for gpu in gpus
+        ]
+
+    def _way(self, source: str, target: str, limit: PathType, rate: float) -> Step | None:
+        limit = min(limit, PathType.NET)
+        ways = (
+            [(source, target)]
+            if self._wanted.pattern == "ring"
+            else [(source, target), (target, source)]
+        )
+        if any(self._paths.get(pair, DISCONNECTED).type > limit for pair in ways):
+            return None
+        return self._use(source, target, rate)
 
     # Channels
 
-    def _channel(self, clock: Clock) -> Steps:
+    def _channel(self, state: int, channel: int, hops: int) -> None:
         """Begin the next channel."""
-        trial, gpus = self._trial, self.system.gpus
-        trial.begin(len(gpus))
-        if self.inter:
-            yield self._channel_from_port(clock)
+        wanted = self._wanted
+        free = channel > 0 and not wanted.same_channels
+        if self._inter:
+            if free:
+                ends = tuple(self._ends[channel - 1]) if wanted.cross_nic == 2 else ()
+                key = (state, channel, ends, *self._ports_left.values())
+                self._once(key, hops, lambda: self._from_ports(state, channel, hops))
+            else:
+                self._from_ports(state, channel, hops)
             return
-        back = len(gpus) - 1 if trial.pattern == "ring" else -1
-        if trial.channels == 0:
-            yield self._enter("", gpus[0], _Course(-1, back, "pci"), clock)
-        else:
-            first = trial.orders[trial.channels - 1][0]
-            yield self._enter("", first, _Course(-1, back, "replay"), clock)
-        if trial.channels == 0 or not trial.same_channels:
-            for gpu in gpus:
-                yield self._enter("", gpu, _Course(-1, back, "free"), clock)
+        first = self._orders[channel - 1][0] if channel else 0
+        course = _Course(channel, -1, "replay" if channel else "pci")
+        self._visit(state, first, 1 << first, course, hops)
+        if free:
+            self._once((state, channel), hops, lambda: self._from_gpus(state, channel, hops))
+        elif channel == 0:
+            self._from_gpus(state, channel, hops)
 
-    def _channel_from_port(self, clock: Clock) -> Steps:
-        trial, nets = self._trial, self.nets
-        back = len(self.system.gpus) - 1 if trial.pattern == "ring" else 0
-        whole = int(trial.rate_inter)
-        ports = nets.selected(trial.type_inter, None)
+    def _from_gpus(self, state: int, channel: int, hops: int) -> None:
+        for gpu in range(self._count):
+            course = _Course(channel, -1, "free", source=gpu if self._closed else None)
+            self._visit(state, gpu, 1 << gpu, course, hops)
+
+    def _from_ports(self, state: int, channel: int, hops: int) -> None:
+        wanted, nets, left = self._wanted, self._nets, self._ports_left
+        leave = self._count - 1 if wanted.pattern == "ring" else 0
+        whole = int(wanted.rate_inter)
+        ports = nets.selected(wanted.type_inter, None)
+        crossed = wanted.pattern == "ring" and wanted.cross_nic == 2 and channel % 2 == 1
         for step in range(len(ports)):
-            port = ports[(trial.channels + step) % len(ports)]
-            if nets.left(port) < whole or not self._continues(port):
+            port = ports[(channel + step) % len(ports)]
+            if left[port] < whole or (crossed and port != self._ends[channel - 1][1]):
                 continue
-            nets.take(port, whole)
-            trial.ports[trial.channels][0] = port
-            yield self._channel_at(port, back, clock)
-            nets.take(port, -whole)
+            for name in nets.names[port]:
+                left[name] -= whole
+            self._ends[channel] = [port, ""]
+            again = channel > 0 and wanted.same_channels
+            course = _Course(
+                channel, leave, "replay" if again else "free", port=port,
+                source=(port, self._ends[channel - 1][0] if crossed else ""),
+            )  # fmt: skip
+            if channel == 0:
+                self._first_from_port(state, course, hops)
+            elif again:
+                self._enter(state, self._orders[channel - 1][0], course, hops)
+            else:
+                for gpu in nets.local_gpus(port):
+                    self._enter(state, gpu, course, hops)
+            for name in nets.names[port]:
+                left[name] += whole
 
-    def _continues(self, port: str) -> bool:
-        """With crossed NICs, an odd channel begins where the one before ended."""
-        trial = self._trial
-        if trial.pattern != "ring" or trial.cross_nic != 2 or trial.channels % 2 == 0:
-            return True
-        return port == trial.ports[trial.channels - 1][1]
+    def _first_from_port(self, state: int, course: _Course, hops: int) -> None:
+        """Begin the first channel, which tries the PCI order with steps of its own.
 
-    def _channel_at(self, port: str, back: int, clock: Clock) -> Steps:
-        trial = self._trial
-        if trial.channels and trial.same_channels:
-            first = trial.orders[trial.channels - 1][0]
-            yield self._enter(port, first, _Course(back, -1, "replay"), clock)
-            return
-        if trial.channels == 0 and not self.system.nvs:
-            short = Clock(_PCI_ORDER_TIME)
-            yield self._enter(port, self.system.gpus[0], _Course(back, -1, "pci"), short)
-            if short.left == -1:
-                clock.left = -1
-        for gpu in self.nets.local_gpus(port):
-            yield self._enter(port, gpu, _Course(back, -1, "free"), clock)
+        It does so from every port, even if there are no steps left for anything else.
+        """
+        ports_left = dict(self._ports_left)
+        if not self._system.nvs:
+            left, self._left = self._left, _PCI_ORDER_STEPS
+            with suppress(_OutOfStepsError):
+                self._enter(state, 0, _Course(0, course.leave, "pci", port=course.port), hops)
+            self._ports_left.update(ports_left)
+            self._left = -1 if self._left == -1 else left
+        with suppress(_OutOfStepsError):
+            for gpu in self._nets.local_gpus(course.port):
+                self._enter(state, gpu, course, hops)
+        self._ports_left.update(ports_left)
+
+    def _enter(self, state: int, gpu: int, course: _Course, hops: int) -> None:
+        """Begin a channel at `gpu`, coming from a NIC port."""
+        way = self._inward[course.port][gpu]
+        if way is not None and (state - way[0]) & self._guards == self._guards:
+            self._visit(state - way[0], gpu, 1 << gpu, course, hops + way[1])
+
+    def _once(self, key: Key, hops: int, walk: Callable[[], None]) -> None:
+        """Walk a subtree unless it is known; know it afterwards if it found nothing better.
+
+        What it found matters only if it is better than the best, which only gets better: more
+        channels than that, or as many with fewer hops.
+        """
+        known = self._known.get(key)
+        if known is not None:
+            steps, channels, hops_below = known
+            if not self._better(channels, hops + hops_below):
+                self._skip(steps)
+                return
+        copies, left, outside = self._copies, self._left, self._peak
+        self._peak = _NOTHING
+        walk()
+        if self._copies == copies:
+            self._known[key] = (left - self._left, self._peak[0], -self._peak[1] - hops)
+        self._peak = max(outside, self._peak)
+
+    def _skip(self, steps: int) -> None:
+        """Count the steps of a subtree that finds nothing better."""
+        if steps > self._left:
+            self._left = 0
+            raise _OutOfStepsError
+        self._left -= steps
+
+    def _better(self, channels: int, hops: int) -> bool:
+        wanted, best = self._wanted, self._best
+        if channels < wanted.min_channels:
+            return False
+        total = self._totals[channels]
+        if total != self._best_total:
+            return total > self._best_total
+        alike = wanted.pattern == best.pattern and wanted.cross_nic == best.cross_nic
+        return alike and hops < best.hops
 
     # GPUs
 
-    def _enter(self, port: str, gpu: str, course: _Course, clock: Clock) -> Steps:
-        """Begin a channel at `gpu`, coming from a NIC port if there is one."""
-        rate = self._trial.rate_inter
-        if port and not self._take(port, gpu, rate):
+    def _visit(self, state: int, gpu: int, used: int, course: _Course, hops: int) -> None:
+        """Go on from a GPU, the last of those `used` by this channel."""
+        if self._left <= 0:
+            raise _OutOfStepsError
+        self._left -= 1
+        self._walked += 1
+        place, last, order = used.bit_count() - 1, self._count - 1, course.order
+        self._orders[course.channel][place] = gpu
+        if place == course.leave:
+            self._to_ports(state, gpu, used, course, hops)
             return
-        yield self._visit(gpu, 0, course, clock)
-        if port:
-            self._give(port, gpu, rate)
-
-    def _visit(self, gpu: str, step: int, course: _Course, clock: Clock) -> Steps:
-        if clock.left <= 0:
+        if place == last:
+            self._end(state, gpu, course, hops)
             return
-        clock.left = clock.left - 1 if self._capacity.takes < MAX_TAKES else 0
-        last = len(self.system.gpus) - 1
-        if step > last:
-            yield self._finish(clock)
-            return
-        self._trial.orders[self._trial.channels][step] = gpu
-        if step == course.back_net:
-            yield self._back_to_port(gpu, step, course, clock)
-        elif step < last:
-            rate = self._trial.rate_intra
-            for following in self._next_gpus(gpu, step, course):
-                if self._take(gpu, following, rate):
-                    yield self._visit(following, step + 1, course, clock)
-                    self._give(gpu, following, rate)
-        elif step == course.back_first:
-            yield self._close(gpu, clock)
+        keeps = order == "free" and place < last - 1
+        if keeps:
+            key = state, used, gpu, course.key
+            steps = self._fruitless.get(key)
+            if steps is not None:
+                self._skip(steps)
+                return
+            left, finished = self._left, self._finished
+        if order == "free":
+            candidates = self._candidates(state, gpu, used, course)
         else:
-            yield self._visit(gpu, last + 1, course, clock)
+            before = self._orders[course.channel - 1]
+            candidates = [place + 1 if order == "pci" else before[place + 1]]
+        ways, guards = self._onward[gpu], self._guards
+        for following in candidates:
+            way = ways[following]
+            if way is not None and (state - way[0]) & guards == guards:
+                self._visit(state - way[0], following, used | 1 << following, course, hops + way[1])
+        if keeps and self._finished == finished:
+            self._fruitless[key] = left - self._left
 
-    def _close(self, gpu: str, clock: Clock) -> Steps:
-        """Return from the last GPU to the first."""
-        trial = self._trial
-        first, rate = trial.orders[trial.channels][0], trial.rate_intra
-        if self._take(gpu, first, rate):
-            yield self._visit(first, len(self.system.gpus), _Course(-1, -1, "free"), clock)
-            self._give(gpu, first, rate)
+    def _end(self, state: int, gpu: int, course: _Course, hops: int) -> None:
+        """Return from the last GPU to the first if the channel is closed; it is complete then."""
+        if self._closed:
+            way = self._onward[gpu][self._orders[course.channel][0]]
+            if way is None or (state - way[0]) & self._guards != self._guards:
+                return
+            state, hops = state - way[0], hops + way[1]
+        self._finish(state, course.channel, hops)
 
-    def _back_to_port(self, gpu: str, step: int, course: _Course, clock: Clock) -> Steps:
+    def _to_ports(self, state: int, gpu: int, used: int, course: _Course, hops: int) -> None:
         """Leave for a NIC port, then go on; a balanced tree leaves half from each of two GPUs."""
-        trial = self._trial
-        balanced = trial.pattern == "balanced tree"
-        onward = _Course(1 if balanced and step == 0 else -1, course.back_first, course.order)
-        rate = trial.rate_inter / 2 if balanced else trial.rate_inter
-        for port in self.nets.selected(trial.type_inter, gpu):
-            if not self._may_leave(port, step) or not self._take(gpu, port, rate):
+        wanted, channel, order = self._wanted, course.channel, course.order
+        place = used.bit_count() - 1
+        leave = 1 if wanted.pattern == "balanced tree" and place == 0 else -1
+        ends = self._ends[channel]
+        for port in self._nets.selected(wanted.type_inter, self._gpus[gpu]):
+            way = self._outward[gpu][port]
+            if way is None or not self._may_leave(port, place, channel):
                 continue
-            trial.ports[trial.channels][1] = port
-            yield self._visit(gpu, step, onward, clock)
-            self._give(gpu, port, rate)
+            if (state - way[0]) & self._guards == self._guards:
+                onward = _Course(
+                    channel, leave, order, port=course.port, source=course.source, end=port
+                )
+                end, ends[1] = ends[1], port
+                self._visit(state - way[0], gpu, used, onward, hops + way[1])
+                ends[1] = end
 
-    def _may_leave(self, port: str, step: int) -> bool:
-        trial = self._trial
-        start, end = trial.ports[trial.channels]
-        if trial.pattern == "tree" and port != start:
+    def _may_leave(self, port: str, place: int, channel: int) -> bool:
+        wanted = self._wanted
+        start, end = self._ends[channel]
+        if wanted.pattern == "tree" and port != start:
             return False
-        if trial.pattern == "ring" and trial.cross_nic == 2:
-            if trial.channels % 2 and port != trial.ports[trial.channels - 1][0]:
+        if wanted.pattern == "ring" and wanted.cross_nic == 2:
+            if channel % 2 and port != self._ends[channel - 1][0]:
                 return False
-        elif trial.cross_nic == 0 and not self.nets.same_port(port, start):
+        elif wanted.cross_nic == 0 and not self._nets.same_port(port, start):
             return False
-        return trial.pattern != "balanced tree" or step == 0 or port == end
+        return wanted.pattern != "balanced tree" or place == 0 or port == end
 
-    def _finish(self, clock: Clock) -> Steps:
-        """A channel is complete: keep it if it is better, and try one more."""
-        trial = self._trial
-        trial.channels += 1
-        if self._better():
-            self._best = trial.copy()
-            if trial.channels == trial.max_channels:
-                clock.left = -1
-        if trial.channels < trial.max_channels:
-            yield self._channel(clock)
-        trial.channels -= 1
+    def _finish(self, state: int, channel: int, hops: int) -> None:
+        """Keep the channels if they are better, and try one more."""
+        if self._left <= 0:
+            raise _OutOfStepsError
+        self._left -= 1
+        self._finished += 1
+        wanted, channels = self._wanted, channel + 1
+        self._peak = max(self._peak, (channels, -hops))
+        if self._better(channels, hops):
+            self._keep(channels, hops)
+            if channels == wanted.max_channels:
+                self._left = -1
+        if channels < wanted.max_channels:
+            self._channel(state, channels, hops)
 
-    def _better(self) -> bool:
-        trial, best = self._trial, self._best
-        if trial.channels < trial.min_channels:
-            return False
-        new, old = trial.channels * trial.rate_intra, best.channels * best.rate_intra
-        if new != old:
-            return new > old
-        alike = trial.pattern == best.pattern and trial.cross_nic == best.cross_nic
-        return alike and trial.hops < best.hops
+    def _keep(self, channels: int, hops: int) -> None:
+        self._copies += 1
+        self._best_total = self._totals[channels]
+        self._best = msgspec.structs.replace(
+            self._wanted,
+            hops=hops,
+            orders=tuple(
+                tuple(self._gpus[gpu] for gpu in order) for order in self._orders[:channels]
+            ),
+            ports=tuple((one, other) for one, other in self._ends[:channels]),
+        )
 
     # Order of GPUs
 
-    def _next_gpus(self, gpu: str, step: int, course: _Course) -> list[str]:
-        back_net = course.back_net
-        if course.order == "pci":
-            return [self.system.gpus[step + 1]]
-        if course.order == "replay":
-            return [self._trial.orders[self._trial.channels - 1][step + 1]]
-        used = self._trial.orders[self._trial.channels][: step + 1]
-        if self.system.nvs:
-            return [one for one in self._neighbours(gpu) if one not in used]
-        sort_net = 0 if back_net == -1 else 1 if back_net == step + 1 else -1
-        port = self._trial.ports[self._trial.channels][0] if sort_net else ""
-        ranked = [one for one in self._ranking(gpu, port) if one not in used]
-        if sort_net == -1 and len({self._intra_score(gpu, one) for one in ranked}) <= 1:
+    def _candidates(self, state: int, gpu: int, used: int, course: _Course) -> list[int]:
+        """The GPUs to try next, most promising first; on the way to a NIC what is left counts."""
+        port = "" if course.leave == -1 else course.port
+        left = state & self._unused_pci(used) if port else 0
+        key = gpu, used, course.leave, port, left
+        known = self._ranked.get(key)
+        if known is None:
+            known = self._ranked[key] = self._ranking(state, gpu, used, course.leave, port)
+        return known
+
+    def _ranking(self, state: int, gpu: int, used: int, leave: int, port: str) -> list[int]:
+        if self._system.nvs:
+            return [one for one in self._neighbours(gpu) if not used >> one & 1]
+        around = ((gpu + step) % self._count for step in range(1, self._count))
+        scores = {one: self._score(gpu, one) for one in around if not used >> one & 1}
+        ranked = sorted(
+            (one for one, (_, hops) in scores.items() if hops),
+            key=lambda one: (*self._port_score(port, one, state), *scores[one]),
+        )
+        alike = len({scores[one] for one in ranked}) <= 1
+        if alike and leave not in (-1, used.bit_count()):
             ranked.reverse()
         return ranked
 
-    def _intra_score(self, gpu: str, other: str) -> tuple[int, int]:
-        path = self.paths[gpu, other]
+    def _score(self, gpu: int, other: int) -> tuple[int, int]:
+        """How promising the way between two GPUs is, in whole GB/s; smaller is better."""
+        path = self._paths.get((self._gpus[gpu], self._gpus[other]), DISCONNECTED)
         return -int(path.gbps), len(path.links)
 
-    def _ranking(self, gpu: str, port: str) -> list[str]:
-        """All other GPUs, most promising first; scores are whole GB/s as in NCCL."""
-        known = self._sorted.get((gpu, port))
-        if known is None:
-            start, count = self._position[gpu], len(self.system.gpus)
-            around = [self.system.gpus[(start + step) % count] for step in range(1, count)]
-            reached = [one for one in around if self.paths.get((gpu, one), DISCONNECTED).links]
-            known = sorted(
-                reached,
-                key=lambda one: (*self.nets.score(port, one), *self._intra_score(gpu, one)),
-            )
-            self._sorted[gpu, port] = known
-        return known
+    def _port_score(self, port: str, gpu: int, state: int) -> tuple[int, int, int]:
+        """How promising a GPU is for a way back to `port`; zeros for no port."""
+        if not port:
+            return 0, 0, 0
+        path = self._paths.get((port, self._gpus[gpu]), DISCONNECTED)
+        left = [(state >> shift & self._field) // _SCALE for shift in self._pci[gpu]]
+        return -int(path.gbps), -min(left, default=-1), len(path.links)
 
-    def _neighbours(self, gpu: str) -> tuple[str, ...]:
+    def _neighbours(self, gpu: int) -> list[int]:
         """Behind an NVSwitch only the GPUs before and after this one are tried."""
-        known = self._beside.get((gpu, self._trial.pattern))
-        if known is None:
-            gpus, place = self.system.gpus, self._position[gpu]
-            after, before = gpus[(place + 1) % len(gpus)], gpus[place - 1]
-            wanted = {"ring": [after, before], "balanced tree": [before, after], "tree": [after]}
-            beside = dict.fromkeys(wanted[self._trial.pattern])
-            reached = set(self._ranking(gpu, ""))
-            known = tuple(one for one in reversed(beside) if one in reached)
-            self._beside[gpu, self._trial.pattern] = known
-        return known
-
-    # Bandwidth
-
-    def _take(self, source: str, target: str, rate: float) -> bool:
-        """Take `rate` from every link of a path; False, and nothing taken, if it may not be."""
-        pair = source, target
-        if pair not in self._open:
-            self._open[pair] = self._allowed(source, target)
-        if not self._open[pair]:
-            return False
-        links = self._capacity.take(source, target, rate)
-        self._trial.hops += links or 0
-        return links is not None
-
-    def _give(self, source: str, target: str, rate: float) -> None:
-        self._trial.hops -= self._capacity.give(source, target, rate)
-
-    def _allowed(self, source: str, target: str) -> bool:
-        trial = self._trial
-        intra = source in self._position and target in self._position
-        limit = min(trial.type_intra if intra else trial.type_inter, PathType.NET)
-        if self._capacity.type(source, target) > limit:
-            return False
-        return trial.pattern == "ring" or self._capacity.type(target, source) <= limit
+        after, before = (gpu + 1) % self._count, (gpu - 1) % self._count
+        wanted = {"ring": [before, after], "balanced tree": [after, before], "tree": [after]}
+        beside = dict.fromkeys(wanted[self._wanted.pattern])
+        return [one for one in beside if self._score(gpu, one)[1]]

@@ -5,11 +5,11 @@ Source: ncclTopoCompute (search.cc) of NCCL 2.30.7.
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from tccl_py.runtimes.nccl.bandwidths import LOCAL_GBPS, speeds
-from tccl_py.runtimes.nccl.channel_search import ChannelSearch, Clock, Pattern, Trial
-from tccl_py.runtimes.nccl.paths import DISCONNECTED
+from tccl_py.runtimes.nccl.channel_search import ChannelSearch, Graph, Pattern, single
+from tccl_py.runtimes.nccl.paths import DISCONNECTED, local_nets
 from tccl_py.runtimes.nccl.system import System
 from tccl_py.runtimes.nccl.transport import View
 from tccl_py.runtimes.nccl.versions import version_facts
@@ -17,50 +17,34 @@ from tccl_py.topology.paths import PathType
 
 FALLBACK_GBPS = 0.1
 """What NCCL writes down for the simple order it falls back to."""
-_TIME = 1 << 14
-_TIME_SAME_CHANNELS = 1 << 8
-_TIME_IN_ALL = 1 << 19
-_FEW_GPUS = 8
+_STEPS = 1 << 14
+_STEPS_SAME_CHANNELS = 1 << 8
+_STEPS_IN_ALL = 1 << 19
 _ALWAYS, _IF_NEED_BE = 1, 2
 """Values of NCCL_CROSS_NIC."""
 _SLOWER_IS_NO_HELP = 0.49
 _DUPLICATE_FROM = 25.0
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph as NCCL's search leaves it: GPU ids per channel, ids of the NIC ports at its ends.
-
-    Ports are "" on one node. With `cross_nic` 2, nodes whose number is odd swap the channels of
-    each pair.
-    """
-
-    orders: tuple[tuple[str, ...], ...]
-    ports: tuple[tuple[str, str], ...]
-    rate_intra: float
-    type_intra: PathType
-    rate_inter: float
-    type_inter: PathType
-    cross_nic: int = 0
-    fallback: bool = False
-
-
 class _Compute:
     """The ladder of searches that NCCL climbs down until one finds channels, then up again."""
 
     def __init__(self, seen: View, *, pattern: Pattern, nodes: int, low: int, high: int) -> None:
-        self.system, self.pattern = seen.system, pattern
-        self.search = ChannelSearch(seen.system, seen.paths, nodes=nodes)
+        self.seen, self.system, self.pattern = seen, seen.system, pattern
+        self.inter = nodes > 1 and bool(self.system.nets)
+        self.search = ChannelSearch(seen.system, seen.paths, inter=self.inter)
         self.crossed = version_facts(seen.settings.version).crossed
-        self.inter = self.search.inter
-        self.speeds = speeds(seen.system.sm_min, nodes=2 if self.inter else 1)
-        self._bounds(seen)
-        self._totals(seen)
+        self.speeds = speeds(
+            self.system.sm_min, nodes=2 if self.inter else 1, rules=self.system.rules
+        )
+        self._bounds()
+        self._totals()
         if len(self.system.gpus) == 1 and pattern != "ring":
             self.pattern = "tree"
         if pattern == "ring" and low == 1 and high >= 2 and _two_nvlink_islands(seen):
             low = 2
-        self.cross_nic = self._cross_nic(seen)
-        self.best = Trial(
+        self.cross_nic = self._cross_nic()
+        self.best = self.trial = Graph(
             pattern=self.pattern,
             min_channels=low,
             max_channels=high,
@@ -68,21 +52,20 @@ class _Compute:
             type_inter=self.least_inter,
             cross_nic=int(self.cross_nic == _ALWAYS),
         )
-        self.trial = self.best.copy()
         self.step = self._first_step(low)
         self._set_rates(self.speeds[self.step])
-        self.time_left = _TIME_IN_ALL
+        self.steps_left = _STEPS_IN_ALL
         self.searched: dict[tuple[object, ...], int] = {}
 
-    def _cross_nic(self, seen: View) -> int:
+    def _cross_nic(self) -> int:
         """What NCCL_CROSS_NIC comes to here: channels change NICs never, always or if need be."""
-        if not self.inter or len(self.system.nets) < 2 or self.pattern == "tree":
+        if len(self.system.nets) < 2 or self.pattern == "tree":
             return 0
-        chosen = seen.settings.cross_nic
+        chosen = self.seen.settings.cross_nic
         return _IF_NEED_BE if chosen is None else chosen
 
-    def _bounds(self, seen: View) -> None:
-        gpus, nets, paths = self.system.gpus, self.system.nets, seen.paths
+    def _bounds(self) -> None:
+        gpus, nets, paths = self.system.gpus, self.system.nets, self.seen.paths
         intra = [paths.get((a, b), DISCONNECTED).type for a in gpus for b in gpus if a != b]
         inter = [paths.get((a, b), DISCONNECTED).type for a in gpus for b in nets]
         self.least_intra = min([PathType.SYS, *intra]) if len(gpus) > 1 else PathType.LOC
@@ -93,67 +76,53 @@ class _Compute:
         if self.inter:
             self.least_inter = min([PathType.SYS, *inter])
             self.most_inter = max([PathType.LOC, *inter])
-            if self.system.sm_min < 90:
+            if self.system.sm_min < 90 and self.system.rules.old_gpus_leave_over_sys:
                 self.most_inter = PathType.SYS
 
-    def _totals(self, seen: View) -> None:
+    def _totals(self) -> None:
         """The most one channel and all channels of a GPU could carry, in GB/s."""
         gpus = self.system.gpus
         if len(gpus) == 1 and not self.inter:
             self.most, self.total = LOCAL_GBPS, LOCAL_GBPS
             return
         ends = self.system.nets if self.inter else gpus
-        ways = [seen.paths.get((a, b), DISCONNECTED) for a in gpus for b in ends]
+        paths = self.seen.plain if self.system.rules.device_nodes else self.seen.paths
+        ways = [paths.get((a, b), DISCONNECTED) for a in gpus for b in ends]
         self.most = max((way.gbps for way in ways if way.links), default=0.0)
-        self.total = max(_leaving(self.system, gpu) for gpu in gpus)
+        self.total = single(max(_leaving(self.system, gpu) for gpu in gpus))
 
     def _first_step(self, channels: int) -> int:
         total, count = self.total, len(self.system.gpus)
         if count > 1 and self.pattern != "ring":
-            total *= count / (count - 1)
+            total = single(total * (count / (count - 1)))
         for step, speed in enumerate(self.speeds):
-            if speed <= self.most and speed * channels <= total:
+            if single(speed) <= single(self.most) and single(single(speed) * channels) <= total:
                 return step
         return len(self.speeds) - 1
 
     def _set_rates(self, rate: float) -> None:
-        self.trial.rate_intra = self.trial.rate_inter = rate
+        self.trial = replace(self.trial, rate_intra=rate, rate_inter=rate)
 
-    def run(self) -> Found:
+    def run(self) -> Graph:
         """Search until nothing better is to be expected; the simple order if nothing was found."""
         while self._search_once() and self._next_after_failure():
             pass
         self._duplicate()
         self._faster()
-        best = self.best
-        if best.channels == 0:
-            return _simple_order(self.system, self.inter)
-        return Found(
-            orders=tuple(tuple(order) for order in best.orders[: best.channels]),
-            ports=tuple((one, other) for one, other in best.ports[: best.channels]),
-            rate_intra=best.rate_intra,
-            type_intra=best.type_intra,
-            rate_inter=best.rate_inter,
-            type_inter=best.type_inter,
-            cross_nic=best.cross_nic,
-        )
+        return self.best if self.best.orders else self._simple_order()
 
     def _search_once(self) -> bool:
-        """Whether there may be more to find after one search."""
-        trial = self.trial
-        clock = Clock(_TIME_SAME_CHANNELS if trial.same_channels else _TIME)
-        self.time_left -= clock.left
-        trial.channels, trial.hops = 0, 0
-        if self._hopeless():
-            self.clock = 0
-            return True
+        """Search, and say whether there may be more to find."""
+        steps = _STEPS_SAME_CHANNELS if self.trial.same_channels else _STEPS
+        self.steps_left -= steps
         key = self._key()
         if key in self.searched:
             self.clock = self.searched[key]
             return True
-        self.best = self.search.run(trial, self.best, clock)
-        self.clock = self.searched[key] = clock.left
-        return clock.left != -1 and self.best.channels * self.best.rate_inter < self.total
+        self.best, self.clock = self.search.run(self.trial, self.best, steps)
+        self.searched[key] = self.clock
+        total = single(len(self.best.orders) * single(self.best.rate_inter))
+        return self.clock != -1 and total < self.total
 
     def _key(self) -> tuple[object, ...]:
         """What a search depends on: one that was made already finds nothing better again."""
@@ -164,59 +133,51 @@ class _Compute:
         ways = trial.pattern, trial.same_channels, trial.cross_nic
         return (near, out, *rates, *ways, trial.min_channels)
 
-    def _hopeless(self) -> bool:
-        """Whether a search can find nothing better; on many GPUs it would run into its limit."""
-        trial, best = self.trial, self.best
-        if len(self.system.gpus) < _FEW_GPUS:
-            return False
-        most = self.search.most_channels(trial)
-        enough = best.channels * best.rate_intra
-        return most < trial.min_channels or most * trial.rate_intra < enough
-
     def _next_after_failure(self) -> bool:
         """Loosen the trial by one notch; False when all notches are used up."""
-        trial, best = self.trial, self.best
+        trial = self.trial
         through_amd = self.system.amd and trial.type_intra == PathType.SYS
         if trial.same_channels and not through_amd:
-            trial.same_channels = False
+            self.trial = replace(trial, same_channels=False)
             return True
-        trial.same_channels = True
-        self.time_left += self.clock
-        if self.time_left < 0 and best.channels:
+        self.steps_left += self.clock
+        if self.steps_left < 0 and self.best.orders:
             return False
         if self.system.sm_min >= 90 and trial.pattern == "balanced tree":
-            trial.pattern = "tree"
+            self.trial = replace(trial, same_channels=True, pattern="tree")
             return True
-        trial.pattern = self.pattern
+        self.trial = replace(trial, same_channels=True, pattern=self.best.pattern)
         return self._farther() or self._slower()
 
     def _farther(self) -> bool:
         """Allow the next path type, then NICs farther away, then different ones at both ends."""
         trial, best = self.trial, self.best
-        none = best.channels == 0
+        none = not best.orders
         limit = trial.type_inter if self.inter else self.most_intra
         if trial.type_intra < limit and (none or trial.type_intra < best.type_intra):
-            trial.type_intra = PathType(trial.type_intra + 1)
+            trial = replace(trial, type_intra=PathType(trial.type_intra + 1))
             if trial.type_intra < PathType.DIS:
+                self.trial = trial
                 return True
-        trial.type_intra = self.least_intra
+        trial = replace(trial, type_intra=self.least_intra)
         wider = none or trial.type_inter < max(best.type_inter, PathType.PXN)
         if self.inter and trial.type_inter < self.most_inter and wider:
-            trial.type_inter = PathType(trial.type_inter + 1)
+            trial = replace(trial, type_inter=PathType(trial.type_inter + 1))
             if trial.type_inter < PathType.DIS:
+                self.trial = trial
                 return True
-        trial.type_inter = self.least_inter
-        if self.cross_nic == _IF_NEED_BE and trial.cross_nic == 0:
-            trial.cross_nic = self.crossed
+        trial = replace(trial, type_inter=self.least_inter)
+        if self.cross_nic == _IF_NEED_BE and trial.cross_nic == 0 and best.pattern != "tree":
+            self.trial = replace(trial, cross_nic=self.crossed)
             return True
-        trial.cross_nic = int(self.cross_nic == _ALWAYS)
+        self.trial = replace(trial, cross_nic=int(self.cross_nic == _ALWAYS))
         return False
 
     def _slower(self) -> bool:
         step, best = self.step + 1, self.best
         if step >= len(self.speeds):
             return False
-        if best.channels and self.speeds[step] / best.rate_inter <= _SLOWER_IS_NO_HELP:
+        if best.orders and self.speeds[step] / best.rate_inter <= _SLOWER_IS_NO_HELP:
             return False
         self.step = step
         self._set_rates(self.speeds[step])
@@ -224,24 +185,25 @@ class _Compute:
 
     def _duplicate(self) -> None:
         """Split few fast channels into twice as many of half the rate."""
-        best, many = self.best, self.best.channels > 4
-        if best.channels == 0 or best.rate_intra < _DUPLICATE_FROM:
+        best, found = self.best, len(self.best.orders)
+        if not found or best.rate_intra < _DUPLICATE_FROM:
             return
-        if self.system.sm_min > 80 and best.rate_intra < 2 * _DUPLICATE_FROM and many:
+        if self.system.sm_min > 80 and best.rate_intra < 2 * _DUPLICATE_FROM and found > 4:
             return
-        count = min(best.channels * 2, best.max_channels)
-        share = -(-count // best.channels)
-        best.orders = (best.orders[: best.channels] * 2)[:count]
-        best.ports = (best.ports[: best.channels] * 2)[:count]
-        best.rate_intra /= share
-        best.rate_inter /= share
-        best.channels = count
+        count = min(found * 2, best.max_channels)
+        share = -(-count // found)
+        self.best = replace(
+            best,
+            orders=(best.orders * 2)[:count],
+            ports=(best.ports * 2)[:count],
+            rate_intra=best.rate_intra / share,
+            rate_inter=best.rate_inter / share,
+        )
 
     def _faster(self) -> None:
         """Try the same number of channels at higher rates; trees raise only the rate inside."""
         best = self.best
-        self.trial = best.copy()
-        self.trial.min_channels = best.channels
+        self.trial = replace(best, min_channels=len(best.orders))
         found = [step for step, speed in enumerate(self.speeds) if speed <= best.rate_inter]
         self.step = found[0] if found else len(self.speeds) - 1
         self._set_rates(self.speeds[self.step])
@@ -258,8 +220,29 @@ class _Compute:
         if trial.rate_intra != self.best.rate_intra or trial.rate_intra >= trial.rate_inter * 2:
             return False
         self.step -= 1
-        trial.rate_intra = self.speeds[self.step]
+        self.trial = replace(trial, rate_intra=self.speeds[self.step])
         return True
+
+    def _simple_order(self) -> Graph:
+        """The GPUs in NCCL's order, between the NICs that the first and the last prefer."""
+        ports = ("", "")
+        if self.inter:
+            ends = self.system.gpus[0], self.system.gpus[-1]
+            if self.system.rules.falls_back_to_local_nets:
+                first, last = (local_nets(self.system, self.seen.paths, gpu)[0] for gpu in ends)
+                ports = (first, last)
+            else:
+                ports = (min(self.system.nets, key=lambda net: int(net[1:])),) * 2
+        return replace(
+            self.best,
+            orders=(self.system.gpus,),
+            ports=(ports,),
+            rate_intra=FALLBACK_GBPS,
+            type_intra=PathType.SYS,
+            rate_inter=FALLBACK_GBPS,
+            type_inter=PathType.SYS,
+            fallback=True,
+        )
 
 
 def _leaving(system: System, gpu: str) -> float:
@@ -270,38 +253,26 @@ def _leaving(system: System, gpu: str) -> float:
 
 
 def _two_nvlink_islands(seen: View) -> bool:
-    """Whether the GPUs are two groups with NVLinks inside and something slower between."""
-    islands: list[set[str]] = []
-    for gpu in seen.system.gpus:
-        near = {
-            other
-            for other in seen.system.gpus
-            if seen.paths.get((gpu, other), DISCONNECTED).type == PathType.NVL
-        }
-        if not any(gpu in island for island in islands):
-            islands.append(near | {gpu})
-    return sum(len(island) > 1 for island in islands) == 2
+    """Whether there are two NVLink domains, as NCCL counts them (ncclTopoSplitNvLink).
+
+    Each GPU in turn puts the later ones that it has NVLinks to into its own domain, so
+    neighbourhoods that overlap are counted in parts.
+    """
+    gpus = seen.system.gpus
+    domains = list(range(len(gpus)))
+    for place, gpu in enumerate(gpus):
+        for other in range(place + 1, len(gpus)):
+            if seen.paths.get((gpu, gpus[other]), DISCONNECTED).type == PathType.NVL:
+                domains[other] = domains[place]
+    return sum(domains.count(one) > 1 for one in set(domains)) == 2
 
 
-def _simple_order(system: System, inter: bool) -> Found:
-    port = min(system.nets, key=lambda net: int(net[1:])) if inter else ""
-    return Found(
-        orders=(system.gpus,),
-        ports=((port, port),),
-        rate_intra=FALLBACK_GBPS,
-        type_intra=PathType.SYS,
-        rate_inter=FALLBACK_GBPS,
-        type_inter=PathType.SYS,
-        fallback=True,
-    )
-
-
-def search_ring(seen: View, *, nodes: int = 1) -> Found:
+def search_ring(seen: View, *, nodes: int = 1) -> Graph:
     """NCCL's ring search."""
     high = version_facts(seen.settings.version).max_channels
     return _Compute(seen, pattern="ring", nodes=nodes, low=1, high=high).run()
 
 
-def search_tree(seen: View, *, nodes: int = 1, channels: int) -> Found:
+def search_tree(seen: View, *, nodes: int = 1, channels: int) -> Graph:
     """NCCL's tree search for exactly as many channels as the ring has."""
     return _Compute(seen, pattern="balanced tree", nodes=nodes, low=channels, high=channels).run()

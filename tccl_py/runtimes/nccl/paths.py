@@ -41,7 +41,7 @@ def shortest_paths(system: System) -> Paths:
 def _paths_to(
     system: System, base: str, reverse: dict[tuple[str, str, PathType], Link]
 ) -> dict[str, Path]:
-    """Breadth first from `base`; a later path replaces a wider-known one only if not longer."""
+    """Breadth first from `base`; a better path replaces one that is known."""
     found = {base: Path((), LOCAL_GBPS, PathType.LOC)}
     frontier = [base]
     while frontier:
@@ -52,13 +52,18 @@ def _paths_to(
                     continue
                 path = _extended(system, found[name], link, reverse)
                 known = found.get(link.target)
-                if known is None or (
-                    len(known.links) >= len(path.links) and known.gbps < path.gbps
-                ):
+                if known is None or _better(system, path, known):
                     found[link.target] = path
                     reached[link.target] = None
         frontier = list(reached)
     return found
+
+
+def _better(system: System, path: Path, known: Path) -> bool:
+    if system.rules.nearer_wins:
+        one, other = ((way.type, -way.gbps, len(way.links)) for way in (path, known))
+        return one < other
+    return len(known.links) >= len(path.links) and known.gbps < path.gbps
 
 
 def _may_pass(system: System, base: str, path: Path, link: Link) -> bool:
@@ -85,11 +90,8 @@ def _extended(
 
 
 def local_cpu(system: System, paths: Paths, gpu: str) -> str:
-    """The CPU with the fewest links to `gpu`."""
-    return min(
-        (cpu for cpu in system.cpus if (gpu, cpu) in paths),
-        key=lambda cpu: len(paths[gpu, cpu].links),
-    )
+    """The nearest CPU of a GPU, and of several the one with the fewest links to it."""
+    return min(nearest(paths, gpu, system.cpus), key=lambda cpu: len(paths[gpu, cpu].links))
 
 
 def by_way_of(paths: Paths, source: str, middle: str, target: str) -> Path:
@@ -220,7 +222,8 @@ def nearest(paths: Paths, source: str, targets: tuple[str, ...]) -> tuple[str, .
 def local_nets(system: System, paths: Paths, gpu: str) -> tuple[str, ...]:
     """The NIC ports a GPU prefers, in the order its channels take them.
 
-    GPUs with several equally near ports begin at different ones, by their NVML index.
+    GPUs with several equally near ports begin at different ones, by their NVML index: see
+    `shares_nets_by_place` of GraphRules.
     """
     nets = nearest(paths, gpu, system.nets)
     if not nets:
@@ -228,6 +231,8 @@ def local_nets(system: System, paths: Paths, gpu: str) -> tuple[str, ...]:
     sharers = nearest(paths, nets[0], system.gpus)
     count = len(nets)
     start = int(gpu[1:])
+    if system.rules.shares_nets_by_place:
+        start %= max(1, len(sharers))
     if count & (count - 1) == 0:
         start = _mirrored(start, count)
     per_gpu = -(-count // max(1, len(sharers)))

@@ -5,8 +5,9 @@ Source: topo.cc of NCCL 2.30.7 (ncclTopoGetSystemFromXml and what it calls).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, permutations
 from typing import Literal
 
 from tccl_py.errors import InputError
@@ -19,6 +20,7 @@ from tccl_py.runtimes.nccl.bandwidths import (
     nvlink_gbps,
     pci_gbps,
 )
+from tccl_py.runtimes.nccl.versions import LATEST, GraphRules, graph_rules
 from tccl_py.topology.machine import Machine, Nic
 from tccl_py.topology.paths import PathType, merged_bridges
 
@@ -64,6 +66,7 @@ class System:
     nvs: tuple[str, ...]
     sm: dict[str, int]
     links: list[Link]
+    rules: GraphRules
     gpu_direct: frozenset[tuple[str, str]] = frozenset()
 
     @property
@@ -74,14 +77,16 @@ class System:
     @property
     def intel(self) -> bool:
         """Whether the CPUs are Intel's; NCCL takes all CPUs to be like the first."""
-        first = self.machine.numa_nodes[0]
-        return is_x86(first.arch) and first.vendor == "GenuineIntel"
+        return self._cpus_are("GenuineIntel")
 
     @property
     def amd(self) -> bool:
         """Whether the CPUs are AMD's."""
-        first = self.machine.numa_nodes[0]
-        return is_x86(first.arch) and first.vendor == "AuthenticAMD"
+        return self._cpus_are("AuthenticAMD")
+
+    def _cpus_are(self, vendor: str) -> bool:
+        first = next(node for node in self.machine.numa_nodes if node.id == self.cpus[0])
+        return is_x86(first.arch) and first.vendor == vendor
 
     def connect(self, source: str, target: str, kind: PathType, gbps: float) -> None:
         """Add a link, or widen the one there is; a node's links stay sorted, widest first."""
@@ -105,22 +110,32 @@ def is_x86(arch: str) -> bool:
 
 
 def build_system(
-    machine: Machine, *, gpus: Sequence[int] | None = None, nics: Sequence[int] | None = None
+    machine: Machine,
+    *,
+    gpus: Sequence[int] | None = None,
+    nics: Sequence[int] | None = None,
+    version: str = LATEST,
 ) -> System:
     """NCCL's view of `machine` for a communicator over `gpus` (NVML indices; None is all).
 
-    `nics` are the numbers of the NICs that it may use; None is all.
+    Args:
+        machine: the machine.
+        gpus: the ranks' GPUs, in rank order.
+        nics: the numbers of the NICs that it may use; None is all.
+        version: NCCL's.
 
     Raises:
         InputError: no GPU, an unknown or doubled one, or an NVLink that goes one way only.
     """
     chosen = _checked(machine, gpus)
     ports = [nic for nic in machine.nics if nics is None or nic.index in nics]
-    system = _nodes(machine, chosen, ports)
-    parents, bridges = _flattened(machine)
+    rules = graph_rules(version)
+    below = _fused_tree(machine, chosen, ports, rules)
+    system = _nodes(machine, chosen, ports, below, rules)
+    flat = _flattened(machine, below)
     for cpu in system.cpus:
-        _add_below(system, cpu, _children(system, parents, bridges))
-    _add_nvlinks(system, chosen)
+        _add_below(system, cpu, flat)
+    _add_nvlinks(system)
     _connect_cpus(system)
     for cpu in system.cpus:
         _sort_links(system, cpu, None)
@@ -128,33 +143,72 @@ def build_system(
     return system
 
 
-def _checked(machine: Machine, gpus: Sequence[int] | None) -> frozenset[str]:
+def _fused_tree(
+    machine: Machine, gpus: Sequence[str], ports: Sequence[Nic], rules: GraphRules
+) -> dict[str, list[str]]:
+    """The children of every parent, in the order in which NCCL meets them; those of "" are CPUs.
+
+    A rank meets first what its own GPU hangs from, then what the NICs hang from, and sorts the
+    children of CPUs and bridges by bus id. What it saw is added to what ranks before it saw
+    (ncclTopoGetSystem and ncclTopoFuseXml, without NCCL_TOPO_FILE).
+    """
+    bus = {device.id: device.bus_id.lower() or "~" for device in machine.pci_devices}
+    nets = [port.id for port in sorted(ports, key=lambda port: port.index)]
+    fused: dict[str, list[str]] = {}
+    for own in [[gpu] for gpu in gpus] if rules.fuses_topologies else [gpus]:
+        seen: dict[str, dict[str, None]] = {}
+        for device in (*own, *nets):
+            for child, parent in pairwise((device, *machine.ancestors(device), "")):
+                seen.setdefault(parent, {})[child] = None
+        for parent, children in seen.items():
+            known = fused.setdefault(parent, [])
+            new = [child for child in children if child not in known]
+            known += sorted(new, key=bus.__getitem__) if parent else new
+    return fused
+
+
+def _walk(tree: Mapping[str, Sequence[str]], parent: str = "") -> Iterator[str]:
+    for child in tree.get(parent, ()):
+        yield child
+        yield from _walk(tree, child)
+
+
+def _checked(machine: Machine, gpus: Sequence[int] | None) -> tuple[str, ...]:
     wanted = machine.gpu_indices if gpus is None else tuple(gpus)
     if not wanted:
         raise InputError("GPUs of a communicator", "are none", "name at least one")
     if len(set(wanted)) != len(wanted):
         raise InputError("GPUs of a communicator", "name one twice", "name each once")
-    return frozenset(machine.gpu(index).id for index in wanted)
+    return tuple(machine.gpu(index).id for index in wanted)
 
 
-def _nodes(machine: Machine, chosen: frozenset[str], ports: Sequence[Nic]) -> System:
-    kinds: dict[str, Kind] = {cpu.id: "cpu" for cpu in machine.numa_nodes}
-    kinds.update((bridge.id, "pci") for bridge in machine.bridges)
-    kinds.update((gpu.id, "gpu") for gpu in machine.gpus if gpu.id in chosen)
+def _nodes(
+    machine: Machine,
+    chosen: Sequence[str],
+    ports: Sequence[Nic],
+    below: Mapping[str, Sequence[str]],
+    rules: GraphRules,
+) -> System:
+    order = list(_walk(below))
+    kinds: dict[str, Kind] = dict.fromkeys(below[""], "cpu")
+    kinds.update((name, "pci") for name in below if name and name not in kinds)
+    kinds.update((name, "gpu") for name in chosen)
     for nic in ports:
         kinds[_card(nic)] = "nic"
         kinds[nic.id] = "net"
-    switches = tuple(switch.id for switch in machine.nvswitches)[:1]
+    linked = {link.target for link in machine.nvlinks if link.source in chosen}
+    switches = [switch.id for switch in machine.nvswitches if switch.id in linked][:1]
     kinds.update((switch, "nvs") for switch in switches)
     return System(
         machine=machine,
         nodes={name: Node(name, kind) for name, kind in kinds.items()},
-        gpus=_tree_order(machine, [gpu.id for gpu in machine.gpus if gpu.id in chosen]),
-        nets=_tree_order(machine, [nic.id for nic in ports]),
-        cpus=tuple(cpu.id for cpu in machine.numa_nodes),
-        nvs=switches,
+        gpus=tuple(name for name in order if kinds[name] == "gpu"),
+        nets=tuple(name for name in order if kinds[name] == "net"),
+        cpus=tuple(below[""]),
+        nvs=tuple(switches),
         sm={gpu.id: gpu.sm or _UNKNOWN_SM for gpu in machine.gpus if gpu.id in chosen},
         links=[],
+        rules=rules,
         gpu_direct=frozenset(
             (gpu.id, nic.id) for gpu in machine.gpus if gpu.gdr for nic in ports if nic.gdr
         ),
@@ -166,50 +220,18 @@ def _card(nic: Nic) -> str:
     return f"nic {nic.bus_id}" if nic.bus_id else f"nic of {nic.id}"
 
 
-def _bus(machine: Machine) -> dict[str, str]:
-    names = {bridge.id: bridge.bus_id for bridge in machine.bridges}
-    names.update((gpu.id, gpu.bus_id) for gpu in machine.gpus)
-    names.update((nic.id, nic.bus_id) for nic in machine.nics)
-    return {device: bus_id.lower() or "~" for device, bus_id in names.items()}
-
-
-def _tree_order(machine: Machine, devices: Sequence[str]) -> tuple[str, ...]:
-    """Devices in the order of the PCI tree: by NUMA node, then by bus id at every level."""
-    bus = _bus(machine)
-    order = {node.id: position for position, node in enumerate(machine.numa_nodes)}
-
-    def place(device: str) -> tuple[int, tuple[str, ...]]:
-        *bridges, root = machine.ancestors(device)
-        return order[root], tuple(bus[one] for one in (*reversed(bridges), device))
-
-    return tuple(sorted(devices, key=place))
-
-
-def _flattened(machine: Machine) -> tuple[dict[str, str], frozenset[str]]:
-    """Parents after the second level of Broadcom switches is merged into the first."""
+def _flattened(machine: Machine, below: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The tree after the second level of Broadcom switches is merged into the first."""
     merged = merged_bridges(machine)
-    parents = {
-        device: merged.get(parent, parent)
-        for device, parent in machine.parents.items()
-        if device not in merged
-    }
-    return parents, frozenset(merged)
+    flat = {}
+    for parent, children in below.items():
+        inner = [child for child in children if child in merged]
+        flat[parent] = [child for child in children if child not in merged]
+        flat[parent] += [child for bridge in inner for child in below[bridge]]
+    return flat
 
 
-def _children(
-    system: System, parents: dict[str, str], merged: frozenset[str]
-) -> dict[str, list[str]]:
-    machine = system.machine
-    left_out = {gpu.id for gpu in machine.gpus} - {*system.gpus}
-    left_out |= {nic.id for nic in machine.nics} - {*system.nets}
-    devices = [one for one in parents if one not in merged and one not in left_out]
-    below: dict[str, list[str]] = {}
-    for device in _tree_order(machine, devices):
-        below.setdefault(parents[device], []).append(device)
-    return below
-
-
-def _add_below(system: System, parent: str, below: dict[str, list[str]]) -> None:
+def _add_below(system: System, parent: str, below: Mapping[str, Sequence[str]]) -> None:
     for device in below.get(parent, ()):
         _add_below(system, device, below)
         if device in system.nets:
@@ -233,13 +255,15 @@ def _add_net(system: System, device: str, parent: str) -> None:
         system.connect(source, target, PathType.PIX, gbps)
 
 
-def _add_nvlinks(system: System, chosen: frozenset[str]) -> None:
+def _add_nvlinks(system: System) -> None:
     switches = {switch.id for switch in system.machine.nvswitches}
-    for link in system.machine.nvlinks:
+    chosen = {gpu: place for place, gpu in enumerate(system.gpus)}
+    links = [link for link in system.machine.nvlinks if link.source in chosen]
+    for link in sorted(links, key=lambda link: chosen[link.source]):
         source, target = link.source, link.target
-        if source in chosen and target in switches:
+        if target in switches:
             target = system.nvs[0]
-        elif source not in chosen or (target not in chosen and target not in system.cpus):
+        elif target not in chosen and target not in system.cpus:
             continue
         kind = PathType.C2C if link.kind == "c2c" else PathType.NVL
         each = C2C_GBPS if link.kind == "c2c" else nvlink_gbps(system.sm[source])
@@ -249,10 +273,9 @@ def _add_nvlinks(system: System, chosen: frozenset[str]) -> None:
 
 
 def _connect_cpus(system: System) -> None:
-    for node in system.machine.numa_nodes:
-        for other in system.cpus:
-            if other != node.id:
-                system.connect(node.id, other, PathType.SYS, between_cpus_gbps(node))
+    nodes = {node.id: node for node in system.machine.numa_nodes}
+    for one, other in permutations(system.cpus, 2):
+        system.connect(one, other, PathType.SYS, between_cpus_gbps(nodes[one]))
 
 
 def _sort_links(system: System, name: str, up: str | None) -> None:

@@ -131,7 +131,7 @@ def view(
     Raises:
         InputError: unknown GPUs, or a machine on which NCCL fails at init.
     """
-    survey = _survey(machine, gpus, usable_nics(machine, settings))
+    survey = _survey(machine, gpus, usable_nics(machine, settings), settings.version)
     key = _ReachKey(
         level=p2p_level(survey.system, settings),
         rule=gpu_direct_rule(settings),
@@ -179,14 +179,16 @@ def net_devices(machine: Machine, settings: Settings) -> dict[int, int]:
     return {nic: device for device, nic in enumerate(nics)}
 
 
-def _survey(machine: Machine, gpus: Sequence[int] | None, nics: tuple[int, ...]) -> _Survey:
+def _survey(
+    machine: Machine, gpus: Sequence[int] | None, nics: tuple[int, ...], version: str
+) -> _Survey:
     """Kept on the instance, because hashing a Machine costs more than what is kept saves."""
-    surveys: dict[tuple[tuple[int, ...], ...], _Survey]
+    surveys: dict[tuple[tuple[int, ...], tuple[int, ...], str], _Survey]
     surveys = machine.__dict__.setdefault("_nccl_surveys", {})
     order = tuple(sorted(machine.gpu_indices if gpus is None else gpus))
-    key = order, nics
+    key = order, nics, version
     if key not in surveys:
-        system = build_system(machine, gpus=order, nics=nics)
+        system = build_system(machine, gpus=order, nics=nics, version=version)
         _make_room(surveys)
         surveys[key] = _Survey(system=system, plain=shortest_paths(system), reaches={})
     return surveys[key]

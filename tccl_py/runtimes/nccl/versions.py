@@ -15,6 +15,44 @@ Level = Literal["LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "
 LATEST = "2.30"
 
 
+class GraphRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How a version builds and searches its graph of a machine (src/graph of NCCL's releases).
+
+    Without `fuses_topologies` each rank looks at all GPUs of the communicator, else only at its own
+    and at all NICs, and what all ranks saw is fused in rank order. With `device_nodes` every GPU is
+    two nodes, a device and a rank's GPU. With `nearer_wins` a path of a nearer type replaces
+    another, else only a wider one that is not longer. With `shares_nets_by_place` a GPU's first NIC
+    follows from its number among the GPUs that share the NICs, else from its NVML index alone.
+    Where a search finds nothing, `falls_back_to_local_nets` takes the NICs that the first and the
+    last GPU prefer, else NIC 0. With `old_gpus_leave_over_sys` trees of GPUs before sm 90 may reach
+    NICs over any path. `more_sm100_rates`, `rate_80` and `rate_86` are in the tables of rates.
+    """
+
+    fuses_topologies: bool
+    old_gpus_leave_over_sys: bool
+    falls_back_to_local_nets: bool
+    more_sm100_rates: bool
+    rate_80: bool
+    rate_86: bool
+    device_nodes: bool
+    nearer_wins: bool
+    shares_nets_by_place: bool
+
+
+_RULES_SINCE = {
+    "fuses_topologies": (2, 21, 5),
+    "old_gpus_leave_over_sys": (2, 29, 2),
+    "falls_back_to_local_nets": (2, 29, 2),
+    "more_sm100_rates": (2, 29, 2),
+    "rate_80": (2, 29, 7),
+    "rate_86": (2, 30, 3),
+    "device_nodes": (2, 30, 3),
+    "nearer_wins": (2, 30, 7),
+    "shares_nets_by_place": (2, 30, 7),
+}
+"""The first release with each rule."""
+
+
 class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of one version; `verified` is false where they are the nearest known version's.
 
@@ -69,7 +107,11 @@ _KNOWN = (
     ),
 )
 
-_VERSION = re.compile(r"v?(?P<major>[0-9]{1,3})\.(?P<minor>[0-9]{1,3})(?:[.+-].{0,40})?", re.DOTALL)
+_VERSION = re.compile(
+    r"v?(?P<major>[0-9]{1,3})\.(?P<minor>[0-9]{1,3})(?:\.(?P<patch>[0-9]{1,3}))?(?:[.+-].{0,40})?",
+    re.DOTALL,
+)
+_NEWEST_PATCH = 999
 
 
 def known_versions() -> tuple[str, ...]:
@@ -86,18 +128,35 @@ def version_facts(version: str) -> VersionFacts:
     Raises:
         InputError: not a version number.
     """
-    match = _VERSION.fullmatch(version)
-    if match is None:
-        raise InputError(
-            f"NCCL version {version[:40]!r}", "is no version", "give a number such as 2.28.9"
-        )
-    wanted = (int(match["major"]), int(match["minor"]))
+    wanted = _number(version)[:2]
     nearest = min(_KNOWN, key=lambda facts: _distance(facts.name, wanted))
     if _distance(nearest.name, wanted) == 0:
         return nearest
     return msgspec.structs.replace(nearest, verified=False)
 
 
-def _distance(name: str, wanted: tuple[int, int]) -> int:
+def graph_rules(version: str) -> GraphRules:
+    """How this release searches; a number without a third part stands for the last of its releases.
+
+    >>> graph_rules("2.30.4").nearer_wins, graph_rules("2.30").nearer_wins
+    (False, True)
+
+    Raises:
+        InputError: not a version number.
+    """
+    number = _number(version)
+    return GraphRules(**{rule: number >= first for rule, first in _RULES_SINCE.items()})
+
+
+def _number(version: str) -> tuple[int, int, int]:
+    match = _VERSION.fullmatch(version)
+    if match is None:
+        raise InputError(
+            f"NCCL version {version[:40]!r}", "is no version", "give a number such as 2.28.9"
+        )
+    return int(match["major"]), int(match["minor"]), int(match["patch"] or _NEWEST_PATCH)
+
+
+def _distance(name: str, wanted: tuple[int, ...]) -> int:
     major, minor = (int(part) for part in name.split("."))
     return abs((major - wanted[0]) * 1000 + minor - wanted[1])
