@@ -2,8 +2,8 @@
 
 A channel is a ring or a tree over all GPUs that takes its rate from every link on its way. NCCL
 tries the PCI order first, then repeats the last channel, then tries everything, for a bounded
-number of steps. This search takes the same steps in the same order, but it counts the steps of a
-subtree that is known to find nothing better instead of walking it again.
+number of steps. This search takes the same steps in the same order, but where channels go on from
+what others left in the same way, and nothing better came of it, it counts the steps only.
 
 What is left of all links is one integer: a field of bits for each link, below a guard bit. Taking
 a path is one subtraction; a guard bit that it clears is a link with too little left.
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,7 +42,7 @@ _MOST_TRIED = 40_000_000
 """Ways tried on one machine after which every search has few steps. NCCL has no such limit; it
 takes effect on 12 GPUs and more, seconds into the search."""
 _FEW_STEPS = 1 << 8
-_FIRST_NVLINK_READER = 80
+_NO_ANSWER_FROM = 80
 """GPUs below this sm answer a NIC's transfers with an eighth of the rate back."""
 
 
@@ -80,20 +80,13 @@ class _OutOfStepsError(Exception):
     """The search ends here, out of steps or with nothing better to be found."""
 
 
-class _Course:
-    """How a channel goes on: the place of its way to a NIC (-1: none) and the order of its GPUs.
+class _Course(NamedTuple):
+    """How a channel goes on: from a NIC port, the place of its way back to one (-1: none)."""
 
-    `key` is all of it that decides what a channel that is begun can become.
-    """
-
-    __slots__ = ("channel", "key", "leave", "order", "port", "source")
-
-    def __init__(
-        self, channel: int, leave: int, order: Order, *, port: str = "", source: object = None,
-        end: str = "",
-    ) -> None:  # fmt: skip
-        self.channel, self.leave, self.order = channel, leave, order
-        self.port, self.source, self.key = port, source, (leave, source, end)
+    channel: int
+    leave: int
+    order: Order
+    port: str = ""
 
 
 class ChannelSearch:
@@ -135,8 +128,7 @@ class ChannelSearch:
         self._ends = [["", ""] for _ in range(wanted.max_channels)]
         self._ports_left = dict(self._nets.gbps)
         self._known: dict[Key, tuple[int, int, int]] = {}
-        self._fruitless: dict[Key, int] = {}
-        self._copies, self._finished, self._peak = 0, 0, _NOTHING
+        self._copies, self._peak = 0, _NOTHING
         self._closed = wanted.pattern == "ring" and not self._inter
         depth = sys.getrecursionlimit()
         sys.setrecursionlimit(depth + 4 * wanted.max_channels * (self._count + 4))
@@ -192,7 +184,7 @@ class ChannelSearch:
     def _answered(self, source: str, link: Link) -> Link | None:
         """The link backwards, if old GPUs answer on it what comes from a NIC."""
         sm = self._system.sm
-        if source in sm or sm.get(link.target, _FIRST_NVLINK_READER) >= _FIRST_NVLINK_READER:
+        if source in sm or sm.get(link.target, _NO_ANSWER_FROM) >= _NO_ANSWER_FROM:
             return None
         links = self._system.nodes[link.target].links
         return next(one for one in links if one.target == link.source and one.type == link.type)
@@ -265,8 +257,7 @@ class ChannelSearch:
 
     def _from_gpus(self, state: int, channel: int, hops: int) -> None:
         for gpu in range(self._count):
-            course = _Course(channel, -1, "free", source=gpu if self._closed else None)
-            self._visit(state, gpu, 1 << gpu, course, hops)
+            self._visit(state, gpu, 1 << gpu, _Course(channel, -1, "free"), hops)
 
     def _from_ports(self, state: int, channel: int, hops: int) -> None:
         wanted, nets, left = self._wanted, self._nets, self._ports_left
@@ -282,10 +273,7 @@ class ChannelSearch:
                 left[name] -= whole
             self._ends[channel] = [port, ""]
             again = channel > 0 and wanted.same_channels
-            course = _Course(
-                channel, leave, "replay" if again else "free", port=port,
-                source=(port, self._ends[channel - 1][0] if crossed else ""),
-            )  # fmt: skip
+            course = _Course(channel, leave, "replay" if again else "free", port)
             if channel == 0:
                 self._first_from_port(state, course, hops)
             elif again:
@@ -305,7 +293,7 @@ class ChannelSearch:
         if not self._system.nvs:
             left, self._left = self._left, _PCI_ORDER_STEPS
             with suppress(_OutOfStepsError):
-                self._enter(state, 0, _Course(0, course.leave, "pci", port=course.port), hops)
+                self._enter(state, 0, _Course(0, course.leave, "pci", course.port), hops)
             self._ports_left.update(ports_left)
             self._left = -1 if self._left == -1 else left
         with suppress(_OutOfStepsError):
@@ -371,14 +359,6 @@ class ChannelSearch:
         if place == last:
             self._end(state, gpu, course, hops)
             return
-        keeps = order == "free" and place < last - 1
-        if keeps:
-            key = state, used, gpu, course.key
-            steps = self._fruitless.get(key)
-            if steps is not None:
-                self._skip(steps)
-                return
-            left, finished = self._left, self._finished
         if order == "free":
             candidates = self._candidates(state, gpu, used, course)
         else:
@@ -389,8 +369,6 @@ class ChannelSearch:
             way = ways[following]
             if way is not None and (state - way[0]) & guards == guards:
                 self._visit(state - way[0], following, used | 1 << following, course, hops + way[1])
-        if keeps and self._finished == finished:
-            self._fruitless[key] = left - self._left
 
     def _end(self, state: int, gpu: int, course: _Course, hops: int) -> None:
         """Return from the last GPU to the first if the channel is closed; it is complete then."""
@@ -412,9 +390,7 @@ class ChannelSearch:
             if way is None or not self._may_leave(port, place, channel):
                 continue
             if (state - way[0]) & self._guards == self._guards:
-                onward = _Course(
-                    channel, leave, order, port=course.port, source=course.source, end=port
-                )
+                onward = _Course(channel, leave, order, course.port)
                 end, ends[1] = ends[1], port
                 self._visit(state - way[0], gpu, used, onward, hops + way[1])
                 ends[1] = end
@@ -436,7 +412,6 @@ class ChannelSearch:
         if self._left <= 0:
             raise _OutOfStepsError
         self._left -= 1
-        self._finished += 1
         wanted, channels = self._wanted, channel + 1
         self._peak = max(self._peak, (channels, -hops))
         if self._better(channels, hops):
