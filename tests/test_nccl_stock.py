@@ -79,8 +79,7 @@ def test_several_nodes_are_searched_from_their_nics():
 
 
 def test_half_of_each_of_two_nodes_finds_as_many_trees_as_rings():
-    # The tree search climbs through every path type here; equal searches are made once only,
-    # so that its emulation ends before MAX_TAKES.
+    # The tree search climbs through every path type here.
     found = stock_choice(machine("e_hgx_h100.xml"), Knowledge(), gpus=[0, 2, 4, 6], nodes=2)
     assert (found.nchannels, found.channels) == (8, 16)
 
