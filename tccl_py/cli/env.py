@@ -1,7 +1,8 @@
-"""`tccl env`: the settings for a job that uses some GPUs of a plan, or a host of a cluster's."""
+"""`tccl env`: the environment of a job that uses some GPUs of a plan, or a host of a cluster's."""
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
@@ -33,12 +34,14 @@ from tccl_py.plan.directory import (
     write_subset_graph,
 )
 from tccl_py.plan.manifest import Manifest, check_files
-from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.plan.plan import CHOICES, Plan, load_plan
 from tccl_py.plan.subsets import subset_on_demand
 from tccl_py.simulator.source import Simulator
 from tccl_py.topology.readers.installed_nccl import installed_nccl
 from tccl_py.topology.readers.live import fingerprint_of
 from tccl_py.topology.readers.nvml import driver_facts
+
+Choice = Enum("Choice", {name: name for name in CHOICES})  # type: ignore[misc]
 
 
 def env(
@@ -64,6 +67,13 @@ def env(
             "another one is off.",
         ),
     ] = None,
+    choice: Annotated[
+        Choice | None,
+        typer.Option(
+            metavar="NAME",
+            help="default, variables or graph; the plan's recommended one if not given.",
+        ),
+    ] = None,
     alike: Annotated[
         bool,
         typer.Option(
@@ -77,11 +87,15 @@ def env(
 ) -> None:
     """Print the environment for a job over these GPUs, as `export` lines to evaluate.
 
+    They follow the plan's recommendation: nothing to set, variables alone, or a graph file with the
+    settings that it needs. The exit code is 0 for each of these, and 1 only if the plan does not
+    apply: to these GPUs, this machine or this NCCL.
+
     A graph file is named only if there is one for exactly these GPUs: any other would fail the job.
-    If the plan is simulated and has none, rings are planned now and the file is kept in DIR.
-    Without one the exit code is 1 and NCCL is left to choose its own rings, under the plan's
-    settings. A job that makes communicators over fewer of its GPUs must not use the graph file for
-    all of them; `tccl_py.torch` names each its own.
+    If the plan is simulated and has none, rings are planned now and the file is kept in DIR. Where
+    there is none, the variables of the plan's second choice are printed; with --choice graph the
+    exit code is 1 then. A job that makes communicators over fewer of its GPUs must not use the
+    graph file for all of them; `tccl_py.torch` names each its own.
 
     A measured plan is off where its rates no longer hold: with other GPUs, another major version of
     the driver or other NUMA nodes than it was measured with, or another NCCL than it is for, which
@@ -104,7 +118,7 @@ def env(
     """
     check_plan_directory(directory)
     if is_cluster_plan(directory):
-        refuse({"--gpus": gpus, "--nccl": nccl}, OF_CLUSTER)
+        refuse({"--gpus": gpus, "--nccl": nccl, "--choice": choice}, OF_CLUSTER)
         env_cluster(directory, host, json=json)
         return
     refuse({"--host": host}, OF_MACHINE)
@@ -112,21 +126,27 @@ def env(
     manifest = check_files(directory)
     chosen = tuple(sorted(gpus_argument(gpus, plan.machine) or plan.gpus))
     off = _why_off(plan, directory, nccl, alike=alike)
+    if not set(chosen) <= set(plan.gpus):
+        off = f"it is for GPUs {','.join(map(str, plan.gpus))}"
     if off:
         print_off(plan, {"gpus": chosen}, off, json=json)
         raise typer.Exit(ANSWER_IS_NO)
-    graph = graph_file(plan, directory, chosen, manifest)
-    topology = _topology_file(plan, directory, alike=alike)
-    variables = job_environment(plan.settings, graph=graph, topology=topology)
-    print_settings(plan, {"gpus": chosen}, variables, json=json)
-    if graph is None:
-        listed = ",".join(map(str, chosen))
-        notice(f"no graph file for GPUs {listed}: NCCL chooses its own rings")
-        if not plan.simulated and len(chosen) > 1 and set(chosen) < set(plan.gpus):
-            notice(
-                "the plan was measured, so more rings need measurements: "
-                f"`tccl plan -o DIR --gpus {listed}`"
-            )
+    taken = plan.recommended if choice is None else choice.value
+    graph = graph_file(plan, directory, chosen, manifest) if taken == "graph" else None
+    missing = taken == "graph" and graph is None
+    if missing:
+        notice(f"no graph file for GPUs {','.join(map(str, chosen))}: variables alone")
+        if not plan.simulated and len(chosen) > 1:
+            listed = ",".join(map(str, chosen))
+            notice(f"to measure rings for them: `tccl plan -o DIR --gpus {listed}`")
+        taken = "variables"
+    variables = job_environment(
+        plan.choices[taken].settings,
+        graph=graph,
+        topology=_topology_file(plan, directory, alike=alike),
+    )
+    print_settings(plan, {"gpus": chosen, "choice": taken}, variables, json=json)
+    if missing and choice is not None:
         raise typer.Exit(ANSWER_IS_NO)
 
 

@@ -142,7 +142,7 @@ def _installed(plan: Plan | ClusterPlan, directory: Path, *, alike: bool) -> Ins
     named = topology_path(plan, directory) if isinstance(plan, Plan) else None
     found = Installed(
         directory=place,
-        settings=plan.settings,
+        settings=plan.job_settings,
         provenance=plan.provenance,
         topology=None if alike else named,
         alike=alike,

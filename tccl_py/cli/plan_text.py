@@ -10,9 +10,15 @@ from rich.table import Table
 
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.emitters.plan_files import TOPOLOGY_FILE
-from tccl_py.plan.plan import Plan, proof_text
+from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, proof_text
 from tccl_py.runtimes.nccl.kept import kept_text, kept_words
 from tccl_py.runtimes.nccl.settings import Settings, environment
+
+_LABELS: dict[ChoiceName, str] = {
+    "default": "default NCCL",
+    "variables": "variables only",
+    "graph": "graph file",
+}
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -31,20 +37,29 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "environment": environment(plan.settings),
         "kept": plan.kept,
         "topology_file": plan.topology.summary if plan.topology is not None else None,
-        "stock": {
-            "rings": plan.stock.rings,
-            "rate_gbps": plan.stock.rate_gbps,
-            "note": plan.stock.note,
-        },
+        "recommended": plan.recommended,
+        "choices": {name: _choice_json(one) for name, one in plan.choices.items()},
+        "stock": _choice_json(plan.stock),
         "free_gbps": plan.free.rate_gbps if plan.free is not None else None,
         "cancelled": plan.cancelled,
         "notices": plan.notices,
     }
 
 
+def _choice_json(choice: PlanChoice) -> dict[str, Any]:
+    return {
+        "rate_gbps": choice.rate_gbps,
+        "settings": msgspec.to_builtins(choice.settings),
+        "environment": environment(choice.settings),
+        "rings": choice.rings,
+        "note": choice.note,
+    }
+
+
 def print_plan(plan: Plan, console: Console) -> None:
     """Print rings, rates, bound, settings and what the plan is compared with."""
     console.print(f"Plan for {plan.machine.name}, GPUs {_list(plan.gpus)}: {plan.provenance}")
+    console.print(plan.advice)
     console.print(_rings_table(plan))
     console.print(_summary(plan))
     for notice in plan.notices:
@@ -70,6 +85,27 @@ def marked_rate(gbps: float, *, slowest: bool) -> str:
     return f"{gbps:.2f}{' (slowest)' if slowest else ''}"
 
 
+def _choice_text(plan: Plan, name: ChoiceName, choice: PlanChoice, mark: str) -> str:
+    """Return a line on one way to run NCCL: bandwidth, gain, and what to set."""
+    rate = "not rated" if choice.rate_gbps is None else f"{choice.rate_gbps:.2f} GB/s ({mark})"
+    gain = plan.gain(name)
+    times = f", {gain:.2f}x default" if gain is not None and name != "default" else ""
+    variables = settings_words(choice.settings)
+    how = {
+        "default": "NCCL as it runs here",
+        "variables": f"with {variables}" if variables else "no variable helps",
+        "graph": f"with a graph file of {_channels(choice.settings.channels)}"
+        + (f" and {variables}" if variables else ""),
+    }[name]
+    note = f"; {choice.note}" if choice.note else ""
+    here = " <- recommended" if name == plan.recommended else ""
+    return f"{rate}{times}: {how}{note}{here}"
+
+
+def _channels(count: int) -> str:
+    return f"{count} channel{'s' * (count != 1)}"
+
+
 def _list(gpus: tuple[int, ...]) -> str:
     return ",".join(str(gpu) for gpu in gpus)
 
@@ -85,14 +121,9 @@ def _rings_table(plan: Plan) -> Table:
 def _summary(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
     mark = f"{plan.provenance}, when tuned" if plan.tuned else plan.provenance
-    channels = f"{plan.settings.channels} channel{'s' * (plan.settings.channels != 1)}"
-    table.add_row("rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), over {channels}")
+    for name, choice in plan.choices.items():
+        table.add_row(_LABELS[name], _choice_text(plan, name, choice, mark))
     table.add_row("bound", bound_text(plan, len(plan.rings)))
-    gain = plan.rate_gbps / plan.stock.rate_gbps if plan.stock.rate_gbps else float("inf")
-    note = f", {plan.stock.note}" if plan.stock.note else ""
-    table.add_row(
-        "stock NCCL", f"{plan.stock.rate_gbps:.2f} GB/s ({mark}); the plan is {gain:.2f}x{note}"
-    )
     if plan.free is not None:
         lost = 1 - plan.rate_gbps / plan.free.rate_gbps
         within = f" within {kept_words(plan.kept)}" if plan.kept else ""
@@ -101,7 +132,8 @@ def _summary(plan: Plan) -> Table:
             f"{plan.free.rate_gbps:.2f} GB/s if every hop could choose how it moves bytes{within}; "
             f"stock NCCL's settings lose {lost:.0%}",
         )
-    table.add_row("settings", settings_text(plan.settings, checked=plan.settings_verified))
+    unchecked = "" if plan.settings_verified else " (this version was not checked)"
+    table.add_row("NCCL", f"{plan.settings.version}{unchecked}")
     if plan.kept:
         table.add_row("kept", kept_text(plan.kept))
     if plan.topology is not None:
@@ -117,9 +149,14 @@ def bound_text(plan: Plan | ClusterPlan, rings: int) -> str:
     return f"{plan.bound_gbps:.2f} GB/s, {proof_text(rings, proven=plan.proven)}"
 
 
+def settings_words(settings: Settings) -> str:
+    """Return the variables that make these settings, "" for none."""
+    return " ".join(f"{k}={v}" for k, v in environment(settings).items())
+
+
 def settings_text(settings: Settings, *, checked: bool) -> str:
     """A version of NCCL and the variables that it is to have."""
-    variables = " ".join(f"{k}={v}" for k, v in environment(settings).items())
+    variables = settings_words(settings)
     note = "" if checked else " (this version was not checked)"
     return f"NCCL {settings.version}{note}: {variables or 'defaults'}"
 

@@ -134,7 +134,7 @@ class Node:
         """
         self.stock_choice = self._stock_choice()
         self.stock = self._measured_stock(self.stock_choice)
-        search = SettingsSearch(self._task, self.stock)
+        search = SettingsSearch(self._task, self.stock.as_choice)
         search.offer(list(self._seeds(search.best)))
         search.run(sets=self._task.budget.sets or 1)
         self.cancelled = search.cancelled

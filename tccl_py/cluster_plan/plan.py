@@ -110,6 +110,11 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tuned: bool = False
 
     @property
+    def job_settings(self) -> Settings:
+        """The settings of jobs, as a machine's plan has them."""
+        return self.settings
+
+    @property
     def provenance(self) -> str:
         """What the rates rest on, as `measured` or `simulated from assumed figures`."""
         if not self.simulated:

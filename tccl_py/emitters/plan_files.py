@@ -95,8 +95,8 @@ def conf_text(settings: Settings, *, provenance: str, topology: PurePosixPath | 
     """
     head = (
         f"# tccl-py, rates {provenance}. Holds for every job of the host.\n"
-        "# The graph file is not named here: it fails every communicator over other GPUs.\n"
-        "# Jobs get it from env.sh of the plan, from tccl env or by tccl_py.torch.\n"
+        "# No graph file is named here: it fails every communicator over other GPUs.\n"
+        "# Jobs that need one get it from env.sh of the plan, from tccl env or by tccl_py.torch.\n"
     )
     if topology is not None and not fits_conf(topology):
         head += "# The topology file is left to env.sh too: its path needs quotes, unknown here.\n"
@@ -111,15 +111,19 @@ def conf_text(settings: Settings, *, provenance: str, topology: PurePosixPath | 
 
 def env_text(
     settings: Settings,
-    graph: PurePosixPath,
+    graph: PurePosixPath | None,
     *,
     provenance: str,
     topology: PurePosixPath | None = None,
 ) -> str:
-    """A script to source in a job that uses all GPUs of the plan.
+    """A script to source in a job: one that uses all GPUs of the plan, if there is a graph file.
 
     Raises:
         InputError: a file's path is not absolute.
     """
-    head = f"# tccl-py, rates {provenance}. For jobs whose communicators use exactly these GPUs.\n"
-    return head + env_sh(settings, graph=graph, topology=topology)
+    whose = "For jobs whose communicators use exactly these GPUs."
+    if graph is None:
+        whose = "For any job on these GPUs; no graph file is needed."
+    head = f"# tccl-py, rates {provenance}. {whose}\n"
+    lines = env_sh(settings, graph=graph, topology=topology)
+    return head + lines + ("unset NCCL_GRAPH_FILE\n" if graph is None else "")

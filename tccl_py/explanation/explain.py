@@ -100,7 +100,8 @@ def _ring(builder: Builder, subject: Subject, most: int) -> RingExplanation:
 
 def _unknown(plan: Plan, subject: Subject) -> RingExplanation:
     """Where not even the rings themselves are known, and nothing may be measured."""
-    rate = plan.rate_gbps if subject.name == "plan" else plan.stock.rate_gbps
+    # Rings that cannot be rated are no subject.
+    rate = plan.rate_gbps if subject.name == "plan" else plan.stock.rate_gbps or 0.0
     return RingExplanation(
         name=subject.name,
         rings=subject.rings,

@@ -9,9 +9,7 @@ import msgspec
 
 from tccl_py.errors import SearchError
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.tasks import condensed, stock_settings
-from tccl_py.runtimes.nccl.settings import settings_from_environment
-from tccl_py.runtimes.nccl.stock import stock_default
+from tccl_py.plan.tasks import condensed
 from tccl_py.runtimes.nccl.transport import hop_space
 from tccl_py.transfers.hops import ring_from_order, ring_set
 from tccl_py.transfers.transfer import Flow, parse_flow
@@ -35,18 +33,12 @@ def subjects(plan: Plan) -> Iterator[Subject]:
 
 
 def _stock(plan: Plan) -> Subject | None:
-    """None if NCCL would move a hop of its own over NICs."""
-    choice = stock_default(
-        plan.machine,
-        plan.knowledge,
-        settings_from_environment(plan.kept, version=plan.settings.version),
-        gpus=plan.gpus,
-    )
+    """Return default NCCL's rings; None if it would move a hop of them over NICs."""
     orders = condensed(plan.stock.rings)
     space = hop_space(
         plan.machine,
         plan.knowledge,
-        stock_settings(choice),
+        plan.stock.settings,
         gpus=plan.gpus,
         rings_in_set=len(orders),
     )

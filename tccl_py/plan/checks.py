@@ -37,8 +37,9 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
         for ring in subset.rings:
             _check_order(ring, subset.gpus, where)
         _check_count(len(subset.rings), plan.settings.channels, where)
-    for ring in plan.stock.rings:
-        _check_order(ring, plan.gpus, where)
+    for choice in (plan.stock, plan.variables):
+        for ring in choice.rings:
+            _check_order(ring, plan.gpus, where)
     _check_rates(plan, where)
     _check_topology(plan, where)
     return plan
@@ -60,12 +61,13 @@ def _check_topology(plan: Plan, where: str) -> None:
 
 
 def _check_settings(plan: Plan, where: str) -> None:
-    for settings in (plan.settings, *(other.settings for other in plan.alternatives)):
+    alternatives = [other.settings for other in plan.alternatives]
+    for settings in (plan.settings, plan.stock.settings, plan.variables.settings, *alternatives):
         try:
             check_settings(settings)
         except InputError as error:
             raise InputError(f"{where} {error.where}", error.what, error.right) from error
-    check_kept(plan.kept, (plan.settings, *(one.settings for one in plan.alternatives)), where)
+    check_kept(plan.kept, (plan.settings, plan.variables.settings, *alternatives), where)
     if plan.type_intra not in PathType.__members__:
         names = ", ".join(PathType.__members__)
         raise InputError(where, f"has path type {plan.type_intra[:20]!r}", f"one of {names}")
@@ -123,7 +125,8 @@ def _check_rates(plan: Plan, where: str) -> None:
     hops = [hop.gbps for ring in plan.rings for hop in ring.hops]
     subsets = [subset.rate_gbps for subset in plan.subsets]
     others = [plan.free.rate_gbps] if plan.free is not None else []
-    for rate in (*hops, *subsets, *others, plan.rate_gbps, plan.stock.rate_gbps):
+    choices = [one.rate_gbps for one in plan.choices.values() if one.rate_gbps is not None]
+    for rate in (*hops, *subsets, *others, *choices):
         # The comparison is written so that NaN fails it.
         if not 0 < rate < MAX_GBPS:
             raise InputError(where, f"has a rate of {rate} GB/s", "rates are above 0, and finite")

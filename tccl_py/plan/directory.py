@@ -69,9 +69,15 @@ def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
     if plan.topology is not None:
         files[TOPOLOGY_FILE] = topology_text(plan, plan.topology)
     provenance = plan.provenance
-    files["nccl.conf"] = conf_text(plan.settings, provenance=provenance, topology=topology)
+    settings = plan.job_settings
+    files["nccl.conf"] = conf_text(settings, provenance=provenance, topology=topology)
     graph = PurePosixPath(directory.resolve() / "nccl" / GRAPH_FILE)
-    files["env.sh"] = env_text(plan.settings, graph, provenance=provenance, topology=topology)
+    files["env.sh"] = env_text(
+        settings,
+        graph if plan.recommended == "graph" else None,
+        provenance=provenance,
+        topology=topology,
+    )
     return files
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal, get_args
 
 import msgspec
 
@@ -12,11 +13,13 @@ from tccl_py.files import decode_json, encode_json, read_text, write_atomically
 from tccl_py.plan.checks import check_plan
 from tccl_py.plan.manifest import PLAN_FILE, check_if_listed
 from tccl_py.plan.staging import settle
-from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.runtimes.nccl.settings import Settings, environment
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
 
 FORMAT_VERSION = 1
+AS_GOOD = 0.01
+"""A choice this much slower than the best (relative) is as good."""
 
 
 class PlanHop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,15 +52,24 @@ class PlanRing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.bottleneck.gbps
 
 
-class StockRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What NCCL does by itself: one ring a channel, and the rate that gets from the same source.
+ChoiceName = Literal["default", "variables", "graph"]
+CHOICES: tuple[ChoiceName, ...] = get_args(ChoiceName)
+"""Ways to run NCCL, the smallest intervention first."""
 
-    `note` says under which settings, where those are not its defaults.
+
+class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One way to run NCCL over the plan's GPUs.
+
+    `rings` has a GPU order for each channel. `rate_gbps` is the predicted bus bandwidth in GB/s,
+    None where no source can rate it; `error` half the 95 % interval of it, relative. `note` says
+    what is special.
     """
 
+    settings: Settings
     rings: tuple[tuple[int, ...], ...]
-    rate_gbps: float
-    assumed: bool
+    rate_gbps: float | None
+    error: float = 0.0
+    assumed: bool = False
     note: str = ""
 
 
@@ -125,7 +137,10 @@ class TopologyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rings for one machine and what is known about them.
+    """Rings for one machine, what is known about them, and what NCCL gets without them.
+
+    `stock` is default NCCL, `variables` the best by environment variables alone, and the rest is
+    about a graph file; `recommended` names the smallest of the three that is as good as the best.
 
     `rings` are the different rings of the set; channels take them in turn. `rate_gbps` is what a
     collective's bus bandwidth is predicted to be; no ring set searched exceeds `bound_gbps` under
@@ -151,7 +166,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sets_measured: int
     sets_remembered: int
     sets_by_symmetry: int
-    stock: StockRings
+    stock: PlanChoice
+    variables: PlanChoice
+    error: float = 0.0
     free: FreeRings | None = None
     alternatives: tuple[Alternative, ...] = ()
     subsets: tuple[SubsetRings, ...] = ()
@@ -168,6 +185,59 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if not self.simulated:
             return "measured"
         return "simulated from assumed figures" if self.assumed else "simulated"
+
+    @property
+    def choices(self) -> dict[ChoiceName, PlanChoice]:
+        """The three ways to run NCCL, the smallest intervention first."""
+        graph = PlanChoice(
+            settings=self.settings,
+            rings=self.channel_rings,
+            rate_gbps=self.rate_gbps,
+            error=self.error,
+            assumed=self.assumed,
+        )
+        return {"default": self.stock, "variables": self.variables, "graph": graph}
+
+    @property
+    def recommended(self) -> ChoiceName:
+        """The smallest choice within 1 % of the best, or within its interval if that is wider."""
+        best = max(one.rate_gbps or 0.0 for one in self.choices.values())
+        return next(
+            name
+            for name, one in self.choices.items()
+            if (one.rate_gbps or 0.0) * (1 + max(AS_GOOD, one.error)) >= best
+        )
+
+    @property
+    def job_settings(self) -> Settings:
+        """The settings of the recommended choice."""
+        return self.choices[self.recommended].settings
+
+    @property
+    def advice(self) -> str:
+        """What to do, in a sentence or two."""
+        name, gain = self.recommended, self.gain(self.recommended)
+        times = "" if gain is None else f": {gain:.2f}x default NCCL ({self.expected})"
+        variables = " ".join(f"{k}={v}" for k, v in environment(self.job_settings).items())
+        if name == "default":
+            return "Leave NCCL as it is. No variable or graph file is clearly faster."
+        if name == "variables":
+            return f"Set {variables}{times}. No graph file is needed."
+        if not variables:
+            return f"Use the graph file{times}."
+        return f"Use the graph file and set {variables}{times}."
+
+    @property
+    def expected(self) -> str:
+        """What the rates of the choices rest on."""
+        if self.tuned:
+            return "achieved by jobs"
+        return self.provenance if self.simulated else "predicted from measurements"
+
+    def gain(self, name: ChoiceName) -> float | None:
+        """How many times default NCCL a choice is; None where default NCCL is not rated."""
+        rate, default = self.choices[name].rate_gbps, self.stock.rate_gbps
+        return None if not rate or not default else rate / default
 
     @property
     def channel_rings(self) -> tuple[tuple[int, ...], ...]:

@@ -9,13 +9,13 @@ import msgspec
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.measurements.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.measurements.memory import RememberingSource
+from tccl_py.plan.choices import OwnChoices, as_graph, interval, own_choices
 from tccl_py.plan.plan import (
     Alternative,
     FreeRings,
     Plan,
     PlanHop,
     PlanRing,
-    StockRings,
     SubsetRings,
 )
 from tccl_py.plan.settings_search import SettingsSearch
@@ -25,14 +25,11 @@ from tccl_py.plan.tasks import (
     Stock,
     Task,
     default_settings,
-    measured_stock,
     measured_well,
-    stock_note,
 )
 from tccl_py.runtimes.free import free_hop_space
 from tccl_py.runtimes.nccl.kept import as_read, direct_pairs, kept_level
 from tccl_py.runtimes.nccl.settings import check_settings, final_channels
-from tccl_py.runtimes.nccl.stock import StockChoice
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.runtimes.nccl.versions import LATEST, version_facts
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SilentReporter
@@ -116,10 +113,11 @@ def make_plan(
         p2p_level=kept_level(kept),
     )
     check_settings(default_settings(task))
-    stock = measured_stock(task)
-    search = SettingsSearch(task, stock)
+    own = own_choices(task)
+    search = SettingsSearch(task, as_graph(own.rated[0]))
+    search.offer([one.rings.rings for one in own.rated[1:]])
     search.run(sets=budget.sets or DEFAULT_BUDGET.sets or 1)
-    plan = _assembled(task, remembering, stock, search)
+    plan = _assembled(task, remembering, own, search)
     odd = other_count_notices(ring_counts or (), len(plan.rings))
     return msgspec.structs.replace(plan, notices=(*plan.notices, *odd), kept=kept)
 
@@ -147,8 +145,10 @@ def check_strategy(strategy: str, *, not_for_chains: bool = False) -> str:
     return strategy
 
 
-def _assembled(task: Task, source: RememberingSource, stock: Stock, search: SettingsSearch) -> Plan:
-    best, measurement = _final(task, stock, search.best)
+def _assembled(
+    task: Task, source: RememberingSource, own: OwnChoices, search: SettingsSearch
+) -> Plan:
+    best, measurement = _final(task, own.rated[0], search.best)
     extras = _Extras()
     if not search.cancelled:
         extras = _extras(task, best)
@@ -170,7 +170,9 @@ def _assembled(task: Task, source: RememberingSource, stock: Stock, search: Sett
         sets_measured=source.sets_measured,
         sets_remembered=source.sets_remembered,
         sets_by_symmetry=sum(result.sets_by_symmetry for result in results),
-        stock=_stock_rings(stock),
+        stock=own.default,
+        variables=own.variables,
+        error=interval(measurement),
         free=extras.free,
         alternatives=_alternatives(search.searched),
         subsets=extras.subsets,
@@ -190,13 +192,13 @@ def other_count_notices(asked: Sequence[int], count: int) -> tuple[str, ...]:
     )
 
 
-def _final(task: Task, stock: Stock, best: Choice) -> tuple[Choice, Measurement]:
-    """The choice to plan with, measured well; stock's where noise had made another look better."""
+def _final(task: Task, own: Stock, best: Choice) -> tuple[Choice, Measurement]:
+    """The choice to plan with, measured well; NCCL's own where noise made another look better."""
     measurement = measured_well(task.source, best.rings)
     rate = len(best.rings.rings) * measurement.rate_gbps
-    if rate >= stock.rate_gbps:
+    if rate >= own.rate_gbps:
         return msgspec.structs.replace(best, rate_gbps=rate), measurement
-    return stock.as_choice, stock.measurement
+    return as_graph(own), own.measurement
 
 
 class _Extras(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,17 +251,6 @@ def _plan_rings(rings: RingSet, gbps: Sequence[float]) -> tuple[PlanRing, ...]:
             )
         )
         for one in rings.rings
-    )
-
-
-def _stock_rings(stock: Stock) -> StockRings:
-    choice = stock.choice
-    assert isinstance(choice, StockChoice)
-    return StockRings(
-        rings=choice.rings,
-        rate_gbps=stock.rate_gbps,
-        assumed=stock.measurement.assumed,
-        note=stock_note(stock),
     )
 
 

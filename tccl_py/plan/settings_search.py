@@ -1,4 +1,4 @@
-"""The search over settings: rings inside each, the best settings win, stock is never undercut."""
+"""The search over settings: rings inside each, and the best settings win."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.plan.tasks import (
     Choice,
     Rings,
-    Stock,
     Task,
     choice_found,
     condensed_rings,
@@ -44,12 +43,12 @@ class SettingsSearch:
     it was interrupted.
     """
 
-    def __init__(self, task: Task, stock: Stock) -> None:
-        self.best = stock.as_choice
+    def __init__(self, task: Task, start: Choice) -> None:
+        self.best = start
         self.searched: list[Choice] = []
         self.cancelled = False
         self._task = task
-        self._known: list[Rings] = [stock.rings.rings]
+        self._known: list[Rings] = [start.rings.rings]
 
     def offer(self, sets: Sequence[Rings]) -> None:
         """Ring sets to be tried under every choice of settings; before `run`."""
@@ -72,7 +71,7 @@ class SettingsSearch:
 
     def _explore(self, left: int) -> int:
         """Search under one mechanism after the other; how many sets are left at the end."""
-        task, waiting = self._task, list(_mechanisms(self._task))
+        task, waiting = self._task, list(mechanisms(self._task))
         while waiting and left > 0 and not self.cancelled:
             settings = max(waiting, key=lambda one: _promise(task, one, self._known))
             waiting.remove(settings)
@@ -111,7 +110,7 @@ class SettingsSearch:
             self.best = msgspec.structs.replace(best, result=result, searched=searched)
 
 
-def _mechanisms(task: Task) -> tuple[Settings, ...]:
+def mechanisms(task: Task) -> tuple[Settings, ...]:
     """Settings that give pairs different mechanisms, the nearest to NCCL's defaults first."""
     kinds = candidates(
         task.machine,

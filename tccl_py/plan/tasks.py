@@ -15,7 +15,7 @@ from tccl_py.errors import SearchError
 from tccl_py.measurements.measurement import BandwidthSource, Measurement
 from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
 from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.stock import StockChains, StockChoice, stock_default
+from tccl_py.runtimes.nccl.stock import StockChains, StockChoice
 from tccl_py.runtimes.nccl.transport import hop_space
 from tccl_py.runtimes.nccl.versions import Level
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
@@ -194,18 +194,6 @@ def stock_settings(choice: StockChoice | StockChains) -> Settings:
     because `hop_space` doubles a file's channels itself.
     """
     return msgspec.structs.replace(choice.settings, channels=max(1, choice.channels // 2))
-
-
-def measured_stock(task: Task) -> Stock:
-    """Measure what NCCL would do by itself.
-
-    Raises:
-        SearchError: it has no rings.
-        MeasurementError: the source cannot measure it.
-    """
-    choice = stock_default(task.machine, task.knowledge, default_settings(task), gpus=task.gpus)
-    orders = condensed(choice.rings)
-    return stock_of(choice, lambda settings: orders_under(task, settings, orders), task.source)
 
 
 def stock_of(

@@ -26,13 +26,16 @@ def rates_figure(contents: Contents) -> Bars:
 
 def _predicted(plan: Plan) -> list[Bar]:
     how = "when tuned" if plan.tuned else "predicted"
-    bars = [Bar(label=f"this plan, {how}", gbps=plan.rate_gbps, kind="plan")]
+    bars = [Bar(label=f"graph file, {how}", gbps=plan.rate_gbps, kind="plan")]
     if plan.bound_gbps is not None:
         bars.append(Bar(label="upper bound", gbps=plan.bound_gbps, kind="bound"))
     if plan.free is not None:
         rate = plan.free.rate_gbps
         bars.append(Bar(label="free choice of mechanism", gbps=rate, kind="free"))
-    bars.append(Bar(label=f"stock NCCL, {how}", gbps=plan.stock.rate_gbps, kind="stock"))
+    own = {"variables only": plan.variables.rate_gbps, "default NCCL": plan.stock.rate_gbps}
+    for label, gbps in own.items():
+        if gbps is not None:
+            bars.append(Bar(label=f"{label}, {how}", gbps=gbps, kind="stock"))
     return bars
 
 
@@ -40,8 +43,8 @@ def _achieved(contents: Contents) -> list[Bar]:
     if contents.achieved is None:
         return []
     rates = {
-        "this plan, achieved": contents.achieved.plan_gbps,
-        "stock NCCL, achieved": contents.achieved.stock_gbps,
+        "plan, achieved": contents.achieved.plan_gbps,
+        "default NCCL, achieved": contents.achieved.stock_gbps,
     }
     return [
         Bar(label=label, gbps=rate, kind="achieved")

@@ -140,7 +140,7 @@ def why_off(opened: OpenPlan, here: Here, name: str) -> str:
     elsewhere = _why_not_here(opened, here, name)
     if elsewhere:
         return elsewhere
-    settings = opened.plan.settings
+    settings = opened.plan.job_settings
     other = why_not_with(settings, here.nccl)
     if other:
         return other

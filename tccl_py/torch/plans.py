@@ -51,7 +51,7 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def variables(self) -> dict[str, str]:
         """The environment of all communicators: the settings, and the topology file."""
-        return job_environment(self.plan.settings, topology=self.topology)
+        return job_environment(self.plan.job_settings, topology=self.topology)
 
     def host_name(self, names: Sequence[str]) -> str:
         """The plan's name for the host with these names; "" for a plan of one machine."""
@@ -104,6 +104,8 @@ def open_plan(directory: Path, *, alike: bool = False) -> OpenPlan:
 def _machine_graph(opened: OpenPlan, members: Sequence[Member]) -> str | None:
     plan = opened.plan
     assert isinstance(plan, Plan)
+    if plan.recommended != "graph":
+        return None
     gpus = tuple(sorted(member.gpu for member in members))
     same = {(member.host, member.plan) for member in members}
     if len(gpus) < 2 or len(set(gpus)) != len(gpus) or len(same) != 1:

@@ -124,7 +124,14 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
         made = retuned(self.plan, settings, rate_gbps=rates.gbps)
         stock = msgspec.structs.replace(made.stock, rate_gbps=rates.stock_gbps)
         tuned = made.tuned or achieved is not None
-        made = msgspec.structs.replace(made, stock=stock, free=None, tuned=tuned)
+        variables = made.variables
+        if achieved is not None:
+            # A prediction beside rates that jobs achieved would compare what cannot be compared.
+            note = "not run when the graph file was tuned"
+            variables = msgspec.structs.replace(variables, rate_gbps=None, note=note)
+        made = msgspec.structs.replace(
+            made, stock=stock, variables=variables, free=None, tuned=tuned
+        )
         return msgspec.structs.replace(self, plan=made)
 
     def in_place(self) -> Subject:
@@ -261,7 +268,7 @@ def retuned(plan: Plan, settings: Settings, *, rate_gbps: float) -> Plan:
 
 
 def _rates(plan: Plan | ClusterPlan) -> Achieved:
-    return Achieved(gbps=plan.rate_gbps, stock_gbps=plan.stock.rate_gbps)
+    return Achieved(gbps=plan.rate_gbps, stock_gbps=plan.stock.rate_gbps or plan.rate_gbps)
 
 
 def _noted(notices: Sequence[str]) -> tuple[str, ...]:

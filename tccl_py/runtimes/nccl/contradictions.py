@@ -20,6 +20,8 @@ _ALWAYS = (
     "buffsize",
 )
 _IF_PLANNED = (
+    "min_channels",
+    "max_channels",
     "algo",
     "net_gdr_level",
     "net_gdr_read",

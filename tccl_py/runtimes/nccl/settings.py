@@ -34,7 +34,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `p2p_level` LOC lets no pair talk directly. `p2p_read` None reads on NVLink between two sm 80
     GPUs and writes elsewhere. `channels` are ring channels in the graph file; a communicator ends
     up with more, see `final_channels`. `buffsize` is one channel's FIFO in bytes. `shm_disable`
-    sends pairs without P2P over NICs; no plan chooses it.
+    sends pairs without P2P over NICs; no plan chooses it. `min_channels` and `max_channels` bound
+    the channels that a communicator ends up with.
 
     Of the network: NICs reach GPU memory up to `net_gdr_level` (LOC: never), when sending only if
     `net_gdr_read` lets them (None: not below sm 80 without NVLink). `cross_nic` 0 keeps a ring on
@@ -51,6 +52,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shm_disable: bool = False
     net_disable_intra: bool = False
     channels: int = 1
+    min_channels: int | None = None
+    max_channels: int | None = None
     buffsize: int = DEFAULT_FIFO_BYTES
     algo: Literal["Ring"] | None = None
     net_gdr_level: Level | None = None
@@ -81,6 +84,10 @@ def check_settings(settings: Settings) -> Settings:
             f"channels is {settings.channels}",
             f"a graph file holds 1 to {facts.max_channels}",
         )
+    limits = (settings.min_channels or 1, settings.max_channels or facts.max_final_channels)
+    if not 1 <= limits[0] <= limits[1] <= facts.max_final_channels:
+        what = f"channels are to be {limits[0]} to {limits[1]} in the end"
+        raise InputError(where, what, f"1 to {facts.max_final_channels}")
     if not 1024 <= settings.buffsize <= MAX_FIFO_BYTES:
         raise InputError(where, f"buffsize is {settings.buffsize}", "1024 bytes to 1 GiB")
     for name in ("p2p_level", "net_gdr_level"):
@@ -120,6 +127,8 @@ def environment(settings: Settings) -> dict[str, str]:
         "NCCL_SHM_MEMCPY_MODE": _SHM_MODES[mode] if mode else None,
         "NCCL_SHM_DISABLE": "1" if settings.shm_disable else None,
         "NCCL_NET_DISABLE_INTRA": "1" if settings.net_disable_intra else None,
+        "NCCL_MIN_NCHANNELS": None if settings.min_channels is None else str(settings.min_channels),
+        "NCCL_MAX_NCHANNELS": None if settings.max_channels is None else str(settings.max_channels),
         "NCCL_BUFFSIZE": (
             str(settings.buffsize) if settings.buffsize != DEFAULT_FIFO_BYTES else None
         ),
@@ -166,6 +175,8 @@ def settings_from_environment(
         shm_disable=number.get("NCCL_SHM_DISABLE") == 1,
         net_disable_intra=number.get("NCCL_NET_DISABLE_INTRA") == 1,
         channels=channels,
+        min_channels=_limit(number.get("NCCL_MIN_NCHANNELS"), version),
+        max_channels=_limit(number.get("NCCL_MAX_NCHANNELS"), version),
         buffsize=size if 1024 <= size <= MAX_FIFO_BYTES else DEFAULT_FIFO_BYTES,
         algo="Ring" if variables.get("NCCL_ALGO", "").lower() == "ring" else None,
         net_gdr_level=_level(variables.get("NCCL_NET_GDR_LEVEL")),
@@ -175,6 +186,11 @@ def settings_from_environment(
         ib_gid_index=gid if gid is not None and 0 <= gid <= MAX_GID_INDEX else None,
         socket_ifname=interfaces(variables.get("NCCL_SOCKET_IFNAME")),
     )
+
+
+def _limit(count: int | None, version: str) -> int | None:
+    most = version_facts(version).max_final_channels
+    return None if count is None or count < 1 else min(count, most)
 
 
 def _level(text: str | None) -> Level | None:
@@ -191,6 +207,16 @@ def integer(text: str | None) -> int | None:
     """The decimal number that a variable begins with, as C's strtol reads it; None if none."""
     match = _INTEGER.match(text or "")
     return None if match is None else int(match["sign"] + match["digits"])
+
+
+def settings_channels(settings: Settings, *, sm: int | None) -> int:
+    """Return how many channels a communicator on one node ends up with under these settings."""
+    limits = {
+        "NCCL_MIN_NCHANNELS": settings.min_channels,
+        "NCCL_MAX_NCHANNELS": settings.max_channels,
+    }
+    variables = {name: str(count) for name, count in limits.items() if count is not None}
+    return final_channels(settings.channels, sm=sm, variables=variables, version=settings.version)
 
 
 def final_channels(

@@ -28,7 +28,7 @@ from tccl_py.runtimes.nccl.settings import (
     Settings,
     check_settings,
     environment,
-    final_channels,
+    settings_channels,
 )
 from tccl_py.runtimes.nccl.system import System, build_system
 from tccl_py.runtimes.nccl.versions import version_facts
@@ -348,7 +348,7 @@ def hop_space(
         raise InputError("rings_in_set", f"is {rings_in_set}", "a set has at least one ring")
     seen = view(machine, knowledge, settings, gpus=gpus)
     chosen = tuple(sorted(int(gpu[1:]) for gpu in seen.system.gpus))
-    channels = final_channels(settings.channels, sm=seen.system.sm_min, version=settings.version)
+    channels = settings_channels(settings, sm=seen.system.sm_min)
     blocks = max(1, channels // rings_in_set)
     hops = {}
     for source, target in permutations(chosen, 2) if not seen.by_network else ():

@@ -1,0 +1,216 @@
+"""What NCCL gets without a graph file: by default, and with the best environment variables.
+
+Both run the rings that NCCL's own search picks. Variables change the mechanisms of its hops (P2P
+level, reads, the side of a bounce), the number of its channels and the size of their FIFOs, for
+every communicator of a process alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from tccl_py.errors import MeasurementError, SearchError
+from tccl_py.measurements.measurement import Measurement
+from tccl_py.plan.plan import PlanChoice
+from tccl_py.plan.settings_search import BUFFSIZES, WORTH, mechanisms
+from tccl_py.plan.tasks import (
+    Choice,
+    Stock,
+    Task,
+    condensed,
+    default_settings,
+    measured_well,
+    orders_under,
+)
+from tccl_py.runtimes.nccl.settings import Settings, environment
+from tccl_py.runtimes.nccl.stock import StockChoice, stock_choice
+from tccl_py.runtimes.nccl.transport import view
+
+MOST_CHANNELS = 32
+"""Final channels that variables ask for at most."""
+COMPARED_CHANNELS = 16
+"""Final channels with which mechanisms are compared, if NCCL picks no more by itself."""
+FINALISTS = 2
+"""Mechanisms for which numbers of channels and FIFO sizes are tried."""
+
+
+def own_rings(task: Task, settings: Settings) -> StockChoice:
+    """Return what NCCL's search picks; only the settings of transports change that."""
+    plain = Settings(
+        version=settings.version,
+        p2p_level=settings.p2p_level,
+        net_disable_intra=settings.net_disable_intra,
+    )
+    return stock_choice(task.machine, task.knowledge, plain, gpus=task.gpus)
+
+
+class OwnChoices(msgspec.Struct, frozen=True, kw_only=True):
+    """The choices without a graph file, and those of them that are rated, the best first."""
+
+    default: PlanChoice
+    variables: PlanChoice
+    rated: tuple[Stock, ...]
+
+
+def own_choices(task: Task) -> OwnChoices:
+    """Rate default NCCL, and the best that environment variables alone make of it.
+
+    Raises:
+        SearchError: no setting gives every hop a mechanism that can be rated.
+        MeasurementError: the source cannot measure what is needed.
+    """
+    settings = default_settings(task)
+    found = own_rings(task, settings)
+    default, note = _default(task, settings, found)
+    unrated = PlanChoice(settings=settings, rings=found.rings, rate_gbps=None, note=note)
+    best = _variables(task, default)
+    return OwnChoices(
+        default=unrated if default is None else _plan_choice(default, note),
+        variables=_plan_choice(best),
+        rated=(best,) if default is None or default is best else (best, default),
+    )
+
+
+def _plan_choice(own: Stock, note: str = "") -> PlanChoice:
+    assert isinstance(own.choice, StockChoice)
+    return PlanChoice(
+        settings=own.settings,
+        rings=own.choice.rings,
+        rate_gbps=own.rate_gbps,
+        error=interval(own.measurement),
+        assumed=own.measurement.assumed,
+        note=note,
+    )
+
+
+def interval(measurement: Measurement) -> float:
+    """Return half the 95 % interval of a set's slowest flow, relative to its rate."""
+    return 1.96 * measurement.relative_error
+
+
+def _default(task: Task, settings: Settings, found: StockChoice) -> tuple[Stock | None, str]:
+    """Rate NCCL as it runs without this project, and say what is special about it."""
+    by_network = view(task.machine, task.knowledge, settings, gpus=task.gpus).by_network
+    if by_network:
+        one, other = min(by_network)
+        return None, f"NCCL joins {one} and {other} over their NICs, at a rate that is not known"
+    note = "NCCL's search finds no rings and takes its simple order" if found.fallback else ""
+    try:
+        return _rated(task, settings, found, well=True), note
+    except (SearchError, MeasurementError) as error:
+        return None, f"not rated: {error}"
+
+
+def _variables(task: Task, default: Stock | None) -> Stock:
+    """Return the best that environment variables alone make of NCCL.
+
+    Of choices within 1 % the one with the fewest variables is taken, default NCCL first.
+
+    Raises:
+        SearchError, MeasurementError: as `own_choices`.
+    """
+    tried = [] if default is None else [default]
+    # 1. Compare mechanisms, each with NCCL's own number of channels and with many.
+    compared: list[tuple[Stock, Settings]] = []
+    for settings in mechanisms(task):
+        plain = msgspec.structs.replace(settings, channels=1)
+        found = own_rings(task, plain)
+        counts = [one for one in _counts(found) if one <= COMPARED_CHANNELS]
+        rated = _all_rated(task, plain, found, counts[:1] + counts[1:][-1:])
+        tried += rated
+        compared += [(max(rated, key=_rate), plain)] if rated else []
+    if not tried:
+        raise SearchError("no settings of NCCL give every GPU a hop that can be measured")
+    # 2. Try all numbers of channels and FIFO sizes with the best mechanisms.
+    compared.sort(key=lambda one: -one[0].rate_gbps)
+    for best, plain in compared[:FINALISTS]:
+        bounces = any(hop.flow.is_bounce for ring in best.rings.rings for hop in ring.hops)
+        for size in BUFFSIZES if bounces else BUFFSIZES[:1]:
+            sized = msgspec.structs.replace(plain, buffsize=size)
+            found = own_rings(task, plain)
+            tried += _all_rated(task, sized, found, _counts(found))
+    # 3. Measure the choice well.
+    chosen = _least(tried)
+    if default is not None and chosen.settings == default.settings:
+        return default
+    measurement = measured_well(task.source, chosen.rings)
+    return msgspec.structs.replace(chosen, measurement=measurement)
+
+
+def _rate(one: Stock) -> float:
+    return one.rate_gbps
+
+
+def _least(tried: Sequence[Stock]) -> Stock:
+    """Return the smallest intervention among the best."""
+    best = max(map(_rate, tried))
+    near = [one for one in tried if one.rate_gbps * (1 + WORTH) >= best]
+    return min(near, key=lambda one: (len(environment(one.settings)), one.choice.channels))
+
+
+def _counts(found: StockChoice) -> list[int]:
+    """Return NCCL's own number of final channels, and doubles of it up to `MOST_CHANNELS`."""
+    counts = [found.channels]
+    while counts[-1] * 2 <= MOST_CHANNELS:
+        counts.append(counts[-1] * 2)
+    return counts
+
+
+def _all_rated(
+    task: Task, settings: Settings, found: StockChoice, counts: Sequence[int]
+) -> list[Stock]:
+    def rated() -> Iterator[Stock]:
+        for count in counts:
+            try:
+                yield _rated(task, settings, found, channels=count)
+            except (SearchError, MeasurementError):
+                continue
+
+    return list(rated())
+
+
+def _rated(
+    task: Task,
+    settings: Settings,
+    found: StockChoice,
+    *,
+    channels: int | None = None,
+    well: bool = False,
+) -> Stock:
+    """Rate NCCL's own rings.
+
+    Args:
+        task: the GPUs and the source of rates.
+        settings: those of the job.
+        found: what NCCL picks under them.
+        channels: final channels that NCCL_MIN_NCHANNELS asks for; None is NCCL's own number.
+        well: whether to repeat a measurement whose samples spread.
+
+    Raises:
+        SearchError: NCCL gives a hop no mechanism of this node.
+        MeasurementError: the source cannot measure the rings.
+    """
+    more = channels is not None and channels > found.channels
+    # A graph file's channels are doubled, and so are those of NCCL's search.
+    settings = msgspec.structs.replace(
+        settings,
+        channels=max(1, found.channels // 2),
+        min_channels=channels if more else None,
+    )
+    rings = orders_under(task, settings, condensed(found.rings))
+    measurement = (
+        measured_well(task.source, rings) if well else task.source.measure([rings.flows])[0]
+    )
+    return Stock(choice=found, rings=rings, settings=settings, measurement=measurement)
+
+
+def as_graph(own: Stock) -> Choice:
+    """Return NCCL's own rings as a choice for a graph file with as many final channels."""
+    settings = own.settings
+    if settings.min_channels is not None:
+        settings = msgspec.structs.replace(
+            settings, channels=settings.min_channels // 2, min_channels=None
+        )
+    return Choice(settings=settings, rings=own.rings, rate_gbps=own.rate_gbps)
