@@ -7,7 +7,8 @@ every communicator of a process alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -52,10 +53,13 @@ class OwnChoices(msgspec.Struct, frozen=True, kw_only=True):
     default: PlanChoice
     variables: PlanChoice
     rated: tuple[Stock, ...]
+    cancelled: bool = False
 
 
 def own_choices(task: Task) -> OwnChoices:
     """Rate default NCCL, and the best that environment variables alone make of it.
+
+    KeyboardInterrupt ends it with the best so far, if anything is rated.
 
     Raises:
         SearchError: no setting gives every hop a mechanism that can be rated.
@@ -65,11 +69,25 @@ def own_choices(task: Task) -> OwnChoices:
     found = own_rings(task, settings)
     default, note = _default(task, settings, found)
     unrated = PlanChoice(settings=settings, rings=found.rings, rate_gbps=None, note=note)
-    best = _variables(task, default)
+    tried = [] if default is None else [default]
+    cancelled = False
+    try:
+        _try_variables(task, tried)
+    except KeyboardInterrupt:
+        if not tried:
+            raise
+        cancelled = True
+    if not tried:
+        raise SearchError("no settings of NCCL give every GPU a hop that can be measured")
+    best = _least(tried)
+    if best is not default and not cancelled:
+        measurement = measured_well(task.source, best.rings)
+        best = msgspec.structs.replace(best, measurement=measurement)
     return OwnChoices(
         default=unrated if default is None else _plan_choice(default, note),
         variables=_plan_choice(best),
         rated=(best,) if default is None or default is best else (best, default),
+        cancelled=cancelled,
     )
 
 
@@ -103,40 +121,26 @@ def _default(task: Task, settings: Settings, found: StockChoice) -> tuple[Stock 
         return None, f"not rated: {error}"
 
 
-def _variables(task: Task, default: Stock | None) -> Stock:
-    """Return the best that environment variables alone make of NCCL.
-
-    Of choices within 1 % the one with the fewest variables is taken, default NCCL first.
-
-    Raises:
-        SearchError, MeasurementError: as `own_choices`.
-    """
-    tried = [] if default is None else [default]
+def _try_variables(task: Task, tried: list[Stock]) -> None:
+    """Rate what environment variables make of NCCL's own rings, and add it to `tried`."""
     # 1. Compare mechanisms, each with NCCL's own number of channels and with many.
-    compared: list[tuple[Stock, Settings]] = []
+    compared: list[tuple[float, int, Settings]] = []
     for settings in mechanisms(task):
         plain = msgspec.structs.replace(settings, channels=1)
         found = own_rings(task, plain)
         counts = [one for one in _counts(found) if one <= COMPARED_CHANNELS]
-        rated = _all_rated(task, plain, found, counts[:1] + counts[1:][-1:])
-        tried += rated
-        compared += [(max(rated, key=_rate), plain)] if rated else []
-    if not tried:
-        raise SearchError("no settings of NCCL give every GPU a hop that can be measured")
+        before = len(tried)
+        _rate_all(task, plain, found, counts[:1] + counts[1:][-1:], tried)
+        if tried[before:]:
+            compared.append((max(map(_rate, tried[before:])), before, plain))
     # 2. Try all numbers of channels and FIFO sizes with the best mechanisms.
-    compared.sort(key=lambda one: -one[0].rate_gbps)
-    for best, plain in compared[:FINALISTS]:
-        bounces = any(hop.flow.is_bounce for ring in best.rings.rings for hop in ring.hops)
+    compared.sort(key=lambda one: -one[0])
+    for _, place, plain in compared[:FINALISTS]:
+        bounces = any(hop.flow.is_bounce for ring in tried[place].rings.rings for hop in ring.hops)
+        found = own_rings(task, plain)
         for size in BUFFSIZES if bounces else BUFFSIZES[:1]:
             sized = msgspec.structs.replace(plain, buffsize=size)
-            found = own_rings(task, plain)
-            tried += _all_rated(task, sized, found, _counts(found))
-    # 3. Measure the choice well.
-    chosen = _least(tried)
-    if default is not None and chosen.settings == default.settings:
-        return default
-    measurement = measured_well(task.source, chosen.rings)
-    return msgspec.structs.replace(chosen, measurement=measurement)
+            _rate_all(task, sized, found, _counts(found), tried)
 
 
 def _rate(one: Stock) -> float:
@@ -144,7 +148,7 @@ def _rate(one: Stock) -> float:
 
 
 def _least(tried: Sequence[Stock]) -> Stock:
-    """Return the smallest intervention among the best."""
+    """Return the choice within 1 % of the best that sets the fewest variables."""
     best = max(map(_rate, tried))
     near = [one for one in tried if one.rate_gbps * (1 + WORTH) >= best]
     return min(near, key=lambda one: (len(environment(one.settings)), one.choice.channels))
@@ -158,17 +162,17 @@ def _counts(found: StockChoice) -> list[int]:
     return counts
 
 
-def _all_rated(
-    task: Task, settings: Settings, found: StockChoice, counts: Sequence[int]
-) -> list[Stock]:
-    def rated() -> Iterator[Stock]:
-        for count in counts:
-            try:
-                yield _rated(task, settings, found, channels=count)
-            except (SearchError, MeasurementError):
-                continue
-
-    return list(rated())
+def _rate_all(
+    task: Task,
+    settings: Settings,
+    found: StockChoice,
+    counts: Sequence[int],
+    tried: list[Stock],
+) -> None:
+    """Rate NCCL's own rings with these numbers of final channels, as far as that is possible."""
+    for count in counts:
+        with suppress(SearchError, MeasurementError):
+            tried.append(_rated(task, settings, found, channels=count))
 
 
 def _rated(

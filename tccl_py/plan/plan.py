@@ -17,7 +17,7 @@ from tccl_py.runtimes.nccl.settings import Settings, environment
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 AS_GOOD = 0.01
 """A choice this much slower than the best (relative) is as good."""
 
@@ -322,7 +322,8 @@ def load_plan(path: Path | str) -> Plan:
         raise InputError(
             str(path),
             f"has format version {version}",
-            f"this program reads version {FORMAT_VERSION}",
+            f"this program reads version {FORMAT_VERSION}: plan again with --force; what the "
+            "journal beside it has is not measured again",
         )
     return check_plan(decode_json(text, Plan, where=str(path)), where=str(path))
 

@@ -116,7 +116,9 @@ def make_plan(
     own = own_choices(task)
     search = SettingsSearch(task, as_graph(own.rated[0]))
     search.offer([one.rings.rings for one in own.rated[1:]])
-    search.run(sets=budget.sets or DEFAULT_BUDGET.sets or 1)
+    search.cancelled = own.cancelled
+    if not own.cancelled:
+        search.run(sets=budget.sets or DEFAULT_BUDGET.sets or 1)
     plan = _assembled(task, remembering, own, search)
     odd = other_count_notices(ring_counts or (), len(plan.rings))
     return msgspec.structs.replace(plan, notices=(*plan.notices, *odd), kept=kept)
