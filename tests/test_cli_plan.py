@@ -20,7 +20,7 @@ from tccl_py.runtimes.nccl.graph_file import parse_graph_file
 from tccl_py.runtimes.nccl.settings import environment
 from tccl_py.runtimes.nccl.validator import validate
 from tccl_py.simulator.library import load_bundled
-from tests.planned import PCIE, SMALL, WRX, plan_of
+from tests.planned import ASUS, PCIE, SMALL, WRX, plan_of
 
 KEYS = ["rings", "rate_gbps", "bound_gbps", "proven", "sets_measured", "simulated", "settings"]
 
@@ -45,6 +45,14 @@ def directory(tmp_path_factory):
 
 def place_of(place):
     place.mkdir()
+    return place
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    """A plan that recommends a graph file."""
+    place = tmp_path_factory.mktemp("eight")
+    write_plan(plan_of(ASUS), place, model=load_bundled(ASUS))
     return place
 
 
@@ -313,7 +321,8 @@ def test_a_journal_of_another_machine_noise_or_seed_is_refused(other, tmp_path, 
 
 def test_env_names_the_graph_file_of_exactly_these_gpus(directory):
     for gpus, name in (("0-3", "graph.xml"), ("3,1", "subsets/graph-1-3.xml")):
-        found = json.loads(done("env", directory, "--gpus", gpus, "--json").stdout)
+        words = ("env", directory, "--gpus", gpus, "--choice", "graph", "--json")
+        found = json.loads(done(*words).stdout)
         path = found["environment"]["NCCL_GRAPH_FILE"]
         assert path == str(directory / "nccl" / name)
         text = (directory / "nccl" / name).read_text()
@@ -326,32 +335,49 @@ def test_env_without_gpus_is_for_all_of_the_plan(directory):
 
 
 @pytest.mark.parametrize("source", ["env", "env.sh"])
-def test_what_a_shell_makes_of_it_is_the_plans_settings(source, directory):
+def test_what_a_shell_makes_of_a_plan_that_needs_a_graph_file(source, eight):
     if source == "env":
-        script = done("env", directory).stdout
+        script = done("env", eight).stdout
     else:
-        script = f". {shlex.quote(str(directory / 'nccl' / 'env.sh'))}"
+        script = f". {shlex.quote(str(eight / 'nccl' / 'env.sh'))}"
     variables = shell(script)
-    assert variables["NCCL_GRAPH_FILE"] == str(directory / "nccl" / "graph.xml")
+    assert variables["NCCL_GRAPH_FILE"] == str(eight / "nccl" / "graph.xml")
     assert os.path.isfile(variables["NCCL_GRAPH_FILE"])  # noqa: PTH113
-    wanted = environment(load_plan(directory).settings)
+    wanted = environment(load_plan(eight).settings)
+    assert wanted
     assert {name: variables[name] for name in wanted} == wanted
 
 
-def test_env_for_gpus_without_a_graph_file_is_no_and_unsets_it(directory):
-    result = tccl("env", directory, "--gpus", "2")
-    assert result.exit_code == 1
-    assert result.stderr == "tccl: no graph file for GPUs 2: NCCL chooses its own rings\n"
-    variables = shell(result.stdout)
+@pytest.mark.parametrize("source", ["env", "env.sh"])
+def test_a_plan_that_needs_no_graph_file_sets_its_variables_and_names_none(source, tmp_path):
+    done("plan", "-o", tmp_path / "plan", "--simulate", "amd-v100", "--max-sets", "60")
+    result = done("env", tmp_path / "plan")
+    script = f". {shlex.quote(str(tmp_path / 'plan' / 'nccl' / 'env.sh'))}"
+    variables = shell(f"export NCCL_GRAPH_FILE=x\n{result.stdout if source == 'env' else script}")
     assert "NCCL_GRAPH_FILE" not in variables
-    wanted = environment(load_plan(directory).settings)
-    assert {name: variables[name] for name in wanted} == wanted
+    assert variables["NCCL_P2P_LEVEL"] == "SYS"
+    conf = (tmp_path / "plan" / "nccl" / "nccl.conf").read_text()
+    assert conf.splitlines()[-1] == "NCCL_P2P_LEVEL=SYS"
+
+
+def test_a_plan_that_recommends_default_nccl_sets_nothing(directory):
+    result = done("env", directory)
+    assert "export" not in result.stdout
+    assert "unset NCCL_GRAPH_FILE" in result.stdout
+
+
+def test_env_for_gpus_without_a_graph_file_sets_variables_and_is_no_if_one_is_asked_for(directory):
+    assert tccl("env", directory, "--gpus", "2").exit_code == 0
+    result = tccl("env", directory, "--gpus", "2", "--choice", "graph")
+    assert result.exit_code == 1
+    assert "no graph file for GPUs 2" in result.stderr
+    assert "NCCL_GRAPH_FILE" not in shell(result.stdout)
 
 
 def test_env_says_which_graph_file_is_missing(tmp_path):
     write_plan(plan_of(PCIE), tmp_path)
     (tmp_path / "nccl" / "subsets" / "graph-0-1.xml").unlink()
-    result = tccl("env", tmp_path, "--gpus", "0,1")
+    result = tccl("env", tmp_path, "--gpus", "0,1", "--choice", "graph")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "graph-0-1.xml: is missing; restore it, or plan again with --force" in result.stderr
 
@@ -382,7 +408,8 @@ def test_above_eight_gpus_env_plans_a_subset_when_it_is_asked_for(sixteen):
     path = sixteen / "nccl" / "subsets" / name
     assert not path.exists()
     text = ",".join(map(str, reversed(gpus)))
-    found = json.loads(done("env", sixteen, "--gpus", text, "--json").stdout)
+    words = ("env", sixteen, "--gpus", text, "--choice", "graph", "--json")
+    found = json.loads(done(*words).stdout)
     assert found["environment"]["NCCL_GRAPH_FILE"] == str(path)
     assert found["simulated"] is True
     assert "rates simulated" in path.read_text().splitlines()[0]
@@ -398,7 +425,7 @@ def test_above_eight_gpus_env_plans_a_subset_when_it_is_asked_for(sixteen):
     assert verdict.verdict == "used", verdict.reason
     assert {tuple(sorted(ring)) for ring in verdict.rings} == {tuple(range(9))}
     written = path.stat().st_mtime_ns
-    assert json.loads(done("env", sixteen, "--gpus", text, "--json").stdout) == found
+    assert json.loads(done(*words).stdout) == found
     assert path.stat().st_mtime_ns == written
     assert [one.name for one in path.parent.iterdir()] == [name]
 
@@ -408,7 +435,7 @@ def test_where_a_subset_cannot_be_kept_nccl_chooses(sixteen, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    result = tccl("env", sixteen, "--gpus", "0,1,8")
+    result = tccl("env", sixteen, "--gpus", "0,1,8", "--choice", "graph")
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr
     assert "unset NCCL_GRAPH_FILE" in result.stdout
@@ -417,7 +444,7 @@ def test_where_a_subset_cannot_be_kept_nccl_chooses(sixteen, monkeypatch):
 
 def test_a_measured_plan_leaves_other_subsets_to_nccl(tmp_path):
     write_plan(msgspec.structs.replace(plan_of(WRX), simulated=False), tmp_path)
-    result = tccl("env", tmp_path, "--gpus", "0,1,8")
+    result = tccl("env", tmp_path, "--gpus", "0,1,8", "--choice", "graph")
     assert result.exit_code == 1
     assert result.stdout.startswith("# tccl-py, rates measured\n")
     assert result.stdout.endswith("unset NCCL_GRAPH_FILE\n")
@@ -434,8 +461,6 @@ def test_export_writes_what_nccl_reads_elsewhere(directory, tmp_path):
     done("export", directory, "-o", tmp_path / "there")
     ours = {one.name: one.read_text() for one in (directory / "nccl").rglob("*.*")}
     theirs = {one.name: one.read_text() for one in (tmp_path / "there" / "nccl").rglob("*.*")}
-    assert f"NCCL_GRAPH_FILE={tmp_path / 'there'}/nccl/graph.xml" in theirs.pop("env.sh")
-    ours.pop("env.sh")
     assert theirs == ours
 
 

@@ -121,7 +121,7 @@ def test_a_graph_file_that_is_not_the_plans_is_never_used(tmp_path):
     theirs = tmp_path / "nccl" / "subsets" / "graph-0-1.xml"
     theirs.parent.mkdir()
     theirs.write_text("<graphs/>")
-    result = tccl("env", tmp_path, "--gpus", "0,1")
+    result = tccl("env", tmp_path, "--gpus", "0,1", "--choice", "graph")
     assert result.exit_code == 1
     assert "NCCL_GRAPH_FILE=" not in result.stdout
     assert "nccl/subsets/graph-0-1.xml" not in open_plan(tmp_path).files
@@ -129,7 +129,7 @@ def test_a_graph_file_that_is_not_the_plans_is_never_used(tmp_path):
     write_plan(plan, tmp_path, model=load_bundled(SMALL))
     theirs.parent.mkdir(exist_ok=True)
     theirs.write_text("<graphs/>")
-    result = tccl("env", tmp_path, "--gpus", "0,1")
+    result = tccl("env", tmp_path, "--gpus", "0,1", "--choice", "graph")
     assert f"export NCCL_GRAPH_FILE={theirs}\n" in result.stdout
     assert "tccl-py" in theirs.read_text()
     check_files(tmp_path)

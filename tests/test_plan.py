@@ -325,7 +325,7 @@ def changed(path, value):
 
 HOP = ("rings", 0, "hops", 0)
 TAMPERED = {
-    "another version": (changed, (("format_version",), 2), "has format version 2"),
+    "another version": (changed, (("format_version",), 1), "has format version 1"),
     "a version of words": (changed, (("format_version",), "one"), "Expected `int`, got `str`"),
     "an unknown field": (changed, (("colour",), "red"), "unknown field `colour`"),
     "no rings": (changed, (("rings",), []), "has 0 rings for 1 channels"),

@@ -117,7 +117,7 @@ def _default(task: Task, settings: Settings, found: StockChoice) -> tuple[Stock 
     note = "NCCL's search finds no rings and takes its simple order" if found.fallback else ""
     try:
         return _rated(task, settings, found, well=True), note
-    except (SearchError, MeasurementError) as error:
+    except SearchError as error:
         return None, f"not rated: {error}"
 
 
