@@ -33,6 +33,16 @@ def plan_of(name, **more):
     return make_plan(model.machine, model.knowledge, Simulator(model), **{"budget": budget, **more})
 
 
+def needing_a_graph(plan):
+    """A plan whose rings are twice as fast as what NCCL does without a graph file."""
+    half = plan.rate_gbps / 2
+    return msgspec.structs.replace(
+        plan,
+        stock=msgspec.structs.replace(plan.stock, rate_gbps=half),
+        variables=msgspec.structs.replace(plan.variables, rate_gbps=half),
+    )
+
+
 def with_topology(plan):
     """A plan with a topology file, which says of the machine what it is."""
     file = TopologyFile(

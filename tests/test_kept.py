@@ -176,7 +176,8 @@ def test_where_p2p_is_off_all_that_a_plan_speaks_of_bounces(name):
     assert plan.settings.p2p_level == "LOC"
     assert all(flow.is_bounce for flow in flows_of(plan))
     assert plan.free is None or all(parse_flow(flow).is_bounce for flow in plan.free.flows)
-    assert plan.rate_gbps >= plan.stock.rate_gbps * (1 - 1e-9)
+    assert plan.rate_gbps >= plan.variables.rate_gbps * (1 - 1e-9)
+    assert plan.variables.settings.p2p_level == plan.stock.settings.p2p_level == "LOC"
     stock = [one for one in subjects(plan) if one.name == "stock"]
     assert all(flow.is_bounce for one in stock for flow in one.flows)
 
@@ -188,12 +189,11 @@ def test_stock_is_what_nccl_does_with_the_variable_too(name):
     assert plan.stock.rings == choice.rings
     assert "NCCL_P2P_LEVEL" not in plan.stock.note
     assert ("simple order" in plan.stock.note) == choice.fallback
+    if "over their NICs" in plan.stock.note:
+        assert plan.stock.rate_gbps is None
+        return
     orders = condensed(choice.rings)
-    settings = Settings(
-        p2p_level="LOC",
-        channels=max(1, choice.channels // 2),
-        net_disable_intra="NCCL_NET_DISABLE_INTRA=1" in plan.stock.note,
-    )
+    settings = Settings(p2p_level="LOC", channels=max(1, choice.channels // 2))
     space = hop_space(model.machine, model.knowledge, settings, rings_in_set=len(orders))
     rings = ring_set([ring_from_order(space, order) for order in orders])
     (measured,) = Simulator(model).measure([rings.flows])
@@ -209,9 +209,13 @@ def test_a_level_stays_though_the_search_falls_back_under_it():
     assert (chains.fallback, chains.settings.p2p_level) == (True, "PIX")
 
 
-def test_where_nccl_would_go_over_its_nics_it_is_compared_without_them_and_that_is_said():
+def test_where_nccl_would_go_over_its_nics_it_is_not_rated_and_no_gain_is_claimed():
     plan = kept_plan(NICS)
-    assert plan.stock.note.startswith("with NCCL_NET_DISABLE_INTRA=1, because by itself NCCL goes")
+    assert plan.stock.rate_gbps is None
+    assert "over their NICs" in plan.stock.note
+    assert plan.variables.settings.net_disable_intra
+    assert plan.gain(plan.recommended) is None
+    assert "x default NCCL" not in plan.advice
     assert kept_plan(SMALL).stock.note == ""
 
 

@@ -267,6 +267,7 @@ def test_some_gpus_of_a_machine_are_drawn_faint(tmp_path):
         gpus=(0, 1),
         rings=(msgspec.structs.replace(ring, hops=hops),),
         stock=msgspec.structs.replace(plan.stock, rings=((0, 1),)),
+        variables=msgspec.structs.replace(plan.variables, rings=((0, 1),)),
         subsets=(),
         free=None,
         alternatives=(),

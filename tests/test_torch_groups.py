@@ -22,7 +22,7 @@ from tccl_py.torch.roster import roster_of
 from tccl_py.torch.surroundings import ProcessSettings, graph_file
 from tests.cluster_plans import mixed
 from tests.fake_torch import FakeDistributed, FakeTorch
-from tests.planned import plan_of, with_topology
+from tests.planned import needing_a_graph, plan_of, with_topology
 
 GRAPH, TOPOLOGY = "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE"
 GPUS = (0, 1, 2, 3)
@@ -33,11 +33,15 @@ PRINT = Fingerprint(
 WAYS = ("at once", "collective", "background")
 
 
+def box_plan():
+    return needing_a_graph(plan_of(BOX))
+
+
 @pytest.fixture(scope="module")
 def plan_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("machine") / "plan"
     directory.mkdir()
-    write_plan(plan_of(BOX), directory)
+    write_plan(box_plan(), directory)
     return directory
 
 
@@ -47,7 +51,7 @@ def _fresh(monkeypatch, tmp_path):
     for name in [*os.environ]:
         if name.startswith(("NCCL_", "TCCL_")):
             monkeypatch.delenv(name)
-    for name in environment(plan_of(BOX).settings):
+    for name in environment(box_plan().settings):
         # Noted by monkeypatch, so that it is gone again after the test.
         monkeypatch.setenv(name, "")
         del os.environ[name]
@@ -122,7 +126,7 @@ def test_groups_of_a_training_job_each_see_their_own_graph(plan_dir, monkeypatch
 
 def test_settings_are_set_before_the_first_communicator_and_stay(plan_dir, monkeypatch):
     rank = Rank(monkeypatch, told(plan_dir, GPUS), when="at once")
-    wanted = environment(plan_of(BOX).settings)
+    wanted = environment(box_plan().settings)
     assert wanted["NCCL_P2P_LEVEL"]
     tccl_py.torch.init_process_group(plan_dir)
     level = rank.distributed.group.WORLD.seen["NCCL_P2P_LEVEL"]
@@ -160,7 +164,7 @@ def test_a_split_without_this_rank_makes_nothing(plan_dir, monkeypatch):
 
 
 def test_groups_over_gpus_that_are_not_planned_are_stock(monkeypatch, tmp_path):
-    plan = plan_of(BOX, gpus=(0, 1, 2))
+    plan = needing_a_graph(plan_of(BOX, gpus=(0, 1, 2)))
     write_plan(plan, tmp_path)
     rank = Rank(monkeypatch, told(tmp_path, GPUS), 0)
     tccl_py.torch.init_process_group(tmp_path)
@@ -209,7 +213,7 @@ def test_any_sequence_of_groups_sees_its_own_files_and_leaves_the_environment(
         patch.delenv(GRAPH, raising=False)
         if before is not None:
             patch.setenv(GRAPH, before)
-        wanted = environment(plan_of(BOX).settings)
+        wanted = environment(box_plan().settings)
         surroundings = {**os.environ, **wanted}
         rank = Rank(patch, told(plan_dir, gpus), me, when=when)
         tccl_py.torch.init_process_group(plan_dir)
@@ -264,7 +268,7 @@ def topology_dir(tmp_path, monkeypatch):
     del os.environ[TOPOLOGY]
     directory = tmp_path / "told"
     directory.mkdir()
-    write_plan(with_topology(plan_of(BOX)), directory)
+    write_plan(with_topology(box_plan()), directory)
     return directory
 
 
@@ -353,7 +357,7 @@ def test_only_rank_0_says_that_it_is_off(plan_dir, monkeypatch, capfd):
 
 
 def measured(directory):
-    plan = msgspec.structs.replace(plan_of(BOX), simulated=False, assumed=False)
+    plan = msgspec.structs.replace(box_plan(), simulated=False, assumed=False)
     write_plan(plan, directory, fingerprint=PRINT)
     return directory
 
@@ -381,7 +385,7 @@ def test_a_plan_of_an_equal_host_is_on_if_that_is_said(tmp_path, monkeypatch, ca
     rank = Rank(monkeypatch, told(directory, GPUS))
     now = msgspec.structs.replace(PRINT, gpu_uuids=("GPU-5", "GPU-6", "GPU-7", "GPU-8"))
     # Of the machine's own GPUs only name, index and bus id are looked at, which are NVML's too.
-    gpus = plan_of(BOX).machine.gpus
+    gpus = box_plan().machine.gpus
     rank.here = msgspec.structs.replace(rank.here, fingerprint=now, gpus=gpus)
     tccl_py.torch.init_process_group(directory)
     assert rank.graphs == [((0, 1, 2, 3), str(directory / "nccl" / "graph.xml"))]
@@ -416,7 +420,7 @@ def test_a_plan_is_off_under_other_settings(plan_dir, monkeypatch, capfd, tmp_pa
 
 
 def test_the_plans_own_settings_in_the_environment_are_no_reason(plan_dir, monkeypatch):
-    for name, value in environment(plan_of(BOX).settings).items():
+    for name, value in environment(box_plan().settings).items():
         monkeypatch.setenv(name, value)
     rank = Rank(monkeypatch, told(plan_dir, GPUS))
     tccl_py.torch.init_process_group(plan_dir)
@@ -507,7 +511,7 @@ def test_a_file_of_nccls_that_names_a_graph_is_refused(plan_dir, monkeypatch, tm
 
 
 def other_settings(directory):
-    plan = plan_of(BOX)
+    plan = box_plan()
     changed = msgspec.structs.replace(plan.settings, buffsize=1 << 21)
     write_plan(msgspec.structs.replace(plan, settings=changed), directory)
     return directory
@@ -528,7 +532,7 @@ def test_a_second_plan_of_other_settings_is_refused(plan_dir, monkeypatch, tmp_p
 
 
 def test_a_second_plan_of_the_same_settings_is_used(plan_dir, monkeypatch, tmp_path):
-    write_plan(plan_of(BOX), tmp_path)
+    write_plan(box_plan(), tmp_path)
     rank = Rank(monkeypatch, told(plan_dir, GPUS))
     tccl_py.torch.init_process_group(plan_dir)
     # Its digest is another, because the files lie elsewhere: the others have it too.

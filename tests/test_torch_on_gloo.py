@@ -11,17 +11,21 @@ import pytest
 
 from tccl_py.plan.directory import write_plan
 from tccl_py.runtimes.nccl.settings import environment
-from tests.planned import plan_of
+from tests.planned import needing_a_graph, plan_of
 
 pytest.importorskip("torch", reason="torch is not installed")
 BOX = "amd-v100"
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+def box_plan():
+    return needing_a_graph(plan_of(BOX))
+
+
 @pytest.fixture(scope="module")
 def plan_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("machine")
-    write_plan(plan_of(BOX), directory)
+    write_plan(box_plan(), directory)
     return directory
 
 
@@ -64,7 +68,7 @@ def test_each_group_sees_its_own_file_on_all_ranks(plan_dir, tmp_path):
     answers = [json.loads(out) for out, _ in outputs]
     below = plan_dir / "nccl"
     for rank, answer in enumerate(answers):
-        assert answer["added"] == environment(plan_of(BOX).settings)
+        assert answer["added"] == environment(box_plan().settings)
         expected = [([0, 1, 2, 3], str(below / "graph.xml"))]
         for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [3], [1, 2, 3]):
             if rank in ranks:
