@@ -127,7 +127,7 @@ def test_every_job_of_the_host_gets_the_file(tmp_path):
 def test_show_and_the_report_name_it(tmp_path):
     plan, model = planned()
     write_plan(plan, tmp_path, model=model)
-    assert "topology file  topo.xml, for all communicators of a job" in shown("show", tmp_path)
+    assert "topo.xml, for all communicators of a job" in shown("show", tmp_path)
     summary = json.loads(shown("show", tmp_path, "--json"))["topology_file"]
     assert summary == plan.topology.summary
     (file,) = [one for one in plan_files(read_contents(tmp_path)) if one.name == "nccl/topo.xml"]

@@ -273,6 +273,7 @@ def test_the_host_backend_is_checked_by_itself(plan):
         made, machine=place.machine, knowledge=place.knowledge, gpus=(0, 1), rings=(ring,),
         simulated=False, assumed=False, subsets=(), free=None, type_intra="PHB",
         stock=msgspec.structs.replace(made.stock, rings=((0, 1),), assumed=False),
+        variables=msgspec.structs.replace(made.variables, rings=((0, 1),), assumed=False),
         alternatives=(),
     )  # fmt: skip
     shutil.rmtree(plan)

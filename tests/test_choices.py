@@ -1,0 +1,107 @@
+"""Default NCCL, variables alone and a graph file: what each is worth, and which is recommended."""
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.plan.plan import AS_GOOD, CHOICES, load_plan
+from tccl_py.plan.planner import make_plan
+from tccl_py.plan.tasks import condensed
+from tccl_py.runtimes.nccl.settings import Settings, environment
+from tccl_py.runtimes.nccl.stock import stock_choice
+from tccl_py.runtimes.nccl.transport import hop_space
+from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.source import Simulator
+from tccl_py.topology.knowledge import Knowledge
+from tccl_py.topology.readers.nccl_topology import read_nccl_topology
+from tccl_py.transfers.hops import ring_from_order, ring_set
+from tests.nccl_cases import CASES
+from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of
+from tests.test_reference_plans import PLANS
+
+RECOMMENDED = {
+    "amd-v100": "variables",
+    "intel-v100": "variables",
+    "wrx90-16gpu-4switch": "variables",
+    ASUS: "graph",
+    "supermicro-h12dsg-8x3090": "graph",
+    SMALL: "default",
+    "nvswitch-8gpu-8nic": "default",
+}
+
+
+@pytest.mark.parametrize(("name", "choice"), RECOMMENDED.items())
+def test_the_smallest_choice_that_is_as_good_as_the_best_is_recommended(name, choice):
+    plan = load_plan(PLANS / f"{name}.json")
+    assert plan.recommended == choice
+    assert plan.job_settings == plan.choices[choice].settings
+    assert ("graph file" in plan.advice and "No" not in plan.advice) == (choice == "graph")
+
+
+def test_three_choices_for_eight_gpus_take_no_more_than_1600_sets():
+    assert load_plan(PLANS / f"{ASUS}.json").sets_measured <= 1600
+
+
+RATES = st.floats(1.0, 100.0)
+
+
+@given(RATES, RATES, RATES, st.floats(0.0, 0.2), st.booleans())
+def test_no_choice_is_recommended_where_a_smaller_one_is_as_good(one, two, three, error, rated):
+    plan = plan_of(PCIE)
+    stock = msgspec.structs.replace(plan.stock, rate_gbps=one if rated else None, error=error)
+    variables = msgspec.structs.replace(plan.variables, rate_gbps=two)
+    plan = msgspec.structs.replace(plan, stock=stock, variables=variables, rate_gbps=three)
+    rates = [choice.rate_gbps or 0.0 for choice in plan.choices.values()]
+    place = CHOICES.index(plan.recommended)
+    chosen = plan.choices[plan.recommended]
+    assert rates[place] * (1 + max(AS_GOOD, chosen.error)) >= max(rates)
+    assert all(rate * (1 + AS_GOOD) < max(rates) for rate in rates[:place])
+    assert (plan.gain("variables") is None) == (not rated)
+
+
+@pytest.mark.parametrize("name", FOUR_GPUS)
+def test_variables_do_at_least_as_well_as_any_p2p_level_with_the_rings_that_nccl_picks(name):
+    model = load_bundled(name)
+    best = plan_of(name).variables.rate_gbps
+    for level in (None, "SYS", "PHB", "PXB", "LOC"):
+        settings = Settings(p2p_level=level)
+        found = stock_choice(model.machine, model.knowledge, settings)
+        orders = condensed(found.rings)
+        for count in (found.channels, 16, 32):
+            changed = msgspec.structs.replace(
+                settings,
+                channels=found.channels // 2,
+                min_channels=count if count > found.channels else None,
+            )
+            space = hop_space(model.machine, model.knowledge, changed, rings_in_set=len(orders))
+            rings = ring_set([ring_from_order(space, order) for order in orders])
+            (measured,) = Simulator(model).measure([rings.flows])
+            assert best * (1 + AS_GOOD) >= len(orders) * measured.rate_gbps
+
+
+def test_default_nccl_that_would_go_over_nics_is_not_rated_and_no_gain_is_claimed():
+    machine = read_nccl_topology(CASES / "nccl-cases" / "amd4nogdr.xml")
+    plan = make_plan(machine, Knowledge(), Simulator(model_for(machine)), budget=FEW)
+    assert plan.stock.rate_gbps is None
+    assert "over their NICs" in plan.stock.note
+    assert plan.gain(plan.recommended) is None
+    assert "default NCCL" not in plan.advice
+    assert environment(plan.job_settings)["NCCL_NET_DISABLE_INTRA"] == "1"
+
+
+def test_the_json_has_what_scripts_rely_on():
+    result = CliRunner().invoke(app, ["show", str(PLANS / f"{ASUS}.json"), "--json"])
+    shown = json.loads(result.stdout)
+    assert shown["recommended"] == "graph"
+    assert list(shown["choices"]) == list(CHOICES)
+    for choice in shown["choices"].values():
+        assert {"rate_gbps", "settings", "environment", "rings", "note"} <= set(choice)
+    assert shown["stock"] == shown["choices"]["default"]
+    assert shown["choices"]["graph"]["rate_gbps"] == shown["rate_gbps"]
+    assert shown["choices"]["graph"]["environment"] == {"NCCL_P2P_LEVEL": "SYS"}
