@@ -28,17 +28,19 @@ def recorded(name):
 def test_all_jobs_were_right_and_ran_the_plans_rings(name):
     found = recorded(name)
     assert found.accepted
-    assert (found.backend, found.wrong, found.failure) == ("cuda", (), "")
-    assert found.rings.same
+    graph = found.judged
+    assert found.winner == "graph"
+    assert (found.backend, graph.wrong, graph.failure) == ("cuda", (), "")
+    assert graph.rings.same
     assert found.at_once == 4
     assert found.seconds <= 240
 
 
-def test_intervals_and_verdicts_follow_from_the_times_of_every_pair(name):
-    found = recorded(name)
-    rows = [*found.sizes, *found.training]
-    again = compare([one.plan_seconds for one in rows], [one.stock_seconds for one in rows])
-    for one, compared in zip(rows, again, strict=True):
+def test_intervals_and_verdicts_follow_from_the_times_of_every_round(name):
+    default, graph = recorded(name).arms
+    again = compare([one.seconds for one in graph.rows], [one.seconds for one in default.rows])
+    assert graph.over(default) == graph.large
+    for one, compared in zip(graph.rows, again, strict=True):
         assert compared.ratio == pytest.approx(one.compared.ratio)
         assert (compared.low, compared.high) == pytest.approx((one.compared.low, one.compared.high))
         assert compared.verdict == one.verdict
@@ -49,27 +51,29 @@ def test_raw_times_have_every_job_size_rank_and_batch(name):
     assert len(found.raw) == len(found.order)
     assert found.order.count("A") == found.order.count("B") >= 6
     for job in found.raw:
-        assert [len(size) for size in job] == [2] * len(found.sizes)
+        assert [len(size) for size in job] == [2] * len(found.judged.sizes)
         assert {len(rank) for size in job for rank in size} == {9}
 
 
 def test_a_measured_plan_is_nowhere_slower_and_faster_at_large_sizes():
     found = recorded("h200x2-vm")
-    assert min(one.compared.low for one in found.sizes) >= 0.97
-    large = [one for one in found.sizes if one.bytes >= 64 << 20]
+    sizes = found.judged.sizes
+    assert min(one.compared.low for one in sizes) >= 0.97
+    large = [one for one in sizes if one.bytes >= 64 << 20]
     assert all(one.verdict == "better" and one.compared.low >= 1.01 for one in large)
     assert max(one.compared.half_width for one in large) <= 0.01
     # What is open is known to a few percent: jobs come in two kinds, 2 us apart.
-    assert max(one.compared.half_width for one in found.sizes) < 0.05
+    assert max(one.compared.half_width for one in sizes) < 0.05
 
 
 def test_a_plan_for_jobs_without_p2p_is_faster_by_two_fifths_when_tuned():
     found = recorded("h200x2-vm-no-p2p-tuned")
-    assert found.stock_environment["NCCL_P2P_DISABLE"] == "1"
-    ratios = {one.bytes >> 20: one.compared.ratio for one in found.sizes if one.bytes >= 64 << 20}
+    assert found.arms[0].environment["NCCL_P2P_DISABLE"] == "1"
+    graph = found.judged
+    ratios = {one.bytes >> 20: one.compared.ratio for one in graph.sizes if one.bytes >= 64 << 20}
     assert ratios == pytest.approx({64: 1.391, 256: 1.448, 1024: 1.447}, abs=0.001)
-    assert not any(one.verdict == "worse" for one in (*found.sizes, *found.training))
-    assert {one.mode: one.verdict for one in found.training} == {
+    assert not any(one.verdict == "worse" for one in graph.rows)
+    assert {one.mode: one.verdict for one in graph.training} == {
         "eager": "better",
         "graph": "better",
     }
@@ -81,6 +85,7 @@ def test_every_line_of_a_verification_is_shown(name):
     shown = io.StringIO()
     print_verification(recorded(name), Console(file=shown, width=200))
     text = shown.getvalue()
-    assert text.startswith("The plan of 2x-nvidia-h200, GPUs 0,1, over NCCL: yes")
-    assert "4 at once in turns" in text
+    assert text.startswith("2x-nvidia-h200, GPUs 0,1, over NCCL: the graph file wins: 1.")
+    assert "times default NCCL at 64 MiB and above\nYes to graph file" in text
+    assert "interleaved rounds, 4 jobs at once" in text
     assert ("a training step, graph" in text) == (name != "h200x2-vm")

@@ -6,6 +6,7 @@ import re
 
 import msgspec
 import pytest
+from tccl_py.verification.pairs import Effort
 
 from tccl_py.errors import InputError
 from tccl_py.explanation.findings import Explanation, Finding, RingExplanation, save_explanation
@@ -20,7 +21,6 @@ from tccl_py.report.ring_drawing import drawn_hops
 from tccl_py.report.scales import steps, viridis
 from tccl_py.report.svg import element, text_width
 from tccl_py.topology.machine import NvLink, check, toy_machine
-from tccl_py.verification.pairs import Effort
 from tccl_py.verification.record import keep_verification
 from tccl_py.verification.verify import run_verification
 from tests.effort import soon

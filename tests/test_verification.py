@@ -1,4 +1,4 @@
-"""Verdicts on synthetic timings, the run of pairs, NCCL's log against a plan, and the file."""
+"""Verdicts on synthetic timings, interleaved rounds, the winner, NCCL's log, and the file."""
 
 import json
 from pathlib import Path
@@ -14,18 +14,24 @@ from tccl_py.files import decode_json, encode_json
 from tccl_py.plan.directory import write_plan
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.simulator.library import load_bundled
-from tccl_py.verification.comparison import FALSE_RATE, Compared, compare, overall
+from tccl_py.verification.comparison import FALSE_RATE, Compared, compare
 from tccl_py.verification.jobs import JobError
 from tccl_py.verification.orders import Wrong, bus_gbps
-from tccl_py.verification.pairs import Effort
 from tccl_py.verification.record import keep_verification, load_verification
 from tccl_py.verification.rings import rings_found
-from tccl_py.verification.sides import STOCK, plan_side
+from tccl_py.verification.rounds import Effort, round_order
+from tccl_py.verification.subjects import machine_subject
 from tccl_py.verification.surroundings import job_surroundings, kept_variables
-from tccl_py.verification.verify import run_verification
 from tests.nccl_cases import torn
 from tests.planned import SMALL, plan_of, rebind
-from tests.verified import FakeJobs, by_plan, changed, rehearsal
+from tests.verified import (
+    FakeJobs,
+    by_plan,
+    by_variables,
+    changed,
+    rehearsal,
+    run_verification,
+)
 
 LOG = Path(__file__).parent / "cases" / "nccl-logs" / "h200x2-plan-2.28.9.log"
 
@@ -41,19 +47,41 @@ def place(plan, tmp_path):
     return tmp_path
 
 
-def tables(random, ratio, noise, *, sizes=11, pairs=10):
-    """Seconds of the plan and of stock, with noise of each job."""
-    plan = np.exp(random.normal(0, noise, (sizes, pairs))) / ratio
-    return plan.tolist(), np.exp(random.normal(0, noise, (sizes, pairs))).tolist()
+@pytest.fixture(scope="module")
+def boxed():
+    """A plan of which variables, without a graph file, are recommended."""
+    return plan_of("intel-v100")
+
+
+@pytest.fixture
+def box(boxed, tmp_path):
+    place = tmp_path / "box"
+    place.mkdir()
+    write_plan(boxed, place, model=load_bundled("intel-v100"))
+    return place
+
+
+@pytest.fixture
+def three():
+    return FakeJobs(by_plan(lambda _: 1.0))
+
+
+def tables(random, ratio, noise, *, sizes=11, rounds=10, arms=1):
+    """Seconds of arms and of one baseline, with noise of each job."""
+    baseline = np.exp(random.normal(0, noise, (sizes, rounds))).tolist() * arms
+    return (np.exp(random.normal(0, noise, (arms * sizes, rounds))) / ratio).tolist(), baseline
 
 
 @given(st.integers(0, 10_000), st.sampled_from([0.002, 0.02, 0.1]), st.sampled_from([6, 10, 20]))
 @settings(max_examples=3)
-def test_equal_sides_are_called_different_no_more_often_than_stated(seed, noise, pairs):
+def test_equal_arms_are_called_different_no_more_often_than_stated(seed, noise, rounds):
     random = np.random.default_rng(seed)
     tries = 300
     wrong = sum(
-        any(one.verdict != "same" for one in compare(*tables(random, 1.0, noise, pairs=pairs)))
+        any(
+            one.verdict != "same"
+            for one in compare(*tables(random, 1.0, noise, rounds=rounds, arms=2))
+        )
         for _ in range(tries)
     )
     # Four standard errors above the stated rate.
@@ -89,8 +117,8 @@ def test_intervals_hold_the_true_ratio_as_often_as_stated():
     assert 0.93 < held < 0.975
 
 
-def test_too_few_pairs_and_uneven_sides_are_refused():
-    with pytest.raises(ValueError, match="5 pairs: 6 to 40 can be compared"):
+def test_too_few_rounds_and_uneven_arms_are_refused():
+    with pytest.raises(ValueError, match="5 rounds: 6 to 40 can be compared"):
         compare([[1.0] * 5], [[1.0] * 5])
     with pytest.raises(ValueError, match="shorter"):
         compare([[1.0] * 7], [[1.0] * 6])
@@ -101,61 +129,162 @@ def test_equal_timings_are_the_same():
     assert (found.ratio, found.low, found.high, found.p, found.verdict) == (1, 1, 1, 1, "same")
 
 
-def test_one_worse_size_makes_the_whole_worse():
-    assert overall(["better", "same", "worse"]) == "worse"
-    assert overall(["same"]) == "same"
-    assert Compared(ratio=0.9, low=0.8, high=0.99, p=0.2).verdict == "same"
+def test_a_loss_that_may_be_chance_is_no_verdict_but_a_loss():
+    one = Compared(ratio=0.9, low=0.8, high=0.99, p=0.2)
+    assert (one.verdict, one.loses, one.open) == ("same", True, True)
+    small = Compared(ratio=0.995, low=0.992, high=0.998, p=0.001)
+    assert (small.verdict, small.loses, small.open) == ("same", False, False)
+
+
+@pytest.mark.parametrize("arms", ["AB", "ABC"])
+def test_rounds_are_palindromes_whose_start_rotates(arms):
+    rounds = ["".join(round_order(arms, number)) for number in range(2 * len(arms))]
+    assert all(rounds[at] == rounds[at + 1][::-1] for at in range(0, len(rounds), 2))
+    assert {one[0] for one in rounds[::2]} == set(arms)
+    # Over these rounds every arm has every place equally often.
+    for place in range(len(arms)):
+        assert sorted(one[place] for one in rounds) == sorted(arms * 2)
 
 
 def test_a_faster_plan_is_accepted_with_its_evidence(plan, place):
     jobs = FakeJobs(by_plan(lambda size: 1.2 if size >= 1 << 20 else 1.0))
     effort = Effort()
-    found = run_verification(plan, place, rehearsal(plan, jobs), effort)
-    assert (found.verdict, found.accepted, found.worse_sizes) == ("better", True, ())
-    assert [one.verdict for one in found.sizes][-5:] == ["better"] * 5
-    assert found.sizes[-1].compared.ratio == pytest.approx(1.2, rel=0.01)
-    assert found.plan_gbps == pytest.approx(found.stock_gbps * 1.2, rel=0.02)
-    assert found.plan_gbps == pytest.approx(
+    found = run_verification(plan, place, rehearsal(plan, jobs), effort, choice="graph")
+    default, graph = found.arms
+    assert (found.winner, found.accepted, graph.objections) == ("graph", True, ())
+    assert [one.verdict for one in graph.sizes][-5:] == ["better"] * 5
+    assert graph.sizes[-1].compared.ratio == pytest.approx(1.2, rel=0.01)
+    assert graph.large.ratio == pytest.approx(1.2, rel=0.01)
+    assert graph.gbps == pytest.approx(default.gbps * 1.2, rel=0.02)
+    assert graph.gbps == pytest.approx(
         bus_gbps("all_reduce", len(plan.gpus), 1 << 30, 0.1 / 1.2), rel=0.1
     )
-    assert found.order.startswith("ABBAABBA")
-    assert len(found.raw) == len(found.order) == len(jobs.jobs) - 1
-    assert found.checked == 60 * len(plan.gpus)
+    assert found.order.startswith("ABBABAAB")
+    # Both arms' values are checked beforehand.
+    assert len(found.raw) == len(found.order) == len(jobs.jobs) - 2
+    assert default.checked == graph.checked == 60 * len(plan.gpus)
 
 
-def test_the_sides_differ_by_the_plans_variables_alone(plan, place):
-    jobs = FakeJobs(by_plan(lambda _: 1.0))
-    found = run_verification(plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)))
-    side = plan_side(plan, place).variables
-    assert side["NCCL_GRAPH_FILE"] == str(place / "nccl" / "graph.xml")
-    for letter, (order, surroundings) in zip(found.order, jobs.jobs[1:], strict=True):
+def test_arms_differ_by_the_plans_variables_alone(boxed, box, three):
+    found = run_verification(boxed, box, rehearsal(boxed, three), Effort(sizes=(4096,)))
+    arms = {
+        letter: one.variables
+        for letter, one in zip("ABC", machine_subject(boxed, box).arms, strict=True)
+    }
+    assert arms["A"] == {}
+    assert arms["B"] == {"NCCL_P2P_LEVEL": "PHB"}
+    assert arms["C"] == {**arms["B"], "NCCL_GRAPH_FILE": str(box / "nccl" / "graph.xml")}
+    for letter, (order, surroundings) in zip(found.order, three.jobs[3:], strict=True):
         nccl = {name: text for name, text in surroundings.items() if name.startswith("NCCL_")}
-        assert nccl == (side if letter == "A" else STOCK.variables)
-        assert order.world == len(plan.gpus)
+        assert nccl == arms[letter]
+        assert order.world == len(boxed.gpus)
 
 
-def test_stock_has_what_all_jobs_of_the_plans_hosts_have(plan, tmp_path):
+def test_three_arms_run_in_every_round_and_equal_environments_are_one_arm(boxed, box, three, plan):
+    found = run_verification(boxed, box, rehearsal(boxed, three), Effort(sizes=(4096,)))
+    assert [one.name for one in found.arms] == ["default", "variables", "graph"]
+    assert found.order.startswith("ABCCBABCAACBCABBAC")
+    assert found.order.count("A") == found.order.count("B") == found.order.count("C")
+    # Variables of the other plan are those of default NCCL.
+    place = box.parent / "other"
+    place.mkdir()
+    write_plan(plan, place, model=load_bundled(SMALL))
+    assert [one.name for one in machine_subject(plan, place).arms] == ["default", "graph"]
+    with pytest.raises(InputError, match="--choice variables: sets nothing that default NCCL has"):
+        machine_subject(plan, place).narrowed("variables")
+
+
+@pytest.mark.parametrize(
+    ("variables", "graph", "winner"),
+    [
+        (1.0, 1.0, "default"),
+        (1.3, 1.0, "variables"),
+        (1.3, 1.305, "variables"),
+        (1.3, 1.5, "graph"),
+        (1.0, 1.3, "graph"),
+        (0.9, 1.3, "graph"),
+    ],
+)
+def test_the_winner_is_the_smallest_choice_that_is_as_good_as_the_best(
+    boxed, box, variables, graph, winner
+):
+    fake = FakeJobs(by_plan(lambda _: graph, variables=lambda _: variables), noise=0.001)
+    effort = Effort(sizes=(4096, 64 << 20))
+    found = run_verification(boxed, box, rehearsal(boxed, fake), effort)
+    assert found.winner == winner
+    assert (found.recommended, found.chosen) == ("variables", "variables")
+    assert found.accepted == (variables >= 1)
+
+
+def test_a_choice_that_loses_at_a_size_is_no_winner(boxed, box):
+    fake = FakeJobs(
+        by_plan(lambda _: 1.2, variables=lambda size: 0.95 if size == 4096 else 1.5), noise=0.001
+    )
+    effort = Effort(sizes=(4096, 64 << 20))
+    found = run_verification(boxed, box, rehearsal(boxed, fake), effort)
+    assert (found.winner, found.accepted) == ("graph", False)
+    assert found.judged.objections == ("it is slower than default NCCL at 4 KiB",)
+
+
+def test_variables_that_slow_smaller_communicators_are_not_accepted_by_name(boxed, box):
+    def grouped(groups, environment):
+        assert groups == ((0, 1), (2, 3))
+        return 1.1 if by_variables(environment) else 1.0
+
+    fake = FakeJobs(by_plan(lambda _: 1.0, variables=lambda _: 1.05), noise=0.001, grouped=grouped)
+    found = run_verification(boxed, box, rehearsal(boxed, fake), Effort(sizes=(1024, 1 << 20)))
+    default, variables, graph = found.arms
+    assert (found.winner, found.accepted) == ("default", False)
+    assert variables.objections == (
+        "communicators over GPUs 0,1 and 2,3 are slower at 16 KiB, 1 MiB",
+    )
+    assert [one.bytes for one in default.groups] == [16 << 10, 1 << 20]
+    assert graph.groups == ()
+    # Two of the four GPUs are in a communicator.
+    assert default.groups[1].gbps == pytest.approx(
+        bus_gbps("all_reduce", 2, 1 << 20, 1e-4 + 1e-10 * (1 << 20)), rel=0.05
+    )
+
+
+def test_an_arm_whose_job_fails_leaves_the_others_in_the_comparison(boxed, box):
+    fails = {"rounds": 0}
+
+    def fail(environment):
+        fails["rounds"] += by_variables(environment)
+        return "no memory" if by_variables(environment) and fails["rounds"] > 3 else ""
+
+    fake = FakeJobs(by_plan(lambda _: 1.3), fails=fail)
+    found = run_verification(boxed, box, rehearsal(boxed, fake), Effort(sizes=(4096, 64 << 20)))
+    assert (found.winner, found.accepted) == ("graph", False)
+    assert found.judged.objections == ("its job failed: no memory",)
+    assert set(found.order) == {"A", "C"}
+    assert len(found.raw) == len(found.order)
+
+
+def test_every_arm_has_what_all_jobs_of_the_plans_hosts_have(plan, tmp_path):
     settings = changed(plan.settings, p2p_level="LOC")
     bounced = changed(plan, settings=settings, kept={"NCCL_P2P_DISABLE": "1"}, alternatives=())
     write_plan(bounced, tmp_path, model=load_bundled(SMALL))
     jobs = FakeJobs(by_plan(lambda _: 1.0))
-    found = run_verification(bounced, tmp_path, rehearsal(plan, jobs), Effort(sizes=(4096,)))
-    assert found.stock_environment == {"NCCL_P2P_DISABLE": "1"}
+    found = run_verification(
+        bounced, tmp_path, rehearsal(plan, jobs), Effort(sizes=(4096,)), choice="graph"
+    )
+    assert found.arms[0].environment == {"NCCL_P2P_DISABLE": "1"}
     assert all(told["NCCL_P2P_DISABLE"] == "1" for _, told in jobs.jobs)
 
 
-def test_clear_verdicts_need_no_more_pairs_and_noise_gets_four_times_as_many_at_most(plan, place):
-    effort = Effort(sizes=(1 << 20, 1 << 26), pairs=8)
+def test_clear_verdicts_need_no_more_rounds_and_noise_gets_four_times_as_many_at_most(plan, place):
+    effort = Effort(sizes=(1 << 20, 1 << 26), rounds=8)
     quiet = FakeJobs(by_plan(lambda _: 1.0), noise=0.0005)
-    found = run_verification(plan, place, rehearsal(plan, quiet), effort)
+    found = run_verification(plan, place, rehearsal(plan, quiet), effort, choice="graph")
     assert len(found.order) == 2 * 6
-    noisy = FakeJobs(by_plan(lambda _: 1.02), noise=0.2)
-    found = run_verification(plan, place, rehearsal(plan, noisy), effort)
+    noisy = FakeJobs(by_plan(lambda _: 1.02), noise=0.2, seed=1)
+    found = run_verification(plan, place, rehearsal(plan, noisy), effort, choice="graph")
     assert len(found.order) == 2 * 32
     small = FakeJobs(by_plan(lambda _: 1.0), noise=0.2)
-    effort = Effort(sizes=(1024, 4096), pairs=8)
-    found = run_verification(plan, place, rehearsal(plan, small), effort)
-    assert len(found.order) == 2 * 8 or found.sizes[0].compared.high < 1
+    effort = Effort(sizes=(1024, 4096), rounds=8)
+    found = run_verification(plan, place, rehearsal(plan, small), effort, choice="graph")
+    assert len(found.order) == 2 * 8 or found.arms[1].sizes[0].compared.high < 1
 
 
 class Crowded(FakeJobs):
@@ -182,22 +311,23 @@ def test_as_many_jobs_run_at_once_as_devices_surely_have_room_for(
     jobs = Crowded(by_plan(lambda _: 1.0), room=4, noise=0.0005)
     where = changed(rehearsal(plan, jobs), backend=backend)
     effort = Effort(sizes=(1024, largest), checks=False)
-    found = run_verification(plan, place, where, effort)
+    found = run_verification(plan, place, where, effort, choice="graph")
     assert found.at_once == at_once
     assert len(plan.gpus) == 4
-    side, stock = [True], [False]
-    four = [[True, False, False, True], [False, True, True, False]]
-    rounds = {4: [*four, four[0]], 2: [[True, False], [False, True]] * 3}
-    alone = [side, stock, stock, side] * 3
-    assert jobs.rounds[1:] == rounds.get(at_once, alone)
-    assert found.order == ("ABBABAABABBA" if at_once == 4 else "ABBA" * 3)
+    order = "ABBABAABABBA"
+    graph = [letter == "B" for letter in order]
+    assert jobs.rounds[1:] == [graph[at : at + at_once] for at in range(0, 12, at_once)]
+    assert found.order == order
 
 
 def test_jobs_that_fail_together_are_run_one_after_the_other(plan, place):
     jobs = Crowded(by_plan(lambda _: 1.2), room=1)
-    found = run_verification(plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)))
-    assert (found.verdict, found.at_once, found.failure) == ("better", 1, "")
-    assert [len(one) for one in jobs.rounds[:4]] == [1, 4, 1, 1]
+    found = run_verification(
+        plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)), choice="graph"
+    )
+    assert (found.winner, found.at_once, found.arms[1].failure) == ("graph", 1, "")
+    # The checks of both arms, then their rounds.
+    assert [len(one) for one in jobs.rounds[:6]] == [2, 1, 1, 4, 1, 1]
     assert found.order.startswith("ABBA")
 
 
@@ -209,56 +339,65 @@ def test_a_plan_whose_jobs_fail_among_others_is_answered_no(plan, place):
             return super().one(order, surroundings)
 
     jobs = Later(by_plan(lambda _: 1.2), room=4)
-    found = run_verification(plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)))
-    assert (found.accepted, found.failure) == (False, "rank 1 ended with code 1: no room")
+    found = run_verification(
+        plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)), choice="graph"
+    )
+    assert (found.accepted, found.winner) == (False, "default")
+    assert found.judged.failure == "rank 1 ended with code 1: no room"
 
 
 def test_a_plan_that_is_slow_for_small_messages_is_not_recommended_for_them(plan, place):
     jobs = FakeJobs(by_plan(lambda size: 0.9 if size <= 4096 else 1.3))
-    found = run_verification(plan, place, rehearsal(plan, jobs), Effort())
-    assert (found.verdict, found.accepted, found.worse_sizes) == ("worse", False, (1024, 4096))
+    found = run_verification(plan, place, rehearsal(plan, jobs), Effort(), choice="graph")
+    assert (found.winner, found.accepted) == ("default", False)
+    assert found.judged.worse_sizes == (1024, 4096)
 
 
-def test_a_plan_whose_job_fails_is_answered_no_unless_stock_fails_too(plan, place):
+def test_a_plan_whose_job_fails_is_answered_no_unless_default_nccl_fails_too(plan, place):
     def fails(surroundings):
         return "rank 1: dev 2 not found" if "NCCL_GRAPH_FILE" in surroundings else ""
 
     jobs = FakeJobs(by_plan(lambda _: 1.0), fails=fails)
-    found = run_verification(plan, place, rehearsal(plan, jobs), Effort())
-    assert (found.failure, found.accepted, found.verdict) == (
-        "rank 1: dev 2 not found", False, None,
+    found = run_verification(plan, place, rehearsal(plan, jobs), Effort(), choice="graph")
+    assert (found.judged.failure, found.accepted, found.winner) == (
+        "rank 1: dev 2 not found", False, "default",
     )  # fmt: skip
     jobs = FakeJobs(by_plan(lambda _: 1.0), fails=lambda _: "no GPU")
     with pytest.raises(JobError, match="no GPU"):
-        run_verification(plan, place, rehearsal(plan, jobs), Effort())
+        run_verification(plan, place, rehearsal(plan, jobs), Effort(), choice="graph")
 
 
 def test_wrong_values_make_the_answer_no(plan, place):
     wrong = (Wrong(case="all-reduce, float32 x 3", rank=0, what="1 of 3 values are wrong"),)
     jobs = FakeJobs(by_plan(lambda _: 1.5), wrong=wrong)
-    found = run_verification(plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)))
-    assert (found.verdict, found.accepted, found.wrong) == ("better", False, wrong)
+    found = run_verification(
+        plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)), choice="graph"
+    )
+    assert (found.winner, found.accepted, found.judged.wrong) == ("default", False, wrong)
 
 
 def test_a_slower_training_step_makes_the_answer_no(plan, place):
     jobs = FakeJobs(by_plan(lambda _: 1.0), noise=0.0005)
     effort = Effort(sizes=(4096,), training=True)
-    found = run_verification(plan, place, rehearsal(plan, jobs), effort)
-    assert [one.mode for one in found.training] == ["eager"]
+    found = run_verification(plan, place, rehearsal(plan, jobs), effort, choice="graph")
+    assert [one.mode for one in found.judged.training] == ["eager"]
     assert found.accepted
-    slow = changed(found.training[0], verdict="worse")
-    assert not changed(found, training=(slow,)).accepted
+    slow = changed(found.judged.training[0], verdict="worse")
+    arm = changed(found.judged, rows=(*found.judged.sizes, slow))
+    assert arm.objections == ("a training step is slower than with default NCCL",)
 
 
 def test_a_missing_graph_file_is_refused(plan, place):
     (place / "nccl" / "graph.xml").unlink()
     with pytest.raises(InputError, match=r"graph\.xml: is missing; plan again"):
-        run_verification(plan, place, rehearsal(plan, FakeJobs(by_plan(lambda _: 1.0))), Effort())
+        run_verification(plan, place, rehearsal(plan, three), Effort())
 
 
 def test_the_file_is_read_again_and_an_earlier_plans_is_left_out(plan, place):
     jobs = FakeJobs(by_plan(lambda _: 1.1))
-    found = run_verification(plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)))
+    found = run_verification(
+        plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)), choice="graph"
+    )
     kept = keep_verification(found, place)
     assert load_verification(place) == kept
     changed(plan, strategy="other").save(place / "plan.json")
@@ -315,8 +454,9 @@ def test_without_checks_the_log_is_that_of_a_timing_job(on_two, tmp_path, checks
     jobs = Logging(by_plan(lambda _: 1.0))
     place = changed(rehearsal(on_two, jobs), backend="cuda")
     effort = Effort(sizes=(1 << 20,), checks=checks)
-    found = run_verification(on_two, tmp_path, place, effort)
-    assert found.rings.same, found.rings.differences
+    found = run_verification(on_two, tmp_path, place, effort, choice="graph")
+    assert found.arms[0].rings is None
+    assert found.arms[1].rings.same, found.arms[1].rings.differences
 
 
 def test_other_channels_rings_and_transports_are_named(on_two):

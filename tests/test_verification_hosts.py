@@ -19,9 +19,8 @@ from tccl_py.verification.host_rings import cluster_rings_found
 from tccl_py.verification.hosts import HostPart, HostsPlace
 from tccl_py.verification.jobs import JobError
 from tccl_py.verification.orders import Order
-from tccl_py.verification.pairs import Effort
 from tccl_py.verification.record import keep_verification, load_verification
-from tccl_py.verification.sides import STOCK
+from tccl_py.verification.rounds import Effort
 from tccl_py.verification.subjects import cluster_subject
 from tccl_py.verification.verify import verify_subject
 from tests.cluster_plans import NOTHING, cluster_plan, mixed
@@ -232,7 +231,7 @@ def test_each_host_is_told_its_ranks_gpus_graph_and_where_all_meet(tmp_path):
     plan, hosts = mixed(), FakeHosts()
     place = place_of(plan, hosts, backend="cuda")
     subject = cluster_subject(plan, tmp_path, graphs_of(plan))
-    (outcome,) = place.run([subject.side], Order(backend="cuda", world=0, sizes=(4,)))
+    (outcome,) = place.run([subject.arms[1]], Order(backend="cuda", world=0, sizes=(4,)))
     assert [one.rank for one in outcome.answers] == list(range(11))
     assert hosts.met == ["gpu3"]
     (tasks,) = hosts.tasks
@@ -255,28 +254,30 @@ def test_each_host_is_told_its_ranks_gpus_graph_and_where_all_meet(tmp_path):
     assert told["NCCL_NET_DISABLE_INTRA"] == "1"
 
 
-def test_stock_has_neither_graph_nor_settings():
+def test_default_nccl_has_neither_graph_nor_settings(tmp_path):
     plan, hosts = mixed(), FakeHosts()
-    place_of(plan, hosts).run([STOCK], Order(backend="host", world=0))
+    default = cluster_subject(plan, tmp_path, graphs_of(plan)).arms[0]
+    place_of(plan, hosts).run([default], Order(backend="host", world=0))
     for name, task in hosts.tasks[0].items():
         assert task.files == {}
         assert not [one for one in task.surroundings if one.startswith("NCCL_NET")]
         assert task.surroundings["GLOO_SOCKET_IFNAME"] == f"eth-{name}"
 
 
-def test_a_cluster_is_verified_in_pairs_and_kept(tmp_path):
+def test_a_cluster_is_verified_in_rounds_of_two_arms_and_kept(tmp_path):
     plan, hosts = mixed(), FakeHosts()
     write_cluster_plan(plan, tmp_path)
     subject = cluster_subject(plan, tmp_path, graphs_of(plan))
     found = verify_subject(subject, place_of(plan, hosts), Effort(sizes=(1024, 1 << 26)))
     assert (found.machine, found.gpus) == ("4 hosts", ())
     assert found.hosts == ("gpu3", "gpu2", "gpu1", "login")
-    assert found.verdict == "better"
+    assert [one.name for one in found.arms] == ["default", "graph"]
+    assert (found.winner, found.judged.name, found.accepted) == ("graph", "graph", True)
     assert found.order.startswith("ABBA")
-    assert found.checked == 55
-    assert found.predicted_gbps == plan.rate_gbps
+    assert found.judged.checked == 55
+    assert found.judged.predicted_gbps == plan.rate_gbps
     path = f"{tmp_path}/nccl/hosts/HOST.xml"
-    assert found.plan_environment["NCCL_GRAPH_FILE"] == path
+    assert found.judged.environment["NCCL_GRAPH_FILE"] == path
     kept = keep_verification(found, tmp_path)
     assert load_verification(tmp_path) == kept
 
@@ -287,10 +288,10 @@ def test_a_job_that_fails_under_the_plan_alone_is_a_no_with_its_host(tmp_path):
     subject = cluster_subject(plan, tmp_path, graphs_of(plan))
     found = verify_subject(subject, place_of(plan, hosts), Effort(sizes=(1024,)))
     assert not found.accepted
-    assert found.failure == "host gpu2: rank 4: ended with code 1; no room"
+    assert found.judged.failure == "host gpu2: rank 4: ended with code 1; no room"
 
 
-def test_where_stock_fails_as_well_nothing_is_said_of_the_plan(tmp_path):
+def test_where_default_nccl_fails_as_well_nothing_is_said_of_the_plan(tmp_path):
     plan, hosts = mixed(), FakeHosts(fails=lambda task: True)
     subject = cluster_subject(plan, tmp_path, graphs_of(plan))
     with pytest.raises(JobError, match=r"^host gpu2: rank 4"):

@@ -139,6 +139,26 @@ def test_collectives_over_gloo_are_right_and_timed(nursery):
 
 
 @needs_torch
+def test_smaller_communicators_are_timed_in_turns_but_not_under_a_graph_file(nursery):
+    groups = (((0, 1),), ((0, 2), (1,)))
+    order = Order(
+        backend="host", world=3, sizes=(1024,), groups=groups, group_sizes=(2048, 70_000),
+        seconds=0.02, collective="broadcast",
+    )  # fmt: skip
+    told = [surroundings(), surroundings(NCCL_GRAPH_FILE="/none"), surroundings()]
+    plain, graph, other = run_jobs(order, told, start=nursery)
+    for outcome in (plain, other):
+        counts = [[len(one) for one in answer.timings] for answer in outcome.answers]
+        # A rank that is in no group, or alone in its group, has no times of it.
+        assert counts == [[9, 9, 9, 9, 9], [9, 9, 9, 0, 0], [9, 0, 0, 9, 9]]
+        assert all(seconds > 0 for answer in outcome.answers for row in answer.timings
+                   for seconds in row)  # fmt: skip
+    assert [[len(one) for one in answer.timings] for answer in graph.answers] == [
+        [9, 0, 0, 0, 0]
+    ] * 3
+
+
+@needs_torch
 def test_jobs_at_once_take_turns_and_have_logs_and_environments_of_their_own(nursery):
     order = Order(backend="host", world=2, sizes=(1024, 5000), seconds=0.02, training=True)
     told = [surroundings(NCCL_DEBUG="WARN"), surroundings(), surroundings(NCCL_ALGO="Ring")]

@@ -28,8 +28,8 @@ from tccl_py.runtimes.nccl.validator import NodeJob, validate_cluster
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.generic import model_for
 from tccl_py.verification.orders import SIZES
-from tccl_py.verification.pairs import Effort
 from tccl_py.verification.record import load_verification
+from tccl_py.verification.rounds import Effort
 from tccl_py.verification.tunable import host_graphs, tunable_cluster
 from tccl_py.verification.tuning import run_tuning
 from tccl_py.verification.verify import verify_subject
@@ -49,7 +49,7 @@ def told(task):
 
 
 def by_settings(rate):
-    """Seconds: stock's a size, over what `rate(size, channels, buffsize, variables)` says."""
+    """Seconds: default NCCL's a size, over what `rate(size, channels, buffsize, variables)` says."""
 
     def seconds(size, task):
         stock = 1e-4 + size / 1e9
@@ -86,21 +86,21 @@ def best_of_all(size, channels, buffsize, variables):
 def test_the_best_settings_of_all_hosts_are_found_by_their_collectives(tmp_path):
     plan, hosts = mixed(), FakeHosts(seconds=by_settings(best_of_all))
     found = tuned(plan, hosts, tmp_path)
-    chosen = found.plan.settings
+    chosen = found.plan.choices["graph"]
     # Nothing that makes no difference is chosen.
     changes = {"channels": 8, "buffsize": 512 << 10, "algo": "Ring"}
     assert chosen == msgspec.structs.replace(plan.settings, **changes)
-    assert found.verification.settings == chosen
+    assert found.verification.judged.settings == chosen
     assert found.verification.accepted
     assert found.verification.hosts == plan.host_order
     # What was achieved is the plan's rate now, over the 11 ranks of the hosts.
     stock = 2 * 10 / 11 * (64 << 20) / (1e-4 + (64 << 20) / 1e9) / 1e9
     assert found.plan.plan.rate_gbps == pytest.approx(stock * 1.6 * 1.2, rel=0.01)
-    # So is stock's, or the gain would be one of two scales.
+    # So is default NCCL's, or the gain would be one of two scales.
     assert found.plan.plan.stock.rate_gbps == pytest.approx(stock, rel=0.01)
-    # Stock first, then the plan as it is; channels before all else.
+    # Default NCCL first, then the plan as it is; channels before all else.
     first, second, *others = found.verification.tried
-    assert (first.settings, second.settings) == (None, plan.settings)
+    assert (first.arm, second.settings) == ("default", plan.settings)
     assert [one.settings.channels for one in others[:4]] == [8, 8, 4, 4]
 
 
@@ -121,7 +121,7 @@ def test_rings_get_equal_numbers_of_channels_in_all_that_is_tried(tmp_path):
     found = tuned(plan, hosts, tmp_path)
     (rings,) = {len(passage.chains) for passage in plan.passages}
     assert rings == 2
-    counts = {one.settings.channels for one in found.verification.tried if one.settings}
+    counts = {one.settings.channels for one in found.verification.tried if one.arm == "graph"}
     assert counts == {2, 4, 8, 16, 32}
 
 
@@ -130,9 +130,9 @@ def test_a_plan_that_no_settings_make_faster_stays_and_what_was_tried_is_told(tm
     found = tuned(plan, hosts, tmp_path)
     assert found.plan.plan is plan
     assert not found.verification.accepted
-    assert found.verification.settings == plan.settings
+    assert found.verification.judged.settings == plan.settings
     assert len(found.verification.tried) > 10
-    assert all(one.low < 0.97 for one in found.verification.tried if one.settings)
+    assert all(one.low < 0.97 for one in found.verification.tried if one.arm == "graph")
 
 
 def test_settings_that_are_slow_for_small_messages_are_left_out(tmp_path):
@@ -142,7 +142,7 @@ def test_settings_that_are_slow_for_small_messages_are_left_out(tmp_path):
         return 1.3 if channels == 16 else 1.1
 
     found = tuned(mixed(), FakeHosts(seconds=by_settings(rate)), tmp_path)
-    assert found.plan.settings.channels == 16
+    assert found.plan.choices["graph"].channels == 16
 
 
 @pytest.mark.parametrize(("lasted", "channels"), [(None, 16), (480.0, 2)])
@@ -157,7 +157,7 @@ def test_the_next_best_settings_are_taken_where_pairs_say_that_the_best_harm_a_s
 
     found = tuned(mixed(), FakeHosts(seconds=by_settings(rate)), tmp_path, lasted=lasted)
     # After eight minutes no further choice is compared, and the plan stays.
-    assert found.plan.settings.channels == channels
+    assert found.plan.choices["graph"].channels == channels
 
 
 def test_settings_that_fail_on_a_host_are_told_by_its_name_and_left_out(tmp_path):
@@ -169,7 +169,7 @@ def test_settings_that_fail_on_a_host_are_told_by_its_name_and_left_out(tmp_path
     failed = [one for one in found.verification.tried if one.failed]
     assert {one.settings.channels for one in failed} == {8}
     assert {one.failed for one in failed} == {"host gpu2: rank 4: ended with code 1; no room"}
-    assert (found.plan.settings.channels, found.plan.settings.algo) != (8, None)
+    assert (found.plan.choices["graph"].channels, found.plan.choices["graph"].algo) != (8, None)
 
 
 def test_choices_that_fail_together_are_tried_one_by_one(tmp_path):
@@ -182,7 +182,7 @@ def test_choices_that_fail_together_are_tried_one_by_one(tmp_path):
 
     hosts = Full(seconds=by_settings(best_of_all))
     found = tuned(mixed(), hosts, tmp_path)
-    assert (found.plan.settings.channels, found.plan.settings.algo) == (8, "Ring")
+    assert (found.plan.choices["graph"].channels, found.plan.choices["graph"].algo) == (8, "Ring")
     assert not any(one.failed for one in found.verification.tried)
 
 
@@ -196,7 +196,7 @@ def test_the_directory_is_written_whole_for_the_tuned_settings(tmp_path):
     found = common.verified(subject, tmp_path, place_of(plan, hosts), EFFORT, also_tune=True)
     after = load_cluster_plan(tmp_path)
     assert (after.settings.channels, after.settings.buffsize) == (8, 512 << 10)
-    assert after.notices[-1].startswith("settings tuned: rates, stock's too, are")
+    assert after.notices[-1].startswith("settings tuned: all rates are")
     assert (after.rings, after.host_order) == (plan.rings, plan.host_order)
     assert {
         name: texts_below(tmp_path)[f"nccl/{name}"] for name in cluster_files(after, tmp_path)
@@ -211,9 +211,9 @@ def test_the_directory_is_written_whole_for_the_tuned_settings(tmp_path):
         )
     kept = load_verification(tmp_path)
     assert kept == found
-    assert (kept.settings, len(kept.tried) > 10) == (after.settings, True)
-    assert kept.plan_environment["NCCL_GRAPH_FILE"] == f"{tmp_path}/nccl/hosts/HOST.xml"
-    assert kept.plan_environment["NCCL_BUFFSIZE"] == "524288"
+    assert (kept.judged.settings, len(kept.tried) > 10) == (after.settings, True)
+    assert kept.judged.environment["NCCL_GRAPH_FILE"] == f"{tmp_path}/nccl/hosts/HOST.xml"
+    assert kept.judged.environment["NCCL_BUFFSIZE"] == "524288"
 
 
 class Ending(FakeHosts):
@@ -267,7 +267,7 @@ def test_whatever_ends_tuning_leaves_the_plan_and_what_was_verified_of_it(
     with pytest.raises(raised):
         common.verified(subject, tmp_path, place_of(plan, hosts), EFFORT, also_tune=True)
     after = texts_below(tmp_path)
-    assert load_verification(tmp_path).settings == plan.settings
+    assert load_verification(tmp_path).judged.settings == plan.settings
     assert {name: text for name, text in after.items() if name != "verify.json"} == before
     assert load_cluster_plan(tmp_path) == plan
 
@@ -392,8 +392,8 @@ def test_the_command_tunes_the_plan_of_the_jobs_hosts(command, tmp_path):
     assert (told.exit_code, told.exception) == (0, None)
     found = json.loads(told.stdout)
     assert (found["hosts"], found["accepted"]) == (["gpu3", "gpu2", "gpu1", "login"], True)
-    assert found["settings"]["buffsize"] == 512 << 10
-    words = "NCCL_NET_DISABLE_INTRA=1, NCCL_BUFFSIZE=524288, NCCL_ALGO=Ring, 8 channels"
+    assert found["arms"][1]["settings"]["buffsize"] == 512 << 10
+    words = "graph file, NCCL_NET_DISABLE_INTRA=1, NCCL_BUFFSIZE=524288, NCCL_ALGO=Ring, 8 channels"
     assert f"tccl: tuned: {words}\n" in told.stderr
     assert load_cluster_plan(tmp_path).settings.buffsize == 512 << 10
     assert CliRunner().invoke(app, ["show", str(tmp_path)]).exit_code == 0
@@ -409,10 +409,10 @@ def test_a_plan_that_was_just_written_is_tuned_by_its_job(tmp_path, monkeypatch,
     assert made == load_cluster_plan(tmp_path)
     assert made.settings.algo == "Ring"
     # At the plan's 10 GB/s no size takes long.
-    assert [one.bytes for one in load_verification(tmp_path).sizes] == list(SIZES)
+    assert [one.bytes for one in load_verification(tmp_path).judged.sizes] == list(SIZES)
     told = capsys.readouterr()
     assert told.out == ""
-    assert "The plan of 4 hosts, gpu3,gpu2,gpu1,login, rehearsed over gloo: yes" in told.err
+    assert "4 hosts, gpu3,gpu2,gpu1,login, rehearsed over gloo: the graph file wins: 1." in told.err
 
 
 def test_sizes_that_take_a_slow_network_long_are_left_out_where_a_plan_is_tuned(
@@ -422,7 +422,7 @@ def test_sizes_that_take_a_slow_network_long_are_left_out_where_a_plan_is_tuned(
     fake = FakeJobs(None, at=0)
     monkeypatch.setattr("tccl_profiler.cluster.rank_jobs.RankJobs", lambda job: fake)
     verify_hosts.tuned_hosts(tmp_path, None, "host")
-    assert max(one.bytes for one in load_verification(tmp_path).sizes) == 16 << 20
+    assert max(one.bytes for one in load_verification(tmp_path).judged.sizes) == 16 << 20
 
 
 def test_a_host_that_is_lost_while_settings_are_tried_is_named_and_the_plan_stays(

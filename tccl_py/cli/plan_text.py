@@ -11,14 +11,9 @@ from rich.table import Table
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.emitters.plan_files import TOPOLOGY_FILE
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, proof_text
+from tccl_py.report.words import CHOICE_WORDS
 from tccl_py.runtimes.nccl.kept import kept_text, kept_words
 from tccl_py.runtimes.nccl.settings import Settings, environment
-
-_LABELS: dict[ChoiceName, str] = {
-    "default": "default NCCL",
-    "variables": "variables only",
-    "graph": "graph file",
-}
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -122,7 +117,7 @@ def _summary(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
     mark = f"{plan.provenance}, when tuned" if plan.tuned else plan.provenance
     for name, choice in plan.choices.items():
-        table.add_row(_LABELS[name], _choice_text(plan, name, choice, mark))
+        table.add_row(CHOICE_WORDS[name], _choice_text(plan, name, choice, mark))
     table.add_row("bound", bound_text(plan, len(plan.rings)))
     if plan.free is not None:
         lost = 1 - plan.rate_gbps / plan.free.rate_gbps

@@ -14,11 +14,12 @@ from tccl_py.cli.arguments import notice, notice_each, notices
 from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
 from tccl_py.errors import InputError, TcclError
 from tccl_py.health.fitness import why_not_with
-from tccl_py.report.words import settings_words
+from tccl_py.plan.plan import ChoiceName
+from tccl_py.report.words import choice_words
 from tccl_py.topology.readers.nvml import driver_version
-from tccl_py.verification.pairs import Effort, Watcher
+from tccl_py.verification.arms import AnyPlace
 from tccl_py.verification.record import Verification, keep_verification
-from tccl_py.verification.sides import AnyPlace
+from tccl_py.verification.rounds import Effort, Watcher
 from tccl_py.verification.tunable import Tunable
 from tccl_py.verification.tuning import COMPARISON_SECONDS, run_tuning
 from tccl_py.verification.verify import verify_subject
@@ -28,9 +29,15 @@ _SYSTEM_CONF = Path("/etc/nccl.conf")
 
 
 def verified(
-    plan: Tunable, directory: Path, place: AnyPlace, effort: Effort, *, also_tune: bool
+    plan: Tunable,
+    directory: Path,
+    place: AnyPlace,
+    effort: Effort,
+    *,
+    also_tune: bool,
+    only: ChoiceName | None = None,
 ) -> Verification:
-    """Verify, tune if asked to, and keep what was found with the plan.
+    """Verify all choices, or `only` one, tune if asked to, and keep what was found with the plan.
 
     An interrupt or an error while settings are tried leaves the plan as it was, and what was
     verified of it.
@@ -39,7 +46,8 @@ def verified(
         effort = msgspec.structs.replace(effort, seconds=min(effort.seconds, COMPARISON_SECONDS))
     with watcher() as watch, interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
-            found = verify_subject(plan.in_place(), place, effort, watch=watch)
+            subject = plan.in_place() if only is None else plan.in_place().narrowed(only)
+            found = verify_subject(subject, place, effort, watch=watch)
         except (KeyboardInterrupt, Terminated):
             notice(f"interrupted: nothing in {directory} was changed")
             raise
@@ -64,7 +72,7 @@ def _kept(found: Verification, directory: Path, *, tuned: Tunable | None = None)
     with undisturbed():
         if tuned is not None:
             tuned.write()
-            notice(f"tuned: {settings_words(tuned.settings)}")
+            notice(f"tuned: {choice_words(found.chosen, found.judged.settings)}")
         return keep_verification(found, directory)
 
 
@@ -102,9 +110,9 @@ def with_conditions(found: Verification) -> Verification:
     said = [*found.notices]
     if not cuda:
         said.append("a rehearsal over gloo: no figure says anything of GPUs or of NCCL")
-    elif other := (why_not_with(found.settings, nccl) if nccl else ""):
-        said.append(f"jobs here get stock NCCL instead of the plan: {other}")
+    elif other := (why_not_with(found.judged.settings, nccl) if nccl else ""):
+        said.append(f"jobs here get default NCCL instead of the plan: {other}")
     if cuda and _SYSTEM_CONF.exists():
-        said.append(f"{_SYSTEM_CONF} holds for both sides, stock as well")
+        said.append(f"{_SYSTEM_CONF} holds for all arms, default NCCL as well")
     notice_each(said)
     return msgspec.structs.replace(found, versions=versions, notices=tuple(said))

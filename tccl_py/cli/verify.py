@@ -1,4 +1,4 @@
-"""`tccl verify`: real collectives with a plan and without."""
+"""`tccl verify`: real collectives by default NCCL and by the other choices of a plan."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from tccl_py.errors import InputError
 from tccl_py.health.drift.identity import differences
 from tccl_py.plan.directory import check_plan_directory, known_fingerprint
 from tccl_py.plan.manifest import check_files
-from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.plan.plan import ChoiceName, Plan, load_plan
 from tccl_py.plan.staging import locked
 from tccl_py.rank_processes.starting import Nursery
-from tccl_py.verification.comparison import LEAST_PAIRS, MAX_PAIRS
+from tccl_py.verification.arms import Place
+from tccl_py.verification.comparison import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.verification.jobs import run_jobs
 from tccl_py.verification.orders import COLLECTIVES, SIZES, Backend, Collective
-from tccl_py.verification.pairs import DEFAULT_PAIRS, DEFAULT_SECONDS, Effort
 from tccl_py.verification.record import Verification
-from tccl_py.verification.sides import Place
+from tccl_py.verification.rounds import DEFAULT_ROUNDS, DEFAULT_SECONDS, Effort
 from tccl_py.verification.tunable import TunableMachine
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -49,14 +49,21 @@ _MAX_SIZES = 32
 def verify(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")],
     *,
-    pairs: Annotated[
+    choice: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="variables or graph: compare default NCCL with this choice alone.",
+        ),
+    ] = None,
+    rounds: Annotated[
         int,
         typer.Option(
             metavar="N",
-            help=f"Pairs of jobs, the plan's and stock's; {LEAST_PAIRS} or more. Fewer are run "
+            help=f"Rounds with a job of each choice; {LEAST_ROUNDS} or more. Fewer are run "
             "where all is clear before, up to four times as many where a verdict is open.",
         ),
-    ] = DEFAULT_PAIRS,
+    ] = DEFAULT_ROUNDS,
     sizes: Annotated[
         str | None,
         typer.Option(metavar="LIST", help="Sizes to time, as 4K,1M,256M; 1K to 1G by default."),
@@ -64,7 +71,7 @@ def verify(
     seconds: Annotated[
         float,
         typer.Option(
-            metavar="S", help=f"After this no more pairs begin, but {LEAST_PAIRS} are always run."
+            metavar="S", help=f"After this no round begins, but {LEAST_ROUNDS} are always run."
         ),
     ] = DEFAULT_SECONDS,
     collective: Annotated[
@@ -80,8 +87,8 @@ def verify(
         bool,
         typer.Option(
             "--tune",
-            help="Then try other channels, NCCL_BUFFSIZE, algorithm and mechanisms on the real "
-            "thing, and rewrite the plan where that is faster.",
+            help="Then try other settings by jobs, for variables alone and for the graph file, and "
+            "rewrite the plan where another choice is better.",
         ),
     ] = False,
     no_checks: Annotated[
@@ -91,7 +98,7 @@ def verify(
         list[str] | None,
         typer.Option(
             metavar="NCCL_NAME",
-            help="A variable of yours that both sides get, as NCCL_P2P_DISABLE; may be repeated.",
+            help="A variable of yours that all jobs get, as NCCL_P2P_DISABLE; may be repeated.",
         ),
     ] = None,
     backend: Annotated[
@@ -105,13 +112,21 @@ def verify(
         bool, typer.Option("--json", metavar=" ", help="Print JSON instead of text.")
     ] = False,
 ) -> None:
-    """Run real collectives with a plan and without, and say whether the plan is better.
+    """Run real collectives by default NCCL and by the plan's other choices, and name the winner.
 
-    First the values of broadcast, scatter, reduce, gather, all-reduce, all-gather, reduce-scatter,
-    all-to-all and send/recv are compared with computed ones. Then jobs of fresh processes, one a
-    GPU, time all-reduce from 1 KiB to 1 GiB: with the plan and by stock NCCL in turn. A size is
-    better or worse if that is beyond chance and more than 1 %. Last, the rings and transports that
-    NCCL logged are held against the plan's. Needs torch. Nothing else should use the GPUs.
+    A machine's plan has up to three arms: default NCCL, variables alone (NCCL_GRAPH_FILE unset),
+    and the graph file with its variables. Choices of one environment are one arm. First the values
+    of broadcast, scatter, reduce, gather, all-reduce, all-gather, reduce-scatter, all-to-all and
+    send/recv are compared with computed ones. Then jobs of fresh processes, one a GPU, time
+    all-reduce from 1 KiB to 1 GiB in interleaved rounds. A size is better or worse than default
+    NCCL if that is beyond chance and more than 1 %. Variables hold for all communicators of a
+    process: with three GPUs or more, pairs and halves of them are timed as well. Last, the rings
+    and transports that NCCL logged are compared with the graph file's. Needs torch. Nothing else
+    should use the GPUs.
+
+    The winner is the smallest intervention (default, then variables, then graph) whose bandwidth at
+    64 MiB and above is within 1 % of the best, or within the interval if that is wider, and that
+    loses at no size.
 
     The plan of a cluster is verified under mpirun or srun, with a rank on each of its hosts, from a
     directory that the first rank sees: every job's processes are started on each host anew, with
@@ -120,26 +135,28 @@ def verify(
 
     Your own NCCL_ variables are not used, except NCCL_NVLS_ENABLE, those that name interfaces, and
     what --keep names. With --tune the best other settings are verified as well, and DIR gets them
-    where they are faster; stock NCCL stays where nothing beats it. DIR/verify.json has all figures
+    where they are better, with the winner as its recommendation. DIR/verify.json has all figures
     afterwards, and `tccl report` shows them.
 
-    Exit codes: 0 yes, 1 no (worse at a size, another ring than planned, wrong values, or the plan's
-    job failed), 2 wrong use, or no plan for this machine.
+    Exit codes: 0 the recommended choice, or that of --choice, may be used; 1 no (it is worse at a
+    size or in smaller communicators, has other rings than planned or wrong values, or its job
+    failed); 2 wrong use, or no plan for this machine.
 
-    --json has the keys `machine`, `accepted`, `verdict`, `plan_gbps`, `stock_gbps`,
-    `predicted_gbps`, `simulated`, `sizes` (a list of `bytes`, `plan_gbps`, `stock_gbps`,
-    `plan_us`, `stock_us`, `ratio`, `low`, `high`, `verdict`), `not_recommended` (sizes in bytes),
-    `checked`, `wrong`, `rings` (`same`, `differences`), `training`, `tried`, `settings`, `failure`,
-    `pairs`, `seconds`, `hosts` (in rank order; none of one machine).
+    --json has the keys `machine`, `accepted`, `winner`, `recommended`, `chosen`, `arms` (a list of
+    `name`, `accepted`, `objections`, `gbps`, `ratio`, `low`, `high`, `predicted_gbps`,
+    `environment`, `settings`, `sizes` (a list of `bytes`, `us`, `gbps`, `ratio`, `low`, `high`,
+    `verdict`), `groups`, `training`, `not_recommended` (sizes in bytes), `checked`, `wrong`,
+    `rings` (`same`, `differences`), `failure`), `simulated`, `tried`, `rounds`, `seconds`, `hosts`
+    (in rank order; none of one machine).
 
     Examples:
 
         tccl verify my-plan
-        tccl verify my-plan --sizes 64M,256M,1G --pairs 20
+        tccl verify my-plan --choice variables --sizes 64M,256M,1G --rounds 20
         mpirun -N 1 tccl verify my-cluster
     """
     effort = Effort(
-        pairs=_pairs(pairs),
+        rounds=_rounds(rounds),
         sizes=_sizes(sizes),
         seconds=_seconds(seconds),
         collective=_collective(collective),
@@ -148,7 +165,10 @@ def verify(
     )
     chosen = _backend(backend)
     check_kept(keep or ())
+    only = _choice(choice, tune=tune)
     if in_job():
+        if only is not None:
+            raise InputError("--choice", "is for the plan of one machine", "leave it out")
         found = verify_hosts(directory, effort, chosen, tuple(keep or ()), also_tune=tune)
     else:
         check_plan_directory(directory)
@@ -158,7 +178,7 @@ def verify(
             plan = load_plan(directory)
             check_files(directory)
             place = _place(plan, directory, chosen, keep or [])
-            found = _verified(plan, directory, place, effort, also_tune=tune)
+            found = _verified(plan, directory, place, effort, only=only, also_tune=tune)
     if json:
         print_json(verification_json(found))
     else:
@@ -193,12 +213,18 @@ def tuned_plan(plan: Plan, directory: Path) -> Plan:
 
 
 def _verified(
-    plan: Plan, directory: Path, place: Place, effort: Effort, *, also_tune: bool
+    plan: Plan,
+    directory: Path,
+    place: Place,
+    effort: Effort,
+    *,
+    also_tune: bool,
+    only: ChoiceName | None = None,
 ) -> Verification:
     subject = TunableMachine(plan=plan, directory=directory)
     with Nursery() as start:
         place = msgspec.structs.replace(place, runner=partial(run_jobs, start=start))
-        return verified(subject, directory, place, effort, also_tune=also_tune)
+        return verified(subject, directory, place, effort, only=only, also_tune=also_tune)
 
 
 def _place(plan: Plan, directory: Path, backend: Backend, keep: list[str]) -> Place:
@@ -254,12 +280,12 @@ def _check_here(plan: Plan, directory: Path, here: MeasuredMachine) -> None:
         )
 
 
-def _pairs(count: int) -> int:
-    if not LEAST_PAIRS <= count <= MAX_PAIRS // 2:
+def _rounds(count: int) -> int:
+    if not LEAST_ROUNDS <= count <= MAX_ROUNDS // 2:
         raise InputError(
-            "--pairs",
+            "--rounds",
             f"is {count}",
-            f"{LEAST_PAIRS} to {MAX_PAIRS // 2}; fewer have no 95 % interval",
+            f"{LEAST_ROUNDS} to {MAX_ROUNDS // 2}; fewer have no 95 % interval",
         )
     return count
 
@@ -297,6 +323,14 @@ def _collective(text: str) -> Collective:
         )
     found: Collective = msgspec.convert(text, Collective)
     return found
+
+
+def _choice(text: str | None, *, tune: bool) -> ChoiceName | None:
+    if text not in (None, "variables", "graph"):
+        raise InputError(f"--choice {text[:20]!r}", "is not known", "variables or graph")
+    if text is not None and tune:
+        raise InputError("--choice with --tune", "contradict", "--tune compares all choices")
+    return "variables" if text == "variables" else "graph" if text else None
 
 
 def _backend(text: str | None) -> Backend:

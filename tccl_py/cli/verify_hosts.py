@@ -22,8 +22,8 @@ from tccl_py.plan.manifest import check_files
 from tccl_py.plan.staging import locked
 from tccl_py.verification.hosts import HostPart, HostsPlace
 from tccl_py.verification.orders import SIZES, Backend
-from tccl_py.verification.pairs import Effort
 from tccl_py.verification.record import Verification
+from tccl_py.verification.rounds import Effort
 from tccl_py.verification.tunable import tunable_cluster
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def verify_hosts(
 
     Raises:
         InputError: the plan of one machine, hosts other than the plan's, or one without torch.
-        JobError: stock's job failed.
+        JobError: default NCCL's job failed.
     """
     with job_of_ranks() as job:
         check_plan_directory(directory)

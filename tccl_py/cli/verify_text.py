@@ -3,153 +3,206 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tccl_py.report.words import settings_words
-from tccl_py.verification.comparison import FALSE_RATE, SMALLEST_EFFECT
+from tccl_py.plan.plan import ChoiceName
+from tccl_py.report.words import CHOICE_WORDS, choice_words
+from tccl_py.verification.comparison import FALSE_RATE, SMALLEST_EFFECT, Compared
 from tccl_py.verification.orders import is_large, size_text
-from tccl_py.verification.record import SizeResult, Tried, Verification
+from tccl_py.verification.record import (
+    ArmResult,
+    Row,
+    Tried,
+    Verification,
+    groups_text,
+    sizes_text,
+)
 
 _SHOWN_WRONG = 5
+_WINS: dict[ChoiceName, str] = {
+    "default": "default NCCL wins",
+    "variables": "variables win",
+    "graph": "the graph file wins",
+}
 
 
 def verification_json(found: Verification) -> dict[str, Any]:
-    """What `verify --json` prints; verify.json has all timings beside."""
-    rings = found.rings
+    """Return what `verify --json` prints; verify.json has all timings beside."""
     return {
         "machine": found.machine,
         "accepted": found.accepted,
-        "verdict": found.verdict,
-        "plan_gbps": found.plan_gbps,
-        "stock_gbps": found.stock_gbps,
-        "predicted_gbps": found.predicted_gbps,
+        "winner": found.winner,
+        "recommended": found.recommended,
+        "chosen": found.chosen,
+        "arms": [_arm_json(one) for one in found.arms],
         "simulated": found.simulated,
-        "sizes": [_size_json(one) for one in found.sizes],
-        "not_recommended": found.worse_sizes,
-        "checked": found.checked,
-        "wrong": found.wrong,
-        "rings": None if rings is None else {"same": rings.same, "differences": rings.differences},
-        "training": [
-            {"mode": one.mode, "ratio": one.compared.ratio, "verdict": one.verdict}
-            for one in found.training
-        ],
         "tried": found.tried,
-        "settings": msgspec.to_builtins(found.settings),
-        "failure": found.failure,
-        "pairs": len(found.order) // 2,
+        "rounds": found.rounds,
         "seconds": found.seconds,
         "hosts": found.hosts,
     }
 
 
-def _size_json(one: SizeResult) -> dict[str, Any]:
+def _arm_json(arm: ArmResult) -> dict[str, Any]:
+    rings = arm.rings
     return {
-        "bytes": one.bytes,
-        "plan_gbps": one.plan_gbps,
-        "stock_gbps": one.stock_gbps,
-        "plan_us": statistics.median(one.plan_seconds) * 1e6,
-        "stock_us": statistics.median(one.stock_seconds) * 1e6,
-        "ratio": one.compared.ratio,
-        "low": one.compared.low,
-        "high": one.compared.high,
+        "name": arm.name,
+        "accepted": arm.accepted,
+        "objections": arm.objections,
+        "gbps": arm.gbps,
+        **_compared_json(arm.large),
+        "predicted_gbps": arm.predicted_gbps,
+        "environment": arm.environment,
+        "settings": msgspec.to_builtins(arm.settings),
+        "sizes": [{"bytes": one.bytes, **_row_json(one)} for one in arm.sizes],
+        "groups": [
+            {"groups": one.groups, "bytes": one.bytes, **_row_json(one)} for one in arm.groups
+        ],
+        "training": [{"mode": one.mode, **_row_json(one)} for one in arm.training],
+        "not_recommended": arm.worse_sizes,
+        "checked": arm.checked,
+        "wrong": arm.wrong,
+        "rings": None if rings is None else {"same": rings.same, "differences": rings.differences},
+        "failure": arm.failure,
+    }
+
+
+def _row_json(one: Row) -> dict[str, Any]:
+    return {
+        "us": _us(one),
+        "gbps": one.gbps,
+        **_compared_json(one.compared),
         "verdict": one.verdict,
     }
 
 
+def _compared_json(one: Compared) -> dict[str, float]:
+    return {"ratio": one.ratio, "low": one.low, "high": one.high}
+
+
+def _us(one: Row) -> float:
+    return statistics.median(one.seconds) * 1e6
+
+
 def print_verification(found: Verification, console: Console) -> None:
-    """Print the answer, the sizes, and what it rests on."""
+    """Print the winner, the sizes, and what the answer rests on."""
     of = ",".join(found.hosts) if found.hosts else f"GPUs {','.join(map(str, found.gpus))}"
     backend = "over NCCL" if found.backend == "cuda" else "rehearsed over gloo"
-    console.print(f"The plan of {found.machine}, {of}, {backend}: {_answer(found)}")
-    if found.sizes:
-        console.print(_table(found))
-    for one in found.training:
-        console.print(
-            f"a training step, {one.mode}: {one.compared.ratio:.3f} of stock's speed "
-            f"({one.compared.low:.3f} to {one.compared.high:.3f}), {one.verdict}"
-        )
+    console.print(f"{found.machine}, {of}, {backend}: {_winner(found)}")
+    console.print(_answer(found))
+    if len(found.arms[0].sizes):
+        console.print(_table([arm for arm in found.arms if arm.sizes]))
     for line in _facts(found):
         console.print(line)
 
 
+def _winner(found: Verification) -> str:
+    """Name the winner, with its speed or, if that is default NCCL, the speed of the others."""
+    where = _where(found)
+    if found.winner != "default":
+        over = _over(found.best.large)
+        return f"{_WINS[found.winner]}: {over} times default NCCL {where}"
+    others = [f"{CHOICE_WORDS[one.name]} {_over(one.large)}" for one in found.arms[1:] if one.rows]
+    return _WINS["default"] + (f": {', '.join(others)} times it {where}" if others else "")
+
+
+def _over(one: Compared) -> str:
+    return f"{one.ratio:.3f} ({one.low:.3f} to {one.high:.3f})"
+
+
 def _answer(found: Verification) -> str:
-    if found.failure:
-        return f"no, its job failed: {found.failure}"
-    if found.wrong:
-        return f"no, {len(found.wrong)} values are wrong"
-    if found.worse_sizes:
-        sizes = ", ".join(map(size_text, found.worse_sizes))
-        return f"no, it is worse than stock NCCL, and not recommended, at {sizes}"
-    if any(one.verdict == "worse" for one in found.training):
-        return "no, a training step is slower than with stock NCCL"
-    if found.rings is not None and not found.rings.same:
-        return "no, NCCL does not do what was planned"
-    return f"yes, {found.verdict}" if found.verdict == "better" else "yes, as fast as stock NCCL"
+    """Say whether the choice that was asked about may be used, and why another one wins."""
+    asked = f"{'recommended' if found.chosen == found.recommended else 'chosen'} choice"
+    asked = f"{CHOICE_WORDS[found.chosen]}, the {asked}"
+    if not found.accepted:
+        return f"No to {asked}: {'; '.join(found.judged.objections)}"
+    if found.winner == found.chosen:
+        return f"Yes to {asked}"
+    lost = found.judged.losing_sizes
+    why = f", and the interval at {sizes_text(lost)} lies below default NCCL" if lost else ""
+    return f"Yes to {asked}, but {_WINS[found.winner]}{why}"
 
 
-def _table(found: Verification) -> Table:
-    table = Table("size", "plan us", "stock us", "plan GB/s", "stock GB/s", "ratio", "95 %", "")
-    for one in found.sizes:
-        compared = one.compared
-        table.add_row(
-            size_text(one.bytes),
-            f"{statistics.median(one.plan_seconds) * 1e6:.1f}",
-            f"{statistics.median(one.stock_seconds) * 1e6:.1f}",
-            f"{one.plan_gbps:.2f}",
-            f"{one.stock_gbps:.2f}",
-            f"{compared.ratio:.3f}",
-            f"{compared.low:.3f} to {compared.high:.3f}",
-            one.verdict,
-        )
+def _where(found: Verification) -> str:
+    sizes = [one.bytes for one in found.arms[0].sizes]
+    large = [size for size in sizes if is_large(size)]
+    if not sizes or len(large) == 1:
+        return f"at {sizes_text(large)}"
+    return f"at {size_text(min(large))} and above" if large else f"at {size_text(max(sizes))}"
+
+
+def _table(arms: Sequence[ArmResult]) -> Table:
+    """Give each arm its columns; all but default NCCL also those of the comparison."""
+    table = Table("size")
+    for arm in arms:
+        table.add_column(f"{arm.name}\nus")
+        table.add_column("\nGB/s")
+        if arm is not arms[0]:
+            table.add_column("\nratio (95 %)")
+    for rows in zip(*(arm.sizes for arm in arms), strict=True):
+        cells = [size_text(rows[0].bytes)]
+        for row in rows:
+            cells += [f"{_us(row):.1f}", f"{row.gbps:.2f}"]
+            if row is not rows[0]:
+                cells.append(_verdict(row))
+        table.add_row(*cells)
     return table
 
 
+def _verdict(row: Row) -> str:
+    return _over(row.compared) + (f" {row.verdict}" if row.verdict != "same" else "")
+
+
 def _facts(found: Verification) -> list[str]:
-    lines = []
-    if found.plan_gbps is not None:
-        kind = "simulated" if found.simulated else "measured"
-        kind += " from assumed figures" if found.assumed else ""
-        share = found.plan_gbps / found.predicted_gbps
-        before = f"predicted {found.predicted_gbps:.2f} GB/s ({kind})"
-        if found.tuned:
-            before = f"{found.predicted_gbps:.2f} GB/s in one job when it was tuned"
-        achieved = f"achieved {found.plan_gbps:.2f} {_where(found)}: {share:.0%} of it"
-        lines.append(f"{before}, {achieved}")
-    lines += [
-        f"wrong: {one.case}, rank {one.rank}: {one.what}" for one in found.wrong[:_SHOWN_WRONG]
-    ]
-    if found.checked and not found.wrong:
-        lines.append(f"{found.checked} results of collectives compared, all right")
-    if found.left_out:
-        lines.append(f"not in this backend: {', '.join(found.left_out)}")
-    if found.rings is not None:
-        lines += found.rings.differences
-        if found.rings.same:
-            lines.append(f"NCCL runs the plan's rings on all {len(found.rings.found)} channels")
+    lines = [line for arm in found.arms for line in _arm_facts(found, arm)]
+    left_out = found.left_out
+    lines += [f"not in this backend: {', '.join(left_out)}"] if left_out else []
     lines += [_tried(one) for one in found.tried]
-    pairs = len(found.order) // 2
-    if pairs:
-        at_once = f", {found.at_once} at once in turns," if found.at_once > 1 else ""
+    if found.rounds:
+        at_once = f", {found.at_once} jobs at once," if found.at_once > 1 else ""
         lines.append(
-            f"{pairs} pairs of jobs{at_once} in {found.seconds:.0f} s. Under {SMALLEST_EFFECT:.0%} "
-            f"counts as the same; of 100 such tables of equal sides {100 * FALSE_RATE:.0f} at most "
-            "have a size that is called better or worse."
+            f"{found.rounds} interleaved rounds{at_once} in {found.seconds:.0f} s. Under "
+            f"{SMALLEST_EFFECT:.0%} counts as the same; of 100 such comparisons of equal arms "
+            f"{100 * FALSE_RATE:.0f} at most have a row that is called better or worse."
         )
     return lines
 
 
-def _where(found: Verification) -> str:
-    """Where a plan's rate was taken: at one size, if none of those timed is large."""
-    largest = max(one.bytes for one in found.sizes)
-    return "at the large sizes" if is_large(largest) else f"at {size_text(largest)}"
+def _arm_facts(found: Verification, arm: ArmResult) -> list[str]:
+    lines = [f"failed: {arm.failure}"] if arm.failure else []
+    if arm.gbps is not None and arm.predicted_gbps:
+        kind = "simulated" if found.simulated else "measured"
+        kind += " from assumed figures" if found.assumed else ""
+        told = "achieved when it was tuned" if found.tuned else f"predicted ({kind})"
+        share = arm.gbps / arm.predicted_gbps
+        where = _where(found)
+        lines.append(
+            f"{arm.predicted_gbps:.2f} GB/s {told}, achieved {arm.gbps:.2f} {where}: {share:.0%}"
+        )
+    lines += [f"wrong: {one.case}, rank {one.rank}: {one.what}" for one in arm.wrong[:_SHOWN_WRONG]]
+    if arm.checked and not arm.wrong:
+        lines.append(f"{arm.checked} results of collectives compared, all right")
+    if arm.rings is not None:
+        lines += arm.rings.differences
+        if arm.rings.same:
+            lines.append(f"NCCL runs the plan's rings on all {len(arm.rings.found)} channels")
+    if arm is found.arms[0]:
+        return [f"{arm.name}: {line}" for line in lines]
+    for groups in dict.fromkeys(one.groups for one in arm.groups):
+        rows = [one for one in arm.groups if one.groups == groups]
+        told = ", ".join(f"{size_text(one.bytes)} {_verdict(one)}" for one in rows)
+        lines.append(f"communicators over {groups_text(groups)}: {told}")
+    lines += [f"a training step, {one.mode}: {_verdict(one)}" for one in arm.training]
+    return [f"{arm.name}: {line}" for line in lines]
 
 
 def _tried(one: Tried) -> str:
-    name = "stock" if one.settings is None else settings_words(one.settings)
+    name = choice_words(one.arm, one.settings)
     if one.failed:
         return f"tried {name}: failed: {one.failed}"
-    return f"tried {name}: {one.gbps:.2f} GB/s, {one.low:.3f} of stock at its worst size"
+    return f"tried {name}: {one.gbps:.2f} GB/s, {one.low:.3f} of default NCCL at its worst size"

@@ -1,4 +1,4 @@
-"""Whether `tccl verify` found a plan good."""
+"""Whether `tccl verify` accepted the recommended choice of a plan."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def why_not_verified(directory: Path) -> str:
         return "was planned again after it was verified"
     if found.backend != "cuda":
         return "was verified without GPUs"
-    if found.failure:
+    arm = found.arm(found.recommended)
+    if arm is None:
+        return f"was verified for the choice {found.chosen} alone"
+    if arm.failure:
         return "failed when it was verified"
-    if not found.accepted:
-        slower = "slower than stock NCCL" if found.verdict == "worse" else "not good"
-        return f"was found {slower} when it was verified"
-    return ""
+    return "" if arm.accepted else f"was not accepted when it was verified: {arm.objections[0]}"

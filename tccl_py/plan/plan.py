@@ -146,8 +146,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     collective's bus bandwidth is predicted to be; no ring set searched exceeds `bound_gbps` under
     these settings. `kept` are NCCL variables, by name, that all jobs have, with the plan or
     without: settings keep to them, and `stock` has them too. `simulated` and `assumed` say where
-    the figures come from, and go wherever the plan goes. Rates of a `tuned` plan, stock's too, are
-    what a job of each achieved.
+    the figures come from, and go wherever the plan goes. Rates of a `tuned` plan are what jobs of
+    each choice achieved, and `winner` is the choice that they found best.
     """
 
     machine: Machine
@@ -177,6 +177,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kept: dict[str, str] = {}
     cancelled: bool = False
     tuned: bool = False
+    winner: ChoiceName | None = None
     format_version: int = FORMAT_VERSION
 
     @property
@@ -200,7 +201,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def recommended(self) -> ChoiceName:
-        """The smallest choice within 1 % of the best, or within its interval if that is wider."""
+        """The smallest choice within 1 % of the best, or within its interval if that is wider.
+
+        Of a tuned plan it is the one that jobs found so.
+        """
+        if self.winner is not None:
+            return self.winner
         best = max(one.rate_gbps or 0.0 for one in self.choices.values())
         return next(
             name

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 from markupsafe import Markup
 
-from tccl_py.plan.plan import Plan
+from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
 from tccl_py.report.bar_chart import Bar, bar_chart
 from tccl_py.report.contents import Contents
-from tccl_py.report.words import settings_words
+from tccl_py.report.words import CHOICE_WORDS, settings_words
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,30 +26,25 @@ def rates_figure(contents: Contents) -> Bars:
 
 def _predicted(plan: Plan) -> list[Bar]:
     how = "when tuned" if plan.tuned else "predicted"
-    bars = [Bar(label=f"graph file, {how}", gbps=plan.rate_gbps, kind="plan")]
+    bars = [Bar(label=f"{CHOICE_WORDS['graph']}, {how}", gbps=plan.rate_gbps, kind="plan")]
     if plan.bound_gbps is not None:
         bars.append(Bar(label="upper bound", gbps=plan.bound_gbps, kind="bound"))
     if plan.free is not None:
         rate = plan.free.rate_gbps
         bars.append(Bar(label="free choice of mechanism", gbps=rate, kind="free"))
-    own = {"variables only": plan.variables.rate_gbps, "default NCCL": plan.stock.rate_gbps}
-    for label, gbps in own.items():
-        if gbps is not None:
-            bars.append(Bar(label=f"{label}, {how}", gbps=gbps, kind="stock"))
+    own: dict[ChoiceName, PlanChoice] = {"variables": plan.variables, "default": plan.stock}
+    for name, choice in own.items():
+        if choice.rate_gbps is not None:
+            bars.append(
+                Bar(label=f"{CHOICE_WORDS[name]}, {how}", gbps=choice.rate_gbps, kind="stock")
+            )
     return bars
 
 
 def _achieved(contents: Contents) -> list[Bar]:
-    if contents.achieved is None:
-        return []
-    rates = {
-        "plan, achieved": contents.achieved.plan_gbps,
-        "default NCCL, achieved": contents.achieved.stock_gbps,
-    }
     return [
-        Bar(label=label, gbps=rate, kind="achieved")
-        for label, rate in rates.items()
-        if rate is not None
+        Bar(label=f"{CHOICE_WORDS[name]}, achieved", gbps=rate, kind="achieved")
+        for name, rate in contents.achieved.items()
     ]
 
 

@@ -10,25 +10,21 @@ from tccl_py.errors import InputError
 from tccl_py.explanation.findings import EXPLANATION_FILE, Explanation, load_explanation
 from tccl_py.measurements.journal import JournalContents, read_journal
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory
-from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.plan.plan import ChoiceName, Plan, load_plan
 from tccl_py.verification.record import VERIFICATION_FILE, load_verification
 
 
-class Achieved(msgspec.Struct, frozen=True, kw_only=True):
-    """What real collectives got, GB/s of bus bandwidth, with the plan and without."""
-
-    plan_gbps: float
-    stock_gbps: float | None = None
-
-
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan's directory; None is a file that is not there. `notices` are sentences."""
+    """A plan's directory; None is a file that is not there.
+
+    `achieved` is the bus bandwidth that jobs of each choice got, GB/s. `notices` are sentences.
+    """
 
     directory: Path
     plan: Plan
     journal: JournalContents | None
     explanation: Explanation | None
-    achieved: Achieved | None
+    achieved: dict[ChoiceName, float]
     notices: tuple[str, ...]
 
 
@@ -73,18 +69,20 @@ def _explanation(directory: Path) -> tuple[Explanation | None, tuple[str, ...]]:
     return found, ()
 
 
-def _achieved(directory: Path) -> tuple[Achieved | None, tuple[str, ...]]:
+def _achieved(directory: Path) -> tuple[dict[ChoiceName, float], tuple[str, ...]]:
     """What was verified of this plan; a file that says nothing of it is left out, with a notice."""
     if not (directory / VERIFICATION_FILE).exists():
-        return None, ()
+        return {}, ()
     try:
         found = load_verification(directory)
     except InputError as error:
-        return None, (f"{VERIFICATION_FILE} is left out: it {error.what}",)
+        return {}, (f"{VERIFICATION_FILE} is left out: it {error.what}",)
     if found is None:
-        return None, (f"{VERIFICATION_FILE} is left out: it is of an earlier plan",)
+        return {}, (f"{VERIFICATION_FILE} is left out: it is of an earlier plan",)
     if found.backend != "cuda":
-        return None, (f"{VERIFICATION_FILE} is left out: it is a rehearsal without GPUs",)
-    if found.plan_gbps is None:
-        return None, (f"the plan's job failed when it was verified: {found.failure}",)
-    return Achieved(plan_gbps=found.plan_gbps, stock_gbps=found.stock_gbps), ()
+        return {}, (f"{VERIFICATION_FILE} is left out: it is a rehearsal without GPUs",)
+    failed = [one for one in found.arms if one.failure]
+    return (
+        {one.name: one.gbps for one in found.arms if one.gbps is not None},
+        tuple(f"jobs of the choice {one.name} failed: {one.failure}" for one in failed),
+    )

@@ -60,7 +60,7 @@ def _of_plan(contents: Contents) -> Iterator[FigureSource]:
         yield FigureSource(
             figures="explanation", source=mark(simulated=found.simulated, assumed=found.assumed)
         )
-    if contents.achieved is not None:
+    if contents.achieved:
         yield FigureSource(figures="achieved rates", source="measured with NCCL (verify.json)")
 
 

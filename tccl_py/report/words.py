@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tccl_py.plan.plan import ChoiceName
 from tccl_py.runtimes.nccl.settings import Settings, environment
+
+CHOICE_WORDS: dict[ChoiceName, str] = {
+    "default": "default NCCL",
+    "variables": "variables only",
+    "graph": "graph file",
+}
 
 
 def gpu_list(gpus: Sequence[int]) -> str:
@@ -40,3 +47,17 @@ def settings_words(settings: Settings) -> str:
     variables = [f"{name}={value}" for name, value in environment(settings).items()]
     channels = f"{settings.channels} channel{'' if settings.channels == 1 else 's'}"
     return ", ".join([*(variables or ["default settings"]), channels])
+
+
+def choice_words(name: ChoiceName, settings: Settings) -> str:
+    """Return a choice in one line: its variables, and the channels of a graph file.
+
+    >>> choice_words("variables", Settings(p2p_level="SYS", channels=2))
+    'variables only, NCCL_P2P_LEVEL=SYS'
+    """
+    words = {
+        "default": (),
+        "variables": settings_words(settings).split(", ")[:-1],
+        "graph": (settings_words(settings),),
+    }
+    return ", ".join([CHOICE_WORDS[name], *words[name]])

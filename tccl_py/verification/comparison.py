@@ -1,10 +1,10 @@
-"""Plan against stock from pairs of jobs: how much faster, how sure, and what that comes to.
+"""Comparison of an arm with a baseline from rounds of jobs: ratio, 95 % interval and verdict.
 
-The two jobs of a pair take turns, or run one after the other and which goes first alternates, so
-that what drifts slowly touches both alike. If plan and stock are the same, the logarithms of the
-pairs' ratios are symmetric about 0, whatever the noise: the signed-rank test of Wilcoxon (1945) is
-exact then, and the averages of two ratios that it rests on give the interval of Hodges and Lehmann
-(1963).
+The jobs of a round are interleaved, or run one after the other in an order that is reversed and
+rotated from round to round, so that slow drift touches all arms alike. If two arms are equal, the
+logarithms of their ratios, one a round, are symmetric about 0, whatever the noise: the signed-rank
+test of Wilcoxon (1945) is exact then, and the averages of two ratios that it rests on give the
+interval of Hodges and Lehmann (1963).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ SMALLEST_EFFECT = 0.01
 LEVEL = 0.95
 """Of the interval of a ratio."""
 FALSE_RATE = 0.05
-"""How often at most any size is called better or worse though plan and stock are the same."""
-LEAST_PAIRS = 6
+"""How often at most any row of any arm is called better or worse though all arms are equal."""
+LEAST_ROUNDS = 6
 """Fewer have no 95 % interval."""
-MAX_PAIRS = 40
+MAX_ROUNDS = 40
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """Plan over stock in speed: above 1 the plan is faster.
+    """Speed of an arm over that of the baseline: above 1 the arm is faster.
 
-    `ratio` is the median over pairs and their averages, `low` to `high` its 95 % interval; `p` is
-    adjusted for all sizes compared.
+    `ratio` is the median over rounds and their averages, `low` to `high` its 95 % interval; `p` is
+    adjusted for all rows compared.
     """
 
     ratio: float
@@ -44,7 +44,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """What it comes to: beyond chance, beyond the interval, and beyond the smallest effect."""
+        """Say better or worse only beyond chance, the interval and the smallest effect."""
         if self.p > FALSE_RATE:
             return "same"
         if self.low > 1 and self.ratio >= 1 + SMALLEST_EFFECT:
@@ -54,13 +54,18 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
         return "same"
 
     @property
+    def loses(self) -> bool:
+        """Whether the whole interval lies below 1, by the smallest effect; by chance, perhaps."""
+        return self.high < 1 and self.ratio <= 1 - SMALLEST_EFFECT
+
+    @property
     def half_width(self) -> float:
-        """Of the interval, relative to the ratio."""
+        """Return half the width of the interval, relative to the ratio."""
         return (self.high - self.low) / 2 / self.ratio
 
     @property
     def open(self) -> bool:
-        """Whether more pairs might change the verdict.
+        """Whether more rounds might change the verdict.
 
         The interval leaves out 1, or reaches beyond the smallest effect, without a verdict.
         """
@@ -71,19 +76,23 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
         return leaning or self.half_width > SMALLEST_EFFECT
 
 
-def compare(
-    plan: Sequence[Sequence[float]], stock: Sequence[Sequence[float]]
-) -> tuple[Compared, ...]:
-    """Compare sizes: for each the seconds a call in every pair, of the plan's job and of stock's.
+EQUAL = Compared(ratio=1.0, low=1.0, high=1.0, p=1.0)
+"""The baseline over itself."""
 
-    The p of all are adjusted after Holm (1979).
+
+def compare(
+    arm: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]
+) -> tuple[Compared, ...]:
+    """Compare rows of seconds, one value a round, with the baseline's.
+
+    The p of all rows are adjusted after Holm (1979): give those of all arms in one call.
 
     Raises:
-        ValueError: fewer than LEAST_PAIRS pairs, more than MAX_PAIRS, or not as many on both sides.
+        ValueError: fewer than LEAST_ROUNDS rounds, more than MAX_ROUNDS, or rows of other lengths.
     """
     rows = []
-    for ours, theirs in zip(plan, stock, strict=True):
-        logs = [math.log(b / a) for a, b in zip(ours, theirs, strict=True)]
+    for ours, base in zip(arm, baseline, strict=True):
+        logs = [math.log(b / a) for a, b in zip(ours, base, strict=True)]
         rows.append((*_interval(logs), _p(logs)))
     adjusted = _holm([row[3] for row in rows])
     return tuple(
@@ -92,22 +101,11 @@ def compare(
     )
 
 
-def overall(verdicts: Sequence[Verdict]) -> Verdict:
-    """`worse` if any is, else `better` if any is.
-
-    >>> overall(["same", "better", "worse"]), overall(["same", "better"])
-    ('worse', 'better')
-    """
-    if "worse" in verdicts:
-        return "worse"
-    return "better" if "better" in verdicts else "same"
-
-
 def _interval(logs: Sequence[float]) -> tuple[float, float, float]:
     """The middle of all averages of two, and how far its interval reaches."""
     count = len(logs)
-    if not LEAST_PAIRS <= count <= MAX_PAIRS:
-        raise ValueError(f"{count} pairs: {LEAST_PAIRS} to {MAX_PAIRS} can be compared")
+    if not LEAST_ROUNDS <= count <= MAX_ROUNDS:
+        raise ValueError(f"{count} rounds: {LEAST_ROUNDS} to {MAX_ROUNDS} can be compared")
     values = np.asarray(logs)
     first, second = np.triu_indices(count)
     averages = np.sort((values[first] + values[second]) / 2)

@@ -12,9 +12,9 @@ from tccl_py.emitters.plan_files import GRAPH_FILE
 from tccl_py.errors import MeasurementError
 from tccl_py.rank_processes.rank import Meeting
 from tccl_py.rank_processes.task import FOLDER, Left, Task, decoded
+from tccl_py.verification.arms import Arm
 from tccl_py.verification.jobs import DEFAULT_TIMEOUT, JobError, Outcome, seated, task_of
 from tccl_py.verification.orders import Answer, Backend, Order
-from tccl_py.verification.sides import Side
 from tccl_py.verification.surroundings import job_surroundings, kept_variables
 
 _GRAPH = "NCCL_GRAPH_FILE"
@@ -64,7 +64,7 @@ class HostsPlace(msgspec.Struct, frozen=True, kw_only=True):
         """As AnyPlace."""
         return max(len(host.ranks) for host in self.hosts)
 
-    def run(self, sides: Sequence[Side], order: Order) -> tuple[Outcome, ...]:
+    def run(self, arms: Sequence[Arm], order: Order) -> tuple[Outcome, ...]:
         """As AnyPlace.
 
         Raises:
@@ -73,9 +73,9 @@ class HostsPlace(msgspec.Struct, frozen=True, kw_only=True):
         """
         begun = time.monotonic()
         world = sum(len(host.ranks) for host in self.hosts)
-        meetings = self.runner.meetings(self.hosts[0].name, len(sides))
+        meetings = self.runner.meetings(self.hosts[0].name, len(arms))
         told = msgspec.structs.replace(order, backend=self.backend, world=world)
-        tasks = {host.name: self._tasks(host, sides, told, meetings) for host in self.hosts}
+        tasks = {host.name: self._tasks(host, arms, told, meetings) for host in self.hosts}
         try:
             left = self.runner.run(tasks)
         except MeasurementError as error:
@@ -83,7 +83,7 @@ class HostsPlace(msgspec.Struct, frozen=True, kw_only=True):
         seconds = time.monotonic() - begun
         return tuple(
             self._outcome({host: theirs[number] for host, theirs in left.items()}, seconds)
-            for number in range(len(sides))
+            for number in range(len(arms))
         )
 
     def _outcome(self, left: Mapping[str, Left], seconds: float) -> Outcome:
@@ -93,29 +93,29 @@ class HostsPlace(msgspec.Struct, frozen=True, kw_only=True):
         log = "\n".join(left[host.name].log for host in self.hosts)
         return Outcome(answers=answers, log=log, seconds=seconds)
 
-    def variables(self, side: Side) -> dict[str, str]:
-        """All NCCL variables of a side's jobs; each host names its own graph file."""
+    def variables(self, arm: Arm) -> dict[str, str]:
+        """All NCCL variables of an arm's jobs; each host names its own graph file."""
         caller = self.callers[self.hosts[0].name]
-        return {**kept_variables(caller, self.keep), **side.variables}
+        return {**kept_variables(caller, self.keep), **arm.variables}
 
     def _tasks(
-        self, host: HostPart, sides: Sequence[Side], order: Order, meetings: Sequence[Meeting]
+        self, host: HostPart, arms: Sequence[Arm], order: Order, meetings: Sequence[Meeting]
     ) -> tuple[Task, ...]:
-        """What a host runs of each side's job."""
+        """What a host runs of each arm's job."""
         own = msgspec.structs.replace(order, first=host.ranks[0])
         return tuple(
-            self._task(host, side, msgspec.structs.replace(one, meeting=meeting))
-            for side, one, meeting in zip(
-                sides, seated(own, len(sides), len(host.ranks)), meetings, strict=True
+            self._task(host, arm, msgspec.structs.replace(one, meeting=meeting))
+            for arm, one, meeting in zip(
+                arms, seated(own, len(arms), len(host.ranks)), meetings, strict=True
             )
         )
 
-    def _task(self, host: HostPart, side: Side, order: Order) -> Task:
-        variables = dict(side.variables)
+    def _task(self, host: HostPart, arm: Arm, order: Order) -> Task:
+        variables = dict(arm.variables)
         files = {}
         if _GRAPH in variables:
             variables[_GRAPH] = f"{FOLDER}/{GRAPH_FILE}"
-            files[GRAPH_FILE] = side.graphs[host.name]
+            files[GRAPH_FILE] = arm.graphs[host.name]
         surroundings = job_surroundings(
             {**self.callers[host.name], **host.variables},
             gpus=host.gpus if self.backend == "cuda" else None,

@@ -26,12 +26,25 @@ ELEMENT_BYTES = 4
 """Timed collectives move float32."""
 
 
+Groups = tuple[tuple[int, ...], ...]
+"""Disjoint communicators that run at once, by their ranks or GPUs; () is one over all."""
+
+
+class Timed(msgspec.Struct, frozen=True, kw_only=True):
+    """One timed row: a collective of `bytes` over all ranks or in `groups`, or a training step."""
+
+    bytes: int = 0
+    groups: Groups = ()
+    mode: str = ""
+
+
 class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the ranks of a job do, in this order: checks, timings, a training step.
 
-    `sizes` are bytes of the whole buffer; each is timed for about `seconds`. Over several hosts
-    `first` is the first rank of the host that is told, and all meet at `meeting`. Of jobs at once
-    `seat` says which one this is.
+    `sizes` are bytes of the whole buffer; each is timed for about `seconds`. Then `group_sizes` are
+    timed in each of `groups`, except under a graph file, which fails communicators over fewer GPUs.
+    Over several hosts `first` is the first rank of the host that is told, and all meet at
+    `meeting`. Of jobs at once `seat` says which one this is.
     """
 
     backend: Backend
@@ -42,8 +55,18 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     checks: bool = False
     sizes: tuple[int, ...] = ()
     seconds: float = 0.08
+    groups: tuple[Groups, ...] = ()
+    group_sizes: tuple[int, ...] = ()
     collective: Collective = "all_reduce"
     training: bool = False
+
+    @property
+    def timed(self) -> tuple[Timed, ...]:
+        """Rows of collectives, in the order in which ranks time them."""
+        return (
+            *(Timed(bytes=size) for size in self.sizes),
+            *(Timed(bytes=size, groups=one) for one in self.groups for size in self.group_sizes),
+        )
 
 
 class Wrong(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,9 +80,9 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one rank found.
 
-    `timings` are seconds a call, for each size those of some batches of calls; `checked` counts
-    the cases compared; `left_out` names collectives that the backend does not have; `training` is
-    seconds a step, by name.
+    `timings` are seconds a call, for each timed row those of some batches of calls, none of a rank
+    in no group; `checked` counts the cases compared; `left_out` names collectives that the backend
+    does not have; `training` is seconds a step, by name.
     """
 
     rank: int
@@ -99,6 +122,23 @@ def large_gbps(rates: Sequence[tuple[int, float]]) -> float | None:
     """The median rate of the large sizes; of the largest if none is large; None without any."""
     large = [gbps for size, gbps in rates if is_large(size)]
     return statistics.median(large or [max(rates)[1]]) if rates else None
+
+
+def groups_of(world: int) -> tuple[Groups, ...]:
+    """Return the ranks in pairs and in halves, as smaller communicators of a job divide them.
+
+    >>> groups_of(8)
+    (((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 1, 2, 3), (4, 5, 6, 7)))
+    >>> groups_of(3), groups_of(2)
+    ((((0, 1),),), ())
+    """
+    if world < 3:
+        return ()
+    ranks = tuple(range(world))
+    return tuple(
+        tuple(ranks[at : at + count] for at in range(0, world - 1, count))
+        for count in sorted({2, (world + 1) // 2})
+    )
 
 
 def size_text(size: int) -> str:

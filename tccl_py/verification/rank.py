@@ -7,6 +7,8 @@ Only programs like this one import torch.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,9 +17,9 @@ from tccl_py.rank_processes.places import turns_file
 from tccl_py.rank_processes.rank import leave_answer, meet, own_device, told
 from tccl_py.rank_processes.turns import TakesTurn, turns
 from tccl_py.verification.checks import run_checks
-from tccl_py.verification.orders import Answer, Order
+from tccl_py.verification.orders import Answer, Groups, Order
 from tccl_py.verification.ranks import Ranks
-from tccl_py.verification.timing import time_size, wake
+from tccl_py.verification.timing import skip_size, time_size, wake
 from tccl_py.verification.training import train
 
 
@@ -58,15 +60,27 @@ def carry_out(order: Order, ranks: Ranks, turn: TakesTurn) -> Answer:
         answer = msgspec.structs.replace(
             answer, checked=found.checked, wrong=found.wrong, left_out=found.left_out
         )
-    if order.sizes:
+    if order.timed:
         wake(ranks)
-        timings = [
-            time_size(ranks, order.collective, size, order.seconds, turn) for size in order.sizes
-        ]
-        answer = msgspec.structs.replace(answer, timings=tuple(timings))
+        answer = msgspec.structs.replace(answer, timings=tuple(_timings(order, ranks, turn)))
     if order.training:
         answer = msgspec.structs.replace(answer, training=train(ranks, turn))
     return answer
+
+
+def _timings(order: Order, ranks: Ranks, turn: TakesTurn) -> Iterator[tuple[float, ...]]:
+    made: dict[Groups, Ranks] = {(): ranks}
+    for row in order.timed:
+        if row.groups and "NCCL_GRAPH_FILE" in os.environ:
+            # A graph file fails every communicator over fewer GPUs. Other jobs wait for the turns.
+            skip_size(turn)
+            yield ()
+            continue
+        if row.groups not in made:
+            made[row.groups] = ranks.among(row.groups)
+        among = made[row.groups]
+        found = time_size(among, order.collective, row.bytes, order.seconds, turn)
+        yield found if among.world > 1 else ()
 
 
 if __name__ == "__main__":

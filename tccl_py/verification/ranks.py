@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from tccl_py.verification.orders import Groups
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """One rank of a process group. `torch` and `dist` are torch and torch.distributed."""
+    """One rank of a communicator of `world` ranks; one of a `world` of one is in none.
+
+    `torch` and `dist` are torch and torch.distributed, `group` is the process group, None over all
+    ranks of the job, and `root` the first rank in it.
+    """
 
     torch: Any
     dist: Any
     rank: int
     world: int
     device: Any
+    group: Any = None
+    root: int = 0
 
     @property
     def cuda(self) -> bool:
@@ -28,8 +36,17 @@ class Ranks:
         if self.cuda:
             self.torch.cuda.synchronize(self.device)
 
+    def among(self, groups: Groups) -> Ranks:
+        """Return this rank in its communicator of disjoint ones, all of which all ranks make."""
+        found = replace(self, world=1)
+        for members in groups:
+            group = self.dist.new_group(list(members))
+            if self.rank in members:
+                found = replace(self, world=len(members), group=group, root=members[0])
+        return found
+
     def agree(self, value: float) -> float:
-        """The largest `value` of all ranks: loops over collectives need one count everywhere."""
+        """Return the largest `value` of all the job's ranks: loops need one count everywhere."""
         shared = self.torch.tensor([value], dtype=self.torch.float64, device=self.device)
         self.dist.all_reduce(shared, op=self.dist.ReduceOp.MAX)
         return float(shared.item())

@@ -1,88 +1,156 @@
-"""The Verification: what was found of a plan, with its evidence, and its file."""
+"""The Verification: what was found of each arm of a plan, with its evidence, and its file."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 import msgspec
 
 from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
+from tccl_py.plan.plan import AS_GOOD, ChoiceName
 from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.verification.comparison import Compared, Verdict
-from tccl_py.verification.orders import Backend, Wrong
+from tccl_py.verification.comparison import EQUAL, Compared, Verdict, compare
+from tccl_py.verification.orders import Backend, Groups, Wrong, is_large, size_text
 from tccl_py.verification.rings import RingsFound
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 VERIFICATION_FILE = "verify.json"
 
 
-class SizeResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One size: seconds a call in every pair's jobs, and plan over stock.
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of one timed row in each round, and the arm's speed over the baseline's.
 
-    The bandwidths are medians over all pairs, GB/s of bus bandwidth.
+    A row is a collective of `bytes` over all GPUs, or over each of `groups` of them at once, or a
+    training step in a `mode`. `gbps` is the median bus bandwidth, 0 of a training step.
     """
 
-    bytes: int
-    plan_seconds: tuple[float, ...]
-    stock_seconds: tuple[float, ...]
-    plan_gbps: float
-    stock_gbps: float
+    bytes: int = 0
+    groups: Groups = ()
+    mode: str = ""
+    seconds: tuple[float, ...]
+    gbps: float = 0.0
     compared: Compared
     verdict: Verdict
 
 
-class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds a step of the training-shaped load, medians of both sides; `mode` eager or graph."""
+class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What real collectives did in one arm.
 
-    mode: str
-    plan_seconds: tuple[float, ...]
-    stock_seconds: tuple[float, ...]
-    compared: Compared
-    verdict: Verdict
+    `gbps` is the bus bandwidth at the large sizes, to hold against `predicted_gbps`, and `large`
+    the speed over default NCCL's at these. `failure` is why a job failed; nothing is timed then.
+    """
+
+    name: ChoiceName
+    settings: Settings
+    environment: dict[str, str]
+    predicted_gbps: float | None = None
+    gbps: float | None = None
+    large: Compared = EQUAL
+    rows: tuple[Row, ...] = ()
+    checked: int = 0
+    wrong: tuple[Wrong, ...] = ()
+    rings: RingsFound | None = None
+    failure: str = ""
+
+    @property
+    def sizes(self) -> tuple[Row, ...]:
+        """Collectives over all GPUs."""
+        return tuple(one for one in self.rows if one.bytes and not one.groups)
+
+    @property
+    def groups(self) -> tuple[Row, ...]:
+        """Collectives over smaller communicators."""
+        return tuple(one for one in self.rows if one.groups)
+
+    @property
+    def training(self) -> tuple[Row, ...]:
+        """Training steps."""
+        return tuple(one for one in self.rows if one.mode)
+
+    @property
+    def worse_sizes(self) -> tuple[int, ...]:
+        """Sizes, in bytes, for which the arm is not recommended."""
+        return tuple(one.bytes for one in self.sizes if one.verdict == "worse")
+
+    @property
+    def losing_sizes(self) -> tuple[int, ...]:
+        """Sizes of which the interval lies below default NCCL, if only by chance."""
+        return tuple(one.bytes for one in self.sizes if one.compared.loses)
+
+    @property
+    def objections(self) -> tuple[str, ...]:
+        """Why the arm may not be used: it is wrong, not as planned, or somewhere slower."""
+        if self.failure:
+            return (f"its job failed: {self.failure}",)
+        found = [f"{len(self.wrong)} values are wrong"] if self.wrong else []
+        if self.rings is not None and not self.rings.same:
+            found.append("NCCL does not do what was planned")
+        if self.worse_sizes:
+            found.append(f"it is slower than default NCCL at {sizes_text(self.worse_sizes)}")
+        if any(one.verdict == "worse" for one in self.training):
+            found.append("a training step is slower than with default NCCL")
+        for groups in dict.fromkeys(one.groups for one in self.groups if one.compared.loses):
+            lost = [one.bytes for one in self.groups if one.groups == groups and one.compared.loses]
+            found.append(
+                f"communicators over {groups_text(groups)} are slower at {sizes_text(lost)}"
+            )
+        return tuple(found)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the arm may be used."""
+        return not self.objections
+
+    def over(self, other: ArmResult) -> Compared:
+        """Compare the large sizes with another arm's; with the largest size if none is large."""
+        sizes = [one.bytes for one in self.sizes]
+        large = [at for at, size in enumerate(sizes) if is_large(size)] or [-1]
+        (found,) = compare([_mean(self.sizes, large)], [_mean(other.sizes, large)])
+        return found
+
+
+def _mean(rows: Sequence[Row], chosen: Sequence[int]) -> list[float]:
+    """Return the geometric mean of some rows' seconds in each round."""
+    return [geometric_mean(job) for job in zip(*(rows[at].seconds for at in chosen), strict=True)]
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings tried on the real thing: bus bandwidth at the largest sizes; why it failed, if so.
+    """Settings tried by a job: bus bandwidth at the largest sizes; why it failed, if so.
 
-    `settings` is None for stock, `low` the worst ratio to stock's slowest job at any size.
+    `low` is the worst ratio to the slowest job of default NCCL at any size.
     """
 
-    settings: Settings | None
+    arm: ChoiceName
+    settings: Settings
     gbps: float = 0.0
     low: float = 0.0
     failed: str = ""
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What real collectives did under a plan and without.
+    """What real collectives did in each arm; default NCCL, the baseline, is the first.
 
-    `plan_gbps` and `stock_gbps` are bus bandwidths at the largest sizes, to hold against
-    `predicted_gbps`, which of a `tuned` plan is what one job achieved. `order` says which side each
-    job was, in turn: A the plan, B stock. `raw` has each job's timings: seconds a call, by size,
-    rank and batch. `failure` is why the plan's job did not run; nothing was compared then.
-    `at_once` jobs ran at the same time and took turns. Of several hosts `hosts` are the names in
-    rank order, `gpus` none, and rings have ranks in place of GPUs.
+    `recommended` is the plan's choice, `chosen` the one that was asked about, `winner` what jobs
+    found best. `order` is the arm of each job, in turn, A the first; `raw` has each job's timings:
+    seconds a call, by row, rank and batch. `at_once` jobs ran at the same time, interleaved. Of
+    several hosts `hosts` are the names in rank order, `gpus` none, and rings have ranks in place of
+    GPUs. Predictions of a `tuned` plan are what jobs achieved before.
     """
 
     machine: str
     gpus: tuple[int, ...]
     hosts: tuple[str, ...] = ()
     backend: Backend
-    verdict: Verdict | None
-    plan_gbps: float | None
-    stock_gbps: float | None
-    predicted_gbps: float
+    arms: tuple[ArmResult, ...]
+    recommended: ChoiceName
+    chosen: ChoiceName
+    winner: ChoiceName
     simulated: bool
     assumed: bool
     collective: str
-    sizes: tuple[SizeResult, ...]
-    checked: int
-    wrong: tuple[Wrong, ...]
     left_out: tuple[str, ...]
-    rings: RingsFound | None
-    settings: Settings
-    plan_environment: dict[str, str]
-    stock_environment: dict[str, str]
     versions: dict[str, str]
     devices: tuple[str, ...]
     order: str
@@ -90,24 +158,63 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seconds: float
     at_once: int = 1
     tuned: bool = False
-    training: tuple[Training, ...] = ()
     tried: tuple[Tried, ...] = ()
-    failure: str = ""
     notices: tuple[str, ...] = ()
     plan_digest: str = ""
     format_version: int = FORMAT_VERSION
 
-    @property
-    def accepted(self) -> bool:
-        """Whether the plan may be used: right, its own rings, and nowhere slower than stock."""
-        as_planned = self.rings is None or self.rings.same
-        slower = self.verdict == "worse" or any(one.verdict == "worse" for one in self.training)
-        return not (self.failure or self.wrong or slower) and as_planned
+    def arm(self, name: ChoiceName) -> ArmResult | None:
+        """Return what was found of a choice; None if it was not compared."""
+        return next((one for one in self.arms if one.name == name), None)
 
     @property
-    def worse_sizes(self) -> tuple[int, ...]:
-        """Sizes, in bytes, for which the plan is not recommended."""
-        return tuple(one.bytes for one in self.sizes if one.verdict == "worse")
+    def best(self) -> ArmResult:
+        """The winner's arm."""
+        return next(one for one in self.arms if one.name == self.winner)
+
+    @property
+    def judged(self) -> ArmResult:
+        """The arm that was asked about."""
+        return next(one for one in self.arms if one.name == self.chosen)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the choice that was asked about may be used."""
+        return self.judged.accepted
+
+    @property
+    def rounds(self) -> int:
+        """How many jobs each arm had."""
+        return self.order.count("A")
+
+
+def winner(arms: Sequence[ArmResult]) -> ChoiceName:
+    """Return the smallest intervention within 1 % of the best, or within the interval if wider.
+
+    Only arms that are accepted and have no size whose interval lies below default NCCL count.
+    """
+    usable = [arms[0], *(one for one in arms[1:] if one.accepted and not one.losing_sizes)]
+    best = max(usable, key=lambda one: one.large.ratio)
+
+    def as_good(one: ArmResult) -> bool:
+        lead = EQUAL if one is best else best.over(one)
+        return lead.ratio <= 1 + AS_GOOD or lead.low <= 1
+
+    return next(one.name for one in usable if as_good(one))
+
+
+def sizes_text(sizes: Sequence[int]) -> str:
+    """Return sizes in bytes as people write them, in a list."""
+    return ", ".join(map(size_text, sizes))
+
+
+def groups_text(groups: Groups) -> str:
+    """Return groups of GPUs in words.
+
+    >>> groups_text(((0, 1), (2, 3)))
+    'GPUs 0,1 and 2,3'
+    """
+    return "GPUs " + " and ".join(",".join(map(str, one)) for one in groups)
 
 
 def keep_verification(found: Verification, directory: Path) -> Verification:
@@ -120,7 +227,7 @@ def keep_verification(found: Verification, directory: Path) -> Verification:
 
 
 def load_verification(directory: Path) -> Verification | None:
-    """What was verified of the plan in a directory; None if nothing was, or of an earlier plan.
+    """Return what was verified of the plan in a directory; None if nothing, or of an earlier plan.
 
     Raises:
         InputError: the file is unreadable, of another version, or damaged.

@@ -1,46 +1,50 @@
-"""Settings tried by a job each, beside one of stock with which they take turns."""
+"""Candidates: settings of a choice, tried by a job each beside a job of default NCCL."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack
 from statistics import median
 
 import msgspec
 
+from tccl_py.plan.plan import ChoiceName
 from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.verification.arms import AnyPlace, Jobs
 from tccl_py.verification.jobs import JobError, Outcome
 from tccl_py.verification.orders import Order, bus_gbps, large_gbps
-from tccl_py.verification.pairs import Effort, Watcher, job_seconds, jobs_at_once
 from tccl_py.verification.record import Tried, Verification
-from tccl_py.verification.sides import AnyPlace, Side
-from tccl_py.verification.subjects import Subject
+from tccl_py.verification.rounds import Effort, Watcher, row_seconds
 from tccl_py.verification.tunable import Tunable
-
-_SIZES = (16 << 10, 1 << 20, 64 << 20, 256 << 20)
-
 
 Seconds = tuple[float, ...]
 """Of a call, by size."""
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings, what their job took, None if it failed, and what stock's took beside it."""
+class Candidate(msgspec.Struct, frozen=True):
+    """Settings of a choice."""
 
+    name: ChoiceName
     settings: Settings
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A candidate, its job's seconds, None if it failed, and those of default NCCL beside it."""
+
+    candidate: Candidate
     seconds: Seconds | None
-    stock: Seconds
+    default: Seconds
     failed: str = ""
 
 
 class Screen:
-    """One job for each choice of settings beside one of stock, and what they came to.
+    """Runs one job for each candidate beside one of default NCCL, and rates them.
 
     Args:
-        plan: whose rings they run.
+        plan: whose choices are tried.
         place: where jobs run.
         effort: of the comparison that follows; trials are of some of its sizes.
-        first: what was found of `plan`: how slow a job of stock may be.
+        first: what was found of `plan`: how slow a job of default NCCL may be.
         watch: is told what runs.
     """
 
@@ -53,64 +57,57 @@ class Screen:
         *,
         watch: Watcher,
     ) -> None:
-        self._plan, self._place, self._effort = plan, place, effort
-        self._slowest = {one.bytes: max(one.stock_seconds) for one in first.sizes}
-        self._watch = watch
-        largest = max(effort.sizes)
-        self._sizes = tuple(size for size in _SIZES if size <= largest) or effort.sizes
+        self._plan, self._effort, self._watch = plan, effort, watch
+        self._slowest = {one.bytes: max(one.seconds) for one in first.arms[0].sizes}
+        self._sizes = effort.few_sizes
+        self._order = Order(
+            backend="host", world=0, sizes=self._sizes, collective=effort.collective
+        )
         self._world = 0
-        self._stock: Seconds = ()
-        self._jobs = jobs_at_once(place, self._sizes)
+        self._default: Seconds = ()
+        self._jobs = Jobs(place, self._sizes)
 
     @property
     def at_once(self) -> int:
-        """How many choices are tried at once; stock's job runs beside them."""
-        return max(1, self._jobs - 1)
+        """How many candidates are tried at once; default NCCL's job runs beside them."""
+        return max(1, self._jobs.at_once - 1)
 
-    def tried(self, choices: Sequence[Settings]) -> list[Trial]:
-        """The plan's rings under each of these settings.
+    def tried(self, candidates: Sequence[Candidate]) -> list[Trial]:
+        """Run a job of each candidate.
 
         Raises:
-            JobError: stock's job failed.
+            JobError: default NCCL's job failed.
         """
-        told = ", ".join(f"{one.channels} x {one.buffsize >> 10} KiB" for one in choices)
-        self._watch(f"trying channels of {told}")
+        told = (f"{one.name} of {one.settings.buffsize >> 10} KiB" for one in candidates)
+        self._watch(f"trying {', '.join(told)}")
         with ExitStack() as stack:
-            subjects = [stack.enter_context(self._subject(one)) for one in choices]
-            stock = subjects[0].stock
-            if self._jobs > 1:
-                with suppress(JobError):
-                    sides = [stock, *(one.side for one in subjects)]
-                    theirs, *ours = map(self._seconds, self._place.run(sides, self._order))
-                    self._stock = theirs
-                    return [
-                        Trial(settings=settings, seconds=one, stock=theirs)
-                        for settings, one in zip(choices, ours, strict=True)
-                    ]
-                # One that fails fails them all, or together they ask for too much.
-                self._jobs = 1
-            theirs = self._stock = self._stock or self._alone(stock)
-            return [
-                self._trial(settings, subject, theirs)
-                for settings, subject in zip(choices, subjects, strict=True)
-            ]
+            subjects = [stack.enter_context(self._changed(one).elsewhere()) for one in candidates]
+            arms = [one.arm(to.name) for one, to in zip(subjects, candidates, strict=True)]
+            beside = self._jobs.at_once > 1 or not self._default
+            outcomes = self._jobs.run([subjects[0].arms[0]] * beside + arms, self._order)
+        if beside:
+            default = outcomes.pop(0)
+            if isinstance(default, JobError):
+                raise default
+            self._default = self._seconds(default)
+        return [self._trial(*one) for one in zip(candidates, outcomes, strict=True)]
 
-    def _trial(self, settings: Settings, subject: Subject, stock: Seconds) -> Trial:
-        try:
-            return Trial(settings=settings, seconds=self._alone(subject.side), stock=stock)
-        except JobError as error:
-            return Trial(settings=settings, seconds=None, stock=stock, failed=str(error))
+    def _trial(self, candidate: Candidate, outcome: Outcome | JobError) -> Trial:
+        failed = isinstance(outcome, JobError)
+        return Trial(
+            candidate=candidate,
+            seconds=None if isinstance(outcome, JobError) else self._seconds(outcome),
+            default=self._default,
+            failed=str(outcome) if failed else "",
+        )
 
-    def _subject(self, settings: Settings) -> AbstractContextManager[Subject]:
-        given = settings == self._plan.settings
-        return (self._plan if given else self._plan.retuned(settings)).elsewhere()
-
-    def _alone(self, side: Side) -> Seconds:
-        (outcome,) = self._place.run([side], self._order)
-        return self._seconds(outcome)
+    def _changed(self, candidate: Candidate) -> Tunable:
+        if candidate.settings == self._plan.choices[candidate.name]:
+            return self._plan
+        return self._plan.retuned({candidate.name: candidate.settings})
 
     def gbps(self, seconds: Seconds | None) -> float:
-        """Bus bandwidth at the large sizes; 0 if the job failed."""
+        """Return the bus bandwidth at the large sizes; 0 if the job failed."""
         if seconds is None:
             return 0.0
         rates = [
@@ -120,31 +117,34 @@ class Screen:
         return large_gbps(rates) or 0.0
 
     def low(self, trial: Trial) -> float:
-        """The worst ratio to the speed of stock's slowest job at any size; 0 if the job failed."""
+        """Return the worst ratio to default NCCL's slowest job at any size; 0 if the job failed."""
         if trial.seconds is None:
             return 0.0
         return min(
-            max(theirs, self._slowest.get(size, 0.0)) / ours
-            for size, ours, theirs in zip(self._sizes, trial.seconds, trial.stock, strict=True)
+            max(default, self._slowest.get(size, 0.0)) / ours
+            for size, ours, default in zip(self._sizes, trial.seconds, trial.default, strict=True)
         )
 
-    def told(self, trial: Trial) -> Tried:
-        """A trial as verify.json has it."""
-        return Tried(
-            settings=trial.settings,
-            gbps=self.gbps(trial.seconds),
-            low=self.low(trial),
-            failed=trial.failed,
+    def told(self, trials: Sequence[Trial]) -> tuple[Tried, ...]:
+        """Return trials as verify.json has them, after default NCCL by the median of its jobs."""
+        default = Tried(
+            arm="default",
+            settings=Settings(version=trials[0].candidate.settings.version),
+            gbps=median(self.gbps(one.default) for one in trials),
+            low=1.0,
         )
-
-    def told_stock(self, trials: Sequence[Trial]) -> Tried:
-        """Stock beside them, by the median of its jobs."""
-        return Tried(settings=None, gbps=median(self.gbps(one.stock) for one in trials), low=1.0)
-
-    @property
-    def _order(self) -> Order:
-        return msgspec.structs.replace(self._effort.order, sizes=self._sizes, training=False)
+        others = (
+            Tried(
+                arm=one.candidate.name,
+                settings=one.candidate.settings,
+                gbps=self.gbps(one.seconds),
+                low=self.low(one),
+                failed=one.failed,
+            )
+            for one in trials
+        )
+        return (default, *others)
 
     def _seconds(self, outcome: Outcome) -> Seconds:
         self._world = len(outcome.answers)
-        return tuple(job_seconds(outcome, index) for index in range(len(self._sizes)))
+        return tuple(seconds for (seconds,) in row_seconds(self._order, [outcome]).values())

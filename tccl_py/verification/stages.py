@@ -1,8 +1,8 @@
 """What tuning tries, and in which order.
 
 Channels and FIFO size first, because most follows from the footprint of all FIFOs; then, with the
-best of those, Ring alone, and where bytes land between GPUs and NICs; last who holds a bounce's
-buffer, reads instead of writes, and copy engines.
+best of those, Ring alone, and P2P levels or where bytes land between GPUs and NICs; last who holds
+a bounce's buffer, reads instead of writes, and copy engines.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from tccl_py.plan.plan import ChoiceName
 from tccl_py.runtimes.nccl.settings import Settings, check_settings
 from tccl_py.runtimes.nccl.versions import version_facts
 from tccl_py.transfers.transfer import DEFAULT_FIFO_BYTES
@@ -24,26 +25,30 @@ Stage = Callable[[Settings], Iterator[Settings]]
 """Settings to try, given the best until then."""
 
 
-def stages(plan: Tunable) -> tuple[Stage, ...]:
-    """What is tried, a stage after the other; each starts from the best until then."""
-    facts = version_facts(plan.settings.version)
+def stages(plan: Tunable, name: ChoiceName) -> tuple[Stage, ...]:
+    """Return what is tried for a choice, a stage after the other."""
+    facts = version_facts(plan.choices[name].version)
 
     def sizes(base: Settings) -> Iterator[Settings]:
-        for count in plan.channels:
+        for count in plan.channels(name):
+            # NCCL doubles the channels of a file, and of its own search.
+            asked: dict[str, object] = {"channels": count}
+            if name == "variables":
+                asked = {"min_channels": 2 * count if count > base.channels else None}
             if count <= facts.max_channels:
                 for size in BUFFSIZES:
-                    yield _valid(base, channels=count, buffsize=size)
+                    yield _valid(base, **asked, buffsize=size)
 
     def more_sizes(base: Settings) -> Iterator[Settings]:
         for size in MORE_BUFFSIZES:
             yield _valid(base, buffsize=size)
 
-    def algorithm_and_network(base: Settings) -> Iterator[Settings]:
+    def algorithm_and_paths(base: Settings) -> Iterator[Settings]:
         yield _valid(base, algo=None if base.algo else "Ring")
-        yield from plan.other_landings(base)
+        yield from map(check_settings, plan.other_paths(name, base))
 
     def mechanisms(base: Settings) -> Iterator[Settings]:
-        kinds = plan.kinds(base)
+        kinds = plan.kinds(name, base)
         if "bounce" in kinds:
             side = "sender" if base.shm_locality == "receiver" else "receiver"
             yield _valid(base, shm_locality=side)
@@ -54,7 +59,7 @@ def stages(plan: Tunable) -> tuple[Stage, ...]:
         if kinds & {"read", "write"} and facts.p2p_copy_engine:
             yield _valid(base, p2p_copy_engine=True)
 
-    return sizes, more_sizes, algorithm_and_network, mechanisms
+    return sizes, more_sizes, algorithm_and_paths, mechanisms
 
 
 def _valid(base: Settings, **changes: object) -> Settings:

@@ -1,4 +1,4 @@
-"""The environment of a job's ranks: the caller's, without its NCCL settings, and one side's own."""
+"""The environment of a job's ranks: the caller's, without its NCCL settings, and one arm's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEPT = (
     "NCCL_IB_DISABLE",
     "NCCL_HOSTID",
 )
-"""Variables that say what the host has or forbids, not how NCCL is tuned: both sides get them."""
+"""Variables that say what the host has or forbids, not how NCCL is tuned: all arms get them."""
 _OURS = ("NCCL_", "TORCH_NCCL_", "MASTER_", "TORCHELASTIC_")
 _ALONE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """What a launcher says of another job."""

@@ -40,10 +40,12 @@ def wake(ranks: Ranks) -> None:
 def time_size(
     ranks: Ranks, collective: Collective, size: int, seconds: float, turn: TakesTurn
 ) -> tuple[float, ...]:
-    """Seconds a call for each of BATCHES batches, that together take about `seconds`.
+    """Time a call in each of BATCHES batches, that together take about `seconds`.
+
+    Ranks in no group take part in what brings all ranks of the job together.
 
     Args:
-        ranks: the process group.
+        ranks: the communicator.
         collective: what is timed.
         size: bytes of the whole buffer, rounded up to whole elements for each rank.
         seconds: for all batches; every batch has one call at least.
@@ -58,6 +60,13 @@ def time_size(
             with turn():
                 found.append(batch())
         return tuple(found)
+
+
+def skip_size(turn: TakesTurn) -> None:
+    """Take the turns of `time_size` without timing anything."""
+    for _ in range(1 + BATCHES):
+        with turn():
+            pass
 
 
 def _batch_of(
@@ -89,25 +98,27 @@ def _nothing() -> None:
 
 
 def _call(ranks: Ranks, collective: Collective, size: int) -> Callable[[], Any]:
-    world, dist = ranks.world, ranks.dist
+    world, dist, group = ranks.world, ranks.dist, ranks.group
     part = -(-size // (ELEMENT_BYTES * world))
 
     def zeros(count: int) -> Any:
         # Sums of anything else would overflow after some calls.
         return ranks.torch.zeros(count, dtype=ranks.torch.float32, device=ranks.device)
 
+    if world == 1:
+        return zeros(1).zero_  # type: ignore[no-any-return]
     if collective in ("all_reduce", "broadcast"):
         whole = zeros(max(1, size // ELEMENT_BYTES))
         if collective == "broadcast":
-            return lambda: dist.broadcast(whole, src=0)
-        return lambda: dist.all_reduce(whole)
+            return lambda: dist.broadcast(whole, src=ranks.root, group=group)
+        return lambda: dist.all_reduce(whole, group=group)
     if collective == "all_to_all":
         one, other = zeros(part * world), zeros(part * world)
-        return lambda: dist.all_to_all_single(other, one)
+        return lambda: dist.all_to_all_single(other, one, group=group)
     share, all_shares = zeros(part), zeros(part * world)
     if collective == "all_gather":
-        return lambda: dist.all_gather_into_tensor(all_shares, share)
-    return lambda: dist.reduce_scatter_tensor(share, all_shares)
+        return lambda: dist.all_gather_into_tensor(all_shares, share, group=group)
+    return lambda: dist.reduce_scatter_tensor(share, all_shares, group=group)
 
 
 def _times(call: Callable[[], Any], count: int) -> Callable[[], None]:

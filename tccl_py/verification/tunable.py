@@ -16,67 +16,73 @@ from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.cluster_plan.retuned import keeps_rings, other_landings
 from tccl_py.cluster_plan.retuned import retuned as cluster_retuned
 from tccl_py.plan.directory import nccl_files, planned_fingerprint, planned_model, write_plan
-from tccl_py.plan.plan import Plan, PlanHop, PlanRing
+from tccl_py.plan.plan import ChoiceName, Plan, PlanHop, PlanRing
 from tccl_py.plan.staging import write_file
+from tccl_py.runtimes.nccl.candidates import candidates
+from tccl_py.runtimes.nccl.kept import kept_level
 from tccl_py.runtimes.nccl.settings import Settings, check_settings, final_channels
+from tccl_py.runtimes.nccl.stock import stock_choice
 from tccl_py.runtimes.nccl.transport import View, mechanism_flow, pair_mechanism, view
 from tccl_py.simulator.model import MachineModel
 from tccl_py.temporary import temporary_folder
+from tccl_py.transfers.transfer import DEFAULT_FIFO_BYTES
+from tccl_py.verification.record import Verification
+from tccl_py.verification.rings import neighbours
 from tccl_py.verification.subjects import Subject, cluster_subject, machine_subject
 
 MACHINE_CHANNELS = (8, 16, 4, 32)
 CLUSTER_CHANNELS = (8, 4, 16, 2, 32, 1)
 """Most promising first, should the time be up before all are tried. Between hosts fewer may do: all
 wait for the network."""
-_NOTE = "settings tuned: rates, stock's too, are shares of what jobs achieved, not predictions"
+_NOTE = "settings tuned: all rates are shares of what jobs achieved, not predictions"
 
 
-class Achieved(msgspec.Struct, frozen=True, kw_only=True):
-    """Bus bandwidth of jobs, GB/s: with the plan's rings under some settings, and of stock NCCL."""
-
-    gbps: float
-    stock_gbps: float
+Choices = Mapping[ChoiceName, Settings]
+Rates = Mapping[ChoiceName, float]
+"""Bus bandwidth that jobs of each choice achieved, GB/s."""
 
 
 class Tunable(Protocol):
-    """A plan as tuning sees it: what may be tried, its jobs, and its place.
-
-    `channels` are numbers of channels worth trying, most promising first.
-    """
+    """A plan as tuning sees it: what may be tried, its jobs, and its place."""
 
     @property
-    def settings(self) -> Settings:
-        """Those that it has."""
+    def choices(self) -> Choices:
+        """The settings of each choice that may be tuned."""
 
-    @property
-    def channels(self) -> Sequence[int]:
-        """Numbers of them that give every ring as many as any other."""
+    def channels(self, name: ChoiceName) -> Sequence[int]:
+        """Return numbers of channels of a graph file worth trying, most promising first.
 
-    def kinds(self, settings: Settings) -> set[str]:
-        """The mechanisms of its hops from GPU to GPU under these settings."""
+        Every ring gets as many as any other. NCCL ends up with twice as many.
+        """
 
-    def other_landings(self, settings: Settings) -> Sequence[Settings]:
-        """Settings that differ by where bytes land between GPUs and NICs; none of one machine."""
+    def kinds(self, name: ChoiceName, settings: Settings) -> set[str]:
+        """Return the mechanisms of hops from GPU to GPU under these settings."""
+
+    def other_paths(self, name: ChoiceName, settings: Settings) -> Sequence[Settings]:
+        """Return settings that differ by how far GPUs reach each other or NICs reach GPUs."""
 
     def permits(self, settings: Settings) -> bool:
         """Whether its rings are possible under them, with as many channels as they say."""
 
-    def retuned(self, settings: Settings, *, achieved: Achieved | None = None) -> Tunable:
-        """The same rings under other settings, at the rates achieved; None keeps the plan's.
+    def retuned(self, changes: Choices, rates: Rates | None = None) -> Tunable:
+        """Return the plan with other settings of some choices, and with rates that jobs achieved.
 
         Raises:
             InputError: settings that the version does not have.
         """
 
+    def settled(self, found: Verification) -> Tunable:
+        """Return the plan with what its jobs achieved, and with the winner as its choice."""
+
     def in_place(self) -> Subject:
-        """The plan by its files in its directory, where it is or will be.
+        """Return the plan by its files in its directory, where it is or will be.
 
         Raises:
             InputError: they are not all there.
         """
 
     def elsewhere(self) -> AbstractContextManager[Subject]:
-        """The plan by files of its own, which are there for as long as the block lasts."""
+        """Return the plan by files of its own, which are there for as long as the block lasts."""
 
     def write(self) -> None:
         """Write it in the place of the plan that it was made from.
@@ -93,46 +99,71 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
     directory: Path
 
     @property
-    def settings(self) -> Settings:
-        """Those that the plan has."""
-        return self.plan.settings
+    def choices(self) -> Choices:
+        """As Tunable."""
+        return {"variables": self.plan.variables.settings, "graph": self.plan.settings}
 
-    @property
-    def channels(self) -> tuple[int, ...]:
+    def channels(self, name: ChoiceName) -> Sequence[int]:
         """As Tunable; every ring of each subset gets as many as any other as well."""
         subsets = [len(one.rings) for one in self.plan.subsets]
-        unit = math.lcm(len(self.plan.rings), *subsets)
+        unit = math.lcm(len(self.plan.rings), *subsets) if name == "graph" else 1
         return tuple(count for count in MACHINE_CHANNELS if count % unit == 0)
 
-    def kinds(self, settings: Settings) -> set[str]:
+    def kinds(self, name: ChoiceName, settings: Settings) -> set[str]:
         """As Tunable."""
         seen = view(self.plan.machine, self.plan.knowledge, settings, gpus=self.plan.gpus)
-        hops = [hop for ring in self.plan.rings for hop in ring.hops]
-        return _kinds(seen, [(hop.source, hop.target) for hop in hops])
+        rings = self.plan.choices[name].rings
+        return _kinds(seen, [pair for ring in rings for pair in neighbours(ring)])
 
-    def other_landings(self, settings: Settings) -> tuple[Settings, ...]:  # noqa: ARG002
-        """None: nothing of it goes by NICs."""
-        return ()
+    def other_paths(self, name: ChoiceName, settings: Settings) -> Sequence[Settings]:
+        """As Tunable: P2P levels that make a difference, where variables alone choose the rings."""
+        if name != "variables":
+            return ()
+        plan = self.plan
+        found = candidates(
+            plan.machine,
+            plan.knowledge,
+            settings.version,
+            gpus=plan.gpus,
+            channels=(1,),
+            buffsizes=(DEFAULT_FIFO_BYTES,),
+            p2p_level=kept_level(plan.kept),
+        )
+        levels = dict.fromkeys(one.p2p_level for one in found)
+        return [msgspec.structs.replace(settings, p2p_level=level) for level in levels]
 
     def permits(self, settings: Settings) -> bool:  # noqa: ARG002
         """All: on one machine NCCL has some way from any GPU to any other."""
         return True
 
-    def retuned(self, settings: Settings, *, achieved: Achieved | None = None) -> TunableMachine:
+    def retuned(self, changes: Choices, rates: Rates | None = None) -> TunableMachine:
         """As Tunable; a free choice of mechanisms is a prediction, and goes."""
-        rates = achieved or _rates(self.plan)
-        made = retuned(self.plan, settings, rate_gbps=rates.gbps)
-        stock = msgspec.structs.replace(made.stock, rate_gbps=rates.stock_gbps)
-        tuned = made.tuned or achieved is not None
-        variables = made.variables
-        if achieved is not None:
-            # A prediction beside rates that jobs achieved would compare what cannot be compared.
-            note = "not run when the graph file was tuned"
-            variables = msgspec.structs.replace(variables, rate_gbps=None, note=note)
-        made = msgspec.structs.replace(
-            made, stock=stock, variables=variables, free=None, tuned=tuned
-        )
+        made, variables = self.plan, self.plan.variables
+        if "variables" in changes:
+            settings = changes["variables"]
+            rings = _own_rings(made, settings)
+            variables = msgspec.structs.replace(variables, settings=settings, rings=rings)
+        if "graph" in changes or rates:
+            rate = (rates or {}).get("graph", made.rate_gbps)
+            made = retuned(made, changes.get("graph", made.settings), rate_gbps=rate)
+        if rates:
+            default = rates["default"]
+            equal = default if variables.settings == made.stock.settings else None
+            variables = msgspec.structs.replace(
+                variables, rate_gbps=rates.get("variables", equal), error=0.0
+            )
+            stock = msgspec.structs.replace(made.stock, rate_gbps=default, error=0.0)
+            made = msgspec.structs.replace(made, stock=stock, error=0.0, free=None, tuned=True)
+        made = msgspec.structs.replace(made, variables=variables)
         return msgspec.structs.replace(self, plan=made)
+
+    def settled(self, found: Verification) -> TunableMachine:
+        """As Tunable."""
+        rates = {arm.name: arm.gbps for arm in found.arms if arm.gbps is not None}
+        made = self.retuned({}, rates).plan
+        return msgspec.structs.replace(
+            self, plan=msgspec.structs.replace(made, winner=found.winner)
+        )
 
     def in_place(self) -> Subject:
         """As Tunable."""
@@ -163,16 +194,15 @@ class TunableCluster(msgspec.Struct, frozen=True, kw_only=True):
     models: Mapping[str, MachineModel]
 
     @property
-    def settings(self) -> Settings:
-        """Those that the plan has."""
-        return self.plan.settings
+    def choices(self) -> Choices:
+        """As Tunable: hosts of several classes have no choice of variables alone."""
+        return {"graph": self.plan.settings}
 
-    @property
-    def channels(self) -> tuple[int, ...]:
+    def channels(self, name: ChoiceName) -> Sequence[int]:  # noqa: ARG002
         """As Tunable."""
         return tuple(count for count in CLUSTER_CHANNELS if count % self.plan.ring_count == 0)
 
-    def kinds(self, settings: Settings) -> set[str]:
+    def kinds(self, name: ChoiceName, settings: Settings) -> set[str]:  # noqa: ARG002
         """As Tunable."""
         found: set[str] = set()
         for passage in self.plan.passages:
@@ -184,23 +214,33 @@ class TunableCluster(msgspec.Struct, frozen=True, kw_only=True):
             )
         return found
 
-    def other_landings(self, settings: Settings) -> tuple[Settings, ...]:
-        """As Tunable."""
+    def other_paths(
+        self,
+        name: ChoiceName,  # noqa: ARG002
+        settings: Settings,
+    ) -> Sequence[Settings]:
+        """As Tunable: where bytes land between GPUs and NICs."""
         return other_landings(self.plan, settings)
 
     def permits(self, settings: Settings) -> bool:
         """As Tunable; NCCL doubles few and quick channels once more between hosts."""
         return keeps_rings(self.plan, settings)
 
-    def retuned(self, settings: Settings, *, achieved: Achieved | None = None) -> TunableCluster:
+    def retuned(self, changes: Choices, rates: Rates | None = None) -> TunableCluster:
         """As Tunable."""
-        rates = achieved or _rates(self.plan)
-        made = cluster_retuned(self.plan, settings, rate_gbps=rates.gbps)
-        stock = msgspec.structs.replace(made.stock, rate_gbps=rates.stock_gbps)
-        tuned = made.tuned or achieved is not None
-        notices = _noted(self.plan.notices)
-        made = msgspec.structs.replace(made, stock=stock, notices=notices, tuned=tuned)
+        if "graph" not in changes:
+            return self
+        known = rates or {"default": self.plan.stock.rate_gbps, "graph": self.plan.rate_gbps}
+        made = cluster_retuned(self.plan, changes["graph"], rate_gbps=known["graph"])
+        stock = msgspec.structs.replace(made.stock, rate_gbps=known["default"])
+        made = msgspec.structs.replace(
+            made, stock=stock, notices=_noted(self.plan.notices), tuned=made.tuned or bool(rates)
+        )
         return msgspec.structs.replace(self, plan=made, graphs=host_graphs(made))
+
+    def settled(self, found: Verification) -> TunableCluster:  # noqa: ARG002
+        """As Tunable; NCCL's number of channels follows from the rates in the files verified."""
+        return self
 
     def in_place(self) -> Subject:
         """As Tunable."""
@@ -267,12 +307,18 @@ def retuned(plan: Plan, settings: Settings, *, rate_gbps: float) -> Plan:
     )
 
 
-def _rates(plan: Plan | ClusterPlan) -> Achieved:
-    return Achieved(gbps=plan.rate_gbps, stock_gbps=plan.stock.rate_gbps or plan.rate_gbps)
-
-
 def _noted(notices: Sequence[str]) -> tuple[str, ...]:
     return (*(one for one in notices if one != _NOTE), _NOTE)
+
+
+def _own_rings(plan: Plan, settings: Settings) -> tuple[tuple[int, ...], ...]:
+    """Return the rings of NCCL's own search, which only the settings of transports change."""
+    plain = Settings(
+        version=settings.version,
+        p2p_level=settings.p2p_level,
+        net_disable_intra=settings.net_disable_intra,
+    )
+    return stock_choice(plan.machine, plan.knowledge, plain, gpus=plan.gpus).rings
 
 
 def _kinds(seen: View, pairs: Sequence[tuple[int, int]]) -> set[str]:

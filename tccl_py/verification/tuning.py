@@ -1,7 +1,7 @@
-"""The search over Settings, closed by the real thing: NCCL itself says which is fastest.
+"""The search over settings, closed by jobs: NCCL itself says which are fastest.
 
-One job tells how fast a choice is, beside those of others and of stock; only the best is compared
-with stock in pairs, and stock stays where it is not beaten.
+Each candidate is one job beside one of default NCCL. Only the best of each choice are compared with
+default NCCL in interleaved rounds, and the plan then recommends the winner.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tccl_py.plan.plan import CHOICES, ChoiceName
+from tccl_py.verification.arms import AnyPlace
 from tccl_py.verification.comparison import SMALLEST_EFFECT
-from tccl_py.verification.pairs import Effort, Watcher
 from tccl_py.verification.record import Verification
-from tccl_py.verification.screening import Screen, Trial
-from tccl_py.verification.sides import AnyPlace
+from tccl_py.verification.rounds import Effort, Watcher
+from tccl_py.verification.screening import Candidate, Screen, Trial
 from tccl_py.verification.stages import stages
-from tccl_py.verification.tunable import Achieved, Tunable
+from tccl_py.verification.tunable import Tunable
 from tccl_py.verification.verify import verify_subject
 
 DEFAULT_SECONDS = 105.0
@@ -26,11 +27,11 @@ COMPARISON_SECONDS = 150.0
 WHOLE_SECONDS = 480.0
 """With the comparison before: a second one after is run if it will have ended by then."""
 ATTEMPTS = 2
-"""Settings that are compared with stock in pairs: the best, and the best of other channels should
-those harm a size, of which one job says little, or a training step."""
+"""Settings that are compared in rounds: the best, and the best of other channels should those harm
+a size, of which one job says little, or a training step."""
 _LEAST = 0.9
-"""A choice this much slower than stock's slowest job at some size is not tried further: jobs of
-small messages differ by a fifth, and one job of each choice has to do."""
+"""A candidate this much slower than default NCCL's slowest job at some size is not tried further:
+jobs of small messages differ by a fifth, and one job of each candidate has to do."""
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,50 +64,77 @@ def run_tuning(
         watch: is told what runs.
 
     Raises:
-        JobError: stock's job failed.
+        JobError: default NCCL's job failed.
         SourceLostError: a host is gone.
     """
     begun = time.monotonic() - first.seconds
+    # 1. Try candidates, each by one job.
     screen = Screen(plan, place, effort, first, watch=watch)
     trials = _tried(plan, screen, deadline=time.monotonic() + seconds)
-    tried = (screen.told_stock(trials), *map(screen.told, trials))
+    tried = screen.told(trials)
+    # 2. Compare the best of each choice in rounds; the second best where those are no better.
     careful = msgspec.structs.replace(effort, training=True)
-    current = screen.gbps(trials[0].seconds)
+    best_plan, best = plan, _settled(plan, first)
     for _ in range(ATTEMPTS):
-        best = _best(trials, screen)
-        if best is None or best.settings == plan.settings:
+        fastest = {name: _fastest(trials, name, screen) for name in plan.choices}
+        found = {name: one for name, one in fastest.items() if one is not None}
+        changes = {
+            name: one.candidate.settings
+            for name, one in found.items()
+            if one.candidate.settings != plan.choices[name]
+        }
+        if not changes:
             break
-        gbps = screen.gbps(best.seconds)
-        if first.accepted and gbps < current * (1 + SMALLEST_EFFECT):
-            break
-        # One scale for both: what the profiler said of stock is no match for what jobs achieve.
-        achieved = Achieved(gbps=gbps, stock_gbps=screen.gbps(best.stock))
-        other = plan.retuned(best.settings, achieved=achieved)
-        if other.settings == plan.settings:
+        # One scale for all: predictions cannot be compared with what jobs achieve.
+        rates: dict[ChoiceName, float] = {"default": tried[0].gbps}
+        rates |= {name: screen.gbps(one.seconds) for name, one in found.items()}
+        other = plan.retuned(changes, rates)
+        if other.choices == plan.choices:
             break
         with other.elsewhere() as subject:
-            found = verify_subject(subject, place, careful, watch=watch)
-        if found.accepted and _gains(found, first):
+            again = _settled(plan, verify_subject(subject, place, careful, watch=watch))
+        if _better(again, best):
             # It was tried in another place than where it will lie.
-            environment = {**found.plan_environment, **other.in_place().side.variables}
-            found = msgspec.structs.replace(found, tried=tried, plan_environment=environment)
-            return Tuned(plan=other, verification=found)
-        if time.monotonic() - begun + found.seconds > WHOLE_SECONDS:
+            best_plan, best = other, again
+            break
+        if time.monotonic() - begun + again.seconds > WHOLE_SECONDS:
             break
         # What harms small messages, or training, is mostly how many channels there are.
-        trials = [one for one in trials if one.settings.channels != best.settings.channels]
-    return Tuned(plan=plan, verification=msgspec.structs.replace(first, tried=tried))
+        harmful = {(name, *_channels(found[name])) for name in changes}
+        trials = [one for one in trials if (one.candidate.name, *_channels(one)) not in harmful]
+    # 3. Keep the plan where neither its settings nor its recommendation change.
+    if best_plan is plan and best.chosen == first.recommended:
+        return Tuned(plan=plan, verification=msgspec.structs.replace(first, tried=tried))
+    best_plan = best_plan.settled(best)
+    in_place = best_plan.in_place()
+    arms = tuple(
+        msgspec.structs.replace(one, environment=place.variables(in_place.arm(one.name)))
+        for one in best.arms
+    )
+    return Tuned(plan=best_plan, verification=msgspec.structs.replace(best, arms=arms, tried=tried))
+
+
+def _settled(plan: Tunable, found: Verification) -> Verification:
+    """Judge the choice that the plan will recommend; one of hosts has its graph files alone."""
+    if len(plan.choices) == 1:
+        return found
+    return msgspec.structs.replace(found, recommended=found.winner, chosen=found.winner)
 
 
 def _tried(plan: Tunable, screen: Screen, *, deadline: float) -> list[Trial]:
-    """The plan's own settings, and all others until the time is up; each stage starts from the best
-    until then."""
-    trials = screen.tried([plan.settings])
-    for stage in stages(plan):
-        best = _best(trials, screen)
-        known = {one.settings for one in trials}
-        wanted = dict.fromkeys(stage(plan.settings if best is None else best.settings))
-        waiting = [one for one in wanted if one not in known and plan.permits(one)]
+    """Try the plan's own settings, and all others until the time is up.
+
+    Each stage starts from the best of each choice until then.
+    """
+    trials = screen.tried([Candidate(name, one) for name, one in plan.choices.items()])
+    for steps in zip(*(stages(plan, name) for name in plan.choices), strict=True):
+        known = {one.candidate for one in trials}
+        wanted: dict[Candidate, None] = {}
+        for name, stage in zip(plan.choices, steps, strict=True):
+            best = _fastest(trials, name, screen)
+            base = plan.choices[name] if best is None else best.candidate.settings
+            wanted |= dict.fromkeys(Candidate(name, one) for one in stage(base))
+        waiting = [one for one in wanted if one not in known and plan.permits(one.settings)]
         while waiting and time.monotonic() < deadline:
             count = screen.at_once
             trials += screen.tried(waiting[:count])
@@ -114,12 +142,14 @@ def _tried(plan: Tunable, screen: Screen, *, deadline: float) -> list[Trial]:
     return trials
 
 
-def _best(trials: Sequence[Trial], screen: Screen) -> Trial | None:
-    """The fastest at large sizes of those not much slower than stock anywhere; of those that are as
-    fast, the one that was tried first."""
+def _fastest(trials: Sequence[Trial], name: ChoiceName, screen: Screen) -> Trial | None:
+    """Return the fastest at large sizes of those not much slower than default NCCL anywhere.
+
+    Of those that are as fast it is the one that was tried first.
+    """
     best: Trial | None = None
     for one in trials:
-        if screen.low(one) < _LEAST:
+        if one.candidate.name != name or screen.low(one) < _LEAST:
             continue
         gbps = screen.gbps(one.seconds)
         if best is None or gbps > screen.gbps(best.seconds) * (1 + SMALLEST_EFFECT):
@@ -127,15 +157,18 @@ def _best(trials: Sequence[Trial], screen: Screen) -> Trial | None:
     return best
 
 
-def _gains(found: Verification, first: Verification) -> bool:
-    """Whether what was tuned is faster than what it was made from, both against stock."""
-    if not first.accepted:
-        return True
-    ratio = _large_ratio(found)
-    return ratio >= _large_ratio(first) * (1 + SMALLEST_EFFECT)
+def _channels(trial: Trial) -> tuple[int, int | None]:
+    return trial.candidate.settings.channels, trial.candidate.settings.min_channels
 
 
-def _large_ratio(found: Verification) -> float:
-    if not found.plan_gbps or not found.stock_gbps:
-        return 0.0
-    return found.plan_gbps / found.stock_gbps
+def _better(found: Verification, first: Verification) -> bool:
+    """Whether what was tuned is faster than what it was made from, or as fast by a smaller choice.
+
+    Both are against default NCCL.
+    """
+    if not (found.accepted and first.accepted):
+        return found.accepted
+    lead = found.judged.large.ratio / first.judged.large.ratio
+    if CHOICES.index(found.chosen) < CHOICES.index(first.chosen):
+        return lead >= 1 - SMALLEST_EFFECT
+    return lead >= 1 + SMALLEST_EFFECT

@@ -1,43 +1,21 @@
-"""Verification of a plan: checks, pairs of jobs, what NCCL logged, and what it all comes to."""
+"""Verification of a plan: checks, interleaved rounds of its arms, NCCL's log, and the winner."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Sequence
 
 import msgspec
 
-from tccl_py.plan.plan import Plan
-from tccl_py.verification.comparison import overall
-from tccl_py.verification.jobs import Outcome
-from tccl_py.verification.orders import Order, bus_gbps, large_gbps
-from tccl_py.verification.pairs import (
-    Effort,
-    Pairs,
-    PlanJobError,
-    Watcher,
-    job_seconds,
-    run_alone,
-    run_pairs,
-    training_seconds,
-)
-from tccl_py.verification.record import SizeResult, Training, Verification
+from tccl_py.verification.arms import AnyPlace, Arm, Jobs
+from tccl_py.verification.comparison import EQUAL
+from tccl_py.verification.jobs import JobError, Outcome
+from tccl_py.verification.orders import Groups, Order, Timed, bus_gbps, groups_of, large_gbps
+from tccl_py.verification.record import ArmResult, Row, Verification, winner
 from tccl_py.verification.rings import RingsFound
-from tccl_py.verification.sides import AnyPlace
-from tccl_py.verification.subjects import Subject, machine_subject
-
-
-def run_verification(
-    plan: Plan,
-    directory: Path,
-    place: AnyPlace,
-    effort: Effort,
-    *,
-    watch: Watcher = lambda _: None,
-) -> Verification:
-    """Run real collectives with the plan of one machine and without; as `verify_subject`."""
-    return verify_subject(machine_subject(plan, directory), place, effort, watch=watch)
+from tccl_py.verification.rounds import Effort, Rounds, Watcher, row_seconds, run_rounds
+from tccl_py.verification.subjects import Subject
 
 
 def verify_subject(
@@ -47,136 +25,117 @@ def verify_subject(
     *,
     watch: Watcher = lambda _: None,
 ) -> Verification:
-    """Run real collectives with a plan and without.
+    """Run real collectives in every arm of a plan.
 
     Raises:
         InputError: the plan's files are not all there.
-        JobError: stock's job failed: then nothing can be said here.
+        JobError: a job of default NCCL failed: then nothing can be said here.
     """
     begun = time.monotonic()
-    side = subject.side
-    first = Order(backend="host", world=0, checks=effort.checks)
+    # 1. Check values, where every arm may fail.
     watch("checking values" if effort.checks else "starting")
-    unknown = _begun(subject, place, effort)
-    try:
-        checked = run_alone(place, side, first)
-        pairs = run_pairs(place, side, subject.stock, effort, begun=begun, watch=watch)
-    except PlanJobError as error:
-        # If stock fails as well, that is no fault of the plan.
-        place.run([subject.stock], first)
-        seconds = time.monotonic() - begun
-        return msgspec.structs.replace(unknown, failure=str(error), seconds=seconds)
-    rings = _rings(subject, place, checked)
-    if rings is not None:
-        # A log that differs from job to job would not be the plan's.
-        found = [_rings(subject, place, one) for one in pairs.plan]
-        # Without checks the first job moves nothing, and NCCL connects nothing in it.
-        all_ = [rings] * effort.checks + [one for one in found if one is not None]
-        rings = next((one for one in all_ if not one.same), all_[0] if all_ else rings)
-    wrong = [one for answer in checked.answers for one in answer.wrong]
-    sizes, training = _sizes(effort, pairs, subject.world), _training(effort, pairs)
-    return msgspec.structs.replace(
-        unknown,
-        verdict=overall([one.verdict for one in sizes]),
-        plan_gbps=large_gbps([(one.bytes, one.plan_gbps) for one in sizes]),
-        stock_gbps=large_gbps([(one.bytes, one.stock_gbps) for one in sizes]),
-        sizes=sizes,
-        checked=sum(answer.checked for answer in checked.answers),
-        wrong=tuple(wrong),
-        left_out=checked.answers[0].left_out,
-        rings=rings,
-        versions={"torch": checked.answers[0].torch, "nccl": checked.answers[0].nccl},
-        devices=tuple(answer.device for answer in checked.answers),
-        order=pairs.order,
-        at_once=pairs.at_once,
-        raw=_raw(pairs),
-        seconds=time.monotonic() - begun,
-        training=training,
-    )
-
-
-def _rings(subject: Subject, place: AnyPlace, outcome: Outcome) -> RingsFound | None:
-    if place.backend != "cuda":
-        return None
-    return subject.find_rings(outcome.log, place.variables(subject.side))
-
-
-def _sizes(effort: Effort, pairs: Pairs, world: int) -> tuple[SizeResult, ...]:
-    found = []
-    for index, size in enumerate(effort.sizes):
-        ours = tuple(job_seconds(one, index) for one in pairs.plan)
-        theirs = tuple(job_seconds(one, index) for one in pairs.stock)
-        rates = [
-            bus_gbps(effort.collective, world, size, statistics.median(side))
-            for side in (ours, theirs)
-        ]
-        compared = pairs.compared[index]
-        found.append(
-            SizeResult(
-                bytes=size,
-                plan_seconds=ours,
-                stock_seconds=theirs,
-                plan_gbps=rates[0],
-                stock_gbps=rates[1],
-                compared=compared,
-                verdict=compared.verdict,
+    first = Order(backend="host", world=0, checks=effort.checks)
+    names = [arm.name for arm in subject.arms]
+    checked = dict(zip(names, Jobs(place, ()).run(subject.arms, first), strict=True))
+    baseline = checked["default"]
+    if isinstance(baseline, JobError):
+        raise baseline
+    failures = {name: str(one) for name, one in checked.items() if isinstance(one, JobError)}
+    # 2. Time the arms that ran. Variables hold for smaller communicators of a process as well.
+    running = [arm for arm in subject.arms if arm.name not in failures]
+    with_groups = any(arm.name == "variables" for arm in running)
+    order = effort.order(groups_of(subject.world) if with_groups else ())
+    rounds = run_rounds(place, running, effort, order, begun=begun, watch=watch)
+    failures |= rounds.failures
+    # 3. Judge each arm, and find the winner.
+    found: list[ArmResult] = []
+    for arm in subject.arms:
+        result = ArmResult(
+            name=arm.name,
+            settings=arm.settings,
+            environment=place.variables(arm),
+            predicted_gbps=arm.predicted_gbps,
+            failure=failures.get(arm.name, ""),
+        )
+        outcome = checked[arm.name]
+        if arm.name in rounds.outcomes and isinstance(outcome, Outcome):
+            logs = [outcome, *rounds.outcomes[arm.name]]
+            result = msgspec.structs.replace(
+                result,
+                rows=_rows(subject, order, rounds, arm),
+                checked=sum(answer.checked for answer in outcome.answers),
+                wrong=tuple(one for answer in outcome.answers for one in answer.wrong),
+                rings=_rings(subject, place, arm, logs, checks=effort.checks),
             )
-        )
-    return tuple(found)
-
-
-def _training(effort: Effort, pairs: Pairs) -> tuple[Training, ...]:
-    if not effort.training:
-        return ()
-    modes = list(pairs.plan[0].answers[0].training)
-    rest = pairs.compared[len(effort.sizes) :]
-    return tuple(
-        Training(
-            mode=mode,
-            plan_seconds=tuple(training_seconds(one, mode) for one in pairs.plan),
-            stock_seconds=tuple(training_seconds(one, mode) for one in pairs.stock),
-            compared=compared,
-            verdict=compared.verdict,
-        )
-        for mode, compared in zip(modes, rest, strict=True)
-    )
-
-
-def _raw(pairs: Pairs) -> tuple[tuple[tuple[tuple[float, ...], ...], ...], ...]:
-    """Of each job in the order they ran: by size, rank and batch."""
-    sides = {"A": iter(pairs.plan), "B": iter(pairs.stock)}
-    jobs = [next(sides[letter]) for letter in pairs.order]
-    return tuple(
-        tuple(zip(*(answer.timings for answer in job.answers), strict=True)) for job in jobs
-    )
-
-
-def _begun(subject: Subject, place: AnyPlace, effort: Effort) -> Verification:
-    """What is known before anything ran."""
+            result = msgspec.structs.replace(
+                result,
+                gbps=large_gbps([(one.bytes, one.gbps) for one in result.sizes]),
+                large=result.over(found[0]) if found else EQUAL,
+            )
+        found.append(result)
+    letters = dict(zip(names, "ABC", strict=False))
     return Verification(
         machine=subject.name,
         gpus=subject.gpus,
         hosts=subject.hosts,
         backend=place.backend,
-        verdict=None,
-        plan_gbps=None,
-        stock_gbps=None,
-        predicted_gbps=subject.predicted_gbps,
+        arms=tuple(found),
+        recommended=subject.recommended,
+        chosen=subject.chosen,
+        winner=winner(found),
         simulated=subject.simulated,
         assumed=subject.assumed,
         tuned=subject.tuned,
         collective=effort.collective,
-        sizes=(),
-        checked=0,
-        wrong=(),
-        left_out=(),
-        rings=None,
-        settings=subject.settings,
-        plan_environment=place.variables(subject.side),
-        stock_environment=place.variables(subject.stock),
-        versions={},
-        devices=(),
-        order="",
-        raw=(),
-        seconds=0.0,
+        left_out=baseline.answers[0].left_out,
+        versions={"torch": baseline.answers[0].torch, "nccl": baseline.answers[0].nccl},
+        devices=tuple(answer.device for answer in baseline.answers),
+        order="".join(letters[name] for name in rounds.order),
+        at_once=rounds.at_once,
+        raw=_raw(rounds),
+        seconds=time.monotonic() - begun,
+    )
+
+
+def _rings(
+    subject: Subject, place: AnyPlace, arm: Arm, outcomes: Sequence[Outcome], *, checks: bool
+) -> RingsFound | None:
+    """Compare NCCL's logs under a graph file with the plan; return the first that differs."""
+    if place.backend != "cuda" or arm.name != "graph":
+        return None
+    # Without checks the first job moves nothing, and NCCL connects nothing in it.
+    logs = outcomes if checks or len(outcomes) == 1 else outcomes[1:]
+    found = [subject.find_rings(one.log, place.variables(arm)) for one in logs]
+    return next((one for one in found if not one.same), found[0])
+
+
+def _rows(subject: Subject, order: Order, rounds: Rounds, arm: Arm) -> tuple[Row, ...]:
+    rows = []
+    for timed, seconds in row_seconds(order, rounds.outcomes[arm.name]).items():
+        compared = rounds.compared.get((arm.name, timed), EQUAL)
+        ranks = len(timed.groups[0]) if timed.groups else subject.world
+        middle = statistics.median(seconds)
+        row = Row(
+            bytes=timed.bytes,
+            groups=_gpus(subject, timed),
+            mode=timed.mode,
+            seconds=seconds,
+            gbps=bus_gbps(order.collective, ranks, timed.bytes, middle),
+            compared=compared,
+            verdict=compared.verdict,
+        )
+        rows.append(row)
+    return tuple(rows)
+
+
+def _gpus(subject: Subject, timed: Timed) -> Groups:
+    return tuple(tuple(subject.gpus[rank] for rank in one) for one in timed.groups)
+
+
+def _raw(rounds: Rounds) -> tuple[tuple[tuple[tuple[float, ...], ...], ...], ...]:
+    """Return the timings of each job, in the order they ran: by row, rank and batch."""
+    jobs = {name: iter(outcomes) for name, outcomes in rounds.outcomes.items()}
+    return tuple(
+        tuple(zip(*(answer.timings for answer in next(jobs[name]).answers), strict=True))
+        for name in rounds.order
     )

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tccl_py.verification.sides import Place, plan_side
 
 from tccl_py.plan.plan import load_plan
 from tccl_py.verification.orders import Order
 from tccl_py.verification.record import load_verification
 from tccl_py.verification.rings import rings_found
-from tccl_py.verification.sides import Place, plan_side
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).resolve().parents[2]
