@@ -21,13 +21,15 @@ from tests.verified import FakeJobs, by_plan
 
 NAME = "intel-v100"
 KEYS = [
-    "machine", "accepted", "verdict", "plan_gbps", "stock_gbps", "predicted_gbps", "simulated",
-    "sizes", "not_recommended", "checked", "wrong", "rings", "training", "tried", "settings",
-    "failure", "pairs", "seconds", "hosts",
+    "machine", "accepted", "winner", "recommended", "chosen", "arms", "simulated", "tried",
+    "rounds", "seconds", "hosts",
 ]  # fmt: skip
-SIZE_KEYS = [
-    "bytes", "plan_gbps", "stock_gbps", "plan_us", "stock_us", "ratio", "low", "high", "verdict",
+ARM_KEYS = [
+    "name", "accepted", "objections", "gbps", "ratio", "low", "high", "predicted_gbps",
+    "environment", "settings", "sizes", "groups", "training", "not_recommended", "checked", "wrong",
+    "rings", "failure",
 ]  # fmt: skip
+SIZE_KEYS = ["bytes", "us", "gbps", "ratio", "low", "high", "verdict"]
 
 
 def tccl(*arguments):
@@ -56,8 +58,8 @@ def place(planned, tmp_path):
 def jobs(monkeypatch):
     """Makes the command's jobs stand-ins."""
 
-    def use(ratio, **more):
-        fake = FakeJobs(by_plan(ratio), **more)
+    def use(ratio, *, variables=lambda _: 1.0, **more):
+        fake = FakeJobs(by_plan(ratio, variables=variables), **more)
         monkeypatch.setattr(module, "run_jobs", fake)
         monkeypatch.setattr(module, "_check_torch", lambda: None)
         return fake
@@ -66,60 +68,91 @@ def jobs(monkeypatch):
 
 
 def test_a_better_plan_is_a_yes_and_kept(place, jobs):
-    jobs(lambda size: 1.3 if size > 65536 else 1.0)
+    jobs(lambda _: 1.0, variables=lambda size: 1.3 if size > 65536 else 1.0)
     found = tccl("verify", place, "--backend", "host")
     assert found.exit_code == 0
-    lines = found.stdout.splitlines()
-    assert lines[0] == (
-        f"The plan of {NAME}, GPUs 0,1,2,3, rehearsed over gloo: yes, better"
-    )  # fmt: skip
-    assert "1 GiB" in found.stdout
-    assert "(simulated from assumed figures), achieved" in found.stdout
-    assert "240 results of collectives compared, all right" in found.stdout
+    words = " ".join(found.stdout.split())
+    assert words.startswith(f"{NAME}, GPUs 0,1,2,3, rehearsed over gloo: variables win: 1.")
+    assert "times default NCCL at 64 MiB and above Yes to variables only, the recommended" in words
+    assert "1 GiB" in words
+    assert "variables: 12.66 GB/s predicted (simulated from assumed figures), achieved" in words
+    assert "variables: 240 results of collectives compared, all right" in words
+    assert "variables: communicators over GPUs 0,1 and 2,3: 16 KiB 1.0" in words
     assert found.stderr == (
         "tccl: a rehearsal over gloo: no figure says anything of GPUs or of NCCL\n"
         f"tccl: wrote {place / 'verify.json'}\n"
     )
     kept = load_verification(place)
-    assert (kept.accepted, kept.verdict, kept.backend) == (True, "better", "host")
+    assert (kept.accepted, kept.winner, kept.backend) == (True, "variables", "host")
+
+
+@pytest.mark.parametrize(
+    ("graph", "code", "sentences"),
+    [
+        (1.0, 0, "default NCCL wins: variables only 1.0"),
+        (1.0, 0, "Yes to variables only, the recommended choice, but default NCCL wins"),
+        (1.4, 0, "but the graph file wins"),
+    ],
+)
+def test_another_winner_than_the_recommended_choice_is_said(place, jobs, graph, code, sentences):
+    jobs(lambda _: graph, noise=0.001)
+    found = tccl("verify", place, "--backend", "host", "--sizes", "4K,64M")
+    assert found.exit_code == code
+    assert sentences in " ".join(found.stdout.split())
+
+
+def test_one_choice_is_compared_alone(place, jobs):
+    jobs(lambda _: 1.3)
+    found = tccl("verify", place, "--backend", "host", "--sizes", "4K", "--choice", "graph")
+    assert found.exit_code == 0
+    kept = load_verification(place)
+    assert [one.name for one in kept.arms] == ["default", "graph"]
+    assert (kept.winner, kept.chosen, kept.recommended) == ("graph", "graph", "variables")
+    assert "Yes to graph file, the chosen choice" in " ".join(found.stdout.split())
 
 
 def test_json_has_the_keys_that_the_help_lists(place, jobs):
-    jobs(lambda _: 0.9)
+    jobs(lambda _: 1.0, variables=lambda _: 0.9)
     result = tccl("verify", place, "--backend", "host", "--sizes", "64M,4K", "--json")
     found = json.loads(result.stdout)
     assert (result.exit_code, list(found)) == (1, KEYS)
-    assert [list(one) for one in found["sizes"]] == [SIZE_KEYS] * 2
-    assert (found["accepted"], found["verdict"]) == (False, "worse")
-    assert found["not_recommended"] == [4096, 64 << 20]
+    arms = {one["name"]: one for one in found["arms"]}
+    assert list(arms) == ["default", "variables", "graph"]
+    for arm in arms.values():
+        assert list(arm) == ARM_KEYS
+        assert [list(one) for one in arm["sizes"]] == [SIZE_KEYS] * 2
+        assert [list(one) for one in arm["groups"]] == [["groups", *SIZE_KEYS]] * len(arm["groups"])
+    assert [len(one["groups"]) for one in arms.values()] == [3, 3, 0]
+    assert (found["accepted"], found["winner"]) == (False, "default")
+    assert arms["variables"]["not_recommended"] == [4096, 64 << 20]
     listed = tccl("verify", "--help").stdout
-    assert all(f"{key}" in listed for key in KEYS)
+    assert all(key in listed for key in (*KEYS, *ARM_KEYS, *SIZE_KEYS))
 
 
 @pytest.mark.parametrize(
     ("ratio", "more", "sentence"),
     [
-        (0.9, {}, "no, it is worse than stock NCCL, and not recommended, at 4 KiB"),
+        (0.9, {}, "No to graph file, the chosen choice: it is slower than default NCCL at 4 KiB"),
         (
             1.5,
             {"wrong": (Wrong(case="scatter, int32 x 3", rank=1, what="1 of 3"),)},
-            "no, 1 values are wrong",
+            "the chosen choice: 1 values are wrong",
         ),
         (
             1.0,
             {"fails": lambda told: "dev 2 not found" * ("NCCL_GRAPH_FILE" in told)},
-            "no, its job failed: dev 2 not found",
+            "the chosen choice: its job failed: dev 2 not found",
         ),
     ],
 )
 def test_a_no_says_why_and_is_exit_code_1(place, jobs, ratio, more, sentence):
     jobs(lambda _: ratio, **more)
-    found = tccl("verify", place, "--backend", "host", "--sizes", "4K")
+    found = tccl("verify", place, "--backend", "host", "--sizes", "4K", "--choice", "graph")
     assert found.exit_code == 1
     assert sentence in " ".join(found.stdout.split())
 
 
-def test_a_stock_that_fails_is_no_answer(place, jobs):
+def test_a_default_nccl_that_fails_is_no_answer(place, jobs):
     jobs(lambda _: 1.0, fails=lambda _: "rank 0 ended with code 1: no device")
     found = tccl("verify", place, "--backend", "host")
     assert found.exit_code == 2
@@ -129,11 +162,11 @@ def test_a_stock_that_fails_is_no_answer(place, jobs):
 
 def test_tuning_rewrites_a_plan_where_other_settings_are_faster(place, jobs):
     def seconds(size, told):
-        stock = 1e-4 + size / 1e10
+        default = 1e-4 + size / 1e10
         if "NCCL_GRAPH_FILE" not in told:
-            return stock
+            return default
         small = told.get("NCCL_BUFFSIZE") == "524288"
-        return stock / (1.4 if small else 0.8)
+        return default / (1.4 if small else 0.8)
 
     fake = jobs(lambda _: 1.0)
     fake._seconds = seconds
@@ -142,20 +175,23 @@ def test_tuning_rewrites_a_plan_where_other_settings_are_faster(place, jobs):
     assert found.exit_code == 0, found.stdout
     after = load_plan(place)
     assert (before.settings.buffsize, after.settings.buffsize) == (4 << 20, 512 << 10)
+    assert (before.recommended, after.recommended) == ("variables", "graph")
     assert "tuned" in after.notices[-1]
     assert after.tuned
-    assert " GB/s in one job when it was tuned, achieved " in found.stdout
     assert tccl("report", place).exit_code == 0
     page = (place / "report.html").read_text()
     assert "<h3>When tuned</h3>" in page
-    assert "this plan, when tuned" in page
-    assert "this plan, predicted" not in page
+    assert "graph file, when tuned" in page
+    assert "graph file, predicted" not in page
     assert "NCCL_BUFFSIZE=524288" in (place / "nccl" / "env.sh").read_text()
     kept = load_verification(place)
-    assert kept.settings == after.settings
-    assert kept.tried[0].settings is None
-    assert len(kept.tried) > 8
-    assert kept.plan_environment["NCCL_GRAPH_FILE"] == str(place / "nccl" / "graph.xml")
+    assert (kept.winner, kept.judged.settings) == ("graph", after.settings)
+    # All rates are from jobs of the same rounds.
+    rates = {name: one.rate_gbps for name, one in after.choices.items()}
+    assert rates == {one.name: one.gbps for one in kept.arms}
+    assert kept.tried[0].arm == "default"
+    assert {one.arm for one in kept.tried} == {"default", "variables", "graph"}
+    assert kept.judged.environment["NCCL_GRAPH_FILE"] == str(place / "nccl" / "graph.xml")
     assert tccl("show", place).exit_code == 0
 
 
@@ -196,8 +232,54 @@ def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, jobs, monke
     assert found.exit_code == 143
     assert "interrupted: the plan is as it was, and what was verified of it is kept" in found.stderr
     assert (place / "plan.json").read_bytes() == before
-    assert load_verification(place).verdict == "better"
+    assert load_verification(place).winner == "graph"
     assert not list(place.glob(".*"))
+
+
+def test_tuning_takes_variables_where_they_are_as_fast_as_a_graph_file(place, jobs):
+    def seconds(size, told):
+        default = 1e-4 + size / 1e10
+        fast = told.get("NCCL_BUFFSIZE") == "524288"
+        many = "NCCL_GRAPH_FILE" in told or told.get("NCCL_MIN_NCHANNELS") == "16"
+        return default / (1.4 if fast and many else 1.0)
+
+    fake = jobs(lambda _: 1.0)
+    fake._seconds = seconds
+    found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
+    assert found.exit_code == 0, found.stdout
+    after = load_plan(place)
+    assert after.recommended == "variables"
+    settings = after.variables.settings
+    assert (settings.min_channels, settings.buffsize) == (16, 512 << 10)
+    assert "tuned: variables only, NCCL_P2P_LEVEL=PHB, NCCL_MIN_NCHANNELS=16" in found.stderr
+    assert after.gain("variables") == pytest.approx(1.4, rel=0.02)
+    kept = load_verification(place)
+    assert (kept.winner, kept.accepted) == ("variables", True)
+    assert "export NCCL_BUFFSIZE=524288" in tccl("env", place).stdout
+    levels = {one.settings.p2p_level for one in kept.tried if one.arm == "variables"}
+    assert levels == {None, "SYS", "PHB"}
+
+
+def test_copy_engines_that_lose_at_a_size_are_not_recommended(tmp_path, jobs):
+    place = tmp_path / "plan"
+    options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1", "--nccl", "2.28")
+    assert tccl("plan", "-o", place, *options).exit_code == 0
+
+    def seconds(size, told):
+        default = 1e-4 + size / 1e10
+        if "NCCL_SHM_USE_CUDA_MEMCPY" not in told:
+            return default
+        return default * (1.03 if size == 4096 else 0.5)
+
+    fake = jobs(lambda _: 1.0, noise=0.001)
+    fake._seconds = seconds
+    found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
+    kept = load_verification(place)
+    engines = [one for one in kept.tried if one.settings.shm_copy_engine]
+    assert max(one.gbps for one in engines) > 1.5 * kept.tried[0].gbps
+    after = load_plan(place)
+    assert (after.recommended, after.variables.settings.shm_copy_engine) == ("default", None)
+    assert "tuned: default NCCL\n" in found.stderr
 
 
 def test_a_plan_that_another_run_has_is_left_alone(place, jobs):
@@ -214,11 +296,20 @@ def test_a_plan_that_another_run_has_is_left_alone(place, jobs):
 
 def test_tuning_leaves_a_plan_that_nothing_beats(place, jobs):
     before = (place / "plan.json").read_bytes()
-    jobs(lambda _: 0.95, noise=0.002)
+    jobs(lambda _: 0.95, variables=lambda _: 1.3, noise=0.001)
     found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
-    assert found.exit_code == 1
-    assert "tried stock:" in found.stdout
+    assert found.exit_code == 0
+    assert "tried default NCCL:" in found.stdout
     assert (place / "plan.json").read_bytes() == before
+
+
+def test_tuning_recommends_default_nccl_where_nothing_beats_it(place, jobs):
+    jobs(lambda _: 0.95, variables=lambda _: 0.95, noise=0.002)
+    found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
+    assert found.exit_code == 0
+    after = load_plan(place)
+    assert after.recommended == "default"
+    assert after.gain("graph") == pytest.approx(0.95, abs=0.01)
 
 
 def test_settings_under_which_the_job_fails_are_told(place, jobs):
@@ -234,12 +325,14 @@ def test_settings_under_which_the_job_fails_are_told(place, jobs):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--pairs", "5"), "--pairs: is 5; 6 to 20; fewer have no 95 % interval"),
-        (("--pairs", "21"), "--pairs: is 21; 6 to 20"),
+        (("--rounds", "5"), "--rounds: is 5; 6 to 20; fewer have no 95 % interval"),
+        (("--rounds", "21"), "--rounds: is 21; 6 to 20"),
         (("--seconds", "nan"), "--seconds: is nan; above 0, at most 86400"),
         (("--sizes", "4K,x"), "--sizes: 'x': is no size; bytes, as 4096, 4K, 1M or 1G; 4 to 16G"),
         (("--sizes", "17G"), "--sizes: '17G': is no size"),
         (("--sizes", ""), "--sizes: '': is no size"),
+        (("--choice", "rings"), "--choice 'rings': is not known; variables or graph"),
+        (("--choice", "graph", "--tune"), "--choice with --tune: contradict"),
         (("--collective", "sum"), "--collective 'sum': is not known; one of all_reduce,"),
         (("--backend", "tpu"), "--backend 'tpu': is not known; one of cuda, host"),
         (("--keep", "PATH"), "--keep 'PATH': is no NCCL variable"),
@@ -296,7 +389,7 @@ def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
     assert made.exit_code == 0, made.stderr
     assert json.loads(made.stdout)["settings"]["buffsize"] == 262144
     assert load_verification(tmp_path / "plan").accepted
-    assert "The plan of" in made.stderr
+    assert "the graph file wins: 1." in made.stderr
 
 
 def test_plan_says_that_tuning_needs_gpus_whatever_the_plan_is_made_from(tmp_path, monkeypatch):

@@ -25,8 +25,9 @@ from tccl_py.runtimes.nccl.conf_files import conf_lines, settings_of_files
 from tccl_py.runtimes.nccl.contradictions import against
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.verification.comparison import Compared
 from tccl_py.verification.orders import Wrong
-from tccl_py.verification.record import Verification, keep_verification
+from tccl_py.verification.record import ArmResult, Row, Verification, keep_verification
 from tests.planned import SMALL, plan_of
 
 SETTINGS = Settings(version="2.28", p2p_level="SYS", channels=8, buffsize=524288)
@@ -505,27 +506,24 @@ def tccl(*words):
 
 
 def verified(directory, digest=None, **changes):
-    """Write what `tccl verify` writes: better than stock, unless told otherwise."""
+    """Write what `tccl verify` writes: accepted, unless fields of the recommended arm say no."""
     plan = load_plan(directory)
+    fields = {name: changes.pop(name) for name in ArmResult.__struct_fields__ if name in changes}
+    name = fields.pop("name", plan.recommended)
+    settings = plan.choices[name].settings
+    arm = ArmResult(name=name, settings=settings, environment={}, **fields)
     good = {
         "machine": plan.machine.name,
         "gpus": plan.gpus,
         "backend": "cuda",
-        "verdict": "better",
-        "plan_gbps": 2.0,
-        "stock_gbps": 1.0,
-        "predicted_gbps": 2.0,
+        "arms": (arm,),
+        "recommended": plan.recommended,
+        "chosen": name,
+        "winner": name,
         "simulated": False,
         "assumed": False,
         "collective": "all_reduce",
-        "sizes": (),
-        "checked": 1,
-        "wrong": (),
         "left_out": (),
-        "rings": None,
-        "settings": plan.settings,
-        "plan_environment": {},
-        "stock_environment": {},
         "versions": {},
         "devices": (),
         "order": "AB",
@@ -539,15 +537,21 @@ def verified(directory, digest=None, **changes):
 
 
 WRONG = Wrong(case="all_reduce float32 1", rank=0, what="sums differ")
+WORSE = Row(
+    bytes=4096, seconds=(1.0,), compared=Compared(ratio=0.9, low=0.8, high=0.95, p=0.01),
+    verdict="worse",
+)  # fmt: skip
+NOT = "was not accepted when it was verified"
 
 
 @pytest.mark.parametrize(
     ("verification", "said"),
     [
         (None, "was not verified"),
-        ({"verdict": "worse"}, "was found slower than stock NCCL when it was verified"),
-        ({"wrong": (WRONG,)}, "was found not good when it was verified"),
-        ({"verdict": None, "failure": "x"}, "failed when it was verified"),
+        ({"rows": (WORSE,)}, f"{NOT}: it is slower than default NCCL at 4 KiB"),
+        ({"wrong": (WRONG,)}, f"{NOT}: 1 values are wrong"),
+        ({"failure": "x"}, "failed when it was verified"),
+        ({"name": "graph"}, "was verified for the choice graph alone"),
         ({"backend": "host"}, "was verified without GPUs"),
         ({"digest": "0"}, "was planned again after it was verified"),
     ],

@@ -6,7 +6,6 @@ import re
 
 import msgspec
 import pytest
-from tccl_py.verification.pairs import Effort
 
 from tccl_py.errors import InputError
 from tccl_py.explanation.findings import Explanation, Finding, RingExplanation, save_explanation
@@ -22,11 +21,11 @@ from tccl_py.report.scales import steps, viridis
 from tccl_py.report.svg import element, text_width
 from tccl_py.topology.machine import NvLink, check, toy_machine
 from tccl_py.verification.record import keep_verification
-from tccl_py.verification.verify import run_verification
+from tccl_py.verification.rounds import Effort
 from tests.effort import soon
 from tests.planned import ASUS, PCIE, SMALL, WRX
 from tests.report_pages import EVIL, PLANS, Page, all_singles_and_pairs, plan_directory, renamed
-from tests.verified import FakeJobs, by_plan, rehearsal
+from tests.verified import FakeJobs, by_plan, rehearsal, run_verification
 
 MACHINES = sorted(path.stem for path in PLANS.glob("*.json"))
 
@@ -345,20 +344,24 @@ def explanation(sentence):
 
 def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     place = plan_directory(tmp_path / "plan", SMALL)
-    assert "plan, achieved" not in page_of(place).words
+    assert "graph file, achieved" not in page_of(place).words
     jobs = FakeJobs(by_plan(lambda _: 1.1))
     plan = load_plan(place)
     found = run_verification(plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)))
     keep_verification(found, place)
     assert "verify.json is left out: it is a rehearsal without GPUs" in page_of(place).words
-    on_gpus = msgspec.structs.replace(found, backend="cuda", plan_gbps=301.5, stock_gbps=222.25)
+    default, graph = (
+        msgspec.structs.replace(arm, gbps=gbps)
+        for arm, gbps in zip(found.arms, (222.25, 301.5), strict=True)
+    )
+    on_gpus = msgspec.structs.replace(found, backend="cuda", arms=(default, graph))
     keep_verification(on_gpus, place)
     words = page_of(place).words
-    assert "301.50 GB/s" in words
-    assert "222.25 GB/s" in words
-    failed = msgspec.structs.replace(on_gpus, plan_gbps=None, failure="rank 1 ended with code 1")
-    keep_verification(failed, place)
-    assert "job failed when it was verified: rank 1 ended with code 1" in page_of(place).words
+    assert "301.50 GB/s graph file, achieved" in words
+    assert "222.25 GB/s default NCCL, achieved" in words
+    failed = msgspec.structs.replace(graph, gbps=None, failure="rank 1 ended with code 1")
+    keep_verification(msgspec.structs.replace(on_gpus, arms=(default, failed)), place)
+    assert "jobs of the choice graph failed: rank 1 ended with code 1" in page_of(place).words
     (place / "verify.json").write_text('{"something": "else"}')
     assert "verify.json is left out: it does not fit Verification" in page_of(place).words
 

@@ -49,7 +49,7 @@ def told(task):
 
 
 def by_settings(rate):
-    """Seconds: default NCCL's a size, over what `rate(size, channels, buffsize, variables)` says."""
+    """Seconds: default NCCL's, over what `rate(size, channels, buffsize, variables)` says."""
 
     def seconds(size, task):
         stock = 1e-4 + size / 1e9
