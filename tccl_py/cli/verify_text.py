@@ -140,10 +140,10 @@ def _table(arms: Sequence[ArmResult]) -> Table:
     """Give each arm its columns; all but default NCCL also those of the comparison."""
     table = Table("size")
     for arm in arms:
-        table.add_column(f"{arm.name}\nus")
-        table.add_column("\nGB/s")
+        table.add_column(f"{arm.name} us")
+        table.add_column("GB/s")
         if arm is not arms[0]:
-            table.add_column("\nratio (95 %)")
+            table.add_column("ratio (95 %)")
     for rows in zip(*(arm.sizes for arm in arms), strict=True):
         cells = [size_text(rows[0].bytes)]
         for row in rows:

@@ -170,17 +170,18 @@ def test_verify_answers_for_the_nodes_and_finds_the_plans_rings(planned):
     nodes, _, directory = planned
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(len(nodes))]
     command += [directory.parent / "rank.sh", sys.executable, "-m", "tccl_py", "verify", directory]
-    command += ["--sizes", "1M,64M", "--pairs", "6", "--seconds", "60", "--json"]
+    command += ["--sizes", "1M,64M", "--rounds", "6", "--seconds", "60", "--json"]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400, check=False
     )
     print(done.stderr[-3000:])
     assert done.returncode in (0, 1), done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert (found["wrong"], found["failure"]) == ([], "")
-    assert found["rings"] == {"same": True, "differences": []}
+    graph = found["arms"][1]
+    assert (graph["wrong"], graph["failure"]) == ([], "")
+    assert graph["rings"] == {"same": True, "differences": []}
     kept = load_verification(directory)
     assert set(kept.hosts) == {f"node{number}" for number in range(len(nodes))}
-    for one in kept.sizes:
+    for one in kept.judged.sizes:
         c = one.compared
-        print(one.bytes, f"{one.plan_gbps:.2f} {c.ratio:.4f} {c.low:.4f} {c.high:.4f}", one.verdict)
+        print(one.bytes, f"{one.gbps:.2f} {c.ratio:.4f} {c.low:.4f} {c.high:.4f}", one.verdict)

@@ -1,4 +1,4 @@
-"""`tccl verify` on real NCCL: right values, the plan's rings, and verdicts that make sense.
+"""`tccl verify` on real NCCL: right values, the plan's rings, and a winner that makes sense.
 
 Needs two GPUs or more and torch with NCCL. NCCL_NVLS_ENABLE is taken from the environment as it is.
 """
@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tccl_py.verification.sides import Place, plan_side
 
 from tccl_py.plan.plan import load_plan
-from tccl_py.verification.orders import Order
+from tccl_py.verification.arms import Place
+from tccl_py.verification.orders import Order, groups_of
 from tccl_py.verification.record import load_verification
 from tccl_py.verification.rings import rings_found
+from tccl_py.verification.subjects import machine_subject
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -45,14 +46,14 @@ def planned(tmp_path_factory):
 def test_one_job_is_right_runs_the_plans_rings_and_trains(planned):
     plan = load_plan(planned)
     place = Place(backend="cuda", gpus=plan.gpus, caller=dict(os.environ))
-    side = plan_side(plan, planned)
+    arm = machine_subject(plan, planned).arm("graph")
     order = Order(backend="cuda", world=0, checks=True, training=True)
-    (found,) = place.run([side], order)
+    (found,) = place.run([arm], order)
     for answer in found.answers:
         assert (answer.wrong, answer.left_out) == ((), ())
         assert answer.checked > 500
         assert set(answer.training) == {"eager", "graph"}
-    rings = rings_found(plan, found.log, place.variables(side))
+    rings = rings_found(plan, found.log, place.variables(arm))
     assert rings.differences == ()
     assert {link.via.split("/")[0] for link in rings.links} <= {"P2P", "SHM", "NET"}
     print("one job with checks and training:", found.seconds, "s")
@@ -63,29 +64,37 @@ def verified(planned, *words):
     done = tccl("verify", planned, "--json", *words)
     assert done.returncode in (0, 1), done.stderr
     found = json.loads(done.stdout)
-    assert (found["wrong"], found["failure"], found["rings"]["same"]) == ([], "", True)
+    for arm in found["arms"]:
+        assert (arm["wrong"], arm["failure"]) == ([], "")
+        assert (arm["rings"] or {"same": True})["same"], arm["rings"]
     kept = load_verification(planned)
     assert kept.versions["nccl"]
     assert kept.accepted == (done.returncode == 0)
-    for one in kept.sizes:
-        c = one.compared
-        print(one.bytes, f"{one.plan_gbps:.2f} {c.ratio:.4f} {c.low:.4f} {c.high:.4f}", one.verdict)
-    pairs = len(kept.order) // 2
-    print(pairs, "pairs took", kept.seconds, "s, predicted", kept.predicted_gbps)
+    for arm in kept.arms:
+        for one in arm.rows:
+            c = one.compared
+            numbers = f"{one.gbps:.2f} {c.ratio:.4f} {c.low:.4f} {c.high:.4f}"
+            print(arm.name, one.bytes, one.groups, numbers, one.verdict)
+        print(arm.name, arm.gbps, "predicted", arm.predicted_gbps, arm.objections)
+    print(kept.winner, "wins;", kept.rounds, "rounds took", kept.seconds, "s")
     return kept
 
 
-def test_a_plan_is_as_fast_as_stock_at_every_size_and_faster_at_large_ones(planned):
-    found = verified(planned, "--pairs", "6", "--seconds", "60")
+def test_the_graph_file_is_nowhere_slower_than_default_nccl_and_faster_at_large_sizes(planned):
+    found = verified(planned, "--choice", "graph", "--rounds", "6", "--seconds", "60")
     assert found.at_once == 4
     assert found.accepted
-    assert all(one.compared.ratio > 1.0 for one in found.sizes if one.bytes >= 64 << 20)
+    graph = found.arm("graph")
+    assert all(one.compared.ratio > 1.0 for one in graph.sizes if one.bytes >= 64 << 20)
 
 
-def test_a_plan_for_jobs_without_p2p_is_much_faster_than_theirs(tmp_path):
+def test_without_p2p_the_winner_is_much_faster_than_default_nccl(tmp_path):
     off = {"NCCL_P2P_DISABLE": "1"}
     plan = plan_here(tmp_path, "--keep", "NCCL_P2P_DISABLE", **off)
-    found = verified(plan, "--pairs", "6", "--seconds", "60")
-    assert found.stock_environment["NCCL_P2P_DISABLE"] == "1"
-    assert found.accepted
-    assert all(one.compared.low > 1.2 for one in found.sizes if one.bytes >= 64 << 20)
+    found = verified(plan, "--rounds", "6", "--seconds", "60")
+    assert all(one.environment["NCCL_P2P_DISABLE"] == "1" for one in found.arms)
+    assert found.winner != "default"
+    assert found.best.large.low > 1.2
+    variables = found.arm("variables")
+    if variables is not None and groups_of(len(found.gpus)):
+        assert variables.groups

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 ORDER = ("h2", "h0", "h1")
 """Ranks follow the plan's hosts, not the launcher's: h2 is not the controller's."""
-QUICK = ("--backend", "host", "--sizes", "4K", "--pairs", "6", "--seconds", "0.2")
+QUICK = ("--backend", "host", "--sizes", "4K", "--rounds", "6", "--seconds", "0.2")
 
 
 @pytest.fixture
@@ -84,14 +84,15 @@ def test_collectives_of_all_hosts_are_checked_and_timed(namespaces, directory): 
     told = json.loads(ran.stdout)
     assert told["machine"] == "3 hosts"
     assert tuple(told["hosts"]) == ORDER
-    assert (told["failure"], told["wrong"], told["rings"]) == ("", [], None)
-    assert told["checked"] > 500
-    assert [one["bytes"] for one in told["sizes"]] == [4096]
+    default, graph = told["arms"]
+    assert (graph["failure"], graph["wrong"], graph["rings"]) == ("", [], None)
+    assert default["checked"] == graph["checked"] > 500
+    assert [one["bytes"] for one in graph["sizes"]] == [4096]
     assert "a rehearsal over gloo" in ran.stderr
     kept = load_verification(directory)
     # Four ranks, in each of whose batches something was timed, in every job.
     assert {len(sizes[0]) for sizes in kept.raw} == {4}
-    assert kept.plan_environment["NCCL_GRAPH_FILE"].endswith("/nccl/hosts/HOST.xml")
+    assert kept.judged.environment["NCCL_GRAPH_FILE"].endswith("/nccl/hosts/HOST.xml")
     assert not ranks_alive(namespaces)
 
 
