@@ -68,6 +68,7 @@ def three():
 
 def tables(random, ratio, noise, *, sizes=11, rounds=10, arms=1):
     """Seconds of arms and of one baseline, with noise of each job."""
+    # All arms have one baseline.
     baseline = np.exp(random.normal(0, noise, (sizes, rounds))).tolist() * arms
     return (np.exp(random.normal(0, noise, (arms * sizes, rounds))) / ratio).tolist(), baseline
 

@@ -123,8 +123,8 @@ def _answer(found: Verification) -> str:
         return f"No to {asked}: {'; '.join(found.judged.objections)}"
     if found.winner == found.chosen:
         return f"Yes to {asked}"
-    lost = found.judged.losing_sizes
-    why = f", and the interval at {sizes_text(lost)} lies below default NCCL" if lost else ""
+    lost = [size_text(one.bytes) if one.bytes else one.mode for one in found.judged.losses]
+    why = f", as intervals lie below default NCCL: {', '.join(lost)}" if lost else ""
     return f"Yes to {asked}, but {_WINS[found.winner]}{why}"
 
 

@@ -19,7 +19,7 @@ from tccl_py.rank_processes.turns import TakesTurn, turns
 from tccl_py.verification.checks import run_checks
 from tccl_py.verification.orders import Answer, Groups, Order
 from tccl_py.verification.ranks import Ranks
-from tccl_py.verification.timing import skip_size, time_size, wake
+from tccl_py.verification.timing import time_size, wake
 from tccl_py.verification.training import train
 
 
@@ -71,13 +71,11 @@ def carry_out(order: Order, ranks: Ranks, turn: TakesTurn) -> Answer:
 def _timings(order: Order, ranks: Ranks, turn: TakesTurn) -> Iterator[tuple[float, ...]]:
     made: dict[Groups, Ranks] = {(): ranks}
     for row in order.timed:
-        if row.groups and "NCCL_GRAPH_FILE" in os.environ:
-            # A graph file fails every communicator over fewer GPUs. Other jobs wait for the turns.
-            skip_size(turn)
-            yield ()
-            continue
         if row.groups not in made:
-            made[row.groups] = ranks.among(row.groups)
+            # A graph file fails every communicator over fewer GPUs.
+            groups = () if "NCCL_GRAPH_FILE" in os.environ else row.groups
+            with turn():
+                made[row.groups] = ranks.among(groups)
         among = made[row.groups]
         found = time_size(among, order.collective, row.bytes, order.seconds, turn)
         yield found if among.world > 1 else ()

@@ -75,9 +75,9 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple(one.bytes for one in self.sizes if one.verdict == "worse")
 
     @property
-    def losing_sizes(self) -> tuple[int, ...]:
-        """Sizes of which the interval lies below default NCCL, if only by chance."""
-        return tuple(one.bytes for one in self.sizes if one.compared.loses)
+    def losses(self) -> tuple[Row, ...]:
+        """Rows whose interval lies below default NCCL, if only by chance."""
+        return tuple(one for one in self.rows if one.compared.loses)
 
     @property
     def objections(self) -> tuple[str, ...]:
@@ -91,11 +91,9 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             found.append(f"it is slower than default NCCL at {sizes_text(self.worse_sizes)}")
         if any(one.verdict == "worse" for one in self.training):
             found.append("a training step is slower than with default NCCL")
-        for groups in dict.fromkeys(one.groups for one in self.groups if one.compared.loses):
-            lost = [one.bytes for one in self.groups if one.groups == groups and one.compared.loses]
-            found.append(
-                f"communicators over {groups_text(groups)} are slower at {sizes_text(lost)}"
-            )
+        for groups in dict.fromkeys(one.groups for one in self.losses if one.groups):
+            sizes = sizes_text([one.bytes for one in self.losses if one.groups == groups])
+            found.append(f"communicators over {groups_text(groups)} are slower at {sizes}")
         return tuple(found)
 
     @property
@@ -191,9 +189,9 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def winner(arms: Sequence[ArmResult]) -> ChoiceName:
     """Return the smallest intervention within 1 % of the best, or within the interval if wider.
 
-    Only arms that are accepted and have no size whose interval lies below default NCCL count.
+    Only arms that are accepted and have no row whose interval lies below default NCCL count.
     """
-    usable = [arms[0], *(one for one in arms[1:] if one.accepted and not one.losing_sizes)]
+    usable = [arms[0], *(one for one in arms[1:] if one.accepted and not one.losses)]
     best = max(usable, key=lambda one: one.large.ratio)
 
     def as_good(one: ArmResult) -> bool:

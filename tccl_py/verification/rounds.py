@@ -15,7 +15,8 @@ from tccl_py.verification.jobs import JobError, Outcome
 from tccl_py.verification.orders import SIZES, Collective, Groups, Order, Timed
 
 DEFAULT_ROUNDS = 10
-DEFAULT_SECONDS = 200.0
+DEFAULT_SECONDS = 300.0
+"""Three arms have some 30 rows: of fewer than 11 rounds none of them is beyond chance."""
 FEW_SIZES = (16 << 10, 1 << 20, 64 << 20, 256 << 20)
 """Sizes of jobs that try settings, and but for the largest of smaller communicators."""
 _NARROW = 1 << 20

@@ -62,13 +62,6 @@ def time_size(
         return tuple(found)
 
 
-def skip_size(turn: TakesTurn) -> None:
-    """Take the turns of `time_size` without timing anything."""
-    for _ in range(1 + BATCHES):
-        with turn():
-            pass
-
-
 def _batch_of(
     ranks: Ranks, call: Callable[[], Any], size: int, seconds: float, stack: ExitStack
 ) -> Callable[[], float]:
