@@ -14,7 +14,7 @@ import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.measurements.measurement import Measurement
-from tccl_py.plan.plan import PlanChoice
+from tccl_py.plan.plan import Plan, PlanChoice
 from tccl_py.plan.settings_search import BUFFSIZES, WORTH, mechanisms
 from tccl_py.plan.tasks import (
     Choice,
@@ -37,7 +37,7 @@ FINALISTS = 2
 """Mechanisms for which numbers of channels and FIFO sizes are tried."""
 
 
-def own_rings(task: Task, settings: Settings) -> StockChoice:
+def own_rings(task: Task | Plan, settings: Settings) -> StockChoice:
     """Return what NCCL's search picks; only the settings of transports change that."""
     plain = Settings(
         version=settings.version,

@@ -43,7 +43,7 @@ def _of_plan(contents: Contents) -> Iterator[FigureSource]:
     )
     what = "a prediction of NCCL's bus bandwidth"
     if plan.tuned:
-        what = "shares of what a job of NCCL's had when settings were tuned"
+        what = "shares of what jobs of NCCL achieved when settings were tuned"
     note = f"{what}; {effort}"
     yield FigureSource(figures="rates of rings and hops", source=plan.provenance, note=note)
     stock = mark(simulated=plan.simulated, assumed=plan.stock.assumed)

@@ -15,13 +15,13 @@ from tccl_py.cluster_plan.directory import graph_texts, planned_models, write_cl
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.cluster_plan.retuned import keeps_rings, other_landings
 from tccl_py.cluster_plan.retuned import retuned as cluster_retuned
+from tccl_py.plan.choices import own_rings
 from tccl_py.plan.directory import nccl_files, planned_fingerprint, planned_model, write_plan
 from tccl_py.plan.plan import ChoiceName, Plan, PlanHop, PlanRing
 from tccl_py.plan.staging import write_file
 from tccl_py.runtimes.nccl.candidates import candidates
 from tccl_py.runtimes.nccl.kept import kept_level
 from tccl_py.runtimes.nccl.settings import Settings, check_settings, final_channels
-from tccl_py.runtimes.nccl.stock import stock_choice
 from tccl_py.runtimes.nccl.transport import View, mechanism_flow, pair_mechanism, view
 from tccl_py.simulator.model import MachineModel
 from tccl_py.temporary import temporary_folder
@@ -141,7 +141,7 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
         made, variables = self.plan, self.plan.variables
         if "variables" in changes:
             settings = changes["variables"]
-            rings = _own_rings(made, settings)
+            rings = own_rings(made, settings).rings
             variables = msgspec.structs.replace(variables, settings=settings, rings=rings)
         if "graph" in changes or rates:
             rate = (rates or {}).get("graph", made.rate_gbps)
@@ -309,16 +309,6 @@ def retuned(plan: Plan, settings: Settings, *, rate_gbps: float) -> Plan:
 
 def _noted(notices: Sequence[str]) -> tuple[str, ...]:
     return (*(one for one in notices if one != _NOTE), _NOTE)
-
-
-def _own_rings(plan: Plan, settings: Settings) -> tuple[tuple[int, ...], ...]:
-    """Return the rings of NCCL's own search, which only the settings of transports change."""
-    plain = Settings(
-        version=settings.version,
-        p2p_level=settings.p2p_level,
-        net_disable_intra=settings.net_disable_intra,
-    )
-    return stock_choice(plan.machine, plan.knowledge, plain, gpus=plan.gpus).rings
 
 
 def _kinds(seen: View, pairs: Sequence[tuple[int, int]]) -> set[str]:
