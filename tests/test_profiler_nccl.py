@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tccl_profiler.assignment import CARRIED_GROUP_US, program_for
 from tccl_profiler.cluster.session import ClusterSession
+from tccl_profiler.nccl.communicators import Communicators
 from tccl_profiler.nccl.environment import graph_text, process_variables, without_disturbance
-from tccl_profiler.nccl.library import Library
 from tccl_profiler.profiler import Options
 from tccl_profiler.program import Carrier, Link, is_nic
 from tccl_profiler.statistics import Stopping
@@ -19,6 +19,7 @@ from tccl_profiler.window import WindowLimits
 from tccl_py.cli.hardware import Care
 from tccl_py.cli.plan_cluster import ClusterOptions, ClusterTask, MeasuredCluster
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.nccl_library import Library
 from tccl_py.runtimes.nccl.graph_file import read_graph_file
 from tccl_py.search.problem import Budget
 from tccl_py.transfers.transfer import entering, joined, leaving, parse_set, transfer_set
@@ -225,9 +226,9 @@ def test_the_library_is_the_one_that_the_loader_is_told_of(stand_in):
 
 def test_no_library_is_said_with_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    monkeypatch.setattr("tccl_profiler.nccl.library.NAME", "libnccl-none.so.2")
+    monkeypatch.setattr("tccl_py.nccl_library.NAME", "libnccl-none.so.2")
     with pytest.raises(MeasurementError, match=r"does not load .*; install it, or measure .* TCP"):
-        Library()
+        Communicators("G0", 0, memory=None).listen([Link("h0.G0", "h1.G1", 0, CARRIER)])
 
 
 def test_sets_are_measured_over_communicators_made_once_for_each_link(stand_in):

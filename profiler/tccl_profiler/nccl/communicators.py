@@ -16,10 +16,10 @@ import numpy as np
 
 from tccl_profiler.links import Endpoint, LinkLost
 from tccl_profiler.nccl.environment import graph_text
-from tccl_profiler.nccl.library import Library
 from tccl_profiler.pattern import differing, write_pattern
 from tccl_profiler.program import Link
 from tccl_py.errors import MeasurementError
+from tccl_py.nccl_library import Library
 from tccl_py.temporary import temporary_folder
 
 _SENDER, _RECEIVER = 0, 1
@@ -142,7 +142,11 @@ class Communicators:
 
     def _loaded(self) -> Library:
         if self._library is None:
-            self._library = self._load()
+            try:
+                self._library = self._load()
+            except MeasurementError as error:
+                instead = "or measure the network by TCP: --network tcp"
+                raise MeasurementError(f"{error}, {instead}") from error
         return self._library
 
     def _drop(self, link: Link) -> None:

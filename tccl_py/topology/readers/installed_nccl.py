@@ -20,9 +20,9 @@ import msgspec
 
 from tccl_py.children import child_command, child_environment
 from tccl_py.limits import limit_reached
+from tccl_py.nccl_library import NAME, PACKAGE_PLACE, version_text
 
 _PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-_LIBRARY = "libnccl.so.2"
 _NEEDED = re.compile(r"nvidia[-_]nccl[-_]cu[0-9]{1,3}", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}(?:\.[0-9]{1,3})?", re.ASCII)
 _PATIENCE_S = 60.0
@@ -56,9 +56,9 @@ def installed_nccls() -> Iterator[InstalledNccl]:
         yield own
     elif (package := _of_packages(_PACKAGES)) is not None:
         yield package
-    found = _told(_LIBRARY)
+    found = _told(NAME)
     if found:
-        yield InstalledNccl(version=found, source=f"{_LIBRARY} as the system finds it")
+        yield InstalledNccl(version=found, source=f"{NAME} as the system finds it")
 
 
 def _of_torch(torch: metadata.Distribution) -> InstalledNccl | None:
@@ -87,7 +87,7 @@ def _of_packages(names: Sequence[str]) -> InstalledNccl | None:
         version = package.version
         if sum(_distribution(other) is not None for other in _PACKAGES) > 1:
             # They put the library in one place: whichever came last is there.
-            place = package.locate_file(f"nvidia/nccl/lib/{_LIBRARY}")
+            place = package.locate_file(PACKAGE_PLACE / NAME)
             version = _told(str(place)) or version
         match = _NUMBER.match(version)
         if match is not None:
@@ -135,10 +135,7 @@ def _version_of(library: str) -> str:
     number = ctypes.c_int()
     if ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number)):
         return ""
-    # NCCL_VERSION(X, Y, Z) in nccl.h: X * 10000 since 2.9, X * 1000 before.
-    value = number.value
-    unit = 10000 if value >= 10000 else 1000
-    return f"{value // unit}.{value % unit // 100}.{value % 100}"
+    return version_text(number.value)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The NCCL library, by the few of its functions that are needed here."""
+"""NCCL's library: where it lies, and the few of its functions that are needed here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tccl_py.errors import MeasurementError
 
 NAME = "libnccl.so.2"
 ID_BYTES = 128
-_PIP_PLACE = Path("nvidia", "nccl", "lib")
+PACKAGE_PLACE = Path("nvidia", "nccl", "lib")
+"""Folder of the library in NVIDIA's Python packages, below site-packages."""
 _UINT8 = 1
 _UNDEFINED = -(1 << 31)
 _MAGIC = 0xCAFEBEEF
@@ -44,17 +45,26 @@ class _Config(ctypes.Structure):
 class Library:
     """NCCL as this process loads it; what it refuses is a MeasurementError with its own words.
 
+    Args:
+        path: the library's file; None is what `find_library` finds.
+
     Raises:
         MeasurementError: it does not load, or is older than 2.18.
     """
 
-    def __init__(self) -> None:
-        self._library = _loaded()
+    def __init__(self, path: str | None = None) -> None:
+        try:
+            self._library = ctypes.CDLL(find_library() if path is None else path)
+        except OSError as error:
+            raise MeasurementError(
+                f"NCCL's library does not load ({error}); install it"
+            ) from error
         version = ctypes.c_int()
         self._call("ncclGetVersion", ctypes.byref(version))
         self.version = version.value
         if self.version < _OLDEST:
-            raise MeasurementError(f"NCCL {self.version} is too old to carry bytes: 2.18 or later")
+            name = version_text(self.version)
+            raise MeasurementError(f"NCCL {name} is too old; install 2.18 or later")
 
     def unique_id(self) -> bytes:
         """What the members of a new communicator meet by."""
@@ -62,8 +72,16 @@ class Library:
         self._call("ncclGetUniqueId", ctypes.byref(found))
         return ctypes.string_at(ctypes.addressof(found), ID_BYTES)
 
-    def communicator(self, unique_id: bytes, *, rank: int, channels: int) -> int:
-        """Member `rank` of a communicator of two, on the current GPU; waits for the other.
+    def communicator(
+        self, unique_id: bytes, *, rank: int, ranks: int = 2, channels: int | None = None
+    ) -> int:
+        """Become a rank of a communicator, on the current GPU; waits for the others.
+
+        Args:
+            unique_id: what all ranks were told.
+            rank: this one's number.
+            ranks: how many there are.
+            channels: how many to use; None leaves that to NCCL.
 
         Raises:
             MeasurementError: NCCL could not make it.
@@ -75,15 +93,15 @@ class Library:
             version=_CONFIG_VERSION,
             blocking=1,
             cga_cluster_size=_UNDEFINED,
-            min_ctas=channels,
-            max_ctas=channels,
+            min_ctas=_UNDEFINED if channels is None else channels,
+            max_ctas=_UNDEFINED if channels is None else channels,
             net_name=None,
             split_share=_UNDEFINED,
         )
         self._call(
             "ncclCommInitRankConfig",
             ctypes.byref(found),
-            ctypes.c_int(2),
+            ctypes.c_int(ranks),
             _UniqueId.from_buffer_copy(unique_id),
             ctypes.c_int(rank),
             ctypes.byref(config),
@@ -127,20 +145,24 @@ class Library:
         return ": ".join(filter(None, texts)) or f"error {code}"
 
 
-def _loaded() -> Any:
-    """The library that a job would load: where the loader is told to look, then Python's package of
-    it, which torch brings along, then the system's.
+def find_library() -> str:
+    """Return the library that a job would load, as a path or as a name for the loader.
 
-    Raises:
-        MeasurementError: there is none.
+    The folders of LD_LIBRARY_PATH come first, then the package of this Python that torch brings
+    along, then what the system has.
     """
     told = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
-    places = [Path(one) for one in told] + [Path(one) / _PIP_PLACE for one in sys.path]
-    found = (str(place / NAME) for place in places if (place / NAME).is_file())
-    try:
-        return ctypes.CDLL(next(found, NAME))
-    except OSError as error:
-        raise MeasurementError(
-            f"NCCL's library does not load ({error}); install it, or measure the network by TCP: "
-            "--network tcp"
-        ) from error
+    places = [Path(one) for one in told] + [Path(one) / PACKAGE_PLACE for one in sys.path]
+    return next((str(place / NAME) for place in places if (place / NAME).is_file()), NAME)
+
+
+def version_text(number: int) -> str:
+    """Return the version that ncclGetVersion's number stands for.
+
+    NCCL_VERSION(X, Y, Z) in nccl.h is X * 10000 + Y * 100 + Z since 2.9, X * 1000 + ... before.
+
+    >>> version_text(22809), version_text(2708)
+    ('2.28.9', '2.7.8')
+    """
+    unit = 10000 if number >= 10000 else 1000
+    return f"{number // unit}.{number % unit // 100}.{number % 100}"
