@@ -66,6 +66,30 @@ class Library:
             name = version_text(self.version)
             raise MeasurementError(f"NCCL {name} is too old; install 2.18 or later")
 
+    def use_gpu(self, number: int) -> None:
+        """Make a GPU, as CUDA counts them, the current one of this thread.
+
+        NCCL's functions act on it. NVIDIA's packages have a CUDA runtime of their own inside NCCL,
+        which takes the driver's current context; a shared runtime is told itself.
+
+        Raises:
+            MeasurementError: there is no driver, or it refuses.
+        """
+        runtime = getattr(self._library, "cudaSetDevice", None)
+        if runtime is not None:
+            _check_cuda("cudaSetDevice", runtime(ctypes.c_int(number)))
+            return
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise MeasurementError(f"the NVIDIA driver does not load ({error})") from error
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        _check_cuda("cuInit", driver.cuInit(0))
+        _check_cuda("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), number))
+        retained = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        _check_cuda("cuDevicePrimaryCtxRetain", retained)
+        _check_cuda("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
+
     def unique_id(self) -> bytes:
         """What the members of a new communicator meet by."""
         found = _UniqueId()
@@ -143,6 +167,11 @@ class Library:
             function.restype = ctypes.c_char_p
             texts.append((function(argument) or b"").decode(errors="replace").strip())
         return ": ".join(filter(None, texts)) or f"error {code}"
+
+
+def _check_cuda(name: str, code: int) -> None:
+    if code:
+        raise MeasurementError(f"{name} failed with CUDA error {code}")
 
 
 def find_library() -> str:
