@@ -56,9 +56,7 @@ class Library:
         try:
             self._library = ctypes.CDLL(find_library() if path is None else path)
         except OSError as error:
-            raise MeasurementError(
-                f"NCCL's library does not load ({error}); install it"
-            ) from error
+            raise MeasurementError(f"NCCL's library does not load ({error}); install it") from error
         version = ctypes.c_int()
         self._call("ncclGetVersion", ctypes.byref(version))
         self.version = version.value

@@ -62,6 +62,9 @@ def _own_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     # Nor which NCCL is installed.
     monkeypatch.setattr("tccl_py.topology.readers.installed_nccl.installed_nccls", lambda: iter(()))
+    # Nor what it does on this machine's GPUs.
+    monkeypatch.setattr("tccl_py.cli.plan.rings_here", lambda *_: None)
+    monkeypatch.setattr("tccl_py.cli.doctor.asked_here", lambda *_: "")
 
 
 def _gpus():

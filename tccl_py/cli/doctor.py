@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from tccl_py.cli.arguments import ANSWER_IS_NO, JsonOption, print_json, results
+from tccl_py.cli.nccl_here import asked_here
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.doctor.examine import Diagnosis, examine
 from tccl_py.health.doctor.findings import Finding
@@ -40,10 +41,11 @@ def doctor(
     """Look for what on this host hangs NCCL, slows it, or spoils measurements.
 
     Looks at ACS and the IOMMU, PCIe links, P2P and GPU-direct, GPU conditions, NUMA, /dev/shm,
-    limits, NCCL's version, settings and files, containers and virtual machines. It only reads, and
-    needs neither a plan nor a GPU; as root it sees more. What would mend a finding is printed,
-    never run. HANG: NCCL hangs or fails. SLOW: it, or a measurement, gets less than the machine
-    has. Notes are worth knowing.
+    limits, NCCL's version, settings and files, containers and virtual machines. Where two GPUs or
+    more are idle, NCCL is started on them for some seconds, and its log says which rings it takes.
+    All else is only read; neither a plan nor a GPU is needed; as root it sees more. What would mend
+    a finding is printed, never run. HANG: NCCL hangs or fails. SLOW: it, or a measurement, gets
+    less than the machine has. Notes are worth knowing.
 
     Exit codes: 0 nothing but notes, 1 something hangs or slows NCCL, 2 wrong use.
 
@@ -79,12 +81,15 @@ def _this_host() -> Host:
         free: int | None = shm.f_bavail * shm.f_frsize
     except OSError:
         free = None
+    driver = _driver()
+    gpus = [gpu.index for gpu in driver.gpus]
     return Host(
         home=_home(),
         environment=dict(os.environ),
-        driver=_driver(),
+        driver=driver,
         shm_free=free,
         nccl=tuple(installed_nccls()),
+        own_rings=asked_here(gpus) if len(gpus) > 1 else "",
     )
 
 

@@ -1,11 +1,35 @@
-"""Which version of NCCL a measured plan is for: what was asked for, or what is installed."""
+"""The NCCL that is installed here: its version, and what it does on this machine's GPUs."""
 
 from __future__ import annotations
 
-from tccl_py.cli.arguments import notice
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tccl_py.cli.arguments import notice, parse_gpus
+from tccl_py.cli.hardware import MeasuredMachine
+from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.plan.directory import nccl_files
+from tccl_py.plan.plan import Plan
+from tccl_py.runtimes.nccl.asked import (
+    InstalledRings,
+    NcclAnswer,
+    Question,
+    RefusedError,
+    ask_each,
+    ask_nccl,
+    judged,
+    verdict_on,
+)
+from tccl_py.runtimes.nccl.settings import environment
+from tccl_py.runtimes.nccl.validator import Verdict
 from tccl_py.runtimes.nccl.versions import LATEST
 from tccl_py.topology.readers.installed_nccl import InstalledNccl, installed_nccl
+from tccl_py.topology.readers.nvml import gpu_count
 
+_DESCRIBED = "give --machine MACHINE for a verdict by NCCL's rules"
+_MOST_FILES = 16
+"""Of more graph files one for each number of GPUs is loaded."""
 _OTHER = "--nccl VERSION plans for another"
 
 
@@ -34,3 +58,108 @@ def version_of_hosts(asked: str | None, told: str) -> str:
 def _newest(why: str) -> str:
     notice(f"planned for NCCL {LATEST}, the newest known: {why}; {_OTHER}")
     return LATEST
+
+
+def why_not_asked(gpus: Sequence[int]) -> str:
+    """Return why NCCL cannot be run on these GPUs now; "" if it can."""
+    from tccl_profiler.watch import Watch  # noqa: PLC0415 (other commands need no profiler)
+
+    try:
+        with Watch(gpus, frozenset()) as watch:
+            seen = watch.look()
+    except MeasurementError as error:
+        return str(error)
+    users = (
+        f"process {process.pid} ({process.name or 'name unknown'}) uses GPU {one.gpu}"
+        for one in seen
+        for process in one.other_processes or ()
+    )
+    return next(users, "")
+
+
+def rings_here(place: MeasuredMachine, gpus: Sequence[int] | None) -> InstalledRings | None:
+    """Return what asks the installed NCCL for its own rings; None where no NCCL runs."""
+    if place.backend != "cuda":
+        return None
+    chosen = place.machine.gpu_indices if gpus is None else tuple(sorted(gpus))
+    rings = InstalledRings(place.machine, place.knowledge, chosen)
+    why = why_not_asked(chosen)
+    if why:
+        rings.unable(why)
+    return rings
+
+
+def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
+    """Load the graph files of a plan in the NCCL here; return notices on those it runs otherwise.
+
+    Nothing is loaded where NCCL could not be asked for its rings.
+
+    Raises:
+        MeasurementError: NCCL does not start with one of them.
+    """
+    if not rings.able:
+        return ()
+    subsets = [one.gpus for one in plan.subsets]
+    if len(subsets) >= _MOST_FILES:
+        subsets = list({len(one): one for one in subsets}.values())
+    names = {GRAPH_FILE: plan.gpus, **{subset_file(one): one for one in subsets}}
+    texts = nccl_files(plan, Path())
+    asked = [Question(gpus=gpus, graph=texts[name]) for name, gpus in names.items()]
+    variables = environment(plan.settings)
+    try:
+        answers = ask_each(variables, asked, library=rings.library, connect=False)
+    except RefusedError as error:
+        name = list(names)[error.question]
+        raise MeasurementError(
+            f"nccl/{name}: NCCL here does not start with it ({error.how}); no plan was written"
+        ) from error
+    except MeasurementError as error:
+        return (f"the graph files were not tried in the NCCL here: {error}",)
+    verdicts = [
+        (name, verdict_on(answer, texts[name], where=f"nccl/{name}"))
+        for name, answer in zip(names, answers, strict=True)
+    ]
+    return tuple(
+        f"nccl/{name}: {one.verdict} by the NCCL here: {one.reason}"
+        for name, one in verdicts
+        if one.verdict != "used"
+    )
+
+
+def asked_here(gpus: Sequence[int]) -> NcclAnswer | str:
+    """Return what NCCL does by default over GPUs of this machine, or why it was not asked."""
+    try:
+        return why_not_asked(gpus) or ask_nccl({}, gpus)
+    except MeasurementError as error:
+        return str(error)
+
+
+def verdict_here(
+    text: str, gpus: str | None, variables: Mapping[str, str], *, where: str
+) -> Verdict:
+    """Return what the NCCL here does with a graph file over GPUs of this machine.
+
+    Args:
+        text: the file.
+        gpus: a list of GPUs in rank order; None is all.
+        variables: NCCL's in the job.
+        where: the file's name for messages.
+
+    Raises:
+        InputError: no GPU, unknown ones, GPUs that others use, or no NCCL that starts.
+    """
+    try:
+        count = gpu_count()
+    except InputError as error:
+        raise InputError("the NCCL here", f"cannot be asked: {error.what}", _DESCRIBED) from error
+    chosen = tuple(range(count)) if gpus is None else parse_gpus(gpus)
+    if max(chosen) >= count:
+        right = f"it has {', '.join(map(str, range(count)))}"
+        raise InputError(f"GPU {max(chosen)}", "is not in this machine", right)
+    try:
+        why = why_not_asked(chosen)
+        if not why:
+            return judged(variables, chosen, text, where=where)
+    except MeasurementError as error:
+        why = str(error)
+    raise InputError("the NCCL here", f"cannot be asked: {why}", _DESCRIBED)

@@ -29,7 +29,7 @@ from tccl_py.cli.interrupts import undisturbed
 from tccl_py.cli.jobs import InterfacesOption, NetworkOption, in_job
 from tccl_py.cli.measure import simulation_header
 from tccl_py.cli.measured_notices import measured_notices
-from tccl_py.cli.nccl_here import version_here
+from tccl_py.cli.nccl_here import graph_file_notices, rings_here, version_here
 from tccl_py.cli.plan_cluster import (
     ClusterOptions,
     ClusterTask,
@@ -62,6 +62,7 @@ from tccl_py.plan.directory import (
 )
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
+from tccl_py.runtimes.nccl.asked import InstalledRings
 from tccl_py.runtimes.nccl.network_settings import MAX_GID_INDEX
 from tccl_py.runtimes.nccl.versions import LATEST, known_versions
 from tccl_py.search.problem import Budget
@@ -305,7 +306,12 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
     kept: dict[str, str]
 
     def plan(
-        self, machine: Machine, knowledge: Knowledge, source: BandwidthSource, line: ProgressLine
+        self,
+        machine: Machine,
+        knowledge: Knowledge,
+        source: BandwidthSource,
+        line: ProgressLine,
+        own_rings: InstalledRings | None = None,
     ) -> Plan:
         """The plan that this source's answers make."""
         made = make_plan(
@@ -319,6 +325,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
             budget=self.budget,
             reporter=line,
             kept=self.kept,
+            own_rings=own_rings,
         )
         if made.cancelled or not self.topology_file:
             return made
@@ -363,9 +370,13 @@ class _Here:
         ):
             source.on_set = line.measured
             notice_each(journalled.notices)
-            made = task.plan(self.machine, self._place.knowledge, journalled, line)
+            rings = rings_here(self._place, task.gpus)
+            made = task.plan(self.machine, self._place.knowledge, journalled, line, rings)
             conditions = source.conditions
         noticed = measured_notices(source, self._care, conditions)
+        if rings is not None:
+            tried = () if made.cancelled else graph_file_notices(made, rings)
+            noticed = (*rings.notices, *tried, *noticed)
         return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 
     def write(self, made: Plan, output: Path) -> None:

@@ -13,24 +13,26 @@ from tccl_py.cli.arguments import (
     ANSWER_IS_NO,
     MACHINE_HELP,
     JsonOption,
-    NcclOption,
     gpus_argument,
     notice,
     print_json,
     results,
 )
+from tccl_py.cli.nccl_here import verdict_here
+from tccl_py.cli.refusals import Refusal, refuse
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.runtimes.nccl import validator
 from tccl_py.runtimes.nccl.contradictions import TOPOLOGY_VARIABLE
 from tccl_py.runtimes.nccl.validator import Verdict
-from tccl_py.runtimes.nccl.versions import LATEST, version_facts
+from tccl_py.runtimes.nccl.versions import LATEST, known_versions, version_facts
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.topology.machine import Machine
 from tccl_py.topology.readers.nccl_topology import read_nccl_topology
 
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
 _SHOWN_RANKS = 32
+_OF_MACHINES = Refusal(what="is about a described machine", right="add --machine MACHINE")
 
 
 def validate(
@@ -39,16 +41,30 @@ def validate(
     ],
     *,
     machine: Annotated[
-        str, typer.Option(metavar="MACHINE", help=f"What every node is like. {MACHINE_HELP}")
-    ],
+        str | None,
+        typer.Option(
+            metavar="MACHINE",
+            help="What every node is like; without it the NCCL that is installed here is asked. "
+            f"{MACHINE_HELP}",
+        ),
+    ] = None,
     gpus: Annotated[
         str | None,
         typer.Option(
             metavar="LIST", help="The job's GPUs on every node in rank order, as 0,2,5 or 0-3."
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option(metavar="N", help="How many equal nodes.")] = 1,
-    nccl: NcclOption = LATEST,
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", help="How many equal nodes; one if not given.")
+    ] = None,
+    nccl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION",
+            help=f"NCCL's version, {LATEST} if not given; {', '.join(known_versions())} were "
+            "checked.",
+        ),
+    ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,20 +75,44 @@ def validate(
 ) -> None:
     """Say what NCCL will do with a graph file: use, ignore, clip or reject it, or crash.
 
+    Without --machine the installed NCCL starts on this machine's GPUs with the file, which takes
+    seconds and some 0.5 GiB of each GPU; GPUs that others use are left alone. With --machine the
+    verdict follows from NCCL's rules, for any machine, number of nodes and version.
+
     The rings shown are those of the final channels, as ranks. Exit code 0 says that NCCL uses the
-    file as it stands, 1 that it does not. With --env NCCL_TOPO_FILE=PATH the machine is what that
-    file says.
+    file as it stands, 1 that it does not, 2 that there is no verdict, as without NCCL or GPUs. With
+    --env NCCL_TOPO_FILE=PATH the machine is what that file says.
 
-    Example:
+    Examples:
 
+        tccl validate graph.xml
         tccl validate graph.xml --machine h200x4-vm --env NCCL_P2P_LEVEL=SYS
     """
+    if machine is None:
+        refuse({"--nodes": nodes, "--nccl": nccl}, _OF_MACHINES)
+        verdict = verdict_here(read_text(graph), gpus, variables(env or ()), where=str(graph))
+    else:
+        verdict = _by_rules(
+            graph, machine, gpus=gpus, nodes=nodes or 1, nccl=nccl or LATEST, env=env or ()
+        )
+    if json:
+        print_json(verdict)
+    else:
+        _print_verdict(graph, verdict)
+    if verdict.verdict != "used":
+        raise typer.Exit(ANSWER_IS_NO)
+
+
+def _by_rules(
+    graph: Path, machine: str, *, gpus: str | None, nodes: int, nccl: str, env: Sequence[str]
+) -> Verdict:
+    """Return what NCCL's rules make of the file on a described machine."""
     model = load_machine(machine)
     if not version_facts(nccl).verified:
         notice(f"NCCL {nccl} was not checked; taken for {version_facts(nccl).name}, the nearest")
-    given = variables(env or ())
+    given = variables(env)
     seen = _as_told(model.machine, given.get(TOPOLOGY_VARIABLE, ""))
-    verdict = validator.validate(
+    return validator.validate(
         read_text(graph),
         seen,
         model.knowledge,
@@ -82,12 +122,6 @@ def validate(
         environment=given,
         where=str(graph),
     )
-    if json:
-        print_json(verdict)
-    else:
-        _print_verdict(graph, verdict)
-    if verdict.verdict != "used":
-        raise typer.Exit(ANSWER_IS_NO)
 
 
 def _as_told(machine: Machine, path: str) -> Machine:

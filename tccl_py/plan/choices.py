@@ -44,6 +44,8 @@ def own_rings(task: Task | Plan, settings: Settings) -> StockChoice:
         p2p_level=settings.p2p_level,
         net_disable_intra=settings.net_disable_intra,
     )
+    if task.own_rings is not None:
+        return task.own_rings(plain)
     return stock_choice(task.machine, task.knowledge, plain, gpus=task.gpus)
 
 
@@ -67,6 +69,10 @@ def own_choices(task: Task) -> OwnChoices:
     """
     settings = default_settings(task)
     found = own_rings(task, settings)
+    if task.own_rings is not None:
+        # An installed NCCL is asked now: later the source may have the GPUs to itself.
+        for one in mechanisms(task):
+            own_rings(task, one)
     default, note = _default(task, settings, found)
     unrated = PlanChoice(settings=settings, rings=found.rings, rate_gbps=None, note=note)
     tried = [] if default is None else [default]

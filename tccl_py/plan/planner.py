@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -29,7 +29,8 @@ from tccl_py.plan.tasks import (
 )
 from tccl_py.runtimes.free import free_hop_space
 from tccl_py.runtimes.nccl.kept import as_read, direct_pairs, kept_level
-from tccl_py.runtimes.nccl.settings import check_settings, final_channels
+from tccl_py.runtimes.nccl.settings import Settings, check_settings, final_channels
+from tccl_py.runtimes.nccl.stock import StockChoice
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.runtimes.nccl.versions import LATEST, version_facts
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SilentReporter
@@ -65,6 +66,7 @@ def make_plan(
     budget: Budget = DEFAULT_BUDGET,
     reporter: Reporter | None = None,
     kept: Mapping[str, str] | None = None,
+    own_rings: Callable[[Settings], StockChoice] | None = None,
 ) -> Plan:
     """Find the settings and rings that suit the machine best, as far as `source` tells.
 
@@ -89,6 +91,7 @@ def make_plan(
         reporter: watches; KeyboardInterrupt ends the search with the best so far.
         kept: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, with the plan or
             without: no settings go beyond it, nor does what the plan is compared with.
+        own_rings: returns NCCL's own rings under settings; None computes them by its rules.
 
     Raises:
         InputError: unknown GPUs, version or strategy, fewer than two GPUs, or kept variables that
@@ -111,6 +114,7 @@ def make_plan(
         budget=budget,
         reporter=reporter or SilentReporter(),
         p2p_level=kept_level(kept),
+        own_rings=own_rings,
     )
     check_settings(default_settings(task))
     own = own_choices(task)

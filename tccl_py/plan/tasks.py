@@ -60,7 +60,8 @@ class NetworkUse(msgspec.Struct, frozen=True, kw_only=True):
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be planned, and by which means.
 
-    `p2p_level` is the one that all jobs have, if they do. `spaces` keeps hop spaces that were made:
+    `p2p_level` is the one that all jobs have, if they do. `own_rings` returns NCCL's own rings
+    under settings; None computes them by its rules. `spaces` keeps hop spaces that were made:
     a search asks for the same ones again and again.
     """
 
@@ -75,6 +76,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     reporter: Reporter
     network: NetworkUse | None = None
     p2p_level: Level | None = None
+    own_rings: Callable[[Settings], StockChoice] | None = None
     spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
 
 

@@ -12,7 +12,7 @@ from tccl_py.health.doctor.gpus import check_gpus
 from tccl_py.health.doctor.host import Host
 from tccl_py.health.doctor.links import check_links, check_peers
 from tccl_py.health.doctor.memory import check_limits, check_shared_memory
-from tccl_py.health.doctor.nccl import check_nccl
+from tccl_py.health.doctor.nccl import check_nccl, check_own_rings
 from tccl_py.health.doctor.numa import check_numa, check_virtual
 from tccl_py.health.doctor.settings import check_settings
 
@@ -27,6 +27,7 @@ CHECKS: tuple[Callable[[Host], Iterator[Finding | Unseen]], ...] = (
     check_limits,
     check_settings,
     check_nccl,
+    check_own_rings,
     check_virtual,
 )
 

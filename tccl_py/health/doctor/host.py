@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from tccl_py.runtimes.nccl.asked import NcclAnswer
 from tccl_py.topology.knowledge import PeerAccess
 from tccl_py.topology.readers.busid import bus_order, normal_bus_id
 from tccl_py.topology.readers.installed_nccl import InstalledNccl
@@ -61,6 +62,8 @@ class Host:
         driver: what NVML says, where it was asked.
         shm_free: free bytes of /dev/shm; None if nobody asked.
         nccl: the versions of NCCL that are installed, torch's first; None if nobody asked.
+        own_rings: what NCCL does by default over all GPUs, or why it was not asked; "" where there
+            are no two GPUs.
     """
 
     root: Path = Path("/")
@@ -69,6 +72,7 @@ class Host:
     driver: DriverState = DriverState(unseen="the driver was not asked")
     shm_free: int | None = None
     nccl: tuple[InstalledNccl, ...] | None = None
+    own_rings: NcclAnswer | str = ""
 
     def path(self, name: str) -> Path:
         """Where a path of the host lies."""

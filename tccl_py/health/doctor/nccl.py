@@ -1,11 +1,13 @@
-"""Which NCCL is installed: a plan is for one version, and off under another."""
+"""Which NCCL is installed, and which rings it takes: a plan is for one version of it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from tccl_py.health.doctor.findings import Finding, Unseen
 from tccl_py.health.doctor.host import Host
+from tccl_py.runtimes.nccl.asked import ring_words
 from tccl_py.runtimes.nccl.versions import known_versions, version_facts
 
 _WHY = "`tccl plan` plans for it where --nccl names no other; under another version a plan is off"
@@ -41,3 +43,27 @@ def check_nccl(host: Host) -> Iterator[Finding | Unseen]:
                 source="a plan names its version of NCCL",
                 mend=f"plan with --nccl {other.minor} where jobs have that one",
             )
+
+
+def check_own_rings(host: Host) -> Iterator[Finding | Unseen]:
+    """Yield the rings, channels and transports that the installed NCCL takes by default."""
+    found = host.own_rings
+    if isinstance(found, str):
+        if found:
+            yield Unseen(check="nccl-rings", what="which rings NCCL takes by itself", why=found)
+        return
+    counts = Counter(way.via for way in found.ways)
+    ways = ", ".join(f"{count} by {via}" for via, count in counts.most_common())
+    yield Finding(
+        severity="slow" if found.fallback else "note",
+        check="nccl-rings",
+        what=f"NCCL {found.version} runs {ring_words(found)}; of its hops {ways}",
+        where=f"a communicator over GPUs {', '.join(map(str, found.gpus))}",
+        why=(
+            "its search finds no rings and takes the order of the GPUs, whatever joins them"
+            if found.fallback
+            else "default NCCL runs these; a plan is compared with them"
+        ),
+        source="NCCL's own log: it was started here with its defaults",
+        mend="tccl plan -o my-plan" if found.fallback else "",
+    )

@@ -350,7 +350,7 @@ class InstalledRings:
 
     An instance is called with settings, and gives the emulation's choice with what NCCL does
     otherwise. Each choice of settings is asked for once. `notices` say where the two differ, or why
-    NCCL was not asked.
+    NCCL was not asked; `able` says whether it can be.
 
     Args:
         machine: this machine, which the emulation takes.
@@ -369,9 +369,9 @@ class InstalledRings:
     ) -> None:
         self.notices: list[str] = []
         self._machine, self._knowledge, self._gpus = machine, knowledge, tuple(gpus)
-        self._library = library
+        self.library = library
+        self.able = True
         self._known: dict[Settings, StockChoice] = {}
-        self._able = True
 
     def __call__(self, settings: Settings) -> StockChoice:
         """Return NCCL's own choice under settings of transports.
@@ -381,7 +381,7 @@ class InstalledRings:
         """
         if settings not in self._known:
             emulated = stock_choice(self._machine, self._knowledge, settings, gpus=self._gpus)
-            found = self._answer(settings) if self._able else None
+            found = self._answer(settings) if self.able else None
             self._known[settings] = (
                 emulated if found is None else self._corrected(emulated, found, settings)
             )
@@ -389,12 +389,15 @@ class InstalledRings:
 
     def unable(self, why: str) -> None:
         """Ask no more, and say why."""
-        self._able = False
-        self.notices.append(f"NCCL's own rings are computed, not asked of the NCCL here: {why}")
+        self.able = False
+        self.notices.append(
+            "the NCCL here was asked neither for its own rings, which are computed by its rules, "
+            f"nor to load a graph file: {why}"
+        )
 
     def _answer(self, settings: Settings) -> NcclAnswer | None:
         try:
-            found = ask_nccl(environment(settings), self._gpus, library=self._library)
+            found = ask_nccl(environment(settings), self._gpus, library=self.library)
         except MeasurementError as error:
             self.unable(str(error))
             return None

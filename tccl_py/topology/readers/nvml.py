@@ -83,6 +83,29 @@ def driver_version() -> str:
         return ""
 
 
+def gpu_count(nvml: Any = None) -> int:
+    """Return how many GPUs the driver has; their NVML indices count from 0.
+
+    Args:
+        nvml: the `pynvml` module, or what stands for it.
+
+    Raises:
+        InputError: no driver or library answers, or there is no GPU.
+    """
+    nvml = _imported() if nvml is None else nvml
+    try:
+        nvml.nvmlInit()
+        try:
+            count = int(nvml.nvmlDeviceGetCount())
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
+        raise InputError("this machine", f"no NVIDIA driver answers ({error})", _INSTEAD) from error
+    if not count:
+        raise InputError("this machine", "has no NVIDIA GPU that this process may see", _INSTEAD)
+    return count
+
+
 def _imported() -> Any:
     try:
         import pynvml  # noqa: PLC0415 (only live discovery needs it)
