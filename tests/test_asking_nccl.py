@@ -1,0 +1,445 @@
+"""What the installed NCCL says: NCCL's own host code without a GPU, and libraries that fail."""
+
+import functools
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tccl_py.cli import nccl_here
+from tccl_py.cli.main import app
+from tccl_py.errors import MeasurementError
+from tccl_py.health.doctor.host import Host
+from tccl_py.health.doctor.nccl import check_own_rings
+from tccl_py.plan.planner import make_plan
+from tccl_py.runtimes.nccl import asked
+from tccl_py.runtimes.nccl.asked import (
+    InstalledRings,
+    NcclAnswer,
+    Question,
+    RefusedError,
+    Way,
+    ask_each,
+    ask_nccl,
+    judged,
+)
+from tccl_py.runtimes.nccl.asked_rank import Said
+from tccl_py.runtimes.nccl.graph_file import Channel, Graph
+from tccl_py.runtimes.nccl.log import same_rings
+from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.runtimes.nccl.stock import stock_choice
+from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.source import Simulator
+from tests.nccl_cases import CASES, VERDICTS
+from tests.nccl_host import nccl_host
+
+pytestmark = pytest.mark.timeout(240)
+H200 = "h200x4-vm.xml"
+ASUS = "asus-esc8000a-e13p.xml"
+GRAPH = (CASES / "h200x4-vm" / "graph.xml").read_text()
+PLAIN = Settings(version="2.28")
+
+
+def pair_graph(one, other):
+    """A graph file for two GPUs: two channels of one ring."""
+    channel = f'<channel><gpu dev="{one}"/><gpu dev="{other}"/></channel>'
+    graph = (
+        '<graph id="{}" pattern="{}" crossnic="0" nchannels="2" speedintra="20" speedinter="20" '
+        'latencyinter="0" typeintra="NVL" typeinter="PIX" samechannels="1">{}</graph>'
+    )
+    graphs = [graph.format(number, pattern, channel * 2) for number, pattern in ((0, 4), (1, 1))]
+    return f'<graphs version="1">{"".join(graphs)}</graphs>'
+
+
+# NCCL's own host code
+
+
+def test_default_nccl_says_its_rings_channels_types_and_transports(monkeypatch):
+    variables = nccl_host(monkeypatch, "2.28.9", H200)
+    found = ask_nccl(variables, [0, 1, 3])
+    assert (found.version, found.fallback) == ("2.28.9", False)
+    assert found.rings == ((0, 1, 3),) * 24
+    assert (found.graph.nchannels, found.graph.typeintra) == (12, "NVL")
+    assert [(way.source, way.target) for way in found.ways] == [(0, 1), (1, 3), (3, 0)]
+    assert {way.transport for way in found.ways} == {"P2P"}
+
+
+def test_variables_change_what_nccl_does(monkeypatch):
+    variables = nccl_host(monkeypatch, "2.30.7", ASUS)
+    gpus = [0, 2, 4]
+    found = ask_nccl(variables, gpus)
+    assert (found.version, found.fallback, len(found.rings)) == ("2.30.7", True, 2)
+    assert {way.transport for way in found.ways} == {"SHM"}
+    more = {"NCCL_P2P_LEVEL": "SYS", "NCCL_MIN_NCHANNELS": "8"}
+    found = ask_nccl({**variables, **more}, gpus)
+    assert len(found.rings) == 8
+    assert {way.transport for way in found.ways} == {"P2P"}
+
+
+def test_the_callers_variables_of_nccl_do_not_count(monkeypatch):
+    variables = nccl_host(monkeypatch, "2.28.9", H200)
+    monkeypatch.setenv("NCCL_MAX_NCHANNELS", "2")
+    monkeypatch.setenv("NCCL_GRAPH_FILE", "/nowhere/graph.xml")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert len(ask_nccl(variables, [0, 1]).rings) == 24
+
+
+def test_graph_files_are_loaded_one_after_the_other_and_the_one_that_fails_is_named(monkeypatch):
+    variables = nccl_host(monkeypatch, "2.28.9", H200)
+    questions = [
+        Question(gpus=(0, 1), graph=pair_graph(0, 1)),
+        Question(gpus=(1, 2), graph=pair_graph(1, 2)),
+    ]
+    found = ask_each(variables, questions, connect=False)
+    assert [one.gpus for one in found] == [(0, 1), (1, 2)]
+    assert [len(one.rings) for one in found] == [4, 4]
+    wrong = Question(gpus=(1, 2), graph=pair_graph(1, 3))
+    with pytest.raises(RefusedError, match="dev 3 not found") as refused:
+        ask_each(variables, [questions[0], wrong], connect=False)
+    assert (refused.value.question, refused.value.crash) == (1, False)
+
+
+def test_a_file_that_crashes_nccl_is_told_from_nccl_that_crashes(monkeypatch):
+    variables = nccl_host(monkeypatch, "2.28.9", H200)
+    text = pair_graph(0, 1).replace(' typeintra="NVL"', "")
+    verdict = judged(variables, [0, 1], text, where="g.xml")
+    assert verdict.verdict == "crash"
+    assert "killed by signal 11" in verdict.reason
+
+
+def test_a_file_without_rings_is_ignored(monkeypatch):
+    variables = nccl_host(monkeypatch, "2.28.9", H200)
+    text = pair_graph(0, 1).replace('id="0"', 'id="7"').replace('id="1"', 'id="8"')
+    assert judged(variables, [0, 1], text, where="g.xml").verdict == "ignored"
+
+
+# What commands make of it
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def gpus_here(monkeypatch):
+    """Four idle GPUs, and NCCL 2.28.9 on them; options that this NCCL needs."""
+    variables = nccl_host(monkeypatch, "2.28.9", H200)
+    monkeypatch.setattr(nccl_here, "gpu_count", lambda: 4)
+    monkeypatch.setattr(nccl_here, "why_not_asked", lambda gpus: "")
+    return [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+
+
+def test_validate_asks_the_nccl_here(gpus_here, tmp_path):
+    path = tmp_path / "graph.xml"
+    path.write_text(pair_graph(2, 1))
+    used = tccl("validate", path, "--gpus", "1,2", *gpus_here)
+    assert (used.exit_code, used.stderr) == (0, "")
+    assert used.stdout.splitlines() == [
+        f"{path}: used",
+        "2 channels of the file, 4 in NCCL 2.28.9",
+        "channels 0 1 2 3: 0 1",
+    ]
+    rejected = tccl("validate", path, "--gpus", "1,0", *gpus_here)
+    assert rejected.exit_code == 1
+    assert "rejected" in rejected.stdout
+    assert "dev 2 not found" in rejected.stdout
+
+
+def test_validate_without_nccl_gpus_or_idle_gpus_says_so_in_one_sentence(monkeypatch, tmp_path):
+    path = tmp_path / "graph.xml"
+    path.write_text(GRAPH)
+    monkeypatch.setattr(nccl_here, "gpu_count", lambda: 2)
+    monkeypatch.setattr(nccl_here, "why_not_asked", lambda gpus: "process 7 (x) uses GPU 0")
+    busy = tccl("validate", path)
+    assert (busy.exit_code, busy.stdout) == (2, "")
+    assert busy.stderr == (
+        "tccl: the NCCL here: cannot be asked: process 7 (x) uses GPU 0; give --machine MACHINE "
+        "for a verdict by NCCL's rules\n"
+    )
+    monkeypatch.setattr(nccl_here, "why_not_asked", lambda gpus: "")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setattr(asked, "find_library", lambda: str(tmp_path / "libnccl.so.2"))
+    missing = tccl("validate", path)
+    assert missing.exit_code == 2
+    assert "does not load" in missing.stderr
+    assert tccl("validate", path, "--gpus", "0,2").exit_code == 2
+    assert "--machine" in tccl("validate", path, "--nodes", "2").stderr
+
+
+@functools.cache
+def small_plan():
+    """A plan for two GPUs, by a model."""
+    model = load_bundled("h200x4-vm")
+    return make_plan(model.machine, model.knowledge, Simulator(model), gpus=(0, 1), version="2.28")
+
+
+def test_every_graph_file_of_a_plan_is_loaded_before_it_is_written(monkeypatch):
+    variables = nccl_host(monkeypatch, "2.28.9", H200)
+    plan = small_plan()
+    rings = InstalledRings(plan.machine, plan.knowledge, plan.gpus)
+    monkeypatch.setattr(nccl_here, "environment", lambda settings: variables)
+    assert nccl_here.graph_file_notices(plan, rings) == ()
+    files = {**nccl_here.nccl_files(plan, Path()), "graph.xml": pair_graph(1, 2)}
+    monkeypatch.setattr(nccl_here, "nccl_files", lambda plan, folder: files)
+    with pytest.raises(MeasurementError, match=r"nccl/graph.xml: .* dev 2 not found"):
+        nccl_here.graph_file_notices(plan, rings)
+
+
+def test_of_many_subsets_one_of_each_size_is_loaded(monkeypatch):
+    model = load_bundled("h200x4-vm")
+    plan = make_plan(model.machine, model.knowledge, Simulator(model), version="2.28")
+    loaded = []
+
+    def ask(variables, questions, **_):
+        loaded.append([one.gpus for one in questions])
+        raise MeasurementError("no memory is left")
+
+    monkeypatch.setattr(nccl_here, "ask_each", ask)
+    rings = InstalledRings(plan.machine, plan.knowledge, plan.gpus)
+    why = "the graph files were not tried in the NCCL here: no memory is left"
+    assert nccl_here.graph_file_notices(plan, rings) == (why,)
+    monkeypatch.setattr(nccl_here, "_MOST_FILES", 10)
+    nccl_here.graph_file_notices(plan, rings)
+    assert [len(one) for one in loaded] == [11, 3]
+    assert loaded[1] == [(0, 1, 2, 3), (2, 3), (1, 2, 3)]
+
+
+def answer(rings, *, version="2.28.9", via="P2P/CUMEM", channels=12, fallback=False):
+    """NCCL's answer: each channel of the search twice."""
+    gpus = tuple(sorted(rings[0]))
+    orders = [rings[n % len(rings)] for n in range(channels)]
+    graph = Graph(
+        id=0,
+        pattern=4,
+        crossnic=0,
+        nchannels=channels,
+        speedintra=30.0,
+        speedinter=30.0,
+        latencyinter=0.0,
+        typeintra="NVL",
+        typeinter="PIX",
+        samechannels=1,
+        channels=tuple(Channel(order) for order in orders),
+    )
+    hops = {hop for ring in rings for hop in zip(ring, (*ring[1:], ring[0]), strict=True)}
+    return NcclAnswer(
+        version=version,
+        gpus=gpus,
+        rings=tuple(orders * 2),
+        graph=graph,
+        ways=tuple(Way(source=one, target=other, via=via) for one, other in sorted(hops)),
+        fallback=fallback,
+    )
+
+
+@pytest.fixture
+def h200():
+    return load_bundled("h200x4-vm")
+
+
+def installed(monkeypatch, model, found):
+    """Rings of an NCCL that answers `found`, and what it was asked."""
+    asks = []
+
+    def ask(variables, gpus, **_):
+        asks.append(variables)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(asked, "ask_nccl", ask)
+    return InstalledRings(model.machine, model.knowledge, model.machine.gpu_indices), asks
+
+
+def test_where_nccl_does_as_its_rules_say_nothing_is_noted(monkeypatch, h200):
+    rings, asks = installed(monkeypatch, h200, answer([(2, 3, 0, 1)]))
+    emulated = stock_choice(h200.machine, h200.knowledge, PLAIN)
+    assert rings(PLAIN) == rings(PLAIN) == emulated
+    assert (asks, rings.notices) == ([{}], [])
+
+
+def test_where_nccl_does_otherwise_the_plan_takes_that_and_says_so(monkeypatch, h200):
+    other = ((0, 2, 1, 3), (0, 1, 3, 2))
+    rings, _ = installed(monkeypatch, h200, answer(other, channels=2))
+    found = rings(PLAIN)
+    assert (found.rings, found.channels, found.type_intra) == (other, 4, "NVL")
+    (notice,) = rings.notices
+    assert "runs 4 channels over 0 2 1 3, 0 1 3 2" in notice
+    plan = make_plan(
+        h200.machine, h200.knowledge, Simulator(h200), version="2.28", own_rings=lambda _: found
+    )
+    assert plan.stock.rings == other
+
+
+def test_all_choices_are_asked_for_before_anything_is_measured(h200):
+    happened = []
+
+    class Source(Simulator):
+        def measure(self, sets):
+            happened.append("measured")
+            return super().measure(sets)
+
+    def rings(settings):
+        happened.append("asked" if settings not in known else "known")
+        known.add(settings)
+        return stock_choice(h200.machine, h200.knowledge, settings)
+
+    known = set()
+    make_plan(h200.machine, h200.knowledge, Source(h200), version="2.28", own_rings=rings)
+    assert happened.count("asked") == 2  # with P2P and without
+    assert "asked" not in happened[happened.index("measured") :]
+
+
+def test_hops_by_another_transport_are_named(monkeypatch, h200):
+    rings, _ = installed(monkeypatch, h200, answer([(0, 1, 2, 3)], via="SHM/direct"))
+    rings(PLAIN)
+    (notice,) = rings.notices
+    assert "connects GPU 0 -> 1 by SHM/direct, not P2P, " in notice
+    assert " and 1 more: " in notice
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (MeasurementError("no library"), "no library"),
+        (answer([(0, 1, 2, 3)], version="2.30.7"), "it is 2.30.7, and the plan is for 2.28"),
+    ],
+)
+def test_where_nccl_cannot_be_asked_its_rules_are_taken_and_it_is_asked_once(
+    monkeypatch, h200, found, why
+):
+    rings, asks = installed(monkeypatch, h200, found)
+    blocked = msgspec.structs.replace(PLAIN, p2p_level="LOC")
+    for one in (PLAIN, blocked):
+        assert rings(one) == stock_choice(h200.machine, h200.knowledge, one)
+    assert (len(asks), rings.able) == (1, False)
+    (notice,) = rings.notices
+    assert notice.endswith(f": {why}")
+    assert nccl_here.graph_file_notices(small_plan(), rings) == ()
+
+
+def test_the_doctor_says_which_rings_nccl_takes(monkeypatch):
+    (found,) = check_own_rings(Host(own_rings=answer([(0, 2, 1, 3)])))
+    assert (found.severity, found.check) == ("note", "nccl-rings")
+    assert found.what == "NCCL 2.28.9 runs 24 channels over 0 2 1 3; of its hops 4 by P2P/CUMEM"
+    (found,) = check_own_rings(Host(own_rings=answer([(0, 1)], channels=1, fallback=True)))
+    assert found.severity == "slow"
+    assert "in its simple order" in found.what
+    (unseen,) = check_own_rings(Host(own_rings="process 7 (x) uses GPU 0"))
+    assert unseen.why == "process 7 (x) uses GPU 0"
+    assert not list(check_own_rings(Host()))
+
+
+# Libraries that fail
+
+
+@pytest.fixture(scope="module")
+def failing_library(tmp_path_factory):
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler for a library that fails")
+    path = tmp_path_factory.mktemp("nccl") / "libnccl.so.2"
+    source = Path(__file__).with_name("failing_nccl.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", path, source], check=True)
+    return path
+
+
+@pytest.fixture
+def failing(failing_library, monkeypatch, tmp_path):
+    """Ask an NCCL that fails in some way; afterwards no process of it is left."""
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    monkeypatch.setenv("TCCL_FAILING_NCCL_PIDS", str(pids))
+
+    def ask(how, timeout=30.0, **more):
+        monkeypatch.setenv("TCCL_FAILING_NCCL", how)
+        return ask_nccl({}, [0, 1], library=str(failing_library), timeout=timeout, **more)
+
+    yield ask
+    started = [int(path.name) for path in pids.iterdir()]
+    assert len(started) >= 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("refuse", "ncclCommInitRankConfig: internal error: it fails"),
+        ("die", "rank 1 of NCCL was killed by signal 9"),
+        ("torn", "NCCL's log: shows 1 of 2 channels"),
+    ],
+)
+def test_a_failing_nccl_is_no_answer_and_leaves_no_process(failing, how, why):
+    begun = time.monotonic()
+    with pytest.raises(MeasurementError, match=why):
+        failing(how)
+    assert time.monotonic() - begun < 30
+
+
+def test_an_nccl_that_hangs_is_ended_in_time(failing):
+    with pytest.raises(MeasurementError, match=r"did not end within 3 s"):
+        failing("hang", timeout=3.0)
+
+
+def test_a_file_is_not_blamed_where_nccl_fails_without_it(failing):
+    with pytest.raises(MeasurementError, match="it fails") as error:
+        failing("refuse", graph=pair_graph(0, 1))
+    assert not isinstance(error.value, RefusedError)
+
+
+def test_without_a_library_it_is_said_what_does_not_load(tmp_path):
+    library = str(tmp_path / "libnccl.so.2")
+    with pytest.raises(MeasurementError, match=r"NCCL's library does not load .*; install it"):
+        ask_nccl({}, [0, 1], library=library)
+
+
+LOG = "".join(
+    f"h:1:1 [0] NCCL INFO Channel {n:02}/04 : {ranks}\n"
+    for n, ranks in enumerate(["0 1 2", "0 2 1"] * 2)
+) + "".join(
+    f"h:1:1 [0] NCCL INFO Channel {n:02}/0 : {one}[{one}] -> {other}[{other}] via P2P/CUMEM\n"
+    for n in range(4)
+    for one, other in ((0, 1), (1, 2), (2, 0), (0, 2), (2, 1), (1, 0))
+)
+DUMP = (VERDICTS / "graphs" / "a_ok1.xml").read_text()
+
+
+@given(st.integers(0, len(LOG)), st.integers(0, len(LOG)), st.integers(0, len(DUMP)))
+@settings(max_examples=200, deadline=None)
+def test_of_torn_logs_no_rings_are_made(start, end, dumped):
+    said = [Said(number=0, log=LOG[start:end], dump=DUMP[:dumped])]
+    question = Question(gpus=(4, 5, 7))
+    try:
+        found = asked._read(question, said, "2.28.9")
+    except MeasurementError:
+        return
+    assert all(
+        same_rings(ring, order)
+        for ring, order in zip(found.rings, [(4, 5, 7), (4, 7, 5)] * 2, strict=True)
+    )
+    assert all("P2P/CUMEM".startswith(way.via) for way in found.ways)
+
+
+def test_whole_logs_give_rings_and_transports():
+    said = [Said(number=0, log=LOG, dump=DUMP)]
+    found = asked._read(Question(gpus=(4, 5, 7)), said, "2.28.9")
+    assert found.rings == ((4, 5, 7), (4, 7, 5)) * 2
+    assert len(found.ways) == 6
+
+
+def test_the_environment_of_ranks_has_none_of_the_callers_settings(monkeypatch):
+    monkeypatch.setattr(
+        os, "environ", {"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "HOME": "/h"}
+    )
+    found = asked._environment({"NCCL_ALGO": "Ring"}, connect=True)
+    assert "NCCL_P2P_DISABLE" not in found
+    assert (found["NCCL_NVLS_ENABLE"], found["HOME"], found["NCCL_ALGO"]) == ("0", "/h", "Ring")
+    assert found["NCCL_RUNTIME_CONNECT"] == "0"
+    assert "NCCL_RUNTIME_CONNECT" not in asked._environment({}, connect=False)
