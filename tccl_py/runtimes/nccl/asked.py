@@ -323,7 +323,7 @@ def verdict_on(found: NcclAnswer, text: str, *, where: str) -> Verdict:
     if not _same_graph(found.graph, file):
         what = f"{name} took other rings than the file's: it searched for itself"
         return Verdict(verdict="ignored", reason=what, rings=rings)
-    count, final = len(file.channels), len(found.rings)
+    count, final = file.nchannels, len(found.rings)
     right = all(
         same_rings(ring, file.channels[number % count].gpus)
         for number, ring in enumerate(found.rings)
@@ -340,7 +340,8 @@ def _same_graph(dumped: Graph, file: Graph) -> bool:
     count = dumped.nchannels
     return (
         count == file.nchannels
-        and [one.gpus for one in dumped.channels] == [one.gpus for one in file.channels[:count]]
+        and count == len(file.channels) == len(dumped.channels)
+        and all(a.gpus == b.gpus for a, b in zip(dumped.channels, file.channels, strict=True))
         and abs(dumped.speedintra - file.speedintra) <= _SPEED * file.speedintra
     )
 

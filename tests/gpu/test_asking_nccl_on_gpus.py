@@ -1,0 +1,161 @@
+"""The installed NCCL answers on real GPUs, as jobs of torch see it.
+
+Needs two idle GPUs or more, and NCCL; the comparison with a job needs torch. NCCL_NVLS_ENABLE is
+taken from the environment as it is.
+"""
+
+import json
+import os
+import time
+
+import pytest
+
+from tccl_py.cli.nccl_here import why_not_asked
+from tccl_py.plan.plan import load_plan
+from tccl_py.runtimes.nccl.asked import (
+    InstalledRings,
+    Question,
+    RefusedError,
+    ask_each,
+    ask_nccl,
+    judged,
+    verdict_on,
+)
+from tccl_py.runtimes.nccl.log import same_rings
+from tccl_py.runtimes.nccl.settings import Settings, environment
+from tccl_py.topology.readers.live import discover_machine
+from tests.gpu.test_nccl_loads_plans import in_ranks, run_ranks, tccl
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    machine, _, _ = discover_machine()
+    return machine.gpu_indices
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(gpus):
+    yield
+    until = time.monotonic() + 5
+    while (why := why_not_asked(gpus)) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert why == ""
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A plan for this machine by its description; nothing of it is measured."""
+    folder = tmp_path_factory.mktemp("here")
+    found = tccl("discover", "-o", folder / "machine.json")
+    assert found.returncode == 0, found.stderr
+    made = tccl("plan", "-o", folder / "plan", "--simulate", folder / "machine.json")
+    assert made.returncode == 0, made.stderr
+    return folder / "plan"
+
+
+def test_default_nccl_answers_in_seconds_with_rings_and_transports(gpus):
+    begun = time.monotonic()
+    found = ask_nccl({}, gpus)
+    seconds = time.monotonic() - begun
+    print(found.version, len(found.rings), "channels", found.ways, f"{seconds:.1f} s")
+    assert seconds < 30
+    assert all(sorted(ring) == list(gpus) for ring in found.rings)
+    hops = {hop for ring in found.rings for hop in zip(ring, (*ring[1:], ring[0]), strict=True)}
+    assert {(way.source, way.target) for way in found.ways} == hops
+    assert found.graph.nchannels >= 1
+
+
+def test_variables_change_transports_and_channels(gpus):
+    found = ask_nccl({"NCCL_P2P_DISABLE": "1", "NCCL_MIN_NCHANNELS": "32"}, gpus)
+    assert {way.transport for way in found.ways} == {"SHM"}
+    assert len(found.rings) == 32
+
+
+def test_a_job_of_torch_runs_the_same_rings(gpus, tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    for name in list(os.environ):
+        if name.startswith("NCCL_") and name != "NCCL_NVLS_ENABLE":
+            monkeypatch.delenv(name)
+    found = ask_nccl({}, gpus)
+    _, log = run_ranks(gpus, {}, tmp_path / "log", size=1 << 20, repeats=2)
+    assert log.version == found.version
+    (rings,) = log.communicators
+    assert list(rings) == in_ranks(found.rings, gpus)
+
+
+def test_asked_rings_are_compared_with_the_emulation(gpus):
+    machine, knowledge, _ = discover_machine()
+    version = ask_nccl({}, gpus[:2]).version
+    rings = InstalledRings(machine, knowledge, gpus)
+    begun = time.monotonic()
+    for level in (None, "LOC"):
+        found = rings(Settings(version=version, p2p_level=level))
+        assert found.rings
+    print(f"two questions: {time.monotonic() - begun:.1f} s;", rings.notices)
+    assert rings.able
+
+
+def test_every_graph_file_of_a_plan_is_used(planned):
+    plan = load_plan(planned)
+    names = {"graph.xml": plan.gpus}
+    names |= {f"subsets/graph-{'-'.join(map(str, one.gpus))}.xml": one.gpus for one in plan.subsets}
+    texts = [(planned / "nccl" / name).read_text() for name in names]
+    questions = [
+        Question(gpus=of, graph=text) for of, text in zip(names.values(), texts, strict=True)
+    ]
+    begun = time.monotonic()
+    found = ask_each(environment(plan.settings), questions, connect=False)
+    print(f"{len(questions)} graph files: {time.monotonic() - begun:.1f} s")
+    verdicts = [
+        (name, verdict_on(one, text, where=name))
+        for name, one, text in zip(names, found, texts, strict=True)
+    ]
+    assert [(name, one.reason) for name, one in verdicts if one.verdict != "used"] == []
+
+
+def test_a_graph_file_for_other_gpus_is_refused(planned):
+    plan = load_plan(planned)
+    if len(plan.gpus) < 3:
+        pytest.skip("needs 3 GPUs")
+    text = (planned / "nccl" / "graph.xml").read_text()
+    with pytest.raises(RefusedError, match="not found") as refused:
+        ask_nccl({}, plan.gpus[:2], graph=text)
+    assert not refused.value.crash
+    assert judged({}, plan.gpus[:2], text, where="graph.xml").verdict == "rejected"
+
+
+def test_validate_and_doctor_ask_the_nccl_here(planned, gpus):
+    graph = planned / "nccl" / "graph.xml"
+    used = tccl("validate", graph, "--json")
+    assert used.returncode == 0, used.stderr + used.stdout
+    answer = json.loads(used.stdout)
+    assert answer["verdict"] == "used"
+    assert all(sorted(ring) == list(range(len(gpus))) for ring in answer["rings"])
+    if len(gpus) > 2:
+        other = tccl("validate", graph, "--gpus", f"{gpus[0]},{gpus[1]}")
+        assert other.returncode == 1
+        assert "rejected" in other.stdout
+    found = json.loads(tccl("doctor", "--json").stdout)
+    (rings,) = (one for one in found["findings"] if one["check"] == "nccl-rings")
+    print(rings["what"])
+
+
+def test_a_measured_plan_takes_nccls_own_rings_and_files_that_it_loads(gpus, tmp_path):
+    pair = gpus[:2]
+    text = ",".join(map(str, pair))
+    made = tccl("plan", "-o", tmp_path / "plan", "--gpus", text, "--max-sets", "20")
+    assert made.returncode == 0, made.stderr
+    plan = load_plan(tmp_path / "plan")
+    print(plan.notices)
+    assert not any("was asked neither" in one for one in plan.notices)
+    found = ask_nccl({}, pair)
+    assert all(same_rings(ring, found.rings[0]) for ring in plan.stock.rings)
+    verdict = judged(
+        environment(plan.settings),
+        pair,
+        (tmp_path / "plan" / "nccl" / "graph.xml").read_text(),
+        where="graph.xml",
+    )
+    assert verdict.verdict == "used"
