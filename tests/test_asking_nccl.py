@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tccl_profiler.conditions import GpuConditions, GpuProcess
 from tccl_py.cli import nccl_here
 from tccl_py.cli.main import app
 from tccl_py.errors import MeasurementError
 from tccl_py.health.doctor.host import Host
 from tccl_py.health.doctor.nccl import check_own_rings
+from tccl_py.plan.plan import load_plan
 from tccl_py.plan.planner import make_plan
 from tccl_py.runtimes.nccl import asked
 from tccl_py.runtimes.nccl.asked import (
@@ -39,6 +41,7 @@ from tccl_py.simulator.library import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.nccl_cases import CASES, VERDICTS
 from tests.nccl_host import nccl_host
+from tests.test_cli_hardware import Fake, faked
 
 pytestmark = pytest.mark.timeout(240)
 H200 = "h200x4-vm.xml"
@@ -209,6 +212,56 @@ def test_of_many_subsets_one_of_each_size_is_loaded(monkeypatch):
     nccl_here.graph_file_notices(plan, rings)
     assert [len(one) for one in loaded] == [11, 3]
     assert loaded[1] == [(0, 1, 2, 3), (2, 3), (1, 2, 3)]
+
+
+def test_nccl_is_not_started_on_gpus_that_others_use(monkeypatch):
+    seen = [GpuConditions(gpu=0), GpuConditions(gpu=1, other_processes=(GpuProcess(pid=7),))]
+
+    class Watched:
+        def __init__(self, gpus, own_pids):
+            self.gpus = gpus
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def look(self):
+            return [one for one in seen if one.gpu in self.gpus]
+
+    monkeypatch.setattr("tccl_profiler.watch.Watch", Watched)
+    why = "process 7 (name unknown) uses GPU 1"
+    assert (nccl_here.why_not_asked([0]), nccl_here.why_not_asked([0, 1])) == ("", why)
+    assert nccl_here.asked_here([0, 1]) == why
+    place = Fake().place()
+    rings = nccl_here.rings_here(place, (0, 1))
+    assert (rings.able, len(rings.notices)) == (False, 1)
+    assert nccl_here.rings_here(msgspec.structs.replace(place, backend="host"), (0, 1)) is None
+
+
+def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch, tmp_path, h200):
+    faked(monkeypatch, Fake("h200x4-vm"))
+    rings, asks = installed(monkeypatch, h200, answer([(0, 2, 1, 3)]))
+    monkeypatch.setattr("tccl_py.cli.plan.rings_here", lambda *_: rings)
+
+    def refused(*_, **__):
+        raise RefusedError(0, "dev 2 not found", crash=False)
+
+    monkeypatch.setattr(nccl_here, "ask_each", refused)
+    place = tmp_path / "plan"
+    words = ("plan", "-o", place, "--nccl", "2.28", "--max-sets", "5")
+    result = tccl(*words)
+    assert result.exit_code == 2
+    assert "nccl/graph.xml: NCCL here does not start with it (dev 2 not found)" in result.stderr
+    assert [path.name for path in place.iterdir()] == ["measurements.jsonl"]
+    monkeypatch.setattr("tccl_py.cli.plan.graph_file_notices", lambda *_: ("it was tried",))
+    assert tccl(*words).exit_code == 0
+    plan = load_plan(place)
+    assert set(plan.stock.rings) == {(0, 2, 1, 3)}
+    assert any("the plan takes what it runs" in one for one in plan.notices)
+    assert "it was tried" in plan.notices
+    assert len(asks) == 2
 
 
 def answer(rings, *, version="2.28.9", via="P2P/CUMEM", channels=12, fallback=False):

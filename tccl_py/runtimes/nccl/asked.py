@@ -154,8 +154,10 @@ def ask_each(
     except RanksError as error:
         failed = _NUMBERED.match(error.said)
         how = _how(error)
-        number = int(failed["number"]) if failed is not None else None
-        if number is None or questions[number].graph is None:
+        # A crash may have had the last word; among several files it is not known which was read.
+        number = int(failed["number"]) if failed is not None else len(questions) - 1
+        unknown = failed is None and len(questions) > 1
+        if unknown or questions[number].graph is None:
             raise MeasurementError(how) from error
         # The file is to blame only if NCCL starts without it.
         plain = Question(gpus=questions[number].gpus)
