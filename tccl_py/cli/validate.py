@@ -93,7 +93,12 @@ def validate(
         verdict = verdict_here(read_text(graph), gpus, variables(env or ()), where=str(graph))
     else:
         verdict = _by_rules(
-            graph, machine, gpus=gpus, nodes=nodes or 1, nccl=nccl or LATEST, env=env or ()
+            graph,
+            machine,
+            gpus=gpus,
+            nodes=1 if nodes is None else nodes,
+            nccl=LATEST if nccl is None else nccl,
+            env=env or (),
         )
     if json:
         print_json(verdict)

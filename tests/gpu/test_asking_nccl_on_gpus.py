@@ -32,6 +32,8 @@ pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def gpus():
     machine, _, _ = discover_machine()
+    if why := why_not_asked(machine.gpu_indices):
+        pytest.skip(f"needs idle GPUs: {why}")
     return machine.gpu_indices
 
 

@@ -267,7 +267,7 @@ def _how(error: RanksError) -> str:
     said = error.said
     numbered = _NUMBERED.match(said)
     words = (numbered["words"] or "") if numbered is not None else said.removeprefix("error: ")
-    if words and not error.late and "code 1" in error.what:
+    if words and error.what.endswith("code 1"):
         return words
     named = f"rank {', '.join(map(str, error.ranks))} of NCCL {error.what}"
     return f"{named}: {words}" if words else named
