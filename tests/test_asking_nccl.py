@@ -21,9 +21,8 @@ from tccl_py.health.doctor.host import Host
 from tccl_py.health.doctor.nccl import check_own_rings
 from tccl_py.plan.plan import load_plan
 from tccl_py.plan.planner import make_plan
-from tccl_py.runtimes.nccl import asked
+from tccl_py.runtimes.nccl import asked, installed_rings
 from tccl_py.runtimes.nccl.asked import (
-    InstalledRings,
     NcclAnswer,
     Question,
     RefusedError,
@@ -34,6 +33,7 @@ from tccl_py.runtimes.nccl.asked import (
 )
 from tccl_py.runtimes.nccl.asked_rank import Said
 from tccl_py.runtimes.nccl.graph_file import Channel, Graph
+from tccl_py.runtimes.nccl.installed_rings import InstalledRings
 from tccl_py.runtimes.nccl.log import same_rings
 from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.runtimes.nccl.stock import stock_choice
@@ -307,7 +307,7 @@ def installed(monkeypatch, model, found):
             raise found
         return found
 
-    monkeypatch.setattr(asked, "ask_nccl", ask)
+    monkeypatch.setattr(installed_rings, "ask_nccl", ask)
     return InstalledRings(model.machine, model.knowledge, model.machine.gpu_indices), asks
 
 

@@ -12,7 +12,6 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.plan import Plan
 from tccl_py.runtimes.nccl.asked import (
-    InstalledRings,
     NcclAnswer,
     Question,
     RefusedError,
@@ -21,6 +20,7 @@ from tccl_py.runtimes.nccl.asked import (
     judged,
     verdict_on,
 )
+from tccl_py.runtimes.nccl.installed_rings import InstalledRings
 from tccl_py.runtimes.nccl.settings import environment
 from tccl_py.runtimes.nccl.validator import Verdict
 from tccl_py.runtimes.nccl.versions import LATEST

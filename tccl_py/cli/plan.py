@@ -62,7 +62,7 @@ from tccl_py.plan.directory import (
 )
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
-from tccl_py.runtimes.nccl.asked import InstalledRings
+from tccl_py.runtimes.nccl.installed_rings import InstalledRings
 from tccl_py.runtimes.nccl.network_settings import MAX_GID_INDEX
 from tccl_py.runtimes.nccl.versions import LATEST, known_versions
 from tccl_py.search.problem import Budget

@@ -13,7 +13,6 @@ import pytest
 from tccl_py.cli.nccl_here import why_not_asked
 from tccl_py.plan.plan import load_plan
 from tccl_py.runtimes.nccl.asked import (
-    InstalledRings,
     Question,
     RefusedError,
     ask_each,
@@ -21,6 +20,7 @@ from tccl_py.runtimes.nccl.asked import (
     judged,
     verdict_on,
 )
+from tccl_py.runtimes.nccl.installed_rings import InstalledRings
 from tccl_py.runtimes.nccl.log import same_rings
 from tccl_py.runtimes.nccl.settings import Settings, environment
 from tccl_py.topology.readers.live import discover_machine

@@ -19,12 +19,7 @@ from tccl_py.rank_processes.task import RanksError, Task, decoded, run_tasks
 from tccl_py.runtimes.nccl.asked_rank import Answer, Communicator, Order, Said
 from tccl_py.runtimes.nccl.graph_file import RING, Graph, parse_graph_file
 from tccl_py.runtimes.nccl.log import parse_log, same_rings
-from tccl_py.runtimes.nccl.settings import Settings, environment
-from tccl_py.runtimes.nccl.stock import StockChoice, stock_choice
-from tccl_py.runtimes.nccl.transport import pair_mechanism, view
 from tccl_py.runtimes.nccl.validator import Verdict
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Machine
 
 PROGRAM = "tccl_py.runtimes.nccl.asked_rank"
 TIMEOUT_S = 60.0
@@ -42,10 +37,7 @@ same."""
 _LOGGED = "INIT,GRAPH,ENV,P2P,SHM,NET"
 _FALLBACK = re.compile(r"Could not find a path for pattern 4, falling back to simple order")
 _NUMBERED = re.compile(r"(?:error: )?communicator (?P<number>\d{1,6})(?:: (?P<words>.*))?")
-TRANSPORTS = {"write": "P2P", "read": "P2P", "bounce": "SHM", "network": "NET"}
-"""The name in NCCL's log of each mechanism."""
 _SPEED = 0.01
-_SHOWN = 3
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,7 +228,9 @@ def _read(question: Question, said: Sequence[Said], version: str) -> NcclAnswer:
     gpus, text = question.gpus, "\n".join(one.log for one in said)
     try:
         log = parse_log(text, where="NCCL's log")
-        dump = parse_graph_file(said[0].dump, where="NCCL's graph dump", version=_minor(version))
+        dump = parse_graph_file(
+            said[0].dump, where="NCCL's graph dump", version=minor_version(version)
+        )
     except InputError as error:
         raise MeasurementError(f"NCCL cannot be asked: {error}") from error
     ranks, graph = log.rings_over(len(gpus)), dump.graph(RING)
@@ -273,7 +267,8 @@ def _how(error: RanksError) -> str:
     return f"{named}: {words}" if words else named
 
 
-def _minor(version: str) -> str:
+def minor_version(version: str) -> str:
+    """Return the two numbers of a version that say what NCCL does."""
     return ".".join(version.split(".")[:2])
 
 
@@ -315,7 +310,7 @@ def verdict_on(found: NcclAnswer, text: str, *, where: str) -> Verdict:
     rings = tuple(tuple(found.gpus.index(gpu) for gpu in ring) for ring in found.rings)
     name = f"NCCL {found.version}"
     try:
-        file = parse_graph_file(text, where=where, version=_minor(found.version)).graph(RING)
+        file = parse_graph_file(text, where=where, version=minor_version(found.version)).graph(RING)
     except InputError as error:
         what = f"{name} starts with it, but not every NCCL does: {error}"
         return Verdict(verdict="rejected", reason=what, rings=rings)
@@ -346,127 +341,3 @@ def _same_graph(dumped: Graph, file: Graph) -> bool:
         and all(a.gpus == b.gpus for a, b in zip(dumped.channels, file.channels, strict=True))
         and abs(dumped.speedintra - file.speedintra) <= _SPEED * file.speedintra
     )
-
-
-class InstalledRings:
-    """NCCL's own rings under settings: the installed NCCL's answer where it can be asked.
-
-    An instance is called with settings, and gives the emulation's choice with what NCCL does
-    otherwise. Each choice of settings is asked for once. `notices` say where the two differ, or why
-    NCCL was not asked; `able` says whether it can be.
-
-    Args:
-        machine: this machine, which the emulation takes.
-        knowledge: what is known of it.
-        gpus: NVML indices of the communicator's GPUs.
-        library: file of NCCL's library; None is the installed one.
-    """
-
-    def __init__(
-        self,
-        machine: Machine,
-        knowledge: Knowledge,
-        gpus: Sequence[int],
-        *,
-        library: str | None = None,
-    ) -> None:
-        self.notices: list[str] = []
-        self._machine, self._knowledge, self._gpus = machine, knowledge, tuple(gpus)
-        self.library = library
-        self.able = True
-        self._known: dict[Settings, StockChoice] = {}
-
-    def __call__(self, settings: Settings) -> StockChoice:
-        """Return NCCL's own choice under settings of transports.
-
-        Raises:
-            InputError: from the emulation.
-        """
-        if settings not in self._known:
-            emulated = stock_choice(self._machine, self._knowledge, settings, gpus=self._gpus)
-            found = self._answer(settings) if self.able else None
-            self._known[settings] = (
-                emulated if found is None else self._corrected(emulated, found, settings)
-            )
-        return self._known[settings]
-
-    def unable(self, why: str) -> None:
-        """Ask no more, and say why."""
-        self.able = False
-        self.notices.append(
-            "the NCCL here was asked neither for its own rings, which are computed by its rules, "
-            f"nor to load a graph file: {why}"
-        )
-
-    def _answer(self, settings: Settings) -> NcclAnswer | None:
-        try:
-            found = ask_nccl(environment(settings), self._gpus, library=self.library)
-        except MeasurementError as error:
-            self.unable(str(error))
-            return None
-        if _minor(found.version) != _minor(settings.version):
-            self.unable(f"it is {found.version}, and the plan is for {settings.version}")
-            return None
-        return found
-
-    def _corrected(
-        self, emulated: StockChoice, found: NcclAnswer, settings: Settings
-    ) -> StockChoice:
-        named = " ".join(f"{name}={value}" for name, value in environment(settings).items())
-        under = f"NCCL {found.version} with {named or 'its defaults'}"
-        self._compare_ways(found, settings, under)
-        # Final channels are the searched ones twice, and no more of them than the tree has.
-        rings = found.rings[: max(1, len(found.rings) // 2)]
-        expected = emulated.rings[: max(1, emulated.channels // 2)]
-        if (
-            len(rings) == len(expected)
-            and all(map(same_rings, rings, expected))
-            and (len(found.rings), found.fallback) == (emulated.channels, emulated.fallback)
-        ):
-            return emulated
-        self.notices.append(
-            f"{under} runs {ring_words(found)}, and its rules as tccl has them give "
-            f"{_ring_words(expected, emulated.channels, fallback=emulated.fallback)}: the plan "
-            "takes what it runs"
-        )
-        return msgspec.structs.replace(
-            emulated,
-            rings=rings,
-            nchannels=found.graph.nchannels,
-            bw_intra=found.graph.speedintra,
-            type_intra=found.graph.typeintra,
-            channels=len(found.rings),
-            hops=(),
-            fallback=found.fallback,
-        )
-
-    def _compare_ways(self, found: NcclAnswer, settings: Settings, under: str) -> None:
-        """Note hops that go by another transport than their rates are of."""
-        seen = view(self._machine, self._knowledge, settings, gpus=self._gpus)
-        other = [
-            f"GPU {way.source} -> {way.target} by {way.via}, not {expected}"
-            for way in found.ways
-            if way.transport
-            != (expected := TRANSPORTS[pair_mechanism(seen, way.source, way.target).kind])
-        ]
-        if other:
-            more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
-            self.notices.append(
-                f"{under} connects {', '.join(other[:_SHOWN])}{more}: their rates are of the latter"
-            )
-
-
-def ring_words(found: NcclAnswer) -> str:
-    """Return the channels and rings of an answer as part of a sentence."""
-    return _ring_words(found.rings, len(found.rings), fallback=found.fallback)
-
-
-def _ring_words(rings: Sequence[tuple[int, ...]], channels: int, *, fallback: bool) -> str:
-    distinct: list[tuple[int, ...]] = []
-    for ring in rings:
-        if not any(same_rings(ring, other) for other in distinct):
-            distinct.append(ring)
-    shown = ", ".join(" ".join(map(str, ring)) for ring in distinct[:_SHOWN])
-    more = ", ..." if len(distinct) > _SHOWN else ""
-    order = " in its simple order" if fallback else ""
-    return f"{channels} channels over {shown}{more}{order}"
