@@ -154,7 +154,7 @@ def test_a_simulated_plan_is_for_the_newest_whatever_is_installed(monkeypatch, t
     words = ["plan", "-o", str(tmp_path / "p"), "--simulate", "h200x4-vm", "--max-sets", "5"]
     result = CliRunner().invoke(app, [*words, "--gpus", "0,1"])
     assert result.exit_code == 0, result.output
-    assert "settings     NCCL 2.30" in result.stdout
+    assert "NCCL            2.30" in result.stdout
     assert "2.18" not in result.output
 
 

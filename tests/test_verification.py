@@ -279,7 +279,14 @@ def test_an_arm_whose_job_fails_leaves_the_others_in_the_comparison(boxed, box):
 
 def test_every_arm_has_what_all_jobs_of_the_plans_hosts_have(plan, tmp_path):
     settings = changed(plan.settings, p2p_level="LOC")
-    bounced = changed(plan, settings=settings, kept={"NCCL_P2P_DISABLE": "1"}, alternatives=())
+    variables = changed(plan.variables, settings=changed(plan.variables.settings, p2p_level="LOC"))
+    bounced = changed(
+        plan,
+        settings=settings,
+        variables=variables,
+        kept={"NCCL_P2P_DISABLE": "1"},
+        alternatives=(),
+    )
     write_plan(bounced, tmp_path, model=load_bundled(SMALL))
     jobs = FakeJobs(by_plan(lambda _: 1.0))
     found = run_verification(

@@ -38,13 +38,16 @@ FINALISTS = 2
 
 
 def own_rings(task: Task | Plan, settings: Settings) -> StockChoice:
-    """Return what NCCL's search picks; only the settings of transports change that."""
+    """Return what NCCL's search picks; only the settings of transports change that.
+
+    A task may have the installed NCCL asked for it.
+    """
     plain = Settings(
         version=settings.version,
         p2p_level=settings.p2p_level,
         net_disable_intra=settings.net_disable_intra,
     )
-    if task.own_rings is not None:
+    if isinstance(task, Task) and task.own_rings is not None:
         return task.own_rings(plain)
     return stock_choice(task.machine, task.knowledge, plain, gpus=task.gpus)
 
