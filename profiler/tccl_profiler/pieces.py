@@ -61,6 +61,7 @@ class Layout:
     def __init__(self) -> None:
         self._counters: dict[str, int] = {}
         self._bytes: dict[str, int] = {}
+        self._buffers: dict[tuple[str, int], dict[bool, list[Address]]] = {}
         self._links: dict[tuple[str, str, Carrier | None], list[Link]] = {}
 
     def counter(self, space: str) -> Address:
@@ -82,6 +83,16 @@ class Layout:
         # Whole pages, so that no two FIFOs share one.
         self._bytes[space] = offset + (size + 4095) // 4096 * 4096
         return Address(space, offset)
+
+    def buffer(self, space: str, size: int, *, writes: bool) -> Address:
+        """Return the buffer of a plain write or read, which a read or write of its size shares.
+
+        As through a FIFO, what is read is then what was just written, perhaps still in a cache.
+        """
+        users = self._buffers.setdefault((space, size), {True: [], False: []})
+        mine, others = users[writes], users[not writes]
+        mine.append(others[len(mine)] if len(mine) < len(others) else self.memory(space, size))
+        return mine[-1]
 
     def link(self, sender: str, receiver: str, carrier: Carrier | None = None) -> Link:
         """The next link between two NICs, or two GPUs by the same carrier."""
@@ -284,14 +295,20 @@ def _free(layout: Layout, number: int, flow: Flow, blocks: int) -> Piece:
     (transfer,) = flow.transfers
     engine = transfer.uses_copy_engine
     blocks = 1 if engine else blocks
-    slice_bytes = COPY_BYTES if engine else FREE_SLICE_BYTES
-    slices = max(1, FREE_BYTES // blocks // slice_bytes)
+    share = max(16, (flow.buffer or FREE_BYTES) // blocks // 16 * 16)
+    slice_bytes = min(share, COPY_BYTES if engine else FREE_SLICE_BYTES)
+    slices = share // slice_bytes
+    size = blocks * slices * slice_bytes
     device = device_of(transfer.executor)
     writes = str(transfer.source) == device
     far = str(transfer.destination if writes else transfer.source)
+    if flow.buffer is None:
+        first = layout.memory(far, size)
+    else:
+        first = layout.buffer(far, max(size, flow.buffer), writes=writes)
     ends = tuple(
         End(
-            data=layout.memory(far, slices * slice_bytes),
+            data=Address(far, first.offset + block * slices * slice_bytes),
             slices=slices,
             seed=_seed(number, block),
         )

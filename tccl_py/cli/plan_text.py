@@ -24,6 +24,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "rings": plan.channel_rings,
         "rate_gbps": plan.rate_gbps,
         "bound_gbps": plan.bound_gbps,
+        "limit_gbps": plan.limit_gbps,
         "proven": plan.proven,
         "sets_measured": plan.sets_measured,
         "simulated": plan.simulated,
@@ -119,6 +120,9 @@ def _summary(plan: Plan) -> Table:
     for name, choice in plan.choices.items():
         table.add_row(CHOICE_WORDS[name], _choice_text(plan, name, choice, mark))
     table.add_row("bound", bound_text(plan, len(plan.rings)))
+    if plan.limit_text:
+        limit = f"{plan.limit_gbps:.2f} GB/s ({plan.provenance})"
+        table.add_row("limit", f"{limit}: {plan.limit_text}")
     if plan.free is not None:
         lost = 1 - plan.rate_gbps / plan.free.rate_gbps
         within = f" within {kept_words(plan.kept)}" if plan.kept else ""

@@ -125,6 +125,7 @@ def _check_rates(plan: Plan, where: str) -> None:
     hops = [hop.gbps for ring in plan.rings for hop in ring.hops]
     subsets = [subset.rate_gbps for subset in plan.subsets]
     others = [plan.free.rate_gbps] if plan.free is not None else []
+    others += [plan.limit_gbps] if plan.limit_gbps is not None else []
     choices = [one.rate_gbps for one in plan.choices.values() if one.rate_gbps is not None]
     for rate in (*hops, *subsets, *others, *choices):
         # The comparison is written so that NaN fails it.

@@ -144,10 +144,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `rings` are the different rings of the set; channels take them in turn. `rate_gbps` is what a
     collective's bus bandwidth is predicted to be; no ring set searched exceeds `bound_gbps` under
-    these settings. `kept` are NCCL variables, by name, that all jobs have, with the plan or
-    without: settings keep to them, and `stock` has them too. `simulated` and `assumed` say where
-    the figures come from, and go wherever the plan goes. Rates of a `tuned` plan are what jobs of
-    each choice achieved, and `winner` is the choice that they found best.
+    these settings. `limit_gbps` is the rate of bare concurrent copies over the hops of the
+    recommended choice, None where no source can measure them. `kept` are NCCL variables, by name,
+    that all jobs have, with the plan or without: settings keep to them, and `stock` has them too.
+    `simulated` and `assumed` say where the figures come from, and go wherever the plan goes. Rates
+    of a `tuned` plan are what jobs of each choice achieved, and `winner` is the choice that they
+    found best.
     """
 
     machine: Machine
@@ -169,6 +171,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     stock: PlanChoice
     variables: PlanChoice
     error: float = 0.0
+    limit_gbps: float | None = None
     free: FreeRings | None = None
     alternatives: tuple[Alternative, ...] = ()
     subsets: tuple[SubsetRings, ...] = ()
@@ -244,6 +247,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """How many times default NCCL a choice is; None where default NCCL is not rated."""
         rate, default = self.choices[name].rate_gbps, self.stock.rate_gbps
         return None if not rate or not default else rate / default
+
+    @property
+    def limit_text(self) -> str:
+        """What the limit is of, and how close the recommended choice comes; "" if not known."""
+        rate = self.choices[self.recommended].rate_gbps
+        if not rate or not self.limit_gbps:
+            return ""
+        if rate > self.limit_gbps * (1 + AS_GOOD):
+            return "bare copies over the same hops, no faster than the plan"
+        share = min(1.0, rate / self.limit_gbps)
+        return f"bare copies over the same hops; the plan gets {share:.0%} of it"
 
     @property
     def channel_rings(self) -> tuple[tuple[int, ...], ...]:

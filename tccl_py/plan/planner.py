@@ -10,6 +10,7 @@ from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.measurements.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.measurements.memory import RememberingSource
 from tccl_py.plan.choices import OwnChoices, as_graph, interval, own_choices
+from tccl_py.plan.limit import limit_gbps
 from tccl_py.plan.plan import (
     Alternative,
     FreeRings,
@@ -159,7 +160,7 @@ def _assembled(
     if not search.cancelled:
         extras = _extras(task, best)
     results = [one.result for one in (*search.searched, best) if one.result is not None]
-    return Plan(
+    plan = Plan(
         machine=task.machine,
         knowledge=task.knowledge,
         gpus=task.gpus,
@@ -184,6 +185,22 @@ def _assembled(
         subsets=extras.subsets,
         notices=_notices(task, results),
         cancelled=search.cancelled or extras.cancelled,
+    )
+    rings = {"default": own.rated[-1].rings, "variables": own.rated[0].rings, "graph": best.rings}
+    return plan if plan.cancelled else _limited(source, plan, rings[plan.recommended])
+
+
+def _limited(source: RememberingSource, plan: Plan, rings: RingSet) -> Plan:
+    """Return the plan with the machine's limit for the rings of its recommended choice."""
+    try:
+        limit = limit_gbps(source, rings, assumed=plan.assumed)
+    except KeyboardInterrupt:
+        return msgspec.structs.replace(plan, cancelled=True)
+    return msgspec.structs.replace(
+        plan,
+        limit_gbps=limit,
+        sets_measured=source.sets_measured,
+        sets_remembered=source.sets_remembered,
     )
 
 

@@ -29,6 +29,8 @@ def _predicted(plan: Plan) -> list[Bar]:
     bars = [Bar(label=f"{CHOICE_WORDS['graph']}, {how}", gbps=plan.rate_gbps, kind="plan")]
     if plan.bound_gbps is not None:
         bars.append(Bar(label="upper bound", gbps=plan.bound_gbps, kind="bound"))
+    if plan.limit_gbps is not None:
+        bars.append(Bar(label="bare copies over the same hops", gbps=plan.limit_gbps, kind="bound"))
     if plan.free is not None:
         rate = plan.free.rate_gbps
         bars.append(Bar(label="free choice of mechanism", gbps=rate, kind="free"))

@@ -219,10 +219,13 @@ class Engine:
     def _cached_shares(self, uses: list[Use]) -> tuple[dict[str, float], bool]:
         """NUMA node -> share of its bounces' traffic that stays in the cache."""
         cache = self.model.fifo_cache
-        footprints: dict[str, float] = {}
+        # A FIFO is written and read. So is the buffer of a plain write and a plain read.
+        sides: dict[str, dict[str, float]] = {}
         for use in uses:
-            if use.buffer:
-                footprints[use.buffer] = footprints.get(use.buffer, 0.0) + use.buffer_mib
+            for operation in {leg.operation for leg in use.legs} if use.buffer else ():
+                side = sides.setdefault(use.buffer, {})
+                side[operation] = side.get(operation, 0.0) + use.buffer_mib
+        footprints = {place: max(side.values()) for place, side in sides.items()}
         if cache is None or not footprints:
             return {}, False
         size = self.figures.value(cache.cache_mib)
@@ -232,14 +235,16 @@ class Engine:
 
 
 def _buffer(flow: Flow, legs: tuple[Leg, ...]) -> str:
-    """The NUMA node whose memory holds a flow's FIFO; "" if it lies in GPU memory."""
-    if not (flow.is_bounce or flow.is_network):
+    """The NUMA node whose memory holds a flow's FIFO or small buffer; "" if no node's does."""
+    if not (flow.is_bounce or flow.is_network or flow.buffer):
         return ""
     return next((leg.keys["memory"] for leg in legs if "memory" in leg.keys), "")
 
 
 def _buffer_mib(flow: Flow, blocks: int) -> float:
-    """What a flow's FIFOs take where they lie."""
+    """What a flow's FIFOs, or its buffer, take where they lie."""
+    if flow.buffer is not None:
+        return flow.buffer / MIB
     return blocks * flow.fifo.bytes / MIB if flow.fifo is not None else 0.0
 
 

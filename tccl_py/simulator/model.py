@@ -154,7 +154,8 @@ class FifoCache(_Data, frozen=True, kw_only=True):
 
     With all FIFOs of a set on one node together F MiB, a share min(1, `cache_mib` / F) of their
     traffic stays in the cache and is bounded by `write` and `read`; the rest meets the memory's
-    own capacities. A flow that names no blocks has `default_blocks` FIFOs.
+    own capacities. A flow that names no blocks has `default_blocks` FIFOs. Buffers of plain
+    transfers count as FIFOs; a write and a read share theirs.
     """
 
     cache_mib: Figure

@@ -3,7 +3,8 @@
 `G0->G0->G4` is GPU 0 writing to GPU 4, `G0->G4->G4` GPU 4 reading from GPU 0, `G0->D0->C1` GPU 0's
 copy engine writing to NUMA node 1's host memory. A bounce is one flow of two linked transfers,
 `G0->G0->C1->G4->G4`. How a flow moves its bytes follows in braces where it is not the default:
-`G0->G0->C1->G4->G4{blocks=8,fifo=512K}`.
+`G0->G0->C1->G4->G4{blocks=8,fifo=512K}`. A plain transfer has no FIFO; the size of
+the memory that it goes through again and again can be given: `G0->G0->C1{buffer=4M}`.
 
 A flow over the network is moved by a NIC at each end: `h0.G3->h0.N0->h1.N1->h1.N1->h1.G0`. Where a
 NIC cannot reach a GPU's memory, kernels fill and empty a FIFO in host memory beside it:
@@ -97,12 +98,14 @@ class Flow(msgspec.Struct, frozen=True, order=True):
 
     `blocks` is how many thread blocks (NCCL: channels) move it; None is "as many as it takes".
     A direct flow between GPUs whose blocks are given goes through a FIFO for each of them as well;
-    there None, and nothing else, is the default FIFO.
+    there None, and nothing else, is the default FIFO. `buffer` is the number of bytes that a plain
+    transfer goes through again and again, all blocks together; None leaves it to the source.
     """
 
     transfers: tuple[Transfer, ...]
     blocks: int | None = None
     fifo: Fifo | None = None
+    buffer: int | None = None
 
     @property
     def is_bounce(self) -> bool:
@@ -184,6 +187,8 @@ def _options_text(flow: Flow) -> str:
             options.append(f"slots={flow.fifo.slots}")
         if flow.fifo.side != default.side:
             options.append(f"side={flow.fifo.side}")
+    if flow.buffer is not None:
+        options.append(f"buffer={_size_text(flow.buffer)}")
     return ",".join(options)
 
 
@@ -220,13 +225,18 @@ def _number(name: str, text: str, high: int, where: str) -> int:
     return value
 
 
-def _parse_options(text: str, kind: _Kind, where: str) -> tuple[int | None, Fifo | None]:
+def _parse_options(
+    text: str, kind: _Kind, where: str
+) -> tuple[int | None, Fifo | None, int | None]:
     blocks: int | None = None
+    buffer: int | None = None
     fifo = None if kind == "plain" else Fifo()
     for item in text.split(",") if text else ():
         name, _, value = item.partition("=")
         if name == "blocks":
             blocks = _number(name, value, MAX_BLOCKS, where)
+        elif kind == "plain" and name == "buffer":
+            buffer = _number(name, value, MAX_FIFO_BYTES, where)
         elif fifo is not None and name == "fifo":
             size = _number(name, value, MAX_FIFO_BYTES, where)
             fifo = msgspec.structs.replace(fifo, bytes=size)
@@ -244,13 +254,13 @@ def _parse_options(text: str, kind: _Kind, where: str) -> tuple[int | None, Fifo
                 where,
                 f"option {item[:40]!r} is not known here",
                 "blocks=N for all flows; fifo=SIZE, slots=N where kernels move bytes from GPU to "
-                "GPU; side=sender|receiver for bounces",
+                "GPU; side=sender|receiver for bounces; buffer=SIZE where there is no FIFO",
             )
     if kind != "direct" or fifo == Fifo():
-        return blocks, fifo if kind in ("bounce", "network") else None
+        return blocks, fifo if kind in ("bounce", "network") else None, buffer
     if blocks is None:
         raise InputError(where, "has a FIFO but no blocks", "add blocks=N: each has a FIFO")
-    return blocks, fifo
+    return blocks, fifo, None
 
 
 def parse_flow(text: str) -> Flow:
@@ -281,8 +291,7 @@ def parse_flow(text: str) -> Flow:
     transfers = tuple(_transfer(places[at : at + 3], where) for at in starts)
     if len(places) == 5:
         _check_bounce(places, where)
-    blocks, fifo = _parse_options(options[:-1], _kind(transfers), where)
-    return Flow(transfers, blocks, fifo)
+    return Flow(transfers, *_parse_options(options[:-1], _kind(transfers), where))
 
 
 _INDEX = "(0|[1-9][0-9]{0,4})"
@@ -482,7 +491,7 @@ def elsewhere(flow: Flow, moved: Callable[[Place], Place]) -> Flow:
         Transfer(moved(one.source), moved(one.executor), moved(one.destination))
         for one in flow.transfers
     )
-    return Flow(transfers, flow.blocks, flow.fifo)
+    return Flow(transfers, flow.blocks, flow.fifo, flow.buffer)
 
 
 def sending_nic(flow: Flow) -> int | None:

@@ -137,7 +137,7 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
         return True
 
     def retuned(self, changes: Choices, rates: Rates | None = None) -> TunableMachine:
-        """As Tunable; a free choice of mechanisms is a prediction, and goes."""
+        """As Tunable; limit and free choice of mechanisms are of the earlier settings, and go."""
         made, variables = self.plan, self.plan.variables
         if "variables" in changes:
             settings = changes["variables"]
@@ -154,7 +154,7 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
             )
             stock = msgspec.structs.replace(made.stock, rate_gbps=default, error=0.0)
             made = msgspec.structs.replace(made, stock=stock, error=0.0, free=None, tuned=True)
-        made = msgspec.structs.replace(made, variables=variables)
+        made = msgspec.structs.replace(made, variables=variables, limit_gbps=None)
         return msgspec.structs.replace(self, plan=made)
 
     def settled(self, found: Verification) -> TunableMachine:
