@@ -177,6 +177,7 @@ SETS = {
     "direct read": ("G0->G1->G1{blocks=1}", 2),
     "write to the host": ("G0->G0->C0{blocks=2}", 2),
     "read from the host": ("C0->G1->G1{blocks=2}", 2),
+    "small buffers": ("G0->G0->C0{blocks=2,buffer=64K} C0->D1->G1{buffer=64K}", 2),
     "copy engines": ("G0->D0->C0->D1->G1{blocks=1,fifo=256K}", 2),
     "copy engine to lane": ("G0->D0->C0->G1->G1{blocks=1,fifo=256K}", 2),
     "ring of bounces": (

@@ -278,6 +278,35 @@ def test_a_flow_without_blocks_to_another_gpu_has_no_fifo():
     assert (end.data.space, end.wait, end.post) == ("G1", None, None)
 
 
+def test_a_plain_write_and_a_plain_read_of_equal_buffers_share_one():
+    text = "C0->D1->G1{buffer=1M} C0->G2->G2{buffer=1M} G0->D0->C0{buffer=1M} G1->G1->C0{buffer=2M}"
+    program = program_of(text)
+    data = {
+        (device, side): end.data.offset - COUNTER_AREA_BYTES
+        for device, side, _, end in reversed(list(ends_of(program)))
+    }
+    assert data == {
+        ("G1", "in"): 0,
+        ("G2", "in"): 1 << 20,
+        ("G0", "out"): 0,
+        ("G1", "out"): 2 << 20,
+    }
+    assert program.space_bytes["C0"] == COUNTER_AREA_BYTES + (4 << 20)
+
+
+@given(
+    st.integers(1, 64), st.sampled_from((1, 1000, 4096, 1 << 20, 3 << 20)), st.sampled_from("GD")
+)
+def test_a_buffer_is_as_large_as_asked_and_its_blocks_are_apart(blocks, size, executor):
+    program = program_of(f"G0->{executor}0->C0{{blocks={blocks},buffer={size}}}")
+    ends = [(end.data.offset, end.slices * length) for _, _, length, end in ends_of(program)]
+    assert len(ends) == (1 if executor == "D" else blocks)
+    assert all(offset % 128 == 0 for offset, _ in ends)
+    assert all(a + length <= b for (a, length), (b, _) in itertools.pairwise(sorted(ends)))
+    assert sum(length for _, length in ends) <= max(size, 128 * blocks)
+    assert max(a + length for a, length in ends) <= program.space_bytes["C0"]
+
+
 def test_a_fifo_is_four_slices_of_two_slots():
     (part,) = program_of("G0->G0->C0->G1->G1{blocks=1,fifo=4M}").counted
     assert (part.slices, part.slice_bytes) == (4, 1 << 20)

@@ -191,6 +191,8 @@ def test_the_page_of_every_reference_plan_is_whole_and_says_what_the_plan_says(n
     assert words.startswith(f"{plan.provenance} {plan.machine.name}"), words[:80]
     assert f"{plan.rate_gbps:.2f} GB/s" in words
     assert f"{plan.stock.rate_gbps:.2f} GB/s" in words
+    assert f"{plan.limit_gbps:.2f} GB/s" in words
+    assert plan.limit_text in words
     for hop in (hop for ring in plan.rings for hop in ring.hops):
         assert hop.flow in words
     assert "fails at its creation with “dev N not found”" in words

@@ -32,6 +32,7 @@ from tests.fakes import space_of
 
 indices = st.integers(0, 7)
 blocks = st.none() | st.integers(1, 64)
+buffers = st.none() | st.sampled_from([1, 1000, 512 * 1024, 4 << 20, 64 << 20, 1 << 30])
 fifos = st.builds(
     Fifo,
     bytes=st.sampled_from([1, 1000, 128 * 1024, 512 * 1024, 4 << 20]),
@@ -56,7 +57,7 @@ def flows(draw):
         "to host": Transfer(one, one, host),
         "from host": Transfer(host, other, other),
     }
-    return Flow((made[kind],), draw(blocks))
+    return Flow((made[kind],), draw(blocks), buffer=draw(buffers))
 
 
 @st.composite
@@ -157,6 +158,9 @@ def test_the_executor_makes_the_operation(text, operation):
         ("G0->G0->C1{blocks=2,fifo=1M}", "option 'fifo=1M' is not known here"),
         ("C1->G0->G0{blocks=2,slots=4}", "option 'slots=4' is not known here"),
         ("G0->G0->G1{blocks=2", "the options do not end; close them with }"),
+        ("G0->G0->C1{buffer=2048M}", "buffer=2048M is out of range; 1 to 1024M"),
+        ("G0->G0->G1{buffer=1M}", "option 'buffer=1M' is not known here"),
+        ("G0->G0->C1->G4->G4{buffer=1M}", "option 'buffer=1M' is not known here"),
         ("G0->G0->C1->G4->G4{side=middle}", "option 'side=middle' is not known here"),
     ],
 )

@@ -295,7 +295,8 @@ def _free(layout: Layout, number: int, flow: Flow, blocks: int) -> Piece:
     (transfer,) = flow.transfers
     engine = transfer.uses_copy_engine
     blocks = 1 if engine else blocks
-    share = max(16, (flow.buffer or FREE_BYTES) // blocks // 16 * 16)
+    # Whole cache lines: no two blocks share one.
+    share = max(128, (flow.buffer or FREE_BYTES) // blocks // 128 * 128)
     slice_bytes = min(share, COPY_BYTES if engine else FREE_SLICE_BYTES)
     slices = share // slice_bytes
     size = blocks * slices * slice_bytes
