@@ -348,6 +348,7 @@ TAMPERED = {
     "a negative rate": (changed, (("rate_gbps",), -1.0), "has a rate of -1.0 GB/s"),
     "a rate of 0": (changed, ((*HOP, "gbps"), 0.0), "has a rate of 0.0 GB/s"),
     "a huge rate": (changed, (("subsets", 0, "rate_gbps"), 1e300), "has a rate of 1e+300"),
+    "a limit of 0": (changed, (("limit_gbps",), 0.0), "has a rate of 0.0 GB/s"),
     "a rate that is NaN": (changed, (("rate_gbps",), math.nan), "does not fit"),
     "a rate that is infinite": (changed, (("rate_gbps",), math.inf), "does not fit"),
     "a bound below the rate": (changed, (("bound_gbps",), 0.5), "above its bound 0.5"),

@@ -55,6 +55,9 @@ def _of_plan(contents: Contents) -> Iterator[FigureSource]:
         if plan.bound_gbps
         else "not known",
     )
+    if plan.limit_gbps is not None:
+        note = "bare copies over the hops of the recommended choice"
+        yield FigureSource(figures="limit", source=plan.provenance, note=note)
     if contents.explanation is not None:
         found = contents.explanation
         yield FigureSource(
