@@ -20,6 +20,7 @@ from tccl_py.simulator.library import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.transfers.hops import Hop, ring, ring_from_order, ring_set
 from tccl_py.transfers.transfer import Fifo, bounce, parse_set
+from tccl_py.verification.tunable import Achieved, TunableMachine
 from tests.fakes import space_of
 from tests.planned import PCIE, SMALL, plan_of
 from tests.profiler_pools import options, pool_of
@@ -137,6 +138,14 @@ def test_the_text_says_how_close_the_plan_is_to_the_limit(share, words):
     line = next(one for one in text_of(plan).splitlines() if one.startswith("limit"))
     assert f"{rate / share:.2f} GB/s ({plan.provenance}): bare copies over the same hops" in line
     assert words in line
+
+
+def test_a_plan_with_tuned_settings_has_no_limit(tmp_path):
+    plan = plan_of(SMALL)
+    tunable = TunableMachine(plan=plan, directory=tmp_path)
+    settings = msgspec.structs.replace(plan.settings, channels=4)
+    tuned = tunable.retuned(settings, achieved=Achieved(gbps=300.0, stock_gbps=290.0)).plan
+    assert (tuned.limit_gbps, tuned.limit_text) == (None, "")
 
 
 def test_the_json_has_the_limit():
