@@ -89,3 +89,35 @@ def test_every_line_of_a_verification_is_shown(name):
     assert "times default NCCL at 64 MiB and above\nYes to graph file" in text
     assert "interleaved rounds, 4 jobs at once" in text
     assert ("a training step, graph" in text) == (name != "h200x2-vm")
+
+
+# Four H200 and three arms, plans as they were measured, not tuned.
+
+
+def test_on_four_gpus_without_p2p_variables_alone_win_by_half_and_no_size_loses():
+    found = recorded("h200x4-vm-no-p2p")
+    assert found.accepted
+    assert [one.name for one in found.arms] == ["default", "variables", "graph"]
+    assert found.winner == found.recommended == "variables"
+    default, variables, graph = found.arms
+    assert "NCCL_GRAPH_FILE" not in variables.environment
+    assert variables.large.low >= 1.40
+    assert min(one.compared.ratio for one in variables.sizes) >= 0.97
+    assert not any(one.compared.high < 1 for arm in (variables, graph) for one in arm.sizes)
+    assert variables.groups
+    assert not any(one.compared.high < 1 for one in variables.groups)
+    for arm in found.arms:
+        assert arm.gbps == pytest.approx(arm.predicted_gbps, rel=0.03)
+        assert (arm.wrong, arm.failure) == ((), "")
+        again = compare([one.seconds for one in arm.rows], [one.seconds for one in default.rows])
+        for one, compared in zip(arm.rows, again, strict=True):
+            assert arm is default or compared.ratio == pytest.approx(one.compared.ratio)
+
+
+def test_on_four_gpus_with_nvlink_a_graph_file_is_slower_nowhere_and_a_little_faster():
+    found = recorded("h200x4-vm")
+    assert (found.winner, found.recommended, found.accepted) == ("graph", "graph", True)
+    graph = found.judged
+    assert graph.rings.same
+    assert graph.large.low >= 1.01
+    assert min(one.compared.low for one in graph.sizes) >= 0.98
