@@ -20,7 +20,7 @@ from tccl_py.simulator.library import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.transfers.hops import Hop, ring, ring_from_order, ring_set
 from tccl_py.transfers.transfer import Fifo, bounce, parse_set
-from tccl_py.verification.tunable import Achieved, TunableMachine
+from tccl_py.verification.tunable import TunableMachine
 from tests.fakes import space_of
 from tests.planned import PCIE, SMALL, plan_of
 from tests.profiler_pools import options, pool_of
@@ -144,7 +144,8 @@ def test_a_plan_with_tuned_settings_has_no_limit(tmp_path):
     plan = plan_of(SMALL)
     tunable = TunableMachine(plan=plan, directory=tmp_path)
     settings = msgspec.structs.replace(plan.settings, channels=4)
-    tuned = tunable.retuned(settings, achieved=Achieved(gbps=300.0, stock_gbps=290.0)).plan
+    rates = {"default": 290.0, "graph": 300.0}
+    tuned = tunable.retuned({"graph": settings}, rates).plan
     assert (tuned.limit_gbps, tuned.limit_text) == (None, "")
 
 

@@ -109,8 +109,8 @@ def test_on_four_gpus_without_p2p_variables_alone_win_by_half_and_no_size_loses(
     for arm in found.arms:
         assert arm.gbps == pytest.approx(arm.predicted_gbps, rel=0.03)
         assert (arm.wrong, arm.failure) == ((), "")
-        again = compare([one.seconds for one in arm.rows], [one.seconds for one in default.rows])
-        for one, compared in zip(arm.rows, again, strict=True):
+        again = compare([one.seconds for one in arm.sizes], [one.seconds for one in default.sizes])
+        for one, compared in zip(arm.sizes, again, strict=True):
             assert arm is default or compared.ratio == pytest.approx(one.compared.ratio)
 
 
