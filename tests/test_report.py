@@ -381,3 +381,10 @@ def test_a_missing_journal_is_said(tmp_path):
     place = plan_directory(tmp_path / "plan", SMALL)
     (place / "measurements.jsonl").unlink()
     assert "measurements.jsonl is not there" in page_of(place).words
+
+
+def test_the_page_recommends_the_plans_choice_first_and_shows_how_to_set_it(tmp_path):
+    text = report_html(read_contents(plan_directory(tmp_path / "plan", "amd-v100")))
+    assert text.index("Set NCCL_P2P_LEVEL=SYS: 3.17x default NCCL") < text.index("Result")
+    assert 'class="card main"><h3>Variables only, recommended</h3>' in text
+    assert "export NCCL_P2P_LEVEL=SYS" in text

@@ -20,7 +20,7 @@ from tccl_py.report.ring_views import drawn_kinds, ring_views, stock_rings
 from tccl_py.report.sources import figure_sources, mark
 from tccl_py.report.svg import shown
 from tccl_py.report.tables import machine_parts, plan_files
-from tccl_py.report.words import gpu_list, order_words, settings_words
+from tccl_py.report.words import CHOICE_WORDS, gpu_list, order_words, settings_words
 from tccl_py.runtimes.nccl.kept import kept_text
 from tccl_py.runtimes.nccl.settings import environment
 
@@ -70,15 +70,14 @@ def _facts(contents: Contents) -> dict[str, Any]:
         "facts": _first_line(plan),
         "gpus": gpu_list(plan.gpus),
         "gpu_names": _gpu_names(plan),
-        "gain": plan.gain("graph"),
-        "advice": plan.advice,
+        "choice_words": CHOICE_WORDS,
         "mark": plan.provenance,
         "stock_mark": mark(simulated=plan.simulated, assumed=plan.stock.assumed),
         "explanation_mark": mark(simulated=found.simulated, assumed=found.assumed) if found else "",
         "proof": proof_text(len(plan.rings), proven=plan.proven),
         "notices": _notices(contents),
         "variables": environment(plan.settings),
-        "exports": env_sh(plan.settings),
+        "exports": env_sh(plan.job_settings),
         "directory": shlex.quote(str(contents.directory)),
     }
 
