@@ -264,11 +264,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """GPU orders, one for each channel of the graph file."""
         return per_channel([ring.gpus for ring in self.rings], self.settings.channels)
 
-    @property
-    def per_channel_gbps(self) -> float:
-        """What one channel of the graph file carries, GB/s."""
-        return self.rate_gbps / self.settings.channels
-
     def subset(self, gpus: Iterable[int]) -> SubsetRings | None:
         """The rings planned for exactly these GPUs, or None."""
         wanted = tuple(sorted(gpus))
