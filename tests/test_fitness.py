@@ -22,7 +22,7 @@ from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.topology.readers.installed_nccl import InstalledNccl
 from tccl_py.topology.readers.nvml import GpuFacts
 from tests.cluster_plans import mixed
-from tests.planned import SMALL, plan_of, with_topology
+from tests.planned import SMALL, needing_a_graph, plan_of, with_topology
 
 MEASURED = Fingerprint(
     gpu_uuids=("GPU-a", "GPU-b", "GPU-c", "GPU-d"),
@@ -55,7 +55,8 @@ STILL_FITS = {
 @pytest.fixture
 def measured(tmp_path):
     """A plan as if it had been measured, and its directory."""
-    plan = msgspec.structs.replace(plan_of(SMALL), simulated=False, assumed=False)
+    plan = needing_a_graph(plan_of(SMALL))
+    plan = msgspec.structs.replace(plan, simulated=False, assumed=False)
     directory = tmp_path / "plan"
     directory.mkdir()
     write_plan(plan, directory, fingerprint=MEASURED)

@@ -116,8 +116,15 @@ class Nursery:
         """Start a rank; see `Start`.
 
         Raises:
-            TcclError: the process that should become it has ended.
+            TcclError: the fork server has ended, and another one as well.
         """
+        try:
+            return self._start(program, inherits)
+        except _EndedError:
+            # A server that was killed while idle may not be seen to have ended before it is used.
+            return self._start(program, inherits)
+
+    def _start(self, program: Program, inherits: Mapping[str, socket.socket]) -> Running:
         variables = child_environment(program.environment)
         self._ready({k: v for k, v in variables.items() if not k.startswith(_OWN)})
         assert self._control is not None
@@ -132,6 +139,7 @@ class Nursery:
             born = self._born(time.monotonic() + _START_S)
         except OSError:
             os.close(writing)
+            self.close()
             raise self._gone() from None
         except BaseException:
             os.close(writing)
@@ -203,8 +211,14 @@ class Nursery:
         return None
 
     def _gone(self) -> TcclError:
+        ended = self._control is None
         self.close()
-        return TcclError("the process that starts ranks has ended; run the command again")
+        kind = _EndedError if ended else TcclError
+        return kind("the process that starts ranks has ended; run the command again")
+
+
+class _EndedError(TcclError):
+    """The fork server ended before it started a rank."""
 
 
 class _Forked:
