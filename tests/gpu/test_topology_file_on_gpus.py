@@ -82,7 +82,7 @@ def test_what_nccl_makes_of_the_file_is_what_it_says(tmp_path):
 
 def test_nccl_believes_slower_links(tmp_path):
     machine, knowledge, _ = discover_machine()
-    slow = beliefs(machine, [], {gpu.id: 12.0 for gpu in machine.gpus})[-1].machine
+    slow = beliefs(machine, {gpu.id: 12.0 for gpu in machine.gpus})[-1].machine
     file = written(tmp_path, "slow", slow)
     dump = tmp_path / "dump.xml"
     variables = {**file, "NCCL_P2P_DISABLE": "1", "NCCL_TOPO_DUMP_FILE": str(dump)}
