@@ -11,10 +11,9 @@ import msgspec
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.errors import InputError
 from tccl_py.runtimes.nccl.log import Connection, parse_log, same_rings
-from tccl_py.runtimes.nccl.transport import View, pair_mechanism, view
+from tccl_py.runtimes.nccl.transport import TRANSPORTS, View, pair_mechanism, view
 from tccl_py.runtimes.nccl.validator import ClusterVerdict, NodeJob, validate_cluster
 from tccl_py.verification.rings import (
-    TRANSPORTS,
     Link,
     RingsFound,
     links_of,

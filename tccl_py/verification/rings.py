@@ -10,9 +10,8 @@ from tccl_py.errors import InputError
 from tccl_py.plan.plan import Plan
 from tccl_py.runtimes.nccl.log import InitLog, parse_log, same_rings
 from tccl_py.runtimes.nccl.settings import final_channels
-from tccl_py.runtimes.nccl.transport import pair_mechanism, view
+from tccl_py.runtimes.nccl.transport import TRANSPORTS, pair_mechanism, view
 
-TRANSPORTS = {"write": "P2P", "read": "P2P", "bounce": "SHM", "network": "NET"}
 _SHOWN = 5
 
 

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-KEPT = (
-    "NCCL_NVLS_ENABLE",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_SOCKET_FAMILY",
-    "NCCL_IB_DISABLE",
-    "NCCL_HOSTID",
-)
-"""Variables that say what the host has or forbids, not how NCCL is tuned: all arms get them."""
+from tccl_py.runtimes.nccl.settings import HOST_VARIABLES
+
 _OURS = ("NCCL_", "TORCH_NCCL_", "MASTER_", "TORCHELASTIC_")
 _ALONE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """What a launcher says of another job."""
@@ -27,10 +21,10 @@ def job_surroundings(
 ) -> dict[str, str]:
     """The environment of ranks over these GPUs (None: none, on the host) with `variables` set.
 
-    Of the caller's NCCL variables those in KEPT and `keep` stay, where `variables` does not say
-    otherwise. A user's own nccl.conf is not read; /etc/nccl.conf is.
+    Of the caller's NCCL variables those in HOST_VARIABLES and `keep` stay, where `variables` does
+    not say otherwise. A user's own nccl.conf is not read; /etc/nccl.conf is.
     """
-    kept = {*KEPT, *keep}
+    kept = {*HOST_VARIABLES, *keep}
     found = {
         name: value
         for name, value in caller.items()
@@ -54,4 +48,4 @@ def job_surroundings(
 
 def kept_variables(caller: Mapping[str, str], keep: Iterable[str] = ()) -> dict[str, str]:
     """The caller's NCCL variables that jobs get, by name."""
-    return {name: caller[name] for name in sorted({*KEPT, *keep}) if name in caller}
+    return {name: caller[name] for name in sorted({*HOST_VARIABLES, *keep}) if name in caller}

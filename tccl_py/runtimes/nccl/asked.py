@@ -19,21 +19,13 @@ from tccl_py.rank_processes.task import RanksError, Task, decoded, run_tasks
 from tccl_py.runtimes.nccl.asked_rank import Answer, Communicator, Order, Said
 from tccl_py.runtimes.nccl.graph_file import RING, Graph, parse_graph_file
 from tccl_py.runtimes.nccl.log import parse_log, same_rings
+from tccl_py.runtimes.nccl.settings import HOST_VARIABLES
 from tccl_py.runtimes.nccl.validator import Verdict
 
 PROGRAM = "tccl_py.runtimes.nccl.asked_rank"
 TIMEOUT_S = 60.0
 _EACH_S = 10.0
 """For every communicator more."""
-HOST_VARIABLES = (
-    "NCCL_NVLS_ENABLE",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_SOCKET_FAMILY",
-    "NCCL_IB_DISABLE",
-    "NCCL_HOSTID",
-)
-"""Variables of the caller that say what the host has or forbids; the jobs of `tccl verify` get the
-same."""
 _LOGGED = "INIT,GRAPH,ENV,P2P,SHM,NET"
 _FALLBACK = re.compile(r"Could not find a path for pattern 4, falling back to simple order")
 _NUMBERED = re.compile(r"(?:error: )?communicator (?P<number>\d{1,6})(?:: (?P<words>.*))?")

@@ -11,12 +11,10 @@ from tccl_py.runtimes.nccl.asked import NcclAnswer, ask_nccl, minor_version
 from tccl_py.runtimes.nccl.log import same_rings
 from tccl_py.runtimes.nccl.settings import Settings, environment
 from tccl_py.runtimes.nccl.stock import StockChoice, stock_choice
-from tccl_py.runtimes.nccl.transport import pair_mechanism, view
+from tccl_py.runtimes.nccl.transport import TRANSPORTS, pair_mechanism, view
 from tccl_py.topology.knowledge import Knowledge
 from tccl_py.topology.machine import Machine
 
-TRANSPORTS = {"write": "P2P", "read": "P2P", "bounce": "SHM", "network": "NET"}
-"""The name in NCCL's log of each mechanism."""
 _SHOWN = 3
 
 

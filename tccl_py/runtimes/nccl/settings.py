@@ -25,6 +25,15 @@ CopyEngineSide = Literal["sender", "receiver", "both"]
 _SHM_MODES: dict[CopyEngineSide, str] = {"sender": "1", "receiver": "2", "both": "3"}
 _OLD_LEVELS: tuple[Level, ...] = ("LOC", "PIX", "PXB", "PHB", "SYS", "SYS")
 """What NCCL_P2P_LEVEL=0, 1, ... meant before levels had names; larger numbers are SYS."""
+HOST_VARIABLES = (
+    "NCCL_NVLS_ENABLE",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_SOCKET_FAMILY",
+    "NCCL_IB_DISABLE",
+    "NCCL_HOSTID",
+)
+"""Variables of the caller that say what the host has or forbids; the jobs of `tccl verify` get the
+same."""
 _INTEGER = re.compile(r"[ \t\n]*(?P<sign>[+-]?)(?P<digits>[0-9]{1,18})")
 
 

@@ -47,6 +47,8 @@ from tccl_py.transfers.transfer import (
 )
 
 MechanismKind = Literal["write", "read", "bounce", "network"]
+TRANSPORTS = {"write": "P2P", "read": "P2P", "bounce": "SHM", "network": "NET"}
+"""The name in NCCL's log of each mechanism."""
 
 _READS_ON_NVLINK = 80
 """Only between two GPUs of this sm does NCCL read over NVLink unasked."""
