@@ -96,9 +96,8 @@ class Bench:
         """All lines about this machine, as they are ready."""
         stock = self._stock()
         mark = "assumed" if stock.measurement.assumed else "simulated"
-        level = ", with NCCL_P2P_LEVEL=SYS" if stock.choice.assumed_sys else ""
         rings, rate = f"{len(stock.rings.rings)}", stock.rate_gbps
-        yield self._row(strategy="stock", rings=rings, rate=rate, sets=1, note=mark + level)
+        yield self._row(strategy="stock", rings=rings, rate=rate, sets=1, note=mark)
         yield self._plan()
         for counts in ((1,), self.counts):
             yield self._search("best-first", counts, stock, DEFAULT_BUDGET)

@@ -31,7 +31,7 @@ from tccl_py.runtimes.free import free_hop_space
 from tccl_py.runtimes.nccl.candidates import candidates, expressible
 from tccl_py.runtimes.nccl.kept import as_read, direct_pairs, kept_level
 from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.stock import stock_chains_default, stock_choice, stock_default
+from tccl_py.runtimes.nccl.stock import stock_chains_default, stock_choice
 from tccl_py.runtimes.nccl.transport import hop_space, mechanism_flow, pair_mechanism, view
 from tccl_py.runtimes.nccl.validator import validate
 from tccl_py.search.problem import Budget
@@ -202,8 +202,8 @@ def test_stock_is_what_nccl_does_with_the_variable_too(name):
 
 def test_a_level_stays_though_the_search_falls_back_under_it():
     model = load_bundled(ASUS)
-    own = stock_default(model.machine, model.knowledge, Settings(p2p_level="LOC"))
-    assert (own.fallback, own.assumed_sys, own.settings.p2p_level) == (True, False, "LOC")
+    own = stock_choice(model.machine, model.knowledge, Settings(p2p_level="LOC"))
+    assert (own.fallback, own.settings.p2p_level) == (True, "LOC")
     slow = with_nics(toy_machine(gpus=2), {1: "G0", 0: "G1"}, speed_mbps=100)
     chains = stock_chains_default(slow, Knowledge(), Settings(p2p_level="PIX"), nodes=2)
     assert (chains.fallback, chains.settings.p2p_level) == (True, "PIX")

@@ -11,7 +11,6 @@ from tccl_py.runtimes.nccl.stock import (
     stock_chains,
     stock_chains_default,
     stock_choice,
-    stock_default,
 )
 from tccl_py.runtimes.nccl.transport import view
 from tccl_py.topology.knowledge import Knowledge
@@ -49,16 +48,17 @@ def test_four_h200_get_the_ring_and_the_tree_that_nccl_dumped():
     assert trees.rate_intra == tree.speedintra
 
 
-def test_where_the_default_falls_back_stock_is_the_choice_under_level_sys():
-    found = stock_default(machine("asus-esc8000a-e13p.xml"), Knowledge())
-    assert found.assumed_sys
+def test_where_the_search_falls_back_by_default_level_sys_makes_all_hops_direct():
+    node = machine("asus-esc8000a-e13p.xml")
+    assert stock_choice(node, Knowledge()).fallback
+    found = stock_choice(node, Knowledge(), Settings(p2p_level="SYS"))
     assert found.settings.p2p_level == "SYS"
     assert {str(hop.mechanism) for hop in found.hops} == {"P2P/write"}
 
 
-def test_where_the_search_succeeds_stock_is_the_default():
-    found = stock_default(machine("wrx90-16gpu-4switch.xml"), Knowledge())
-    assert (found.assumed_sys, found.fallback, found.bw_intra) == (False, False, 24.0)
+def test_the_search_finds_rings_by_default_where_pairs_meet_below_host_bridges():
+    found = stock_choice(machine("wrx90-16gpu-4switch.xml"), Knowledge())
+    assert (found.fallback, found.bw_intra) == (False, 24.0)
 
 
 def test_a_subset_is_searched_by_itself():

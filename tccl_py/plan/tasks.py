@@ -227,6 +227,7 @@ def stock_of(
 def stock_note(stock: Stock) -> str:
     """Under which settings NCCL's own choice is no longer what it does by default, and why."""
     notes = []
+    assert isinstance(stock.choice, StockChains)
     if stock.choice.assumed_sys:
         notes.append(
             "with NCCL_P2P_LEVEL=SYS, because by default NCCL falls back to its simple order"

@@ -8,7 +8,7 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.plan.plan import Plan
-from tccl_py.runtimes.nccl.log import InitLog, parse_log, same_rings
+from tccl_py.runtimes.nccl.log import InitLog, parse_log, same_rings, transport_of
 from tccl_py.runtimes.nccl.settings import final_channels
 from tccl_py.runtimes.nccl.transport import TRANSPORTS, pair_mechanism, view
 
@@ -149,7 +149,7 @@ def transport_differences(
     for link in links:
         if (link.source, link.target) not in pairs:
             continue
-        if link.via.split("/")[0] != planned(link):
+        if transport_of(link.via) != planned(link):
             yield (
                 f"{named(link)} goes by {link.via} on {link.channels} channel(s), planned was "
                 f"{planned(link)}"

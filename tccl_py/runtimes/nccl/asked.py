@@ -18,7 +18,7 @@ from tccl_py.nccl_library import find_library
 from tccl_py.rank_processes.task import RanksError, Task, decoded, run_tasks
 from tccl_py.runtimes.nccl.asked_rank import Answer, Communicator, Order, Said
 from tccl_py.runtimes.nccl.graph_file import RING, Graph, parse_graph_file
-from tccl_py.runtimes.nccl.log import parse_log, same_rings
+from tccl_py.runtimes.nccl.log import parse_log, same_rings, transport_of
 from tccl_py.runtimes.nccl.settings import HOST_VARIABLES
 from tccl_py.runtimes.nccl.validator import Verdict
 
@@ -49,7 +49,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def transport(self) -> str:
         """`P2P`, `SHM` or `NET`."""
-        return self.via.split("/")[0]
+        return transport_of(self.via)
 
 
 class NcclAnswer(msgspec.Struct, frozen=True, kw_only=True):

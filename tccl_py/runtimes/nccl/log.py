@@ -23,6 +23,15 @@ _VERSION = re.compile(r"NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})", re
 MAX_LOG_CHARACTERS = 512 * 1024 * 1024
 
 
+def transport_of(via: str) -> str:
+    """Return the transport of a way by NCCL's name of it.
+
+    >>> transport_of("P2P/CUMEM"), transport_of("SHM/direct")
+    ('P2P', 'SHM')
+    """
+    return via.split("/", maxsplit=1)[0]
+
+
 class Connection(msgspec.Struct, frozen=True, order=True):
     """One connection: channel, ranks, and NCCL's name of the way (`P2P/CUMEM`, `SHM/direct`)."""
 
@@ -34,7 +43,7 @@ class Connection(msgspec.Struct, frozen=True, order=True):
     @property
     def transport(self) -> str:
         """`P2P`, `SHM` or `NET`."""
-        return self.via.split("/")[0]
+        return transport_of(self.via)
 
 
 class InitLog(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,6 @@ class StockChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     `channels` is what the communicator runs in the end: no more than the tree has, then doubled.
     `fallback` is true where the search found nothing and NCCL took the simple order.
-    `assumed_sys` is true where `stock_default` took NCCL_P2P_LEVEL=SYS because of that.
     """
 
     rings: tuple[tuple[int, ...], ...]
@@ -43,7 +42,6 @@ class StockChoice(msgspec.Struct, frozen=True, kw_only=True):
     hops: tuple[StockHop, ...]
     settings: Settings
     fallback: bool = False
-    assumed_sys: bool = False
 
 
 class StockChain(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +57,8 @@ class StockChains(msgspec.Struct, frozen=True, kw_only=True):
 
     `chains` has one for every channel that was searched and is run; the final `channels` go
     through them in turn. Rates are what NCCL expects of a channel, GB/s, inside a node and between
-    nodes; types the farthest paths it allowed. The rest is as in `StockChoice`.
+    nodes; types the farthest paths it allowed. The rest is as in `StockChoice`. `assumed_sys` is
+    true where `stock_chains_default` took NCCL_P2P_LEVEL=SYS because the search found nothing.
     """
 
     chains: tuple[StockChain, ...]
@@ -144,29 +143,6 @@ def _hops(seen: View, order: Sequence[int], *, closed: bool) -> tuple[StockHop, 
         for one, other in zip(order, targets, strict=False)
         if one != other
     )
-
-
-def stock_default(
-    machine: Machine,
-    knowledge: Knowledge,
-    settings: Settings | None = None,
-    *,
-    gpus: Sequence[int] | None = None,
-    nodes: int = 1,
-) -> StockChoice:
-    """The choice that plans are compared with: NCCL's own under its default settings.
-
-    Where those make the search fall back to the simple order, its choice with NCCL_P2P_LEVEL=SYS,
-    and `assumed_sys` says so. `settings` say what the job cannot do without: NCCL's version, and a
-    P2P level if all jobs have one, which then stays.
-    """
-    settings = settings or Settings()
-    choice = stock_choice(machine, knowledge, settings, gpus=gpus, nodes=nodes)
-    if not choice.fallback or settings.p2p_level is not None:
-        return choice
-    wider = msgspec.structs.replace(settings, p2p_level="SYS")
-    choice = stock_choice(machine, knowledge, wider, gpus=gpus, nodes=nodes)
-    return msgspec.structs.replace(choice, assumed_sys=True)
 
 
 def stock_chains(
