@@ -12,11 +12,11 @@ import sys
 from itertools import combinations
 
 import tccl_py
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.transport import hop_space
+from tccl_py.model.symmetry import automorphisms
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import hop_space
 from tccl_py.search.problem import Budget, SearchProblem, SearchResult
 from tccl_py.search.strategies import Run
-from tccl_py.topology.symmetry import automorphisms
 
 
 def two_opt(run: Run) -> None:

@@ -23,22 +23,23 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tccl_py.chains.space import WORLD
-from tccl_py.chains.tables import chain_table
 from tccl_py.cli.main import app
 from tccl_py.cluster_plan.plan import load_cluster_plan
-from tccl_py.measurements.memory import RememberingSource
-from tccl_py.merge.in_order import merge_in_order
-from tccl_py.merge.switches import SwitchTree, merge_with_switches
+from tccl_py.merge.contiguous import merge_in_order
+from tccl_py.merge.switches import merge_with_switches
 from tccl_py.merge.tables import ChainTable, MergedRing
-from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.transport import hop_space
+from tccl_py.model.cluster import SwitchTree
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Nic, toy_machine
+from tccl_py.model.symmetry import automorphisms
+from tccl_py.nccl.candidates import chain_hop_space
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import hop_space
+from tccl_py.search.chain_tables import chain_table
+from tccl_py.search.chains import WORLD
 from tccl_py.simulator.generic import model_for
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Nic, toy_machine
-from tccl_py.topology.symmetry import automorphisms
+from tccl_py.sources.memory import RememberingSource
 
 CROSSINGS = 64
 NODES = 1_024

@@ -16,21 +16,21 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from tccl_py.errors import InputError, SearchError
-from tccl_py.measurements.memory import RememberingSource
+from tccl_py.model.paths import natural_cuts
+from tccl_py.model.symmetry import automorphisms
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.versions import LATEST
 from tccl_py.plan.choices import own_choices
 from tccl_py.plan.planner import DEFAULT_BUDGET, FEW_RING_COUNTS, RING_COUNTS, make_plan
 from tccl_py.plan.tasks import Stock, Task
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.transport import hop_space
-from tccl_py.runtimes.nccl.versions import LATEST
-from tccl_py.search.brute_force import count_ring_sets
 from tccl_py.search.problem import Budget, SearchProblem, SilentReporter
 from tccl_py.search.strategies import SkippedError, find_rings
-from tccl_py.simulator.library import bundled_names, load_bundled
+from tccl_py.search.tccl_paper import count_ring_sets
+from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.cuts import natural_cuts
-from tccl_py.topology.symmetry import automorphisms
+from tccl_py.sources.memory import RememberingSource
 
 SETTINGS = Settings(p2p_level="SYS", channels=8)
 FEW_GPUS = 8

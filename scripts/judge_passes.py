@@ -21,9 +21,9 @@ from pathlib import Path
 from judge_profiler import DEFAULT, VERSION, again, nccl_rates, opened, ring_of, write
 from nccl_rates import KINDS
 
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.topology.readers.live import discover_machine
-from tccl_py.transfers.transfer import TransferSet, parse_set
+from tccl_py.model.transfer import TransferSet, parse_set
+from tccl_py.nccl.settings import Settings
+from tccl_py.readers.live import discover_machine
 
 CHANNELS = (1, 2)
 SIZES = (256 << 10, 512 << 10, 4 << 20)

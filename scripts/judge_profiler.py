@@ -26,14 +26,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "profiler")]
 from tccl_profiler.profiler import Options  # noqa: E402
 from tccl_profiler.session import Session  # noqa: E402
 from tccl_profiler.statistics import Stopping  # noqa: E402
-from tccl_py.emitters.plan_files import graph_text  # noqa: E402
-from tccl_py.measurements.journal import JournalledSource  # noqa: E402
-from tccl_py.runtimes.nccl.log import parse_log  # noqa: E402
-from tccl_py.runtimes.nccl.settings import Settings, environment  # noqa: E402
-from tccl_py.runtimes.nccl.transport import hop_space  # noqa: E402
-from tccl_py.topology.readers.live import discover_machine  # noqa: E402
-from tccl_py.transfers.hops import ring_from_order, ring_set  # noqa: E402
-from tccl_py.transfers.transfer import TransferSet, parse_set  # noqa: E402
+from tccl_py.model.rings import ring_from_order, ring_set  # noqa: E402
+from tccl_py.model.transfer import TransferSet, parse_set  # noqa: E402
+from tccl_py.nccl.log import parse_log  # noqa: E402
+from tccl_py.nccl.settings import Settings, environment  # noqa: E402
+from tccl_py.nccl.transport import hop_space  # noqa: E402
+from tccl_py.plan.files import graph_text  # noqa: E402
+from tccl_py.readers.live import discover_machine  # noqa: E402
+from tccl_py.sources.journal import JournalledSource  # noqa: E402
 
 CHANNELS = (1, 2, 4, 8)
 SIZES = tuple(128 * 1024 << shift for shift in range(6))

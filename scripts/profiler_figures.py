@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 from scipy import stats
 
-from tccl_py.measurements.journal import read_journal
-from tccl_py.measurements.measurement import Measurement
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import parse_set
+from tccl_py.sources.journal import read_journal
 
 KEPT = Path(__file__).resolve().parents[1] / "tests" / "cases" / "profiler" / "h200x4-vm"
 MEASURED = Path(__file__).resolve().parents[1] / "tests" / "cases" / "measured"

@@ -22,41 +22,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tccl_py.cluster.hosts import Cluster, HostReport, cluster_of
-    from tccl_py.cluster.switches import read_switches
     from tccl_py.cluster_plan.directory import write_cluster_plan
     from tccl_py.cluster_plan.plan import ClusterPlan, load_cluster_plan
     from tccl_py.cluster_plan.planner import make_cluster_plan
     from tccl_py.errors import InputError, TcclError
+    from tccl_py.model.cluster import Cluster, HostReport, cluster_of
+    from tccl_py.model.transfer import parse_flow, parse_set
     from tccl_py.plan.plan import Plan, load_plan
     from tccl_py.plan.planner import make_plan
+    from tccl_py.readers.live import discover_machine
+    from tccl_py.readers.switches import read_switches
     from tccl_py.search.strategies import find_rings
-    from tccl_py.simulator.descriptions import load_machine
-    from tccl_py.simulator.library import bundled_names
+    from tccl_py.simulator.descriptions import bundled_names, load_machine
     from tccl_py.simulator.source import Simulator
-    from tccl_py.topology.readers.live import discover_machine
-    from tccl_py.transfers.transfer import parse_flow, parse_set
 
 _HOMES = {
-    "Cluster": "cluster.hosts",
+    "Cluster": "model.cluster",
     "ClusterPlan": "cluster_plan.plan",
-    "HostReport": "cluster.hosts",
+    "HostReport": "model.cluster",
     "InputError": "errors",
     "Plan": "plan.plan",
     "Simulator": "simulator.source",
     "TcclError": "errors",
-    "bundled_names": "simulator.library",
-    "cluster_of": "cluster.hosts",
-    "discover_machine": "topology.readers.live",
+    "bundled_names": "simulator.descriptions",
+    "cluster_of": "model.cluster",
+    "discover_machine": "readers.live",
     "find_rings": "search.strategies",
     "load_cluster_plan": "cluster_plan.plan",
     "load_machine": "simulator.descriptions",
     "load_plan": "plan.plan",
     "make_cluster_plan": "cluster_plan.planner",
     "make_plan": "plan.planner",
-    "parse_flow": "transfers.transfer",
-    "parse_set": "transfers.transfer",
-    "read_switches": "cluster.switches",
+    "parse_flow": "model.transfer",
+    "parse_set": "model.transfer",
+    "read_switches": "readers.switches",
     "write_cluster_plan": "cluster_plan.directory",
 }
 

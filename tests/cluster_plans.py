@@ -2,7 +2,6 @@
 
 import msgspec
 
-from tccl_py.cluster.hosts import HostReport, cluster_of
 from tccl_py.cluster_plan.checks import check_cluster_plan
 from tccl_py.cluster_plan.plan import (
     ClusterPlan,
@@ -11,10 +10,11 @@ from tccl_py.cluster_plan.plan import (
     PlannedHost,
     PlanPassage,
 )
-from tccl_py.runtimes.nccl.chain_hops import chain_hop_space, chains_as_rings
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import toy_machine
+from tccl_py.model.cluster import HostReport, cluster_of
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import toy_machine
+from tccl_py.nccl.candidates import chain_hop_space, chains_as_rings
+from tccl_py.nccl.settings import Settings
 from tests.nccl_nodes import with_nics
 
 NOTHING = Knowledge()

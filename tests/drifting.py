@@ -7,13 +7,13 @@ import numpy as np
 
 from tccl_py.health.drift.check import Effort, find_drift
 from tccl_py.health.drift.choice import chosen_sets
-from tccl_py.measurements.memory import RememberingSource
+from tccl_py.model.transfer import parse_set
 from tccl_py.plan.planner import make_plan
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.model import Links
 from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.sources.memory import RememberingSource
 
 FIGURES = ("write", "read", "mixed", "write_in_mix", "read_in_mix")
 

@@ -7,9 +7,9 @@ import numpy as np
 from tccl_profiler.control import RECORD
 from tccl_profiler.messages import Pinged
 from tccl_profiler.runs import Outcome
-from tccl_py.measurements.measurement import Measurement
-from tccl_py.transfers.hops import Hop, HopSpace
-from tccl_py.transfers.transfer import bounce, direct_read, direct_write
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.rings import Hop, HopSpace
+from tccl_py.model.transfer import bounce, direct_read, direct_write
 
 
 def space_of(gpus, *, mechanisms=1, missing=()):

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.cluster.hosts import HostReport, cluster_of
 from tccl_py.cluster_plan.directory import cluster_files
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.errors import SearchError
+from tccl_py.model.cluster import HostReport, cluster_of
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.nccl.settings import environment, final_channels
+from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.plan import per_channel
 from tccl_py.plan.planner import make_plan
-from tccl_py.runtimes.nccl.settings import environment, final_channels
-from tccl_py.runtimes.nccl.validator import NodeJob, validate_cluster
+from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.generic import model_for
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.readers.nccl_topology import parse_nccl_topology
 from tests.graph_judge import judged
 from tests.random_machines import random_machine
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.readers.nccl_topology import read_nccl_topology
+from tccl_py.model.machine import Machine
+from tccl_py.readers.nccl_topology import read_nccl_topology
 
 CASES = Path(__file__).parent / "cases"
 VERDICTS = CASES / "nccl-verdicts"

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.runtimes.nccl.channel_search import Graph
-from tccl_py.runtimes.nccl.graph_search import search_ring, search_tree
-from tccl_py.runtimes.nccl.settings import final_channels, settings_from_environment
-from tccl_py.runtimes.nccl.transport import view
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.readers.nccl_topology import parse_nccl_topology
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.nccl.channel_search import Graph
+from tccl_py.nccl.graph_search import search_ring, search_tree
+from tccl_py.nccl.settings import final_channels, settings_from_environment
+from tccl_py.nccl.transport import view
+from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tests.random_machines import random_environment, random_machine
 
 NET_PAIRS = "pairs go by NET"

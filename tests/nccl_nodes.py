@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tccl_py.topology.machine import Machine, Nic, PciLink
+from tccl_py.model.machine import Machine, Nic, PciLink
 
 
 def with_nics(

@@ -5,9 +5,9 @@ import itertools
 
 import msgspec
 
-from tccl_py.measurements.measurement import Measurement
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Nic, check, toy_machine
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Nic, check, toy_machine
+from tccl_py.model.measurement import Measurement
 
 
 def networked_machine(*, gpus, nics=1, numa_nodes=1, name="toy", gdr=False, mbps=100_000):

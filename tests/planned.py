@@ -4,11 +4,11 @@ import functools
 
 import msgspec
 
-from tccl_py.plan.manifest import MANIFEST_FILE, manifest_of, manifest_text, read_manifest
 from tccl_py.plan.plan import TopologyFile
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
+from tccl_py.plan.staging import MANIFEST_FILE, manifest_of, manifest_text, read_manifest
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 
 SMALL = "h200x4-vm"

@@ -14,9 +14,9 @@ from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
 from tccl_profiler.workers import DeviceSpec
 from tccl_py.errors import MeasurementError
-from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
-from tccl_py.measurements.measurement import TOGETHER
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.model.measurement import TOGETHER
+from tccl_py.model.transfer import parse_set
+from tccl_py.sources.journal import JournalHeader, JournalledSource, read_journal
 
 LONG_S = 30.0
 """What a busy machine may take for anything."""

@@ -1,6 +1,6 @@
 """Ranks that are no torch programs, to try what runs them: they answer, fail, hang, or stay.
 
-usage: python -m tests.rank_programs ORDER.json RANK, as tccl_py.verification.rank; what a rank does
+usage: python -m tests.rank_programs ORDER.json RANK, as tccl_py.verify.rank; what a rank does
 stands in TCCL_TEST_RANKS, a word for each rank.
 """
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from tccl_py.files import decode_json, encode_json
-from tccl_py.verification.orders import Answer, Order
+from tccl_py.verify.orders import Answer, Order
 
 
 def main():

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.measurements.journal import JournalHeader, JournalledSource
+from tccl_py.model.transfer import bounce, direct_write, transfer_set
 from tccl_py.plan.directory import JOURNAL_FILE, write_plan
 from tccl_py.plan.plan import load_plan
-from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import bounce, direct_write, transfer_set
+from tccl_py.sources.journal import JournalHeader, JournalledSource
 
 PLANS = Path(__file__).parent.parent / "plans"
 VOID = {"meta", "link", "br"}

@@ -4,7 +4,7 @@ import itertools
 
 from hypothesis import strategies as st
 
-from tccl_py.runtimes.tccl.database import (
+from tccl_py.tccl_fork.database import (
     Crossing,
     Database,
     GpuRing,

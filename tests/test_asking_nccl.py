@@ -19,25 +19,17 @@ from tccl_py.cli.main import app
 from tccl_py.errors import MeasurementError
 from tccl_py.health.doctor.host import Host
 from tccl_py.health.doctor.nccl import check_own_rings
+from tccl_py.nccl import asked, installed_rings
+from tccl_py.nccl.asked import NcclAnswer, Question, RefusedError, Way, ask_each, ask_nccl, judged
+from tccl_py.nccl.asked_rank import Said
+from tccl_py.nccl.default_rings import stock_choice
+from tccl_py.nccl.graph_file import Channel, Graph
+from tccl_py.nccl.installed_rings import InstalledRings
+from tccl_py.nccl.log import same_rings
+from tccl_py.nccl.settings import Settings
 from tccl_py.plan.plan import load_plan
 from tccl_py.plan.planner import make_plan
-from tccl_py.runtimes.nccl import asked, installed_rings
-from tccl_py.runtimes.nccl.asked import (
-    NcclAnswer,
-    Question,
-    RefusedError,
-    Way,
-    ask_each,
-    ask_nccl,
-    judged,
-)
-from tccl_py.runtimes.nccl.asked_rank import Said
-from tccl_py.runtimes.nccl.graph_file import Channel, Graph
-from tccl_py.runtimes.nccl.installed_rings import InstalledRings
-from tccl_py.runtimes.nccl.log import same_rings
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.stock import stock_choice
-from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.nccl_cases import CASES, VERDICTS
 from tests.nccl_host import nccl_host

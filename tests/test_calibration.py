@@ -12,10 +12,15 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.export import for_version
 from tccl_py.cli.main import app
-from tccl_py.emitters.nccl_conf import job_environment
-from tccl_py.emitters.plan_files import conf_text
 from tccl_py.errors import InputError
 from tccl_py.installation.texts import Installed, form_of
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import PciLink, toy_machine
+from tccl_py.nccl.conf import job_environment
+from tccl_py.nccl.default_rings import stock_choice
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import view
+from tccl_py.nccl.versions import pci_gbps
 from tccl_py.plan.beliefs import beliefs, nearest_link
 from tccl_py.plan.calibration import (
     ALL_SETS_UP_TO,
@@ -25,21 +30,16 @@ from tccl_py.plan.calibration import (
     subsets_to_check,
 )
 from tccl_py.plan.directory import nccl_files, topology_text, write_plan
+from tccl_py.plan.files import conf_text
 from tccl_py.plan.plan import load_plan
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.stock_judge import OutOfSetsError, StockJudge
+from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
 from tccl_py.report.contents import read_contents
 from tccl_py.report.tables import plan_files
-from tccl_py.runtimes.nccl.bandwidths import pci_gbps
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.stock import stock_choice
-from tccl_py.runtimes.nccl.transport import view
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.generic import model_for
-from tccl_py.simulator.library import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import PciLink, toy_machine
-from tccl_py.topology.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
 from tests.test_topology_xml import CASES
 
 

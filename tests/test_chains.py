@@ -7,22 +7,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_py.chains.rules import EvenUse, Pairing, symmetry_keeping
-from tccl_py.chains.space import WORLD, chain_of, chains_of, entry_nic, exit_nic, flows_of, ring_of
-from tccl_py.chains.tables import chain_table, paired_chains
 from tccl_py.errors import SearchError
-from tccl_py.measurements.memory import RememberingSource
-from tccl_py.runtimes.nccl.chain_hops import chain_hop_space, chains_as_rings, network_candidates
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.transport import hop_space
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.rings import ring
+from tccl_py.model.symmetry import automorphisms, no_symmetry
+from tccl_py.nccl.candidates import chain_hop_space, chains_as_rings, network_candidates
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import hop_space
+from tccl_py.search.chain_tables import chain_table, paired_chains
+from tccl_py.search.chains import (
+    WORLD,
+    EvenUse,
+    Pairing,
+    chain_of,
+    chains_of,
+    entry_nic,
+    exit_nic,
+    flows_of,
+    ring_of,
+    symmetry_keeping,
+)
 from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.search.strategies import find_rings
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.generic import model_for
-from tccl_py.simulator.library import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.symmetry import automorphisms, no_symmetry
-from tccl_py.transfers.hops import ring
+from tccl_py.sources.memory import RememberingSource
 from tests.networked import MadeUp, all_chains, networked_machine
 
 SETTINGS = Settings(channels=2)

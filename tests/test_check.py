@@ -11,10 +11,10 @@ from tccl_py.health.drift.choice import chosen_sets, gpus_of, link_class
 from tccl_py.health.drift.identity import differences
 from tccl_py.health.drift.prometheus import prometheus_text
 from tccl_py.health.drift.statistics import Comparison, common_spread, compared
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.machine import toy_machine
+from tccl_py.model.transfer import parse_flow, transfer_set
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.machine import toy_machine
-from tccl_py.transfers.transfer import parse_flow, transfer_set
 from tests.drifting import checked, exact_rates, journalled, with_slower_link
 
 PCIE = "intel-v100"

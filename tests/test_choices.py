@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.rings import ring_from_order, ring_set
+from tccl_py.nccl.default_rings import stock_choice
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.transport import hop_space
 from tccl_py.plan.plan import AS_GOOD, CHOICES, load_plan
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.tasks import condensed
-from tccl_py.runtimes.nccl.settings import Settings, environment
-from tccl_py.runtimes.nccl.stock import stock_choice
-from tccl_py.runtimes.nccl.transport import hop_space
+from tccl_py.readers.nccl_topology import read_nccl_topology
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.generic import model_for
-from tccl_py.simulator.library import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.readers.nccl_topology import read_nccl_topology
-from tccl_py.transfers.hops import ring_from_order, ring_set
 from tests.nccl_cases import CASES
 from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of
 from tests.test_reference_plans import PLANS

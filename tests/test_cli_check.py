@@ -11,14 +11,14 @@ from tccl_py.cli import hardware
 from tccl_py.cli.hardware import Care, Hardware, MeasuredMachine, measured_machine
 from tccl_py.cli.main import app
 from tccl_py.health.drift.record import CheckRecord
-from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.machine import machine_to_json
+from tccl_py.model.transfer import parse_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan
-from tccl_py.simulator.library import load_bundled, model_from_json, model_to_json
+from tccl_py.simulator.descriptions import load_bundled, model_from_json, model_to_json
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.machine import machine_to_json
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.sources.journal import JournalHeader, JournalledSource, read_journal
 from tests.drifting import with_slower_link
 from tests.planned import rebind
 

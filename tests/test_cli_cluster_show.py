@@ -13,8 +13,8 @@ from tccl_py.cli.main import app
 from tccl_py.cluster_plan.directory import cluster_files, write_cluster_plan
 from tccl_py.cluster_plan.plan import PlannedHost
 from tccl_py.cluster_plan.versions import for_version
+from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.directory import write_plan
-from tccl_py.runtimes.nccl.settings import Settings, environment
 from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
 from tests.planned import SMALL, plan_of, rebind
 

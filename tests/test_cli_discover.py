@@ -9,11 +9,10 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
+from tccl_py.model.knowledge import Fingerprint, HiddenLink, Knowledge, PeerAccess
+from tccl_py.model.machine import machine_from_json, toy_machine
+from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.simulator.descriptions import description_to_json, load_machine, read_description
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.knowledge import HiddenLink, Knowledge, PeerAccess
-from tccl_py.topology.machine import machine_from_json, toy_machine
-from tccl_py.topology.readers.nccl_topology import read_nccl_topology
 from tests.nccl_cases import CASES
 
 TOPOLOGY = CASES / "topologies" / "h200x4-vm.xml"

@@ -11,13 +11,13 @@ from tccl_py.cli import hardware
 from tccl_py.cli.main import app
 from tccl_py.cli.measure import simulation_header
 from tccl_py.errors import InputError
-from tccl_py.explanation.findings import load_explanation
-from tccl_py.measurements.journal import JournalHeader, JournalledSource
+from tccl_py.explain.findings import load_explanation
+from tccl_py.model.transfer import parse_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan
-from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.sources.journal import JournalHeader, JournalledSource
 from tests.planned import rebind
 
 PLANS = Path(__file__).parent.parent / "plans"

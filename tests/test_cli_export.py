@@ -11,14 +11,14 @@ from tccl_py.cli.main import app
 from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.errors import InputError
-from tccl_py.measurements.journal import JournalHeader, JournalledSource
+from tccl_py.model.transfer import parse_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan
-from tccl_py.runtimes.tccl.reader import parse_tccl_xml, read_tccl_xml
-from tccl_py.runtimes.tccl.solver import found_ring
-from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.sources.journal import JournalHeader, JournalledSource
+from tccl_py.tccl_fork.database import found_ring
+from tccl_py.tccl_fork.reader import parse_tccl_xml, read_tccl_xml
 from tests.planned import SMALL, plan_of, rebind
 
 MEASURED = JournalHeader(machine=SMALL, identity="GPUs a, b", simulated=False)
@@ -256,7 +256,7 @@ def test_a_plan_of_equal_nodes_is_exported_with_the_ring_over_them(cluster, tmp_
 
 
 def test_a_plan_of_equal_nodes_whose_jobs_are_left_out_says_so(cluster, monkeypatch):
-    monkeypatch.setattr("tccl_py.plan.database.MOST_MEMORY", 0)
+    monkeypatch.setattr("tccl_py.tccl_fork.build.MOST_MEMORY", 0)
     result = exported(cluster)
     said = "over 3 nodes; with this file such a job fails: No ring found over 2 nodes: there is no "
     assert said in result.stderr

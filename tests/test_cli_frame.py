@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from tccl_py.cli.arguments import gpus_argument, parse_gpus, provenance
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.simulator.descriptions import load_machine
-from tccl_py.simulator.library import bundled_names, load_bundled, model_to_json
-from tccl_py.topology.machine import machine_to_json, toy_machine
+from tccl_py.model.machine import machine_to_json, toy_machine
+from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine, model_to_json
 from tests.nccl_cases import CASES
 
 TOPOLOGY = CASES / "topologies" / "h200x4-vm.xml"

@@ -17,14 +17,13 @@ from tccl_py.cli import hardware
 from tccl_py.cli.hardware import Care, MeasuredMachine, measured_machine
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.transfer import parse_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan
-from tccl_py.simulator.descriptions import read_description
-from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.sources.journal import JournalHeader, JournalledSource, read_journal
 from tests.planned import SMALL, WRX
 
 KEYS = ["set", "gbps", "total_gbps", "simulated", "assumed"]

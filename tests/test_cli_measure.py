@@ -7,11 +7,11 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.cli.measure import in_given_order, simulation_header
-from tccl_py.measurements.journal import read_journal
-from tccl_py.measurements.measurement import Measurement
-from tccl_py.simulator.library import bundled_names, load_bundled
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import parse_set
+from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.sources.journal import read_journal
 from tests.nccl_cases import CASES
 
 BOX = "asus-esc8000a-e13p"

@@ -13,13 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.measurements.journal import read_journal
+from tccl_py.nccl.graph_file import parse_graph_file
+from tccl_py.nccl.settings import environment
+from tccl_py.nccl.validator import validate
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan, per_channel
-from tccl_py.runtimes.nccl.graph_file import parse_graph_file
-from tccl_py.runtimes.nccl.settings import environment
-from tccl_py.runtimes.nccl.validator import validate
-from tccl_py.simulator.library import load_bundled
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.sources.journal import read_journal
 from tests.planned import ASUS, PCIE, SMALL, WRX, plan_of
 
 KEYS = ["rings", "rate_gbps", "bound_gbps", "proven", "sets_measured", "simulated", "settings"]

@@ -14,9 +14,9 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.plan.directory import locked, write_plan
 from tccl_py.plan.plan import load_plan
-from tccl_py.simulator.library import load_bundled
-from tccl_py.verification.orders import Wrong
-from tccl_py.verification.record import load_verification
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.verify.orders import Wrong
+from tccl_py.verify.record import load_verification
 from tests.verified import FakeJobs, by_plan
 
 NAME = "intel-v100"

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_py.cluster.names import MAX_NAME
 from tccl_py.cluster_plan.directory import (
     class_file,
     cluster_files,
@@ -18,13 +17,14 @@ from tccl_py.cluster_plan.directory import (
 )
 from tccl_py.cluster_plan.plan import is_cluster_plan, load_cluster_plan
 from tccl_py.cluster_plan.versions import for_version
-from tccl_py.emitters.host_order import RANK_MAP, rank_map_from_json
 from tccl_py.errors import InputError
+from tccl_py.model.cluster import MAX_NAME
+from tccl_py.nccl.log import same_rings
+from tccl_py.nccl.settings import Settings, environment, settings_from_environment
+from tccl_py.nccl.validator import NodeJob, validate_cluster
+from tccl_py.nccl.versions import known_versions
+from tccl_py.plan.host_order import RANK_MAP, rank_map_from_json
 from tccl_py.plan.plan import load_plan
-from tccl_py.runtimes.nccl.log import same_rings
-from tccl_py.runtimes.nccl.settings import Settings, environment, settings_from_environment
-from tccl_py.runtimes.nccl.validator import NodeJob, validate_cluster
-from tccl_py.runtimes.nccl.versions import known_versions
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.generic import model_for
 from tests.cluster_plans import FOUR, LOCAL, MACHINES, NOTHING, cluster_plan, equal_hosts, mixed

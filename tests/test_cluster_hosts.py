@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tccl_py.cluster.classes import canonical
-from tccl_py.cluster.hosts import (
+from tccl_py.errors import InputError
+from tccl_py.model.cluster import (
     Cluster,
     Host,
     HostReport,
     NodeClass,
+    SwitchTree,
+    canonical,
     check_cluster,
     classes_of,
     cluster_from_json,
@@ -20,19 +22,9 @@ from tccl_py.cluster.hosts import (
     cluster_to_json,
     in_order,
 )
-from tccl_py.errors import InputError
-from tccl_py.merge.switches import SwitchTree
-from tccl_py.simulator.library import bundled_names, load_bundled
-from tccl_py.topology.knowledge import HiddenLink, Knowledge, PeerAccess
-from tccl_py.topology.machine import (
-    Machine,
-    Nic,
-    NvLink,
-    PciBridge,
-    PciLink,
-    check,
-    toy_machine,
-)
+from tccl_py.model.knowledge import HiddenLink, Knowledge, PeerAccess
+from tccl_py.model.machine import Machine, Nic, NvLink, PciBridge, PciLink, check, toy_machine
+from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tests.effort import soon
 
 replace = msgspec.structs.replace

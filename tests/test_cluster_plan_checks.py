@@ -13,7 +13,7 @@ from tccl_py.cluster_plan.checks import check_cluster_plan
 from tccl_py.cluster_plan.directory import cluster_files
 from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.errors import InputError, TcclError
-from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.nccl.settings import Settings
 from tests.cluster_plans import FOUR, LOCAL, cluster_plan, mixed
 from tests.planned import SMALL, plan_of
 

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from tccl_profiler.assignment import program_for
 from tccl_profiler.nccl.environment import process_variables
-from tccl_py.chains.rules import Pairing
-from tccl_py.cluster.hosts import HostReport, cluster_of
 from tccl_py.cluster_plan.crossings import rail_tuples
 from tccl_py.cluster_plan.joint import joint
 from tccl_py.cluster_plan.node import Node, used_nics
@@ -19,17 +17,18 @@ from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.cluster_plan.uplinks import with_measured_uplinks
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.measurements.memory import RememberingSource
-from tccl_py.merge.switches import SwitchTree, uplink_limit
-from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
-from tccl_py.runtimes.nccl.settings import Settings, final_channels
+from tccl_py.merge.switches import uplink_limit
+from tccl_py.model.cluster import HostReport, SwitchTree, cluster_of
+from tccl_py.model.knowledge import Knowledge, gpus_beside_nics
+from tccl_py.model.transfer import parse_set
+from tccl_py.nccl.candidates import chain_hop_space
+from tccl_py.nccl.settings import Settings, final_channels
+from tccl_py.search.chains import Pairing
 from tccl_py.search.problem import Budget, SilentReporter
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.generic import model_for
-from tccl_py.simulator.library import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.nearness import gpus_beside_nics
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.sources.memory import RememberingSource
 from tests.networked import MadeUp, all_chains, networked_machine
 
 SETTINGS = Settings(channels=1)

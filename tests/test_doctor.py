@@ -9,7 +9,7 @@ from tccl_py.health.doctor.acs import acs_control
 from tccl_py.health.doctor.examine import examine
 from tccl_py.health.doctor.host import DriverState, GpuState, Host
 from tccl_py.health.doctor.memory import shared_memory_needed
-from tccl_py.topology.knowledge import PeerAccess
+from tccl_py.model.knowledge import PeerAccess
 from tests.recorded_hosts import config_space, link, pci, recorded, write
 
 ROOT = "0000:00:01.1"

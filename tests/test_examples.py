@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import tccl_py
-from tccl_py.runtimes.free import free_hop_space
+from tccl_py.model.symmetry import automorphisms
+from tccl_py.nccl.free_choice import free_hop_space
 from tccl_py.search.problem import SearchProblem
 from tccl_py.search.strategies import find_rings
-from tccl_py.topology.symmetry import automorphisms
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAYS = {

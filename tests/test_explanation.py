@@ -9,20 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
-from tccl_py.explanation.asking import Asker
-from tccl_py.explanation.causes import NEAR, find_causes, is_hurt
-from tccl_py.explanation.explain import explain
-from tccl_py.explanation.findings import load_explanation, save_explanation
-from tccl_py.explanation.likeness import Likeness
-from tccl_py.explanation.sharing import Sharing
-from tccl_py.measurements.memory import RememberingSource
+from tccl_py.explain.asking import Asker
+from tccl_py.explain.causes import NEAR, find_causes, is_hurt
+from tccl_py.explain.explain import explain
+from tccl_py.explain.findings import load_explanation, save_explanation
+from tccl_py.explain.likeness import Likeness
+from tccl_py.explain.sharing import Sharing
+from tccl_py.model.machine import toy_machine
+from tccl_py.model.symmetry import automorphisms, no_symmetry
+from tccl_py.model.transfer import direct_write, parse_set, transfer_set
 from tccl_py.plan.plan import PlanHop, PlanRing, load_plan
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.library import bundled_names, load_bundled
+from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.machine import toy_machine
-from tccl_py.topology.symmetry import automorphisms, no_symmetry
-from tccl_py.transfers.transfer import direct_write, parse_set, transfer_set
+from tccl_py.sources.memory import RememberingSource
 from tests.fakes import random_resources, two_uplinks
 
 PLANS = Path(__file__).parent.parent / "plans"

@@ -16,11 +16,11 @@ from tccl_py.health.fitness import (
     why_not_here,
     why_not_with,
 )
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import machine_file, planned_fingerprint, write_plan
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.readers.installed_nccl import InstalledNccl
-from tccl_py.topology.readers.nvml import GpuFacts
+from tccl_py.readers.installed_nccl import InstalledNccl
+from tccl_py.readers.nvml import GpuFacts
 from tests.cluster_plans import mixed
 from tests.planned import SMALL, needing_a_graph, plan_of, with_topology
 
@@ -251,7 +251,7 @@ def test_env_is_off_for_another_nccl(measured, monkeypatch):
 
 def test_env_is_off_for_another_nccl_that_is_installed(measured, monkeypatch):
     found = InstalledNccl(version="2.28.9", source="of the package nvidia-nccl-cu12")
-    name = "tccl_py.topology.readers.installed_nccl.installed_nccls"
+    name = "tccl_py.readers.installed_nccl.installed_nccls"
     monkeypatch.setattr(name, lambda: iter([found]))
     result = run_env(monkeypatch, measured[1], MEASURED)
     assert (result.exit_code, result.stdout) == (1, "unset NCCL_GRAPH_FILE\n")

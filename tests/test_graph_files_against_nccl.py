@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from tccl_py.runtimes.nccl.settings import Settings, environment
-from tccl_py.runtimes.nccl.transport import hop_space, mechanism, view
-from tccl_py.runtimes.nccl.validator import validate
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.readers.nccl_topology import read_nccl_topology
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.transport import hop_space, mechanism, view
+from tccl_py.nccl.validator import validate
+from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.graph_judge import needs_judge
 from tests.judged_graph_files import compare_mutants, compare_plans, planned_cases
 from tests.nccl_cases import CASES

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tccl_py.cluster.hostlist import HostSlots, parse_host_list, parse_rankfile
-from tccl_py.emitters.host_order import (
+from tccl_py.errors import InputError
+from tccl_py.plan.host_order import (
     HOSTS,
     MPICH_MACHINEFILE,
     OPEN_MPI_HOSTFILE,
@@ -29,7 +29,7 @@ from tccl_py.emitters.host_order import (
     rank_map_json,
     slurm_hostfile,
 )
-from tccl_py.errors import InputError
+from tccl_py.readers.hosts import HostSlots, parse_host_list, parse_rankfile
 
 ORDER = HostOrder(
     hosts=("gpu3", "gpu1", "gpu10.cluster"),

@@ -8,16 +8,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tccl_py.cluster.expressions import MAX_HOSTS, compress, expand
-from tccl_py.cluster.hostlist import (
+from tccl_py.errors import InputError
+from tccl_py.model.cluster import MAX_NAME, check_host_name, check_host_names, class_name
+from tccl_py.readers.hosts import (
     MAX_BYTES,
+    MAX_HOSTS,
     HostSlots,
+    compress,
+    expand,
     parse_host_list,
     parse_rankfile,
     read_host_list,
 )
-from tccl_py.cluster.names import MAX_NAME, check_host_name, check_host_names, class_name
-from tccl_py.errors import InputError
 from tests.effort import soon
 
 

@@ -19,15 +19,15 @@ from tccl_py.installation.install import install, removal, uninstall
 from tccl_py.installation.parts import has_part, with_part, without_part
 from tccl_py.installation.record import load_record, state_directory
 from tccl_py.installation.texts import HEADS, Installed, form_of
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.nccl.conf import conf_lines, settings_of_files
+from tccl_py.nccl.pinned_env import against
+from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan
-from tccl_py.runtimes.nccl.conf_files import conf_lines, settings_of_files
-from tccl_py.runtimes.nccl.contradictions import against
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.verification.comparison import Compared
-from tccl_py.verification.orders import Wrong
-from tccl_py.verification.record import ArmResult, Row, Verification, keep_verification
+from tccl_py.verify.comparison import Compared
+from tccl_py.verify.orders import Wrong
+from tccl_py.verify.record import ArmResult, Row, Verification, keep_verification
 from tests.planned import SMALL, plan_of
 
 SETTINGS = Settings(version="2.28", p2p_level="SYS", channels=8, buffsize=524288)

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
-from tccl_py.measurements.measurement import Measurement
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import parse_set
+from tccl_py.sources.journal import JournalHeader, JournalledSource, read_journal
 
 HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
 SETS = [parse_set("G0->G0->G1 G2->G2->G3"), parse_set("G1->G1->G0")]
@@ -295,8 +295,8 @@ LINES = int(os.environ.get("TCCL_JOURNAL_LINES", "100000"))
 READING = """
 import resource, sys, time
 from pathlib import Path
-from tccl_py.measurements.journal import JournalHeader, JournalledSource
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.sources.journal import JournalHeader, JournalledSource
+from tccl_py.model.transfer import parse_set
 
 class Nothing:
     simulated = True

@@ -12,35 +12,35 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.cli.plan_kept import not_kept_here
-from tccl_py.cluster.hosts import HostReport, cluster_of
 from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.errors import InputError
-from tccl_py.explanation.explain import explain
-from tccl_py.explanation.mechanisms import by
-from tccl_py.explanation.rings import subjects
-from tccl_py.measurements.memory import RememberingSource
+from tccl_py.explain.explain import explain
+from tccl_py.explain.mechanisms import by
+from tccl_py.explain.rings import subjects
+from tccl_py.model.cluster import HostReport, cluster_of
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import toy_machine
+from tccl_py.model.rings import ring_from_order, ring_set
+from tccl_py.model.transfer import direct_write, parse_flow
+from tccl_py.nccl.candidates import candidates, expressible
+from tccl_py.nccl.default_rings import stock_chains_default, stock_choice
+from tccl_py.nccl.free_choice import free_hop_space
+from tccl_py.nccl.pinned_env import as_read, direct_pairs, kept_level
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism, view
+from tccl_py.nccl.validator import validate
 from tccl_py.plan.calibration import calibrated
-from tccl_py.plan.database import make_database
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.plan import load_plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.plan.subsets import subset_on_demand
 from tccl_py.plan.tasks import condensed
-from tccl_py.runtimes.free import free_hop_space
-from tccl_py.runtimes.nccl.candidates import candidates, expressible
-from tccl_py.runtimes.nccl.kept import as_read, direct_pairs, kept_level
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.stock import stock_chains_default, stock_choice
-from tccl_py.runtimes.nccl.transport import hop_space, mechanism_flow, pair_mechanism, view
-from tccl_py.runtimes.nccl.validator import validate
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.library import bundled_names, load_bundled
+from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import toy_machine
-from tccl_py.transfers.hops import ring_from_order, ring_set
-from tccl_py.transfers.transfer import direct_write, parse_flow
+from tccl_py.sources.memory import RememberingSource
+from tccl_py.tccl_fork.build import make_database
 from tests.nccl_nodes import with_nics
 from tests.planned import ASUS, BUDGETS, FOUR_GPUS, PCIE, SMALL, plan_of
 

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.knowledge import HiddenLink
-from tccl_py.topology.machine import Machine, Nic, NvLink, PciLink
-from tccl_py.topology.paths import PathType, path_type
-from tccl_py.topology.readers.live import discover_machine
+from tccl_py.model.knowledge import Fingerprint, HiddenLink
+from tccl_py.model.machine import Machine, Nic, NvLink, PciLink
+from tccl_py.model.paths import PathType, path_type
+from tccl_py.readers.live import discover_machine
 
 GEN4 = PciLink(speed_gts=16.0, width=16)
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json, read_text, write_atomically
-from tccl_py.topology.cuts import natural_cuts
-from tccl_py.topology.knowledge import HiddenLink, Knowledge, PeerAccess, check_knowledge
-from tccl_py.topology.machine import (
+from tccl_py.model.knowledge import HiddenLink, Knowledge, PeerAccess, check_knowledge
+from tccl_py.model.machine import (
     NvLink,
     PciLink,
     check,
@@ -21,6 +20,7 @@ from tccl_py.topology.machine import (
     machine_to_json,
     toy_machine,
 )
+from tccl_py.model.paths import natural_cuts
 
 
 @given(st.integers(1, 16), st.integers(1, 4), st.integers(0, 4))

@@ -14,13 +14,13 @@ from tccl_profiler.window import WindowLimits
 from tccl_py.cli.main import app
 from tccl_py.cli.plan_text import plan_json, print_plan
 from tccl_py.errors import MeasurementError
-from tccl_py.plan.limit import bare_copies, limit_gbps
+from tccl_py.model.rings import Hop, ring, ring_from_order, ring_set
+from tccl_py.model.transfer import Fifo, bounce, parse_set
 from tccl_py.plan.planner import make_plan
-from tccl_py.simulator.library import load_bundled
+from tccl_py.plan.subsets import bare_copies, limit_gbps
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.hops import Hop, ring, ring_from_order, ring_set
-from tccl_py.transfers.transfer import Fifo, bounce, parse_set
-from tccl_py.verification.tunable import TunableMachine
+from tccl_py.verify.tunable import TunableMachine
 from tests.fakes import space_of
 from tests.planned import PCIE, SMALL, plan_of
 from tests.profiler_pools import options, pool_of

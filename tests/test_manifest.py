@@ -12,13 +12,11 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.errors import InputError
-from tccl_py.plan.beside import plan_digest
-from tccl_py.plan.directory import subset_graph, write_plan, write_subset_graph
-from tccl_py.plan.manifest import MANIFEST_FILE, check_files, read_manifest
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.plan.directory import plan_digest, subset_graph, write_plan, write_subset_graph
 from tccl_py.plan.plan import load_plan
-from tccl_py.plan.staging import locked
-from tccl_py.simulator.library import load_bundled
-from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.plan.staging import MANIFEST_FILE, check_files, locked, read_manifest
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.torch.here import Here, why_off
 from tccl_py.torch.plans import open_plan
 from tests.cluster_plans import mixed

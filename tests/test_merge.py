@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, SearchError
 from tccl_py.merge import pieces
-from tccl_py.merge.circuits import closed_walk, could_close
-from tccl_py.merge.in_order import merge_in_order
-from tccl_py.merge.lattice import sums_can_match
-from tccl_py.merge.switches import SwitchTree, merge_with_switches
+from tccl_py.merge.circuits import closed_walk, could_close, sums_can_match
+from tccl_py.merge.contiguous import merge_in_order
+from tccl_py.merge.switches import merge_with_switches
 from tccl_py.merge.tables import ChainTable
+from tccl_py.model.cluster import SwitchTree
 
 SPARSE = (0, 0, 0, 0, 1, 2, 3)
 DENSE = (0, 1, 2, 3, 4, 5)

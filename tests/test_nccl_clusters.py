@@ -8,21 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_py.emitters.plan_files import node_graph_text
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.graph_facts import graph_facts
-from tccl_py.runtimes.nccl.graph_file import parse_graph_file, read_graph_file
-from tccl_py.runtimes.nccl.graph_search import search_ring, search_tree
-from tccl_py.runtimes.nccl.landing import open_ends
-from tccl_py.runtimes.nccl.log import parse_log, same_rings
-from tccl_py.runtimes.nccl.settings import Settings, environment
-from tccl_py.runtimes.nccl.stock import stock_chains
-from tccl_py.runtimes.nccl.transport import net_devices, view
-from tccl_py.runtimes.nccl.validator import NodeJob, validate, validate_cluster
-from tccl_py.runtimes.nccl.versions import known_versions
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import toy_machine
-from tccl_py.topology.readers.nccl_topology import read_nccl_topology
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import toy_machine
+from tccl_py.nccl.default_rings import stock_chains
+from tccl_py.nccl.graph_file import parse_graph_file, read_graph_file
+from tccl_py.nccl.graph_search import search_ring, search_tree
+from tccl_py.nccl.landing import open_ends
+from tccl_py.nccl.log import parse_log, same_rings
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.transport import net_devices, view
+from tccl_py.nccl.validator import NodeJob, graph_facts, validate, validate_cluster
+from tccl_py.nccl.versions import known_versions
+from tccl_py.plan.files import node_graph_text
+from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.nccl_cases import CASES, graph_text, graph_verdicts, machine
 from tests.nccl_nodes import with_nics
 

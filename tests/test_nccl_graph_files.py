@@ -5,14 +5,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_py.emitters.graph_xml import GraphRings, graph_xml
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.graph_file import Channel, parse_graph_file, read_graph_file
-from tccl_py.runtimes.nccl.validator import validate
-from tccl_py.runtimes.nccl.versions import known_versions
-from tccl_py.runtimes.nccl.xml_lexer import GraphCrashError, GraphRejectedError
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import toy_machine
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import toy_machine
+from tccl_py.nccl.graph_file import (
+    Channel,
+    GraphCrashError,
+    GraphRejectedError,
+    parse_graph_file,
+    read_graph_file,
+)
+from tccl_py.nccl.graph_writer import GraphRings, graph_xml
+from tccl_py.nccl.validator import validate
+from tccl_py.nccl.versions import known_versions
 from tests.nccl_cases import CASES, VERDICTS, case_name, graph_text, graph_verdicts, machine
 
 FOUR = "a_4gpu_2numa_pcie.xml"

@@ -4,7 +4,9 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.landing import (
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import NvLink, toy_machine
+from tccl_py.nccl.landing import (
     entry_flow,
     exit_flow,
     landing,
@@ -13,10 +15,8 @@ from tccl_py.runtimes.nccl.landing import (
     open_ends,
     relay,
 )
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.transport import usable_nics, view
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import NvLink, toy_machine
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import usable_nics, view
 from tests.nccl_cases import machine
 from tests.nccl_nodes import with_nics
 

@@ -6,17 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.candidates import candidates, expressible
-from tccl_py.runtimes.nccl.settings import (
-    Settings,
-    environment,
-    final_channels,
-    settings_from_environment,
-)
-from tccl_py.runtimes.nccl.transport import hop_space
-from tccl_py.runtimes.nccl.versions import known_versions, version_facts
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import toy_machine
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import toy_machine
+from tccl_py.nccl.candidates import candidates, expressible
+from tccl_py.nccl.settings import Settings, environment, final_channels, settings_from_environment
+from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.versions import known_versions, version_facts
 from tests.nccl_cases import machine
 
 NETWORK = {

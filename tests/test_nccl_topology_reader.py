@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
-from tccl_py.topology.machine import (
+from tccl_py.model.machine import (
     Gpu,
     Machine,
     Nic,
@@ -18,7 +18,7 @@ from tccl_py.topology.machine import (
     machine_from_json,
     machine_to_json,
 )
-from tccl_py.topology.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
+from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
 from tests.effort import soon
 
 CASES = Path(__file__).parent / "cases"

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.runtimes.free import free_hop_space
-from tccl_py.runtimes.nccl import transport
-from tccl_py.runtimes.nccl.paths import shortest_paths
-from tccl_py.runtimes.nccl.settings import Settings, settings_from_environment
-from tccl_py.runtimes.nccl.system import build_system
-from tccl_py.runtimes.nccl.transport import hop_space, mechanism, pair_mechanism, view
-from tccl_py.topology.knowledge import Knowledge, PeerAccess
-from tccl_py.topology.machine import Machine, Nic, NvLink, PciBridge, PciLink, toy_machine
+from tccl_py.model.knowledge import Knowledge, PeerAccess
+from tccl_py.model.machine import Machine, Nic, NvLink, PciBridge, PciLink, toy_machine
+from tccl_py.nccl import transport
+from tccl_py.nccl.free_choice import free_hop_space
+from tccl_py.nccl.paths import shortest_paths
+from tccl_py.nccl.settings import Settings, settings_from_environment
+from tccl_py.nccl.system import build_system
+from tccl_py.nccl.transport import hop_space, mechanism, pair_mechanism, view
 from tests.nccl_cases import case_name, machine, stock_choices
 
 NO_ACCESS = Knowledge(peer_access_default=False, peer_access_provenance="reported")

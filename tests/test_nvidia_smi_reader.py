@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
-from tccl_py.topology.machine import Machine, NvLink, machine_from_json, machine_to_json
-from tccl_py.topology.paths import PathType, path_type
-from tccl_py.topology.readers.nvidia_smi import parse_nvidia_smi, read_nvidia_smi
+from tccl_py.model.machine import Machine, NvLink, machine_from_json, machine_to_json
+from tccl_py.model.paths import PathType, path_type
+from tccl_py.readers.nvidia_smi import parse_nvidia_smi, read_nvidia_smi
 from tests.effort import soon
 
 CASES = Path(__file__).parent / "cases"

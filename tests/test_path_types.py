@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.paths import shortest_paths
-from tccl_py.runtimes.nccl.system import build_system
-from tccl_py.topology.machine import (
+from tccl_py.model.machine import (
     Gpu,
     Machine,
     Nic,
@@ -19,8 +17,10 @@ from tccl_py.topology.machine import (
     PciLink,
     toy_machine,
 )
-from tccl_py.topology.paths import PathType, path_type
-from tccl_py.topology.readers.nccl_topology import read_nccl_topology
+from tccl_py.model.paths import PathType, path_type
+from tccl_py.nccl.paths import shortest_paths
+from tccl_py.nccl.system import build_system
+from tccl_py.readers.nccl_topology import read_nccl_topology
 
 CASES = Path(__file__).parent / "cases"
 CHOICES = json.loads((CASES / "nccl-verdicts" / "stock-choices.json").read_text())

@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import MAX_INPUT_BYTES
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import toy_machine
+from tccl_py.model.paths import PathType
+from tccl_py.model.symmetry import automorphisms
+from tccl_py.model.transfer import parse_flow, parse_set
+from tccl_py.nccl.graph_file import parse_graph_file
+from tccl_py.nccl.settings import environment
+from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism, view
+from tccl_py.nccl.validator import validate
+from tccl_py.nccl.versions import LATEST, known_versions
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.plan import Plan, load_plan, per_channel
 from tccl_py.plan.planner import make_plan
-from tccl_py.runtimes.nccl.graph_file import parse_graph_file
-from tccl_py.runtimes.nccl.settings import environment
-from tccl_py.runtimes.nccl.transport import hop_space, mechanism_flow, pair_mechanism, view
-from tccl_py.runtimes.nccl.validator import validate
-from tccl_py.runtimes.nccl.versions import LATEST, known_versions
 from tccl_py.search.problem import SearchProblem, SilentReporter
 from tccl_py.search.strategies import find_rings
-from tccl_py.simulator.library import bundled_names, load_bundled
+from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import toy_machine
-from tccl_py.topology.paths import PathType
-from tccl_py.topology.symmetry import automorphisms
-from tccl_py.transfers.transfer import parse_flow, parse_set
 from tests.networked import MadeUp
 from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of
 

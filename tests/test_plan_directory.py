@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from tccl_py.cli.arguments import visible
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.measurements.journal import JournalHeader, read_journal
 from tccl_py.plan.directory import (
     file_name,
     machine_file,
@@ -22,9 +21,9 @@ from tccl_py.plan.directory import (
     write_plan,
 )
 from tccl_py.plan.plan import load_plan
-from tccl_py.simulator.descriptions import read_description
-from tccl_py.simulator.library import load_bundled, model_to_json
+from tccl_py.simulator.descriptions import load_bundled, model_to_json, read_description
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.journal import JournalHeader, read_journal
 from tests.planned import PCIE, SMALL, plan_of, rebind
 
 QUICK = ("--max-sets", "20", "--rings", "1")

@@ -31,10 +31,9 @@ from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Nic, toy_machine
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.model.knowledge import Fingerprint, Knowledge
+from tccl_py.model.machine import Nic, toy_machine
+from tccl_py.model.transfer import parse_set
 from tests.profiler_clusters import agent_in_thread, agents_in_processes, pair
 from tests.profiler_pools import measured_or_failed, stopping
 
@@ -322,7 +321,7 @@ def test_a_host_without_gpus_says_what_a_job_can_do(monkeypatch):
     def none_here():
         raise InputError("this machine", "no NVIDIA driver answers", "use --nccl-topology FILE")
 
-    monkeypatch.setattr("tccl_py.topology.readers.live.discover_machine", none_here)
+    monkeypatch.setattr("tccl_py.readers.live.discover_machine", none_here)
     said = r"^host h0: this machine: no NVIDIA driver answers; .* --backend host to rehearse"
     with pytest.raises(InputError, match=said):
         host_facts("h0", backend="cuda", devices=None, interfaces=())

@@ -8,10 +8,9 @@ import pytest
 
 from tccl_profiler.cluster.facts import HostFacts, NicAddress, Software
 from tccl_profiler.cluster.sampling import links_check
-from tccl_py.measurements.measurement import Measurement
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Nic, toy_machine
+from tccl_py.model.knowledge import Fingerprint, Knowledge
+from tccl_py.model.machine import Nic, toy_machine
+from tccl_py.model.measurement import Measurement
 
 
 def hosts(count, *, nics=1):

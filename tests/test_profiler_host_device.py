@@ -17,8 +17,8 @@ from tccl_profiler.messages import Pace, Peer, Run, Start
 from tccl_profiler.program import COUNTER_AREA_BYTES
 from tccl_profiler.shared_memory import Segment, create_segment
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.topology.machine import check
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.model.machine import check
+from tccl_py.model.transfer import parse_set
 
 MIB = 1 << 20
 MS = 1_000_000

@@ -15,8 +15,8 @@ from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import LaneRate
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
-from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
-from tccl_py.transfers.transfer import parse_flow, parse_set
+from tccl_py.model.transfer import parse_flow, parse_set
+from tccl_py.sources.journal import JournalHeader, JournalledSource, read_journal
 from tests.fakes import FakePool
 from tests.profiler_pools import is_running, moving, options, pool_of, until, workers_of
 

@@ -23,8 +23,8 @@ from tccl_profiler.reading import read_outcome
 from tccl_profiler.runs import Timing, order_of
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
-from tccl_py.measurements.measurement import faults
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.model.measurement import faults
+from tccl_py.model.transfer import parse_set
 from tests.profiler_hosts import Hosts, host_pool
 from tests.profiler_pools import descriptors, options, shared_mappings, until, workers_of
 

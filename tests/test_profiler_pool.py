@@ -11,9 +11,9 @@ from tccl_profiler.reading import read_outcome
 from tccl_profiler.runs import Timing
 from tccl_profiler.session import Session
 from tccl_py.errors import MeasurementError
-from tccl_py.measurements.measurement import BandwidthSource, faults
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.measurement import BandwidthSource, faults
+from tccl_py.model.transfer import parse_set
 from tests.profiler_pools import (
     BOUNCE,
     SMALL,

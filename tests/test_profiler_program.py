@@ -22,7 +22,7 @@ from tccl_profiler.program import (
     MAX_REPEATS,
 )
 from tccl_py.errors import MeasurementError
-from tccl_py.transfers.transfer import (
+from tccl_py.model.transfer import (
     Fifo,
     bounce,
     direct_read,

@@ -16,8 +16,8 @@ from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import LaneRate, WindowLimits
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
-from tccl_py.measurements.measurement import TOGETHER
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.model.measurement import TOGETHER
+from tccl_py.model.transfer import parse_set
 from tests.fakes import FakePool
 
 BOUNCE = "G0->G0->C0->G1->G1{blocks=2,fifo=256K}"

@@ -11,7 +11,7 @@ from tccl_profiler.messages import Pace
 from tccl_profiler.runs import Timing, joined
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.model.transfer import parse_set
 from tests.profiler_pools import BOUNCE, moving, pool_of, workers_of
 
 pytestmark = pytest.mark.timeout(120)

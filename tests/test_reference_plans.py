@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tccl_py.model.transfer import parse_flow, transfer_set
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.plan.planner import make_plan
-from tccl_py.simulator.library import bundled_names, load_bundled
+from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import parse_flow, transfer_set
 
 PLANS = Path(__file__).parent.parent / "plans"
 SLOW = {"wrx90-16gpu-4switch"}

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.explanation.findings import Explanation, Finding, RingExplanation, save_explanation
-from tccl_py.measurements.measurement import Measurement
+from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
+from tccl_py.model.machine import NvLink, check, toy_machine
+from tccl_py.model.measurement import Measurement
 from tccl_py.plan.plan import load_plan
 from tccl_py.report.contents import read_contents
 from tccl_py.report.lanes import LANE, wires
@@ -19,9 +20,8 @@ from tccl_py.report.rates import fastest_alone, fastest_bounces, slowest_togethe
 from tccl_py.report.ring_drawing import drawn_hops
 from tccl_py.report.scales import steps, viridis
 from tccl_py.report.svg import element, text_width
-from tccl_py.topology.machine import NvLink, check, toy_machine
-from tccl_py.verification.record import keep_verification
-from tccl_py.verification.rounds import Effort
+from tccl_py.verify.record import keep_verification
+from tccl_py.verify.rounds import Effort
 from tests.effort import soon
 from tests.planned import ASUS, PCIE, SMALL, WRX
 from tests.report_pages import EVIL, PLANS, Page, all_singles_and_pairs, plan_directory, renamed

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import SearchError
-from tccl_py.measurements.memory import RememberingSource
-from tccl_py.search.brute_force import count_ring_sets
+from tccl_py.model.machine import toy_machine
+from tccl_py.model.symmetry import automorphisms, no_symmetry
+from tccl_py.model.transfer import parse_set
 from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.search.strategies import SkippedError, find_rings
-from tccl_py.topology.machine import toy_machine
-from tccl_py.topology.symmetry import automorphisms, no_symmetry
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.search.tccl_paper import count_ring_sets
+from tccl_py.sources.memory import RememberingSource
 from tests.fakes import SharedResources, random_resources, space_of, two_uplinks
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tccl_py.measurements.memory import RememberingSource
+from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.plan.choices import as_graph, own_choices
 from tccl_py.plan.settings_search import SettingsSearch
 from tccl_py.plan.tasks import (
@@ -15,10 +15,10 @@ from tccl_py.plan.tasks import (
     orders_under,
     search_under,
 )
-from tccl_py.runtimes.nccl.settings import Settings, check_settings
 from tccl_py.search.problem import Budget, SilentReporter
-from tccl_py.simulator.library import bundled_names, load_bundled
+from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.memory import RememberingSource
 from tests.planned import FOUR_GPUS, PCIE, SMALL
 
 

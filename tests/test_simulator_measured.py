@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.simulator.fit import Fit, relative_errors
-from tccl_py.simulator.library import load_bundled
+from tccl_py.model.transfer import parse_set
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.fit import Fit, Observation, read_observations, relative_errors
 from tccl_py.simulator.model import without_congestion
-from tccl_py.simulator.observations import Observation, read_observations
 from tccl_py.simulator.parameters import Parameters, bundled_parameters
 from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import parse_set
 
 MEASURED = Path(__file__).parent / "cases" / "measured"
 ROWS = read_observations(MEASURED)

@@ -8,22 +8,22 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.simulator.generic import model_for
-from tccl_py.simulator.library import (
+from tccl_py.model.machine import Nic, NvLink, NvSwitch, PciLink, toy_machine
+from tccl_py.model.transfer import parse_set
+from tccl_py.simulator.descriptions import (
     bundled_names,
     load_bundled,
     model_from_json,
     model_to_json,
     read_model,
 )
+from tccl_py.simulator.generic import model_for
 from tccl_py.simulator.parameters import (
     bundled_parameters,
     parameters_from_json,
     parameters_to_json,
 )
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.machine import Nic, NvLink, NvSwitch, PciLink, toy_machine
-from tccl_py.transfers.transfer import parse_set
 
 TEXT = model_to_json(load_bundled("asus-esc8000a-e13p"))
 

@@ -12,10 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from tccl_py.simulator.library import bundled_names, load_bundled
-from tccl_py.simulator.sharing import max_min_rates
-from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import (
+from tccl_py.model.transfer import (
     Fifo,
     Flow,
     bounce,
@@ -24,6 +21,9 @@ from tccl_py.transfers.transfer import (
     parse_flow,
     transfer_set,
 )
+from tccl_py.simulator.descriptions import bundled_names, load_bundled
+from tccl_py.simulator.executors import max_min_rates
+from tccl_py.simulator.source import Simulator
 
 SIMULATORS = {name: Simulator(load_bundled(name)) for name in bundled_names()}
 

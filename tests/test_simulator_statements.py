@@ -6,17 +6,10 @@ import itertools
 
 import pytest
 
-from tccl_py.simulator.library import load_bundled
+from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write, parse_set, transfer_set
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.model import without_congestion
 from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import (
-    Flow,
-    bounce,
-    direct_read,
-    direct_write,
-    parse_set,
-    transfer_set,
-)
 
 
 def rate(machine: str, text: str) -> float:

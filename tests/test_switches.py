@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tccl_py.cluster.expressions import expand
-from tccl_py.cluster.hostlist import MAX_BYTES
-from tccl_py.cluster.switches import (
+from tccl_py.errors import InputError
+from tccl_py.merge.switches import merge_with_switches
+from tccl_py.merge.tables import ChainTable
+from tccl_py.model.cluster import SwitchTree
+from tccl_py.readers.hosts import MAX_BYTES, expand
+from tccl_py.readers.switches import (
     Network,
     parse_slurm_topology,
     parse_switch_yaml,
@@ -18,9 +21,6 @@ from tccl_py.cluster.switches import (
     restricted,
     switch_yaml,
 )
-from tccl_py.errors import InputError
-from tccl_py.merge.switches import SwitchTree, merge_with_switches
-from tccl_py.merge.tables import ChainTable
 from tests.effort import soon
 
 # After topology.conf(5): two levels, comments, a continued line, keys in any case.

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_py.topology.knowledge import HiddenLink, Knowledge, PeerAccess
-from tccl_py.topology.machine import toy_machine
-from tccl_py.topology.symmetry import automorphisms, keeping, no_symmetry
+from tccl_py.model.knowledge import HiddenLink, Knowledge, PeerAccess
+from tccl_py.model.machine import toy_machine
+from tccl_py.model.symmetry import automorphisms, keeping, no_symmetry
 
 
 def brute_force_order(graph, gpus):
@@ -41,7 +41,7 @@ def test_the_order_equals_brute_force_on_small_machines(gpus, numa, per_switch):
 def test_symmetries_are_the_same_whenever_python_starts():
     # NICs that may change places while all GPUs stay: which of them do is not given by the GPUs.
     program = (
-        "from tccl_py.topology.symmetry import automorphisms\n"
+        "from tccl_py.model.symmetry import automorphisms\n"
         "from tests.networked import networked_machine\n"
         "machine = networked_machine(gpus=6, nics=4, numa_nodes=2)\n"
         "print(automorphisms(machine).elements.tolist())"

@@ -9,37 +9,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_py.chains.space import Chain, entry, leave, ring_of
-from tccl_py.emitters.tccl_xml import tccl_xml
 from tccl_py.errors import InputError, MeasurementError, SearchError
-from tccl_py.measurements.memory import RememberingSource
-from tccl_py.plan import database as databases_of_plans
-from tccl_py.plan.database import MOST_CHANNELS, Export, make_database
-from tccl_py.plan.database_chains import Landing, all_ends, searched_chains
-from tccl_py.plan.database_notes import plan_channels
-from tccl_py.plan.database_rings import searched_rings
-from tccl_py.plan.database_search import DatabaseTask
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Nic, check, toy_machine
+from tccl_py.model.rings import ring, ring_set
+from tccl_py.model.transfer import Fifo, entering, leaving, parse_flow, transfer_set
 from tccl_py.plan.planner import make_plan
-from tccl_py.runtimes.tccl.checks import check_database
-from tccl_py.runtimes.tccl.database import (
+from tccl_py.search.chains import Chain, entry, leave, ring_of
+from tccl_py.search.problem import Budget, SilentReporter
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.source import Simulator
+from tccl_py.sources.memory import RememberingSource
+from tccl_py.tccl_fork import build as databases_of_plans
+from tccl_py.tccl_fork.build import MOST_CHANNELS, Export, make_database
+from tccl_py.tccl_fork.chains import Landing, all_ends, plan_channels, searched_chains
+from tccl_py.tccl_fork.checks import check_database
+from tccl_py.tccl_fork.database import (
     Crossing,
     Database,
     NodeChain,
     NodeChains,
+    found_ring,
     gpus_of,
     mask_of,
+    numa_ids,
+    typed_transfers,
 )
-from tccl_py.runtimes.tccl.flows import numa_ids, typed_transfers
-from tccl_py.runtimes.tccl.reader import parse_tccl_xml
-from tccl_py.runtimes.tccl.solver import found_ring
-from tccl_py.search.problem import Budget, SilentReporter
-from tccl_py.simulator.generic import model_for
-from tccl_py.simulator.library import load_bundled
-from tccl_py.simulator.source import Simulator
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Nic, check, toy_machine
-from tccl_py.transfers.hops import ring, ring_set
-from tccl_py.transfers.transfer import Fifo, entering, leaving, parse_flow, transfer_set
+from tccl_py.tccl_fork.reader import parse_tccl_xml
+from tccl_py.tccl_fork.rings import DatabaseTask, searched_rings
+from tccl_py.tccl_fork.xml import tccl_xml
 from tests.fakes import SharedResources
 from tests.planned import PCIE, SMALL, plan_of
 from tests.tccl_databases import small_database

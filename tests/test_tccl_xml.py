@@ -7,14 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tccl_py.emitters.tccl_xml import tccl_xml
 from tccl_py.errors import InputError
-from tccl_py.runtimes.tccl import reader
-from tccl_py.runtimes.tccl.checks import check_database, table_bytes
-from tccl_py.runtimes.tccl.database import Database, TypedTransfer, index_bits
-from tccl_py.runtimes.tccl.flows import typed_transfers
-from tccl_py.runtimes.tccl.reader import parse_tccl_xml, read_tccl_xml
-from tccl_py.transfers.transfer import parse_flow
+from tccl_py.model.transfer import parse_flow
+from tccl_py.tccl_fork import reader
+from tccl_py.tccl_fork.checks import check_database, table_bytes
+from tccl_py.tccl_fork.database import Database, TypedTransfer, index_bits, typed_transfers
+from tccl_py.tccl_fork.reader import parse_tccl_xml, read_tccl_xml
+from tccl_py.tccl_fork.xml import tccl_xml
 from tests.effort import soon
 from tests.tccl_databases import databases, small_database
 

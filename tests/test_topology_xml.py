@@ -5,16 +5,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tccl_py.emitters.topology_xml import topology_xml
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.stock import stock_choice
-from tccl_py.runtimes.nccl.versions import version_facts
-from tccl_py.runtimes.nccl.xml_lexer import read_elements
-from tccl_py.simulator.library import load_bundled
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Nic, NvLink, NvSwitch, toy_machine
-from tccl_py.topology.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Nic, NvLink, NvSwitch, toy_machine
+from tccl_py.nccl.default_rings import stock_choice
+from tccl_py.nccl.graph_file import read_elements
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.topology_writer import topology_xml
+from tccl_py.nccl.versions import version_facts
+from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
+from tccl_py.simulator.descriptions import load_bundled
 
 CASES = Path(__file__).parent / "cases"
 GOLDEN = CASES / "topology-files"

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import tccl_py.torch
 from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.errors import InputError
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.directory import write_plan
-from tccl_py.runtimes.nccl.settings import Settings, environment
-from tccl_py.topology.fingerprint import Fingerprint
 from tccl_py.torch import groups
 from tccl_py.torch.here import Here, host_identity
 from tccl_py.torch.plans import Member, open_plan

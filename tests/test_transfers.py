@@ -7,12 +7,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, SearchError
-from tccl_py.search.hop_index import HopIndex
-from tccl_py.topology.machine import toy_machine
-from tccl_py.topology.symmetry import automorphisms
-from tccl_py.transfers.canonical import canonical, relabelled
-from tccl_py.transfers.hops import Hop, ring, ring_from_order, ring_set
-from tccl_py.transfers.transfer import (
+from tccl_py.model.machine import toy_machine
+from tccl_py.model.rings import Hop, ring, ring_from_order, ring_set
+from tccl_py.model.symmetry import automorphisms, canonical, relabelled
+from tccl_py.model.transfer import (
     Fifo,
     Flow,
     Place,
@@ -28,6 +26,7 @@ from tccl_py.transfers.transfer import (
     parse_set,
     transfer_set,
 )
+from tccl_py.search.problem import HopIndex
 from tests.fakes import space_of
 
 indices = st.integers(0, 7)

@@ -11,17 +11,17 @@ from scipy.stats import wilcoxon
 
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json
+from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.simulator.library import load_bundled
-from tccl_py.verification.comparison import FALSE_RATE, Compared, compare
-from tccl_py.verification.jobs import JobError
-from tccl_py.verification.orders import Wrong, bus_gbps
-from tccl_py.verification.record import keep_verification, load_verification
-from tccl_py.verification.rings import rings_found
-from tccl_py.verification.rounds import Effort, round_order
-from tccl_py.verification.subjects import machine_subject
-from tccl_py.verification.surroundings import job_surroundings, kept_variables
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.verify.comparison import FALSE_RATE, Compared, compare
+from tccl_py.verify.jobs import JobError
+from tccl_py.verify.orders import Wrong, bus_gbps
+from tccl_py.verify.record import keep_verification, load_verification
+from tccl_py.verify.rings import rings_found
+from tccl_py.verify.rounds import Effort, round_order
+from tccl_py.verify.subjects import machine_subject
+from tccl_py.verify.surroundings import job_surroundings, kept_variables
 from tests.nccl_cases import torn
 from tests.planned import SMALL, plan_of, rebind
 from tests.verified import (

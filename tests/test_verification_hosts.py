@@ -9,20 +9,20 @@ from hypothesis import settings as hypothesis_settings
 
 from tccl_py.cluster_plan.directory import graph_texts, write_cluster_plan
 from tccl_py.errors import MeasurementError
+from tccl_py.nccl.log import same_rings
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.rank_processes.rank import Meeting
 from tccl_py.rank_processes.task import Left
-from tccl_py.runtimes.nccl.log import same_rings
-from tccl_py.runtimes.nccl.settings import Settings, environment
-from tccl_py.runtimes.nccl.validator import NodeJob, validate_cluster
-from tccl_py.topology.readers.nccl_topology import read_nccl_topology
-from tccl_py.verification.host_rings import cluster_rings_found
-from tccl_py.verification.hosts import HostPart, HostsPlace
-from tccl_py.verification.jobs import JobError
-from tccl_py.verification.orders import Order
-from tccl_py.verification.record import keep_verification, load_verification
-from tccl_py.verification.rounds import Effort
-from tccl_py.verification.subjects import cluster_subject
-from tccl_py.verification.verify import verify_subject
+from tccl_py.readers.nccl_topology import read_nccl_topology
+from tccl_py.verify.host_rings import cluster_rings_found
+from tccl_py.verify.hosts import HostPart, HostsPlace
+from tccl_py.verify.jobs import JobError
+from tccl_py.verify.orders import Order
+from tccl_py.verify.record import keep_verification, load_verification
+from tccl_py.verify.rounds import Effort
+from tccl_py.verify.subjects import cluster_subject
+from tccl_py.verify.verify import verify_subject
 from tests.cluster_plans import NOTHING, cluster_plan, mixed
 from tests.nccl_cases import torn
 from tests.test_nccl_clusters import H200

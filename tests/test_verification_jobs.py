@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tccl_py.rank_processes.starting import Nursery
-from tccl_py.verification.jobs import JobError, run_jobs
-from tccl_py.verification.orders import Order
-from tccl_py.verification.surroundings import job_surroundings
+from tccl_py.verify.jobs import JobError, run_jobs
+from tccl_py.verify.orders import Order
+from tccl_py.verify.surroundings import job_surroundings
 
 REPOSITORY = Path(__file__).parent.parent
 needs_torch = pytest.mark.skipif(
@@ -116,7 +116,7 @@ def test_a_rank_whose_standard_input_ends_is_gone(tmp_path):
     order = tmp_path / "order.json"
     order.write_text('{"backend": "host", "world": 2}')
     rank = subprocess.Popen(
-        [sys.executable, "-m", "tccl_py.verification.rank", str(order), "0"],
+        [sys.executable, "-m", "tccl_py.verify.rank", str(order), "0"],
         cwd=REPOSITORY, env=surroundings(), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     rank.stdin.close()

@@ -22,17 +22,17 @@ from tccl_py.cluster_plan.directory import cluster_files, write_cluster_plan
 from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.cluster_plan.retuned import keeps_rings, other_landings, retuned
 from tccl_py.errors import InputError, SourceLostError
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.directory import locked
-from tccl_py.runtimes.nccl.settings import Settings, environment
-from tccl_py.runtimes.nccl.validator import NodeJob, validate_cluster
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.generic import model_for
-from tccl_py.verification.orders import SIZES
-from tccl_py.verification.record import load_verification
-from tccl_py.verification.rounds import Effort
-from tccl_py.verification.tunable import host_graphs, tunable_cluster
-from tccl_py.verification.tuning import run_tuning
-from tccl_py.verification.verify import verify_subject
+from tccl_py.verify.orders import SIZES
+from tccl_py.verify.record import load_verification
+from tccl_py.verify.rounds import Effort
+from tccl_py.verify.tunable import host_graphs, tunable_cluster
+from tccl_py.verify.tuning import run_tuning
+from tccl_py.verify.verify import verify_subject
 from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts, mixed
 from tests.profiler_clusters import agents_in_processes
 from tests.test_verification_hosts import FakeHosts, place_of

@@ -3,10 +3,10 @@
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.simulator.library import load_bundled
-from tccl_py.topology.knowledge import check_knowledge
-from tccl_py.topology.machine import check, toy_machine
-from tccl_py.topology.visible import only_gpus, visible_indices
+from tccl_py.model.knowledge import check_knowledge
+from tccl_py.model.machine import check, toy_machine
+from tccl_py.readers.nvml import only_gpus, visible_indices
+from tccl_py.simulator.descriptions import load_bundled
 
 UUIDS = ("GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3", "GPU-dddd-4")
 

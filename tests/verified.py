@@ -3,11 +3,11 @@
 import msgspec
 import numpy as np
 
-from tccl_py.verification.arms import Place
-from tccl_py.verification.jobs import JobError, Outcome
-from tccl_py.verification.orders import Answer
-from tccl_py.verification.subjects import machine_subject
-from tccl_py.verification.verify import verify_subject
+from tccl_py.verify.arms import Place
+from tccl_py.verify.jobs import JobError, Outcome
+from tccl_py.verify.orders import Answer
+from tccl_py.verify.subjects import machine_subject
+from tccl_py.verify.verify import verify_subject
 
 PLANNED = ("NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_P2P_LEVEL", "NCCL_SHM_USE_CUDA_MEMCPY")
 """Variables that plans set, and no host by itself."""

@@ -1,11 +1,11 @@
 """The rank program with collectives that give a wrong value, to see that checks find it.
 
-usage: as tccl_py.verification.rank; TCCL_TEST_WRONG names functions of torch.distributed.
+usage: as tccl_py.verify.rank; TCCL_TEST_WRONG names functions of torch.distributed.
 """
 
 import os
 
-from tccl_py.verification.rank import main
+from tccl_py.verify.rank import main
 
 
 def spoil(name):

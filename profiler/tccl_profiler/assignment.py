@@ -21,7 +21,7 @@ from tccl_profiler.program import (
     local,
 )
 from tccl_py.errors import MeasurementError
-from tccl_py.transfers.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
+from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 
 Meeting = Literal["pass-on", "independent"]
 """Flows that meet at a GPU: what comes in goes out, as in a ring, or each at its own pace."""
@@ -95,7 +95,7 @@ def checkable(transfers: TransferSet) -> TransferSet:
     """Flows over the same paths by kernels, with a reader for every writer, so that what arrives
     can be compared: a copy engine's work is a kernel's, and host memory is read back.
 
-    >>> from tccl_py.transfers.transfer import parse_set
+    >>> from tccl_py.model.transfer import parse_set
     >>> str(checkable(parse_set("G0->G0->C0 G0->D1->G1")))
     'G0->G0->C0->G0->G0{blocks=4} G0->G1->G1{blocks=4}'
     """

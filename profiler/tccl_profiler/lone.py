@@ -13,7 +13,7 @@ import numpy as np
 
 from tccl_profiler.program import Program
 from tccl_profiler.window import LaneRate
-from tccl_py.transfers.transfer import Flow, TransferSet, transfer_set
+from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 
 FEW_LANES = 4
 """Of a flow: even of eight between two H200 each had 20.6 GB/s or more, the fastest of 24 18.8."""
@@ -36,7 +36,7 @@ def with_few_lanes(transfers: TransferSet) -> TransferSet | None:
     """The set with few lanes in each flow whose lanes share links, all else the same; None if no
     flow has more than that.
 
-    >>> from tccl_py.transfers.transfer import parse_set
+    >>> from tccl_py.model.transfer import parse_set
     >>> str(with_few_lanes(parse_set("G0->G0->G1{blocks=24} G1->G1->C0->G0->G0{blocks=8}")))
     'G0->G0->G1{blocks=4} G1->G1->C0->G0->G0{blocks=8}'
     """

@@ -22,7 +22,7 @@ from tccl_profiler.program import (
     Link,
 )
 from tccl_py.errors import MeasurementError
-from tccl_py.transfers.transfer import Fifo, Flow, Place
+from tccl_py.model.transfer import Fifo, Flow, Place
 
 SLICES = 4
 """NCCL posts a FIFO of eight slots by two slots at a time."""

@@ -36,8 +36,8 @@ from tccl_profiler.window import (
 )
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
-from tccl_py.measurements.measurement import TOGETHER, Measurement
-from tccl_py.transfers.transfer import Flow, TransferSet
+from tccl_py.model.measurement import TOGETHER, Measurement
+from tccl_py.model.transfer import Flow, TransferSet
 
 _TRIALS_MS = (1.0, 8.0, 40.0)
 """Windows of the first, uncounted repeat, until something has moved in every lane."""

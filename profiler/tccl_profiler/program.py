@@ -18,7 +18,7 @@ from typing import Literal, overload
 
 import msgspec
 
-from tccl_py.transfers.transfer import TransferSet
+from tccl_py.model.transfer import TransferSet
 
 COUNTER_BYTES = 128
 """A counter has a cache line of its own, and its neighbour's prefetch."""

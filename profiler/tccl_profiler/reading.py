@@ -13,8 +13,8 @@ from tccl_profiler.lone import shares_links
 from tccl_profiler.program import Part, Program, is_nic
 from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.window import LaneRate
-from tccl_py.measurements.measurement import TOGETHER
-from tccl_py.transfers.transfer import Flow
+from tccl_py.model.measurement import TOGETHER
+from tccl_py.model.transfer import Flow
 
 ToHost = Callable[[int], tuple[int, int]]
 """A device's stamp -> the host's time, and how far off that may be; nanoseconds."""

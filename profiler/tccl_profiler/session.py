@@ -13,10 +13,10 @@ from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.watch import Conditions, Watch, warmed
 from tccl_profiler.workers import DeviceSpec
-from tccl_py.measurements.journal import JournalHeader
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.machine import Machine
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.machine import Machine
+from tccl_py.model.transfer import parse_set
+from tccl_py.sources.journal import JournalHeader
 
 Backend = Literal["cuda", "host"]
 

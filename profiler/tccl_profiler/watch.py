@@ -11,7 +11,7 @@ from typing import Any
 
 from tccl_profiler.conditions import GpuConditions, GpuProcess, throttling_names
 from tccl_py.errors import MeasurementError
-from tccl_py.topology.readers.nvml import NOT_ANSWERED
+from tccl_py.readers.nvml import NOT_ANSWERED
 
 Conditions = tuple[GpuConditions, ...]
 

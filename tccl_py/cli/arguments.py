@@ -19,8 +19,8 @@ from rich.text import Text
 
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json, write_atomically
-from tccl_py.runtimes.nccl.versions import known_versions
-from tccl_py.topology.machine import MAX_GPUS, Machine
+from tccl_py.model.machine import MAX_GPUS, Machine
+from tccl_py.nccl.versions import known_versions
 
 ANSWER_IS_NO = 1
 NOT_USABLE = 2

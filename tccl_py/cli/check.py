@@ -32,8 +32,7 @@ from tccl_py.health.drift.identity import differences
 from tccl_py.health.drift.prometheus import prometheus_text
 from tccl_py.health.drift.record import keep_check
 from tccl_py.health.drift.statistics import SMALLEST, Comparison
-from tccl_py.measurements.journal import JournalContents, JournalHeader, read_journal
-from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.directory import (
     JOURNAL_FILE,
     check_plan_directory,
@@ -43,6 +42,7 @@ from tccl_py.plan.directory import (
 )
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.journal import JournalContents, JournalHeader, read_journal
 
 _MAX_SECONDS = 86_400
 _SHOWN = 8

@@ -10,17 +10,17 @@ import typer
 
 from tccl_py.cli.arguments import ANSWER_IS_NO, notice
 from tccl_py.cli.env_text import print_off, print_settings
-from tccl_py.cluster.names import shown
-from tccl_py.cluster.this_host import NODE_NAME, names_of_this_host
 from tccl_py.cluster_plan.directory import write_cluster_files
 from tccl_py.cluster_plan.plan import ClusterPlan, load_cluster_plan
 from tccl_py.cluster_plan.versions import for_version
-from tccl_py.emitters.cluster_files import host_graph_file
-from tccl_py.emitters.nccl_conf import job_environment
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import why_not_of_class
-from tccl_py.plan.manifest import check_files
-from tccl_py.topology.readers.nvml import driver_facts
+from tccl_py.model.cluster import shown
+from tccl_py.nccl.conf import job_environment
+from tccl_py.plan.files import host_graph_file
+from tccl_py.plan.staging import check_files
+from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
+from tccl_py.readers.nvml import driver_facts
 
 
 def export_cluster(directory: Path, output: Path | None, version: str | None) -> None:

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from tccl_py.cli.plan_text import bound_text, effort_text, marked_rate, settings_text
-from tccl_py.cluster.expressions import compress
 from tccl_py.cluster_plan.plan import ClusterPlan, PlanChain
-from tccl_py.runtimes.nccl.kept import kept_text
-from tccl_py.runtimes.nccl.settings import environment
+from tccl_py.nccl.pinned_env import kept_text
+from tccl_py.nccl.settings import environment
+from tccl_py.readers.hosts import compress
 
 _MOST_PASSAGES = 16
 """Of a cluster whose hosts differ there can be hundreds; `--hops` lists them all."""

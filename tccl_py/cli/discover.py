@@ -9,13 +9,12 @@ import typer
 
 from tccl_py.cli.arguments import notice, write_result
 from tccl_py.errors import InputError
+from tccl_py.model.knowledge import Fingerprint, Knowledge
+from tccl_py.model.machine import Machine
+from tccl_py.readers.live import discover_machine
+from tccl_py.readers.nccl_topology import read_nccl_topology
+from tccl_py.readers.nvidia_smi import read_nvidia_smi
 from tccl_py.simulator.descriptions import description_to_json
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.readers.live import discover_machine
-from tccl_py.topology.readers.nccl_topology import read_nccl_topology
-from tccl_py.topology.readers.nvidia_smi import read_nvidia_smi
 
 _Found = tuple[Machine, Knowledge | None, Fingerprint | None]
 

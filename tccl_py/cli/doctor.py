@@ -18,8 +18,8 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.doctor.examine import Diagnosis, examine
 from tccl_py.health.doctor.findings import Finding
 from tccl_py.health.doctor.host import DriverState, GpuState, Host
-from tccl_py.topology.readers.installed_nccl import installed_nccls
-from tccl_py.topology.readers.nvml import DriverFacts, driver_facts
+from tccl_py.readers.installed_nccl import installed_nccls
+from tccl_py.readers.nvml import DriverFacts, driver_facts
 
 _SHM = "/dev/shm"
 _ROOT = "name one with sys, proc, etc and dev in it"

@@ -18,8 +18,6 @@ from tccl_py.cli.cluster_files import env_cluster
 from tccl_py.cli.env_text import print_off, print_settings
 from tccl_py.cli.refusals import OF_CLUSTER, OF_MACHINE, refuse
 from tccl_py.cluster_plan.plan import is_cluster_plan
-from tccl_py.emitters.nccl_conf import job_environment
-from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import (
     ALIKE_VARIABLE,
@@ -27,19 +25,21 @@ from tccl_py.health.fitness import (
     why_not_here,
     why_not_with,
 )
+from tccl_py.nccl.conf import job_environment
 from tccl_py.plan.directory import (
     check_plan_directory,
     planned_model,
     topology_path,
     write_subset_graph,
 )
-from tccl_py.plan.manifest import Manifest, check_files
+from tccl_py.plan.files import GRAPH_FILE, subset_file
 from tccl_py.plan.plan import CHOICES, Plan, load_plan
+from tccl_py.plan.staging import Manifest, check_files
 from tccl_py.plan.subsets import subset_on_demand
+from tccl_py.readers.installed_nccl import installed_nccl
+from tccl_py.readers.live import fingerprint_of
+from tccl_py.readers.nvml import driver_facts
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.readers.installed_nccl import installed_nccl
-from tccl_py.topology.readers.live import fingerprint_of
-from tccl_py.topology.readers.nvml import driver_facts
 
 Choice = Enum("Choice", {name: name for name in CHOICES})  # type: ignore[misc]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tccl_py.cli.arguments import notice, print_json
 from tccl_py.cluster_plan.plan import ClusterPlan
-from tccl_py.emitters.nccl_conf import export_lines
+from tccl_py.nccl.conf import export_lines
 from tccl_py.plan.plan import Plan
 
 Subject = Mapping[str, object]

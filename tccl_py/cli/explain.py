@@ -18,17 +18,17 @@ from tccl_py.cli.measure import simulation_header, simulation_noise
 from tccl_py.cli.plan_source import Here, journal_contents, measured_source
 from tccl_py.cli.refusals import Refusal, refuse
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS
-from tccl_py.explanation.explain import explain as explanation_of
-from tccl_py.explanation.findings import Explanation, save_explanation
-from tccl_py.measurements.journal import JournalledSource, read_journal
-from tccl_py.measurements.measurement import Measurement
-from tccl_py.measurements.memory import RememberingSource
+from tccl_py.explain.explain import DEFAULT_BUDGET, MOST_FINDINGS
+from tccl_py.explain.explain import explain as explanation_of
+from tccl_py.explain.findings import Explanation, save_explanation
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import TransferSet
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, known_model
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import TransferSet
+from tccl_py.sources.journal import JournalledSource, read_journal
+from tccl_py.sources.memory import RememberingSource
 
 _OTHERWISE = "explain it there, or add --no-measure"
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tccl_py.cli.arguments import provenance
-from tccl_py.explanation.findings import Explanation, Finding, RingExplanation
+from tccl_py.explain.findings import Explanation, Finding, RingExplanation
 from tccl_py.plan.plan import Plan
 
 _WHOSE = {"plan": "The plan", "stock": "Stock NCCL"}

@@ -13,14 +13,14 @@ from tccl_py.cli.cluster_files import export_cluster
 from tccl_py.cli.export_tccl import export_tccl, gpu_sets
 from tccl_py.cli.refusals import Refusal, refuse
 from tccl_py.cluster_plan.plan import is_cluster_plan
-from tccl_py.emitters.plan_files import GRAPH_FILE
 from tccl_py.errors import InputError
-from tccl_py.plan.database import DEFAULT_MAX_SETS, Export
+from tccl_py.nccl.settings import check_settings
+from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.directory import nccl_files, write_nccl_files
+from tccl_py.plan.files import GRAPH_FILE
 from tccl_py.plan.plan import Plan, load_plan
-from tccl_py.runtimes.nccl.settings import check_settings
-from tccl_py.runtimes.nccl.transport import hop_space
-from tccl_py.runtimes.nccl.versions import version_facts
+from tccl_py.tccl_fork.build import DEFAULT_MAX_SETS, Export
 
 RUNTIMES = ("nccl", "tccl")
 

@@ -10,18 +10,18 @@ from tccl_py.cli.arguments import notice, notice_each, parse_gpus, write_result
 from tccl_py.cli.interrupts import interrupts_put_off
 from tccl_py.cli.plan_source import ElsewhereError, Here, journal_contents, measured_source
 from tccl_py.cli.progress import ProgressLine
-from tccl_py.cluster_plan.alike import alike_nodes, alike_notes, class_model
 from tccl_py.cluster_plan.plan import is_cluster_plan, load_cluster_plan
-from tccl_py.emitters.tccl_xml import tccl_xml
 from tccl_py.errors import InputError, SourceLostError
-from tccl_py.measurements.measurement import Measurement
-from tccl_py.measurements.memory import RememberingSource
-from tccl_py.plan.database import Export, MadeDatabase, make_database
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import TransferSet
 from tccl_py.plan.directory import JOURNAL_FILE, known_model
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.search.problem import Reporter, SilentReporter
 from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import TransferSet
+from tccl_py.sources.memory import RememberingSource
+from tccl_py.tccl_fork.alike import alike_nodes, alike_notes, class_model
+from tccl_py.tccl_fork.build import Export, MadeDatabase, make_database
+from tccl_py.tccl_fork.xml import tccl_xml
 
 
 def export_tccl(directory: Path, output: Path | None, wanted: Export) -> None:

@@ -13,13 +13,12 @@ import msgspec
 import typer
 
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
-from tccl_py.measurements.journal import JournalHeader
-from tccl_py.measurements.measurement import Measurement
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.readers.live import discover_machine
-from tccl_py.transfers.transfer import Place, TransferSet
+from tccl_py.model.knowledge import Fingerprint, Knowledge
+from tccl_py.model.machine import Machine
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import Place, TransferSet
+from tccl_py.readers.live import discover_machine
+from tccl_py.sources.journal import JournalHeader
 
 if TYPE_CHECKING:
     from tccl_profiler.profiler import Options, Profiler

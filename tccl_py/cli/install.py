@@ -17,12 +17,12 @@ from tccl_py.installation.changes import Change
 from tccl_py.installation.install import install as put
 from tccl_py.installation.texts import Installed, Kind, form_of
 from tccl_py.installation.verified import why_not_verified
+from tccl_py.nccl.conf import user_file
 from tccl_py.plan.directory import check_plan_directory, planned_fingerprint, topology_path
-from tccl_py.plan.manifest import check_files
 from tccl_py.plan.plan import Plan, load_plan
-from tccl_py.runtimes.nccl.conf_files import user_file
-from tccl_py.topology.readers.live import fingerprint_of
-from tccl_py.topology.readers.nvml import driver_facts
+from tccl_py.plan.staging import check_files
+from tccl_py.readers.live import fingerprint_of
+from tccl_py.readers.nvml import driver_facts
 
 _PRINTED = "-"
 

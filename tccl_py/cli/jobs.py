@@ -14,9 +14,9 @@ import typer
 
 from tccl_py.cli.hardware import Backend, Care, check_backend, profiler_options
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.measurements.journal import JournalHeader
-from tccl_py.measurements.measurement import Measurement
-from tccl_py.transfers.transfer import TransferSet
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import TransferSet
+from tccl_py.sources.journal import JournalHeader
 
 if TYPE_CHECKING:
     from tccl_profiler.cluster.job import Job

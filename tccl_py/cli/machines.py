@@ -9,11 +9,10 @@ import typer
 from rich.table import Table
 
 from tccl_py.cli.arguments import JsonOption, print_json, results
-from tccl_py.simulator.descriptions import load_machine
-from tccl_py.simulator.figures import figures_of
-from tccl_py.simulator.library import bundled_names, load_bundled
+from tccl_py.model.machine import Machine, PciDevice, PciLink
+from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
 from tccl_py.simulator.model import MachineModel
-from tccl_py.topology.machine import Machine, PciDevice, PciLink
+from tccl_py.simulator.parameters import figures_of
 
 
 def machines(

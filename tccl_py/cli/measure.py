@@ -44,15 +44,14 @@ from tccl_py.cli.measured_notices import overlap_notices
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.cli.refusals import OUTSIDE_JOB, WITH_MODEL, WITHOUT_MODEL, refuse
 from tccl_py.errors import TcclError
-from tccl_py.measurements.journal import JournalHeader, JournalledSource
-from tccl_py.measurements.measurement import BandwidthSource, Measurement, dealt
-from tccl_py.measurements.memory import RememberingSource
-from tccl_py.simulator.descriptions import load_machine
-from tccl_py.simulator.library import model_to_json
+from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
+from tccl_py.model.transfer import TransferSet, parse_flow, parse_set
+from tccl_py.simulator.descriptions import load_machine, model_to_json
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.parameters import bundled_parameters, parameters_to_json
 from tccl_py.simulator.source import Simulator
-from tccl_py.transfers.transfer import TransferSet, parse_flow, parse_set
+from tccl_py.sources.journal import JournalHeader, JournalledSource
+from tccl_py.sources.memory import RememberingSource
 
 _MANY = 0.2
 """More outliers than this (of all repeats) are worth a word."""

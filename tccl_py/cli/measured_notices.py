@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tccl_py.cli.hardware import Care, Hardware
 from tccl_py.cli.jobs import ClusterHardware
-from tccl_py.measurements.measurement import Measurement
+from tccl_py.model.measurement import Measurement
 
 _MANY = 0.1
 """More sets than this (of all measured) whose rates vary are worth a word."""

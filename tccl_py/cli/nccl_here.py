@@ -7,11 +7,8 @@ from pathlib import Path
 
 from tccl_py.cli.arguments import notice, parse_gpus
 from tccl_py.cli.hardware import MeasuredMachine
-from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.plan.directory import nccl_files
-from tccl_py.plan.plan import Plan
-from tccl_py.runtimes.nccl.asked import (
+from tccl_py.nccl.asked import (
     NcclAnswer,
     Question,
     RefusedError,
@@ -20,12 +17,15 @@ from tccl_py.runtimes.nccl.asked import (
     judged,
     verdict_on,
 )
-from tccl_py.runtimes.nccl.installed_rings import InstalledRings
-from tccl_py.runtimes.nccl.settings import environment
-from tccl_py.runtimes.nccl.validator import Verdict
-from tccl_py.runtimes.nccl.versions import LATEST
-from tccl_py.topology.readers.installed_nccl import InstalledNccl, installed_nccl
-from tccl_py.topology.readers.nvml import gpu_count
+from tccl_py.nccl.installed_rings import InstalledRings
+from tccl_py.nccl.settings import environment
+from tccl_py.nccl.validator import Verdict
+from tccl_py.nccl.versions import LATEST
+from tccl_py.plan.directory import nccl_files
+from tccl_py.plan.files import GRAPH_FILE, subset_file
+from tccl_py.plan.plan import Plan
+from tccl_py.readers.installed_nccl import InstalledNccl, installed_nccl
+from tccl_py.readers.nvml import gpu_count
 
 _DESCRIBED = "give --machine MACHINE for a verdict by NCCL's rules"
 _MOST_FILES = 16

@@ -18,8 +18,8 @@ from tccl_py.overlap.job import run_job
 from tccl_py.overlap.orders import Answer, Backend, Kind, Order
 from tccl_py.overlap.results import PairRow, ProductRow, Span, rows_of
 from tccl_py.overlap.sets import default_sets, parse_sets
-from tccl_py.topology.readers.live import discover_machine
-from tccl_py.topology.visible import VARIABLE, visible_indices
+from tccl_py.readers.live import discover_machine
+from tccl_py.readers.nvml import VARIABLE, visible_indices
 
 MIB = 1024 * 1024
 _MOST_MIB = 4096

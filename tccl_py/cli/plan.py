@@ -53,7 +53,12 @@ from tccl_py.cli.refusals import (
 )
 from tccl_py.cli.verify import check_tuning, tuned_plan
 from tccl_py.errors import InputError
-from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Machine
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.nccl.installed_rings import InstalledRings
+from tccl_py.nccl.network_settings import MAX_GID_INDEX
+from tccl_py.nccl.versions import LATEST, known_versions
 from tccl_py.plan.calibration import calibrated
 from tccl_py.plan.directory import (
     open_journal,
@@ -62,16 +67,11 @@ from tccl_py.plan.directory import (
 )
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
-from tccl_py.runtimes.nccl.installed_rings import InstalledRings
-from tccl_py.runtimes.nccl.network_settings import MAX_GID_INDEX
-from tccl_py.runtimes.nccl.versions import LATEST, known_versions
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Machine
 
 _MAX_RINGS = 16
 

@@ -14,16 +14,16 @@ from tccl_py.cli.jobs import ClusterHardware
 from tccl_py.cli.measure import simulation_header
 from tccl_py.cli.measured_notices import measured_notices
 from tccl_py.cli.progress import ProgressLine
-from tccl_py.cluster.hostlist import HostSlots, read_host_list
-from tccl_py.cluster.hosts import Cluster, HostReport, cluster_of
-from tccl_py.cluster.switches import Network, read_switches
 from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring_rate
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.cluster_plan.uplinks import with_measured_uplinks
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.model.cluster import Cluster, HostReport, cluster_of
+from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.directory import open_journal
+from tccl_py.readers.hosts import HostSlots, read_host_list
+from tccl_py.readers.switches import Network, read_switches
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator

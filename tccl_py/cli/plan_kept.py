@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.kept import KEEPABLE, as_read, check_keepable, kept_level
+from tccl_py.nccl.pinned_env import KEEPABLE, as_read, check_keepable, kept_level
 
 
 def kept_here(names: Sequence[str]) -> dict[str, str]:

@@ -15,10 +15,10 @@ from tccl_py.cli.nccl_here import version_of_hosts
 from tccl_py.cli.plan_cluster import ClusterTask, MeasuredCluster, SimulatedCluster
 from tccl_py.cli.plan_run import finish, planning
 from tccl_py.cli.verify_hosts import check_tuning_hosts, tuned_hosts
-from tccl_py.cluster.hostlist import read_host_list
 from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.plan.directory import output_directory
+from tccl_py.readers.hosts import read_host_list
 
 
 class Measuring(msgspec.Struct, frozen=True, kw_only=True):

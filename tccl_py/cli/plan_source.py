@@ -19,14 +19,9 @@ from tccl_py.cli.hardware import (
 )
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.errors import InputError
-from tccl_py.measurements.journal import (
-    JournalContents,
-    JournalHeader,
-    JournalledSource,
-    read_journal,
-)
-from tccl_py.measurements.memory import RememberingSource
 from tccl_py.plan.plan import Plan
+from tccl_py.sources.journal import JournalContents, JournalHeader, JournalledSource, read_journal
+from tccl_py.sources.memory import RememberingSource
 
 
 class Here(msgspec.Struct, frozen=True, kw_only=True):

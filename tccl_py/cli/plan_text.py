@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tccl_py.cluster_plan.plan import ClusterPlan
-from tccl_py.emitters.plan_files import TOPOLOGY_FILE
+from tccl_py.nccl.pinned_env import kept_text, kept_words
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.plan.files import TOPOLOGY_FILE
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, proof_text
 from tccl_py.report.words import CHOICE_WORDS
-from tccl_py.runtimes.nccl.kept import kept_text, kept_words
-from tccl_py.runtimes.nccl.settings import Settings, environment
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from tccl_py.cli.nccl_here import verdict_here
 from tccl_py.cli.refusals import Refusal, refuse
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
-from tccl_py.runtimes.nccl import validator
-from tccl_py.runtimes.nccl.contradictions import TOPOLOGY_VARIABLE
-from tccl_py.runtimes.nccl.validator import Verdict
-from tccl_py.runtimes.nccl.versions import LATEST, known_versions, version_facts
+from tccl_py.model.machine import Machine
+from tccl_py.nccl import validator
+from tccl_py.nccl.pinned_env import TOPOLOGY_VARIABLE
+from tccl_py.nccl.validator import Verdict
+from tccl_py.nccl.versions import LATEST, known_versions, version_facts
+from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.simulator.descriptions import load_machine
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.readers.nccl_topology import read_nccl_topology
 
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
 _SHOWN_RANKS = 32

@@ -15,14 +15,14 @@ from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_pu
 from tccl_py.errors import InputError, TcclError
 from tccl_py.health.fitness import why_not_with
 from tccl_py.plan.plan import ChoiceName
+from tccl_py.readers.nvml import driver_version
 from tccl_py.report.words import choice_words
-from tccl_py.topology.readers.nvml import driver_version
-from tccl_py.verification.arms import AnyPlace
-from tccl_py.verification.record import Verification, keep_verification
-from tccl_py.verification.rounds import Effort, Watcher
-from tccl_py.verification.tunable import Tunable
-from tccl_py.verification.tuning import COMPARISON_SECONDS, run_tuning
-from tccl_py.verification.verify import verify_subject
+from tccl_py.verify.arms import AnyPlace
+from tccl_py.verify.record import Verification, keep_verification
+from tccl_py.verify.rounds import Effort, Watcher
+from tccl_py.verify.tunable import Tunable
+from tccl_py.verify.tuning import COMPARISON_SECONDS, run_tuning
+from tccl_py.verify.verify import verify_subject
 
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
 _SYSTEM_CONF = Path("/etc/nccl.conf")

@@ -28,17 +28,16 @@ from tccl_py.cli.verify_text import print_verification, verification_json
 from tccl_py.errors import InputError
 from tccl_py.health.drift.identity import differences
 from tccl_py.plan.directory import check_plan_directory, known_fingerprint
-from tccl_py.plan.manifest import check_files
 from tccl_py.plan.plan import ChoiceName, Plan, load_plan
-from tccl_py.plan.staging import locked
+from tccl_py.plan.staging import check_files, locked
 from tccl_py.rank_processes.starting import Nursery
-from tccl_py.verification.arms import Place
-from tccl_py.verification.comparison import LEAST_ROUNDS, MAX_ROUNDS
-from tccl_py.verification.jobs import run_jobs
-from tccl_py.verification.orders import COLLECTIVES, SIZES, Backend, Collective
-from tccl_py.verification.record import Verification
-from tccl_py.verification.rounds import DEFAULT_ROUNDS, DEFAULT_SECONDS, Effort
-from tccl_py.verification.tunable import TunableMachine
+from tccl_py.verify.arms import Place
+from tccl_py.verify.comparison import LEAST_ROUNDS, MAX_ROUNDS
+from tccl_py.verify.jobs import run_jobs
+from tccl_py.verify.orders import COLLECTIVES, SIZES, Backend, Collective
+from tccl_py.verify.record import Verification
+from tccl_py.verify.rounds import DEFAULT_ROUNDS, DEFAULT_SECONDS, Effort
+from tccl_py.verify.tunable import TunableMachine
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SIZE = re.compile(r"(?P<number>[0-9]{1,12}) ?(?P<unit>[kmg]?)(?:i?b)?", re.ASCII | re.IGNORECASE)

@@ -14,17 +14,16 @@ from tccl_py.cli.jobs import job_of_ranks
 from tccl_py.cli.verified import verified
 from tccl_py.cli.verify_text import print_verification
 from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
-from tccl_py.emitters.cluster_files import host_graph_file
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.plan.directory import check_plan_directory
-from tccl_py.plan.manifest import check_files
-from tccl_py.plan.staging import locked
-from tccl_py.verification.hosts import HostPart, HostsPlace
-from tccl_py.verification.orders import SIZES, Backend
-from tccl_py.verification.record import Verification
-from tccl_py.verification.rounds import Effort
-from tccl_py.verification.tunable import tunable_cluster
+from tccl_py.plan.files import host_graph_file
+from tccl_py.plan.staging import check_files, locked
+from tccl_py.verify.hosts import HostPart, HostsPlace
+from tccl_py.verify.orders import SIZES, Backend
+from tccl_py.verify.record import Verification
+from tccl_py.verify.rounds import Effort
+from tccl_py.verify.tunable import tunable_cluster
 
 if TYPE_CHECKING:
     from tccl_profiler.cluster.facts import HostFacts

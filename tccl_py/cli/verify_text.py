@@ -12,16 +12,9 @@ from rich.table import Table
 
 from tccl_py.plan.plan import ChoiceName
 from tccl_py.report.words import CHOICE_WORDS, choice_words
-from tccl_py.verification.comparison import FALSE_RATE, SMALLEST_EFFECT, Compared
-from tccl_py.verification.orders import is_large, size_text
-from tccl_py.verification.record import (
-    ArmResult,
-    Row,
-    Tried,
-    Verification,
-    groups_text,
-    sizes_text,
-)
+from tccl_py.verify.comparison import FALSE_RATE, SMALLEST_EFFECT, Compared
+from tccl_py.verify.orders import is_large, size_text
+from tccl_py.verify.record import ArmResult, Row, Tried, Verification, groups_text, sizes_text
 
 _SHOWN_WRONG = 5
 _WINS: dict[ChoiceName, str] = {

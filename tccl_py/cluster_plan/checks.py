@@ -10,16 +10,15 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from tccl_py.cluster.hosts import check_cluster
-from tccl_py.cluster.names import shown
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.kept import check_kept
-from tccl_py.runtimes.nccl.landing import leaves_as_named, may_change_rails
-from tccl_py.runtimes.nccl.settings import check_settings
-from tccl_py.runtimes.nccl.transport import usable_nics
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.paths import PathType
-from tccl_py.transfers.transfer import Flow, parse_flow, receiving_nic, sending_nic
+from tccl_py.model.cluster import check_cluster, shown
+from tccl_py.model.machine import Machine
+from tccl_py.model.paths import PathType
+from tccl_py.model.transfer import Flow, parse_flow, receiving_nic, sending_nic
+from tccl_py.nccl.landing import leaves_as_named, may_change_rails
+from tccl_py.nccl.pinned_env import check_kept
+from tccl_py.nccl.settings import check_settings
+from tccl_py.nccl.transport import usable_nics
 
 if TYPE_CHECKING:
     from tccl_py.cluster_plan.plan import ClusterPlan, PlanChain, PlanPassage

@@ -11,7 +11,7 @@ from itertools import combinations, islice
 
 import msgspec
 
-from tccl_py.chains.rules import NicPair, Pairing
+from tccl_py.search.chains import NicPair, Pairing
 
 Nics = tuple[int, ...]
 """A NIC for each ring."""

@@ -6,22 +6,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from tccl_py.cluster_plan.plan import ClusterPlan, load_cluster_plan
-from tccl_py.emitters.cluster_files import (
+from tccl_py.errors import InputError
+from tccl_py.files import encode_json
+from tccl_py.nccl.transport import view
+from tccl_py.plan.files import (
     HOSTS_FOLDER,
     LAUNCH_NOTES,
     ORDER_FOLDER,
     cluster_env_text,
+    conf_text,
     host_graph_file,
+    node_graph_text,
 )
-from tccl_py.emitters.host_order import HostOrder, host_order_files, launch_notes
-from tccl_py.emitters.plan_files import conf_text, node_graph_text
-from tccl_py.errors import InputError
-from tccl_py.files import encode_json
-from tccl_py.plan.manifest import PLAN_FILE, check_if_listed
-from tccl_py.plan.staging import write_new_directory, write_with_plan
-from tccl_py.runtimes.nccl.transport import view
-from tccl_py.simulator.descriptions import description_to_json, read_description
-from tccl_py.simulator.library import model_to_json
+from tccl_py.plan.host_order import HostOrder, host_order_files, launch_notes
+from tccl_py.plan.staging import PLAN_FILE, check_if_listed, write_new_directory, write_with_plan
+from tccl_py.simulator.descriptions import description_to_json, model_to_json, read_description
 from tccl_py.simulator.model import MachineModel
 
 

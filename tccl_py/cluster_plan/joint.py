@@ -7,8 +7,6 @@ from collections.abc import Collection, Sequence
 import msgspec
 import numpy as np
 
-from tccl_py.chains.rules import Pairing
-from tccl_py.cluster.hosts import Cluster
 from tccl_py.cluster_plan.crossings import (
     Crossing,
     free_crossings,
@@ -18,16 +16,17 @@ from tccl_py.cluster_plan.crossings import (
 from tccl_py.cluster_plan.node import Node, Passage, passage_pairs
 from tccl_py.errors import SearchError
 from tccl_py.merge.switches import (
-    SwitchTree,
     least_passes_limit,
     merge_with_switches,
     passes,
     uplink_limit,
 )
 from tccl_py.merge.tables import ChainTable, MergedRing
+from tccl_py.model.cluster import Cluster, SwitchTree
+from tccl_py.nccl.settings import Settings
 from tccl_py.plan.settings_search import WORTH
 from tccl_py.plan.tasks import Choice
-from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.search.chains import Pairing
 
 
 class Joint(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,14 +6,18 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tccl_py.chains.rules import NicPair, Pairing
-from tccl_py.chains.space import Chain, chains_of
-from tccl_py.chains.tables import paired_chains
-from tccl_py.cluster.hosts import NodeClass
 from tccl_py.cluster_plan.seeds import paired_seed, seeded
 from tccl_py.errors import InputError, MeasurementError, SearchError
-from tccl_py.measurements.measurement import BandwidthSource, Measurement
-from tccl_py.measurements.memory import RememberingSource
+from tccl_py.model.cluster import NodeClass
+from tccl_py.model.machine import Machine, Nic
+from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.paths import natural_cuts
+from tccl_py.model.rings import RingSet
+from tccl_py.model.symmetry import automorphisms
+from tccl_py.nccl.candidates import chains_as_rings, network_candidates
+from tccl_py.nccl.default_rings import StockChains, stock_chains_default
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.versions import Level
 from tccl_py.plan.settings_search import WORTH, SettingsSearch
 from tccl_py.plan.tasks import (
     Choice,
@@ -30,15 +34,10 @@ from tccl_py.plan.tasks import (
     space_under,
     stock_of,
 )
-from tccl_py.runtimes.nccl.chain_hops import chains_as_rings, network_candidates
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.stock import StockChains, stock_chains_default
-from tccl_py.runtimes.nccl.versions import Level
+from tccl_py.search.chain_tables import paired_chains
+from tccl_py.search.chains import Chain, NicPair, Pairing, chains_of
 from tccl_py.search.problem import Budget, Reporter, SearchResult
-from tccl_py.topology.cuts import natural_cuts
-from tccl_py.topology.machine import Machine, Nic
-from tccl_py.topology.symmetry import automorphisms
-from tccl_py.transfers.hops import RingSet
+from tccl_py.sources.memory import RememberingSource
 
 SLOW_NIC = 0.5
 """A NIC with less than this share of the fastest one's speed is no part of rings."""

@@ -12,12 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from tccl_py.cluster.hosts import Cluster
 from tccl_py.cluster_plan.node import used_nics
 from tccl_py.cluster_plan.plan import ClusterPlan
-from tccl_py.measurements.measurement import BandwidthSource, Measurement, dealt
-from tccl_py.topology.nearness import gpus_beside_nics
-from tccl_py.transfers.transfer import (
+from tccl_py.model.cluster import Cluster
+from tccl_py.model.knowledge import gpus_beside_nics
+from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
+from tccl_py.model.transfer import (
     Flow,
     Place,
     Transfer,

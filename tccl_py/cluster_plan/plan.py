@@ -8,14 +8,13 @@ from typing import Literal
 
 import msgspec
 
-from tccl_py.cluster.hosts import Cluster
 from tccl_py.cluster_plan.checks import check_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json, read_text, write_atomically
-from tccl_py.plan.manifest import PLAN_FILE
+from tccl_py.model.cluster import Cluster
+from tccl_py.nccl.settings import Settings
 from tccl_py.plan.plan import plan_file
-from tccl_py.plan.staging import settle
-from tccl_py.runtimes.nccl.settings import Settings
+from tccl_py.plan.staging import PLAN_FILE, settle
 
 FORMAT_VERSION = 1
 

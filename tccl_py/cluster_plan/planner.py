@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from tccl_py.cluster.hosts import Cluster
 from tccl_py.cluster_plan.joint import Joint, joint
 from tccl_py.cluster_plan.node import Node, Passage, used_nics
 from tccl_py.cluster_plan.plan import (
@@ -18,15 +17,16 @@ from tccl_py.cluster_plan.plan import (
 )
 from tccl_py.cluster_plan.retuned import ends_as_measured, path_types
 from tccl_py.errors import InputError, SearchError
-from tccl_py.measurements.measurement import BandwidthSource, dealt
 from tccl_py.merge.switches import uplink_limit
+from tccl_py.model.cluster import Cluster
+from tccl_py.model.measurement import BandwidthSource, dealt
+from tccl_py.nccl.pinned_env import as_read, kept_level
+from tccl_py.nccl.settings import Settings, check_settings
+from tccl_py.nccl.transport import view
+from tccl_py.nccl.versions import LATEST, version_facts
 from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, is_proven, other_count_notices
 from tccl_py.plan.settings_search import WORTH
 from tccl_py.plan.tasks import stock_note
-from tccl_py.runtimes.nccl.kept import as_read, kept_level
-from tccl_py.runtimes.nccl.settings import Settings, check_settings
-from tccl_py.runtimes.nccl.transport import view
-from tccl_py.runtimes.nccl.versions import LATEST, version_facts
 from tccl_py.search.problem import Budget, Reporter, SilentReporter
 
 FEW_RINGS = 4

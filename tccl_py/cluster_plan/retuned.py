@@ -10,14 +10,14 @@ import msgspec
 
 from tccl_py.cluster_plan.plan import ClusterPlan, PlanPassage
 from tccl_py.errors import SearchError
-from tccl_py.runtimes.nccl.chain_hops import (
+from tccl_py.nccl.candidates import (
     chain_hop_space,
     chains_as_rings,
     farthest_end,
     network_candidates,
 )
-from tccl_py.runtimes.nccl.settings import Settings, check_settings, final_channels
-from tccl_py.runtimes.nccl.transport import View, view
+from tccl_py.nccl.settings import Settings, check_settings, final_channels
+from tccl_py.nccl.transport import View, view
 
 PassageFlows = tuple[tuple[str, ...], ...]
 """How each chain of a passage moves, flow by flow."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from tccl_py.chains.rules import NicPair
-from tccl_py.chains.space import WORLD, entry_nic, exit_nic
-from tccl_py.transfers.hops import Hop, HopSpace, Ring, ring
+from tccl_py.model.rings import Hop, HopSpace, Ring, ring
+from tccl_py.search.chains import WORLD, NicPair, entry_nic, exit_nic
 
 
 def seeded(space: HopSpace, nics: Sequence[int], count: int) -> Iterator[tuple[Ring, ...]]:

@@ -7,7 +7,7 @@ from statistics import median
 
 import msgspec
 
-from tccl_py.merge.switches import SwitchTree
+from tccl_py.model.cluster import SwitchTree
 
 SLOWER = 0.9
 """Pairs across an uplink below this share of those beside it are bound by it."""

@@ -7,8 +7,8 @@ import msgspec
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.cluster_plan.retuned import passage_flows
 from tccl_py.errors import InputError, SearchError
-from tccl_py.runtimes.nccl.settings import check_settings
-from tccl_py.runtimes.nccl.versions import version_facts
+from tccl_py.nccl.settings import check_settings
+from tccl_py.nccl.versions import version_facts
 
 
 def for_version(plan: ClusterPlan, version: str) -> ClusterPlan:

@@ -9,11 +9,11 @@ from pathlib import Path
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.errors import InputError
 from tccl_py.health.drift.identity import differences
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import machine_file, planned_fingerprint
 from tccl_py.plan.plan import Plan
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.readers.nvml import GpuFacts
+from tccl_py.readers.nvml import GpuFacts
 
 ALIKE_VARIABLE = "TCCL_ALIKE"
 """Set to 1 where jobs use the plan of another host that is like theirs."""
@@ -105,7 +105,7 @@ def _changed(was: Mapping[int, str], now: Mapping[int, str], gpus: Sequence[int]
 def why_not_with(settings: Settings, nccl: str) -> str:
     """Why a plan's settings are not for this version of NCCL, in a clause; "" if they are.
 
-    >>> from tccl_py.runtimes.nccl.settings import Settings
+    >>> from tccl_py.nccl.settings import Settings
     >>> why_not_with(Settings(version="2.28"), "2.28.9")
     ''
     >>> why_not_with(Settings(version="2.30"), "2.28.9")

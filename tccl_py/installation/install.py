@@ -19,8 +19,8 @@ from tccl_py.installation.record import (
     state_directory,
 )
 from tccl_py.installation.texts import HEADS, Form, Installed, Kind, form_of
-from tccl_py.runtimes.nccl.conf_files import conf_lines
-from tccl_py.runtimes.nccl.contradictions import against
+from tccl_py.nccl.conf import conf_lines
+from tccl_py.nccl.pinned_env import against
 
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh", "busybox")
 _GRAPH = "NCCL_GRAPH_FILE"

@@ -14,12 +14,12 @@ from typing import Literal
 
 import msgspec
 
-from tccl_py.emitters.nccl_conf import job_environment
-from tccl_py.emitters.plan_files import conf_text
 from tccl_py.health.fitness import ALIKE_VARIABLE
 from tccl_py.installation.parts import Comment
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.nccl.conf import job_environment
+from tccl_py.nccl.settings import Settings
+from tccl_py.plan.files import conf_text
 
 Kind = Literal["conf", "slurm-prolog", "module"]
 PLAN_VARIABLE = "TCCL_PLAN"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tccl_py.verification.record import VERIFICATION_FILE, load_verification
+from tccl_py.verify.record import VERIFICATION_FILE, load_verification
 
 
 def why_not_verified(directory: Path) -> str:

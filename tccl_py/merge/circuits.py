@@ -11,12 +11,199 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-import scipy  # whose parts load when they are first used, so that commands start without them
+import scipy  # its parts load when first used: commands start without them
 
-from tccl_py.merge.balance import Choice, Cut, Ints, Pairs, balanced, balanced_in_fractions
-from tccl_py.merge.relations import Decision, Relation, Walk
+from tccl_py.merge.pieces import Decision, Relation, Walk
+
+# Whether sums of steps can come out at all, negative numbers of steps allowed.
+
+
+LatticeInts = npt.NDArray[np.int64]
+
+LARGEST = 1 << 30
+"""Elimination stops, and knows nothing, before products could leave 64 bits."""
+
+
+def sums_can_match(
+    kinds: LatticeInts, tails: LatticeInts, heads: LatticeInts, counts: LatticeInts, crossings: int
+) -> bool:
+    """Whether steps, so many of each kind, can sum to a closed walk; true where it is not known.
+
+    Step i is of `kinds[i]`, from crossing `tails[i]` to `heads[i]`. The pairs of a kind
+    are edges of a bipartite graph; those of a spanning forest generate all its others, because the
+    steps along a path of it sum up alternately to the one that closes it.
+    """
+    basis: dict[int, LatticeInts] = {}
+    for kind in range(len(counts)):
+        mine = kinds == kind
+        for tail, head in _spanning(tails[mine], heads[mine], crossings):
+            step = np.zeros(len(counts) + crossings, dtype=np.int64)
+            step[kind] = 1
+            step[len(counts) + head] += 1
+            step[len(counts) + tail] -= 1
+            if not _insert(basis, step):
+                return True
+    rest = np.concatenate([counts, np.zeros(crossings, dtype=np.int64)])
+    return _divides(basis, rest)
+
+
+def _spanning(tails: LatticeInts, heads: LatticeInts, crossings: int) -> list[tuple[int, int]]:
+    edges = (np.ones(len(tails)), (tails, crossings + heads))
+    forest = scipy.sparse.csgraph.minimum_spanning_tree(
+        scipy.sparse.coo_array(edges, shape=(2 * crossings, 2 * crossings))
+    )
+    rows, columns = forest.nonzero()
+    ends = zip(rows.tolist(), columns.tolist(), strict=True)
+    return [(min(pair), max(pair) - crossings) for pair in ends]
+
+
+def _insert(basis: dict[int, LatticeInts], vector: LatticeInts) -> bool:
+    """Extend an echelon basis, by pivot, by a vector; false if numbers become too large."""
+    while vector.any():
+        pivot = int(np.flatnonzero(vector)[0])
+        if pivot not in basis:
+            basis[pivot] = vector
+            return True
+        other = basis[pivot]
+        while vector[pivot]:
+            other, vector = vector, other - (other[pivot] // vector[pivot]) * vector
+            if np.abs(vector).max(initial=0) > LARGEST:
+                return False
+        basis[pivot] = other
+    return True
+
+
+def _divides(basis: dict[int, LatticeInts], rest: LatticeInts) -> bool:
+    """Whether whole multiples of the basis sum to a vector; true if numbers are too large."""
+    while rest.any() and np.abs(rest).max() <= LARGEST:
+        pivot = int(np.flatnonzero(rest)[0])
+        if pivot not in basis or rest[pivot] % basis[pivot][pivot]:
+            return False
+        rest = rest - (rest[pivot] // basis[pivot][pivot]) * basis[pivot]
+    return True
+
+
+# Balanced choices: one crossing pair for every node, with as many ways into a crossing as out.
+
+
+Ints = npt.NDArray[np.int64]
+
+FEW_BRANCHES = 3_000
+MANY_BRANCHES = 20_000
+"""Nodes of the branch and bound, before and after the sums are looked at."""
+HIGHS_INFEASIBLE, HIGHS_FAILED = 2, 4
+
+
+class Pairs(msgspec.Struct, frozen=True):
+    """The pairs that are open: pair i takes a node of `kinds[i]` from `tails[i]` to `heads[i]`."""
+
+    kinds: Ints
+    tails: Ints
+    heads: Ints
+    crossings: int
+
+    @classmethod
+    def of(cls, relations: Relation) -> Pairs:
+        """All pairs of relations, kind x entry x exit."""
+        kinds, tails, heads = np.nonzero(relations)
+        return cls(kinds, tails, heads, relations.shape[1])
+
+    def chosen(self, which: npt.NDArray[np.bool_] | Ints) -> Pairs:
+        """Some of the pairs."""
+        return Pairs(self.kinds[which], self.tails[which], self.heads[which], self.crossings)
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """Crossings that a ring leaves: `inside[x]` of them; at least once, or only if it comes there.
+
+    `needed` is 1 if no ring can keep away from them, else 0.
+    """
+
+    inside: npt.NDArray[np.bool_]
+    needed: int
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """How often each pair is used; None if there is no choice, which may be `certain`."""
+
+    uses: Ints | None
+    certain: bool = True
+
+
+def balanced(pairs: Pairs, counts: Ints, cuts: Sequence[Cut]) -> Choice:
+    """A balanced choice that leaves the crossings of every cut that it uses."""
+    choice = _solved(pairs, counts, cuts, FEW_BRANCHES)
+    if choice.uses is not None or choice.certain:
+        return choice
+    if not sums_can_match(pairs.kinds, pairs.tails, pairs.heads, counts, pairs.crossings):
+        return Choice(None)
+    return _solved(pairs, counts, cuts, MANY_BRANCHES)
+
+
+def balanced_in_fractions(pairs: Pairs, counts: Ints) -> bool:
+    """Whether there is a balanced choice if nodes may be split between pairs; true if not known."""
+    number = len(pairs.kinds)
+    constraints = _constraints(pairs, counts, ())
+    result = scipy.optimize.milp(
+        np.zeros(number),
+        bounds=scipy.optimize.Bounds(0, counts[pairs.kinds]),
+        constraints=constraints,
+    )
+    return bool(result.status != HIGHS_INFEASIBLE)
+
+
+def _solved(pairs: Pairs, counts: Ints, cuts: Sequence[Cut], branches: int) -> Choice:
+    # HiGHS (seen with 1.12) now and then gives up on what its own presolve made of a program.
+    for presolve in (True, False):
+        result = scipy.optimize.milp(
+            np.zeros(len(pairs.kinds)),
+            integrality=np.ones(len(pairs.kinds)),
+            bounds=scipy.optimize.Bounds(0, counts[pairs.kinds]),
+            constraints=_constraints(pairs, counts, cuts),
+            options={"node_limit": branches, "presolve": presolve},
+        )
+        if result.status != HIGHS_FAILED:
+            break
+    if result.x is not None:
+        uses = np.rint(result.x).astype(np.int64)
+        if _holds(pairs, counts, uses):
+            return Choice(uses)
+    return Choice(None, certain=result.status == HIGHS_INFEASIBLE)
+
+
+def _constraints(
+    pairs: Pairs, counts: Ints, cuts: Sequence[Cut]
+) -> scipy.optimize.LinearConstraint:
+    """Rows: the count of every kind, the balance of every crossing, the way out of every cut."""
+    first, each = len(counts), np.arange(len(pairs.kinds))
+    moving = np.flatnonzero(pairs.tails != pairs.heads)
+    rows = [pairs.kinds, first + pairs.tails[moving], first + pairs.heads[moving]]
+    columns = [each, moving, moving]
+    values = [np.ones(len(each)), np.ones(len(moving)), -np.ones(len(moving))]
+    for number, cut in enumerate(cuts):
+        there = np.flatnonzero(cut.inside[pairs.tails])
+        leaving = ~cut.inside[pairs.heads[there]]
+        rows.append(np.full(len(there), first + pairs.crossings + number))
+        columns.append(there)
+        # As many steps as there are nodes can be there for each that leaves.
+        values.append(leaving * (1 if cut.needed else counts.sum()) - (1.0 - cut.needed))
+    needed = np.array([cut.needed for cut in cuts])
+    least = np.concatenate([counts, np.zeros(pairs.crossings), needed])
+    most = np.concatenate([counts, np.zeros(pairs.crossings), np.full(len(cuts), np.inf)])
+    entries = (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns)))
+    matrix = scipy.sparse.coo_array(entries, shape=(len(least), len(each)))
+    return scipy.optimize.LinearConstraint(matrix.tocsr(), least, most)
+
+
+def _holds(pairs: Pairs, counts: Ints, uses: Ints) -> bool:
+    per_kind = np.bincount(pairs.kinds, uses, minlength=len(counts))
+    out = np.bincount(pairs.tails, uses, minlength=pairs.crossings)
+    into = np.bincount(pairs.heads, uses, minlength=pairs.crossings)
+    return bool((uses >= 0).all() and (per_kind == counts).all() and (out == into).all())
+
 
 MAX_PROGRAMS = 100
 """Integer programs solved for one question before it counts as open."""

@@ -8,14 +8,13 @@ the rates of uplinks allow.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from tccl_py.errors import InputError
-from tccl_py.merge.contiguous import Cluster, best_order, exits, uplink_share
-from tccl_py.merge.in_order import merge_in_order
+from tccl_py.merge.contiguous import Cluster, best_order, exits, merge_in_order, uplink_share
 from tccl_py.merge.tables import (
     ChainTable,
     MergedRing,
@@ -25,32 +24,7 @@ from tccl_py.merge.tables import (
     ring_rate,
     stacked,
 )
-
-
-class SwitchTree(msgspec.Struct, frozen=True, kw_only=True):
-    """A switch, the hosts at it, and the switches below it.
-
-    `uplink_gbps` is the rate of the link above it in each direction, GB/s; None is "no limit".
-    """
-
-    name: str
-    hosts: tuple[str, ...] = ()
-    switches: tuple[SwitchTree, ...] = ()
-    uplink_gbps: float | None = None
-
-    @property
-    def all_hosts(self) -> Iterator[str]:
-        """The hosts at it and below it."""
-        yield from self.hosts
-        for switch in self.switches:
-            yield from switch.all_hosts
-
-    @property
-    def all_switches(self) -> Iterator[SwitchTree]:
-        """It and all below it."""
-        yield self
-        for switch in self.switches:
-            yield from switch.all_switches
+from tccl_py.model.cluster import SwitchTree
 
 
 def merge_with_switches(

@@ -14,8 +14,8 @@ from itertools import product
 
 import msgspec
 
-from tccl_py.runtimes.nccl.bandwidths import between_cpus_gbps, pci_gbps
-from tccl_py.topology.machine import Gpu, Machine, NumaNode, PciBridge, PciLink
+from tccl_py.model.machine import Gpu, Machine, NumaNode, PciBridge, PciLink
+from tccl_py.nccl.versions import between_cpus_gbps, pci_gbps
 
 _SPEEDS = (8.0, 16.0, 32.0, 2.5)
 _WIDTHS = range(1, 17)

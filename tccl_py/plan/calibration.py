@@ -15,18 +15,18 @@ from itertools import combinations, permutations
 import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.measurements.measurement import BandwidthSource
-from tccl_py.measurements.memory import RememberingSource
+from tccl_py.model.machine import Machine
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.paths import PathType
+from tccl_py.model.symmetry import automorphisms
+from tccl_py.model.transfer import transfer_set
+from tccl_py.nccl.paths import local_nets
+from tccl_py.nccl.transport import View, hop_space, view
+from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.beliefs import Belief, beliefs
 from tccl_py.plan.plan import Plan, TopologyFile
 from tccl_py.plan.stock_judge import OutOfSetsError, StockJudge, Worth
-from tccl_py.runtimes.nccl.paths import local_nets
-from tccl_py.runtimes.nccl.transport import View, hop_space, view
-from tccl_py.runtimes.nccl.versions import version_facts
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.paths import PathType
-from tccl_py.topology.symmetry import automorphisms
-from tccl_py.transfers.transfer import transfer_set
+from tccl_py.sources.memory import RememberingSource
 
 Subset = tuple[int, ...]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tccl_py.errors import InputError
-from tccl_py.runtimes.nccl.kept import check_kept
-from tccl_py.runtimes.nccl.settings import check_settings
-from tccl_py.topology.knowledge import check_knowledge
-from tccl_py.topology.machine import check
-from tccl_py.topology.paths import PathType
-from tccl_py.transfers.transfer import parse_flow
+from tccl_py.model.knowledge import check_knowledge
+from tccl_py.model.machine import check
+from tccl_py.model.paths import PathType
+from tccl_py.model.transfer import parse_flow
+from tccl_py.nccl.pinned_env import check_kept
+from tccl_py.nccl.settings import check_settings
 
 if TYPE_CHECKING:
     from tccl_py.plan.plan import Plan, PlanHop

@@ -13,7 +13,10 @@ from contextlib import suppress
 import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.measurements.measurement import Measurement
+from tccl_py.model.measurement import Measurement
+from tccl_py.nccl.default_rings import StockChoice, stock_choice
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.transport import view
 from tccl_py.plan.plan import Plan, PlanChoice
 from tccl_py.plan.settings_search import BUFFSIZES, WORTH, mechanisms
 from tccl_py.plan.tasks import (
@@ -25,9 +28,6 @@ from tccl_py.plan.tasks import (
     measured_well,
     orders_under,
 )
-from tccl_py.runtimes.nccl.settings import Settings, environment
-from tccl_py.runtimes.nccl.stock import StockChoice, stock_choice
-from tccl_py.runtimes.nccl.transport import view
 
 MOST_CHANNELS = 32
 """Final channels that variables ask for at most."""

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 import msgspec
 
-from tccl_py.emitters.plan_files import (
+from tccl_py.errors import InputError
+from tccl_py.files import (
+    check_path,
+    decode_json,
+    encode_json,
+    read_bytes,
+    read_text,
+    write_atomically,
+)
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.nccl.topology_writer import topology_xml
+from tccl_py.nccl.transport import view
+from tccl_py.plan.files import (
     GRAPH_FILE,
     TOPOLOGY_FILE,
     conf_text,
@@ -17,40 +32,32 @@ from tccl_py.emitters.plan_files import (
     graph_text,
     subset_file,
 )
-from tccl_py.emitters.topology_xml import topology_xml
-from tccl_py.errors import InputError
-from tccl_py.files import check_path, encode_json, read_text, write_atomically
-from tccl_py.measurements.journal import JournalHeader, JournalledSource, read_journal
-from tccl_py.measurements.measurement import BandwidthSource
-from tccl_py.plan.manifest import (
-    MANIFEST_FILE,
-    PLAN_FILE,
-    Manifest,
-    check_if_listed,
-    manifest_text,
-    read_manifest,
-)
 from tccl_py.plan.plan import Plan, SubsetRings, TopologyFile, load_plan, per_channel
 from tccl_py.plan.staging import (
     FOLDERS,
+    MANIFEST_FILE,
     PATIENCE_S,
+    PLAN_FILE,
+    Manifest,
+    check_if_listed,
     locked,
     make,
+    manifest_text,
+    read_manifest,
     refused,
     unmake,
     write_file,
     write_new_directory,
     write_with_plan,
 )
-from tccl_py.runtimes.nccl.transport import view
 from tccl_py.simulator.descriptions import (
     DiscoveredMachine,
     description_to_json,
+    model_to_json,
     read_description,
 )
-from tccl_py.simulator.library import model_to_json
 from tccl_py.simulator.model import MachineModel
-from tccl_py.topology.fingerprint import Fingerprint
+from tccl_py.sources.journal import JournalHeader, JournalledSource, read_journal
 
 JOURNAL_FILE = "measurements.jsonl"
 _ODD = re.compile(r"[^A-Za-z0-9._-]")
@@ -360,3 +367,55 @@ def write_subset_graph(
         # Unlisted, the file is nobody's; a run that is killed between makes it again.
         write_file(directory / name, text)
         write_atomically(directory / MANIFEST_FILE, manifest_text(now.with_added(name, text)))
+
+
+# Findings that are kept beside a plan, and are of that plan alone: they have its digest.
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+"""With the fields `plan_digest` and `format_version`."""
+
+
+class _Head(msgspec.Struct):
+    """What findings of all versions have."""
+
+    format_version: int
+    plan_digest: str = ""
+
+
+def plan_digest(directory: Path) -> str:
+    """Return the digest of all files of a plan; of plan.json alone where it has no manifest.
+
+    Raises:
+        InputError: the manifest, or plan.json, cannot be read.
+    """
+    if (directory / MANIFEST_FILE).exists():
+        return read_manifest(directory).identity
+    return hashlib.blake2b(read_bytes(directory / PLAN_FILE), digest_size=8).hexdigest()
+
+
+def keep_beside_plan(found: S, path: Path) -> S:
+    """Write a file into a plan's directory, whole or not at all; gives what was written.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    whole = msgspec.structs.replace(found, plan_digest=plan_digest(path.parent))
+    write_atomically(path, encode_json(whole))
+    return whole
+
+
+def read_beside_plan(path: Path, kind: type[S], *, version: int) -> S | None:
+    """What a file in a plan's directory says of the plan that is there now; None if of another.
+
+    Raises:
+        InputError: it is unreadable, of another version, or damaged.
+    """
+    text = read_text(path)
+    head = decode_json(text, _Head, where=str(path), name=kind.__name__)
+    if head.format_version != version:
+        raise InputError(
+            str(path), f"has format version {head.format_version}", f"this program reads {version}"
+        )
+    found = decode_json(text, kind, where=str(path))
+    return found if head.plan_digest == plan_digest(path.parent) else None

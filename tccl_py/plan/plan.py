@@ -10,12 +10,11 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json, read_text, write_atomically
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Machine
+from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.checks import check_plan
-from tccl_py.plan.manifest import PLAN_FILE, check_if_listed
-from tccl_py.plan.staging import settle
-from tccl_py.runtimes.nccl.settings import Settings, environment
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Machine
+from tccl_py.plan.staging import PLAN_FILE, check_if_listed, settle
 
 FORMAT_VERSION = 2
 AS_GOOD = 0.01

@@ -7,10 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
-from tccl_py.measurements.measurement import BandwidthSource, Measurement, dealt
-from tccl_py.measurements.memory import RememberingSource
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Machine
+from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
+from tccl_py.model.paths import natural_cuts
+from tccl_py.model.rings import RingSet
+from tccl_py.model.symmetry import automorphisms
+from tccl_py.nccl.default_rings import StockChoice
+from tccl_py.nccl.free_choice import free_hop_space
+from tccl_py.nccl.pinned_env import as_read, direct_pairs, kept_level
+from tccl_py.nccl.settings import Settings, check_settings, final_channels
+from tccl_py.nccl.transport import view
+from tccl_py.nccl.versions import LATEST, version_facts
 from tccl_py.plan.choices import OwnChoices, as_graph, interval, own_choices
-from tccl_py.plan.limit import limit_gbps
 from tccl_py.plan.plan import (
     Alternative,
     FreeRings,
@@ -20,7 +29,7 @@ from tccl_py.plan.plan import (
     SubsetRings,
 )
 from tccl_py.plan.settings_search import SettingsSearch
-from tccl_py.plan.subsets import ALL_SUBSETS_UP_TO, subset_rings
+from tccl_py.plan.subsets import ALL_SUBSETS_UP_TO, limit_gbps, subset_rings
 from tccl_py.plan.tasks import (
     Choice,
     Stock,
@@ -28,19 +37,9 @@ from tccl_py.plan.tasks import (
     default_settings,
     measured_well,
 )
-from tccl_py.runtimes.free import free_hop_space
-from tccl_py.runtimes.nccl.kept import as_read, direct_pairs, kept_level
-from tccl_py.runtimes.nccl.settings import Settings, check_settings, final_channels
-from tccl_py.runtimes.nccl.stock import StockChoice
-from tccl_py.runtimes.nccl.transport import view
-from tccl_py.runtimes.nccl.versions import LATEST, version_facts
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SilentReporter
 from tccl_py.search.strategies import STRATEGIES, find_rings
-from tccl_py.topology.cuts import natural_cuts
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.symmetry import automorphisms
-from tccl_py.transfers.hops import RingSet
+from tccl_py.sources.memory import RememberingSource
 
 DEFAULT_BUDGET = Budget(sets=1000, idle_sets=100)
 RING_COUNTS = (1, 2, 4)
@@ -71,7 +70,7 @@ def make_plan(
 ) -> Plan:
     """Find the settings and rings that suit the machine best, as far as `source` tells.
 
-    >>> from tccl_py.simulator.library import load_bundled
+    >>> from tccl_py.simulator.descriptions import load_bundled
     >>> from tccl_py.simulator.source import Simulator
     >>> model = load_bundled("h200x4-vm")
     >>> plan = make_plan(model.machine, model.knowledge, Simulator(model))

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
+from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
+from tccl_py.nccl.candidates import candidates
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.tasks import (
     Choice,
     Rings,
@@ -17,11 +21,7 @@ from tccl_py.plan.tasks import (
     search_under,
     space_under,
 )
-from tccl_py.runtimes.nccl.candidates import candidates
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.versions import version_facts
 from tccl_py.search.problem import SearchResult
-from tccl_py.transfers.transfer import DEFAULT_FIFO_BYTES
 
 BASE_CHANNELS = 8
 """Channels under which mechanisms are compared first; the number is settled afterwards."""

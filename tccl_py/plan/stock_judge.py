@@ -7,17 +7,16 @@ from collections.abc import Sequence
 import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.measurements.measurement import BandwidthSource
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Machine
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.rings import ring_from_order, ring_set
+from tccl_py.model.symmetry import Symmetry, canonical
+from tccl_py.model.transfer import TransferSet
+from tccl_py.nccl.default_rings import StockChoice, stock_choice
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import hop_space
 from tccl_py.plan.tasks import condensed
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.stock import StockChoice, stock_choice
-from tccl_py.runtimes.nccl.transport import hop_space
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.symmetry import Symmetry
-from tccl_py.transfers.canonical import canonical
-from tccl_py.transfers.hops import ring_from_order, ring_set
-from tccl_py.transfers.transfer import TransferSet
 
 Order = tuple[int, ...]
 

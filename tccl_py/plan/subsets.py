@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 import numpy as np
 
 from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.measurements.measurement import BandwidthSource
-from tccl_py.measurements.memory import RememberingSource
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.rings import RingSet
+from tccl_py.model.symmetry import Symmetry, automorphisms
+from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
+from tccl_py.nccl.pinned_env import kept_level
+from tccl_py.nccl.settings import Settings
 from tccl_py.plan.plan import Plan, SubsetRings
 from tccl_py.plan.tasks import Order, Task, search_under
-from tccl_py.runtimes.nccl.kept import kept_level
-from tccl_py.runtimes.nccl.settings import Settings
 from tccl_py.search.problem import Budget, SilentReporter
-from tccl_py.topology.symmetry import Symmetry, automorphisms
+from tccl_py.sources.memory import RememberingSource
 
 ALL_SUBSETS_UP_TO = 8
 """Machines with more GPUs have too many subsets: theirs are planned when they are asked for."""
@@ -108,3 +111,42 @@ def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings
         gpus = tuple(sorted(rings[0]))
         images.setdefault(gpus, SubsetRings(gpus=gpus, rings=rings, rate_gbps=planned.rate_gbps))
     return images
+
+
+# The machine's limit for given rings: bare copies over the same hops, all at the same time.
+
+
+def limit_gbps(source: BandwidthSource, rings: RingSet, *, assumed: bool) -> float | None:
+    """Measure bare copies over the hops of a ring set, by copy engines and by kernels.
+
+    Args:
+        source: of the rings' own rates, too.
+        rings: the rings of a plan's recommended choice.
+        assumed: whether assumed values may lie behind the limit, as they do behind the plan.
+
+    Returns:
+        The better of the two in GB/s, scored as the rings are; None if neither can be measured.
+    """
+    rates = []
+    for copy_engine in (True, False):
+        with suppress(MeasurementError):
+            (found,) = source.measure([bare_copies(rings, copy_engine=copy_engine)])
+            if assumed or not found.assumed:
+                rates.append(len(rings.rings) * found.rate_gbps)
+    return max(rates, default=None)
+
+
+def bare_copies(rings: RingSet, *, copy_engine: bool) -> TransferSet:
+    """Return a plain transfer for each transfer of the rings' hops.
+
+    A bounce becomes an independent write and read of host memory as large as its FIFOs together:
+    in a larger buffer the host's memory would decide, not its caches.
+    """
+    flows = []
+    for flow in rings.flows.flows:
+        size = (flow.blocks or 1) * (flow.fifo or Fifo()).bytes if flow.is_bounce else None
+        for one in flow.transfers:
+            executor = Place("D" if copy_engine else "G", one.executor.index)
+            bare = Transfer(one.source, executor, one.destination)
+            flows.append(Flow((bare,), buffer=size))
+    return transfer_set(flows)

@@ -10,21 +10,12 @@ from typing import TypeVar
 
 import msgspec
 
-from tccl_py.chains.rules import EvenUse
 from tccl_py.errors import SearchError
-from tccl_py.measurements.measurement import BandwidthSource, Measurement
-from tccl_py.runtimes.nccl.chain_hops import chain_hop_space
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.stock import StockChains, StockChoice
-from tccl_py.runtimes.nccl.transport import hop_space
-from tccl_py.runtimes.nccl.versions import Level
-from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
-from tccl_py.search.strategies import find_rings
-from tccl_py.topology.cuts import natural_cuts
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.symmetry import automorphisms
-from tccl_py.transfers.hops import (
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Machine
+from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.paths import natural_cuts
+from tccl_py.model.rings import (
     HopSpace,
     Ring,
     RingSet,
@@ -33,6 +24,15 @@ from tccl_py.transfers.hops import (
     ring_like,
     ring_set,
 )
+from tccl_py.model.symmetry import automorphisms
+from tccl_py.nccl.candidates import chain_hop_space
+from tccl_py.nccl.default_rings import StockChains, StockChoice
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.versions import Level
+from tccl_py.search.chains import EvenUse
+from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
+from tccl_py.search.strategies import find_rings
 
 Order = tuple[int, ...]
 Rings = Sequence[Ring]

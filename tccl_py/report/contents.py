@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.explanation.findings import EXPLANATION_FILE, Explanation, load_explanation
-from tccl_py.measurements.journal import JournalContents, read_journal
+from tccl_py.explain.findings import EXPLANATION_FILE, Explanation, load_explanation
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory
 from tccl_py.plan.plan import ChoiceName, Plan, load_plan
-from tccl_py.verification.record import VERIFICATION_FILE, load_verification
+from tccl_py.sources.journal import JournalContents, read_journal
+from tccl_py.verify.record import VERIFICATION_FILE, load_verification
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):

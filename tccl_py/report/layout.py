@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import msgspec
 
-from tccl_py.topology.machine import Gpu, Machine, Nic, NumaNode, PciLink
+from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, PciLink
 
 GAP = 8.0
 PAD = 12.0

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator
 
 from markupsafe import Markup
 
+from tccl_py.model.machine import Machine
 from tccl_py.report.lanes import LANE, depth, wires
 from tccl_py.report.layout import Box, Layout, lay_out, link_words
 from tccl_py.report.svg import element, figure, fitted, join
-from tccl_py.topology.machine import Machine
 
 _SWITCH = 26.0
 _DROP = 30.0

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from markupsafe import Markup
 
-from tccl_py.measurements.measurement import Measurement
+from tccl_py.model.measurement import Measurement
 from tccl_py.report.contents import Contents
 from tccl_py.report.heat_map import HeatMap, heat_map
 from tccl_py.report.rates import (

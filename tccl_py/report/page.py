@@ -10,7 +10,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from tccl_py.emitters.nccl_conf import env_sh
+from tccl_py.nccl.conf import env_sh
+from tccl_py.nccl.pinned_env import kept_text
+from tccl_py.nccl.settings import environment
 from tccl_py.plan.plan import Plan, proof_text
 from tccl_py.report.bars import rates_figure, settings_figure
 from tccl_py.report.contents import Contents
@@ -21,8 +23,6 @@ from tccl_py.report.sources import figure_sources, mark
 from tccl_py.report.svg import shown
 from tccl_py.report.tables import machine_parts, plan_files
 from tccl_py.report.words import CHOICE_WORDS, gpu_list, order_words, settings_words
-from tccl_py.runtimes.nccl.kept import kept_text
-from tccl_py.runtimes.nccl.settings import environment
 
 GENERATOR = '<meta name="generator" content="tccl report">'
 """Stands near the top of every report, and so tells one from other files."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from tccl_py.measurements.measurement import Measurement
-from tccl_py.transfers.transfer import Flow, parse_flow
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import Flow, parse_flow
 
 _SLOWED = 0.99
 """What keeps more of its rate than this is not slowed: noise makes as much."""

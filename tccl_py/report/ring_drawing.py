@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterator
 import msgspec
 from markupsafe import Markup
 
+from tccl_py.model.machine import Machine
+from tccl_py.model.paths import path_type
+from tccl_py.model.transfer import parse_flow
 from tccl_py.plan.plan import PlanHop, PlanRing
 from tccl_py.report.lanes import LANE, Wire, depth, wires
 from tccl_py.report.layout import Layout, lay_out
 from tccl_py.report.machine_drawing import machine_parts
 from tccl_py.report.svg import element, figure, join
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.paths import path_type
-from tccl_py.transfers.transfer import parse_flow
 
 _SAME = 1e-6
 _PORT = 9.0

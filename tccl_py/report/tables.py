@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.emitters.plan_files import TOPOLOGY_FILE
+from tccl_py.model.machine import Machine
 from tccl_py.plan.directory import JOURNAL_FILE, machine_file
-from tccl_py.plan.manifest import PLAN_FILE
+from tccl_py.plan.files import TOPOLOGY_FILE
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.staging import PLAN_FILE
 from tccl_py.report.contents import Contents
 from tccl_py.report.layout import link_words
-from tccl_py.topology.machine import Machine
 
 
 class PlanFile(msgspec.Struct, frozen=True, kw_only=True):

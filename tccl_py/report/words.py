@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.plan import ChoiceName
-from tccl_py.runtimes.nccl.settings import Settings, environment
 
 CHOICE_WORDS: dict[ChoiceName, str] = {
     "default": "default NCCL",

@@ -16,14 +16,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_py.search.bounds import Bounds, Floats
-from tccl_py.search.brute_force import admitted, all_ring_sets
-from tccl_py.search.conflicts import smallest_slow_part
-from tccl_py.search.hop_index import HopIndex
-from tccl_py.search.incumbent import Incumbent
-from tccl_py.search.ledger import BudgetSpentError, Ledger
-from tccl_py.search.problem import SetRule
-from tccl_py.search.relaxations import best_connected, connected_above, crossing_bound, crossings
+from tccl_py.search.bounds import (
+    Bounds,
+    Floats,
+    best_connected,
+    connected_above,
+    crossing_bound,
+    crossings,
+)
+from tccl_py.search.evaluator import BudgetSpentError, Incumbent, Ledger, smallest_slow_part
+from tccl_py.search.problem import HopIndex, SetRule
+from tccl_py.search.tccl_paper import admitted, all_ring_sets
 
 MAX_STATES = 10_000
 """States looked at for one ring count before the search gives up on a proof."""

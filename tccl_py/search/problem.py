@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tccl_py.errors import SearchError
-from tccl_py.measurements.measurement import BandwidthSource
-from tccl_py.topology.symmetry import Symmetry
-from tccl_py.transfers.hops import Hop, HopSpace, Ring, RingSet
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring, ring_set
+from tccl_py.model.symmetry import Symmetry
+from tccl_py.model.transfer import Flow, Place, Transfer, TransferSet
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,3 +138,172 @@ def check_problem(problem: SearchProblem) -> None:
                 raise SearchError(f"{space.name}: no hop leaves GPU {gpu}")
             if not any(space.between(other, gpu) for other in others):
                 raise SearchError(f"{space.name}: no hop reaches GPU {gpu}")
+
+
+# Hops as small integers, so that bounds and symmetries are array operations.
+
+
+MAX_CLOSED = 2
+"""Sets of up to so many hops have few enough images to list them all for any group."""
+
+Hops = tuple[int, ...]
+"""Hop numbers, ascending; a number that comes twice is a hop that two rings take."""
+
+
+class HopIndex:
+    """Numbers the hops of a space in the order of their text, which all spaces share.
+
+    `pair[i, j]` lists the numbers of the hops from the i-th to the j-th GPU, padded with -1.
+    `images[e, h]` is the hop that the e-th symmetry element takes hop h to; `inside` tells which
+    elements are among them: those that take every hop to a hop of the space.
+    """
+
+    def __init__(self, space: HopSpace, symmetry: Symmetry) -> None:
+        self.space = space
+        self.gpus = space.gpus
+        self.hops: tuple[Hop, ...] = tuple(sorted(space, key=lambda hop: str(hop.flow)))
+        self.texts = tuple(str(hop.flow) for hop in self.hops)
+        self.number = {hop: number for number, hop in enumerate(self.hops)}
+        position = {gpu: i for i, gpu in enumerate(self.gpus)}
+        self.source = np.array([position[hop.source] for hop in self.hops])
+        self.target = np.array([position[hop.target] for hop in self.hops])
+        self.bounces = np.array([hop.flow.is_bounce for hop in self.hops])
+        self.pair = self._pairs()
+        self.symmetry = symmetry
+        table = self._images(symmetry, symmetry.elements)
+        self.inside: npt.NDArray[np.bool_] = np.logical_and.reduce(table >= 0, axis=1)
+        self.images: npt.NDArray[np.int32] = table[self.inside]
+        self._moves = self._generator_images(symmetry)
+        self._smallest: dict[Hops, Hops] = {}
+
+    def _pairs(self) -> npt.NDArray[np.int64]:
+        count = len(self.gpus)
+        cells: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(count)]
+        for number in range(len(self.hops)):
+            cells[self.source[number]][self.target[number]].append(number)
+        width = max((len(cell) for row in cells for cell in row), default=1)
+        table = np.full((count, count, max(width, 1)), -1)
+        for i, row in enumerate(cells):
+            for j, cell in enumerate(row):
+                table[i, j, : len(cell)] = cell
+        return table
+
+    def _generator_images(self, symmetry: Symmetry) -> npt.NDArray[np.int32] | None:
+        """Images under generators of a group too large to be listed; None if all is listed."""
+        if symmetry.order == len(symmetry.elements):
+            return None
+        position = {point: i for i, point in enumerate(symmetry.points)}
+        rows = [[position[g[point]] for point in symmetry.points] for g in symmetry.generators]
+        table = self._images(symmetry, np.array(rows, dtype=np.int16))
+        kept: npt.NDArray[np.int32] = table[np.logical_and.reduce(table >= 0, axis=1)]
+        return kept
+
+    def _images(self, symmetry: Symmetry, elements: npt.NDArray[np.int16]) -> npt.NDArray[np.int32]:
+        """For each element and hop the hop it becomes, -1 if the space lacks that."""
+        points = {point: i for i, point in enumerate(symmetry.points)}
+        alike: dict[tuple[_Shape, tuple[int, ...]], list[int]] = {}
+        places: list[list[int]] = []
+        for number, hop in enumerate(self.hops):
+            touched = [points[name] for name in _touched(hop.flow)]
+            places.append(list(dict.fromkeys(touched)))
+            # Which places are the same one is kept by every element: it belongs to the shape.
+            repeated = tuple(places[-1].index(place) for place in touched)
+            alike.setdefault((_shape(hop.flow), repeated), []).append(number)
+        table = np.empty((len(elements), len(self.hops)), dtype=np.int32)
+        for numbers in alike.values():
+            # Hops of a shape differ by their places alone: these, as digits of one number, tell.
+            of_each = np.array([places[number] for number in numbers])
+            digits = np.int64(len(points)) ** np.arange(of_each.shape[1])
+            codes = of_each @ digits
+            order = np.argsort(codes)
+            moved = elements[:, of_each].astype(np.int64) @ digits
+            found = np.minimum(np.searchsorted(codes[order], moved), len(codes) - 1)
+            known = codes[order][found] == moved
+            table[:, numbers] = np.where(known, np.array(numbers)[order][found], -1)
+        return table
+
+    @cached_property
+    def gpu_positions(self) -> npt.NDArray[np.int64]:
+        """0 .. number of GPUs - 1."""
+        return np.arange(len(self.gpus))
+
+    def transfer_set(self, hops: Sequence[int]) -> TransferSet:
+        """The flows of these hops, all together."""
+        # Numbers are in the order of the texts, which is a set's order.
+        return TransferSet(tuple(self.hops[number].flow for number in sorted(hops)))
+
+    def text(self, hops: Sequence[int]) -> str:
+        """The text of `transfer_set`."""
+        return " ".join([self.texts[number] for number in sorted(hops)])
+
+    def canonical(self, hops: Sequence[int]) -> Hops:
+        """The smallest image of these hops under the symmetry, as far as it can be listed."""
+        key = tuple(sorted(hops))
+        smallest = self._smallest.get(key)
+        if smallest is None:
+            if self._moves is not None and len(key) <= MAX_CLOSED:
+                rows = [tuple(row) for row in self.orbit(key).tolist()]
+                self._smallest.update(dict.fromkeys(rows, rows[0]))
+            else:
+                self._smallest[key] = self._smallest_listed(key)
+            smallest = self._smallest[key]
+        return smallest
+
+    def _smallest_listed(self, key: Hops) -> Hops:
+        if len(self.images) == 1:
+            return key
+        images = np.sort(self.images[:, key], axis=1)
+        for column in range(images.shape[1]):
+            images = images[images[:, column] == images[:, column].min()]
+        return tuple(images[0].tolist())
+
+    def orbit(self, hops: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Distinct images of these hops, one sorted row each, in ascending order.
+
+        For up to MAX_CLOSED hops these are all images, for more those under the listed elements.
+        """
+        if self._moves is not None and len(hops) <= MAX_CLOSED:
+            return self._closure(np.array([sorted(hops)], dtype=np.int32), self._moves)
+        return np.unique(np.sort(self.images[:, list(hops)], axis=1), axis=0)
+
+    @staticmethod
+    def _closure(
+        rows: npt.NDArray[np.int32], moves: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
+        count = 0
+        while len(rows) > count:
+            count = len(rows)
+            images = np.sort(moves[:, rows].reshape(-1, rows.shape[1]), axis=1)
+            rows = np.unique(np.concatenate([rows, images]), axis=0)
+        return rows
+
+    def rings(self, sequences: Sequence[Sequence[int]]) -> RingSet:
+        """The ring set of these sequences of hop numbers."""
+        return ring_set([self.ring(sequence) for sequence in sequences])
+
+    def ring(self, sequence: Sequence[int]) -> Ring:
+        """The ring of one sequence of hop numbers."""
+        return ring([self.hops[number] for number in sequence])
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    """A flow without its device numbers."""
+
+    kinds: tuple[str, ...]
+    blocks: int | None
+    fifo: str
+
+
+def _ends(transfer: Transfer) -> tuple[Place, Place, Place]:
+    return (transfer.source, transfer.executor, transfer.destination)
+
+
+def _touched(flow: Flow) -> tuple[str, ...]:
+    """Points of the symmetry that a flow names; a copy engine moves with its GPU."""
+    places = [place for transfer in flow.transfers for place in _ends(transfer)]
+    return tuple(f"{'G' if p.kind == 'D' else p.kind}{p.index}" for p in places)
+
+
+def _shape(flow: Flow) -> _Shape:
+    kinds = tuple(place.kind for transfer in flow.transfers for place in _ends(transfer))
+    return _Shape(kinds, flow.blocks, str(flow.fifo))

@@ -8,13 +8,12 @@ from typing import TypeVar
 import numpy as np
 
 from tccl_py.errors import SearchError
+from tccl_py.model.rings import HopSpace, Ring, ring_from_order, ring_like
+from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.search.best_first import RingSetSearch
-from tccl_py.search.brute_force import admitted, all_ring_sets, count_ring_sets
-from tccl_py.search.eager import eager_rings, interchangeable
-from tccl_py.search.hop_index import HopIndex
-from tccl_py.search.incumbent import Candidate, Incumbent
-from tccl_py.search.ledger import BudgetSpentError, Ledger
+from tccl_py.search.evaluator import BudgetSpentError, Candidate, Incumbent, Ledger, trusted_index
 from tccl_py.search.problem import (
+    HopIndex,
     Progress,
     Reporter,
     SearchProblem,
@@ -22,9 +21,13 @@ from tccl_py.search.problem import (
     SilentReporter,
     check_problem,
 )
-from tccl_py.search.trust import trusted_index
-from tccl_py.topology.symmetry import Symmetry, keeping
-from tccl_py.transfers.hops import HopSpace, Ring, ring_from_order, ring_like
+from tccl_py.search.tccl_paper import (
+    admitted,
+    all_ring_sets,
+    count_ring_sets,
+    eager_rings,
+    interchangeable,
+)
 
 Strategy = Callable[["Run"], None]
 _Known = TypeVar("_Known")

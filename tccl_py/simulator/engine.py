@@ -8,14 +8,22 @@ from typing import NamedTuple
 import msgspec
 
 from tccl_py.errors import MeasurementError
-from tccl_py.simulator.congestion import Part, held, matches, roles
-from tccl_py.simulator.executors import applies, bent, figures_used, unbent
-from tccl_py.simulator.figures import CAPACITY_FIELDS, Figures
+from tccl_py.model.transfer import Flow, TransferSet
+from tccl_py.simulator.executors import (
+    Bound,
+    Part,
+    applies,
+    bent,
+    figures_used,
+    held,
+    matches,
+    max_min_rates,
+    roles,
+    unbent,
+)
 from tccl_py.simulator.model import Capacity, Links, MachineModel, Memory
-from tccl_py.simulator.parameters import Parameters
+from tccl_py.simulator.parameters import CAPACITY_FIELDS, Figures, Parameters
 from tccl_py.simulator.routes import Edge, Leg, Network, legs_of
-from tccl_py.simulator.sharing import Bound, max_min_rates
-from tccl_py.transfers.transfer import Flow, TransferSet
 
 MIB = 1024.0 * 1024.0
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
-from tccl_py.simulator.figures import Figures
-from tccl_py.simulator.model import ExecutorLimit, Figure
+import msgspec
+
+from tccl_py.model.transfer import Flow
+from tccl_py.simulator.model import Congestion, ExecutorLimit, Figure, Key, Member, Traffic
+from tccl_py.simulator.parameters import Figures
 from tccl_py.simulator.routes import Leg, Network
-from tccl_py.transfers.transfer import Flow
 
 
 def applies(limit: ExecutorLimit, network: Network, flow: Flow, legs: tuple[Leg, ...]) -> bool:
@@ -73,3 +76,150 @@ def _block_rate(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
         size = max(1, size // flow.fifo.slots)
     # 1 GB/s is 1000 bytes a microsecond.
     return size / (figures.value(limit.latency_us) + size / (rate * 1000.0)) / 1000.0
+
+
+# Max-min fair sharing: nobody can be given more without taking from one who has less.
+
+
+Bound = dict[int, float]
+"""Flow -> what one GB/s of it takes of the bound; the sum over all flows is at most 1."""
+
+_TIE = 1.0 + 1e-12
+"""Bounds that tighten at the same rate but for rounding are one bottleneck."""
+
+
+def max_min_rates(count: int, bounds: Sequence[Bound]) -> list[float]:
+    """Rates of `count` flows under the bounds, by progressive filling; a flow in none gets inf.
+
+    Exact up to rounding. O(bottlenecks x bounds) time; the slowest rate is
+    min(1 / sum of a bound's shares), so a further flow or bound never raises it.
+    """
+    bounds = _tightest(bounds)
+    rates = [math.inf] * count
+    room = [1.0] * len(bounds)
+    pull = [sum(bound.values()) for bound in bounds]
+    growing = [len(bound) for bound in bounds]
+    bounds_of: list[list[int]] = [[] for _ in range(count)]
+    for index, bound in enumerate(bounds):
+        for flow in bound:
+            bounds_of[flow].append(index)
+    alive = [index for index, bound in enumerate(bounds) if bound]
+    while alive:
+        # 1. All growing rates rise together until the first bounds are full.
+        level = min(room[index] / pull[index] for index in alive)
+        full = [index for index in alive if room[index] <= level * _TIE * pull[index]]
+        # 2. Every flow in them keeps this rate; what it takes elsewhere is gone there.
+        stopped = {f for index in full for f in bounds[index] if rates[f] == math.inf}
+        for flow in stopped:
+            rates[flow] = level
+            for index in bounds_of[flow]:
+                share = bounds[index][flow]
+                room[index] = max(room[index] - share * level, 0.0)
+                pull[index] -= share
+                growing[index] -= 1
+        alive = [index for index in alive if growing[index]]
+    return rates
+
+
+def _tightest(bounds: Sequence[Bound]) -> list[Bound]:
+    """The bounds, with only the tightest of those that hold one flow alone."""
+    alone: dict[int, float] = {}
+    shared = []
+    for bound in bounds:
+        if len(bound) == 1:
+            ((flow, share),) = bound.items()
+            alone[flow] = max(share, alone.get(flow, 0.0))
+        else:
+            shared.append(bound)
+    return shared + [{flow: share} for flow, share in alone.items()]
+
+
+# Congestion rules applied to the legs of a set: groups of transfers, and what a group gets.
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One leg's part in a rule: in which group, as which member, with what to count."""
+
+    rule: int
+    member: int
+    group: str
+    flow: int
+    leg: int
+    keys: dict[Key, str]
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule that holds for a group: the bounds it sets, and whether they are assumed."""
+
+    bounds: tuple[Bound, ...]
+    assumed: bool
+
+
+def matches(traffic: Traffic, leg: Leg) -> bool:
+    """Whether a leg is of this traffic."""
+    return (
+        traffic.operation in ("any", leg.operation)
+        and traffic.path in ("any", leg.path)
+        and traffic.crosses in ("any", leg.crosses)
+        and traffic.memory in ("any", leg.memory)
+        and traffic.executor in ("any", leg.executor)
+    )
+
+
+def roles(rules: Sequence[Congestion], leg: Leg) -> tuple[tuple[int, int, str], ...]:
+    """(rule, member, group) of everything a leg may take part in; what a flow's cache keeps."""
+    found = []
+    for number, rule in enumerate(rules):
+        group = "" if rule.together_at == "transfer" else leg.keys.get(rule.together_at)
+        if group is None:
+            continue
+        for index, member in enumerate(rule.members):
+            if matches(member.traffic, leg):
+                found.append((number, index, group))
+    return tuple(found)
+
+
+def held(rules: Sequence[Congestion], parts: Sequence[Part], figures: Figures) -> Iterator[Held]:
+    """The rules that hold for this set, one result a group."""
+    groups: dict[tuple[int, str], list[Part]] = {}
+    for part in parts:
+        alone = f"{part.flow}/{part.leg}" if rules[part.rule].together_at == "transfer" else ""
+        groups.setdefault((part.rule, part.group + alone), []).append(part)
+    for (number, _), group in groups.items():
+        if _holds(rules[number], group):
+            yield _bounds(rules[number], group, figures)
+
+
+def _holds(rule: Congestion, group: Sequence[Part]) -> bool:
+    if rule.needs == "every" and len({part.member for part in group}) < len(rule.members):
+        return False
+    for key, count in rule.at_least.items():
+        if key == "transfer":
+            different: set[object] = {(part.flow, part.leg) for part in group}
+        else:
+            different = {part.keys[key] for part in group if key in part.keys}
+        if len(different) < count:
+            return False
+    return True
+
+
+def _bounds(rule: Congestion, group: Sequence[Part], figures: Figures) -> Held:
+    present = [rule.members[index] for index in sorted({part.member for part in group})]
+    used = [figure for member in present for figure in _figures(member)]
+    bounds: list[Bound] = []
+    totals = [figures.value(member.total) for member in present if member.total is not None]
+    if totals:
+        share = 1.0 / min(totals)
+        total: Bound = {}
+        for flow, _ in {(part.flow, part.leg) for part in group}:
+            total[flow] = total.get(flow, 0.0) + share
+        bounds.append(total)
+    for part in group:
+        each = rule.members[part.member].each
+        if each is not None:
+            bounds.append({part.flow: 1.0 / figures.value(each)})
+    return Held(bounds=tuple(bounds), assumed=any(figures.assumed(figure) for figure in used))
+
+
+def _figures(member: Member) -> list[Figure]:
+    return [figure for figure in (member.total, member.each) if figure is not None]

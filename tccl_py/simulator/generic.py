@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from tccl_py.simulator.checks import check_model
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Machine, PciLink
 from tccl_py.simulator.model import (
     MODEL_VERSION,
     Capacity,
@@ -22,9 +23,7 @@ from tccl_py.simulator.model import (
     Memory,
     Traffic,
 )
-from tccl_py.simulator.parameters import bundled_parameters
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Machine, PciLink
+from tccl_py.simulator.parameters import bundled_parameters, check_model
 
 GEN5_GTS = 32.0
 DEFAULT_WIDTH = 16

@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from tccl_py.topology.knowledge import Knowledge, Provenance
-from tccl_py.topology.machine import Machine
+from tccl_py.model.knowledge import Knowledge, Provenance
+from tccl_py.model.machine import Machine
 
 MODEL_VERSION = 1
 

@@ -8,9 +8,9 @@ from typing import Literal
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.model.machine import Machine
+from tccl_py.model.transfer import Flow, Place, Transfer
 from tccl_py.simulator.model import Key, MachineModel
-from tccl_py.topology.machine import Machine
-from tccl_py.transfers.transfer import Flow, Place, Transfer
 
 Edge = tuple[str, str]
 """A link in one direction, from device to device."""

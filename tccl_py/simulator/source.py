@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tccl_py.errors import InputError
-from tccl_py.measurements.measurement import Measurement
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import TransferSet
 from tccl_py.simulator.engine import Engine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.parameters import Parameters, bundled_parameters
-from tccl_py.transfers.transfer import TransferSet
 
 NOISY_REPEATS = 9
 """Repeats of a noisy measurement where none are asked for; without noise one says it all."""

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.cluster.this_host import names_of_this_host
-from tccl_py.emitters.cluster_files import host_graph_file
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import (
     ALIKE_VARIABLE,
@@ -20,14 +18,16 @@ from tccl_py.health.fitness import (
     why_not_of_class,
     why_not_with,
 )
-from tccl_py.plan.manifest import check_files
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.machine import normal_bus_id
+from tccl_py.nccl.conf import settings_of_files
+from tccl_py.nccl.pinned_env import against, other_topology
+from tccl_py.plan.files import host_graph_file
 from tccl_py.plan.plan import Plan
-from tccl_py.runtimes.nccl.conf_files import settings_of_files
-from tccl_py.runtimes.nccl.contradictions import against, other_topology
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.readers.busid import normal_bus_id
-from tccl_py.topology.readers.live import fingerprint_of
-from tccl_py.topology.readers.nvml import GpuFacts, driver_facts
+from tccl_py.plan.staging import check_files
+from tccl_py.readers.hosts import names_of_this_host
+from tccl_py.readers.live import fingerprint_of
+from tccl_py.readers.nvml import GpuFacts, driver_facts
 from tccl_py.torch.plans import Member, OpenPlan, check_no_graph, open_plan
 from tccl_py.torch.surroundings import GRAPH_VARIABLE, ProcessSettings
 

@@ -8,14 +8,13 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
-from tccl_py.emitters.cluster_files import host_graph_file
-from tccl_py.emitters.nccl_conf import job_environment
-from tccl_py.emitters.plan_files import GRAPH_FILE, subset_file
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
+from tccl_py.nccl.conf import job_environment
 from tccl_py.plan.directory import check_plan_directory, topology_path
-from tccl_py.plan.manifest import PLAN_FILE, check_files
+from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.plan.staging import PLAN_FILE, check_files
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,19 +11,12 @@ import time
 import pytest
 
 from tccl_py.cli.nccl_here import why_not_asked
+from tccl_py.nccl.asked import Question, RefusedError, ask_each, ask_nccl, judged, verdict_on
+from tccl_py.nccl.installed_rings import InstalledRings
+from tccl_py.nccl.log import same_rings
+from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.plan import load_plan
-from tccl_py.runtimes.nccl.asked import (
-    Question,
-    RefusedError,
-    ask_each,
-    ask_nccl,
-    judged,
-    verdict_on,
-)
-from tccl_py.runtimes.nccl.installed_rings import InstalledRings
-from tccl_py.runtimes.nccl.log import same_rings
-from tccl_py.runtimes.nccl.settings import Settings, environment
-from tccl_py.topology.readers.live import discover_machine
+from tccl_py.readers.live import discover_machine
 from tests.gpu.test_nccl_loads_plans import in_ranks, run_ranks, tccl
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]

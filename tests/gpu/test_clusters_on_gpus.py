@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from tccl_py.cluster_plan.plan import load_cluster_plan
-from tccl_py.runtimes.nccl.log import parse_log, same_rings
-from tccl_py.runtimes.nccl.settings import environment
-from tccl_py.verification.record import load_verification
+from tccl_py.nccl.log import parse_log, same_rings
+from tccl_py.nccl.settings import environment
+from tccl_py.verify.record import load_verification
 
 pytestmark = pytest.mark.timeout(600)
 REPOSITORY = Path(__file__).resolve().parents[2]

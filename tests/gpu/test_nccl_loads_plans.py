@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tccl_py.emitters.plan_files import graph_text
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.paths import PathType, path_type
+from tccl_py.nccl.log import parse_log, same_rings
+from tccl_py.nccl.settings import Settings, environment, final_channels
+from tccl_py.nccl.validator import validate
+from tccl_py.plan.files import graph_text
 from tccl_py.plan.plan import load_plan
-from tccl_py.runtimes.nccl.log import parse_log, same_rings
-from tccl_py.runtimes.nccl.settings import Settings, environment, final_channels
-from tccl_py.runtimes.nccl.validator import validate
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.paths import PathType, path_type
-from tccl_py.topology.readers.live import discover_machine
-from tccl_py.topology.readers.nccl_topology import read_nccl_topology
+from tccl_py.readers.live import discover_machine
+from tccl_py.readers.nccl_topology import read_nccl_topology
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.emitters.plan_files import node_graph_text
-from tccl_py.runtimes.nccl.graph_file import parse_graph_file
-from tccl_py.runtimes.nccl.log import parse_log, same_rings
-from tccl_py.runtimes.nccl.settings import Settings, environment
-from tccl_py.runtimes.nccl.stock import stock_chains
-from tccl_py.runtimes.nccl.transport import view
-from tccl_py.runtimes.nccl.validator import NodeJob, validate_cluster
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.readers.nccl_topology import read_nccl_topology
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.nccl.default_rings import stock_chains
+from tccl_py.nccl.graph_file import parse_graph_file
+from tccl_py.nccl.log import parse_log, same_rings
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.transport import view
+from tccl_py.nccl.validator import NodeJob, validate_cluster
+from tccl_py.plan.files import node_graph_text
+from tccl_py.readers.nccl_topology import read_nccl_topology
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
 REPOSITORY = Path(__file__).resolve().parents[2]

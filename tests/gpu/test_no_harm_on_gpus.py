@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tccl_py.nccl.log import parse_log, same_rings
 from tccl_py.plan.directory import machine_file, write_plan
 from tccl_py.plan.plan import load_plan
-from tccl_py.runtimes.nccl.log import parse_log, same_rings
-from tccl_py.topology.readers.live import discover_machine
+from tccl_py.readers.live import discover_machine
 from tests.planned import needing_a_graph, rebind
 
 pytestmark = pytest.mark.timeout(300)

@@ -19,9 +19,9 @@ from tccl_profiler.session import Session
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.watch import Watch
 from tccl_py.errors import MeasurementError
+from tccl_py.model.transfer import parse_set
 from tccl_py.plan.plan import load_plan
-from tccl_py.topology.readers.live import discover_machine
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.readers.live import discover_machine
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(240)]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -163,8 +163,8 @@ def test_too_little_gpu_memory_is_said_by_name_and_nothing_is_left(here):
 
 CHILD = """
 from tccl_profiler.session import Session
-from tccl_py.topology.readers.live import discover_machine
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.readers.live import discover_machine
+from tccl_py.model.transfer import parse_set
 machine, _, fingerprint = discover_machine()
 with Session(machine, fingerprint) as session:
     while True:

@@ -6,7 +6,7 @@ import pytest
 from tccl_profiler.cluster.session import LIMITS, ClusterSession
 from tccl_profiler.profiler import Options
 from tccl_profiler.statistics import Stopping
-from tccl_py.transfers.transfer import parse_set
+from tccl_py.model.transfer import parse_set
 from tests.profiler_clusters import agents_in_processes
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(240)]

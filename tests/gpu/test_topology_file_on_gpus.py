@@ -10,13 +10,13 @@ import statistics
 import msgspec
 import pytest
 
-from tccl_py.emitters.topology_xml import topology_xml
+from tccl_py.nccl.default_rings import stock_choice
+from tccl_py.nccl.log import same_rings
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.topology_writer import topology_xml
 from tccl_py.plan.beliefs import beliefs
-from tccl_py.runtimes.nccl.log import same_rings
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.runtimes.nccl.stock import stock_choice
-from tccl_py.topology.readers.live import discover_machine
-from tccl_py.topology.readers.nccl_topology import read_nccl_topology
+from tccl_py.readers.live import discover_machine
+from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.gpu.test_nccl_loads_plans import run_ranks, tccl
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]

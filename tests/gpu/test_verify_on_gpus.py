@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tccl_py.plan.plan import load_plan
-from tccl_py.verification.arms import Place
-from tccl_py.verification.orders import Order, groups_of
-from tccl_py.verification.record import load_verification
-from tccl_py.verification.rings import rings_found
-from tccl_py.verification.subjects import machine_subject
+from tccl_py.verify.arms import Place
+from tccl_py.verify.orders import Order, groups_of
+from tccl_py.verify.record import load_verification
+from tccl_py.verify.rings import rings_found
+from tccl_py.verify.subjects import machine_subject
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from tccl_py.cluster_plan.plan import load_cluster_plan
-from tccl_py.runtimes.nccl.settings import environment
-from tccl_py.runtimes.nccl.validator import NodeJob, validate_cluster
+from tccl_py.nccl.settings import environment
+from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tests.namespaces import (
     LINK_GBPS,
     PAYLOAD,

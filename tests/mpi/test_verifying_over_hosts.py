@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tccl_py.cluster_plan.directory import write_cluster_plan
-from tccl_py.runtimes.nccl.settings import Settings
-from tccl_py.verification.record import load_verification
+from tccl_py.nccl.settings import Settings
+from tccl_py.verify.record import load_verification
 from tests.cluster_plans import LOCAL, ONE, PAIR, cluster_plan
 from tests.namespaces import ended, namespaces  # noqa: F401 (a fixture)
 

@@ -40,7 +40,7 @@ from tccl_profiler.session import HOST_MEMORY
 from tccl_profiler.watch import Watch
 from tccl_profiler.workers import DeviceSpec, WorkerLost
 from tccl_py.errors import InputError, MeasurementError, TcclError
-from tccl_py.topology.machine import Machine
+from tccl_py.model.machine import Machine
 
 SILENCE_S = 30.0
 """After so long without a word the controller is taken to be gone."""

@@ -17,11 +17,10 @@ from tccl_profiler.cluster.interfaces import (
     with_own_nics,
 )
 from tccl_py.errors import InputError
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.knowledge import Knowledge
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.readers.installed_nccl import installed_nccl
-from tccl_py.topology.visible import VARIABLE, only_gpus, visible_indices
+from tccl_py.model.knowledge import Fingerprint, Knowledge
+from tccl_py.model.machine import Machine
+from tccl_py.readers.installed_nccl import installed_nccl
+from tccl_py.readers.nvml import VARIABLE, only_gpus, visible_indices
 
 _NONE = "none"
 _GPUS = "start ranks where GPUs are, or add --backend host to rehearse on the hosts' memory"
@@ -108,7 +107,7 @@ def host_facts(
 
 def _discovered(backend: str, devices: int | None) -> tuple[Machine, Knowledge, Fingerprint]:
     if backend == "cuda":
-        from tccl_py.topology.readers.live import discover_machine  # noqa: PLC0415
+        from tccl_py.readers.live import discover_machine  # noqa: PLC0415
 
         try:
             machine, knowledge, fingerprint = discover_machine()

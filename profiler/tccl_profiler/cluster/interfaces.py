@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.topology.machine import Machine, Nic
-from tccl_py.topology.readers.network import network_ports
+from tccl_py.model.machine import Machine, Nic
+from tccl_py.readers.sysfs import network_ports
 
 SYSFS = Path("/sys")
 PROC = Path("/proc")

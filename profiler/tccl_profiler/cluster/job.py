@@ -26,8 +26,8 @@ from tccl_profiler.cluster.meeting import CONTROLLER, Hello, Meeting
 from tccl_profiler.cluster.messages import Beat, End, Ended, Envelope
 from tccl_profiler.cluster.messenger import ChannelMessenger, Heart, Naps, PeerGone
 from tccl_py.children import child_command, child_environment, search_path
-from tccl_py.cluster.names import check_host_name
 from tccl_py.errors import InputError, SourceLostError, TcclError
+from tccl_py.model.cluster import check_host_name
 
 NOT_USABLE, INTERRUPTED = 2, 130
 _GOODBYE_S = 10.0

@@ -16,9 +16,9 @@ import msgspec
 
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.pieces import Network
-from tccl_py.measurements.measurement import BandwidthSource
-from tccl_py.topology.nearness import gpus_beside_nics
-from tccl_py.transfers.transfer import (
+from tccl_py.model.knowledge import gpus_beside_nics
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.transfer import (
     Fifo,
     Flow,
     Place,

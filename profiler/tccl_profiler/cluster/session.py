@@ -22,9 +22,9 @@ from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.program import is_nic, local
 from tccl_profiler.window import WindowLimits
 from tccl_py.errors import InputError
-from tccl_py.measurements.journal import JournalHeader
-from tccl_py.measurements.measurement import Measurement
-from tccl_py.transfers.transfer import Flow, Place, TransferSet
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import Flow, Place, TransferSet
+from tccl_py.sources.journal import JournalHeader
 
 Backend = Literal["cuda", "host"]
 

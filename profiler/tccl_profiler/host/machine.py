@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tccl_profiler import numa
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.machine import MAX_GPUS, Gpu, Machine, NumaNode, check
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.machine import MAX_GPUS, Gpu, Machine, NumaNode, check
 
 SYSFS = Path("/sys")
 ROOT = Path("/")

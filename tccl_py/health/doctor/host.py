@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from tccl_py.runtimes.nccl.asked import NcclAnswer
-from tccl_py.topology.knowledge import PeerAccess
-from tccl_py.topology.readers.busid import bus_order, normal_bus_id
-from tccl_py.topology.readers.installed_nccl import InstalledNccl
+from tccl_py.model.knowledge import PeerAccess
+from tccl_py.model.machine import bus_order, normal_bus_id
+from tccl_py.nccl.asked import NcclAnswer
+from tccl_py.readers.installed_nccl import InstalledNccl
 
 _MAX_BYTES = 64 * 1024
 _MAX_ENTRIES = 10_000

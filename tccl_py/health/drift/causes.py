@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from tccl_py.health.drift.statistics import Comparison
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.paths import PathType, path_type
-from tccl_py.transfers.transfer import Flow, Place, parse_flow
+from tccl_py.model.machine import Machine
+from tccl_py.model.paths import PathType, path_type
+from tccl_py.model.transfer import Flow, Place, parse_flow
 
 _EVEN = 0.1
 """Changes whose ratios differ by no more than this share are one change."""

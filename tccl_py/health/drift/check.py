@@ -18,9 +18,9 @@ from tccl_py.health.drift.statistics import (
     compared,
     log_rates,
 )
-from tccl_py.measurements.measurement import BandwidthSource, Measurement
+from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.transfer import TransferSet
 from tccl_py.plan.plan import Plan
-from tccl_py.transfers.transfer import TransferSet
 
 ROUNDS = 3
 """Times each set is measured, the others between: this is what tells how far rates wander."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
-from tccl_py.measurements.measurement import Measurement
+from tccl_py.model.machine import Machine
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.paths import path_type
+from tccl_py.model.transfer import Flow, TransferSet, parse_flow, parse_set, transfer_set
 from tccl_py.plan.plan import Plan
-from tccl_py.topology.machine import Machine
-from tccl_py.topology.paths import path_type
-from tccl_py.transfers.transfer import Flow, TransferSet, parse_flow, parse_set, transfer_set
 
 _TIMES_EACH_GPU = 3
 """Small sets that each GPU should be in, so that one slow GPU is told from one slow pair."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tccl_py.topology.fingerprint import Fingerprint
-from tccl_py.topology.machine import Machine
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.machine import Machine
 
 
 class Differences(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,8 +10,8 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import lock
 from tccl_py.health.drift.check import Drift
-from tccl_py.measurements.journal import JournalHeader
-from tccl_py.measurements.measurement import Measurement
+from tccl_py.model.measurement import Measurement
+from tccl_py.sources.journal import JournalHeader
 
 FILE = "checks.jsonl"
 FORMAT_VERSION = 1

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import scipy  # whose parts load when they are first used, so that commands start without them
 
-from tccl_py.measurements.measurement import Measurement
+from tccl_py.model.measurement import Measurement
 
 SMALLEST = 0.03
 """Relative changes up to this are not worth an alarm."""

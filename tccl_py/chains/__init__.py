@@ -1,1 +1,0 @@
-"""Chains through one node, between the NICs by which a ring over nodes enters and leaves it."""

@@ -1,0 +1,156 @@
+"""Rates of sets of flows, asked for as seldom as possible: the journal and symmetry come first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import chain
+
+import msgspec
+
+from tccl_py.explain.likeness import Key, Likeness
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import Flow, parse_set, transfer_set
+from tccl_py.search.evaluator import BudgetSpentError
+from tccl_py.search.problem import Budget
+from tccl_py.sources.memory import RememberingSource
+
+Flows = Sequence[Flow]
+
+
+class Rate(msgspec.Struct, frozen=True, kw_only=True):
+    """A set's slowest flow, GB/s, with its relative standard error, and each flow by its text."""
+
+    gbps: float
+    error: float
+    each: tuple[tuple[str, float], ...]
+
+
+class Asker:
+    """Asks a source for sets within a budget, and knows what it and its journal were asked.
+
+    Args:
+        source: answers; what it remembers costs nothing.
+        likeness: which sets look the same.
+        budget: how many sets may be measured, and for how long.
+    """
+
+    def __init__(self, source: RememberingSource, likeness: Likeness, *, budget: Budget) -> None:
+        self.source, self.likeness = source, likeness
+        self.assumed = False
+        self._before = source.sets_measured
+        self._limit = self._share = budget.sets
+        self._until = time.monotonic() + (budget.seconds or float("inf"))
+        self._rates: dict[str, Rate] = {}
+        self._alike: dict[Key, str] = {}
+        self._times: dict[str, int] = {}
+        for text, times in source.times_known.items():
+            flows = parse_set(text).flows
+            # A journal may have been a cluster's before; rings of one machine use no NIC.
+            if not any(flow.is_network for flow in flows):
+                self._times[text] = times
+                self._note(flows, text)
+
+    @property
+    def sets_measured(self) -> int:
+        """What was measured for this, beyond what was known."""
+        return self.source.sets_measured - self._before
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The texts of all sets with a rate."""
+        return tuple(self._times)
+
+    def share_out(self, parts: int) -> None:
+        """From here on, let one of `parts` equal parts of what is left be spent."""
+        if self._limit is not None:
+            left = self._limit - self.sets_measured
+            self._share = self.sets_measured + left // parts
+
+    def exact(self, flows: Flows) -> Rate:
+        """The rate of these very flows.
+
+        Raises:
+            BudgetSpentError: it would have to be measured and may not.
+            MeasurementError: the source cannot measure it.
+        """
+        text = str(transfer_set(flows))
+        if text not in self._times:
+            self._measure(flows, text)
+        if text not in self._rates:
+            self._rates[text] = self._rate(flows, self._times[text])
+        return self._rates[text]
+
+    def rate(self, flows: Flows) -> Rate:
+        """The rate of these flows or, if that is known and theirs is not, of an image of them.
+
+        Raises:
+            BudgetSpentError, MeasurementError: as `exact`.
+        """
+        image = self._image(flows)
+        return self.exact(flows if image is None else image)
+
+    def best(self, flows: Flows) -> Rate:
+        """The rate of these very flows if the budget allows it, else of a known image."""
+        try:
+            return self.exact(flows)
+        except BudgetSpentError:
+            return self.rate(flows)
+
+    def if_known(self, flows: Flows) -> Rate | None:
+        """The rate of these flows or of an image, if that costs nothing."""
+        image = self._image(flows)
+        return None if image is None else self.exact(image)
+
+    def again(self, flows: Flows) -> Rate:
+        """The rate of these very flows with one more measurement in it.
+
+        Raises:
+            BudgetSpentError, MeasurementError: as `exact`.
+        """
+        text = str(transfer_set(flows))
+        self._measure(flows, text)
+        self._rates[text] = self._rate(flows, self._times[text])
+        return self._rates[text]
+
+    def _image(self, flows: Flows) -> Flows | None:
+        if str(transfer_set(flows)) in self._times:
+            return flows
+        text = self._alike.get(self.likeness.key(flows))
+        return None if text is None else parse_set(text).flows
+
+    def _measure(self, flows: Flows, text: str) -> None:
+        if self._share is not None and self.sets_measured >= self._share:
+            raise BudgetSpentError
+        if time.monotonic() > self._until:
+            raise BudgetSpentError
+        times = self._times.get(text, 0) + 1
+        self.source.measure([transfer_set(flows)] * times)
+        self._times[text] = times
+        self._note(flows, text)
+
+    def _note(self, flows: Flows, text: str) -> None:
+        self._alike.setdefault(self.likeness.key(flows), text)
+
+    def _rate(self, flows: Flows, times: int) -> Rate:
+        pooled = _pooled(self.source.measure([transfer_set(flows)] * times))
+        self.assumed |= pooled.assumed
+        texts = pooled.transfers.split()
+        return Rate(
+            gbps=pooled.rate_gbps,
+            error=_error(pooled),
+            each=tuple(zip(texts, pooled.gbps, strict=True)),
+        )
+
+
+def _pooled(measurements: Sequence[Measurement]) -> Measurement:
+    """All samples of several measurements of one set in one."""
+    rows = zip(*(one.samples_gbps for one in measurements), strict=True)
+    samples = tuple(tuple(chain.from_iterable(row)) for row in rows)
+    return msgspec.structs.replace(measurements[0], samples_gbps=samples, outliers=())
+
+
+def _error(pooled: Measurement) -> float:
+    """The relative standard error; of a rate of 0 among others it is unknown, so all of it."""
+    stalled = pooled.rate_gbps <= 0 and any(any(row) for row in pooled.samples_gbps)
+    return 1.0 if stalled else pooled.relative_error

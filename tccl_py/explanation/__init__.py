@@ -1,1 +1,0 @@
-"""Which transfers of a plan's rings, and of stock NCCL's, hurt which."""

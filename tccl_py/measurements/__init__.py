@@ -1,1 +1,0 @@
-"""Measurements of transfer sets, where they come from and where they are kept."""

@@ -1,0 +1,1 @@
+"""Data that every package shares: machines, clusters, transfers, rings and measurements."""

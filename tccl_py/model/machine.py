@@ -1,0 +1,403 @@
+"""The Machine: one node's structure as data. Frozen, no I/O, no rates.
+
+Ids name devices everywhere: `G2` a GPU, `C1` a NUMA node (its CPU and host memory), `N0` a NIC,
+`S0` an NVLink switch; a PCI bridge is named by its bus id.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+import networkx as nx
+
+from tccl_py.errors import InputError
+from tccl_py.files import decode_json, encode_json
+
+FORMAT_VERSION = 1
+MAX_GPUS = 64
+"""NCCL's own limit is 64 GPUs a node (NCCL_TOPO_MAX_NODES is 576); more is a malformed file."""
+
+
+class PciLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The PCI Express link from a device up to its parent; None is "not reported"."""
+
+    speed_gts: float | None = None
+    width: int | None = None
+
+
+class NumaNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A NUMA node: a CPU (or part of one) and its memory.
+
+    `numa_id` is what the system calls it; -1, as virtual machines report, is kept.
+    """
+
+    index: int
+    numa_id: int
+    arch: str = "x86_64"
+    vendor: str = ""
+    family: int | None = None
+    model: int | None = None
+    affinity: str = ""
+    socket: int | None = None
+
+    @property
+    def id(self) -> str:
+        """The device id, `C0`."""
+        return f"C{self.index}"
+
+
+class PciBridge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A PCI bridge or switch, identified by its bus id."""
+
+    bus_id: str
+    parent: str
+    link: PciLink = PciLink()
+    vendor: str = ""
+    device: str = ""
+    subsystem_vendor: str = ""
+    subsystem_device: str = ""
+
+    @property
+    def id(self) -> str:
+        """The device id, which is the bus id."""
+        return self.bus_id
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A GPU; `index` is its NVML index, `sm` its compute capability times ten (90 for 9.0)."""
+
+    index: int
+    bus_id: str
+    parent: str
+    link: PciLink = PciLink()
+    sm: int | None = None
+    name: str = ""
+    gdr: bool = False
+
+    @property
+    def id(self) -> str:
+        """The device id, `G0`."""
+        return f"G{self.index}"
+
+
+class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A network port; `index` is the net plugin's device number, `speed_mbps` 0 if unknown."""
+
+    index: int
+    name: str
+    parent: str
+    bus_id: str = ""
+    link: PciLink = PciLink()
+    speed_mbps: int = 0
+    gdr: bool = False
+    guid: str = ""
+    port: int = 0
+
+    @property
+    def id(self) -> str:
+        """The device id, `N0`."""
+        return f"N{self.index}"
+
+    @property
+    def rdma(self) -> bool:
+        """Whether it is a port of an RDMA card; NCCL writes a guid of 0x0 for interfaces."""
+        return self.guid.strip("0x") != ""
+
+
+class NvSwitch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An NVLink switch; all planes of one fabric are one switch here."""
+
+    index: int
+    bus_id: str = ""
+
+    @property
+    def id(self) -> str:
+        """The device id, `S0`."""
+        return f"S{self.index}"
+
+
+class NvLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`count` bonded links that leave `source`; `target` is a GPU, an NVLink switch or a CPU."""
+
+    source: str
+    target: str
+    count: int
+    kind: Literal["nvlink", "xgmi", "c2c"] = "nvlink"
+
+
+PciDevice = PciBridge | Gpu | Nic
+Device = NumaNode | PciBridge | Gpu | Nic | NvSwitch
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """One node's structure: a PCI tree below NUMA nodes, NVLinks beside it.
+
+    Raises:
+        InputError: from `check`, if ids repeat, parents are missing or turn in a circle.
+    """
+
+    name: str
+    numa_nodes: tuple[NumaNode, ...]
+    gpus: tuple[Gpu, ...]
+    bridges: tuple[PciBridge, ...] = ()
+    nics: tuple[Nic, ...] = ()
+    nvswitches: tuple[NvSwitch, ...] = ()
+    nvlinks: tuple[NvLink, ...] = ()
+    format_version: int = FORMAT_VERSION
+
+    @cached_property
+    def gpu_indices(self) -> tuple[int, ...]:
+        """NVML indices in order."""
+        return tuple(gpu.index for gpu in self.gpus)
+
+    @property
+    def pci_devices(self) -> tuple[PciDevice, ...]:
+        """Everything that hangs from a PCI parent."""
+        return (*self.bridges, *self.gpus, *self.nics)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Everything with an id."""
+        return (*self.numa_nodes, *self.bridges, *self.gpus, *self.nics, *self.nvswitches)
+
+    @cached_property
+    def parents(self) -> dict[str, str]:
+        """Each PCI device's id -> the id it hangs from."""
+        return {device.id: device.parent for device in self.pci_devices}
+
+    @cached_property
+    def links(self) -> dict[str, PciLink]:
+        """Each PCI device's id -> its link to its parent."""
+        return {device.id: device.link for device in self.pci_devices}
+
+    def ancestors(self, device: str) -> tuple[str, ...]:
+        """Ids from `device`'s parent up to its NUMA node.
+
+        >>> toy_machine(gpus=2).ancestors("G1")
+        ('C0',)
+        """
+        chain = []
+        while device in self.parents:
+            device = self.parents[device]
+            chain.append(device)
+        return tuple(chain)
+
+    def numa_of(self, device: str) -> int:
+        """Index of the NUMA node that `device` belongs to."""
+        root = (device, *self.ancestors(device))[-1]
+        return int(root[1:])
+
+    @cached_property
+    def graph(self) -> nx.Graph:
+        """Undirected graph of all devices; edges carry `kind` (pci, smp, nvlink, xgmi, c2c)."""
+        return _graph(self)
+
+    def gpu(self, index: int) -> Gpu:
+        """The GPU with this NVML index.
+
+        Raises:
+            InputError: there is none; the indices there are follow.
+        """
+        for gpu in self.gpus:
+            if gpu.index == index:
+                return gpu
+        known = ", ".join(str(i) for i in self.gpu_indices)
+        raise InputError(f"GPU {index}", f"is not in machine {self.name}", f"it has {known}")
+
+
+def _graph(machine: Machine) -> nx.Graph:
+    graph = nx.Graph()
+    for node in machine.numa_nodes:
+        graph.add_node(node.id, kind="numa", colour=("numa", node.arch, node.vendor, node.model))
+    for bridge in machine.bridges:
+        graph.add_node(bridge.id, kind="bridge", colour=("bridge", bridge.vendor, bridge.device))
+    for gpu in machine.gpus:
+        graph.add_node(gpu.id, kind="gpu", colour=("gpu", gpu.sm, gpu.name, gpu.gdr))
+    for nic in machine.nics:
+        graph.add_node(nic.id, kind="nic", colour=("nic", nic.speed_mbps, nic.gdr))
+    for switch in machine.nvswitches:
+        graph.add_node(switch.id, kind="nvswitch", colour=("nvswitch",))
+    for device, parent in machine.parents.items():
+        link = machine.links[device]
+        graph.add_edge(device, parent, kind="pci", colour=("pci", link.speed_gts, link.width))
+    nodes = machine.numa_nodes
+    for i, one in enumerate(nodes):
+        for other in nodes[i + 1 :]:
+            same = one.socket is not None and one.socket == other.socket
+            graph.add_edge(one.id, other.id, kind="smp", colour=("smp", same))
+    for nvlink in machine.nvlinks:
+        # A device may have both a PCI edge and a C2C link to its CPU: the graph keeps the faster.
+        colour = (nvlink.kind, nvlink.count)
+        graph.add_edge(nvlink.source, nvlink.target, kind=nvlink.kind, colour=colour)
+    return graph
+
+
+def _repeated(ids: list[str]) -> str | None:
+    seen: set[str] = set()
+    for name in ids:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+def check(machine: Machine, *, where: str) -> Machine:
+    """Return `machine` if its parts fit together.
+
+    Args:
+        machine: what a reader or a file gave.
+        where: file name for the message.
+
+    Raises:
+        InputError: too few or many GPUs, repeated ids, missing parents, circles, wrong links.
+    """
+    _check_counts(machine, where)
+    _check_ids(machine, where)
+    _check_tree(machine, where)
+    _check_links(machine, where)
+    return machine
+
+
+def _check_counts(machine: Machine, where: str) -> None:
+    if machine.format_version != FORMAT_VERSION:
+        raise InputError(
+            where,
+            f"has format version {machine.format_version}",
+            f"this program reads version {FORMAT_VERSION}",
+        )
+    if len(machine.gpus) > MAX_GPUS:
+        raise InputError(where, f"has {len(machine.gpus)} GPUs", f"at most {MAX_GPUS} fit a node")
+    if not machine.numa_nodes:
+        raise InputError(where, "has no NUMA node", "one <cpu> or NUMA node is the root")
+    if not machine.gpus:
+        raise InputError(where, "has no GPU", "a machine to plan for has at least one")
+    indexed: tuple[NumaNode | Gpu | Nic, ...] = (
+        *machine.numa_nodes,
+        *machine.gpus,
+        *machine.nics,
+    )
+    if any(device.index < 0 for device in indexed):
+        raise InputError(where, "has a negative device index", "indices count from 0")
+
+
+def _check_ids(machine: Machine, where: str) -> None:
+    bus_ids = [b.bus_id for b in machine.bridges] + [g.bus_id for g in machine.gpus]
+    for ids, kind in (([d.id for d in machine.devices], "device"), (bus_ids, "bus id")):
+        twice = _repeated(ids)
+        if twice is not None:
+            raise InputError(where, f"names {kind} {twice} twice", "every name is used once")
+
+
+def _check_tree(machine: Machine, where: str) -> None:
+    inner = {n.id for n in machine.numa_nodes} | {b.id for b in machine.bridges}
+    for device, parent in machine.parents.items():
+        if parent not in inner:
+            raise InputError(
+                where, f"{device} hangs from unknown {parent}", "parents are bridges or NUMA nodes"
+            )
+    for device in machine.parents:
+        seen, at = {device}, device
+        while at in machine.parents:
+            at = machine.parents[at]
+            if at in seen:
+                raise InputError(
+                    where, f"the PCI tree turns in a circle at {at}", "every branch ends at a CPU"
+                )
+            seen.add(at)
+
+
+def _check_links(machine: Machine, where: str) -> None:
+    for device, link in machine.links.items():
+        speed, width = link.speed_gts, link.width
+        # The comparison is written so that NaN fails it.
+        if speed is not None and not 0 < speed < 1000:
+            raise InputError(where, f"{device} has link speed {speed}", "GT/s between 0 and 1000")
+        if width is not None and not 0 < width <= 32:
+            raise InputError(where, f"{device} has link width {width}", "1 to 32 lanes")
+    ends = {d.id for d in machine.devices if not isinstance(d, PciBridge | Nic)}
+    for nvlink in machine.nvlinks:
+        if nvlink.source not in ends or nvlink.target not in ends:
+            raise InputError(
+                where,
+                f"an NVLink joins {nvlink.source} and {nvlink.target}",
+                "both ends are GPUs, NVLink switches or CPUs of this machine",
+            )
+        if not 0 < nvlink.count <= 1024:
+            raise InputError(where, f"an NVLink count is {nvlink.count}", "1 to 1024")
+
+
+def machine_to_json(machine: Machine) -> str:
+    """Encode; `machine_from_json` gives an equal Machine back."""
+    return encode_json(machine)
+
+
+def machine_from_json(text: str, *, where: str) -> Machine:
+    """Decode and check a Machine.
+
+    Raises:
+        InputError: not JSON, unknown or missing fields, or parts that do not fit together.
+    """
+    return check(decode_json(text, Machine, where=where), where=where)
+
+
+def toy_machine(
+    *, gpus: int, numa_nodes: int = 1, per_switch: int = 0, name: str = "toy"
+) -> Machine:
+    """A small regular machine for examples and tests.
+
+    GPUs are dealt to NUMA nodes in blocks; `per_switch` > 0 puts that many below one bridge.
+
+    >>> toy_machine(gpus=4, numa_nodes=2).numa_of("G3")
+    1
+    """
+    bridges: dict[str, PciBridge] = {}
+    devices = []
+    gen4 = PciLink(speed_gts=16.0, width=16)
+    for index in range(gpus):
+        parent = f"C{index * numa_nodes // gpus}"
+        if per_switch:
+            bus = f"0000:{0x80 + index // per_switch:02x}:00.0"
+            bridges.setdefault(bus, PciBridge(bus_id=bus, parent=parent, link=gen4))
+            parent = bus
+        devices.append(
+            Gpu(index=index, bus_id=f"0000:{index + 1:02x}:00.0", parent=parent, link=gen4, sm=86)
+        )
+    nodes = tuple(
+        NumaNode(index=i, numa_id=i, vendor="AuthenticAMD", family=25, model=1)
+        for i in range(numa_nodes)
+    )
+    machine = Machine(
+        name=name, numa_nodes=nodes, gpus=tuple(devices), bridges=tuple(bridges.values())
+    )
+    return check(machine, where=name)
+
+
+# PCI bus ids in one spelling: `0000:1a:00.0`, lower case, a domain of at least four digits.
+
+
+_BUS_ID = re.compile(
+    r"([0-9a-fA-F]{1,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-9a-fA-F])", re.ASCII
+)
+
+
+def normal_bus_id(text: str) -> str | None:
+    """The one spelling of a bus id; None if `text` is none.
+
+    NVML writes domains with eight digits, the kernel with four or more.
+
+    >>> normal_bus_id("00000000:1A:00.0")
+    '0000:1a:00.0'
+    """
+    match = _BUS_ID.fullmatch(text)
+    if match is None:
+        return None
+    domain, bus, device, function = match.groups()
+    return f"{int(domain, 16):04x}:{bus}:{device}.{function}".lower()
+
+
+def bus_order(bus_id: str) -> tuple[int, ...]:
+    """Sort key: bus ids in the order NVML counts GPUs in."""
+    return tuple(int(part, 16) for part in re.split(r"[:.]", bus_id))

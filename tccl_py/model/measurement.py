@@ -1,0 +1,170 @@
+"""Measurements, and the protocol of anything that answers a transfer set with one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+import msgspec
+import numpy as np
+
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.model.transfer import Flow, TransferSet, is_canonical, parse_set
+
+Value = TypeVar("Value")
+
+MAX_GBPS = 1e6
+"""A petabyte a second: no memory or link comes near, so a rate above is a damaged figure."""
+TOGETHER = 0.9
+"""Flows that all run for less of the time were not measured as a set."""
+_COPY_ENGINE = re.compile(r"D[0-9]+->")
+
+
+class NoRateError(MeasurementError):
+    """A rate is not above 0: where a flow moved nothing, its set was not measured."""
+
+    def __init__(self, transfers: str, gbps: float) -> None:
+        super().__init__(f"{transfers}: its measurement has a rate of {gbps:g} GB/s")
+        self.gbps = gbps
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rates of one transfer set, all flows running together; every rate is above 0.
+
+    `samples_gbps[i][r]` is flow i's rate in repeat r, in 10^9 bytes a second, flows in the set's
+    order. `simulated` is true wherever the figure came from a model, and never lost on the way.
+    `assumed` is true if the model's figures behind it are nobody's measurement.
+
+    Of hardware: `skew_us` is the median time between the first transfer's start and the last's,
+    known to `skew_error_us`; `overlap` the share of the time in which all ran; `overlap_at_least`
+    whether the clock shows no more than this lower bound of the overlap; `window_us` how long
+    a repeat was measured; `settled` whether the 95 % interval became as narrow as asked; `outliers`
+    are repeats that are suspect, which are kept.
+
+    Raises:
+        MeasurementError: a rate is not above 0.
+    """
+
+    transfers: str
+    samples_gbps: tuple[tuple[float, ...], ...]
+    simulated: bool
+    assumed: bool = False
+    skew_us: float | None = None
+    skew_error_us: float | None = None
+    overlap: float | None = None
+    overlap_at_least: bool = False
+    window_us: float | None = None
+    settled: bool = True
+    outliers: tuple[int, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.samples_gbps:
+            # NaN fails the second comparison; no comparison of each, as journals have many.
+            if row and not (min(row) > 0 and sum(row) < math.inf):
+                raise NoRateError(self.transfers, next(r for r in row if not 0 < r < math.inf))
+
+    @property
+    def gbps(self) -> tuple[float, ...]:
+        """Median rate of each flow, in GB/s."""
+        return tuple(_median(row) for row in self.samples_gbps)
+
+    @property
+    def total_gbps(self) -> float:
+        """Sum of the flows' median rates, in GB/s."""
+        return sum(self.gbps)
+
+    @property
+    def rate_gbps(self) -> float:
+        """The slowest flow's median rate: what a ring gets, in GB/s."""
+        return min(self.gbps)
+
+    @property
+    def is_together(self) -> bool:
+        """Whether its flows ran together; where the clock cannot show that, they are taken to."""
+        known = self.overlap is not None and not self.overlap_at_least
+        if not known or self.overlap is None or self.overlap >= TOGETHER:
+            return True
+        # Journals older than `overlap_at_least` have copy engines beside kernels of their GPU.
+        return _COPY_ENGINE.search(self.transfers) is not None
+
+    @property
+    def relative_error(self) -> float:
+        """Standard error of the slowest flow's median, relative to it; 0 with one sample.
+
+        The median of n normal samples spreads sqrt(pi/2) times as far as their mean.
+        """
+        slowest = min(self.samples_gbps, key=_median)
+        middle = _median(slowest)
+        if len(slowest) < 2 or middle <= 0:
+            return 0.0
+        deviation = float(np.std(slowest, ddof=1))
+        return math.sqrt(math.pi / 2 / len(slowest)) * deviation / middle
+
+
+def _median(samples: Sequence[float]) -> float:
+    """The median of a few samples; of so few numpy's takes many times as long."""
+    ordered = sorted(samples)
+    half = len(ordered) // 2
+    return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)
+
+
+def dealt(flows: Iterable[Flow | str], values: Iterable[Value]) -> dict[str, list[Value]]:
+    """The values of flows by their text, in order: equal flows get one each, in turn.
+
+    >>> dealt(["G0->G0->G1", "G1->G1->G0", "G0->G0->G1"], [10, 20, 30])
+    {'G0->G0->G1': [10, 30], 'G1->G1->G0': [20]}
+    """
+    found: dict[str, list[Value]] = {}
+    for flow, value in zip(flows, values, strict=True):
+        found.setdefault(str(flow), []).append(value)
+    return found
+
+
+def faults(measurement: Measurement) -> Iterator[str]:
+    """What cannot be in a measurement, each as a clause that begins with a verb."""
+    if not is_canonical(measurement.transfers):
+        try:
+            transfers = parse_set(measurement.transfers)
+        except InputError as error:
+            yield f"names no transfer set ({error.where} {error.what})"
+            return
+        yield f"does not name its set as {transfers}"
+    flows, rows = len(measurement.transfers.split()), measurement.samples_gbps
+    if len(rows) != flows:
+        yield f"has rates of {len(rows)} flows, but its set has {flows}"
+        return
+    repeats = len(rows[0])
+    for row in rows:
+        if not row or len(row) != repeats:
+            yield "does not have a rate of every flow in every repeat"
+        elif max(row) > MAX_GBPS:
+            yield f"has a rate of {max(row):g} GB/s"
+    for name, value, limit in (
+        ("skew_us", measurement.skew_us, math.inf),
+        ("skew_error_us", measurement.skew_error_us, math.inf),
+        ("overlap", measurement.overlap, 1),
+        ("window_us", measurement.window_us, math.inf),
+    ):
+        if value is not None and not (0 <= value <= limit and value < math.inf):
+            yield f"has {name} {value:g}"
+    if any(not 0 <= index < repeats for index in measurement.outliers):
+        yield f"has an outlier that is none of its {repeats} repeats"
+
+
+@runtime_checkable
+class BandwidthSource(Protocol):
+    """Anything that answers transfer sets: the profiler, the simulator, a journal."""
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its answers come from a model."""
+
+    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
+        """Answer each set, in the order given.
+
+        Raises:
+            MeasurementError: a set cannot be measured.
+        """

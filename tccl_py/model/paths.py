@@ -1,0 +1,208 @@
+"""How near two devices are to each other, in NCCL's words and by structure alone.
+
+The runtime adds what NCCL believes of bandwidths, and its policies (`runtimes.nccl.paths`).
+Source: graph/paths.cc and graph/topo.cc of NCCL 2.30.7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+
+import networkx as nx
+
+from tccl_py.errors import InputError
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, PciBridge
+
+
+class PathType(IntEnum):
+    """The kinds of path, from near to far; comparable (`PathType.PIX < PathType.PHB`).
+
+    LOC the device itself; NVL NVLink; NVB NVLink through one GPU; C2C chip to chip; PIX one PCI
+    bridge; PXB several; P2C to a NIC over C2C; PXN to a NIC through an NVLinked GPU; PHB over the
+    CPU; SYS over two CPUs; NET over the network; DIS no path. Links have the same types, where one
+    PCI link is PIX and a NIC's port NET.
+    """
+
+    LOC = 0
+    NVL = 1
+    NVB = 2
+    C2C = 3
+    PIX = 4
+    PXB = 5
+    P2C = 6
+    PXN = 7
+    PHB = 8
+    SYS = 9
+    NET = 10
+    DIS = 11
+
+
+def path_type(machine: Machine, a: str, b: str) -> PathType:
+    """The path from device `a` to device `b` (GPUs, NICs, NUMA nodes) as NCCL sees it.
+
+    This is the path before settings, and NVLinks between GPUs win over PCI. NCCL also weighs
+    bandwidths: it may take a PCI way as short as one over a GPU, or reach another socket's CPU by
+    way of an NVLinked GPU there. One-way NVLinks count for nothing.
+
+    >>> from tccl_py.model.machine import toy_machine
+    >>> path_type(toy_machine(gpus=4, per_switch=2), "G0", "G1").name
+    'PIX'
+
+    Raises:
+        InputError: a device that is no GPU, NIC or NUMA node of the machine.
+    """
+    _check_known(machine, a)
+    _check_known(machine, b)
+    if a == b or _same_card(machine, a, b):
+        return PathType.LOC
+    return min(_over_nvlinks(machine, a, b), _over_tree(machine, a, b))
+
+
+def merged_bridges(machine: Machine) -> dict[str, str]:
+    """Broadcom sub-switches -> the switch that NCCL merges them into.
+
+    PEX switches show as two levels of bridges although they are one crossbar, so NCCL makes one of
+    them, once: a third level stays (ncclTopoFlattenBcmSwitches).
+    """
+    kinds = {bridge.id: _broadcom(bridge) for bridge in machine.bridges}
+    merged: dict[str, str] = {}
+    for bridge in sorted(kinds, key=lambda one: len(machine.ancestors(one))):
+        above = machine.parents[bridge]
+        top, low = kinds.get(above), kinds[bridge]
+        if top is None or low is None or above in merged or top[0] != low[0]:
+            continue
+        if top[1] in (-1, 0) and low[1] in (-1, 1):
+            merged[bridge] = above
+    return merged
+
+
+def _broadcom(bridge: PciBridge) -> tuple[int, int] | None:
+    """PCIe generation and level (0 upper, 1 lower, -1 either) of a PEX switch; None for others."""
+    parts = (bridge.vendor, bridge.device, bridge.subsystem_vendor, bridge.subsystem_device)
+    try:
+        vendor, device, sub_vendor, sub_device = (int(part, 16) for part in parts)
+    except ValueError:
+        return None
+    if (vendor, sub_vendor) != (0x1000, 0x1000):
+        return None
+    if device == 0xC010 and sub_device >> 12 == 0xA:
+        return 4, -1
+    if device == 0xC030 and sub_device >> 12 in (0, 1):
+        return 5, sub_device >> 12
+    return None
+
+
+def _check_known(machine: Machine, device: str) -> None:
+    ends: tuple[Gpu | Nic | NumaNode, ...] = (*machine.gpus, *machine.nics, *machine.numa_nodes)
+    known = [one.id for one in ends]
+    if device not in known:
+        raise InputError(
+            device,
+            f"is no GPU, NIC or NUMA node of machine {machine.name}",
+            f"it has {', '.join(known)}",
+        )
+
+
+def _same_card(machine: Machine, a: str, b: str) -> bool:
+    cards = {nic.id: nic.bus_id for nic in machine.nics}
+    return bool(cards.get(a)) and cards.get(a) == cards.get(b)
+
+
+def _over_nvlinks(machine: Machine, a: str, b: str) -> PathType:
+    """Between GPUs: NVL directly, by a switch or by a CPU, NVB through one GPU; DIS if neither."""
+    if (a[0], b[0]) != ("G", "G"):
+        return PathType.DIS
+    ways = {(link.source, link.target) for link in machine.nvlinks if link.kind != "c2c"}
+    # Links to switches and CPUs are described by the GPU alone, those between GPUs by both.
+    near, far = (
+        {target for source, target in ways if source == gpu and _returns(ways, gpu, target)}
+        for gpu in (a, b)
+    )
+    common = near & far
+    if b in near or any(one[0] != "G" for one in common):
+        return PathType.NVL
+    return PathType.NVB if common else PathType.DIS
+
+
+def _returns(ways: set[tuple[str, str]], gpu: str, target: str) -> bool:
+    return target[0] != "G" or (target, gpu) in ways
+
+
+def _over_tree(machine: Machine, a: str, b: str) -> PathType:
+    """Over PCI bridges up to the nearest common one, or a CPU, or two."""
+    merged = merged_bridges(machine)
+    above, below = _way_up(machine, merged, a), _way_up(machine, merged, b)
+    common = next((one for one in above if one in below), None)
+    if common is None:
+        return PathType.SYS
+    if common == above[-1]:
+        return _over_cpu(machine, common, a, b)
+    bridges = {*above[1 : above.index(common) + 1], *below[1 : below.index(common) + 1]}
+    return PathType.PIX if len(bridges) == 1 else PathType.PXB
+
+
+def _way_up(machine: Machine, merged: Mapping[str, str], device: str) -> tuple[str, ...]:
+    ways = (device, *machine.ancestors(device))
+    return tuple(dict.fromkeys(merged.get(one, one) for one in ways))
+
+
+def _over_cpu(machine: Machine, cpu: str, a: str, b: str) -> PathType:
+    """PHB unless NVLinks or C2C lead to the CPU."""
+    kinds = {(link.source, link.target): link.kind for link in machine.nvlinks}
+    legs = set()
+    for device in (a, b):
+        kind = kinds.get((device, cpu))
+        linked = PathType.C2C if kind == "c2c" else PathType.NVL
+        legs.add(PathType.LOC if device == cpu else linked if kind else PathType.PHB)
+    if legs == {PathType.C2C, PathType.PHB} and "N" in (a[0], b[0]):
+        return PathType.P2C
+    return max(legs)
+
+
+# Groups of GPUs that share a way out of somewhere: where bounds on ring sets come from.
+
+
+def natural_cuts(
+    machine: Machine, knowledge: Knowledge, *, gpus: Sequence[int]
+) -> tuple[frozenset[int], ...]:
+    """The groups of `gpus` below each bridge, chip, NUMA node and socket, or joined by NVLink.
+
+    Smallest first.
+
+    >>> from tccl_py.model.machine import toy_machine
+    >>> machine = toy_machine(gpus=4, numa_nodes=2)
+    >>> [sorted(cut) for cut in natural_cuts(machine, Knowledge(), gpus=machine.gpu_indices)]
+    [[0, 1], [2, 3]]
+    """
+    below: dict[str, set[int]] = {}
+    for gpu in machine.gpus:
+        if gpu.index in gpus:
+            for ancestor in machine.ancestors(gpu.id):
+                below.setdefault(ancestor, set()).add(gpu.index)
+    sockets = {node.id: f"socket {node.socket}" for node in machine.numa_nodes}
+    for node in machine.numa_nodes:
+        if node.socket is not None:
+            below.setdefault(sockets[node.id], set()).update(below.get(node.id, ()))
+    for chip in _chips(knowledge):
+        together = set().union(*(below.get(part, set()) for part in chip))
+        below.setdefault(" ".join(chip), set()).update(together)
+    for turn, group in enumerate(_bridged(machine)):
+        below[f"NVLink group {turn}"] = group & set(gpus)
+    groups = {frozenset(group) for group in below.values()}
+    proper = [group for group in groups if 1 < len(group) < len(gpus)]
+    return tuple(sorted(proper, key=lambda group: (len(group), sorted(group))))
+
+
+def _chips(knowledge: Knowledge) -> list[list[str]]:
+    """Devices that hidden links join into one."""
+    graph = nx.Graph([(link.one, link.other) for link in knowledge.hidden_links])
+    return [sorted(part) for part in nx.connected_components(graph)]
+
+
+def _bridged(machine: Machine) -> list[set[int]]:
+    """GPUs that NVLinks join directly."""
+    links = [link for link in machine.nvlinks if link.source[0] == link.target[0] == "G"]
+    graph = nx.Graph([(int(link.source[1:]), int(link.target[1:])) for link in links])
+    return [set(part) for part in nx.connected_components(graph)]

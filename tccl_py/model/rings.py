@@ -1,0 +1,120 @@
+"""Hops, the hops that are open to a search, and the rings built of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from tccl_py.errors import SearchError
+from tccl_py.model.transfer import Flow, TransferSet, receiving_nic, sending_nic, transfer_set
+
+
+class Hop(msgspec.Struct, frozen=True, order=True):
+    """GPU `source` to the next GPU `target`, by one mechanism."""
+
+    source: int
+    target: int
+    flow: Flow
+
+
+class HopSpace(msgspec.Struct, frozen=True, kw_only=True):
+    """The hops a runtime allows between each ordered pair of GPUs; pairs may have none.
+
+    `name` says which runtime and settings they follow from.
+    """
+
+    name: str
+    gpus: tuple[int, ...]
+    hops: Mapping[tuple[int, int], tuple[Hop, ...]]
+
+    def between(self, source: int, target: int) -> tuple[Hop, ...]:
+        """The hops from `source` to `target`, perhaps none."""
+        return self.hops.get((source, target), ())
+
+    def __iter__(self) -> Iterator[Hop]:
+        for pair in sorted(self.hops):
+            yield from self.hops[pair]
+
+
+class Ring(msgspec.Struct, frozen=True, order=True):
+    """A closed sequence of hops over all GPUs, beginning at the lowest index.
+
+    >>> from tccl_py.model.transfer import direct_write
+    >>> ring([Hop(1, 0, direct_write(1, 0)), Hop(0, 1, direct_write(0, 1))]).gpus
+    (0, 1)
+    """
+
+    hops: tuple[Hop, ...]
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """GPU indices in ring order."""
+        return tuple(hop.source for hop in self.hops)
+
+
+class RingSet(msgspec.Struct, frozen=True, order=True):
+    """Rings that run together, each with an equal share of the data; order has no meaning."""
+
+    rings: tuple[Ring, ...]
+
+    @property
+    def flows(self) -> TransferSet:
+        """Every flow of every ring, all at the same time."""
+        return transfer_set(hop.flow for one in self.rings for hop in one.hops)
+
+
+def ring(hops: Sequence[Hop]) -> Ring:
+    """The ring of these hops, turned so that it begins at the lowest GPU index.
+
+    Raises:
+        SearchError: the hops do not close, or visit a GPU twice.
+    """
+    sources = [hop.source for hop in hops]
+    targets = [hop.target for hop in hops]
+    if len(set(sources)) != len(sources) or targets != sources[1:] + sources[:1]:
+        raise SearchError(f"hops {sources} -> {targets} do not form one ring")
+    start = sources.index(min(sources))
+    return Ring((*hops[start:], *hops[:start]))
+
+
+def ring_set(rings: Sequence[Ring]) -> RingSet:
+    """The set of these rings, in canonical order."""
+    return RingSet(tuple(sorted(rings, key=lambda one: (one.gpus, str(one.hops)))))
+
+
+def ring_like(space: HopSpace, known: Ring) -> Ring:
+    """The ring over the same GPUs, each hop by the space's mechanism; NICs stay as they are.
+
+    Raises:
+        SearchError: the space has no hop for a pair of neighbours.
+    """
+    hops = []
+    for one in known.hops:
+        choices = space.between(one.source, one.target)
+        nics = nics_of(one)
+        alike = [choice for choice in choices if nics_of(choice) == nics]
+        if not alike:
+            raise SearchError(f"{space.name} has no hop from GPU {one.source} to GPU {one.target}")
+        hops.append(alike[0])
+    return ring(hops)
+
+
+def nics_of(hop: Hop) -> tuple[int | None, int | None]:
+    """The NICs by which a hop leaves its node and enters it; None within a node."""
+    return sending_nic(hop.flow), receiving_nic(hop.flow)
+
+
+def ring_from_order(space: HopSpace, order: Sequence[int]) -> Ring:
+    """The ring over `order`, each hop by the first mechanism the space lists.
+
+    Raises:
+        SearchError: the space has no hop for a pair of neighbours.
+    """
+    hops = []
+    for source, target in zip(order, [*order[1:], order[0]], strict=True):
+        choices = space.between(source, target)
+        if not choices:
+            raise SearchError(f"{space.name} has no hop from GPU {source} to GPU {target}")
+        hops.append(choices[0])
+    return ring(hops)

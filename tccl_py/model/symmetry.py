@@ -1,0 +1,274 @@
+"""Automorphisms of a machine: relabellings of its devices that leave its structure as it is.
+
+A stabiliser chain is built from the bottom: for each GPU in turn, which others can it be mapped to
+while all earlier GPUs stay put. Colour refinement answers "no" cheaply, networkx's VF2 gives a
+mapping for "yes"; orbits of mappings already found save most of the asking.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import networkx as nx
+import numpy as np
+import numpy.typing as npt
+from networkx.algorithms.isomorphism import GraphMatcher
+
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Machine
+from tccl_py.model.rings import Hop
+from tccl_py.model.transfer import Flow, Place, TransferSet, elsewhere, transfer_set
+
+Permutation = dict[str, str]
+
+MAX_ELEMENTS = 8_192
+"""More mappings are not listed one by one; a subgroup of at most this many is used instead."""
+
+
+class Symmetry(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of relabellings: row r maps `points[i]` to `points[elements[r, i]]`.
+
+    `order` is the size of the whole group; `elements` lists all of it or, if that is too long,
+    a subgroup. Row 0 is the identity. `generators` always generate the whole group.
+    """
+
+    points: tuple[str, ...]
+    elements: npt.NDArray[np.int16]
+    generators: tuple[Permutation, ...]
+    order: int
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether only the identity is in it."""
+        return self.order == 1
+
+
+def no_symmetry(machine: Machine) -> Symmetry:
+    """The trivial group: every device is only itself."""
+    points = _points(machine)
+    identity = np.arange(len(points), dtype=np.int16)[None, :]
+    return Symmetry(points=points, elements=identity, generators=(), order=1)
+
+
+def automorphisms(
+    machine: Machine, knowledge: Knowledge | None = None, *, gpus: Sequence[int] | None = None
+) -> Symmetry:
+    """The automorphism group of the machine that keeps the set `gpus` (default all) as it is.
+
+    >>> from tccl_py.model.machine import toy_machine
+    >>> automorphisms(toy_machine(gpus=4, numa_nodes=2)).order
+    8
+    """
+    return _automorphisms(machine, knowledge or Knowledge(), None if gpus is None else tuple(gpus))
+
+
+@functools.lru_cache(maxsize=64)  # every search of a plan asks for the same ones
+def _automorphisms(
+    machine: Machine, knowledge: Knowledge, gpus: tuple[int, ...] | None
+) -> Symmetry:
+    graph = _coloured_graph(machine, knowledge, gpus)
+    base = [gpu.id for gpu in machine.gpus]
+    levels = _stabiliser_chain(graph, base)
+    points = _points(machine)
+    generators = [g for level in levels for g in level.generators]
+    return Symmetry(
+        points=points,
+        elements=_listed(levels, points),
+        generators=tuple(generators),
+        order=math.prod(len(level.transversal) for level in levels),
+    )
+
+
+def keeping(symmetry: Symmetry, keep: npt.NDArray[np.bool_]) -> Symmetry:
+    """The subgroup of the listed elements for which `keep` is true.
+
+    `keep` must select a group; the row of the identity is always kept.
+    """
+    chosen = keep.copy()
+    chosen[0] = True
+    elements = symmetry.elements[chosen]
+    points = symmetry.points
+    generators = tuple(
+        {points[i]: points[int(image)] for i, image in enumerate(row)} for row in elements[1:257]
+    )
+    return Symmetry(points=points, elements=elements, generators=generators, order=len(elements))
+
+
+class _Level(msgspec.Struct, frozen=True):
+    """One step of the chain: how the base point moves while all earlier ones stay."""
+
+    point: str
+    generators: tuple[Permutation, ...]
+    transversal: Mapping[str, Permutation]
+
+
+def _points(machine: Machine) -> tuple[str, ...]:
+    gpus = tuple(gpu.id for gpu in machine.gpus)
+    nodes = tuple(node.id for node in machine.numa_nodes)
+    return (*gpus, *nodes, *(nic.id for nic in machine.nics))
+
+
+def _coloured_graph(machine: Machine, knowledge: Knowledge, gpus: Sequence[int] | None) -> nx.Graph:
+    graph = machine.graph.copy()
+    for link in knowledge.hidden_links:
+        graph.add_edge(link.one, link.other, colour=("hidden",))
+    # A fact about an ordered pair becomes a small path, so that its direction counts too.
+    for fact in knowledge.peer_access:
+        head, tail = f"peer>{fact.source}>{fact.target}", f"peer<{fact.source}<{fact.target}"
+        graph.add_node(head, colour=("peer-source", fact.supported))
+        graph.add_node(tail, colour=("peer-target", fact.supported))
+        for one, other in ((f"G{fact.source}", head), (head, tail), (tail, f"G{fact.target}")):
+            graph.add_edge(one, other, colour=("peer",))
+    if gpus is not None:
+        for gpu in machine.gpus:
+            node = graph.nodes[gpu.id]
+            node["colour"] = (*node["colour"], "in" if gpu.index in gpus else "out")
+    return graph
+
+
+def _refined(graph: nx.Graph, fixed: Sequence[str]) -> dict[str, int]:
+    """Colours after refinement, with every `fixed` device in a colour of its own."""
+    labels: dict[str, object] = {
+        node: (repr(data["colour"]), fixed.index(node) if node in fixed else -1)
+        for node, data in graph.nodes(data=True)
+    }
+    count = 0
+    while True:
+        ranks = {label: rank for rank, label in enumerate(sorted(set(labels.values()), key=repr))}
+        colours = {node: ranks[label] for node, label in labels.items()}
+        if len(ranks) == count:
+            return colours
+        count = len(ranks)
+        labels = {
+            node: (
+                colours[node],
+                tuple(sorted((repr(d["colour"]), colours[n]) for n, d in graph[node].items())),
+            )
+            for node in graph
+        }
+
+
+def _mapping(graph: nx.Graph, fixed: Sequence[str], one: str, other: str) -> Permutation | None:
+    """An automorphism that fixes `fixed` and takes `one` to `other`, or None."""
+    before, after = _refined(graph, [*fixed, one]), _refined(graph, [*fixed, other])
+    if sorted(before.values()) != sorted(after.values()):
+        return None
+    # The matcher goes through sets of devices. Of numbers it does so in one order; of names in
+    # another one whenever Python starts, and a plan that is gone on with would not go the same way.
+    names = list(graph)
+    numbers = {name: number for number, name in enumerate(names)}
+    left, right = nx.relabel_nodes(graph, numbers), nx.relabel_nodes(graph, numbers)
+    for side, colours in ((left, before), (right, after)):
+        nx.set_node_attributes(side, {numbers[n]: c for n, c in colours.items()}, "refined")
+    matcher = GraphMatcher(
+        left,
+        right,
+        node_match=lambda a, b: a["refined"] == b["refined"],
+        edge_match=lambda a, b: a["colour"] == b["colour"],
+    )
+    found = next(matcher.isomorphisms_iter(), None)
+    return None if found is None else {names[a]: names[b] for a, b in found.items()}
+
+
+def _compose(first: Permutation, then: Permutation) -> Permutation:
+    return {point: then[image] for point, image in first.items()}
+
+
+def _transversal(
+    point: str, generators: Iterable[Permutation], identity: Permutation
+) -> dict[str, Permutation]:
+    found, queue = {point: identity}, [point]
+    moves = list(generators)
+    while queue:
+        at = queue.pop()
+        for move in moves:
+            if move[at] not in found:
+                found[move[at]] = _compose(found[at], move)
+                queue.append(move[at])
+    return found
+
+
+def _stabiliser_chain(graph: nx.Graph, base: Sequence[str]) -> list[_Level]:
+    identity = {node: node for node in graph}
+    levels: list[_Level] = []
+    below: list[Permutation] = []  # generators that fix everything before this base point
+    for depth in range(len(base) - 1, -1, -1):
+        fixed, point = base[:depth], base[depth]
+        own: list[Permutation] = []
+        colours = _refined(graph, fixed)
+        for candidate in base[depth + 1 :]:
+            if colours[candidate] != colours[point]:
+                continue
+            if candidate in _transversal(point, [*below, *own], identity):
+                continue
+            found = _mapping(graph, fixed, point, candidate)
+            if found is not None:
+                own.append(found)
+        below = [*below, *own]
+        levels.append(_Level(point, tuple(own), _transversal(point, below, identity)))
+    return levels
+
+
+def _listed(levels: Sequence[_Level], points: Sequence[str]) -> npt.NDArray[np.int16]:
+    """All products of one mapping per level, from the bottom, as far as MAX_ELEMENTS allows."""
+    position = {point: i for i, point in enumerate(points)}
+    rows = np.arange(len(points), dtype=np.int16)[None, :]
+    for level in levels:
+        if len(rows) * len(level.transversal) > MAX_ELEMENTS:
+            break
+        maps = level.transversal.values()
+        moves = [np.array([position[move[p]] for p in points], dtype=np.int16) for move in maps]
+        # Every element of this level's group is one of the group below, then one move.
+        rows = np.concatenate([move[rows] for move in moves])
+    identity = np.arange(len(points), dtype=np.int16)
+    first = int(np.flatnonzero((rows == identity).all(axis=1))[0])
+    rows[[0, first]] = rows[[first, 0]]
+    return rows
+
+
+# Transfer sets that a symmetry of the machine exchanges are one set: the canonical one.
+
+
+def relabelled(flow: Flow, names: Mapping[str, str]) -> Flow:
+    """The flow that a relabelling of the machine's devices makes of this one.
+
+    A copy engine moves with its GPU.
+
+    >>> from tccl_py.model.transfer import direct_write
+    >>> str(relabelled(direct_write(0, 1), {"G0": "G3", "G1": "G2"}))
+    'G3->G3->G2'
+    """
+
+    def moved(place: Place) -> Place:
+        name = f"{'G' if place.kind == 'D' else place.kind}{place.index}"
+        return Place(place.kind, int(names[name][1:]), place.host)
+
+    return elsewhere(flow, moved)
+
+
+def relabelled_hop(hop: Hop, names: Mapping[str, str]) -> Hop:
+    """The hop that a relabelling of the machine's devices makes of this one.
+
+    An end that it does not name stays: the world outside, of chains.
+    """
+    source, target = (int(names.get(f"G{gpu}", f"G{gpu}")[1:]) for gpu in (hop.source, hop.target))
+    return Hop(source, target, relabelled(hop.flow, names))
+
+
+def canonical(transfers: TransferSet, symmetry: Symmetry) -> TransferSet:
+    """The image of the set under the symmetry's listed elements that comes first as text.
+
+    Two sets have the same canonical set iff a listed element takes one to the other. Costs one
+    relabelling of the set for each element; searches number their hops and use
+    `tccl_py.search.problem` instead.
+    """
+    images = (_image(transfers, symmetry, row) for row in symmetry.elements.tolist())
+    return min(images, key=lambda image: [str(flow) for flow in image.flows])
+
+
+def _image(transfers: TransferSet, symmetry: Symmetry, row: list[int]) -> TransferSet:
+    names = {symmetry.points[i]: symmetry.points[to] for i, to in enumerate(row)}
+    return transfer_set(relabelled(flow, names) for flow in transfers.flows)

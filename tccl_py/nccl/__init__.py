@@ -1,0 +1,1 @@
+"""NCCL's rules: settings, transports, its graph search, and the files it reads and writes."""

@@ -1,0 +1,335 @@
+"""What the installed NCCL does on this machine's GPUs: it is run, one process for each GPU.
+
+Making a communicator takes NCCL seconds. Its log and its dump then say which rings, channels,
+types and transports it takes, and whether it loads a graph file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.files import encode_json
+from tccl_py.nccl.asked_rank import Answer, Communicator, Order, Said
+from tccl_py.nccl.graph_file import RING, Graph, parse_graph_file
+from tccl_py.nccl.log import parse_log, same_rings, transport_of
+from tccl_py.nccl.settings import HOST_VARIABLES
+from tccl_py.nccl.validator import Verdict
+from tccl_py.nccl_library import find_library
+from tccl_py.rank_processes.task import RanksError, Task, decoded, run_tasks
+
+PROGRAM = "tccl_py.nccl.asked_rank"
+TIMEOUT_S = 60.0
+_EACH_S = 10.0
+"""For every communicator more."""
+_LOGGED = "INIT,GRAPH,ENV,P2P,SHM,NET"
+_FALLBACK = re.compile(r"Could not find a path for pattern 4, falling back to simple order")
+_NUMBERED = re.compile(r"(?:error: )?communicator (?P<number>\d{1,6})(?:: (?P<words>.*))?")
+_SPEED = 0.01
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """A communicator over GPUs, in rank order, with the text of a graph file or without one."""
+
+    gpus: tuple[int, ...]
+    graph: str | None = None
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """How NCCL connects a GPU to the next one of a ring, by its own name (`P2P/CUMEM`)."""
+
+    source: int
+    target: int
+    via: str
+
+    @property
+    def transport(self) -> str:
+        """`P2P`, `SHM` or `NET`."""
+        return transport_of(self.via)
+
+
+class NcclAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What NCCL made of one communicator.
+
+    `rings` has the GPU order of each final channel, from rank 0 on. `graph` is the ring graph that
+    NCCL searched or loaded, before channels are doubled. `ways` are the hops of all rings; they are
+    empty where connections were not asked for. `fallback` is true where the search found nothing
+    and NCCL took its simple order.
+    """
+
+    version: str
+    gpus: tuple[int, ...]
+    rings: tuple[tuple[int, ...], ...]
+    graph: Graph
+    ways: tuple[Way, ...]
+    fallback: bool
+
+
+class RefusedError(MeasurementError):
+    """NCCL does not start with a graph file, and starts without it.
+
+    Args:
+        question: the index of the question whose file it is.
+        how: what NCCL did, and its words.
+        crash: whether a process of it crashed or never came to an end.
+    """
+
+    def __init__(self, question: int, how: str, *, crash: bool) -> None:
+        super().__init__(f"NCCL does not start with the graph file: {how}")
+        self.question, self.how, self.crash = question, how, crash
+
+
+def ask_nccl(
+    variables: Mapping[str, str],
+    gpus: Sequence[int],
+    *,
+    graph: str | None = None,
+    library: str | None = None,
+    timeout: float = TIMEOUT_S,
+) -> NcclAnswer:
+    """Return what the installed NCCL does with one communicator; see `ask_each`.
+
+    Args:
+        variables: NCCL's, in place of the caller's.
+        gpus: NVML indices of the GPUs, in rank order.
+        graph: text of a graph file for NCCL_GRAPH_FILE.
+        library: file of NCCL's library; None is the installed one.
+        timeout: seconds for all of it.
+    """
+    (found,) = ask_each(
+        variables, [Question(gpus=tuple(gpus), graph=graph)], library=library, timeout=timeout
+    )
+    return found
+
+
+def ask_each(
+    variables: Mapping[str, str],
+    questions: Sequence[Question],
+    *,
+    library: str | None = None,
+    connect: bool = True,
+    timeout: float = TIMEOUT_S,
+) -> tuple[NcclAnswer, ...]:
+    """Return what the installed NCCL does with each of several communicators.
+
+    All are made by the same processes, one after the other; so one set of variables holds for all.
+    Each process takes some 0.5 GiB of its GPU; none is left afterwards.
+
+    Args:
+        variables: NCCL's, in place of the caller's.
+        questions: the communicators.
+        library: file of NCCL's library; None is the installed one.
+        connect: whether NCCL shall connect the GPUs, which shows transports and takes longer.
+        timeout: seconds for the first communicator; each further one has 10 more.
+
+    Raises:
+        RefusedError: a graph file keeps NCCL from starting.
+        MeasurementError: NCCL cannot be asked: no library, no GPU, or it fails or hangs.
+    """
+    library = library or find_library()
+    told = _environment(variables, connect=connect)
+    seconds = timeout + _EACH_S * (len(questions) - 1)
+    try:
+        return _asked(told, questions, library, seconds)
+    except RanksError as error:
+        failed = _NUMBERED.match(error.said)
+        how = _how(error)
+        # A crash may have had the last word; among several files it is not known which was read.
+        number = int(failed["number"]) if failed is not None else len(questions) - 1
+        unknown = failed is None and len(questions) > 1
+        if unknown or questions[number].graph is None:
+            raise MeasurementError(how) from error
+        # The file is to blame only if NCCL starts without it.
+        plain = Question(gpus=questions[number].gpus)
+        try:
+            _asked(told, [plain], library, timeout)
+        except RanksError as again:
+            raise MeasurementError(_how(again)) from again
+        crash = error.late or "killed by signal" in error.what
+        raise RefusedError(number, how, crash=crash) from error
+
+
+def _environment(variables: Mapping[str, str], *, connect: bool) -> dict[str, str]:
+    """Return the environment of the ranks: the caller's without its settings of NCCL."""
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if name in HOST_VARIABLES or not name.startswith("NCCL_")
+    }
+    found |= {
+        # /etc/nccl.conf holds for every job; a user's own file does not.
+        "NCCL_CONF_FILE": "/dev/null",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": _LOGGED,
+    }
+    if connect:
+        found["NCCL_RUNTIME_CONNECT"] = "0"
+    return {**found, **variables}
+
+
+def _asked(
+    environment: Mapping[str, str], questions: Sequence[Question], library: str, seconds: float
+) -> tuple[NcclAnswer, ...]:
+    """Run the ranks, and read what NCCL logged.
+
+    Raises:
+        RanksError: a rank failed, or the time was up.
+        MeasurementError: the logs are not whole.
+    """
+    gpus = tuple(dict.fromkeys(gpu for one in questions for gpu in one.gpus))
+    names = [f"graph-{n}.xml" if one.graph is not None else "" for n, one in enumerate(questions)]
+    order = Order(
+        library=library,
+        gpus=gpus,
+        communicators=tuple(
+            Communicator(ranks=tuple(gpus.index(gpu) for gpu in one.gpus), graph=name)
+            for one, name in zip(questions, names, strict=True)
+        ),
+    )
+    ranks = tuple(range(len(gpus)))
+    task = Task(
+        program=PROGRAM,
+        order=encode_json(order),
+        ranks=ranks,
+        surroundings=dict(environment),
+        timeout=seconds,
+        files={n: one.graph or "" for n, one in zip(names, questions, strict=True) if n},
+    )
+    (left,) = run_tasks([task])
+    answers = decoded(left, ranks, Answer)
+    said = [
+        [one for gpu in question.gpus for one in answers[gpus.index(gpu)].said if one.number == n]
+        for n, question in enumerate(questions)
+    ]
+    return tuple(
+        _read(question, found, answers[0].version)
+        for question, found in zip(questions, said, strict=True)
+    )
+
+
+def _read(question: Question, said: Sequence[Said], version: str) -> NcclAnswer:
+    """Return what the logs of a communicator's ranks say, rank 0's first.
+
+    Raises:
+        MeasurementError: they, or the dump, are not whole.
+    """
+    gpus, text = question.gpus, "\n".join(one.log for one in said)
+    try:
+        log = parse_log(text, where="NCCL's log")
+        dump = parse_graph_file(
+            said[0].dump, where="NCCL's graph dump", version=minor_version(version)
+        )
+    except InputError as error:
+        raise MeasurementError(f"NCCL cannot be asked: {error}") from error
+    ranks, graph = log.rings_over(len(gpus)), dump.graph(RING)
+    if not ranks or graph is None:
+        raise MeasurementError("NCCL cannot be asked: its log or graph dump shows no rings")
+    rings = tuple(tuple(gpus[rank] for rank in ring) for ring in ranks)
+    hops = {hop for ring in rings for hop in _hops(ring)}
+    via = {
+        (gpus[one.source], gpus[one.target]): one.via
+        for one in log.connections
+        if max(one.source, one.target) < len(gpus)
+    }
+    return NcclAnswer(
+        version=version,
+        gpus=gpus,
+        rings=rings,
+        graph=graph,
+        ways=tuple(
+            Way(source=source, target=target, via=via[source, target])
+            for source, target in sorted(hops & set(via))
+        ),
+        fallback=_FALLBACK.search(text) is not None,
+    )
+
+
+def _how(error: RanksError) -> str:
+    """Return what ranks did and said, without what is only for this program."""
+    said = error.said
+    numbered = _NUMBERED.match(said)
+    words = (numbered["words"] or "") if numbered is not None else said.removeprefix("error: ")
+    if words and error.what.endswith("code 1"):
+        return words
+    named = f"rank {', '.join(map(str, error.ranks))} of NCCL {error.what}"
+    return f"{named}: {words}" if words else named
+
+
+def minor_version(version: str) -> str:
+    """Return the two numbers of a version that say what NCCL does."""
+    return ".".join(version.split(".")[:2])
+
+
+def _hops(ring: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip(ring, (*ring[1:], ring[0]), strict=True))
+
+
+def judged(
+    variables: Mapping[str, str],
+    gpus: Sequence[int],
+    text: str,
+    *,
+    where: str,
+    library: str | None = None,
+    timeout: float = TIMEOUT_S,
+) -> Verdict:
+    """Return what the installed NCCL does with a graph file.
+
+    Args:
+        variables: other NCCL variables of the job.
+        gpus: the job's GPUs in rank order.
+        text: the file.
+        where: its name for messages.
+        library: file of NCCL's library; None is the installed one.
+        timeout: seconds for all of it.
+
+    Raises:
+        MeasurementError: NCCL cannot be asked.
+    """
+    try:
+        found = ask_nccl(variables, gpus, graph=text, library=library, timeout=timeout)
+    except RefusedError as error:
+        return Verdict(verdict="crash" if error.crash else "rejected", reason=error.how)
+    return verdict_on(found, text, where=where)
+
+
+def verdict_on(found: NcclAnswer, text: str, *, where: str) -> Verdict:
+    """Return what became of a graph file with which NCCL started; rings are rank orders."""
+    rings = tuple(tuple(found.gpus.index(gpu) for gpu in ring) for ring in found.rings)
+    name = f"NCCL {found.version}"
+    try:
+        file = parse_graph_file(text, where=where, version=minor_version(found.version)).graph(RING)
+    except InputError as error:
+        what = f"{name} starts with it, but not every NCCL does: {error}"
+        return Verdict(verdict="rejected", reason=what, rings=rings)
+    if file is None or file.nchannels < 1:
+        what = f"the file has no channels of graph {RING}: {name} searches for itself"
+        return Verdict(verdict="ignored", reason=what, rings=rings)
+    if not _same_graph(found.graph, file):
+        what = f"{name} took other rings than the file's: it searched for itself"
+        return Verdict(verdict="ignored", reason=what, rings=rings)
+    count, final = file.nchannels, len(found.rings)
+    right = all(
+        same_rings(ring, file.channels[number % count].gpus)
+        for number, ring in enumerate(found.rings)
+    )
+    if not right or final < count:
+        what = f"{name} loads the file's {count} channels, and runs {final} that are not as it says"
+        return Verdict(verdict="clipped", reason=what, rings=rings)
+    channels = f"{count} channel{'s' * (count != 1)} of the file"
+    return Verdict(verdict="used", reason=f"{channels}, {final} in {name}", rings=rings)
+
+
+def _same_graph(dumped: Graph, file: Graph) -> bool:
+    """Tell whether NCCL's graph is the file's, by its rings and speed."""
+    count = dumped.nchannels
+    return (
+        count == file.nchannels
+        and count == len(file.channels) == len(dumped.channels)
+        and all(a.gpus == b.gpus for a, b in zip(dumped.channels, file.channels, strict=True))
+        and abs(dumped.speedintra - file.speedintra) <= _SPEED * file.speedintra
+    )

@@ -1,0 +1,178 @@
+"""The files in which NCCL finds settings besides the environment, and what it makes of them.
+
+NCCL 2.30.7, misc/param.cc: it reads NCCL_CONF_FILE (since 2.23) or, where that is unset or empty,
+`.nccl.conf` in the home directory that the password file has, then /etc/nccl.conf. Each line that
+does not begin with `#` sets what is before its first `=`, unless that is set already: so the
+environment comes first, then the user's file, in it the first line of a name, then the host's.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.files import check_path, read_bytes
+from tccl_py.nccl.settings import Settings, environment
+
+CONF_VARIABLE = "NCCL_CONF_FILE"
+HOST_FILE = Path("/etc/nccl.conf")
+MAX_CONF_BYTES = 1024 * 1024
+_MAX_VALUE = 1023
+
+
+class ConfLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of such a file that sets something; `where` is the file and the line's number."""
+
+    name: str
+    value: str
+    where: str
+
+
+def user_file(environment: Mapping[str, str] = os.environ) -> Path:
+    """The user's file, whether or not there is one."""
+    named = environment.get(CONF_VARIABLE, "")
+    return Path(named) if named else home() / ".nccl.conf"
+
+
+def home() -> Path:
+    """The user's home directory as NCCL finds it, whatever HOME says."""
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return Path("/")
+
+
+def conf_lines(data: bytes, *, where: str) -> tuple[ConfLine, ...]:
+    r"""What a file sets, in order.
+
+    >>> [(line.name, line.value) for line in conf_lines(b"# a=b\nNCCL_IB_HCA==mlx5\n", where="f")]
+    [('NCCL_IB_HCA', '=mlx5')]
+    """
+    lines = data.decode("utf-8", "surrogateescape").split("\n")
+    parted = ((number, *line.partition("=")) for number, line in enumerate(lines, start=1))
+    return tuple(
+        ConfLine(name=name[:_MAX_VALUE], value=value[:_MAX_VALUE], where=f"{where}:{number}")
+        for number, name, equals, value in parted
+        if equals and not name.startswith("#")
+    )
+
+
+def settings_of_files(
+    environment: Mapping[str, str] = os.environ, *, files: Sequence[Path] | None = None
+) -> dict[str, ConfLine]:
+    """What NCCL's files set in a process with this environment, by name.
+
+    Files that are not there or that this process may not read set nothing, as for NCCL.
+    """
+    found: dict[str, ConfLine] = {}
+    for path in files if files is not None else (user_file(environment), HOST_FILE):
+        try:
+            data = read_bytes(path, limit=MAX_CONF_BYTES)
+        except InputError:
+            continue
+        for line in conf_lines(data, where=str(path)):
+            if line.name not in environment:
+                found.setdefault(line.name, line)
+    return found
+
+
+# Settings as the files that set them: nccl.conf for a host, env.sh for a shell.
+
+
+_PLAIN_PATH = re.compile(r"/[A-Za-z0-9_./+@%:,=-]*")
+
+
+def job_environment(
+    settings: Settings,
+    *,
+    graph: PurePosixPath | None = None,
+    topology: PurePosixPath | None = None,
+) -> dict[str, str]:
+    """All variables of a job: the settings', and NCCL_TOPO_FILE and NCCL_GRAPH_FILE if given.
+
+    Raises:
+        InputError: settings the version does not have, or a path that is not absolute, or
+            cannot be named here.
+    """
+    variables = environment(settings)
+    for name, kind, path in (
+        ("NCCL_TOPO_FILE", "topology", topology),
+        ("NCCL_GRAPH_FILE", "graph", graph),
+    ):
+        if path is None:
+            continue
+        check_path(path)
+        if not path.is_absolute():
+            raise InputError(
+                f"{kind} file {str(path)[:80]!r}",
+                "is no absolute path",
+                "jobs start in other directories: give a path from the root",
+            )
+        variables[name] = str(path)
+    return variables
+
+
+def fits_conf(path: PurePosixPath) -> bool:
+    """Whether a path can stand in nccl.conf, which knows no quotes."""
+    return _PLAIN_PATH.fullmatch(str(path)) is not None
+
+
+def nccl_conf(
+    settings: Settings,
+    *,
+    graph: PurePosixPath | None = None,
+    topology: PurePosixPath | None = None,
+) -> str:
+    """The text of an nccl.conf: NAME=value lines, which NCCL takes as they stand.
+
+    Raises:
+        InputError: as `job_environment`, or a path that NCCL's parser would not take whole.
+    """
+    for kind, path in (("topology", topology), ("graph", graph)):
+        if path is not None and not fits_conf(path):
+            raise InputError(
+                f"{kind} file {str(path)[:80]!r}",
+                "cannot stand in nccl.conf, which knows no quotes",
+                "a path from the root of letters, digits and _ . / + @ % : , = -",
+            )
+    variables = job_environment(settings, graph=graph, topology=topology)
+    return "".join(f"{name}={value}\n" for name, value in variables.items())
+
+
+def env_sh(
+    settings: Settings,
+    *,
+    graph: PurePosixPath | None = None,
+    topology: PurePosixPath | None = None,
+) -> str:
+    """The text of a script to source: one quoted export a line.
+
+    Raises:
+        InputError: as `job_environment`.
+    """
+    return export_lines(job_environment(settings, graph=graph, topology=topology))
+
+
+def export_lines(variables: Mapping[str, str]) -> str:
+    """`export NAME=value` lines, quoted for any shell.
+
+    zsh takes `=mlx5_0` at the beginning of a value for the path of a program of that name, which
+    `shlex.quote` does not know.
+
+    >>> print(export_lines({"NCCL_IB_HCA": "=mlx5_0:1", "NCCL_CROSS_NIC": "1"}), end="")
+    export NCCL_IB_HCA='=mlx5_0:1'
+    export NCCL_CROSS_NIC=1
+    """
+    return "".join(f"export {name}={_quoted(value)}\n" for name, value in variables.items())
+
+
+def _quoted(value: str) -> str:
+    text = shlex.quote(value)
+    return f"'{value}'" if text == value and "=" in value else text

@@ -1,0 +1,277 @@
+"""The graphs NCCL computes for itself: its search at rate after rate, limit after limit.
+
+Source: ncclTopoCompute (search.cc) of NCCL 2.30.7.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from tccl_py.model.paths import PathType
+from tccl_py.nccl.channel_search import ChannelSearch, Graph, Pattern, single
+from tccl_py.nccl.paths import DISCONNECTED, local_nets
+from tccl_py.nccl.system import System
+from tccl_py.nccl.transport import View
+from tccl_py.nccl.versions import LOCAL_GBPS, speeds, version_facts
+
+FALLBACK_GBPS = 0.1
+"""What NCCL writes down for the simple order it falls back to."""
+_STEPS = 1 << 14
+_STEPS_SAME_CHANNELS = 1 << 8
+_STEPS_IN_ALL = 1 << 19
+_ALWAYS, _IF_NEED_BE = 1, 2
+"""Values of NCCL_CROSS_NIC."""
+_SLOWER_IS_NO_HELP = 0.49
+_DUPLICATE_FROM = 25.0
+
+
+class _Compute:
+    """The ladder of searches that NCCL climbs down until one finds channels, then up again."""
+
+    def __init__(self, seen: View, *, pattern: Pattern, nodes: int, low: int, high: int) -> None:
+        self.seen, self.system, self.pattern = seen, seen.system, pattern
+        self.inter = nodes > 1 and bool(self.system.nets)
+        self.search = ChannelSearch(seen.system, seen.paths, inter=self.inter)
+        self.crossed = version_facts(seen.settings.version).crossed
+        self.speeds = speeds(
+            self.system.sm_min, nodes=2 if self.inter else 1, rules=self.system.rules
+        )
+        self._bounds()
+        self._totals()
+        if len(self.system.gpus) == 1 and pattern != "ring":
+            self.pattern = "tree"
+        if pattern == "ring" and low == 1 and high >= 2 and _two_nvlink_islands(seen):
+            low = 2
+        self.cross_nic = self._cross_nic()
+        self.best = self.trial = Graph(
+            pattern=self.pattern,
+            min_channels=low,
+            max_channels=high,
+            type_intra=self.least_intra,
+            type_inter=self.least_inter,
+            cross_nic=int(self.cross_nic == _ALWAYS),
+        )
+        self.step = self._first_step(low)
+        self._set_rates(self.speeds[self.step])
+        self.steps_left = _STEPS_IN_ALL
+        self.searched: dict[tuple[object, ...], int] = {}
+
+    def _cross_nic(self) -> int:
+        """What NCCL_CROSS_NIC comes to here: channels change NICs never, always or if need be."""
+        if len(self.system.nets) < 2 or self.pattern == "tree":
+            return 0
+        chosen = self.seen.settings.cross_nic
+        return _IF_NEED_BE if chosen is None else chosen
+
+    def _bounds(self) -> None:
+        gpus, nets, paths = self.system.gpus, self.system.nets, self.seen.paths
+        intra = [paths.get((a, b), DISCONNECTED).type for a in gpus for b in gpus if a != b]
+        inter = [paths.get((a, b), DISCONNECTED).type for a in gpus for b in nets]
+        self.least_intra = min([PathType.SYS, *intra]) if len(gpus) > 1 else PathType.LOC
+        self.most_intra = max([PathType.LOC, *intra]) if len(gpus) > 1 else PathType.SYS
+        inward = [paths.get((b, a), DISCONNECTED).type for a in gpus for b in nets]
+        self.types_intra, self.types_inter = {*intra}, {*inter, *inward}
+        self.least_inter, self.most_inter = PathType.PIX, PathType.SYS
+        if self.inter:
+            self.least_inter = min([PathType.SYS, *inter])
+            self.most_inter = max([PathType.LOC, *inter])
+            if self.system.sm_min < 90 and self.system.rules.old_gpus_leave_over_sys:
+                self.most_inter = PathType.SYS
+
+    def _totals(self) -> None:
+        """The most one channel and all channels of a GPU could carry, in GB/s."""
+        gpus = self.system.gpus
+        if len(gpus) == 1 and not self.inter:
+            self.most, self.total = LOCAL_GBPS, LOCAL_GBPS
+            return
+        ends = self.system.nets if self.inter else gpus
+        paths = self.seen.plain if self.system.rules.device_nodes else self.seen.paths
+        ways = [paths.get((a, b), DISCONNECTED) for a in gpus for b in ends]
+        self.most = max((way.gbps for way in ways if way.links), default=0.0)
+        self.total = single(max(_leaving(self.system, gpu) for gpu in gpus))
+
+    def _first_step(self, channels: int) -> int:
+        total, count = self.total, len(self.system.gpus)
+        if count > 1 and self.pattern != "ring":
+            total = single(total * (count / (count - 1)))
+        for step, speed in enumerate(self.speeds):
+            if single(speed) <= single(self.most) and single(single(speed) * channels) <= total:
+                return step
+        return len(self.speeds) - 1
+
+    def _set_rates(self, rate: float) -> None:
+        self.trial = replace(self.trial, rate_intra=rate, rate_inter=rate)
+
+    def run(self) -> Graph:
+        """Search until nothing better is to be expected; the simple order if nothing was found."""
+        while self._search_once() and self._next_after_failure():
+            pass
+        self._duplicate()
+        self._faster()
+        return self.best if self.best.orders else self._simple_order()
+
+    def _search_once(self) -> bool:
+        """Search, and say whether there may be more to find."""
+        steps = _STEPS_SAME_CHANNELS if self.trial.same_channels else _STEPS
+        self.steps_left -= steps
+        key = self._key()
+        if key in self.searched:
+            self.clock = self.searched[key]
+            return True
+        self.best, self.clock = self.search.run(self.trial, self.best, steps)
+        self.searched[key] = self.clock
+        total = single(len(self.best.orders) * single(self.best.rate_inter))
+        return self.clock != -1 and total < self.total
+
+    def _key(self) -> tuple[object, ...]:
+        """What a search depends on: one that was made already finds nothing better again."""
+        trial = self.trial
+        near = sum(one <= trial.type_intra for one in self.types_intra)
+        out = sum(one <= trial.type_inter for one in self.types_inter)
+        rates = trial.rate_intra, trial.rate_inter
+        ways = trial.pattern, trial.same_channels, trial.cross_nic
+        return (near, out, *rates, *ways, trial.min_channels)
+
+    def _next_after_failure(self) -> bool:
+        """Loosen the trial by one notch; False when all notches are used up."""
+        trial = self.trial
+        through_amd = self.system.amd and trial.type_intra == PathType.SYS
+        if trial.same_channels and not through_amd:
+            self.trial = replace(trial, same_channels=False)
+            return True
+        self.steps_left += self.clock
+        if self.steps_left < 0 and self.best.orders:
+            return False
+        if self.system.sm_min >= 90 and trial.pattern == "balanced tree":
+            self.trial = replace(trial, same_channels=True, pattern="tree")
+            return True
+        self.trial = replace(trial, same_channels=True, pattern=self.best.pattern)
+        return self._farther() or self._slower()
+
+    def _farther(self) -> bool:
+        """Allow the next path type, then NICs farther away, then different ones at both ends."""
+        trial, best = self.trial, self.best
+        none = not best.orders
+        limit = trial.type_inter if self.inter else self.most_intra
+        if trial.type_intra < limit and (none or trial.type_intra < best.type_intra):
+            trial = replace(trial, type_intra=PathType(trial.type_intra + 1))
+            if trial.type_intra < PathType.DIS:
+                self.trial = trial
+                return True
+        trial = replace(trial, type_intra=self.least_intra)
+        wider = none or trial.type_inter < max(best.type_inter, PathType.PXN)
+        if self.inter and trial.type_inter < self.most_inter and wider:
+            trial = replace(trial, type_inter=PathType(trial.type_inter + 1))
+            if trial.type_inter < PathType.DIS:
+                self.trial = trial
+                return True
+        trial = replace(trial, type_inter=self.least_inter)
+        if self.cross_nic == _IF_NEED_BE and trial.cross_nic == 0 and best.pattern != "tree":
+            self.trial = replace(trial, cross_nic=self.crossed)
+            return True
+        self.trial = replace(trial, cross_nic=int(self.cross_nic == _ALWAYS))
+        return False
+
+    def _slower(self) -> bool:
+        step, best = self.step + 1, self.best
+        if step >= len(self.speeds):
+            return False
+        if best.orders and self.speeds[step] / best.rate_inter <= _SLOWER_IS_NO_HELP:
+            return False
+        self.step = step
+        self._set_rates(self.speeds[step])
+        return True
+
+    def _duplicate(self) -> None:
+        """Split few fast channels into twice as many of half the rate."""
+        best, found = self.best, len(self.best.orders)
+        if not found or best.rate_intra < _DUPLICATE_FROM:
+            return
+        if self.system.sm_min > 80 and best.rate_intra < 2 * _DUPLICATE_FROM and found > 4:
+            return
+        count = min(found * 2, best.max_channels)
+        share = -(-count // found)
+        self.best = replace(
+            best,
+            orders=(best.orders * 2)[:count],
+            ports=(best.ports * 2)[:count],
+            rate_intra=best.rate_intra / share,
+            rate_inter=best.rate_inter / share,
+        )
+
+    def _faster(self) -> None:
+        """Try the same number of channels at higher rates; trees raise only the rate inside."""
+        best = self.best
+        self.trial = replace(best, min_channels=len(best.orders))
+        found = [step for step, speed in enumerate(self.speeds) if speed <= best.rate_inter]
+        self.step = found[0] if found else len(self.speeds) - 1
+        self._set_rates(self.speeds[self.step])
+        self.clock = -1
+        while self.clock != 0 and self.step > 0 and self._raise():
+            self._search_once()
+
+    def _raise(self) -> bool:
+        trial = self.trial
+        if self.pattern == "ring":
+            self.step -= 1
+            self._set_rates(self.speeds[self.step])
+            return True
+        if trial.rate_intra != self.best.rate_intra or trial.rate_intra >= trial.rate_inter * 2:
+            return False
+        self.step -= 1
+        self.trial = replace(trial, rate_intra=self.speeds[self.step])
+        return True
+
+    def _simple_order(self) -> Graph:
+        """The GPUs in NCCL's order, between the NICs that the first and the last prefer."""
+        ports = ("", "")
+        if self.inter:
+            ends = self.system.gpus[0], self.system.gpus[-1]
+            if self.system.rules.falls_back_to_local_nets:
+                first, last = (local_nets(self.system, self.seen.paths, gpu)[0] for gpu in ends)
+                ports = (first, last)
+            else:
+                ports = (min(self.system.nets, key=lambda net: int(net[1:])),) * 2
+        return replace(
+            self.best,
+            orders=(self.system.gpus,),
+            ports=(ports,),
+            rate_intra=FALLBACK_GBPS,
+            type_intra=PathType.SYS,
+            rate_inter=FALLBACK_GBPS,
+            type_inter=PathType.SYS,
+            fallback=True,
+        )
+
+
+def _leaving(system: System, gpu: str) -> float:
+    links = system.nodes[gpu].links
+    nvlinks = sum(link.gbps for link in links if link.type == PathType.NVL)
+    pci = [link.gbps for link in links if link.type == PathType.PIX]
+    return max([nvlinks, *pci[-1:]])
+
+
+def _two_nvlink_islands(seen: View) -> bool:
+    """Whether there are two NVLink domains, as NCCL counts them (ncclTopoSplitNvLink).
+
+    Each GPU in turn puts the later ones that it has NVLinks to into its own domain, so
+    neighbourhoods that overlap are counted in parts.
+    """
+    gpus = seen.system.gpus
+    domains = list(range(len(gpus)))
+    for place, gpu in enumerate(gpus):
+        for other in range(place + 1, len(gpus)):
+            if seen.paths.get((gpu, gpus[other]), DISCONNECTED).type == PathType.NVL:
+                domains[other] = domains[place]
+    return sum(domains.count(one) > 1 for one in set(domains)) == 2
+
+
+def search_ring(seen: View, *, nodes: int = 1) -> Graph:
+    """NCCL's ring search."""
+    high = version_facts(seen.settings.version).max_channels
+    return _Compute(seen, pattern="ring", nodes=nodes, low=1, high=high).run()
+
+
+def search_tree(seen: View, *, nodes: int = 1, channels: int) -> Graph:
+    """NCCL's tree search for exactly as many channels as the ring has."""
+    return _Compute(seen, pattern="balanced tree", nodes=nodes, low=channels, high=channels).run()

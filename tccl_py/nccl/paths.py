@@ -1,0 +1,256 @@
+"""Paths between devices as NCCL computes them: type, bandwidth and the links on the way.
+
+Source: paths.cc of NCCL 2.30.7 (ncclTopoSetPaths, ncclTopoComputePaths).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import permutations
+
+from tccl_py.model.paths import PathType
+from tccl_py.nccl.gpu_direct import Direction, GpuDirectRule
+from tccl_py.nccl.system import Link, System
+from tccl_py.nccl.versions import LOCAL_GBPS
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The links from one device to another, the least bandwidth among them in GB/s, the type."""
+
+    links: tuple[Link, ...]
+    gbps: float
+    type: PathType
+
+
+Paths = dict[tuple[str, str], Path]
+DISCONNECTED = Path((), 0.0, PathType.DIS)
+_LONGEST_NVB = 1
+
+
+def shortest_paths(system: System) -> Paths:
+    """Paths to every CPU, GPU, NIC port and NVSwitch, from every device; no policy applied yet."""
+    reverse = {(link.source, link.target, link.type): link for link in system.links}
+    paths: Paths = {}
+    for base in (*system.cpus, *system.gpus, *system.nets, *system.nvs):
+        for device, path in _paths_to(system, base, reverse).items():
+            paths[device, base] = path
+    return paths
+
+
+def _paths_to(
+    system: System, base: str, reverse: dict[tuple[str, str, PathType], Link]
+) -> dict[str, Path]:
+    """Breadth first from `base`; a better path replaces one that is known."""
+    found = {base: Path((), LOCAL_GBPS, PathType.LOC)}
+    frontier = [base]
+    while frontier:
+        reached: dict[str, None] = {}
+        for name in frontier:
+            for link in system.nodes[name].links:
+                if not _may_pass(system, base, found[name], link):
+                    continue
+                path = _extended(system, found[name], link, reverse)
+                known = found.get(link.target)
+                if known is None or _better(system, path, known):
+                    found[link.target] = path
+                    reached[link.target] = None
+        frontier = list(reached)
+    return found
+
+
+def _better(system: System, path: Path, known: Path) -> bool:
+    if system.rules.nearer_wins:
+        one, other = ((way.type, -way.gbps, len(way.links)) for way in (path, known))
+        return one < other
+    return len(known.links) >= len(path.links) and known.gbps < path.gbps
+
+
+def _may_pass(system: System, base: str, path: Path, link: Link) -> bool:
+    """Through another GPU only by NVLink, only to a GPU, and only as the single step between."""
+    if link.source == base or system.nodes[link.source].kind != "gpu":
+        return True
+    onward = link.type == PathType.NVL and system.nodes[link.target].kind == "gpu"
+    return onward and len(path.links) <= _LONGEST_NVB
+
+
+def _extended(
+    system: System, path: Path, link: Link, reverse: dict[tuple[str, str, PathType], Link]
+) -> Path:
+    back = reverse[link.target, link.source, link.type]
+    near, far = system.nodes[link.source].kind, system.nodes[link.target].kind
+    kind = PathType.LOC if link.type == PathType.NET else link.type
+    if near == far == "pci":
+        kind = PathType.PXB
+    if link.type == PathType.PIX and "cpu" in (near, far):
+        kind = PathType.PHB
+    if near == "gpu" and path.links and path.type == kind == PathType.NVL:
+        kind = PathType.NVB
+    return Path((back, *path.links), min(path.gbps, link.gbps), max(path.type, kind))
+
+
+def local_cpu(system: System, paths: Paths, gpu: str) -> str:
+    """The nearest CPU of a GPU, and of several the one with the fewest links to it."""
+    return min(nearest(paths, gpu, system.cpus), key=lambda cpu: len(paths[gpu, cpu].links))
+
+
+def by_way_of(paths: Paths, source: str, middle: str, target: str) -> Path:
+    """The path from `source` over `middle` to `target`."""
+    first, second = paths[source, middle], paths[middle, target]
+    kind = max(first.type, second.type)
+    if {first.type, second.type} == {PathType.PHB, PathType.C2C}:
+        kind = PathType.P2C
+    return Path((*first.links, *second.links), min(first.gbps, second.gbps), kind)
+
+
+def with_policy(
+    system: System,
+    paths: Paths,
+    *,
+    direct: frozenset[tuple[str, str]],
+    rule: GpuDirectRule,
+) -> Paths:
+    """Paths as they are once pairs without P2P go over a CPU and NICs are reached as NCCL would.
+
+    Args:
+        system: what the paths are of.
+        paths: from `shortest_paths`; it stays as it is.
+        direct: pairs of GPUs that may talk without the CPU.
+        rule: by which NICs reach the memory of GPUs.
+    """
+    result = dict(paths)
+    for target in system.gpus:
+        for source in system.gpus:
+            if source != target and (source, target) not in direct:
+                cpu = local_cpu(system, result, target)
+                result[source, target] = by_way_of(result, source, cpu, target)
+    if rule.over_c2c:
+        _count_c2c_as_near(system, result)
+    policy = _NetPolicy(system, result, rule, nvlinked(system, result))
+    for net in system.nets:
+        for gpu in system.gpus:
+            policy.send_by_relay(gpu, net)
+            policy.go_over_cpu(gpu, net)
+    return result
+
+
+def nvlinked(system: System, paths: Paths) -> frozenset[str]:
+    """The GPUs that have an NVLink to another GPU of the communicator."""
+    pairs = permutations(system.gpus, 2)
+    return frozenset(
+        one for one, other in pairs if paths.get((one, other), DISCONNECTED).type == PathType.NVL
+    )
+
+
+def _count_c2c_as_near(system: System, paths: Paths) -> None:
+    """A GPU's nearest NICs are near if they hang from a CPU to which it has C2C."""
+    for gpu in system.gpus:
+        cpu = local_cpu(system, paths, gpu)
+        for net in nearest(paths, gpu, system.nets):
+            if by_way_of(paths, gpu, cpu, net).type != PathType.P2C:
+                continue
+            for pair in ((gpu, net), (net, gpu)):
+                way = paths[pair]
+                paths[pair] = Path(way.links, way.gbps, min(PathType.P2C, way.type))
+
+
+def relay_of(system: System, path: Path) -> str | None:
+    """The GPU through which a path leads to a NIC, if there is one."""
+    if path.type != PathType.PXN:
+        return None
+    return next(link.target for link in path.links if system.nodes[link.target].kind == "gpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _NetPolicy:
+    """What becomes of paths between GPUs and NICs; changes `paths`."""
+
+    system: System
+    paths: Paths
+    rule: GpuDirectRule
+    nvlinked: frozenset[str]
+
+    def _allows(self, gpu: str, net: str, distance: PathType, direction: Direction) -> bool:
+        return self.rule.allows(
+            self.system,
+            gpu,
+            net,
+            distance=distance,
+            direction=direction,
+            nvlinked=self.nvlinked,
+        )
+
+    def send_by_relay(self, gpu: str, net: str) -> None:
+        """PXN: an NVLinked GPU that is nearer to a NIC takes what this one sends by it."""
+        paths = self.paths
+        other = local_gpu(self.system, paths, net)
+        if other is None or other == gpu:
+            return
+        own, theirs = (paths.get((one, net), DISCONNECTED) for one in (gpu, other))
+        near = theirs.type <= PathType.P2C and paths[other, gpu].type <= PathType.NVL
+        if not near or (theirs.gbps <= own.gbps and own.type <= PathType.PXN):
+            return
+        if not self.rule.relays_need_it or self._allows(other, net, theirs.type, "send"):
+            over = by_way_of(paths, gpu, other, net)
+            paths[gpu, net] = Path(over.links, over.gbps, PathType.PXN)
+
+    def go_over_cpu(self, gpu: str, net: str) -> None:
+        """Without GPU direct RDMA all goes through the memory of the GPU's own CPU."""
+        paths = self.paths
+        own = paths.get((gpu, net), DISCONNECTED)
+        if own.type >= PathType.PHB:
+            return
+        relay = relay_of(self.system, own)
+        distance = paths[relay, net].type if relay else own.type
+        if self._allows(gpu, net, distance, "receive"):
+            return
+        cpu = local_cpu(self.system, paths, gpu)
+        paths[net, gpu] = by_way_of(paths, net, cpu, gpu)
+        paths[gpu, net] = by_way_of(paths, gpu, cpu, net)
+
+
+def nearest(paths: Paths, source: str, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `targets` that `source` reaches with the most bandwidth, then the nearest type."""
+    reached = [(name, paths.get((source, name), DISCONNECTED)) for name in targets]
+    reached = [(name, path) for name, path in reached if path.gbps > 0]
+    if not reached:
+        return ()
+    best = max((path.gbps, -path.type) for _, path in reached)
+    return tuple(name for name, path in reached if (path.gbps, -path.type) == best)
+
+
+def local_nets(system: System, paths: Paths, gpu: str) -> tuple[str, ...]:
+    """The NIC ports a GPU prefers, in the order its channels take them.
+
+    GPUs with several equally near ports begin at different ones, by their NVML index: see
+    `shares_nets_by_place` of GraphRules.
+    """
+    nets = nearest(paths, gpu, system.nets)
+    if not nets:
+        return ()
+    sharers = nearest(paths, nets[0], system.gpus)
+    count = len(nets)
+    start = int(gpu[1:])
+    if system.rules.shares_nets_by_place:
+        start %= max(1, len(sharers))
+    if count & (count - 1) == 0:
+        start = _mirrored(start, count)
+    per_gpu = -(-count // max(1, len(sharers)))
+    return tuple(nets[(start + step) % count] for step in range(per_gpu))
+
+
+def _mirrored(value: int, power: int) -> int:
+    bits = power.bit_length() - 1
+    low = value & (power - 1)
+    return int(format(low, f"0{bits}b")[::-1], 2) if bits else 0
+
+
+def local_gpu(system: System, paths: Paths, net: str) -> str | None:
+    """The GPU that prefers this port, and that others would use to reach it."""
+    close = nearest(paths, net, system.gpus)
+    choices = {gpu: local_nets(system, paths, gpu) for gpu in close}
+    for step in range(max((len(nets) for nets in choices.values()), default=0)):
+        for gpu in close:
+            if choices[gpu][step : step + 1] == (net,):
+                return gpu
+    return None

@@ -1,0 +1,302 @@
+"""NCCL's view of a machine: nodes and links with the bandwidths it believes in.
+
+Source: topo.cc of NCCL 2.30.7 (ncclTopoGetSystemFromXml and what it calls).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, permutations
+from typing import Literal
+
+from tccl_py.errors import InputError
+from tccl_py.model.machine import Machine, Nic
+from tccl_py.model.paths import PathType, merged_bridges
+from tccl_py.nccl.versions import (
+    C2C_GBPS,
+    DEFAULT_NET_MBPS,
+    LATEST,
+    LOCAL_GBPS,
+    MBPS_PER_GBPS,
+    GraphRules,
+    between_cpus_gbps,
+    graph_rules,
+    nvlink_gbps,
+    pci_gbps,
+)
+
+Kind = Literal["gpu", "pci", "nvs", "cpu", "nic", "net"]
+
+_UNKNOWN_SM = 80
+"""A GPU whose sm nobody reported counts as this."""
+
+
+@dataclass(slots=True)
+class Link:
+    """A one-way link; `index` numbers it within its system."""
+
+    index: int
+    type: PathType
+    gbps: float
+    source: str
+    target: str
+
+
+@dataclass(slots=True)
+class Node:
+    """A device, its links in the order NCCL walks them."""
+
+    id: str
+    kind: Kind
+    links: list[Link] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class System:
+    """The nodes of a machine seen by a communicator over some of its GPUs.
+
+    `gpus` are ids in NCCL's own order (that of the PCI tree), `nets` and `cpus` likewise.
+    `gpu_direct` are the pairs of GPU and port that support GPU direct RDMA.
+    """
+
+    machine: Machine
+    nodes: dict[str, Node]
+    gpus: tuple[str, ...]
+    nets: tuple[str, ...]
+    cpus: tuple[str, ...]
+    nvs: tuple[str, ...]
+    sm: dict[str, int]
+    links: list[Link]
+    rules: GraphRules
+    gpu_direct: frozenset[tuple[str, str]] = frozenset()
+
+    @property
+    def sm_min(self) -> int:
+        """The lowest compute capability among the GPUs."""
+        return min(self.sm.values())
+
+    @property
+    def intel(self) -> bool:
+        """Whether the CPUs are Intel's; NCCL takes all CPUs to be like the first."""
+        return self._cpus_are("GenuineIntel")
+
+    @property
+    def amd(self) -> bool:
+        """Whether the CPUs are AMD's."""
+        return self._cpus_are("AuthenticAMD")
+
+    def _cpus_are(self, vendor: str) -> bool:
+        first = next(node for node in self.machine.numa_nodes if node.id == self.cpus[0])
+        return is_x86(first.arch) and first.vendor == vendor
+
+    def connect(self, source: str, target: str, kind: PathType, gbps: float) -> None:
+        """Add a link, or widen the one there is; a node's links stay sorted, widest first."""
+        links = self.nodes[source].links
+        found = next((one for one in links if one.target == target and one.type == kind), None)
+        if found is None:
+            found = Link(len(self.links), kind, 0.0, source, target)
+            self.links.append(found)
+        else:
+            links.remove(found)
+        found.gbps += gbps
+        place = len(links)
+        while place and links[place - 1].gbps < found.gbps:
+            place -= 1
+        links.insert(place, found)
+
+
+def is_x86(arch: str) -> bool:
+    """Whether this is what NCCL calls x86_64."""
+    return arch in ("x86_64", "x86", "amd64")
+
+
+def build_system(
+    machine: Machine,
+    *,
+    gpus: Sequence[int] | None = None,
+    nics: Sequence[int] | None = None,
+    version: str = LATEST,
+) -> System:
+    """NCCL's view of `machine` for a communicator over `gpus` (NVML indices; None is all).
+
+    Args:
+        machine: the machine.
+        gpus: the ranks' GPUs, in rank order.
+        nics: the numbers of the NICs that it may use; None is all.
+        version: NCCL's.
+
+    Raises:
+        InputError: no GPU, an unknown or doubled one, or an NVLink that goes one way only.
+    """
+    chosen = _checked(machine, gpus)
+    ports = [nic for nic in machine.nics if nics is None or nic.index in nics]
+    rules = graph_rules(version)
+    below = _fused_tree(machine, chosen, ports, rules)
+    system = _nodes(machine, chosen, ports, below, rules)
+    flat = _flattened(machine, below)
+    for cpu in system.cpus:
+        _add_below(system, cpu, flat)
+    _add_nvlinks(system)
+    _connect_cpus(system)
+    for cpu in system.cpus:
+        _sort_links(system, cpu, None)
+    _check_both_ways(system)
+    return system
+
+
+def _fused_tree(
+    machine: Machine, gpus: Sequence[str], ports: Sequence[Nic], rules: GraphRules
+) -> dict[str, list[str]]:
+    """The children of every parent, in the order in which NCCL meets them; those of "" are CPUs.
+
+    A rank meets first what its own GPU hangs from, then what the NICs hang from, and sorts the
+    children of CPUs and bridges by bus id. What it saw is added to what ranks before it saw
+    (ncclTopoGetSystem and ncclTopoFuseXml, without NCCL_TOPO_FILE).
+    """
+    bus = {device.id: device.bus_id.lower() or "~" for device in machine.pci_devices}
+    nets = [port.id for port in sorted(ports, key=lambda port: port.index)]
+    fused: dict[str, list[str]] = {}
+    for own in [[gpu] for gpu in gpus] if rules.fuses_topologies else [gpus]:
+        seen: dict[str, dict[str, None]] = {}
+        for device in (*own, *nets):
+            for child, parent in pairwise((device, *machine.ancestors(device), "")):
+                seen.setdefault(parent, {})[child] = None
+        for parent, children in seen.items():
+            known = fused.setdefault(parent, [])
+            new = [child for child in children if child not in known]
+            known += sorted(new, key=bus.__getitem__) if parent else new
+    return fused
+
+
+def _walk(tree: Mapping[str, Sequence[str]], parent: str = "") -> Iterator[str]:
+    for child in tree.get(parent, ()):
+        yield child
+        yield from _walk(tree, child)
+
+
+def _checked(machine: Machine, gpus: Sequence[int] | None) -> tuple[str, ...]:
+    wanted = machine.gpu_indices if gpus is None else tuple(gpus)
+    if not wanted:
+        raise InputError("GPUs of a communicator", "are none", "name at least one")
+    if len(set(wanted)) != len(wanted):
+        raise InputError("GPUs of a communicator", "name one twice", "name each once")
+    return tuple(machine.gpu(index).id for index in wanted)
+
+
+def _nodes(
+    machine: Machine,
+    chosen: Sequence[str],
+    ports: Sequence[Nic],
+    below: Mapping[str, Sequence[str]],
+    rules: GraphRules,
+) -> System:
+    order = list(_walk(below))
+    kinds: dict[str, Kind] = dict.fromkeys(below[""], "cpu")
+    kinds.update((name, "pci") for name in below if name and name not in kinds)
+    kinds.update((name, "gpu") for name in chosen)
+    for nic in ports:
+        kinds[_card(nic)] = "nic"
+        kinds[nic.id] = "net"
+    linked = {link.target for link in machine.nvlinks if link.source in chosen}
+    switches = [switch.id for switch in machine.nvswitches if switch.id in linked][:1]
+    kinds.update((switch, "nvs") for switch in switches)
+    return System(
+        machine=machine,
+        nodes={name: Node(name, kind) for name, kind in kinds.items()},
+        gpus=tuple(name for name in order if kinds[name] == "gpu"),
+        nets=tuple(name for name in order if kinds[name] == "net"),
+        cpus=tuple(below[""]),
+        nvs=tuple(switches),
+        sm={gpu.id: gpu.sm or _UNKNOWN_SM for gpu in machine.gpus if gpu.id in chosen},
+        links=[],
+        rules=rules,
+        gpu_direct=frozenset(
+            (gpu.id, nic.id) for gpu in machine.gpus if gpu.gdr for nic in ports if nic.gdr
+        ),
+    )
+
+
+def _card(nic: Nic) -> str:
+    """The card that ports share, a node of its own in NCCL's view."""
+    return f"nic {nic.bus_id}" if nic.bus_id else f"nic of {nic.id}"
+
+
+def _flattened(machine: Machine, below: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The tree after the second level of Broadcom switches is merged into the first."""
+    merged = merged_bridges(machine)
+    flat = {}
+    for parent, children in below.items():
+        inner = [child for child in children if child in merged]
+        flat[parent] = [child for child in children if child not in merged]
+        flat[parent] += [child for bridge in inner for child in below[bridge]]
+    return flat
+
+
+def _add_below(system: System, parent: str, below: Mapping[str, Sequence[str]]) -> None:
+    for device in below.get(parent, ()):
+        _add_below(system, device, below)
+        if device in system.nets:
+            _add_net(system, device, parent)
+        else:
+            gbps = pci_gbps(system.machine.links[device])
+            system.connect(device, parent, PathType.PIX, gbps)
+            system.connect(parent, device, PathType.PIX, gbps)
+
+
+def _add_net(system: System, device: str, parent: str) -> None:
+    nic = next(one for one in system.machine.nics if one.id == device)
+    card = _card(nic)
+    speed = (nic.speed_mbps if nic.speed_mbps > 0 else DEFAULT_NET_MBPS) / MBPS_PER_GBPS
+    for source, target in ((card, device), (device, card)):
+        system.connect(source, target, PathType.NET, speed)
+    if any(link.target == parent for link in system.nodes[card].links):
+        return
+    gbps = pci_gbps(nic.link) if nic.bus_id else LOCAL_GBPS
+    for source, target in ((card, parent), (parent, card)):
+        system.connect(source, target, PathType.PIX, gbps)
+
+
+def _add_nvlinks(system: System) -> None:
+    switches = {switch.id for switch in system.machine.nvswitches}
+    chosen = {gpu: place for place, gpu in enumerate(system.gpus)}
+    links = [link for link in system.machine.nvlinks if link.source in chosen]
+    for link in sorted(links, key=lambda link: chosen[link.source]):
+        source, target = link.source, link.target
+        if target in switches:
+            target = system.nvs[0]
+        elif target not in chosen and target not in system.cpus:
+            continue
+        kind = PathType.C2C if link.kind == "c2c" else PathType.NVL
+        each = C2C_GBPS if link.kind == "c2c" else nvlink_gbps(system.sm[source])
+        system.connect(source, target, kind, link.count * each)
+        if target not in chosen:
+            system.connect(target, source, kind, link.count * each)
+
+
+def _connect_cpus(system: System) -> None:
+    nodes = {node.id: node for node in system.machine.numa_nodes}
+    for one, other in permutations(system.cpus, 2):
+        system.connect(one, other, PathType.SYS, between_cpus_gbps(nodes[one]))
+
+
+def _sort_links(system: System, name: str, up: str | None) -> None:
+    """Move the link to the parent behind all others, at every level."""
+    links = system.nodes[name].links
+    for link in [one for one in links if one.target == up]:
+        links.remove(link)
+        links.append(link)
+    for link in links:
+        if link.type == PathType.PIX and link.target != up:
+            _sort_links(system, link.target, name)
+
+
+def _check_both_ways(system: System) -> None:
+    ways = {(link.source, link.target, link.type) for link in system.links}
+    for source, target, kind in ways:
+        if (target, source, kind) not in ways:
+            raise InputError(
+                f"machine {system.machine.name}",
+                f"an NVLink goes from {source} to {target} but not back",
+                "NCCL fails at init unless both directions are described",
+            )

@@ -1,0 +1,254 @@
+"""What differs between versions of NCCL, as data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.model.machine import NumaNode, PciLink
+
+Level = Literal["LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS"]
+"""NCCL's names of path types, nearest first; a P2P level is one of them."""
+
+LATEST = "2.30"
+
+
+class GraphRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How a version builds and searches its graph of a machine (src/graph of NCCL's releases).
+
+    Without `fuses_topologies` each rank looks at all GPUs of the communicator, else only at its own
+    and at all NICs, and what all ranks saw is fused in rank order. With `device_nodes` every GPU is
+    two nodes, a device and a rank's GPU. With `nearer_wins` a path of a nearer type replaces
+    another, else only a wider one that is not longer. With `shares_nets_by_place` a GPU's first NIC
+    follows from its number among the GPUs that share the NICs, else from its NVML index alone.
+    Where a search finds nothing, `falls_back_to_local_nets` takes the NICs that the first and the
+    last GPU prefer, else NIC 0. With `old_gpus_leave_over_sys` trees of GPUs before sm 90 may reach
+    NICs over any path. `more_sm100_rates`, `rate_80` and `rate_86` are in the tables of rates.
+    """
+
+    fuses_topologies: bool
+    old_gpus_leave_over_sys: bool
+    falls_back_to_local_nets: bool
+    more_sm100_rates: bool
+    rate_80: bool
+    rate_86: bool
+    device_nodes: bool
+    nearer_wins: bool
+    shares_nets_by_place: bool
+
+
+_RULES_SINCE = {
+    "fuses_topologies": (2, 21, 5),
+    "old_gpus_leave_over_sys": (2, 29, 2),
+    "falls_back_to_local_nets": (2, 29, 2),
+    "more_sm100_rates": (2, 29, 2),
+    "rate_80": (2, 29, 7),
+    "rate_86": (2, 30, 3),
+    "device_nodes": (2, 30, 3),
+    "nearer_wins": (2, 30, 7),
+    "shares_nets_by_place": (2, 30, 7),
+}
+"""The first release with each rule."""
+
+
+class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of one version; `verified` is false where they are the nearest known version's.
+
+    `amd_gpus` is up to how many GPUs an AMD host gets `amd_level` by default (None: any number).
+    `max_channels` is what a graph file may hold, `max_final_channels` what a communicator may.
+    `default_gdr_level` is the farthest path over which a NIC reaches GPU memory by default, and
+    `unknown_levels` are those that it takes for LOC. `relays_need_gpu_direct` is true where only a
+    GPU whose memory the NIC reads sends for others. `crossed` is the crossnic of channels that
+    change NICs because they have to: 2 swaps pairs of them on odd nodes. `children_checked` is
+    false where more than `max_children` corrupt memory instead of failing.
+    """
+
+    name: str
+    verified: bool = True
+    default_p2p_level: Level = "PXB"
+    default_gdr_level: Level = "P2C"
+    unknown_levels: tuple[Level, ...] = ()
+    relays_need_gpu_direct: bool = False
+    crossed: Literal[1, 2] = 2
+    amd_level: Level = "SYS"
+    amd_gpus: int | None = 2
+    dev_base: Literal[0, 16] = 16
+    max_channels: int = 32
+    max_final_channels: int = 64
+    max_children: int = 640
+    children_checked: bool = True
+    max_elements: int = 65536
+    max_attributes: int = 16
+    max_value: int = 254
+    rank_overrides_dev: bool = False
+    p2p_copy_engine: bool = True
+    shm_copy_engine: bool = True
+
+
+_KNOWN = (
+    VersionFacts(
+        name="2.18",
+        default_gdr_level="PXB",
+        unknown_levels=("P2C",),
+        crossed=1,
+        amd_gpus=None,
+        dev_base=0,
+        max_channels=16,
+        max_final_channels=32,
+        max_children=32,
+        children_checked=False,
+        max_elements=1024,
+    ),
+    VersionFacts(name="2.28", max_elements=4096),
+    VersionFacts(
+        name="2.30", rank_overrides_dev=True, shm_copy_engine=False, relays_need_gpu_direct=True
+    ),
+)
+
+_VERSION = re.compile(
+    r"v?(?P<major>[0-9]{1,3})\.(?P<minor>[0-9]{1,3})(?:\.(?P<patch>[0-9]{1,3}))?(?:[.+-].{0,40})?",
+    re.DOTALL,
+)
+_NEWEST_PATCH = 999
+
+
+def known_versions() -> tuple[str, ...]:
+    """Versions whose facts were checked, oldest first."""
+    return tuple(facts.name for facts in _KNOWN)
+
+
+def version_facts(version: str) -> VersionFacts:
+    """Facts of `version`, or the nearest known version's marked unverified.
+
+    >>> version_facts("2.28.9").verified, version_facts("2.21").name, version_facts("2.21").verified
+    (True, '2.18', False)
+
+    Raises:
+        InputError: not a version number.
+    """
+    wanted = _number(version)[:2]
+    nearest = min(_KNOWN, key=lambda facts: _distance(facts.name, wanted))
+    if _distance(nearest.name, wanted) == 0:
+        return nearest
+    return msgspec.structs.replace(nearest, verified=False)
+
+
+def graph_rules(version: str) -> GraphRules:
+    """How this release searches; a number without a third part stands for the last of its releases.
+
+    >>> graph_rules("2.30.4").nearer_wins, graph_rules("2.30").nearer_wins
+    (False, True)
+
+    Raises:
+        InputError: not a version number.
+    """
+    number = _number(version)
+    return GraphRules(**{rule: number >= first for rule, first in _RULES_SINCE.items()})
+
+
+def _number(version: str) -> tuple[int, int, int]:
+    match = _VERSION.fullmatch(version)
+    if match is None:
+        raise InputError(
+            f"NCCL version {version[:40]!r}", "is no version", "give a number such as 2.28.9"
+        )
+    return int(match["major"]), int(match["minor"]), int(match["patch"] or _NEWEST_PATCH)
+
+
+def _distance(name: str, wanted: tuple[int, ...]) -> int:
+    major, minor = (int(part) for part in name.split("."))
+    return abs((major - wanted[0]) * 1000 + minor - wanted[1])
+
+
+# The constants from which NCCL models a machine, in GB/s; they are NCCL's beliefs, not rates.
+
+
+LOCAL_GBPS = 5000.0
+C2C_GBPS = 44.712
+"""One C2C link as Grace Hopper's topology files state it; a Machine holds only their count."""
+DEFAULT_NET_MBPS = 10000
+MBPS_PER_GBPS = 8000.0
+DEFAULT_WIDTH = 16
+
+_PCI_LANE = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
+"""GT/s -> what NCCL counts a lane as, in 100 Mb/s (80 of them are 1 GB/s)."""
+_DEFAULT_LANE = 60
+
+_NVLINK = ((100, 40.1), (90, 20.6), (87, 20.0), (86, 12.0), (70, 20.0), (60, 18.0))
+"""From this sm on, one NVLink's GB/s; older or unknown counts as sm 80."""
+_DEFAULT_NVLINK = 20.0
+
+_INTEL_FAMILY = 6
+_INTEL = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))
+"""From this model on, GB/s between sockets: Emerald Rapids, Sapphire Rapids, Skylake."""
+_INTEL_OLD = 6.0
+_AMD = 16.0
+_ZHAOXIN = ("CentaurHauls", "  Shanghai  ")
+_ZHAOXIN_YONGFENG = (7, 0x5B)
+_POWER = 32.0
+_ARM = 6.0
+
+_INTRA = (40.0, 30.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0)
+_INTER = (48.0, 30.0, 28.0, 24.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0)
+_SLOW_NET = (2.4, 1.2, 0.24, 0.12)
+_INTRA_90 = (60.0, 50.0, 40.0, 30.0, 24.0, 20.0, 15.0, 12.0, 11.0, 6.0, 3.0)
+_INTER_90 = (48.0, 45.0, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0, 6.0, 3.0)
+_INTRA_100 = (90.0, 80.0, 70.0, 60.0, 50.0, 45.0, 40.0, 30.0, 24.0, 20.0, 19.0, 18.0)
+_INTER_100 = (96.0, 86.0, 80.0, 48.0, 45.1, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0,
+              6.0, 3.0)  # fmt: skip
+
+
+def pci_gbps(link: PciLink) -> float:
+    """A PCI link by NCCL's table; an unknown speed counts as 8 GT/s, an unknown width as 16.
+
+    >>> pci_gbps(PciLink(speed_gts=32.0)), pci_gbps(PciLink(speed_gts=8.0, width=8))
+    (48.0, 6.0)
+    """
+    lane = _PCI_LANE.get(link.speed_gts or 0.0, _DEFAULT_LANE)
+    return (link.width or DEFAULT_WIDTH) * lane / 80.0
+
+
+def nvlink_gbps(sm: int | None) -> float:
+    """One NVLink of a GPU of this sm."""
+    for first, gbps in _NVLINK:
+        if (sm or 0) >= first:
+            return gbps
+    return _DEFAULT_NVLINK
+
+
+def between_cpus_gbps(node: NumaNode) -> float:
+    """What leaves this NUMA node for another, by architecture, vendor, family and model."""
+    if node.arch.startswith("ppc"):
+        return _POWER
+    if node.arch.startswith(("arm", "aarch")):
+        return _ARM
+    if node.vendor == "GenuineIntel":
+        return _intel(node.family, node.model)
+    if node.vendor == "AuthenticAMD":
+        return _AMD
+    if node.vendor in _ZHAOXIN:
+        return 9.0 if (node.family, node.model) == _ZHAOXIN_YONGFENG else 6.0
+    return LOCAL_GBPS
+
+
+def _intel(family: int | None, model: int | None) -> float:
+    if family == _INTEL_FAMILY:
+        for first, gbps in _INTEL:
+            if (model or 0) >= first:
+                return gbps
+    return _INTEL_OLD
+
+
+def speeds(sm: int, *, nodes: int, rules: GraphRules) -> Sequence[float]:
+    """Return the rates of a channel that the search tries, fastest first (search.cc)."""
+    if nodes == 1:
+        if sm < 100:
+            return _INTRA_90 if sm >= 90 else _INTRA
+        return tuple(rate for rate in _INTRA_100 if rate != 45.0 or rules.more_sm100_rates)
+    table = _INTER_100 if sm >= 100 else _INTER_90 if sm >= 90 else _INTER
+    new = {86.0: rules.rate_86, 80.0: rules.rate_80}
+    return tuple(rate for rate in table if new.get(rate, True)) + _SLOW_NET

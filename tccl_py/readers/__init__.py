@@ -1,0 +1,1 @@
+"""Readers of machines, host lists and switches, from files or from this host."""

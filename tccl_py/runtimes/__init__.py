@@ -1,1 +1,0 @@
-"""What a runtime can be made to do, by which settings."""

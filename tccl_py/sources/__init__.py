@@ -1,0 +1,1 @@
+"""BandwidthSources: the profiler, a journal, a cache, and how to open them."""

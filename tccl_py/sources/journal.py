@@ -1,0 +1,328 @@
+"""The journal: an append-only file of measurements that a broken run resumes from.
+
+JSON lines: a header that says whose figures these are, then one measured set a line with its raw
+samples. Every line is flushed as it is written; a torn last line is dropped with a notice, and any
+other damage is refused by file and line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from io import BufferedReader, BufferedWriter
+from pathlib import Path
+from typing import overload
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.files import decode_json, lock, reading
+from tccl_py.model.measurement import BandwidthSource, Measurement, NoRateError, faults
+from tccl_py.sources.memory import RememberingSource
+
+FORMAT_VERSION = 1
+MAX_LINE_BYTES = 32 << 20
+_HEADER_START = b'{"machine":'
+_RIGHT = "give a file this program wrote"
+_DECODER = msgspec.json.Decoder(Measurement)
+
+
+class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose measurements a journal holds; a journal of another is refused.
+
+    `identity` distinguishes what may not be mixed: GPU UUIDs, driver, model revision, noise seed.
+    """
+
+    machine: str
+    identity: str
+    simulated: bool
+    format_version: int = FORMAT_VERSION
+
+
+class JournalLines(Mapping[str, Sequence[Measurement]]):
+    """The measurements of a journal by their sets, in the order of the file.
+
+    Only hashes of sets and places of lines are kept: a line is decoded again when it is asked for.
+    """
+
+    def __init__(self, path: Path, hashes: array[int], places: array[int]) -> None:
+        self._path = path
+        found = np.frombuffer(hashes, np.int64)
+        order = np.argsort(found, kind="stable")
+        self._hashes, self._places = found[order], np.frombuffer(places, np.int64)[order]
+
+    def __getitem__(self, key: str) -> Sequence[Measurement]:
+        low = np.searchsorted(self._hashes, hash(key), side="left")
+        high = np.searchsorted(self._hashes, hash(key), side="right")
+        if low == high:
+            raise KeyError(key)
+        return _Repeated(self._path, key, self._places[low:high])
+
+    def __iter__(self) -> Iterator[str]:
+        firsts = np.sort(self._places[self._is_first])
+        with reading(self._path) as file:
+            for place in firsts:
+                yield _line_at(file, self._path, place).transfers
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._is_first))
+
+    @property
+    def _is_first(self) -> npt.NDArray[np.bool_]:
+        """Whether each line is the first one of its set."""
+        return np.diff(self._hashes, prepend=self._hashes[:1] - 1).astype(np.bool_)
+
+
+class _Repeated(Sequence[Measurement]):
+    """The lines of one set."""
+
+    def __init__(self, path: Path, key: str, places: npt.NDArray[np.int64]) -> None:
+        self._path, self._key, self._places = path, key, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Measurement: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Measurement]: ...
+    def __getitem__(self, index: int | slice) -> Measurement | Sequence[Measurement]:
+        if isinstance(index, slice):
+            return _Repeated(self._path, self._key, self._places[index])
+        with reading(self._path) as file:
+            found = _line_at(file, self._path, self._places[index])
+        if found.transfers != self._key:
+            raise _changed(self._path)
+        return found
+
+
+def _line_at(file: BufferedReader, path: Path, place: np.int64) -> Measurement:
+    file.seek(int(place))
+    try:
+        return _DECODER.decode(file.readline(MAX_LINE_BYTES))
+    except (msgspec.MsgspecError, UnicodeDecodeError, NoRateError) as error:
+        raise _changed(path) from error
+
+
+def _changed(path: Path) -> InputError:
+    return InputError(str(path), "was changed while it was used", "run the command again")
+
+
+class JournalContents(msgspec.Struct, frozen=True, kw_only=True):
+    """What a journal file holds; `notices` are sentences for the user.
+
+    A set may have been measured several times; its lines keep the order.
+    `whole_bytes` is the length of the file up to its last whole line.
+    """
+
+    header: JournalHeader
+    measurements: JournalLines
+    notices: tuple[str, ...]
+    whole_bytes: int
+
+
+def read_journal(path: Path) -> JournalContents:
+    """Read a journal; a last line without its newline is dropped with a notice.
+
+    Lines without a rate above 0 for every flow, or of flows that did not run together, are no
+    measurements: they are ignored, with one notice.
+
+    Raises:
+        InputError: no header, another format version, or a damaged line before the last.
+    """
+    header: JournalHeader | None = None
+    hashes, places = array("q"), array("q")
+    ignored = place = 0
+    torn = b""
+    with reading(path) as file:
+        lines = iter(functools.partial(file.readline, MAX_LINE_BYTES), b"")
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                torn = line
+                break
+            if header is None:
+                header = _header(path, line)
+            elif (measurement := _measurement(line, header, path, number)) is None:
+                ignored += 1
+            else:
+                hashes.append(hash(measurement.transfers))
+                places.append(place)
+            place += len(line)
+    if header is None:
+        raise InputError(str(path), "has no header line", "name a journal this program wrote")
+    if len(torn) == MAX_LINE_BYTES:
+        raise InputError(f"{path}:{number}", f"is longer than {MAX_LINE_BYTES} bytes", _RIGHT)
+    notices = [_ignored_notice(path, ignored)] if ignored else []
+    notices += [_torn_notice(path, torn)] if torn else []
+    return JournalContents(
+        header=header,
+        measurements=JournalLines(path, hashes, places),
+        notices=tuple(notices),
+        whole_bytes=place,
+    )
+
+
+def _header(path: Path, line: bytes) -> JournalHeader:
+    where = f"{path}:1"
+    header = decode_json(_text(line, where), JournalHeader, where=where)
+    if header.format_version != FORMAT_VERSION:
+        what = f"has format version {header.format_version}"
+        raise InputError(where, what, f"this program reads version {FORMAT_VERSION}")
+    return header
+
+
+def _text(line: bytes, where: str) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(where, "is not UTF-8 text", _RIGHT) from error
+
+
+def _measurement(line: bytes, header: JournalHeader, path: Path, number: int) -> Measurement | None:
+    """Return what a line holds; None if that is no measurement, as earlier versions kept them.
+
+    Raises:
+        InputError: the line is damaged.
+    """
+    try:
+        measurement = _DECODER.decode(line)
+        fault = next(faults(measurement), None)
+    except NoRateError as error:
+        if error.gbps == 0:
+            return None
+        what = f"has a rate of {error.gbps:g} GB/s"
+        raise InputError(f"{path}:{number}", what, _RIGHT) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        # Once more, for the sentence that says what is wrong.
+        where = f"{path}:{number}"
+        return decode_json(_text(line, where), Measurement, where=where)
+    if fault is None and measurement.simulated != header.simulated:
+        fault = "says otherwise than line 1 whether it is simulated"
+    if fault is not None:
+        raise InputError(f"{path}:{number}", fault, _RIGHT)
+    return measurement if measurement.is_together else None
+
+
+def _ignored_notice(path: Path, count: int) -> str:
+    lines = "1 line, which is" if count == 1 else f"{count} lines, which are"
+    return (
+        f"{path}: ignored {lines} no measurement (a rate of 0 GB/s, or flows that did not run "
+        "together); what is needed of it is measured again"
+    )
+
+
+def _torn_notice(path: Path, torn: bytes) -> str:
+    characters = len(torn.decode(errors="replace"))
+    return f"{path}: dropped a torn last line of {characters} characters"
+
+
+class JournalledSource(RememberingSource):
+    """A remembering source whose memory is a file, so that it outlives the process.
+
+    Until it is closed no other run gets the file.
+
+    Raises:
+        InputError: the file is in use, damaged, of another machine, or cannot be written.
+    """
+
+    def __init__(self, source: BandwidthSource, path: Path, header: JournalHeader) -> None:
+        self._path = path
+        self.notices: tuple[str, ...] = ()
+        try:
+            self._file = _opened(path)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            super().__init__(source, self._resume(header))
+        except BaseException:
+            self.close()
+            raise
+
+    def _resume(self, header: JournalHeader) -> Mapping[str, Sequence[Measurement]]:
+        first = b""
+        if self._path.is_file():
+            with reading(self._path) as file:
+                first = file.readline(MAX_LINE_BYTES)
+        if not first or _is_torn_header(first):
+            if first:
+                self.notices = (_torn_notice(self._path, first),)
+                self._cut(0)
+            self._append(header)
+            return {}
+        contents = read_journal(self._path)
+        if contents.header != header:
+            raise InputError(
+                str(self._path),
+                f"belongs to {_described(contents.header)}, not to {_described(header)}",
+                "use a new journal or output directory",
+            )
+        self.notices = contents.notices
+        self._cut(contents.whole_bytes)
+        return contents.measurements
+
+    def _cut(self, length: int) -> None:
+        """Take away a torn last line."""
+        try:
+            self._file.truncate(length)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _keep(self, measurement: Measurement) -> None:
+        # What could not be read back must not get into the file.
+        fault = next(faults(measurement), None)
+        if fault is not None:
+            raise MeasurementError(f"{measurement.transfers}: its measurement {fault}")
+        self._append(measurement)
+
+    def _append(self, record: JournalHeader | Measurement) -> None:
+        try:
+            self._file.write(msgspec.json.encode(record) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> InputError:
+        reason = error.strerror or str(error)
+        return InputError(
+            str(self._path), f"cannot be written ({reason})", "choose a writable place with space"
+        )
+
+    def __enter__(self) -> JournalledSource:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; what was measured is already in it."""
+        # A full disk fails the flush inside close as well: that has been reported by then.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _opened(path: Path) -> BufferedWriter:
+    if path.is_fifo() or path.is_socket() or path.is_block_device():
+        # To open a FIFO would wait for a reader.
+        raise InputError(str(path), "is not a regular file", "name a file")
+    file = path.open("ab")
+    try:
+        if path.is_file():
+            lock(file.fileno(), path)
+    except InputError:
+        file.close()
+        raise
+    return file
+
+
+def _is_torn_header(line: bytes) -> bool:
+    """Whether a first line is the beginning of a header: nothing worth keeping."""
+    return not line.endswith(b"\n") and line.startswith(_HEADER_START[: len(line)])
+
+
+def _described(header: JournalHeader) -> str:
+    kind = "simulated" if header.simulated else "measured"
+    return f"machine {header.machine} ({header.identity}, {kind})"

@@ -1,0 +1,1 @@
+"""The database and the XML file of TCCL's NCCL fork."""

@@ -1,1 +1,0 @@
-"""Readers: each turns one description of a machine into a Machine, or refuses it."""

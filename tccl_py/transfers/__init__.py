@@ -1,1 +1,0 @@
-"""Transfers, flows, sets of them, and the hops and rings made of them."""

@@ -1,0 +1,1 @@
+"""Real collectives by default NCCL and by each choice of a plan: correct, faster, same rings."""
