@@ -19,12 +19,21 @@ from tccl_py.cli.main import app
 from tccl_py.errors import MeasurementError
 from tccl_py.health.doctor.host import Host
 from tccl_py.health.doctor.nccl import check_own_rings
-from tccl_py.nccl import asked, installed_rings
-from tccl_py.nccl.asked import NcclAnswer, Question, RefusedError, Way, ask_each, ask_nccl, judged
+from tccl_py.nccl import asked
+from tccl_py.nccl import asked as installed_rings
+from tccl_py.nccl.asked import (
+    InstalledRings,
+    NcclAnswer,
+    Question,
+    RefusedError,
+    Way,
+    ask_each,
+    ask_nccl,
+    judged,
+)
 from tccl_py.nccl.asked_rank import Said
 from tccl_py.nccl.default_rings import stock_choice
 from tccl_py.nccl.graph_file import Channel, Graph
-from tccl_py.nccl.installed_rings import InstalledRings
 from tccl_py.nccl.log import same_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.plan import load_plan

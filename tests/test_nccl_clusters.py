@@ -14,10 +14,9 @@ from tccl_py.model.machine import toy_machine
 from tccl_py.nccl.default_rings import stock_chains
 from tccl_py.nccl.graph_file import parse_graph_file, read_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree
-from tccl_py.nccl.landing import open_ends
 from tccl_py.nccl.log import parse_log, same_rings
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.transport import net_devices, view
+from tccl_py.nccl.transport import net_devices, open_ends, view
 from tccl_py.nccl.validator import NodeJob, graph_facts, validate, validate_cluster
 from tccl_py.nccl.versions import known_versions
 from tccl_py.plan.files import node_graph_text

@@ -6,7 +6,8 @@ import pytest
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import NvLink, toy_machine
-from tccl_py.nccl.landing import (
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import (
     entry_flow,
     exit_flow,
     landing,
@@ -14,9 +15,9 @@ from tccl_py.nccl.landing import (
     net_path,
     open_ends,
     relay,
+    usable_nics,
+    view,
 )
-from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.transport import usable_nics, view
 from tests.nccl_cases import machine
 from tests.nccl_nodes import with_nics
 

@@ -9,6 +9,7 @@ from tccl_py.cli.arguments import notice, parse_gpus
 from tccl_py.cli.hardware import MeasuredMachine
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.nccl.asked import (
+    InstalledRings,
     NcclAnswer,
     Question,
     RefusedError,
@@ -17,7 +18,6 @@ from tccl_py.nccl.asked import (
     judged,
     verdict_on,
 )
-from tccl_py.nccl.installed_rings import InstalledRings
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import LATEST

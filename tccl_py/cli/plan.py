@@ -56,8 +56,8 @@ from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.nccl.installed_rings import InstalledRings
-from tccl_py.nccl.network_settings import MAX_GID_INDEX
+from tccl_py.nccl.asked import InstalledRings
+from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import LATEST, known_versions
 from tccl_py.plan.calibration import calibrated
 from tccl_py.plan.directory import (

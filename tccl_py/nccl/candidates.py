@@ -13,10 +13,19 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.paths import PathType
 from tccl_py.model.rings import HopSpace, Ring, ring
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, Side
-from tccl_py.nccl.gpu_direct import Direction
-from tccl_py.nccl.landing import entry_flow, exit_flow, net_path, open_ends
+from tccl_py.nccl.paths import Direction
 from tccl_py.nccl.settings import CopyEngineSide, Settings, check_settings, final_channels
-from tccl_py.nccl.transport import Mechanism, View, hop_space, pair_mechanism, view
+from tccl_py.nccl.transport import (
+    Mechanism,
+    View,
+    entry_flow,
+    exit_flow,
+    hop_space,
+    net_path,
+    open_ends,
+    pair_mechanism,
+    view,
+)
 from tccl_py.nccl.versions import LATEST, Level, version_facts
 from tccl_py.search.chains import WORLD, chain_space, entry, entry_nic, exit_nic, leave
 

@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 
 from tccl_py.model.paths import PathType
-from tccl_py.nccl.landing import NetPorts
 from tccl_py.nccl.paths import DISCONNECTED, Paths
 from tccl_py.nccl.system import Link, System
+from tccl_py.nccl.transport import NetPorts
 
 Pattern = Literal["ring", "balanced tree", "tree"]
 Order = Literal["free", "pci", "replay"]

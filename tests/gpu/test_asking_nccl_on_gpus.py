@@ -11,8 +11,15 @@ import time
 import pytest
 
 from tccl_py.cli.nccl_here import why_not_asked
-from tccl_py.nccl.asked import Question, RefusedError, ask_each, ask_nccl, judged, verdict_on
-from tccl_py.nccl.installed_rings import InstalledRings
+from tccl_py.nccl.asked import (
+    InstalledRings,
+    Question,
+    RefusedError,
+    ask_each,
+    ask_nccl,
+    judged,
+    verdict_on,
+)
 from tccl_py.nccl.log import same_rings
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.plan import load_plan

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tccl_py.health.doctor.findings import Finding, Unseen
 from tccl_py.health.doctor.host import Host
-from tccl_py.nccl.installed_rings import ring_words
+from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.versions import known_versions, version_facts
 
 _WHY = "`tccl plan` plans for it where --nccl names no other; under another version a plan is off"
