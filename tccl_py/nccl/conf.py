@@ -28,11 +28,15 @@ _MAX_VALUE = 1023
 
 
 class ConfLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of such a file that sets something; `where` is the file and the line's number."""
+    """A line that sets a variable; `where` is file:line, `cut` tells of a name or value too long.
+
+    NCCL keeps the first 1,023 characters of each; bytes outside UTF-8 are surrogate escapes.
+    """
 
     name: str
     value: str
     where: str
+    cut: bool = False
 
 
 def user_file(environment: Mapping[str, str] = os.environ) -> Path:
@@ -58,7 +62,12 @@ def conf_lines(data: bytes, *, where: str) -> tuple[ConfLine, ...]:
     lines = data.decode("utf-8", "surrogateescape").split("\n")
     parted = ((number, *line.partition("=")) for number, line in enumerate(lines, start=1))
     return tuple(
-        ConfLine(name=name[:_MAX_VALUE], value=value[:_MAX_VALUE], where=f"{where}:{number}")
+        ConfLine(
+            name=name[:_MAX_VALUE],
+            value=value[:_MAX_VALUE],
+            where=f"{where}:{number}",
+            cut=max(len(name), len(value)) > _MAX_VALUE,
+        )
         for number, name, equals, value in parted
         if equals and not name.startswith("#")
     )
