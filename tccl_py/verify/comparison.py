@@ -9,13 +9,13 @@ interval of Hodges and Lehmann (1963).
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
-import numpy as np
+
+from tccl_py.statistics import hodges_lehmann, holm, signed_rank_p
 
 Verdict = Literal["better", "same", "worse"]
 
@@ -90,63 +90,15 @@ def compare(
     Raises:
         ValueError: fewer than LEAST_ROUNDS rounds, more than MAX_ROUNDS, or rows of other lengths.
     """
-    rows = []
-    for ours, base in zip(arm, baseline, strict=True):
-        logs = [math.log(b / a) for a, b in zip(ours, base, strict=True)]
-        rows.append((*_interval(logs), _p(logs)))
-    adjusted = _holm([row[3] for row in rows])
+    logs = [
+        [math.log(b / a) for a, b in zip(ours, base, strict=True)]
+        for ours, base in zip(arm, baseline, strict=True)
+    ]
+    for row in logs:
+        if not LEAST_ROUNDS <= len(row) <= MAX_ROUNDS:
+            raise ValueError(f"{len(row)} rounds: {LEAST_ROUNDS} to {MAX_ROUNDS} can be compared")
+    spans = [hodges_lehmann(row, level=LEVEL) for row in logs]
     return tuple(
-        Compared(ratio=math.exp(middle), low=math.exp(low), high=math.exp(high), p=p)
-        for (middle, low, high, _), p in zip(rows, adjusted, strict=True)
+        Compared(ratio=math.exp(span.middle), low=math.exp(span.low), high=math.exp(span.high), p=p)
+        for span, p in zip(spans, holm([signed_rank_p(row) for row in logs]), strict=True)
     )
-
-
-def _interval(logs: Sequence[float]) -> tuple[float, float, float]:
-    """The middle of all averages of two, and how far its interval reaches."""
-    count = len(logs)
-    if not LEAST_ROUNDS <= count <= MAX_ROUNDS:
-        raise ValueError(f"{count} rounds: {LEAST_ROUNDS} to {MAX_ROUNDS} can be compared")
-    values = np.asarray(logs)
-    first, second = np.triu_indices(count)
-    averages = np.sort((values[first] + values[second]) / 2)
-    out = _outside(count)
-    middle = float(np.median(averages))
-    return middle, float(averages[out]), float(averages[len(averages) - 1 - out])
-
-
-def _outside(count: int) -> int:
-    """How many averages lie beyond each end of the interval."""
-    tails = np.cumsum(_rank_sums(count))
-    return max(0, int(np.searchsorted(tails, (1 - LEVEL) / 2, side="right")) - 1)
-
-
-def _p(logs: Sequence[float]) -> float:
-    """Of Wilcoxon's signed-rank test, two-sided, ties in favour of no difference."""
-    values = np.asarray(logs)
-    sizes = np.abs(values)
-    ranks = np.array([(np.sum(sizes < one) + (np.sum(sizes == one) + 1) / 2) for one in sizes])
-    up, down = float(ranks[values > 0].sum()), float(ranks[values < 0].sum())
-    zeros = float(ranks[values == 0].sum())
-    smaller = math.ceil(min(up, down) + zeros)
-    tails = np.cumsum(_rank_sums(len(logs)))
-    return float(min(1.0, 2 * tails[min(smaller, len(tails) - 1)]))
-
-
-@functools.cache
-def _rank_sums(count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """How likely each sum of the ranks 1 to `count` is, if each is in it or not by a coin."""
-    chances = np.zeros(count * (count + 1) // 2 + 1)
-    chances[0] = 1.0
-    for rank in range(1, count + 1):
-        shifted = np.zeros_like(chances)
-        shifted[rank:] = chances[:-rank]
-        chances = (chances + shifted) / 2
-    return chances
-
-
-def _holm(raw: Sequence[float]) -> list[float]:
-    adjusted, worst = [1.0] * len(raw), 0.0
-    for place, index in enumerate(sorted(range(len(raw)), key=lambda one: raw[one])):
-        worst = max(worst, min(1.0, raw[index] * (len(raw) - place)))
-        adjusted[index] = worst
-    return adjusted
