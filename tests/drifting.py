@@ -5,8 +5,7 @@ import functools
 import msgspec
 import numpy as np
 
-from tccl_py.health.drift.check import Effort, find_drift
-from tccl_py.health.drift.choice import chosen_sets
+from tccl_py.health.drift import Effort, chosen_sets, find_drift
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.planner import make_plan
 from tccl_py.search.problem import Budget

@@ -8,7 +8,7 @@ its group.
 
 import struct
 
-from tccl_py.health.doctor.host import Host
+from tccl_py.health.host import Host
 from tests.nccl_cases import CASES
 
 RECORDED = CASES / "doctor"

@@ -35,8 +35,7 @@ from tccl_py.plan.plan import load_plan
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.stock_judge import OutOfSetsError, StockJudge
 from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
-from tccl_py.report.contents import read_contents
-from tccl_py.report.tables import plan_files
+from tccl_py.report.tables import plan_files, read_contents
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.generic import model_for
 from tccl_py.simulator.source import Simulator

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tccl_py.cli import hardware
 from tccl_py.cli.hardware import Care, Hardware, MeasuredMachine, measured_machine
 from tccl_py.cli.main import app
-from tccl_py.health.drift.record import CheckRecord
+from tccl_py.health.drift_record import CheckRecord
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.model.machine import machine_to_json
 from tccl_py.model.transfer import parse_set

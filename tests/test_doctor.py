@@ -5,10 +5,10 @@ import struct
 
 import pytest
 
-from tccl_py.health.doctor.acs import acs_control
-from tccl_py.health.doctor.examine import examine
-from tccl_py.health.doctor.host import DriverState, GpuState, Host
-from tccl_py.health.doctor.memory import shared_memory_needed
+from tccl_py.health.doctor import examine
+from tccl_py.health.host import DriverState, GpuState, Host
+from tccl_py.health.links import acs_control
+from tccl_py.health.memory import shared_memory_needed
 from tccl_py.model.knowledge import PeerAccess
 from tests.recorded_hosts import config_space, link, pci, recorded, write
 

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
-from tccl_py.explain.asking import Asker
 from tccl_py.explain.causes import NEAR, find_causes, is_hurt
 from tccl_py.explain.explain import explain
 from tccl_py.explain.findings import load_explanation, save_explanation
-from tccl_py.explain.likeness import Likeness
+from tccl_py.explain.probing import Asker, Likeness
 from tccl_py.explain.sharing import Sharing
 from tccl_py.model.machine import toy_machine
 from tccl_py.model.symmetry import automorphisms, no_symmetry

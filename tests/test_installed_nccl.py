@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.cli.nccl_here import version_here, version_of_hosts
-from tccl_py.health.doctor.examine import examine
-from tccl_py.health.doctor.host import Host
+from tccl_py.health.doctor import examine
+from tccl_py.health.host import Host
 from tccl_py.readers.installed_nccl import InstalledNccl, installed_nccls
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc, which is not here")

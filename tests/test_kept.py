@@ -15,9 +15,8 @@ from tccl_py.cli.plan_kept import not_kept_here
 from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.errors import InputError
-from tccl_py.explain.explain import explain
-from tccl_py.explain.mechanisms import by
-from tccl_py.explain.rings import subjects
+from tccl_py.explain.build import by
+from tccl_py.explain.explain import explain, subjects
 from tccl_py.model.cluster import HostReport, cluster_of
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import toy_machine

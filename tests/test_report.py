@@ -12,14 +12,17 @@ from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save
 from tccl_py.model.machine import NvLink, check, toy_machine
 from tccl_py.model.measurement import Measurement
 from tccl_py.plan.plan import load_plan
-from tccl_py.report.contents import read_contents
-from tccl_py.report.lanes import LANE, wires
-from tccl_py.report.layout import lay_out
+from tccl_py.report.machine import LANE, lay_out, wires
 from tccl_py.report.page import report_html
-from tccl_py.report.rates import fastest_alone, fastest_bounces, slowest_together, worst_pairs
-from tccl_py.report.ring_drawing import drawn_hops
-from tccl_py.report.scales import steps, viridis
-from tccl_py.report.svg import element, text_width
+from tccl_py.report.rings import drawn_hops
+from tccl_py.report.svg import element, steps, text_width, viridis
+from tccl_py.report.tables import (
+    fastest_alone,
+    fastest_bounces,
+    read_contents,
+    slowest_together,
+    worst_pairs,
+)
 from tccl_py.verify.record import keep_verification
 from tccl_py.verify.rounds import Effort
 from tests.effort import soon
@@ -280,7 +283,7 @@ def test_some_gpus_of_a_machine_are_drawn_faint(tmp_path):
 
 
 def test_nvlinks_between_gpus_and_to_cpus_are_drawn():
-    from tccl_py.report.machine_drawing import machine_figure  # noqa: PLC0415
+    from tccl_py.report.machine import machine_figure  # noqa: PLC0415
 
     links = [(i, j) for i in range(4) for j in range(4) if i != j]
     machine = toy_machine(gpus=4, numa_nodes=2)

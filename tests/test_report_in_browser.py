@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.report.contents import read_contents
 from tccl_py.report.page import report_html
+from tccl_py.report.tables import read_contents
 from tests.planned import WRX
 from tests.report_pages import Page, all_singles_and_pairs, plan_directory
 

@@ -27,11 +27,10 @@ from tccl_py.cli.measure import simulation_header, simulation_noise
 from tccl_py.cli.progress import ProgressLine
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
-from tccl_py.health.drift.check import Drift, Effort, find_drift
-from tccl_py.health.drift.identity import differences
-from tccl_py.health.drift.prometheus import prometheus_text
-from tccl_py.health.drift.record import keep_check
-from tccl_py.health.drift.statistics import SMALLEST, Comparison
+from tccl_py.health.drift import Drift, Effort, find_drift
+from tccl_py.health.drift_record import keep_check, prometheus_text
+from tccl_py.health.drift_statistics import SMALLEST, Comparison
+from tccl_py.health.fitness import differences
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.directory import (
     JOURNAL_FILE,

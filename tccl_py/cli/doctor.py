@@ -15,9 +15,8 @@ from rich.table import Table
 from tccl_py.cli.arguments import ANSWER_IS_NO, JsonOption, print_json, results
 from tccl_py.cli.nccl_here import asked_here
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.health.doctor.examine import Diagnosis, examine
-from tccl_py.health.doctor.findings import Finding
-from tccl_py.health.doctor.host import DriverState, GpuState, Host
+from tccl_py.health.doctor import Diagnosis, examine
+from tccl_py.health.host import DriverState, Finding, GpuState, Host
 from tccl_py.readers.installed_nccl import installed_nccls
 from tccl_py.readers.nvml import DriverFacts, driver_facts
 

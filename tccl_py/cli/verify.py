@@ -26,7 +26,7 @@ from tccl_py.cli.verified import check_kept, verified
 from tccl_py.cli.verify_hosts import verify_hosts
 from tccl_py.cli.verify_text import print_verification, verification_json
 from tccl_py.errors import InputError
-from tccl_py.health.drift.identity import differences
+from tccl_py.health.fitness import differences
 from tccl_py.plan.directory import check_plan_directory, known_fingerprint
 from tccl_py.plan.plan import ChoiceName, Plan, load_plan
 from tccl_py.plan.staging import check_files, locked

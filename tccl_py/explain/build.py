@@ -2,19 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import msgspec
 
-from tccl_py.explain.asking import Asker, Flows
-from tccl_py.explain.causes import Cause
-from tccl_py.explain.findings import Finding, Instead
-from tccl_py.explain.mechanisms import instead
-from tccl_py.explain.sentences import COLLAPSE, kind_of, single_sentence, together_sentence
+from tccl_py.errors import MeasurementError
+from tccl_py.explain.causes import Cause, ContradictionError, find_causes, is_hurt
+from tccl_py.explain.findings import (
+    COLLAPSE,
+    Finding,
+    Instead,
+    described,
+    is_collapse,
+    kind_of,
+    single_sentence,
+    together_sentence,
+)
+from tccl_py.explain.probing import Asker, Flows, Key
 from tccl_py.explain.sharing import Shared, Sharing
 from tccl_py.model.measurement import dealt
-from tccl_py.model.transfer import Flow, parse_set
+from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write, parse_flow, parse_set
+from tccl_py.nccl.pinned_env import direct_pairs, kept_level
 from tccl_py.plan.plan import Plan
+from tccl_py.search.evaluator import BudgetSpentError
+
+# The same GPU pairs by other mechanisms: write against read, direct against bounce.
+
+
+_KINDS = ("direct write", "direct read", "bounce")
+
+
+def instead(asker: Asker, plan: Plan, flows: Sequence[Flow]) -> tuple[Instead, ...]:
+    """What the pairs of these flows get if all of them moved their bytes otherwise.
+
+    What the budget or the hardware does not allow is left out.
+    """
+    found = []
+    for kind, others in _variants(plan, flows):
+        try:
+            rate = asker.rate(others)
+        except (BudgetSpentError, MeasurementError):
+            continue
+        found.append(Instead(kind=kind, gbps=rate.gbps))
+    return tuple(found)
+
+
+def _variants(plan: Plan, flows: Sequence[Flow]) -> Iterator[tuple[str, tuple[Flow, ...]]]:
+    for kind in _KINDS:
+        others = [flow if kind_of(flow) == kind else by(plan, flow, kind) for flow in flows]
+        changed = [flow for flow in others if flow is not None]
+        if len(changed) == len(flows) and changed != list(flows):
+            yield kind, tuple(changed)
+
+
+def by(plan: Plan, flow: Flow, kind: str) -> Flow | None:
+    """The flow between the same GPUs by another mechanism; None if jobs have no such access."""
+    source, target = flow.source.index, flow.destination.index
+    if flow.source.kind != "G" or flow.destination.kind != "G":
+        return None
+    if kind == "bounce":
+        node = plan.machine.numa_of(f"G{target}")
+        return bounce(source, target, node, blocks=flow.blocks, fifo=flow.fifo)
+    direct = direct_pairs(plan.machine, plan.knowledge, kept_level(plan.kept), gpus=plan.gpus)
+    if direct is not None and (source, target) not in direct:
+        return None
+    reach = (source, target) if kind == "direct write" else (target, source)
+    if not plan.knowledge.can_access(plan.machine, *reach):
+        return None
+    make = direct_write if kind == "direct write" else direct_read
+    return make(source, target, blocks=flow.blocks, fifo=flow.fifo)
+
 
 Kinds = tuple[str, ...]
 _MOST_FLOWS = 6
@@ -169,3 +228,125 @@ def _each(flows: Flows, each: Sequence[tuple[str, float]], slowest: float) -> tu
         return (slowest,) * len(texts)
     waiting = dealt((text for text, _ in each), (rate for _, rate in each))
     return tuple(waiting[text].pop(0) for text in texts)
+
+
+# Slow sets of other rings that the search met: what a plan avoids.
+
+
+_LOST = COLLAPSE / 2
+"""Two flows that get this share of their own are a collapse; those that get half just share."""
+_CERTAIN = 0.25
+"""Rates with a larger relative error are no ground for a warning."""
+_TRIED = 40
+"""Sets of the journal that are looked at closely."""
+
+
+class _KnownSet(msgspec.Struct, frozen=True, kw_only=True):
+    """A set of the journal; `share` is its rate over that of its slowest flow alone."""
+
+    flows: tuple[Flow, ...]
+    share: float
+
+
+def avoided(builder: Builder, told: Sequence[Finding], *, most: int) -> tuple[Finding, ...]:
+    """The worst sets that the journal holds, each for another reason than those told already.
+
+    Small sets come first: what is slow for the reason of a smaller one is not told again.
+    """
+    reasons = [_reason(builder, finding) for finding in told]
+    found: list[Finding] = []
+    slow = sorted(_slow_sets(builder.asker), key=lambda one: (len(one.flows), one.share))
+    for finding in chain(_slow_ways(builder), _explained(builder, slow, reasons)):
+        reason = _reason(builder, finding)
+        if not any(known.explains(reason) for known in reasons):
+            reasons.append(reason)
+            found.append(finding)
+    return tuple(sorted(found, key=lambda one: -one.slowdown)[:most])
+
+
+class _Reason(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a set is slow, as far as names of devices do not matter."""
+
+    kinds: frozenset[str]
+    shared: frozenset[str]
+
+    def explains(self, other: _Reason) -> bool:
+        """Whether the other has this reason, and perhaps more."""
+        return self.kinds == other.kinds and self.shared <= other.shared
+
+
+def _reason(builder: Builder, finding: Finding) -> _Reason:
+    flows = [parse_flow(text) for text in finding.flows]
+    if len(flows) == 1:
+        # Of a single flow it is where it goes, whichever NUMA node that is.
+        where = re.sub("[0-9]+", "", described(builder.plan.machine, flows))
+        return _Reason(kinds=frozenset(finding.kinds), shared=frozenset([where]))
+    shared = frozenset(one.kind for one in builder.suspects(flows))
+    return _Reason(kinds=frozenset(finding.kinds), shared=shared)
+
+
+def _slow_sets(asker: Asker) -> Iterator[_KnownSet]:
+    """Sets of a few flows that are much slower than each flow alone; costs no measurement."""
+    keys: set[Key] = set()
+    for text in asker.known:
+        if not 1 < text.count(" ") + 1 <= _MOST_FLOWS:
+            continue
+        flows = parse_set(text).flows
+        alone = [asker.if_known([flow]) for flow in flows]
+        slowest = min((rate.gbps if rate is not None else 0.0 for rate in alone), default=0.0)
+        together = asker.exact(flows)
+        share = together.gbps / slowest if slowest else 1.0
+        if share >= _LOST or together.error > _CERTAIN or not is_hurt(asker, flows):
+            continue
+        key = asker.likeness.key(flows)
+        if key not in keys:
+            keys.add(key)
+            yield _KnownSet(flows=flows, share=share)
+
+
+def _explained(
+    builder: Builder, slow: Sequence[_KnownSet], reasons: Sequence[_Reason]
+) -> Iterator[Finding]:
+    """The smallest part of each; `reasons` grows meanwhile."""
+    related, tried = builder.sharing.related, 0
+    for seen in slow:
+        try:
+            raw = _Reason(
+                kinds=frozenset(kind_of(flow) for flow in seen.flows),
+                shared=frozenset(one.kind for one in builder.suspects(seen.flows)),
+            )
+            if tried >= _TRIED or any(known.explains(raw) for known in reasons):
+                continue
+            tried += 1
+            causes = find_causes(builder.asker, seen.flows, most=1, related=related)
+            found = [builder.finding(cause) for cause in causes.found]
+            yield from (one for one in found if is_collapse(one) and one.error < _CERTAIN)
+        except (BudgetSpentError, MeasurementError, ContradictionError):
+            continue
+
+
+def _slow_ways(builder: Builder) -> Iterator[Finding]:
+    """Single flows that another mechanism between the same GPUs beats by far, as known."""
+    singles = [text for text in builder.asker.known if " " not in text]
+    flows = [flow for text in singles for flow in parse_set(text).flows]
+    by_pair: dict[tuple[object, ...], list[Flow]] = {}
+    for flow in flows:
+        key = (flow.source, flow.destination, flow.blocks)
+        by_pair.setdefault(key, []).append(flow)
+    for ways in by_pair.values():
+        rates = {flow: builder.asker.exact([flow]).gbps for flow in ways}
+        worst = min(rates, key=lambda one: rates[one])
+        others = _best_of_kinds(rates, kind_of(worst))
+        if others and rates[worst] < COLLAPSE * max(one.gbps for one in others):
+            found = builder.single(worst, others)
+            if found.error < _CERTAIN:
+                yield found
+
+
+def _best_of_kinds(rates: dict[Flow, float], without: str) -> tuple[Instead, ...]:
+    best: dict[str, float] = {}
+    for flow, gbps in rates.items():
+        best[kind_of(flow)] = max(gbps, best.get(kind_of(flow), 0.0))
+    return tuple(
+        Instead(kind=kind, gbps=gbps) for kind, gbps in sorted(best.items()) if kind != without
+    )

@@ -14,7 +14,7 @@ from itertools import combinations
 
 import msgspec
 
-from tccl_py.explain.asking import Asker, Rate
+from tccl_py.explain.probing import Asker, Rate
 from tccl_py.model.transfer import Flow, parse_set, transfer_set
 from tccl_py.search.evaluator import BudgetSpentError, smallest_slow_part
 

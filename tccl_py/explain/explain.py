@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
-from tccl_py.errors import MeasurementError
-from tccl_py.explain.asking import Asker
-from tccl_py.explain.avoided import avoided
-from tccl_py.explain.build import Builder
+import msgspec
+
+from tccl_py.errors import MeasurementError, SearchError
+from tccl_py.explain.build import Builder, avoided
 from tccl_py.explain.causes import (
     HURT,
     Causes,
@@ -16,18 +17,66 @@ from tccl_py.explain.causes import (
     find_causes,
     is_hurt,
 )
-from tccl_py.explain.findings import Explanation, Finding, RingExplanation
-from tccl_py.explain.likeness import Likeness
-from tccl_py.explain.rings import Subject, subjects
-from tccl_py.explain.sentences import described, in_place, is_collapse, listed, short
+from tccl_py.explain.findings import (
+    Explanation,
+    Finding,
+    RingExplanation,
+    described,
+    in_place,
+    is_collapse,
+    listed,
+    short,
+)
+from tccl_py.explain.probing import Asker, Likeness
 from tccl_py.explain.sharing import Sharing
 from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.model.transfer import parse_flow
+from tccl_py.model.transfer import Flow, parse_flow
+from tccl_py.nccl.transport import hop_space
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.tasks import condensed
 from tccl_py.search.evaluator import BudgetSpentError
 from tccl_py.search.problem import Budget
 from tccl_py.sources.memory import RememberingSource
+
+# The flows of a plan's rings and of stock NCCL's, each hop by the mechanism it has.
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """Rings to explain: their flows, ring after ring, and how many rings they are."""
+
+    name: Literal["plan", "stock"]
+    flows: tuple[Flow, ...]
+    rings: int
+
+
+def subjects(plan: Plan) -> Iterator[Subject]:
+    """The plan's rings, and stock's where they are not the same."""
+    flows = tuple(parse_flow(hop.flow) for ring in plan.rings for hop in ring.hops)
+    yield Subject(name="plan", flows=flows, rings=len(plan.rings))
+    stock = _stock(plan)
+    if stock is not None and sorted(map(str, stock.flows)) != sorted(map(str, flows)):
+        yield stock
+
+
+def _stock(plan: Plan) -> Subject | None:
+    """Return default NCCL's rings; None if it would move a hop of them over NICs."""
+    orders = condensed(plan.stock.rings)
+    space = hop_space(
+        plan.machine,
+        plan.knowledge,
+        plan.stock.settings,
+        gpus=plan.gpus,
+        rings_in_set=len(orders),
+    )
+    try:
+        rings = ring_set([ring_from_order(space, order) for order in orders])
+    except SearchError:
+        return None
+    flows = tuple(hop.flow for ring in rings.rings for hop in ring.hops)
+    return Subject(name="stock", flows=flows, rings=len(orders))
+
 
 DEFAULT_BUDGET = Budget(sets=200)
 MOST_FINDINGS = 4

@@ -14,14 +14,11 @@ from tccl_py.nccl.conf import env_sh
 from tccl_py.nccl.pinned_env import kept_text
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.plan import Plan, proof_text
-from tccl_py.report.bars import rates_figure, settings_figure
-from tccl_py.report.contents import Contents
-from tccl_py.report.machine_drawing import machine_figure, machine_sentence
-from tccl_py.report.maps import map_views, slowed_pairs
-from tccl_py.report.ring_views import drawn_kinds, ring_views, stock_rings
-from tccl_py.report.sources import figure_sources, mark
+from tccl_py.report.charts import map_views, rates_figure, settings_figure, slowed_pairs
+from tccl_py.report.machine import machine_figure, machine_sentence
+from tccl_py.report.rings import drawn_kinds, ring_views, stock_rings
 from tccl_py.report.svg import shown
-from tccl_py.report.tables import machine_parts, plan_files
+from tccl_py.report.tables import Contents, figure_sources, machine_parts, mark, plan_files
 from tccl_py.report.words import CHOICE_WORDS, gpu_list, order_words, settings_words
 
 GENERATOR = '<meta name="generator" content="tccl report">'

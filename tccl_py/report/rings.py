@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 from markupsafe import Markup
@@ -10,11 +11,10 @@ from markupsafe import Markup
 from tccl_py.model.machine import Machine
 from tccl_py.model.paths import path_type
 from tccl_py.model.transfer import parse_flow
-from tccl_py.plan.plan import PlanHop, PlanRing
-from tccl_py.report.lanes import LANE, Wire, depth, wires
-from tccl_py.report.layout import Layout, lay_out
-from tccl_py.report.machine_drawing import machine_parts
+from tccl_py.plan.plan import Plan, PlanHop, PlanRing
+from tccl_py.report.machine import LANE, Layout, Wire, depth, lay_out, machine_parts, wires
 from tccl_py.report.svg import element, figure, join
+from tccl_py.report.words import order_words
 
 _SAME = 1e-6
 _PORT = 9.0
@@ -105,3 +105,78 @@ def _hop(layout: Layout, one: DrawnHop, wire: Wire) -> Iterator[Markup]:
 
 def _short(gbps: float) -> str:
     return f"{gbps:.2f}" if gbps < 100 else f"{gbps:.1f}"
+
+
+# The report's rings: drawing, hops and words of each, and NCCL's own beside them.
+
+
+_PATHS = {
+    "NVL": "over NVLink",
+    "NVB": "over NVLink through another GPU",
+    "C2C": "chip to chip",
+    "PIX": "over one PCI bridge",
+    "PXB": "over several PCI bridges",
+    "PHB": "over the CPU",
+    "SYS": "over two CPUs or NUMA nodes",
+}
+
+
+class RingView(msgspec.Struct, frozen=True, kw_only=True):
+    """A ring as the page shows it; `paths` explains the words below its hops."""
+
+    number: int
+    order: str
+    rate: float
+    figure: Markup
+    hops: list[DrawnHop]
+    paths: str
+
+
+class StockRing(msgspec.Struct, frozen=True, kw_only=True):
+    """A ring that NCCL picks itself, and by how many channels."""
+
+    order: str
+    channels: int
+
+
+def ring_views(plan: Plan) -> list[RingView]:
+    """The plan's different rings."""
+    return [_view(plan, ring, number) for number, ring in enumerate(plan.rings)]
+
+
+def _view(plan: Plan, ring: PlanRing, number: int) -> RingView:
+    hops = drawn_hops(plan.machine, ring)
+    return RingView(
+        number=number,
+        order=order_words(ring.gpus),
+        rate=ring.rate,
+        figure=ring_figure(plan.machine, ring, number, plan.gpus, plan.provenance),
+        hops=hops,
+        paths=_path_words(hops),
+    )
+
+
+def _path_words(hops: Sequence[DrawnHop]) -> str:
+    used = {hop.path for hop in hops}
+    words = [f"{path} {meaning}" for path, meaning in _PATHS.items() if path in used]
+    words += [f"{path} through that NUMA node's memory" for path in sorted(used - set(_PATHS))]
+    return "; ".join(words)
+
+
+def stock_rings(plan: Plan) -> list[StockRing]:
+    """NCCL's own rings, each once."""
+    counts = Counter(_from_lowest(ring) for ring in plan.stock.rings)
+    return [StockRing(order=order_words(ring), channels=n) for ring, n in counts.items()]
+
+
+def _from_lowest(ring: tuple[int, ...]) -> tuple[int, ...]:
+    start = ring.index(min(ring))
+    return (*ring[start:], *ring[:start])
+
+
+def drawn_kinds(plan: Plan) -> set[str]:
+    """The kinds of line that the drawings of the rings have."""
+    hops = [hop for ring in plan.rings for hop in drawn_hops(plan.machine, ring)]
+    return {hop.kind for hop in hops} | (
+        {"write slowest"} if any(h.slowest for h in hops) else set()
+    )

@@ -6,15 +6,10 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from tccl_py.health.doctor.acs import check_acs, check_iommu
-from tccl_py.health.doctor.findings import SEVERITIES, Finding, Unseen
-from tccl_py.health.doctor.gpus import check_gpus
-from tccl_py.health.doctor.host import Host
-from tccl_py.health.doctor.links import check_links, check_peers
-from tccl_py.health.doctor.memory import check_limits, check_shared_memory
-from tccl_py.health.doctor.nccl import check_nccl, check_own_rings
-from tccl_py.health.doctor.numa import check_numa, check_virtual
-from tccl_py.health.doctor.settings import check_settings
+from tccl_py.health.host import SEVERITIES, Finding, Host, Unseen
+from tccl_py.health.links import check_acs, check_gpus, check_iommu, check_links, check_peers
+from tccl_py.health.memory import check_limits, check_numa, check_shared_memory, check_virtual
+from tccl_py.health.settings import check_nccl, check_own_rings, check_settings
 
 CHECKS: tuple[Callable[[Host], Iterator[Finding | Unseen]], ...] = (
     check_acs,

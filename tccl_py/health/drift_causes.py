@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from tccl_py.health.drift.statistics import Comparison
+from tccl_py.health.drift_statistics import Comparison
 from tccl_py.model.machine import Machine
 from tccl_py.model.paths import PathType, path_type
 from tccl_py.model.transfer import Flow, Place, parse_flow

@@ -1,1 +1,0 @@
-"""`tccl check`: a few sets of a plan's journal measured again, and what changed, by name."""
