@@ -11,10 +11,10 @@ import signal
 import socket
 import sys
 import threading
-from typing import TYPE_CHECKING
 
 from tccl_profiler.channel import Channel, ChannelClosed
 from tccl_profiler.control import Control
+from tccl_profiler.device import Device
 from tccl_profiler.links import (
     Accept,
     AskLinks,
@@ -39,8 +39,6 @@ from tccl_profiler.shared_memory import Segment
 from tccl_py.errors import MeasurementError, TcclError
 from tccl_py.limits import limit_reached
 
-if TYPE_CHECKING:
-    from tccl_profiler.device import Device
 
 _ORPHANED = 3
 """Exit code of a worker whose controller went away."""
