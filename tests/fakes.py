@@ -4,9 +4,9 @@ import functools
 
 import numpy as np
 
-from tccl_profiler.control import RECORD
+from tccl_profiler.execution import Outcome
 from tccl_profiler.messages import Pinged
-from tccl_profiler.runs import Outcome
+from tccl_profiler.shared_memory import RECORD
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import Hop, HopSpace
 from tccl_py.model.transfer import bounce, direct_read, direct_write

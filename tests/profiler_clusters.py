@@ -6,11 +6,10 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from tccl_profiler.channel import Channel
 from tccl_profiler.cluster.agent import Agent, ControllerGone
 from tccl_profiler.cluster.job import Seat, agent_process
-from tccl_profiler.cluster.messages import End, Envelope
-from tccl_profiler.cluster.messenger import ChannelMessenger, Heart, PeerGone, beat_to
+from tccl_profiler.cluster.messages import ChannelMessenger, End, Envelope, Heart, PeerGone, beat_to
+from tccl_profiler.messages import Channel
 
 
 @dataclass

@@ -2,12 +2,11 @@
 
 import contextlib
 
-from tccl_profiler.assignment import program_for
+from tccl_profiler.compiler import program_for
+from tccl_profiler.execution import Patience, joined
 from tccl_profiler.host.machine import cpus_of_devices, host_machine
 from tccl_profiler.pool import Pool
 from tccl_profiler.program import host_of
-from tccl_profiler.running import Patience
-from tccl_profiler.runs import joined
 from tccl_profiler.workers import DeviceSpec
 from tests.profiler_pools import SMALL
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tccl_profiler.conditions import GpuConditions, GpuProcess
+from tccl_profiler.watch import GpuConditions, GpuProcess
 from tccl_py.cli import nccl_here
 from tccl_py.cli.main import app
 from tccl_py.errors import MeasurementError

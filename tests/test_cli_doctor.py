@@ -106,7 +106,7 @@ class Watch:
         pass
 
     def look(self):
-        from tccl_profiler.conditions import GpuConditions  # noqa: PLC0415
+        from tccl_profiler.watch import GpuConditions  # noqa: PLC0415
 
         return tuple(
             GpuConditions(gpu=gpu, persistence=False, pcie_width=8, pcie_width_max=16)

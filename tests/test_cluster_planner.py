@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_profiler.assignment import program_for
-from tccl_profiler.nccl.environment import process_variables
+from tccl_profiler.compiler import program_for
+from tccl_profiler.nccl_links import process_variables
 from tccl_py.cluster_plan.crossings import rail_tuples
 from tccl_py.cluster_plan.joint import joint
 from tccl_py.cluster_plan.node import Node, used_nics

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tccl_profiler import channel as channels
-from tccl_profiler.channel import Channel, ChannelClosed, ChannelTimeout
+from tccl_profiler import messages as channels
+from tccl_profiler.messages import Channel, ChannelClosed, ChannelTimeout
 from tccl_py.errors import MeasurementError
 
 

@@ -15,18 +15,22 @@ import pytest
 from tccl_profiler.clock import ClockReading
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agents import Agents, HostLost, LinkFailure, Patience, raise_failures
-from tccl_profiler.cluster.clocks import HostClock
-from tccl_profiler.cluster.facts import HostFacts, NicAddress, Software, check_hosts, host_facts
-from tccl_profiler.cluster.interfaces import interface, with_interfaces
-from tccl_profiler.cluster.job import Job
-from tccl_profiler.cluster.meeting import Hello, Invitation, Meeting, met, own_hello
-from tccl_profiler.cluster.messages import Envelope
-from tccl_profiler.cluster.messenger import PeerGone
+from tccl_profiler.cluster.facts import (
+    HostFacts,
+    NicAddress,
+    Software,
+    check_hosts,
+    host_facts,
+    interface,
+    with_interfaces,
+)
+from tccl_profiler.cluster.job import Hello, Invitation, Job, Meeting, met, own_hello
+from tccl_profiler.cluster.messages import Envelope, PeerGone
 from tccl_profiler.cluster.mpi import in_mpi_job, only_serves
-from tccl_profiler.cluster.pool import ClusterPool
+from tccl_profiler.cluster.pool import ClusterPool, HostClock
 from tccl_profiler.cluster.session import ClusterSession
+from tccl_profiler.execution import Outcome, Timing
 from tccl_profiler.profiler import Options
-from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
 from tccl_profiler.workers import WorkerLost
@@ -120,7 +124,7 @@ def _met_together(posts):
 
 
 def test_ranks_meet_and_end_what_carried_their_messages(monkeypatch):
-    monkeypatch.setattr("tccl_profiler.cluster.meeting.addresses", lambda: ("127.0.0.1",))
+    monkeypatch.setattr("tccl_profiler.cluster.job.addresses", lambda: ("127.0.0.1",))
     posts = _posts(3)
     found = _met_together(posts)
     assert [post.finished for post in posts] == [True] * 3
@@ -143,7 +147,7 @@ def test_a_rank_that_says_nothing_is_named():
 
 
 def test_a_caller_without_the_word_is_not_let_in(monkeypatch):
-    monkeypatch.setattr("tccl_profiler.cluster.meeting.addresses", lambda: ("127.0.0.1",))
+    monkeypatch.setattr("tccl_profiler.cluster.job.addresses", lambda: ("127.0.0.1",))
     posts = _posts(2)
     posts[1].send(0, msgspec.msgpack.encode(Hello(host="h1", machine="m")))
     found = []
@@ -166,8 +170,8 @@ def test_a_caller_without_the_word_is_not_let_in(monkeypatch):
 
 
 def test_a_rank_that_cannot_connect_is_named_by_host(monkeypatch):
-    monkeypatch.setattr("tccl_profiler.cluster.meeting._CONNECT_S", 0.2)
-    monkeypatch.setattr("tccl_profiler.cluster.meeting.addresses", lambda: ("10.0.0.1",))
+    monkeypatch.setattr("tccl_profiler.cluster.job._CONNECT_S", 0.2)
+    monkeypatch.setattr("tccl_profiler.cluster.job.addresses", lambda: ("10.0.0.1",))
     posts = _posts(2)
     posts[1].send(0, msgspec.msgpack.encode(Hello(host="far", machine="m")))
     with pytest.raises(InputError, match=r"host far: its rank 1 could not connect to host .* at "):

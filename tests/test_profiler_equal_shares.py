@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tccl_profiler.equal_shares import equal_shares_gbps
+from tccl_profiler.rates import equal_shares_gbps
 
 RATES = st.lists(st.floats(0.5, 40.0), min_size=1, max_size=12)
 MOST = st.floats(0.0, 100.0)

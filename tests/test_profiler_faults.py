@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tccl_profiler.assignment import program_for
+from tccl_profiler.compiler import program_for
+from tccl_profiler.execution import Timing
 from tccl_profiler.host.machine import host_fingerprint, host_machine
 from tccl_profiler.pool import Memory, Patience, Pool
 from tccl_profiler.profiler import Profiler
-from tccl_profiler.runs import Timing
 from tccl_profiler.session import Session
 from tccl_profiler.workers import WorkerLost, WorkerProcess
 from tccl_py.errors import MeasurementError

@@ -8,14 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from tccl_profiler.assignment import checkable, program_for
-from tccl_profiler.control import ABORT, Control
+from tccl_profiler.compiler import checkable, program_for
 from tccl_profiler.host import device as host_device
 from tccl_profiler.host.device import HostDevice
 from tccl_profiler.host.machine import cpus_of_devices, host_fingerprint, host_machine
 from tccl_profiler.messages import Pace, Peer, Run, Start
 from tccl_profiler.program import COUNTER_AREA_BYTES
-from tccl_profiler.shared_memory import Segment, create_segment
+from tccl_profiler.shared_memory import ABORT, Control, Segment, create_segment
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import check
 from tccl_py.model.transfer import parse_set

@@ -6,11 +6,10 @@ import signal
 import numpy as np
 import pytest
 
-from tccl_profiler.assignment import program_for
-from tccl_profiler.equal_shares import equal_shares_gbps
-from tccl_profiler.lone import lone_rates, with_few_lanes
+from tccl_profiler.compiler import program_for
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
+from tccl_profiler.rates import equal_shares_gbps, lone_rates, with_few_lanes
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import LaneRate
 from tccl_profiler.workers import WorkerLost

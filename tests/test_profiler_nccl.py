@@ -8,10 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_profiler.assignment import CARRIED_GROUP_US, program_for
 from tccl_profiler.cluster.session import ClusterSession
-from tccl_profiler.nccl.communicators import Communicators
-from tccl_profiler.nccl.environment import graph_text, process_variables, without_disturbance
+from tccl_profiler.compiler import CARRIED_GROUP_US, program_for
+from tccl_profiler.nccl_links import (
+    Communicators,
+    graph_text,
+    process_variables,
+    without_disturbance,
+)
 from tccl_profiler.profiler import Options
 from tccl_profiler.program import Carrier, Link, is_nic
 from tccl_profiler.statistics import Stopping

@@ -11,16 +11,14 @@ import time
 import msgspec
 import pytest
 
-from tccl_profiler.assignment import program_for
-from tccl_profiler.control import Control
-from tccl_profiler.links import Endpoint, LinkLost
-from tccl_profiler.messages import Peer, Start
-from tccl_profiler.network.device import NicDevice
-from tccl_profiler.network.sockets import Nic
+from tccl_profiler.compiler import program_for
+from tccl_profiler.execution import Timing, order_of
+from tccl_profiler.messages import Endpoint, LinkLost, Peer, Start
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.program import Link
-from tccl_profiler.reading import read_outcome
-from tccl_profiler.runs import Timing, order_of
+from tccl_profiler.rates import read_outcome
+from tccl_profiler.shared_memory import Control
+from tccl_profiler.tcp import Nic, NicDevice
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import faults

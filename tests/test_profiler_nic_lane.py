@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tccl_profiler.host.lane import HostEnd
-from tccl_profiler.links import LinkLost
-from tccl_profiler.network.lane import NicLane, Stopped
-from tccl_profiler.pattern import differing, write_pattern
+from tccl_profiler.messages import LinkLost
 from tccl_profiler.program import Link
+from tccl_profiler.shared_memory import differing, write_pattern
+from tccl_profiler.tcp import NicLane, Stopped
 from tests.profiler_pools import until
 
 LINK = Link("h0.N0", "h1.N0", 3)

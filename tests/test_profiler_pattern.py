@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_profiler.pattern import differing, write_pattern
+from tccl_profiler.shared_memory import differing, write_pattern
 
 PUMP = Path(__file__).parents[1] / "profiler/tccl_profiler/cuda/pump.cu"
 SIZE = 4096

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tccl_profiler.assignment import program_for
+from tccl_profiler.compiler import program_for
+from tccl_profiler.execution import Timing
 from tccl_profiler.host.machine import host_fingerprint, host_machine
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.program import COUNTER_AREA_BYTES
-from tccl_profiler.reading import read_outcome
-from tccl_profiler.runs import Timing
+from tccl_profiler.rates import read_outcome
 from tccl_profiler.session import Session
 from tccl_py.errors import MeasurementError
 from tccl_py.model.knowledge import Fingerprint

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_profiler.assignment import (
+from tccl_profiler.compiler import (
     FEW_BLOCKS,
     FREE_BLOCKS,
     LEAST_COUPLED_SLICES,

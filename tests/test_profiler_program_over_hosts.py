@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_profiler.assignment import NETWORK_BLOCKS, checkable, program_for
+from tccl_profiler.compiler import NETWORK_BLOCKS, checkable, program_for
 from tccl_profiler.program import COUNTER_AREA_BYTES, Link, Work, host_of, is_nic, local
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import (

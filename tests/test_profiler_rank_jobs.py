@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tccl_profiler.cluster.agents import RankJobs
 from tccl_profiler.cluster.messages import Envelope, RunRanks
-from tccl_profiler.cluster.rank_jobs import RankJobs
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.rank_processes.task import Task, decoded
 from tests.profiler_clusters import agents_in_processes

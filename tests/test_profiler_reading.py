@@ -5,15 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_profiler.assignment import program_for
-from tccl_profiler.control import MAX_STAMPS, RECORD
+from tccl_profiler.compiler import program_for
+from tccl_profiler.execution import Outcome, Timing
 from tccl_profiler.messages import Pace
-from tccl_profiler.pacing import paces_for
 from tccl_profiler.profiler import Options, Profiler, _slowest
-from tccl_profiler.reading import read_outcome
-from tccl_profiler.runs import Outcome, Timing
+from tccl_profiler.rates import read_outcome
+from tccl_profiler.shared_memory import MAX_STAMPS, RECORD
 from tccl_profiler.statistics import Stopping
-from tccl_profiler.window import LaneRate, WindowLimits
+from tccl_profiler.window import LaneRate, WindowLimits, paces_for
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tccl_profiler import numa
+from tccl_profiler import linux as numa
 from tccl_profiler.shared_memory import Segment, create_segment
 from tccl_py.errors import MeasurementError
 

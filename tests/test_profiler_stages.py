@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from tccl_profiler.assignment import program_for
+from tccl_profiler.compiler import program_for
+from tccl_profiler.execution import Timing, joined
 from tccl_profiler.messages import Pace
-from tccl_profiler.runs import Timing, joined
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import parse_set

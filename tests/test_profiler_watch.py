@@ -13,15 +13,16 @@ import pynvml
 import pytest
 
 from tccl_profiler import watch as module
-from tccl_profiler.conditions import (
+from tccl_profiler.watch import (
     GpuConditions,
     GpuProcess,
+    Watch,
     changes,
     complaints,
     conditions_note,
     throttling_names,
+    warmed,
 )
-from tccl_profiler.watch import Watch, warmed
 from tccl_py.errors import MeasurementError
 
 NOT_SUPPORTED, FUNCTION_NOT_FOUND, DRIVER_NOT_LOADED, GPU_IS_LOST = 3, 13, 9, 15

@@ -380,7 +380,7 @@ def command(tmp_path, monkeypatch):
     monkeypatch.setattr(verify_hosts, "job_of_ranks", contextlib.nullcontext)
 
     def run(fake, *options):
-        monkeypatch.setattr("tccl_profiler.cluster.rank_jobs.RankJobs", lambda job: fake)
+        monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
         words = ["verify", str(tmp_path), "--backend", "host", "--sizes", "16K,64M", "--tune"]
         return CliRunner().invoke(app, [*words, *options])
 
@@ -402,7 +402,7 @@ def test_the_command_tunes_the_plan_of_the_jobs_hosts(command, tmp_path):
 def test_a_plan_that_was_just_written_is_tuned_by_its_job(tmp_path, monkeypatch, capsys):
     write_cluster_plan(mixed(), tmp_path)
     fake = FakeJobs(None, at=0)
-    monkeypatch.setattr("tccl_profiler.cluster.rank_jobs.RankJobs", lambda job: fake)
+    monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
     # Who plans has the directory already.
     with locked(tmp_path):
         made = verify_hosts.tuned_hosts(tmp_path, None, "host")
@@ -420,7 +420,7 @@ def test_sizes_that_take_a_slow_network_long_are_left_out_where_a_plan_is_tuned(
 ):
     write_cluster_plan(mixed(rate_gbps=0.1, bound_gbps=None), tmp_path)
     fake = FakeJobs(None, at=0)
-    monkeypatch.setattr("tccl_profiler.cluster.rank_jobs.RankJobs", lambda job: fake)
+    monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
     verify_hosts.tuned_hosts(tmp_path, None, "host")
     assert max(one.bytes for one in load_verification(tmp_path).judged.sizes) == 16 << 20
 
@@ -494,7 +494,7 @@ def test_a_host_without_torch_is_named_before_anything_is_planned(tmp_path, monk
             raise InputError("host h1", f"lacks {modules[0]}", "install it on all hosts")
 
     monkeypatch.setattr("tccl_py.cli.plan.in_job", lambda: True)
-    monkeypatch.setattr("tccl_profiler.cluster.rank_jobs.RankJobs", Without)
+    monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", Without)
     words = ["plan", "-o", str(tmp_path / "plan"), "--backend", "host", "--devices", "1"]
     with agents_in_processes(("h0", "h1")) as job:
         monkeypatch.setattr(plan_nodes, "job_of_ranks", lambda: contextlib.nullcontext(job))

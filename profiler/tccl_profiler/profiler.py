@@ -11,20 +11,21 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 
-from tccl_profiler.assignment import Meeting, checkable, program_for
 from tccl_profiler.clock import Clock, offset_from_pings
-from tccl_profiler.lone import few_of, lone_rates, with_few_lanes
-from tccl_profiler.pacing import paces_for
-from tccl_profiler.pieces import Network
+from tccl_profiler.compiler import Meeting, checkable, program_for
+from tccl_profiler.endpoints import Network
+from tccl_profiler.execution import Runner, Timing
 from tccl_profiler.program import MAX_REPEATS, Program
-from tccl_profiler.reading import (
+from tccl_profiler.rates import (
     Reading,
     ToHost,
+    few_of,
     hides_overlap,
+    lone_rates,
     read_outcome,
     why_uncounted,
+    with_few_lanes,
 )
-from tccl_profiler.runs import Runner, Timing
 from tccl_profiler.statistics import Sentinel, Stopping, outliers
 from tccl_profiler.window import (
     LaneRate,
@@ -32,6 +33,7 @@ from tccl_profiler.window import (
     WindowLimits,
     choose_window,
     needs_longer,
+    paces_for,
     stretched,
 )
 from tccl_profiler.workers import WorkerLost

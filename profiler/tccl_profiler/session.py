@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Literal
 
-from tccl_profiler import numa
-from tccl_profiler.conditions import changes, complaints, conditions_note
+from tccl_profiler import linux as numa
 from tccl_profiler.host.machine import cpus_of_devices
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
-from tccl_profiler.watch import Conditions, Watch, warmed
+from tccl_profiler.watch import Conditions, Watch, changes, complaints, conditions_note, warmed
 from tccl_profiler.workers import DeviceSpec
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.model.machine import Machine

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tccl_profiler import numa
+from tccl_profiler import linux as numa
+from tccl_profiler.program import MAX_REPEATS
 from tccl_py.errors import MeasurementError
 from tccl_py.limits import limit_reached
 
@@ -240,3 +242,165 @@ def _reason(error: OSError | MeasurementError) -> str:
     if error.errno == errno.EINVAL and error.filename == "mbind":
         return "the node is not open to this process; see Mems_allowed_list in /proc/self/status"
     return str(limit_reached(error) or f"the kernel refuses it: {error.strerror}")
+
+
+# The control segment: the words through which the controller and all devices meet.
+
+
+RECORD = np.dtype(
+    [
+        (name, np.uint64)
+        for name in (
+            "resident",  # the epoch, once the lane runs and waits
+            "start",  # released
+            "end",  # its last slice done
+            "in_first",  # the first slice done after the warm-up
+            "in_last",
+            "in_count",  # slices between the two
+            "out_first",
+            "out_last",
+            "out_count",
+            "errors",  # 16-byte packs that differ from the pattern
+            "bytes",  # all it moved, warm-up included
+            "finished",  # the epoch, written last
+        )
+    ]
+)
+"""What a lane reports, times in the device's nanoseconds; written by the device alone."""
+
+ABORT = 2**64 - 1
+"""In place of an epoch: every lane stops at once."""
+MAX_DEVICES = 64
+MAX_LANES = 256
+"""Lanes and copies of one device."""
+MAX_STAMPS = 2048
+"""Stamps of all copies of one device in one repeat."""
+_WORDS_AT = 4096
+_WORD_BYTES = 256
+_RECORDS_AT = 64 * 1024
+_RECORD_AREA = MAX_REPEATS * MAX_LANES * RECORD.itemsize
+_STAMP_AREA = MAX_REPEATS * MAX_STAMPS * 8
+_DEVICE_AREA = _RECORD_AREA + _STAMP_AREA
+
+FLAG_AT = 0
+"""Offset of the flag: lanes of epoch e start when it is e or more."""
+
+
+def control_bytes(devices: int) -> int:
+    """How large the segment is for so many devices."""
+    return _RECORDS_AT + devices * _DEVICE_AREA
+
+
+def question_at(slot: int) -> int:
+    """Offset of the word by which device `slot` is asked for its time."""
+    return _WORDS_AT + slot * _WORD_BYTES
+
+
+def answer_at(slot: int) -> int:
+    """Offset of the word in which device `slot` answers."""
+    return question_at(slot) + _WORD_BYTES // 2
+
+
+def records_at(slot: int, repeat: int) -> int:
+    """Offset of the records of one repeat, MAX_LANES of them."""
+    return _RECORDS_AT + slot * _DEVICE_AREA + repeat * MAX_LANES * RECORD.itemsize
+
+
+def stamps_at(slot: int, repeat: int) -> int:
+    """Offset of the stamps of one repeat's copies, MAX_STAMPS words."""
+    return _RECORDS_AT + slot * _DEVICE_AREA + _RECORD_AREA + repeat * MAX_STAMPS * 8
+
+
+class Control:
+    """The controller's and the workers' view of the control segment."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self._flag = segment.array(np.uint64, FLAG_AT, 1)
+
+    @classmethod
+    def create(cls, devices: int) -> Control:
+        """Make the segment for so many devices.
+
+        Raises:
+            MeasurementError: no memory.
+        """
+        segment = create_segment(control_bytes(devices), numa_id=None, label="control")
+        return cls(segment)
+
+    def release(self, epoch: int) -> None:
+        """Let every lane of this epoch and the earlier ones start: one store."""
+        self._flag[0] = epoch
+
+    def abort(self) -> None:
+        """Stop every lane, those that run too."""
+        self._flag[0] = ABORT
+
+    def clear(self) -> None:
+        """Take the flag back."""
+        self._flag[0] = 0
+
+    @property
+    def flag(self) -> int:
+        """The flag as it is now."""
+        return int(self._flag[0])
+
+    def records(self, slot: int, repeat: int, count: int) -> npt.NDArray[np.void]:
+        """A view of `count` records of a device's repeat; it changes while lanes run."""
+        return self.segment.array(RECORD, records_at(slot, repeat), count)
+
+    def stamps(self, slot: int, repeat: int, count: int) -> npt.NDArray[np.uint64]:
+        """A view of a repeat's first `count` stamps."""
+        return self.segment.array(np.uint64, stamps_at(slot, repeat), count)
+
+    def close(self) -> None:
+        """Give the segment back."""
+        self._flag = np.zeros(1, np.uint64)
+        self.segment.close()
+
+
+# What a check writes in place of data, and compares: the pattern of `pattern` in cuda/pump.cu, so
+# that one backend may compare what another wrote.
+
+
+PACK_BYTES = 16
+_WORD = (1 << 64) - 1
+_SLICE_LOW, _SLICE_HIGH = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+_PACK_LOW, _PACK_HIGH = np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0xA0761D6478BD642F)
+_MIX = np.uint32(0x85EBCA6B)
+
+
+def write_pattern(address: int, size: int, seed: int, number: int) -> None:
+    """Fill slice `number`, of `size` bytes, a multiple of 16."""
+    _fill(_packs(address, size), seed, number)
+
+
+def differing(address: int, size: int, seed: int, number: int) -> int:
+    """How many packs of slice `number` differ from the pattern."""
+    found = _packs(address, size)
+    expected = np.empty_like(found)
+    _fill(expected, seed, number)
+    return int((found != expected).any(axis=1).sum())
+
+
+def _packs(address: int, size: int) -> npt.NDArray[np.uint32]:
+    memory = (ctypes.c_uint32 * (size // 4)).from_address(address)
+    words: npt.NDArray[np.uint32] = np.ctypeslib.as_array(memory)
+    return words.reshape(-1, PACK_BYTES // 4)
+
+
+def _fill(packs: npt.NDArray[np.uint32], seed: int, number: int) -> None:
+    low, high = _places(len(packs))
+    first, second = packs[:, 0], packs[:, 1]
+    first[:] = low ^ np.uint32((seed ^ number * _SLICE_LOW) & 0xFFFFFFFF)
+    second[:] = (high + np.uint64((seed + number * _SLICE_HIGH) & _WORD)) >> np.uint64(17)
+    np.multiply(second, _MIX, out=packs[:, 2])
+    packs[:, 2] ^= first
+    np.add(first, second, out=packs[:, 3])
+
+
+@functools.lru_cache(maxsize=8)
+def _places(packs: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
+    """What each pack's place adds to its first and to its second word."""
+    numbers = np.arange(packs, dtype=np.uint64)
+    return (numbers * _PACK_LOW).astype(np.uint32), numbers * _PACK_HIGH

@@ -13,10 +13,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tccl_profiler.channel import Channel, ChannelClosed, ChannelTimeout
-from tccl_profiler.links import LinkLost
-from tccl_profiler.messages import Done, Failed, FromWorker, Started
-from tccl_profiler.nccl.environment import without_disturbance
+from tccl_profiler.messages import (
+    Channel,
+    ChannelClosed,
+    ChannelTimeout,
+    Done,
+    Failed,
+    FromWorker,
+    LinkLost,
+    Started,
+)
+from tccl_profiler.nccl_links import without_disturbance
 from tccl_py.children import child_command, child_environment, search_path
 from tccl_py.errors import MeasurementError
 

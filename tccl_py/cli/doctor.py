@@ -109,8 +109,7 @@ def _driver() -> DriverState:
 
 
 def _states(facts: DriverFacts) -> tuple[GpuState, ...]:
-    from tccl_profiler.conditions import complaints  # noqa: PLC0415
-    from tccl_profiler.watch import Watch  # noqa: PLC0415
+    from tccl_profiler.watch import Watch, complaints  # noqa: PLC0415
 
     with Watch([gpu.index for gpu in facts.gpus], frozenset()) as watch:
         seen = watch.look()

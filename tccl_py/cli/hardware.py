@@ -185,8 +185,8 @@ def check_sets(machine: Machine, sets: Sequence[TransferSet]) -> tuple[int, ...]
         InputError: a set names a GPU or NUMA node that the machine does not have.
         MeasurementError: a set cannot be measured: a NIC, another host, too many blocks.
     """
-    from tccl_profiler.assignment import program_for  # noqa: PLC0415
-    from tccl_profiler.control import MAX_LANES  # noqa: PLC0415
+    from tccl_profiler.compiler import program_for  # noqa: PLC0415
+    from tccl_profiler.shared_memory import MAX_LANES  # noqa: PLC0415
 
     used: set[int] = set()
     for one in sets:

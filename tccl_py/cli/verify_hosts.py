@@ -26,9 +26,9 @@ from tccl_py.verify.rounds import Effort
 from tccl_py.verify.tunable import tunable_cluster
 
 if TYPE_CHECKING:
+    from tccl_profiler.cluster.agents import RankJobs
     from tccl_profiler.cluster.facts import HostFacts
     from tccl_profiler.cluster.job import Job
-    from tccl_profiler.cluster.rank_jobs import RankJobs
 
 _LONGEST_S = 0.5
 """A job makes a dozen calls of each size, and a comparison a dozen jobs."""
@@ -97,7 +97,7 @@ def _verified(
 
 
 def _rank_jobs(job: Job) -> RankJobs:
-    from tccl_profiler.cluster.rank_jobs import RankJobs  # noqa: PLC0415
+    from tccl_profiler.cluster.agents import RankJobs  # noqa: PLC0415
 
     return RankJobs(job)
 

@@ -11,8 +11,7 @@ import time
 import pynvml
 import pytest
 
-from tccl_profiler.conditions import complaints, conditions_note
-from tccl_profiler.watch import Watch
+from tccl_profiler.watch import Watch, complaints, conditions_note
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

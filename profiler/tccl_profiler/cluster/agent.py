@@ -7,40 +7,105 @@ socket; on other hosts it is what a rank of the job does.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 import signal
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from tccl_profiler import numa
-from tccl_profiler.channel import Channel
+from tccl_profiler import linux as numa
 from tccl_profiler.cluster import messages as say
-from tccl_profiler.cluster.facts import HostFacts, host_facts
-from tccl_profiler.cluster.messages import Envelope, Message
-from tccl_profiler.cluster.messenger import (
+from tccl_profiler.cluster.facts import HostFacts, addresses, host_facts, listening
+from tccl_profiler.cluster.messages import (
     ChannelMessenger,
+    Envelope,
     Heart,
+    Message,
     Messenger,
     Naps,
     PeerGone,
     beat_to,
 )
-from tccl_profiler.cluster.rank_tasks import RankTasks
-from tccl_profiler.cluster.urgency import AGENT, calm, hasten, threads_of, urgent
-from tccl_profiler.conditions import complaints
+from tccl_profiler.execution import Outcome
 from tccl_profiler.host.machine import cpus_of_devices
-from tccl_profiler.links import LinkLost
+from tccl_profiler.linux import AGENT, calm, hasten, threads_of, urgent
+from tccl_profiler.messages import Channel, LinkLost
 from tccl_profiler.pool import Memory, Pool
-from tccl_profiler.runs import Outcome
 from tccl_profiler.session import HOST_MEMORY
-from tccl_profiler.watch import Watch
+from tccl_profiler.watch import Watch, complaints
 from tccl_profiler.workers import DeviceSpec, WorkerLost
+from tccl_py.children import search_path
 from tccl_py.errors import InputError, MeasurementError, TcclError
 from tccl_py.model.machine import Machine
+from tccl_py.rank_processes.starting import Nursery, Start, interpreter
+from tccl_py.rank_processes.task import Task, run_tasks
+
+# What an agent does for jobs of fresh rank processes: environment, meeting, and the run.
+
+
+class RankTasks:
+    """A host's part in such jobs."""
+
+    def __init__(self) -> None:
+        self._meetings: tuple[socket.socket, ...] = ()
+        self._nursery: Nursery | None = None
+
+    def surroundings(self, modules: Sequence[str] = ()) -> say.Surroundings:
+        """The environment in which programs find what this one does; modules that it lacks."""
+        return say.Surroundings(
+            variables={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
+            lacks=tuple(one for one in modules if importlib.util.find_spec(one) is None),
+        )
+
+    def open_meetings(self, count: int) -> say.MeetingsOpen:
+        """Sockets that wait for the ranks of the next jobs, which run at once."""
+        self._leave_meetings()
+        self._meetings = tuple(listening() for _ in range(count))
+        ports = tuple(one.getsockname()[1] for one in self._meetings)
+        return say.MeetingsOpen(addresses=addresses(), ports=ports)
+
+    def run(self, tasks: Sequence[Task], meanwhile: Callable[[], None]) -> say.RanksLeft:
+        """Run fresh processes until they have ended; what `meanwhile` raises ends them.
+
+        Raises:
+            RanksError: one failed, or the time was up.
+        """
+        numa.leave_binding()
+        try:
+            left = run_tasks(
+                tasks,
+                listeners=self._meetings,
+                meanwhile=meanwhile,
+                start=self._start(tasks[0].imports),
+            )
+            return say.RanksLeft(left=left)
+        finally:
+            self._leave_meetings()
+
+    def close(self) -> None:
+        """Give the socket back, and end what ranks are started from."""
+        self._leave_meetings()
+        nursery, self._nursery = self._nursery, None
+        if nursery is not None:
+            nursery.close()
+
+    def _start(self, imports: tuple[str, ...]) -> Start:
+        if not imports:
+            return interpreter
+        if self._nursery is None:
+            self._nursery = Nursery(imports)
+        return self._nursery
+
+    def _leave_meetings(self) -> None:
+        meetings, self._meetings = self._meetings, ()
+        for one in meetings:
+            one.close()
+
 
 SILENCE_S = 30.0
 """After so long without a word the controller is taken to be gone."""

@@ -103,8 +103,7 @@ def mpi_job() -> Iterator[Job]:
             nothing of each other.
     """
     # Most processes that ask whether they are in a job are not, and need nothing of this.
-    from tccl_profiler.cluster.job import Job  # noqa: PLC0415
-    from tccl_profiler.cluster.meeting import met  # noqa: PLC0415
+    from tccl_profiler.cluster.job import Job, met  # noqa: PLC0415
 
     post = _started()
     wanted = _wanted_size(os.environ)

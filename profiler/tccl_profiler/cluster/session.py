@@ -7,19 +7,17 @@ from typing import Literal
 
 import msgspec
 
-from tccl_profiler.assignment import program_for
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agents import Agents, Patience
-from tccl_profiler.cluster.clocks import HostClock, OwnClock
 from tccl_profiler.cluster.facts import HostFacts, check_hosts
-from tccl_profiler.cluster.job import Job
-from tccl_profiler.cluster.meeting import CONTROLLER
-from tccl_profiler.cluster.pool import FIRST_PINGS, ClusterPool
-from tccl_profiler.control import MAX_LANES
+from tccl_profiler.cluster.job import CONTROLLER, Job
+from tccl_profiler.cluster.pool import FIRST_PINGS, ClusterPool, HostClock, OwnClock
+from tccl_profiler.compiler import program_for
+from tccl_profiler.endpoints import Network, device_of, is_carried
 from tccl_profiler.host.machine import shared_cores
-from tccl_profiler.pieces import Network, device_of, is_carried
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.program import is_nic, local
+from tccl_profiler.shared_memory import MAX_LANES
 from tccl_profiler.window import WindowLimits
 from tccl_py.errors import InputError
 from tccl_py.model.measurement import Measurement

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 import numpy as np
 
-from tccl_profiler.control import (
-    FLAG_AT,
-    MAX_LANES,
-    Control,
-    answer_at,
-    question_at,
-    records_at,
-    stamps_at,
-)
-from tccl_profiler.cuda import driver
-from tccl_profiler.cuda.kernels import load_kernels
-from tccl_profiler.cuda.memory import CudaMemory
 from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
-from tccl_profiler.nccl.communicators import Communicators, LinkedByNccl
+from tccl_profiler.nccl_links import Communicators, LinkedByNccl
 from tccl_profiler.program import (
     COUNTER_AREA_BYTES,
     COUNTER_BYTES,
@@ -34,8 +25,127 @@ from tccl_profiler.program import (
     End,
     Lane,
 )
-from tccl_profiler.shared_memory import Segment
+from tccl_profiler.shared_memory import (
+    FLAG_AT,
+    MAX_LANES,
+    Control,
+    Segment,
+    answer_at,
+    question_at,
+    records_at,
+    stamps_at,
+)
 from tccl_py.errors import MeasurementError
+
+# The few driver calls that cupy does not offer: stream memory operations, through libcuda.
+
+
+_WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise MeasurementError(f"the NVIDIA driver's library does not load ({error})") from error
+
+
+def _call(name: str, stream: int, address: int, value: int, flags: int) -> None:
+    library = _library()
+    function = getattr(library, f"{name}_v2", None) or getattr(library, name)
+    code = function(
+        ctypes.c_void_p(stream),
+        ctypes.c_uint64(address),
+        ctypes.c_uint64(value),
+        ctypes.c_uint(flags),
+    )
+    if code:
+        raise MeasurementError(f"{name} failed with CUDA error {code}")
+
+
+def stream_waits(stream: int, address: int, value: int) -> None:
+    """Hold what is queued next on the stream until the 64-bit word is `value` or more.
+
+    Raises:
+        MeasurementError: the driver refuses.
+    """
+    _call("cuStreamWaitValue64", stream, address, value, _WAIT_UNTIL_AT_LEAST)
+
+
+def stream_writes(stream: int, address: int, value: int) -> None:
+    """Write a 64-bit word when all that is queued on the stream before has been done.
+
+    Raises:
+        MeasurementError: the driver refuses.
+    """
+    _call("cuStreamWriteValue64", stream, address, value, 0)
+
+
+# The measuring kernels, as source and as loaded for a GPU.
+
+
+NAMES = ("pump", "pump_check", "echo", "stamp")
+SOURCE_NAME = "pump.cu"
+OPTIONS = ("-std=c++17",)
+
+
+def kernel_source() -> str:
+    """CUDA C++ of all kernels, as installed with this package."""
+    return resources.files(__package__).joinpath(SOURCE_NAME).read_text("utf-8")
+
+
+def load_kernels(cupy: Any) -> dict[str, Any]:
+    """All kernels by name for the current GPU; compiled once, cupy keeps the result on disk."""
+    module = cupy.RawModule(code=kernel_source(), options=OPTIONS)
+    return {name: module.get_function(name) for name in NAMES}
+
+
+# A GPU's memory as NCCL's communicators use it; implements `nccl.communicators.Memory`.
+
+
+_TO_DEVICE, _TO_HOST = 1, 2
+
+
+class CudaMemory:
+    """What GPU `number` (CUDA's) sends from and keeps.
+
+    Args:
+        cupy: the module.
+        number: CUDA's number of the GPU.
+        sent: address of what is sent from.
+        kept: address of what is kept in.
+        size: how many bytes each has.
+    """
+
+    def __init__(self, cupy: Any, number: int, *, sent: int, kept: int, size: int) -> None:
+        self._runtime, self._number = cupy.cuda.runtime, number
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self.sent, self.kept, self.size = sent, kept, size
+
+    def enter(self) -> None:
+        """Make the GPU the calling thread's."""
+        self._runtime.setDevice(self._number)
+
+    def write(self, address: int, data: bytes) -> None:
+        """Put bytes there."""
+        source = np.frombuffer(data, np.uint8)
+        self._runtime.memcpy(address, source.ctypes.data, len(data), _TO_DEVICE)
+
+    def read(self, address: int, size: int) -> bytes:
+        """The bytes that are there."""
+        found = np.empty(size, np.uint8)
+        self._runtime.memcpy(found.ctypes.data, address, size, _TO_HOST)
+        return found.tobytes()
+
+    def stream(self) -> int:
+        """A stream of its own."""
+        return int(self._stream.ptr)
+
+    def settle(self) -> None:
+        """Wait for that stream."""
+        self._stream.synchronize()
+
 
 _WORKERS = 512
 _THREADS = _WORKERS + 32
@@ -52,7 +162,7 @@ _MIB = 1 << 20
 
 
 class CudaDevice(LinkedByNccl):
-    """One GPU of one worker process; implements `tccl_profiler.device.Device`.
+    """One GPU of one worker process; implements `tccl_profiler.worker.Device`.
 
     GPU memory: the arena that peers write to and read from, what is sent or added, and what is
     kept. Host memory is the controller's, registered. Costs about 0.5 GiB more for CUDA itself.
@@ -265,7 +375,7 @@ class CudaDevice(LinkedByNccl):
         ):
             queued.append((copy, pace, stream, area))
             self._stamp(area, stream)
-            driver.stream_waits(stream.ptr, self._flag, run.epoch + repeat)
+            stream_waits(stream.ptr, self._flag, run.epoch + repeat)
             self._stamp(area + 8, stream, delay_ns=_AFTER_RELEASE_NS)
             area += (pace.groups + 2) * 8
         for group in range(max((pace.groups for pace in run.paces), default=0)):
@@ -291,14 +401,14 @@ class CudaDevice(LinkedByNccl):
             # A reader waits until slice i is there, a writer until slice i - slices is gone.
             wanted = i + 1 if copy.source else i + 1 - end.slices
             if wanted > 0:
-                driver.stream_waits(stream.ptr, self._address(end.wait) + shift, wanted)
+                stream_waits(stream.ptr, self._address(end.wait) + shift, wanted)
         far = self._address(end.data) + i % end.slices * copy.slice_bytes
         near = self._user if copy.destination else self._keep
         near += i % max(1, self._start.user_bytes // copy.slice_bytes) * copy.slice_bytes
         to, of = (far, near) if copy.destination else (near, far)
         self._runtime.memcpyAsync(to, of, copy.slice_bytes, 4, stream.ptr)
         if end.post:
-            driver.stream_writes(stream.ptr, self._address(end.post) + shift, i + 1)
+            stream_writes(stream.ptr, self._address(end.post) + shift, i + 1)
 
     def _stamp(self, address: int, stream: Any, *, delay_ns: int = 0) -> None:
         words = (np.uint64(address), np.uint64(delay_ns))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from tccl_profiler.messages import Pace
-from tccl_profiler.pattern import differing, write_pattern
+from tccl_profiler.messages import Pace, Peer, Pinged
+from tccl_profiler.program import COUNTER_BYTES, COUNTERS, Address, End
+from tccl_profiler.shared_memory import ABORT, FLAG_AT, Control, Segment, differing, write_pattern
+from tccl_py.errors import MeasurementError
 
 CHUNK = 2
 """Slices of a chunk, as in pump.cu."""
@@ -210,3 +212,150 @@ class HostLane:
         """Whether a slice that is passed on is a whole sum, which an all-reduce also keeps."""
         step, cycle = self._in.done // CHUNK, self._cycle
         return step % cycle >= cycle // 2 - 1 if cycle else step % 2 == 1
+
+
+# The spaces that a process of this host has mapped, and ends of lanes at addresses in them.
+
+
+def lanes_failed(failure: BaseException) -> MeasurementError:
+    """What to say where a thread that moves bytes ended by an exception."""
+    return MeasurementError(f"lanes failed: {type(failure).__name__}: {failure}")
+
+
+class MappedSpaces:
+    """Segments by space; they are this object's own.
+
+    Args:
+        device: whose they are, for sentences.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._segments: dict[str, Segment] = {}
+
+    def put(self, space: str, segment: Segment) -> None:
+        """Take a segment as the memory of a space, in place of the one before."""
+        before = self._segments.pop(space, None)
+        if before is not None:
+            before.close()
+        self._segments[space] = segment
+
+    def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
+        """Map other devices' arenas; one without a descriptor is refused when it is used."""
+        for space, (peer, descriptor) in peers.items():
+            if descriptor is not None:
+                self.put(space, Segment.attach(descriptor, peer.size, space))
+
+    def has(self, space: str) -> bool:
+        """Whether a space is mapped here."""
+        return space in self._segments
+
+    def segment(self, space: str) -> Segment:
+        """The memory of a space.
+
+        Raises:
+            MeasurementError: it is not mapped here.
+        """
+        segment = self._segments.get(space)
+        if segment is None:
+            known = ", ".join(sorted(self._segments)) or "nothing"
+            raise MeasurementError(f"{self._device} cannot reach {space}: it has mapped {known}")
+        return segment
+
+    def end(self, end: End | None, slice_bytes: int, *, repeat: int, fills: bool) -> HostEnd:
+        """A lane's end at addresses of this process, with the repeat's own counters.
+
+        Args:
+            end: None is no end.
+            slice_bytes: how long a slice is.
+            repeat: whose counters.
+            fills: whether slices are put there, and not taken.
+
+        Raises:
+            MeasurementError: it is not inside what is mapped.
+        """
+        if end is None:
+            return HostEnd()
+        return HostEnd(
+            data=self._address(end.data, end.slices * slice_bytes),
+            slices=end.slices,
+            seed=end.seed,
+            ahead=end.slices if fills else 0,
+            wait=self._counter(end.wait, repeat),
+            post=self._counter(end.post, repeat),
+        )
+
+    def _counter(self, at: Address | None, repeat: int) -> ctypes.c_uint64 | None:
+        if at is None:
+            return None
+        place = Address(at.space, at.offset + repeat * COUNTERS * COUNTER_BYTES)
+        return ctypes.c_uint64.from_address(self._address(place, COUNTER_BYTES))
+
+    def _address(self, at: Address, size: int) -> int:
+        segment = self.segment(at.space)
+        if not 0 <= at.offset <= segment.size - size:
+            raise MeasurementError(
+                f"{self._device}: {size} bytes from byte {at.offset} of {at.space} are not inside "
+                f"its {segment.size} bytes"
+            )
+        return segment.address + at.offset
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for segment in self._segments.values():
+            segment.close()
+        self._segments = {}
+
+
+# How a process of this host waits for others, and tells the time.
+
+
+SPINS = 500
+"""Fruitless rounds, each of which yields the core, before a thread naps between them."""
+NAP_S = 20e-6
+_PR_SET_TIMERSLACK = 29  # include/uapi/linux/prctl.h
+
+# os.sched_yield keeps the interpreter's lock before Python 3.14; a call by ctypes does not.
+_libc = ctypes.CDLL(None)
+
+
+def nap_exactly() -> None:
+    """Let the calling thread's naps of 20 us not take the 70 us of a timer's usual slack."""
+    _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
+
+
+def pause(rounds: int) -> None:
+    """Let others run, longer after many rounds without anything to do."""
+    if rounds < SPINS:
+        _libc.sched_yield()
+    else:
+        time.sleep(NAP_S)
+
+
+def flag_of(control: Control) -> ctypes.c_uint64:
+    """The flag, to be read often."""
+    return ctypes.c_uint64.from_address(control.segment.address + FLAG_AT)
+
+
+def released(
+    flag: ctypes.c_uint64, epoch: int, patience_ns: int, stopping: Callable[[], bool]
+) -> int:
+    """Wait for the flag, and return the time; 0 if it does not come in time or says stop."""
+    until, rounds = time.monotonic_ns() + patience_ns, 0
+    while flag.value < epoch:
+        if stopping() or time.monotonic_ns() > until:
+            return 0
+        pause(rounds)
+        rounds += 1
+    return 0 if flag.value == ABORT else time.monotonic_ns()
+
+
+def own_clock(count: int) -> Pinged:
+    """Pings of a device whose clock is the host's: three readings each."""
+    now = time.monotonic_ns
+    readings = [(now(), now(), now()) for _ in range(count)]
+    return Pinged(
+        asked_ns=tuple(one[0] for one in readings),
+        device_ns=tuple(one[1] for one in readings),
+        seen_ns=tuple(one[2] for one in readings),
+    )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tccl_profiler import numa
+from tccl_profiler import linux as numa
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.model.machine import MAX_GPUS, Gpu, Machine, NumaNode, check

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from tccl_profiler.pieces import Layout, Network, Piece, device_of, is_carried, pieces_of
+from tccl_profiler.endpoints import Layout, Network, Piece, device_of, is_carried, pieces_of
 from tccl_profiler.program import (
     MAX_COPIES,
     Copy,

@@ -2,19 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_profiler.equal_shares import equal_shares_gbps
-from tccl_profiler.lone import shares_links
+from tccl_profiler.execution import Outcome, Timing
 from tccl_profiler.program import Part, Program, is_nic
-from tccl_profiler.runs import Outcome, Timing
 from tccl_profiler.window import LaneRate
 from tccl_py.model.measurement import TOGETHER
-from tccl_py.model.transfer import Flow
+from tccl_py.model.transfer import Flow, TransferSet, transfer_set
+
+# The rate of a flow whose bytes are dealt out to its lanes in equal parts.
+
+
+def equal_shares_gbps(rates: npt.NDArray[np.float64], most: float | None = None) -> float:
+    """Bytes of all lanes over the time of the last, in the unit of `rates`.
+
+    Args:
+        rates: what each lane moves while all do, shape (lanes,). While fewer do, what all had
+            together is divided among those left in the same proportions, and none has more than
+            `most`; what that keeps from it, none has.
+        most: what a lane moves where few others do. Less than the fastest of `rates`, or None, is
+            that.
+
+    Returns:
+        float: at most the sum of the rates, which it is where they are equal; the sum as well
+        where a lane has moved nothing, and so nothing is known of its share. It rises with `most`.
+
+    >>> equal_shares_gbps(np.array([3.0, 3.0]))
+    6.0
+    >>> round(equal_shares_gbps(np.array([1.0, 3.0])), 6)  # after 1/3 s one has 2/3 left, at 3
+    3.6
+    >>> round(equal_shares_gbps(np.array([1.0, 3.0]), 3.5), 6)  # and at 3.5
+    3.818182
+    """
+    total, count = float(rates.sum()), len(rates)
+    if count < 2 or rates.min() <= 0 or rates.min() == rates.max():
+        return total
+    # The fastest first: with equal shares they are done in this order.
+    working = np.sort(rates)[::-1]
+    bound = max(float(working[0]), most or 0.0)
+    left = np.ones(count)
+    lasting = 0.0
+    while len(working):
+        speeds = np.minimum(working * (total / working.sum()), bound)
+        step = float((left / speeds).min())
+        lasting += step
+        left = left - speeds * step
+        done = int(np.count_nonzero(left < 1e-9))
+        working, left = working[done:], left[done:]
+    return count / lasting
+
+
+# What a lane moves where few others do, for flows whose lanes share the links between two GPUs.
+
+
+FEW_LANES = 4
+"""Of a flow: even of eight between two H200 each had 20.6 GB/s or more, the fastest of 24 18.8."""
+
+
+def shares_links(flow: Flow) -> bool:
+    """Whether lanes that stand for NCCL's channels share the links between two GPUs.
+
+    Through host memory lanes are served alike: sums were what NCCL got there.
+    """
+    return (
+        len(flow.transfers) == 1
+        and not flow.transfers[0].uses_copy_engine
+        and flow.blocks is not None
+        and flow.source.kind == flow.destination.kind == "G"
+    )
+
+
+def with_few_lanes(transfers: TransferSet) -> TransferSet | None:
+    """The set with few lanes in each flow whose lanes share links, all else the same; None if no
+    flow has more than that.
+
+    >>> from tccl_py.model.transfer import parse_set
+    >>> str(with_few_lanes(parse_set("G0->G0->G1{blocks=24} G1->G1->C0->G0->G0{blocks=8}")))
+    'G0->G0->G1{blocks=4} G1->G1->C0->G0->G0{blocks=8}'
+    """
+    few = transfer_set(few_of(flow) for flow in transfers.flows)
+    return None if str(few) == str(transfers) else few
+
+
+def few_of(flow: Flow) -> Flow:
+    """The flow with few lanes, if its lanes share links; else the flow itself."""
+    if not shares_links(flow) or flow.blocks is None or flow.blocks <= FEW_LANES:
+        return flow
+    return msgspec.structs.replace(flow, blocks=FEW_LANES)
+
+
+def lone_rates(program: Program, lanes: Sequence[LaneRate]) -> Mapping[Flow, float]:
+    """The median lane of each flow whose lanes share links, in GB/s, by flow.
+
+    Args:
+        program: of a set with few lanes.
+        lanes: what they did, in the order of `Reading.lanes`.
+    """
+    rates = iter([lane.gbps for lane in lanes])
+    found: dict[Flow, list[float]] = {}
+    for flow, part in zip(program.transfers.flows, program.counted, strict=True):
+        # A flow listed twice is one and the same to whoever asks.
+        found.setdefault(flow, []).extend(next(rates) for _ in part.numbers)
+    return {flow: float(np.median(some)) for flow, some in found.items() if shares_links(flow)}
+
 
 ToHost = Callable[[int], tuple[int, int]]
 """A device's stamp -> the host's time, and how far off that may be; nanoseconds."""

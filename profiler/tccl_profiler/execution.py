@@ -8,18 +8,202 @@ import contextlib
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_profiler.control import Control
-from tccl_profiler.host.waiting import nap_exactly
-from tccl_profiler.program import Work
-from tccl_profiler.runs import Outcome, Timing, order_of, stamps_of
-from tccl_profiler.spaces import HostSpaces
+from tccl_profiler.host.lane import nap_exactly
+from tccl_profiler.messages import Pace, Pinged, Run
+from tccl_profiler.program import (
+    COUNTER_BYTES,
+    COUNTERS,
+    DeviceProgram,
+    Program,
+    Work,
+    host_of,
+    local,
+)
+from tccl_profiler.shared_memory import MAX_STAMPS, Control, Segment, create_segment
 from tccl_profiler.workers import WorkerLost, WorkerProcess
 from tccl_py.errors import MeasurementError
+
+# What is asked of a run of a program, and what comes back from it.
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """How a program is run: repeats, their warm-up and window, and whether data are checked.
+
+    `paces` says for each device how much its copies move.
+    """
+
+    repeats: int
+    warm_us: float
+    window_us: float
+    check: bool = False
+    paces: Mapping[str, tuple[Pace, ...]] = msgspec.field(default_factory=dict)
+
+    def on(self, host: str) -> Timing:
+        """The same for one host's devices, by their names there."""
+        paces = {local(name): pace for name, pace in self.paces.items() if host_of(name) == host}
+        return msgspec.structs.replace(self, paces=paces)
+
+    @property
+    def lasting_s(self) -> float:
+        """Warm-up and window of one repeat, in seconds."""
+        return (self.warm_us + self.window_us) / 1e6
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One repeat: by device its records (`control.RECORD`), lanes first, and its copies'
+    stamps: when released, then when each group was done."""
+
+    records: Mapping[str, npt.NDArray[np.void]]
+    stamps: Mapping[str, tuple[npt.NDArray[np.uint64], ...]]
+
+
+class Runner(Protocol):
+    """What runs programs for a profiler: the pool of one host, or pools of several."""
+
+    @property
+    def lanes(self) -> Mapping[str, int]:
+        """How many blocks each device runs at once, by its name."""
+
+    def run(self, program: Program, timing: Timing) -> Sequence[Outcome]:
+        """Run a program's repeats."""
+
+    def ping(self, count: int = ...) -> Mapping[str, Pinged]:
+        """Each device's clock against the clock that all are compared on."""
+
+    def restart(self) -> None:
+        """Start all workers anew."""
+
+
+def joined(outcomes: Mapping[str, Outcome]) -> Outcome:
+    """One repeat's outcome over several hosts, from each one's own, by host."""
+
+    def name(host: str, device: str) -> str:
+        return f"{host}.{device}" if host else device
+
+    return Outcome(
+        records={
+            name(host, device): rows
+            for host, outcome in outcomes.items()
+            for device, rows in outcome.records.items()
+        },
+        stamps={
+            name(host, device): rows
+            for host, outcome in outcomes.items()
+            for device, rows in outcome.stamps.items()
+        },
+    )
+
+
+def order_of(
+    device: str, share: DeviceProgram, timing: Timing, *, epoch: int, patience_s: float
+) -> Run:
+    """The order for a device: its share of a program, from this epoch on.
+
+    Raises:
+        MeasurementError: its copies have no paces that fit.
+    """
+    paces = timing.paces.get(device, ())
+    stamps = sum(pace.groups + 2 for pace in paces)
+    if len(paces) != len(share.copies) or stamps > MAX_STAMPS:
+        raise MeasurementError(
+            f"{device}: {len(paces)} paces with {stamps} stamps for {len(share.copies)} copies; "
+            f"one each and {MAX_STAMPS} stamps at most are right"
+        )
+    return Run(
+        program=share,
+        epoch=epoch,
+        repeats=timing.repeats,
+        warm_ns=round(timing.warm_us * 1e3),
+        window_ns=round(timing.window_us * 1e3),
+        patience_ns=round(patience_s * 1e9),
+        paces=paces,
+        check=timing.check,
+    )
+
+
+def stamps_of(
+    control: Control, slot: int, device: str, timing: Timing, repeat: int
+) -> tuple[npt.NDArray[np.uint64], ...]:
+    """Views of the stamps of each copy of a device: queued, released, and one for each group."""
+    rows, first = [], 0
+    paces = timing.paces.get(device, ())
+    area = control.stamps(slot, repeat, sum(pace.groups + 2 for pace in paces))
+    for pace in paces:
+        rows.append(area[first : first + pace.groups + 2])
+        first += pace.groups + 2
+    return tuple(rows)
+
+
+# Host memory that FIFOs lie in: a segment for each NUMA node, made on demand and reused.
+
+
+_SMALLEST = 64 << 20
+_COUNTERS_BYTES = COUNTERS * COUNTER_BYTES
+"""The counters of one repeat."""
+
+
+class HostSpaces:
+    """Segments by space (`C0`), each on its node.
+
+    Args:
+        numa_ids: by space the system's number of its NUMA node, None if it has one.
+    """
+
+    def __init__(self, numa_ids: Mapping[str, int | None]) -> None:
+        self._numa_ids = dict(numa_ids)
+        self._segments: dict[str, Segment] = {}
+
+    @property
+    def size(self) -> int:
+        """Bytes of all together."""
+        return sum(segment.size for segment in self._segments.values())
+
+    def ensure(self, space: str, size: int, share: Callable[[str, Segment], None]) -> None:
+        """Have `size` bytes in a space; `share` tells the workers of memory that is new.
+
+        Raises:
+            MeasurementError: no such node, or not that much memory on it.
+        """
+        old = self._segments.get(space)
+        if old is not None and old.size >= size:
+            return
+        if space not in self._numa_ids:
+            known = ", ".join(self._numa_ids)
+            raise MeasurementError(f"{space} is no NUMA node of this machine; there are {known}")
+        wanted = max(_SMALLEST, 1 << (size - 1).bit_length())
+        new = create_segment(wanted, numa_id=self._numa_ids[space], label=space)
+        try:
+            share(space, new)
+        except BaseException:
+            new.close()
+            raise
+        self._segments[space] = new
+        if old is not None:
+            old.close()
+
+    def clear(self, space: str, repeats: int) -> None:
+        """Set the counters of a space's first repeats to 0."""
+        count = _COUNTERS_BYTES // 8 * repeats
+        self._segments[space].array(np.uint64, 0, count)[:] = 0
+
+    def let_go(self, repeat: int) -> None:
+        """Set all counters of a repeat so high that nobody waits for them any more."""
+        for segment in self._segments.values():
+            counters = segment.array(np.uint64, repeat * _COUNTERS_BYTES, _COUNTERS_BYTES // 8)
+            counters[:] = 1 << 62
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for segment in self._segments.values():
+            segment.close()
+        self._segments = {}
+
 
 _LOOK_S = 0.02
 """How often a wait looks whether all workers are still there."""

@@ -1,1 +1,0 @@
-"""NCCL itself as what carries bytes from host to host, by communicators of two GPUs."""

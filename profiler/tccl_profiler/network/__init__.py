@@ -1,1 +1,0 @@
-"""NICs as devices: lanes that send slices of host memory over TCP and receive them into it."""
