@@ -4,7 +4,6 @@ import functools
 
 import msgspec
 
-from tccl_py.plan.plan import TopologyFile
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.plan.staging import MANIFEST_FILE, manifest_of, manifest_text, read_manifest
 from tccl_py.search.problem import Budget
@@ -41,23 +40,6 @@ def needing_a_graph(plan):
         stock=msgspec.structs.replace(plan.stock, rate_gbps=half),
         variables=msgspec.structs.replace(plan.variables, rate_gbps=half),
     )
-
-
-def with_topology(plan):
-    """A plan with a topology file, which says of the machine what it is."""
-    file = TopologyFile(
-        machine=plan.machine,
-        changes=(),
-        cannot_say=(),
-        sets_checked=11,
-        all_sets_checked=True,
-        fallbacks_ended=0,
-        mean_gain=0.0,
-        own_gbps=plan.stock.rate_gbps,
-        rate_gbps=plan.stock.rate_gbps,
-        believed_gbps=plan.stock.rate_gbps,
-    )
-    return msgspec.structs.replace(plan, topology=file)
 
 
 def rebind(directory):

@@ -271,7 +271,7 @@ def test_the_host_backend_is_checked_by_itself(plan):
     ring = msgspec.structs.replace(made.rings[0], hops=hops)
     made = msgspec.structs.replace(
         made, machine=place.machine, knowledge=place.knowledge, gpus=(0, 1), rings=(ring,),
-        simulated=False, assumed=False, subsets=(), free=None, type_intra="PHB",
+        simulated=False, assumed=False, subsets=(), type_intra="PHB",
         stock=msgspec.structs.replace(made.stock, rings=((0, 1),), assumed=False),
         variables=msgspec.structs.replace(made.variables, rings=((0, 1),), assumed=False),
         alternatives=(),

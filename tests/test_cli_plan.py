@@ -134,10 +134,6 @@ BAD = {
         ("--network", "nccl"),
         "--network beside --simulate: is about hardware; leave one of the two out",
     ),
-    "a topology file of several nodes": (
-        ("--topology-file", "--nodes", "2"),
-        "--topology-file for several nodes: is about one machine; leave it out\n",
-    ),
     "GPUs of several nodes": (
         ("--gpus", "0", "--nodes", "2"),
         "--gpus for several nodes: is about one machine; leave it out: as many GPUs of a host are",

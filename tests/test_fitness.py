@@ -19,10 +19,9 @@ from tccl_py.health.fitness import (
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import machine_file, planned_fingerprint, write_plan
-from tccl_py.readers.installed_nccl import InstalledNccl
 from tccl_py.readers.nvml import GpuFacts
 from tests.cluster_plans import mixed
-from tests.planned import SMALL, needing_a_graph, plan_of, with_topology
+from tests.planned import SMALL, needing_a_graph, plan_of
 
 MEASURED = Fingerprint(
     gpu_uuids=("GPU-a", "GPU-b", "GPU-c", "GPU-d"),
@@ -222,55 +221,3 @@ def test_env_says_in_json_that_it_is_off(measured, monkeypatch):
     assert result.exit_code == 1
     assert told["environment"] == {}
     assert told["off"].startswith("it had 2 NUMA node(s) and has 1")
-
-
-def test_env_names_the_topology_file_but_not_on_another_host(tmp_path, monkeypatch):
-    plan = msgspec.structs.replace(with_topology(plan_of(SMALL)), simulated=False, assumed=False)
-    write_plan(plan, tmp_path, fingerprint=MEASURED)
-    path = tmp_path / "nccl" / "topo.xml"
-    result = run_env(monkeypatch, tmp_path, MEASURED)
-    assert f"export NCCL_TOPO_FILE={path}\n" in result.stdout
-    facts = SimpleNamespace(gpus=facts_of(plan))
-    result = run_env(monkeypatch, tmp_path, OTHER_UUIDS, "--alike", facts=facts)
-    assert result.exit_code == 0
-    assert "NCCL_TOPO_FILE" not in result.stdout
-    assert result.stderr == (
-        f"tccl: {path} describes the host that the plan was measured on, and is left out here\n"
-    )
-    path.unlink()
-    result = run_env(monkeypatch, tmp_path, MEASURED)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"tccl: {path}: is missing; restore it, or plan again")
-
-
-def test_env_is_off_for_another_nccl(measured, monkeypatch):
-    result = run_env(monkeypatch, measured[1], MEASURED, "--nccl", "2.27.3")
-    assert (result.exit_code, result.stdout) == (1, "unset NCCL_GRAPH_FILE\n")
-    assert "it is for NCCL 2.30 and this is 2.27.3" in result.stderr
-
-
-def test_env_is_off_for_another_nccl_that_is_installed(measured, monkeypatch):
-    found = InstalledNccl(version="2.28.9", source="of the package nvidia-nccl-cu12")
-    name = "tccl_py.readers.installed_nccl.installed_nccls"
-    monkeypatch.setattr(name, lambda: iter([found]))
-    result = run_env(monkeypatch, measured[1], MEASURED)
-    assert (result.exit_code, result.stdout) == (1, "unset NCCL_GRAPH_FILE\n")
-    assert result.stderr == (
-        "tccl: NCCL 2.28.9 is here, of the package nvidia-nccl-cu12; if the job has another, add "
-        "--nccl\ntccl: the plan is off, NCCL chooses its own rings: it is for NCCL 2.30 and this "
-        "is 2.28.9 (plan again with --nccl 2.28)\n"
-    )
-    assert run_env(monkeypatch, measured[1], MEASURED, "--nccl", "2.30.7").exit_code == 0
-
-
-def test_env_is_on_where_the_plan_was_measured(measured, monkeypatch):
-    result = run_env(monkeypatch, measured[1], MEASURED, "--nccl", "2.30.7")
-    assert result.exit_code == 0, result.stderr
-    assert "export NCCL_GRAPH_FILE=" in result.stdout
-
-
-def test_env_says_on_a_login_node_that_nothing_was_checked(measured, monkeypatch):
-    result = run_env(monkeypatch, measured[1], None)
-    assert result.exit_code == 0
-    assert "export NCCL_GRAPH_FILE=" in result.stdout
-    assert "was not checked: no NVIDIA driver answers" in result.stderr

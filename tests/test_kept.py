@@ -24,12 +24,10 @@ from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.transfer import direct_write, parse_flow
 from tccl_py.nccl.candidates import candidates, expressible
 from tccl_py.nccl.default_rings import stock_chains_default, stock_choice
-from tccl_py.nccl.free_choice import free_hop_space
 from tccl_py.nccl.pinned_env import as_read, direct_pairs, kept_level
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism, view
 from tccl_py.nccl.validator import validate
-from tccl_py.plan.calibration import calibrated
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.plan import load_plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
@@ -40,6 +38,7 @@ from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.tccl_fork.build import make_database
+from tccl_py.tccl_fork.hops import free_hop_space
 from tests.nccl_nodes import with_nics
 from tests.planned import ASUS, BUDGETS, FOUR_GPUS, PCIE, SMALL, plan_of
 
@@ -174,7 +173,6 @@ def test_where_p2p_is_off_all_that_a_plan_speaks_of_bounces(name):
     assert {one.settings.p2p_level for one in plan.alternatives} == {"LOC"}
     assert plan.settings.p2p_level == "LOC"
     assert all(flow.is_bounce for flow in flows_of(plan))
-    assert plan.free is None or all(parse_flow(flow).is_bounce for flow in plan.free.flows)
     assert plan.rate_gbps >= plan.variables.rate_gbps * (1 - 1e-9)
     assert plan.variables.settings.p2p_level == plan.stock.settings.p2p_level == "LOC"
     stock = [one for one in subjects(plan) if one.name == "stock"]
@@ -341,16 +339,6 @@ def test_the_database_of_the_fork_keeps_to_it():
     kinds = {one.type for ring in made.database.intra for one in ring.transfers}
     assert kinds
     assert not any("GPUMEM" in kind for kind in kinds)
-
-
-def test_a_topology_file_is_judged_by_what_nccl_does_under_the_variable():
-    model = load_bundled(ASUS)
-    plan = calibrated(kept_plan(ASUS, gpus=(0, 2, 4, 6)), Simulator(model))
-    file = plan.topology
-    assert file is not None
-    assert file.fallbacks_ended > 0
-    choice = stock_choice(file.machine, plan.knowledge, plan.settings, gpus=plan.gpus)
-    assert {hop.mechanism.kind for hop in choice.hops} == {"bounce"}
 
 
 # Clusters.

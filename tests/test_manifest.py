@@ -21,7 +21,7 @@ from tccl_py.torch.here import Here, why_off
 from tccl_py.torch.plans import open_plan
 from tests.cluster_plans import mixed
 from tests.killed import killed_at_each
-from tests.planned import SMALL, plan_of, rebind, with_topology
+from tests.planned import SMALL, plan_of, rebind
 
 
 def tccl(*arguments):
@@ -30,10 +30,10 @@ def tccl(*arguments):
 
 @pytest.fixture
 def place(tmp_path):
-    """The directory of a simulated plan with a topology file, and with subsets."""
+    """The directory of a simulated plan with subsets."""
     directory = tmp_path / "plan"
     directory.mkdir()
-    write_plan(with_topology(plan_of(SMALL)), directory, model=load_bundled(SMALL))
+    write_plan(plan_of(SMALL), directory, model=load_bundled(SMALL))
     return directory
 
 
@@ -43,7 +43,7 @@ READERS = {
     "verify": lambda place: tccl("verify", place, "--backend", "host"),
 }
 FILES = [
-    *("plan.json", "nccl/graph.xml", "nccl/nccl.conf", "nccl/env.sh", "nccl/topo.xml"),
+    *("plan.json", "nccl/graph.xml", "nccl/nccl.conf", "nccl/env.sh"),
     *("nccl/subsets/graph-0-1.xml", f"machines/{SMALL}.json"),
 ]
 

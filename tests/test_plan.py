@@ -83,7 +83,6 @@ def test_a_plan_is_never_below_stock_and_its_rate_is_that_of_its_slowest_hop(nam
     plan = plan_of(name)
     assert plan.rate_gbps >= plan.stock.rate_gbps
     assert plan.bound_gbps is None or plan.bound_gbps >= plan.rate_gbps
-    assert plan.free is None or plan.free.rate_gbps >= plan.rate_gbps
     slowest = min(ring.rate for ring in plan.rings)
     assert plan.rate_gbps == pytest.approx(len(plan.rings) * slowest)
     for ring in plan.rings:

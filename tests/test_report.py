@@ -273,7 +273,6 @@ def test_some_gpus_of_a_machine_are_drawn_faint(tmp_path):
         stock=msgspec.structs.replace(plan.stock, rings=((0, 1),)),
         variables=msgspec.structs.replace(plan.variables, rings=((0, 1),)),
         subsets=(),
-        free=None,
         alternatives=(),
     )
     text = report_html(read_contents(place))

@@ -7,7 +7,6 @@ import pytest
 
 from tccl_py.model.paths import natural_cuts
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.nccl.free_choice import free_hop_space
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.search.problem import SearchProblem
@@ -15,6 +14,7 @@ from tccl_py.search.strategies import find_rings
 from tccl_py.search.tccl_paper import count_ring_sets
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
+from tccl_py.tccl_fork.hops import free_hop_space
 
 FOUR_GPUS = ("amd-3090", "amd-v100", "h200x4-vm", "intel-v100")
 EIGHT_GPUS = ("asus-esc8000a-e13p", "nvswitch-8gpu-8nic", "supermicro-h12dsg-8x3090")

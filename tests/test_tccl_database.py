@@ -345,11 +345,9 @@ def test_every_set_of_gpus_of_a_machine_has_its_ring_and_its_chains():
     assert parse_tccl_xml(tccl_xml(database), where="db.xml") == database
 
 
-def test_the_runtimes_ring_has_what_a_free_choice_of_mechanisms_reaches():
-    plan = plan_of(PCIE)
+def test_a_free_choice_of_mechanisms_is_faster():
     found = found_ring(exported(PCIE), [15])
-    assert found.gbps >= 2 * plan.rate_gbps
-    assert found.gbps == pytest.approx(plan.free.rate_gbps, rel=0.02)
+    assert found.gbps >= 2 * plan_of(PCIE).rate_gbps
 
 
 @pytest.mark.parametrize("name", [PCIE, "amd-v100", "intel-v100", SMALL, EIGHT])

@@ -22,7 +22,7 @@ from tccl_py.torch.roster import roster_of
 from tccl_py.torch.surroundings import ProcessSettings, graph_file
 from tests.cluster_plans import mixed
 from tests.fake_torch import FakeDistributed, FakeTorch
-from tests.planned import needing_a_graph, plan_of, with_topology
+from tests.planned import needing_a_graph, plan_of
 
 GRAPH, TOPOLOGY = "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE"
 GPUS = (0, 1, 2, 3)
@@ -258,73 +258,12 @@ def test_threads_wait_for_one_another(plan_dir):
     assert GRAPH not in os.environ
 
 
-# a plan with a topology file
-
-
-@pytest.fixture
-def topology_dir(tmp_path, monkeypatch):
-    """A plan with a topology file, which is set in the environment for good."""
-    monkeypatch.setenv(TOPOLOGY, "")
-    del os.environ[TOPOLOGY]
-    directory = tmp_path / "told"
-    directory.mkdir()
-    write_plan(with_topology(box_plan()), directory)
-    return directory
-
-
-def test_every_communicator_reads_the_topology_file_with_a_graph_or_without(
-    topology_dir, monkeypatch
-):
-    rank = Rank(monkeypatch, told(topology_dir, GPUS), 0)
-    tccl_py.torch.init_process_group(topology_dir)
-    tccl_py.torch.new_group([0, 2])
-    tccl_py.torch.new_group([0])
-    tccl_py.torch.split_group(split_ranks=[[0, 1, 2]])
-    path = str(topology_dir / "nccl" / "topo.xml")
-    assert {one.seen[TOPOLOGY] for one in rank.distributed.made} == {path}
-    assert len(rank.distributed.made) == 4
-    assert os.environ[TOPOLOGY] == path
-
-
-def test_a_plan_with_a_topology_file_is_off_where_there_is_another(
-    topology_dir, monkeypatch, capfd
-):
-    monkeypatch.setenv(TOPOLOGY, "/opt/vendor/topo.xml")
-    rank = Rank(monkeypatch, told(topology_dir, GPUS))
-    why = "NCCL_TOPO_FILE is set to something else than the plan's settings"
-    stock_everywhere(rank, topology_dir, capfd, f"rank 0 on {shown()}: {why}")
-    assert os.environ[TOPOLOGY] == "/opt/vendor/topo.xml"
-
-
-def test_its_own_topology_file_in_the_environment_is_no_reason(topology_dir, monkeypatch, tmp_path):
-    (tmp_path / "link").symlink_to(topology_dir)
-    monkeypatch.setenv(TOPOLOGY, str(tmp_path / "link" / "nccl" / "topo.xml"))
-    rank = Rank(monkeypatch, told(topology_dir, GPUS))
-    tccl_py.torch.init_process_group(topology_dir)
-    assert rank.graphs[0][1] == file_for(topology_dir, GPUS)
-
-
-def test_without_a_file_of_its_own_a_plan_leaves_the_hosts_to_it(plan_dir, monkeypatch):
+def test_a_plan_leaves_the_hosts_topology_file_to_it(plan_dir, monkeypatch):
     monkeypatch.setenv(TOPOLOGY, "/opt/vendor/topo.xml")
     rank = Rank(monkeypatch, told(plan_dir, GPUS))
     tccl_py.torch.init_process_group(plan_dir)
     assert rank.graphs[0][1] == file_for(plan_dir, GPUS)
     assert rank.distributed.made[0].seen[TOPOLOGY] == "/opt/vendor/topo.xml"
-
-
-def test_on_hosts_that_are_alike_the_topology_file_is_left_out(topology_dir):
-    assert open_plan(topology_dir).variables[TOPOLOGY]
-    assert TOPOLOGY not in open_plan(topology_dir, alike=True).variables
-
-
-def test_a_topology_file_that_is_gone_is_told_on_all_ranks(topology_dir, monkeypatch):
-    members = told(topology_dir, GPUS)
-    (topology_dir / "nccl" / "topo.xml").unlink()
-    Rank(monkeypatch, members)
-    with pytest.raises(InputError) as error:
-        tccl_py.torch.init_process_group(topology_dir)
-    path = topology_dir / "nccl" / "topo.xml"
-    assert str(error.value).startswith(f"rank 0: {path}: is missing; restore it, or plan again")
 
 
 # where the plan is off

@@ -29,7 +29,6 @@ from tccl_py.nccl.conf import job_environment
 from tccl_py.plan.directory import (
     check_plan_directory,
     planned_model,
-    topology_path,
     write_subset_graph,
 )
 from tccl_py.plan.files import GRAPH_FILE, subset_file
@@ -104,9 +103,6 @@ def env(
     With --alike (or TCCL_ALIKE=1) other GPUs of the same kinds at the same places will do, for
     hosts that are equal and share a plan.
 
-    If the plan has a topology file, NCCL_TOPO_FILE names it, graph or not: every communicator of
-    the job reads it. It describes one host, and is left out with --alike.
-
     Of a cluster's plan it is the environment of one host, for a job over all hosts and GPUs of the
     plan whose ranks are in its order (DIR/nccl/order). The exit code is 1 for a host that is not in
     the plan, and for this one if it has GPUs of other kinds by now.
@@ -140,11 +136,7 @@ def env(
             listed = ",".join(map(str, chosen))
             notice(f"to measure rings for them: `tccl plan -o DIR --gpus {listed}`")
         taken = "variables"
-    variables = job_environment(
-        plan.choices[taken].settings,
-        graph=graph,
-        topology=_topology_file(plan, directory, alike=alike),
-    )
+    variables = job_environment(plan.choices[taken].settings, graph=graph)
     print_settings(plan, {"gpus": chosen, "choice": taken}, variables, json=json)
     if missing and choice is not None:
         raise typer.Exit(ANSWER_IS_NO)
@@ -167,15 +159,6 @@ def _why_off(plan: Plan, directory: Path, nccl: str | None, *, alike: bool) -> s
         else why_not_here(plan, directory, here)
     )
     return "; ".join(why for why in (elsewhere, other) if why)
-
-
-def _topology_file(plan: Plan, directory: Path, *, alike: bool) -> PurePosixPath | None:
-    """The plan's topology file; None on another host than it describes."""
-    path = topology_path(plan, directory)
-    if path is not None and alike:
-        notice(f"{path} describes the host that the plan was measured on, and is left out here")
-        return None
-    return path
 
 
 def _why_not_with(plan: Plan, nccl: str | None) -> str:

@@ -154,11 +154,8 @@ def for_version(plan: Plan, version: str) -> Plan:
                 f"make a plan for it: tccl plan --nccl {version[:20]}",
             )
     facts = version_facts(version)
-    # What NCCL makes of a topology file was judged by the rules of the plan's version.
-    same = facts.name == version_facts(plan.settings.version).name
     return msgspec.structs.replace(
         plan,
         settings=settings,
         settings_verified=facts.verified,
-        topology=plan.topology if same else None,
     )

@@ -18,7 +18,7 @@ from tccl_py.installation.install import install as put
 from tccl_py.installation.texts import Installed, Kind, form_of
 from tccl_py.installation.verified import why_not_verified
 from tccl_py.nccl.conf import user_file
-from tccl_py.plan.directory import check_plan_directory, planned_fingerprint, topology_path
+from tccl_py.plan.directory import check_plan_directory, planned_fingerprint
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.live import fingerprint_of
@@ -125,11 +125,6 @@ def install(
             "the settings hold for all NCCL jobs of yours, on every host that has "
             f"{files['conf']}; one that runs now keeps what it has"
         )
-        if installed.topology is not None:
-            notice(
-                f"NCCL_TOPO_FILE in {files['conf']} describes this host alone: where others have "
-                "that file too, use --slurm-prolog or --alike"
-            )
 
 
 def _plan(directory: Path) -> Plan | ClusterPlan:
@@ -139,12 +134,10 @@ def _plan(directory: Path) -> Plan | ClusterPlan:
 def _installed(plan: Plan | ClusterPlan, directory: Path, *, alike: bool) -> Installed:
     place = directory.resolve()
     check_path(place)
-    named = topology_path(plan, directory) if isinstance(plan, Plan) else None
     found = Installed(
         directory=place,
         settings=plan.job_settings,
         provenance=plan.provenance,
-        topology=None if alike else named,
         alike=alike,
     )
     if isinstance(plan, ClusterPlan) or plan.simulated:

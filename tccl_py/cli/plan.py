@@ -44,7 +44,6 @@ from tccl_py.cli.refusals import (
     BY_HOSTS,
     BY_RANKS,
     FOR_ONE,
-    FOR_SEVERAL,
     IN_JOB,
     OUTSIDE_JOB,
     WITH_MODEL,
@@ -59,7 +58,6 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.asked import InstalledRings
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import LATEST, known_versions
-from tccl_py.plan.calibration import calibrated
 from tccl_py.plan.directory import (
     open_journal,
     output_directory,
@@ -115,7 +113,7 @@ def plan(
         typer.Option(
             metavar="N",
             help="Sets to measure at most while settings and rings are searched, on a cluster for "
-            "each class of hosts; tuning channels, subsets, the comparison with a free choice, and "
+            "each class of hosts; tuning channels, subsets, and "
             "chains that all classes need together take some more.",
         ),
     ] = DEFAULT_BUDGET.sets or 1000,
@@ -152,14 +150,6 @@ def plan(
     ] = None,
     interfaces: InterfacesOption = None,
     network: NetworkOption = None,
-    topology_file: Annotated[
-        bool,
-        typer.Option(
-            "--topology-file",
-            help="Also look for an NCCL_TOPO_FILE that makes NCCL's own search better, for "
-            "communicators without a graph file; it takes longer, and holds for every job.",
-        ),
-    ] = False,
     keep: Annotated[
         list[str] | None,
         typer.Option(
@@ -229,7 +219,6 @@ def plan(
     if not job:
         refuse(cluster.measured, OUTSIDE_JOB)
     if job or nodes not in (None, 1) or (simulate is not None and hosts is not None):
-        refuse({"--topology-file": topology_file}, FOR_SEVERAL)
         refuse({"--gpus": gpus}, BY_RANKS)
         wanted = ClusterTask(
             options=cluster,
@@ -281,7 +270,6 @@ def plan(
         counts=counts,
         strategy=strategy,
         budget=budget,
-        topology_file=topology_file,
         kept=kept,
     )
     with output_directory(output, force=force) as journal:
@@ -302,7 +290,6 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
     counts: tuple[int, ...] | None
     strategy: str
     budget: Budget
-    topology_file: bool
     kept: dict[str, str]
 
     def plan(
@@ -314,7 +301,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
         own_rings: InstalledRings | None = None,
     ) -> Plan:
         """The plan that this source's answers make."""
-        made = make_plan(
+        return make_plan(
             machine,
             knowledge,
             source,
@@ -327,9 +314,6 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
             kept=self.kept,
             own_rings=own_rings,
         )
-        if made.cancelled or not self.topology_file:
-            return made
-        return calibrated(made, source)
 
 
 class _Model:

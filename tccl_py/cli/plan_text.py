@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tccl_py.cluster_plan.plan import ClusterPlan
-from tccl_py.nccl.pinned_env import kept_text, kept_words
+from tccl_py.nccl.pinned_env import kept_text
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.plan.files import TOPOLOGY_FILE
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, proof_text
 from tccl_py.report.words import CHOICE_WORDS
 
@@ -32,11 +31,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "settings": msgspec.to_builtins(plan.settings),
         "environment": environment(plan.settings),
         "kept": plan.kept,
-        "topology_file": plan.topology.summary if plan.topology is not None else None,
         "recommended": plan.recommended,
         "choices": {name: _choice_json(one) for name, one in plan.choices.items()},
         "stock": _choice_json(plan.stock),
-        "free_gbps": plan.free.rate_gbps if plan.free is not None else None,
         "cancelled": plan.cancelled,
         "notices": plan.notices,
     }
@@ -123,20 +120,10 @@ def _summary(plan: Plan) -> Table:
     if plan.limit_text:
         limit = f"{plan.limit_gbps:.2f} GB/s ({plan.provenance})"
         table.add_row("limit", f"{limit}: {plan.limit_text}")
-    if plan.free is not None:
-        lost = 1 - plan.rate_gbps / plan.free.rate_gbps
-        within = f" within {kept_words(plan.kept)}" if plan.kept else ""
-        table.add_row(
-            "free choice",
-            f"{plan.free.rate_gbps:.2f} GB/s if every hop could choose how it moves bytes{within}; "
-            f"stock NCCL's settings lose {lost:.0%}",
-        )
     unchecked = "" if plan.settings_verified else " (this version was not checked)"
     table.add_row("NCCL", f"{plan.settings.version}{unchecked}")
     if plan.kept:
         table.add_row("kept", kept_text(plan.kept))
-    if plan.topology is not None:
-        table.add_row("topology file", f"{TOPOLOGY_FILE}, for all communicators of a job")
     table.add_row("effort", effort_text(plan))
     return table
 

@@ -46,7 +46,6 @@ BY_HOSTS = Refusal(
     right="leave it out, or measure them: start the command by mpirun or srun",
     at="for nodes that are simulated",
 )
-FOR_SEVERAL = Refusal(what="is about one machine", at="for several nodes")
 OF_CLUSTER = Refusal(what="is for the plan of a machine, this one is of a cluster")
 OF_MACHINE = Refusal(what="is for the plan of a cluster, this one is of a machine")
 

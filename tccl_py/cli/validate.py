@@ -24,7 +24,6 @@ from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.model.machine import Machine
 from tccl_py.nccl import validator
-from tccl_py.nccl.pinned_env import TOPOLOGY_VARIABLE
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import LATEST, known_versions, version_facts
 from tccl_py.readers.nccl_topology import read_nccl_topology
@@ -116,7 +115,7 @@ def _by_rules(
     if not version_facts(nccl).verified:
         notice(f"NCCL {nccl} was not checked; taken for {version_facts(nccl).name}, the nearest")
     given = variables(env)
-    seen = _as_told(model.machine, given.get(TOPOLOGY_VARIABLE, ""))
+    seen = _as_told(model.machine, given.get("NCCL_TOPO_FILE", ""))
     return validator.validate(
         read_text(graph),
         seen,

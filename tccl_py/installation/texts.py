@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -31,14 +31,12 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 
     `gpu_uuids` are those of the plan's GPUs, none if hosts with other ones are `alike`;
     `fingerprint` is None for a plan that no machine was measured for, which then holds wherever it
-    is installed. `topology` is its topology file, which describes one host by bus ids: a plan for
-    hosts that are alike has none.
+    is installed.
     """
 
     directory: Path
     settings: Settings
     provenance: str
-    topology: PurePosixPath | None = None
     fingerprint: Fingerprint | None = None
     gpu_uuids: tuple[str, ...] = ()
     alike: bool = False
@@ -46,7 +44,7 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def variables(self) -> dict[str, str]:
         """The environment of a job."""
-        return job_environment(self.settings, topology=self.topology)
+        return job_environment(self.settings)
 
     @property
     def named(self) -> dict[str, str]:
@@ -71,9 +69,7 @@ HEADS = ("", "#!/bin/sh\n", "#%Module1.0\n")
 def form_of(plan: Installed, kind: Kind, path: Path) -> Form:
     """Our part of a file of this kind; a module with the suffix .lua is written for Lmod."""
     if kind == "conf":
-        return Form(
-            body=conf_text(plan.settings, provenance=plan.provenance, topology=plan.topology)
-        )
+        return Form(body=conf_text(plan.settings, provenance=plan.provenance))
     if kind == "slurm-prolog":
         return Form(body=_prolog(plan), head="#!/bin/sh\n", mode=0o755)
     said = {**plan.variables, **plan.named}

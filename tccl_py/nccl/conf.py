@@ -102,29 +102,23 @@ def job_environment(
     settings: Settings,
     *,
     graph: PurePosixPath | None = None,
-    topology: PurePosixPath | None = None,
 ) -> dict[str, str]:
-    """All variables of a job: the settings', and NCCL_TOPO_FILE and NCCL_GRAPH_FILE if given.
+    """All variables of a job: the settings', and NCCL_GRAPH_FILE if given.
 
     Raises:
         InputError: settings the version does not have, or a path that is not absolute, or
             cannot be named here.
     """
     variables = environment(settings)
-    for name, kind, path in (
-        ("NCCL_TOPO_FILE", "topology", topology),
-        ("NCCL_GRAPH_FILE", "graph", graph),
-    ):
-        if path is None:
-            continue
-        check_path(path)
-        if not path.is_absolute():
+    if graph is not None:
+        check_path(graph)
+        if not graph.is_absolute():
             raise InputError(
-                f"{kind} file {str(path)[:80]!r}",
+                f"graph file {str(graph)[:80]!r}",
                 "is no absolute path",
                 "jobs start in other directories: give a path from the root",
             )
-        variables[name] = str(path)
+        variables["NCCL_GRAPH_FILE"] = str(graph)
     return variables
 
 
@@ -137,21 +131,19 @@ def nccl_conf(
     settings: Settings,
     *,
     graph: PurePosixPath | None = None,
-    topology: PurePosixPath | None = None,
 ) -> str:
     """The text of an nccl.conf: NAME=value lines, which NCCL takes as they stand.
 
     Raises:
         InputError: as `job_environment`, or a path that NCCL's parser would not take whole.
     """
-    for kind, path in (("topology", topology), ("graph", graph)):
-        if path is not None and not fits_conf(path):
-            raise InputError(
-                f"{kind} file {str(path)[:80]!r}",
-                "cannot stand in nccl.conf, which knows no quotes",
-                "a path from the root of letters, digits and _ . / + @ % : , = -",
-            )
-    variables = job_environment(settings, graph=graph, topology=topology)
+    if graph is not None and not fits_conf(graph):
+        raise InputError(
+            f"graph file {str(graph)[:80]!r}",
+            "cannot stand in nccl.conf, which knows no quotes",
+            "a path from the root of letters, digits and _ . / + @ % : , = -",
+        )
+    variables = job_environment(settings, graph=graph)
     return "".join(f"{name}={value}\n" for name, value in variables.items())
 
 
@@ -159,14 +151,13 @@ def env_sh(
     settings: Settings,
     *,
     graph: PurePosixPath | None = None,
-    topology: PurePosixPath | None = None,
 ) -> str:
     """The text of a script to source: one quoted export a line.
 
     Raises:
         InputError: as `job_environment`.
     """
-    return export_lines(job_environment(settings, graph=graph, topology=topology))
+    return export_lines(job_environment(settings, graph=graph))
 
 
 def export_lines(variables: Mapping[str, str]) -> str:

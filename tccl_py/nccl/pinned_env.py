@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePosixPath
 
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
@@ -104,7 +102,6 @@ def kept_text(kept: Mapping[str, str]) -> str:
 # Which variables of an environment say something else than a plan's settings.
 
 
-TOPOLOGY_VARIABLE = "NCCL_TOPO_FILE"
 _ALWAYS = (
     "p2p_level",
     "p2p_read",
@@ -144,22 +141,6 @@ def against(settings: Settings, given: Mapping[str, str]) -> tuple[str, ...]:
         if name.startswith("NCCL_") and _differing(settings, {**wanted, name: given[name]})
     ]
     return tuple(named) or ("its NCCL variables",)
-
-
-def other_topology(planned: PurePosixPath | None, given: Mapping[str, str]) -> tuple[str, ...]:
-    """NCCL_TOPO_FILE, if an environment names another file than a plan's own.
-
-    By another description NCCL moves other bytes by other mechanisms than the plan was made and
-    verified with. A plan without a file was made for what NCCL sees by itself on its host, and the
-    host's own file, as virtual machines have one, is left to it.
-
-    >>> other_topology(PurePosixPath("/plan/nccl/topo.xml"), {"NCCL_TOPO_FILE": "/etc/topo.xml"})
-    ('NCCL_TOPO_FILE',)
-    """
-    named = given.get(TOPOLOGY_VARIABLE, "")
-    if planned is None or not named or os.path.realpath(named) == os.path.realpath(planned):
-        return ()
-    return (TOPOLOGY_VARIABLE,)
 
 
 def _differing(settings: Settings, variables: Mapping[str, str]) -> list[str]:

@@ -41,23 +41,7 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
         for ring in choice.rings:
             _check_order(ring, plan.gpus, where)
     _check_rates(plan, where)
-    _check_topology(plan, where)
     return plan
-
-
-def _check_topology(plan: Plan, where: str) -> None:
-    """The file must describe this machine's devices: NCCL fails on GPUs at other bus ids."""
-    file = plan.topology
-    if file is None:
-        return
-    check(file.machine, where=f"{where} topology")
-    for kind in ("gpus", "nics"):
-        theirs, ours = (
-            [(one.index, one.bus_id) for one in getattr(machine, kind)]
-            for machine in (file.machine, plan.machine)
-        )
-        if theirs != ours:
-            raise InputError(where, f"has a topology file of other {kind}", _AGAIN)
 
 
 def _check_settings(plan: Plan, where: str) -> None:
@@ -124,8 +108,7 @@ def _check_hop(hop: PlanHop, where: str) -> None:
 def _check_rates(plan: Plan, where: str) -> None:
     hops = [hop.gbps for ring in plan.rings for hop in ring.hops]
     subsets = [subset.rate_gbps for subset in plan.subsets]
-    others = [plan.free.rate_gbps] if plan.free is not None else []
-    others += [plan.limit_gbps] if plan.limit_gbps is not None else []
+    others = [plan.limit_gbps] if plan.limit_gbps is not None else []
     choices = [one.rate_gbps for one in plan.choices.values() if one.rate_gbps is not None]
     for rate in (*hops, *subsets, *others, *choices):
         # The comparison is written so that NaN fails it.

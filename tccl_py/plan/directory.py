@@ -22,17 +22,15 @@ from tccl_py.files import (
 )
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.nccl.topology_writer import topology_xml
 from tccl_py.nccl.transport import view
 from tccl_py.plan.files import (
     GRAPH_FILE,
-    TOPOLOGY_FILE,
     conf_text,
     env_text,
     graph_text,
     subset_file,
 )
-from tccl_py.plan.plan import Plan, SubsetRings, TopologyFile, load_plan, per_channel
+from tccl_py.plan.plan import Plan, SubsetRings, load_plan, per_channel
 from tccl_py.plan.staging import (
     FOLDERS,
     MANIFEST_FILE,
@@ -72,41 +70,16 @@ def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
     files = {GRAPH_FILE: _graph(plan, plan.channel_rings, plan.rate_gbps, plan.type_intra)}
     for subset in plan.subsets:
         files[subset_file(subset.gpus)] = subset_graph(plan, subset)
-    topology = topology_path(plan, directory)
-    if plan.topology is not None:
-        files[TOPOLOGY_FILE] = topology_text(plan, plan.topology)
     provenance = plan.provenance
     settings = plan.job_settings
-    files["nccl.conf"] = conf_text(settings, provenance=provenance, topology=topology)
+    files["nccl.conf"] = conf_text(settings, provenance=provenance)
     graph = PurePosixPath(directory.resolve() / "nccl" / GRAPH_FILE)
     files["env.sh"] = env_text(
         settings,
         graph if plan.recommended == "graph" else None,
         provenance=provenance,
-        topology=topology,
     )
     return files
-
-
-def topology_path(plan: Plan, directory: Path) -> PurePosixPath | None:
-    """Where a plan's directory has the topology file; None if the plan has none."""
-    if plan.topology is None:
-        return None
-    return PurePosixPath(directory.resolve() / "nccl" / TOPOLOGY_FILE)
-
-
-def topology_text(plan: Plan, file: TopologyFile) -> str:
-    """The topology file of a plan, which says what in it is not so and what it cannot say."""
-    which = "all" if file.all_sets_checked else "not all"
-    return topology_xml(
-        file.machine,
-        comment=(
-            f"tccl-py: for NCCL_TOPO_FILE on {plan.machine.name} only; rates {plan.provenance}",
-            *(f"told otherwise than it is: {change}" for change in file.changes),
-            f"checked on {file.sets_checked} sets of GPUs ({which} there are): {file.summary}",
-            *(f"cannot say {text}" for text in file.cannot_say),
-        ),
-    )
 
 
 def subset_graph(plan: Plan, subset: SubsetRings) -> str:

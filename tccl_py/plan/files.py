@@ -8,14 +8,13 @@ from pathlib import PurePosixPath
 
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
-from tccl_py.nccl.conf import env_sh, fits_conf, nccl_conf
+from tccl_py.nccl.conf import env_sh, nccl_conf
 from tccl_py.nccl.graph_writer import GraphRings, graph_xml
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import View
 from tccl_py.nccl.validator import graph_facts
 
 GRAPH_FILE = "graph.xml"
-TOPOLOGY_FILE = "topo.xml"
 
 
 def subset_file(gpus: Sequence[int]) -> str:
@@ -90,26 +89,14 @@ def node_graph_text(
     return f"<!-- tccl-py: {note} -->\n" + graph_xml(rings, version=seen.settings.version)
 
 
-def conf_text(settings: Settings, *, provenance: str, topology: PurePosixPath | None = None) -> str:
-    """An nccl.conf with the settings, and with the topology file if there is one.
-
-    It names no graph file, because that is not for every job; a topology file is, as it only tells
-    NCCL's own search what links carry.
-    """
+def conf_text(settings: Settings, *, provenance: str) -> str:
+    """Return an nccl.conf with the settings; a graph file is not for every job of a host."""
     head = (
         f"# tccl-py, rates {provenance}. Holds for every job of the host.\n"
         "# No graph file is named here: it fails every communicator over other GPUs.\n"
         "# Jobs that need one get it from env.sh of the plan, from tccl env or by tccl_py.torch.\n"
     )
-    if topology is not None and not fits_conf(topology):
-        head += "# The topology file is left to env.sh too: its path needs quotes, unknown here.\n"
-        topology = None
-    elif topology is not None:
-        head += (
-            "# NCCL_TOPO_FILE makes NCCL's own search see what was measured, for any GPUs of this\n"
-            "# host. It describes this host alone: elsewhere, or with other cards, leave it out.\n"
-        )
-    return head + nccl_conf(settings, topology=topology)
+    return head + nccl_conf(settings)
 
 
 def env_text(
@@ -117,7 +104,6 @@ def env_text(
     graph: PurePosixPath | None,
     *,
     provenance: str,
-    topology: PurePosixPath | None = None,
 ) -> str:
     """A script to source in a job: one that uses all GPUs of the plan, if there is a graph file.
 
@@ -128,7 +114,7 @@ def env_text(
     if graph is None:
         whose = "For any job on these GPUs; no graph file is needed."
     head = f"# tccl-py, rates {provenance}. {whose}\n"
-    lines = env_sh(settings, graph=graph, topology=topology)
+    lines = env_sh(settings, graph=graph)
     return head + lines + ("unset NCCL_GRAPH_FILE\n" if graph is None else "")
 
 

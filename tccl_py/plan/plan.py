@@ -72,14 +72,6 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     note: str = ""
 
 
-class FreeRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The best found if every hop could choose its mechanism, which stock NCCL does not let it."""
-
-    flows: tuple[str, ...]
-    rate_gbps: float
-    bound_gbps: float | None
-
-
 class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Other settings that were searched, and the best found under them, GB/s."""
 
@@ -94,45 +86,6 @@ class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gpus: tuple[int, ...]
     rings: tuple[tuple[int, ...], ...]
     rate_gbps: float
-
-
-class TopologyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a topology file (NCCL_TOPO_FILE) tells NCCL's own search, for every communicator.
-
-    `machine` is what it describes, `changes` where that is not the plan's machine, `cannot_say`
-    what of the measurements it cannot hold. Rates are those of NCCL's own choice over all the
-    plan's GPUs, without the file and with it; `believed_gbps` what NCCL then expects. It was
-    checked on `sets_checked` sets of GPUs, of which `fallbacks_ended` no longer fall back to the
-    simple order, and which gain `mean_gain` (0.01 is 1 %) on average; none loses.
-    """
-
-    machine: Machine
-    changes: tuple[str, ...]
-    cannot_say: tuple[str, ...]
-    sets_checked: int
-    all_sets_checked: bool
-    fallbacks_ended: int
-    mean_gain: float
-    own_gbps: float
-    rate_gbps: float
-    believed_gbps: float
-
-    @property
-    def summary(self) -> str:
-        """What it does, in a sentence."""
-        which = "all" if self.all_sets_checked else "some"
-        ended = (
-            f"; its search finds rings for {self.fallbacks_ended} of them that it had none for"
-            if self.fallbacks_ended
-            else ""
-        )
-        before, after = f"{self.own_gbps:.2f}", f"{self.rate_gbps:.2f}"
-        goes = f"stays at {after}" if before == after else f"goes from {before} to {after}"
-        return (
-            f"NCCL's own choice over all GPUs {goes} GB/s under the plan's settings; "
-            f"{self.mean_gain:.1%} is gained on average of {self.sets_checked} sets of GPUs "
-            f"({which} there are){ended}"
-        )
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -171,11 +124,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     variables: PlanChoice
     error: float = 0.0
     limit_gbps: float | None = None
-    free: FreeRings | None = None
     alternatives: tuple[Alternative, ...] = ()
     subsets: tuple[SubsetRings, ...] = ()
     notices: tuple[str, ...] = ()
-    topology: TopologyFile | None = None
     kept: dict[str, str] = {}
     cancelled: bool = False
     tuned: bool = False

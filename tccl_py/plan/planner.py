@@ -6,23 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
-from tccl_py.model.paths import natural_cuts
 from tccl_py.model.rings import RingSet
-from tccl_py.model.symmetry import automorphisms
 from tccl_py.nccl.default_rings import StockChoice
-from tccl_py.nccl.free_choice import free_hop_space
-from tccl_py.nccl.pinned_env import as_read, direct_pairs, kept_level
-from tccl_py.nccl.settings import Settings, check_settings, final_channels
+from tccl_py.nccl.pinned_env import as_read, kept_level
+from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.transport import view
 from tccl_py.nccl.versions import LATEST, version_facts
 from tccl_py.plan.choices import OwnChoices, as_graph, interval, own_choices
 from tccl_py.plan.plan import (
     Alternative,
-    FreeRings,
     Plan,
     PlanHop,
     PlanRing,
@@ -37,8 +33,8 @@ from tccl_py.plan.tasks import (
     default_settings,
     measured_well,
 )
-from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SilentReporter
-from tccl_py.search.strategies import STRATEGIES, find_rings
+from tccl_py.search.problem import Budget, Reporter, SearchResult, SilentReporter
+from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.memory import RememberingSource
 
 DEFAULT_BUDGET = Budget(sets=1000, idle_sets=100)
@@ -50,8 +46,6 @@ PROOF = 0.0101
 
 It is what a search calls proven, and a little for rounding.
 """
-FREE_SETS = 200
-"""Sets that the comparison with free choice of mechanisms may measure."""
 
 
 def make_plan(
@@ -179,7 +173,6 @@ def _assembled(
         stock=own.default,
         variables=own.variables,
         error=interval(measurement),
-        free=extras.free,
         alternatives=_alternatives(search.searched),
         subsets=extras.subsets,
         notices=_notices(task, results),
@@ -226,18 +219,16 @@ def _final(task: Task, own: Stock, best: Choice) -> tuple[Choice, Measurement]:
 class _Extras(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan has besides its rings."""
 
-    free: FreeRings | None = None
     subsets: tuple[SubsetRings, ...] = ()
     cancelled: bool = False
 
 
 def _extras(task: Task, best: Choice) -> _Extras:
     try:
-        free = _free(task, best)
         subsets = subset_rings(task, best.settings, best.orders)
     except KeyboardInterrupt:
         return _Extras(cancelled=True)
-    return _Extras(free=free, subsets=subsets)
+    return _Extras(subsets=subsets)
 
 
 def _alternatives(searched: Sequence[Choice]) -> tuple[Alternative, ...]:
@@ -281,52 +272,6 @@ def _farthest(task: Task, best: Choice) -> str:
     seen = view(task.machine, task.knowledge, best.settings, gpus=task.gpus)
     pairs = {(hop.source, hop.target) for one in best.rings.rings for hop in one.hops}
     return max(seen.paths[f"G{i}", f"G{j}"].type for i, j in pairs).name
-
-
-def _free(task: Task, best: Choice) -> FreeRings | None:
-    """What a free choice of mechanism for every hop would reach with as many channels.
-
-    Where all jobs say how far P2P goes, no choice is free to go beyond that.
-    """
-    sm = min((task.machine.gpu(gpu).sm or 0 for gpu in task.gpus), default=0)
-    channels = final_channels(best.settings.channels, sm=sm, version=task.version)
-    direct = direct_pairs(task.machine, task.knowledge, task.p2p_level, gpus=task.gpus)
-    spaces = {
-        count: free_hop_space(
-            task.machine,
-            task.knowledge,
-            gpus=task.gpus,
-            blocks=max(1, channels // count),
-            fifo_bytes=best.settings.buffsize,
-            direct=direct,
-        )
-        for count in task.ring_counts
-        if best.settings.channels % count == 0
-    }
-    problem = SearchProblem(
-        spaces=spaces,
-        source=task.source,
-        symmetry=automorphisms(task.machine, task.knowledge, gpus=task.gpus),
-        orders=(best.orders,),
-        cuts=natural_cuts(task.machine, task.knowledge, gpus=task.gpus),
-        floor_gbps=best.rate_gbps,
-        budget=msgspec.structs.replace(task.budget, sets=FREE_SETS, idle_sets=FREE_SETS // 4),
-    )
-    try:
-        result: SearchResult = find_rings(problem, reporter=task.reporter)
-    except (SearchError, MeasurementError):
-        return None
-    if result.cancelled:
-        raise KeyboardInterrupt
-    if result.rate_gbps < best.rate_gbps:
-        # Nothing better was found; the plan's own hops are among the free ones.
-        flows = tuple(str(flow) for flow in best.rings.flows.flows)
-        return FreeRings(flows=flows, rate_gbps=best.rate_gbps, bound_gbps=result.bound_gbps)
-    return FreeRings(
-        flows=tuple(str(flow) for flow in result.rings.flows.flows),
-        rate_gbps=result.rate_gbps,
-        bound_gbps=result.bound_gbps,
-    )
 
 
 def _notices(task: Task, results: Sequence[SearchResult]) -> tuple[str, ...]:

@@ -248,9 +248,6 @@ def _predicted(plan: Plan) -> list[Bar]:
         bars.append(Bar(label="upper bound", gbps=plan.bound_gbps, kind="bound"))
     if plan.limit_gbps is not None:
         bars.append(Bar(label="bare copies over the same hops", gbps=plan.limit_gbps, kind="bound"))
-    if plan.free is not None:
-        rate = plan.free.rate_gbps
-        bars.append(Bar(label="free choice of mechanism", gbps=rate, kind="free"))
     own: dict[ChoiceName, PlanChoice] = {"variables": plan.variables, "default": plan.stock}
     for name, choice in own.items():
         if choice.rate_gbps is not None:

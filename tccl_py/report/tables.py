@@ -15,7 +15,6 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, parse_flow
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, machine_file
-from tccl_py.plan.files import TOPOLOGY_FILE
 from tccl_py.plan.plan import ChoiceName, Plan, load_plan
 from tccl_py.plan.staging import PLAN_FILE
 from tccl_py.report.machine import link_words
@@ -114,7 +113,6 @@ def plan_files(contents: Contents) -> list[PlanFile]:
         "nccl/env.sh": "settings and graph, for jobs over exactly the plan's GPUs",
         "nccl/nccl.conf": "settings that hold for every job of a host; names no graph",
         "nccl/graph.xml": "the rings, as NCCL reads them",
-        **_topology_file(plan),
         PLAN_FILE: "the plan itself",
         JOURNAL_FILE: "every measurement; an interrupted plan goes on from it",
         str(machine_file(plan, Path())): "the machine",
@@ -126,15 +124,6 @@ def plan_files(contents: Contents) -> list[PlanFile]:
         ),
         *_subsets(directory),
     ]
-
-
-def _topology_file(plan: Plan) -> dict[str, str]:
-    if plan.topology is None:
-        return {}
-    return {
-        f"nccl/{TOPOLOGY_FILE}": "what NCCL's own search is told of the machine, for every "
-        f"communicator: {plan.topology.summary}"
-    }
 
 
 def _subsets(directory: Path) -> list[PlanFile]:

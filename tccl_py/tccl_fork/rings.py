@@ -14,13 +14,13 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.paths import natural_cuts
 from tccl_py.model.rings import HopSpace, Ring, ring, ring_set
 from tccl_py.model.symmetry import Symmetry, automorphisms, keeping, relabelled_hop
-from tccl_py.nccl.free_choice import free_hop_space
 from tccl_py.nccl.pinned_env import direct_pairs
 from tccl_py.nccl.versions import Level
 from tccl_py.plan.tasks import Order, measured_well
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult
 from tccl_py.search.strategies import AGREEMENT, find_rings
 from tccl_py.sources.memory import RememberingSource
+from tccl_py.tccl_fork.hops import free_hop_space
 
 # What the searches for a database's rings and chains share: the task, its budget, symmetry.
 

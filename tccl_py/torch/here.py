@@ -21,7 +21,7 @@ from tccl_py.health.fitness import (
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.model.machine import normal_bus_id
 from tccl_py.nccl.conf import settings_of_files
-from tccl_py.nccl.pinned_env import against, other_topology
+from tccl_py.nccl.pinned_env import against
 from tccl_py.plan.files import host_graph_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
@@ -106,7 +106,7 @@ def member_of(
     member = Member(host=host_identity())
     try:
         named = directory or _named()
-        opened = None if named is None else open_plan(named, alike=_alike())
+        opened = None if named is None else open_plan(named)
         if opened is not None:
             settings.check(opened.variables, where=str(opened.directory))
         graph = settings_of_files().get(GRAPH_VARIABLE)
@@ -145,7 +145,7 @@ def why_off(opened: OpenPlan, here: Here, name: str) -> str:
     if other:
         return other
     given = {name: line.value for name, line in settings_of_files().items()} | dict(os.environ)
-    names = against(settings, given) + other_topology(opened.topology, given)
+    names = against(settings, given)
     if names:
         return f"{', '.join(names)} is set to something else than the plan's settings"
     return ""

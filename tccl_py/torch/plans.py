@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import msgspec
 
@@ -11,7 +11,7 @@ from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
 from tccl_py.nccl.conf import job_environment
-from tccl_py.plan.directory import check_plan_directory, topology_path
+from tccl_py.plan.directory import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.plan.staging import PLAN_FILE, check_files
@@ -35,22 +35,17 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that was read: its directory, the files in it, and what tells it from others.
-
-    `topology` is the file that all communicators of the process get, whether or not they have a
-    graph; None if there is none.
-    """
+    """A plan that was read: its directory, the files in it, and what tells it from others."""
 
     directory: Path
     plan: Plan | ClusterPlan
     files: frozenset[str]
     identity: str
-    topology: PurePosixPath | None = None
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of all communicators: the settings, and the topology file."""
-        return job_environment(self.plan.job_settings, topology=self.topology)
+        """The environment of all communicators: the settings."""
+        return job_environment(self.plan.job_settings)
 
     def host_name(self, names: Sequence[str]) -> str:
         """The plan's name for the host with these names; "" for a plan of one machine."""
@@ -69,13 +64,8 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
         return None if name is None else self.directory / "nccl" / name
 
 
-def open_plan(directory: Path, *, alike: bool = False) -> OpenPlan:
+def open_plan(directory: Path) -> OpenPlan:
     """Read a plan's directory.
-
-    Args:
-        directory: of `tccl plan`.
-        alike: whether it is used on hosts that are like the plan's. A topology file describes one
-            host, down to its NICs, and is left out on others.
 
     Raises:
         InputError: no plan, one with files that were changed or are missing, or a path that an
@@ -96,7 +86,6 @@ def open_plan(directory: Path, *, alike: bool = False) -> OpenPlan:
         plan=plan,
         files=frozenset(manifest.digests),
         identity=manifest.identity,
-        topology=topology_path(plan, directory) if isinstance(plan, Plan) and not alike else None,
     )
 
 

@@ -108,10 +108,8 @@ def links_of(log: InitLog, gpus: tuple[int, ...]) -> tuple[Link, ...]:
 
 def _transports(plan: Plan, links: tuple[Link, ...], version: str | None) -> Iterator[str]:
     settings = msgspec.structs.replace(plan.settings, version=version or plan.settings.version)
-    # With a topology file NCCL sees another machine than there is.
-    machine = plan.machine if plan.topology is None else plan.topology.machine
     try:
-        seen = view(machine, plan.knowledge, settings, gpus=plan.gpus)
+        seen = view(plan.machine, plan.knowledge, settings, gpus=plan.gpus)
     except InputError as error:
         yield str(error)
         return

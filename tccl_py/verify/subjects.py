@@ -11,7 +11,6 @@ from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.errors import InputError
 from tccl_py.nccl.conf import job_environment
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.directory import topology_path
 from tccl_py.plan.files import GRAPH_FILE, HOSTS_FOLDER
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.verify.arms import Arm
@@ -74,8 +73,7 @@ def machine_subject(plan: Plan, directory: Path) -> Subject:
         variables = dict(plan.kept)
         if name != "default":
             file = PurePosixPath(graph) if name == "graph" else None
-            topology = topology_path(plan, directory)
-            variables |= job_environment(choice.settings, graph=file, topology=topology)
+            variables |= job_environment(choice.settings, graph=file)
         arm = Arm(
             name=name,
             variables=variables,

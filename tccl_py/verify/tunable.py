@@ -137,7 +137,7 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
         return True
 
     def retuned(self, changes: Choices, rates: Rates | None = None) -> TunableMachine:
-        """As Tunable; limit and free choice of mechanisms are of the earlier settings, and go."""
+        """As Tunable; the limit is of the earlier settings, and goes."""
         made, variables = self.plan, self.plan.variables
         if "variables" in changes:
             settings = changes["variables"]
@@ -153,7 +153,7 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
                 variables, rate_gbps=rates.get("variables", equal), error=0.0
             )
             stock = msgspec.structs.replace(made.stock, rate_gbps=default, error=0.0)
-            made = msgspec.structs.replace(made, stock=stock, error=0.0, free=None, tuned=True)
+            made = msgspec.structs.replace(made, stock=stock, error=0.0, tuned=True)
         made = msgspec.structs.replace(made, variables=variables, limit_gbps=None)
         return msgspec.structs.replace(self, plan=made)
 

@@ -10,11 +10,11 @@ import statistics
 import msgspec
 import pytest
 
+from tccl_py.model.machine import PciLink
 from tccl_py.nccl.default_rings import stock_choice
 from tccl_py.nccl.log import same_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.topology_writer import topology_xml
-from tccl_py.plan.beliefs import beliefs
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.gpu.test_nccl_loads_plans import run_ranks, tccl
@@ -82,7 +82,10 @@ def test_what_nccl_makes_of_the_file_is_what_it_says(tmp_path):
 
 def test_nccl_believes_slower_links(tmp_path):
     machine, knowledge, _ = discover_machine()
-    slow = beliefs(machine, {gpu.id: 12.0 for gpu in machine.gpus})[-1].machine
+    gpus = tuple(
+        msgspec.structs.replace(gpu, link=PciLink(speed_gts=8.0, width=16)) for gpu in machine.gpus
+    )
+    slow = msgspec.structs.replace(machine, gpus=gpus)
     file = written(tmp_path, "slow", slow)
     dump = tmp_path / "dump.xml"
     variables = {**file, "NCCL_P2P_DISABLE": "1", "NCCL_TOPO_DUMP_FILE": str(dump)}
