@@ -25,9 +25,7 @@ import numpy as np
 
 from tccl_py.cli.main import app
 from tccl_py.cluster_plan.plan import load_cluster_plan
-from tccl_py.merge.contiguous import merge_in_order
-from tccl_py.merge.switches import merge_with_switches
-from tccl_py.merge.tables import ChainTable, MergedRing
+from tccl_py.merge.rings import ChainTable, MergedRing, merge_in_order, merge_with_switches
 from tccl_py.model.cluster import SwitchTree
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Nic, toy_machine

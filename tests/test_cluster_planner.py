@@ -17,7 +17,7 @@ from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.cluster_plan.uplinks import with_measured_uplinks
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.merge.switches import uplink_limit
+from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import HostReport, SwitchTree, cluster_of
 from tccl_py.model.knowledge import Knowledge, gpus_beside_nics
 from tccl_py.model.transfer import parse_set

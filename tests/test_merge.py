@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, SearchError
-from tccl_py.merge import pieces
-from tccl_py.merge.circuits import closed_walk, could_close, sums_can_match
-from tccl_py.merge.contiguous import merge_in_order
-from tccl_py.merge.switches import merge_with_switches
-from tccl_py.merge.tables import ChainTable
+from tccl_py.merge import walks
+from tccl_py.merge.rings import ChainTable, merge_in_order, merge_with_switches
+from tccl_py.merge.walks import Joiner, Orders, could_close, host_piece
 from tccl_py.model.cluster import SwitchTree
 
 SPARSE = (0, 0, 0, 0, 1, 2, 3)
@@ -83,12 +81,9 @@ def test_merging_in_any_order_equals_brute_force(seed, crossings, nodes):
     best = max(brute_force(tables, order) for order in orders)
     assert rate_or_none(merge_any_order, tables, counts) == best
     relations = np.stack([tables[number].rates for number in sorted(set(nodes))])
-    some = [count for count in counts if count]
     for rate in (1, 2, 3, 4, 5):
-        decision = closed_walk(relations >= rate, some)
-        assert (decision.walk is not None) == (best >= rate)
-        assert decision.certain
-        assert decision.walk is None or could_close(relations >= rate, some)
+        if best >= rate:
+            assert could_close(relations >= rate, [count for count in counts if count])
 
 
 def stays_together(tree, order):
@@ -187,8 +182,9 @@ def test_hosts_of_a_switch_are_apart_where_chains_ask_for_it_and_uplinks_bear_it
 @pytest.mark.parametrize("seed", range(60))
 def test_where_a_switch_has_too_many_kinds_the_bound_is_still_true(seed, monkeypatch):
     exact = _large_switch(seed)
-    monkeypatch.setattr(pieces, "MAX_PRODUCTS", 40)
-    monkeypatch.setattr(pieces, "PART", 2)
+    monkeypatch.setattr(walks, "MAX_PRODUCTS", 5)
+    monkeypatch.setattr(walks, "PART_PRODUCTS", 2)
+    monkeypatch.setattr(walks, "PART", 2)
     rough = _large_switch(seed)
     assert (exact is None) or exact.proven
     if rough is not None:
@@ -256,43 +252,60 @@ def test_no_order_is_above_a_free_one_and_no_free_one_above_the_bound(seed, node
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.integers(3, 7), st.integers(2, 5), st.floats(0.05, 0.3))
-def test_the_integer_program_agrees_with_the_dynamic_program(seed, crossings, kinds, density):
+def test_parts_find_only_what_all_orders_have_and_the_bound_rules_out_no_ring(
+    seed, crossings, kinds, density
+):
     rng = np.random.default_rng(seed)
     relations = rng.uniform(size=(kinds, crossings, crossings)) < density
     counts = rng.integers(1, 4, kinds).tolist()
-    decision = closed_walk(relations, counts)
-    assert decision.certain
-    closed = np.diagonal(pieces.Orders(list(relations), counts).relation).any()
-    assert closed == (decision.walk is not None)
-    if closed:
-        walk = decision.walk
-        assert np.bincount(walk.kinds).tolist() == counts
-        steps = zip(walk.kinds, (walk.crossings[-1], *walk.crossings), walk.crossings, strict=False)
-        assert all(relations[step] for step in steps)
+    every = Orders(list(relations), counts).relation
+    kind_of = np.repeat(np.arange(kinds), counts).tolist()
+    pieces = [host_piece(host, relations[kind]) for host, kind in enumerate(kind_of)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("MAX_PRODUCTS", 5), ("PART_PRODUCTS", 2), ("PART", 2)):
+            patch.setattr(walks, name, value)
+        whole = Joiner().join(pieces)
+    assert not (whole.relation & ~every).any()
+    assert not whole.exact or (whole.relation == every).all()
+    for entry, leave in np.argwhere(whole.relation).tolist():
+        before = entry
+        steps = list(whole.steps(entry, leave))
+        for host, after in steps:
+            assert relations[kind_of[host]][before, after]
+            before = after
+        assert before == leave
+        assert sorted(host for host, _ in steps) == list(range(len(pieces)))
+    if np.diagonal(every).any():
         assert could_close(relations, counts)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, 10**6), st.integers(2, 4), st.integers(2, 4))
-def test_sums_are_only_ruled_out_where_there_is_no_ring(seed, crossings, kinds):
-    rng = np.random.default_rng(seed)
-    relations = rng.uniform(size=(kinds, crossings, crossings)) < 0.3
-    counts = rng.integers(1, 4, kinds)
-    where = np.nonzero(relations)
-    if not sums_can_match(*where, counts, crossings):
-        assert closed_walk(relations, counts.tolist()).walk is None
-
-
-def test_an_odd_number_of_nodes_that_all_change_sides_is_seen_at_once():
+def test_an_odd_number_of_nodes_that_all_change_sides_is_ruled_out():
     side = np.arange(16) < 8
     relations = np.stack([side[:, None] != side[None, :]] * 12)
+    relations &= np.random.default_rng(0).uniform(size=relations.shape) < 0.5
+    assert not could_close(relations, [41] * 11 + [42])
+    assert could_close(relations, [41] * 12)
+    odd = named(relations.astype(float) + 1)
+    assert merge_any_order(odd, [3] * 11 + [4]).bound_gbps == 1
+    assert merge_any_order(odd, [3] * 11 + [3]).rate_gbps == 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rings_over_thousands_of_hosts_of_a_few_classes_are_proven(seed):
+    rng = np.random.default_rng(seed)
+    classes = int(rng.integers(2, 5))
+    tables = random_tables(seed, classes=classes, crossings=8, values=SPARSE)
+    ring = merge_any_order(tables, rng.integers(200, 2_000, classes).tolist())
+    assert ring.proven
+    assert ring.rate_gbps == rate_of(tables, ring.order, ring.crossings)
+
+
+def test_many_classes_have_a_ring_near_the_bound():
     rng = np.random.default_rng(0)
-    relations &= rng.uniform(size=relations.shape) < 0.5
-    assert not sums_can_match(*np.nonzero(relations), np.full(12, 41) + (np.arange(12) < 1), 16)
-    odd = closed_walk(relations, [41] * 11 + [42])
-    assert odd.walk is None
-    assert odd.certain
-    assert closed_walk(relations, [41] * 12).walk is not None
+    tables = named(rng.uniform(0, 50, (40, 16, 16)))
+    ring = merge_any_order(tables, [25] * 40)
+    assert ring.bound_gbps * 0.9 <= ring.rate_gbps <= ring.bound_gbps
+    assert ring.rate_gbps == rate_of(tables, ring.order, ring.crossings)
 
 
 def test_a_ring_in_two_pieces_is_none():

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
-from tccl_py.merge.switches import merge_with_switches
-from tccl_py.merge.tables import ChainTable
+from tccl_py.merge.rings import ChainTable, merge_with_switches
 from tccl_py.model.cluster import SwitchTree
 from tccl_py.readers.hosts import MAX_BYTES, expand
 from tccl_py.readers.switches import (

@@ -15,13 +15,14 @@ from tccl_py.cluster_plan.crossings import (
 )
 from tccl_py.cluster_plan.node import Node, Passage, passage_pairs
 from tccl_py.errors import SearchError
-from tccl_py.merge.switches import (
+from tccl_py.merge.rings import (
+    ChainTable,
+    MergedRing,
     least_passes_limit,
     merge_with_switches,
     passes,
     uplink_limit,
 )
-from tccl_py.merge.tables import ChainTable, MergedRing
 from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.settings_search import WORTH

@@ -17,7 +17,7 @@ from tccl_py.cluster_plan.plan import (
 )
 from tccl_py.cluster_plan.retuned import ends_as_measured, path_types
 from tccl_py.errors import InputError, SearchError
-from tccl_py.merge.switches import uplink_limit
+from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource, dealt
 from tccl_py.nccl.pinned_env import as_read, kept_level

@@ -1,0 +1,464 @@
+"""Rings over hosts from chain tables: in a given order, or in any order under a tree of switches.
+
+Hosts of a switch stay together where that costs nothing: the ring then leaves and enters the switch
+once, and its uplink carries the ring once in each direction. Otherwise hosts of a switch are apart,
+as far as the rates of uplinks allow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from tccl_py.errors import InputError, SearchError
+from tccl_py.merge.walks import (
+    Best,
+    Decision,
+    Joiner,
+    Piece,
+    Rates,
+    Relation,
+    Walk,
+    could_close,
+    highest,
+    host_piece,
+    not_ruled_out,
+    path,
+    power,
+    product,
+    worthwhile,
+)
+from tccl_py.model.cluster import SwitchTree
+
+LOOSE = (2, 4, 16, math.inf)
+"""Groups come apart whose uplinks carry so many times the rate; 2 is the least that helps."""
+
+
+class ChainTable(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Rates of the best chains through a host of one class, by entry and exit crossing.
+
+    `rates[x, y]`, GB/s, is for chains that the ring enters by crossing x and leaves by crossing y;
+    0 is no chain. The array is copied and read-only.
+
+    Raises:
+        InputError: a table that is empty or not square, or a rate that is negative or not finite.
+    """
+
+    name: str
+    rates: Rates
+
+    def __post_init__(self) -> None:
+        rates = np.array(self.rates, dtype=np.float64)
+        where = f"chain table {self.name}"
+        if rates.ndim != 2 or rates.shape[0] != rates.shape[1] or not rates.size:
+            shape = " x ".join(map(str, rates.shape)) or "a single number"
+            right = "a row for each crossing in and a column for each crossing out are needed"
+            raise InputError(where, f"the rates are {shape}", right)
+        wrong = np.argwhere(~np.isfinite(rates) | (rates < 0))
+        if len(wrong):
+            entry, leave = wrong[0].tolist()
+            place = f"{where}, in by crossing {entry} and out by {leave}"
+            right = "a rate in GB/s, or 0 where there is no chain, is needed"
+            raise InputError(place, f"the rate is {rates[entry, leave]}", right)
+        rates.setflags(write=False)
+        msgspec.structs.force_setattr(self, "rates", rates)
+
+
+class MergedRing(msgspec.Struct, frozen=True, kw_only=True):
+    """A ring over hosts, and an upper bound.
+
+    `order[n]` is the class of the n-th host and `crossings[n]` leads from it to the next, cyclic;
+    `hosts` are host names, if there are any. `rate_gbps` is the rate of the slowest chain or
+    uplink. No ring over the tables' chains is above `bound_gbps`, in any order of hosts, or in the
+    order that was given.
+    """
+
+    rate_gbps: float
+    bound_gbps: float
+    order: tuple[int, ...]
+    crossings: tuple[int, ...]
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def proven(self) -> bool:
+        """Whether the ring reaches the bound."""
+        return self.rate_gbps >= self.bound_gbps
+
+
+# A given order.
+
+
+def merge_in_order(tables: Sequence[ChainTable], order: Sequence[int]) -> MergedRing:
+    """Find the fastest ring through hosts of classes `order`, in this order.
+
+    With X crossings, R runs of equal hosts and E different rates: (R + log N) X^3 log E.
+
+    >>> table = ChainTable(name="a", rates=np.array([[1.0, 5.0], [4.0, 2.0]]))
+    >>> ring = merge_in_order([table], [0, 0])
+    >>> ring.rate_gbps, ring.crossings
+    (4.0, (1, 0))
+
+    Raises:
+        InputError: tables or an order that cannot be used.
+        SearchError: there is no ring.
+    """
+    rates = _stacked(tables)
+    _check_size(len(order), "node order")
+    for position, number in enumerate(order):
+        _check_class(number, tables, f"node order, position {position}")
+    order = tuple(int(number) for number in order)
+    used = sorted(set(order))
+    best = highest(
+        worthwhile(rates[used]),
+        lambda asked: _in_order_closed(rates >= asked, order),
+        lambda walk: _ring_rate(rates, order, walk.crossings),
+        _one_crossing(rates[used], range(len(order))),
+    )
+    if best.walk is None:
+        raise _no_ring(tables, used, "chains of nodes in this order meet in no round of crossings")
+    crossings = best.walk.crossings
+    return MergedRing(
+        rate_gbps=_ring_rate(rates, order, crossings),
+        bound_gbps=best.bound,
+        order=order,
+        crossings=crossings,
+    )
+
+
+def _in_order_closed(relations: Relation, order: tuple[int, ...]) -> Decision:
+    powers: dict[tuple[int, int], Relation] = {}
+    whole = np.eye(relations.shape[1], dtype=np.bool_)
+    for number, run in itertools.groupby(order):
+        key = (number, sum(1 for _ in run))
+        if key not in powers:
+            powers[key] = power(relations[number], key[1])
+        whole = product(whole, powers[key])
+    closed = np.flatnonzero(np.diagonal(whole))
+    if not len(closed):
+        return Decision()
+    crossings = path([relations[number] for number in order], int(closed[0]), int(closed[0]))
+    return Decision(walk=Walk(hosts=tuple(range(len(order))), crossings=crossings))
+
+
+# Any order, under switches.
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Hosts by number, and groups below switches, behind an uplink (GB/s)."""
+
+    hosts: tuple[int, ...] = ()
+    groups: tuple[Group, ...] = ()
+    uplink: float = math.inf
+
+    @property
+    def all_hosts(self) -> Iterator[int]:
+        """The hosts of this group and of all groups in it."""
+        yield from self.hosts
+        for group in self.groups:
+            yield from group.all_hosts
+
+    @property
+    def all_groups(self) -> Iterator[Group]:
+        """This group and all groups in it; neighbours in the tree are near each other."""
+        yield self
+        for group in self.groups:
+            yield from group.all_groups
+
+
+def merge_with_switches(
+    tables: Sequence[ChainTable],
+    host_classes: Mapping[str, int],
+    tree: SwitchTree,
+    *,
+    given_order: Sequence[str] | None = None,
+) -> MergedRing:
+    """Find the fastest ring over hosts, in any order that uplinks allow.
+
+    The bound holds for all orders. The search is exact for equal hosts, and for a few classes if no
+    uplink limits rings or each limits them to one pass; elsewhere good orders are searched, and
+    `proven` tells whether they reach the bound. A `given_order` is kept: its uplinks are shared by
+    all its passes, and its bound is for this order.
+
+    >>> there = ChainTable(name="there", rates=np.array([[0.0, 5.0], [1.0, 0.0]]))
+    >>> back = ChainTable(name="back", rates=there.rates.T)
+    >>> leaves = [SwitchTree(name=x, hosts=(f"{x}0", f"{x}1"), uplink_gbps=12) for x in "ab"]
+    >>> tree = SwitchTree(name="root", switches=tuple(leaves))
+    >>> ring = merge_with_switches([there, back], {"a0": 0, "a1": 0, "b0": 1, "b1": 1}, tree)
+    >>> ring.hosts, ring.rate_gbps, ring.proven
+    (('a0', 'b0', 'a1', 'b1'), 5.0, True)
+
+    Raises:
+        InputError: tables, hosts, switches or an order that cannot be used.
+        SearchError: there is no ring.
+    """
+    names = tuple(tree.all_hosts)
+    rates = _stacked(tables)
+    _check_hosts(tables, host_classes, names)
+    _check_uplinks(tree)
+    if given_order is not None:
+        _check_order(given_order, host_classes)
+        rates = np.minimum(rates, uplink_limit(tree, given_order))
+        capped = [ChainTable(name=t.name, rates=r) for t, r in zip(tables, rates, strict=True)]
+        ring = merge_in_order(capped, [host_classes[name] for name in given_order])
+        return msgspec.structs.replace(ring, hosts=tuple(given_order))
+    classes = [host_classes[name] for name in names]
+    best = _best_order(rates, classes, _group(tree, names))
+    if best.walk is None:
+        why = "no order was found in which chains of all nodes meet"
+        raise _no_ring(tables, sorted(set(classes)), why)
+    order = tuple(classes[host] for host in best.walk.hosts)
+    hosts = tuple(names[host] for host in best.walk.hosts)
+    return MergedRing(
+        rate_gbps=min(_ring_rate(rates, order, best.walk.crossings), uplink_limit(tree, hosts)),
+        bound_gbps=best.bound,
+        order=order,
+        crossings=best.walk.crossings,
+        hosts=hosts,
+    )
+
+
+def uplink_limit(tree: SwitchTree, order: Sequence[str]) -> float:
+    """Return the ring rate that uplinks allow in this order, GB/s; all passes share an uplink."""
+    return _uplink_share(_group(tree, order), range(len(order)))
+
+
+def least_passes_limit(tree: SwitchTree) -> float:
+    """Return the ring rate that uplinks allow in any order, GB/s: one pass of each at least."""
+    return uplink_limit(tree, tuple(tree.all_hosts))
+
+
+def passes(tree: SwitchTree, order: Sequence[str]) -> int:
+    """Count the steps of the ring that leave a switch, over all switches."""
+    groups = _group(tree, order).all_groups
+    return sum(exits(tuple(group.all_hosts), range(len(order))) for group in groups)
+
+
+def exits(group: Collection[int], order: Sequence[int]) -> int:
+    """Count the steps of a ring in this order that leave a group of hosts.
+
+    >>> exits([0, 1], [0, 2, 1, 3])
+    2
+    """
+    inside = np.isin(np.asarray(order), np.fromiter(group, dtype=np.int64))
+    return int((inside & ~np.roll(inside, -1)).sum())
+
+
+def _group(switch: SwitchTree, names: Sequence[str]) -> Group:
+    """Return the tree with hosts by their positions in `names`."""
+    number = {name: position for position, name in enumerate(names)}
+
+    def group(switch: SwitchTree) -> Group:
+        return Group(
+            hosts=tuple(number[name] for name in switch.hosts),
+            groups=tuple(map(group, switch.switches)),
+            uplink=math.inf if switch.uplink_gbps is None else switch.uplink_gbps,
+        )
+
+    return group(switch)
+
+
+def _uplink_share(root: Group, order: Sequence[int]) -> float:
+    limited = [group for group in root.all_groups if group.uplink < math.inf]
+    times = [exits(tuple(group.all_hosts), order) for group in limited]
+    return min((g.uplink / n for g, n in zip(limited, times, strict=True) if n), default=math.inf)
+
+
+def _best_order(rates: Rates, classes: Sequence[int], root: Group) -> Best:
+    """Find the fastest ring; `classes[h]` is the class of host h, the bound is for all orders."""
+    counts = np.bincount(classes, minlength=len(rates))
+    used = np.flatnonzero(counts)
+    # A ring passes every uplink once at least, so no chain is of use beyond that.
+    capped = np.minimum(rates[used], _uplink_share(root, tuple(root.all_hosts)))
+    candidates = not_ruled_out(
+        np.union1d(worthwhile(capped), _shares(root, capped.max(axis=(1, 2)).min())),
+        lambda asked: could_close(capped >= asked, counts[used].tolist()),
+    )
+    return highest(
+        candidates,
+        lambda asked: _decided(rates >= asked, classes, root, asked),
+        lambda walk: min(
+            _ring_rate(rates, [classes[host] for host in walk.hosts], walk.crossings),
+            _uplink_share(root, walk.hosts),
+        ),
+        _one_crossing(capped, tuple(root.all_hosts)),
+    )
+
+
+def _shares(root: Group, ceiling: float) -> Rates:
+    """Return each uplink's share of a ring with two passes, three passes, and so on."""
+    everyone = len(tuple(root.all_hosts))
+    found = [np.zeros(0)]
+    for group in root.all_groups:
+        inside = len(tuple(group.all_hosts))
+        if group.uplink < math.inf and 0 < inside < everyone:
+            found.append(group.uplink / np.arange(2, min(inside, everyone - inside) + 1))
+    shares: Rates = np.unique(np.concatenate(found))
+    return shares[shares <= ceiling]
+
+
+def _one_crossing(rates: Rates, hosts: Sequence[int]) -> Walk | None:
+    """Return the best ring that uses a single crossing: any order is as good as another."""
+    slowest = np.diagonal(rates, axis1=1, axis2=2).min(axis=0)
+    best = int(np.argmax(slowest))
+    if not slowest[best]:
+        return None
+    return Walk(hosts=tuple(hosts), crossings=(best,) * len(hosts))
+
+
+def _decided(relations: Relation, classes: Sequence[int], root: Group, asked: float) -> Decision:
+    """Look for a ring at the rate asked for, in any order that uplinks allow.
+
+    1. The hosts of every group stay together, which passes every uplink once.
+    2. Groups behind uplinks that carry the ring twice come apart. Without a ring then, no order has
+       one, because the hosts of all other groups have to stay together.
+    3. If the ring found passes an uplink too often, groups behind narrow uplinks stay together.
+    """
+    together = _closed(relations, classes, root)
+    loosened = [_loosened(root, share * asked) for share in LOOSE]
+    if together.walk is not None or loosened[0] == root:
+        return together
+    for number, loose in enumerate(loosened):
+        if loose == root or loose in loosened[:number]:
+            continue
+        decision = _closed(relations, classes, loose)
+        if decision.walk is None:
+            return decision if number == 0 else Decision(certain=False)
+        walk = _with_few_exits(decision.walk, classes, root, loose)
+        if _uplink_share(root, walk.hosts) >= asked:
+            return Decision(walk=walk)
+    return Decision(certain=False)
+
+
+def _loosened(root: Group, wide: float) -> Group:
+    """Return the tree without groups behind uplinks of `wide` GB/s and more."""
+    hosts, groups = list(root.hosts), []
+    for group in root.groups:
+        inner = _loosened(group, wide)
+        if group.uplink < wide:
+            groups.append(inner)
+        else:
+            hosts += inner.hosts
+            groups += inner.groups
+    return Group(hosts=tuple(hosts), groups=tuple(groups), uplink=root.uplink)
+
+
+def _with_few_exits(walk: Walk, classes: Sequence[int], root: Group, loose: Group) -> Walk:
+    """Exchange hosts of one class within groups of `loose`, so that few steps leave a group."""
+    held = {host: n for n, group in enumerate(loose.all_groups) for host in group.hosts}
+    near = {host: n for n, group in enumerate(root.all_groups) for host in group.hosts}
+    pools: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for host in sorted(walk.hosts, reverse=True):
+        pools[classes[host], held[host]][near[host]].append(host)
+    hosts: list[int] = []
+    for host in walk.hosts:
+        pool = pools[classes[host], held[host]]
+        last = near[hosts[-1]] if hosts else 0
+        closest = min((abs(group - last), group) for group in pool)[1]
+        hosts.append(pool[closest].pop())
+        if not pool[closest]:
+            del pool[closest]
+    return Walk(hosts=tuple(hosts), crossings=walk.crossings)
+
+
+def _closed(relations: Relation, classes: Sequence[int], root: Group) -> Decision:
+    """Look for a ring in which groups stay together."""
+    joiner = Joiner()
+
+    def pieces(group: Group) -> list[Piece]:
+        found = [host_piece(host, relations[classes[host]]) for host in group.hosts]
+        inner = [pieces(below) for below in group.groups]
+        return found + [joiner.join(below) for below in inner if below]
+
+    whole = joiner.join(pieces(root))
+    closed = np.flatnonzero(np.diagonal(whole.relation))
+    if not len(closed):
+        return Decision(certain=whole.exact)
+    hosts, crossings = zip(*whole.steps(int(closed[0]), int(closed[0])), strict=True)
+    return Decision(walk=Walk(hosts=hosts, crossings=crossings))
+
+
+# Checks, and what tables come to.
+
+
+def _stacked(tables: Sequence[ChainTable]) -> Rates:
+    """Return all rates, class x entry x exit."""
+    if not tables:
+        raise InputError("chain tables", "there are none", "one for each node class is needed")
+    first = tables[0]
+    for table in tables:
+        if len(table.rates) != len(first.rates):
+            what = f"it has {len(table.rates)} crossings, table {first.name} {len(first.rates)}"
+            right = "all tables must be over the same crossings"
+            raise InputError(f"chain table {table.name}", what, right)
+    return np.stack([table.rates for table in tables])
+
+
+def _ring_rate(rates: Rates, order: Sequence[int], crossings: Sequence[int]) -> float:
+    """Return the slowest chain's rate, GB/s: node n is entered by crossing n - 1, left by n."""
+    leave = np.asarray(crossings)
+    return float(rates[np.asarray(order), np.roll(leave, 1), leave].min())
+
+
+def _no_ring(tables: Sequence[ChainTable], used: Sequence[int], why: str) -> SearchError:
+    """Return the error for a cluster without a ring; a class without any chain is named first."""
+    for number in used:
+        if not tables[number].rates.any():
+            return SearchError(f"no ring: node class {tables[number].name} has no chain at all")
+    return SearchError(f"no ring: {why}")
+
+
+def _check_size(nodes: int, where: str) -> None:
+    if nodes < 2:
+        what = "there is one node, which needs no crossing" if nodes else "there are no nodes"
+        raise InputError(where, what, "a ring over nodes needs at least 2")
+
+
+def _check_class(number: int, tables: Sequence[ChainTable], where: str) -> None:
+    if not 0 <= number < len(tables):
+        right = f"classes are 0 to {len(tables) - 1}, the positions of their tables"
+        raise InputError(where, f"node class {number} is unknown", right)
+
+
+def _check_hosts(
+    tables: Sequence[ChainTable], host_classes: Mapping[str, int], hosts: Sequence[str]
+) -> None:
+    _check_size(len(hosts), "switch tree")
+    seen: set[str] = set()
+    for name in hosts:
+        if name in seen:
+            raise InputError("switch tree", f"host {name} is in it twice", "once is right")
+        if name not in host_classes:
+            right = "every host in the tree needs one"
+            raise InputError("switch tree", f"host {name} has no node class", right)
+        _check_class(host_classes[name], tables, f"host {name}")
+        seen.add(name)
+    for name in host_classes:
+        if name not in seen:
+            right = "every host must be at one of its switches"
+            raise InputError("switch tree", f"host {name} is not in it", right)
+
+
+def _check_uplinks(tree: SwitchTree) -> None:
+    for switch in tree.all_switches:
+        if switch.uplink_gbps is not None and not 0 < switch.uplink_gbps < math.inf:
+            right = "a rate in GB/s above 0, or none for no limit, is needed"
+            what = f"the uplink rate is {switch.uplink_gbps}"
+            raise InputError(f"switch {switch.name}", what, right)
+
+
+def _check_order(order: Sequence[str], host_classes: Mapping[str, int]) -> None:
+    for position, name in enumerate(order):
+        if name not in host_classes:
+            what = f"host {name} is unknown"
+            raise InputError(
+                f"given order, position {position}", what, "the hosts of the switch tree are needed"
+            )
+    if len(order) != len(host_classes) or len(set(order)) != len(order):
+        what = f"it has {len(order)} hosts, {len(set(order))} of them different"
+        right = f"each of the {len(host_classes)} hosts must be in it once"
+        raise InputError("given order", what, right)

@@ -1,0 +1,332 @@
+"""Closed walks over crossings at one rate: boolean relations, orders of hosts, and the rate search.
+
+A relation says by which crossings a piece (a host, or hosts that stay together) is entered and
+left. Hosts with equal relations are of one kind. All orders of a group are a dynamic program over
+the number of hosts passed of each kind: exact, while the kinds are few. A larger group is dealt
+into smaller groups that stay together, which may miss orders; `could_close` bounds all orders.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import scipy  # lazy submodules: commands start without them
+
+Rates = npt.NDArray[np.float64]
+Relation = npt.NDArray[np.bool_]
+"""`relation[x, y]`: a piece can be entered by crossing x and left by crossing y."""
+Step = tuple[int, int]
+"""A host's number, and the crossing by which the ring leaves the host."""
+Steps = Callable[[int, int], Iterator[Step]]
+
+MAX_PRODUCTS = 4_096
+"""Matrix products of an exact dynamic program over 64 crossings; more over fewer crossings."""
+PART_PRODUCTS = 256
+"""Matrix products for one part of a group that is dealt into parts."""
+PART = 5
+"""Pieces in a part whose pieces all differ."""
+MAX_PAIRS = 400_000
+"""Variables of a linear program; larger programs rule nothing out."""
+_INFEASIBLE = 2
+"""Status of scipy.optimize.linprog."""
+
+
+class Walk(msgspec.Struct, frozen=True, kw_only=True):
+    """A closed walk: the ring leaves `hosts[n]` by `crossings[n]` and enters the next host."""
+
+    hosts: tuple[int, ...]
+    crossings: tuple[int, ...]
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """A ring at the asked rate; or None, and whether all orders were ruled out (`certain`)."""
+
+    walk: Walk | None = None
+    certain: bool = True
+
+
+class Best(msgspec.Struct, frozen=True, kw_only=True):
+    """The walk at the highest rate found (None: at no rate), and the highest rate not ruled out."""
+
+    walk: Walk | None
+    bound: float
+
+
+def product(first: Relation, second: Relation) -> Relation:
+    """Compose two relations, X^3; a product of floats is the quickest."""
+    both: Relation = (first.astype(np.float32) @ second.astype(np.float32)) > 0
+    return both
+
+
+def power(relation: Relation, exponent: int) -> Relation:
+    """Compose a relation `exponent` >= 1 times with itself, by repeated squaring."""
+    result: Relation | None = None
+    while True:
+        if exponent & 1:
+            result = relation if result is None else product(result, relation)
+        exponent >>= 1
+        if not exponent:
+            return relation if result is None else result
+        relation = product(relation, relation)
+
+
+def path(relations: Sequence[Relation], start: int, end: int) -> tuple[int, ...]:
+    """Return the exit crossing of each relation on a path through all (which exists); N X^2."""
+    reached = [np.arange(len(relations[0])) == start]
+    for relation in relations[:-1]:
+        reached.append(relation[reached[-1]].any(axis=0))
+    exits = [end]
+    for relation, before in zip(reversed(relations), reversed(reached), strict=True):
+        exits.append(int(np.argmax(before & relation[:, exits[-1]])))
+    return tuple(reversed(exits[:-1]))
+
+
+# The search for the highest rate.
+
+
+def worthwhile(rates: Rates) -> Rates:
+    """Return candidate rates of a ring, ascending: none above the best chain of any class."""
+    entries = np.unique(rates)
+    ceiling = rates.max(axis=(1, 2)).min()
+    candidates: Rates = entries[(entries > 0) & (entries <= ceiling)]
+    return candidates
+
+
+def highest(
+    candidates: Rates,
+    decide: Callable[[float], Decision],
+    rate: Callable[[Walk], float],
+    known: Walk | None = None,
+) -> Best:
+    """Find the best walk over candidate rates (ascending), from the top in growing strides.
+
+    `decide` looks for a walk at a rate, `rate` rates a walk, `known` is a first walk. At most
+    about 2 log E decisions for E candidates; few if the answer is near the top.
+    """
+    best = known
+    low = -1 if known is None else _reached(candidates, rate(known))
+    high = ruled_out = len(candidates)
+    stride = 1
+    while low + 1 < high:
+        middle = max(high - stride, (low + high) // 2)
+        decision = decide(float(candidates[middle]))
+        if decision.walk is not None:
+            best = decision.walk
+            low = max(middle, _reached(candidates, rate(best)))
+        else:
+            high, stride = middle, 4 * stride
+            ruled_out = middle if decision.certain else ruled_out
+    return Best(walk=best, bound=float(candidates[ruled_out - 1]) if ruled_out else 0.0)
+
+
+def _reached(candidates: Rates, rate: float) -> int:
+    return int(np.searchsorted(candidates, rate, side="right")) - 1
+
+
+def not_ruled_out(candidates: Rates, could: Callable[[float], bool]) -> Rates:
+    """Return the candidates (ascending) up to the last for which `could` holds, by bisection."""
+    low, high = -1, len(candidates)
+    while low + 1 < high:
+        middle = high - 1 if high == len(candidates) else (low + high) // 2
+        low, high = (middle, high) if could(float(candidates[middle])) else (low, middle)
+    return candidates[: low + 1]
+
+
+def could_close(relations: Relation, counts: Sequence[int]) -> bool:
+    """Return false only if no order of `counts[k]` hosts of each relation k makes a ring.
+
+    1. A ring lies within a strongly connected part of the crossings, with a step of every kind.
+    2. If every host may take any kind's step, a closed walk of the right length is needed.
+    3. If hosts may be split between steps, each crossing must still be left as often as entered:
+       a linear program.
+    """
+    union = relations.any(axis=0)
+    _, labels = scipy.sparse.csgraph.connected_components(union, directed=True, connection="strong")
+    for label in np.unique(labels):
+        part = np.flatnonzero(labels == label)
+        inside = relations[:, part][:, :, part]
+        if not inside.any(axis=(1, 2)).all():
+            continue
+        closed = np.diagonal(power(inside.any(axis=0), sum(counts)))
+        if closed.any() and _balanced_in_fractions(inside, np.asarray(counts)):
+            return True
+    return False
+
+
+def _balanced_in_fractions(relations: Relation, counts: npt.NDArray[np.int64]) -> bool:
+    kinds, tails, heads = np.nonzero(relations)
+    if len(kinds) > MAX_PAIRS or np.diagonal(relations, axis1=1, axis2=2).all(axis=0).any():
+        return True
+    # Rows: the count of every kind, then exits less entries of every crossing.
+    each, moving = np.arange(len(kinds)), np.flatnonzero(tails != heads)
+    rows = [kinds, len(counts) + tails[moving], len(counts) + heads[moving]]
+    values = [np.ones(len(each)), np.ones(len(moving)), -np.ones(len(moving))]
+    matrix = scipy.sparse.coo_array(
+        (np.concatenate(values), (np.concatenate(rows), np.concatenate([each, moving, moving]))),
+        shape=(len(counts) + relations.shape[1], len(each)),
+    )
+    right = np.concatenate([counts, np.zeros(relations.shape[1])])
+    result = scipy.optimize.linprog(np.zeros(len(each)), A_eq=matrix.tocsr(), b_eq=right)
+    return bool(result.status != _INFEASIBLE)
+
+
+# Pieces: hosts that stay together.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Hosts that the ring enters once and leaves once.
+
+    `steps(entry, leave)` yields a path through every host for a pair in `relation`; `exact` tells
+    whether `relation` holds for all orders of the hosts.
+    """
+
+    relation: Relation
+    steps: Steps
+    exact: bool = True
+
+
+def host_piece(number: int, relation: Relation) -> Piece:
+    """Return a single host as a piece."""
+
+    def steps(entry: int, leave: int) -> Iterator[Step]:  # noqa: ARG001
+        yield number, leave
+
+    return Piece(relation, steps)
+
+
+class Joiner:
+    """Joins pieces in any order; groups with equal kinds share one dynamic program."""
+
+    def __init__(self) -> None:
+        self._orders: dict[tuple[tuple[bytes, int], ...], Orders] = {}
+
+    def join(self, pieces: Sequence[Piece]) -> Piece:
+        """Return all pieces as one piece."""
+        if len(pieces) == 1:
+            return pieces[0]
+        kinds = Kinds([piece.relation for piece in pieces])
+        if kinds.products() <= MAX_PRODUCTS:
+            return self._in_all_orders(pieces, kinds)
+        ways = []
+        for parts in kinds.deals():
+            ways.append(self.join([self.join([pieces[i] for i in part]) for part in parts]))
+            if ways[-1].relation.all():
+                break
+        return _union(ways)
+
+    def _in_all_orders(self, pieces: Sequence[Piece], kinds: Kinds) -> Piece:
+        if kinds.key not in self._orders:
+            self._orders[kinds.key] = Orders(kinds.relations, kinds.counts)
+        orders = self._orders[kinds.key]
+
+        def steps(entry: int, leave: int) -> Iterator[Step]:
+            pools = [iter(members) for members in kinds.members]
+            for kind, before, after in orders.route(entry, leave):
+                yield from pieces[next(pools[kind])].steps(before, after)
+
+        return Piece(orders.relation, steps, all(piece.exact for piece in pieces))
+
+
+def _union(ways: Sequence[Piece]) -> Piece:
+    """Return the same hosts joined in several ways as one piece, of which no order is certain."""
+
+    def steps(entry: int, leave: int) -> Iterator[Step]:
+        return next(way for way in ways if way.relation[entry, leave]).steps(entry, leave)
+
+    return Piece(np.logical_or.reduce([way.relation for way in ways]), steps, exact=False)
+
+
+class Kinds:
+    """Pieces by equal relations: `members[k]` are the positions of those with `relations[k]`."""
+
+    def __init__(self, relations: Sequence[Relation]) -> None:
+        found: dict[bytes, list[int]] = {}
+        for position, relation in enumerate(relations):
+            found.setdefault(np.packbits(relation).tobytes(), []).append(position)
+        names = sorted(found)
+        self.members = [found[name] for name in names]
+        self.relations = [relations[members[0]] for members in self.members]
+        self.counts = [len(members) for members in self.members]
+        self.key = tuple(zip(names, self.counts, strict=True))
+        self._weight = max(8, len(relations[0])) / 64
+
+    def products(self, share: int = 1) -> float:
+        """Return the matrix products for all orders, as over 64 crossings.
+
+        With `share`, of a part that has one of `share` equal shares of every kind.
+        """
+        counts = [-(-count // share) for count in self.counts]
+        if len(counts) == 1:
+            return 0
+        return math.prod(count + 1 for count in counts) * len(counts) * self._weight
+
+    def deals(self) -> Iterator[list[list[int]]]:
+        """Yield divisions of the pieces into parts: runs of a kind, then even shares of all."""
+        order = list(itertools.chain.from_iterable(self.members))
+        if len(order) == len(self.members):
+            yield [order[start : start + PART] for start in range(0, len(order), PART)]
+            return
+        yield self.members
+        parts = 2
+        while 2 * parts < len(order) and self._part_products(parts) > PART_PRODUCTS:
+            parts *= 2
+        yield [order[start::parts] for start in range(parts)]
+
+    def _part_products(self, parts: int) -> float:
+        size = -(-sum(self.counts) // parts)
+        if size < len(self.counts):
+            return 2.0**size * size * self._weight
+        return self.products(parts)
+
+
+class Orders:
+    """All orders of `counts[k]` pieces of each relation k: which crossings they connect."""
+
+    def __init__(self, relations: Sequence[Relation], counts: Sequence[int]) -> None:
+        self._relations, self._counts = relations, tuple(counts)
+        self._after: dict[tuple[int, ...], Relation] = {}
+        self.relation = self._all() if len(relations) > 1 else power(relations[0], counts[0])
+
+    def _all(self) -> Relation:
+        for passed in itertools.product(*(range(count + 1) for count in self._counts)):
+            last = [kind for kind, count in enumerate(passed) if count]
+            before = [self._after[_less(passed, kind)] for kind in last]
+            # The union of products is one product of the matrices side by side.
+            self._after[passed] = (
+                product(np.hstack(before), np.vstack([self._relations[kind] for kind in last]))
+                if last
+                else np.eye(len(self._relations[0]), dtype=np.bool_)
+            )
+        return self._after[self._counts]
+
+    def route(self, entry: int, leave: int) -> list[tuple[int, int, int]]:
+        """Return kind, entry and exit of every piece in turn, for a pair in `relation`."""
+        if len(self._relations) == 1:
+            exits = path([self._relations[0]] * self._counts[0], entry, leave)
+            return [(0, *pair) for pair in zip((entry, *exits), exits, strict=False)]
+        backwards, passed = [], self._counts
+        while any(passed):
+            kind, before = self._last(passed, entry, leave)
+            backwards.append((kind, before, leave))
+            passed, leave = _less(passed, kind), before
+        return backwards[::-1]
+
+    def _last(self, passed: tuple[int, ...], entry: int, leave: int) -> tuple[int, int]:
+        """Return the kind of the last piece passed, and the crossing that enters it."""
+        for kind, count in enumerate(passed):
+            if count:
+                ways = self._after[_less(passed, kind)][entry] & self._relations[kind][:, leave]
+                if ways.any():
+                    return kind, int(np.argmax(ways))
+        raise AssertionError("only pairs in the relation are asked for")
+
+
+def _less(passed: tuple[int, ...], kind: int) -> tuple[int, ...]:
+    return (*passed[:kind], passed[kind] - 1, *passed[kind + 1 :])
