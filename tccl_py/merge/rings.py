@@ -367,10 +367,10 @@ def _with_few_exits(walk: Walk, classes: Sequence[int], root: Group, loose: Grou
 
 def _closed(relations: Relation, classes: Sequence[int], root: Group) -> Decision:
     """Look for a ring in which groups stay together."""
-    joiner = Joiner()
+    joiner, of_class = Joiner(), list(relations)
 
     def pieces(group: Group) -> list[Piece]:
-        found = [host_piece(host, relations[classes[host]]) for host in group.hosts]
+        found = [host_piece(host, of_class[classes[host]]) for host in group.hosts]
         inner = [pieces(below) for below in group.groups]
         return found + [joiner.join(below) for below in inner if below]
 

@@ -146,14 +146,14 @@ def could_close(relations: Relation, counts: Sequence[int]) -> bool:
     3. If hosts may be split between steps, each crossing must still be left as often as entered:
        a linear program.
     """
-    union = relations.any(axis=0)
+    union: Relation = relations.any(axis=0)
     _, labels = scipy.sparse.csgraph.connected_components(union, directed=True, connection="strong")
     for label in np.unique(labels):
         part = np.flatnonzero(labels == label)
         inside = relations[:, part][:, :, part]
         if not inside.any(axis=(1, 2)).all():
             continue
-        closed = np.diagonal(power(inside.any(axis=0), sum(counts)))
+        closed = np.diagonal(power(union[np.ix_(part, part)], sum(counts)))
         if closed.any() and _balanced_in_fractions(inside, np.asarray(counts)):
             return True
     return False
@@ -248,8 +248,10 @@ class Kinds:
 
     def __init__(self, relations: Sequence[Relation]) -> None:
         found: dict[bytes, list[int]] = {}
+        packed = {id(relation): relation for relation in relations}
+        texts = {key: np.packbits(relation).tobytes() for key, relation in packed.items()}
         for position, relation in enumerate(relations):
-            found.setdefault(np.packbits(relation).tobytes(), []).append(position)
+            found.setdefault(texts[id(relation)], []).append(position)
         names = sorted(found)
         self.members = [found[name] for name in names]
         self.relations = [relations[members[0]] for members in self.members]
