@@ -1,10 +1,9 @@
-"""What `scripts/benchmark-cluster` runs: merges of large clusters, chain tables, a whole plan.
+"""What `scripts/benchmark-cluster` runs: merges of large clusters, a whole plan.
 
 Merges are of tables drawn at random, 64 x 64: 8 NICs with 8 landings each. `levels` have five
 different rates, as mechanisms and links do; `measured` ones all differ, which is the hardest. 30 %
-of the chains do not exist. The chain table is of 8 GPUs on two NUMA nodes with a NIC each, between
-all 16 landings; the plan is `tccl plan --simulate nvswitch-8gpu-8nic --nodes 1024` with its files.
-Each case runs in a process of its own, so that its peak memory is its own (imports included).
+of the chains do not exist. The plan is `tccl plan --simulate nvswitch-8gpu-8nic --nodes 1024` with
+its files. Each case runs in a process of its own, so that its peak memory is its own (imports included).
 """
 
 from __future__ import annotations
@@ -27,17 +26,6 @@ from tccl_py.cli.main import app
 from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.merge.rings import ChainTable, MergedRing, merge_in_order, merge_with_switches
 from tccl_py.model.cluster import SwitchTree
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Nic, toy_machine
-from tccl_py.model.symmetry import automorphisms
-from tccl_py.nccl.candidates import chain_hop_space
-from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.transport import hop_space
-from tccl_py.search.chain_tables import chain_table
-from tccl_py.search.chains import WORLD
-from tccl_py.simulator.generic import model_for
-from tccl_py.simulator.source import Simulator
-from tccl_py.sources.memory import RememberingSource
 
 CROSSINGS = 64
 NODES = 1_024
@@ -63,7 +51,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     run: Callable[[], Found]
     seconds: float | None = None
     megabytes: float | None = None
-    sets: int | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,29 +98,6 @@ def switched(nodes: int, classes: int, kind: str) -> Found:
     tree = SwitchTree(name="root", switches=tuple(leaves))
     hosts = dict(zip(names, drawn, strict=True))
     return merged(merge_with_switches(tables(kind, classes), hosts, tree))
-
-
-def chain_table_of_eight() -> Found:
-    machine = toy_machine(gpus=8, numa_nodes=2)
-    nics = tuple(
-        Nic(index=i, name=f"mlx5_{i}", parent=f"C{i}", speed_mbps=100_000, guid=f"0x{i}", port=1)
-        for i in range(2)
-    )
-    machine = msgspec.structs.replace(machine, nics=nics)
-    settings = Settings(channels=2)
-    space = chain_hop_space(machine, Knowledge(), settings)
-    entries = {str(h.flow): [h] for g in range(8) for h in space.between(WORLD, g)}
-    exits = {str(h.flow): [h] for g in range(8) for h in space.between(g, WORLD)}
-    source = RememberingSource(Simulator(model_for(machine)))
-    found = chain_table(
-        hop_space(machine, Knowledge(), settings),
-        entries,
-        exits,
-        source=source,
-        symmetry=automorphisms(machine),
-    )
-    rates = [cell.rate_gbps for cell in found.cells.values()]
-    return Found(rate=min(rates), bound=max(rates), sets=source.sets_measured)
 
 
 def whole_plan() -> Found:
@@ -187,12 +151,6 @@ def cases() -> list[Case]:
         ]
     return [
         *found,
-        Case(
-            name="chain table of 8 GPUs and 2 NICs (slowest, fastest chain)",
-            run=chain_table_of_eight,
-            seconds=300,
-            sets=5_000,
-        ),
         Case(name="tccl plan of 1,024 nodes x 8 GPUs x 8 NICs", run=whole_plan, seconds=40),
     ]
 
@@ -223,7 +181,6 @@ def verdict(case: Case, outcome: Outcome) -> str:
     checks = [
         (case.seconds, outcome.seconds, "s"),
         (case.megabytes, outcome.megabytes, "MB"),
-        (case.sets, outcome.found.sets or 0, "sets"),
     ]
     asked = [(most, found, unit) for most, found, unit in checks if most is not None]
     met = all(found <= most for most, found, _ in asked)

@@ -13,26 +13,20 @@ from tccl_py.model.rings import ring
 from tccl_py.model.symmetry import automorphisms, no_symmetry
 from tccl_py.nccl.candidates import chain_hop_space, chains_as_rings, network_candidates
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.transport import hop_space
-from tccl_py.search.chain_tables import chain_table, paired_chains
 from tccl_py.search.chains import (
-    WORLD,
     EvenUse,
     Pairing,
     chain_of,
     chains_of,
-    entry_nic,
-    exit_nic,
     flows_of,
+    paired_chains,
     ring_of,
     symmetry_keeping,
 )
 from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.simulator.generic import model_for
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.memory import RememberingSource
 from tests.networked import MadeUp, all_chains, networked_machine
 
 SETTINGS = Settings(channels=2)
@@ -59,68 +53,6 @@ def test_the_best_chain_is_the_best_of_all_chains(gpus, seed):
     assert result.proven
     (chain,) = chains_of(result.rings)
     assert sorted(chain.gpus) == list(range(gpus))
-
-
-def table_for(machine, source, *, symmetry=None):
-    """A table of all pairs of a NIC and a landing, and its ends."""
-    inner = hop_space(machine, Knowledge(), SETTINGS)
-    whole = space_of(machine)
-    ends = {
-        way: {
-            f"{hop.flow.source if way == 'exit' else hop.flow.destination} {nic(hop)}": [hop]
-            for pair, hops in whole.hops.items()
-            for hop in hops
-            if pair[0 if way == "entry" else 1] == WORLD
-        }
-        for way, nic in (("entry", entry_nic), ("exit", exit_nic))
-    }
-    found = chain_table(
-        inner,
-        ends["entry"],
-        ends["exit"],
-        source=source,
-        symmetry=symmetry or no_symmetry(machine),
-    )
-    return found, ends, whole
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_every_cell_of_a_table_is_the_best_chain_between_its_ends(seed):
-    machine = networked_machine(gpus=3, nics=2, numa_nodes=1)
-    source = MadeUp(seed)
-    table, ends, whole = table_for(machine, source)
-    assert len(ends["entry"]) == len(ends["exit"]) == 6
-    for one, other in itertools.product(ends["entry"], ends["exit"]):
-        between = [
-            min(source.rate(hop.flow) for hop in hops)
-            for hops in all_chains(whole)
-            if hops[0] in ends["entry"][one] and hops[-1] in ends["exit"][other]
-        ]
-        assert table.rate(one, other) == max(between, default=0.0)
-
-
-def test_cells_that_a_symmetry_exchanges_share_one_search_and_are_right_themselves():
-    model = model_for(networked_machine(gpus=4, nics=2, numa_nodes=2))
-    source = Simulator(model)
-    alone, ends, _ = table_for(model.machine, source)
-    shared, _, _ = table_for(model.machine, source, symmetry=automorphisms(model.machine))
-    assert shared.searches < alone.searches / 2
-    assert set(shared.cells) == set(alone.cells)
-    for pair, cell in shared.cells.items():
-        assert cell.rate_gbps == pytest.approx(alone.cells[pair].rate_gbps)
-        assert cell.chain.entry in ends["entry"][pair[0]]
-        assert cell.chain.exit in ends["exit"][pair[1]]
-        (measured,) = source.measure([cell.chain.flows])
-        assert measured.rate_gbps == pytest.approx(cell.rate_gbps)
-
-
-def test_a_table_of_eight_gpus_and_two_nics_takes_few_sets():
-    model = model_for(networked_machine(gpus=8, nics=2, numa_nodes=2))
-    source = RememberingSource(Simulator(model))
-    table, ends, _ = table_for(model.machine, source, symmetry=automorphisms(model.machine))
-    assert len(ends["entry"]) == 16
-    assert len(table.cells) == 16 * 16 - 2 * 2 * 8
-    assert source.sets_measured <= 5000
 
 
 @given(st.lists(st.integers(0, 3), max_size=8), st.integers(1, 8))

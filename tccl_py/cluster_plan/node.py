@@ -34,8 +34,7 @@ from tccl_py.plan.tasks import (
     space_under,
     stock_of,
 )
-from tccl_py.search.chain_tables import paired_chains
-from tccl_py.search.chains import Chain, NicPair, Pairing, chains_of
+from tccl_py.search.chains import Chain, NicPair, Pairing, chains_of, paired_chains
 from tccl_py.search.problem import Budget, Reporter, SearchResult
 from tccl_py.sources.memory import RememberingSource
 

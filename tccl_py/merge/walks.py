@@ -146,7 +146,7 @@ def could_close(relations: Relation, counts: Sequence[int]) -> bool:
     3. If hosts may be split between steps, each crossing must still be left as often as entered:
        a linear program.
     """
-    union: Relation = relations.any(axis=0)
+    union: Relation = np.logical_or.reduce(relations)
     _, labels = scipy.sparse.csgraph.connected_components(union, directed=True, connection="strong")
     for label in np.unique(labels):
         part = np.flatnonzero(labels == label)

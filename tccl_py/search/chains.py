@@ -11,16 +11,18 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from tccl_py.errors import SearchError
+from tccl_py.errors import MeasurementError, SearchError
+from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.model.transfer import Flow, TransferSet, receiving_nic, sending_nic, transfer_set
-from tccl_py.search.problem import HopIndex
+from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult
+from tccl_py.search.strategies import find_rings
 
 WORLD = -1
 """The vertex that stands for all other nodes; lower than any GPU, so that rings begin there."""
+PAIRING_BUDGET = Budget(sets=200, idle_sets=40)
 
 
 class Chain(msgspec.Struct, frozen=True, order=True):
@@ -218,14 +220,36 @@ def symmetry_keeping(symmetry: Symmetry, pairing: Pairing) -> Symmetry:
     return symmetry if keep.all() else keeping(symmetry, keep)
 
 
-def end_images(index: HopIndex, groups: Sequence[frozenset[int]]) -> npt.NDArray[np.int64]:
-    """For each symmetry element of an index, which group of hops it takes each group to; -1: none.
+def paired_chains(
+    space: HopSpace,
+    pairing: Pairing,
+    *,
+    source: BandwidthSource,
+    symmetry: Symmetry,
+    cuts: Sequence[frozenset[int]] = (),
+    known: Sequence[Sequence[Ring]] = (),
+    budget: Budget = PAIRING_BUDGET,
+    reporter: Reporter | None = None,
+) -> SearchResult | None:
+    """Find the best chains over exactly these pairs of NICs, together; None if there are none.
 
-    Groups are sets of hop numbers.
+    Raises:
+        KeyboardInterrupt: the search was interrupted.
     """
-    number = {group: i for i, group in enumerate(groups)}
-    rows = [
-        [number.get(frozenset(images[list(group)].tolist()), -1) for group in groups]
-        for images in index.images
-    ]
-    return np.array(rows, dtype=np.int64)
+    count = len(pairing.pairs)
+    problem = SearchProblem(
+        spaces={count: space},
+        source=source,
+        symmetry=symmetry_keeping(symmetry, pairing),
+        known=tuple(tuple(rings) for rings in known),
+        rules={count: pairing},
+        cuts=tuple(cuts),
+        budget=budget,
+    )
+    try:
+        result = find_rings(problem, reporter=reporter)
+    except (SearchError, MeasurementError):
+        return None
+    if result.cancelled:
+        raise KeyboardInterrupt
+    return result
