@@ -3,7 +3,7 @@
 Merges are of tables drawn at random, 64 x 64: 8 NICs with 8 landings each. `levels` have five
 different rates, as mechanisms and links do; `measured` ones all differ, which is the hardest. 30 %
 of the chains do not exist. The plan is `tccl plan --simulate nvswitch-8gpu-8nic --nodes 1024` with
-its files. Each case runs in a process of its own, so that its peak memory is its own (imports included).
+its files. Each case runs in a process of its own, so that its peak memory is its own.
 """
 
 from __future__ import annotations
