@@ -147,7 +147,7 @@ def ring_of(here, settings, order) -> TransferSet:
 
 def again(source, transfers: TransferSet) -> None:
     """Measure a set once more than the journal has it."""
-    source.measure([transfers] * (1 + source.times_known.get(str(transfers), 0)))
+    source.measure([transfers] * (1 + source.times_of(transfers)))
 
 
 def compared(here, source, path, *, quick):

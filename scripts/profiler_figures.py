@@ -64,7 +64,8 @@ Journal = dict[str, list[Measurement]]
 def load(folder: Path) -> tuple[list[Journal], dict[str, object], dict[str, list[float]]]:
     """Both journals, NCCL's rates, and the plain loops' rates by set."""
     paths = [folder / f"journal-{i}.jsonl" for i in (1, 2)]
-    journals = [read_journal(path).measurements for path in paths if path.exists()]
+    known = [read_journal(path).measurements for path in paths if path.exists()]
+    journals = [{str(one): list(found) for one, found in each.items()} for each in known]
     nccl = json.loads((folder / "nccl.json").read_text())
     return journals, nccl, json.loads((folder / "plain-copies.json").read_text())
 

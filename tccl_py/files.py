@@ -22,6 +22,7 @@ MAX_INPUT_BYTES = 32 * 1024 * 1024
 """No description of one machine, plan or graph comes near this; larger input is refused unread."""
 
 T = TypeVar("T")
+Text = TypeVar("Text", bound="TextValue")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _TERMINAL = re.compile("[\x7f-\x9f]")
 """Control characters that JSON lets stand as they are."""
@@ -204,6 +205,66 @@ def check_path(path: PurePath) -> None:
         raise InputError(repr(text), "is not UTF-8", "name another directory") from error
 
 
+class TextValue:
+    """An immutable value that is compared, hashed and stored in files as its text.
+
+    A subclass sets `_text` when it is made, and parses it in `from_text`.
+    """
+
+    __slots__ = ("_text",)
+    _text: str
+
+    @classmethod
+    def from_text(cls: type[Text], text: str) -> Text:
+        """Parse the text form.
+
+        Raises:
+            InputError: the text has no such value.
+        """
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._text!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and str(other) == self._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (type(self).from_text, (self._text,))
+
+
+def written(value: object) -> str:
+    """Return the text of a value that msgspec does not know: its `enc_hook`."""
+    if isinstance(value, TextValue):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} has no form in files")
+
+
+def parsed(kind: type[Any], value: object) -> Any:
+    """Parse a value that msgspec does not know: its `dec_hook`.
+
+    Raises:
+        ValueError: no such text, or the same value has another text in files.
+    """
+    if not issubclass(kind, TextValue):
+        raise NotImplementedError(f"{kind.__name__} has no form in files")
+    if not isinstance(value, str):
+        raise ValueError(f"Expected `str`, got `{type(value).__name__}`")
+    try:
+        found = kind.from_text(value)
+    except InputError as error:
+        raise ValueError(f"{error.where} {error.what}") from error
+    if str(found) != value:
+        raise ValueError(f"{value[:60]!r} is not in canonical form: {str(found)[:60]}")
+    return found
+
+
 def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
     """Decode JSON into a msgspec type, strictly; `name` is what a message calls it.
 
@@ -211,7 +272,7 @@ def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
         InputError: not JSON, nested too deep, or not of `kind`; names the place in the document.
     """
     try:
-        return msgspec.json.decode(text.encode(), type=kind)
+        return msgspec.json.decode(text.encode(), type=kind, dec_hook=parsed)
     except RecursionError as error:
         raise InputError(where, "is nested too deep", "give a file this program wrote") from error
     except msgspec.MsgspecError as error:
@@ -227,5 +288,10 @@ def encode_json(value: Any) -> str:
 
     No control character stands in it, so that a terminal shows what a name has.
     """
-    text = msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
+    text = msgspec.json.format(encode_line(value)[:-1], indent=1).decode() + "\n"
     return _TERMINAL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def encode_line(value: Any) -> bytes:
+    """Encode as JSON on one line, with a final newline."""
+    return msgspec.json.encode(value, enc_hook=written) + b"\n"

@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 
 from tccl_py.health.drift import Effort, chosen_sets, find_drift
-from tccl_py.model.transfer import parse_set
 from tccl_py.plan.planner import make_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
@@ -33,14 +32,13 @@ class Journalled:
     def some(self):
         """The sets that a check would choose, and some of the rest."""
         counted = {text: [None] * times for text, times in self.times.items()}
-        chosen = map(str, chosen_sets(self.plan, counted, most=24, seed=0))
-        return {text: parse_set(text) for text in (*chosen, *list(self.times)[::10])}
+        chosen = chosen_sets(self.plan, counted, most=24, seed=0)
+        return tuple(dict.fromkeys((*chosen, *list(self.times)[::10])))
 
     def journal(self, source):
         """A journal of some of its sets by another source, as often as they were measured."""
         return {
-            text: [source.measure([one])[0] for _ in range(self.times[text])]
-            for text, one in self.some.items()
+            one: [source.measure([one])[0] for _ in range(self.times[one])] for one in self.some
         }
 
 

@@ -56,7 +56,7 @@ class SharedResources:
                 rate *= 1 + self.noise * self.random.standard_normal()
             answers.append(
                 Measurement(
-                    transfers=str(transfers),
+                    transfers=transfers,
                     samples_gbps=tuple((rate,) for _ in transfers.flows),
                     simulated=True,
                 )

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from tccl_py.cli import hardware
 from tccl_py.cli.hardware import Care, Hardware, MeasuredMachine, measured_machine
 from tccl_py.cli.main import app
+from tccl_py.files import decode_json, encode_line
 from tccl_py.health.drift_record import CheckRecord
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.model.machine import machine_to_json
@@ -136,7 +137,7 @@ def test_kept_checks_are_appended_and_the_journal_stays(plan):
     result = tccl("check", plan, "--keep", "--seed", "3")
     assert result.stderr == f"tccl: kept in {plan}/checks.jsonl\n"
     lines = (plan / "checks.jsonl").read_bytes().splitlines()
-    one, other = (msgspec.json.decode(line, type=CheckRecord) for line in lines)
+    one, other = (decode_json(line.decode(), CheckRecord, where="line") for line in lines)
     assert one.header.identity.endswith("noise 0.02, seed 1")
     assert other.header.identity.endswith("noise 0.02, seed 4")
     assert len(one.measurements) >= 3 * 24
@@ -210,7 +211,7 @@ def measured(plan, monkeypatch):
     session = Session(load_bundled(NAME))
     rows = [one for found in journal.measurements.values() for one in found]
     lines = [session.header, *(msgspec.structs.replace(one, simulated=False) for one in rows)]
-    text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    text = b"".join(encode_line(line) for line in lines)
     (plan / "measurements.jsonl").write_bytes(text)
     monkeypatch.setattr(hardware, "open_session", lambda *_: session)
     found_here(monkeypatch, PRINT)

@@ -559,7 +559,7 @@ def test_the_host_backend_measures_and_its_journal_answers_a_second_run(tmp_path
 
 
 def kept_in(path):
-    return {text: list(found) for text, found in read_journal(path).measurements.items()}
+    return {str(one): list(found) for one, found in read_journal(path).measurements.items()}
 
 
 SERIES = tuple(f"G0->G0->G1{{blocks=1,fifo={i}K}}" for i in range(64, 123))

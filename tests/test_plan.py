@@ -271,9 +271,9 @@ class StandingStill:
         return [self._stopped(one) for one in self._simulator.measure(sets)]
 
     def _stopped(self, found):
-        rows = zip(found.transfers.split(), found.samples_gbps, strict=True)
+        rows = zip(found.transfers.flows, found.samples_gbps, strict=True)
         samples = tuple(
-            (0.0,) * len(row) if text.startswith(self._way) else row for text, row in rows
+            (0.0,) * len(row) if str(flow).startswith(self._way) else row for flow, row in rows
         )
         return msgspec.structs.replace(found, samples_gbps=samples)
 

@@ -53,7 +53,7 @@ class Network:
         if self.across and self.switches[sender] != self.switches[receiver]:
             rate = min(rate, self.across)
         samples = tuple(rate * self._random.gauss(1, self.noise) for _ in range(10))
-        return Measurement(transfers=str(transfers), samples_gbps=(samples,), simulated=False)
+        return Measurement(transfers=transfers, samples_gbps=(samples,), simulated=False)
 
 
 def test_equal_hosts_are_sampled_and_none_is_odd():

@@ -111,7 +111,7 @@ def test_a_lanes_rate_is_its_flows_median_whatever_the_order_and_the_copies_of_f
 def test_slow_lanes_go_on_as_fast_as_one_of_few(lanes):
     rates = Rates()
     measurement = one(profiler_of(FakePool(rates)), ring(lanes))
-    assert measurement.transfers == ring(lanes)
+    assert str(measurement.transfers) == ring(lanes)
     assert measurement.gbps == expected(lanes, LONE)
     assert sum(unequal(lanes)) > measurement.gbps[0] > 1.02 * expected(lanes, None).expected[0]
     assert {len(row) for row in measurement.samples_gbps} == {6}
@@ -122,7 +122,7 @@ def test_sets_that_differ_in_lanes_alone_share_one_short_look_at_few():
     profiler = profiler_of(FakePool(rates))
     sets = [parse_set(ring(lanes)) for lanes in (8, 16, 24, 32, 8)]
     answers = profiler.measure(sets)
-    assert [answer.transfers for answer in answers] == [str(one) for one in sets]
+    assert [answer.transfers for answer in answers] == sets
     # A trial, and three repeats.
     assert rates.few == 4
     assert profiler.sets_run == len(sets)
@@ -202,7 +202,7 @@ def test_a_journal_has_only_the_sets_that_were_asked_for(tmp_path):
     header = JournalHeader(machine="fake", identity="fake", simulated=False)
     with JournalledSource(profiler_of(FakePool(Rates())), path, header) as source:
         source.measure([parse_set(ring(8)), parse_set(ring(24))])
-    assert set(read_journal(path).measurements) == {ring(8), ring(24)}
+    assert set(map(str, read_journal(path).measurements)) == {ring(8), ring(24)}
 
 
 # Over the host backend.
@@ -230,7 +230,7 @@ def test_the_host_backend_goes_the_same_way(monkeypatch):
     texts = []
     before_runs(monkeypatch, texts.append)
     with pool_of(memory=HOST) as pool:
-        assert moving(pool, HOST_RING).transfers == HOST_RING
+        assert str(moving(pool, HOST_RING).transfers) == HOST_RING
     # Checked first, then looked at with few lanes.
     assert texts.index(HOST_RING) < texts.index(HOST_FEW)
     assert set(texts) == {HOST_RING, HOST_FEW}
@@ -250,7 +250,7 @@ def test_a_worker_killed_while_few_lanes_run_is_replaced_and_the_set_measured(mo
         before_runs(monkeypatch, kill)
         profiler = Profiler(pool, options=options())
         (measurement,) = profiler.measure([parse_set(HOST_RING)])
-        assert measurement.transfers == HOST_RING
+        assert str(measurement.transfers) == HOST_RING
         assert profiler.notices[0].endswith(
             f"was killed by SIGKILL; all workers were started anew and {HOST_FEW} measured again"
         )

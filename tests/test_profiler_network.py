@@ -170,7 +170,7 @@ def test_a_profiler_measures_over_hosts_as_on_one(hosts):
         parse_set(text) for text in (HOST_TO_HOST, GPU_TO_GPU, SETS["round a ring of two hosts"])
     ]
     for asked, found in zip(sets, profiler.measure(sets), strict=True):
-        assert found.transfers == str(asked)
+        assert str(found.transfers) == str(asked)
         assert list(faults(found)) == []
         assert {len(row) for row in found.samples_gbps} == {6}
         assert len(found.samples_gbps) == len(asked)

@@ -558,7 +558,7 @@ def test_answers_are_in_the_order_given_and_a_set_listed_twice_is_measured_twice
     pool = FakePool(lambda text, number: [20.0 + number] * len(parse_set(text)))
     sets = [parse_set(text) for text in (BOUNCE, DIRECT, BOUNCE, COPIES)]
     answers = profiler_of(pool, stopping=Stopping(limit=6)).measure(sets)
-    assert [answer.transfers for answer in answers] == [str(one) for one in sets]
+    assert [answer.transfers for answer in answers] == sets
     assert answers[0].gbps != answers[2].gbps
 
 

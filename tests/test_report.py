@@ -11,6 +11,7 @@ from tccl_py.errors import InputError
 from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
 from tccl_py.model.machine import NvLink, check, toy_machine
 from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import parse_set
 from tccl_py.plan.plan import load_plan
 from tccl_py.report.machine import LANE, lay_out, wires
 from tccl_py.report.page import report_html
@@ -47,8 +48,10 @@ def page_of(directory):
 def journal(*lines):
     """A journal of sets, each with the rate of every flow."""
     return {
-        text: [
-            Measurement(transfers=text, samples_gbps=tuple((r,) for r in rates), simulated=False)
+        parse_set(text): [
+            Measurement(
+                transfers=parse_set(text), samples_gbps=tuple((r,) for r in rates), simulated=False
+            )
         ]
         for text, *rates in lines
     }
@@ -139,9 +142,9 @@ def test_beside_its_worst_neighbour_a_pair_has_its_lowest_rate():
 
 
 def test_a_set_measured_twice_has_the_median_of_all_samples():
-    once = journal(("G0->G0->G1", 10.0))["G0->G0->G1"]
-    again = journal(("G0->G0->G1", 20.0))["G0->G0->G1"]
-    assert fastest_alone({"G0->G0->G1": once + again})[0, 1].gbps == 15.0
+    one = parse_set("G0->G0->G1")
+    once, again = (journal((str(one), rate))[one] for rate in (10.0, 20.0))
+    assert fastest_alone({one: once + again})[0, 1].gbps == 15.0
 
 
 # scales and words

@@ -25,7 +25,7 @@ def test_a_simulator_is_a_bandwidth_source_that_says_it_is_simulated():
     (answer,) = simulator.measure([TWO])
     assert answer.simulated
     assert answer.source == "simulator:asus-esc8000a-e13p"
-    assert answer.transfers == "G0->G0->G4 G2->G2->G6"
+    assert str(answer.transfers) == "G0->G0->G4 G2->G2->G6"
 
 
 def test_answers_come_in_the_order_asked():

@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, SearchError
+from tccl_py.files import decode_json, encode_json
 from tccl_py.model.machine import toy_machine
 from tccl_py.model.rings import Hop, ring, ring_from_order, ring_set
 from tccl_py.model.symmetry import automorphisms, canonical, relabelled
@@ -15,11 +16,11 @@ from tccl_py.model.transfer import (
     Flow,
     Place,
     Transfer,
+    TransferSet,
     bounce,
     direct_read,
     direct_write,
     entering,
-    is_canonical,
     joined,
     leaving,
     parse_flow,
@@ -201,13 +202,20 @@ ALIKE = st.builds(
 @example(["G11->G1->G1"], " ")
 @example(["G1->G1->C0->G11->G11{blocks=64,fifo=999K}"], " ")
 @example(["G0->G0->G1{blocks=1,fifo=4M}"], " ")
-def test_a_canonical_text_is_one_that_parsing_leaves_as_it_is(parts, between):
+def test_files_hold_canonical_texts_only(parts, between):
     text = between.join(parts)
     try:
-        expected = str(parse_set(text)) == text
+        canonical = str(parse_set(text)) == text
     except InputError:
-        expected = False
-    assert is_canonical(text) is expected
+        canonical = False
+    written = encode_json(text)
+    if canonical:
+        read = decode_json(written, TransferSet, where="file")
+        assert read == parse_set(text)
+        assert encode_json(read) == written
+    else:
+        with pytest.raises(InputError, match=r"^file: does not fit TransferSet"):
+            decode_json(written, TransferSet, where="file")
 
 
 def test_an_empty_set_is_refused():

@@ -203,7 +203,7 @@ class Profiler:
         rows = _rows(seen)
         overlap = float(np.median([one.overlap for one in seen]))
         return Measurement(
-            transfers=str(transfers),
+            transfers=transfers,
             samples_gbps=rows,
             simulated=False,
             skew_us=float(np.median([one.skew_us for one in seen])),

@@ -92,7 +92,7 @@ def few_of(flow: Flow) -> Flow:
     """The flow with few lanes, if its lanes share links; else the flow itself."""
     if not shares_links(flow) or flow.blocks is None or flow.blocks <= FEW_LANES:
         return flow
-    return msgspec.structs.replace(flow, blocks=FEW_LANES)
+    return Flow(flow.transfers, FEW_LANES, flow.fifo, flow.buffer)
 
 
 def lone_rates(program: Program, lanes: Sequence[LaneRate]) -> Mapping[Flow, float]:

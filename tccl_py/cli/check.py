@@ -223,8 +223,8 @@ def _json(plan: Plan, drift: Drift) -> dict[str, Any]:
         "false_alarm_rate": drift.false_alarm_rate,
         "changes": [
             {
-                "set": row.transfers,
-                "flow": row.flow,
+                "set": str(row.transfers),
+                "flow": str(row.flow),
                 "was_gbps": row.was_gbps,
                 "is_gbps": row.is_gbps,
                 "ratio": row.ratio,
@@ -233,8 +233,8 @@ def _json(plan: Plan, drift: Drift) -> dict[str, Any]:
             for row in drift.changes
         ],
         "points_to": drift.points_to,
-        "lost": drift.lost,
-        "skipped": drift.skipped,
+        "lost": {str(one): why for one, why in drift.lost.items()},
+        "skipped": [str(one) for one in drift.skipped],
         "seconds": drift.seconds,
         "simulated": plan.simulated,
     }
@@ -266,7 +266,7 @@ def _table(drift: Drift) -> Table:
     table.columns[0].overflow = "fold"
     for row in drift.changes[:_SHOWN]:
         change, p = f"{row.ratio - 1:+.0%}", "< 1e-6" if row.p < 1e-6 else f"{row.p:.1g}"
-        table.add_row(row.flow, f"{row.was_gbps:.2f}", f"{row.is_gbps:.2f}", change, p)
+        table.add_row(str(row.flow), f"{row.was_gbps:.2f}", f"{row.is_gbps:.2f}", change, p)
         for line in _beside(row):
             table.add_row(f"  {line}", "", "", "", "", style="dim")
         table.add_section()
@@ -278,8 +278,8 @@ def _table(drift: Drift) -> Table:
 
 def _beside(row: Comparison) -> list[str]:
     """The other flows of a set, those that are alike counted; the first few of many."""
-    counted = Counter(row.transfers.split())
-    counted[row.flow] -= 1
+    counted = Counter(map(str, row.transfers.flows))
+    counted[str(row.flow)] -= 1
     lines = [f"{times} x {flow}" if times > 1 else flow for flow, times in (+counted).items()]
     rest = len(lines) - _SHOWN_FLOWS
     return [*lines[:_SHOWN_FLOWS], *([f"and {rest} other flows"] if rest > 0 else [])]

@@ -261,8 +261,8 @@ def in_given_order(
     something else of each flow, in the measurement's order.
     """
     found = measurement.gbps if values is None else values
-    waiting = dealt(measurement.transfers.split(), found)
-    return tuple(waiting[str(parse_flow(part))].pop(0) for part in text.split())
+    waiting = dealt(measurement.transfers.flows, found)
+    return tuple(waiting[parse_flow(part)].pop(0) for part in text.split())
 
 
 def spread(measurement: Measurement) -> tuple[float, ...]:

@@ -39,7 +39,7 @@ def measured_notices(
     return tuple(dict.fromkeys(notices))
 
 
-def overlap_notices(text: str, measurement: Measurement) -> Iterator[str]:
+def overlap_notices(text: object, measurement: Measurement) -> Iterator[str]:
     """Warn where the clock does not show that the flows of a set ran together."""
     if measurement.overlap_at_least:
         yield (

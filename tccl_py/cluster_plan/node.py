@@ -269,7 +269,7 @@ class Node:
     def measured(self, rings: RingSet) -> Passage:
         """A set of chains as a passage, measured well."""
         measurement = measured_well(self.source, rings)
-        rate = len(rings.rings) * measurement.rate_gbps
+        rate = rings.rate(measurement)
         return Passage(chains=chains_of(rings), rate_gbps=rate, measurement=measurement)
 
 

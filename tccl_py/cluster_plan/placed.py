@@ -70,7 +70,7 @@ class PlacedSource:
     def __init__(self, source: BandwidthSource, placement: Placement) -> None:
         self.placement = placement
         self._source = source
-        self._asked: Counter[str] = Counter()
+        self._asked: Counter[TransferSet] = Counter()
 
     @property
     def simulated(self) -> bool:
@@ -87,30 +87,30 @@ class PlacedSource:
 
     def _answer(self, wanted: TransferSet) -> Measurement:
         taken = self._taken(wanted)
-        left = [one for one in wanted.flows if str(one) not in taken]
+        left = [one for one in wanted.flows if one not in taken]
         flows = [self._placed(one, left) for one in left]
         if not flows:
             return _of_node(wanted, [], _nothing(self._source), taken)
         placed = transfer_set(flows)
-        self._asked[str(placed)] += 1
+        self._asked[placed] += 1
         # A journal below gives its n-th measurement of a set for the n-th time it is listed.
-        answers = self._source.measure([placed] * self._asked[str(placed)])
+        answers = self._source.measure([placed] * self._asked[placed])
         return _of_node(wanted, flows, answers[-1], taken)
 
-    def _taken(self, wanted: TransferSet) -> dict[str, float]:
+    def _taken(self, wanted: TransferSet) -> dict[Flow, float]:
         """The flows whose rate is taken from their NIC's port, which all that use it share."""
         nics = {
-            str(flow): (way, nic)
+            flow: (way, nic)
             for flow in wanted.flows
             for way, nic in (("out", sending_nic(flow)), ("in", receiving_nic(flow)))
             if nic is not None
             and nic in self.placement.unmeasured
             and not self.placement.measures(flow, nic)
         }
-        users = Counter(nics[str(flow)] for flow in wanted.flows if str(flow) in nics)
+        users = Counter(nics[flow] for flow in wanted.flows if flow in nics)
         return {
-            text: self.placement.unmeasured[nic] / users[way, nic]
-            for text, (way, nic) in nics.items()
+            flow: self.placement.unmeasured[nic] / users[way, nic]
+            for flow, (way, nic) in nics.items()
         }
 
     def _placed(self, flow: Flow, beside: Sequence[Flow]) -> Flow:
@@ -160,26 +160,26 @@ def _is_relayed(flow: Flow) -> bool:
 
 def _nothing(source: BandwidthSource) -> Measurement:
     """The measurement of a set without flows."""
-    return Measurement(transfers="", samples_gbps=(), simulated=source.simulated)
+    return Measurement(transfers=TransferSet(()), samples_gbps=(), simulated=source.simulated)
 
 
 def _of_node(
-    wanted: TransferSet, placed: Sequence[Flow], answer: Measurement, taken: Mapping[str, float]
+    wanted: TransferSet, placed: Sequence[Flow], answer: Measurement, taken: Mapping[Flow, float]
 ) -> Measurement:
     """What was measured on hosts, as of the node's own set; equal flows share their rates out.
 
     Flows in `taken` were not measured, and have these rates.
     """
-    rows = dealt(answer.transfers.split(), answer.samples_gbps)
+    rows = dealt(answer.transfers.flows, answer.samples_gbps)
     repeats = len(answer.samples_gbps[0]) if answer.samples_gbps else 1
     there = iter(placed)
     samples = tuple(
-        (taken[str(flow)],) * repeats if str(flow) in taken else rows[str(next(there))].pop(0)
+        (taken[flow],) * repeats if flow in taken else rows[next(there)].pop(0)
         for flow in wanted.flows
     )
     return msgspec.structs.replace(
         answer,
-        transfers=str(wanted),
+        transfers=wanted,
         samples_gbps=samples,
         assumed=answer.assumed or bool(taken),
     )

@@ -253,16 +253,16 @@ def _assembled(
 
 def _plan_passage(node: Node, number: int, settings: Settings, passage: Passage) -> PlanPassage:
     """A passage as it is saved, each flow with the rate it had beside all others."""
-    waiting = dealt(passage.measurement.transfers.split(), passage.measurement.gbps)
+    waiting = dealt(passage.measurement.transfers.flows, passage.measurement.gbps)
     chains = []
     for chain in passage.chains:
-        flows = tuple(str(hop.flow) for hop in chain.all_hops)
+        flows = tuple(hop.flow for hop in chain.all_hops)
         chains.append(
             PlanChain(
                 entry_nic=chain.entry_nic,
                 gpus=chain.gpus,
                 exit_nic=chain.exit_nic,
-                flows=flows,
+                flows=tuple(map(str, flows)),
                 gbps=tuple(waiting[flow].pop() for flow in flows),
             )
         )

@@ -23,7 +23,7 @@ from tccl_py.explain.findings import (
 from tccl_py.explain.probing import Asker, Flows, Key
 from tccl_py.explain.sharing import Shared, Sharing
 from tccl_py.model.measurement import dealt
-from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write, parse_flow, parse_set
+from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write, parse_flow
 from tccl_py.nccl.pinned_env import direct_pairs, kept_level
 from tccl_py.plan.plan import Plan
 from tccl_py.search.evaluator import BudgetSpentError
@@ -103,7 +103,7 @@ class Builder:
 
     def __init__(self, plan: Plan, asker: Asker, sharing: Sharing) -> None:
         self.plan, self.asker, self.sharing = plan, asker, sharing
-        self._suspects: dict[str, tuple[Shared, ...]] = {}
+        self._suspects: dict[tuple[Flow, ...], tuple[Shared, ...]] = {}
         self._seen: dict[Kinds, list[_Seen]] = {}
         self._looked_at = 0
 
@@ -143,21 +143,21 @@ class Builder:
         Raises:
             BudgetSpentError, MeasurementError: the flows were not measured.
         """
-        text = " ".join(str(flow) for flow in flows)
-        if text not in self._suspects:
+        key = tuple(flows)
+        if key not in self._suspects:
             alone = min(self.asker.best([flow]).gbps for flow in flows)
             share = min(1.0, self.asker.best(flows).gbps / alone)
             innocent = self._innocent(_kinds(flows), share**0.5)
             shared = self.sharing.shared(flows)
             busy = self.sharing.busy(flows) if share < COLLAPSE else ()
             left = [one for one in (*busy, *shared) if one.kind not in innocent]
-            self._suspects[text] = tuple(left) or shared
-        return self._suspects[text]
+            self._suspects[key] = tuple(left) or shared
+        return self._suspects[key]
 
     def _innocent(self, kinds: Kinds, above: float) -> set[str]:
         """What known sets of these mechanisms share and get this much of their own all the same."""
-        for text in self.asker.known[self._looked_at :]:
-            self._look_at(text)
+        for known in self.asker.known[self._looked_at :]:
+            self._look_at(known.flows)
         self._looked_at = len(self.asker.known)
         return {
             kind
@@ -166,10 +166,9 @@ class Builder:
             for kind in seen.shared
         }
 
-    def _look_at(self, text: str) -> None:
-        if not 1 < text.count(" ") + 1 <= _MOST_FLOWS:
+    def _look_at(self, flows: Flows) -> None:
+        if not 1 < len(flows) <= _MOST_FLOWS:
             return
-        flows = parse_set(text).flows
         alone = [one for one in map(self.asker.if_known, ([flow] for flow in flows)) if one]
         if len(alone) < len(flows):
             return
@@ -221,13 +220,12 @@ def _slowdown(alone: float, gbps: float) -> float:
     return min(_MOST_SLOWDOWN, alone / gbps) if gbps > 0 else _MOST_SLOWDOWN
 
 
-def _each(flows: Flows, each: Sequence[tuple[str, float]], slowest: float) -> tuple[float, ...]:
+def _each(flows: Flows, each: Sequence[tuple[Flow, float]], slowest: float) -> tuple[float, ...]:
     """Each flow's rate; the slowest's for all where only an image was measured."""
-    texts = [str(flow) for flow in flows]
-    if sorted(texts) != sorted(text for text, _ in each):
-        return (slowest,) * len(texts)
-    waiting = dealt((text for text, _ in each), (rate for _, rate in each))
-    return tuple(waiting[text].pop(0) for text in texts)
+    if sorted(flows) != sorted(flow for flow, _ in each):
+        return (slowest,) * len(flows)
+    waiting = dealt((flow for flow, _ in each), (rate for _, rate in each))
+    return tuple(waiting[flow].pop(0) for flow in flows)
 
 
 # Slow sets of other rings that the search met: what a plan avoids.
@@ -288,10 +286,10 @@ def _reason(builder: Builder, finding: Finding) -> _Reason:
 def _slow_sets(asker: Asker) -> Iterator[_KnownSet]:
     """Sets of a few flows that are much slower than each flow alone; costs no measurement."""
     keys: set[Key] = set()
-    for text in asker.known:
-        if not 1 < text.count(" ") + 1 <= _MOST_FLOWS:
+    for known in asker.known:
+        flows = known.flows
+        if not 1 < len(flows) <= _MOST_FLOWS:
             continue
-        flows = parse_set(text).flows
         alone = [asker.if_known([flow]) for flow in flows]
         slowest = min((rate.gbps if rate is not None else 0.0 for rate in alone), default=0.0)
         together = asker.exact(flows)
@@ -327,8 +325,7 @@ def _explained(
 
 def _slow_ways(builder: Builder) -> Iterator[Finding]:
     """Single flows that another mechanism between the same GPUs beats by far, as known."""
-    singles = [text for text in builder.asker.known if " " not in text]
-    flows = [flow for text in singles for flow in parse_set(text).flows]
+    flows = [known.flows[0] for known in builder.asker.known if len(known) == 1]
     by_pair: dict[tuple[object, ...], list[Flow]] = {}
     for flow in flows:
         key = (flow.source, flow.destination, flow.blocks)

@@ -15,7 +15,7 @@ from itertools import combinations
 import msgspec
 
 from tccl_py.explain.probing import Asker, Rate
-from tccl_py.model.transfer import Flow, parse_set, transfer_set
+from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.search.evaluator import BudgetSpentError, smallest_slow_part
 
 HURT = 0.95
@@ -141,21 +141,18 @@ class _Level:
         self._asker, self._flows, self._related, self._label = asker, flows, related, label
         whole, alone = asker.rate(flows).gbps, alone_rate(asker, flows).gbps
         self.limit = min(NEAR * whole, (whole * alone) ** 0.5)
-        self._texts = [str(flow) for flow in flows]
-        self._rates: list[tuple[Counter[str], float]] = []
+        self._rates: list[tuple[Counter[Flow], float]] = []
         self._remember_known()
         self._parts: list[Part] = []
         self._causes: dict[object, Cause] = {}
-        self._counted: set[tuple[str, ...]] = set()
+        self._counted: set[TransferSet] = set()
 
     def _remember_known(self) -> None:
         """What the journal holds of parts of the whole."""
-        whole, distinct = Counter(self._texts), set(self._texts)
-        for text in self._asker.known:
-            part = text.split()
-            if distinct.issuperset(part) and Counter(part) <= whole:
-                flows = parse_set(text).flows
-                self._rates.append((Counter(part), self._asker.exact(flows).gbps))
+        whole = Counter(self._flows)
+        for known in self._asker.known:
+            if whole.keys() >= set(known.flows) and Counter(known.flows) <= whole:
+                self._rates.append((Counter(known.flows), self._asker.exact(known.flows).gbps))
 
     def causes(self, most: int) -> tuple[list[Cause], tuple[Flow, ...]]:
         """Up to `most` causes, and the first part found that has none of them."""
@@ -213,9 +210,9 @@ class _Level:
 
     def _count(self, parts: Sequence[Part]) -> int:
         """How many parts are new; one whose flows are in the whole twice counts once."""
-        texts = {tuple(sorted(self._texts[i] for i in part)) for part in parts} - self._counted
-        self._counted |= texts
-        return len(texts)
+        sets = {transfer_set(self._flows[i] for i in part) for part in parts} - self._counted
+        self._counted |= sets
+        return len(sets)
 
     def _smallest(self, rest: Sequence[int]) -> tuple[int, ...]:
         """A minimal slow part of `rest`, which is slow; checked without any symmetry."""
@@ -229,7 +226,7 @@ class _Level:
             self._asker.likeness.trust_nothing()
             self._rates.clear()
             self._remember_known()
-        names = " ".join(self._texts[i] for i in part)
+        names = " ".join(str(self._flows[i]) for i in part)
         raise ContradictionError(f"{names} is slow in some measurements and quick in others")
 
     def _slow_pair(self, rest: Sequence[int]) -> tuple[int, ...] | None:
@@ -261,10 +258,10 @@ class _Level:
     def _slow(self, part: Sequence[int]) -> bool:
         if len(part) < 2:
             return False
-        texts = Counter(self._texts[i] for i in part)
-        if any(gbps <= self.limit and known <= texts for known, gbps in self._rates):
+        flows = Counter(self._flows[i] for i in part)
+        if any(gbps <= self.limit and known <= flows for known, gbps in self._rates):
             return True
-        if any(gbps > self.limit and texts <= known for known, gbps in self._rates):
+        if any(gbps > self.limit and flows <= known for known, gbps in self._rates):
             return False
         return self._verdict(part, exact=False)
 
@@ -276,7 +273,7 @@ class _Level:
             if abs(rate.gbps - self.limit) >= CERTAIN * rate.error * rate.gbps:
                 break
             rate = self._asker.again(flows)
-        self._rates.append((Counter(self._texts[i] for i in part), rate.gbps))
+        self._rates.append((Counter(flows), rate.gbps))
         return bool(rate.gbps <= self.limit)
 
     def _smallest_known(self) -> list[Cause]:
@@ -285,5 +282,4 @@ class _Level:
         smallest = min(slow, key=lambda known: known.total(), default=None)
         if smallest is None or smallest.total() >= len(self._flows):
             return []
-        flows = transfer_set(parse_set(" ".join(smallest.elements())).flows).flows
-        return [Cause(flows=flows, minimal=False)]
+        return [Cause(flows=transfer_set(smallest.elements()).flows, minimal=False)]

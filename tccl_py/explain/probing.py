@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.symmetry import Symmetry
-from tccl_py.model.transfer import Flow, Place, parse_set, transfer_set
+from tccl_py.model.transfer import Flow, Place, TransferSet, transfer_set
 from tccl_py.search.evaluator import BudgetSpentError
 from tccl_py.search.problem import Budget
 from tccl_py.sources.memory import RememberingSource
@@ -103,11 +103,11 @@ Flows = Sequence[Flow]
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """A set's slowest flow, GB/s, with its relative standard error, and each flow by its text."""
+    """A set's slowest flow, GB/s, with its relative standard error, and each flow's rate."""
 
     gbps: float
     error: float
-    each: tuple[tuple[str, float], ...]
+    each: tuple[tuple[Flow, float], ...]
 
 
 class Asker:
@@ -125,15 +125,15 @@ class Asker:
         self._before = source.sets_measured
         self._limit = self._share = budget.sets
         self._until = time.monotonic() + (budget.seconds or float("inf"))
-        self._rates: dict[str, Rate] = {}
-        self._alike: dict[Key, str] = {}
-        self._times: dict[str, int] = {}
-        for text, times in source.times_known.items():
-            flows = parse_set(text).flows
+        self._rates: dict[TransferSet, Rate] = {}
+        self._alike: dict[Key, TransferSet] = {}
+        self._times: dict[TransferSet, int] = {}
+        for known, times in source.times_known.items():
+            flows = known.flows
             # A journal may have been a cluster's before; rings of one machine use no NIC.
             if not any(flow.is_network for flow in flows):
-                self._times[text] = times
-                self._note(flows, text)
+                self._times[known] = times
+                self._note(known)
 
     @property
     def sets_measured(self) -> int:
@@ -141,8 +141,8 @@ class Asker:
         return self.source.sets_measured - self._before
 
     @property
-    def known(self) -> tuple[str, ...]:
-        """The texts of all sets with a rate."""
+    def known(self) -> tuple[TransferSet, ...]:
+        """All sets with a rate."""
         return tuple(self._times)
 
     def share_out(self, parts: int) -> None:
@@ -158,12 +158,12 @@ class Asker:
             BudgetSpentError: it would have to be measured and may not.
             MeasurementError: the source cannot measure it.
         """
-        text = str(transfer_set(flows))
-        if text not in self._times:
-            self._measure(flows, text)
-        if text not in self._rates:
-            self._rates[text] = self._rate(flows, self._times[text])
-        return self._rates[text]
+        wanted = transfer_set(flows)
+        if wanted not in self._times:
+            self._measure(wanted)
+        if wanted not in self._rates:
+            self._rates[wanted] = self._rate(wanted)
+        return self._rates[wanted]
 
     def rate(self, flows: Flows) -> Rate:
         """The rate of these flows or, if that is known and theirs is not, of an image of them.
@@ -192,38 +192,37 @@ class Asker:
         Raises:
             BudgetSpentError, MeasurementError: as `exact`.
         """
-        text = str(transfer_set(flows))
-        self._measure(flows, text)
-        self._rates[text] = self._rate(flows, self._times[text])
-        return self._rates[text]
+        wanted = transfer_set(flows)
+        self._measure(wanted)
+        self._rates[wanted] = self._rate(wanted)
+        return self._rates[wanted]
 
     def _image(self, flows: Flows) -> Flows | None:
-        if str(transfer_set(flows)) in self._times:
+        if transfer_set(flows) in self._times:
             return flows
-        text = self._alike.get(self.likeness.key(flows))
-        return None if text is None else parse_set(text).flows
+        image = self._alike.get(self.likeness.key(flows))
+        return None if image is None else image.flows
 
-    def _measure(self, flows: Flows, text: str) -> None:
+    def _measure(self, wanted: TransferSet) -> None:
         if self._share is not None and self.sets_measured >= self._share:
             raise BudgetSpentError
         if time.monotonic() > self._until:
             raise BudgetSpentError
-        times = self._times.get(text, 0) + 1
-        self.source.measure([transfer_set(flows)] * times)
-        self._times[text] = times
-        self._note(flows, text)
+        times = self._times.get(wanted, 0) + 1
+        self.source.measure([wanted] * times)
+        self._times[wanted] = times
+        self._note(wanted)
 
-    def _note(self, flows: Flows, text: str) -> None:
-        self._alike.setdefault(self.likeness.key(flows), text)
+    def _note(self, known: TransferSet) -> None:
+        self._alike.setdefault(self.likeness.key(known.flows), known)
 
-    def _rate(self, flows: Flows, times: int) -> Rate:
-        pooled = _pooled(self.source.measure([transfer_set(flows)] * times))
+    def _rate(self, wanted: TransferSet) -> Rate:
+        pooled = _pooled(self.source.measure([wanted] * self._times[wanted]))
         self.assumed |= pooled.assumed
-        texts = pooled.transfers.split()
         return Rate(
             gbps=pooled.rate_gbps,
             error=_error(pooled),
-            each=tuple(zip(texts, pooled.gbps, strict=True)),
+            each=tuple(zip(wanted.flows, pooled.gbps, strict=True)),
         )
 
 

@@ -20,7 +20,7 @@ from tccl_py.health.drift_statistics import (
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.paths import path_type
-from tccl_py.model.transfer import Flow, TransferSet, parse_flow, parse_set, transfer_set
+from tccl_py.model.transfer import Flow, TransferSet, parse_flow, transfer_set
 from tccl_py.plan.plan import Plan
 
 # Which sets of a journal a check measures again: few, and such that a change shows somewhere.
@@ -31,7 +31,7 @@ _TIMES_EACH_GPU = 3
 
 
 def chosen_sets(
-    plan: Plan, journal: Mapping[str, Sequence[Measurement]], *, most: int, seed: int
+    plan: Plan, journal: Mapping[TransferSet, Sequence[Measurement]], *, most: int, seed: int
 ) -> tuple[TransferSet, ...]:
     """Sets of the journal, the most telling first, `most` at most.
 
@@ -39,40 +39,38 @@ def chosen_sets(
     class of links, small sets until every GPU is in several, and a random sample of the rest. What
     was measured often comes first: it is known better.
     """
-    known = {text: parse_set(text) for text in journal}
-    often = sorted(known, key=lambda text: (-len(journal[text]), len(known[text]), text))
-    small = sorted(often, key=lambda text: len(known[text]))
+    known = set(journal)
+    often = sorted(known, key=lambda one: (-len(journal[one]), len(one), str(one)))
+    small = sorted(often, key=len)
     order = dict.fromkeys(
-        text
+        one
         for part in (
             _of_the_plan(plan),
-            _one_of_each_class(plan.machine, known, small),
-            _each_gpu(plan, known, small),
+            _one_of_each_class(plan.machine, small),
+            _each_gpu(plan, small),
             _sampled(often, seed),
         )
-        for text in part
-        if text in known
+        for one in part
+        if one in known
     )
-    return tuple(known[text] for text in list(order)[:most])
+    return tuple(order)[:most]
 
 
-def _of_the_plan(plan: Plan) -> Iterator[str]:
+def _of_the_plan(plan: Plan) -> Iterator[TransferSet]:
     rings = [[parse_flow(hop.flow) for hop in ring.hops] for ring in plan.rings]
-    yield str(transfer_set(flow for ring in rings for flow in ring))
-    yield from (str(transfer_set(ring)) for ring in rings)
+    yield transfer_set(flow for ring in rings for flow in ring)
+    yield from map(transfer_set, rings)
     slowest = min((ring.bottleneck for ring in plan.rings), key=lambda hop: hop.gbps)
-    yield str(transfer_set([parse_flow(slowest.flow)]))
+    yield transfer_set([parse_flow(slowest.flow)])
 
 
-def _one_of_each_class(
-    machine: Machine, known: Mapping[str, TransferSet], small: Sequence[str]
-) -> Iterator[str]:
+def _one_of_each_class(machine: Machine, small: Sequence[TransferSet]) -> Iterator[TransferSet]:
     seen: set[str] = set()
-    for text in small:
-        classes = {link_class(machine, flow) for flow in known[text].flows}
+    for one in small:
+        classes = {link_class(machine, flow) for flow in one.flows}
         if not classes <= seen:
             seen |= classes
-            yield text
+            yield one
 
 
 def link_class(machine: Machine, flow: Flow) -> str:
@@ -84,18 +82,18 @@ def link_class(machine: Machine, flow: Flow) -> str:
     return f"{path_type(machine, *ends).name} {means}"
 
 
-def _each_gpu(plan: Plan, known: Mapping[str, TransferSet], small: Sequence[str]) -> Iterator[str]:
+def _each_gpu(plan: Plan, small: Sequence[TransferSet]) -> Iterator[TransferSet]:
     times = dict.fromkeys(plan.gpus, 0)
     joined: set[frozenset[int]] = set()
-    for text in small:
-        gpus = frozenset(gpus_of(known[text]) & times.keys())
+    for one in small:
+        gpus = frozenset(gpus_of(one) & times.keys())
         few = any(times[gpu] < _TIMES_EACH_GPU for gpu in gpus)
         # The same GPUs by other means say nothing more of a GPU.
         if few and len(gpus) < len(times) and gpus not in joined:
             joined.add(gpus)
             for gpu in gpus:
                 times[gpu] += 1
-            yield text
+            yield one
 
 
 def gpus_of(transfers: TransferSet) -> set[int]:
@@ -104,8 +102,8 @@ def gpus_of(transfers: TransferSet) -> set[int]:
     return {place.index for place in ends if place.kind == "G"}
 
 
-def _sampled(texts: Sequence[str], seed: int) -> list[str]:
-    return random.Random(seed).sample(sorted(texts), len(texts))
+def _sampled(sets: Sequence[TransferSet], seed: int) -> list[TransferSet]:
+    return random.Random(seed).sample(sorted(sets, key=str), len(sets))
 
 
 ROUNDS = 3
@@ -115,7 +113,7 @@ CONFIRMATIONS = 2
 _FOR_FIRST, _FOR_ROUNDS = 0.3, 0.75
 """Shares of the time after which the first round, and all rounds, have to end."""
 
-Known = Mapping[str, Sequence[Measurement]]
+Known = Mapping[TransferSet, Sequence[Measurement]]
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,8 +135,8 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[Comparison, ...]
     changes: tuple[Comparison, ...]
     points_to: str
-    lost: dict[str, str]
-    skipped: tuple[str, ...]
+    lost: dict[TransferSet, str]
+    skipped: tuple[TransferSet, ...]
     measurements: tuple[Measurement, ...]
     seconds: float
     false_alarm_rate: float = FALSE_ALARM_RATE
@@ -149,7 +147,7 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.changes or self.lost)
 
     @property
-    def sets(self) -> dict[str, Comparison]:
+    def sets(self) -> dict[TransferSet, Comparison]:
         """The sets compared, each with the flow that fell most."""
         return {row.transfers: row for row in worst_of_each_set(self.rows)}
 
@@ -190,7 +188,7 @@ def find_drift(
         changes=tuple(changes),
         points_to=points_to(plan.machine, rows),
         lost=bench.lost,
-        skipped=tuple(str(one) for one in chosen if str(one) not in {*now, *bench.lost}),
+        skipped=tuple(one for one in chosen if one not in {*now, *bench.lost}),
         measurements=tuple(one for found in bench.found.values() for one in found),
         seconds=bench.elapsed,
     )
@@ -203,8 +201,8 @@ class _Bench:
         self._source, self._limit, self._clock = source, effort.seconds, clock
         self._random = random.Random(effort.seed)
         self._began = clock()
-        self.found: dict[str, list[Measurement]] = {}
-        self.lost: dict[str, str] = {}
+        self.found: dict[TransferSet, list[Measurement]] = {}
+        self.lost: dict[TransferSet, str] = {}
 
     @property
     def elapsed(self) -> float:
@@ -222,9 +220,9 @@ class _Bench:
         for _ in range(ROUNDS - 1):
             self._round(self._random.sample(kept, len(kept)), _FOR_ROUNDS)
 
-    def again(self, sets: Sequence[TransferSet]) -> dict[str, list[Measurement]]:
+    def again(self, sets: Sequence[TransferSet]) -> dict[TransferSet, list[Measurement]]:
         """New measurements of some sets, `CONFIRMATIONS` each while there is time."""
-        before = {str(one): len(self.found[str(one)]) for one in sets}
+        before = {one: len(self.found[one]) for one in sets}
         for _ in range(CONFIRMATIONS):
             self._round(sets, 1.0)
         return {text: self.found[text][count:] for text, count in before.items()}
@@ -235,7 +233,7 @@ class _Bench:
         for one in sets:
             if self.found and self.elapsed > self._limit * share:
                 break
-            if str(one) not in self.lost and self._measured(one):
+            if one not in self.lost and self._measured(one):
                 done.append(one)
         return done
 
@@ -243,9 +241,9 @@ class _Bench:
         try:
             (measurement,) = self._source.measure([one])
         except MeasurementError as error:
-            self.lost[str(one)] = str(error)
+            self.lost[one] = str(error)
             return False
-        self.found.setdefault(str(one), []).append(measurement)
+        self.found.setdefault(one, []).append(measurement)
         return True
 
 
@@ -262,7 +260,7 @@ def _confirmed(
     spread = common_spread(groups)
     rows = compared(journal, now, spread)
     alarmed = {row.transfers for row in rows if row.alarming}
-    fresh = bench.again([one for one in chosen if str(one) in alarmed])
+    fresh = bench.again([one for one in chosen if one in alarmed])
     second = {
         (row.transfers, row.flow): row
         for row in compared(journal, {text: new for text, new in fresh.items() if new}, spread)

@@ -9,7 +9,7 @@ import msgspec
 from tccl_py.health.drift_statistics import Comparison
 from tccl_py.model.machine import Machine
 from tccl_py.model.paths import PathType, path_type
-from tccl_py.model.transfer import Flow, Place, parse_flow
+from tccl_py.model.transfer import Flow, Place, TransferSet
 
 _EVEN = 0.1
 """Changes whose ratios differ by no more than this share are one change."""
@@ -107,10 +107,10 @@ def _said_by_another(words: str, tied: set[str]) -> bool:
     return bool(whole) and any(one.startswith(f"{gpu}'s") for one in tied)
 
 
-def _sets_by_part(machine: Machine, rows: Sequence[Comparison]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+def _sets_by_part(machine: Machine, rows: Sequence[Comparison]) -> dict[str, set[TransferSet]]:
+    found: dict[str, set[TransferSet]] = {}
     for row in rows:
-        for words in parts_used(machine, parse_flow(row.flow)):
+        for words in parts_used(machine, row.flow):
             found.setdefault(words, set()).add(row.transfers)
     return found
 
@@ -154,7 +154,7 @@ def _above(machine: Machine, ends: tuple[str, str]) -> Iterator[str]:
 
 def worst_of_each_set(rows: Iterable[Comparison]) -> list[Comparison]:
     """The flow of each set that fell most (or rose least), the worst set first."""
-    worst: dict[str, Comparison] = {}
+    worst: dict[TransferSet, Comparison] = {}
     for row in sorted(rows, key=lambda row: row.ratio):
         worst.setdefault(row.transfers, row)
     return list(worst.values())

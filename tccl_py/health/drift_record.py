@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import lock
+from tccl_py.files import encode_line, lock
 from tccl_py.health.drift import Drift
 from tccl_py.model.measurement import Measurement
 from tccl_py.sources.journal import JournalHeader
@@ -45,7 +45,7 @@ def keep_check(drift: Drift, directory: Path, header: JournalHeader, *, ended: f
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             lock(descriptor, path)
-            _append(descriptor, msgspec.json.encode(record) + b"\n")
+            _append(descriptor, encode_line(record))
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -76,7 +76,7 @@ def prometheus_text(drift: Drift, *, machine: str, simulated: bool, now: float) 
     """All figures of a check; `now` is when it ended, in seconds since 1970."""
     own = {"machine": machine, "simulated": str(simulated).lower()}
     changed = {row.transfers for row in drift.changes} | drift.lost.keys()
-    sets = {text: {**own, "set": text} for text in (*drift.sets, *drift.lost)}
+    sets = {text: {**own, "set": str(text)} for text in (*drift.sets, *drift.lost)}
     ratios = [(sets[text], row.ratio) for text, row in drift.sets.items()]
     return "".join(
         (

@@ -17,6 +17,7 @@ import numpy as np
 import scipy  # whose parts load when they are first used, so that commands start without them
 
 from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import Flow, TransferSet
 
 SMALLEST = 0.03
 """Relative changes up to this are not worth an alarm."""
@@ -43,8 +44,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     `p` is how likely so large a change is if the rate changed by `SMALLEST` at most.
     """
 
-    transfers: str
-    flow: str
+    transfers: TransferSet
+    flow: Flow
     was_gbps: float
     is_gbps: float
     p: float
@@ -60,16 +61,16 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return self.p <= FALSE_ALARM_RATE
 
 
-def log_rates(measurements: Sequence[Measurement]) -> dict[str, list[float]]:
+def log_rates(measurements: Sequence[Measurement]) -> dict[Flow, list[float]]:
     """For each different flow of a set the logarithm of its rate in each measurement.
 
     Flows that are alike share a rate, their mean.
     """
-    found: dict[str, list[float]] = {}
+    found: dict[Flow, list[float]] = {}
     for one in measurements:
-        alike: dict[str, list[float]] = {}
+        alike: dict[Flow, list[float]] = {}
         medians = np.maximum(np.median(np.asarray(one.samples_gbps), axis=1), _SLOWEST)
-        for flow, log in zip(one.transfers.split(), np.log(medians).tolist(), strict=True):
+        for flow, log in zip(one.transfers.flows, np.log(medians).tolist(), strict=True):
             alike.setdefault(flow, []).append(log)
         for flow, logs in alike.items():
             found.setdefault(flow, []).append(sum(logs) / len(logs))
@@ -117,8 +118,8 @@ def _inverse_trigamma(value: float) -> float:
 
 
 def compared(
-    then: Mapping[str, Sequence[Measurement]],
-    now: Mapping[str, Sequence[Measurement]],
+    then: Mapping[TransferSet, Sequence[Measurement]],
+    now: Mapping[TransferSet, Sequence[Measurement]],
     spread: Spread,
 ) -> list[Comparison]:
     """Compare each flow of the sets in `now` with what it was, the least likely first.
@@ -132,7 +133,7 @@ def compared(
         for flow, after in log_rates(found).items():
             p = _p(before[flow], after, spread)
             raw.append((p, transfers, flow, _mean(before[flow]), _mean(after)))
-    raw.sort()
+    raw.sort(key=lambda row: (row[0], str(row[1]), str(row[2])))
     worst, rows = 0.0, []
     for rank, (p, transfers, flow, was, new) in enumerate(raw):
         worst = max(worst, min(1.0, p * (len(raw) - rank)))

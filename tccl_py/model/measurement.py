@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
 
-from tccl_py.errors import InputError, MeasurementError
-from tccl_py.model.transfer import Flow, TransferSet, is_canonical, parse_set
+from tccl_py.errors import MeasurementError
+from tccl_py.model.transfer import Flow, TransferSet
 
 Value = TypeVar("Value")
 
@@ -19,13 +18,12 @@ MAX_GBPS = 1e6
 """A petabyte a second: no memory or link comes near, so a rate above is a damaged figure."""
 TOGETHER = 0.9
 """Flows that all run for less of the time were not measured as a set."""
-_COPY_ENGINE = re.compile(r"D[0-9]+->")
 
 
 class NoRateError(MeasurementError):
     """A rate is not above 0: where a flow moved nothing, its set was not measured."""
 
-    def __init__(self, transfers: str, gbps: float) -> None:
+    def __init__(self, transfers: TransferSet, gbps: float) -> None:
         super().__init__(f"{transfers}: its measurement has a rate of {gbps:g} GB/s")
         self.gbps = gbps
 
@@ -47,7 +45,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         MeasurementError: a rate is not above 0.
     """
 
-    transfers: str
+    transfers: TransferSet
     samples_gbps: tuple[tuple[float, ...], ...]
     simulated: bool
     assumed: bool = False
@@ -88,7 +86,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if not known or self.overlap is None or self.overlap >= TOGETHER:
             return True
         # Journals older than `overlap_at_least` have copy engines beside kernels of their GPU.
-        return _COPY_ENGINE.search(self.transfers) is not None
+        parts = (part for flow in self.transfers.flows for part in flow.transfers)
+        return any(part.uses_copy_engine for part in parts)
 
     @property
     def relative_error(self) -> float:
@@ -111,28 +110,23 @@ def _median(samples: Sequence[float]) -> float:
     return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)
 
 
-def dealt(flows: Iterable[Flow | str], values: Iterable[Value]) -> dict[str, list[Value]]:
-    """The values of flows by their text, in order: equal flows get one each, in turn.
+def dealt(flows: Iterable[Flow], values: Iterable[Value]) -> dict[Flow, list[Value]]:
+    """Return the values of each different flow, in order: equal flows take one each, in turn.
 
-    >>> dealt(["G0->G0->G1", "G1->G1->G0", "G0->G0->G1"], [10, 20, 30])
-    {'G0->G0->G1': [10, 30], 'G1->G1->G0': [20]}
+    >>> from tccl_py.model.transfer import direct_write
+    >>> one, other = direct_write(0, 1), direct_write(1, 0)
+    >>> dealt([one, other, one], [10, 20, 30]) == {one: [10, 30], other: [20]}
+    True
     """
-    found: dict[str, list[Value]] = {}
+    found: dict[Flow, list[Value]] = {}
     for flow, value in zip(flows, values, strict=True):
-        found.setdefault(str(flow), []).append(value)
+        found.setdefault(flow, []).append(value)
     return found
 
 
 def faults(measurement: Measurement) -> Iterator[str]:
-    """What cannot be in a measurement, each as a clause that begins with a verb."""
-    if not is_canonical(measurement.transfers):
-        try:
-            transfers = parse_set(measurement.transfers)
-        except InputError as error:
-            yield f"names no transfer set ({error.where} {error.what})"
-            return
-        yield f"does not name its set as {transfers}"
-    flows, rows = len(measurement.transfers.split()), measurement.samples_gbps
+    """Yield each fault of a measurement's numbers, as a clause that begins with a verb."""
+    flows, rows = len(measurement.transfers), measurement.samples_gbps
     if len(rows) != flows:
         yield f"has rates of {len(rows)} flows, but its set has {flows}"
         return

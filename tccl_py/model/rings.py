@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from tccl_py.errors import SearchError
+from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, TransferSet, receiving_nic, sending_nic, transfer_set
 
 
@@ -62,6 +63,10 @@ class RingSet(msgspec.Struct, frozen=True, order=True):
     def flows(self) -> TransferSet:
         """Every flow of every ring, all at the same time."""
         return transfer_set(hop.flow for one in self.rings for hop in one.hops)
+
+    def rate(self, measurement: Measurement) -> float:
+        """Return the bandwidth of all rings together, GB/s: each has that of the slowest flow."""
+        return len(self.rings) * measurement.rate_gbps
 
 
 def ring(hops: Sequence[Hop]) -> Ring:

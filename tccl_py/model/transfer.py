@@ -18,11 +18,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.files import TextValue
 
 Side = Literal["sender", "receiver"]
 
@@ -93,19 +94,46 @@ class Fifo(msgspec.Struct, frozen=True, order=True):
     side: Side = "receiver"
 
 
-class Flow(msgspec.Struct, frozen=True, order=True):
-    """What one hop moves: one transfer, or a bounce's two linked by a FIFO; it has one rate.
+class Flow(TextValue):
+    """The bytes of one hop: one transfer, or a bounce's two linked by a FIFO; it has one rate.
 
-    `blocks` is how many thread blocks (NCCL: channels) move it; None is "as many as it takes".
-    A direct flow between GPUs whose blocks are given goes through a FIFO for each of them as well;
-    there None, and nothing else, is the default FIFO. `buffer` is the number of bytes that a plain
-    transfer goes through again and again, all blocks together; None leaves it to the source.
+    Args:
+        transfers: in the order of the bytes.
+        blocks: the thread blocks (NCCL: channels) that move it; None is "as many as it takes".
+        fifo: of each block of a bounce or network flow, and of a direct flow between GPUs whose
+            blocks are given. A direct flow's default FIFO, and that of a plain transfer, is None.
+        buffer: the bytes that a plain transfer goes through again and again, all blocks together;
+            None leaves it to the source.
     """
 
-    transfers: tuple[Transfer, ...]
-    blocks: int | None = None
-    fifo: Fifo | None = None
-    buffer: int | None = None
+    __slots__ = ("blocks", "buffer", "fifo", "transfers")
+
+    def __init__(
+        self,
+        transfers: tuple[Transfer, ...],
+        blocks: int | None = None,
+        fifo: Fifo | None = None,
+        buffer: int | None = None,
+    ) -> None:
+        kind = _kind(transfers)
+        if kind in ("bounce", "network"):
+            fifo = fifo or Fifo()
+        else:
+            fifo = _direct_fifo(blocks, fifo) if kind == "direct" else None
+        self.transfers: Final = transfers
+        self.blocks: Final = blocks
+        self.fifo: Final = fifo
+        self.buffer: Final = buffer
+        text = str(transfers[0])
+        for transfer in transfers[1:]:
+            text += f"->{transfer.executor}->{transfer.destination}"
+        options = _options_text(self)
+        self._text = f"{text}{{{options}}}" if options else text
+
+    @classmethod
+    def from_text(cls, text: str) -> Flow:
+        """Parse one flow; see `parse_flow`."""
+        return parse_flow(text)
 
     @property
     def is_bounce(self) -> bool:
@@ -119,52 +147,55 @@ class Flow(msgspec.Struct, frozen=True, order=True):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The hosts it touches, in the order of the bytes; "" is the host that is meant anyway."""
+        """The hosts of its places, in the order of the bytes; "" is the local host."""
         places = (p for t in self.transfers for p in (t.source, t.executor, t.destination))
         return tuple(dict.fromkeys(place.host for place in places))
 
     @property
     def source(self) -> Place:
-        """Where the bytes come from."""
+        """The memory that the bytes come from."""
         return self.transfers[0].source
 
     @property
     def destination(self) -> Place:
-        """Where the bytes end."""
+        """The memory that the bytes end in."""
         return self.transfers[-1].destination
 
-    def __str__(self) -> str:
-        return _flow_text(self)
+    def __lt__(self, other: Flow) -> bool:
+        return self._order < other._order
+
+    @property
+    def _order(self) -> tuple[object, ...]:
+        return (self.transfers, self.blocks or 0, self.fifo or Fifo(), self.buffer or 0)
 
 
-class TransferSet(msgspec.Struct, frozen=True):
-    """Flows that run at the same time; a flow listed twice runs twice. Order has no meaning.
+class TransferSet(TextValue):
+    """Flows that run at the same time; a flow listed twice runs twice.
 
-    >>> str(parse_set("G2->G2->G3  G0->G0->G1"))
-    'G0->G0->G1 G2->G2->G3'
+    The flows are in canonical order; see `transfer_set`.
+
+    >>> parse_set("G2->G2->G3  G0->G0->G1")
+    TransferSet('G0->G0->G1 G2->G2->G3')
     """
 
-    flows: tuple[Flow, ...]
+    __slots__ = ("flows",)
 
-    def __str__(self) -> str:
-        return " ".join(str(flow) for flow in self.flows)
+    def __init__(self, flows: tuple[Flow, ...]) -> None:
+        self.flows: Final = flows
+        self._text = " ".join(map(str, flows))
+
+    @classmethod
+    def from_text(cls, text: str) -> TransferSet:
+        """Parse a set; see `parse_set`."""
+        return parse_set(text)
 
     def __len__(self) -> int:
         return len(self.flows)
 
 
 def transfer_set(flows: Iterable[Flow]) -> TransferSet:
-    """The set of these flows, in canonical order."""
+    """Return the set of these flows, in canonical order."""
     return TransferSet(tuple(sorted(flows, key=str)))
-
-
-@functools.lru_cache(maxsize=1 << 16)  # searches write the same few hops again and again
-def _flow_text(flow: Flow) -> str:
-    text = str(flow.transfers[0])
-    for transfer in flow.transfers[1:]:
-        text += f"->{transfer.executor}->{transfer.destination}"
-    options = _options_text(flow)
-    return text + (f"{{{options}}}" if options else "")
 
 
 def _size_text(count: int) -> str:
@@ -263,6 +294,7 @@ def _parse_options(
     return blocks, fifo, None
 
 
+@functools.lru_cache(maxsize=1 << 16)  # journals name the same few flows again and again
 def parse_flow(text: str) -> Flow:
     """Parse one flow.
 
@@ -292,35 +324,6 @@ def parse_flow(text: str) -> Flow:
     if len(places) == 5:
         _check_bounce(places, where)
     return Flow(transfers, *_parse_options(options[:-1], _kind(transfers), where))
-
-
-_INDEX = "(0|[1-9][0-9]{0,4})"
-_USUAL = re.compile(
-    rf"G{_INDEX}->(?:G\1->G(?!\1(?:[^0-9]|$)){_INDEX}|G(?!\1-){_INDEX}->G\3"
-    rf"|G\1->C{_INDEX}->G(?!\1-){_INDEX}->G\5)"
-    r"(?:\{blocks=(?:[1-9]|[1-5][0-9]|6[0-4])(?:,fifo=(?:[1-9][0-9]{0,2}K|[1-35-9]M))?\})?"
-)
-"""Canonical texts of flows between two GPUs, as by far most are: parsing takes 20 times as long."""
-
-
-def is_canonical(text: str) -> bool:
-    """Whether a text is that of a transfer set, with its flows in canonical form and order.
-
-    >>> is_canonical("G0->G0->G1 G2->G2->G3"), is_canonical("G2->G2->G3 G0->G0->G1")
-    (True, False)
-    """
-    parts = text.split(" ")
-    if len(text) > _MAX_TEXT * 16 or parts != sorted(parts):
-        return False
-    return all(map(_is_canonical_flow, parts))
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _is_canonical_flow(text: str) -> bool:
-    try:
-        return bool(_USUAL.fullmatch(text)) or str(parse_flow(text)) == text
-    except InputError:
-        return False
 
 
 def _check_bounce(places: list[Place], where: str) -> None:
@@ -392,7 +395,7 @@ def direct_write(
 ) -> Flow:
     """GPU `source` writing to GPU `target`; `fifo` counts only where blocks are given."""
     one, other = Place("G", source), Place("G", target)
-    return Flow((Transfer(one, one, other),), blocks, _direct_fifo(blocks, fifo))
+    return Flow((Transfer(one, one, other),), blocks, fifo)
 
 
 def direct_read(
@@ -400,7 +403,7 @@ def direct_read(
 ) -> Flow:
     """GPU `target` reading from GPU `source`; `fifo` counts only where blocks are given."""
     one, other = Place("G", source), Place("G", target)
-    return Flow((Transfer(one, other, other),), blocks, _direct_fifo(blocks, fifo))
+    return Flow((Transfer(one, other, other),), blocks, fifo)
 
 
 def _direct_fifo(blocks: int | None, fifo: Fifo | None) -> Fifo | None:
@@ -417,7 +420,7 @@ def bounce(
     """GPU `source` writing to host memory of NUMA node `numa`, GPU `target` reading it there."""
     one, host, other = Place("G", source), Place("C", numa), Place("G", target)
     transfers = (Transfer(one, one, host), Transfer(host, other, other))
-    return Flow(transfers, blocks, fifo or Fifo())
+    return Flow(transfers, blocks, fifo)
 
 
 def leaving(
@@ -439,10 +442,10 @@ def leaving(
     """
     one, port = Place("G", gpu), Place("N", nic)
     if through is None and relay is None:
-        return Flow((Transfer(one, port, port),), blocks, fifo or Fifo())
+        return Flow((Transfer(one, port, port),), blocks, fifo)
     halfway = Place("C", through) if through is not None else Place("G", relay or 0)
     transfers = (Transfer(one, one, halfway), Transfer(halfway, port, port))
-    return Flow(transfers, blocks, fifo or Fifo())
+    return Flow(transfers, blocks, fifo)
 
 
 def entering(
@@ -460,10 +463,10 @@ def entering(
     """
     one, port = Place("G", gpu), Place("N", nic)
     if through is None:
-        return Flow((Transfer(port, port, one),), blocks, fifo or Fifo())
+        return Flow((Transfer(port, port, one),), blocks, fifo)
     host = Place("C", through)
     transfers = (Transfer(port, port, host), Transfer(host, one, one))
-    return Flow(transfers, blocks, fifo or Fifo())
+    return Flow(transfers, blocks, fifo)
 
 
 def joined(out: Flow, into: Flow, *, sender: str, receiver: str) -> Flow:

@@ -210,7 +210,7 @@ def other_count_notices(asked: Sequence[int], count: int) -> tuple[str, ...]:
 def _final(task: Task, own: Stock, best: Choice) -> tuple[Choice, Measurement]:
     """The choice to plan with, measured well; NCCL's own where noise made another look better."""
     measurement = measured_well(task.source, best.rings)
-    rate = len(best.rings.rings) * measurement.rate_gbps
+    rate = best.rings.rate(measurement)
     if rate >= own.rate_gbps:
         return msgspec.structs.replace(best, rate_gbps=rate), measurement
     return as_graph(own), own.measurement
@@ -258,7 +258,7 @@ def _plan_rings(rings: RingSet, gbps: Sequence[float]) -> tuple[PlanRing, ...]:
                     source=hop.source,
                     target=hop.target,
                     flow=str(hop.flow),
-                    gbps=waiting[str(hop.flow)].pop(),
+                    gbps=waiting[hop.flow].pop(),
                 )
                 for hop in one.hops
             )

@@ -134,10 +134,11 @@ def _promise(task: Task, settings: Settings, known: Sequence[Rings]) -> tuple[fl
     bounces = sum(hop.flow.is_bounce for hop in space_under(task, settings, 1))
     for rings in known:
         try:
-            (measurement,) = task.source.measure([rings_under(task, settings, rings).flows])
+            under = rings_under(task, settings, rings)
+            (measurement,) = task.source.measure([under.flows])
         except (SearchError, MeasurementError):
             continue
-        best = max(best, len(rings) * measurement.rate_gbps)
+        best = max(best, under.rate(measurement))
     return float(f"{best:.2g}"), -bounces
 
 
@@ -182,7 +183,7 @@ def _tuned(task: Task, choice: Choice) -> Choice:
             tried = Choice(
                 settings=settings,
                 rings=rings,
-                rate_gbps=len(known) * measurement.rate_gbps,
+                rate_gbps=rings.rate(measurement),
                 result=choice.result,
                 searched=choice.searched,
             )

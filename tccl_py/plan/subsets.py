@@ -132,7 +132,7 @@ def limit_gbps(source: BandwidthSource, rings: RingSet, *, assumed: bool) -> flo
         with suppress(MeasurementError):
             (found,) = source.measure([bare_copies(rings, copy_engine=copy_engine)])
             if assumed or not found.assumed:
-                rates.append(len(rings.rings) * found.rate_gbps)
+                rates.append(rings.rate(found))
     return max(rates, default=None)
 
 

@@ -132,7 +132,7 @@ class Stock(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rate_gbps(self) -> float:
         """The score of NCCL's own rings, GB/s."""
-        return len(self.rings.rings) * self.measurement.rate_gbps
+        return self.rings.rate(self.measurement)
 
     @property
     def as_choice(self) -> Choice:

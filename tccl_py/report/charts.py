@@ -9,6 +9,7 @@ import msgspec
 from markupsafe import Markup
 
 from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import TransferSet
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
 from tccl_py.report.svg import element, figure, join, steps, stretched_figure, text_width, viridis
 from tccl_py.report.tables import (
@@ -369,5 +370,5 @@ def slowed_pairs(contents: Contents) -> list[Reading]:
     return worst_pairs(_journal(contents), _WORST_PAIRS)
 
 
-def _journal(contents: Contents) -> Mapping[str, Sequence[Measurement]]:
+def _journal(contents: Contents) -> Mapping[TransferSet, Sequence[Measurement]]:
     return contents.journal.measurements if contents.journal is not None else {}

@@ -13,7 +13,7 @@ from tccl_py.errors import InputError
 from tccl_py.explain.findings import EXPLANATION_FILE, Explanation, load_explanation
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import Flow, parse_flow
+from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, machine_file
 from tccl_py.plan.plan import ChoiceName, Plan, load_plan
 from tccl_py.plan.staging import PLAN_FILE
@@ -183,7 +183,7 @@ def _known(socket: int | None) -> str:
 _SLOWED = 0.99
 """What keeps more of its rate than this is not slowed: noise makes as much."""
 
-Journal = Mapping[str, Sequence[Measurement]]
+Journal = Mapping[TransferSet, Sequence[Measurement]]
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,24 +262,22 @@ def _keep_fastest(found: Readings, key: tuple[int, int], flow: Flow, gbps: float
 
 
 def _singles(journal: Journal) -> Iterator[tuple[Flow, float]]:
-    for name, measured in journal.items():
-        if " " not in name:
-            flow = parse_flow(name)
+    for transfers, measured in journal.items():
+        if len(transfers) == 1:
+            (flow,) = transfers.flows
             if _joins_gpus(flow):
                 yield flow, _rates(measured)[0]
 
 
 def _beside(journal: Journal) -> Iterator[tuple[Flow, Reading]]:
     """Each flow of each set of two, beside the other."""
-    for name, measured in journal.items():
-        if name.count(" ") != 1:
-            continue
-        flows = [parse_flow(text) for text in name.split()]
-        if not all(_joins_gpus(flow) for flow in flows):
+    for transfers, measured in journal.items():
+        flows = transfers.flows
+        if len(flows) != 2 or not all(_joins_gpus(flow) for flow in flows):
             continue
         rates = _rates(measured)
         for this, other in ((0, 1), (1, 0)):
-            alone = journal.get(str(flows[this]))
+            alone = journal.get(transfer_set([flows[this]]))
             yield (
                 flows[this],
                 Reading(

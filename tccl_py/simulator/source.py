@@ -53,12 +53,12 @@ class Simulator:
         self.model = model
         self.noise = noise
         self.seed = seed
-        self._asked: dict[str, int] = {}
-        self._before: Callable[[str], int] = lambda _: 0
+        self._asked: dict[TransferSet, int] = {}
+        self._before: Callable[[TransferSet], int] = lambda _: 0
         self._engine = Engine(model, parameters or bundled_parameters())
 
-    def resume(self, times: Callable[[str], int]) -> None:
-        """Go on where an earlier run ended: `times` says how often a set (by its text) was measured
+    def resume(self, times: Callable[[TransferSet], int]) -> None:
+        """Go on where an earlier run ended: `times` says how often a set was measured
         when it is asked for first."""
         self._before = times
 
@@ -73,22 +73,23 @@ class Simulator:
 
     def _measure(self, transfers: TransferSet) -> Measurement:
         rates = self._engine.rates(transfers)
-        text = str(transfers)
         return Measurement(
-            transfers=text,
-            samples_gbps=self._samples(text, rates.gbps),
+            transfers=transfers,
+            samples_gbps=self._samples(transfers, rates.gbps),
             simulated=True,
             assumed=rates.assumed,
             source=f"simulator:{self.model.name}",
         )
 
-    def _samples(self, text: str, gbps: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
+    def _samples(
+        self, transfers: TransferSet, gbps: tuple[float, ...]
+    ) -> tuple[tuple[float, ...], ...]:
         if not self.noise:
             return tuple((rate,) * self.repeats for rate in gbps)
-        if text not in self._asked:
-            self._asked[text] = self._before(text)
-        self._asked[text] += 1
-        key = f"{self.seed} {self._asked[text]} {text}"
+        if transfers not in self._asked:
+            self._asked[transfers] = self._before(transfers)
+        self._asked[transfers] += 1
+        key = f"{self.seed} {self._asked[transfers]} {transfers}"
         digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
         generator = np.random.default_rng(int.from_bytes(digest, "big"))
         factors = np.exp(generator.normal(0.0, self.noise, (len(gbps), self.repeats)))

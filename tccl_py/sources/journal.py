@@ -20,15 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.files import decode_json, lock, reading
+from tccl_py.files import decode_json, encode_line, lock, parsed, reading
 from tccl_py.model.measurement import BandwidthSource, Measurement, NoRateError, faults
+from tccl_py.model.transfer import TransferSet
 from tccl_py.sources.memory import RememberingSource
 
 FORMAT_VERSION = 1
 MAX_LINE_BYTES = 32 << 20
 _HEADER_START = b'{"machine":'
 _RIGHT = "give a file this program wrote"
-_DECODER = msgspec.json.Decoder(Measurement)
+_DECODER = msgspec.json.Decoder(Measurement, dec_hook=parsed)
 
 
 class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +44,7 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     format_version: int = FORMAT_VERSION
 
 
-class JournalLines(Mapping[str, Sequence[Measurement]]):
+class JournalLines(Mapping[TransferSet, Sequence[Measurement]]):
     """The measurements of a journal by their sets, in the order of the file.
 
     Only hashes of sets and places of lines are kept: a line is decoded again when it is asked for.
@@ -55,14 +56,14 @@ class JournalLines(Mapping[str, Sequence[Measurement]]):
         order = np.argsort(found, kind="stable")
         self._hashes, self._places = found[order], np.frombuffer(places, np.int64)[order]
 
-    def __getitem__(self, key: str) -> Sequence[Measurement]:
+    def __getitem__(self, key: TransferSet) -> Sequence[Measurement]:
         low = np.searchsorted(self._hashes, hash(key), side="left")
         high = np.searchsorted(self._hashes, hash(key), side="right")
         if low == high:
             raise KeyError(key)
         return _Repeated(self._path, key, self._places[low:high])
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[TransferSet]:
         firsts = np.sort(self._places[self._is_first])
         with reading(self._path) as file:
             for place in firsts:
@@ -80,7 +81,7 @@ class JournalLines(Mapping[str, Sequence[Measurement]]):
 class _Repeated(Sequence[Measurement]):
     """The lines of one set."""
 
-    def __init__(self, path: Path, key: str, places: npt.NDArray[np.int64]) -> None:
+    def __init__(self, path: Path, key: TransferSet, places: npt.NDArray[np.int64]) -> None:
         self._path, self._key, self._places = path, key, places
 
     def __len__(self) -> int:
@@ -242,7 +243,7 @@ class JournalledSource(RememberingSource):
             self.close()
             raise
 
-    def _resume(self, header: JournalHeader) -> Mapping[str, Sequence[Measurement]]:
+    def _resume(self, header: JournalHeader) -> Mapping[TransferSet, Sequence[Measurement]]:
         first = b""
         if self._path.is_file():
             with reading(self._path) as file:
@@ -280,7 +281,7 @@ class JournalledSource(RememberingSource):
 
     def _append(self, record: JournalHeader | Measurement) -> None:
         try:
-            self._file.write(msgspec.json.encode(record) + b"\n")
+            self._file.write(encode_line(record))
             self._file.flush()
         except OSError as error:
             raise self._unwritable(error) from error

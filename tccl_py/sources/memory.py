@@ -22,14 +22,14 @@ class RememberingSource:
     def __init__(
         self,
         source: BandwidthSource,
-        known: Mapping[str, Sequence[Measurement]] | None = None,
+        known: Mapping[TransferSet, Sequence[Measurement]] | None = None,
         *,
         seed: int = 0,
     ) -> None:
         self._source = source
         self._before = known if known is not None else {}
-        self._times: dict[str, int] = {}
-        self._answers: dict[tuple[str, int], Measurement] = {}
+        self._times: dict[TransferSet, int] = {}
+        self._answers: dict[tuple[TransferSet, int], Measurement] = {}
         self._random = random.Random(seed)
         self.sets_measured = 0
         self.sets_remembered = 0
@@ -40,8 +40,8 @@ class RememberingSource:
         return self._source.simulated
 
     @property
-    def times_known(self) -> dict[str, int]:
-        """How often each set was measured, by its text."""
+    def times_known(self) -> dict[TransferSet, int]:
+        """How often each set was measured."""
         times = {key: len(known) for key, known in self._before.items()} | self._times
         return {key: count for key, count in times.items() if count}
 
@@ -64,34 +64,34 @@ class RememberingSource:
                     f"{one}: its flows ran together for only {measurement.overlap:.0%} of the time"
                 )
             self._keep(measurement)
-            key, times = str(one), self.times_of(str(one))
-            self._answers[key, times] = measurement
-            self._times[key] = times + 1
+            times = self.times_of(one)
+            self._answers[one, times] = measurement
+            self._times[one] = times + 1
             self.sets_measured += 1
-        given = Counter[str]()
+        given = Counter[TransferSet]()
         answers = []
-        for key in map(str, sets):
+        for key in sets:
             answers.append(self._answer(key, given[key]))
             given[key] += 1
         return answers
 
-    def _answer(self, key: str, number: int) -> Measurement:
+    def _answer(self, key: TransferSet, number: int) -> Measurement:
         if (key, number) not in self._answers:
             self._answers[key, number] = self._before[key][number]
         return self._answers[key, number]
 
-    def times_of(self, key: str) -> int:
-        """How often a set was measured, by its text."""
+    def times_of(self, key: TransferSet) -> int:
+        """Return how often a set was measured."""
         if key not in self._times:
             self._times[key] = len(self._before.get(key, ()))
         return self._times[key]
 
     def _missing(self, sets: Sequence[TransferSet]) -> list[TransferSet]:
-        wanted = Counter[str]()
+        wanted = Counter[TransferSet]()
         missing = []
         for one in sets:
-            wanted[str(one)] += 1
-            if wanted[str(one)] > self.times_of(str(one)):
+            wanted[one] += 1
+            if wanted[one] > self.times_of(one):
                 missing.append(one)
         return missing
 

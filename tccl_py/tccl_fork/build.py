@@ -42,7 +42,7 @@ from tccl_py.tccl_fork.database import (
     mask_of,
     numa_ids,
     ring_transfers,
-    typed_transfers,
+    typed_transfer,
 )
 from tccl_py.tccl_fork.rings import DatabaseTask, SearchedRings, searched_rings
 
@@ -282,10 +282,9 @@ def _chain_transfers(one: SearchedChain, numa: Mapping[int, int]) -> tuple[Typed
     them.
     """
     entry, way_out = one.chain.entry.flow, one.chain.exit.flow
-    into = msgspec.structs.replace(entry, transfers=entry.transfers[1:])
-    out = msgspec.structs.replace(way_out, transfers=way_out.transfers[:-1])
-    inside = ring_transfers(one.chain.hops, numa)
-    return (*typed_transfers(into, numa), *inside, *typed_transfers(out, numa))
+    into = (typed_transfer(part, numa) for part in entry.transfers[1:])
+    out = (typed_transfer(part, numa) for part in way_out.transfers[:-1])
+    return (*into, *ring_transfers(one.chain.hops, numa), *out)
 
 
 def _listed_chains(task: DatabaseTask, nic: Nic) -> int:

@@ -194,7 +194,7 @@ def typed_transfers(flow: Flow, numa: Mapping[int, int]) -> tuple[TypedTransfer,
     Raises:
         InputError: a NIC moves it, or it goes to another host.
     """
-    return tuple(_typed(flow, one, numa) for one in flow.transfers)
+    return tuple(typed_transfer(one, numa) for one in flow.transfers)
 
 
 def ring_transfers(hops: Iterable[Hop], numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:
@@ -202,13 +202,14 @@ def ring_transfers(hops: Iterable[Hop], numa: Mapping[int, int]) -> tuple[TypedT
     return tuple(one for hop in hops for one in typed_transfers(hop.flow, numa))
 
 
-def _typed(flow: Flow, transfer: Transfer, numa: Mapping[int, int]) -> TypedTransfer:
+def typed_transfer(transfer: Transfer, numa: Mapping[int, int]) -> TypedTransfer:
+    """Return the fork's name of one transfer; arguments and errors as `typed_transfers`."""
     source, destination = transfer.source, transfer.destination
     ends = f"{source.kind}{destination.kind}"
     wanted = _TYPES.get((transfer.operation, ends, transfer.uses_copy_engine))
     if wanted is None or source.host or destination.host:
         raise InputError(
-            f"flow {str(flow)[:60]!r}",
+            f"transfer {str(transfer)[:60]!r}",
             "is none that the TCCL fork has a name for",
             "GPUs of one node write or read GPU memory, write host memory, or read it",
         )
