@@ -381,8 +381,9 @@ def test_where_nccl_cannot_be_asked_its_rules_are_taken_and_it_is_asked_once(
 
 def test_the_doctor_says_which_rings_nccl_takes(monkeypatch):
     (found,) = check_own_rings(Host(own_rings=answer([(0, 2, 1, 3)])))
-    assert (found.severity, found.check) == ("note", "nccl-rings")
-    assert found.what == "NCCL 2.28.9 runs 24 channels over 0 2 1 3; of its hops 4 by P2P/CUMEM"
+    assert found.severity == "note"
+    assert "24 channels over 0 2 1 3" in found.what
+    assert "4 by P2P/CUMEM" in found.what
     (found,) = check_own_rings(Host(own_rings=answer([(0, 1)], channels=1, fallback=True)))
     assert found.severity == "slow"
     assert "in its simple order" in found.what

@@ -21,7 +21,7 @@ def test_a_host_in_order_is_said_to_be_so(tmp_path):
     result = tccl("doctor", "--root", tmp_path)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.splitlines()[-1] == "Found: nothing that hangs or slows NCCL."
-    assert "which pairs of GPUs can do P2P: a copy of a host has no driver to ask" in result.stdout
+    assert "P2P: a copy of a host has no driver to ask" in result.stdout
 
 
 def test_findings_are_read_by_people(tmp_path):
@@ -29,16 +29,10 @@ def test_findings_are_read_by_people(tmp_path):
     result = tccl("doctor", "--root", tmp_path)
     assert result.exit_code == 1
     lines = [line.rstrip() for line in result.stdout.splitlines()]
-    assert lines[:3] == [
-        "HANG  /dev/shm is small: 64 MiB",
-        "      at     /dev/shm",
-        "      why    a communicator over 2 GPUs takes up to 147 MiB of it, where hops go through "
-        "host memory; without them NCCL",
-    ]
-    assert (
-        "      mend   docker run --shm-size=1g ... (Kubernetes: an emptyDir of medium Memory)"
-        in (lines)
-    )
+    assert lines[0].startswith("HANG  /dev/shm is small: 64 MiB, expected at least 147")
+    assert lines[1].split() == ["at", "/dev/shm"]
+    assert lines[2].split()[0] == "why"
+    assert any(line.split()[:1] == ["fix"] and "--shm-size=1g" in line for line in lines)
     assert lines[-1] == "Found: 2 may hang NCCL, 2 to know of."
 
 
@@ -56,7 +50,7 @@ def test_json_has_the_same_and_says_who_says_so(tmp_path):
     result = tccl("doctor", "--root", tmp_path, "--json")
     found = json.loads(result.stdout)
     assert (result.exit_code, list(found)) == (1, ["findings", "unseen"])
-    keys = ["severity", "check", "what", "where", "why", "source", "mend"]
+    keys = ["severity", "check", "what", "where", "measured", "expected", "why", "source", "fix"]
     assert all(list(one) == keys for one in found["findings"])
     assert all(one["why"] and one["source"] for one in found["findings"])
     assert all(list(one) == ["check", "what", "why"] for one in found["unseen"])

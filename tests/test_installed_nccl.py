@@ -165,17 +165,15 @@ def test_the_doctor_says_which_versions_are_there():
         InstalledNccl(version="2.21.4", source="the same to a plan"),
     )
     notes = [one for one in examine(Host(nccl=found)).findings if one.check == "nccl"]
-    assert [(one.severity, one.what, one.where) for one in notes] == [
-        (
-            "note",
-            "NCCL 2.21.5 is installed, which was not checked and is taken for 2.18",
-            "of one",
-        ),
-        ("note", "NCCL 2.30.7 is installed as well", "another"),
+    assert [(one.severity, one.what.split()[1], one.where) for one in notes] == [
+        ("note", "2.21.5", "of one"),
+        ("note", "2.30.7", "another"),
     ]
-    assert notes[1].mend == "plan with --nccl 2.30 where jobs have that one"
+    assert "not checked" in notes[0].what
+    assert "--nccl 2.30" in notes[1].fix
 
 
 def test_the_doctor_says_where_no_nccl_was_found():
     unseen = [one for one in examine(Host(nccl=())).unseen if one.check == "nccl"]
-    assert [one.why for one in unseen] == ["none was found; `tccl plan --nccl` names one"]
+    assert len(unseen) == 1
+    assert "--nccl" in unseen[0].why

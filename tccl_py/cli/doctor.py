@@ -42,14 +42,14 @@ def doctor(
     Looks at ACS and the IOMMU, PCIe links, P2P and GPU-direct, GPU conditions, NUMA, /dev/shm,
     limits, NCCL's version, settings and files, containers and virtual machines. Where two GPUs or
     more are idle, NCCL is started on them for some seconds, and its log says which rings it takes.
-    All else is only read; neither a plan nor a GPU is needed; as root it sees more. What would mend
-    a finding is printed, never run. HANG: NCCL hangs or fails. SLOW: it, or a measurement, gets
+    All else is only read; neither a plan nor a GPU is needed; as root it sees more. The fix of a
+    finding is printed, never run. HANG: NCCL hangs or fails. SLOW: it, or a measurement, gets
     less than the machine has. Notes are worth knowing.
 
     Exit codes: 0 nothing but notes, 1 something hangs or slows NCCL, 2 wrong use.
 
-    --json has the keys `findings` (a list of `severity`, `check`, `what`, `where`, `why`, `source`,
-    `mend`) and `unseen` (a list of `check`, `what`, `why`).
+    --json has the keys `findings` (a list of `severity`, `check`, `what`, `where`, `measured`,
+    `expected`, `why`, `source`, `fix`) and `unseen` (a list of `check`, `what`, `why`).
 
     Examples:
 
@@ -137,7 +137,10 @@ def _held(clock_mhz: int | None, most_mhz: int | None) -> int | None:
 def _print(found: Diagnosis) -> None:
     console = results()
     for finding in found.findings:
-        console.print(f"{_WORDS[finding.severity]}  {finding.what}")
+        values = (finding.measured, finding.expected and f"expected {finding.expected}")
+        said = ", ".join(value for value in values if value)
+        what = f"{finding.what}: {said}" if said else finding.what
+        console.print(f"{_WORDS[finding.severity]}  {what}")
         console.print(_indented(_lines(finding)))
         console.print()
     if found.unseen:
@@ -156,9 +159,9 @@ def _indented(lines: list[tuple[str, str]]) -> Padding:
 
 
 def _lines(finding: Finding) -> list[tuple[str, str]]:
-    mend = [("mend", finding.mend)] if finding.mend else []
+    fix = [("fix", finding.fix)] if finding.fix else []
     said = [("why", finding.why), ("source", finding.source)]
-    return [("at", finding.where), *said, *mend]
+    return [("at", finding.where), *said, *fix]
 
 
 def _verdict(found: Diagnosis) -> str:

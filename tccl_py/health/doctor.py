@@ -1,34 +1,41 @@
-"""All checks of a host, one after the other."""
+"""The table of checks of a host, and its diagnosis."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
 from tccl_py.health.host import SEVERITIES, Finding, Host, Unseen
 from tccl_py.health.links import check_acs, check_gpus, check_iommu, check_links, check_peers
-from tccl_py.health.memory import check_limits, check_numa, check_shared_memory, check_virtual
-from tccl_py.health.settings import check_nccl, check_own_rings, check_settings
-
-CHECKS: tuple[Callable[[Host], Iterator[Finding | Unseen]], ...] = (
-    check_acs,
-    check_iommu,
-    check_links,
-    check_peers,
-    check_gpus,
+from tccl_py.health.memory import (
+    check_container,
+    check_limits,
     check_numa,
     check_shared_memory,
-    check_limits,
-    check_settings,
-    check_nccl,
-    check_own_rings,
     check_virtual,
 )
+from tccl_py.health.settings import check_nccl, check_own_rings, check_settings
+
+CHECKS: Mapping[str, Callable[[Host], Iterator[Finding | Unseen]]] = {
+    "acs": check_acs,
+    "iommu": check_iommu,
+    "links": check_links,
+    "peers": check_peers,
+    "gpus": check_gpus,
+    "numa": check_numa,
+    "shared memory": check_shared_memory,
+    "limits": check_limits,
+    "settings": check_settings,
+    "nccl": check_nccl,
+    "nccl-rings": check_own_rings,
+    "container": check_container,
+    "virtual machine": check_virtual,
+}
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """Findings, the worst first, and what could not be seen."""
+    """Findings, the worst first, and facts that could not be read."""
 
     findings: tuple[Finding, ...]
     unseen: tuple[Unseen, ...]
@@ -40,10 +47,13 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine(host: Host) -> Diagnosis:
-    """Look at everything; nothing is changed."""
-    said = [one for check in CHECKS for one in check(host)]
-    findings = [one for one in said if isinstance(one, Finding)]
-    return Diagnosis(
-        findings=tuple(sorted(findings, key=lambda one: SEVERITIES.index(one.severity))),
-        unseen=tuple(one for one in said if isinstance(one, Unseen)),
-    )
+    """Run all checks; nothing is changed."""
+    found = [
+        msgspec.structs.replace(result, check=name)
+        for name, check in CHECKS.items()
+        for result in check(host)
+    ]
+    findings = [result for result in found if isinstance(result, Finding)]
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    unseen = tuple(result for result in found if isinstance(result, Unseen))
+    return Diagnosis(findings=tuple(findings), unseen=unseen)

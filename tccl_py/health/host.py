@@ -1,7 +1,7 @@
-"""A host as files below a root, which for the host one is on is `/`, and what no file tells.
+"""A host as files below a root directory and answers of its driver; findings about a host.
 
-Nothing that lies there can hurt: only regular files are read, so much of each and no more, and no
-link leads out of the root.
+Hostile files do no harm: only regular files are read, each up to a limit, and no link leads out of
+the root.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,13 +27,69 @@ _MAX_ENTRIES = 10_000
 _NVIDIA = "0x10de"
 _BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
 _DRIVER = re.compile(r"Kernel Module\b.*?\s([0-9]{3,4}(?:\.[0-9]{1,4}){1,2})\b")
+_SHOWN = 6
+
+Severity = Literal["hang", "slow", "note"]
+SEVERITIES: tuple[Severity, ...] = ("hang", "slow", "note")
+"""From bad to harmless. `hang`: NCCL hangs or fails; `slow`: NCCL or a measurement is slowed."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """A defect of a host.
+
+    `measured` and `expected` are "" where words say all; `why` is the effect, `source` the
+    reference, `fix` a command or action for a person, "" if there is none.
+    """
+
+    severity: Severity
+    check: str = ""
+    what: str
+    where: str
+    measured: str = ""
+    expected: str = ""
+    why: str
+    source: str
+    fix: str = ""
+
+
+class Unseen(msgspec.Struct, frozen=True, kw_only=True):
+    """A fact that could not be read, and why, or how to see it."""
+
+    check: str = ""
+    what: str
+    why: str
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """A kind of defect: the parts of a finding that every host shares."""
+
+    severity: Severity
+    what: str
+    why: str
+    source: str
+    fix: str = ""
+
+    def at(self, where: str, *, severity: Severity | None = None, **changes: str) -> Finding:
+        """Return the finding at `where`; `changes` replace or add fields by name."""
+        parts = {"what": self.what, "why": self.why, "source": self.source, "fix": self.fix}
+        return Finding(severity=severity or self.severity, where=where, **(parts | changes))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join names with commas, the first few of many.
+
+    >>> listed(["GPU 0", "GPU 1"])
+    'GPU 0, GPU 1'
+    """
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuState:
-    """What the driver says of a GPU at rest; `complaints` are sentences on what spoils rates.
+    """The driver's facts about an idle GPU; `complaints` are sentences on what lowers rates.
 
-    `clock_mhz` is the clock that a setting holds it to, None if none does.
+    `clock_mhz` is a clock fixed by a setting, None if the clock is free.
     """
 
     index: int
@@ -47,7 +103,7 @@ class GpuState:
 
 @dataclass(frozen=True, kw_only=True)
 class DriverState:
-    """What the driver (NVML) says of all GPUs; `unseen` says why, if it says nothing."""
+    """The facts from NVML about all GPUs; `unseen` is the reason if there are none."""
 
     gpus: tuple[GpuState, ...] = ()
     peer_access: tuple[PeerAccess, ...] = ()
@@ -56,17 +112,17 @@ class DriverState:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host to look at.
+    """A host to examine.
 
     Args:
-        root: the directory that has its `sys`, `proc`, `etc` and `dev`.
-        home: the user's home directory, as a path of that host.
+        root: the directory with the host's `sys`, `proc`, `etc` and `dev`; `/` for this host.
+        home: the user's home directory, as a path of the host.
         environment: the user's variables.
-        driver: what NVML says, where it was asked.
-        shm_free: free bytes of /dev/shm; None if nobody asked.
-        nccl: the versions of NCCL that are installed, torch's first; None if nobody asked.
-        own_rings: what NCCL does by default over all GPUs, or why it was not asked; "" where there
-            are no two GPUs.
+        driver: the facts from NVML, where it was asked.
+        shm_free: free bytes of /dev/shm; None if not asked.
+        nccl: the installed versions of NCCL, torch's first; None if not asked.
+        own_rings: the rings that default NCCL takes over all GPUs, or why it was not asked; "" for
+            fewer than two GPUs.
     """
 
     root: Path = Path("/")
@@ -77,21 +133,19 @@ class Host:
     nccl: tuple[InstalledNccl, ...] | None = None
     own_rings: NcclAnswer | str = ""
 
-    def path(self, name: str) -> Path:
-        """Where a path of the host lies."""
-        return self.root / name.lstrip("/")
+    # Files
 
     def real(self, name: str) -> Path | None:
-        """The path behind links, or None if there is none or it lies outside of the root."""
+        """Return a path of the host with links resolved; None if missing or outside the root."""
         try:
-            found = self.path(name).resolve(strict=True)
+            found = (self.root / name.lstrip("/")).resolve(strict=True)
             root = self.root.resolve()
         except (OSError, RuntimeError, ValueError):
             return None
         return found if found.is_relative_to(root) else None
 
     def data(self, name: str, *, limit: int = _MAX_BYTES) -> bytes | None:
-        """The first bytes of a regular file; None if there is none, or it cannot be read."""
+        """Return the first bytes of a regular file; None if there is none or it is unreadable."""
         path = self.real(name)
         if path is None:
             return None
@@ -111,16 +165,16 @@ class Host:
             os.close(descriptor)
 
     def text(self, name: str) -> str:
-        """A file's text without white space around it; "" if it cannot be read."""
+        """Return a file's text, stripped; "" if unreadable."""
         return (self.data(name) or b"").decode("utf-8", "replace").strip()
 
     def number(self, name: str) -> int | None:
-        """The whole number in a file, or None."""
+        """Return the whole number in a file, or None."""
         text = self.text(name)
         return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text, re.ASCII) else None
 
     def entries(self, name: str) -> tuple[str, ...]:
-        """Names in a directory, in order; none if it cannot be read."""
+        """Return the sorted names in a directory; empty if unreadable."""
         path = self.real(name)
         try:
             found = sorted(entry.name for entry in path.iterdir()) if path is not None else []
@@ -129,21 +183,18 @@ class Host:
         return tuple(found[:_MAX_ENTRIES])
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file or directory."""
+        """Return whether a file or directory exists."""
         return self.real(name) is not None
 
-    # What several checks ask.
+    # Facts for several checks
 
     def pci(self, bus_id: str, name: str) -> str:
-        """An attribute of a PCI device."""
+        """Return an attribute of a PCI device."""
         return self.text(f"sys/bus/pci/devices/{bus_id}/{name}")
 
-    def gpus(self) -> tuple[str, ...]:
-        """Bus ids of NVIDIA's GPUs, in the order in which NVML counts them."""
-        return self._gpus
-
     @cached_property
-    def _gpus(self) -> tuple[str, ...]:
+    def gpus(self) -> tuple[str, ...]:
+        """Bus ids of NVIDIA's GPUs, in NVML's order."""
         found = {
             bus_id
             for name in self.entries("sys/bus/pci/devices")
@@ -155,85 +206,38 @@ class Host:
         return tuple(sorted(found, key=bus_order))
 
     def gpu_name(self, bus_id: str) -> str:
-        """`GPU 2 (0000:81:00.0)`."""
-        return f"GPU {self.gpus().index(bus_id)} ({bus_id})"
+        """Return a GPU's name, as `GPU 2 (0000:81:00.0)`."""
+        return f"GPU {self.gpus.index(bus_id)} ({bus_id})"
 
     def ports_above(self, bus_id: str) -> tuple[str, ...]:
-        """PCI bridges above a device, the root port first."""
+        """Return the PCI bridges above a device, the root port first."""
         path = self.real(f"sys/bus/pci/devices/{bus_id}")
         return tuple(part for part in path.parts[:-1] if _BUS_ID.fullmatch(part)) if path else ()
 
     def numa_nodes(self) -> tuple[int, ...]:
-        """NUMA nodes that have CPUs."""
+        """Return the NUMA nodes with CPUs."""
         base = "sys/devices/system/node"
         numbers = [name[4:] for name in self.entries(base) if re.fullmatch("node[0-9]{1,5}", name)]
         return tuple(sorted(int(n) for n in numbers if self.text(f"{base}/node{n}/cpulist")))
 
-    def rdma_cards(self) -> tuple[str, ...]:
-        """Names of RDMA cards."""
+    def rdma_nics(self) -> tuple[str, ...]:
+        """Return the names of RDMA NICs."""
         return self.entries("sys/class/infiniband")
 
     def driver_version(self) -> str:
-        """The NVIDIA kernel module's version, or ""."""
+        """Return the NVIDIA kernel module's version, or ""."""
         found = _DRIVER.search(self.text("proc/driver/nvidia/version"))
         return found[1] if found else ""
 
     @property
     def virtual(self) -> bool:
-        """Whether this is a virtual machine."""
+        """Whether the host is a virtual machine."""
         flags = re.search(r"^flags\s*:(.*)$", self.text("proc/cpuinfo"), re.MULTILINE)
         return bool(flags and "hypervisor" in flags[1].split())
 
     @property
     def container(self) -> bool:
-        """Whether this is inside a container."""
+        """Whether the host is a container."""
         if self.has(".dockerenv") or self.has("run/.containerenv"):
             return True
         return any(word in self.text("proc/1/cgroup") for word in ("docker", "kubepods", "lxc"))
-
-    def kernel_options(self) -> tuple[str, ...]:
-        """The kernel's command line, a word each."""
-        return tuple(self.text("proc/cmdline").split())
-
-
-# What the doctor says: findings, and what it could not see.
-
-
-Severity = Literal["hang", "slow", "note"]
-SEVERITIES: tuple[Severity, ...] = ("hang", "slow", "note")
-"""From bad to harmless. `hang`: NCCL hangs or fails; `slow`: it or a measurement is spoilt."""
-_SHOWN = 6
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is not as it should be.
-
-    `why` says what it does and `source` who says so; `mend` is what mends it, to be typed or done
-    by a person, "" if nothing does.
-    """
-
-    severity: Severity
-    check: str
-    what: str
-    where: str
-    why: str
-    source: str
-    mend: str = ""
-
-
-class Unseen(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that could not be looked at, and what would let the doctor see it."""
-
-    check: str
-    what: str
-    why: str
-
-
-def listed(names: list[str]) -> str:
-    """Names in a row, the first few of many.
-
-    >>> listed(["GPU 0", "GPU 1"])
-    'GPU 0, GPU 1'
-    """
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
