@@ -1,9 +1,9 @@
 """Best-first search on an upper bound, for single rings and ring sets.
 
-States are partial ring sets, built ring by ring and hop by hop. Their bound comes from what is
-known (`bounds`), so a state costs no measurement until it is complete; then it is measured, and if
-it is slower than its bound, the smallest slow part is found and bounds every state that contains
-it or an image of it. So measurements are spent on finding out why, not on every prefix.
+States are partial ring sets, built ring by ring and hop by hop. Bounds come from measured subsets
+(`bounds`), so a state costs no measurement until it is complete. A complete set slower than its
+bound is explained: its smallest slow part bounds every state that contains the part or an image of
+it. Measurements are spent on reasons, not on every prefix.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tccl_py.search.bounds import (
     crossing_bound,
     crossings,
 )
-from tccl_py.search.evaluator import BudgetSpentError, Incumbent, Ledger, smallest_slow_part
+from tccl_py.search.evaluator import BudgetSpentError, Evaluator, Incumbent, smallest_slow_part
 from tccl_py.search.problem import HopIndex, SetRule
 from tccl_py.search.tccl_paper import admitted, all_ring_sets
 
 MAX_STATES = 10_000
-"""States looked at for one ring count before the search gives up on a proof."""
+"""States visited for one ring count before the search gives up on a proof."""
 DIVE_SETS = 30
 """Sets without a better ring that end the first, quick look for a good answer."""
 MAX_PAIRED_HOPS = 128
 MAX_PAIR_KINDS = 64
-"""Pairs of hops are all measured beforehand if symmetry leaves no more kinds than that."""
+"""All pairs of hops are measured first if symmetry leaves no more kinds of pairs."""
 CROSSING_SETS = 64
 """Sets measured at most to bound one group of GPUs."""
 
@@ -42,14 +42,14 @@ CROSSING_SETS = 64
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """A partial ring set: whole rings, and a path (GPU positions) with its hops.
 
-    `alive` are the symmetry elements that fix all of it; `version` the age of its bound.
+    `stabilizer` lists the symmetry elements that fix every hop; `version` is the age of the bound.
     """
 
     bound: float
     rings: tuple[tuple[int, ...], ...]
     path: tuple[int, ...]
     hops: tuple[int, ...]
-    alive: npt.NDArray[np.int64]
+    stabilizer: npt.NDArray[np.int64]
     version: int = -1
 
     @property
@@ -59,12 +59,16 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RingSetSearch:
-    """The search for sets of `count` rings; shares ledger and incumbent with other counts."""
+    """The search for sets of `count` rings; shares evaluator and incumbent with other counts.
+
+    The order of calls: 1. `dive` for a good answer; 2. `enumerate_all` where ring sets are few,
+    else `relax` and `run` until nothing can beat the incumbent.
+    """
 
     def __init__(
         self,
         index: HopIndex,
-        ledger: Ledger,
+        evaluator: Evaluator,
         incumbent: Incumbent,
         *,
         count: int,
@@ -77,27 +81,40 @@ class RingSetSearch:
         self.count = count
         self.bounds = Bounds(index, copies=count)
         self._bounces: list[int] = index.bounces.astype(int).tolist()
-        self._ledger = ledger
+        self._evaluator = evaluator
         self._incumbent = incumbent
         self._tolerance = tolerance
         self._idle_sets = idle_sets
         self._queue: list[tuple[tuple[float, ...], State]] = []
         self._serial = itertools.count()
-        self._dropped = 0.0
-        self._relaxed = float("inf")
+        self._discarded_bound = 0.0
+        self._relaxation_bound = float("inf")
 
     @property
     def bound_gbps(self) -> float:
         """Upper bound on the score of any set of this many rings, GB/s."""
-        waiting = max((state.bound for _, state in self._queue), default=0.0)
-        return self.count * min(self._relaxed, max(waiting, self._dropped))
+        queued = max((state.bound for _, state in self._queue), default=0.0)
+        return self.count * min(self._relaxation_bound, max(queued, self._discarded_bound))
 
     @property
     def _enough(self) -> float:
         """Hop rate that a set must exceed to be worth finding."""
-        return self._incumbent.surely_reached * (1 + self._tolerance) / self.count
+        return self._incumbent.lower_bound * (1 + self._tolerance) / self.count
 
-    def exhaust(self) -> None:
+    def dive(self) -> None:
+        """Search a little, for a good answer before proofs are tried.
+
+        Raises:
+            BudgetSpentError: the budget is used up; `bound_gbps` holds all the same.
+        """
+        everyone = np.arange(len(self.index.images))
+        self._push(State(bound=float("inf"), rings=(), path=(0,), hops=(), stabilizer=everyone))
+        for hops in self._classes():
+            self.bounds.learn(hops, self._evaluator.upper(self.index, hops))
+        self._relaxation_bound = best_connected(self._weights(self.bounds.single))
+        self._search(idle_sets=DIVE_SETS)
+
+    def enumerate_all(self) -> None:
         """Measure every ring set that could still beat the incumbent.
 
         Raises:
@@ -110,53 +127,49 @@ class RingSetSearch:
             bound = self.bounds.bound(hops)
             if bound > self._enough:
                 self._offer(sequences, hops)
-                bound = min(bound, self._ledger.upper(self.index, hops))
-            self._dropped = max(self._dropped, bound)
+                bound = min(bound, self._evaluator.upper(self.index, hops))
+            self._discarded_bound = max(self._discarded_bound, bound)
         self._queue.clear()
 
-    def _offer(self, sequences: Sequence[Sequence[int]], hops: Sequence[int]) -> None:
-        rate = self._ledger.rate(self.index, hops)
-        error = self._ledger.relative_error(self._ledger.measurement(self.index, hops))
-        self._incumbent.error = max(self._incumbent.error, error)
-        at = self._ledger.sets_measured
-        self._incumbent.offer(self.count * rate, self.index, sequences, at=at)
-
     def relax(self, cuts: Sequence[Sequence[int]]) -> None:
-        """Bound all ring sets by what crosses each cut.
+        """Bound all ring sets by the hops that cross each cut.
 
         Raises:
             BudgetSpentError: the budget is used up; `bound_gbps` holds all the same.
         """
         for cut in cuts:
             for choices in crossings(self.index, cut, self.count):
-                if self._relaxed <= self._enough or not self._queue:
+                if self._relaxation_bound <= self._enough or not self._queue:
                     return
                 found = crossing_bound(
                     choices,
                     self.bounds,
                     enough=self._enough,
-                    measure=lambda hops: self._ledger.upper(self.index, hops),
+                    measure=lambda hops: self._evaluator.upper(self.index, hops),
                     limit=CROSSING_SETS,
                 )
-                self._relaxed = min(self._relaxed, found)
+                self._relaxation_bound = min(self._relaxation_bound, found)
 
-    def dive(self) -> None:
-        """Search a little, for a good answer before proofs are tried.
+    def run(self) -> None:
+        """Search until nothing can beat the incumbent, or MAX_STATES or the budget is spent.
 
         Raises:
             BudgetSpentError: the budget is used up; `bound_gbps` holds all the same.
         """
-        everyone = np.arange(len(self.index.images))
-        self._push(State(bound=float("inf"), rings=(), path=(0,), hops=(), alive=everyone))
-        for hops in self._classes():
-            self.bounds.learn(hops, self._ledger.upper(self.index, hops))
-        self._relaxed = best_connected(self._weights(self.bounds.single))
-        self._search(idle_sets=DIVE_SETS)
+        if self._relaxation_bound > self._enough:
+            self._search(idle_sets=self._idle_sets)
+
+    def _offer(self, sequences: Sequence[Sequence[int]], hops: Sequence[int]) -> None:
+        rate = self._evaluator.rate(self.index, hops)
+        error = self._evaluator.relative_error(self._evaluator.measurement(self.index, hops))
+        self._incumbent.error = max(self._incumbent.error, error)
+        at = self._evaluator.sets_measured
+        self._incumbent.offer(self.count * rate, self.index, sequences, at=at)
 
     def _classes(self) -> list[tuple[int, ...]]:
-        """One hop of each kind; for several rings also one pair of each kind, if those are few.
+        """List one hop of each kind; for several rings also one pair of each kind, if few.
 
-        Which pairs hurt each other decides most about several rings, and little about one.
+        Contention between pairs decides most about several rings, and little about one.
         """
         hops = np.unique(self.index.images.min(axis=0))
         kinds: list[tuple[int, ...]] = [(int(hop),) for hop in hops]
@@ -167,33 +180,28 @@ class RingSetSearch:
         smallest = {self.index.canonical(pair) for pair in pairs}
         return kinds + (sorted(smallest) if len(smallest) <= MAX_PAIR_KINDS else [])
 
-    def run(self) -> None:
-        """Search until nothing can beat the incumbent, or the effort is spent.
-
-        Raises:
-            BudgetSpentError: the budget is used up; `bound_gbps` holds all the same.
-        """
-        if self._relaxed > self._enough:
-            self._search(idle_sets=self._idle_sets)
-
     def _search(self, *, idle_sets: int | None) -> None:
-        begun = self._ledger.sets_measured
+        begun = self._evaluator.sets_measured
         for _ in range(MAX_STATES):
             last = max(begun, self._incumbent.improved_at)
-            idle = idle_sets is not None and self._ledger.sets_measured - last >= idle_sets
-            if not self._queue or idle or self._ledger.out_of_time:
+            idle = idle_sets is not None and self._evaluator.sets_measured - last >= idle_sets
+            if not self._queue or idle or self._evaluator.out_of_time:
                 break
             _, state = heapq.heappop(self._queue)
             self._visit(state)
 
     def _visit(self, state: State) -> None:
         try:
+            # 1. Discard a state that cannot beat the incumbent.
             if state.bound <= self._enough:
-                self._dropped = max(self._dropped, state.bound)
+                self._discarded_bound = max(self._discarded_bound, state.bound)
+            # 2. Requeue a state whose bound is older than the newest pattern.
             elif state.version != self.bounds.version:
                 self._push(self._rebounded(state))
+            # 3. Measure a complete set, and learn why it is slow.
             elif len(state.rings) == self.count:
                 self._measure(state)
+            # 4. Extend a partial set by one hop.
             else:
                 for child in self._children(state):
                     self._push(child)
@@ -203,61 +211,61 @@ class RingSetSearch:
 
     def _push(self, state: State) -> None:
         if state.bound <= self._enough:
-            self._dropped = max(self._dropped, state.bound)
+            self._discarded_bound = max(self._discarded_bound, state.bound)
             return
         hops = state.all_hops
         depth = len(hops)
-        kinship = 0.0
+        compatibility = 0.0
         if depth:
             numbers = np.array(hops)
-            kinship = float(self.bounds.pair[numbers[:, None], numbers].sum()) / depth**2
+            compatibility = float(self.bounds.pair[numbers[:, None], numbers].sum()) / depth**2
         bounces = sum(self._bounces[hop] for hop in hops)
-        # Ties: the deeper state, then fewer bounces, then hops that get on well in pairs.
-        order = (-round(state.bound, 6), -depth, bounces, -kinship, next(self._serial))
+        # Ties: the deeper state, then fewer bounces, then hops with little contention in pairs.
+        order = (-round(state.bound, 6), -depth, bounces, -compatibility, next(self._serial))
         heapq.heappush(self._queue, (order, state))
 
     def _measure(self, state: State) -> None:
         hops = state.all_hops
         self._offer(state.rings, hops)
-        upper = self._ledger.upper(self.index, hops)
-        self._dropped = max(self._dropped, min(upper, state.bound))
+        upper = self._evaluator.upper(self.index, hops)
+        self._discarded_bound = max(self._discarded_bound, min(upper, state.bound))
         if upper > self._enough:
             return  # within noise of the best: a finalist, and nothing to learn from
         slow = smallest_slow_part(hops, self._is_slow)
-        self.bounds.learn(slow, self._ledger.upper(self.index, slow))
+        self.bounds.learn(slow, self._evaluator.upper(self.index, slow))
 
     def _is_slow(self, hops: Sequence[int]) -> bool:
         if self.bounds.bound(hops) <= self._enough:
             return True
-        return self._ledger.upper(self.index, hops) <= self._enough
+        return self._evaluator.upper(self.index, hops) <= self._enough
 
     def _rebounded(self, state: State) -> State:
-        """The state with its bound from all that is known by now."""
+        """Return the state with its bound from everything known by now."""
         hops = state.all_hops
         bound = min(state.bound, self.bounds.bound(hops) if hops else np.inf)
         if bound > self._enough and len(state.rings) < self.count:
-            bound = min(bound, self._future(state))
+            bound = min(bound, self._completion_bound(state))
         return msgspec.structs.replace(state, bound=bound, version=self.bounds.version)
 
     def _weights(self, rates: Floats) -> Floats:
-        """Best rate from each GPU to each other over all mechanisms; 0 where there is no hop."""
+        """Return the best rate from each GPU to each other, over all mechanisms; 0 is no hop."""
         padded = np.append(rates, 0.0)
         best: Floats = padded[self.index.pair].max(axis=2)
         return best
 
-    def _future(self, state: State) -> float:
-        """Upper bound on what the hops still to come can have, beside those already there."""
-        weights = self._weights(self.bounds.alongside(state.all_hops))
+    def _completion_bound(self, state: State) -> float:
+        """Return an upper bound on the hops still to come, beside the state's own hops."""
+        weights = self._weights(self.bounds.beside(state.all_hops))
         bound = np.inf
         if len(state.rings) + 1 < self.count:
-            bound = _each_way(weights)
+            bound = _least_degree(weights)
         rest = [i for i in range(len(self.index.gpus)) if i not in state.path]
         if rest and len(state.path) > 1:
             # The path so far counts as one GPU: entered at its start, left at its end.
             rows, columns = [*rest, state.path[-1]], [*rest, state.path[0]]
             weights = weights[np.ix_(rows, columns)].copy()
             weights[-1, -1] = 0.0
-        bound = min(bound, _each_way(weights)) if rest else bound
+        bound = min(bound, _least_degree(weights)) if rest else bound
         if rest and bound > self._enough and not connected_above(weights, self._enough):
             bound = self._enough
         return bound
@@ -267,43 +275,41 @@ class RingSetSearch:
         targets = rest or [state.path[0]]
         hops = self.index.pair[state.path[-1], targets].reshape(-1)
         hops = hops[hops >= 0]
-        if len(state.alive) > 1:
-            images = self.index.images[state.alive[:, None], hops]
+        # Of hops that the stabilizer exchanges, the smallest stands for all.
+        if len(state.stabilizer) > 1:
+            images = self.index.images[state.stabilizer[:, None], hops]
             hops = hops[images.min(axis=0) == hops]
-        beside = self.bounds.alongside(state.all_hops)
+        beside = self.bounds.beside(state.all_hops)
         children = []
         for hop in hops.tolist():
-            if self._in_order(state, hop) and self._admitted(state, hop):
+            rings = (*state.rings, (*state.hops, hop))
+            if self._in_order(rings) and admitted(self.index, rings, self._rule):
                 bound = min(state.bound, float(beside[hop]))
                 children.append(self._child(state, hop, bound))
         return [child for child in children if child.bound > 0]
 
-    def _admitted(self, state: State, hop: int) -> bool:
-        return admitted(self.index, (*state.rings, (*state.hops, hop)), self._rule)
-
-    def _in_order(self, state: State, hop: int) -> bool:
-        """Rings come in ascending order, so that a set is built once."""
-        if not state.rings:
-            return True
-        now = (*state.hops, hop)
-        return now >= state.rings[-1][: len(now)]
+    def _in_order(self, rings: Sequence[tuple[int, ...]]) -> bool:
+        """Return whether rings ascend, so that a set is built once."""
+        return len(rings) < 2 or rings[-1] >= rings[-2][: len(rings[-1])]
 
     def _child(self, state: State, hop: int, bound: float) -> State:
         target = int(self.index.target[hop])
         hops = (*state.hops, hop)
-        alive = state.alive
-        if len(alive) > 1:  # the identity fixes everything
-            alive = alive[self.index.images[alive, hop] == hop]
+        stabilizer = state.stabilizer
+        if len(stabilizer) > 1:  # the identity fixes everything
+            stabilizer = stabilizer[self.index.images[stabilizer, hop] == hop]
         if bound > self._enough:
             bound = min(bound, self.bounds.pattern_bound((*state.all_hops, hop), newest=hop))
-        if target == state.path[0]:
-            rings = (*state.rings, hops)
-            return State(bound=bound, rings=rings, path=(0,), hops=(), alive=alive)
+        closed = target == state.path[0]
         return State(
-            bound=bound, rings=state.rings, path=(*state.path, target), hops=hops, alive=alive
+            bound=bound,
+            rings=(*state.rings, hops) if closed else state.rings,
+            path=(0,) if closed else (*state.path, target),
+            hops=() if closed else hops,
+            stabilizer=stabilizer,
         )
 
 
-def _each_way(weights: Floats) -> float:
-    """The least over GPUs of the best hop out and the best hop in."""
+def _least_degree(weights: Floats) -> float:
+    """Return the least, over GPUs, of the best hop out and the best hop in."""
     return float(min(weights.max(axis=1).min(), weights.max(axis=0).min()))

@@ -1,6 +1,6 @@
-"""Upper bounds on the rate of a set of hops, from everything that has been measured.
+"""Upper bounds on the rate of a set of hops, from measured subsets.
 
-Adding transfers never helps, so the rate of any subset, or of a symmetric image of one, bounds a
+Adding transfers never helps, so the rate of a subset, or of a subset's symmetric image, bounds a
 set. Single hops and pairs are looked up in a vector and a matrix; larger subsets ("patterns") are
 bit masks, one bit for each copy of a hop that a set may hold.
 """
@@ -21,9 +21,9 @@ Masks = npt.NDArray[np.uint64]
 
 
 class Bounds:
-    """What is known about the hops of one index, for ring sets of `copies` rings.
+    """Upper bounds for the hops of one index, for ring sets of `copies` rings.
 
-    `version` grows with every new pattern or pair, so that older states know to ask again.
+    `version` grows with every new bound, so that states can tell theirs is outdated.
     """
 
     def __init__(self, index: HopIndex, *, copies: int) -> None:
@@ -40,7 +40,7 @@ class Bounds:
         self.version = 0
 
     def learn(self, hops: Sequence[int], upper: float) -> None:
-        """Take in an upper bound on the rate of `hops`, for all symmetric images as well."""
+        """Add an upper bound on the rate of `hops` and of all symmetric images."""
         orbit = self._index.orbit(hops)
         self.version += 1
         if len(hops) == 1:
@@ -48,8 +48,8 @@ class Bounds:
             limit = np.minimum(self.single[:, None], self.single[None, :])
             np.minimum(self.pair, limit, out=self.pair)
         elif len(hops) == 2:
-            for one, other in ((0, 1), (1, 0)):
-                cells = (orbit[:, one], orbit[:, other])
+            for i, j in ((0, 1), (1, 0)):
+                cells = (orbit[:, i], orbit[:, j])
                 self.pair[cells] = np.minimum(self.pair[cells], upper)
                 self.pair_known[cells] = True
         else:
@@ -62,7 +62,7 @@ class Bounds:
         self._with_hop = [None] * len(self._index.hops)
 
     def mask(self, hops: Sequence[int]) -> Masks:
-        """The bits of these hops: the second copy of a hop has a bit of its own."""
+        """Return the bits of `hops`: the second copy of a hop has a bit of its own."""
         bits = 0
         for hop in hops:
             first = hop * self._copies
@@ -73,7 +73,7 @@ class Bounds:
         return np.frombuffer(bits.to_bytes(8 * self._words, "little"), dtype="<u8")
 
     def pattern_bound(self, hops: Sequence[int], newest: int | None = None) -> float:
-        """Least rate of the patterns inside `hops`; only those with `newest`, if that is given."""
+        """Return the least rate of patterns inside `hops`, or only of those with `newest`."""
         if not len(self._rates):
             return float("inf")
         rows = slice(None) if newest is None else self._rows_with(newest)
@@ -90,17 +90,17 @@ class Bounds:
         return rows
 
     def bound(self, hops: Sequence[int]) -> float:
-        """Upper bound on the rate of `hops` together, GB/s."""
+        """Return an upper bound on the rate of `hops` together, GB/s."""
         numbers = np.fromiter(hops, dtype=np.int64)
         least = float(self.single[numbers].min(initial=np.inf))
         pairs = self.pair[numbers[:, None], numbers]
-        # A hop is paired with itself only if the set holds it twice: then beside the diagonal too.
+        # A hop twice in the set has a pair off the diagonal too; the diagonal itself is no pair.
         np.fill_diagonal(pairs, np.inf)
         least = min(least, float(pairs.min(initial=np.inf)))
         return min(least, self.pattern_bound(hops))
 
     def pair_bounds(self, sets: npt.NDArray[np.int64]) -> Floats:
-        """Upper bound for each row of hop numbers from singles and pairs alone, GB/s."""
+        """Return an upper bound for each row of hop numbers from singles and pairs alone, GB/s."""
         least: Floats = self.single[sets].min(axis=1)
         width = sets.shape[1]
         for i in range(width):
@@ -109,7 +109,7 @@ class Bounds:
         return least
 
     def _masks_of_many(self, sets: npt.NDArray[np.int64]) -> Masks:
-        """The bits of each row of hop numbers; rows are sorted."""
+        """Return the bits of each row of hop numbers; rows are sorted."""
         masks = np.zeros((len(sets), self._words), dtype=np.uint64)
         rows = np.arange(len(sets))
         copy = np.zeros(len(sets), dtype=np.int64)
@@ -121,8 +121,8 @@ class Bounds:
             masks[rows, bit // 64] |= np.uint64(1) << (bit % 64).astype(np.uint64)
         return masks
 
-    def alongside(self, hops: Sequence[int]) -> Floats:
-        """For every hop: upper bound on its rate beside `hops`, from singles and pairs, GB/s."""
+    def beside(self, hops: Sequence[int]) -> Floats:
+        """Return each hop's upper bound beside `hops`, from singles and pairs, GB/s."""
         if not hops:
             return self.single
         beside: Floats = self.pair[list(hops)].min(axis=0)
@@ -130,8 +130,7 @@ class Bounds:
         return beside
 
 
-# Upper bounds on whole ring sets, before a ring is known: what every ring set must contain.
-
+# Upper bounds on all ring sets, from hops that every ring set must contain.
 
 MAX_CHOICES = 5_000
 """Groups with more choices of hops are bounded by fewer hops at a time."""
@@ -142,21 +141,21 @@ Choices = npt.NDArray[np.int64]
 
 
 def crossings(index: HopIndex, group: Iterable[int], rings: int) -> list[Choices]:
-    """The ways in which `rings` rings can leave, enter, and do both at a group of GPU positions."""
+    """List the hops by which `rings` rings can leave, enter, or do both at a group of GPUs."""
     inside = np.isin(index.gpu_positions, list(group))
     out = np.flatnonzero(inside[index.source] & ~inside[index.target])
     back = np.flatnonzero(~inside[index.source] & inside[index.target])
     leaving, entering = _choices(out, rings), _choices(back, rings)
-    # One way alone has few choices and often says enough; both ways together say more.
+    # One direction has few choices and often bounds enough; both together bound more.
     found = [leaving, entering]
     if len(leaving) * len(entering) <= MAX_CHOICES:
-        both = [np.concatenate([one, other]) for one, other in itertools.product(leaving, entering)]
+        both = [np.concatenate(pair) for pair in itertools.product(leaving, entering)]
         found.append(np.sort(np.array(both), axis=1))
     return found
 
 
 def _choices(hops: npt.NDArray[np.int64], count: int) -> Choices:
-    """Multisets of `count` hops, or of as many as MAX_CHOICES allows."""
+    """Return multisets of `count` hops, or of as many as MAX_CHOICES allows."""
     while count > 1 and _multisets(len(hops), count) > MAX_CHOICES:
         count -= 1
     return np.array(list(itertools.combinations_with_replacement(hops.tolist(), count)))
@@ -177,14 +176,14 @@ def crossing_bound(
     measure: Callable[[Sequence[int]], float],
     limit: int,
 ) -> float:
-    """Upper bound on any set that contains one of these choices, GB/s.
+    """Return an upper bound on all sets that contain one of the choices, GB/s.
 
     Args:
         choices: rows of hop numbers.
-        bounds: what is known; grows as choices are measured.
+        bounds: grows as choices are measured.
         enough: at or below this bound no more is measured.
         measure: gives an upper bound on the rate of hops by measuring them.
-        limit: at most so many choices are measured; why one is slow takes further sets.
+        limit: choices measured at most; explaining a slow choice takes further sets.
     """
     least = bounds.pair_bounds(choices)
     exact: set[int] = set()
@@ -208,7 +207,7 @@ def crossing_bound(
 
 
 def connected_above(weights: Floats, least: float) -> bool:
-    """Whether GPUs stay strongly connected by hops of at least this rate (no cut is below it).
+    """Return whether hops of at least this rate connect all GPUs strongly (no cut is below).
 
     `weights[i, j]` is an upper bound on the rate of a hop from i to j, GB/s.
     """
@@ -221,7 +220,7 @@ def connected_above(weights: Floats, least: float) -> bool:
 
 
 def best_connected(weights: Floats) -> float:
-    """The highest rate at which `connected_above` still holds, by bisection over the rates."""
+    """Return the highest rate at which `connected_above` holds, by bisection over the rates."""
     rates = np.unique(weights[np.isfinite(weights)])
     low, high = 0, len(rates) - 1
     if not len(rates) or not connected_above(weights, rates[0]):

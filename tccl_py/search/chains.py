@@ -1,7 +1,7 @@
-"""A node with the network: the world outside is one more vertex, and a chain is a ring through it.
+"""Chains: a node with the network has one more vertex, the world, and a chain is a ring through it.
 
-So everything that finds rings finds chains: bounds, symmetries, explanations of slow sets. The hop
-from the world to a GPU is an entry, the one from a GPU to the world an exit.
+Bounds, symmetries and explanations of rings hold for chains too. A hop from the world to a GPU is
+an entry, a hop from a GPU to the world an exit.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult
 from tccl_py.search.strategies import find_rings
 
 WORLD = -1
-"""The vertex that stands for all other nodes; lower than any GPU, so that rings begin there."""
+"""The vertex of all other nodes; lower than any GPU, so that rings begin at the world."""
 PAIRING_BUDGET = Budget(sets=200, idle_sets=40)
 
 
 class Chain(msgspec.Struct, frozen=True, order=True):
-    """An open sequence of hops over a node's GPUs, with the entry before and the exit behind it.
+    """An open sequence of hops over a node's GPUs, between an entry and an exit.
 
     >>> from tccl_py.model.transfer import direct_write, entering, leaving
     >>> between = Hop(0, 1, direct_write(0, 1))
-    >>> one = Chain(entry(0, entering(2, 0)), (between,), leave(1, leaving(1, 3)))
-    >>> one.gpus, one.entry_nic, one.exit_nic
+    >>> chain = Chain(entry(0, entering(2, 0)), (between,), leave(1, leaving(1, 3)))
+    >>> chain.gpus, chain.entry_nic, chain.exit_nic
     ((0, 1), 2, 3)
     """
 
@@ -46,12 +46,12 @@ class Chain(msgspec.Struct, frozen=True, order=True):
 
     @property
     def entry_nic(self) -> int:
-        """Index of the NIC by which the chain is entered."""
+        """Index of the NIC at the entry."""
         return entry_nic(self.entry)
 
     @property
     def exit_nic(self) -> int:
-        """Index of the NIC by which it is left."""
+        """Index of the NIC at the exit."""
         return exit_nic(self.exit)
 
     @property
@@ -61,22 +61,22 @@ class Chain(msgspec.Struct, frozen=True, order=True):
 
     @property
     def flows(self) -> TransferSet:
-        """Everything that runs at the same time on this node for this chain."""
+        """All flows of the chain on this node, which run together."""
         return flows_of([self])
 
 
 def entry(gpu: int, flow: Flow) -> Hop:
-    """The hop by which a chain comes to `gpu`."""
+    """Return the hop by which a chain enters at `gpu`."""
     return Hop(WORLD, gpu, flow)
 
 
 def leave(gpu: int, flow: Flow) -> Hop:
-    """The hop by which a chain leaves from `gpu`."""
+    """Return the hop by which a chain leaves from `gpu`."""
     return Hop(gpu, WORLD, flow)
 
 
 def entry_nic(hop: Hop) -> int:
-    """Index of an entry's NIC.
+    """Return the index of an entry's NIC.
 
     Raises:
         SearchError: the hop is no entry.
@@ -88,7 +88,7 @@ def entry_nic(hop: Hop) -> int:
 
 
 def exit_nic(hop: Hop) -> int:
-    """Index of an exit's NIC.
+    """Return the index of an exit's NIC.
 
     Raises:
         SearchError: the hop is no exit.
@@ -100,12 +100,12 @@ def exit_nic(hop: Hop) -> int:
 
 
 def chain_space(inner: HopSpace, entries: Iterable[Hop], exits: Iterable[Hop]) -> HopSpace:
-    """The hops inside a node and those between it and the world.
+    """Return the hops inside a node, and between the node and the world.
 
     Args:
         inner: hops between the node's GPUs; a node of one GPU has none.
-        entries: hops from WORLD, several to a GPU if it can be reached by several NICs; those that
-            should be tried first come first.
+        entries: hops from WORLD, several to a GPU reached by several NICs; the first are tried
+            first.
         exits: hops to WORLD.
     """
     hops: dict[tuple[int, int], list[Hop]] = {
@@ -121,10 +121,10 @@ def chain_space(inner: HopSpace, entries: Iterable[Hop], exits: Iterable[Hop]) -
 
 
 def chain_of(ring: Ring) -> Chain:
-    """The chain that a ring through the world is.
+    """Return a ring through the world as a chain.
 
     Raises:
-        SearchError: it does not lead through the world.
+        SearchError: the ring does not lead through the world.
     """
     first, *hops, last = ring.hops
     if first.source != WORLD or last.target != WORLD:
@@ -133,25 +133,24 @@ def chain_of(ring: Ring) -> Chain:
 
 
 def ring_of(chain: Chain) -> Ring:
-    """The ring through the world that a chain is."""
+    """Return a chain as a ring through the world."""
     return Ring(chain.all_hops)
 
 
 def chains_of(rings: RingSet) -> tuple[Chain, ...]:
-    """The chains of a set of rings through the world, in its order."""
-    return tuple(chain_of(one) for one in rings.rings)
+    """Return a set of rings through the world as chains, in order."""
+    return tuple(chain_of(ring) for ring in rings.rings)
 
 
 def flows_of(chains: Sequence[Chain]) -> TransferSet:
-    """Every flow of all these chains, all at the same time."""
+    """Return the flows of all chains, all at the same time."""
     return transfer_set(hop.flow for chain in chains for hop in chain.all_hops)
 
 
-# Which NICs the chains of a set may use together.
-
+# Rules for the NICs of a set of chains.
 
 NicPair = tuple[int, int]
-"""A chain's NICs: the one it is entered by, and the one it is left by."""
+"""A chain's entry NIC and exit NIC."""
 
 
 class EvenUse(msgspec.Struct, frozen=True):
@@ -166,16 +165,16 @@ class EvenUse(msgspec.Struct, frozen=True):
     same: bool = False
 
     def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
-        """Whether the rings so far leave it open that all NICs are used alike."""
-        entries = [entry_nic(one[0]) for one in rings if one]
-        whole = [one for one in rings if one and one[-1].target == WORLD]
-        exits = [exit_nic(one[-1]) for one in whole]
-        if self.same and any(entry_nic(one[0]) != exit_nic(one[-1]) for one in whole):
+        """Return whether all NICs can still be used equally after these rings."""
+        entries = [entry_nic(ring[0]) for ring in rings if ring]
+        whole = [ring for ring in rings if ring and ring[-1].target == WORLD]
+        exits = [exit_nic(ring[-1]) for ring in whole]
+        if self.same and any(entry_nic(ring[0]) != exit_nic(ring[-1]) for ring in whole):
             return False
         return self.even(entries) and self.even(exits)
 
     def even(self, used: Sequence[int]) -> bool:
-        """Whether chains that use these NICs, one after the other, can still become even."""
+        """Return whether chains that use these NICs can still become even."""
         least, more = divmod(self.chains, len(self.nics))
         counts = Counter(used)
         full = sum(count > least for count in counts.values())
@@ -183,19 +182,19 @@ class EvenUse(msgspec.Struct, frozen=True):
 
 
 class Pairing(msgspec.Struct, frozen=True):
-    """Chains whose NICs are just these pairs of entry and exit, in any order."""
+    """Chains with exactly these pairs of entry and exit NIC, in any order."""
 
     pairs: tuple[NicPair, ...]
 
     def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
-        """Whether the rings so far can be among the chains."""
+        """Return whether these rings can be among the chains."""
         left = Counter(self.pairs)
         begun: list[int] = []
-        for one in rings:
-            if one and one[-1].target == WORLD:
-                left[entry_nic(one[0]), exit_nic(one[-1])] -= 1
-            elif one:
-                begun.append(entry_nic(one[0]))
+        for ring in rings:
+            if ring and ring[-1].target == WORLD:
+                left[entry_nic(ring[0]), exit_nic(ring[-1])] -= 1
+            elif ring:
+                begun.append(entry_nic(ring[0]))
         if min(left.values()) < 0:
             return False
         open_ = Counter(pair[0] for pair in left.elements())
@@ -203,21 +202,18 @@ class Pairing(msgspec.Struct, frozen=True):
 
 
 def symmetry_keeping(symmetry: Symmetry, pairing: Pairing) -> Symmetry:
-    """The part of a symmetry that takes the pairs of a pairing to themselves."""
+    """Return the symmetry elements that take the NIC pairs of a pairing to themselves."""
     column = {point: i for i, point in enumerate(symmetry.points)}
-    wanted = Counter(pairing.pairs)
-    first, second = (
-        symmetry.elements[:, [column[f"N{pair[end]}"] for pair in pairing.pairs]] for end in (0, 1)
-    )
     names = {i: int(point[1:]) for point, i in column.items() if point[0] == "N"}
-    keep = np.array(
-        [
-            Counter((names[one], names[other]) for one, other in zip(a, b, strict=True)) == wanted
-            for a, b in zip(first.tolist(), second.tolist(), strict=True)
-        ],
-        dtype=bool,
-    )
-    return symmetry if keep.all() else keeping(symmetry, keep)
+    ends = [
+        symmetry.elements[:, [column[f"N{pair[end]}"] for pair in pairing.pairs]] for end in (0, 1)
+    ]
+    wanted = Counter(pairing.pairs)
+    keep = [
+        Counter((names[into], names[out]) for into, out in zip(*element, strict=True)) == wanted
+        for element in zip(*(end.tolist() for end in ends), strict=True)
+    ]
+    return symmetry if all(keep) else keeping(symmetry, np.array(keep, dtype=bool))
 
 
 def paired_chains(

@@ -1,4 +1,8 @@
-"""The ledger: every set a search asks for goes through it once, up to symmetry, and is counted."""
+"""Evaluation of hop sets for a search: each set is measured once, up to symmetry, and counted.
+
+Also here: the symmetry check by measurement, the smallest slow part of a set (QuickXplain), and the
+incumbent with its runners-up.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,32 @@ from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.rings import HopSpace
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.search.problem import Budget, HopIndex
-from tccl_py.sources.memory import RememberingSource
 
 SAFETY = 3.0
 """Standard errors by which a noisy rate is raised before it counts as an upper bound."""
+DIFFERENCE = 0.05
+"""Hops that a symmetry exchanges may differ this much (relative) and still count as equal."""
+MAX_FINALISTS = 64
+"""Runners-up kept; more matter only where measurements are very noisy."""
+
+IsSlow = Callable[[Sequence[int]], bool]
+"""Tells whether hops are slow together; supersets of slow sets are slow."""
+Sequences = tuple[tuple[int, ...], ...]
 
 
 class BudgetSpentError(Exception):
     """The budget is used up; the search ends with the best so far."""
 
 
-class Ledger:
-    """Asks a source for sets of hops; knows the answers, and what asking has cost."""
+class Evaluator:
+    """Measures sets of hops by a source, remembers the results, and counts the cost.
+
+    Args:
+        source: measures; a source that remembers sets itself counts them in `sets_remembered`.
+        budget: for the whole search.
+        noise: relative standard deviation of a measurement that does not state its own.
+        measured: called after each measurement.
+    """
 
     def __init__(
         self,
@@ -33,13 +51,12 @@ class Ledger:
         *,
         budget: Budget,
         noise: float,
-        watch: Callable[[], None] = lambda: None,
+        measured: Callable[[], None] = lambda: None,
     ) -> None:
         self._source = source
-        self._budget = budget
-        self._share = budget
+        self._budget = self._allotted = budget
         self._noise = noise
-        self._watch = watch
+        self._measured = measured
         self._known: dict[str, Measurement] = {}
         self._started = time.monotonic()
         self.sets_measured = 0
@@ -49,114 +66,97 @@ class Ledger:
 
     @property
     def seconds(self) -> float:
-        """Since the search began."""
+        """Seconds since the search began."""
         return time.monotonic() - self._started
 
     @property
     def _remembered(self) -> int:
-        source = self._source
-        return source.sets_remembered if isinstance(source, RememberingSource) else 0
+        return int(getattr(self._source, "sets_remembered", 0))
 
     @property
     def sets_remembered(self) -> int:
-        """Of `sets_measured`, those that the source had the answer to already."""
+        """The part of `sets_measured` that the source remembered."""
         return self._remembered - self._remembered_before
 
     @property
     def simulated(self) -> bool:
-        """Whether the source answers from a model."""
+        """Whether the source is a model."""
         return self._source.simulated
 
-    def share_out(self, parts: int) -> None:
-        """From here on, let one of `parts` equal parts of what is left of the budget be spent."""
+    def allot(self, parts: int) -> None:
+        """Limit spending, from here on, to one of `parts` equal parts of the remaining budget."""
         sets, seconds = self._budget.sets, self._budget.seconds
         if sets is not None:
             sets = self.sets_measured + (sets - self.sets_measured) // parts
         if seconds is not None:
             seconds = self.seconds + (seconds - self.seconds) / parts
-        self._share = Budget(sets=sets, seconds=seconds)
+        self._allotted = Budget(sets=sets, seconds=seconds)
 
     @property
     def out_of_time(self) -> bool:
-        """Whether this part's seconds are over."""
-        return self._share.seconds is not None and self.seconds >= self._share.seconds
+        """Whether the allotted seconds are over."""
+        return self._allotted.seconds is not None and self.seconds >= self._allotted.seconds
 
-    def check_budget(self) -> None:
-        """Raise BudgetSpentError if this part of it is."""
-        share = self._share
-        if share.sets is not None and self.sets_measured >= share.sets:
-            raise BudgetSpentError
-        if self.out_of_time:
+    def _check_budget(self) -> None:
+        sets = self._allotted.sets
+        if self.out_of_time or (sets is not None and self.sets_measured >= sets):
             raise BudgetSpentError
 
     def rate(self, index: HopIndex, hops: Sequence[int]) -> float:
-        """The slowest hop's rate with all of `hops` running, GB/s, measured at most once.
+        """Return the slowest hop's rate with all `hops` running, GB/s.
 
         Raises:
-            BudgetSpentError: it would have to be measured and may not.
+            BudgetSpentError: the set is unknown and may not be measured.
         """
         return self.measurement(index, hops).rate_gbps
 
     def upper(self, index: HopIndex, hops: Sequence[int]) -> float:
-        """The rate, raised by what noise may have taken from it: an upper bound for supersets."""
+        """Return the rate raised by its possible noise: an upper bound for supersets, GB/s."""
         measurement = self.measurement(index, hops)
         return measurement.rate_gbps * (1 + SAFETY * self.relative_error(measurement))
 
     def relative_error(self, measurement: Measurement) -> float:
-        """Relative standard error of a rate: its own, or the noise the problem states."""
+        """Return a rate's relative standard error: its own, or the noise the problem states."""
         return max(measurement.relative_error, self._noise)
 
     def measurement(self, index: HopIndex, hops: Sequence[int]) -> Measurement:
-        """The measurement of the smallest image of these hops."""
+        """Return the measurement of the smallest symmetric image of `hops`."""
         smallest = index.canonical(hops)
-        key = index.text(smallest)
-        if key in self._known:
+        if index.text(smallest) in self._known:
             self.sets_by_symmetry += 1
-            return self._known[key]
-        self.check_budget()
-        (measurement,) = self._source.measure([index.transfer_set(smallest)])
-        self._note(key, measurement)
-        return measurement
+        return self.measurement_as_is(index, smallest)
 
-    def exactly(self, index: HopIndex, hops: Sequence[int]) -> Measurement:
-        """The measurement of these very hops, no image of them."""
+    def measurement_as_is(self, index: HopIndex, hops: Sequence[int]) -> Measurement:
+        """Return the measurement of `hops` themselves, not of an image."""
         key = index.text(hops)
         if key not in self._known:
-            self.check_budget()
+            self._check_budget()
             (measurement,) = self._source.measure([index.transfer_set(hops)])
-            self._note(key, measurement)
+            self._known[key] = measurement
+            self.sets_measured += 1
+            self.assumed |= measurement.assumed
+            self._measured()
         return self._known[key]
 
-    def again(self, index: HopIndex, hops: Sequence[int], times: int) -> list[float]:
-        """Rates of several fresh measurements of these very hops, GB/s."""
-        wanted = index.transfer_set(hops)
-        measurements = self._source.measure([wanted] * times)
+    def remeasure(self, index: HopIndex, hops: Sequence[int], times: int) -> list[float]:
+        """Return the rates of several fresh measurements of `hops` themselves, GB/s."""
+        measurements = self._source.measure([index.transfer_set(hops)] * times)
         self.sets_measured += times
         return [measurement.rate_gbps for measurement in measurements]
 
-    def _note(self, key: str, measurement: Measurement) -> None:
-        self._known[key] = measurement
-        self.sets_measured += 1
-        self.assumed |= measurement.assumed
-        self._watch()
+
+# The symmetry check: symmetries are spot-checked by measurements before they are used.
 
 
-# Symmetries are spot-checked by measuring before they are trusted.
-
-
-DIFFERENCE = 0.05
-"""Hops that a symmetry exchanges may differ this much (relative) and still count as equal."""
-
-
-def trusted_index(
-    space: HopSpace, symmetry: Symmetry, ledger: Ledger, *, checks: int | None
+def checked_index(
+    space: HopSpace, symmetry: Symmetry, evaluator: Evaluator, *, checks: int | None
 ) -> HopIndex:
-    """Index the space under the part of the symmetry that measurements of single hops bear out.
+    """Index the space under the part of the symmetry that measurements of single hops confirm.
 
     Args:
         space: the hops.
         symmetry: automorphisms of the machine as described.
-        ledger: measures; each class of hops is measured once, and `checks` more of its members.
+        evaluator: measures one hop of each class, and `checks` more members of the class.
         checks: None checks every member.
     """
     index = HopIndex(space, symmetry)
@@ -164,16 +164,18 @@ def trusted_index(
     errors = [0.0]
     for orbit in _single_orbits(index):
         for hop in _spread(orbit, checks):
-            measurement = ledger.exactly(index, [hop])
+            measurement = evaluator.measurement_as_is(index, [hop])
             rates[hop] = measurement.rate_gbps
-            errors.append(ledger.relative_error(measurement))
+            errors.append(evaluator.relative_error(measurement))
         rates[orbit] = np.where(np.isnan(rates[orbit]), rates[orbit[0]], rates[orbit])
-    allowed = max(DIFFERENCE, 2 * SAFETY * max(errors))
-    classes = _classes(rates, allowed)
-    kept = (classes[index.images] == classes[None, :]).all(axis=1)
-    if kept.all():
+    classes = _classes(rates, max(DIFFERENCE, 2 * SAFETY * max(errors)))
+    confirmed = (classes[index.images] == classes[None, :]).all(axis=1)
+    if confirmed.all():
         return index
-    return HopIndex(space, _subgroup(index, symmetry, classes))
+    # Elements that take a hop out of the space have no row in `images`, and are dropped too.
+    keep = np.zeros(len(symmetry.elements), dtype=bool)
+    keep[np.flatnonzero(index.inside)] = confirmed
+    return HopIndex(space, keeping(symmetry, keep))
 
 
 def _single_orbits(index: HopIndex) -> list[npt.NDArray[np.int32]]:
@@ -188,7 +190,7 @@ def _single_orbits(index: HopIndex) -> list[npt.NDArray[np.int32]]:
 
 
 def _spread(orbit: npt.NDArray[np.int32], checks: int | None) -> list[int]:
-    """The first member and `checks` others, evenly spread."""
+    """Return the first member and `checks` others, evenly spread."""
     if checks is None or checks + 1 >= len(orbit):
         return [int(hop) for hop in orbit]
     picked = np.linspace(0, len(orbit) - 1, checks + 1).astype(int)
@@ -196,7 +198,7 @@ def _spread(orbit: npt.NDArray[np.int32], checks: int | None) -> list[int]:
 
 
 def _classes(rates: npt.NDArray[np.float64], allowed: float) -> npt.NDArray[np.int64]:
-    """Numbers rates so that neighbours in size, closer than `allowed`, have one number."""
+    """Number rates so that neighbours in size, closer than `allowed`, have one number."""
     order = np.argsort(rates)
     ordered = rates[order]
     jumps = ordered[1:] > ordered[:-1] * (1 + allowed)
@@ -205,66 +207,51 @@ def _classes(rates: npt.NDArray[np.float64], allowed: float) -> npt.NDArray[np.i
     return classes
 
 
-def _subgroup(index: HopIndex, symmetry: Symmetry, classes: npt.NDArray[np.int64]) -> Symmetry:
-    # An element that takes a hop out of the space has no row of its own in `images`, so rows
-    # are matched through the elements that stay inside.
-    inside = index.inside
-    keep = np.zeros(len(symmetry.elements), dtype=bool)
-    keep[np.flatnonzero(inside)] = (classes[index.images] == classes[None, :]).all(axis=1)
-    return keeping(symmetry, keep)
+# QuickXplain (Junker 2004): the smallest slow part of a slow set, with few measurements.
 
 
-# Why is a set slow? The smallest part of it that is slow already, with few measurements.
-
-
-Slow = Callable[[Sequence[int]], bool]
-"""Tells whether hops are slow together; supersets of slow sets are slow."""
-
-
-def smallest_slow_part(hops: Sequence[int], slow: Slow) -> tuple[int, ...]:
-    """A subset that is slow and of which no proper part is; `hops` themselves must be slow.
+def smallest_slow_part(hops: Sequence[int], is_slow: IsSlow) -> tuple[int, ...]:
+    """Return a slow subset without a slow proper subset; `hops` themselves must be slow.
 
     >>> smallest_slow_part([1, 2, 3, 4, 5], lambda part: {2, 5} <= set(part))
     (2, 5)
     """
-    return tuple(sorted(_needed([], False, list(hops), _remembered(slow))))
+    return tuple(sorted(_quickxplain([], False, list(hops), _without_repetition(is_slow))))
 
 
-def _needed(beside: list[int], grown: bool, hops: list[int], slow: Slow) -> list[int]:
-    if grown and slow(beside):
+def _quickxplain(background: list[int], grown: bool, hops: list[int], is_slow: IsSlow) -> list[int]:
+    """Return the part of `hops` that is slow together with `background`."""
+    # 1. If the background grew and is slow by itself, no hop is needed.
+    if grown and is_slow(background):
         return []
+    # 2. A single hop is needed.
     if len(hops) == 1:
         return hops
+    # 3. Find what is needed of each half beside the other half.
     half = len(hops) // 2
     first, second = hops[:half], hops[half:]
-    from_second = _needed(beside + first, True, second, slow)
-    from_first = _needed(beside + from_second, bool(from_second), first, slow)
+    from_second = _quickxplain(background + first, True, second, is_slow)
+    from_first = _quickxplain(background + from_second, bool(from_second), first, is_slow)
     return from_first + from_second
 
 
-def _remembered(slow: Slow) -> Slow:
-    """`slow`, not asked again about parts of sets known to be quick."""
-    quick: list[Counter[int]] = []
+def _without_repetition(is_slow: IsSlow) -> IsSlow:
+    """Return `is_slow`, but without calls for subsets of sets known to be fast."""
+    fast: list[Counter[int]] = []
 
-    def asked(part: Sequence[int]) -> bool:
+    def known_or_asked(part: Sequence[int]) -> bool:
         count = Counter(part)
-        if any(count <= known for known in quick):
+        if any(count <= known for known in fast):
             return False
-        answer = slow(part)
-        if not answer:
-            quick.append(count)
-        return answer
+        slow = is_slow(part)
+        if not slow:
+            fast.append(count)
+        return slow
 
-    return asked
-
-
-# The best ring set so far, and those so close that noise may have misjudged them.
+    return known_or_asked
 
 
-Sequences = tuple[tuple[int, ...], ...]
-
-MAX_FINALISTS = 64
-"""Runners-up kept; more matter only where measurements are very noisy."""
+# The best ring set so far, and runners-up that noise may have misjudged.
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -281,15 +268,15 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bounces(self) -> int:
-        """How many of the hops bounce."""
+        """The number of hops that bounce through host memory."""
         return int(self.index.bounces[list(self.hops)].sum())
 
 
 class Incumbent:
-    """Keeps the best candidate and the runners-up.
+    """The best candidate and the runners-up.
 
-    `error` is the relative standard error of a score, the largest seen; `floor` is a score that
-    is reached elsewhere.
+    `error` is the largest relative standard error of a score; `floor` is a score that is reached
+    elsewhere; `improved_at` is the number of sets measured when the best was found.
     """
 
     def __init__(self, *, error: float = 0.0, floor: float = 0.0) -> None:
@@ -304,8 +291,8 @@ class Incumbent:
         return self._candidates[0].score if self._candidates else 0.0
 
     @property
-    def surely_reached(self) -> float:
-        """The score less what luck may have added to it: the best of many noisy ones is lucky."""
+    def lower_bound(self) -> float:
+        """The score less possible luck: the best of many noisy scores is lucky."""
         return max(self._floor, self.score * (1 - 2 * self.error))
 
     @property
@@ -316,23 +303,18 @@ class Incumbent:
     def offer(
         self, score: float, index: HopIndex, sequences: Sequence[Sequence[int]], *, at: int
     ) -> None:
-        """Take note of a measured ring set; on equal scores fewer bounces and rings win.
-
-        `at` is how many sets had been measured by then; `improved_at` keeps it for the best.
-        """
+        """Take a ring set measured as number `at`; fewer bounces and rings win equal scores."""
         if score > self.score:
             self.improved_at = at
-        candidate = Candidate(
-            score=score, index=index, sequences=tuple(tuple(one) for one in sequences)
-        )
-        self._candidates.append(candidate)
+        rings = tuple(tuple(sequence) for sequence in sequences)
+        self._candidates.append(Candidate(score=score, index=index, sequences=rings))
         self._candidates.sort(key=lambda c: (-round(c.score, 6), c.bounces, len(c.sequences)))
         del self._candidates[MAX_FINALISTS:]
 
     def finalists(self) -> list[Candidate]:
-        """Candidates whose score is within three standard errors of the best."""
+        """Return the candidates within three standard errors of the best."""
         return [c for c in self._candidates if c.score >= self.score * (1 - 3 * self.error)]
 
-    def forget(self) -> None:
-        """Forget all candidates, because what they were judged by no longer holds."""
+    def clear(self) -> None:
+        """Drop all candidates, because their scores are no longer valid."""
         self._candidates.clear()

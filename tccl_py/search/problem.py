@@ -1,10 +1,10 @@
-"""What a search is asked, what it answers, and who watches it: one signature for all strategies."""
+"""Problem, result and reporter of a search, and the hops of a space as integers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -18,10 +18,10 @@ from tccl_py.model.transfer import Flow, Place, Transfer, TransferSet
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """When to stop without a proof; None is "no limit".
+    """Limits after which a search stops without a proof; None is no limit.
 
-    `sets` measured and `seconds` are for the whole search, and shared between ring counts;
-    `idle_sets` ends the search of one ring count after so many sets without a better ring.
+    Ring counts share `sets` measured and `seconds`; `idle_sets` ends the search of one ring count
+    after so many sets without a better ring.
     """
 
     sets: int | None = None
@@ -30,26 +30,25 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SetRule(Protocol):
-    """What the rings of a set must keep to together, beside the hops that there are."""
+    """A rule that the rings of a set must follow together."""
 
     def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
-        """Whether a set of rings that keeps to it can begin so; the last ring may be unfinished.
+        """Return whether a set that follows the rule can begin with `rings`.
 
-        Every ring begins at the first GPU of its space.
+        The last ring may be unfinished. Every ring begins at the first GPU of its space.
         """
 
 
 class SearchProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """Find the ring set with the highest score, k x the slowest transfer of all k rings together.
+    """Find the ring set with the highest score: k x the slowest transfer of all k rings together.
 
-    `spaces[k]` holds the hops open to each ring of a set of k. `orders` are rings known
-    beforehand, as GPU orders (NCCL's own choice, say): they are tried first, and the answer is
-    never below them; so are `known`, rings that another space had. `rules[k]` is what the rings of
-    a set of k must keep to, and `symmetry` must keep to it too. `cuts` are groups of GPUs that
-    share a way out, for upper bounds; any groups are right, good ones make proofs quicker. Scores
-    up to `floor_gbps` are of no interest: no effort is spent on them. `tolerance` is the relative
-    gap at which an answer counts as proven. `noise` is the relative standard deviation of one
-    measurement, where measurements do not tell it themselves.
+    `spaces[k]` holds the hops open to each ring of a set of k; `rules[k]` is the rule for such a
+    set, which `symmetry` must respect. `orders` (GPU orders, such as NCCL's own choice) and `known`
+    (rings of another space) are measured first, so that the answer is never below them. `cuts`
+    are groups of GPUs with a shared exit, for upper bounds: any groups are valid, good ones shorten
+    proofs. Scores up to `floor_gbps` are not searched for. `tolerance` is the relative gap at which
+    an answer counts as proven. `noise` is the relative standard deviation of one measurement, where
+    measurements do not state their own.
     """
 
     spaces: Mapping[int, HopSpace]
@@ -71,13 +70,12 @@ class SearchProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The best ring set found, and how good it is known to be.
+    """The best ring set found, and an upper bound.
 
     `rate_gbps` is the score of `rings`, GB/s; no ring set of the searched sizes is above
-    `bound_gbps`, as far as measurements and symmetries hold (None: nothing is known); `proven`
-    means the two are within the tolerance. `sets_measured` counts what had to be measured,
-    `sets_remembered` what a journal or an earlier search answered, `sets_by_symmetry` what a
-    measured image or repetition answered.
+    `bound_gbps`, as far as measurements and symmetries hold (None: unknown); `proven` means within
+    the tolerance. `sets_measured` counts new measurements, `sets_remembered` sets from a journal
+    or an earlier search, `sets_by_symmetry` sets known by an image or a repetition.
     """
 
     strategy: str
@@ -95,9 +93,15 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     notices: tuple[str, ...] = ()
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a search is; `best_gbps` is 0 before the first ring is known."""
+Event = Literal["ring count", "measured", "improved", "symmetry broken", "confirming"]
+"""A search of another ring count began; a set was measured; a better ring set was found; the
+answer differs from its image; finalists are measured again."""
 
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a search and its state; `best_gbps` is 0 before the first ring is known."""
+
+    event: Event
     strategy: str
     rings_in_set: int
     sets_measured: int
@@ -106,21 +110,21 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reporter(Protocol):
-    """Watches a search; raising KeyboardInterrupt from `update` cancels it."""
+    """Receives the events of a search; KeyboardInterrupt from `update` cancels the search."""
 
     def update(self, progress: Progress) -> None:
-        """Called after every measurement and every few hundred states."""
+        """Take an event."""
 
 
 class SilentReporter:
-    """A reporter that says nothing."""
+    """A reporter that ignores events."""
 
     def update(self, progress: Progress) -> None:
-        """Say nothing."""
+        """Ignore an event."""
 
 
 def check_problem(problem: SearchProblem) -> None:
-    """Refuse a problem that no ring can solve.
+    """Check that rings may exist.
 
     Raises:
         SearchError: fewer than two GPUs, no ring count, or a GPU without a hop in or out.
@@ -142,7 +146,6 @@ def check_problem(problem: SearchProblem) -> None:
 
 # Hops as small integers, so that bounds and symmetries are array operations.
 
-
 MAX_CLOSED = 2
 """Sets of up to so many hops have few enough images to list them all for any group."""
 
@@ -151,11 +154,11 @@ Hops = tuple[int, ...]
 
 
 class HopIndex:
-    """Numbers the hops of a space in the order of their text, which all spaces share.
+    """The hops of a space, numbered in the order of their texts.
 
     `pair[i, j]` lists the numbers of the hops from the i-th to the j-th GPU, padded with -1.
-    `images[e, h]` is the hop that the e-th symmetry element takes hop h to; `inside` tells which
-    elements are among them: those that take every hop to a hop of the space.
+    `inside` marks the symmetry elements that take every hop to a hop of the space; `images[e, h]`
+    is the image of hop h under the e-th of these elements.
     """
 
     def __init__(self, space: HopSpace, symmetry: Symmetry) -> None:
@@ -189,29 +192,29 @@ class HopIndex:
         return table
 
     def _generator_images(self, symmetry: Symmetry) -> npt.NDArray[np.int32] | None:
-        """Images under generators of a group too large to be listed; None if all is listed."""
+        """Return images under the generators of a group too large to list; None if listed."""
         if symmetry.order == len(symmetry.elements):
             return None
         position = {point: i for i, point in enumerate(symmetry.points)}
         rows = [[position[g[point]] for point in symmetry.points] for g in symmetry.generators]
         table = self._images(symmetry, np.array(rows, dtype=np.int16))
-        kept: npt.NDArray[np.int32] = table[np.logical_and.reduce(table >= 0, axis=1)]
-        return kept
+        inside: npt.NDArray[np.int32] = table[np.logical_and.reduce(table >= 0, axis=1)]
+        return inside
 
     def _images(self, symmetry: Symmetry, elements: npt.NDArray[np.int16]) -> npt.NDArray[np.int32]:
-        """For each element and hop the hop it becomes, -1 if the space lacks that."""
+        """Return the image of each hop under each element, -1 if the space lacks the image."""
         points = {point: i for i, point in enumerate(symmetry.points)}
         alike: dict[tuple[_Shape, tuple[int, ...]], list[int]] = {}
         places: list[list[int]] = []
         for number, hop in enumerate(self.hops):
             touched = [points[name] for name in _touched(hop.flow)]
             places.append(list(dict.fromkeys(touched)))
-            # Which places are the same one is kept by every element: it belongs to the shape.
+            # Every element preserves the repetition of places: it belongs to the shape.
             repeated = tuple(places[-1].index(place) for place in touched)
             alike.setdefault((_shape(hop.flow), repeated), []).append(number)
         table = np.empty((len(elements), len(self.hops)), dtype=np.int32)
         for numbers in alike.values():
-            # Hops of a shape differ by their places alone: these, as digits of one number, tell.
+            # Hops of a shape differ by their places alone, which become digits of one number.
             of_each = np.array([places[number] for number in numbers])
             digits = np.int64(len(points)) ** np.arange(of_each.shape[1])
             codes = of_each @ digits
@@ -228,16 +231,16 @@ class HopIndex:
         return np.arange(len(self.gpus))
 
     def transfer_set(self, hops: Sequence[int]) -> TransferSet:
-        """The flows of these hops, all together."""
+        """Return the flows of `hops`, all together."""
         # Numbers are in the order of the texts, which is a set's order.
         return TransferSet(tuple(self.hops[number].flow for number in sorted(hops)))
 
     def text(self, hops: Sequence[int]) -> str:
-        """The text of `transfer_set`."""
+        """Return the text of `transfer_set`."""
         return " ".join([self.texts[number] for number in sorted(hops)])
 
     def canonical(self, hops: Sequence[int]) -> Hops:
-        """The smallest image of these hops under the symmetry, as far as it can be listed."""
+        """Return the smallest image of `hops` under the symmetry, as far as it is listed."""
         key = tuple(sorted(hops))
         smallest = self._smallest.get(key)
         if smallest is None:
@@ -258,9 +261,9 @@ class HopIndex:
         return tuple(images[0].tolist())
 
     def orbit(self, hops: Sequence[int]) -> npt.NDArray[np.int32]:
-        """Distinct images of these hops, one sorted row each, in ascending order.
+        """Return distinct images of `hops`, one sorted row each, in ascending order.
 
-        For up to MAX_CLOSED hops these are all images, for more those under the listed elements.
+        All images for up to MAX_CLOSED hops; for more hops, images under the listed elements.
         """
         if self._moves is not None and len(hops) <= MAX_CLOSED:
             return self._closure(np.array([sorted(hops)], dtype=np.int32), self._moves)
@@ -278,11 +281,11 @@ class HopIndex:
         return rows
 
     def rings(self, sequences: Sequence[Sequence[int]]) -> RingSet:
-        """The ring set of these sequences of hop numbers."""
+        """Return the ring set of sequences of hop numbers."""
         return ring_set([self.ring(sequence) for sequence in sequences])
 
     def ring(self, sequence: Sequence[int]) -> Ring:
-        """The ring of one sequence of hop numbers."""
+        """Return the ring of a sequence of hop numbers."""
         return ring([self.hops[number] for number in sequence])
 
 
@@ -299,7 +302,7 @@ def _ends(transfer: Transfer) -> tuple[Place, Place, Place]:
 
 
 def _touched(flow: Flow) -> tuple[str, ...]:
-    """Points of the symmetry that a flow names; a copy engine moves with its GPU."""
+    """Return the symmetry's points in a flow; a copy engine moves with its GPU."""
     places = [place for transfer in flow.transfers for place in _ends(transfer)]
     return tuple(f"{'G' if p.kind == 'D' else p.kind}{p.index}" for p in places)
 

@@ -1,10 +1,10 @@
 """The search of the TCCL paper: a priority queue of partial rings, every child measured.
 
-Paths are popped by their measured rate, highest first, as Dijkstra's algorithm does for the
-shortest path; equal rates in the order they came (Kim, Ryu, Lee: TCCL, ASPLOS 2024). The paper's
-cache takes GPUs of one NUMA node for interchangeable (NUMA isomorphism). Here two GPUs are so where
-exchanging them is an automorphism: the same on the paper's machines, and not wrong on those with
-switches and NVLink pairs. Nothing of the paper's code is used.
+Paths are popped by measured rate, highest first, as in Dijkstra's algorithm; equal rates first in,
+first out (Kim, Ryu, Lee: TCCL, ASPLOS 2024). The paper's cache treats GPUs of one NUMA node as
+interchangeable (NUMA isomorphism). Here two GPUs are interchangeable if exchanging them is an
+automorphism: the same on the paper's machines, and right for switches and NVLink pairs too. Nothing
+of the paper's code is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 from tccl_py.model.rings import HopSpace
 from tccl_py.model.symmetry import Symmetry
 from tccl_py.model.transfer import Flow
-from tccl_py.search.evaluator import Incumbent, Ledger, Sequences
+from tccl_py.search.evaluator import Evaluator, Incumbent, Sequences
 from tccl_py.search.problem import HopIndex, SetRule
 
 
@@ -34,16 +34,16 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def eager_rings(
-    ledger: Ledger,
+    evaluator: Evaluator,
     incumbent: Incumbent,
     index: HopIndex,
     *,
     count: int,
-    kin: Mapping[int, int],
+    classes: Mapping[int, int],
 ) -> None:
-    """Find the best set of `count` rings; the cache makes it no proof, so there is no bound.
+    """Find the best set of `count` rings; the cache proves nothing, so there is no bound.
 
-    `kin` gives each GPU the number of its class of interchangeable GPUs.
+    `classes` gives each GPU the number of its class of interchangeable GPUs.
 
     Raises:
         BudgetSpentError: the budget is used up.
@@ -55,18 +55,18 @@ def eager_rings(
     while queue:
         _, _, path = heapq.heappop(queue)
         if len(path.rings) == count:
-            hops = [hop for one in path.rings for hop in one]
-            itself = ledger.rate(index, hops)
-            at = ledger.sets_measured
-            incumbent.offer(count * itself, index, path.rings, at=at)
+            hops = [hop for ring in path.rings for hop in ring]
+            rate = evaluator.rate(index, hops)
+            at = evaluator.sets_measured
+            incumbent.offer(count * rate, index, path.rings, at=at)
             return
         for child in _children(index, path):
             hops = [*itertools.chain.from_iterable(child.rings), *child.hops]
-            key = _kin_key(index, hops, kin)
+            key = _class_key(index, hops, classes)
             if key in cache:
-                ledger.sets_by_symmetry += 1
+                evaluator.sets_by_symmetry += 1
             else:
-                cache[key] = ledger.rate(index, hops)
+                cache[key] = evaluator.rate(index, hops)
             rate = min(path.rate, cache[key])
             rated = msgspec.structs.replace(child, rate=rate)
             heapq.heappush(queue, (-rate, next(serial), rated))
@@ -89,7 +89,7 @@ def _children(index: HopIndex, path: Path) -> list[Path]:
 
 
 def interchangeable(symmetry: Symmetry, gpus: Sequence[int]) -> dict[int, int]:
-    """Each GPU's class: the least GPU that it can change places with, all others staying.
+    """Return each GPU's class: the least GPU it can change places with, all other GPUs fixed.
 
     >>> from tccl_py.model.machine import toy_machine
     >>> from tccl_py.model.symmetry import automorphisms
@@ -99,41 +99,41 @@ def interchangeable(symmetry: Symmetry, gpus: Sequence[int]) -> dict[int, int]:
     columns = [symmetry.points.index(f"G{gpu}") for gpu in gpus]
     moves = symmetry.elements[:, columns]
     swaps = moves[(moves != columns).sum(axis=1) == 2]
-    kin = {gpu: gpu for gpu in gpus}
+    classes = {gpu: gpu for gpu in gpus}
     for row in swaps.tolist():
-        one, other = (gpu for gpu, at, to in zip(gpus, columns, row, strict=True) if at != to)
-        kin[other] = min(kin[other], kin[one])
-    return kin
+        low, high = (gpu for gpu, at, to in zip(gpus, columns, row, strict=True) if at != to)
+        classes[high] = min(classes[high], classes[low])
+    return classes
 
 
-def _kin_key(index: HopIndex, hops: list[int], kin: Mapping[int, int]) -> str:
-    """The hops with each GPU renamed to its class and its turn of appearance there."""
+def _class_key(index: HopIndex, hops: list[int], classes: Mapping[int, int]) -> str:
+    """Return the hops with each GPU renamed to its class and order of appearance."""
     names: dict[int, str] = {}
     seen: Counter[int] = Counter()
     for hop in hops:
         for gpu in (index.hops[hop].source, index.hops[hop].target):
             if gpu not in names:
-                seen[kin[gpu]] += 1
-                names[gpu] = f"{kin[gpu]}.{seen[kin[gpu]]}"
+                seen[classes[gpu]] += 1
+                names[gpu] = f"{classes[gpu]}.{seen[classes[gpu]]}"
     return " ".join(
-        f"{names[hop.source]}>{names[hop.target]}:{_manner(hop.flow)}"
+        f"{names[hop.source]}>{names[hop.target]}:{_mechanism(hop.flow)}"
         for hop in (index.hops[number] for number in hops)
     )
 
 
-def _manner(flow: Flow) -> str:
-    """How a flow moves its bytes, whichever GPUs it joins."""
+def _mechanism(flow: Flow) -> str:
+    """Return the mechanism of a flow, without its GPUs."""
     return ",".join(
         f"{t.operation}{t.executor.kind}{t.destination if t.destination.kind == 'C' else ''}"
         for t in flow.transfers
     )
 
 
-# Every ring set there is, for small machines and as the yardstick of the other strategies.
+# All ring sets, for small machines and as the reference of the strategies.
 
 
 def count_ring_sets(space: HopSpace, rings: int) -> int:
-    """How many sets of `rings` rings the space has, at most: all orders, all mechanisms.
+    """Return an upper limit on the sets of `rings` rings: all orders, all mechanisms.
 
     >>> from tccl_py.model.rings import Hop
     >>> from tccl_py.model.transfer import direct_write
@@ -148,7 +148,7 @@ def count_ring_sets(space: HopSpace, rings: int) -> int:
 
 
 def all_rings(index: HopIndex) -> Iterator[tuple[int, ...]]:
-    """Every ring, once, as hop numbers that begin at the first GPU."""
+    """Yield every ring once, as hop numbers from the first GPU on."""
     first, *rest = range(len(index.gpus))
     for order in itertools.permutations(rest):
         stations = (first, *order, first)
@@ -160,14 +160,14 @@ def all_rings(index: HopIndex) -> Iterator[tuple[int, ...]]:
 
 
 def all_ring_sets(index: HopIndex, rings: int, rule: SetRule | None = None) -> Iterator[Sequences]:
-    """Every set of so many rings that keeps to the rule, once."""
+    """Yield every set of `rings` rings that the rule admits, once."""
     for found in itertools.combinations_with_replacement(all_rings(index), rings):
         if admitted(index, found, rule):
             yield found
 
 
 def admitted(index: HopIndex, rings: Sequence[Sequence[int]], rule: SetRule | None) -> bool:
-    """Whether these rings, the last one perhaps unfinished, keep to the rule."""
+    """Return whether the rule admits these rings; the last ring may be unfinished."""
     if rule is None:
         return True
-    return rule.admits([[index.hops[number] for number in one] for one in rings])
+    return rule.admits([[index.hops[number] for number in ring] for ring in rings])
