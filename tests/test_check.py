@@ -184,9 +184,7 @@ def test_too_little_time_is_refused(case):
     journal = case.journal(Simulator(case.model))
     with pytest.raises(InputError) as caught:
         find_drift(case.plan, journal, slow, effort=Effort(seconds=1), clock=slow.clock)
-    assert str(caught.value) == (
-        "--max-seconds: is too short to measure one set twice; give it more seconds"
-    )
+    assert caught.value.where == "--max-seconds"
 
 
 class Lost(Slow):
@@ -205,7 +203,7 @@ def test_a_set_that_cannot_be_measured_any_more_is_drift(case):
 
 
 def test_an_empty_journal_has_nothing_to_compare(case):
-    with pytest.raises(InputError, match=r"^the journal: has no measurements; plan again$"):
+    with pytest.raises(InputError, match=r"^the journal: has no measurements"):
         find_drift(case.plan, {}, Slow(case.model))
 
 

@@ -86,7 +86,7 @@ def test_a_measured_plan_that_does_not_say_whose_it_is_is_off(measured):
     write_plan(plan, directory)
     path = machine_file(plan, directory)
     assert planned_fingerprint(plan, directory) is None
-    assert why_not_here(plan, directory, MEASURED) == f"{path} does not say whose it is"
+    assert str(path) in why_not_here(plan, directory, MEASURED)
 
 
 @pytest.mark.parametrize("damage", [None, "[]", "{", '{"gpus": 1}'])

@@ -1,4 +1,4 @@
-"""What a check measured, kept as a line of `checks.jsonl`; the plan's journal stays as it is."""
+"""Forms of a check: a line of `checks.jsonl`, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SPACE = "choose a writable place with free space"
 
 
 class CheckRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One check: when it ended (seconds since 1970), whose figures, and all of them."""
+    """A check with its measurements; `ended` in seconds since 1970, `header` names the machine."""
 
     ended: float
     header: JournalHeader
@@ -30,7 +30,7 @@ class CheckRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep_check(drift: Drift, directory: Path, header: JournalHeader, *, ended: float) -> Path:
-    """Append a check to a plan's directory, whole or not at all; the file.
+    """Append a check to a plan's directory, whole or not at all; return the file.
 
     Raises:
         InputError: the file is in use, no regular file, or cannot be written.
@@ -55,7 +55,7 @@ def keep_check(drift: Drift, directory: Path, header: JournalHeader, *, ended: f
 
 
 def _append(descriptor: int, data: bytes) -> None:
-    """Write all of `data`; what a full disk takes half of is taken back."""
+    """Write all of `data`, or take back the part that fitted on a full disk."""
     before = os.fstat(descriptor).st_size
     try:
         rest = memoryview(data)
@@ -66,39 +66,40 @@ def _append(descriptor: int, data: bytes) -> None:
         raise
 
 
-# A check as text for Prometheus: the node exporter's textfile collector takes it.
-
-
-Labels = Mapping[str, str]
+Values = Iterable[tuple[Mapping[str, str], float]]
+"""Labels, and the value with these labels."""
 
 
 def prometheus_text(drift: Drift, *, machine: str, simulated: bool, now: float) -> str:
-    """All figures of a check; `now` is when it ended, in seconds since 1970."""
+    """Return a check in Prometheus' text format; `now` is its end, in seconds since 1970.
+
+    The node exporter's textfile collector takes it. Source of the format:
+    prometheus.io/docs/instrumenting/exposition_formats.
+    """
     own = {"machine": machine, "simulated": str(simulated).lower()}
     changed = {row.transfers for row in drift.changes} | drift.lost.keys()
-    sets = {text: {**own, "set": str(text)} for text in (*drift.sets, *drift.lost)}
-    ratios = [(sets[text], row.ratio) for text, row in drift.sets.items()]
+    sets = {one: {**own, "set": str(one)} for one in (*drift.sets, *drift.lost)}
+    totals = (
+        ("drifted", "Whether rates differ from the plan's (1) or not (0).", drift.drifted),
+        ("sets_compared", "Transfer sets that were compared.", len(drift.sets)),
+        ("sets_lost", "Transfer sets that cannot be measured any more.", len(drift.lost)),
+        ("false_alarm_rate", "Chance of an alarm on an unchanged machine, at most.",
+         drift.false_alarm_rate),
+        ("duration_seconds", "Duration of the check.", drift.seconds),
+        ("timestamp_seconds", "End of the check, in seconds since 1970.", now),
+    )  # fmt: skip
+    ratios = [(sets[one], row.ratio) for one, row in drift.sets.items()]
+    flags = [(labels, one in changed) for one, labels in sets.items()]
     return "".join(
         (
-            _metric("drifted", "Whether rates differ from the plan's (1) or not (0).",
-                    [(own, float(drift.drifted))]),
-            _metric("sets_compared", "Transfer sets that were compared.",
-                    [(own, float(len(drift.sets)))]),
-            _metric("sets_lost", "Transfer sets that cannot be measured any more.",
-                    [(own, float(len(drift.lost)))]),
-            _metric("false_alarm_rate", "Chance of an alarm on an unchanged machine, at most.",
-                    [(own, drift.false_alarm_rate)]),
-            _metric("duration_seconds", "How long the check took.", [(own, drift.seconds)]),
-            _metric("timestamp_seconds", "When the check ended, in seconds since 1970.",
-                    [(own, now)]),
+            *(_metric(name, text, [(own, value)]) for name, text, value in totals),
             _metric("set_rate_ratio", "Rate of the flow that fell most, now over then.", ratios),
-            _metric("set_changed", "Whether the set changed beyond noise (1) or not (0).",
-                    [(labels, float(text in changed)) for text, labels in sets.items()]),
+            _metric("set_changed", "Whether the set changed beyond noise (1) or not (0).", flags),
         )
-    )  # fmt: skip
+    )
 
 
-def _metric(name: str, words: str, values: Iterable[tuple[Labels, float]]) -> str:
+def _metric(name: str, words: str, values: Values) -> str:
     lines = [f"tccl_check_{name}{_labels(labels)} {value:.10g}" for labels, value in values]
     if not lines:
         return ""
@@ -106,8 +107,8 @@ def _metric(name: str, words: str, values: Iterable[tuple[Labels, float]]) -> st
     return head + "\n".join(lines) + "\n"
 
 
-def _labels(labels: Labels) -> str:
-    """Labels with what the format has a meaning for escaped, and nothing a terminal acts on.
+def _labels(labels: Mapping[str, str]) -> str:
+    """Return labels with special characters escaped, and control characters replaced.
 
     >>> _labels({"machine": "box", "set": "G0->G0->G1"})
     '{machine="box",set="G0->G0->G1"}'
@@ -117,4 +118,4 @@ def _labels(labels: Labels) -> str:
 
 def _escaped(text: str) -> str:
     plain = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return "".join(one if one.isprintable() else "?" for one in plain)
+    return "".join(char if char.isprintable() else "?" for char in plain)

@@ -1,9 +1,9 @@
-"""Whether a plan still fits where it is to be used: the GPUs, the driver, NUMA nodes, and NCCL."""
+"""Fitness of a plan for a host: its GPUs, driver, NUMA nodes, and NCCL."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,13 +17,11 @@ from tccl_py.plan.directory import machine_file, planned_fingerprint
 from tccl_py.plan.plan import Plan
 from tccl_py.readers.nvml import GpuFacts
 
-# Whether this is the machine a plan was measured on.
-
 
 class Differences(msgspec.Struct, frozen=True, kw_only=True):
-    """How a machine differs from a plan's, a clause each.
+    """Differences between a machine and a plan's, a clause each.
 
-    With any of `another` rates cannot be compared; `notes` may explain a change.
+    Rates are not comparable with any of `another`; `notes` may explain a change.
     """
 
     another: tuple[str, ...]
@@ -33,8 +31,8 @@ class Differences(msgspec.Struct, frozen=True, kw_only=True):
 def differences(
     machine: Machine, planned: Fingerprint, here: Fingerprint, *, gpus: tuple[int, ...]
 ) -> Differences:
-    """Compare the machine that a plan was measured on with this one, by the plan's GPUs."""
-    another = [*_gpus(machine, planned, here, gpus)]
+    """Compare this machine with the plan's, by the plan's GPUs."""
+    another = [*_replaced_gpus(machine, planned, here, gpus)]
     old, new = planned.driver, here.driver
     if old.partition(".")[0] != new.partition(".")[0]:
         another.append(f"the driver was {old} and is {new}")
@@ -51,7 +49,7 @@ def differences(
     return Differences(another=tuple(another), notes=tuple(notes))
 
 
-def _gpus(
+def _replaced_gpus(
     machine: Machine, planned: Fingerprint, here: Fingerprint, gpus: tuple[int, ...]
 ) -> Iterator[str]:
     # A fingerprint has the UUIDs in the machine's order of GPUs.
@@ -69,94 +67,91 @@ def _gpus(
 
 
 ALIKE_VARIABLE = "TCCL_ALIKE"
-"""Set to 1 where jobs use the plan of another host that is like theirs."""
+"""Set to 1 in jobs that use the plan of another, equal host."""
 _VERSION = re.compile(r"v?([0-9]{1,3})\.([0-9]{1,3})(?![0-9])")
 
 
 def why_not_here(plan: Plan, directory: Path, here: Fingerprint) -> str:
-    """Why a plan's rates are not this host's, in a clause or several; "" if they are, or if the
-    plan is simulated and so nobody's.
+    """Return why a plan's rates do not hold on this host, in clauses; "" if they hold.
+
+    A simulated plan belongs to no host, so nothing speaks against it.
 
     Args:
         plan: of one machine.
-        directory: where it is.
-        here: the host as it is now.
+        directory: the plan's directory.
+        here: the host's present fingerprint.
 
     Raises:
         InputError: the plan was measured and its machine's file is gone or damaged.
     """
-
-    def another(planned: Fingerprint) -> tuple[str, ...]:
-        return differences(plan.machine, planned, here, gpus=plan.gpus).another
-
-    return _why_not(plan, directory, another)
+    planned = _planned(plan, directory)
+    if not isinstance(planned, Fingerprint):
+        return planned
+    return "; ".join(differences(plan.machine, planned, here, gpus=plan.gpus).another)
 
 
 def why_not_alike(plan: Plan, directory: Path, here: Fingerprint, gpus: Sequence[GpuFacts]) -> str:
-    """Why a host is not like the one that a plan was measured on, in a clause or several; "" if it
-    is: GPUs of the same kinds at the same places, the same driver and NUMA nodes.
+    """Return why a host differs from the plan's in more than GPU UUIDs, in clauses; "" if not.
 
-    For the plan of one of many equal hosts, whose GPUs have other UUIDs.
+    For the plan of one of many equal hosts: GPUs of the same kinds at the same places, the same
+    driver and NUMA nodes.
 
     Args:
         plan: of one machine.
-        directory: where it is.
-        here: the host as it is now.
-        gpus: its GPUs.
+        directory: the plan's directory.
+        here: the host's present fingerprint.
+        gpus: the host's GPUs.
 
     Raises:
         InputError: the plan was measured and its machine's file is gone or damaged.
     """
+    planned = _planned(plan, directory)
+    if not isinstance(planned, Fingerprint):
+        return planned
     now = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in gpus}
     was = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in plan.machine.gpus}
-
-    def another(planned: Fingerprint) -> tuple[str, ...]:
-        # Without GPUs to compare, what is left is the driver and the NUMA nodes.
-        rest = differences(plan.machine, planned, here, gpus=()).another
-        return (_changed(was, now, plan.gpus), *rest)
-
-    return _why_not(plan, directory, another)
+    # Without GPUs only the driver and the NUMA nodes are compared.
+    rest = differences(plan.machine, planned, here, gpus=()).another
+    return "; ".join([*_changed(was, now, plan.gpus), *rest])
 
 
-def _why_not(plan: Plan, directory: Path, another: Callable[[Fingerprint], tuple[str, ...]]) -> str:
-    """What is `another` than on the host that a plan was measured on, in a clause or several."""
+def _planned(plan: Plan, directory: Path) -> Fingerprint | str:
+    """Return the fingerprint of the plan's host, or the reason why a plan fits (not) without."""
     if plan.simulated:
         return ""
-    planned = planned_fingerprint(plan, directory)
-    if planned is None:
-        return f"{machine_file(plan, directory)} does not say whose it is"
-    return "; ".join(one for one in another(planned) if one)
+    found = planned_fingerprint(plan, directory)
+    return found or f"{machine_file(plan, directory)} has no fingerprint of its host"
 
 
 def why_not_of_class(plan: ClusterPlan, host: str, gpus: Sequence[GpuFacts]) -> str:
-    """Why a host's GPUs are not those that a cluster's plan was measured with, in a clause or
-    several; "" if they are of the same kinds, or if the plan is simulated.
+    """Return which of a host's GPUs are of other kinds than a cluster plan's, in clauses; or "".
 
-    Hosts of a class share what was measured on one of them, so that no host's UUIDs are known.
+    Hosts of a class share the measurements of one of them, so no host's UUIDs are known. A
+    simulated plan belongs to no host.
 
     Args:
         plan: of several hosts.
-        host: one of them, by the plan's name for it.
-        gpus: its GPUs as they are now.
+        host: the plan's name for one of them.
+        gpus: the host's present GPUs.
     """
     if plan.simulated:
         return ""
     number = plan.cluster.host_classes[host]
     now = {gpu.index: gpu.name for gpu in gpus}
     was = {gpu.index: gpu.name for gpu in plan.cluster.classes[number].machine.gpus}
-    return _changed(was, now, plan.gpus[number])
+    return "; ".join(_changed(was, now, plan.gpus[number]))
 
 
-def _changed(was: Mapping[int, str], now: Mapping[int, str], gpus: Sequence[int]) -> str:
-    return "; ".join(
+def _changed(was: Mapping[int, str], now: Mapping[int, str], gpus: Sequence[int]) -> list[str]:
+    return [
         f"GPU {index} was {was[index] or 'unnamed'} and is {now.get(index, 'gone')}"
         for index in gpus
         if now.get(index) != was[index]
-    )
+    ]
 
 
 def why_not_with(settings: Settings, nccl: str) -> str:
-    """Why a plan's settings are not for this version of NCCL, in a clause; "" if they are.
+    """Return why a plan's settings are for another version of NCCL, in a clause; "" if they fit.
 
     >>> from tccl_py.nccl.settings import Settings
     >>> why_not_with(Settings(version="2.28"), "2.28.9")
