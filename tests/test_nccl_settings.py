@@ -98,6 +98,18 @@ def test_settings_of_older_plans_are_read_with_nccls_own_network():
     assert msgspec.json.decode(old, type=Settings) == Settings(p2p_level="SYS", channels=4)
 
 
+@pytest.mark.parametrize(("threads", "sockets"), [(1, 1), (4, 2), (16, 4), (1, 64), (None, 8)])
+def test_socket_threads_come_back_from_their_environment(threads, sockets):
+    settings = Settings(socket_threads=threads, sockets_per_thread=sockets)
+    assert settings_from_environment(environment(settings)) == settings
+
+
+@pytest.mark.parametrize(("threads", "sockets"), [(17, 1), (16, 5), (0, -1), (-1, 1)])
+def test_more_sockets_than_nccl_takes_are_refused(threads, sockets):
+    with pytest.raises(InputError, match="64 sockets"):
+        environment(Settings(socket_threads=threads, sockets_per_thread=sockets))
+
+
 def test_old_level_numbers_mean_what_they_meant():
     levels = [settings_from_environment({"NCCL_P2P_LEVEL": str(n)}).p2p_level for n in range(7)]
     assert levels == ["LOC", "PIX", "PXB", "PHB", "SYS", "SYS", "SYS"]

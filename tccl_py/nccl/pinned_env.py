@@ -122,6 +122,8 @@ _IF_PLANNED = (
     "ib_hca",
     "ib_gid_index",
     "socket_ifname",
+    "socket_threads",
+    "sockets_per_thread",
 )
 """Settings that change which transfers a ring makes; the others only if the plan chose them."""
 

@@ -22,6 +22,8 @@ _MAX_HCAS = 32
 """NCCL's MAX_IB_DEVS; it drops what a list has beyond."""
 _MAX_INTERFACES = 16
 """NCCL's MAX_IFS."""
+_MAX_SOCKET_THREADS, _MAX_SOCKETS = 16, 64
+"""NCCL's MAX_THREADS and MAX_SOCKETS of one connection (net_socket.cc)."""
 # Of RDMA devices and interfaces the kernel lets be named, what neither a list of NCCL's nor a
 # shell nor nccl.conf gives another meaning.
 _HCA = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}(?::(?P<port>[1-9][0-9]{0,2}))?")
@@ -139,6 +141,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `net_gdr_read` lets them (None: not below sm 80 without NVLink). `cross_nic` 0 keeps a ring on
     one rail, 1 lets it change rails, 2 (NCCL's default) where that helps. `ib_hca` are NICs by
     their exact names, with or without a port (`mlx5_0:1`), `socket_ifname` interfaces; () is all.
+    Each connection over sockets has `socket_threads` helper threads with `sockets_per_thread`
+    sockets each (None: one of each, except on NICs of some clouds; net_socket.cc).
     """
 
     version: str = LATEST
@@ -160,6 +164,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ib_hca: tuple[str, ...] = ()
     ib_gid_index: int | None = None
     socket_ifname: tuple[str, ...] = ()
+    socket_threads: int | None = None
+    sockets_per_thread: int | None = None
 
 
 def check_settings(settings: Settings) -> Settings:
@@ -199,6 +205,13 @@ def check_settings(settings: Settings) -> Settings:
         gid_index=settings.ib_gid_index,
         names=settings.socket_ifname,
     )
+    threads, sockets = settings.socket_threads or 1, settings.sockets_per_thread or 1
+    if not (1 <= threads <= _MAX_SOCKET_THREADS and 1 <= sockets <= _MAX_SOCKETS // threads):
+        raise InputError(
+            where,
+            f"a connection has {threads} socket threads with {sockets} sockets each",
+            f"1 to {_MAX_SOCKET_THREADS} threads, and at most {_MAX_SOCKETS} sockets together",
+        )
     return settings
 
 
@@ -225,8 +238,8 @@ def environment(settings: Settings) -> dict[str, str]:
         "NCCL_SHM_MEMCPY_MODE": _SHM_MODES[mode] if mode else None,
         "NCCL_SHM_DISABLE": "1" if settings.shm_disable else None,
         "NCCL_NET_DISABLE_INTRA": "1" if settings.net_disable_intra else None,
-        "NCCL_MIN_NCHANNELS": None if settings.min_channels is None else str(settings.min_channels),
-        "NCCL_MAX_NCHANNELS": None if settings.max_channels is None else str(settings.max_channels),
+        "NCCL_MIN_NCHANNELS": _number_text(settings.min_channels),
+        "NCCL_MAX_NCHANNELS": _number_text(settings.max_channels),
         "NCCL_BUFFSIZE": (
             str(settings.buffsize) if settings.buffsize != DEFAULT_FIFO_BYTES else None
         ),
@@ -239,8 +252,14 @@ def environment(settings: Settings) -> dict[str, str]:
             gid_index=settings.ib_gid_index,
             names=settings.socket_ifname,
         ),
+        "NCCL_SOCKET_NTHREADS": _number_text(settings.socket_threads),
+        "NCCL_NSOCKS_PERTHREAD": _number_text(settings.sockets_per_thread),
     }
     return {name: value for name, value in choices.items() if value is not None}
+
+
+def _number_text(number: int | None) -> str | None:
+    return None if number is None else str(number)
 
 
 def settings_from_environment(
@@ -261,6 +280,10 @@ def settings_from_environment(
     size = number.get("NCCL_BUFFSIZE") or 0
     gdr_read = number.get("NCCL_NET_GDR_READ")
     cross, gid = number.get("NCCL_CROSS_NIC"), number.get("NCCL_IB_GID_INDEX")
+    threads = number.get("NCCL_SOCKET_NTHREADS") or 0
+    threads = threads if 1 <= threads <= _MAX_SOCKET_THREADS else 0
+    sockets = number.get("NCCL_NSOCKS_PERTHREAD") or 0
+    sockets = sockets if 1 <= sockets <= _MAX_SOCKETS // max(1, threads) else 0
     return Settings(
         version=version,
         p2p_level="LOC"
@@ -283,6 +306,8 @@ def settings_from_environment(
         ib_hca=ib_hca(variables.get("NCCL_IB_HCA")),
         ib_gid_index=gid if gid is not None and 0 <= gid <= MAX_GID_INDEX else None,
         socket_ifname=interfaces(variables.get("NCCL_SOCKET_IFNAME")),
+        socket_threads=threads or None,
+        sockets_per_thread=sockets or None,
     )
 
 
