@@ -12,10 +12,10 @@ from tccl_py.cluster_plan.plan import (
 )
 from tccl_py.model.cluster import HostReport, cluster_of
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import toy_machine
 from tccl_py.nccl.candidates import chain_hop_space, chains_as_rings
 from tccl_py.nccl.settings import Settings
 from tests.nccl_nodes import with_nics
+from tests.toy import toy_machine
 
 NOTHING = Knowledge()
 ONE = with_nics(toy_machine(gpus=1, name="one"), {0: "G0", 1: "G0"})

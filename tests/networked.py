@@ -6,8 +6,9 @@ import itertools
 import msgspec
 
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Nic, check, toy_machine
+from tccl_py.model.machine import Nic, check
 from tccl_py.model.measurement import Measurement
+from tests.toy import toy_machine
 
 
 def networked_machine(*, gpus, nics=1, numa_nodes=1, name="toy", gdr=False, mbps=100_000):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tccl_py.errors import SearchError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.rings import ring
-from tccl_py.model.symmetry import automorphisms, no_symmetry
+from tccl_py.model.symmetry import automorphisms
 from tccl_py.nccl.candidates import chain_hop_space, chains_as_rings, network_candidates
 from tccl_py.nccl.settings import Settings
 from tccl_py.search.chains import (
@@ -28,6 +28,7 @@ from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.networked import MadeUp, all_chains, networked_machine
+from tests.toy import no_symmetry
 
 SETTINGS = Settings(channels=2)
 DGX = load_bundled("nvswitch-8gpu-8nic")

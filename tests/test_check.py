@@ -11,10 +11,10 @@ from tccl_py.health.drift_record import prometheus_text
 from tccl_py.health.drift_statistics import Comparison, common_spread, compared
 from tccl_py.health.fitness import differences
 from tccl_py.model.knowledge import Fingerprint
-from tccl_py.model.machine import toy_machine
 from tccl_py.model.transfer import parse_flow, parse_set, transfer_set
 from tccl_py.simulator.source import Simulator
 from tests.drifting import checked, exact_rates, journalled, with_slower_link
+from tests.toy import toy_machine
 
 PCIE = "intel-v100"
 SMALL = 8

@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 from tccl_py.cli import hardware
 from tccl_py.cli.hardware import Care, Hardware, MeasuredMachine, measured_machine
 from tccl_py.cli.main import app
-from tccl_py.files import decode_json, encode_line
+from tccl_py.files import decode_json, encode_json, encode_line
 from tccl_py.health.drift_record import CheckRecord
 from tccl_py.model.knowledge import Fingerprint
-from tccl_py.model.machine import machine_to_json
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan
@@ -166,7 +165,7 @@ def test_without_a_plan_a_journal_or_a_model_it_cannot(plan, tmp_path):
         f"tccl: {tmp_path}/no: is no directory; name a directory of `tccl plan`\n"
     )
     model = plan / "machines" / f"{NAME}.json"
-    model.write_text(machine_to_json(load_plan(plan).machine))
+    model.write_text(encode_json(load_plan(plan).machine))
     rebind(plan)
     result = tccl("check", plan)
     assert result.exit_code == 2

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from tccl_py.cli.arguments import gpus_argument, parse_gpus, provenance
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.model.machine import machine_to_json, toy_machine
+from tccl_py.files import encode_json
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine, model_to_json
 from tests.nccl_cases import CASES
+from tests.toy import toy_machine
 
 TOPOLOGY = CASES / "topologies" / "h200x4-vm.xml"
 GRAPH = CASES / "h200x4-vm" / "graph.xml"
@@ -345,7 +346,7 @@ def test_a_name_that_is_not_utf_8_is_one_sentence(tmp_path):
 def test_a_machine_is_a_name_a_model_a_machine_or_a_topology(tmp_path):
     model = load_bundled("h200x4-vm")
     (tmp_path / "model.json").write_text(model_to_json(model))
-    (tmp_path / "machine.json").write_text(machine_to_json(model.machine))
+    (tmp_path / "machine.json").write_text(encode_json(model.machine))
     assert load_machine("h200x4-vm") == model
     assert load_machine(str(tmp_path / "model.json")) == model
     assert load_machine(str(tmp_path / "machine.json")).machine == model.machine
@@ -354,7 +355,7 @@ def test_a_machine_is_a_name_a_model_a_machine_or_a_topology(tmp_path):
 
 def test_a_bundled_name_comes_before_a_file_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "h200x4-vm").write_text(machine_to_json(toy_machine(gpus=2)))
+    (tmp_path / "h200x4-vm").write_text(encode_json(toy_machine(gpus=2)))
     assert len(load_machine("h200x4-vm").machine.gpus) == 4
     assert len(load_machine("./h200x4-vm").machine.gpus) == 2
 

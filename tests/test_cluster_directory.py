@@ -34,7 +34,7 @@ from tests.effort import soon
 def judged(plan, files):
     """What NCCL does with the files, started as the rank map says."""
     order = rank_map_from_json(files[f"order/{RANK_MAP}"], where=RANK_MAP)
-    one_of = {host.name: plan.cluster.class_of(host) for host in plan.cluster.hosts}
+    one_of = {host.name: plan.cluster.classes[host.node_class] for host in plan.cluster.hosts}
     jobs = [
         NodeJob(
             machine=one_of[host].machine,

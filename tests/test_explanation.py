@@ -14,8 +14,7 @@ from tccl_py.explain.explain import explain
 from tccl_py.explain.findings import load_explanation, save_explanation
 from tccl_py.explain.probing import Asker, Likeness
 from tccl_py.explain.sharing import Sharing
-from tccl_py.model.machine import toy_machine
-from tccl_py.model.symmetry import automorphisms, no_symmetry
+from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import direct_write, parse_set, transfer_set
 from tccl_py.plan.plan import PlanHop, PlanRing, load_plan
 from tccl_py.search.problem import Budget
@@ -23,6 +22,7 @@ from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.memory import RememberingSource
 from tests.fakes import random_resources, two_uplinks
+from tests.toy import no_symmetry, toy_machine
 
 PLANS = Path(__file__).parent.parent / "plans"
 NO_LIMIT = Budget()

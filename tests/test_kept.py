@@ -19,7 +19,6 @@ from tccl_py.explain.build import by
 from tccl_py.explain.explain import explain, subjects
 from tccl_py.model.cluster import HostReport, cluster_of
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import toy_machine
 from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.transfer import direct_write, parse_flow
 from tccl_py.nccl.candidates import candidates, expressible
@@ -41,6 +40,7 @@ from tccl_py.tccl_fork.build import make_database
 from tccl_py.tccl_fork.hops import free_hop_space
 from tests.nccl_nodes import with_nics
 from tests.planned import ASUS, BUDGETS, FOUR_GPUS, PCIE, SMALL, plan_of
+from tests.toy import toy_machine
 
 OFF = {"NCCL_P2P_DISABLE": "1"}
 NEAR = {"NCCL_P2P_LEVEL": "PIX"}

@@ -17,16 +17,15 @@ from tccl_py.model.machine import (
     PciLink,
     check,
     machine_from_json,
-    machine_to_json,
-    toy_machine,
 )
 from tccl_py.model.paths import natural_cuts
+from tests.toy import toy_machine
 
 
 @given(st.integers(1, 16), st.integers(1, 4), st.integers(0, 4))
 def test_a_machine_read_from_its_json_is_the_same_machine(gpus, numa, per_switch):
     machine = toy_machine(gpus=gpus, numa_nodes=min(numa, gpus), per_switch=per_switch)
-    assert machine_from_json(machine_to_json(machine), where="m.json") == machine
+    assert machine_from_json(encode_json(machine), where="m.json") == machine
 
 
 MISSING_GPU = PeerAccess(source=0, target=9, supported=True, provenance="assumed")
@@ -34,7 +33,7 @@ MISSING_GPU = PeerAccess(source=0, target=9, supported=True, provenance="assumed
 
 def changed(**changes):
     """The JSON of a small machine with some keys replaced; a callable changes what is there."""
-    plain = json.loads(machine_to_json(toy_machine(gpus=2, per_switch=2)))
+    plain = json.loads(encode_json(toy_machine(gpus=2, per_switch=2)))
     for key, value in changes.items():
         plain[key] = value(plain[key]) if callable(value) else value
     return json.dumps(plain)
@@ -74,7 +73,7 @@ def test_json_that_is_no_machine_is_refused_with_place_and_reason(text, sentence
 @settings(max_examples=200)
 @given(st.integers(0, 10**6), st.binary(max_size=3))
 def test_damaged_json_is_a_machine_or_refused(place, junk):
-    text = machine_to_json(toy_machine(gpus=3, numa_nodes=2))
+    text = encode_json(toy_machine(gpus=3, numa_nodes=2))
     place %= len(text)
     damaged = text[:place] + junk.decode("latin-1") + text[place + len(junk) :]
     try:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import toy_machine
 from tccl_py.nccl.default_rings import stock_chains
 from tccl_py.nccl.graph_file import parse_graph_file, read_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree
@@ -23,6 +22,7 @@ from tccl_py.plan.files import node_graph_text
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.nccl_cases import CASES, graph_text, graph_verdicts, machine
 from tests.nccl_nodes import with_nics
+from tests.toy import toy_machine
 
 NOTHING = Knowledge()
 HGX = machine("e_hgx_h100.xml")

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import toy_machine
 from tccl_py.nccl.graph_file import (
     Channel,
     GraphCrashError,
@@ -19,6 +18,7 @@ from tccl_py.nccl.graph_writer import GraphRings, graph_xml
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.versions import known_versions
 from tests.nccl_cases import CASES, VERDICTS, case_name, graph_text, graph_verdicts, machine
+from tests.toy import toy_machine
 
 FOUR = "a_4gpu_2numa_pcie.xml"
 OK = graph_text("a_ok1.xml")

@@ -5,7 +5,7 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import NvLink, toy_machine
+from tccl_py.model.machine import NvLink
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import (
     entry_flow,
@@ -20,6 +20,7 @@ from tccl_py.nccl.transport import (
 )
 from tests.nccl_cases import machine
 from tests.nccl_nodes import with_nics
+from tests.toy import toy_machine
 
 
 def lands(node, gpu, nic, direction="send", *, gpus=None, **settings):

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import toy_machine
 from tccl_py.nccl.candidates import candidates, expressible
 from tccl_py.nccl.settings import Settings, environment, final_channels, settings_from_environment
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import known_versions, version_facts
 from tests.nccl_cases import machine
+from tests.toy import toy_machine
 
 NETWORK = {
     "net_gdr_level": "PHB",

@@ -4,7 +4,6 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import toy_machine
 from tccl_py.nccl.default_rings import StockChain, stock_chains, stock_chains_default, stock_choice
 from tccl_py.nccl.graph_file import read_graph_file
 from tccl_py.nccl.graph_search import search_tree
@@ -13,6 +12,7 @@ from tccl_py.nccl.transport import view
 from tests.effort import soon
 from tests.nccl_cases import CASES, case_name, machine, stock_choices
 from tests.nccl_nodes import with_nics
+from tests.toy import toy_machine
 
 
 @pytest.mark.parametrize("choice", stock_choices(), ids=case_name)

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
+from tccl_py.files import encode_json
 from tccl_py.model.machine import (
     Gpu,
     Machine,
@@ -16,7 +17,6 @@ from tccl_py.model.machine import (
     NvSwitch,
     PciLink,
     machine_from_json,
-    machine_to_json,
 )
 from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
 from tests.effort import soon
@@ -56,7 +56,7 @@ def refusal(text: str) -> str:
 def test_every_topology_file_is_read_and_survives_json(path):
     machine = read_nccl_topology(path)
     assert machine.name == path.stem
-    assert machine_from_json(machine_to_json(machine), where="json") == machine
+    assert machine_from_json(encode_json(machine), where="json") == machine
     assert list(machine.gpu_indices) == list(range(len(machine.gpus)))
 
 

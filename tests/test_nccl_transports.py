@@ -7,7 +7,7 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge, PeerAccess
-from tccl_py.model.machine import Machine, Nic, NvLink, PciBridge, PciLink, toy_machine
+from tccl_py.model.machine import Machine, Nic, NvLink, PciBridge, PciLink
 from tccl_py.nccl import transport
 from tccl_py.nccl.paths import shortest_paths
 from tccl_py.nccl.settings import Settings, settings_from_environment
@@ -15,6 +15,7 @@ from tccl_py.nccl.system import build_system
 from tccl_py.nccl.transport import hop_space, mechanism, pair_mechanism, view
 from tccl_py.tccl_fork.hops import free_hop_space
 from tests.nccl_cases import case_name, machine, stock_choices
+from tests.toy import toy_machine
 
 NO_ACCESS = Knowledge(peer_access_default=False, peer_access_provenance="reported")
 

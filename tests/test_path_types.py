@@ -15,12 +15,12 @@ from tccl_py.model.machine import (
     NvLink,
     PciBridge,
     PciLink,
-    toy_machine,
 )
 from tccl_py.model.paths import PathType, path_type
 from tccl_py.nccl.paths import shortest_paths
 from tccl_py.nccl.system import build_system
 from tccl_py.readers.nccl_topology import read_nccl_topology
+from tests.toy import toy_machine
 
 CASES = Path(__file__).parent / "cases"
 CHOICES = json.loads((CASES / "nccl-verdicts" / "stock-choices.json").read_text())

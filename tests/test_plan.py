@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import MAX_INPUT_BYTES
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import toy_machine
 from tccl_py.model.paths import PathType
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import parse_flow, parse_set
@@ -30,6 +29,7 @@ from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.networked import MadeUp
 from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of
+from tests.toy import toy_machine
 
 VERSIONS = known_versions()
 

@@ -36,10 +36,11 @@ from tccl_profiler.window import WindowLimits
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.model.knowledge import Fingerprint, Knowledge
-from tccl_py.model.machine import Nic, toy_machine
+from tccl_py.model.machine import Nic
 from tccl_py.model.transfer import parse_set
 from tests.profiler_clusters import agent_in_thread, agents_in_processes, pair
 from tests.profiler_pools import measured_or_failed, stopping
+from tests.toy import toy_machine
 
 # Whether this is a job
 

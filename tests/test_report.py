@@ -9,7 +9,7 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
-from tccl_py.model.machine import NvLink, check, toy_machine
+from tccl_py.model.machine import NvLink, check
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.plan import load_plan
@@ -29,6 +29,7 @@ from tccl_py.verify.rounds import Effort
 from tests.effort import soon
 from tests.planned import ASUS, PCIE, SMALL, WRX
 from tests.report_pages import EVIL, PLANS, Page, all_singles_and_pairs, plan_directory, renamed
+from tests.toy import toy_machine
 from tests.verified import FakeJobs, by_plan, rehearsal, run_verification
 
 MACHINES = sorted(path.stem for path in PLANS.glob("*.json"))

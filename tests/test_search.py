@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import SearchError
-from tccl_py.model.machine import toy_machine
-from tccl_py.model.symmetry import automorphisms, no_symmetry
+from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import parse_set
 from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.search.strategies import SkippedError, find_rings
 from tccl_py.search.tccl_paper import count_ring_sets
 from tccl_py.sources.memory import RememberingSource
 from tests.fakes import SharedResources, random_resources, space_of, two_uplinks
+from tests.toy import no_symmetry, toy_machine
 
 
 def problem_for(source, gpus, *, counts=(1,), mechanisms=1, symmetry=None, missing=(), **more):

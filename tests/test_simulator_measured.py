@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.simulator_fit import Fit, Observation, read_observations, relative_errors
 from tccl_py.model.transfer import parse_set
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.simulator.fit import Fit, Observation, read_observations, relative_errors
 from tccl_py.simulator.model import without_congestion
 from tccl_py.simulator.parameters import Parameters, bundled_parameters
 from tccl_py.simulator.source import Simulator

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.model.machine import Nic, NvLink, NvSwitch, PciLink, toy_machine
+from tccl_py.model.machine import Nic, NvLink, NvSwitch, PciLink
 from tccl_py.model.transfer import parse_set
 from tccl_py.simulator.descriptions import (
     bundled_names,
@@ -24,6 +24,7 @@ from tccl_py.simulator.parameters import (
     parameters_to_json,
 )
 from tccl_py.simulator.source import Simulator
+from tests.toy import toy_machine
 
 TEXT = model_to_json(load_bundled("asus-esc8000a-e13p"))
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.model.machine import toy_machine
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.transfer import bounce, direct_read, direct_write, parse_set, transfer_set
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.generic import model_for
 from tccl_py.simulator.source import Simulator
+from tests.toy import toy_machine
 
 ASUS = load_bundled("asus-esc8000a-e13p")
 TWO = parse_set("G0->G0->G4 G2->G2->G6")

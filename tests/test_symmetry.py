@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.model.knowledge import HiddenLink, Knowledge, PeerAccess
-from tccl_py.model.machine import toy_machine
-from tccl_py.model.symmetry import automorphisms, keeping, no_symmetry
+from tccl_py.model.symmetry import automorphisms, keeping
+from tccl_py.search.tccl_paper import interchangeable
+from tests.toy import no_symmetry, toy_machine
 
 
 def brute_force_order(graph, gpus):
@@ -96,11 +97,16 @@ def test_a_large_group_is_counted_in_full_and_listed_in_part():
 def test_a_subgroup_keeps_the_identity():
     symmetry = automorphisms(toy_machine(gpus=3))
     kept = keeping(symmetry, np.zeros(6, dtype=bool))
-    assert kept.is_trivial
-    assert no_symmetry(toy_machine(gpus=3)).is_trivial
+    assert kept.order == 1
+    assert no_symmetry(toy_machine(gpus=3)).order == 1
 
 
 @pytest.mark.parametrize("count", [8, 16, 64])
 def test_large_machines_are_quick(count):
     symmetry = automorphisms(toy_machine(gpus=count, numa_nodes=2, per_switch=4))
     assert symmetry.order > 1
+
+
+def test_gpus_that_can_change_places_are_of_one_class():
+    symmetry = automorphisms(toy_machine(gpus=4, per_switch=2))
+    assert interchangeable(symmetry, (0, 1, 2, 3)) == {0: 0, 1: 0, 2: 2, 3: 2}

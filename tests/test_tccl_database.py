@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Nic, check, toy_machine
+from tccl_py.model.machine import Nic, check
 from tccl_py.model.rings import ring, ring_set
 from tccl_py.model.transfer import Fifo, entering, leaving, parse_flow, transfer_set
 from tccl_py.plan.planner import make_plan
@@ -42,6 +42,7 @@ from tccl_py.tccl_fork.xml import tccl_xml
 from tests.fakes import SharedResources
 from tests.planned import PCIE, SMALL, plan_of
 from tests.tccl_databases import small_database
+from tests.toy import toy_machine
 
 EIGHT = "supermicro-h12dsg-8x3090"
 """8 GPUs that cannot access each other, on 2 NUMA nodes; no NIC."""

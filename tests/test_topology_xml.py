@@ -7,7 +7,7 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Nic, NvLink, NvSwitch, toy_machine
+from tccl_py.model.machine import Nic, NvLink, NvSwitch
 from tccl_py.nccl.default_rings import stock_choice
 from tccl_py.nccl.graph_file import read_elements
 from tccl_py.nccl.settings import Settings
@@ -15,6 +15,7 @@ from tccl_py.nccl.topology_writer import topology_xml
 from tccl_py.nccl.versions import version_facts
 from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
 from tccl_py.simulator.descriptions import load_bundled
+from tests.toy import toy_machine
 
 CASES = Path(__file__).parent / "cases"
 GOLDEN = CASES / "topology-files"

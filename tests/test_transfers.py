@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, SearchError
 from tccl_py.files import decode_json, encode_json
-from tccl_py.model.machine import toy_machine
 from tccl_py.model.rings import Hop, ring, ring_from_order, ring_set
-from tccl_py.model.symmetry import automorphisms, canonical, relabelled
+from tccl_py.model.symmetry import automorphisms, relabelled
 from tccl_py.model.transfer import (
     Fifo,
     Flow,
@@ -29,6 +28,7 @@ from tccl_py.model.transfer import (
 )
 from tccl_py.search.problem import HopIndex
 from tests.fakes import space_of
+from tests.toy import toy_machine
 
 indices = st.integers(0, 7)
 blocks = st.none() | st.integers(1, 64)
@@ -221,6 +221,16 @@ def test_files_hold_canonical_texts_only(parts, between):
 def test_an_empty_set_is_refused():
     with pytest.raises(InputError, match="transfer set: is empty; name at least one flow"):
         parse_set("  ")
+
+
+def canonical(transfers, symmetry):
+    """The image of the set under the symmetry's elements that comes first as text."""
+    names = [
+        {symmetry.points[i]: symmetry.points[to] for i, to in enumerate(row)}
+        for row in symmetry.elements.tolist()
+    ]
+    images = (transfer_set(relabelled(f, named) for f in transfers.flows) for named in names)
+    return min(images, key=lambda image: [str(flow) for flow in image.flows])
 
 
 @settings(max_examples=60, deadline=None)

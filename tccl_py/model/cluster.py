@@ -9,18 +9,81 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import decode_json, encode_json
 from tccl_py.model.knowledge import Knowledge, check_knowledge
-from tccl_py.model.machine import Gpu, Machine, Nic, check
+from tccl_py.model.machine import Gpu, Machine, Nic, PciBridge, check
 
+FORMAT_VERSION = 1
 MAX_HOSTS = 65_536
 """As many as SLURM takes in one range (MAX_RANGE)."""
+MAX_NAME = 240
+"""With `.xml` and a temporary suffix, a file name of at most the 255 bytes that file systems take;
+the domain name system takes 253 (RFC 1035, 3.1)."""
+MAX_CLASS_NAME = 64
 Rails = Literal["any", "only"]
+"""Whether NIC i of a host reaches any NIC of another host, or NIC i only."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
+_SHOWN = 40
+
+_Linked = TypeVar("_Linked", PciBridge, Gpu, Nic)
+
+# Names of hosts, switches and node classes: fit for file names and for the places of transfers.
+
+
+def shown(text: str) -> str:
+    """Return `text` in quotes, cut to fit a message and without control characters."""
+    return ascii(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!a}..."
+
+
+def check_host_name(name: str, *, where: str) -> str:
+    """Return `name` if it can name a host or switch in files, file names and places (`node1.G0`).
+
+    >>> check_host_name("gpu-01.cluster", where="hosts")
+    'gpu-01.cluster'
+
+    Raises:
+        InputError: empty, too long, or with other characters.
+    """
+    if len(name) > MAX_NAME:
+        what = f"the name {shown(name)} has {len(name)} characters"
+        raise InputError(where, what, f"at most {MAX_NAME} are possible")
+    if _NAME.fullmatch(name) is None:
+        right = "letters, digits and _ . - are needed, the first one no dot or dash"
+        raise InputError(where, f"{shown(name)} cannot be a name here", right)
+    return name
+
+
+def check_host_names(names: Iterable[str], *, where: str, kind: str = "host") -> tuple[str, ...]:
+    """Return the names of hosts (or another `kind`) if each is fit and none is doubled.
+
+    Raises:
+        InputError: as `check_host_name`, or a doubled name.
+    """
+    seen: dict[str, None] = {}
+    for name in names:
+        if check_host_name(name, where=where) in seen:
+            raise InputError(where, f"{kind} {name} is named twice", "once is right")
+        seen[name] = None
+    return tuple(seen)
+
+
+def class_name(text: str, taken: Container[str] = ()) -> str:
+    """Return a name for a class described by `text`, fit for a file name and not yet taken.
+
+    >>> class_name("2x NVIDIA/H200"), class_name("box", {"box", "box-2"})
+    ('2x-NVIDIA-H200', 'box-3')
+    """
+    fit = re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:MAX_CLASS_NAME].strip("-.") or "node"
+    name, number = fit, 1
+    while name in taken:
+        number += 1
+        name = f"{fit}-{number}"
+    return name
 
 
 class SwitchTree(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,70 +99,109 @@ class SwitchTree(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_hosts(self) -> Iterator[str]:
-        """The hosts at it and below it."""
-        yield from self.hosts
-        for switch in self.switches:
-            yield from switch.all_hosts
+        """The hosts at the switch and below."""
+        return (host for switch in self.all_switches for host in switch.hosts)
 
     @property
     def all_switches(self) -> Iterator[SwitchTree]:
-        """It and all below it."""
+        """The switch and all below it."""
         yield self
         for switch in self.switches:
             yield from switch.all_switches
+
+
+def restricted(tree: SwitchTree, hosts: Iterable[str], *, where: str = "switch tree") -> SwitchTree:
+    """Return the tree with these hosts only, and without switches that lead to none of them.
+
+    >>> leaf = SwitchTree(name="leaf", hosts=("a", "b"))
+    >>> tree = SwitchTree(name="", switches=(leaf, SwitchTree(name="other", hosts=("c",))))
+    >>> restricted(tree, ["b"])
+    SwitchTree(name='leaf', hosts=('b',), switches=(), uplink_gbps=None)
+
+    Raises:
+        InputError: a host that is not in the tree, is at two of its switches, or is named twice;
+            or no host at all.
+    """
+    names = check_host_names(hosts, where="hosts of the job")
+    if not names:
+        raise InputError("hosts of the job", "there are none", "name one at least")
+    there = set(tree.all_hosts)
+    for name in names:
+        if name not in there:
+            right = "every host of the job must be at one of the switches, named as the job does"
+            raise InputError(where, f"host {name} is at no switch", right)
+    check_hosts_once(tree, set(names), where)
+    kept = _kept(tree, set(names))
+    if kept.name == "" and not kept.hosts and len(kept.switches) == 1:
+        return kept.switches[0]
+    return kept
+
+
+def check_hosts_once(tree: SwitchTree, wanted: set[str], where: str) -> None:
+    """Check that no wanted host is at two switches, or at one of them twice.
+
+    Raises:
+        InputError: a host is.
+    """
+    found: dict[str, str] = {}
+    for switch in tree.all_switches:
+        for host in switch.hosts:
+            if host in found and host in wanted:
+                both = f"{shown(found[host])} and {shown(switch.name)}"
+                what = f"host {host} is at the switches {both}"
+                raise InputError(where, what, "a host is at one switch, once")
+            found[host] = switch.name
+
+
+def _kept(switch: SwitchTree, wanted: set[str]) -> SwitchTree:
+    below = (_kept(one, wanted) for one in switch.switches)
+    return msgspec.structs.replace(
+        switch,
+        hosts=tuple(host for host in switch.hosts if host in wanted),
+        switches=tuple(one for one in below if one.hosts or one.switches),
+    )
 
 
 # What makes two machines the same for planning: equal structure and knowledge, device by device.
 
 
 def canonical(machine: Machine, knowledge: Knowledge) -> tuple[Machine, Knowledge]:
-    """The form in which two machines are equal if one plan is right for both."""
+    """Return the form in which two machines are equal if one plan is right for both."""
     names = _bridge_names(machine)
+
+    def moved(device: _Linked, **fields: str) -> _Linked:
+        parent = names.get(device.parent, device.parent)
+        return msgspec.structs.replace(device, parent=parent, **fields)
+
+    bridges = [bridge for bridge in machine.bridges if bridge.id in names]
     form = Machine(
         name="",
         numa_nodes=tuple(msgspec.structs.replace(node, affinity="") for node in machine.numa_nodes),
-        gpus=tuple(
-            msgspec.structs.replace(gpu, bus_id="", parent=names.get(gpu.parent, gpu.parent))
-            for gpu in sorted(machine.gpus, key=lambda gpu: gpu.index)
-        ),
+        gpus=tuple(moved(gpu, bus_id="") for gpu in sorted(machine.gpus, key=lambda g: g.index)),
         bridges=tuple(
-            msgspec.structs.replace(
-                bridge,
-                bus_id=names[bridge.bus_id],
-                parent=names.get(bridge.parent, bridge.parent),
-            )
-            for bridge in sorted(
-                (bridge for bridge in machine.bridges if bridge.bus_id in names),
-                key=lambda bridge: names[bridge.bus_id],
-            )
+            moved(bridge, bus_id=names[bridge.id])
+            for bridge in sorted(bridges, key=lambda bridge: names[bridge.id])
         ),
         nics=tuple(
-            msgspec.structs.replace(
-                nic, bus_id="", guid="", parent=names.get(nic.parent, nic.parent)
-            )
-            for nic in sorted(machine.nics, key=lambda nic: nic.index)
+            moved(nic, bus_id="", guid="") for nic in sorted(machine.nics, key=lambda n: n.index)
         ),
         nvswitches=tuple(msgspec.structs.replace(one, bus_id="") for one in machine.nvswitches),
-        nvlinks=tuple(
-            sorted(machine.nvlinks, key=lambda link: (link.source, link.target, link.kind))
-        ),
+        nvlinks=tuple(sorted(machine.nvlinks, key=lambda x: (x.source, x.target, x.kind))),
     )
     return form, _canonical_knowledge(machine, knowledge, names)
 
 
 def _bridge_names(machine: Machine) -> dict[str, str]:
-    """A name for each bridge that leads to a GPU or NIC, by what it leads to.
+    """Return a name for each bridge above a GPU or NIC, made from the devices below it.
 
     No two bridges lead to the same devices and are as many steps away from the root.
     """
     below: dict[str, set[str]] = {}
     steps: dict[str, int] = {}
-    bridges = {bridge.bus_id for bridge in machine.bridges}
-    devices: tuple[Gpu | Nic, ...] = (*machine.gpus, *machine.nics)
-    for device in devices:
-        way = [parent for parent in machine.ancestors(device.id) if parent in bridges]
+    for device in [gpu.id for gpu in machine.gpus] + [nic.id for nic in machine.nics]:
+        way = [parent for parent in machine.ancestors(device) if parent in machine.parents]
         for step, bridge in enumerate(reversed(way)):
-            below.setdefault(bridge, set()).add(device.id)
+            below.setdefault(bridge, set()).add(device)
             steps[bridge] = step
     return {bridge: f"B{steps[bridge]}:{'+'.join(sorted(ids))}" for bridge, ids in below.items()}
 
@@ -121,75 +223,8 @@ def _canonical_knowledge(
     )
 
 
-# Names of hosts, switches and node classes: fit for file names and for the places of transfers.
-
-
-MAX_NAME = 240
-"""A file of this name, with `.xml` and what is added until it is whole, has no more than the 255
-bytes that file systems take; the domain name system would have 253 (RFC 1035, 3.1)."""
-MAX_CLASS_NAME = 64
-
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
-_RIGHT = "letters, digits and _ . - are needed, the first one no dot or dash"
-_SHOWN = 40
-
-
-def shown(text: str) -> str:
-    """`text` in quotes, as far as it fits a message and without control characters."""
-    return ascii(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!a}..."
-
-
-def check_host_name(name: str, *, where: str) -> str:
-    """Return `name` if it can name a host in files, file names and places (`node1.G0`);
-    switches have such names too.
-
-    >>> check_host_name("gpu-01.cluster", where="hosts")
-    'gpu-01.cluster'
-
-    Raises:
-        InputError: it is empty, too long, or has other characters than such names have.
-    """
-    if len(name) > MAX_NAME:
-        what = f"the name {shown(name)} has {len(name)} characters"
-        raise InputError(where, what, f"at most {MAX_NAME} are possible")
-    if _NAME.fullmatch(name) is None:
-        raise InputError(where, f"{shown(name)} cannot be a name here", _RIGHT)
-    return name
-
-
-def check_host_names(names: Iterable[str], *, where: str, kind: str = "host") -> tuple[str, ...]:
-    """Return the names if each is fit and none is there twice; `kind` is what they name.
-
-    Raises:
-        InputError: as `check_host_name`, or a doubled name.
-    """
-    seen: dict[str, None] = {}
-    for name in names:
-        if check_host_name(name, where=where) in seen:
-            raise InputError(where, f"{kind} {name} is named twice", "once is right")
-        seen[name] = None
-    return tuple(seen)
-
-
-def class_name(text: str, taken: Container[str] = ()) -> str:
-    """A name for a class that is described by `text`, fit for a file name and not yet taken.
-
-    >>> class_name("2x NVIDIA/H200"), class_name("box", {"box", "box-2"})
-    ('2x-NVIDIA-H200', 'box-3')
-    """
-    fit = re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:MAX_CLASS_NAME].strip("-.") or "node"
-    name, number = fit, 1
-    while name in taken:
-        number += 1
-        name = f"{fit}-{number}"
-    return name
-
-
-FORMAT_VERSION = 1
-
-
 class NodeClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Machines that one plan is right for; the name is fit for file names."""
+    """Machines that share one plan; the name is fit for file names."""
 
     name: str
     machine: Machine
@@ -197,7 +232,7 @@ class NodeClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A host; `node_class` is the position of its class, `slots` how many ranks it has."""
+    """A host; `node_class` is the position of its class, `slots` its number of ranks."""
 
     name: str
     node_class: int
@@ -223,27 +258,14 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The class of each host by name, in rank order."""
         return {host.name: host.node_class for host in self.hosts}
 
-    @cached_property
-    def first_ranks(self) -> dict[str, int]:
-        """The first rank of each host by name."""
-        ranks, first = {}, 0
-        for host in self.hosts:
-            ranks[host.name] = first
-            first += host.slots
-        return ranks
-
     @property
     def ranks(self) -> int:
-        """How many there are on all hosts."""
+        """The number of ranks on all hosts."""
         return sum(host.slots for host in self.hosts)
-
-    def class_of(self, host: Host) -> NodeClass:
-        """The class of a host."""
-        return self.classes[host.node_class]
 
 
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one host says of itself; `slots` None is a rank for each of its GPUs."""
+    """One host's description; `slots` None is a rank for each of its GPUs."""
 
     host: str
     machine: Machine
@@ -251,39 +273,11 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     slots: int | None = None
 
 
-def check_cluster(cluster: Cluster, *, where: str) -> Cluster:
-    """Return `cluster` if its parts fit together.
-
-    Raises:
-        InputError: no host or too many, a name that is unfit or doubled, an unknown class, a class
-            without GPU or with a name that is unfit or doubled, more or fewer ranks than a host can
-            have, a host that is at no switch, or a host at a switch that is not in the cluster.
-    """
-    if cluster.format_version != FORMAT_VERSION:
-        what = f"has format version {cluster.format_version}"
-        raise InputError(where, what, f"this program reads version {FORMAT_VERSION}")
-    if not 0 < len(cluster.hosts) <= MAX_HOSTS:
-        raise InputError(where, f"has {len(cluster.hosts)} hosts", f"1 to {MAX_HOSTS} are possible")
-    check_host_names((host.name for host in cluster.hosts), where=where)
-    _check_classes(cluster, where)
-    for host in cluster.hosts:
-        _check_host(host, cluster, where)
-    if cluster.switches is not None:
-        _check_switches(cluster, cluster.switches, where)
-    return cluster
-
-
 def classes_of(reports: Sequence[HostReport]) -> tuple[tuple[NodeClass, ...], tuple[int, ...]]:
-    """The classes of these hosts' machines, in the order of their first hosts; each host's class.
+    """Return the classes of these hosts' machines, and the position of each host's class.
 
-    A class has the machine of its first host, and a name made from that machine's name.
-
-    >>> from tccl_py.model.machine import toy_machine
-    >>> one, other = toy_machine(gpus=2), toy_machine(gpus=4)
-    >>> reports = [HostReport(host=name, machine=m) for name, m in zip("abc", (one, other, one))]
-    >>> classes, numbers = classes_of(reports)
-    >>> [one.name for one in classes], numbers
-    (['toy', 'toy-2'], (0, 1, 0))
+    Classes are in the order of their first hosts. A class has the machine of its first host, and a
+    name made from that machine's name.
     """
     numbers: dict[bytes, int] = {}  # of machines as reported, and in the form that is compared
     classes: list[NodeClass] = []
@@ -295,8 +289,8 @@ def classes_of(reports: Sequence[HostReport]) -> tuple[tuple[NodeClass, ...], tu
             if form not in numbers:
                 numbers[form] = len(classes)
                 name = class_name(report.machine.name, {one.name for one in classes})
-                one = NodeClass(name=name, machine=report.machine, knowledge=report.knowledge)
-                classes.append(one)
+                new = NodeClass(name=name, machine=report.machine, knowledge=report.knowledge)
+                classes.append(new)
             numbers[reported] = numbers[form]
         members.append(numbers[reported])
     return tuple(classes), tuple(members)
@@ -309,7 +303,7 @@ def cluster_of(
     rails: Rails = "any",
     where: str = "cluster",
 ) -> Cluster:
-    """The cluster of hosts that reported in rank order.
+    """Return the cluster of hosts that reported in rank order.
 
     Raises:
         InputError: as `check_cluster`.
@@ -327,35 +321,26 @@ def cluster_of(
     return check_cluster(cluster, where=where)
 
 
-def in_order(cluster: Cluster, names: Sequence[str], *, where: str = "host order") -> Cluster:
-    """The cluster with its hosts in another order.
+def check_cluster(cluster: Cluster, *, where: str) -> Cluster:
+    """Return `cluster` if its parts fit together.
 
     Raises:
-        InputError: the names are not those of its hosts, each once.
+        InputError: no host or too many, a name that is unfit or doubled, an unknown class, a class
+            without GPU or with a name that is unfit or doubled, more or fewer ranks than a host can
+            have, a host that is at no switch, or a host at a switch that is not in the cluster.
     """
-    hosts = {host.name: host for host in cluster.hosts}
-    given = set(check_host_names(names, where=where))
-    for name in names:
-        if name not in hosts:
-            raise InputError(where, f"host {name} is not in the cluster", "name its hosts")
-    for name in hosts:
-        if name not in given:
-            raise InputError(where, f"host {name} is missing", "name every host of the cluster")
-    return msgspec.structs.replace(cluster, hosts=tuple(hosts[name] for name in names))
-
-
-def cluster_to_json(cluster: Cluster) -> str:
-    """Encode; `cluster_from_json` gives an equal Cluster back."""
-    return encode_json(cluster)
-
-
-def cluster_from_json(text: str, *, where: str) -> Cluster:
-    """Decode and check a Cluster.
-
-    Raises:
-        InputError: not JSON, unknown or missing fields, or parts that do not fit together.
-    """
-    return check_cluster(decode_json(text, Cluster, where=where), where=where)
+    if cluster.format_version != FORMAT_VERSION:
+        what = f"has format version {cluster.format_version}"
+        raise InputError(where, what, f"this program reads version {FORMAT_VERSION}")
+    if not 0 < len(cluster.hosts) <= MAX_HOSTS:
+        raise InputError(where, f"has {len(cluster.hosts)} hosts", f"1 to {MAX_HOSTS} are possible")
+    check_host_names(cluster.names, where=where)
+    _check_classes(cluster, where)
+    for host in cluster.hosts:
+        _check_host(host, cluster, where)
+    if cluster.switches is not None:
+        _check_switches(cluster, cluster.switches, where)
+    return cluster
 
 
 def _check_classes(cluster: Cluster, where: str) -> None:
@@ -375,10 +360,10 @@ def _check_host(host: Host, cluster: Cluster, where: str) -> None:
     if not 0 <= host.node_class < len(cluster.classes):
         right = f"there are {len(cluster.classes)} classes, counted from 0"
         raise InputError(where, f"host {host.name} is of class {host.node_class}", right)
-    one = cluster.class_of(host)
-    gpus = len(one.machine.gpus)
+    own = cluster.classes[host.node_class]
+    gpus = len(own.machine.gpus)
     if not gpus:
-        what = f"host {host.name} is of class {one.name}, which has no GPU"
+        what = f"host {host.name} is of class {own.name}, which has no GPU"
         raise InputError(where, what, "leave it out: only GPUs are planned for")
     if not 0 < host.slots <= gpus:
         what = f"host {host.name} has {host.slots} ranks"

@@ -1,4 +1,7 @@
-"""Knowledge: what is known about a Machine beyond its structure, each fact with its provenance."""
+"""Knowledge: facts about a Machine beyond its structure; and the file that holds both.
+
+Every fact has its provenance.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import Literal
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.files import encode_json
 from tccl_py.model.machine import Machine
 
 Provenance = Literal["measured", "published", "assumed", "reported"]
-"""`reported` is what the system says of itself (NVML, sysfs); `assumed` has no figure behind it."""
+"""`reported` by the system (NVML, sysfs); `assumed` by nobody's measurement."""
 
 
 class PeerAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,28 +46,24 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hidden_links: tuple[HiddenLink, ...] = ()
 
     def can_access(self, machine: Machine, source: int, target: int) -> bool:
-        """Whether GPU `source` can read and write GPU `target`'s memory directly.
+        """Return whether GPU `source` can read and write GPU `target`'s memory directly.
 
         NVLinked neighbours always can, whatever the default is.
         """
         for fact in self.peer_access:
             if (fact.source, fact.target) == (source, target):
                 return fact.supported
-        if self.peer_access_default:
-            return True
-        return _nvlinked(machine, f"G{source}", f"G{target}")
+        return self.peer_access_default or _nvlinked(machine, f"G{source}", f"G{target}")
 
 
-def _nvlinked(machine: Machine, one: str, other: str) -> bool:
+def _nvlinked(machine: Machine, source: str, target: str) -> bool:
     direct = {frozenset((link.source, link.target)) for link in machine.nvlinks}
-    if frozenset((one, other)) in direct:
-        return True
-    switches = [switch.id for switch in machine.nvswitches]
-    return any({frozenset((one, s)), frozenset((other, s))} <= direct for s in switches)
+    ways = [{frozenset((end, s.id)) for end in (source, target)} for s in machine.nvswitches]
+    return frozenset((source, target)) in direct or any(way <= direct for way in ways)
 
 
 def check_knowledge(knowledge: Knowledge, machine: Machine, *, where: str) -> Knowledge:
-    """Return `knowledge` if it speaks of this machine's devices only.
+    """Return `knowledge` if it names this machine's devices only.
 
     Raises:
         InputError: an unknown GPU or an unknown end of a hidden link.
@@ -79,9 +79,6 @@ def check_knowledge(knowledge: Knowledge, machine: Machine, *, where: str) -> Kn
     return knowledge
 
 
-# The Fingerprint: what tells one host at one time from another, to see whether it has changed.
-
-
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Identity of a host's GPUs, driver and kernel; measurements hold for equal ones only."""
 
@@ -91,16 +88,29 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kernel: str
 
 
-# Which GPUs stand beside which NICs.
+class DiscoveredMachine(Machine, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """A Machine with its Knowledge and Fingerprint: the file format of `tccl discover`.
+
+    A Machine's own file is one without these two keys.
+    """
+
+    knowledge: Knowledge | msgspec.UnsetType = msgspec.UNSET
+    fingerprint: Fingerprint | msgspec.UnsetType = msgspec.UNSET
+
+
+def description_to_json(
+    machine: Machine, knowledge: Knowledge | None = None, fingerprint: Fingerprint | None = None
+) -> str:
+    """Encode a machine's file; `tccl_py.load_machine` reads it."""
+    fields = {name: getattr(machine, name) for name in Machine.__struct_fields__}
+    found = DiscoveredMachine(
+        **fields, knowledge=knowledge or msgspec.UNSET, fingerprint=fingerprint or msgspec.UNSET
+    )
+    return encode_json(found)
 
 
 def gpus_beside_nics(machine: Machine, nics: Sequence[int]) -> dict[int, int]:
-    """A GPU for each NIC: below as many of the same bridges as can be, and each its own if it can.
-
-    >>> from tccl_py.model.machine import toy_machine
-    >>> gpus_beside_nics(toy_machine(gpus=4), ())
-    {}
-    """
+    """Return a GPU for each NIC: below as many common bridges as possible, its own if possible."""
     users: Counter[int] = Counter()
     found = {}
     for nic in nics:

@@ -7,6 +7,7 @@ Ids name devices everywhere: `G2` a GPU, `C1` a NUMA node (its CPU and host memo
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import cached_property
 from typing import Literal
 
@@ -14,7 +15,7 @@ import msgspec
 import networkx as nx
 
 from tccl_py.errors import InputError
-from tccl_py.files import decode_json, encode_json
+from tccl_py.files import decode_json
 
 FORMAT_VERSION = 1
 MAX_GPUS = 64
@@ -31,7 +32,7 @@ class PciLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class NumaNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A NUMA node: a CPU (or part of one) and its memory.
 
-    `numa_id` is what the system calls it; -1, as virtual machines report, is kept.
+    `numa_id` is the system's number; -1, as virtual machines report, is kept.
     """
 
     index: int
@@ -103,7 +104,7 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def rdma(self) -> bool:
-        """Whether it is a port of an RDMA card; NCCL writes a guid of 0x0 for interfaces."""
+        """Whether the port is an RDMA card's; NCCL writes a guid of 0x0 for interfaces."""
         return self.guid.strip("0x") != ""
 
 
@@ -155,17 +156,17 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def pci_devices(self) -> tuple[PciDevice, ...]:
-        """Everything that hangs from a PCI parent."""
+        """All devices with a PCI parent."""
         return (*self.bridges, *self.gpus, *self.nics)
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Everything with an id."""
+        """All devices with an id."""
         return (*self.numa_nodes, *self.bridges, *self.gpus, *self.nics, *self.nvswitches)
 
     @cached_property
     def parents(self) -> dict[str, str]:
-        """Each PCI device's id -> the id it hangs from."""
+        """Each PCI device's id -> its parent's id."""
         return {device.id: device.parent for device in self.pci_devices}
 
     @cached_property
@@ -174,11 +175,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return {device.id: device.link for device in self.pci_devices}
 
     def ancestors(self, device: str) -> tuple[str, ...]:
-        """Ids from `device`'s parent up to its NUMA node.
-
-        >>> toy_machine(gpus=2).ancestors("G1")
-        ('C0',)
-        """
+        """Return the ids from `device`'s parent up to its NUMA node."""
         chain = []
         while device in self.parents:
             device = self.parents[device]
@@ -186,7 +183,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return tuple(chain)
 
     def numa_of(self, device: str) -> int:
-        """Index of the NUMA node that `device` belongs to."""
+        """Return the index of a device's NUMA node."""
         root = (device, *self.ancestors(device))[-1]
         return int(root[1:])
 
@@ -196,10 +193,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return _graph(self)
 
     def gpu(self, index: int) -> Gpu:
-        """The GPU with this NVML index.
+        """Return the GPU with this NVML index.
 
         Raises:
-            InputError: there is none; the indices there are follow.
+            InputError: no such GPU; the message names the known indices.
         """
         for gpu in self.gpus:
             if gpu.index == index:
@@ -235,20 +232,11 @@ def _graph(machine: Machine) -> nx.Graph:
     return graph
 
 
-def _repeated(ids: list[str]) -> str | None:
-    seen: set[str] = set()
-    for name in ids:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
-
-
 def check(machine: Machine, *, where: str) -> Machine:
     """Return `machine` if its parts fit together.
 
     Args:
-        machine: what a reader or a file gave.
+        machine: read from a file or the system.
         where: file name for the message.
 
     Raises:
@@ -263,49 +251,40 @@ def check(machine: Machine, *, where: str) -> Machine:
 
 def _check_counts(machine: Machine, where: str) -> None:
     if machine.format_version != FORMAT_VERSION:
-        raise InputError(
-            where,
-            f"has format version {machine.format_version}",
-            f"this program reads version {FORMAT_VERSION}",
-        )
+        what = f"has format version {machine.format_version}"
+        raise InputError(where, what, f"this program reads version {FORMAT_VERSION}")
     if len(machine.gpus) > MAX_GPUS:
         raise InputError(where, f"has {len(machine.gpus)} GPUs", f"at most {MAX_GPUS} fit a node")
     if not machine.numa_nodes:
         raise InputError(where, "has no NUMA node", "one <cpu> or NUMA node is the root")
     if not machine.gpus:
         raise InputError(where, "has no GPU", "a machine to plan for has at least one")
-    indexed: tuple[NumaNode | Gpu | Nic, ...] = (
-        *machine.numa_nodes,
-        *machine.gpus,
-        *machine.nics,
-    )
-    if any(device.index < 0 for device in indexed):
+    indices = [node.index for node in machine.numa_nodes] + [nic.index for nic in machine.nics]
+    if min((*indices, *machine.gpu_indices)) < 0:
         raise InputError(where, "has a negative device index", "indices count from 0")
 
 
 def _check_ids(machine: Machine, where: str) -> None:
     bus_ids = [b.bus_id for b in machine.bridges] + [g.bus_id for g in machine.gpus]
     for ids, kind in (([d.id for d in machine.devices], "device"), (bus_ids, "bus id")):
-        twice = _repeated(ids)
-        if twice is not None:
-            raise InputError(where, f"names {kind} {twice} twice", "every name is used once")
+        name, times = Counter(ids).most_common(1)[0]
+        if times > 1:
+            raise InputError(where, f"names {kind} {name} twice", "every name is used once")
 
 
 def _check_tree(machine: Machine, where: str) -> None:
     inner = {n.id for n in machine.numa_nodes} | {b.id for b in machine.bridges}
     for device, parent in machine.parents.items():
         if parent not in inner:
-            raise InputError(
-                where, f"{device} hangs from unknown {parent}", "parents are bridges or NUMA nodes"
-            )
+            right = "parents are bridges or NUMA nodes"
+            raise InputError(where, f"{device} hangs from unknown {parent}", right)
     for device in machine.parents:
         seen, at = {device}, device
         while at in machine.parents:
             at = machine.parents[at]
             if at in seen:
-                raise InputError(
-                    where, f"the PCI tree turns in a circle at {at}", "every branch ends at a CPU"
-                )
+                what = f"the PCI tree turns in a circle at {at}"
+                raise InputError(where, what, "every branch ends at a CPU")
             seen.add(at)
 
 
@@ -319,19 +298,12 @@ def _check_links(machine: Machine, where: str) -> None:
             raise InputError(where, f"{device} has link width {width}", "1 to 32 lanes")
     ends = {d.id for d in machine.devices if not isinstance(d, PciBridge | Nic)}
     for nvlink in machine.nvlinks:
-        if nvlink.source not in ends or nvlink.target not in ends:
-            raise InputError(
-                where,
-                f"an NVLink joins {nvlink.source} and {nvlink.target}",
-                "both ends are GPUs, NVLink switches or CPUs of this machine",
-            )
+        if not {nvlink.source, nvlink.target} <= ends:
+            what = f"an NVLink joins {nvlink.source} and {nvlink.target}"
+            right = "both ends are GPUs, NVLink switches or CPUs of this machine"
+            raise InputError(where, what, right)
         if not 0 < nvlink.count <= 1024:
             raise InputError(where, f"an NVLink count is {nvlink.count}", "1 to 1024")
-
-
-def machine_to_json(machine: Machine) -> str:
-    """Encode; `machine_from_json` gives an equal Machine back."""
-    return encode_json(machine)
 
 
 def machine_from_json(text: str, *, where: str) -> Machine:
@@ -343,38 +315,6 @@ def machine_from_json(text: str, *, where: str) -> Machine:
     return check(decode_json(text, Machine, where=where), where=where)
 
 
-def toy_machine(
-    *, gpus: int, numa_nodes: int = 1, per_switch: int = 0, name: str = "toy"
-) -> Machine:
-    """A small regular machine for examples and tests.
-
-    GPUs are dealt to NUMA nodes in blocks; `per_switch` > 0 puts that many below one bridge.
-
-    >>> toy_machine(gpus=4, numa_nodes=2).numa_of("G3")
-    1
-    """
-    bridges: dict[str, PciBridge] = {}
-    devices = []
-    gen4 = PciLink(speed_gts=16.0, width=16)
-    for index in range(gpus):
-        parent = f"C{index * numa_nodes // gpus}"
-        if per_switch:
-            bus = f"0000:{0x80 + index // per_switch:02x}:00.0"
-            bridges.setdefault(bus, PciBridge(bus_id=bus, parent=parent, link=gen4))
-            parent = bus
-        devices.append(
-            Gpu(index=index, bus_id=f"0000:{index + 1:02x}:00.0", parent=parent, link=gen4, sm=86)
-        )
-    nodes = tuple(
-        NumaNode(index=i, numa_id=i, vendor="AuthenticAMD", family=25, model=1)
-        for i in range(numa_nodes)
-    )
-    machine = Machine(
-        name=name, numa_nodes=nodes, gpus=tuple(devices), bridges=tuple(bridges.values())
-    )
-    return check(machine, where=name)
-
-
 # PCI bus ids in one spelling: `0000:1a:00.0`, lower case, a domain of at least four digits.
 
 
@@ -384,7 +324,7 @@ _BUS_ID = re.compile(
 
 
 def normal_bus_id(text: str) -> str | None:
-    """The one spelling of a bus id; None if `text` is none.
+    """Return the one spelling of a bus id; None for any other text.
 
     NVML writes domains with eight digits, the kernel with four or more.
 
@@ -399,5 +339,5 @@ def normal_bus_id(text: str) -> str | None:
 
 
 def bus_order(bus_id: str) -> tuple[int, ...]:
-    """Sort key: bus ids in the order NVML counts GPUs in."""
+    """Return the sort key of a bus id: NVML counts GPUs in this order."""
     return tuple(int(part, 16) for part in re.split(r"[:.]", bus_id))

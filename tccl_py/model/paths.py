@@ -46,10 +46,6 @@ def path_type(machine: Machine, a: str, b: str) -> PathType:
     bandwidths: it may take a PCI way as short as one over a GPU, or reach another socket's CPU by
     way of an NVLinked GPU there. One-way NVLinks count for nothing.
 
-    >>> from tccl_py.model.machine import toy_machine
-    >>> path_type(toy_machine(gpus=4, per_switch=2), "G0", "G1").name
-    'PIX'
-
     Raises:
         InputError: a device that is no GPU, NIC or NUMA node of the machine.
     """
@@ -170,11 +166,6 @@ def natural_cuts(
     """The groups of `gpus` below each bridge, chip, NUMA node and socket, or joined by NVLink.
 
     Smallest first.
-
-    >>> from tccl_py.model.machine import toy_machine
-    >>> machine = toy_machine(gpus=4, numa_nodes=2)
-    >>> [sorted(cut) for cut in natural_cuts(machine, Knowledge(), gpus=machine.gpu_indices)]
-    [[0, 1], [2, 3]]
     """
     below: dict[str, set[int]] = {}
     for gpu in machine.gpus:

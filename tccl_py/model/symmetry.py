@@ -1,8 +1,8 @@
 """Automorphisms of a machine: relabellings of its devices that leave its structure as it is.
 
-A stabiliser chain is built from the bottom: for each GPU in turn, which others can it be mapped to
-while all earlier GPUs stay put. Colour refinement answers "no" cheaply, networkx's VF2 gives a
-mapping for "yes"; orbits of mappings already found save most of the asking.
+A stabiliser chain is built from the bottom: for each GPU in turn, its images while all earlier GPUs
+stay. Colour refinement says "no" cheaply, networkx's VF2 gives a mapping for "yes"; orbits of known
+mappings save most of these questions.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from networkx.algorithms.isomorphism import GraphMatcher
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import Hop
-from tccl_py.model.transfer import Flow, Place, TransferSet, elsewhere, transfer_set
+from tccl_py.model.transfer import Flow, Place, elsewhere
 
 Permutation = dict[str, str]
 
 MAX_ELEMENTS = 8_192
-"""More mappings are not listed one by one; a subgroup of at most this many is used instead."""
+"""Mappings listed one by one; of a larger group a subgroup of at most this size is used."""
 
 
 class Symmetry(msgspec.Struct, frozen=True, kw_only=True):
     """A group of relabellings: row r maps `points[i]` to `points[elements[r, i]]`.
 
-    `order` is the size of the whole group; `elements` lists all of it or, if that is too long,
+    `order` is the size of the whole group; `elements` lists the group or, if that is too long,
     a subgroup. Row 0 is the identity. `generators` always generate the whole group.
     """
 
@@ -40,32 +40,15 @@ class Symmetry(msgspec.Struct, frozen=True, kw_only=True):
     generators: tuple[Permutation, ...]
     order: int
 
-    @property
-    def is_trivial(self) -> bool:
-        """Whether only the identity is in it."""
-        return self.order == 1
-
-
-def no_symmetry(machine: Machine) -> Symmetry:
-    """The trivial group: every device is only itself."""
-    points = _points(machine)
-    identity = np.arange(len(points), dtype=np.int16)[None, :]
-    return Symmetry(points=points, elements=identity, generators=(), order=1)
-
 
 def automorphisms(
     machine: Machine, knowledge: Knowledge | None = None, *, gpus: Sequence[int] | None = None
 ) -> Symmetry:
-    """The automorphism group of the machine that keeps the set `gpus` (default all) as it is.
-
-    >>> from tccl_py.model.machine import toy_machine
-    >>> automorphisms(toy_machine(gpus=4, numa_nodes=2)).order
-    8
-    """
+    """Return the automorphism group of the machine that keeps the set `gpus` (default all)."""
     return _automorphisms(machine, knowledge or Knowledge(), None if gpus is None else tuple(gpus))
 
 
-@functools.lru_cache(maxsize=64)  # every search of a plan asks for the same ones
+@functools.lru_cache(maxsize=64)  # every search of a plan asks for the same groups
 def _automorphisms(
     machine: Machine, knowledge: Knowledge, gpus: tuple[int, ...] | None
 ) -> Symmetry:
@@ -83,7 +66,7 @@ def _automorphisms(
 
 
 def keeping(symmetry: Symmetry, keep: npt.NDArray[np.bool_]) -> Symmetry:
-    """The subgroup of the listed elements for which `keep` is true.
+    """Return the subgroup of the listed elements for which `keep` is true.
 
     `keep` must select a group; the row of the identity is always kept.
     """
@@ -98,7 +81,7 @@ def keeping(symmetry: Symmetry, keep: npt.NDArray[np.bool_]) -> Symmetry:
 
 
 class _Level(msgspec.Struct, frozen=True):
-    """One step of the chain: how the base point moves while all earlier ones stay."""
+    """One step of the chain: the images of the base point while all earlier points stay."""
 
     point: str
     generators: tuple[Permutation, ...]
@@ -120,8 +103,8 @@ def _coloured_graph(machine: Machine, knowledge: Knowledge, gpus: Sequence[int] 
         head, tail = f"peer>{fact.source}>{fact.target}", f"peer<{fact.source}<{fact.target}"
         graph.add_node(head, colour=("peer-source", fact.supported))
         graph.add_node(tail, colour=("peer-target", fact.supported))
-        for one, other in ((f"G{fact.source}", head), (head, tail), (tail, f"G{fact.target}")):
-            graph.add_edge(one, other, colour=("peer",))
+        for start, end in ((f"G{fact.source}", head), (head, tail), (tail, f"G{fact.target}")):
+            graph.add_edge(start, end, colour=("peer",))
     if gpus is not None:
         for gpu in machine.gpus:
             node = graph.nodes[gpu.id]
@@ -130,7 +113,7 @@ def _coloured_graph(machine: Machine, knowledge: Knowledge, gpus: Sequence[int] 
 
 
 def _refined(graph: nx.Graph, fixed: Sequence[str]) -> dict[str, int]:
-    """Colours after refinement, with every `fixed` device in a colour of its own."""
+    """Return colours after refinement, every `fixed` device in a colour of its own."""
     labels: dict[str, object] = {
         node: (repr(data["colour"]), fixed.index(node) if node in fixed else -1)
         for node, data in graph.nodes(data=True)
@@ -152,17 +135,17 @@ def _refined(graph: nx.Graph, fixed: Sequence[str]) -> dict[str, int]:
 
 
 def _mapping(graph: nx.Graph, fixed: Sequence[str], one: str, other: str) -> Permutation | None:
-    """An automorphism that fixes `fixed` and takes `one` to `other`, or None."""
+    """Return an automorphism that fixes `fixed` and takes `one` to `other`, or None."""
     before, after = _refined(graph, [*fixed, one]), _refined(graph, [*fixed, other])
     if sorted(before.values()) != sorted(after.values()):
         return None
-    # The matcher goes through sets of devices. Of numbers it does so in one order; of names in
-    # another one whenever Python starts, and a plan that is gone on with would not go the same way.
+    # The matcher iterates over sets of devices. Sets of numbers have one order; the order of names
+    # changes with every start of Python, and a resumed plan would search another way.
     names = list(graph)
     numbers = {name: number for number, name in enumerate(names)}
     left, right = nx.relabel_nodes(graph, numbers), nx.relabel_nodes(graph, numbers)
-    for side, colours in ((left, before), (right, after)):
-        nx.set_node_attributes(side, {numbers[n]: c for n, c in colours.items()}, "refined")
+    for graph_there, colours in ((left, before), (right, after)):
+        nx.set_node_attributes(graph_there, {numbers[n]: c for n, c in colours.items()}, "refined")
     matcher = GraphMatcher(
         left,
         right,
@@ -213,7 +196,7 @@ def _stabiliser_chain(graph: nx.Graph, base: Sequence[str]) -> list[_Level]:
 
 
 def _listed(levels: Sequence[_Level], points: Sequence[str]) -> npt.NDArray[np.int16]:
-    """All products of one mapping per level, from the bottom, as far as MAX_ELEMENTS allows."""
+    """Return the products of one mapping per level, from the bottom, up to MAX_ELEMENTS."""
     position = {point: i for i, point in enumerate(points)}
     rows = np.arange(len(points), dtype=np.int16)[None, :]
     for level in levels:
@@ -229,46 +212,20 @@ def _listed(levels: Sequence[_Level], points: Sequence[str]) -> npt.NDArray[np.i
     return rows
 
 
-# Transfer sets that a symmetry of the machine exchanges are one set: the canonical one.
-
-
 def relabelled(flow: Flow, names: Mapping[str, str]) -> Flow:
-    """The flow that a relabelling of the machine's devices makes of this one.
-
-    A copy engine moves with its GPU.
+    """Return the flow under a relabelling of devices; a copy engine moves with its GPU.
 
     >>> from tccl_py.model.transfer import direct_write
     >>> str(relabelled(direct_write(0, 1), {"G0": "G3", "G1": "G2"}))
     'G3->G3->G2'
     """
-
-    def moved(place: Place) -> Place:
-        name = f"{'G' if place.kind == 'D' else place.kind}{place.index}"
-        return Place(place.kind, int(names[name][1:]), place.host)
-
-    return elsewhere(flow, moved)
+    return elsewhere(flow, lambda p: Place(p.kind, int(names[p.device][1:]), p.host))
 
 
 def relabelled_hop(hop: Hop, names: Mapping[str, str]) -> Hop:
-    """The hop that a relabelling of the machine's devices makes of this one.
+    """Return the hop under a relabelling of devices.
 
-    An end that it does not name stays: the world outside, of chains.
+    An end without a name stays: the world outside, of chains.
     """
     source, target = (int(names.get(f"G{gpu}", f"G{gpu}")[1:]) for gpu in (hop.source, hop.target))
     return Hop(source, target, relabelled(hop.flow, names))
-
-
-def canonical(transfers: TransferSet, symmetry: Symmetry) -> TransferSet:
-    """The image of the set under the symmetry's listed elements that comes first as text.
-
-    Two sets have the same canonical set iff a listed element takes one to the other. Costs one
-    relabelling of the set for each element; searches number their hops and use
-    `tccl_py.search.problem` instead.
-    """
-    images = (_image(transfers, symmetry, row) for row in symmetry.elements.tolist())
-    return min(images, key=lambda image: [str(flow) for flow in image.flows])
-
-
-def _image(transfers: TransferSet, symmetry: Symmetry, row: list[int]) -> TransferSet:
-    names = {symmetry.points[i]: symmetry.points[to] for i, to in enumerate(row)}
-    return transfer_set(relabelled(flow, names) for flow in transfers.flows)

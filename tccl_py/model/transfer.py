@@ -2,15 +2,18 @@
 
 `G0->G0->G4` is GPU 0 writing to GPU 4, `G0->G4->G4` GPU 4 reading from GPU 0, `G0->D0->C1` GPU 0's
 copy engine writing to NUMA node 1's host memory. A bounce is one flow of two linked transfers,
-`G0->G0->C1->G4->G4`. How a flow moves its bytes follows in braces where it is not the default:
-`G0->G0->C1->G4->G4{blocks=8,fifo=512K}`. A plain transfer has no FIFO; the size of
-the memory that it goes through again and again can be given: `G0->G0->C1{buffer=4M}`.
+`G0->G0->C1->G4->G4`. A NIC at each end moves a flow over the network,
+`h0.G3->h0.N0->h1.N1->h1.N1->h1.G0`; where a NIC cannot reach a GPU's memory, kernels fill and empty
+a FIFO in host memory beside it, `h0.G3->h0.G3->h0.C0->h0.N0->h1.N1->h1.N1->h1.C1->h1.G0->h1.G0`.
+One node's part of such a flow is `G3->N0->N0` or `N1->N1->C1->G0->G0`. A GPU may send through
+the memory of another GPU nearer to the NIC: `G3->G3->G0->N0->N0`.
 
-A flow over the network is moved by a NIC at each end: `h0.G3->h0.N0->h1.N1->h1.N1->h1.G0`. Where a
-NIC cannot reach a GPU's memory, kernels fill and empty a FIFO in host memory beside it:
-`h0.G3->h0.G3->h0.C0->h0.N0->h1.N1->h1.N1->h1.C1->h1.G0->h1.G0`. Of a flow that leaves or enters one
-node, whoever is at the other end, there is that node's part: `G3->N0->N0`, `N1->N1->C1->G0->G0`. A
-GPU may send through another one's memory, which is nearer to the NIC: `G3->G3->G0->N0->N0`.
+    set     = flow { " " flow }
+    flow    = path [ "{" option { "," option } "}" ]
+    path    = place "->" place "->" place { "->" place "->" place }
+    place   = [ host "." ] ( "G" | "C" | "D" | "N" ) index
+    option  = "blocks=" size | "fifo=" size | "slots=" size | "buffer=" size | "side=" side
+    size    = digits [ "K" | "M" ]          side = "sender" | "receiver"
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 
@@ -40,11 +43,11 @@ MAX_BLOCKS = 64
 _PLACE = re.compile(r"(?:(?P<host>[A-Za-z0-9_.-]+)\.)?(?P<kind>[GCDN])(?P<index>0|[1-9][0-9]{0,4})")
 _SIZE = re.compile(r"(?P<number>[1-9][0-9]{0,9})(?P<unit>[KM]?)")
 _UNIT = {"": 1, "K": 1024, "M": 1024 * 1024}
-_MAX_TEXT = 4096
+_MAX_TEXT = 65536
 _LEAVES = "G(?:G[CG])?N|CN"
 _ENTERS = "NN(?:C(?:GG)?|G)"
 _NETWORK = re.compile(f"(?:{_LEAVES})(?:N|{_ENTERS})|{_ENTERS}")
-"""The kinds of the places that a network flow names: both ends, or one and the network."""
+"""Kinds of the places of a network flow: both hosts' parts, or one host's part."""
 
 
 class Place(msgspec.Struct, frozen=True, order=True):
@@ -53,6 +56,11 @@ class Place(msgspec.Struct, frozen=True, order=True):
     kind: Literal["G", "C", "D", "N"]
     index: int
     host: str = ""
+
+    @property
+    def device(self) -> str:
+        """The id of its device in a Machine; a copy engine is part of its GPU."""
+        return f"{'G' if self.kind == 'D' else self.kind}{self.index}"
 
     def __str__(self) -> str:
         prefix = f"{self.host}." if self.host else ""
@@ -69,9 +77,8 @@ class Transfer(msgspec.Struct, frozen=True, order=True):
     @property
     def operation(self) -> Literal["write", "read"]:
         """`write` if the executor is on the source's side, else `read`."""
-        kind = "G" if self.uses_copy_engine else self.executor.kind
-        executor = Place(kind, self.executor.index, self.executor.host)
-        return "write" if executor == self.source else "read"
+        ends = (self.executor.device, self.executor.host)
+        return "write" if ends == (self.source.device, self.source.host) else "read"
 
     @property
     def uses_copy_engine(self) -> bool:
@@ -83,10 +90,10 @@ class Transfer(msgspec.Struct, frozen=True, order=True):
 
 
 class Fifo(msgspec.Struct, frozen=True, order=True):
-    """The buffer between a flow's writer and its reader; `bytes` is for one block.
+    """The buffer of one block between a flow's writer and its reader.
 
-    A bounce's lies in host memory, allocated by `side`; a direct flow's in the memory of the GPU
-    that does not move the bytes, whatever `side` says.
+    A bounce's FIFO lies in host memory, allocated by `side`; a direct flow's in the memory of the
+    GPU that does not move the bytes, whatever `side` says.
     """
 
     bytes: int = DEFAULT_FIFO_BYTES
@@ -95,7 +102,7 @@ class Fifo(msgspec.Struct, frozen=True, order=True):
 
 
 class Flow(TextValue):
-    """The bytes of one hop: one transfer, or a bounce's two linked by a FIFO; it has one rate.
+    """The bytes of one hop: one transfer, or linked transfers with FIFOs between; it has one rate.
 
     Args:
         transfers: in the order of the bytes.
@@ -118,17 +125,17 @@ class Flow(TextValue):
         kind = _kind(transfers)
         if kind in ("bounce", "network"):
             fifo = fifo or Fifo()
-        else:
-            fifo = _direct_fifo(blocks, fifo) if kind == "direct" else None
+        elif fifo is not None:
+            fifo = msgspec.structs.replace(fifo, side=Fifo().side)
+            keeps = kind == "direct" and blocks is not None and fifo != Fifo()
+            fifo = fifo if keeps else None
         self.transfers: Final = transfers
         self.blocks: Final = blocks
         self.fifo: Final = fifo
         self.buffer: Final = buffer
-        text = str(transfers[0])
-        for transfer in transfers[1:]:
-            text += f"->{transfer.executor}->{transfer.destination}"
-        options = _options_text(self)
-        self._text = f"{text}{{{options}}}" if options else text
+        more = "".join(f"->{one.executor}->{one.destination}" for one in transfers[1:])
+        options = _options_text(blocks, fifo or Fifo(), buffer)
+        self._text = f"{transfers[0]}{more}{{{options}}}" if options else f"{transfers[0]}{more}"
 
     @classmethod
     def from_text(cls, text: str) -> Flow:
@@ -143,13 +150,17 @@ class Flow(TextValue):
     @property
     def is_network(self) -> bool:
         """Whether a NIC moves the bytes."""
-        return any(one.executor.kind == "N" for one in self.transfers)
+        return any(transfer.executor.kind == "N" for transfer in self.transfers)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Source, executor and destination of each transfer, in the order of the bytes."""
+        return tuple(p for t in self.transfers for p in (t.source, t.executor, t.destination))
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """The hosts of its places, in the order of the bytes; "" is the local host."""
-        places = (p for t in self.transfers for p in (t.source, t.executor, t.destination))
-        return tuple(dict.fromkeys(place.host for place in places))
+        return tuple(dict.fromkeys(place.host for place in self.places))
 
     @property
     def source(self) -> Place:
@@ -198,100 +209,31 @@ def transfer_set(flows: Iterable[Flow]) -> TransferSet:
     return TransferSet(tuple(sorted(flows, key=str)))
 
 
+def _kind(transfers: tuple[Transfer, ...]) -> _Kind:
+    """Return the kind; `plain` flows have no FIFO: a copy engine, or host memory at an end."""
+    if any(transfer.executor.kind == "N" for transfer in transfers):
+        return "network"
+    if len(transfers) == 2:
+        return "bounce"
+    (only,) = transfers
+    between_gpus = only.source.kind == only.destination.kind == "G"
+    return "direct" if between_gpus and not only.uses_copy_engine else "plain"
+
+
 def _size_text(count: int) -> str:
-    if count % _UNIT["M"] == 0:
-        return f"{count // _UNIT['M']}M"
-    if count % _UNIT["K"] == 0:
-        return f"{count // _UNIT['K']}K"
-    return str(count)
+    unit = next(unit for unit in "MK" if count % _UNIT[unit] == 0) if count % 1024 == 0 else ""
+    return f"{count // _UNIT[unit]}{unit}"
 
 
-def _options_text(flow: Flow) -> str:
-    options = []
-    if flow.blocks is not None:
-        options.append(f"blocks={flow.blocks}")
-    if flow.fifo is not None:
-        default = Fifo()
-        if flow.fifo.bytes != default.bytes:
-            options.append(f"fifo={_size_text(flow.fifo.bytes)}")
-        if flow.fifo.slots != default.slots:
-            options.append(f"slots={flow.fifo.slots}")
-        if flow.fifo.side != default.side:
-            options.append(f"side={flow.fifo.side}")
-    if flow.buffer is not None:
-        options.append(f"buffer={_size_text(flow.buffer)}")
-    return ",".join(options)
-
-
-def _parse_place(text: str, where: str) -> Place:
-    match = _PLACE.fullmatch(text)
-    if match is None:
-        raise InputError(
-            where, f"{text[:40]!r} names no place", "places are G2, D2, C1, N0 or, elsewhere, h3.G2"
-        )
-    return Place(match["kind"], int(match["index"]), match["host"] or "")  # type: ignore[arg-type]
-
-
-def _transfer(places: list[Place], where: str) -> Transfer:
-    source, executor, destination = places
-    for end in (source, destination):
-        if end.kind not in "GCN":
-            raise InputError(where, f"{end} holds no bytes", "bytes lie in G, C or N places")
-    if source == destination:
-        raise InputError(where, f"{source} sends to itself", "source and destination differ")
-    kind = "G" if executor.kind == "D" else executor.kind
-    beside = Place(kind, executor.index, executor.host) in (source, destination)
-    if executor.kind == "C" or not (beside or executor.kind == "N"):
-        raise InputError(
-            where, f"{executor} cannot move it", "the executor is the G or D of one of the two ends"
-        )
-    return Transfer(source, executor, destination)
-
-
-def _number(name: str, text: str, high: int, where: str) -> int:
-    match = _SIZE.fullmatch(text)
-    value = int(match["number"]) * _UNIT[match["unit"]] if match else 0
-    if not 1 <= value <= high:
-        raise InputError(where, f"{name}={text[:20]} is out of range", f"1 to {_size_text(high)}")
-    return value
-
-
-def _parse_options(
-    text: str, kind: _Kind, where: str
-) -> tuple[int | None, Fifo | None, int | None]:
-    blocks: int | None = None
-    buffer: int | None = None
-    fifo = None if kind == "plain" else Fifo()
-    for item in text.split(",") if text else ():
-        name, _, value = item.partition("=")
-        if name == "blocks":
-            blocks = _number(name, value, MAX_BLOCKS, where)
-        elif kind == "plain" and name == "buffer":
-            buffer = _number(name, value, MAX_FIFO_BYTES, where)
-        elif fifo is not None and name == "fifo":
-            size = _number(name, value, MAX_FIFO_BYTES, where)
-            fifo = msgspec.structs.replace(fifo, bytes=size)
-        elif fifo is not None and name == "slots":
-            fifo = msgspec.structs.replace(fifo, slots=_number(name, value, 1024, where))
-        elif (
-            fifo is not None
-            and kind == "bounce"
-            and name == "side"
-            and value in ("sender", "receiver")
-        ):
-            fifo = msgspec.structs.replace(fifo, side=value)
-        else:
-            raise InputError(
-                where,
-                f"option {item[:40]!r} is not known here",
-                "blocks=N for all flows; fifo=SIZE, slots=N where kernels move bytes from GPU to "
-                "GPU; side=sender|receiver for bounces; buffer=SIZE where there is no FIFO",
-            )
-    if kind != "direct" or fifo == Fifo():
-        return blocks, fifo if kind in ("bounce", "network") else None, buffer
-    if blocks is None:
-        raise InputError(where, "has a FIFO but no blocks", "add blocks=N: each has a FIFO")
-    return blocks, fifo, None
+def _options_text(blocks: int | None, fifo: Fifo, buffer: int | None) -> str:
+    options = {
+        "blocks": "" if blocks is None else str(blocks),
+        "fifo": "" if fifo.bytes == DEFAULT_FIFO_BYTES else _size_text(fifo.bytes),
+        "slots": "" if fifo.slots == FIFO_SLOTS else str(fifo.slots),
+        "side": "" if fifo.side == Fifo().side else fifo.side,
+        "buffer": "" if buffer is None else _size_text(buffer),
+    }
+    return ",".join(f"{name}={value}" for name, value in options.items() if value)
 
 
 @functools.lru_cache(maxsize=1 << 16)  # journals name the same few flows again and again
@@ -311,7 +253,8 @@ def parse_flow(text: str) -> Flow:
     if brace and not options.endswith("}"):
         raise InputError(where, "the options do not end", "close them with }")
     places = [_parse_place(part, where) for part in body.split("->")]
-    if any(place.kind == "N" for place in places):
+    network = any(place.kind == "N" for place in places)
+    if network:
         _check_network(places, where)
     elif len(places) not in (3, 5):
         raise InputError(
@@ -320,16 +263,50 @@ def parse_flow(text: str) -> Flow:
             "a transfer is SRC->EXE->DST, a bounce SRC->EXE->HOST->EXE->DST",
         )
     starts = range(0, len(places) - 2, 2)
-    transfers = tuple(_transfer(places[at : at + 3], where) for at in starts)
-    if len(places) == 5:
+    transfers = tuple(_parse_transfer(*places[at : at + 3], where=where) for at in starts)
+    if len(places) == 5 and not network:
         _check_bounce(places, where)
-    return Flow(transfers, *_parse_options(options[:-1], _kind(transfers), where))
+    return _with_options(transfers, options[:-1], where)
+
+
+def parse_set(text: str) -> TransferSet:
+    """Parse flows that spaces keep apart.
+
+    Raises:
+        InputError: empty, too long, or a part is not a flow.
+    """
+    if len(text) > _MAX_TEXT:
+        raise InputError("transfer set", f"has {len(text)} characters", "name at most a few flows")
+    parts = text.split()
+    if not parts:
+        raise InputError("transfer set", "is empty", "name at least one flow, as G0->G0->G1")
+    return transfer_set(parse_flow(part) for part in parts)
+
+
+def _parse_place(text: str, where: str) -> Place:
+    match = _PLACE.fullmatch(text)
+    if match is None:
+        raise InputError(
+            where, f"{text[:40]!r} names no place", "places are G2, D2, C1, N0 or, elsewhere, h3.G2"
+        )
+    return Place(match["kind"], int(match["index"]), match["host"] or "")  # type: ignore[arg-type]
+
+
+def _parse_transfer(source: Place, executor: Place, destination: Place, *, where: str) -> Transfer:
+    for end in (source, destination):
+        if end.kind == "D":
+            raise InputError(where, f"{end} holds no bytes", "bytes lie in G, C or N places")
+    if source == destination:
+        raise InputError(where, f"{source} sends to itself", "source and destination differ")
+    own = Place("G", executor.index, executor.host) if executor.kind == "D" else executor
+    if executor.kind == "C" or not (own in (source, destination) or executor.kind == "N"):
+        right = "the executor is the G or D of one of the two ends"
+        raise InputError(where, f"{executor} cannot move it", right)
+    return Transfer(source, executor, destination)
 
 
 def _check_bounce(places: list[Place], where: str) -> None:
     source, writer, host, reader, target = places
-    if host.kind == "N" or "N" in (writer.kind, reader.kind):
-        return
     if (source.kind, host.kind, target.kind) != ("G", "C", "G"):
         raise InputError(where, "is no bounce", "a bounce goes GPU, host memory, GPU")
     if writer.index != source.index or reader.index != target.index:
@@ -339,24 +316,21 @@ def _check_bounce(places: list[Place], where: str) -> None:
 
 
 def _check_network(places: list[Place], where: str) -> None:
-    """A way out of a node, a way into one, or both, each along places of one host."""
+    """Check a way out of a node, a way into one, or both, each along places of one host."""
     if not _NETWORK.fullmatch("".join(place.kind for place in places)):
-        raise InputError(
-            where,
-            "is no way over the network",
-            "name both NICs, as h0.G0->h0.N0->h1.N1->h1.N1->h1.G0, or one, as G0->N0->N0",
-        )
+        right = "name both NICs, as h0.G0->h0.N0->h1.N1->h1.N1->h1.G0, or one, as G0->N0->N0"
+        raise InputError(where, "is no way over the network", right)
     first = next(at for at, place in enumerate(places) if place.kind == "N")
     out, into = places[: first + 1], places[first + 1 :]
-    if not out[:-1]:  # only a way in
+    if len(out) == 1:  # only a way in
         out, into = [], places
     elif len(into) == 1:  # only a way out
         out, into = places, []
     for part in (out, into):
         if len({place.host for place in part}) > 1:
             raise InputError(where, "changes hosts without a NIC", "a NIC is on the host it serves")
-        kinds = "".join(place.kind for place in part)
-        gpus = [place.index for place in part if place.kind == "G"][: 2 if "GGG" in kinds else None]
+        relayed = "".join(place.kind for place in part).startswith("GGG")
+        gpus = [place.index for place in part if place.kind == "G"][: 2 if relayed else None]
         if len(set(gpus)) > 1:
             raise InputError(where, "changes GPUs on its way", "one GPU fills or empties the FIFO")
     if (out and not into and out[-1] != out[-2]) or (into and into[0] != into[1]):
@@ -365,62 +339,68 @@ def _check_network(places: list[Place], where: str) -> None:
         raise InputError(where, "stays on its host", "the two NICs are on different hosts")
 
 
-def _kind(transfers: tuple[Transfer, ...]) -> _Kind:
-    """`plain` flows have no FIFO: copy engines', and those that end or begin in host memory."""
-    if any(one.executor.kind == "N" for one in transfers):
-        return "network"
-    if len(transfers) == 2:
-        return "bounce"
-    (one,) = transfers
-    between_gpus = {one.source.kind, one.destination.kind} == {"G"}
-    return "direct" if between_gpus and not one.uses_copy_engine else "plain"
+def _with_options(transfers: tuple[Transfer, ...], text: str, where: str) -> Flow:
+    kind = _kind(transfers)
+    numbers = {"blocks": MAX_BLOCKS}
+    numbers |= {"buffer": MAX_FIFO_BYTES} if kind == "plain" else {"fifo": MAX_FIFO_BYTES}
+    numbers |= {} if kind == "plain" else {"slots": 1024}
+    given: dict[str, int] = {}
+    side = Fifo().side
+    for item in text.split(",") if text else ():
+        name, _, value = item.partition("=")
+        if name in numbers:
+            given[name] = _parse_size(name, value, numbers[name], where)
+        elif name == "side" and kind == "bounce" and value in get_args(Side):
+            side = value  # type: ignore[assignment]
+        else:
+            raise InputError(
+                where,
+                f"option {item[:40]!r} is not known here",
+                "blocks=N for all flows; fifo=SIZE, slots=N where kernels move bytes from GPU to "
+                "GPU; side=sender|receiver for bounces; buffer=SIZE where there is no FIFO",
+            )
+    fifo = Fifo(given.get("fifo", DEFAULT_FIFO_BYTES), given.get("slots", FIFO_SLOTS), side)
+    if kind == "direct" and fifo != Fifo() and "blocks" not in given:
+        raise InputError(where, "has a FIFO but no blocks", "add blocks=N: each has a FIFO")
+    return Flow(transfers, given.get("blocks"), fifo, given.get("buffer"))
 
 
-def parse_set(text: str) -> TransferSet:
-    """Parse flows that spaces keep apart.
+def _parse_size(name: str, text: str, high: int, where: str) -> int:
+    match = _SIZE.fullmatch(text)
+    value = int(match["number"]) * _UNIT[match["unit"]] if match else 0
+    if not 1 <= value <= high:
+        raise InputError(where, f"{name}={text[:20]} is out of range", f"1 to {_size_text(high)}")
+    return value
 
-    Raises:
-        InputError: empty, too long, or a part is not a flow.
-    """
-    if len(text) > _MAX_TEXT * 16:
-        raise InputError("transfer set", f"has {len(text)} characters", "name at most a few flows")
-    parts = text.split()
-    if not parts:
-        raise InputError("transfer set", "is empty", "name at least one flow, as G0->G0->G1")
-    return transfer_set(parse_flow(part) for part in parts)
+
+def _flow(*places: Place, blocks: int | None, fifo: Fifo | None) -> Flow:
+    """Return the flow through these places, as its text names them."""
+    starts = range(0, len(places) - 2, 2)
+    return Flow(tuple(Transfer(*places[at : at + 3]) for at in starts), blocks, fifo)
 
 
 def direct_write(
     source: int, target: int, *, blocks: int | None = None, fifo: Fifo | None = None
 ) -> Flow:
-    """GPU `source` writing to GPU `target`; `fifo` counts only where blocks are given."""
-    one, other = Place("G", source), Place("G", target)
-    return Flow((Transfer(one, one, other),), blocks, fifo)
+    """Return GPU `source` writing to GPU `target`; `fifo` counts only where blocks are given."""
+    writer, other = Place("G", source), Place("G", target)
+    return _flow(writer, writer, other, blocks=blocks, fifo=fifo)
 
 
 def direct_read(
     source: int, target: int, *, blocks: int | None = None, fifo: Fifo | None = None
 ) -> Flow:
-    """GPU `target` reading from GPU `source`; `fifo` counts only where blocks are given."""
-    one, other = Place("G", source), Place("G", target)
-    return Flow((Transfer(one, other, other),), blocks, fifo)
-
-
-def _direct_fifo(blocks: int | None, fifo: Fifo | None) -> Fifo | None:
-    """The one form of a direct flow's FIFO: the default is None, and no side is named."""
-    if blocks is None or fifo is None:
-        return None
-    sideless = msgspec.structs.replace(fifo, side=Fifo().side)
-    return None if sideless == Fifo() else sideless
+    """Return GPU `target` reading from GPU `source`; `fifo` counts only where blocks are given."""
+    reader = Place("G", target)
+    return _flow(Place("G", source), reader, reader, blocks=blocks, fifo=fifo)
 
 
 def bounce(
     source: int, target: int, numa: int, *, blocks: int | None = None, fifo: Fifo | None = None
 ) -> Flow:
-    """GPU `source` writing to host memory of NUMA node `numa`, GPU `target` reading it there."""
-    one, host, other = Place("G", source), Place("C", numa), Place("G", target)
-    transfers = (Transfer(one, one, host), Transfer(host, other, other))
-    return Flow(transfers, blocks, fifo)
+    """Return the bounce from GPU `source` to `target` through host memory of NUMA node `numa`."""
+    writer, reader = Place("G", source), Place("G", target)
+    return _flow(writer, writer, Place("C", numa), reader, reader, blocks=blocks, fifo=fifo)
 
 
 def leaving(
@@ -432,20 +412,19 @@ def leaving(
     blocks: int | None = None,
     fifo: Fifo | None = None,
 ) -> Flow:
-    """GPU `gpu` sending by NIC `nic`.
+    """Return GPU `gpu` sending by NIC `nic`.
 
-    It goes through host memory of NUMA node `through`, or else the memory of GPU `relay`, if one of
-    them is given.
+    The bytes go through host memory of NUMA node `through`, or else the memory of GPU `relay`, if
+    one of them is given.
 
     >>> str(leaving(3, 0)), str(leaving(3, 0, through=1)), str(leaving(3, 0, relay=2))
     ('G3->N0->N0', 'G3->G3->C1->N0->N0', 'G3->G3->G2->N0->N0')
     """
-    one, port = Place("G", gpu), Place("N", nic)
+    own, port = Place("G", gpu), Place("N", nic)
     if through is None and relay is None:
-        return Flow((Transfer(one, port, port),), blocks, fifo)
+        return _flow(own, port, port, blocks=blocks, fifo=fifo)
     halfway = Place("C", through) if through is not None else Place("G", relay or 0)
-    transfers = (Transfer(one, one, halfway), Transfer(halfway, port, port))
-    return Flow(transfers, blocks, fifo)
+    return _flow(own, own, halfway, port, port, blocks=blocks, fifo=fifo)
 
 
 def entering(
@@ -456,23 +435,21 @@ def entering(
     blocks: int | None = None,
     fifo: Fifo | None = None,
 ) -> Flow:
-    """GPU `gpu` receiving by NIC `nic`, through host memory of NUMA node `through` if given.
+    """Return GPU `gpu` receiving by NIC `nic`, through memory of NUMA node `through` if given.
 
     >>> str(entering(0, 3)), str(entering(0, 3, through=1))
     ('N0->N0->G3', 'N0->N0->C1->G3->G3')
     """
-    one, port = Place("G", gpu), Place("N", nic)
+    own, port = Place("G", gpu), Place("N", nic)
     if through is None:
-        return Flow((Transfer(port, port, one),), blocks, fifo)
-    host = Place("C", through)
-    transfers = (Transfer(port, port, host), Transfer(host, one, one))
-    return Flow(transfers, blocks, fifo)
+        return _flow(port, port, own, blocks=blocks, fifo=fifo)
+    return _flow(port, port, Place("C", through), own, own, blocks=blocks, fifo=fifo)
 
 
 def joined(out: Flow, into: Flow, *, sender: str, receiver: str) -> Flow:
-    """The flow over the network that leaves host `sender` by one and enters `receiver` by other.
+    """Return the flow over the network that is `out` on host `sender`, `into` on `receiver`.
 
-    It has the sender's blocks and FIFO.
+    Blocks and FIFO are the sender's.
 
     >>> str(joined(leaving(3, 0), entering(1, 0), sender="h0", receiver="h1"))
     'h0.G3->h0.N0->h1.N1->h1.N1->h1.G0'
@@ -484,42 +461,32 @@ def joined(out: Flow, into: Flow, *, sender: str, receiver: str) -> Flow:
 
 
 def on_host(flow: Flow, host: str) -> Flow:
-    """The flow with all its places on `host`."""
+    """Return the flow with all its places on `host`."""
     return elsewhere(flow, lambda place: Place(place.kind, place.index, host))
 
 
 def elsewhere(flow: Flow, moved: Callable[[Place], Place]) -> Flow:
-    """The same flow between other places: `moved` says which stands in for each."""
-    transfers = tuple(
-        Transfer(moved(one.source), moved(one.executor), moved(one.destination))
-        for one in flow.transfers
-    )
+    """Return the flow with `moved(place)` in each place's stead."""
+    places = [moved(place) for place in flow.places]
+    starts = range(0, len(places), 3)
+    transfers = tuple(Transfer(*places[at : at + 3]) for at in starts)
     return Flow(transfers, flow.blocks, flow.fifo, flow.buffer)
 
 
 def sending_nic(flow: Flow) -> int | None:
-    """The NIC by which a flow leaves its node; None if it does not.
+    """Return the NIC by which a flow leaves its node; None if the flow does not.
 
     >>> sending_nic(leaving(3, 1, through=0)), sending_nic(entering(1, 3))
     (1, None)
     """
-    return next(
-        (
-            t.executor.index
-            for t in flow.transfers
-            if t.executor.kind == "N" and t.operation == "read"
-        ),
-        None,
-    )
+    return _nic_that(flow, "read")
 
 
 def receiving_nic(flow: Flow) -> int | None:
-    """The NIC by which a flow enters a node; None if it does not."""
-    return next(
-        (
-            t.executor.index
-            for t in flow.transfers
-            if t.executor.kind == "N" and t.operation == "write"
-        ),
-        None,
-    )
+    """Return the NIC by which a flow enters a node; None if the flow does not."""
+    return _nic_that(flow, "write")
+
+
+def _nic_that(flow: Flow, operation: str) -> int | None:
+    moves = (t for t in flow.transfers if t.executor.kind == "N" and t.operation == operation)
+    return next((transfer.executor.index for transfer in moves), None)

@@ -252,10 +252,6 @@ def visible_indices(machine: Machine, uuids: Sequence[str], text: str | None) ->
     As CUDA reads it: indices or beginnings of UUIDs with commas between, and nothing counts from
     the first that is neither.
 
-    >>> from tccl_py.model.machine import toy_machine
-    >>> visible_indices(toy_machine(gpus=4), (), "2,0,-1,3")
-    (0, 2)
-
     Raises:
         InputError: it leaves none.
     """

@@ -89,13 +89,7 @@ def _children(index: HopIndex, path: Path) -> list[Path]:
 
 
 def interchangeable(symmetry: Symmetry, gpus: Sequence[int]) -> dict[int, int]:
-    """Return each GPU's class: the least GPU it can change places with, all other GPUs fixed.
-
-    >>> from tccl_py.model.machine import toy_machine
-    >>> from tccl_py.model.symmetry import automorphisms
-    >>> interchangeable(automorphisms(toy_machine(gpus=4, per_switch=2)), (0, 1, 2, 3))
-    {0: 0, 1: 0, 2: 2, 3: 2}
-    """
+    """Return each GPU's class: the least GPU it can change places with, all other GPUs fixed."""
     columns = [symmetry.points.index(f"G{gpu}") for gpu in gpus]
     moves = symmetry.elements[:, columns]
     swaps = moves[(moves != columns).sum(axis=1) == 2]
