@@ -70,9 +70,9 @@ def test_the_text_names_rings_causes_and_provenance(directory):
     text = " ".join(done("explain", directory).stdout.split())
     assert "What hurts on amd-v100, GPUs 0,1,2,3: simulated from assumed figures" in text
     assert "Stock NCCL: 4.00 GB/s (simulated from assumed figures)" in text
-    assert "two bounces through the memory of NUMA node 1" in text
-    assert "they share the host memory of NUMA node 1" in text
-    assert "would get 12.66 by direct writes or direct reads" in text
+    assert "2 x bounce through the memory of NUMA node 1" in text
+    assert "Shared: the host memory of NUMA node 1" in text
+    assert "12.66 by direct write or direct read" in text
 
 
 def test_the_json_is_what_is_kept(directory):

@@ -320,7 +320,7 @@ def test_an_explanation_is_shown_and_one_of_an_earlier_plan_is_not(tmp_path):
 
 def explanation(sentence):
     finding = Finding(
-        flows=("G0->G0->G1",),
+        flows=parse_set("G0->G0->G1").flows,
         gbps=5.0,
         alone_gbps=10.0,
         slowdown=2.0,
@@ -345,7 +345,7 @@ def explanation(sentence):
         simulated=True,
         assumed=False,
         rings=(ring,),
-        avoided=(),
+        pitfalls=(),
         sets_measured=0,
     )
 

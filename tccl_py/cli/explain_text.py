@@ -21,10 +21,10 @@ def print_explanation(found: Explanation, plan: Plan, console: Console) -> None:
     console.print(f"What hurts on {found.machine}, GPUs {gpus}: {mark}")
     for ring in found.rings:
         _print_ring(ring, mark, console)
-    if found.avoided:
+    if found.pitfalls:
         console.print()
         console.print("Worst of what the search met in other rings, for other reasons than above:")
-        console.print(_listed(found.avoided))
+        console.print(_listed(found.pitfalls))
     word = "simulated" if found.simulated else "measured"
     console.print()
     console.print(f"effort  {found.sets_measured} sets {word} for this beyond the plan's journal")

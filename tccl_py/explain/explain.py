@@ -1,4 +1,4 @@
-"""Which transfers hurt which: of a plan's rings, of stock NCCL's, and of what the plan avoids."""
+"""Slowdowns among a plan's transfers, among default NCCL's, and among those the plan avoids."""
 
 from __future__ import annotations
 
@@ -8,27 +8,17 @@ from typing import Literal
 import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.explain.build import Builder, avoided
-from tccl_py.explain.causes import (
-    HURT,
-    Causes,
-    ContradictionError,
-    alone_rate,
-    find_causes,
-    is_hurt,
-)
+from tccl_py.explain.build import Builder, Node
+from tccl_py.explain.causes import HURT, Causes, ContradictionError, find_causes, is_hurt
 from tccl_py.explain.findings import (
     Explanation,
     Finding,
     RingExplanation,
     described,
-    in_place,
-    is_collapse,
-    listed,
+    instead_text,
     short,
 )
-from tccl_py.explain.probing import Asker, Likeness
-from tccl_py.explain.sharing import Sharing
+from tccl_py.explain.probing import Prober, SymmetryKeys
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.symmetry import automorphisms
@@ -40,11 +30,15 @@ from tccl_py.search.evaluator import BudgetSpentError
 from tccl_py.search.problem import Budget
 from tccl_py.sources.memory import RememberingSource
 
-# The flows of a plan's rings and of stock NCCL's, each hop by the mechanism it has.
+DEFAULT_BUDGET = Budget(sets=200)
+MOST_FINDINGS = 4
+_NO_STOCK = "default NCCL's rings are the plan's own, or go over NICs: there is nothing more to say"
+_MUCH = 1.1
+"""Transfers that lose less than a tenth slow each other only a little."""
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """Rings to explain: their flows, ring after ring, and how many rings they are."""
+    """Rings to explain: their flows, ring after ring, and the number of rings."""
 
     name: Literal["plan", "stock"]
     flows: tuple[Flow, ...]
@@ -52,37 +46,32 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def subjects(plan: Plan) -> Iterator[Subject]:
-    """The plan's rings, and stock's where they are not the same."""
+    """Yield the plan's rings, and default NCCL's if they differ."""
     flows = tuple(parse_flow(hop.flow) for ring in plan.rings for hop in ring.hops)
     yield Subject(name="plan", flows=flows, rings=len(plan.rings))
-    stock = _stock(plan)
-    if stock is not None and sorted(map(str, stock.flows)) != sorted(map(str, flows)):
-        yield stock
+    default = _default(plan)
+    if default is not None and sorted(default.flows) != sorted(flows):
+        yield default
 
 
-def _stock(plan: Plan) -> Subject | None:
-    """Return default NCCL's rings; None if it would move a hop of them over NICs."""
+def _default(plan: Plan) -> Subject | None:
+    """Return default NCCL's rings; None if a hop of them goes over NICs."""
     orders = condensed(plan.stock.rings)
-    space = hop_space(
-        plan.machine,
-        plan.knowledge,
-        plan.stock.settings,
-        gpus=plan.gpus,
-        rings_in_set=len(orders),
-    )
+    settings, count = plan.stock.settings, len(orders)
+    space = hop_space(plan.machine, plan.knowledge, settings, gpus=plan.gpus, rings_in_set=count)
     try:
         rings = ring_set([ring_from_order(space, order) for order in orders])
     except SearchError:
         return None
     flows = tuple(hop.flow for ring in rings.rings for hop in ring.hops)
-    return Subject(name="stock", flows=flows, rings=len(orders))
+    return Subject(name="stock", flows=flows, rings=count)
 
 
-DEFAULT_BUDGET = Budget(sets=200)
-MOST_FINDINGS = 4
-_NO_STOCK = "stock NCCL's rings are the plan's own, or go over NICs: there is nothing more to say"
-_MUCH = 1.1
-"""Transfers that lose less than a tenth hurt each other only a little."""
+def node_of(plan: Plan) -> Node:
+    """Return the machine of a plan."""
+    return Node(
+        machine=plan.machine, knowledge=plan.knowledge, gpus=plan.gpus, pinned_env=plan.kept
+    )
 
 
 def explain(
@@ -92,114 +81,105 @@ def explain(
     budget: Budget = DEFAULT_BUDGET,
     most: int = MOST_FINDINGS,
 ) -> Explanation:
-    """Find the smallest sets of transfers that already show each slowdown.
+    """Find the smallest sets of transfers that show each slowdown.
 
     Args:
-        plan: whose rings, and whose stock NCCL's, are explained.
-        source: answers sets; what a RememberingSource knows is not measured again.
-        budget: `sets` to measure beyond that, and `seconds`.
+        plan: the plan whose rings, and whose default NCCL's rings, are explained.
+        source: answers sets; a RememberingSource's known sets are not measured again.
+        budget: `sets` to measure beyond these, and `seconds`.
         most: findings at most for each set of rings.
 
     Raises:
         MeasurementError: the source cannot measure the rings themselves.
     """
     remembering = source if isinstance(source, RememberingSource) else RememberingSource(source)
-    symmetry = automorphisms(plan.machine, plan.knowledge, gpus=plan.gpus)
-    asker = Asker(remembering, Likeness(symmetry), budget=budget)
-    builder = Builder(plan, asker, Sharing(plan.machine, plan.knowledge))
-    told: list[RingExplanation] = []
+    node = node_of(plan)
+    symmetry = SymmetryKeys(automorphisms(node.machine, node.knowledge, gpus=node.gpus))
+    prober = Prober(remembering, symmetry, budget=budget)
+    builder = Builder(node, prober)
+    explained: list[RingExplanation] = []
     chosen = list(subjects(plan))
     for number, subject in enumerate(chosen):
-        asker.share_out(len(chosen) - number + 1)
-        told.append(_ring(builder, subject, most))
-    asker.share_out(1)
-    findings = [finding for one in told for finding in one.findings]
+        prober.share_out(len(chosen) - number + 1)
+        # Rings that cannot be rated are no subject.
+        rate = plan.rate_gbps if subject.name == "plan" else plan.stock.rate_gbps or 0.0
+        explained.append(_ring(builder, subject, most, rate))
+    prober.share_out(1)
+    findings = [finding for ring in explained for finding in ring.findings]
     return Explanation(
         machine=plan.machine.name,
         simulated=remembering.simulated,
-        assumed=plan.assumed or asker.assumed,
-        rings=tuple(told),
-        avoided=avoided(builder, findings, most=most),
-        sets_measured=asker.sets_measured,
+        assumed=plan.assumed or prober.assumed,
+        rings=tuple(explained),
+        pitfalls=builder.pitfalls(findings, most=most),
+        sets_measured=prober.sets_measured,
         notices=() if len(chosen) > 1 else (_NO_STOCK,),
     )
 
 
-def _ring(builder: Builder, subject: Subject, most: int) -> RingExplanation:
-    asker, flows = builder.asker, subject.flows
-    try:
-        whole = asker.best(flows)
-        slowest = builder.slowest(flows, whole.gbps)
-        hurt = is_hurt(asker, flows)
-    except BudgetSpentError:
-        return _unknown(builder.plan, subject)
-    causes, trouble = _causes(builder, subject, most)
-    found, open_questions = _findings(builder, causes)
-    findings = _told_once(sorted(found, key=lambda one: -one.slowdown))
-    return RingExplanation(
+def _ring(builder: Builder, subject: Subject, most: int, rate_gbps: float) -> RingExplanation:
+    prober, flows = builder.prober, subject.flows
+    found = RingExplanation(
         name=subject.name,
         rings=subject.rings,
-        rate_gbps=subject.rings * whole.gbps,
-        slowest=slowest,
-        findings=findings,
-        unexplained=trouble or open_questions or _left(builder, causes),
-        sentence=_hurting(builder, slowest, findings) if hurt else _as_alone(builder, slowest),
-    )
-
-
-def _unknown(plan: Plan, subject: Subject) -> RingExplanation:
-    """Where not even the rings themselves are known, and nothing may be measured."""
-    # Rings that cannot be rated are no subject.
-    rate = plan.rate_gbps if subject.name == "plan" else plan.stock.rate_gbps or 0.0
-    return RingExplanation(
-        name=subject.name,
-        rings=subject.rings,
-        rate_gbps=rate,
+        rate_gbps=rate_gbps,
         slowest=None,
         findings=(),
         unexplained="the hops of these rings were not all measured alone",
         sentence="",
     )
+    try:
+        whole = prober.best(flows)
+        slowest = builder.slowest(flows, whole.gbps)
+        hurt = is_hurt(prober, flows)
+    except BudgetSpentError:
+        return found
+    causes, trouble = _causes(builder, subject, most)
+    findings, open_question = _findings(builder, causes)
+    return msgspec.structs.replace(
+        found,
+        rate_gbps=subject.rings * whole.gbps,
+        slowest=slowest,
+        findings=findings,
+        unexplained=trouble or open_question or _left(builder, causes),
+        sentence=_hurting(builder, slowest, findings) if hurt else _as_alone(builder, slowest),
+    )
 
 
 def _causes(builder: Builder, subject: Subject, most: int) -> tuple[Causes, str]:
-    """The causes, and what went wrong, or an empty text."""
+    """Return the causes, and an error, or ""."""
     related, label = builder.sharing.related, builder.label
     try:
-        found = find_causes(builder.asker, subject.flows, most=most, related=related, label=label)
+        found = find_causes(builder.prober, subject.flows, most=most, related=related, label=label)
     except (ContradictionError, MeasurementError) as error:
         return Causes(found=(), rest=subject.flows, spent=False), str(error)
     return found, ""
 
 
-def _findings(builder: Builder, causes: Causes) -> tuple[list[Finding], str]:
-    """What can be said of each cause, and what could not be."""
+def _findings(builder: Builder, causes: Causes) -> tuple[tuple[Finding, ...], str]:
+    """Return a finding for each cause, the worst first, and a cause without rates, or ""."""
     found: list[Finding] = []
+    unknown = ""
     for cause in causes.found:
         try:
             found.append(builder.finding(cause))
         except (BudgetSpentError, MeasurementError):
-            names = listed([short(flow) for flow in cause.flows])
-            return found, f"{names} are slow together, but not all of them were measured alone"
-    return found, ""
-
-
-def _told_once(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Without those that are the rest of a worse one: fewer flows at the same place."""
-    told: list[Finding] = []
-    for finding in findings:
-        places = [(one.kinds, one.shares) for one in told]
-        if (finding.kinds, finding.shares) not in places:
-            told.append(finding)
-    return tuple(told)
+            names = ", ".join(map(short, cause.flows))
+            unknown = f"{names} are slow together, but not all of them were measured alone"
+            break
+    # Fewer flows at the same places are the rest of a worse finding.
+    first: dict[tuple[object, ...], Finding] = {}
+    for finding in sorted(found, key=lambda finding: -finding.slowdown):
+        first.setdefault((finding.kinds, finding.shares), finding)
+    return tuple(first.values()), unknown
 
 
 def _left(builder: Builder, causes: Causes) -> str:
-    """What hurts the flows that no cause is whole in, as far as it is known."""
+    """Return the state of the flows outside all causes, if something slows them."""
     try:
-        together = builder.asker.rate(causes.rest)
-        alone = alone_rate(builder.asker, causes.rest)
-        hurt = is_hurt(builder.asker, causes.rest)
+        together = builder.prober.rate(causes.rest)
+        alone = builder.prober.slowest_alone(causes.rest)
+        hurt = is_hurt(builder.prober, causes.rest)
     except BudgetSpentError:
         return "the budget of measurements ended before all was explained"
     if not hurt:
@@ -212,11 +192,10 @@ def _left(builder: Builder, causes: Causes) -> str:
 
 
 def _hurting(builder: Builder, slowest: Finding, findings: Sequence[Finding]) -> str:
-    if findings and not any(is_collapse(one) for one in findings):
+    what = "slow each other"
+    if findings and not any(finding.is_collapse for finding in findings):
         little = slowest.slowdown <= _MUCH
-        what = "slow each other a little" if little else "share what they pass, and lose no more"
-    else:
-        what = "hurt each other"
+        what = "slow each other a little" if little else "share links, and lose no more"
     return (
         f"Transfers {what}: the slowest hop gets {slowest.gbps:.2f} GB/s ({builder.mark}), and "
         f"none gets less than {slowest.alone_gbps:.2f} alone."
@@ -224,11 +203,10 @@ def _hurting(builder: Builder, slowest: Finding, findings: Sequence[Finding]) ->
 
 
 def _as_alone(builder: Builder, slowest: Finding) -> str:
-    (flow,) = (parse_flow(text) for text in slowest.flows)
-    doubt = slowest.slowdown > 1 / HURT
-    told = ", as far as rates that vary so much tell" if doubt else ""
+    doubt = ", as far as such varying rates tell" if slowest.slowdown > 1 / HURT else ""
     return (
-        f"Nothing hurts: the slowest hop is as fast as it is alone{told}. It is {short(flow)} "
-        f"({described(builder.plan.machine, [flow])}), {slowest.gbps:.2f} GB/s ({builder.mark})."
-        f"{in_place(slowest.gbps, slowest.instead, each=False)}"
+        f"Nothing hurts: the slowest hop is as fast as it is alone{doubt}. It is "
+        f"{short(slowest.flows[0])} ({described(builder.node.machine, slowest.flows)}), "
+        f"{slowest.gbps:.2f} GB/s ({builder.mark})."
+        f"{instead_text(slowest.gbps, slowest.instead)}"
     )

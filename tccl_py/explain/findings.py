@@ -1,4 +1,4 @@
-"""What an explanation says: findings, one list for each set of rings; and its file."""
+"""Findings of an explanation, sentences about them, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -10,33 +10,40 @@ from typing import Literal
 import msgspec
 
 from tccl_py.model.machine import Machine
-from tccl_py.model.transfer import Flow, Place, parse_flow
+from tccl_py.model.transfer import Flow, Place
 from tccl_py.plan.directory import keep_beside_plan, read_beside_plan
 
 FORMAT_VERSION = 1
 EXPLANATION_FILE = "explanation.json"
+COLLAPSE = 0.75
+"""Flows with less bandwidth together than this share of one alone do more than share."""
+_SHOWN = 4
+"""More flows than this are not all named in a sentence."""
+_EQUAL = 0.02
+"""Rates within this relative difference are shown as one."""
+_OTHERWISE = 0.1
+"""Other mechanisms are named if their rates differ more (relative)."""
 
 
 class Instead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The same GPU pairs by another mechanism (`direct write`, `direct read`, `bounce`)."""
+    """The rate of the same GPU pairs by another mechanism, GB/s."""
 
     kind: str
     gbps: float
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Transfers that are slow together, none of which can be left out.
+    """A minimal set of transfers that slow each other, or one transfer with a slow mechanism.
 
-    `gbps` is the slowest flow's rate with all of them running, `alone_gbps` the slowest's with each
-    alone; `slowdown` is how many times lower the first is. A single flow that is slow for the way
-    it moves bytes has the best other way's rate as `alone_gbps`. `each_gbps` and `each_alone_gbps`
-    are of each flow, `error` the relative standard error of `gbps`. `shares` names what the flows
-    share, `kinds` how they move bytes. `alike` more sets of the same rings are slow in the same
-    way, as measured or by the machine's symmetry. `minimal` is false if it was not measured that
-    none can be left out.
+    `gbps` is the slowest flow's rate with all flows running, `alone_gbps` the slowest's with each
+    alone (of a single flow: the best other mechanism's), `slowdown` their ratio. `each_gbps` and
+    `each_alone_gbps` have a rate for each flow; `error` is the relative standard error of `gbps`.
+    `shares` are the shared links and memories, `kinds` the mechanisms. `alike` more sets of the
+    same rings are equally slow, as measured or by symmetry. `minimal` is false if smaller sets were
+    not measured.
     """
 
-    flows: tuple[str, ...]
+    flows: tuple[Flow, ...]
     gbps: float
     alone_gbps: float
     slowdown: float
@@ -52,16 +59,20 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def total_gbps(self) -> float:
-        """All flows of the finding together."""
+        """The rate of all flows together."""
         return sum(self.each_gbps)
+
+    @property
+    def is_collapse(self) -> bool:
+        """Whether all flows together get less than one of them alone."""
+        return self.total_gbps < COLLAPSE * max(self.each_alone_gbps)
 
 
 class RingExplanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why rings are as fast as they are.
+    """The limits of a set of rings, the worst first.
 
-    `rate_gbps` is their score; `slowest` the hop that gets least by itself, or None if that is not
-    known: without findings it is what limits the rings. `findings` are the worst first.
-    `unexplained` says what is left open, or is empty.
+    `rate_gbps` is the bandwidth of all rings; `slowest` the hop that is slowest alone, the limit of
+    rings without findings, None if unknown. `unexplained` is an open question, or "".
     """
 
     name: Literal["plan", "stock"]
@@ -74,17 +85,17 @@ class RingExplanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which transfers hurt which on a plan's machine.
+    """The slowdowns of a plan's rings, of default NCCL's, and of rings that the plan avoids.
 
-    `avoided` are slow sets of other rings that the plan's journal holds. `plan_digest` is that of
-    the plan.json it speaks of, where it was read from a directory.
+    `pitfalls` are slow sets of other rings in the plan's journal. `plan_digest` is the digest of
+    plan.json.
     """
 
     machine: str
     simulated: bool
     assumed: bool
     rings: tuple[RingExplanation, ...]
-    avoided: tuple[Finding, ...]
+    pitfalls: tuple[Finding, ...] = msgspec.field(name="avoided")
     sets_measured: int
     notices: tuple[str, ...] = ()
     plan_digest: str = ""
@@ -92,7 +103,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def save_explanation(explanation: Explanation, directory: Path) -> Explanation:
-    """Write `explanation.json` beside the plan that it is of; returns what was written.
+    """Write `explanation.json` beside its plan; return the explanation as written.
 
     Raises:
         InputError: the place cannot be written.
@@ -101,7 +112,7 @@ def save_explanation(explanation: Explanation, directory: Path) -> Explanation:
 
 
 def load_explanation(directory: Path) -> Explanation | None:
-    """The explanation of the plan that is in `directory` now; None if there is none of it.
+    """Return the explanation of the plan in `directory`; None if there is none of this plan.
 
     Raises:
         InputError: the file is damaged or of another format version.
@@ -112,203 +123,140 @@ def load_explanation(directory: Path) -> Explanation | None:
     return read_beside_plan(path, Explanation, version=FORMAT_VERSION)
 
 
-# Findings as plain sentences for administrators.
-
-
-_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_SHOWN = 4
-"""More flows than this are not all named in a sentence."""
-_EQUAL = 0.02
-"""Rates that differ less (relative) are one figure in a sentence."""
-COLLAPSE = 0.75
-"""Flows that get less than this share together of what one gets alone do not just share."""
-_OTHERWISE = 0.1
-"""Other mechanisms are named if their rates differ more (relative)."""
+# Sentences
 
 
 def kind_of(flow: Flow) -> str:
-    """How a flow moves its bytes.
+    """Return a flow's mechanism.
 
-    >>> kind_of(parse_flow("G0->G4->G4"))
-    'direct read'
+    >>> from tccl_py.model.transfer import parse_flow
+    >>> kind_of(parse_flow("G0->G4->G4")), kind_of(parse_flow("N0->N0->C0->G1->G1"))
+    ('direct read', 'network receive')
     """
-    engine = " by copy engine" if any(one.uses_copy_engine for one in flow.transfers) else ""
+    if flow.is_network:
+        return "network receive" if flow.source.kind == "N" else "network send"
+    engine = " by copy engine" if any(part.uses_copy_engine for part in flow.transfers) else ""
     if flow.is_bounce:
         return f"bounce{engine}"
-    (one,) = flow.transfers
-    ends = {one.source.kind, one.destination.kind}
-    return f"{'direct' if ends == {'G'} else 'host'} {one.operation}{engine}"
+    (part,) = flow.transfers
+    direct = {part.source.kind, part.destination.kind} == {"G"}
+    return f"{'direct' if direct else 'host'} {part.operation}{engine}"
 
 
 def short(flow: Flow) -> str:
-    """A flow without its options, which are the same for all of a ring set.
+    """Return a flow's text without options, which are equal in a ring set.
 
+    >>> from tccl_py.model.transfer import parse_flow
     >>> short(parse_flow("G0->G0->G4{blocks=2}"))
     'G0->G0->G4'
     """
     return str(flow).partition("{")[0]
 
 
-def counted(number: int, noun: str) -> str:
-    """A number and a noun, as `one bounce` or `two bounces`."""
-    amount = _NUMBERS[number] if number < len(_NUMBERS) else str(number)
-    return f"{amount} {noun if number == 1 else _plural(noun)}"
-
-
-def _plural(noun: str) -> str:
-    head, by, tail = noun.partition(" by ")
-    return f"{head}s{by}{tail}"
-
-
-def together_sentence(machine: Machine, finding: Finding, *, mark: str) -> str:
-    """Several flows that are slow together; `mark` says where the figures are from."""
-    flows = [parse_flow(text) for text in finding.flows]
-    share = finding.gbps / finding.alone_gbps
-    than_alone = f"{100 * share:.0f} % of what {_slowest_alone(finding)}"
-    text = (
-        f"{_names(flows)} ({described(machine, flows)}) get {_rates(finding.each_gbps)}"
-        f"{_error(finding.error)} ({mark}), {than_alone}: {_shared(finding.shares)}. "
-        f"{_total(finding)}"
-    )
+def finding_sentence(machine: Machine, finding: Finding, *, mark: str) -> str:
+    """Return a finding as text; `mark` is `simulated` or `measured`."""
+    alone, flows = finding.each_alone_gbps, finding.flows
+    error = f" \u00b1 {1.96 * finding.error:.1%}" if finding.error else ""
+    text = f"{_names(flows)} ({described(machine, flows)}): {_rates(finding.each_gbps)}{error} "
+    if len(flows) == 1:
+        return f"{text}({mark}), even alone." + instead_text(finding.gbps, finding.instead)
+    whose = "each" if _equal(alone) else "the slowest"
+    text += f"({mark}), {finding.gbps / finding.alone_gbps:.0%} of {whose} alone "
+    shares = ", ".join(finding.shares) or "nothing that the machine's description shows"
+    text += f"({finding.alone_gbps:.2f}). Shared: {shares}. In all {finding.total_gbps:.2f}"
+    text += ", less than one of them alone: a collapse." if finding.is_collapse else "."
     if not finding.minimal:
-        text += " Perhaps fewer of them are as slow: that was not measured."
+        text += " Smaller sets were not measured."
     if finding.alike:
-        more, verb = counted(finding.alike, "more set"), "are" if finding.alike > 1 else "is"
-        text += f" {more.capitalize()} of these rings {verb} slow in the same way."
-    return text + in_place(finding.gbps, finding.instead, each=len(flows) > 1)
-
-
-def single_sentence(machine: Machine, finding: Finding, *, mark: str) -> str:
-    """One flow that is slow for the way it moves its bytes."""
-    flows = [parse_flow(text) for text in finding.flows]
-    return (
-        f"{_names(flows)} ({described(machine, flows)}) gets {finding.gbps:.2f} GB/s even alone"
-        f"{_error(finding.error)} ({mark})." + in_place(finding.gbps, finding.instead, each=False)
-    )
+        text += f" Equally slow in these rings: {finding.alike} more."
+    return text + instead_text(finding.gbps, finding.instead)
 
 
 def described(machine: Machine, flows: Sequence[Flow]) -> str:
-    """How flows move bytes, from where and to where, as far as they have that in common."""
-    kinds = Counter(kind_of(flow) for flow in flows)
-    parts = [" and ".join(counted(count, kind) for kind, count in sorted(kinds.items()))]
-    hosts = {one.destination for flow in flows if flow.is_bounce for one in flow.transfers[:1]}
+    """Return the mechanisms of flows, and their common origin and target."""
+    kinds = Counter(map(kind_of, flows))
+    parts = [", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))]
+    if len(flows) == 1:
+        parts = [kind_of(flows[0])]
+    hosts = {part.destination for flow in flows if flow.is_bounce for part in flow.transfers[:1]}
     if len(hosts) == 1 and len(kinds) == 1:
         parts.append(f"through the memory of NUMA node {next(iter(hosts)).index}")
-    parts += [_origin(machine, flows), _target(machine, flows)]
-    return " ".join(part for part in parts if part)
+    return " ".join(filter(None, (*parts, _origin(machine, flows), _target(machine, flows))))
 
 
 def _origin(machine: Machine, flows: Sequence[Flow]) -> str:
     sources = {flow.source for flow in flows}
-    if len(flows) > 1 and len(sources) == 1:
-        return f"out of GPU {next(iter(sources)).index}"
     ports = {_port(machine, source) for source in sources}
-    if len(flows) > 1 and len(ports) == 1 and not next(iter(ports)).startswith("G"):
-        return f"from below switch {next(iter(ports))}"
-    return ""
+    if len(flows) == 1 or len(ports) > 1:
+        return ""
+    (port,) = ports
+    if len(sources) == 1:
+        return f"out of {_name(next(iter(sources)))}"
+    return "" if port.startswith("G") else f"from below switch {port}"
 
 
 def _target(machine: Machine, flows: Sequence[Flow]) -> str:
-    """The crossing is that of the GPUs; a bounce crosses in one of its halves."""
+    """Return the common target, with the crossing between the GPUs' NUMA nodes."""
     targets = {flow.destination for flow in flows}
     where = {_crossing(machine, flow) for flow in flows}
     far = where.pop() if len(where) == 1 else ""
-    if len(flows) > 1 and len(targets) == 1:
-        return f"into GPU {next(iter(targets)).index}{far}"
+    several = len(flows) > 1
+    if several and len(targets) == 1:
+        return f"into {_name(next(iter(targets)))}{far}"
     ports = {_port(machine, target) for target in targets}
-    below_switches = not any(port.startswith("G") for port in ports)
     pairs = [(_port(machine, flow.source), _port(machine, flow.destination)) for flow in flows]
-    leaving = all(one != other for one, other in pairs)
-    if len(flows) > 1 and len(ports) > 1 and below_switches and leaving:
-        return f"to {counted(len(ports), 'root port')}{far}"
-    # The executor of a read stands at its end, and reaches to where the bytes come from.
-    reads = all(not flow.is_bounce and flow.transfers[0].operation == "read" for flow in flows)
-    ends = "a GPU" if len(flows) == 1 else "GPUs"
+    leaving = all(source != target for source, target in pairs)
+    if several and len(ports) > 1 and leaving and not any(port.startswith("G") for port in ports):
+        return f"to {len(ports)} root ports{far}"
+    # The executor of a read is at the destination, and reaches for the source.
+    reads = all(kind_of(flow).endswith("read") for flow in flows)
+    ends = "GPUs" if several else "a GPU"
     return f"{'from' if reads else 'to'} {ends}{far}" if far else ""
 
 
+def _name(place: Place) -> str:
+    return f"GPU {place.index}" if place.kind == "G" else str(place)
+
+
 def _port(machine: Machine, place: Place) -> str:
-    """The device at the root port above a GPU: the highest switch, or the GPU itself."""
+    """Return the device at the root port above a GPU: the highest switch, or the GPU itself."""
     above = (str(place), *machine.ancestors(str(place)))
-    return above[-2]
+    return above[-2] if len(above) > 1 else above[0]
 
 
 def _crossing(machine: Machine, flow: Flow) -> str:
-    nodes = {node.index: node.socket for node in machine.numa_nodes}
-    one, other = (machine.numa_of(str(end)) for end in (flow.source, flow.destination))
-    if one == other:
+    sockets = {node.index: node.socket for node in machine.numa_nodes}
+    first, second = (machine.numa_of(str(end)) for end in (flow.source, flow.destination))
+    if first == second:
         return ""
-    if nodes[one] is not None and nodes[one] == nodes[other]:
+    if sockets[first] is not None and sockets[first] == sockets[second]:
         return " of another NUMA node"
-    return " of the other socket" if len(set(nodes.values())) == 2 else " of another socket"
+    return " of the other socket" if len(set(sockets.values())) == 2 else " of another socket"
 
 
 def _names(flows: Sequence[Flow]) -> str:
-    texts = [
-        short(flow) if count == 1 else f"{short(flow)} ({count} times)"
-        for flow, count in Counter(flows).items()
-    ]
+    counts = Counter(flows)
+    texts = [short(flow) + (f" (x{count})" if count > 1 else "") for flow, count in counts.items()]
     if len(texts) > _SHOWN:
         texts = [*texts[: _SHOWN - 1], f"{len(texts) - _SHOWN + 1} others"]
-    return listed(texts)
+    return ", ".join(texts)
 
 
-def listed(texts: Sequence[str]) -> str:
-    """Texts with commas and an "and".
-
-    >>> listed(["a", "b", "c"])
-    'a, b and c'
-    """
-    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+def _equal(rates: Sequence[float]) -> bool:
+    return max(rates) - min(rates) <= _EQUAL * max(rates)
 
 
 def _rates(rates: Sequence[float]) -> str:
-    low, high = min(rates), max(rates)
-    if high - low <= _EQUAL * high:
-        return f"{low:.2f} GB/s each"
-    return f"{low:.2f} to {high:.2f} GB/s"
+    if len(rates) == 1 or not _equal(rates):
+        return " to ".join(f"{rate:.2f}" for rate in sorted({min(rates), max(rates)})) + " GB/s"
+    return f"{min(rates):.2f} GB/s each"
 
 
-def _slowest_alone(finding: Finding) -> str:
-    low, high = min(finding.each_alone_gbps), max(finding.each_alone_gbps)
-    if high - low <= _EQUAL * high:
-        return f"each gets alone ({low:.2f})"
-    return f"the slowest of them gets alone ({low:.2f})"
-
-
-def _error(error: float) -> str:
-    """The 95 % interval, where there is one."""
-    return f" \u00b1 {1.96 * error:.1%}" if error else ""
-
-
-def _shared(shares: Sequence[str]) -> str:
-    if not shares:
-        return "they share nothing that the machine's description shows"
-    commas = [one for one in shares if "," in one]
-    plain = [one for one in shares if "," not in one]
-    return "they share " + ", and ".join([*commas, listed(plain)] if plain else commas)
-
-
-def is_collapse(finding: Finding) -> bool:
-    """Whether flows do not only share: all together they get less than one of them alone."""
-    return finding.total_gbps < COLLAPSE * max(finding.each_alone_gbps)
-
-
-def _total(finding: Finding) -> str:
-    total = finding.total_gbps
-    if is_collapse(finding):
-        return f"Together they get {total:.2f}, less than one of them alone: a collapse."
-    return f"Together they get {total:.2f}."
-
-
-def in_place(gbps: float, others: Sequence[Instead], *, each: bool) -> str:
-    """What other mechanisms get where it differs, as a sentence that follows another one."""
-    told: dict[str, list[str]] = {}
-    for one in others:
-        if abs(one.gbps - gbps) > _OTHERWISE * gbps:
-            way = _plural(one.kind) if each else f"a {one.kind}"
-            told.setdefault(f"{one.gbps:.2f}", []).append(way)
-    if not told:
-        return ""
-    parts = [f"{rate} by {' or '.join(ways)}" for rate, ways in told.items()]
-    return f" The same GPU pair{'s' if each else ''} would get {listed(parts)}."
+def instead_text(gbps: float, others: Sequence[Instead]) -> str:
+    """Return a following sentence on mechanisms with clearly other rates; "" without any."""
+    by_rate: dict[str, list[str]] = {}
+    for other in others:
+        if abs(other.gbps - gbps) > _OTHERWISE * gbps:
+            by_rate.setdefault(f"{other.gbps:.2f}", []).append(other.kind)
+    parts = [f"{rate} by {' or '.join(kinds)}" for rate, kinds in by_rate.items()]
+    return f" Between the same GPUs: {', '.join(parts)}." if parts else ""

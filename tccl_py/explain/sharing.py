@@ -1,12 +1,10 @@
-"""What flows share, in words: the links, memories and CPUs that each passes by the structure."""
+"""Links, memories and CPUs that flows share, by the machine's structure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Literal
-
-import msgspec
+from typing import Literal, NamedTuple
 
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
@@ -19,32 +17,34 @@ _RANK: tuple[Kind, ...] = (
     "uplink", "chip", "socket", "numa", "memory", "nvlink", "own", "cpu",
 )  # fmt: skip
 """The order in which shared places are named; a CPU only where nothing else is shared."""
+_DIRECTIONS = {"up": "upwards", "down": "downwards"}
+_OF_GPU = {"up": "outwards", "down": "inwards"}
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that transfers pass; `below` is the device whose link it is."""
+class Place(NamedTuple):
+    """A link, memory or CPU on a path; `below` is the device below the link."""
 
     kind: Kind
     below: str
     words: str
 
 
-class Passing(msgspec.Struct, frozen=True, kw_only=True):
-    """A flow at a place, and which way: away from the GPUs (`up`, `out`) or to them."""
+class Passing(NamedTuple):
+    """A flow through a place; its direction is `up`, away from GPUs, `down`, or "" without any."""
 
     place: Place
-    way: Literal["up", "down", ""]
+    direction: Literal["up", "down", ""] = ""
 
 
-class Shared(msgspec.Struct, frozen=True, kw_only=True):
-    """A place that several flows pass, in words; `kind` is the same for places alike."""
+class Shared(NamedTuple):
+    """A place of several flows in words; equal kinds of places have one `kind`."""
 
     kind: str
     words: str
 
 
 class Sharing:
-    """Which places the flows on a machine pass."""
+    """The places on the paths of flows on a machine."""
 
     def __init__(self, machine: Machine, knowledge: Knowledge) -> None:
         self.machine = machine
@@ -52,149 +52,127 @@ class Sharing:
         self._known: dict[tuple[Transfer, ...], tuple[Passing, ...]] = {}
 
     def passes(self, flow: Flow) -> tuple[Passing, ...]:
-        """The places that a flow passes, each once a way."""
+        """Return the places on a flow's path, once for each direction."""
         if flow.transfers not in self._known:
-            found = [one for part in flow.transfers for one in self._of(part)]
+            found = [passing for part in flow.transfers for passing in self._of(part)]
             self._known[flow.transfers] = tuple(dict.fromkeys(found))
         return self._known[flow.transfers]
 
     def related(self, one: Flow, other: Flow) -> int:
-        """How many places two flows share; a place passed the same way counts twice."""
-        first, second = self.passes(one), self.passes(other)
-        places = {here.place for here in first} & {there.place for there in second}
-        return len(places) + len(set(first) & set(second))
+        """Return the number of places two flows share; the same direction counts twice."""
+        first, second = set(self.passes(one)), set(self.passes(other))
+        places = {passing.place for passing in first} & {passing.place for passing in second}
+        return len(places) + len(first & second)
 
     def shared(self, flows: Sequence[Flow]) -> tuple[Shared, ...]:
-        """What most of the flows pass, two of them at least; what is nearest to the CPU first."""
-        users: dict[Place, list[Passing]] = {}
+        """Return the places of most of the flows, of two at least; nearest to the CPU first."""
+        users: dict[Place, list[str]] = {}
         counts: Counter[Place] = Counter()
         for flow in flows:
             passings = self.passes(flow)
             counts.update({passing.place for passing in passings})
             for passing in passings:
-                users.setdefault(passing.place, []).append(passing)
+                users.setdefault(passing.place, []).append(passing.direction)
         most = max(counts.values(), default=0)
         if most < 2:
             return ()
-        # What only some share says little where something is shared by all.
+        # A place of some flows says little where all flows share another.
         places = [place for place, count in counts.items() if count == most]
-        named = self._highest([place for place in places if place.kind != "cpu"] or places)
-        named.sort(key=lambda place: (_RANK.index(place.kind), place.below))
-        return tuple(_shared(place, users[place]) for place in named)
-
-    def busy(self, flows: Sequence[Flow]) -> tuple[Shared, ...]:
-        """GPUs that move the bytes of all flows, some over host memory and some directly."""
-        return tuple(_busy(self.machine, flows))
-
-    def _highest(self, places: list[Place]) -> list[Place]:
-        """Of links above one another only the one nearest to the CPU."""
+        places = [place for place in places if place.kind != "cpu"] or places
+        # Of links above one another only the one nearest to the CPU.
         uplinks = {place.below for place in places if place.kind == "uplink"}
-        return [
+        places = [
             place
             for place in places
             if place.kind not in ("uplink", "own")
             or not uplinks.intersection(self.machine.ancestors(place.below))
         ]
+        places.sort(key=lambda place: (_RANK.index(place.kind), place.below))
+        return tuple(_shared(place, sorted(set(users[place]))) for place in places)
 
     def _of(self, transfer: Transfer) -> list[Passing]:
-        source, destination = (str(end) for end in (transfer.source, transfer.destination))
+        source, destination = str(transfer.source), str(transfer.destination)
         edges = self._network.path(source, destination)
         found = [self._passing(edge) for edge in edges]
         for node in self.machine.numa_nodes:
             if node.id in (source, destination):
                 words = f"the host memory of NUMA node {node.index}"
-                found.append(_at(Place(kind="memory", below=node.id, words=words)))
+                found.append(Passing(Place("memory", node.id, words)))
             elif any(node.id in edge for edge in edges):
-                words = f"the CPU of NUMA node {node.index}"
-                found.append(_at(Place(kind="cpu", below=node.id, words=words)))
+                found.append(Passing(Place("cpu", node.id, f"the CPU of NUMA node {node.index}")))
         return found
 
     def _passing(self, edge: Edge) -> Passing:
         kind = self._network.kinds[edge]
-        one, other = edge
+        start, end = edge
         if kind == "pci":
-            up = self.machine.parents.get(one) == other
-            return Passing(place=self._link(one if up else other), way="up" if up else "down")
+            up = self.machine.parents.get(start) == end
+            return Passing(self._pci_link(start if up else end), "up" if up else "down")
         if kind == "smp":
-            return _at(self._between(edge))
+            return Passing(self._between_nodes(edge))
         if kind == "hidden":
             words = f"the inside of the chip that joins switches {min(edge)} and {max(edge)}"
-            return Passing(
-                place=Place(kind="chip", below="+".join(sorted(edge)), words=words),
-                way="up" if one < other else "down",
-            )
-        return self._nvlink(edge)
+            place = Place("chip", "+".join(sorted(edge)), words)
+        elif "S" in (start[0], end[0]):
+            gpu = min(edge)
+            place = Place("nvlink", gpu, f"GPU {gpu[1:]}'s NVLinks")
+            return Passing(place, "up" if start == gpu else "down")
+        else:
+            place = Place("nvlink", "-".join(sorted(edge)), f"the link of {min(edge)}, {max(edge)}")
+        return Passing(place, "up" if start < end else "down")
 
-    def _link(self, child: str) -> Place:
-        if child[0] == "G":
-            return Place(kind="own", below=child, words=f"GPU {child[1:]}'s own PCIe link")
+    def _pci_link(self, child: str) -> Place:
+        if child[0] in "GN":
+            device = f"GPU {child[1:]}" if child[0] == "G" else f"NIC {child[1:]}"
+            return Place("own", child, f"{device}'s own PCIe link")
         above = self.machine.parents[child]
-        more = "" if above[0] == "C" else f" to {above}"
-        return Place(kind="uplink", below=child, words=f"the uplink of switch {child}{more}")
+        upper = "" if above[0] == "C" else f" to {above}"
+        return Place("uplink", child, f"the uplink of switch {child}{upper}")
 
-    def _between(self, edge: Edge) -> Place:
-        """The two directions of a link between CPUs are places of their own."""
+    def _between_nodes(self, edge: Edge) -> Place:
+        """Return a link between CPUs; its two directions are different places."""
         sockets = {node.id: node.socket for node in self.machine.numa_nodes}
-        one, other = edge
+        start, end = edge
         if self._network.between_sockets(edge):
-            ends = [sockets[end] if sockets[end] is not None else end[1:] for end in edge]
+            ends = [sockets[node] if sockets[node] is not None else node[1:] for node in edge]
             words = f"the link from socket {ends[0]} to socket {ends[1]}"
-            return Place(kind="socket", below=f"{ends[0]}>{ends[1]}", words=words)
-        words = f"the link from NUMA node {one[1:]} to NUMA node {other[1:]}"
-        return Place(kind="numa", below=f"{one}>{other}", words=words)
-
-    def _nvlink(self, edge: Edge) -> Passing:
-        one, other = edge
-        gpu = min(edge) if "S" in (one[0], other[0]) else ""
-        if gpu:
-            words = f"GPU {gpu[1:]}'s NVLinks"
-            place = Place(kind="nvlink", below=gpu, words=words)
-            return Passing(place=place, way="up" if one == gpu else "down")
-        low, high = sorted(edge)
-        place = Place(kind="nvlink", below=f"{low}-{high}", words=f"the link of {low} and {high}")
-        return Passing(place=place, way="up" if one == low else "down")
+            return Place("socket", f"{ends[0]}>{ends[1]}", words)
+        words = f"the link from NUMA node {start[1:]} to NUMA node {end[1:]}"
+        return Place("numa", f"{start}>{end}", words)
 
 
-def _at(place: Place) -> Passing:
-    return Passing(place=place, way="")
+def _shared(place: Place, directions: Sequence[str]) -> Shared:
+    kind = f"{place.kind} {'+'.join(directions)}"
+    if directions == [""] or place.kind == "chip":
+        return Shared(kind, place.words)
+    if len(directions) > 1:
+        return Shared(kind, f"{place.words} (in both directions)")
+    names = _OF_GPU if place.kind in ("own", "nvlink") else _DIRECTIONS
+    return Shared(kind, f"{place.words} ({names[directions[0]]})")
 
 
-def _shared(place: Place, users: Sequence[Passing]) -> Shared:
-    ways = sorted({one.way for one in users})
-    kind = f"{place.kind} {'+'.join(ways)}"
-    if ways == [""] or place.kind == "chip":
-        return Shared(kind=kind, words=place.words)
-    if len(ways) > 1:
-        return Shared(kind=kind, words=f"{place.words} (in both directions)")
-    names = {"up": "upwards", "down": "downwards"}
-    if place.kind in ("own", "nvlink"):
-        names = {"up": "outwards", "down": "inwards"}
-    return Shared(kind=kind, words=f"{place.words} ({names[ways[0]]})")
-
-
-def _busy(machine: Machine, flows: Sequence[Flow]) -> Iterator[Shared]:
+def busy(machine: Machine, flows: Sequence[Flow]) -> Iterator[Shared]:
+    """Yield GPUs that move bytes of all flows, some over host memory and some directly."""
     tasks: dict[str, list[tuple[int, str]]] = {}
     for number, flow in enumerate(flows):
         for part in flow.transfers:
-            gpu = f"GPU {part.executor.index}"
-            tasks.setdefault(gpu, []).append((number, _task(machine, part)))
+            if part.executor.kind != "N":
+                gpu = f"GPU {part.executor.index}"
+                tasks.setdefault(gpu, []).append((number, _task(machine, part)))
     mixed = len({flow.is_bounce for flow in flows}) > 1
     for gpu, found in sorted(tasks.items()):
         kinds = sorted({task for _, task in found})
         if mixed and len({number for number, _ in found}) == len(flows) and len(kinds) > 1:
-            yield Shared(
-                kind=f"busy {'+'.join(kinds)}",
-                words=f"{gpu}, which at once {' and '.join(kinds)}",
-            )
+            yield Shared(f"busy {'+'.join(kinds)}", f"{gpu}, which at once {' and '.join(kinds)}")
 
 
 def _task(machine: Machine, part: Transfer) -> str:
-    """What the executor of a transfer does."""
-    verb = "writes into" if part.operation == "write" else "reads"
-    other = part.destination if part.operation == "write" else part.source
-    own = machine.numa_of(f"G{part.executor.index}")
-    if other.kind == "C":
-        whose = "its own" if other.index == own else "another"
-        return f"{verb} the memory of {whose} NUMA node"
-    near = other.kind == "G" and machine.numa_of(str(other)) == own
-    return f"{verb} a GPU of {'its own' if near else 'another'} NUMA node"
+    """Return the work of a transfer's executor."""
+    verb, other = "reads", part.source
+    if part.operation == "write":
+        verb, other = "writes into", part.destination
+    if other.kind == "N":
+        return f"{verb} a NIC"
+    near = machine.numa_of(str(other)) == machine.numa_of(f"G{part.executor.index}")
+    what = "the memory" if other.kind == "C" else "a GPU"
+    return f"{verb} {what} of {'its own' if near else 'another'} NUMA node"
