@@ -1,14 +1,18 @@
-"""What the programs that are a rank share: their order, their end, where they meet, their answer.
+"""What rank programs share: specification, device, rendezvous, time slots and result.
 
-They alone import torch, and give it to what is here.
+Rank programs alone import torch, and pass it to these functions.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,108 +21,158 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json, read_text, write_atomically
-from tccl_py.rank_processes.places import answer_file, meeting_file
-from tccl_py.rank_processes.run import LISTENER
+from tccl_py.rank_processes.forkserver import LISTENER
 
-_MEETING = timedelta(seconds=90)
-"""Who waits longer than that for another rank gives up; the runner names who is late."""
-
-_TRY_S = 3.0
+SPEC_FILE = "spec.json"
+"""The job specification in the folder of a job's ranks."""
+_RENDEZVOUS_TIMEOUT = timedelta(seconds=90)
+_CONNECT_S = 3.0
+_WORD = 8
+_POLL_S = 2e-4
 
 T = TypeVar("T")
+TimeSlot = Callable[[], AbstractContextManager[None]]
+"""Enters the rank's next time slot: no other job runs inside its `with` block."""
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where ranks of several hosts meet: the first one's addresses, one of which all reach."""
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Addresses and port of the first rank's host, for jobs over several hosts."""
 
     addresses: tuple[str, ...]
     port: int
 
 
-def told(kind: type[T]) -> tuple[T, int, Path]:
-    """The order and the number that the command line names, and the folder to answer in.
+class JobSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job's number among concurrent jobs, and the ranks that each has on this host."""
 
-    From now on this process ends itself when its standard input ends: so it never outlives who
-    started it, however that ended.
+    number: int
+    jobs: int
+    ranks: int
+
+
+def result_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's result."""
+    return folder / f"result-{rank}.json"
+
+
+def slots_file(folder: Path) -> Path:
+    """Return the file of time slots, which concurrent jobs share."""
+    return folder.parent / "slots"
+
+
+def read_spec(kind: type[T]) -> tuple[T, int, Path]:
+    """Return the specification and rank from the command line, and the folder for the result.
+
+    From now on the process ends when its standard input does, so that it never outlives the
+    process that started it.
     """
     file = Path(sys.argv[1])
-    order = decode_json(read_text(file), kind, where=str(file))
+    spec = decode_json(read_text(file), kind, where=str(file))
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    return order, int(sys.argv[2]), file.parent
+    return spec, int(sys.argv[2]), file.parent
 
 
-def own_device(torch: Any, backend: str, place: int) -> Any:
-    """The device of a rank; of `nccl` the visible GPU at its place, which is current then."""
+def rank_device(torch: Any, backend: str, local_rank: int) -> Any:
+    """Return a rank's device; for `nccl` make the visible GPU of this number current."""
     if backend == "nccl":
-        device = torch.device("cuda", place)
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         return device
-    # The ranks of a rehearsal share the cores.
+    # Ranks on one host share its cores.
     torch.set_num_threads(1)
     return torch.device("cpu")
 
 
-def meet(
-    dist: Any,
-    backend: str,
-    where: Path | Meeting,
-    *,
-    rank: int,
-    world: int,
-    device: Any,
+def join_group(
+    dist: Any, backend: str, where: Path | Rendezvous, *, rank: int, world: int, device: Any
 ) -> None:
     """Join the job's process group.
 
-    On one host ranks meet by a file in a folder: a port that is free may be taken by then. Over
-    several the first rank has inherited a socket that is open already.
+    Ranks of one host use a file in their folder, as a free port may be taken by the time it is
+    used. Over several hosts rank 0 has inherited an open listening socket.
     """
     more = {"device_id": device} if backend == "nccl" else {}
-    if isinstance(where, Meeting):
+    if isinstance(where, Rendezvous):
         more["store"] = _store(dist, where, rank, world)
     else:
-        more["init_method"] = f"file://{meeting_file(where)}"
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=_MEETING, **more)
+        more["init_method"] = f"file://{where / 'rendezvous'}"
+    dist.init_process_group(
+        backend, rank=rank, world_size=world, timeout=_RENDEZVOUS_TIMEOUT, **more
+    )
 
 
-def _store(dist: Any, meeting: Meeting, rank: int, world: int) -> Any:
-    more: dict[str, Any] = {"timeout": _MEETING, "wait_for_workers": False}
+def _store(dist: Any, rendezvous: Rendezvous, rank: int, world: int) -> Any:
+    more: dict[str, Any] = {"timeout": _RENDEZVOUS_TIMEOUT, "wait_for_workers": False}
     if rank == 0:
-        descriptor = int(os.environ[LISTENER])
-        # It is its own host's; without a network there is loopback.
-        address = (*meeting.addresses, "127.0.0.1")[0]
-        more |= {"is_master": True, "master_listen_fd": descriptor}
+        # Without a network the host still has loopback.
+        address = (*rendezvous.addresses, "127.0.0.1")[0]
+        more |= {"is_master": True, "master_listen_fd": int(os.environ[LISTENER])}
     else:
-        address = _reached(meeting)
-    return dist.TCPStore(address, meeting.port, world, **more)
+        address = _reachable(rendezvous)
+    return dist.TCPStore(address, rendezvous.port, world, **more)
 
 
-def _reached(meeting: Meeting) -> str:
-    """The first address that answers: a host may have networks that others do not reach.
+def _reachable(rendezvous: Rendezvous) -> str:
+    """Return the first address that answers: a host may have networks that others cannot reach.
 
     Raises:
-        InputError: none does.
+        InputError: no address answers.
     """
-    for address in meeting.addresses:
+    for address in rendezvous.addresses:
         try:
-            with socket.create_connection((address, meeting.port), _TRY_S):
+            with socket.create_connection((address, rendezvous.port), _CONNECT_S):
                 return address
         except OSError:
             continue
     raise InputError(
         "the first rank's host",
-        f"error: is not reached at {', '.join(meeting.addresses)}",
+        f"error: cannot be reached at {', '.join(rendezvous.addresses)}",
         "let the hosts of a job reach each other over TCP",
     )
 
 
-def leave_answer(folder: Path, rank: int, answer: Any) -> None:
-    """Write a rank's answer, whole or not at all."""
-    write_atomically(answer_file(folder, rank), encode_json(answer))
+def write_result(folder: Path, rank: int, result: Any) -> None:
+    """Write a rank's result, whole or not at all."""
+    write_atomically(result_file(folder, rank), encode_json(result))
 
 
 def _end_with_parent() -> None:
-    # Nothing is ever written there: the read returns when the other end is gone. Not through
-    # sys.stdin, whose lock this thread would hold while the interpreter ends.
+    # Nothing is ever written to the pipe: the read returns when the other end is closed. Not
+    # through sys.stdin, whose lock this thread would hold while the interpreter ends.
     while os.read(0, 1):
         pass
     os._exit(3)
+
+
+# Time slots: a disturbance of some seconds then hits all concurrent jobs alike, and starting
+# several jobs takes no longer than starting one. The ranks of a host map a file with the number of
+# slots that each has had. Over several hosts that suffices: a slot begins with a collective of its
+# job, which every host's ranks reach only after the job before has left its slot there.
+
+
+def write_slots(file: Path, ranks: int) -> None:
+    """Write the file for this many ranks, none of which has had a slot."""
+    file.write_bytes(bytes(_WORD * ranks))
+
+
+def time_slots(file: Path, slot: JobSlot | None, local_rank: int) -> TimeSlot:
+    """Return the time slots of a rank; one job alone never waits."""
+    if slot is None or slot.jobs == 1:
+        return nullcontext
+    with file.open("r+b") as opened:
+        # Each word is written by one rank, and whole.
+        counts = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
+    own = slot.number * slot.ranks + local_rank
+
+    @contextmanager
+    def next_slot() -> Iterator[None]:
+        had = counts[own]
+        # Wait until the ranks of the job before this one have had their slot of this round.
+        job, needed = (slot.number - 1, had + 1) if slot.number else (slot.jobs - 1, had)
+        first = job * slot.ranks
+        while any(counts[rank] < needed for rank in range(first, first + slot.ranks)):
+            time.sleep(_POLL_S)
+        yield
+        counts[own] = had + 1
+
+    return next_slot

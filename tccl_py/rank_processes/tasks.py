@@ -1,0 +1,225 @@
+"""A host's ranks of one or several jobs: started as fresh processes, awaited, and ended."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from tccl_py.errors import TcclError
+from tccl_py.files import decode_json
+from tccl_py.rank_processes.forkserver import ForkedRank, ForkServer, Program
+from tccl_py.rank_processes.rank import SPEC_FILE, result_file, slots_file, write_slots
+from tccl_py.temporary import temporary_folder
+
+TORCH = ("torch", "torch.distributed", "torch.nn.parallel")
+"""Imports that take most of a torch rank's start."""
+FOLDER = "{folder}"
+"""Placeholder in environment values for the folder that the ranks get."""
+LOGS = "log-*"
+"""Files in the folder that NCCL_DEBUG_FILE has to name."""
+MAX_LOG_CHARACTERS = 48 << 20
+"""Of one host: a message between hosts holds no more of NCCL's log."""
+_POLL_S = 0.02
+_GRACE_S = 5.0
+"""Time for other ranks to fail after the first failure, which is often not the cause."""
+_LAST_BYTES = 64_000
+_TAIL = 600
+"""Characters of a failed rank's output in an error."""
+_CAUSE = ("error", "Error", "not found", "WARN")
+
+T = TypeVar("T")
+
+
+class RanksError(TcclError):
+    """Ranks failed or ran out of time; callers build their own message from the fields.
+
+    Args:
+        ranks: the ranks' numbers.
+        what: the failure, as "ended with code 1".
+        said: the last line of their output that names a cause, or "".
+        late: whether they were ended because the time was up.
+    """
+
+    def __init__(self, ranks: Sequence[int], what: str, said: str, *, late: bool = False) -> None:
+        super().__init__(f"rank {', '.join(map(str, ranks))}: {what}; {said or 'no output'}")
+        self.ranks = tuple(ranks)
+        self.what = what
+        self.said = said
+        self.late = late
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One host's part of a job: `PROGRAM FOLDER/spec.json RANK` for each of its ranks.
+
+    `spec` is the job specification as JSON, `environment` the whole environment of each rank (with
+    the placeholder FOLDER), `files` texts to put into the folder by name, `timeout` seconds for
+    everything, and `imports` the modules that the fork server imports once.
+    """
+
+    program: str
+    spec: str
+    ranks: tuple[int, ...]
+    environment: dict[str, str]
+    timeout: float
+    files: dict[str, str] = {}
+    imports: tuple[str, ...] = ()
+
+
+class RankOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of a host's ranks as JSON, in order, and NCCL's logs from the folder."""
+
+    results: tuple[str, ...]
+    log: str
+
+
+class _Rank(NamedTuple):
+    folder: Path
+    number: int
+    process: ForkedRank
+
+
+def run_tasks(
+    tasks: Sequence[Task],
+    *,
+    listeners: Sequence[socket.socket | None] = (),
+    meanwhile: Callable[[], None] = lambda: None,
+    server: ForkServer | None = None,
+) -> tuple[RankOutput, ...]:
+    """Run a host's ranks of one job, or of several at once; no process or file is left behind.
+
+    Concurrent jobs share a file of time slots beside their folders (`rank.time_slots`).
+
+    Args:
+        tasks: one for each job; the longest timeout holds for all.
+        listeners: for each job the rendezvous socket, which its first rank here inherits.
+        meanwhile: called while ranks run; an exception from it ends them.
+        server: starts the ranks; None for one that lasts as long as this run.
+
+    Raises:
+        RanksError: a rank failed, or the time was up.
+    """
+    with ExitStack() as stack:
+        whole = stack.enter_context(temporary_folder("tccl-ranks-"))
+        forks = stack.enter_context(ForkServer()) if server is None else server
+        folders = [whole / f"job-{number}" for number in range(len(tasks))]
+        write_slots(slots_file(folders[0]), sum(len(task.ranks) for task in tasks))
+        started: list[_Rank] = []
+        sockets = listeners or [None] * len(tasks)
+        for task, folder, listener in zip(tasks, folders, sockets, strict=True):
+            folder.mkdir()
+            for name, text in {SPEC_FILE: task.spec, **task.files}.items():
+                (folder / name).write_text(text)
+            for rank in task.ranks:
+                inherited = listener if rank == task.ranks[0] else None
+                process = forks.start(_program(task, folder, rank), inherited)
+                stack.callback(process.end)
+                started.append(_Rank(folder, rank, process))
+        _wait(started, max(task.timeout for task in tasks), meanwhile)
+        return tuple(
+            RankOutput(results=tuple(_result(folder, rank) for rank in task.ranks), log=_log(folder))
+            for task, folder in zip(tasks, folders, strict=True)
+        )
+
+
+def _program(task: Task, folder: Path, rank: int) -> Program:
+    return Program(
+        module=task.program,
+        arguments=(str(folder / SPEC_FILE), str(rank)),
+        environment={k: v.replace(FOLDER, str(folder)) for k, v in task.environment.items()},
+        output=str(_output(folder, rank)),
+        imports=task.imports,
+    )
+
+
+def decoded(output: RankOutput, ranks: Sequence[int], kind: type[T]) -> tuple[T, ...]:
+    """Return the ranks' results as objects.
+
+    Raises:
+        InputError: a result is something else.
+    """
+    return tuple(
+        decode_json(text, kind, where=f"result of rank {rank}")
+        for rank, text in zip(ranks, output.results, strict=True)
+    )
+
+
+def _wait(started: Sequence[_Rank], timeout: float, meanwhile: Callable[[], None]) -> None:
+    """Wait until all ranks ended well.
+
+    Raises:
+        RanksError: one failed, or the time was up.
+    """
+    deadline = time.monotonic() + timeout
+    failed_at = None
+    while True:
+        codes = [(rank, rank.process.poll()) for rank in started]
+        failed = [(rank, code) for rank, code in codes if code]
+        running = [rank for rank, code in codes if code is None]
+        if not failed and not running:
+            return
+        now = time.monotonic()
+        if failed and failed_at is None:
+            failed_at = now
+        if failed_at is not None and (not running or now > failed_at + _GRACE_S):
+            raise _failure(failed)
+        if now > deadline:
+            folder = running[0].folder
+            slow = [rank.number for rank in running if rank.folder == folder]
+            what = f"did not end within {timeout:g} s"
+            raise RanksError(slow, what, _said(folder, slow[0]), late=True)
+        meanwhile()
+        time.sleep(_POLL_S)
+
+
+def _failure(failed: Sequence[tuple[_Rank, int]]) -> RanksError:
+    """Blame the rank whose last output names a cause, else the first with any output."""
+    rank, code = next(
+        (
+            (rank, code)
+            for lines in (_causes, list)
+            for rank, code in failed
+            if lines(_lines(rank.folder, rank.number))
+        ),
+        failed[0],
+    )
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    return RanksError([rank.number], how, _said(rank.folder, rank.number))
+
+
+def _said(folder: Path, rank: int) -> str:
+    """Return the last line of a rank's output that names a cause, else the last line."""
+    lines = _lines(folder, rank)
+    last = (_causes(lines) or lines)[-1:]
+    return last[0][-_TAIL:] if last else ""
+
+
+def _lines(folder: Path, rank: int) -> list[str]:
+    path = _output(folder, rank)
+    text = path.read_bytes()[-_LAST_BYTES:].decode(errors="replace") if path.exists() else ""
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def _causes(lines: Sequence[str]) -> list[str]:
+    return [line for line in lines if any(word in line for word in _CAUSE)]
+
+
+def _output(folder: Path, rank: int) -> Path:
+    return folder / f"output-{rank}"
+
+
+def _result(folder: Path, rank: int) -> str:
+    try:
+        return result_file(folder, rank).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        raise RanksError([rank], "ended without a result", _said(folder, rank)) from None
+
+
+def _log(folder: Path) -> str:
+    texts = [path.read_bytes().decode(errors="replace") for path in sorted(folder.glob(LOGS))]
+    return "\n".join(texts)[:MAX_LOG_CHARACTERS]
