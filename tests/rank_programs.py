@@ -1,6 +1,6 @@
 """Ranks that are no torch programs, to try what runs them: they answer, fail, hang, or stay.
 
-usage: python -m tests.rank_programs ORDER.json RANK, as tccl_py.verify.rank; what a rank does
+usage: python -m tests.rank_programs SPEC.json RANK, as tccl_py.verify.rank; what a rank does
 stands in TCCL_TEST_RANKS, a word for each rank.
 """
 
@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 from tccl_py.files import decode_json, encode_json
-from tccl_py.verify.orders import Answer, Order
+from tccl_py.verify.spec import JobResult, JobSpec
 
 
 def main():
-    order = decode_json(Path(sys.argv[1]).read_text(), Order, where="order")
+    order = decode_json(Path(sys.argv[1]).read_text(), JobSpec, where="spec")
     rank = int(sys.argv[2])
     answers = Path(sys.argv[1]).parent
     folder = Path(os.environ.get("TCCL_TEST_PIDS", answers))
@@ -38,8 +38,8 @@ def main():
     if word == "die":
         os.abort()
     if word == "answer":
-        answer = Answer(rank=rank, torch="none", timings=tuple((1.0,) for _ in order.sizes))
-        (answers / f"answer-{rank}.json").write_text(encode_json(answer))
+        answer = JobResult(rank=rank, torch="none", timings=tuple((1.0,) for _ in order.sizes))
+        (answers / f"result-{rank}.json").write_text(encode_json(answer))
 
 
 def _has_ended(file):

@@ -67,8 +67,8 @@ def planned(tmp_path_factory):
 
 GOES_ON = {
     "plan": "out/measurements.jsonl",
-    "verify": "tccl-ranks-*/*/answer-*",
-    "overlap": "tccl-ranks-*/*/answer-*",
+    "verify": "tccl-ranks-*/*/result-*",
+    "overlap": "tccl-ranks-*/*/result-*",
 }
 """Files that are there when a command has children that have imported all; it is ended then."""
 

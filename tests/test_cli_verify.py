@@ -15,8 +15,8 @@ from tccl_py.errors import InputError
 from tccl_py.plan.directory import locked, write_plan
 from tccl_py.plan.plan import load_plan
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.verify.orders import Wrong
 from tccl_py.verify.record import load_verification
+from tccl_py.verify.spec import WrongValue
 from tests.verified import FakeJobs, by_plan
 
 NAME = "intel-v100"
@@ -60,7 +60,7 @@ def jobs(monkeypatch):
 
     def use(ratio, *, variables=lambda _: 1.0, **more):
         fake = FakeJobs(by_plan(ratio, variables=variables), **more)
-        monkeypatch.setattr(module, "run_jobs", fake)
+        monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
         monkeypatch.setattr(module, "_check_torch", lambda: None)
         return fake
 
@@ -135,7 +135,7 @@ def test_json_has_the_keys_that_the_help_lists(place, jobs):
         (0.9, {}, "No to graph file, the chosen choice: it is slower than default NCCL at 4 KiB"),
         (
             1.5,
-            {"wrong": (Wrong(case="scatter, int32 x 3", rank=1, what="1 of 3"),)},
+            {"wrong": (WrongValue(case="scatter, int32 x 3", rank=1, what="1 of 3"),)},
             "the chosen choice: 1 values are wrong",
         ),
         (
@@ -202,10 +202,10 @@ class Interrupting(FakeJobs):
         super().__init__(by_plan(lambda size: 1.3))
         self._number, self._at = number, at
 
-    def one(self, order, surroundings):
+    def one(self, spec, environment):
         if self._at(len(self.jobs)):
             os.kill(os.getpid(), self._number)
-        return super().one(order, surroundings)
+        return super().one(spec, environment)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -213,7 +213,7 @@ def test_an_interrupted_verification_changes_nothing(place, jobs, monkeypatch, n
     jobs(lambda size: 1.0)
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
     fake = Interrupting(number=number, at=lambda count: count == 4)
-    monkeypatch.setattr(module, "run_jobs", fake)
+    monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
     found = tccl("verify", place, "--backend", "host", "--tune")
     assert (found.exit_code, found.stdout) == (code, "")
     assert found.stderr == f"tccl: interrupted: nothing in {place} was changed\n"
@@ -225,7 +225,7 @@ def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, jobs, monke
     before = (place / "plan.json").read_bytes()
     tuning = []
     fake = Interrupting(number=signal.SIGTERM, at=lambda count: bool(tuning))
-    monkeypatch.setattr(module, "run_jobs", fake)
+    monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
     run = common.run_tuning
     monkeypatch.setattr(common, "run_tuning", lambda *a, **k: tuning.append(1) or run(*a, **k))
     found = tccl("verify", place, "--backend", "host", "--tune")
@@ -380,8 +380,8 @@ def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
     fake = jobs(lambda _: 1.0)
     fake._seconds = seconds
     # Where GPUs are missing: ranks are stand-ins, and so is their place.
-    real = module._place
-    monkeypatch.setattr(module, "_place", lambda plan, at, _, keep: real(plan, at, "host", keep))
+    real = module._launcher
+    monkeypatch.setattr(module, "_launcher", lambda plan, at, _, keep: real(plan, at, "host", keep))
     monkeypatch.setattr(module, "check_tuning", lambda: None)
     monkeypatch.setattr("tccl_py.cli.plan.check_tuning", lambda: None)
     options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1", "--tune", "--json")

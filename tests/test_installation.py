@@ -25,9 +25,8 @@ from tccl_py.nccl.pinned_env import against
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan
-from tccl_py.verify.comparison import Compared
-from tccl_py.verify.orders import Wrong
-from tccl_py.verify.record import ArmResult, Row, Verification, keep_verification
+from tccl_py.verify.record import ArmResult, Compared, Row, Verification, keep_verification
+from tccl_py.verify.spec import WrongValue
 from tests.planned import SMALL, plan_of
 
 SETTINGS = Settings(version="2.28", p2p_level="SYS", channels=8, buffsize=524288)
@@ -536,7 +535,7 @@ def verified(directory, digest=None, **changes):
         (directory / "verify.json").write_text(text.replace(found.plan_digest, digest))
 
 
-WRONG = Wrong(case="all_reduce float32 1", rank=0, what="sums differ")
+WRONG = WrongValue(case="all_reduce float32 1", rank=0, what="sums differ")
 WORSE = Row(
     bytes=4096, seconds=(1.0,), compared=Compared(ratio=0.9, low=0.8, high=0.95, p=0.01),
     verdict="worse",

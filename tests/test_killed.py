@@ -19,7 +19,7 @@ from tccl_py.plan.directory import output_directory, write_nccl_files, write_pla
 from tccl_py.plan.plan import load_plan
 from tccl_py.plan.staging import MANIFEST_FILE, REPLACING, check_files, locked, settle
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.verify.tunable import TunableMachine
+from tccl_py.verify.target import TunableMachine
 from tests.cluster_plans import equal_hosts, mixed
 from tests.killed import killed_at, killed_at_each
 from tests.planned import PCIE, SMALL, plan_of

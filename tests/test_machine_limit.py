@@ -20,7 +20,7 @@ from tccl_py.plan.planner import make_plan
 from tccl_py.plan.subsets import bare_copies, limit_gbps
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.verify.tunable import TunableMachine
+from tccl_py.verify.target import TunableMachine
 from tests.fakes import space_of
 from tests.planned import PCIE, SMALL, plan_of
 from tests.profiler_pools import options, pool_of

@@ -8,7 +8,7 @@ import pytest
 from tccl_profiler.cluster.agents import RankJobs
 from tccl_profiler.cluster.messages import Envelope, RunRanks
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.rank_processes.task import Task, decoded
+from tccl_py.rank_processes.tasks import Task, decoded
 from tests.profiler_clusters import agents_in_processes
 
 HOSTS = ("north", "south")
@@ -22,18 +22,18 @@ if word == "fail":
 if word == "hang":
     time.sleep(600)
 if rank == 0:
-    with socket.socket(fileno=int(os.environ["TCCL_MEETING_DESCRIPTOR"])) as meeting:
+    with socket.socket(fileno=int(os.environ["TCCL_RENDEZVOUS_DESCRIPTOR"])) as meeting:
         for _ in order["words"][1:]:
             meeting.accept()[0].close()
 else:
-    assert "TCCL_MEETING_DESCRIPTOR" not in os.environ
+    assert "TCCL_RENDEZVOUS_DESCRIPTOR" not in os.environ
     for address in order["addresses"]:
         try:
             socket.create_connection((address, order["port"]), 5).close()
             break
         except OSError:
             pass
-pathlib.Path(sys.argv[1]).with_name(f"answer-{rank}.json").write_text(json.dumps(rank))
+pathlib.Path(sys.argv[1]).with_name(f"result-{rank}.json").write_text(json.dumps(rank))
 pathlib.Path(sys.argv[1]).with_name("log-1").write_text(os.environ["WHO"])
 """
 
@@ -47,7 +47,7 @@ def jobs(tmp_path):
 
         def run(words, timeout=60.0):
             surroundings = rank_jobs.surroundings()
-            meeting = rank_jobs.meetings("north", 1)[0]
+            meeting = rank_jobs.rendezvous("north", 1)[0]
             order = (
                 f'{{"words": {words.split()!r}, "addresses": {list(meeting.addresses)!r}, '
                 f'"port": {meeting.port}}}'
@@ -55,9 +55,9 @@ def jobs(tmp_path):
             tasks = {
                 host: Task(
                     program="stand_in",
-                    order=order,
+                    spec=order,
                     ranks=ranks,
-                    surroundings={
+                    environment={
                         **surroundings[host],
                         "PYTHONPATH": f"{tmp_path}:{surroundings[host]['PYTHONPATH']}",
                         "PIDS": str(tmp_path),
@@ -127,9 +127,9 @@ def test_agents_that_lose_their_controller_leave_no_rank(tmp_path):
         surroundings = RankJobs(job).surroundings()["south"]
         task = Task(
             program="stand_in",
-            order='{"words": ["hang"]}',
+            spec='{"words": ["hang"]}',
             ranks=(0,),
-            surroundings={
+            environment={
                 **surroundings,
                 "PYTHONPATH": f"{tmp_path}:{surroundings['PYTHONPATH']}",
                 "PIDS": str(tmp_path),

@@ -12,30 +12,38 @@ from pathlib import Path
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.rank_processes.starting import Nursery, interpreter
-from tccl_py.rank_processes.task import FOLDER, Left, RanksError, Task, decoded, run_tasks
+from tccl_py.rank_processes.forkserver import ForkServer
+from tccl_py.rank_processes.tasks import FOLDER, RankOutput, RanksError, Task, decoded, run_tasks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+IMPORTS = ("decimal", "no_such_module")
 
 
-@pytest.fixture(params=["interpreters", "forks"])
-def run(request):
-    """Runs ranks, each an interpreter of its own or a fork of one process."""
-    if request.param == "interpreters":
-        yield functools.partial(run_ranks, start=interpreter)
-        return
-    with Nursery(("decimal", "no_such_module")) as nursery:
-        yield functools.partial(run_ranks, start=nursery)
+@pytest.fixture(scope="module")
+def run():
+    """Runs ranks, forks of one server."""
+    with ForkServer() as server:
+        yield functools.partial(run_ranks, server=server)
 
 
-def run_ranks(folder, text, ranks, *, timeout=60.0, variables=None, listener=None, **more):
+def run_ranks(
+    folder,
+    text,
+    ranks,
+    *,
+    timeout=60.0,
+    variables=None,
+    listener=None,
+    imports=("decimal", "no_such_module"),
+    **more,
+):
     """Run the ranks of one job, whose program is `text`."""
     (folder / "stand_in.py").write_text(text)
     task = Task(
         program="stand_in",
-        order="{}",
+        spec="{}",
         ranks=ranks,
-        surroundings={
+        environment={
             **os.environ,
             "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
             "NCCL_OWN": f"{FOLDER}/log-x",
@@ -43,6 +51,7 @@ def run_ranks(folder, text, ranks, *, timeout=60.0, variables=None, listener=Non
         },
         timeout=timeout,
         files={"graph.xml": "<graphs/>"},
+        imports=imports,
     )
     (left,) = run_tasks([task], listeners=[listener], **more)
     return left
@@ -51,7 +60,7 @@ def run_ranks(folder, text, ranks, *, timeout=60.0, variables=None, listener=Non
 ANSWERING = """
 import os, pathlib, sys
 folder = pathlib.Path(sys.argv[1]).parent
-(folder / f'answer-{sys.argv[2]}.json').write_text(sys.argv[2])
+(folder / f'result-{sys.argv[2]}.json').write_text(sys.argv[2])
 open(os.environ["NCCL_OWN"], 'a').write((folder / 'graph.xml').read_text())
 """
 
@@ -64,9 +73,9 @@ def test_ranks_have_their_numbers_and_leave_answers_and_logs(run, tmp_path):
 
 def test_the_first_rank_inherits_where_all_meet(run, tmp_path):
     text = ANSWERING + (
-        "import socket\nname = 'TCCL_MEETING_DESCRIPTOR'\nsaid = os.environ.get(name, '0')\n"
+        "import socket\nname = 'TCCL_RENDEZVOUS_DESCRIPTOR'\nsaid = os.environ.get(name, '0')\n"
         "if said != '0': said = socket.socket(fileno=int(said)).getsockname()[1]\n"
-        "(folder / f'answer-{sys.argv[2]}.json').write_text(str(said))"
+        "(folder / f'result-{sys.argv[2]}.json').write_text(str(said))"
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         left = run(tmp_path, text, (0, 1), listener=listener)
@@ -110,10 +119,10 @@ def test_ranks_that_are_late_are_all_named(run, tmp_path):
 
 
 def test_a_missing_answer_and_one_that_is_none_are_told(run, tmp_path):
-    with pytest.raises(RanksError, match=r"^rank 5: ended without an answer; it said nothing$"):
+    with pytest.raises(RanksError, match=r"^rank 5: ended without a result; no output$"):
         run(tmp_path, "pass", (5,))
-    with pytest.raises(InputError, match=r"^answer of rank 5: does not fit int"):
-        decoded(Left(answers=('"x"',), log=""), (5,), int)
+    with pytest.raises(InputError, match=r"^result of rank 5: does not fit int"):
+        decoded(RankOutput(results=('"x"',), log=""), (5,), int)
 
 
 def test_a_killed_rank_is_told_by_its_signal(run, tmp_path):
@@ -127,7 +136,7 @@ def test_ranks_begin_as_programs_of_their_own_with_their_environment_alone(run, 
         "spoilt = hasattr(decimal, 'spoilt') or 'SPOILT' in os.environ\n"
         "decimal.spoilt, os.environ['SPOILT'] = 1, '1'\n"
         "said = [__name__, spoilt, os.environ.get('ONLY', ''), os.getpgid(0) == os.getpid()]\n"
-        "(folder / f'answer-{sys.argv[2]}.json').write_text(json.dumps(said))"
+        "(folder / f'result-{sys.argv[2]}.json').write_text(json.dumps(said))"
     )
     for only in ("a", "b"):
         left = run(tmp_path, text, (0, 1), variables={"ONLY": only})
@@ -137,12 +146,12 @@ def test_ranks_begin_as_programs_of_their_own_with_their_environment_alone(run, 
 def test_forks_share_what_was_imported_until_the_environment_is_another(tmp_path):
     text = ANSWERING + (
         "import json\nsaid = [os.getppid(), 'decimal' in sys.modules]\n"
-        "(folder / f'answer-{sys.argv[2]}.json').write_text(json.dumps(said))"
+        "(folder / f'result-{sys.argv[2]}.json').write_text(json.dumps(said))"
     )
-    with Nursery(("decimal",)) as nursery:
+    with ForkServer() as server:
         parents = []
         for variables in ({}, {"NCCL_ALGO": "Ring"}, {"OMP_NUM_THREADS": "1"}):
-            left = run_ranks(tmp_path, text, (0, 1), start=nursery, variables=variables)
+            left = run_ranks(tmp_path, text, (0, 1), server=server, variables=variables)
             (one, had), other = decoded(left, (0, 1), list)
             assert other == [one, True]
             assert had
@@ -152,12 +161,12 @@ def test_forks_share_what_was_imported_until_the_environment_is_another(tmp_path
     assert not any(Path(f"/proc/{one}").exists() for one in parents)
 
 
-def test_after_their_nursery_was_killed_ranks_end_and_the_next_ones_have_another(tmp_path):
-    with Nursery(("decimal",)) as nursery:
+def test_after_their_fork_server_was_killed_ranks_end_and_the_next_ones_have_another(tmp_path):
+    with ForkServer() as server:
         killing = "import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(600)"
         with pytest.raises(RanksError, match=r"rank 0: ended with code 1"):
-            run_ranks(tmp_path, killing, (0,), start=nursery)
-        left = run_ranks(tmp_path, ANSWERING, (0,), start=nursery)
+            run_ranks(tmp_path, killing, (0,), server=server)
+        left = run_ranks(tmp_path, ANSWERING, (0,), server=server)
         assert decoded(left, (0,), int) == (0,)
 
 
@@ -171,8 +180,8 @@ def test_nothing_outlives_who_started_forks(tmp_path, number):
     program = (
         "import sys\nfrom pathlib import Path\nfrom tests.test_rank_processes import *\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        "with Nursery(('decimal',)) as nursery:\n"
-        f"    run_ranks(folder, {text!r}, (0, 1), start=nursery, variables={{'PIDS': str(folder)}})"
+        "with ForkServer() as server:\n"
+        f"    run_ranks(folder, {text!r}, (0, 1), server=server, variables={{'PIDS': str(folder)}})"
     )
     started = subprocess.Popen(
         [sys.executable, "-c", program], cwd=REPOSITORY, stderr=subprocess.DEVNULL

@@ -25,12 +25,12 @@ from tccl_py.report.tables import (
     worst_pairs,
 )
 from tccl_py.verify.record import keep_verification
-from tccl_py.verify.rounds import Effort
+from tccl_py.verify.verify import RunBudget
 from tests.effort import soon
 from tests.planned import ASUS, PCIE, SMALL, WRX
 from tests.report_pages import EVIL, PLANS, Page, all_singles_and_pairs, plan_directory, renamed
 from tests.toy import toy_machine
-from tests.verified import FakeJobs, by_plan, rehearsal, run_verification
+from tests.verified import FakeJobs, by_plan, dry_run, run_verification
 
 MACHINES = sorted(path.stem for path in PLANS.glob("*.json"))
 
@@ -355,7 +355,7 @@ def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     assert "graph file, achieved" not in page_of(place).words
     jobs = FakeJobs(by_plan(lambda _: 1.1))
     plan = load_plan(place)
-    found = run_verification(plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)))
+    found = run_verification(plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)))
     keep_verification(found, place)
     assert "verify.json is left out: it is a rehearsal without GPUs" in page_of(place).words
     default, graph = (

@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from tccl_py.rank_processes.turns import Seat, turns, write_turns
+from tccl_py.rank_processes.rank import JobSlot, time_slots, write_slots
 
 COUNT = 4
 
 
 def take(folder, seat, place, pause, log):
     """A rank that has COUNT turns, and notes when each began and ended."""
-    turn = turns(folder / "turns", seat, place)
+    turn = time_slots(folder / "slots", seat, place)
     for number in range(COUNT):
         with turn():
             begun = time.monotonic()
@@ -25,10 +25,10 @@ def take(folder, seat, place, pause, log):
 
 def test_no_two_jobs_have_their_turn_at_once_and_ranks_of_one_have_theirs_together(tmp_path):
     jobs, ranks = 3, 2
-    write_turns(tmp_path / "turns", jobs * ranks)
+    write_slots(tmp_path / "slots", jobs * ranks)
     context = multiprocessing.get_context("fork")
     log = context.Queue()
-    seats = [(Seat(number=job, jobs=jobs, ranks=ranks), rank) for job in range(jobs)
+    seats = [(JobSlot(number=job, jobs=jobs, ranks=ranks), rank) for job in range(jobs)
              for rank in range(ranks)]  # fmt: skip
     started = [
         context.Process(target=take, args=(tmp_path, seat, rank, 10 * pause, log))
@@ -52,13 +52,13 @@ def test_no_two_jobs_have_their_turn_at_once_and_ranks_of_one_have_theirs_togeth
 
 
 def test_one_job_waits_for_nobody_and_has_no_file(tmp_path):
-    for seat in (None, Seat(number=0, jobs=1, ranks=8)):
-        assert turns(tmp_path / "none", seat, 0) is contextlib.nullcontext
+    for seat in (None, JobSlot(number=0, jobs=1, ranks=8)):
+        assert time_slots(tmp_path / "none", seat, 0) is contextlib.nullcontext
 
 
 def test_a_turn_that_fails_is_not_over(tmp_path):
-    write_turns(tmp_path / "turns", 2)
-    turn = turns(tmp_path / "turns", Seat(number=0, jobs=2, ranks=1), 0)
+    write_slots(tmp_path / "slots", 2)
+    turn = time_slots(tmp_path / "slots", JobSlot(number=0, jobs=2, ranks=1), 0)
     with pytest.raises(KeyError), turn():
         raise KeyError
-    assert (tmp_path / "turns").read_bytes() == bytes(16)
+    assert (tmp_path / "slots").read_bytes() == bytes(16)

@@ -14,14 +14,18 @@ from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.verify.comparison import FALSE_RATE, Compared, compare
-from tccl_py.verify.jobs import JobError
-from tccl_py.verify.orders import Wrong, bus_gbps
-from tccl_py.verify.record import keep_verification, load_verification
+from tccl_py.verify.jobs import JobError, pinned_variables, rank_environment
+from tccl_py.verify.record import (
+    FALSE_RATE,
+    Compared,
+    compare,
+    keep_verification,
+    load_verification,
+)
 from tccl_py.verify.rings import rings_found
-from tccl_py.verify.rounds import Effort, round_order
-from tccl_py.verify.subjects import machine_subject
-from tccl_py.verify.surroundings import job_surroundings, kept_variables
+from tccl_py.verify.spec import WrongValue, bus_gbps
+from tccl_py.verify.target import machine_target
+from tccl_py.verify.verify import RunBudget, round_order
 from tests.nccl_cases import torn
 from tests.planned import SMALL, plan_of, rebind
 from tests.verified import (
@@ -29,7 +33,7 @@ from tests.verified import (
     by_plan,
     by_variables,
     changed,
-    rehearsal,
+    dry_run,
     run_verification,
 )
 
@@ -149,8 +153,8 @@ def test_rounds_are_palindromes_whose_start_rotates(arms):
 
 def test_a_faster_plan_is_accepted_with_its_evidence(plan, place):
     jobs = FakeJobs(by_plan(lambda size: 1.2 if size >= 1 << 20 else 1.0))
-    effort = Effort()
-    found = run_verification(plan, place, rehearsal(plan, jobs), effort, choice="graph")
+    effort = RunBudget()
+    found = run_verification(plan, place, dry_run(plan, jobs), effort, choice="graph")
     default, graph = found.arms
     assert (found.winner, found.accepted, graph.objections) == ("graph", True, ())
     assert [one.verdict for one in graph.sizes][-5:] == ["better"] * 5
@@ -167,22 +171,24 @@ def test_a_faster_plan_is_accepted_with_its_evidence(plan, place):
 
 
 def test_arms_differ_by_the_plans_variables_alone(boxed, box, three):
-    found = run_verification(boxed, box, rehearsal(boxed, three), Effort(sizes=(4096,)))
+    found = run_verification(boxed, box, dry_run(boxed, three), RunBudget(sizes=(4096,)))
     arms = {
         letter: one.variables
-        for letter, one in zip("ABC", machine_subject(boxed, box).arms, strict=True)
+        for letter, one in zip("ABC", machine_target(boxed, box).arms, strict=True)
     }
     assert arms["A"] == {}
     assert arms["B"] == {"NCCL_P2P_LEVEL": "PHB"}
     assert arms["C"] == {**arms["B"], "NCCL_GRAPH_FILE": str(box / "nccl" / "graph.xml")}
-    for letter, (order, surroundings) in zip(found.order, three.jobs[3:], strict=True):
-        nccl = {name: text for name, text in surroundings.items() if name.startswith("NCCL_")}
+    # A job's ranks get the graph file in a folder of their own.
+    arms["C"]["NCCL_GRAPH_FILE"] = "{folder}/graph.xml"
+    for letter, (spec, environment) in zip(found.order, three.jobs[3:], strict=True):
+        nccl = {name: text for name, text in environment.items() if name.startswith("NCCL_")}
         assert nccl == arms[letter]
-        assert order.world == len(boxed.gpus)
+        assert spec.world == len(boxed.gpus)
 
 
 def test_three_arms_run_in_every_round_and_equal_environments_are_one_arm(boxed, box, three, plan):
-    found = run_verification(boxed, box, rehearsal(boxed, three), Effort(sizes=(4096,)))
+    found = run_verification(boxed, box, dry_run(boxed, three), RunBudget(sizes=(4096,)))
     assert [one.name for one in found.arms] == ["default", "variables", "graph"]
     assert found.order.startswith("ABCCBABCAACBCABBAC")
     assert found.order.count("A") == found.order.count("B") == found.order.count("C")
@@ -190,9 +196,9 @@ def test_three_arms_run_in_every_round_and_equal_environments_are_one_arm(boxed,
     place = box.parent / "other"
     place.mkdir()
     write_plan(plan, place, model=load_bundled(SMALL))
-    assert [one.name for one in machine_subject(plan, place).arms] == ["default", "graph"]
+    assert [one.name for one in machine_target(plan, place).arms] == ["default", "graph"]
     with pytest.raises(InputError, match="--choice variables: sets nothing that default NCCL has"):
-        machine_subject(plan, place).narrowed("variables")
+        machine_target(plan, place).narrowed("variables")
 
 
 @pytest.mark.parametrize(
@@ -210,8 +216,8 @@ def test_the_winner_is_the_smallest_choice_that_is_as_good_as_the_best(
     boxed, box, variables, graph, winner
 ):
     fake = FakeJobs(by_plan(lambda _: graph, variables=lambda _: variables), noise=0.001)
-    effort = Effort(sizes=(4096, 64 << 20))
-    found = run_verification(boxed, box, rehearsal(boxed, fake), effort)
+    effort = RunBudget(sizes=(4096, 64 << 20))
+    found = run_verification(boxed, box, dry_run(boxed, fake), effort)
     assert found.winner == winner
     assert (found.recommended, found.chosen) == ("variables", "variables")
     assert found.accepted == (variables >= 1)
@@ -223,11 +229,11 @@ def test_a_tuned_plan_recommends_the_winner_of_its_jobs_whatever_its_rates(boxed
 
 
 def test_equal_arms_leave_default_nccl_the_winner(boxed, box):
-    effort = Effort(sizes=(4096, 64 << 20), rounds=6, seconds=1e-9)
+    effort = RunBudget(sizes=(4096, 64 << 20), rounds=6, seconds=1e-9)
     wins = []
     for seed in range(60):
         fake = FakeJobs(by_plan(lambda _: 1.0), noise=0.03, seed=seed)
-        wins.append(run_verification(boxed, box, rehearsal(boxed, fake), effort).winner)
+        wins.append(run_verification(boxed, box, dry_run(boxed, fake), effort).winner)
     # An interval leaves out 1 on the one side in 2.5 % of all cases, for two arms.
     assert wins.count("default") >= 60 - 10
 
@@ -236,8 +242,8 @@ def test_a_choice_that_loses_at_a_size_is_no_winner(boxed, box):
     fake = FakeJobs(
         by_plan(lambda _: 1.2, variables=lambda size: 0.95 if size == 4096 else 1.5), noise=0.001
     )
-    effort = Effort(sizes=(4096, 64 << 20))
-    found = run_verification(boxed, box, rehearsal(boxed, fake), effort)
+    effort = RunBudget(sizes=(4096, 64 << 20))
+    found = run_verification(boxed, box, dry_run(boxed, fake), effort)
     assert (found.winner, found.accepted) == ("graph", False)
     assert found.judged.objections == ("it is slower than default NCCL at 4 KiB",)
 
@@ -248,7 +254,7 @@ def test_variables_that_slow_smaller_communicators_are_not_accepted_by_name(boxe
         return 1.1 if by_variables(environment) else 1.0
 
     fake = FakeJobs(by_plan(lambda _: 1.0, variables=lambda _: 1.05), noise=0.001, grouped=grouped)
-    found = run_verification(boxed, box, rehearsal(boxed, fake), Effort(sizes=(1024, 1 << 20)))
+    found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget(sizes=(1024, 1 << 20)))
     default, variables, graph = found.arms
     assert (found.winner, found.accepted) == ("default", False)
     assert variables.objections == (
@@ -270,7 +276,7 @@ def test_an_arm_whose_job_fails_leaves_the_others_in_the_comparison(boxed, box):
         return "no memory" if by_variables(environment) and fails["rounds"] > 3 else ""
 
     fake = FakeJobs(by_plan(lambda _: 1.3), fails=fail)
-    found = run_verification(boxed, box, rehearsal(boxed, fake), Effort(sizes=(4096, 64 << 20)))
+    found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget(sizes=(4096, 64 << 20)))
     assert (found.winner, found.accepted) == ("graph", False)
     assert found.judged.objections == ("its job failed: no memory",)
     assert set(found.order) == {"A", "C"}
@@ -290,23 +296,23 @@ def test_every_arm_has_what_all_jobs_of_the_plans_hosts_have(plan, tmp_path):
     write_plan(bounced, tmp_path, model=load_bundled(SMALL))
     jobs = FakeJobs(by_plan(lambda _: 1.0))
     found = run_verification(
-        bounced, tmp_path, rehearsal(plan, jobs), Effort(sizes=(4096,)), choice="graph"
+        bounced, tmp_path, dry_run(plan, jobs), RunBudget(sizes=(4096,)), choice="graph"
     )
     assert found.arms[0].environment == {"NCCL_P2P_DISABLE": "1"}
     assert all(told["NCCL_P2P_DISABLE"] == "1" for _, told in jobs.jobs)
 
 
 def test_clear_verdicts_need_no_more_rounds_and_noise_gets_four_times_as_many_at_most(plan, place):
-    effort = Effort(sizes=(1 << 20, 1 << 26), rounds=8)
+    effort = RunBudget(sizes=(1 << 20, 1 << 26), rounds=8)
     quiet = FakeJobs(by_plan(lambda _: 1.0), noise=0.0005)
-    found = run_verification(plan, place, rehearsal(plan, quiet), effort, choice="graph")
+    found = run_verification(plan, place, dry_run(plan, quiet), effort, choice="graph")
     assert len(found.order) == 2 * 6
     noisy = FakeJobs(by_plan(lambda _: 1.02), noise=0.2, seed=1)
-    found = run_verification(plan, place, rehearsal(plan, noisy), effort, choice="graph")
+    found = run_verification(plan, place, dry_run(plan, noisy), effort, choice="graph")
     assert len(found.order) == 2 * 32
     small = FakeJobs(by_plan(lambda _: 1.0), noise=0.2)
-    effort = Effort(sizes=(1024, 4096), rounds=8)
-    found = run_verification(plan, place, rehearsal(plan, small), effort, choice="graph")
+    effort = RunBudget(sizes=(1024, 4096), rounds=8)
+    found = run_verification(plan, place, dry_run(plan, small), effort, choice="graph")
     assert len(found.order) == 2 * 8 or found.arms[1].sizes[0].compared.high < 1
 
 
@@ -317,11 +323,11 @@ class Crowded(FakeJobs):
         super().__init__(*arguments, **more)
         self.rounds, self._room = [], room
 
-    def __call__(self, order, surroundings, **_):
-        self.rounds.append(["NCCL_GRAPH_FILE" in one for one in surroundings])
-        if len(surroundings) > self._room:
+    def outcomes(self, spec, environments):
+        self.rounds.append(["NCCL_GRAPH_FILE" in one for one in environments])
+        if len(environments) > self._room:
             raise JobError("rank 0 ended with code 1: out of memory")
-        return super().__call__(order, surroundings)
+        return super().outcomes(spec, environments)
 
 
 @pytest.mark.parametrize(
@@ -332,8 +338,8 @@ def test_as_many_jobs_run_at_once_as_devices_surely_have_room_for(
     plan, place, largest, backend, at_once
 ):
     jobs = Crowded(by_plan(lambda _: 1.0), room=4, noise=0.0005)
-    where = changed(rehearsal(plan, jobs), backend=backend)
-    effort = Effort(sizes=(1024, largest), checks=False)
+    where = changed(dry_run(plan, jobs), backend=backend)
+    effort = RunBudget(sizes=(1024, largest), checks=False)
     found = run_verification(plan, place, where, effort, choice="graph")
     assert found.at_once == at_once
     assert len(plan.gpus) == 4
@@ -346,7 +352,7 @@ def test_as_many_jobs_run_at_once_as_devices_surely_have_room_for(
 def test_jobs_that_fail_together_are_run_one_after_the_other(plan, place):
     jobs = Crowded(by_plan(lambda _: 1.2), room=1)
     found = run_verification(
-        plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)), choice="graph"
+        plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)), choice="graph"
     )
     assert (found.winner, found.at_once, found.arms[1].failure) == ("graph", 1, "")
     # The checks of both arms, then their rounds.
@@ -356,14 +362,14 @@ def test_jobs_that_fail_together_are_run_one_after_the_other(plan, place):
 
 def test_a_plan_whose_jobs_fail_among_others_is_answered_no(plan, place):
     class Later(Crowded):
-        def one(self, order, surroundings):
-            if order.sizes and "NCCL_GRAPH_FILE" in surroundings:
+        def one(self, spec, environment):
+            if spec.sizes and "NCCL_GRAPH_FILE" in environment:
                 raise JobError("rank 1 ended with code 1: no room")
-            return super().one(order, surroundings)
+            return super().one(spec, environment)
 
     jobs = Later(by_plan(lambda _: 1.2), room=4)
     found = run_verification(
-        plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)), choice="graph"
+        plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)), choice="graph"
     )
     assert (found.accepted, found.winner) == (False, "default")
     assert found.judged.failure == "rank 1 ended with code 1: no room"
@@ -371,38 +377,38 @@ def test_a_plan_whose_jobs_fail_among_others_is_answered_no(plan, place):
 
 def test_a_plan_that_is_slow_for_small_messages_is_not_recommended_for_them(plan, place):
     jobs = FakeJobs(by_plan(lambda size: 0.9 if size <= 4096 else 1.3))
-    found = run_verification(plan, place, rehearsal(plan, jobs), Effort(), choice="graph")
+    found = run_verification(plan, place, dry_run(plan, jobs), RunBudget(), choice="graph")
     assert (found.winner, found.accepted) == ("default", False)
     assert found.judged.worse_sizes == (1024, 4096)
 
 
 def test_a_plan_whose_job_fails_is_answered_no_unless_default_nccl_fails_too(plan, place):
-    def fails(surroundings):
-        return "rank 1: dev 2 not found" if "NCCL_GRAPH_FILE" in surroundings else ""
+    def fails(environment):
+        return "rank 1: dev 2 not found" if "NCCL_GRAPH_FILE" in environment else ""
 
     jobs = FakeJobs(by_plan(lambda _: 1.0), fails=fails)
-    found = run_verification(plan, place, rehearsal(plan, jobs), Effort(), choice="graph")
+    found = run_verification(plan, place, dry_run(plan, jobs), RunBudget(), choice="graph")
     assert (found.judged.failure, found.accepted, found.winner) == (
         "rank 1: dev 2 not found", False, "default",
     )  # fmt: skip
     jobs = FakeJobs(by_plan(lambda _: 1.0), fails=lambda _: "no GPU")
     with pytest.raises(JobError, match="no GPU"):
-        run_verification(plan, place, rehearsal(plan, jobs), Effort(), choice="graph")
+        run_verification(plan, place, dry_run(plan, jobs), RunBudget(), choice="graph")
 
 
 def test_wrong_values_make_the_answer_no(plan, place):
-    wrong = (Wrong(case="all-reduce, float32 x 3", rank=0, what="1 of 3 values are wrong"),)
+    wrong = (WrongValue(case="all-reduce, float32 x 3", rank=0, what="1 of 3 values are wrong"),)
     jobs = FakeJobs(by_plan(lambda _: 1.5), wrong=wrong)
     found = run_verification(
-        plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)), choice="graph"
+        plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)), choice="graph"
     )
     assert (found.winner, found.accepted, found.judged.wrong) == ("default", False, wrong)
 
 
 def test_a_slower_training_step_makes_the_answer_no(plan, place):
     jobs = FakeJobs(by_plan(lambda _: 1.0), noise=0.0005)
-    effort = Effort(sizes=(4096,), training=True)
-    found = run_verification(plan, place, rehearsal(plan, jobs), effort, choice="graph")
+    effort = RunBudget(sizes=(4096,), training=True)
+    found = run_verification(plan, place, dry_run(plan, jobs), effort, choice="graph")
     assert [one.mode for one in found.judged.training] == ["eager"]
     assert found.accepted
     slow = changed(found.judged.training[0], verdict="worse")
@@ -413,13 +419,13 @@ def test_a_slower_training_step_makes_the_answer_no(plan, place):
 def test_a_missing_graph_file_is_refused(plan, place):
     (place / "nccl" / "graph.xml").unlink()
     with pytest.raises(InputError, match=r"graph\.xml: is missing; plan again"):
-        run_verification(plan, place, rehearsal(plan, three), Effort())
+        run_verification(plan, place, dry_run(plan, three), RunBudget())
 
 
 def test_the_file_is_read_again_and_an_earlier_plans_is_left_out(plan, place):
     jobs = FakeJobs(by_plan(lambda _: 1.1))
     found = run_verification(
-        plan, place, rehearsal(plan, jobs), Effort(sizes=(4096,)), choice="graph"
+        plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)), choice="graph"
     )
     kept = keep_verification(found, place)
     assert load_verification(place) == kept
@@ -438,14 +444,14 @@ def test_what_the_caller_set_for_nccl_is_not_used_but_for_what_is_kept():
         "MASTER_PORT": "1", "NCCL_P2P_DISABLE": "1", "NCCL_BUFFSIZE": "1",
     }  # fmt: skip
     variables = {"NCCL_BUFFSIZE": "524288"}
-    found = job_surroundings(
+    found = rank_environment(
         caller, gpus=(0, 2), variables=variables, keep=("NCCL_P2P_DISABLE", "NCCL_BUFFSIZE")
     )
     assert found["CUDA_VISIBLE_DEVICES"] == "0,2"
     assert (found["NCCL_NVLS_ENABLE"], found["NCCL_P2P_DISABLE"]) == ("0", "1")
     assert found["NCCL_BUFFSIZE"] == "524288"
     assert not {"NCCL_ALGO", "RANK", "MASTER_PORT"} & set(found)
-    assert kept_variables(caller) == {"NCCL_NVLS_ENABLE": "0"}
+    assert pinned_variables(caller) == {"NCCL_NVLS_ENABLE": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -468,15 +474,15 @@ def test_without_checks_the_log_is_that_of_a_timing_job(on_two, tmp_path, checks
     class Logging(FakeJobs):
         """NCCL connects nothing before it moves something."""
 
-        def one(self, order, surroundings):
-            outcome = super().one(order, surroundings)
-            moves = order.checks or order.sizes
+        def one(self, spec, environment):
+            outcome = super().one(spec, environment)
+            moves = spec.checks or spec.sizes
             return changed(outcome, log=LOG.read_text() if moves else "")
 
     write_plan(on_two, tmp_path, model=load_bundled(SMALL))
     jobs = Logging(by_plan(lambda _: 1.0))
-    place = changed(rehearsal(on_two, jobs), backend="cuda")
-    effort = Effort(sizes=(1 << 20,), checks=checks)
+    place = changed(dry_run(on_two, jobs), backend="cuda")
+    effort = RunBudget(sizes=(1 << 20,), checks=checks)
     found = run_verification(on_two, tmp_path, place, effort, choice="graph")
     assert found.arms[0].rings is None
     assert found.arms[1].rings.same, found.arms[1].rings.differences

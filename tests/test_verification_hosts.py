@@ -12,17 +12,15 @@ from tccl_py.errors import MeasurementError
 from tccl_py.nccl.log import same_rings
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
-from tccl_py.rank_processes.rank import Meeting
-from tccl_py.rank_processes.task import Left
+from tccl_py.rank_processes.rank import Rendezvous
+from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.verify.host_rings import cluster_rings_found
-from tccl_py.verify.hosts import HostPart, HostsPlace
-from tccl_py.verify.jobs import JobError
-from tccl_py.verify.orders import Order
+from tccl_py.verify.jobs import HostRanks, JobError, Launcher
 from tccl_py.verify.record import keep_verification, load_verification
-from tccl_py.verify.rounds import Effort
-from tccl_py.verify.subjects import cluster_subject
-from tccl_py.verify.verify import verify_subject
+from tccl_py.verify.spec import JobSpec
+from tccl_py.verify.target import cluster_target
+from tccl_py.verify.verify import RunBudget, verify_target
 from tests.cluster_plans import NOTHING, cluster_plan, mixed
 from tests.nccl_cases import torn
 from tests.test_nccl_clusters import H200
@@ -173,9 +171,9 @@ class FakeHosts:
         self.tasks, self.met, self._fails = [], [], fails
         self._seconds = seconds or (lambda size, task: 1e-3 * (1.0 if task.files else slow))
 
-    def meetings(self, host, count):
+    def rendezvous(self, host, count):
         self.met.append(host)
-        return [Meeting(addresses=("10.0.0.1",), port=7 + number) for number in range(count)]
+        return [Rendezvous(addresses=("10.0.0.1",), port=7 + number) for number in range(count)]
 
     def run(self, tasks):
         left = {host: [] for host in tasks}
@@ -188,7 +186,7 @@ class FakeHosts:
         return left
 
     def _left(self, task):
-        order = json.loads(task.order)
+        order = json.loads(task.spec)
         # As noise, each job of a kind differs from the one before.
         noise = 1 + 0.001 * math.sin(len(self.tasks))
         answers = [
@@ -202,7 +200,7 @@ class FakeHosts:
             )
             for rank in task.ranks
         ]
-        return Left(answers=tuple(answers), log=f"log of {task.ranks}")
+        return RankOutput(results=tuple(answers), log=f"log of {task.ranks}")
 
 
 def place_of(plan, hosts, **more):
@@ -211,28 +209,31 @@ def place_of(plan, hosts, **more):
         gpus = plan.gpus[plan.passages[host.passage].node_class]
         ranks = tuple(range(host.first_rank, host.first_rank + len(gpus)))
         parts.append(
-            HostPart(
+            HostRanks(
                 name=host.name,
                 ranks=ranks,
                 gpus=gpus,
-                variables={"GLOO_SOCKET_IFNAME": f"eth-{host.name}"},
+                environment=caller(host.name),
             )
         )
-    callers = {
-        host.name: {"PATH": f"/bin/{host.name}", "NCCL_ALGO": "Tree", "NCCL_HOSTID": host.name}
-        for host in plan.hosts
+    return Launcher(**{"hosts": tuple(parts), "runner": hosts, "backend": "host", **more})
+
+
+def caller(host):
+    return {
+        "PATH": f"/bin/{host}",
+        "NCCL_ALGO": "Tree",
+        "NCCL_HOSTID": host,
+        "GLOO_SOCKET_IFNAME": f"eth-{host}",
     }
-    return HostsPlace(
-        hosts=tuple(parts), callers=callers, runner=hosts, **{"backend": "host", **more}
-    )
 
 
 def test_each_host_is_told_its_ranks_gpus_graph_and_where_all_meet(tmp_path):
     plan, hosts = mixed(), FakeHosts()
     place = place_of(plan, hosts, backend="cuda")
-    subject = cluster_subject(plan, tmp_path, graphs_of(plan))
-    (outcome,) = place.run([subject.arms[1]], Order(backend="cuda", world=0, sizes=(4,)))
-    assert [one.rank for one in outcome.answers] == list(range(11))
+    target = cluster_target(plan, tmp_path, graphs_of(plan))
+    (outcome,) = place.run([target.arms[1]], JobSpec(sizes=(4,)))
+    assert [one.rank for one in outcome.results] == list(range(11))
     assert hosts.met == ["gpu3"]
     (tasks,) = hosts.tasks
     assert [(name, task.ranks) for name, task in tasks.items()] == [
@@ -242,11 +243,11 @@ def test_each_host_is_told_its_ranks_gpus_graph_and_where_all_meet(tmp_path):
         ("login", (10,)),
     ]
     task = tasks["gpu2"]
-    order = json.loads(task.order)
-    assert (order["world"], order["first"], order["backend"]) == (11, 4, "cuda")
-    assert order["meeting"] == {"addresses": ["10.0.0.1"], "port": 7}
+    order = json.loads(task.spec)
+    assert (order["world"], order["first_rank"], order["backend"]) == (11, 4, "cuda")
+    assert order["rendezvous"] == {"addresses": ["10.0.0.1"], "port": 7}
     assert task.files == {"graph.xml": graphs_of(plan)["gpu2"]}
-    told = task.surroundings
+    told = task.environment
     assert told["NCCL_GRAPH_FILE"] == "{folder}/graph.xml"
     assert told["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert (told["PATH"], told["NCCL_HOSTID"]) == ("/bin/gpu2", "gpu2")
@@ -256,19 +257,19 @@ def test_each_host_is_told_its_ranks_gpus_graph_and_where_all_meet(tmp_path):
 
 def test_default_nccl_has_neither_graph_nor_settings(tmp_path):
     plan, hosts = mixed(), FakeHosts()
-    default = cluster_subject(plan, tmp_path, graphs_of(plan)).arms[0]
-    place_of(plan, hosts).run([default], Order(backend="host", world=0))
+    default = cluster_target(plan, tmp_path, graphs_of(plan)).arms[0]
+    place_of(plan, hosts).run([default], JobSpec())
     for name, task in hosts.tasks[0].items():
         assert task.files == {}
-        assert not [one for one in task.surroundings if one.startswith("NCCL_NET")]
-        assert task.surroundings["GLOO_SOCKET_IFNAME"] == f"eth-{name}"
+        assert not [one for one in task.environment if one.startswith("NCCL_NET")]
+        assert task.environment["GLOO_SOCKET_IFNAME"] == f"eth-{name}"
 
 
 def test_a_cluster_is_verified_in_rounds_of_two_arms_and_kept(tmp_path):
     plan, hosts = mixed(), FakeHosts()
     write_cluster_plan(plan, tmp_path)
-    subject = cluster_subject(plan, tmp_path, graphs_of(plan))
-    found = verify_subject(subject, place_of(plan, hosts), Effort(sizes=(1024, 1 << 26)))
+    target = cluster_target(plan, tmp_path, graphs_of(plan))
+    found = verify_target(target, place_of(plan, hosts), RunBudget(sizes=(1024, 1 << 26)))
     assert (found.machine, found.gpus) == ("4 hosts", ())
     assert found.hosts == ("gpu3", "gpu2", "gpu1", "login")
     assert [one.name for one in found.arms] == ["default", "graph"]
@@ -285,14 +286,14 @@ def test_a_cluster_is_verified_in_rounds_of_two_arms_and_kept(tmp_path):
 def test_a_job_that_fails_under_the_plan_alone_is_a_no_with_its_host(tmp_path):
     plan, hosts = mixed(), FakeHosts(fails=lambda task: bool(task.files))
     write_cluster_plan(plan, tmp_path)
-    subject = cluster_subject(plan, tmp_path, graphs_of(plan))
-    found = verify_subject(subject, place_of(plan, hosts), Effort(sizes=(1024,)))
+    target = cluster_target(plan, tmp_path, graphs_of(plan))
+    found = verify_target(target, place_of(plan, hosts), RunBudget(sizes=(1024,)))
     assert not found.accepted
     assert found.judged.failure == "host gpu2: rank 4: ended with code 1; no room"
 
 
 def test_where_default_nccl_fails_as_well_nothing_is_said_of_the_plan(tmp_path):
     plan, hosts = mixed(), FakeHosts(fails=lambda task: True)
-    subject = cluster_subject(plan, tmp_path, graphs_of(plan))
+    target = cluster_target(plan, tmp_path, graphs_of(plan))
     with pytest.raises(JobError, match=r"^host gpu2: rank 4"):
-        verify_subject(subject, place_of(plan, hosts), Effort(sizes=(1024,)))
+        verify_target(target, place_of(plan, hosts), RunBudget(sizes=(1024,)))

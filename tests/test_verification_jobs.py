@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.rank_processes.starting import Nursery
-from tccl_py.verify.jobs import JobError, run_jobs
-from tccl_py.verify.orders import Order
-from tccl_py.verify.surroundings import job_surroundings
+from tccl_py.nccl.settings import Settings
+from tccl_py.rank_processes.forkserver import ForkServer
+from tccl_py.verify.jobs import Arm, HostRanks, JobError, Launcher, LocalRunner, rank_environment
+from tccl_py.verify.spec import JobSpec
 
 REPOSITORY = Path(__file__).parent.parent
 needs_torch = pytest.mark.skipif(
@@ -25,21 +25,33 @@ needs_torch = pytest.mark.skipif(
 PROGRAM = "tests.rank_programs"
 
 
-def surroundings(**variables):
-    found = job_surroundings(dict(os.environ), gpus=None, variables=variables)
+def environment(**variables):
+    found = rank_environment(dict(os.environ), gpus=None, variables=variables)
     paths = [str(REPOSITORY), str(REPOSITORY / "profiler"), found.get("PYTHONPATH", "")]
     return {**found, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def job(words, tmp_path, *, timeout=60.0, **more):
-    order = Order(backend="host", world=len(words.split()), **more)
-    told = surroundings(TCCL_TEST_RANKS=words, TCCL_TEST_PIDS=str(tmp_path))
-    return run_job(order, told, timeout=timeout, program=PROGRAM)
+    variables = {"TCCL_TEST_RANKS": words, "TCCL_TEST_PIDS": str(tmp_path)}
+    spec = JobSpec(**more)
+    return run_job(spec, len(words.split()), variables, timeout=timeout, program=PROGRAM)
 
 
-def run_job(order, told, **more):
-    (outcome,) = run_jobs(order, [told], **more)
+def run_job(spec, world, variables=None, **more):
+    (outcome,) = run_jobs(spec, world, [variables or {}], **more)
     return outcome
+
+
+def run_jobs(spec, world, variables, *, server=None, **more):
+    """Run concurrent jobs of this specification over gloo, each with its variables."""
+    ranks = tuple(range(world))
+    host = HostRanks(ranks=ranks, gpus=ranks, environment=environment())
+    launcher = Launcher(backend="host", hosts=(host,), runner=LocalRunner(server), **more)
+    arms = [
+        Arm(name="default", variables=own, settings=Settings(), graphs={"": "<graphs/>"})
+        for own in variables
+    ]
+    return launcher.run(arms, spec)
 
 
 def alive(pid):
@@ -61,8 +73,8 @@ def ended(folder):
 
 def test_answers_come_back_in_the_order_of_ranks(tmp_path):
     found = job("answer answer answer", tmp_path, sizes=(4, 8))
-    assert [one.rank for one in found.answers] == [0, 1, 2]
-    assert all(len(one.timings) == 2 for one in found.answers)
+    assert [one.rank for one in found.results] == [0, 1, 2]
+    assert all(len(one.timings) == 2 for one in found.results)
     assert 0 < found.seconds < 60
 
 
@@ -75,7 +87,7 @@ def test_a_failing_rank_is_named_with_its_cause_and_the_others_end(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence", "timeout"),
     [
-        ("answer nothing", "^rank 1 ended without an answer$", 60.0),
+        ("answer nothing", "^rank 1 ended without a result$", 60.0),
         ("answer die", "^rank 1 was killed by signal 6", 60.0),
         # On a busy machine the other may not have answered by then.
         ("answer hang", r"^rank\(s\) (0, )?1 did not end within 4 s$", 4.0),
@@ -92,7 +104,7 @@ def test_after_ctrl_c_no_rank_is_left(tmp_path):
         f"from tests.test_verification_jobs import *\njob('hang hang', Path({str(tmp_path)!r}))\n"
     )
     started = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=REPOSITORY, env=surroundings(),
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment(),
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     for _ in range(1200):
@@ -105,32 +117,31 @@ def test_after_ctrl_c_no_rank_is_left(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def nursery():
+def server():
     """Has imported torch for the ranks of several jobs."""
-    with Nursery() as found:
+    with ForkServer() as found:
         yield found
 
 
 @needs_torch
 def test_a_rank_whose_standard_input_ends_is_gone(tmp_path):
-    order = tmp_path / "order.json"
+    order = tmp_path / "spec.json"
     order.write_text('{"backend": "host", "world": 2}')
     rank = subprocess.Popen(
         [sys.executable, "-m", "tccl_py.verify.rank", str(order), "0"],
-        cwd=REPOSITORY, env=surroundings(), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        cwd=REPOSITORY, env=environment(), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     rank.stdin.close()
     assert rank.wait(60) == 3
 
 
 @needs_torch
-def test_collectives_over_gloo_are_right_and_timed(nursery):
-    order = Order(
-        backend="host", world=3, checks=True, sizes=(1024, 100_001), seconds=0.02,
+def test_collectives_over_gloo_are_right_and_timed(server):
+    world, spec = 3, JobSpec(checks=True, sizes=(1024, 100_001), seconds=0.02,
         training=True,
     )  # fmt: skip
-    found = run_job(order, surroundings(), start=nursery)
-    for rank, answer in enumerate(found.answers):
+    found = run_job(spec, world, server=server)
+    for rank, answer in enumerate(found.results):
         assert (answer.rank, answer.wrong, answer.left_out) == (rank, (), ())
         assert answer.checked > 500
         assert [len(one) for one in answer.timings] == [9, 9]
@@ -139,35 +150,34 @@ def test_collectives_over_gloo_are_right_and_timed(nursery):
 
 
 @needs_torch
-def test_smaller_communicators_are_timed_in_turns_but_not_under_a_graph_file(nursery):
+def test_smaller_communicators_are_timed_in_turns_but_not_under_a_graph_file(server):
     groups = (((0, 1),), ((0, 2), (1,)))
-    order = Order(
-        backend="host", world=3, sizes=(1024,), groups=groups, group_sizes=(2048, 70_000),
+    world, spec = 3, JobSpec(sizes=(1024,), groups=groups, group_sizes=(2048, 70_000),
         seconds=0.02, collective="broadcast",
     )  # fmt: skip
-    told = [surroundings(), surroundings(NCCL_GRAPH_FILE="/none"), surroundings()]
-    plain, graph, other = run_jobs(order, told, start=nursery)
+    told = [{}, {"NCCL_GRAPH_FILE": "/none"}, {}]
+    plain, graph, other = run_jobs(spec, world, told, server=server)
     for outcome in (plain, other):
-        counts = [[len(one) for one in answer.timings] for answer in outcome.answers]
+        counts = [[len(one) for one in answer.timings] for answer in outcome.results]
         # A rank that is in no group, or alone in its group, has no times of it.
         assert counts == [[9, 9, 9, 9, 9], [9, 9, 9, 0, 0], [9, 0, 0, 9, 9]]
-        assert all(seconds > 0 for answer in outcome.answers for row in answer.timings
+        assert all(seconds > 0 for answer in outcome.results for row in answer.timings
                    for seconds in row)  # fmt: skip
-    assert [[len(one) for one in answer.timings] for answer in graph.answers] == [
+    assert [[len(one) for one in answer.timings] for answer in graph.results] == [
         [9, 0, 0, 0, 0]
     ] * 3
 
 
 @needs_torch
-def test_jobs_at_once_take_turns_and_have_logs_and_environments_of_their_own(nursery):
-    order = Order(backend="host", world=2, sizes=(1024, 5000), seconds=0.02, training=True)
-    told = [surroundings(NCCL_DEBUG="WARN"), surroundings(), surroundings(NCCL_ALGO="Ring")]
-    found = run_jobs(order, told, start=nursery)
+def test_jobs_at_once_take_turns_and_have_logs_and_environments_of_their_own(server):
+    world, spec = 2, JobSpec(sizes=(1024, 5000), seconds=0.02, training=True)
+    told = [{"NCCL_DEBUG": "WARN"}, {}, {"NCCL_ALGO": "Ring"}]
+    found = run_jobs(spec, world, told, server=server)
     assert len(found) == 3
     for outcome in found:
-        assert [one.rank for one in outcome.answers] == [0, 1]
-        assert [len(one) for one in outcome.answers[1].timings] == [9, 9]
-        assert len(outcome.answers[0].training["eager"]) == 20
+        assert [one.rank for one in outcome.results] == [0, 1]
+        assert [len(one) for one in outcome.results[1].timings] == [9, 9]
+        assert len(outcome.results[0].training["eager"]) == 20
 
 
 def test_where_one_of_several_jobs_fails_all_are_ended(tmp_path):
@@ -176,28 +186,28 @@ def test_where_one_of_several_jobs_fails_all_are_ended(tmp_path):
     for folder in folders:
         folder.mkdir()
     told = [
-        surroundings(TCCL_TEST_RANKS=one, TCCL_TEST_PIDS=str(folder))
+        {"TCCL_TEST_RANKS": one, "TCCL_TEST_PIDS": str(folder)}
         for one, folder in zip(words, folders, strict=True)
     ]
     with pytest.raises(JobError, match=r"^rank 1 ended with code 1: .*dev 2 not found$"):
-        run_jobs(Order(backend="host", world=2), told, timeout=60.0, program=PROGRAM)
+        run_jobs(JobSpec(), 2, told, timeout=60.0, program=PROGRAM)
     assert all(map(ended, folders))
 
 
 @needs_torch
 @pytest.mark.parametrize("collective", ["reduce_scatter", "all_to_all"])
-def test_other_collectives_are_timed_too(nursery, collective):
-    order = Order(backend="host", world=2, sizes=(1000,), seconds=0.01, collective=collective)
-    found = run_job(order, surroundings(), start=nursery)
-    assert [len(one) for one in found.answers[0].timings] == [9]
+def test_other_collectives_are_timed_too(server, collective):
+    world, spec = 2, JobSpec(sizes=(1000,), seconds=0.01, collective=collective)
+    found = run_job(spec, world, server=server)
+    assert [len(one) for one in found.results[0].timings] == [9]
 
 
 @needs_torch
 def test_wrong_values_are_found_and_told_by_their_place():
-    order = Order(backend="host", world=2, checks=True)
+    world, spec = 2, JobSpec(checks=True)
     spoilt = "all_reduce all_to_all_single broadcast reduce_scatter_tensor"
-    found = run_job(order, surroundings(TCCL_TEST_WRONG=spoilt), program="tests.wrong_ranks")
-    wrong = [one for answer in found.answers for one in answer.wrong]
+    found = run_job(spec, world, {"TCCL_TEST_WRONG": spoilt}, program="tests.wrong_ranks")
+    wrong = [one for answer in found.results for one in answer.wrong]
     assert {one.case.split(",")[0] for one in wrong} == {
         "all-reduce", "all-to-all", "broadcast", "reduce-scatter",
     }  # fmt: skip

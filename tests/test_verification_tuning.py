@@ -27,24 +27,23 @@ from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.directory import locked
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.generic import model_for
-from tccl_py.verify.orders import SIZES
 from tccl_py.verify.record import load_verification
-from tccl_py.verify.rounds import Effort
-from tccl_py.verify.tunable import host_graphs, tunable_cluster
+from tccl_py.verify.spec import SIZES
+from tccl_py.verify.target import host_graphs, tunable_cluster
 from tccl_py.verify.tuning import run_tuning
-from tccl_py.verify.verify import verify_subject
+from tccl_py.verify.verify import RunBudget, verify_target
 from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts, mixed
 from tests.profiler_clusters import agents_in_processes
 from tests.test_verification_hosts import FakeHosts, place_of
 
-EFFORT = Effort(sizes=(16 << 10, 64 << 20), checks=False)
+EFFORT = RunBudget(sizes=(16 << 10, 64 << 20), checks=False)
 
 
 def told(task):
     """The settings that a host's ranks have: channels of its file, and variables."""
     (text,) = task.files.values()
     channels = int(re.search(r'nchannels="(\d+)"', text)[1])
-    variables = {name: one for name, one in task.surroundings.items() if name.startswith("NCCL_")}
+    variables = {name: one for name, one in task.environment.items() if name.startswith("NCCL_")}
     return channels, int(variables.get("NCCL_BUFFSIZE", 4 << 20)), variables
 
 
@@ -61,12 +60,12 @@ def by_settings(rate):
 def tuned(plan, hosts, directory, effort=EFFORT, lasted=None):
     """What tuning a plan comes to, written and verified before, as if that had `lasted`."""
     write_cluster_plan(plan, directory)
-    subject = tunable_cluster(plan, directory, host_graphs(plan))
+    target = tunable_cluster(plan, directory, host_graphs(plan))
     place = place_of(plan, hosts)
-    first = verify_subject(subject.in_place(), place, effort)
+    first = verify_target(target.target(), place, effort)
     if lasted is not None:
         first = msgspec.structs.replace(first, seconds=lasted)
-    return run_tuning(subject, place, effort, first)
+    return run_tuning(target, place, effort, first)
 
 
 def texts_below(directory):
@@ -132,7 +131,7 @@ def test_a_plan_that_no_settings_make_faster_stays_and_what_was_tried_is_told(tm
     assert not found.verification.accepted
     assert found.verification.judged.settings == plan.settings
     assert len(found.verification.tried) > 10
-    assert all(one.low < 0.97 for one in found.verification.tried if one.arm == "graph")
+    assert all(one.worst_ratio < 0.97 for one in found.verification.tried if one.arm == "graph")
 
 
 def test_settings_that_are_slow_for_small_messages_are_left_out(tmp_path):
@@ -191,9 +190,9 @@ def test_the_directory_is_written_whole_for_the_tuned_settings(tmp_path):
     models = {one.name: model_for(one.machine, one.knowledge) for one in plan.cluster.classes}
     write_cluster_plan(plan, tmp_path, models=models)
     before = texts_below(tmp_path)
-    subject = tunable_cluster(plan, tmp_path, host_graphs(plan))
+    target = tunable_cluster(plan, tmp_path, host_graphs(plan))
     hosts = FakeHosts(seconds=by_settings(best_of_all))
-    found = common.verified(subject, tmp_path, place_of(plan, hosts), EFFORT, also_tune=True)
+    found = common.verified(target, tmp_path, place_of(plan, hosts), EFFORT, also_tune=True)
     after = load_cluster_plan(tmp_path)
     assert (after.settings.channels, after.settings.buffsize) == (8, 512 << 10)
     assert after.notices[-1].startswith("settings tuned: all rates are")
@@ -261,11 +260,11 @@ def test_whatever_ends_tuning_leaves_the_plan_and_what_was_verified_of_it(
     plan = mixed()
     write_cluster_plan(plan, tmp_path)
     before = texts_below(tmp_path)
-    subject = tunable_cluster(plan, tmp_path, host_graphs(plan))
+    target = tunable_cluster(plan, tmp_path, host_graphs(plan))
     hosts = Ending(happens, at=job)
     watch_tuning(monkeypatch, hosts)
     with pytest.raises(raised):
-        common.verified(subject, tmp_path, place_of(plan, hosts), EFFORT, also_tune=True)
+        common.verified(target, tmp_path, place_of(plan, hosts), EFFORT, also_tune=True)
     after = texts_below(tmp_path)
     assert load_verification(tmp_path).judged.settings == plan.settings
     assert {name: text for name, text in after.items() if name != "verify.json"} == before

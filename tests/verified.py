@@ -3,11 +3,12 @@
 import msgspec
 import numpy as np
 
-from tccl_py.verify.arms import Place
-from tccl_py.verify.jobs import JobError, Outcome
-from tccl_py.verify.orders import Answer
-from tccl_py.verify.subjects import machine_subject
-from tccl_py.verify.verify import verify_subject
+from tccl_py.files import decode_json, encode_json
+from tccl_py.rank_processes.tasks import RankOutput
+from tccl_py.verify.jobs import HostRanks, JobError, Launcher, Outcome
+from tccl_py.verify.spec import JobResult, JobSpec
+from tccl_py.verify.target import machine_target
+from tccl_py.verify.verify import verify_target
 
 PLANNED = ("NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_P2P_LEVEL", "NCCL_SHM_USE_CUDA_MEMCPY")
 """Variables that plans set, and no host by itself."""
@@ -34,50 +35,68 @@ class FakeJobs:
         self._random = np.random.default_rng(seed)
         self.jobs = []
 
-    def __call__(self, order, surroundings, **_):
-        return tuple(self.one(order, each) for each in surroundings)
+    def rendezvous(self, host, count):
+        return [None] * count
 
-    def one(self, order, surroundings):
-        self.jobs.append((order, dict(surroundings)))
-        why = self._fails(surroundings)
+    def run(self, tasks):
+        (own,) = tasks.values()
+        specs = [decode_json(task.spec, JobSpec, where="spec") for task in own]
+        environments = [dict(task.environment) for task in own]
+        for environment in environments:
+            del environment["NCCL_DEBUG_FILE"]
+        outcomes = self.outcomes(specs[0], environments)
+        outputs = [
+            RankOutput(results=tuple(map(encode_json, one.results)), log=one.log)
+            for one in outcomes
+        ]
+        return dict.fromkeys(tasks, outputs)
+
+    def outcomes(self, spec, environments):
+        return [self.one(spec, environment) for environment in environments]
+
+    def one(self, spec, environment):
+        self.jobs.append((spec, environment))
+        why = self._fails(environment)
         if why:
             raise JobError(why)
         job = float(np.exp(self._random.normal(0, self._noise)))
         timings = []
-        for batch, row in enumerate(order.timed):
-            seconds = self._seconds(row.bytes, surroundings) * job * (1 + 0.001 * batch)
+        for batch, row in enumerate(spec.rows):
+            seconds = self._seconds(row.bytes, environment) * job * (1 + 0.001 * batch)
             if row.groups:
-                seconds *= self._grouped(row.groups, surroundings)
+                seconds *= self._grouped(row.groups, environment)
             # A graph file fails smaller communicators.
-            left_out = row.groups and "NCCL_GRAPH_FILE" in surroundings
+            left_out = row.groups and "NCCL_GRAPH_FILE" in environment
             timings.append(() if left_out else (seconds,))
-        training = {"eager": (0.01 * job,)} if order.training else {}
+        training = {"eager": (0.01 * job,)} if spec.training else {}
         answers = [
-            Answer(
+            JobResult(
                 rank=rank,
                 torch="2.13.0",
-                checked=60 if order.checks else 0,
-                wrong=self._wrong if self._is_wrong(order, surroundings, rank) else (),
+                checked=60 if spec.checks else 0,
+                wrong=self._wrong if self._is_wrong(spec, environment, rank) else (),
                 timings=tuple(timings),
                 training=training,
             )
-            for rank in range(order.world)
+            for rank in range(spec.world)
         ]
-        return Outcome(answers=tuple(answers), log="", seconds=7.0)
+        return Outcome(results=tuple(answers), log="", seconds=7.0)
 
-    def _is_wrong(self, order, surroundings, rank):
-        return order.checks and rank == 0 and "NCCL_GRAPH_FILE" in surroundings
-
-
-def rehearsal(plan, jobs, **more):
-    """A place for jobs of a stand-in, without GPUs."""
-    return Place(backend="host", gpus=plan.gpus, caller={"PATH": "/bin"}, runner=jobs, **more)
+    def _is_wrong(self, spec, environment, rank):
+        return spec.checks and rank == 0 and "NCCL_GRAPH_FILE" in environment
 
 
-def run_verification(plan, directory, place, effort, *, choice=None):
+def dry_run(plan, jobs, **more):
+    """A launcher of a stand-in's jobs, without GPUs."""
+    ranks = tuple(range(len(plan.gpus)))
+    host = HostRanks(ranks=ranks, gpus=plan.gpus, environment={"PATH": "/bin"})
+    return Launcher(**{"backend": "host", "hosts": (host,), "runner": jobs, **more})
+
+
+def run_verification(plan, directory, launcher, budget, *, choice=None):
     """What is found of a machine's plan, or of one of its choices."""
-    subject = machine_subject(plan, directory)
-    return verify_subject(subject.narrowed(choice) if choice else subject, place, effort)
+    target = machine_target(plan, directory)
+    return verify_target(target.narrowed(choice) if choice else target, launcher, budget)
 
 
 def by_plan(ratio, base=1e-4, *, variables=lambda size: 1.0):

@@ -17,22 +17,21 @@ from tccl_py.health.fitness import why_not_with
 from tccl_py.plan.plan import ChoiceName
 from tccl_py.readers.nvml import driver_version
 from tccl_py.report.words import choice_words
-from tccl_py.verify.arms import AnyPlace
+from tccl_py.verify.jobs import Launcher
 from tccl_py.verify.record import Verification, keep_verification
-from tccl_py.verify.rounds import Effort, Watcher
-from tccl_py.verify.tunable import Tunable
+from tccl_py.verify.target import TuningTarget
 from tccl_py.verify.tuning import COMPARISON_SECONDS, run_tuning
-from tccl_py.verify.verify import verify_subject
+from tccl_py.verify.verify import RunBudget, Watcher, verify_target
 
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
 _SYSTEM_CONF = Path("/etc/nccl.conf")
 
 
 def verified(
-    plan: Tunable,
+    plan: TuningTarget,
     directory: Path,
-    place: AnyPlace,
-    effort: Effort,
+    launcher: Launcher,
+    budget: RunBudget,
     *,
     also_tune: bool,
     only: ChoiceName | None = None,
@@ -43,18 +42,18 @@ def verified(
     verified of it.
     """
     if also_tune:
-        effort = msgspec.structs.replace(effort, seconds=min(effort.seconds, COMPARISON_SECONDS))
+        budget = msgspec.structs.replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
     with watcher() as watch, interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
-            subject = plan.in_place() if only is None else plan.in_place().narrowed(only)
-            found = verify_subject(subject, place, effort, watch=watch)
+            target = plan.target() if only is None else plan.target().narrowed(only)
+            found = verify_target(target, launcher, budget, watch=watch)
         except (KeyboardInterrupt, Terminated):
             notice(f"interrupted: nothing in {directory} was changed")
             raise
         if not also_tune:
             return _kept(found, directory)
         try:
-            tuned = run_tuning(plan, place, effort, found, watch=watch)
+            tuned = run_tuning(plan, launcher, budget, found, watch=watch)
         except (KeyboardInterrupt, Terminated, TcclError) as error:
             _kept(found, directory)
             why = "not tuned" if isinstance(error, TcclError) else "interrupted"
@@ -66,7 +65,9 @@ def verified(
     return _kept(tuned.verification, directory, tuned=tuned.plan)
 
 
-def _kept(found: Verification, directory: Path, *, tuned: Tunable | None = None) -> Verification:
+def _kept(
+    found: Verification, directory: Path, *, tuned: TuningTarget | None = None
+) -> Verification:
     """Write what was found of a plan, and before it the plan if it was tuned."""
     found = with_conditions(found)
     with undisturbed():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -30,14 +29,12 @@ from tccl_py.health.fitness import differences
 from tccl_py.plan.directory import check_plan_directory, known_fingerprint
 from tccl_py.plan.plan import ChoiceName, Plan, load_plan
 from tccl_py.plan.staging import check_files, locked
-from tccl_py.rank_processes.starting import Nursery
-from tccl_py.verify.arms import Place
-from tccl_py.verify.comparison import LEAST_ROUNDS, MAX_ROUNDS
-from tccl_py.verify.jobs import run_jobs
-from tccl_py.verify.orders import COLLECTIVES, SIZES, Backend, Collective
-from tccl_py.verify.record import Verification
-from tccl_py.verify.rounds import DEFAULT_ROUNDS, DEFAULT_SECONDS, Effort
-from tccl_py.verify.tunable import TunableMachine
+from tccl_py.rank_processes.forkserver import ForkServer
+from tccl_py.verify.jobs import HostRanks, Launcher, LocalRunner
+from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
+from tccl_py.verify.spec import COLLECTIVES, SIZES, Backend, Collective
+from tccl_py.verify.target import TunableMachine
+from tccl_py.verify.verify import DEFAULT_ROUNDS, DEFAULT_SECONDS, RunBudget
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SIZE = re.compile(r"(?P<number>[0-9]{1,12}) ?(?P<unit>[kmg]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
@@ -154,7 +151,7 @@ def verify(
         tccl verify my-plan --choice variables --sizes 64M,256M,1G --rounds 20
         mpirun -N 1 tccl verify my-cluster
     """
-    effort = Effort(
+    budget = RunBudget(
         rounds=_rounds(rounds),
         sizes=_sizes(sizes),
         seconds=_seconds(seconds),
@@ -168,7 +165,7 @@ def verify(
     if in_job():
         if only is not None:
             raise InputError("--choice", "is for the plan of one machine", "leave it out")
-        found = verify_hosts(directory, effort, chosen, tuple(keep or ()), also_tune=tune)
+        found = verify_hosts(directory, budget, chosen, tuple(keep or ()), also_tune=tune)
     else:
         check_plan_directory(directory)
         refuse_cluster(directory, "start the command by mpirun or srun, with a rank on each host")
@@ -176,8 +173,8 @@ def verify(
         with locked(directory):
             plan = load_plan(directory)
             check_files(directory)
-            place = _place(plan, directory, chosen, keep or [])
-            found = _verified(plan, directory, place, effort, only=only, also_tune=tune)
+            launcher = _launcher(plan, directory, chosen, keep or [])
+            found = _verified(plan, directory, launcher, budget, only=only, also_tune=tune)
     if json:
         print_json(verification_json(found))
     else:
@@ -206,31 +203,34 @@ def check_tuning() -> None:
 
 def tuned_plan(plan: Plan, directory: Path) -> Plan:
     """Verify a plan that was just written, and try other settings; the plan that is there then."""
-    place = _place(plan, directory, "cuda", [])
-    print_verification(_verified(plan, directory, place, Effort(), also_tune=True), notices())
+    launcher = _launcher(plan, directory, "cuda", [])
+    found = _verified(plan, directory, launcher, RunBudget(), also_tune=True)
+    print_verification(found, notices())
     return load_plan(directory)
 
 
 def _verified(
     plan: Plan,
     directory: Path,
-    place: Place,
-    effort: Effort,
+    launcher: Launcher,
+    budget: RunBudget,
     *,
     also_tune: bool,
     only: ChoiceName | None = None,
 ) -> Verification:
-    subject = TunableMachine(plan=plan, directory=directory)
-    with Nursery() as start:
-        place = msgspec.structs.replace(place, runner=partial(run_jobs, start=start))
-        return verified(subject, directory, place, effort, only=only, also_tune=also_tune)
+    target = TunableMachine(plan=plan, directory=directory)
+    with ForkServer() as server:
+        launcher = msgspec.structs.replace(launcher, runner=LocalRunner(server))
+        return verified(target, directory, launcher, budget, only=only, also_tune=also_tune)
 
 
-def _place(plan: Plan, directory: Path, backend: Backend, keep: list[str]) -> Place:
+def _launcher(plan: Plan, directory: Path, backend: Backend, keep: list[str]) -> Launcher:
     if backend == "cuda":
         _check_here(plan, directory, _here(plan))
     _check_torch()
-    return Place(backend=backend, gpus=plan.gpus, caller=dict(os.environ), keep=tuple(keep))
+    ranks = tuple(range(len(plan.gpus)))
+    here = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
+    return Launcher(backend=backend, hosts=(here,), keep=tuple(keep))
 
 
 def _check_torch() -> None:

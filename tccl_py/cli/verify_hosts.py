@@ -19,11 +19,11 @@ from tccl_py.files import read_text
 from tccl_py.plan.directory import check_plan_directory
 from tccl_py.plan.files import host_graph_file
 from tccl_py.plan.staging import check_files, locked
-from tccl_py.verify.hosts import HostPart, HostsPlace
-from tccl_py.verify.orders import SIZES, Backend
+from tccl_py.verify.jobs import HostRanks, Launcher
 from tccl_py.verify.record import Verification
-from tccl_py.verify.rounds import Effort
-from tccl_py.verify.tunable import tunable_cluster
+from tccl_py.verify.spec import SIZES, Backend
+from tccl_py.verify.target import tunable_cluster
+from tccl_py.verify.verify import RunBudget
 
 if TYPE_CHECKING:
     from tccl_profiler.cluster.agents import RankJobs
@@ -37,7 +37,7 @@ _AGAIN = "start a rank on each host that the plan has, or plan these hosts"
 
 
 def verify_hosts(
-    directory: Path, effort: Effort, backend: Backend, keep: tuple[str, ...], *, also_tune: bool
+    directory: Path, budget: RunBudget, backend: Backend, keep: tuple[str, ...], *, also_tune: bool
 ) -> Verification:
     """Verify the plan of this MPI job's hosts, tune it if asked to, and keep what was found.
 
@@ -55,7 +55,7 @@ def verify_hosts(
             )
         # Who plans into it meanwhile would get the verdict of another plan.
         with locked(directory):
-            return _verified(directory, job, effort, backend, keep, also_tune=also_tune)
+            return _verified(directory, job, budget, backend, keep, also_tune=also_tune)
 
 
 def check_tuning_hosts(job: Job) -> None:
@@ -75,7 +75,7 @@ def tuned_hosts(directory: Path, job: Job, backend: Backend) -> ClusterPlan:
     """
     rate = load_cluster_plan(directory).rate_gbps
     sizes = tuple(size for size in SIZES if 2 * size / (rate * 1e9) <= _LONGEST_S) or SIZES[:1]
-    found = _verified(directory, job, Effort(sizes=sizes), backend, (), also_tune=True)
+    found = _verified(directory, job, RunBudget(sizes=sizes), backend, (), also_tune=True)
     print_verification(found, notices())
     return load_cluster_plan(directory)
 
@@ -83,7 +83,7 @@ def tuned_hosts(directory: Path, job: Job, backend: Backend) -> ClusterPlan:
 def _verified(
     directory: Path,
     job: Job,
-    effort: Effort,
+    budget: RunBudget,
     backend: Backend,
     keep: tuple[str, ...],
     *,
@@ -91,9 +91,9 @@ def _verified(
 ) -> Verification:
     plan = load_cluster_plan(directory)
     check_files(directory)
-    subject = tunable_cluster(plan, directory, _graphs(plan, directory))
-    place = _place(plan, _rank_jobs(job), backend, keep)
-    return verified(subject, directory, place, effort, also_tune=also_tune)
+    target = tunable_cluster(plan, directory, _graphs(plan, directory))
+    launcher = _launcher(plan, _rank_jobs(job), backend, keep)
+    return verified(target, directory, launcher, budget, also_tune=also_tune)
 
 
 def _rank_jobs(job: Job) -> RankJobs:
@@ -109,9 +109,9 @@ def _graphs(plan: ClusterPlan, directory: Path) -> dict[str, str]:
     }
 
 
-def _place(
+def _launcher(
     plan: ClusterPlan, jobs: RankJobs, backend: Backend, keep: tuple[str, ...]
-) -> HostsPlace:
+) -> Launcher:
     _check_hosts(plan, jobs.hosts)
     facts = jobs.described(backend, interfaces=plan.settings.socket_ifname)
     callers = jobs.surroundings(modules=_NEEDED)
@@ -123,14 +123,14 @@ def _place(
             _check_gpus(plan, number, facts[host.name])
         variables = {} if backend == "cuda" else _gloo(facts[host.name], callers[host.name])
         parts.append(
-            HostPart(
+            HostRanks(
                 name=host.name,
                 ranks=tuple(range(host.first_rank, host.first_rank + len(gpus))),
                 gpus=gpus,
-                variables=variables,
+                environment={**callers[host.name], **variables},
             )
         )
-    return HostsPlace(backend=backend, hosts=tuple(parts), callers=callers, keep=keep, runner=jobs)
+    return Launcher(backend=backend, hosts=tuple(parts), keep=keep, runner=jobs)
 
 
 def _check_hosts(plan: ClusterPlan, there: Sequence[str]) -> None:

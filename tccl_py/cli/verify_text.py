@@ -12,9 +12,18 @@ from rich.table import Table
 
 from tccl_py.plan.plan import ChoiceName
 from tccl_py.report.words import CHOICE_WORDS, choice_words
-from tccl_py.verify.comparison import FALSE_RATE, SMALLEST_EFFECT, Compared
-from tccl_py.verify.orders import is_large, size_text
-from tccl_py.verify.record import ArmResult, Row, Tried, Verification, groups_text, sizes_text
+from tccl_py.verify.record import (
+    FALSE_RATE,
+    SMALLEST_EFFECT,
+    ArmResult,
+    Compared,
+    Row,
+    Tried,
+    Verification,
+    groups_text,
+    sizes_text,
+)
+from tccl_py.verify.spec import is_large, size_text
 
 _SHOWN_WRONG = 5
 _WINS: dict[ChoiceName, str] = {
@@ -198,4 +207,5 @@ def _tried(one: Tried) -> str:
     name = choice_words(one.arm, one.settings)
     if one.failed:
         return f"tried {name}: failed: {one.failed}"
-    return f"tried {name}: {one.gbps:.2f} GB/s, {one.low:.3f} of default NCCL at its worst size"
+    worst = f"{one.worst_ratio:.3f} of default NCCL at its worst size"
+    return f"tried {name}: {one.gbps:.2f} GB/s, {worst}"

@@ -24,7 +24,7 @@ from tccl_py.nccl.settings import HOST_VARIABLES, Settings, environment
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism, view
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl_library import find_library
-from tccl_py.rank_processes.task import RanksError, Task, decoded, run_tasks
+from tccl_py.rank_processes.tasks import RanksError, Task, decoded, run_tasks
 
 PROGRAM = "tccl_py.nccl.asked_rank"
 TIMEOUT_S = 60.0
@@ -197,9 +197,9 @@ def _asked(
     ranks = tuple(range(len(gpus)))
     task = Task(
         program=PROGRAM,
-        order=encode_json(order),
+        spec=encode_json(order),
         ranks=ranks,
-        surroundings=dict(environment),
+        environment=dict(environment),
         timeout=seconds,
         files={n: one.graph or "" for n, one in zip(names, questions, strict=True) if n},
     )

@@ -1,6 +1,6 @@
 """One rank of the communicators that `asked.py` makes; one process for each GPU.
 
-usage: tccl_py.nccl.asked_rank FOLDER/order.json RANK
+usage: tccl_py.nccl.asked_rank FOLDER/spec.json RANK
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from tccl_py.errors import TcclError
 from tccl_py.files import write_atomically
 from tccl_py.nccl_library import Library, version_text
-from tccl_py.rank_processes.rank import leave_answer, told
+from tccl_py.rank_processes.rank import read_spec, write_result
 
 _LOOK_S = 0.005
 _ABORT_S = 5.0
@@ -54,7 +54,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def main() -> None:
     """Make the communicators; exit code 1 with NCCL's words where it refuses one."""
-    order, rank, folder = told(Order)
+    order, rank, folder = read_spec(Order)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order.gpus))
     # NVML's order, which the GPUs' indices have.
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -73,7 +73,7 @@ def main() -> None:
         where = f"communicator {number}: " if number >= 0 else ""
         print(f"error: {where}{error}", flush=True)
         os._exit(1)
-    leave_answer(folder, rank, Answer(version=version_text(library.version), said=tuple(said)))
+    write_result(folder, rank, Answer(version=version_text(library.version), said=tuple(said)))
     sys.stdout.flush()
     # Threads of NCCL may still run.
     os._exit(0)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tccl_py.errors import MeasurementError
 from tccl_py.files import encode_json
 from tccl_py.overlap.orders import Answer, Order
-from tccl_py.rank_processes.task import RanksError, Task, decoded, run_tasks
+from tccl_py.rank_processes.tasks import RanksError, Task, decoded, run_tasks
 
 RANK_PROGRAM = "tccl_py.overlap.rank"
 
@@ -33,9 +33,9 @@ def run_job(
     ranks = tuple(range(order.world))
     task = Task(
         program=program,
-        order=encode_json(order),
+        spec=encode_json(order),
         ranks=ranks,
-        surroundings=dict(surroundings),
+        environment=dict(surroundings),
         timeout=timeout,
     )
     try:

@@ -13,24 +13,24 @@ from typing import Any
 from tccl_py.overlap.orders import Answer, Order
 from tccl_py.overlap.stopwatch import CudaStopwatch, ThreadStopwatch
 from tccl_py.overlap.timing import Copies, Messages, Process, time_pairs, time_products
-from tccl_py.rank_processes.rank import leave_answer, meet, own_device, told
+from tccl_py.rank_processes.rank import join_group, rank_device, read_spec, write_result
 
 
 def main() -> None:
     """Do what ORDER says as rank RANK."""
-    order, rank, folder = told(Order)
+    order, rank, folder = read_spec(Order)
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
     answer = _answer(order, rank, folder, torch, dist)
     if order.kind == "messages":
         dist.destroy_process_group()
-    leave_answer(folder, rank, answer)
+    write_result(folder, rank, answer)
 
 
 def _answer(order: Order, rank: int, folder: Path, torch: Any, dist: Any) -> Answer:
     cuda = order.backend == "nccl"
-    device = own_device(torch, order.backend, rank)
+    device = rank_device(torch, order.backend, rank)
     # A rank opens no GPU but its own.
     places = [rank] if order.kind == "messages" else range(order.places)
     devices = [torch.device("cuda", place) for place in places]
@@ -38,7 +38,7 @@ def _answer(order: Order, rank: int, folder: Path, torch: Any, dist: Any) -> Ans
     process = Process(torch=torch, order=order, rank=rank, device=device, watch=watch)
     mover: Messages | Copies
     if order.kind == "messages":
-        meet(dist, order.backend, folder, rank=rank, world=order.world, device=device)
+        join_group(dist, order.backend, folder, rank=rank, world=order.world, device=device)
         mover = Messages(process, dist)
     else:
         mover = Copies(process)

@@ -122,7 +122,9 @@ def run_tasks(
                 started.append(_Rank(folder, rank, process))
         _wait(started, max(task.timeout for task in tasks), meanwhile)
         return tuple(
-            RankOutput(results=tuple(_result(folder, rank) for rank in task.ranks), log=_log(folder))
+            RankOutput(
+                results=tuple(_result(folder, rank) for rank in task.ranks), log=_log(folder)
+            )
             for task, folder in zip(tasks, folders, strict=True)
         )
 

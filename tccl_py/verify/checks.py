@@ -1,9 +1,9 @@
-"""Every collective, its values compared with what a formula says they are.
+"""Checks of every collective's values against a formula.
 
-The formula is computed in integers, by each rank for itself on its own device: nothing that was
-communicated is used, and hundreds of cases take seconds. All values and sums are whole numbers
-that even bfloat16 holds exactly up to 30 ranks, so a comparison needs no tolerance, and neighbours
-differ, so that a shifted block shows.
+Each rank computes the formula in integers on its own device: no communicated value is used, and
+hundreds of cases take seconds. All values and sums are whole numbers that even bfloat16 holds
+exactly up to 30 ranks, so comparisons need no tolerance. Neighbours differ, so a shifted block
+shows.
 """
 
 from __future__ import annotations
@@ -13,110 +13,109 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.verify.orders import Wrong
-from tccl_py.verify.ranks import Ranks
+from tccl_py.verify.spec import WrongValue
+from tccl_py.verify.timing import Communicator
 
 COUNTS = (1, 3, 1027, 65_537, 1_048_583)
-"""Elements a rank; odd, so that no block of any protocol is full, and from all its protocols."""
+"""Elements per rank; odd, so that no protocol's block is full, and in the range of every one."""
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64", "uint8")
 _LARGE = 100_000
-"""From this many elements on two dtypes are enough."""
+"""From this many elements on, two dtypes suffice."""
 _LARGE_DTYPES = ("float32", "bfloat16")
 _ABSENT = ("not support", "not implemented", "unsupported", "not currently supported")
-"""What torch says where a backend does not have a collective or a type."""
+"""Words of torch's errors for a collective or dtype that the backend lacks."""
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """How many cases were compared, which were wrong, and which the backend does not have."""
+    """Number of compared cases, the wrong ones, and those that the backend lacks."""
 
     checked: int
-    wrong: tuple[Wrong, ...]
+    wrong: tuple[WrongValue, ...]
     left_out: tuple[str, ...]
 
 
 class _Case(msgspec.Struct, frozen=True):
-    """Types and size of one case, and whether it is waited for later."""
+    """Type and size of a case, and whether its call is asynchronous."""
 
     dtype: str
     count: int
-    later: bool
+    asynchronous: bool
 
     def __str__(self) -> str:
-        return f"{self.dtype} x {self.count}{', async' if self.later else ''}"
+        return f"{self.dtype} x {self.count}{', async' if self.asynchronous else ''}"
 
 
-def run_checks(ranks: Ranks) -> Checked:
-    """Run all cases of all collectives; a case that is wrong does not end the rest."""
+def run_checks(communicator: Communicator) -> Checked:
+    """Run all cases of all collectives; a wrong case does not end the rest."""
     checked, wrong, left_out = 0, [], set()
     for name, check in COLLECTIVE_CHECKS.items():
         for case in _cases():
             try:
-                what = check(ranks, case)
+                what = check(_Tensors(communicator, case))
             except Exception as error:
                 text = str(error) or type(error).__name__
-                if any(one in text.lower() for one in _ABSENT):
+                if any(words in text.lower() for words in _ABSENT):
                     left_out.add(f"{name} of {case.dtype}")
                     continue
                 what = text.splitlines()[0][:300]
             checked += 1
             if what:
-                wrong.append(Wrong(case=f"{name}, {case}", rank=ranks.rank, what=what))
+                case_text = f"{name}, {case}"
+                wrong.append(WrongValue(case=case_text, rank=communicator.rank, what=what))
     return Checked(checked=checked, wrong=tuple(wrong), left_out=tuple(sorted(left_out)))
 
 
 def _cases() -> Iterator[_Case]:
     for count in COUNTS:
         for dtype in DTYPES if count < _LARGE else _LARGE_DTYPES:
-            for later in (False, True):
-                yield _Case(dtype, count, later)
-
-
-def values(ranks: Ranks, rank: int, count: int, *, block: int = 0) -> Any:
-    """What `rank` contributes, for the rank `block` where each gets another part: 0 to 7."""
-    torch = ranks.torch
-    index = torch.arange(count, dtype=torch.int64, device=ranks.device)
-    index = index + (rank * 1_000_003 + block * 500_009)
-    # The high bits of a product with an odd constant look random (Knuth, volume 3, 6.4).
-    return ((index * 2_654_435_761) >> 13) & 7
+            for asynchronous in (False, True):
+                yield _Case(dtype, count, asynchronous)
 
 
 class _Tensors:
-    """Makes a case's tensors, runs its calls, and compares."""
+    """A case's tensors and calls on one rank."""
 
-    def __init__(self, ranks: Ranks, case: _Case) -> None:
-        self._ranks, self._case = ranks, case
-        self._dtype = getattr(ranks.torch, case.dtype)
-
-    def own(self, *, block: int = 0) -> Any:
-        return self.placed(self.of(self._ranks.rank, block=block))
+    def __init__(self, communicator: Communicator, case: _Case) -> None:
+        self.torch, self.dist = communicator.torch, communicator.dist
+        self.rank, self.world = communicator.rank, communicator.world
+        self.case = case
+        self._device = communicator.device
+        self._dtype = getattr(communicator.torch, case.dtype)
 
     def of(self, rank: int, *, block: int = 0) -> Any:
-        return values(self._ranks, rank, self._case.count, block=block)
+        """Return the contribution of `rank`, for rank `block` where blocks differ: 0 to 7."""
+        index = self.torch.arange(self.case.count, dtype=self.torch.int64, device=self._device)
+        index = index + (rank * 1_000_003 + block * 500_009)
+        # The high bits of a product with an odd constant look random (Knuth, volume 3, 6.4).
+        return ((index * 2_654_435_761) >> 13) & 7
 
-    def placed(self, whole: Any) -> Any:
-        return whole.to(self._dtype)
+    def own(self, *, block: int = 0) -> Any:
+        """Return this rank's contribution in the case's dtype."""
+        return self.of(self.rank, block=block).to(self._dtype)
+
+    def own_blocks(self) -> list[Any]:
+        """Return this rank's block for every rank."""
+        return [self.own(block=rank) for rank in range(self.world)]
+
+    def of_all(self, *, block: int = 0) -> list[Any]:
+        """Return every rank's contribution."""
+        return [self.of(rank, block=block) for rank in range(self.world)]
 
     def empty(self, parts: int = 1) -> Any:
-        # A value that no collective gives: what was not written shows.
-        return self._ranks.torch.full(
-            (parts * self._case.count,), 99, dtype=self._dtype, device=self._ranks.device
-        )
-
-    def total(self, *, block: int = 0) -> Any:
-        return sum(self.of(rank, block=block) for rank in range(self._ranks.world))
-
-    def joined(self, parts: list[Any]) -> Any:
-        return self._ranks.torch.cat(parts)
+        """Return a buffer of a value that no collective gives, so unwritten elements show."""
+        shape = (parts * self.case.count,)
+        return self.torch.full(shape, 99, dtype=self._dtype, device=self._device)
 
     def run(self, call: Callable[..., Any], *arguments: Any, **more: Any) -> None:
-        work = call(*arguments, async_op=self._case.later, **more)
-        if self._case.later:
+        """Run a collective, and wait for it."""
+        work = call(*arguments, async_op=self.case.asynchronous, **more)
+        if self.case.asynchronous:
             work.wait()
 
     def compare(self, found: Any, expected: Any) -> str:
-        """ "" if equal, else where it is not."""
+        """Return "" if equal, else the first difference."""
         expected = expected.to(self._dtype)
-        if self._ranks.torch.equal(found, expected):
+        if self.torch.equal(found, expected):
             return ""
         differ = (found != expected).nonzero()
         first = int(differ[0])
@@ -126,94 +125,80 @@ class _Tensors:
         )
 
 
-def _broadcast(ranks: Ranks, case: _Case) -> str:
-    some, root = _Tensors(ranks, case), ranks.world - 1
-    held = some.own() if ranks.rank == root else some.empty()
-    some.run(ranks.dist.broadcast, held, src=root)
-    return some.compare(held, some.of(root))
+def _broadcast(tensors: _Tensors) -> str:
+    root = tensors.world - 1
+    held = tensors.own() if tensors.rank == root else tensors.empty()
+    tensors.run(tensors.dist.broadcast, held, src=root)
+    return tensors.compare(held, tensors.of(root))
 
 
-def _scatter(ranks: Ranks, case: _Case) -> str:
-    some = _Tensors(ranks, case)
-    got = some.empty()
-    blocks = [some.own(block=one) for one in range(ranks.world)] if ranks.rank == 0 else None
-    some.run(ranks.dist.scatter, got, blocks, src=0)
-    return some.compare(got, some.of(0, block=ranks.rank))
+def _scatter(tensors: _Tensors) -> str:
+    got = tensors.empty()
+    blocks = tensors.own_blocks() if tensors.rank == 0 else None
+    tensors.run(tensors.dist.scatter, got, blocks, src=0)
+    return tensors.compare(got, tensors.of(0, block=tensors.rank))
 
 
-def _reduce(ranks: Ranks, case: _Case) -> str:
-    some, root = _Tensors(ranks, case), ranks.world - 1
-    held = some.own()
-    some.run(ranks.dist.reduce, held, dst=root)
-    # What other ranks hold then is undefined.
-    return some.compare(held, some.total()) if ranks.rank == root else ""
+def _reduce(tensors: _Tensors) -> str:
+    root, held = tensors.world - 1, tensors.own()
+    tensors.run(tensors.dist.reduce, held, dst=root)
+    # The other ranks' buffers are undefined then.
+    return tensors.compare(held, sum(tensors.of_all())) if tensors.rank == root else ""
 
 
-def _gather(ranks: Ranks, case: _Case) -> str:
-    some = _Tensors(ranks, case)
-    parts = [some.empty() for _ in range(ranks.world)] if ranks.rank == 0 else None
-    some.run(ranks.dist.gather, some.own(), parts, dst=0)
+def _gather(tensors: _Tensors) -> str:
+    parts = [tensors.empty() for _ in range(tensors.world)] if tensors.rank == 0 else None
+    tensors.run(tensors.dist.gather, tensors.own(), parts, dst=0)
     if parts is None:
         return ""
-    expected = [some.of(rank) for rank in range(ranks.world)]
-    return some.compare(some.joined(parts), some.joined(expected))
+    return tensors.compare(tensors.torch.cat(parts), tensors.torch.cat(tensors.of_all()))
 
 
-def _all_reduce(ranks: Ranks, case: _Case) -> str:
-    some = _Tensors(ranks, case)
-    summed = some.own()
-    some.run(ranks.dist.all_reduce, summed)
-    found = some.compare(summed, some.total())
-    largest = some.own()
-    some.run(ranks.dist.all_reduce, largest, op=ranks.dist.ReduceOp.MAX)
-    all_values = ranks.torch.stack([some.of(rank) for rank in range(ranks.world)])
-    return found or some.compare(largest, all_values.max(dim=0).values)
+def _all_reduce(tensors: _Tensors) -> str:
+    summed, largest = tensors.own(), tensors.own()
+    tensors.run(tensors.dist.all_reduce, summed)
+    tensors.run(tensors.dist.all_reduce, largest, op=tensors.dist.ReduceOp.MAX)
+    maximum = tensors.torch.stack(tensors.of_all()).max(dim=0).values
+    return tensors.compare(summed, sum(tensors.of_all())) or tensors.compare(largest, maximum)
 
 
-def _all_gather(ranks: Ranks, case: _Case) -> str:
-    some = _Tensors(ranks, case)
-    parts = [some.empty() for _ in range(ranks.world)]
-    some.run(ranks.dist.all_gather, parts, some.own())
-    expected = [some.of(rank) for rank in range(ranks.world)]
-    return some.compare(some.joined(parts), some.joined(expected))
+def _all_gather(tensors: _Tensors) -> str:
+    parts = [tensors.empty() for _ in range(tensors.world)]
+    tensors.run(tensors.dist.all_gather, parts, tensors.own())
+    return tensors.compare(tensors.torch.cat(parts), tensors.torch.cat(tensors.of_all()))
 
 
-def _reduce_scatter(ranks: Ranks, case: _Case) -> str:
-    some = _Tensors(ranks, case)
-    got = some.empty()
-    blocks = some.joined([some.own(block=one) for one in range(ranks.world)])
-    some.run(ranks.dist.reduce_scatter_tensor, got, blocks)
-    return some.compare(got, some.total(block=ranks.rank))
+def _reduce_scatter(tensors: _Tensors) -> str:
+    got, blocks = tensors.empty(), tensors.torch.cat(tensors.own_blocks())
+    tensors.run(tensors.dist.reduce_scatter_tensor, got, blocks)
+    return tensors.compare(got, sum(tensors.of_all(block=tensors.rank)))
 
 
-def _all_to_all(ranks: Ranks, case: _Case) -> str:
-    some = _Tensors(ranks, case)
-    got = some.empty(ranks.world)
-    blocks = some.joined([some.own(block=one) for one in range(ranks.world)])
-    some.run(ranks.dist.all_to_all_single, got, blocks)
-    expected = [some.of(rank, block=ranks.rank) for rank in range(ranks.world)]
-    return some.compare(got, some.joined(expected))
+def _all_to_all(tensors: _Tensors) -> str:
+    got, blocks = tensors.empty(tensors.world), tensors.torch.cat(tensors.own_blocks())
+    tensors.run(tensors.dist.all_to_all_single, got, blocks)
+    return tensors.compare(got, tensors.torch.cat(tensors.of_all(block=tensors.rank)))
 
 
-def _send_receive(ranks: Ranks, case: _Case) -> str:
-    """Each rank to the next: blocking in turn, or all at once."""
-    some, dist = _Tensors(ranks, case), ranks.dist
-    after, before = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
-    own, got = some.own(), some.empty()
-    if case.later:
+def _send_receive(tensors: _Tensors) -> str:
+    """Send from each rank to the next: blocking in turn, or all at once."""
+    dist, rank = tensors.dist, tensors.rank
+    after, before = (rank + 1) % tensors.world, (rank - 1) % tensors.world
+    own, got = tensors.own(), tensors.empty()
+    if tensors.case.asynchronous:
         both = [dist.P2POp(dist.isend, own, after), dist.P2POp(dist.irecv, got, before)]
         for work in dist.batch_isend_irecv(both):
             work.wait()
-    elif ranks.rank == 0:
+    elif rank == 0:
         dist.send(own, after)
         dist.recv(got, before)
     else:
         dist.recv(got, before)
         dist.send(own, after)
-    return some.compare(got, some.of(before))
+    return tensors.compare(got, tensors.of(before))
 
 
-COLLECTIVE_CHECKS: dict[str, Callable[[Ranks, _Case], str]] = {
+COLLECTIVE_CHECKS: dict[str, Callable[[_Tensors], str]] = {
     "broadcast": _broadcast,
     "scatter": _scatter,
     "reduce": _reduce,

@@ -1,101 +1,249 @@
-"""Running one job: fresh processes, one a rank, that are all gone when it has ended."""
+"""Jobs of real collectives: one fresh process per rank, on this host or over several hosts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
-from tccl_py.errors import TcclError
+from tccl_py.errors import MeasurementError, TcclError
 from tccl_py.files import encode_json
-from tccl_py.rank_processes.starting import TORCH, Start, interpreter
-from tccl_py.rank_processes.task import FOLDER, RanksError, Task, decoded, run_tasks
-from tccl_py.rank_processes.turns import Seat
-from tccl_py.verify.orders import Answer, Order
+from tccl_py.nccl.settings import HOST_VARIABLES, Settings
+from tccl_py.plan.files import GRAPH_FILE
+from tccl_py.plan.plan import ChoiceName
+from tccl_py.rank_processes.forkserver import ForkServer
+from tccl_py.rank_processes.rank import JobSlot, Rendezvous
+from tccl_py.rank_processes.tasks import (
+    FOLDER,
+    TORCH,
+    RankOutput,
+    RanksError,
+    Task,
+    decoded,
+    run_tasks,
+)
+from tccl_py.verify.spec import Backend, JobResult, JobSpec
 
 RANK_PROGRAM = "tccl_py.verify.rank"
 DEFAULT_TIMEOUT = 180.0
+THIS_HOST = ""
+"""Name of the host of a job on one machine."""
+_GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
+_REMOVED = ("NCCL_", "TORCH_NCCL_", "MASTER_", "TORCHELASTIC_")
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+"""Variables by which a launcher describes another job."""
+_DEBUG_SUBSYSTEMS = "INIT,GRAPH,P2P,SHM,NET"
+_CONCURRENT = 4
+_CONCURRENT_BYTES = 4 << 30
+"""Limit of the buffers of concurrent jobs on a device, which may have few GiB."""
 
 
 class JobError(TcclError):
-    """A job did not end as it should; says which rank, and what it said last."""
+    """A job failed; names the rank and its last output."""
+
+
+class Arm(msgspec.Struct, frozen=True, kw_only=True):
+    """An A/B arm: a choice of the plan and its NCCL variables.
+
+    `graphs` are the texts of graph files by host: each host's ranks get their own, whatever path
+    NCCL_GRAPH_FILE of `variables` names. `predicted_gbps` is None where the plan has no rate.
+    """
+
+    name: ChoiceName
+    variables: dict[str, str]
+    settings: Settings
+    predicted_gbps: float | None = None
+    graphs: dict[str, str] = {}
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job's ranks answered, in order, what NCCL wrote, and how long it took."""
+    """Results of a job's ranks, in order, NCCL's log, and the seconds that the job took."""
 
-    answers: tuple[Answer, ...]
+    results: tuple[JobResult, ...]
     log: str
     seconds: float
 
 
-def run_jobs(
-    order: Order,
-    surroundings: Sequence[Mapping[str, str]],
-    *,
-    timeout: float = DEFAULT_TIMEOUT,
-    program: str = RANK_PROGRAM,
-    start: Start = interpreter,
-) -> tuple[Outcome, ...]:
-    """Run an order's ranks on this host, as one job in each of these surroundings, all at once.
+class Runner(Protocol):
+    """Starts ranks on hosts by name."""
 
-    Args:
-        order: what the ranks do; several jobs take turns.
-        surroundings: for each job the whole environment of its ranks.
-        timeout: seconds for all of them.
-        program: the module that is a rank.
-        start: how each process is started.
+    def rendezvous(self, host: str, count: int) -> Sequence[Rendezvous | None]:
+        """Open the rendezvous of the next jobs at the host of their first ranks."""
 
-    Raises:
-        JobError: a rank failed, or the time was up.
+    def run(self, tasks: Mapping[str, Sequence[Task]]) -> Mapping[str, Sequence[RankOutput]]:
+        """Run each host's ranks, of one job or of several at once.
+
+        Raises:
+            MeasurementError: ranks failed, or the time was up.
+        """
+
+
+class LocalRunner:
+    """Runs ranks on this host."""
+
+    def __init__(self, server: ForkServer | None = None) -> None:
+        self._server = server
+
+    def rendezvous(self, host: str, count: int) -> Sequence[Rendezvous | None]:  # noqa: ARG002
+        """Return none: ranks of one host meet in a file of their folder."""
+        return [None] * count
+
+    def run(self, tasks: Mapping[str, Sequence[Task]]) -> Mapping[str, Sequence[RankOutput]]:
+        """Run the ranks; see `Runner`."""
+        ((host, own),) = tasks.items()
+        try:
+            return {host: run_tasks(own, server=self._server)}
+        except RanksError as error:
+            which = f"rank{'(s)' if error.late else ''} {', '.join(map(str, error.ranks))}"
+            cause = f": {error.said}" if error.said else ""
+            raise MeasurementError(f"{which} {error.what}{cause}") from error
+
+
+class HostRanks(msgspec.Struct, frozen=True, kw_only=True):
+    """A host of a job: its ranks, their GPUs in order, and the caller's environment there."""
+
+    name: str = THIS_HOST
+    ranks: tuple[int, ...]
+    gpus: tuple[int, ...]
+    environment: dict[str, str]
+
+
+class Launcher(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs jobs on its hosts, rank 0's first; `keep` are caller's variables that jobs get."""
+
+    backend: Backend
+    hosts: tuple[HostRanks, ...]
+    runner: Runner = LocalRunner()
+    keep: tuple[str, ...] = ()
+    timeout: float = DEFAULT_TIMEOUT
+    program: str = RANK_PROGRAM
+
+    def run(self, arms: Sequence[Arm], spec: JobSpec) -> tuple[Outcome, ...]:
+        """Run a job of each arm, all at once, with their timed batches interleaved.
+
+        Raises:
+            JobError: a job failed; which of several is not known.
+            SourceLostError: a host is gone.
+        """
+        begun = time.monotonic()
+        world = sum(len(host.ranks) for host in self.hosts)
+        rendezvous = self.runner.rendezvous(self.hosts[0].name, len(arms))
+        specs = [
+            msgspec.structs.replace(spec, backend=self.backend, world=world, rendezvous=meeting)
+            for meeting in rendezvous
+        ]
+        tasks = {
+            host.name: tuple(
+                self._task(host, arm, own, JobSlot(number=n, jobs=len(arms), ranks=len(host.ranks)))
+                for n, (arm, own) in enumerate(zip(arms, specs, strict=True))
+            )
+            for host in self.hosts
+        }
+        try:
+            outputs = self.runner.run(tasks)
+        except MeasurementError as error:
+            raise JobError(str(error)) from error
+        seconds = time.monotonic() - begun
+        return tuple(
+            Outcome(
+                results=tuple(
+                    result
+                    for host in self.hosts
+                    for result in decoded(outputs[host.name][number], host.ranks, JobResult)
+                ),
+                log="\n".join(outputs[host.name][number].log for host in self.hosts),
+                seconds=seconds,
+            )
+            for number in range(len(arms))
+        )
+
+    def variables(self, arm: Arm) -> dict[str, str]:
+        """Return all NCCL variables of an arm's jobs."""
+        return {**pinned_variables(self.hosts[0].environment, self.keep), **arm.variables}
+
+    def _task(self, host: HostRanks, arm: Arm, spec: JobSpec, slot: JobSlot) -> Task:
+        variables, files = dict(arm.variables), {}
+        if _GRAPH_VARIABLE in variables:
+            variables[_GRAPH_VARIABLE] = f"{FOLDER}/{GRAPH_FILE}"
+            files[GRAPH_FILE] = arm.graphs[host.name]
+        gpus = host.gpus if self.backend == "cuda" else None
+        environment = rank_environment(
+            host.environment, gpus=gpus, variables=variables, keep=self.keep
+        )
+        own = msgspec.structs.replace(spec, first_rank=host.ranks[0], slot=slot)
+        return Task(
+            program=self.program,
+            spec=encode_json(own),
+            ranks=host.ranks,
+            environment={**environment, "NCCL_DEBUG_FILE": f"{FOLDER}/log-%p"},
+            timeout=self.timeout,
+            files=files,
+            imports=TORCH,
+        )
+
+
+class ConcurrentJobs:
+    """Runs jobs of arms, `at_once` of them at the same time.
+
+    The number follows from the room for buffers of `sizes` on a device. It drops to 1 when several
+    jobs fail together, because each may be able to run alone.
     """
-    begun = time.monotonic()
-    ranks = tuple(range(order.world))
-    orders = seated(order, len(surroundings), len(ranks))
-    tasks = [
-        task_of(one, ranks, told, timeout=timeout, program=program)
-        for one, told in zip(orders, surroundings, strict=True)
-    ]
-    try:
-        found = run_tasks(tasks, start=start)
-    except RanksError as error:
-        raise JobError(_sentence(error)) from error
-    seconds = time.monotonic() - begun
-    return tuple(
-        Outcome(answers=decoded(left, ranks, Answer), log=left.log, seconds=seconds)
-        for left in found
-    )
+
+    def __init__(self, launcher: Launcher, sizes: Sequence[int]) -> None:
+        self._launcher = launcher
+        most = max(len(host.ranks) for host in launcher.hosts)
+        largest = max(sizes, default=1) * (most if launcher.backend == "host" else 1)
+        self.at_once = max(1, min(_CONCURRENT, _CONCURRENT_BYTES // largest))
+
+    def run(self, arms: Sequence[Arm], spec: JobSpec) -> list[Outcome | JobError]:
+        """Return each arm's outcome, or the error of a job that fails alone."""
+        found: list[Outcome | JobError] = []
+        while len(found) < len(arms):
+            batch = arms[len(found) :][: self.at_once]
+            try:
+                found += self._launcher.run(batch, spec)
+            except JobError as error:
+                found += [error] * (self.at_once == 1)
+                self.at_once = 1
+        return found
 
 
-def seated(order: Order, jobs: int, ranks: int) -> tuple[Order, ...]:
-    """The order for each of several jobs at once, of which a host has as many ranks each."""
-    return tuple(
-        msgspec.structs.replace(order, seat=Seat(number=number, jobs=jobs, ranks=ranks))
-        for number in range(jobs)
-    )
-
-
-def task_of(
-    order: Order,
-    ranks: tuple[int, ...],
-    surroundings: Mapping[str, str],
+def rank_environment(
+    caller: Mapping[str, str],
     *,
-    timeout: float = DEFAULT_TIMEOUT,
-    program: str = RANK_PROGRAM,
-) -> Task:
-    """A host's part in a job: what these ranks of it run."""
-    return Task(
-        program=program,
-        order=encode_json(order),
-        ranks=ranks,
-        surroundings={**surroundings, "NCCL_DEBUG_FILE": f"{FOLDER}/log-%p"},
-        timeout=timeout,
-        imports=TORCH,
-    )
+    gpus: Sequence[int] | None,
+    variables: Mapping[str, str],
+    keep: Iterable[str] = (),
+) -> dict[str, str]:
+    """Return the environment of ranks over these GPUs (None: in host memory) with `variables`.
+
+    Of the caller's NCCL variables, HOST_VARIABLES and `keep` stay unless `variables` sets them. The
+    user's own nccl.conf is not read; /etc/nccl.conf is.
+    """
+    kept = {*HOST_VARIABLES, *keep}
+    found = {
+        name: value
+        for name, value in caller.items()
+        if name in kept or not (name.startswith(_REMOVED) or name in _LAUNCHER)
+    }
+    found["PYTHONWARNINGS"] = "ignore"
+    if gpus is None:
+        # The host's name may resolve to an address of no local interface.
+        found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return {**found, **variables}
+    found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    # The plan's indices are in NVML's order.
+    found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    found["NCCL_CONF_FILE"] = "/dev/null"
+    # CUDA graphs stand for single calls, for which NCCL registers no buffers.
+    found["NCCL_GRAPH_REGISTER"] = "0"
+    found["NCCL_DEBUG"] = "INFO"
+    found["NCCL_DEBUG_SUBSYS"] = _DEBUG_SUBSYSTEMS
+    return {**found, **variables}
 
 
-def _sentence(error: RanksError) -> str:
-    which = "rank(s)" if error.late else "rank"
-    cause = f": {error.said}" if error.said else ""
-    return f"{which} {', '.join(map(str, error.ranks))} {error.what}{cause}"
+def pinned_variables(caller: Mapping[str, str], keep: Iterable[str] = ()) -> dict[str, str]:
+    """Return the caller's NCCL variables that jobs get."""
+    return {name: caller[name] for name in sorted({*HOST_VARIABLES, *keep}) if name in caller}

@@ -1,8 +1,8 @@
-"""One rank of a job: meets the others, checks, times, trains, and leaves its answer in a file.
+"""Rank program of a verification job: checks, timings and training; its result is a file.
 
-usage: python -m tccl_py.verify.rank ORDER.json RANK
+usage: python -m tccl_py.verify.rank SPEC.json RANK
 
-Only programs like this one import torch.
+Only rank programs import torch.
 """
 
 from __future__ import annotations
@@ -13,72 +13,79 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.rank_processes.places import turns_file
-from tccl_py.rank_processes.rank import leave_answer, meet, own_device, told
-from tccl_py.rank_processes.turns import TakesTurn, turns
+from tccl_py.rank_processes.rank import (
+    TimeSlot,
+    join_group,
+    rank_device,
+    read_spec,
+    slots_file,
+    time_slots,
+    write_result,
+)
 from tccl_py.verify.checks import run_checks
-from tccl_py.verify.orders import Answer, Groups, Order
-from tccl_py.verify.ranks import Ranks
-from tccl_py.verify.timing import time_size, wake
-from tccl_py.verify.training import train
+from tccl_py.verify.spec import Groups, JobResult, JobSpec
+from tccl_py.verify.timing import Communicator, time_size, time_training, warm_up
 
 
 def main() -> None:
-    """Do what ORDER says as rank RANK."""
-    order, rank, folder = told(Order)
-    ranks = join(order, rank, folder)
-    turn = turns(turns_file(folder), order.seat, rank - order.first)
-    answer = carry_out(order, ranks, turn)
-    ranks.dist.destroy_process_group()
-    leave_answer(folder, rank, answer)
+    """Run the specification of the command line as rank RANK."""
+    spec, rank, folder = read_spec(JobSpec)
+    communicator = join(spec, rank, folder)
+    slot = time_slots(slots_file(folder), spec.slot, rank - spec.first_rank)
+    result = run_spec(spec, communicator, slot)
+    communicator.dist.destroy_process_group()
+    write_result(folder, rank, result)
 
 
-def join(order: Order, rank: int, folder: Path) -> Ranks:
-    """The job's ranks, met, as this one sees them."""
+def join(spec: JobSpec, rank: int, folder: Path) -> Communicator:
+    """Join the job's process group and return it."""
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    backend = "nccl" if order.backend == "cuda" else "gloo"
-    device = own_device(torch, backend, rank - order.first)
-    where = order.meeting or folder
-    meet(dist, backend, where, rank=rank, world=order.world, device=device)
-    return Ranks(torch=torch, dist=dist, rank=rank, world=order.world, device=device)
+    backend = "nccl" if spec.backend == "cuda" else "gloo"
+    device = rank_device(torch, backend, rank - spec.first_rank)
+    where = spec.rendezvous or folder
+    join_group(dist, backend, where, rank=rank, world=spec.world, device=device)
+    return Communicator(torch=torch, dist=dist, rank=rank, world=spec.world, device=device)
 
 
-def carry_out(order: Order, ranks: Ranks, turn: TakesTurn) -> Answer:
-    """Run what the order asks for; what is timed has its turns."""
-    torch = ranks.torch
-    cuda = order.backend == "cuda"
-    answer = Answer(
-        rank=ranks.rank,
+def run_spec(spec: JobSpec, communicator: Communicator, slot: TimeSlot) -> JobResult:
+    """Run a specification; timed work runs in time slots."""
+    torch = communicator.torch
+    cuda = spec.backend == "cuda"
+    result = JobResult(
+        rank=communicator.rank,
         torch=str(torch.__version__),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
-        device=torch.cuda.get_device_name(ranks.device) if cuda else "",
+        device=torch.cuda.get_device_name(communicator.device) if cuda else "",
     )
-    if order.checks:
-        found = run_checks(ranks)
-        answer = msgspec.structs.replace(
-            answer, checked=found.checked, wrong=found.wrong, left_out=found.left_out
+    if spec.checks:
+        found = run_checks(communicator)
+        result = msgspec.structs.replace(
+            result, checked=found.checked, wrong=found.wrong, left_out=found.left_out
         )
-    if order.timed:
-        wake(ranks)
-        answer = msgspec.structs.replace(answer, timings=tuple(_timings(order, ranks, turn)))
-    if order.training:
-        answer = msgspec.structs.replace(answer, training=train(ranks, turn))
-    return answer
+    if spec.rows:
+        warm_up(communicator)
+        timings = tuple(_timings(spec, communicator, slot))
+        result = msgspec.structs.replace(result, timings=timings)
+    if spec.training:
+        result = msgspec.structs.replace(result, training=time_training(communicator, slot))
+    return result
 
 
-def _timings(order: Order, ranks: Ranks, turn: TakesTurn) -> Iterator[tuple[float, ...]]:
-    made: dict[Groups, Ranks] = {(): ranks}
-    for row in order.timed:
+def _timings(
+    spec: JobSpec, communicator: Communicator, slot: TimeSlot
+) -> Iterator[tuple[float, ...]]:
+    made: dict[Groups, Communicator] = {(): communicator}
+    for row in spec.rows:
         if row.groups not in made:
             # A graph file fails every communicator over fewer GPUs.
             groups = () if "NCCL_GRAPH_FILE" in os.environ else row.groups
-            with turn():
-                made[row.groups] = ranks.among(groups)
-        among = made[row.groups]
-        found = time_size(among, order.collective, row.bytes, order.seconds, turn)
-        yield found if among.world > 1 else ()
+            with slot():
+                made[row.groups] = communicator.split(groups)
+        group = made[row.groups]
+        found = time_size(group, spec.collective, row.bytes, spec.seconds, slot)
+        yield found if group.world > 1 else ()
 
 
 if __name__ == "__main__":

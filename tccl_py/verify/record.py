@@ -1,29 +1,118 @@
-"""The Verification: what was found of each arm of a plan, with its evidence, and its file."""
+"""Verification of a plan: comparisons of A/B arms from rounds of jobs, the winner, verify.json.
+
+The jobs of a round are interleaved, or run in an order that is reversed and rotated from round to
+round, so that slow drift touches all arms alike. If two arms are equal, the logarithms of their
+ratios, one per round, are symmetric about 0 whatever the noise: the signed-rank test is exact then.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Literal
 
 import msgspec
 
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import keep_beside_plan, read_beside_plan
 from tccl_py.plan.plan import AS_GOOD, ChoiceName
-from tccl_py.verify.comparison import EQUAL, Compared, Verdict, compare
-from tccl_py.verify.orders import Backend, Groups, Wrong, is_large, size_text
+from tccl_py.statistics import hodges_lehmann, holm, signed_rank_p
 from tccl_py.verify.rings import RingsFound
+from tccl_py.verify.spec import Backend, Groups, WrongValue, is_large, size_text
 
-FORMAT_VERSION = 2
+Verdict = Literal["better", "same", "worse"]
+
+FORMAT_VERSION = 3
 VERIFICATION_FILE = "verify.json"
+SMALLEST_EFFECT = 0.01
+"""Ratios closer to 1 count as the same."""
+FALSE_RATE = 0.05
+"""Largest chance that any row of any arm gets a verdict though all arms are equal."""
+LEAST_ROUNDS = 6
+"""Fewer rounds have no 95 % interval."""
+MAX_ROUNDS = 40
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """Speed of an arm over the baseline's: above 1 the arm is faster.
+
+    `ratio` is the Hodges-Lehmann estimate over rounds, `low` to `high` its 95 % interval, and `p`
+    is adjusted for all rows compared.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    p: float
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return better or worse only beyond chance, the interval and the smallest effect."""
+        if self.p > FALSE_RATE:
+            return "same"
+        if self.low > 1 and self.ratio >= 1 + SMALLEST_EFFECT:
+            return "better"
+        return "worse" if self.loses else "same"
+
+    @property
+    def loses(self) -> bool:
+        """Return whether the interval lies below 1 by the smallest effect, if only by chance."""
+        return self.high < 1 and self.ratio <= 1 - SMALLEST_EFFECT
+
+    @property
+    def half_width(self) -> float:
+        """Return half the width of the interval, relative to the ratio."""
+        return (self.high - self.low) / 2 / self.ratio
+
+    @property
+    def open(self) -> bool:
+        """Return whether more rounds might change the verdict.
+
+        The interval excludes 1, or is wider than the smallest effect, without a verdict.
+        """
+        if self.verdict != "same":
+            return False
+        edge = 1 + SMALLEST_EFFECT
+        leaning = not self.low <= 1 <= self.high and not 1 / edge < self.ratio < edge
+        return leaning or self.half_width > SMALLEST_EFFECT
+
+
+EQUAL = Compared(ratio=1.0, low=1.0, high=1.0, p=1.0)
+"""The baseline over itself."""
+
+
+def compare(
+    arm: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]
+) -> tuple[Compared, ...]:
+    """Compare rows of seconds, one value a round, with the baseline's rows.
+
+    p values are adjusted for all rows: pass those of all arms in one call.
+
+    Raises:
+        ValueError: fewer than LEAST_ROUNDS rounds, more than MAX_ROUNDS, or unequal lengths.
+    """
+    logs = [
+        [math.log(b / a) for a, b in zip(ours, base, strict=True)]
+        for ours, base in zip(arm, baseline, strict=True)
+    ]
+    for row in logs:
+        if not LEAST_ROUNDS <= len(row) <= MAX_ROUNDS:
+            raise ValueError(f"{len(row)} rounds: {LEAST_ROUNDS} to {MAX_ROUNDS} can be compared")
+    found = []
+    for row, p in zip(logs, holm([signed_rank_p(row) for row in logs]), strict=True):
+        span = hodges_lehmann(row)
+        ratio, low, high = map(math.exp, (span.middle, span.low, span.high))
+        found.append(Compared(ratio=ratio, low=low, high=high, p=p))
+    return tuple(found)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of one timed row in each round, and the arm's speed over the baseline's.
+    """A timed row of an arm: seconds in each round, and the speed over the baseline's.
 
-    A row is a collective of `bytes` over all GPUs, or over each of `groups` of them at once, or a
-    training step in a `mode`. `gbps` is the median bus bandwidth, 0 of a training step.
+    A row is a collective of `bytes` over all GPUs, or in all of `groups` at once, or a training
+    step in a `mode`. `gbps` is the median bus bandwidth, 0 of a training step.
     """
 
     bytes: int = 0
@@ -36,10 +125,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What real collectives did in one arm.
+    """Results of real collectives in one arm.
 
-    `gbps` is the bus bandwidth at the large sizes, to hold against `predicted_gbps`, and `large`
-    the speed over default NCCL's at these. `failure` is why a job failed; nothing is timed then.
+    `gbps` is the bus bandwidth at the large sizes, to compare with `predicted_gbps`, and `large`
+    the speed over default NCCL's there. `failure` says why a job failed; nothing is timed then.
     """
 
     name: ChoiceName
@@ -50,38 +139,38 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     large: Compared = EQUAL
     rows: tuple[Row, ...] = ()
     checked: int = 0
-    wrong: tuple[Wrong, ...] = ()
+    wrong: tuple[WrongValue, ...] = ()
     rings: RingsFound | None = None
     failure: str = ""
 
     @property
     def sizes(self) -> tuple[Row, ...]:
-        """Collectives over all GPUs."""
-        return tuple(one for one in self.rows if one.bytes and not one.groups)
+        """Return collectives over all GPUs."""
+        return tuple(row for row in self.rows if row.bytes and not row.groups)
 
     @property
     def groups(self) -> tuple[Row, ...]:
-        """Collectives over smaller communicators."""
-        return tuple(one for one in self.rows if one.groups)
+        """Return collectives over smaller communicators."""
+        return tuple(row for row in self.rows if row.groups)
 
     @property
     def training(self) -> tuple[Row, ...]:
-        """Training steps."""
-        return tuple(one for one in self.rows if one.mode)
+        """Return training steps."""
+        return tuple(row for row in self.rows if row.mode)
 
     @property
     def worse_sizes(self) -> tuple[int, ...]:
-        """Sizes, in bytes, for which the arm is not recommended."""
-        return tuple(one.bytes for one in self.sizes if one.verdict == "worse")
+        """Return sizes, in bytes, for which the arm is not recommended."""
+        return tuple(row.bytes for row in self.sizes if row.verdict == "worse")
 
     @property
     def losses(self) -> tuple[Row, ...]:
-        """Rows whose interval lies below default NCCL, if only by chance."""
-        return tuple(one for one in self.rows if one.compared.loses)
+        """Return rows whose interval lies below default NCCL, if only by chance."""
+        return tuple(row for row in self.rows if row.compared.loses)
 
     @property
     def objections(self) -> tuple[str, ...]:
-        """Why the arm may not be used: it is wrong, not as planned, or somewhere slower."""
+        """Return why the arm may not be used: failed, wrong, not as planned, or slower."""
         if self.failure:
             return (f"its job failed: {self.failure}",)
         found = [f"{len(self.wrong)} values are wrong"] if self.wrong else []
@@ -89,52 +178,52 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             found.append("NCCL does not do what was planned")
         if self.worse_sizes:
             found.append(f"it is slower than default NCCL at {sizes_text(self.worse_sizes)}")
-        if any(one.verdict == "worse" for one in self.training):
+        if any(row.verdict == "worse" for row in self.training):
             found.append("a training step is slower than with default NCCL")
-        for groups in dict.fromkeys(one.groups for one in self.losses if one.groups):
-            sizes = sizes_text([one.bytes for one in self.losses if one.groups == groups])
+        for groups in dict.fromkeys(row.groups for row in self.losses if row.groups):
+            sizes = sizes_text([row.bytes for row in self.losses if row.groups == groups])
             found.append(f"communicators over {groups_text(groups)} are slower at {sizes}")
         return tuple(found)
 
     @property
     def accepted(self) -> bool:
-        """Whether the arm may be used."""
+        """Return whether the arm may be used."""
         return not self.objections
 
     def over(self, other: ArmResult) -> Compared:
-        """Compare the large sizes with another arm's; with the largest size if none is large."""
-        sizes = [one.bytes for one in self.sizes]
+        """Compare the large sizes (the largest size if none is large) with another arm's."""
+        sizes = [row.bytes for row in self.sizes]
         large = [at for at, size in enumerate(sizes) if is_large(size)] or [-1]
         (found,) = compare([_mean(self.sizes, large)], [_mean(other.sizes, large)])
         return found
 
 
 def _mean(rows: Sequence[Row], chosen: Sequence[int]) -> list[float]:
-    """Return the geometric mean of some rows' seconds in each round."""
+    """Return the geometric mean of the chosen rows' seconds in each round."""
     return [geometric_mean(job) for job in zip(*(rows[at].seconds for at in chosen), strict=True)]
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings tried by a job: bus bandwidth at the largest sizes; why it failed, if so.
+    """A candidate of the sweep: bus bandwidth at the large sizes, or why its job failed.
 
-    `low` is the worst ratio to the slowest job of default NCCL at any size.
+    `worst_ratio` is the smallest ratio, over sizes, to the slowest job of default NCCL.
     """
 
     arm: ChoiceName
     settings: Settings
     gbps: float = 0.0
-    low: float = 0.0
+    worst_ratio: float = 0.0
     failed: str = ""
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What real collectives did in each arm; default NCCL, the baseline, is the first.
+    """Results of every arm of a plan, the baseline (default NCCL) first.
 
-    `recommended` is the plan's choice, `chosen` the one that was asked about, `winner` what jobs
-    found best. `order` is the arm of each job, in turn, A the first; `raw` has each job's timings:
-    seconds a call, by row, rank and batch. `at_once` jobs ran at the same time, interleaved. Of
-    several hosts `hosts` are the names in rank order, `gpus` none, and rings have ranks in place of
-    GPUs. Predictions of a `tuned` plan are what jobs achieved before.
+    `recommended` is the plan's choice, `chosen` the one in question, and `winner` the best by jobs.
+    `order` has the arm of each job as a letter, A the baseline; `raw` each job's seconds per call
+    by row, rank and batch. `at_once` jobs ran at the same time, interleaved. Of several hosts,
+    `hosts` are names in rank order, `gpus` is empty, and rings have ranks. Predictions of a `tuned`
+    plan are earlier jobs' bandwidths.
     """
 
     machine: str
@@ -162,61 +251,61 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     format_version: int = FORMAT_VERSION
 
     def arm(self, name: ChoiceName) -> ArmResult | None:
-        """Return what was found of a choice; None if it was not compared."""
-        return next((one for one in self.arms if one.name == name), None)
+        """Return the result of a choice; None if it was not compared."""
+        return next((arm for arm in self.arms if arm.name == name), None)
 
     @property
     def best(self) -> ArmResult:
-        """The winner's arm."""
-        return next(one for one in self.arms if one.name == self.winner)
+        """Return the winner's arm."""
+        return next(arm for arm in self.arms if arm.name == self.winner)
 
     @property
     def judged(self) -> ArmResult:
-        """The arm that was asked about."""
-        return next(one for one in self.arms if one.name == self.chosen)
+        """Return the arm in question."""
+        return next(arm for arm in self.arms if arm.name == self.chosen)
 
     @property
     def accepted(self) -> bool:
-        """Whether the choice that was asked about may be used."""
+        """Return whether the choice in question may be used."""
         return self.judged.accepted
 
     @property
     def rounds(self) -> int:
-        """How many jobs each arm had."""
+        """Return the number of jobs of each arm."""
         return self.order.count("A")
 
 
-def winner(arms: Sequence[ArmResult]) -> ChoiceName:
-    """Return the smallest intervention within 1 % of the best, or within the interval if wider.
+def find_winner(arms: Sequence[ArmResult]) -> ChoiceName:
+    """Return the smallest intervention within 1 % of the best, or within a wider interval.
 
-    Only arms that are accepted and have no row whose interval lies below default NCCL count.
+    Only accepted arms without a row whose interval lies below default NCCL count.
     """
-    usable = [arms[0], *(one for one in arms[1:] if one.accepted and not one.losses)]
-    best = max(usable, key=lambda one: one.large.ratio)
+    usable = [arms[0], *(arm for arm in arms[1:] if arm.accepted and not arm.losses)]
+    best = max(usable, key=lambda arm: arm.large.ratio)
 
-    def as_good(one: ArmResult) -> bool:
-        lead = EQUAL if one is best else best.over(one)
+    def as_good(arm: ArmResult) -> bool:
+        lead = EQUAL if arm is best else best.over(arm)
         return lead.ratio <= 1 + AS_GOOD or lead.low <= 1
 
-    return next(one.name for one in usable if as_good(one))
+    return next(arm.name for arm in usable if as_good(arm))
 
 
 def sizes_text(sizes: Sequence[int]) -> str:
-    """Return sizes in bytes as people write them, in a list."""
+    """Return a list of sizes in bytes as text."""
     return ", ".join(map(size_text, sizes))
 
 
 def groups_text(groups: Groups) -> str:
-    """Return groups of GPUs in words.
+    """Return groups of GPUs as text.
 
     >>> groups_text(((0, 1), (2, 3)))
     'GPUs 0,1 and 2,3'
     """
-    return "GPUs " + " and ".join(",".join(map(str, one)) for one in groups)
+    return "GPUs " + " and ".join(",".join(map(str, members)) for members in groups)
 
 
 def keep_verification(found: Verification, directory: Path) -> Verification:
-    """Write verify.json beside a plan, whole or not at all; gives what was written.
+    """Write verify.json beside a plan, whole or not at all, and return its content.
 
     Raises:
         InputError: it cannot be written.
@@ -225,7 +314,7 @@ def keep_verification(found: Verification, directory: Path) -> Verification:
 
 
 def load_verification(directory: Path) -> Verification | None:
-    """Return what was verified of the plan in a directory; None if nothing, or of an earlier plan.
+    """Return the verification of the plan in a directory; None if none, or of an earlier plan.
 
     Raises:
         InputError: the file is unreadable, of another version, or damaged.

@@ -1,120 +1,189 @@
-"""How long collectives take: batches of calls, by the device's clock or the host's."""
+"""Timing in a rank: batches of collectives and training steps, by the device's or host's clock."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tccl_py.rank_processes.turns import TakesTurn
-from tccl_py.verify.orders import ELEMENT_BYTES, MIB, Collective
-from tccl_py.verify.ranks import Ranks
+from tccl_py.rank_processes.rank import TimeSlot
+from tccl_py.verify.spec import ELEMENT_BYTES, MIB, Collective, Groups
 
 BATCHES = 9
 MAX_CALLS = 200
-"""Calls of a batch at most: a batch of more does not say more."""
+"""Largest number of calls per batch; more calls add no information."""
 GRAPH_CALLS = 50
-"""Calls of a graph at most: while a longer one runs the host feeds the GPU with it, and that is
-what is timed. On two H200 a call of 1 KiB took 17 to 29 us from batch to batch of one job in graphs
-of 200 calls, and in graphs of 50 the same within 2 %."""
+"""Largest number of calls in a CUDA graph: during a longer one the host feeds the GPU, which is
+timed then. On two H200 a call of 1 KiB took 17 to 29 us from batch to batch of one job in graphs of
+200 calls, and in graphs of 50 the same within 2 %."""
 GRAPHED_BYTES = 16 * MIB
-"""Up to this size GPUs replay a CUDA graph of the calls: over NVLink a call of Python's takes
-longer than the collective, and what would be compared is how busy the host is."""
-_WAKING_S = 0.5
+"""Up to this size GPUs replay a CUDA graph of the calls: over NVLink a Python call takes longer
+than the collective, and the comparison would be one of busy hosts."""
+_WAKE_S = 0.5
 _PROBED = 3
+TRAINING_SLOTS, TRAINING_STEPS = 4, 5
+_WARM_STEPS = 12
+"""DistributedDataParallel rebuilds its buckets early, and a CUDA graph needs 11 steps before it."""
+_WIDTH_CUDA, _WIDTH_HOST = 4096, 128
+_LAYERS = 8
+
+Call = Callable[[], Any]
 
 
-def wake(ranks: Ranks) -> None:
-    """Keep the GPU busy until its clocks are up: an idle one has a fraction of them, and the first
-    sizes would be timed while they rise."""
-    if not ranks.cuda:
+@dataclass(frozen=True)
+class Communicator:
+    """A communicator of `world` ranks as one rank sees it; `world` is 1 for a rank outside.
+
+    `torch` and `dist` are torch and torch.distributed, `group` the process group (None over all
+    ranks of the job), `root` its first rank.
+    """
+
+    torch: Any
+    dist: Any
+    rank: int
+    world: int
+    device: Any
+    group: Any = None
+    root: int = 0
+
+    @property
+    def cuda(self) -> bool:
+        """Return whether the group uses NCCL."""
+        return bool(self.device.type == "cuda")
+
+    def wait(self) -> None:
+        """Wait for this rank's device."""
+        if self.cuda:
+            self.torch.cuda.synchronize(self.device)
+
+    def split(self, groups: Groups) -> Communicator:
+        """Make all of `groups`, as every rank must, and return this rank's communicator."""
+        found = replace(self, world=1)
+        for members in groups:
+            group = self.dist.new_group(list(members))
+            if self.rank in members:
+                found = replace(self, world=len(members), group=group, root=members[0])
+        return found
+
+    def maximum(self, value: float) -> float:
+        """Return the largest `value` of all the job's ranks: loops need one count everywhere."""
+        shared = self.torch.tensor([value], dtype=self.torch.float64, device=self.device)
+        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MAX)
+        return float(shared.item())
+
+    @contextlib.contextmanager
+    def graphed(self, calls: Call, *, stream: Any = None) -> Iterator[Call]:
+        """Yield the replay of a CUDA graph of `calls`, captured on `stream` or one of its own."""
+        graph = self.torch.cuda.CUDAGraph()
+        # NCCL's watchdog thread queries events meanwhile, which a global mode would forbid.
+        with self.torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            calls()
+        self.wait()
+        self.dist.barrier()
+        try:
+            yield graph.replay
+        finally:
+            self.wait()
+            # The group cannot be destroyed while a graph holds its work.
+            graph.reset()
+
+
+def warm_up(communicator: Communicator) -> None:
+    """Keep the GPU busy until its clocks are up: an idle GPU runs at a fraction of them."""
+    if not communicator.cuda:
         return
-    square = ranks.torch.ones((4096, 4096), device=ranks.device)
-    until = time.monotonic() + _WAKING_S
+    square = communicator.torch.ones((4096, 4096), device=communicator.device)
+    until = time.monotonic() + _WAKE_S
     while time.monotonic() < until:
-        ranks.torch.mm(square, square)
-        ranks.wait()
+        communicator.torch.mm(square, square)
+        communicator.wait()
 
 
 def time_size(
-    ranks: Ranks, collective: Collective, size: int, seconds: float, turn: TakesTurn
+    communicator: Communicator, collective: Collective, size: int, seconds: float, slot: TimeSlot
 ) -> tuple[float, ...]:
-    """Time a call in each of BATCHES batches, that together take about `seconds`.
+    """Return the seconds per call of BATCHES batches that together take about `seconds`.
 
-    Ranks in no group take part in what brings all ranks of the job together.
+    Ranks outside the communicator join the barriers of the whole job.
 
     Args:
-        ranks: the communicator.
+        communicator: the ranks.
         collective: what is timed.
         size: bytes of the whole buffer, rounded up to whole elements for each rank.
-        seconds: for all batches; every batch has one call at least.
-        turn: what takes a turn; every batch has its own, and so has what comes before.
+        seconds: for all batches; every batch has at least one call.
+        slot: time slots; the set-up and every batch have one each.
     """
     with ExitStack() as stack:
-        with turn():
-            call = _call(ranks, collective, size)
-            batch = _batch_of(ranks, call, size, seconds / BATCHES, stack)
+        with slot():
+            call = _call(communicator, collective, size)
+            batch = _batch_of(communicator, call, size, seconds / BATCHES, stack)
         found = []
         for _ in range(BATCHES):
-            with turn():
+            with slot():
                 found.append(batch())
         return tuple(found)
 
 
 def _batch_of(
-    ranks: Ranks, call: Callable[[], Any], size: int, seconds: float, stack: ExitStack
+    communicator: Communicator, call: Call, size: int, seconds: float, stack: ExitStack
 ) -> Callable[[], float]:
-    """What runs a batch of about this many seconds and gives those of a call; graphs that it
-    replays are given back with the stack."""
-    # The first call connects the ranks.
+    """Return a function that runs a batch of about `seconds` and returns the seconds per call.
+
+    CUDA graphs that it replays are freed with the stack.
+    """
+    # 1. Connect the ranks by a first call.
     call()
-    # Once may be an accident.
-    if all(ranks.agree(_batch(ranks, _nothing, call)) > seconds for _ in range(2)):
-        return lambda: _batch(ranks, _nothing, call)
-    probed = ranks.agree(_batch(ranks, call, _times(call, _PROBED))) / _PROBED
+    # 2. Time single calls if both of two take longer than a batch; the barrier alone aligns ranks.
+    if all(communicator.maximum(_time(communicator, _nothing, call)) > seconds for _ in range(2)):
+        return lambda: _time(communicator, _nothing, call)
+    # 3. Choose the number of calls from a probe.
+    probed = communicator.maximum(_time(communicator, call, _times(call, _PROBED))) / _PROBED
     calls = max(1, min(MAX_CALLS, int(seconds / max(probed, 1e-7))))
-    if not ranks.cuda or size > GRAPHED_BYTES:
+    if not communicator.cuda or size > GRAPHED_BYTES:
         several = _times(call, calls)
-        return lambda: _batch(ranks, call, several) / calls
+        return lambda: _time(communicator, call, several) / calls
+    # 4. Replay CUDA graphs of small calls; the first replay covers the launch of the timed ones.
     calls = min(calls, GRAPH_CALLS)
-    replay = stack.enter_context(ranks.graphed(_times(call, calls)))
-    probed = ranks.agree(_batch(ranks, replay, replay))
+    replay = stack.enter_context(communicator.graphed(_times(call, calls)))
+    probed = communicator.maximum(_time(communicator, replay, replay))
     replays = max(1, int(seconds / max(probed, 1e-7)))
-    # The first replay keeps the GPUs busy while the host launches those that are timed.
     again = _times(replay, replays)
-    return lambda: _batch(ranks, replay, again) / (calls * replays)
+    return lambda: _time(communicator, replay, again) / (calls * replays)
 
 
 def _nothing() -> None:
-    """Leads where a call is so long that the barrier before it is as good as a lead."""
+    """Do nothing, as the lead of a call so long that the barrier alone aligns the ranks."""
 
 
-def _call(ranks: Ranks, collective: Collective, size: int) -> Callable[[], Any]:
-    world, dist, group = ranks.world, ranks.dist, ranks.group
+def _call(communicator: Communicator, collective: Collective, size: int) -> Call:
+    world, dist, group = communicator.world, communicator.dist, communicator.group
     part = -(-size // (ELEMENT_BYTES * world))
 
     def zeros(count: int) -> Any:
-        # Sums of anything else would overflow after some calls.
-        return ranks.torch.zeros(count, dtype=ranks.torch.float32, device=ranks.device)
+        # Repeated sums of other values overflow.
+        torch = communicator.torch
+        return torch.zeros(count, dtype=torch.float32, device=communicator.device)
 
     if world == 1:
         return zeros(1).zero_  # type: ignore[no-any-return]
     if collective in ("all_reduce", "broadcast"):
         whole = zeros(max(1, size // ELEMENT_BYTES))
         if collective == "broadcast":
-            return lambda: dist.broadcast(whole, src=ranks.root, group=group)
+            return lambda: dist.broadcast(whole, src=communicator.root, group=group)
         return lambda: dist.all_reduce(whole, group=group)
     if collective == "all_to_all":
-        one, other = zeros(part * world), zeros(part * world)
-        return lambda: dist.all_to_all_single(other, one, group=group)
+        sent, received = zeros(part * world), zeros(part * world)
+        return lambda: dist.all_to_all_single(received, sent, group=group)
     share, all_shares = zeros(part), zeros(part * world)
     if collective == "all_gather":
         return lambda: dist.all_gather_into_tensor(all_shares, share, group=group)
     return lambda: dist.reduce_scatter_tensor(share, all_shares, group=group)
 
 
-def _times(call: Callable[[], Any], count: int) -> Callable[[], None]:
+def _times(call: Call, count: int) -> Callable[[], None]:
     def several() -> None:
         for _ in range(count):
             call()
@@ -122,18 +191,90 @@ def _times(call: Callable[[], Any], count: int) -> Callable[[], None]:
     return several
 
 
-def _batch(ranks: Ranks, lead: Callable[[], Any], timed: Callable[[], Any]) -> float:
-    """Seconds that `timed` takes; `lead`, before it and not counted, brings the ranks together."""
-    ranks.wait()
-    ranks.dist.barrier()
+def _time(communicator: Communicator, lead: Call, timed: Call) -> float:
+    """Return the seconds of `timed`; `lead` runs before it, uncounted, to align the ranks."""
+    communicator.wait()
+    communicator.dist.barrier()
     lead()
-    if not ranks.cuda:
+    if not communicator.cuda:
         begun = time.perf_counter()
         timed()
         return time.perf_counter() - begun
-    first, last = (ranks.torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first, last = (communicator.torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     timed()
     last.record()
-    ranks.wait()
+    communicator.wait()
     return float(first.elapsed_time(last)) / 1e3
+
+
+def time_training(communicator: Communicator, slot: TimeSlot) -> dict[str, tuple[float, ...]]:
+    """Return seconds per training step of a small DistributedDataParallel model, by mode.
+
+    Modes are `eager` and, on GPUs, `graph`: a CUDA graph of one step.
+    """
+    # All jobs make their models at the same time, which takes longer than the steps: an empty slot
+    # before and after it keeps that away from timed work.
+    _pass_slot(slot)
+    if not communicator.cuda:
+        step = _training_step(communicator)
+        _pass_slot(slot)
+        return {"eager": _time_steps(communicator, step, slot)}
+    # Work that a graph replays must be made on another stream than the default one.
+    stream = communicator.torch.cuda.Stream()
+    with communicator.torch.cuda.stream(stream):
+        step = _training_step(communicator)
+        _pass_slot(slot)
+        eager = _time_steps(communicator, step, slot)
+    with ExitStack() as stack:
+        with slot():
+            communicator.wait()
+            replay = stack.enter_context(communicator.graphed(step, stream=stream))
+        return {"eager": eager, "graph": _time_steps(communicator, replay, slot)}
+
+
+def _pass_slot(slot: TimeSlot) -> None:
+    with slot():
+        pass
+
+
+def _training_step(communicator: Communicator) -> Call:
+    torch, device = communicator.torch, communicator.device
+    nn = torch.nn
+    torch.manual_seed(0)
+    width = _WIDTH_CUDA if communicator.cuda else _WIDTH_HOST
+    # On the device: a host needs seconds for this many random numbers.
+    layers = [
+        layer
+        for _ in range(_LAYERS)
+        for layer in (nn.Linear(width, width, device=device), nn.ReLU())
+    ]
+    devices = [device.index] if communicator.cuda else None
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers), device_ids=devices)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    batch = torch.ones(32, width, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(_WARM_STEPS):
+        step()
+    communicator.wait()
+    return step
+
+
+def _time_steps(communicator: Communicator, step: Call, slot: TimeSlot) -> tuple[float, ...]:
+    found = []
+    for _ in range(TRAINING_SLOTS):
+        with slot():
+            # An uncounted step aligns the ranks and refills this job's caches.
+            step()
+            communicator.wait()
+            for _ in range(TRAINING_STEPS):
+                begun = time.perf_counter()
+                step()
+                communicator.wait()
+                found.append(time.perf_counter() - begun)
+    return tuple(found)

@@ -1,7 +1,7 @@
-"""The search over settings, closed by jobs: NCCL itself says which are fastest.
+"""Tuning by jobs: a sweep over settings, then comparisons of the best ones with default NCCL.
 
-Each candidate is one job beside one of default NCCL. Only the best of each choice are compared with
-default NCCL in interleaved rounds, and the plan then recommends the winner.
+Only the best candidate of each choice is compared in interleaved rounds; the plan then recommends
+the winner.
 """
 
 from __future__ import annotations
@@ -12,148 +12,140 @@ from collections.abc import Sequence
 import msgspec
 
 from tccl_py.plan.plan import CHOICES, ChoiceName
-from tccl_py.verify.arms import AnyPlace
-from tccl_py.verify.comparison import SMALLEST_EFFECT
-from tccl_py.verify.record import Verification
-from tccl_py.verify.rounds import Effort, Watcher
-from tccl_py.verify.screening import Candidate, Screen, Trial
-from tccl_py.verify.stages import stages
-from tccl_py.verify.tunable import Tunable
-from tccl_py.verify.verify import verify_subject
+from tccl_py.verify.jobs import Launcher
+from tccl_py.verify.record import SMALLEST_EFFECT, Verification
+from tccl_py.verify.sweep import Candidate, Sweep, Trial, stages
+from tccl_py.verify.target import TuningTarget
+from tccl_py.verify.verify import RunBudget, Watcher, verify_target
 
 DEFAULT_SECONDS = 105.0
 COMPARISON_SECONDS = 150.0
-"""For each comparison, the one before and those after."""
+"""For each comparison, before the sweep and after it."""
 WHOLE_SECONDS = 480.0
-"""With the comparison before: a second one after is run if it will have ended by then."""
+"""With the first comparison: a second one after the sweep runs only if it will end by then."""
 ATTEMPTS = 2
-"""Settings that are compared in rounds: the best, and the best of other channels should those harm
-a size, of which one job says little, or a training step."""
+"""Comparisons after the sweep: of the best settings, and of the best with other channels if those
+harm a training step or a size, about which one job says little."""
 _LEAST = 0.9
-"""A candidate this much slower than default NCCL's slowest job at some size is not tried further:
-jobs of small messages differ by a fifth, and one job of each candidate has to do."""
+"""Candidates with a smaller worst ratio are dropped: jobs of small messages differ by a fifth, and
+a candidate has one job."""
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
-    """The best plan and what was verified of it; the plan is the one given where none is better."""
+    """The best plan and its verification; the given plan where none is better."""
 
-    plan: Tunable
+    plan: TuningTarget
     verification: Verification
 
 
 def run_tuning(
-    plan: Tunable,
-    place: AnyPlace,
-    effort: Effort,
+    plan: TuningTarget,
+    launcher: Launcher,
+    budget: RunBudget,
     first: Verification,
     *,
     seconds: float = DEFAULT_SECONDS,
     watch: Watcher = lambda _: None,
 ) -> Tuned:
-    """Try other settings for a plan that was verified; nothing in its directory is changed.
+    """Try other settings for a verified plan; its directory does not change.
 
-    What is found is compared with training steps beside: channels that are faster by themselves
-    take from what computes at the same time.
+    The best settings are compared with training steps as well: more channels can be faster alone
+    and take from computation at the same time.
 
     Args:
-        plan: what to start from.
-        place: where jobs run.
-        effort: of the comparison of what is found.
-        first: what was found of `plan`.
-        seconds: after this no more settings are tried.
-        watch: is told what runs.
+        plan: the start.
+        launcher: runs the jobs.
+        budget: of each comparison.
+        first: verification of `plan`.
+        seconds: limit of the sweep.
+        watch: receives progress.
 
     Raises:
-        JobError: default NCCL's job failed.
+        JobError: a baseline job failed.
         SourceLostError: a host is gone.
     """
     begun = time.monotonic() - first.seconds
-    # 1. Try candidates, each by one job.
-    screen = Screen(plan, place, effort, first, watch=watch)
-    trials = _tried(plan, screen, deadline=time.monotonic() + seconds)
-    tried = screen.told(trials)
+    # 1. Try candidates, one job each.
+    sweep = Sweep(plan, launcher, budget, first, watch=watch)
+    trials = _trials(plan, sweep, deadline=time.monotonic() + seconds)
+    tried = sweep.records(trials)
     # 2. Compare the best of each choice in rounds; the second best where those are no better.
-    careful = msgspec.structs.replace(effort, training=True)
-    best_plan, best = plan, _settled(plan, first)
+    careful = msgspec.structs.replace(budget, training=True)
+    best_plan, best = plan, _judged_by_winner(plan, first)
     for _ in range(ATTEMPTS):
-        fastest = {name: _fastest(trials, name, screen) for name in plan.choices}
-        found = {name: one for name, one in fastest.items() if one is not None}
+        fastest = {name: _fastest(trials, name, sweep) for name in plan.choices}
+        found = {name: trial for name, trial in fastest.items() if trial is not None}
         changes = {
-            name: one.candidate.settings
-            for name, one in found.items()
-            if one.candidate.settings != plan.choices[name]
+            name: trial.candidate.settings
+            for name, trial in found.items()
+            if trial.candidate.settings != plan.choices[name]
         }
         if not changes:
             break
-        # One scale for all: predictions cannot be compared with what jobs achieve.
+        # Predictions cannot be compared with job throughput: use the jobs' for all choices.
         rates: dict[ChoiceName, float] = {"default": tried[0].gbps}
-        rates |= {name: screen.gbps(one.seconds) for name, one in found.items()}
-        other = plan.retuned(changes, rates)
-        if other.choices == plan.choices:
+        rates |= {name: sweep.gbps(trial.seconds) for name, trial in found.items()}
+        changed = plan.retuned(changes, rates)
+        if changed.choices == plan.choices:
             break
-        with other.elsewhere() as subject:
-            again = _settled(plan, verify_subject(subject, place, careful, watch=watch))
+        compared = verify_target(changed.target(), launcher, careful, watch=watch)
+        again = _judged_by_winner(plan, compared)
         if _better(again, best):
-            # It was tried in another place than where it will lie.
-            best_plan, best = other, again
+            best_plan, best = changed, again
             break
         if time.monotonic() - begun + again.seconds > WHOLE_SECONDS:
             break
-        # What harms small messages, or training, is mostly how many channels there are.
+        # The number of channels is what mostly harms small messages, or training.
         harmful = {(name, *_channels(found[name])) for name in changes}
         trials = [one for one in trials if (one.candidate.name, *_channels(one)) not in harmful]
     # 3. Keep the plan where neither its settings nor its recommendation change.
     if best_plan is plan and best.chosen == first.recommended:
         return Tuned(plan=plan, verification=msgspec.structs.replace(first, tried=tried))
-    best_plan = best_plan.settled(best)
-    in_place = best_plan.in_place()
-    arms = tuple(
-        msgspec.structs.replace(one, environment=place.variables(in_place.arm(one.name)))
-        for one in best.arms
+    return Tuned(
+        plan=best_plan.settled(best), verification=msgspec.structs.replace(best, tried=tried)
     )
-    return Tuned(plan=best_plan, verification=msgspec.structs.replace(best, arms=arms, tried=tried))
 
 
-def _settled(plan: Tunable, found: Verification) -> Verification:
-    """Judge the choice that the plan will recommend; one of hosts has its graph files alone."""
+def _judged_by_winner(plan: TuningTarget, found: Verification) -> Verification:
+    """Judge the choice that the plan will recommend, where it has several."""
     if len(plan.choices) == 1:
         return found
     return msgspec.structs.replace(found, recommended=found.winner, chosen=found.winner)
 
 
-def _tried(plan: Tunable, screen: Screen, *, deadline: float) -> list[Trial]:
-    """Try the plan's own settings, and all others until the time is up.
+def _trials(plan: TuningTarget, sweep: Sweep, *, deadline: float) -> list[Trial]:
+    """Try the plan's own settings, and the stages' until the deadline.
 
-    Each stage starts from the best of each choice until then.
+    Each stage starts from the best settings of each choice so far.
     """
-    trials = screen.tried([Candidate(name, one) for name, one in plan.choices.items()])
+    trials = sweep.run([Candidate(name, settings) for name, settings in plan.choices.items()])
     for steps in zip(*(stages(plan, name) for name in plan.choices), strict=True):
-        known = {one.candidate for one in trials}
+        known = {trial.candidate for trial in trials}
         wanted: dict[Candidate, None] = {}
         for name, stage in zip(plan.choices, steps, strict=True):
-            best = _fastest(trials, name, screen)
+            best = _fastest(trials, name, sweep)
             base = plan.choices[name] if best is None else best.candidate.settings
-            wanted |= dict.fromkeys(Candidate(name, one) for one in stage(base))
+            wanted |= dict.fromkeys(Candidate(name, settings) for settings in stage(base))
         waiting = [one for one in wanted if one not in known and plan.permits(one.settings)]
         while waiting and time.monotonic() < deadline:
-            count = screen.at_once
-            trials += screen.tried(waiting[:count])
+            count = sweep.at_once
+            trials += sweep.run(waiting[:count])
             waiting = waiting[count:]
     return trials
 
 
-def _fastest(trials: Sequence[Trial], name: ChoiceName, screen: Screen) -> Trial | None:
-    """Return the fastest at large sizes of those not much slower than default NCCL anywhere.
+def _fastest(trials: Sequence[Trial], name: ChoiceName, sweep: Sweep) -> Trial | None:
+    """Return the fastest candidate at large sizes that is not much slower than default NCCL.
 
-    Of those that are as fast it is the one that was tried first.
+    Of equally fast ones it is the first.
     """
     best: Trial | None = None
-    for one in trials:
-        if one.candidate.name != name or screen.low(one) < _LEAST:
+    for trial in trials:
+        if trial.candidate.name != name or sweep.worst_ratio(trial) < _LEAST:
             continue
-        gbps = screen.gbps(one.seconds)
-        if best is None or gbps > screen.gbps(best.seconds) * (1 + SMALLEST_EFFECT):
-            best = one
+        gbps = sweep.gbps(trial.seconds)
+        if best is None or gbps > sweep.gbps(best.seconds) * (1 + SMALLEST_EFFECT):
+            best = trial
     return best
 
 
@@ -162,9 +154,9 @@ def _channels(trial: Trial) -> tuple[int, int | None]:
 
 
 def _better(found: Verification, first: Verification) -> bool:
-    """Whether what was tuned is faster than what it was made from, or as fast by a smaller choice.
+    """Return whether a tuned plan is faster than the first, or as fast by a smaller choice.
 
-    Both are against default NCCL.
+    Both are relative to default NCCL.
     """
     if not (found.accepted and first.accepted):
         return found.accepted

@@ -1,59 +1,128 @@
-"""Verification of a plan: checks, interleaved rounds of its arms, NCCL's log, and the winner."""
+"""Verification: value checks, interleaved rounds of all arms, NCCL's log, and the winner."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from tccl_py.verify.arms import AnyPlace, Arm, Jobs
-from tccl_py.verify.comparison import EQUAL
-from tccl_py.verify.jobs import JobError, Outcome
-from tccl_py.verify.orders import Groups, Order, Timed, bus_gbps, groups_of, large_gbps
-from tccl_py.verify.record import ArmResult, Row, Verification, winner
+from tccl_py.plan.plan import ChoiceName
+from tccl_py.verify.jobs import Arm, ConcurrentJobs, JobError, Launcher, Outcome
+from tccl_py.verify.record import (
+    EQUAL,
+    LEAST_ROUNDS,
+    MAX_ROUNDS,
+    ArmResult,
+    Compared,
+    Row,
+    Verification,
+    compare,
+    find_winner,
+)
 from tccl_py.verify.rings import RingsFound
-from tccl_py.verify.rounds import Effort, Rounds, Watcher, row_seconds, run_rounds
-from tccl_py.verify.subjects import Subject
+from tccl_py.verify.spec import (
+    SIZES,
+    Collective,
+    Groups,
+    JobSpec,
+    TimedRow,
+    bus_gbps,
+    groups_of,
+    large_gbps,
+)
+from tccl_py.verify.target import Target
+
+DEFAULT_ROUNDS = 10
+DEFAULT_SECONDS = 300.0
+"""Three arms have some 30 rows: with fewer than 11 rounds no verdict is beyond chance."""
+FEW_SIZES = (16 << 10, 1 << 20, 64 << 20, 256 << 20)
+"""Sizes of the sweep's jobs and, except the largest, of smaller communicators."""
+_NARROW = 1 << 20
+"""From this size on ratios have to be known to 1 %; smaller calls take microseconds."""
+_EXTRA = 4
+"""Factor on the number of rounds where a verdict is open and time is left."""
+
+Watcher = Callable[[str], None]
+"""Receives a line on the current work."""
 
 
-def verify_subject(
-    subject: Subject,
-    place: AnyPlace,
-    effort: Effort,
-    *,
-    watch: Watcher = lambda _: None,
+class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """Work of a comparison: rounds, sizes in bytes, and seconds after which no round begins.
+
+    LEAST_ROUNDS are always run; fewer than `rounds` where all verdicts are clear, more where one is
+    open and time is left.
+    """
+
+    rounds: int = DEFAULT_ROUNDS
+    sizes: tuple[int, ...] = SIZES
+    seconds: float = DEFAULT_SECONDS
+    collective: Collective = "all_reduce"
+    checks: bool = True
+    training: bool = False
+
+    @property
+    def few_sizes(self) -> tuple[int, ...]:
+        """Return some sizes up to the largest one."""
+        return tuple(size for size in FEW_SIZES if size <= max(self.sizes)) or self.sizes
+
+    def spec(self, groups: tuple[Groups, ...] = ()) -> JobSpec:
+        """Return the specification of a round's jobs, with smaller communicators if given."""
+        return JobSpec(
+            sizes=self.sizes,
+            groups=groups,
+            group_sizes=self.few_sizes[:3],
+            collective=self.collective,
+            training=self.training,
+        )
+
+
+class Rounds(msgspec.Struct, frozen=True, kw_only=True):
+    """Jobs of all rounds by arm, without arms of which a job failed.
+
+    `order` has the arm of each job; `at_once` is the final number of concurrent jobs; `compared`
+    has every row of every arm but the baseline.
+    """
+
+    outcomes: Mapping[ChoiceName, Sequence[Outcome]]
+    failures: Mapping[ChoiceName, str]
+    order: tuple[ChoiceName, ...]
+    at_once: int
+    compared: Mapping[tuple[ChoiceName, TimedRow], Compared]
+
+
+def verify_target(
+    target: Target, launcher: Launcher, budget: RunBudget, *, watch: Watcher = lambda _: None
 ) -> Verification:
     """Run real collectives in every arm of a plan.
 
     Raises:
-        InputError: the plan's files are not all there.
-        JobError: a job of default NCCL failed: then nothing can be said here.
+        JobError: a job of default NCCL failed, so nothing can be said of the others.
     """
     begun = time.monotonic()
     # 1. Check values, where every arm may fail.
-    watch("checking values" if effort.checks else "starting")
-    first = Order(backend="host", world=0, checks=effort.checks)
-    names = [arm.name for arm in subject.arms]
-    checked = dict(zip(names, Jobs(place, ()).run(subject.arms, first), strict=True))
+    watch("checking values" if budget.checks else "starting")
+    names = [arm.name for arm in target.arms]
+    first = ConcurrentJobs(launcher, ()).run(target.arms, JobSpec(checks=budget.checks))
+    checked = dict(zip(names, first, strict=True))
     baseline = checked["default"]
     if isinstance(baseline, JobError):
         raise baseline
-    failures = {name: str(one) for name, one in checked.items() if isinstance(one, JobError)}
+    failures = {name: str(error) for name, error in checked.items() if isinstance(error, JobError)}
     # 2. Time the arms that ran. Variables hold for smaller communicators of a process as well.
-    running = [arm for arm in subject.arms if arm.name not in failures]
+    running = [arm for arm in target.arms if arm.name not in failures]
     with_groups = any(arm.name == "variables" for arm in running)
-    order = effort.order(groups_of(subject.world) if with_groups else ())
-    rounds = run_rounds(place, running, effort, order, begun=begun, watch=watch)
+    spec = budget.spec(groups_of(target.world) if with_groups else ())
+    rounds = run_rounds(launcher, running, budget, spec, begun=begun, watch=watch)
     failures |= rounds.failures
     # 3. Judge each arm, and find the winner.
     found: list[ArmResult] = []
-    for arm in subject.arms:
+    for arm in target.arms:
         result = ArmResult(
             name=arm.name,
             settings=arm.settings,
-            environment=place.variables(arm),
+            environment=launcher.variables(arm),
             predicted_gbps=arm.predicted_gbps,
             failure=failures.get(arm.name, ""),
         )
@@ -62,34 +131,34 @@ def verify_subject(
             logs = [outcome, *rounds.outcomes[arm.name]]
             result = msgspec.structs.replace(
                 result,
-                rows=_rows(subject, order, rounds, arm),
-                checked=sum(answer.checked for answer in outcome.answers),
-                wrong=tuple(one for answer in outcome.answers for one in answer.wrong),
-                rings=_rings(subject, place, arm, logs, checks=effort.checks),
+                rows=_rows(target, spec, rounds, arm),
+                checked=sum(rank.checked for rank in outcome.results),
+                wrong=tuple(wrong for rank in outcome.results for wrong in rank.wrong),
+                rings=_rings(target, launcher, arm, logs, checks=budget.checks),
             )
             result = msgspec.structs.replace(
                 result,
-                gbps=large_gbps([(one.bytes, one.gbps) for one in result.sizes]),
+                gbps=large_gbps([(row.bytes, row.gbps) for row in result.sizes]),
                 large=result.over(found[0]) if found else EQUAL,
             )
         found.append(result)
     letters = dict(zip(names, "ABC", strict=False))
     return Verification(
-        machine=subject.name,
-        gpus=subject.gpus,
-        hosts=subject.hosts,
-        backend=place.backend,
+        machine=target.name,
+        gpus=target.gpus,
+        hosts=target.hosts,
+        backend=launcher.backend,
         arms=tuple(found),
-        recommended=subject.recommended,
-        chosen=subject.chosen,
-        winner=winner(found),
-        simulated=subject.simulated,
-        assumed=subject.assumed,
-        tuned=subject.tuned,
-        collective=effort.collective,
-        left_out=baseline.answers[0].left_out,
-        versions={"torch": baseline.answers[0].torch, "nccl": baseline.answers[0].nccl},
-        devices=tuple(answer.device for answer in baseline.answers),
+        recommended=target.recommended,
+        chosen=target.chosen,
+        winner=find_winner(found),
+        simulated=target.simulated,
+        assumed=target.assumed,
+        tuned=target.tuned,
+        collective=budget.collective,
+        left_out=baseline.results[0].left_out,
+        versions={"torch": baseline.results[0].torch, "nccl": baseline.results[0].nccl},
+        devices=tuple(rank.device for rank in baseline.results),
         order="".join(letters[name] for name in rounds.order),
         at_once=rounds.at_once,
         raw=_raw(rounds),
@@ -98,29 +167,28 @@ def verify_subject(
 
 
 def _rings(
-    subject: Subject, place: AnyPlace, arm: Arm, outcomes: Sequence[Outcome], *, checks: bool
+    target: Target, launcher: Launcher, arm: Arm, outcomes: Sequence[Outcome], *, checks: bool
 ) -> RingsFound | None:
     """Compare NCCL's logs under a graph file with the plan; return the first that differs."""
-    if place.backend != "cuda" or arm.name != "graph":
+    if launcher.backend != "cuda" or arm.name != "graph":
         return None
     # Without checks the first job moves nothing, and NCCL connects nothing in it.
     logs = outcomes if checks or len(outcomes) == 1 else outcomes[1:]
-    found = [subject.find_rings(one.log, place.variables(arm)) for one in logs]
-    return next((one for one in found if not one.same), found[0])
+    found = [target.find_rings(job.log, launcher.variables(arm)) for job in logs]
+    return next((rings for rings in found if not rings.same), found[0])
 
 
-def _rows(subject: Subject, order: Order, rounds: Rounds, arm: Arm) -> tuple[Row, ...]:
+def _rows(target: Target, spec: JobSpec, rounds: Rounds, arm: Arm) -> tuple[Row, ...]:
     rows = []
-    for timed, seconds in row_seconds(order, rounds.outcomes[arm.name]).items():
+    for timed, seconds in row_seconds(spec, rounds.outcomes[arm.name]).items():
         compared = rounds.compared.get((arm.name, timed), EQUAL)
-        ranks = len(timed.groups[0]) if timed.groups else subject.world
-        middle = statistics.median(seconds)
+        ranks = len(timed.groups[0]) if timed.groups else target.world
         row = Row(
             bytes=timed.bytes,
-            groups=_gpus(subject, timed),
+            groups=tuple(tuple(target.gpus[rank] for rank in group) for group in timed.groups),
             mode=timed.mode,
             seconds=seconds,
-            gbps=bus_gbps(order.collective, ranks, timed.bytes, middle),
+            gbps=bus_gbps(spec.collective, ranks, timed.bytes, statistics.median(seconds)),
             compared=compared,
             verdict=compared.verdict,
         )
@@ -128,14 +196,113 @@ def _rows(subject: Subject, order: Order, rounds: Rounds, arm: Arm) -> tuple[Row
     return tuple(rows)
 
 
-def _gpus(subject: Subject, timed: Timed) -> Groups:
-    return tuple(tuple(subject.gpus[rank] for rank in one) for one in timed.groups)
-
-
 def _raw(rounds: Rounds) -> tuple[tuple[tuple[tuple[float, ...], ...], ...], ...]:
-    """Return the timings of each job, in the order they ran: by row, rank and batch."""
+    """Return the timings of each job, in the order of the runs: by row, rank and batch."""
     jobs = {name: iter(outcomes) for name, outcomes in rounds.outcomes.items()}
     return tuple(
-        tuple(zip(*(answer.timings for answer in next(jobs[name]).answers), strict=True))
+        tuple(zip(*(rank.timings for rank in next(jobs[name]).results), strict=True))
         for name in rounds.order
     )
+
+
+def round_order(arms: Sequence[Arm], number: int) -> list[Arm]:
+    """Return the order of jobs in a round: A B C, C B A, B C A, A C B, ..."""
+    first = number // 2 % len(arms)
+    rotated = [*arms[first:], *arms[:first]]
+    return rotated[::-1] if number % 2 else rotated
+
+
+def run_rounds(
+    launcher: Launcher,
+    arms: Sequence[Arm],
+    budget: RunBudget,
+    spec: JobSpec,
+    *,
+    begun: float,
+    watch: Watcher = lambda _: None,
+) -> Rounds:
+    """Run rounds of jobs until the verdicts are clear or the time is up.
+
+    An arm of which a job fails leaves the comparison with all its jobs.
+
+    Raises:
+        JobError: a job of the first arm, the baseline, failed.
+    """
+    jobs = ConcurrentJobs(launcher, spec.sizes)
+    found: dict[ChoiceName, list[Outcome]] = {arm.name: [] for arm in arms}
+    ran: list[ChoiceName] = []
+    failures: dict[ChoiceName, str] = {}
+    compared: dict[tuple[ChoiceName, TimedRow], Compared] = {}
+    running, count = list(arms), 0
+    batch: list[Arm] = []
+    most = min(MAX_ROUNDS, max(budget.rounds, LEAST_ROUNDS) * _EXTRA)
+    while len(running) > 1 and count < most:
+        # 1. Run as many whole rounds as devices have room for.
+        numbers = range(count, count + max(1, jobs.at_once // len(running)))
+        watch(f"round {' and '.join(str(number + 1) for number in numbers)}")
+        batch = [arm for number in numbers for arm in round_order(running, number)]
+        for arm, outcome in zip(batch, jobs.run(batch, spec), strict=True):
+            if not isinstance(outcome, JobError):
+                found[arm.name].append(outcome)
+                ran.append(arm.name)
+            elif arm is arms[0]:
+                raise outcome
+            else:
+                failures[arm.name] = str(outcome)
+        running = [arm for arm in running if arm.name not in failures]
+        count = len(found[arms[0].name])
+        if count < LEAST_ROUNDS or len(running) == 1:
+            continue
+        # 2. Compare all rows of all arms at once; stop where more rounds add nothing.
+        compared = _compare_arms(spec, {arm.name: found[arm.name] for arm in running})
+        if _enough(budget, compared, count) or time.monotonic() - begun > budget.seconds:
+            break
+    return Rounds(
+        outcomes={arm.name: found[arm.name] for arm in running},
+        failures=failures,
+        order=tuple(name for name in ran if name not in failures),
+        at_once=min(jobs.at_once, len(batch)),
+        compared=compared,
+    )
+
+
+def _enough(
+    budget: RunBudget, compared: Mapping[tuple[ChoiceName, TimedRow], Compared], count: int
+) -> bool:
+    """Return whether more rounds add nothing.
+
+    Beyond the budget's rounds, only a lean to harm counts, and sizes from _NARROW on over all
+    ranks.
+    """
+    for (_, row), found in compared.items():
+        narrow = row.bytes >= _NARROW and not row.groups
+        if found.open and (count < budget.rounds or narrow or found.high < 1):
+            return False
+    return True
+
+
+def _compare_arms(
+    spec: JobSpec, outcomes: Mapping[ChoiceName, Sequence[Outcome]]
+) -> dict[tuple[ChoiceName, TimedRow], Compared]:
+    rows = {name: row_seconds(spec, jobs) for name, jobs in outcomes.items()}
+    baseline = next(iter(rows.values()))
+    keys = [(name, row) for name in list(rows)[1:] for row in rows[name]]
+    found = compare([rows[name][row] for name, row in keys], [baseline[row] for _, row in keys])
+    return dict(zip(keys, found, strict=True))
+
+
+def row_seconds(spec: JobSpec, jobs: Sequence[Outcome]) -> dict[TimedRow, tuple[float, ...]]:
+    """Return the seconds of each timed row, one value a job: the slowest rank's median.
+
+    Ranks outside all groups, and jobs under a graph file, have no times of groups.
+    """
+    found: dict[TimedRow, list[float]] = {}
+    for job in jobs:
+        rows = {row: [rank.timings[at] for rank in job.results] for at, row in enumerate(spec.rows)}
+        for mode in job.results[0].training if spec.training else ():
+            rows[TimedRow(mode=mode)] = [rank.training[mode] for rank in job.results]
+        for row, ranks in rows.items():
+            medians = [statistics.median(batches) for batches in ranks if batches]
+            if medians:
+                found.setdefault(row, []).append(max(medians))
+    return {row: tuple(seconds) for row, seconds in found.items()}

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tccl_py.plan.plan import load_plan
-from tccl_py.verify.arms import Place
-from tccl_py.verify.orders import Order, groups_of
+from tccl_py.verify.jobs import HostRanks, Launcher
 from tccl_py.verify.record import load_verification
 from tccl_py.verify.rings import rings_found
-from tccl_py.verify.subjects import machine_subject
+from tccl_py.verify.spec import JobSpec, groups_of
+from tccl_py.verify.target import machine_target
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -45,15 +45,16 @@ def planned(tmp_path_factory):
 
 def test_one_job_is_right_runs_the_plans_rings_and_trains(planned):
     plan = load_plan(planned)
-    place = Place(backend="cuda", gpus=plan.gpus, caller=dict(os.environ))
-    arm = machine_subject(plan, planned).arm("graph")
-    order = Order(backend="cuda", world=0, checks=True, training=True)
-    (found,) = place.run([arm], order)
-    for answer in found.answers:
+    ranks = tuple(range(len(plan.gpus)))
+    host = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
+    launcher = Launcher(backend="cuda", hosts=(host,))
+    arm = machine_target(plan, planned).arm("graph")
+    (found,) = launcher.run([arm], JobSpec(checks=True, training=True))
+    for answer in found.results:
         assert (answer.wrong, answer.left_out) == ((), ())
         assert answer.checked > 500
         assert set(answer.training) == {"eager", "graph"}
-    rings = rings_found(plan, found.log, place.variables(arm))
+    rings = rings_found(plan, found.log, launcher.variables(arm))
     assert rings.differences == ()
     assert {link.via.split("/")[0] for link in rings.links} <= {"P2P", "SHM", "NET"}
     print("one job with checks and training:", found.seconds, "s")

@@ -71,7 +71,7 @@ def ranks_alive(hosts):
         except OSError:
             continue
         # Their folders are where TMPDIR says.
-        if b"tccl_py.rank_processes.nursery" in words and place in variables:
+        if b"tccl_py.rank_processes.forkserver" in words and place in variables:
             found.append(path.parent.name)
     return found
 

@@ -42,8 +42,8 @@ from tccl_profiler.workers import DeviceSpec, WorkerLost
 from tccl_py.children import search_path
 from tccl_py.errors import InputError, MeasurementError, TcclError
 from tccl_py.model.machine import Machine
-from tccl_py.rank_processes.starting import Nursery, Start, interpreter
-from tccl_py.rank_processes.task import Task, run_tasks
+from tccl_py.rank_processes.forkserver import ForkServer
+from tccl_py.rank_processes.tasks import Task, run_tasks
 
 # What an agent does for jobs of fresh rank processes: environment, meeting, and the run.
 
@@ -53,7 +53,7 @@ class RankTasks:
 
     def __init__(self) -> None:
         self._meetings: tuple[socket.socket, ...] = ()
-        self._nursery: Nursery | None = None
+        self._fork_server = ForkServer()
 
     def surroundings(self, modules: Sequence[str] = ()) -> say.Surroundings:
         """The environment in which programs find what this one does; modules that it lacks."""
@@ -81,7 +81,7 @@ class RankTasks:
                 tasks,
                 listeners=self._meetings,
                 meanwhile=meanwhile,
-                start=self._start(tasks[0].imports),
+                server=self._fork_server,
             )
             return say.RanksLeft(left=left)
         finally:
@@ -90,16 +90,7 @@ class RankTasks:
     def close(self) -> None:
         """Give the socket back, and end what ranks are started from."""
         self._leave_meetings()
-        nursery, self._nursery = self._nursery, None
-        if nursery is not None:
-            nursery.close()
-
-    def _start(self, imports: tuple[str, ...]) -> Start:
-        if not imports:
-            return interpreter
-        if self._nursery is None:
-            self._nursery = Nursery(imports)
-        return self._nursery
+        self._fork_server.close()
 
     def _leave_meetings(self) -> None:
         meetings, self._meetings = self._meetings, ()

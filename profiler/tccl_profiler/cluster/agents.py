@@ -16,8 +16,8 @@ from tccl_profiler.cluster.messages import Envelope, Message, Messenger, Naps, P
 from tccl_profiler.linux import urgent
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
-from tccl_py.rank_processes.rank import Meeting
-from tccl_py.rank_processes.task import Left, Task
+from tccl_py.rank_processes.rank import Rendezvous
+from tccl_py.rank_processes.tasks import RankOutput, Task
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 _LOOK_S = 0.2
@@ -280,13 +280,13 @@ class RankJobs:
                 raise InputError(f"host {host}", f"lacks {module}", "install it on all hosts")
         return {host: dict(one.variables) for host, one in found.items()}
 
-    def meetings(self, host: str, count: int) -> tuple[Meeting, ...]:
+    def rendezvous(self, host: str, count: int) -> tuple[Rendezvous, ...]:
         """Where the ranks of the next jobs meet, which run at once: at this host, whose first rank
         is each job's."""
         found = self._agents.ask({host: say.OpenMeetings(count=count)}, say.MeetingsOpen)[host]
-        return tuple(Meeting(addresses=found.addresses, port=port) for port in found.ports)
+        return tuple(Rendezvous(addresses=found.addresses, port=port) for port in found.ports)
 
-    def run(self, tasks: Mapping[str, Sequence[Task]]) -> dict[str, tuple[Left, ...]]:
+    def run(self, tasks: Mapping[str, Sequence[Task]]) -> dict[str, tuple[RankOutput, ...]]:
         """Run each host's ranks, of one job or of several at once; where some fail, all are ended.
 
         Raises:
@@ -310,6 +310,6 @@ class RankJobs:
         return {host: _left(host, answers[host]) for host in tasks}
 
 
-def _left(host: str, answer: Message) -> tuple[Left, ...]:
+def _left(host: str, answer: Message) -> tuple[RankOutput, ...]:
     assert isinstance(answer, say.RanksLeft), f"host {host} answered {type(answer).__name__}"
     return answer.left

@@ -23,7 +23,7 @@ from tccl_profiler.pool import Memory
 from tccl_profiler.program import Link, Work
 from tccl_profiler.shared_memory import RECORD
 from tccl_py.errors import MeasurementError
-from tccl_py.rank_processes.task import Left, Task
+from tccl_py.rank_processes.tasks import RankOutput, Task
 
 
 class Describe(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -188,7 +188,7 @@ class RunRanks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class RanksLeft(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """They have ended well."""
 
-    left: tuple[Left, ...]
+    left: tuple[RankOutput, ...]
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):

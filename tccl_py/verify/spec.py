@@ -1,4 +1,4 @@
-"""What the ranks of one job are told, and what they answer; files carry both."""
+"""Specification and result of a verification job, and the bandwidths that follow from its times."""
 
 from __future__ import annotations
 
@@ -8,50 +8,48 @@ from typing import Literal, get_args
 
 import msgspec
 
-from tccl_py.rank_processes.rank import Meeting
-from tccl_py.rank_processes.turns import Seat
+from tccl_py.rank_processes.rank import JobSlot, Rendezvous
 
 Backend = Literal["cuda", "host"]
-"""NCCL on GPUs, or gloo over this host's memory as a rehearsal."""
+"""NCCL on GPUs, or gloo in host memory as a dry run."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 """Collectives that can be timed; all are checked."""
 COLLECTIVES: tuple[str, ...] = get_args(Collective)
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = tuple(KIB << shift for shift in range(0, 21, 2))
-"""1 KiB to 1 GiB, each four times the one before."""
+"""1 KiB to 1 GiB in factors of four."""
 _LARGE_BYTES = 64 * MIB
-"""From here on a bus bandwidth is what a prediction is held against; else the largest size."""
+"""Predictions are compared with bus bandwidths from this size on, else with the largest size."""
 ELEMENT_BYTES = 4
 """Timed collectives move float32."""
 
-
 Groups = tuple[tuple[int, ...], ...]
-"""Disjoint communicators that run at once, by their ranks or GPUs; () is one over all."""
+"""Disjoint communicators that run at once, by ranks or GPUs; () is one over all."""
 
 
-class Timed(msgspec.Struct, frozen=True, kw_only=True):
-    """One timed row: a collective of `bytes` over all ranks or in `groups`, or a training step."""
+class TimedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A timed row: a collective of `bytes` over all ranks or in `groups`, or a training step."""
 
     bytes: int = 0
     groups: Groups = ()
     mode: str = ""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the ranks of a job do, in this order: checks, timings, a training step.
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Work of a job's ranks, in this order: checks, timings, training steps.
 
-    `sizes` are bytes of the whole buffer; each is timed for about `seconds`. Then `group_sizes` are
+    `sizes` are bytes of the whole buffer; each is timed for about `seconds`. `group_sizes` are
     timed in each of `groups`, except under a graph file, which fails communicators over fewer GPUs.
-    Over several hosts `first` is the first rank of the host that is told, and all meet at
-    `meeting`. Of jobs at once `seat` says which one this is.
+    Over several hosts, `first_rank` is the host's and all meet at `rendezvous`. Concurrent jobs
+    have a `slot` each.
     """
 
-    backend: Backend
-    world: int
-    first: int = 0
-    meeting: Meeting | None = None
-    seat: Seat | None = None
+    backend: Backend = "host"
+    world: int = 0
+    first_rank: int = 0
+    rendezvous: Rendezvous | None = None
+    slot: JobSlot | None = None
     checks: bool = False
     sizes: tuple[int, ...] = ()
     seconds: float = 0.08
@@ -61,28 +59,32 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     training: bool = False
 
     @property
-    def timed(self) -> tuple[Timed, ...]:
-        """Rows of collectives, in the order in which ranks time them."""
+    def rows(self) -> tuple[TimedRow, ...]:
+        """Return the rows of collectives in the order of their timing."""
         return (
-            *(Timed(bytes=size) for size in self.sizes),
-            *(Timed(bytes=size, groups=one) for one in self.groups for size in self.group_sizes),
+            *(TimedRow(bytes=size) for size in self.sizes),
+            *(
+                TimedRow(bytes=size, groups=groups)
+                for groups in self.groups
+                for size in self.group_sizes
+            ),
         )
 
 
-class Wrong(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A collective that gave wrong values, or raised an error, on some rank."""
+class WrongValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A collective that gave wrong values, or raised an error, on a rank."""
 
     case: str
     rank: int
     what: str
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one rank found.
+class JobResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Result of one rank.
 
-    `timings` are seconds a call, for each timed row those of some batches of calls, none of a rank
-    in no group; `checked` counts the cases compared; `left_out` names collectives that the backend
-    does not have; `training` is seconds a step, by name.
+    `timings` are seconds per call for each timed row, one value a batch (none for a rank outside
+    all groups); `checked` counts compared cases; `left_out` names collectives that the backend
+    lacks; `training` has seconds per step by mode.
     """
 
     rank: int
@@ -90,14 +92,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     nccl: str = ""
     device: str = ""
     checked: int = 0
-    wrong: tuple[Wrong, ...] = ()
+    wrong: tuple[WrongValue, ...] = ()
     left_out: tuple[str, ...] = ()
     timings: tuple[tuple[float, ...], ...] = ()
     training: dict[str, tuple[float, ...]] = {}
 
 
 def bus_factor(collective: str, world: int) -> float:
-    """Bytes over a ring's slowest hop for each byte of the buffer; NCCL's bus bandwidth has it.
+    """Return bytes over a ring's slowest hop per byte of the buffer, as in NCCL's bus bandwidth.
 
     >>> bus_factor("all_reduce", 4)
     1.5
@@ -109,23 +111,23 @@ def bus_factor(collective: str, world: int) -> float:
 
 
 def bus_gbps(collective: str, world: int, size: int, seconds: float) -> float:
-    """Bus bandwidth, GB/s, of a buffer of `size` bytes in `seconds`."""
+    """Return the bus bandwidth, GB/s, of a buffer of `size` bytes in `seconds`."""
     return size / seconds * bus_factor(collective, world) / 1e9
 
 
 def is_large(size: int) -> bool:
-    """Whether bus bandwidths of this size are what a prediction is held against."""
+    """Return whether predictions are compared with bus bandwidths of this size."""
     return size >= _LARGE_BYTES
 
 
 def large_gbps(rates: Sequence[tuple[int, float]]) -> float | None:
-    """The median rate of the large sizes; of the largest if none is large; None without any."""
+    """Return the median of the large sizes' rates, else the largest size's; None without any."""
     large = [gbps for size, gbps in rates if is_large(size)]
     return statistics.median(large or [max(rates)[1]]) if rates else None
 
 
 def groups_of(world: int) -> tuple[Groups, ...]:
-    """Return the ranks in pairs and in halves, as smaller communicators of a job divide them.
+    """Return the ranks in pairs and in halves, as smaller communicators divide a job.
 
     >>> groups_of(8)
     (((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 1, 2, 3), (4, 5, 6, 7)))
@@ -142,7 +144,7 @@ def groups_of(world: int) -> tuple[Groups, ...]:
 
 
 def size_text(size: int) -> str:
-    """A number of bytes as people write it.
+    """Return a number of bytes with its largest whole unit.
 
     >>> size_text(4096), size_text(1 << 30), size_text(1000)
     ('4 KiB', '1 GiB', '1000 B')

@@ -1,12 +1,11 @@
-"""What can be tuned: the plan of one machine, or of several hosts, under other settings."""
+"""What is verified and tuned: the arms of a plan, of one machine or of several hosts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 import msgspec
@@ -15,34 +14,158 @@ from tccl_py.cluster_plan.directory import graph_texts, planned_models, write_cl
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.cluster_plan.retuned import keeps_rings, other_landings
 from tccl_py.cluster_plan.retuned import retuned as cluster_retuned
+from tccl_py.errors import InputError
+from tccl_py.files import read_text
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.candidates import candidates
+from tccl_py.nccl.conf import job_environment
 from tccl_py.nccl.pinned_env import kept_level
 from tccl_py.nccl.settings import Settings, check_settings, final_channels
 from tccl_py.nccl.transport import View, mechanism_flow, pair_mechanism, view
 from tccl_py.plan.choices import own_rings
 from tccl_py.plan.directory import nccl_files, planned_fingerprint, planned_model, write_plan
+from tccl_py.plan.files import GRAPH_FILE, HOSTS_FOLDER
 from tccl_py.plan.plan import ChoiceName, Plan, PlanHop, PlanRing
-from tccl_py.plan.staging import write_file
 from tccl_py.simulator.model import MachineModel
-from tccl_py.temporary import temporary_folder
+from tccl_py.verify.host_rings import cluster_rings_found
+from tccl_py.verify.jobs import THIS_HOST, Arm
 from tccl_py.verify.record import Verification
-from tccl_py.verify.rings import neighbours
-from tccl_py.verify.subjects import Subject, cluster_subject, machine_subject
+from tccl_py.verify.rings import RingsFound, neighbours, rings_found
 
 MACHINE_CHANNELS = (8, 16, 4, 32)
 CLUSTER_CHANNELS = (8, 4, 16, 2, 32, 1)
-"""Most promising first, should the time be up before all are tried. Between hosts fewer may do: all
-wait for the network."""
+"""Most promising first, should the time be up before all are tried. Fewer may do between hosts,
+where all channels wait for the network."""
 _NOTE = "settings tuned: all rates are shares of what jobs achieved, not predictions"
-
 
 Choices = Mapping[ChoiceName, Settings]
 Rates = Mapping[ChoiceName, float]
 """Bus bandwidth that jobs of each choice achieved, GB/s."""
+FindRings = Callable[[str, Mapping[str, str]], RingsFound]
+"""Compares NCCL's log of a job with these NCCL variables with the planned rings."""
 
 
-class Tunable(Protocol):
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan to verify.
+
+    `arms` begin with default NCCL, the baseline, and differ in their environments. `chosen` is the
+    arm in question. `gpus` are those of one machine; several hosts have names, in rank order.
+    """
+
+    name: str
+    world: int
+    gpus: tuple[int, ...]
+    hosts: tuple[str, ...]
+    arms: tuple[Arm, ...]
+    recommended: ChoiceName
+    chosen: ChoiceName
+    simulated: bool
+    assumed: bool
+    tuned: bool
+    find_rings: FindRings
+
+    def arm(self, name: ChoiceName) -> Arm:
+        """Return the arm of a choice: default NCCL's where the choice sets nothing else."""
+        return next((arm for arm in self.arms if arm.name == name), self.arms[0])
+
+    def narrowed(self, name: ChoiceName) -> Target:
+        """Return default NCCL against one choice.
+
+        Raises:
+            InputError: the choice has default NCCL's environment.
+        """
+        arm = self.arm(name)
+        if arm is self.arms[0]:
+            what = "sets nothing that default NCCL has not"
+            raise InputError(f"--choice {name}", what, "leave it out")
+        return msgspec.structs.replace(self, arms=(self.arms[0], arm), chosen=name)
+
+
+def machine_target(plan: Plan, directory: Path, *, graph: str | None = None) -> Target:
+    """Return the three choices of one machine's plan.
+
+    Args:
+        plan: the plan.
+        directory: its directory.
+        graph: text of its graph file; None for the file in the directory.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    file = directory.resolve() / "nccl" / GRAPH_FILE
+    if graph is None:
+        if not file.is_file():
+            raise InputError(str(file), "is missing", "plan again, or `tccl export` it")
+        graph = read_text(file)
+    arms: dict[tuple[tuple[str, str], ...], Arm] = {}
+    for name, choice in plan.choices.items():
+        variables = dict(plan.kept)
+        if name != "default":
+            named = PurePosixPath(file) if name == "graph" else None
+            variables |= job_environment(choice.settings, graph=named)
+        arm = Arm(
+            name=name,
+            variables=variables,
+            settings=choice.settings,
+            predicted_gbps=choice.rate_gbps,
+            graphs={THIS_HOST: graph},
+        )
+        arms.setdefault(tuple(sorted(variables.items())), arm)
+    names = [arm.name for arm in arms.values()]
+    return Target(
+        name=plan.machine.name,
+        world=len(plan.gpus),
+        gpus=plan.gpus,
+        hosts=(),
+        arms=tuple(arms.values()),
+        recommended=plan.recommended,
+        chosen=plan.recommended if plan.recommended in names else "default",
+        simulated=plan.simulated,
+        assumed=plan.assumed,
+        tuned=plan.tuned,
+        find_rings=lambda log, variables: rings_found(plan, log, variables),
+    )
+
+
+def cluster_target(plan: ClusterPlan, directory: Path, graphs: Mapping[str, str]) -> Target:
+    """Return the plan of several hosts with two arms: default NCCL and its graph files.
+
+    Args:
+        plan: the plan.
+        directory: its directory.
+        graphs: the text of each host's graph file, by the host's name.
+    """
+    # Each host gets the file of its own name.
+    file = PurePosixPath(directory.resolve() / "nccl" / HOSTS_FOLDER / "HOST.xml")
+    default = Arm(
+        name="default",
+        variables=dict(plan.kept),
+        settings=Settings(version=plan.settings.version),
+        predicted_gbps=plan.stock.rate_gbps,
+    )
+    graph = Arm(
+        name="graph",
+        variables={**plan.kept, **job_environment(plan.settings, graph=file)},
+        settings=plan.settings,
+        predicted_gbps=plan.rate_gbps,
+        graphs=dict(graphs),
+    )
+    return Target(
+        name=f"{len(plan.hosts)} hosts",
+        world=sum(len(plan.gpus[plan.passages[host.passage].node_class]) for host in plan.hosts),
+        gpus=(),
+        hosts=plan.host_order,
+        arms=(default, graph),
+        recommended="graph",
+        chosen="graph",
+        simulated=plan.simulated,
+        assumed=plan.assumed,
+        tuned=plan.tuned,
+        find_rings=lambda log, variables: cluster_rings_found(plan, graphs, log, variables),
+    )
+
+
+class TuningTarget(Protocol):
     """A plan as tuning sees it: what may be tried, its jobs, and its place."""
 
     @property
@@ -64,25 +187,22 @@ class Tunable(Protocol):
     def permits(self, settings: Settings) -> bool:
         """Whether its rings are possible under them, with as many channels as they say."""
 
-    def retuned(self, changes: Choices, rates: Rates | None = None) -> Tunable:
+    def retuned(self, changes: Choices, rates: Rates | None = None) -> TuningTarget:
         """Return the plan with other settings of some choices, and with rates that jobs achieved.
 
         Raises:
             InputError: settings that the version does not have.
         """
 
-    def settled(self, found: Verification) -> Tunable:
+    def settled(self, found: Verification) -> TuningTarget:
         """Return the plan with what its jobs achieved, and with the winner as its choice."""
 
-    def in_place(self) -> Subject:
-        """Return the plan by its files in its directory, where it is or will be.
+    def target(self) -> Target:
+        """Return the arms.
 
         Raises:
-            InputError: they are not all there.
+            InputError: the plan's files are not all there.
         """
-
-    def elsewhere(self) -> AbstractContextManager[Subject]:
-        """Return the plan by files of its own, which are there for as long as the block lasts."""
 
     def write(self) -> None:
         """Write it in the place of the plan that it was made from.
@@ -93,30 +213,31 @@ class Tunable(Protocol):
 
 
 class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of one machine, and its directory."""
+    """The plan of one machine, its directory, and its graph file's text if that is not there."""
 
     plan: Plan
     directory: Path
+    graph: str | None = None
 
     @property
     def choices(self) -> Choices:
-        """As Tunable."""
+        """As TuningTarget."""
         return {"variables": self.plan.variables.settings, "graph": self.plan.settings}
 
     def channels(self, name: ChoiceName) -> Sequence[int]:
-        """As Tunable; every ring of each subset gets as many as any other as well."""
+        """As TuningTarget; every ring of each subset gets as many as any other as well."""
         subsets = [len(one.rings) for one in self.plan.subsets]
         unit = math.lcm(len(self.plan.rings), *subsets) if name == "graph" else 1
         return tuple(count for count in MACHINE_CHANNELS if count % unit == 0)
 
     def kinds(self, name: ChoiceName, settings: Settings) -> set[str]:
-        """As Tunable."""
+        """As TuningTarget."""
         seen = view(self.plan.machine, self.plan.knowledge, settings, gpus=self.plan.gpus)
         rings = self.plan.choices[name].rings
         return _kinds(seen, [pair for ring in rings for pair in neighbours(ring)])
 
     def other_paths(self, name: ChoiceName, settings: Settings) -> Sequence[Settings]:
-        """As Tunable: P2P levels that make a difference, where variables alone choose the rings."""
+        """As TuningTarget: P2P levels that differ, where variables alone choose the rings."""
         if name != "variables":
             return ()
         plan = self.plan
@@ -137,7 +258,7 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
         return True
 
     def retuned(self, changes: Choices, rates: Rates | None = None) -> TunableMachine:
-        """As Tunable; the limit is of the earlier settings, and goes."""
+        """As TuningTarget; the limit is of the earlier settings, and goes."""
         made, variables = self.plan, self.plan.variables
         if "variables" in changes:
             settings = changes["variables"]
@@ -155,30 +276,23 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
             stock = msgspec.structs.replace(made.stock, rate_gbps=default, error=0.0)
             made = msgspec.structs.replace(made, stock=stock, error=0.0, tuned=True)
         made = msgspec.structs.replace(made, variables=variables, limit_gbps=None)
-        return msgspec.structs.replace(self, plan=made)
+        graph = nccl_files(made, self.directory)[GRAPH_FILE]
+        return msgspec.structs.replace(self, plan=made, graph=graph)
 
     def settled(self, found: Verification) -> TunableMachine:
-        """As Tunable."""
+        """As TuningTarget."""
         rates = {arm.name: arm.gbps for arm in found.arms if arm.gbps is not None}
         made = self.retuned({}, rates).plan
         return msgspec.structs.replace(
             self, plan=msgspec.structs.replace(made, winner=found.winner)
         )
 
-    def in_place(self) -> Subject:
-        """As Tunable."""
-        return machine_subject(self.plan, self.directory)
-
-    @contextmanager
-    def elsewhere(self) -> Iterator[Subject]:
-        """As Tunable."""
-        with temporary_folder("tccl-tune-") as folder:
-            for file, text in nccl_files(self.plan, folder).items():
-                write_file(folder / "nccl" / file, text)
-            yield machine_subject(self.plan, folder)
+    def target(self) -> Target:
+        """As TuningTarget."""
+        return machine_target(self.plan, self.directory, graph=self.graph)
 
     def write(self) -> None:
-        """As Tunable; also if the machine's file is damaged, nothing is written."""
+        """As TuningTarget; also if the machine's file is damaged, nothing is written."""
         model = planned_model(self.plan, self.directory)
         fingerprint = None if model else planned_fingerprint(self.plan, self.directory)
         write_plan(self.plan, self.directory, model=model, fingerprint=fingerprint)
@@ -195,15 +309,15 @@ class TunableCluster(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def choices(self) -> Choices:
-        """As Tunable: hosts of several classes have no choice of variables alone."""
+        """As TuningTarget: hosts of several classes have no choice of variables alone."""
         return {"graph": self.plan.settings}
 
     def channels(self, name: ChoiceName) -> Sequence[int]:  # noqa: ARG002
-        """As Tunable."""
+        """As TuningTarget."""
         return tuple(count for count in CLUSTER_CHANNELS if count % self.plan.ring_count == 0)
 
     def kinds(self, name: ChoiceName, settings: Settings) -> set[str]:  # noqa: ARG002
-        """As Tunable."""
+        """As TuningTarget."""
         found: set[str] = set()
         for passage in self.plan.passages:
             one = self.plan.cluster.classes[passage.node_class]
@@ -219,15 +333,15 @@ class TunableCluster(msgspec.Struct, frozen=True, kw_only=True):
         name: ChoiceName,  # noqa: ARG002
         settings: Settings,
     ) -> Sequence[Settings]:
-        """As Tunable: where bytes land between GPUs and NICs."""
+        """As TuningTarget: where bytes land between GPUs and NICs."""
         return other_landings(self.plan, settings)
 
     def permits(self, settings: Settings) -> bool:
-        """As Tunable; NCCL doubles few and quick channels once more between hosts."""
+        """As TuningTarget; NCCL doubles few and quick channels once more between hosts."""
         return keeps_rings(self.plan, settings)
 
     def retuned(self, changes: Choices, rates: Rates | None = None) -> TunableCluster:
-        """As Tunable."""
+        """As TuningTarget."""
         if "graph" not in changes:
             return self
         known = rates or {"default": self.plan.stock.rate_gbps, "graph": self.plan.rate_gbps}
@@ -239,19 +353,15 @@ class TunableCluster(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, plan=made, graphs=host_graphs(made))
 
     def settled(self, found: Verification) -> TunableCluster:  # noqa: ARG002
-        """As Tunable; NCCL's number of channels follows from the rates in the files verified."""
+        """As TuningTarget; the channels follow from the rates in the verified files."""
         return self
 
-    def in_place(self) -> Subject:
-        """As Tunable."""
-        return cluster_subject(self.plan, self.directory, self.graphs)
-
-    def elsewhere(self) -> AbstractContextManager[Subject]:
-        """As Tunable; jobs get their files from here, wherever the plan is."""
-        return nullcontext(self.in_place())
+    def target(self) -> Target:
+        """As TuningTarget."""
+        return cluster_target(self.plan, self.directory, self.graphs)
 
     def write(self) -> None:
-        """As Tunable."""
+        """As TuningTarget."""
         write_cluster_plan(self.plan, self.directory, models=self.models)
 
 
