@@ -96,7 +96,7 @@ def test_nothing_is_left_when_the_command_is_killed():
     until = time.monotonic() + LONG_S
     while len(ranks) < 2 and time.monotonic() < until:
         time.sleep(0.1)
-        ranks = children(running.pid)
+        ranks = [rank for server in children(running.pid) for rank in children(server)]
     running.send_signal(signal.SIGKILL)
     running.wait()
     until = time.monotonic() + LONG_S
@@ -143,7 +143,7 @@ def test_a_rank_that_is_too_slow_is_named_and_ended(tmp_path):
 
 
 def test_a_rank_without_an_answer_is_named(tmp_path):
-    with pytest.raises(MeasurementError, match="rank 0 of the job: ended without an answer"):
+    with pytest.raises(MeasurementError, match="rank 0 of the job: ended without a result"):
         run_job(order_of(), stand_in(tmp_path, "pass"), timeout=50, program="stand_in")
 
 
