@@ -1,9 +1,9 @@
-"""Measure transfer sets of your own through a session.
+"""Measure your own transfer sets through a session.
 
 python examples/measure_own_sets.py
 
-This uses the host backend: two processes on two cores copy through host memory in the GPUs' place,
-so the figures say nothing of GPUs. For GPUs, see the comment in `main`.
+On the host backend, two processes on two cores copy through host memory in place of GPUs: the rates
+say nothing about GPUs. For GPUs, see the comment in `main`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tccl_profiler.statistics import Stopping, median_interval
 
 SETS = [
     "G0->G0->C0->G1->G1",  # one bounce through NUMA node 0
-    "G0->G0->C0->G1->G1 G1->G1->C0->G0->G0",  # two that meet: a ring of two
+    "G0->G0->C0->G1->G1 G1->G1->C0->G0->G0",  # a ring of two GPUs
 ]
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     """Measure the sets and print rates with their intervals."""
     # On GPUs: machine, knowledge, fingerprint = tccl_py.discover_machine(), and backend="cuda".
     machine = host_machine(2)
-    # Few repeats and a wide target, so that this ends soon; the defaults are 30 and 0.01.
+    # Few repeats and a wide target save time; the defaults are 30 and 0.01.
     options = Options(stopping=Stopping(target=0.1, minimum=6, limit=8))
     with Session(machine, host_fingerprint(machine), backend="host", options=options) as session:
         measurements = session.profiler.measure([tccl_py.parse_set(one) for one in SETS])

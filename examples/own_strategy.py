@@ -1,9 +1,9 @@
-"""A search of your own behind the strategy interface: 2-opt, which turns parts of a ring around.
+"""Your own search behind the strategy interface: 2-opt, which reverses parts of a ring.
 
 python examples/own_strategy.py [MACHINE]     (a bundled name or a file)
 
-A strategy is a function that is given a `Run`. It measures rings with `run.offer_orders` and finds
-the best so far in `run.incumbent`. `find_rings` takes care of the rest: budget, Ctrl-C, counting.
+A strategy is a function of a `Run`. `run.offer_orders` measures rings, `run.incumbent` is the best
+ring set so far, and `find_rings` handles budget, Ctrl-C and counting.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tccl_py.search.strategies import Run
 
 
 def two_opt(run: Run) -> None:
-    """Turn each part of the ring around; keep what is faster, until nothing is."""
-    # Every second GPU first: a poor order, so that there is something to improve.
+    """Reverse each part of the ring; keep faster rings, until no reversal helps."""
+    # Every second GPU first: a poor order, with room for improvement.
     order = (*run.problem.gpus[::2], *run.problem.gpus[1::2])
-    # A list of ring sets: this one is a set of one ring.
+    # The argument is a list of ring sets, here one set of one ring.
     run.offer_orders([(order,)])
     improved = True
     while improved:
@@ -34,11 +34,11 @@ def two_opt(run: Run) -> None:
             run.offer_orders([(turned,)])
             if run.incumbent.score > before:
                 order, improved = turned, True
-    # It knows no upper bound: what it leaves in `run.bounds` stays empty, so nothing is "proven".
+    # 2-opt knows no upper bound: `run.bounds` stays empty, so no result is "proven".
 
 
 def main(name: str) -> None:
-    """Let 2-opt and the built-in search solve the same problem."""
+    """Solve the same problem by 2-opt and by the built-in search."""
     model = tccl_py.load_machine(name)
     # The hops that NCCL takes under one choice of settings.
     settings = Settings(p2p_level="SYS", channels=1)

@@ -1,6 +1,6 @@
-"""Rings over hosts with different machines: the order of hosts, and the way through each.
+"""Rings over hosts with different machines: the order of hosts, and the path through each host.
 
-python examples/plan_a_cluster.py [SWITCHES [DIR]]     (a YAML or a topology.conf; DIR is a new one)
+python examples/plan_a_cluster.py [SWITCHES [DIR]]     (a YAML or a topology.conf; DIR is new)
 
 The hosts are made up, two with V100s and two with RTX 3090s, and simulated by bundled models.
 """
@@ -15,11 +15,11 @@ from tccl_py.search.problem import Budget
 
 # In the order in which a job would start on them.
 HOSTS = {"v1": "amd-v100", "r1": "amd-3090", "v2": "amd-v100", "r2": "amd-3090"}
-BUDGET = Budget(sets=60)  # so that the example takes seconds
+BUDGET = Budget(sets=60)  # seconds instead of minutes
 
 
 def main(switches: Path | None, directory: Path | None) -> None:
-    """Plan, print what each host does, and write the files if a directory is named."""
+    """Plan, print each host's path, and write the files if a directory is named."""
     models = {name: tccl_py.load_machine(name) for name in HOSTS.values()}
     reports = [
         tccl_py.HostReport(
@@ -46,7 +46,7 @@ def main(switches: Path | None, directory: Path | None) -> None:
     for ring in plan.rings:
         print(f"ring of global ranks: {ring}")
     print(f"rate {plan.rate_gbps:.2f} GB/s, {plan.provenance}")
-    print(f"stock NCCL {plan.stock.rate_gbps:.2f} GB/s {plan.stock.note}".rstrip())
+    print(f"default NCCL {plan.stock.rate_gbps:.2f} GB/s {plan.stock.note}".rstrip())
     if directory is not None:
         directory.mkdir()
         named = {one.name: models[one.machine.name] for one in cluster.classes}

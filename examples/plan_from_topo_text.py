@@ -1,9 +1,9 @@
-"""A plan from the text of `nvidia-smi topo -m` alone, with every assumption written out.
+"""A plan from the text of `nvidia-smi topo -m` alone, with every assumption listed.
 
 python examples/plan_from_topo_text.py [FILE [OUT.json]]     (a made-up two-socket box by default)
 
-The text has no rates, no link speeds and no GPU names. What it leaves open is assumed below, in
-one place; put in what you know of the machine. The plan is a guess to try, and marked as one.
+The text has no rates, no link speeds and no GPU names. All assumptions are below; replace them by
+your knowledge of the machine. The plan is a guess, and marked as a guess.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tccl_py.simulator.generic import model_for
 
 LINK = PciLink(speed_gts=16.0, width=16)  # PCIe 4.0 x16
 CAPABILITY = 86  # sm 8.6, as an RTX 3090's
-DIRECT = False  # NVML calls no pair without NVLink fit for P2P: so it is for 3090s and 4090s
+DIRECT = False  # NVML reports no P2P without NVLink, as on 3090s and 4090s
 
 
 def completed(machine: Machine) -> Machine:
-    """The machine with what the text does not say."""
+    """Return the machine with the facts missing from the text."""
     gpus = tuple(msgspec.structs.replace(gpu, link=LINK, sm=CAPABILITY) for gpu in machine.gpus)
     return msgspec.structs.replace(machine, gpus=gpus)
 
 
 def assumptions() -> list[str]:
-    """Sentences to hand on with the plan."""
+    """Return the assumptions as sentences for the plan's notices."""
     return [
         f"every GPU's link is {LINK.speed_gts:g} GT/s x{LINK.width}",
         f"every GPU has compute capability {CAPABILITY / 10}",
@@ -42,7 +42,7 @@ def assumptions() -> list[str]:
 
 
 def main(text: Path, output: Path | None) -> None:
-    """Plan, and say what the plan rests on."""
+    """Plan, and print the plan with its assumptions."""
     machine = completed(read_nvidia_smi(text))
     knowledge = Knowledge(peer_access_default=DIRECT, peer_access_provenance="assumed")
     source = tccl_py.Simulator(model_for(machine, knowledge))

@@ -1,4 +1,4 @@
-"""Read a plan in Python: its rings, why they are as fast as they are, and what is beside them.
+"""Read a plan in Python: rings, slowest hops, bound, default NCCL and subsets.
 
 python examples/read_plan.py DIR     (a directory of `tccl plan`, or a plan.json)
 """
@@ -10,15 +10,15 @@ from pathlib import Path
 
 import tccl_py
 
-# A reference plan of this repository, for those who have none of their own yet.
+# A reference plan of this repository, in place of your own plan.
 REFERENCE = Path(__file__).parent.parent / "plans" / "amd-v100.json"
 
 
 def main(path: Path) -> None:
-    """Print what a program would use of a plan."""
+    """Print the main parts of a plan."""
     plan = tccl_py.load_plan(path)
 
-    # Say where figures come from, whenever you pass one on.
+    # Pass on every rate with its provenance.
     print(f"{plan.machine.name}, GPUs {plan.gpus}: {plan.provenance}")
 
     # A ring is a closed sequence of hops; its rate is that of its slowest hop.
@@ -31,7 +31,7 @@ def main(path: Path) -> None:
     # The plan's rate is for all rings together, and predicts NCCL's bus bandwidth.
     bound = "none known" if plan.bound_gbps is None else f"{plan.bound_gbps:.2f} GB/s"
     print(f"rate {plan.rate_gbps:.2f} GB/s, bound {bound}, proven {plan.proven}")
-    print(f"stock NCCL {plan.stock.rate_gbps:.2f} GB/s {plan.stock.note}".rstrip())
+    print(f"default NCCL {plan.stock.rate_gbps:.2f} GB/s {plan.stock.note}".rstrip())
 
     # A communicator needs rings over exactly its GPUs.
     pair = plan.gpus[:2]

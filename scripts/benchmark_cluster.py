@@ -1,9 +1,10 @@
-"""What `scripts/benchmark-cluster` runs: merges of large clusters, a whole plan.
+"""Benchmark of `scripts/benchmark-cluster`: merges of large clusters, and a whole plan.
 
-Merges are of tables drawn at random, 64 x 64: 8 NICs with 8 landings each. `levels` have five
-different rates, as mechanisms and links do; `measured` ones all differ, which is the hardest. 30 %
-of the chains do not exist. The plan is `tccl plan --simulate nvswitch-8gpu-8nic --nodes 1024` with
-its files. Each case runs in a process of its own, so that its peak memory is its own.
+Merges are of random 64 x 64 tables: 8 NICs with 8 placements of NIC buffers each. Tables of kind
+`levels` have five different rates, as mechanisms and links do; in `measured` tables, the hardest
+case, all rates differ. 30 % of the chains do not exist. The plan is `tccl plan --simulate
+nvswitch-8gpu-8nic --nodes 1024` with its files. Each case runs in a process of its own, for its own
+peak memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ CHANCES = (0.3, 0.3, 0.2, 0.15, 0.05)
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out: a rate and its bound in GB/s, and sets that were simulated for it."""
+    """Result of a case: a rate and its bound in GB/s, and the number of simulated sets."""
 
     rate: float
     bound: float
@@ -45,7 +46,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to be timed, and what it may take; None: nothing was asked for."""
+    """A benchmark case and its limits; None is no limit."""
 
     name: str
     run: Callable[[], Found]
@@ -54,7 +55,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out, and what it took."""
+    """Result of a case, with time and memory."""
 
     found: Found
     seconds: float
@@ -156,7 +157,7 @@ def cases() -> list[Case]:
 
 
 def measured(case: Case) -> Outcome:
-    """One case, in this process."""
+    """Run one case in this process."""
     began = time.monotonic()
     found = case.run()
     return Outcome(
@@ -167,7 +168,7 @@ def measured(case: Case) -> Outcome:
 
 
 def in_own_process(number: int) -> Outcome:
-    """One case, in a process started for it."""
+    """Run one case in a new process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_numbered, (number,))
 
@@ -177,7 +178,7 @@ def _numbered(number: int) -> Outcome:
 
 
 def verdict(case: Case, outcome: Outcome) -> str:
-    """Whether the figures asked for are met; empty if there are none."""
+    """Return whether the case meets its limits, as text; empty without limits."""
     checks = [
         (case.seconds, outcome.seconds, "s"),
         (case.megabytes, outcome.megabytes, "MB"),
@@ -189,7 +190,7 @@ def verdict(case: Case, outcome: Outcome) -> str:
 
 
 def main() -> int:
-    """Print a line for each case; 1 if a figure asked for is not met."""
+    """Print a line for each case; return 1 if a case misses a limit."""
     parser = argparse.ArgumentParser(prog="scripts/benchmark-cluster", description=__doc__)
     parser.parse_args()
     print(

@@ -1,8 +1,8 @@
-"""What `scripts/benchmark-search` runs: strategies beside each other, all rates simulated.
+"""Comparison of search strategies for `scripts/benchmark-search`, all rates simulated.
 
-Strategies search the same hops: NCCL 2.30 with NCCL_P2P_LEVEL=SYS and 8 ring channels. The rows
-`stock` and `plan` are what NCCL does by itself and what `tccl plan` finds over all settings. Every
-strategy but `tccl` and `brute-force` first tries NCCL's own order and the ascending one.
+Strategies search the same hops: NCCL 2.30 with NCCL_P2P_LEVEL=SYS and 8 ring channels. The row
+`stock` is default NCCL, the row `plan` the result of `tccl plan` over all settings. All strategies
+but `tccl` and `brute-force` first try NCCL's own order and the ascending order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tccl_py.sources.memory import RememberingSource
 SETTINGS = Settings(p2p_level="SYS", channels=8)
 FEW_GPUS = 8
 LEAST_GAIN = {"asus-esc8000a-e13p": 1.25}
-"""How many times stock NCCL's rate a plan must reach; 1 elsewhere."""
+"""Least rate of a plan over default NCCL's; 1 elsewhere."""
 COLUMNS = {
     "machine": 24,
     "strategy": 11,
@@ -51,9 +51,9 @@ COLUMNS = {
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the table; rates in GB/s. `whole` is false where a budget cut a run short.
+    """One line of the table; rates in GB/s. `whole` is false if a budget cut a run short.
 
-    `seconds` is by the clock; where `cpu_seconds` is much less the machine was busy with others.
+    `seconds` is wall time; if `cpu_seconds` is much less, the machine was busy.
     """
 
     machine: str
@@ -71,7 +71,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cells(self) -> list[str]:
-        """The row as text."""
+        """Return the row as text."""
         if self.rate is None:
             return [self.machine, self.strategy, self.rings, "", "", "", "", "", self.note]
         sets = f"{self.sets}" if self.whole else f">={self.sets}"
@@ -82,7 +82,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bench:
-    """One machine; every run begins with an empty memory."""
+    """Runs on one machine, each without earlier measurements."""
 
     def __init__(self, name: str, tccl_seconds: float) -> None:
         self.name = name
@@ -93,7 +93,7 @@ class Bench:
         self.tccl_seconds = tccl_seconds
 
     def rows(self) -> Iterator[Row]:
-        """All lines about this machine, as they are ready."""
+        """Yield the rows of this machine as they are ready."""
         stock = self._stock()
         mark = "assumed" if stock.measurement.assumed else "simulated"
         rings, rate = f"{len(stock.rings.rings)}", stock.rate_gbps
@@ -141,8 +141,8 @@ class Bench:
         )
 
     def _tccl(self, stock: Stock) -> Row:
-        # With 16 GPUs it reaches no ring in a minute: a priority queue of measured prefixes is
-        # nearly a breadth-first search where prefixes are equally fast.
+        # With 16 GPUs `tccl` reaches no ring in a minute: among equally fast prefixes, a priority
+        # queue of measured prefixes is nearly a breadth-first search.
         if self.few:
             return self._search("tccl", (1,), stock, Budget(seconds=self.tccl_seconds))
         states = count_ring_sets(self._problem((1,), stock, Budget()).spaces[1], 1)
@@ -188,7 +188,7 @@ def _text(counts: Sequence[int]) -> str:
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure that was asked for, and what came out."""
+    """A requirement and its result."""
 
     wanted: str
     found: str
@@ -196,7 +196,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checks(rows: Sequence[Row]) -> Iterator[Check]:
-    """The figures asked for, as far as the rows speak of them."""
+    """Yield the requirements that the rows cover."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
         by_name.setdefault(row.machine, []).append(row)
@@ -204,7 +204,7 @@ def checks(rows: Sequence[Row]) -> Iterator[Check]:
         stock, plan = (_pick(mine, strategy) for strategy in ("stock", "plan"))
         gain = (plan.rate or 0.0) / (stock.rate or 1.0)
         least = LEAST_GAIN.get(name, 1.0)
-        # Rates are sums of floating-point numbers: equal ones may differ in the last digit.
+        # Rates are sums of floating-point numbers: equal rates may differ in the last digit.
         yield Check(
             wanted=f"{name}: plan at least {least:.2f} x stock",
             found=f"{gain:.2f} x",
@@ -233,7 +233,7 @@ def _few(name: str, mine: Sequence[Row]) -> Iterator[Check]:
 
 
 def _many(name: str, mine: Sequence[Row]) -> Check:
-    """Search and plan within 120 s, each with its bound."""
+    """Require search and plan within 120 s, each with its bound."""
     runs = [_whole(mine), _pick(mine, "plan")]
     bounds = [f"{run.bound:.2f}" if run.bound is not None else "no" for run in runs]
     return Check(
@@ -248,17 +248,17 @@ def _took(row: Row) -> str:
 
 
 def _pick(rows: Sequence[Row], strategy: str) -> Row:
-    """The first row of a strategy."""
+    """Return the first row of a strategy."""
     return next(row for row in rows if row.strategy == strategy)
 
 
 def _whole(rows: Sequence[Row]) -> Row:
-    """The row of best-first over all ring counts."""
+    """Return the row of best-first over all ring counts."""
     return [row for row in rows if row.strategy == "best-first"][-1]
 
 
 def main() -> int:
-    """Print the table, then the figures asked for; 1 if one is not met."""
+    """Print the table, then the requirements; return 1 if a requirement is not met."""
     parser = argparse.ArgumentParser(prog="scripts/benchmark-search", description=__doc__)
     parser.add_argument("machines", nargs="*", metavar="MACHINE", help="bundled names; all if none")
     parser.add_argument("--tccl-seconds", type=float, default=60.0, help="budget of `tccl`")
@@ -281,7 +281,7 @@ def main() -> int:
 
 
 def _line(cells: Iterable[str]) -> str:
-    """A row of a Markdown table that can be read as it is."""
+    """Return a row of an aligned Markdown table."""
     padded = (f"{cell:{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
     return f"| {' | '.join(padded)} |"
 

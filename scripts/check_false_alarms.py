@@ -1,4 +1,4 @@
-"""Counts false alarms of `tccl check` on machines that only have noise, and what it detects."""
+"""Count false alarms of `tccl check` on machines with nothing but noise, and its detections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.drifting import checked, exact_rates, journalled, with_slower_link
 CHECKS = 300
 MACHINES = ("intel-v100", "amd-v100", "h200x4-vm")
 NOISES = ((0.01, 0.0), (0.02, 0.0), (0.05, 0.0), (0.01, 0.01), (0.02, 0.02))
-"""Spread of samples, and of whole measurements beside that."""
+"""Spread of samples, and additional spread of whole measurements."""
 
 
 def main() -> None:

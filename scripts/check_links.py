@@ -1,7 +1,7 @@
-"""Checks the links of the built documentation: `python scripts/check_links.py site`.
+"""Check the links of the built documentation: `python scripts/check_links.py site`.
 
-Every link and anchor within it must lead somewhere, and no page may load anything from another
-site. Links to other sites are listed; they are not fetched. Exit code 1 if something is wrong.
+Every internal link and anchor must exist, and no page may load anything from another site. External
+links are listed and not fetched. Exit code 1 if a link is dead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ IGNORED = ("mailto:", "data:", "javascript:")
 
 
 class Page(HTMLParser):
-    """What a page refers to, what it loads, and which anchors it has."""
+    """Links of a page, files loaded by the page, and its anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Take note of one element."""
+        """Record one element."""
         found = {name: value or "" for name, value in attrs}
         self.anchors |= {found[name] for name in ("id", "name") if name in found}
         if tag == "a" and "href" in found:
@@ -38,7 +38,7 @@ class Page(HTMLParser):
 
 
 def faults(site: Path) -> Iterator[str]:
-    """Everything that leads nowhere or loads from elsewhere, as sentences."""
+    """Yield a sentence for each dead link and each file loaded from another site."""
     pages = {path.resolve(): Page(path.read_text("utf-8")) for path in _html(site)}
     for path, page in pages.items():
         where = path.relative_to(site.resolve())
@@ -51,13 +51,13 @@ def faults(site: Path) -> Iterator[str]:
 
 
 def links_elsewhere(site: Path) -> list[str]:
-    """Links to other sites."""
+    """Return the links to other sites."""
     pages = [Page(path.read_text("utf-8")) for path in _html(site)]
     return sorted({url for page in pages for url in page.links if _is_elsewhere(url)})
 
 
 def _html(site: Path) -> list[Path]:
-    # 404.html is served under every path, so its links are from the root.
+    # 404.html is served under every path, so its links start at the root.
     return sorted(path for path in site.rglob("*.html") if path.name != "404.html")
 
 
@@ -78,7 +78,7 @@ def _dead(url: str, path: Path, pages: dict[Path, Page]) -> Iterator[str]:
 
 
 def main(site: Path) -> int:
-    """Print what was found."""
+    """Print dead links and external links; return the exit code."""
     wrong = list(faults(site))
     for text in wrong:
         print(text, file=sys.stderr)

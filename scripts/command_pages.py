@@ -1,8 +1,7 @@
-"""A page for every command of `tccl`, made from the command itself when the documentation is built.
+"""Hook of mkdocs: a page for every command of `tccl`, from the command's own help.
 
-mkdocs loads this as a hook. What `--help` says comes from the command line's own definitions, so it
-cannot be out of date. Examples written by hand stand in `docs/commands/NAME.md`; a command without
-such a file gets a page all the same.
+Examples written by hand in `docs/commands/NAME.md` follow the help; a command without examples gets
+a page too.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from tccl_py.cli.main import app
 
 FOLDER = PurePosixPath("commands")
 LIST = "<!-- commands -->"
-"""In docs/commands/index.md: where the list of commands goes."""
+"""Mark in docs/commands/index.md, replaced by the list of commands."""
 
 
 def commands() -> Mapping[str, Any]:
-    """The registered commands, in the order of `tccl --help`."""
+    """Return the registered commands, in the order of `tccl --help`."""
     group: Any = typer.main.get_command(app)
     found: Mapping[str, Any] = group.commands
     return found
 
 
 def summary(command: Any) -> str:
-    """The first sentence of a command's help."""
+    """Return the first sentence of a command's help."""
     return " ".join(_help(command).split("\n\n")[0].split())
 
 
 def reference(name: str, command: Any) -> str:
-    """What `tccl NAME --help` says, as Markdown."""
+    """Return the text of `tccl NAME --help` as Markdown."""
     arguments = [param for param in command.params if param.param_type_name == "argument"]
     options = [param for param in command.params if param.param_type_name == "option"]
     shown = " ".join(_argument(param) for param in arguments)
@@ -49,7 +48,7 @@ def reference(name: str, command: Any) -> str:
 
 
 def page(name: str, command: Any, examples: str = "") -> str:
-    """The whole page: what the help says, and examples written by hand."""
+    """Return the whole page: the help, then examples written by hand."""
     return f"{reference(name, command)}\n{examples}".rstrip() + "\n"
 
 
@@ -67,7 +66,7 @@ def _argument(param: Any) -> str:
 
 
 def _entry(param: Any) -> Iterator[str]:
-    """A definition list's term and text."""
+    """Yield a definition list's term and text."""
     what = (param.metavar or "").strip()
     flag = bool(getattr(param, "is_flag", False))
     if param.param_type_name == "argument":
@@ -90,7 +89,7 @@ def _said(param: Any) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the commands into the navigation."""
+    """Add the commands to the navigation."""
     entries = next(one["Commands"] for one in config.nav or [] if "Commands" in one)
     paths = [{name: f"{FOLDER / name}.md"} for name in commands()]
     entries += [path for path in paths if path not in entries]
@@ -98,7 +97,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Make the pages of commands, and fill in the list of them."""
+    """Make the pages of commands."""
     for name, command in commands().items():
         uri = f"{FOLDER / name}.md"
         written = files.get_file_from_path(uri)

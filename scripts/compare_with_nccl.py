@@ -1,6 +1,6 @@
 """Compare the emulation of NCCL's graph search with NCCL's own graph code on random machines.
 
-Prints how many machines agree, and for each class of disagreement the seeds of some.
+Prints the number of machines that agree, and for each class of disagreement some seeds.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from tests.nccl_defaults import NET_PAIRS, Case, difference, ours, random_case, 
 BATCH = 50
 REFUSED, CUT = "NCCL refuses the machine", "NCCL cuts the node in parts"
 APART = (REFUSED, CUT, NET_PAIRS)
-"""Classes that the emulation does not claim to know."""
+"""Classes outside the emulation."""
 
 
 def compared(case: Case, answer: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the class of disagreement ("same" if there is none) and the seconds it took."""
+    """Return the class of disagreement ("same" for none) and the seconds of the emulation."""
     if answer.get("rc") != 0:
         return REFUSED, 0.0
     begun = time.process_time()

@@ -1,9 +1,9 @@
-"""Compare graph files with NCCL 2.30.7's own code (../shared/nccl-host), and print what differs.
+"""Compare graph files with NCCL 2.30.7's own code (../shared/nccl-host), and print differences.
 
-`plans N` plans N random machines by short simulations and has NCCL load every file: it must run
-the plan's rings with whole trees in the planned number of channels. `mutants N` changes such files
-at random: none that `tccl validate` would call used may be one that NCCL refuses, crashes on, or
-loads with a broken tree.
+`plans N` plans N random machines by short simulations. NCCL loads every file, and must run the
+plan's rings with whole trees in the planned number of channels. `mutants N` changes these files at
+random. NCCL may not refuse, crash on, or load with a broken tree any file that `tccl validate`
+calls used.
 """
 
 import random
@@ -13,7 +13,7 @@ from tests.graph_judge import ORACLE
 from tests.judged_graph_files import compare_mutants, compare_plans, planned_cases
 
 MUTATED = (0, 1, 2, 3, 5, 6, 9, 12, 15, 30, 33)
-"""Machines whose files are changed; some have clusters."""
+"""Seeds of the machines whose files are mutated; some are clusters."""
 BATCH = 200
 
 
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def plans(count: int, first: int) -> int:
-    """Compare the plans of so many machines."""
+    """Compare the plans of `count` machines; return the number of failures."""
     files, bad = 0, 0
     for seed in range(first, first + count):
         found, wrong = compare_plans([seed])
@@ -39,7 +39,7 @@ def plans(count: int, first: int) -> int:
 
 
 def mutants(count: int, seed: int) -> int:
-    """Compare so many mutants."""
+    """Compare `count` mutants; return the number of failures."""
     cases = [case for one in MUTATED for case in planned_cases(one)]
     total, bad = 0, 0
     kinds: dict[str, int] = {}

@@ -1,15 +1,15 @@
-"""What the passes of NCCL's kernel cost, one from the other, beside those of the measuring kernel.
+"""Times of the passes of NCCL's kernel, compared with the measuring kernel's.
 
 usage: scripts/judge-passes FILE [--quick]
 
-A ring's collectives are made of few passes: send (S), receive (R), receive, add and send (A), the
-same with a copy kept (B), receive, keep and send (C). Broadcast over two GPUs is S beside R, a
-reduce-scatter S and a receive with an add, an all-gather S and R, an all-reduce S, B and R; with
-more GPUs A and C come between. With all hops bounced, and directly as NCCL does by itself, each is
-timed over the same rings, channels and FIFOs, in the same run as the sets that stand for broadcast
-and all-reduce.
+A ring's collectives consist of five passes: send (S), receive (R), receive, add and send (A), A
+with a kept copy (B), receive, keep and send (C). Over two GPUs a broadcast is S and R, a
+reduce-scatter S and a receive with an add, an all-gather S and R, an all-reduce S, B and R; more
+GPUs add A and C. Each collective is timed with all hops bounced, and with default NCCL's direct
+hops, over the same rings, channels and FIFOs, in the same run as the sets for broadcast and
+all-reduce.
 
-Writes a row for each choice to FILE and prints them. Needs torch with NCCL.
+Prints a row for each choice and writes the rows to FILE. Needs torch with NCCL.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def without_last(ring: TransferSet) -> TransferSet:
-    """The chain that a broadcast from GPU 0 takes."""
+    """Return the chain of a broadcast from GPU 0."""
     return parse_set(" ".join(str(flow) for flow in ring.flows if str(flow.destination) != "G0"))
 
 

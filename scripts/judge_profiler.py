@@ -1,9 +1,10 @@
-"""Judge the profiler on a machine with GPUs: skew, repeatability, speed, and what NCCL then gets.
+"""Judge the profiler on a machine with GPUs: skew, repeatability, speed, and error against NCCL.
 
 usage: scripts/judge-profiler DIR [--quick]
 
-Writes raw journals of all that was measured and NCCL's own rates, taken in turn in one run, to DIR;
-`scripts/profiler-figures DIR` computes every figure from them, anywhere. Needs torch with NCCL.
+Writes raw journals of all measurements, interleaved with NCCL's own rates in one run, to DIR;
+`scripts/profiler-figures DIR` computes all results from the journals, on any machine. Needs torch
+with NCCL.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ CHANNELS = (1, 2, 4, 8)
 SIZES = tuple(128 * 1024 << shift for shift in range(6))
 ALL_REDUCE_BYTES = 512 * 1024 * 1024
 AGAIN = 4
-"""How often every set is measured, in each of two pools."""
+"""Measurements of every set, in each of two pools."""
 VERSION = "2.28"
 DEFAULT = Settings(channels=12, version=VERSION)
-"""What NCCL settles on by itself where every pair has 18 NVLinks: 24 channels in the end."""
+"""Default NCCL's choice where every pair has 18 NVLinks: 24 final channels."""
 DIRECT_CHANNELS = (8, 16, 32)
-"""Other direct rings, twice as many channels in the end, by a graph file."""
+"""Ring channels of further direct rings, from a graph file; NCCL doubles the number."""
 NVLINKS_GBPS = 360.0
-"""What NCCL believes of 18 NVLinks (12 ring channels of 30): it goes into those graph files."""
+"""NCCL's own rate of 18 NVLinks (12 ring channels of 30), written to these graph files."""
 COPIES = (
     "G0->D0->C0",
     "C0->D0->G0",
@@ -99,7 +100,7 @@ def main() -> None:
 
 
 class opened:  # noqa: N801 - reads as a function does
-    """A pool of its own and a journal over it."""
+    """A session with its own pool, and a journal over the session."""
 
     def __init__(self, here, folder, number):
         machine, _, fingerprint = here
@@ -139,19 +140,19 @@ def write(path: Path, value) -> None:
 
 
 def ring_of(here, settings, order) -> TransferSet:
-    """The set that a plan would be judged by: the ring under these settings."""
+    """Return the set behind a plan's rate: the ring under these settings."""
     machine, knowledge, _ = here
     space = hop_space(machine, knowledge, settings)
     return ring_set([ring_from_order(space, order)]).flows
 
 
 def again(source, transfers: TransferSet) -> None:
-    """Measure a set once more than the journal has it."""
+    """Measure a set once more than its measurements in the journal."""
     source.measure([transfers] * (1 + source.times_of(transfers)))
 
 
 def compared(here, source, path, *, quick):
-    """NCCL's bus bandwidth under every setting; what should predict it, before and after."""
+    """Measure NCCL's bus bandwidth under every setting; before and after, the predicting set."""
     machine = here[0]
     sizes = random.Random(1).sample(SIZES, len(SIZES))[: 2 if quick else None]
     rows = []
@@ -183,7 +184,7 @@ def compared(here, source, path, *, quick):
             }
             rows.append(row)
             print("nccl", {**row, "set": "..."}, flush=True)
-        # What there is so far outlives a machine that is taken away.
+        # Write partial results: the machine may be taken away.
         found = {
             "machine": machine.name,
             "nccl": log.version,
@@ -196,8 +197,10 @@ def compared(here, source, path, *, quick):
 
 
 def nccl_rates(machine, settings, *, kinds=("all_reduce",)):
-    """One set of processes, and a communicator in them for each choice of settings, by a graph file
-    but for what NCCL settles on by itself; the collectives are of these kinds in turn."""
+    """Run one set of processes, with a communicator for each choice of settings.
+
+    Every choice but default NCCL's has a graph file; the collectives cycle through `kinds`.
+    """
     gpus = machine.gpu_indices
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -253,7 +256,7 @@ def nccl_rates(machine, settings, *, kinds=("all_reduce",)):
 
 
 def there(machine, texts) -> list[str]:
-    """The sets whose GPUs the machine has."""
+    """Return the sets whose GPUs the machine has."""
     return [
         text
         for text in texts
@@ -262,7 +265,7 @@ def there(machine, texts) -> list[str]:
 
 
 def repeated(here, source, rings, *, quick) -> None:
-    """Every set AGAIN times, in random order, not one right after the same."""
+    """Measure every set AGAIN times, in random order."""
     sets = [parse_set(text) for text in (*rings, *there(here[0], COPIES), *OTHERS)]
     wanted = sets * (1 if quick else AGAIN)
     random.Random(2).shuffle(wanted)
@@ -271,7 +274,7 @@ def repeated(here, source, rings, *, quick) -> None:
 
 
 def search_speed(here, session) -> dict[str, float]:
-    """Sets a second while a search asks: every ring of the machine, measured as a plan does."""
+    """Return sets per second in a search: every ring of the machine, measured as in a plan."""
     first, *rest = here[0].gpu_indices
     speeds = {}
     session.profiler.options = Options(stopping=Stopping(limit=6), sentinel_every=0)

@@ -1,11 +1,11 @@
-"""NCCL's collectives with several graph files, one communicator after the other; one rank of it.
+"""One rank of NCCL's collectives with several graph files, one communicator for each.
 
-usage: python scripts/nccl_rates.py RANK WORLD MEETING BYTES REPEATS JOB...
+usage: python scripts/nccl_rates.py RANK WORLD RENDEZVOUS BYTES REPEATS JOB...
 
-A JOB is `all_reduce` or another of KINDS, or `all_reduce:GRAPH` with a graph file; without one it
-is NCCL's own choice. Ranks meet by files whose names begin with MEETING: ports, free when chosen,
-may be taken by then. Prints a JSON list: for each job whether its values were right, and the bus
-bandwidth in GB/s. NCCL reads its graph file when a communicator is created.
+A JOB is a kind of KINDS (default NCCL), or KIND:GRAPH with a graph file. The rendezvous is by files
+whose names begin with RENDEZVOUS: a free port may be taken before its use. Prints a JSON list: for
+each job `right` (all values are correct) and the bus bandwidth in GB/s. NCCL reads its graph file
+when a communicator is created.
 """
 
 import json
@@ -21,7 +21,7 @@ def main():
     import torch.distributed as dist  # noqa: PLC0415
 
     rank, world, size, repeats = (int(sys.argv[at]) for at in (1, 2, 4, 5))
-    meeting = sys.argv[3]
+    rendezvous = sys.argv[3]
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     values = torch.ones(size // 4 // world * world, device=device)
@@ -33,7 +33,7 @@ def main():
             os.environ["NCCL_GRAPH_FILE"] = graph
         dist.init_process_group(
             "nccl",
-            init_method=f"file://{meeting}-{number}",
+            init_method=f"file://{rendezvous}-{number}",
             rank=rank,
             world_size=world,
             device_id=device,
@@ -42,7 +42,7 @@ def main():
         mine = slice(1027 * rank, 1027 * (rank + 1))
         run(dist, kind, small, small[mine])
         right = bool(small[mine].eq(expected(kind, rank, world)).all())
-        # What a reduction leaves on other ranks is nobody's.
+        # A reduction's values on ranks other than the root are undefined.
         right = right or (kind == "reduce" and rank > 0)
         share = len(values) // world
         part = values[share * rank : share * (rank + 1)]
@@ -64,7 +64,7 @@ def main():
 
 
 def run(dist, kind, values, part):
-    """One collective over `values`, of which this rank's share is `part`."""
+    """Run one collective over `values`; `part` is this rank's share."""
     if kind == "all_reduce":
         dist.all_reduce(values)
     elif kind == "all_gather":
@@ -78,13 +78,13 @@ def run(dist, kind, values, part):
 
 
 def expected(kind, rank, world):
-    """What each of this rank's values is, if all of rank r's were r."""
+    """Return the result on this rank, if all values of rank r are r."""
     total = float(world * (world - 1) // 2)
     return {"all_gather": float(rank), "broadcast": 0.0}.get(kind, total)
 
 
 def carried(kind, world):
-    """Bytes that a ring carries over each hop, for each byte of the values."""
+    """Return the bytes on each hop of a ring per byte of the values."""
     if kind == "all_reduce":
         return 2 * (world - 1) / world
     return (world - 1) / world if kind in ("all_gather", "reduce_scatter") else 1.0

@@ -1,4 +1,4 @@
-"""Copy-engine loops written plainly with cupy: what the profiler's figures are compared with.
+"""Plain copy-engine loops with cupy, for comparison with the profiler.
 
 usage: python scripts/plain_copies.py SET...
 
@@ -30,7 +30,7 @@ def main():
 
 
 def let_gpus_talk():
-    """Without peer access copies between GPUs would be staged in host memory."""
+    """Enable peer access; without it copies between GPUs are staged in host memory."""
     count = cupy.cuda.runtime.getDeviceCount()
     for one in range(count):
         with cupy.cuda.Device(one):
@@ -40,7 +40,7 @@ def let_gpus_talk():
 
 
 def memory(places, name, use):
-    """A buffer of its own for each use of a place."""
+    """Return the buffer for one use of a place."""
     key = (name, use)
     if key not in places:
         if name[0] == "C":

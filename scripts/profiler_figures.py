@@ -1,6 +1,6 @@
-"""The profiler's figures, computed from raw journals that `scripts/judge-profiler` wrote.
+"""The profiler's accuracy and speed, from the raw journals of `scripts/judge-profiler`.
 
-usage: scripts/profiler-figures [DIR]     (default: the run that is kept in tests/cases/profiler)
+usage: scripts/profiler-figures [DIR]     (default: the recorded run in tests/cases/profiler)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """A ring's rate as measured, against NCCL's bus bandwidth in the same run; GB/s."""
+    """A ring's measured rate and NCCL's bus bandwidth in the same run, GB/s."""
 
     channels: int
     fifo_bytes: int
@@ -34,12 +34,12 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Relative to what NCCL got."""
+        """Return the error relative to NCCL's bus bandwidth."""
         return self.predicted_gbps / self.achieved_gbps - 1
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """All figures of a run; see the functions that compute them."""
+    """All results of a run; see the functions below."""
 
     predictions: tuple[Prediction, ...]
     rank_correlation: float
@@ -62,7 +62,7 @@ Journal = dict[str, list[Measurement]]
 
 
 def load(folder: Path) -> tuple[list[Journal], dict[str, object], dict[str, list[float]]]:
-    """Both journals, NCCL's rates, and the plain loops' rates by set."""
+    """Read both journals, NCCL's rates, and the plain loops' rates by set."""
     paths = [folder / f"journal-{i}.jsonl" for i in (1, 2)]
     known = [read_journal(path).measurements for path in paths if path.exists()]
     journals = [{str(one): list(found) for one, found in each.items()} for each in known]
@@ -71,7 +71,7 @@ def load(folder: Path) -> tuple[list[Journal], dict[str, object], dict[str, list
 
 
 def figures(folder: Path) -> Figures:
-    """Every figure of the run in `folder`."""
+    """Compute all results of the run in `folder`."""
     journals, nccl, plain = load(folder)
     predictions = tuple(predicted(journals[0], row) for row in nccl["rows"])
     bounces = [one for one in predictions if not one.direct]
@@ -111,12 +111,12 @@ def figures(folder: Path) -> Figures:
 
 
 def optional(path: Path) -> dict[str, object]:
-    """What a file holds, if it is there."""
+    """Read a JSON file; return None without the file."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def swept(path: Path) -> tuple[Prediction, ...]:
-    """Medians of an earlier sweep beside NCCL's recorded rates, which are of another run."""
+    """Compare medians of an earlier sweep with NCCL's recorded rates of another run."""
     recorded = json.loads((MEASURED / "h200x4-vm-bounce-sweep.json").read_text())
     rates = {row["settings"]: row["busbw"][0] for row in recorded["nccl_all_hops_bounced"]["rows"]}
     found = []
@@ -135,7 +135,7 @@ def swept(path: Path) -> tuple[Prediction, ...]:
 
 
 def predicted(journal: Journal, row: dict[str, object]) -> Prediction:
-    """The set's rate right before and right after NCCL ran: the mean of the two medians."""
+    """Return the mean of the set's medians right before and right after NCCL's run."""
     around = [one.rate_gbps for one in journal[str(row["set"])][:2]]
     return Prediction(
         channels=row["channels"],
@@ -147,13 +147,13 @@ def predicted(journal: Journal, row: dict[str, object]) -> Prediction:
 
 
 def found_best(predictions: Sequence[Prediction]) -> float:
-    """What NCCL gets under the settings predicted best, relative to the best it gets at all."""
+    """Return NCCL's rate under the settings predicted best, relative to NCCL's best rate."""
     chosen = max(predictions, key=lambda one: one.predicted_gbps)
     return chosen.achieved_gbps / max(one.achieved_gbps for one in predictions)
 
 
 def is_direct(text: str) -> bool:
-    """Only flows from GPU to GPU by kernels."""
+    """Check that all flows go from GPU to GPU by kernels."""
     return all(
         not flow.is_bounce
         and {flow.source.kind, flow.destination.kind} == {"G"}
@@ -163,7 +163,7 @@ def is_direct(text: str) -> bool:
 
 
 def is_bounce(text: str) -> bool:
-    """Only bounces by kernels."""
+    """Check that all flows are bounces by kernels."""
     return all(
         flow.is_bounce and not any(one.uses_copy_engine for one in flow.transfers)
         for flow in parse_set(text).flows
@@ -171,13 +171,13 @@ def is_bounce(text: str) -> bool:
 
 
 def repeated_rates(journal: Journal, text: str) -> list[float]:
-    """Rates of a set's measurements, without the two around NCCL's run, which made room for it."""
+    """Return rates of a set's measurements, without the two around NCCL's run."""
     rates = [one.rate_gbps for one in journal[text]]
     return rates[2:] if len(rates) > 5 else rates
 
 
 def same_pool(journals: Sequence[Journal], chosen) -> float:
-    """95th percentile of |rate / median of that set in that pool - 1|, where measured twice."""
+    """Return the 95th percentile of |rate / median of its set and pool - 1|, over repeated sets."""
     deviations = [
         abs(rate / np.median(rates) - 1)
         for journal in journals
@@ -191,7 +191,7 @@ def same_pool(journals: Sequence[Journal], chosen) -> float:
 
 
 def new_pool(journals: Sequence[Journal], chosen) -> float | None:
-    """The largest |median in one pool / median in the other - 1| of any set; None with one pool."""
+    """Return the largest |median in pool 1 / median in pool 2 - 1|; None with one pool."""
     if len(journals) < 2:
         return None
     first, second = journals
@@ -203,7 +203,7 @@ def new_pool(journals: Sequence[Journal], chosen) -> float | None:
 
 
 def rates_of(journals: Sequence[Journal], text: str) -> tuple[float, ...]:
-    """Median rate of each transfer, in the order of `text`; none if it was not measured."""
+    """Return the median rate of each transfer, in the order of `text`; empty if not measured."""
     key = str(parse_set(text))
     if not any(key in journal for journal in journals):
         return ()
@@ -213,13 +213,13 @@ def rates_of(journals: Sequence[Journal], text: str) -> tuple[float, ...]:
 
 
 def recorded_copies() -> dict[str, tuple[float, ...]]:
-    """What was measured by hand before there was a profiler, on such a machine."""
+    """Read rates measured by hand on an equal machine, before the profiler."""
     sets = json.loads((MEASURED / "h200x4-vm.json").read_text())["sets"]
     return {" ".join(one["set"]): tuple(one["each_gbps"]) for one in sets}
 
 
 def report(found: Figures) -> str:
-    """The figures as text."""
+    """Return the results as text."""
     lines = ["predicted / NCCL's bus bandwidth, GB/s", ""]
     direct = [one for one in found.predictions if one.direct]
     bounces = [one for one in found.predictions if not one.direct]
@@ -260,7 +260,7 @@ def report(found: Figures) -> str:
 
 
 def table(predictions: Sequence[Prediction]) -> list[str]:
-    """Predicted / achieved, by ring channels and FIFO size."""
+    """Return a table of predicted / achieved rates, by ring channels and FIFO size."""
     sizes = sorted({one.fifo_bytes for one in predictions})
     lines = ["| ring channels | " + " | ".join(map(size, sizes)) + " |"]
     lines.append("|---|" + "---|" * len(sizes))

@@ -1,4 +1,4 @@
-"""Fitting the shared parameters to everything that was measured, all machines together."""
+"""Fit of the shared parameters to all measurements, over all machines together."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.engine import Engine
 from tccl_py.simulator.parameters import Parameters, bundled_parameters
 
-# Measured rates as rows that a model is fitted to and tested against.
+# Measured rates as rows, for the fit and its tests.
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """What one set got on one machine: a rate for every flow, or only their sum.
+    """Rates of one set on one machine: a rate for every flow, or only the sum of all flows.
 
     `gbps` is in the order of `transfers.flows`. `kind` is `set`, or `nccl` and `matrix` for rates
-    that were published in another form and are written as sets here.
+    published in another form and converted to sets here.
     """
 
     machine: str
@@ -40,17 +40,17 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> float:
-        """Sum over the flows, in GB/s."""
+        """Return the sum over the flows, in GB/s."""
         return self.total_gbps if self.total_gbps is not None else sum(self.gbps)
 
     @property
     def label(self) -> str:
-        """Machine and set, for messages."""
+        """Return machine and set, for messages."""
         return f"{self.machine} {self.transfers}"
 
 
 def read_observations(folder: Path) -> tuple[Observation, ...]:
-    """Every observation in the `*.json` files of a folder.
+    """Read every observation in the `*.json` files of a folder.
 
     Raises:
         InputError: no such folder or nothing in it, or a file that is no JSON object.
@@ -90,7 +90,7 @@ def _sets(machine: str, rows: list[dict[str, Any]]) -> Iterator[Observation]:
 
 
 def observed(machine: str, kind: str, pairs: list[tuple[Flow, float]]) -> Observation:
-    """The observation of these flows and their rates, put in the set's order."""
+    """Return the observation of these flows and rates, in the set's order."""
     ordered = sorted(pairs, key=lambda pair: str(pair[0]))
     return Observation(
         machine=machine,
@@ -105,11 +105,11 @@ _MIN_CHANNELS = re.compile(r"MIN_NCHANNELS (\d+)")
 _SIZE = re.compile(r"BUFFSIZE (\d+) ([KM])iB")
 _STOCK_BOUNCED_CHANNELS = 4
 _STOCK_NVLINK_CHANNELS = 24
-"""Final channels of NCCL's own choice on that machine: 4 x 4 MiB bounced, 24 over NVLink."""
+"""Final channels of default NCCL on that machine: 4 x 4 MiB bounced, 24 over NVLink."""
 
 
 def _ring_kernels(machine: str, data: dict[str, Any]) -> Iterator[Observation]:
-    """All-reduce bus bandwidths at the largest size, as the rate of every hop of the ring."""
+    """Yield all-reduce bus bandwidths at the largest size, as the rate of every hop of the ring."""
     gpus = int(data.get("hardware", {}).get("gpus", 0)) if "nccl_nvlink" in data else 0
     for row in data.get("nccl_all_hops_bounced", {}).get("rows", []):
         options = _bounce_options(row["settings"])
@@ -142,7 +142,7 @@ def _ring_row(machine: str, texts: list[str], row: dict[str, Any]) -> Observatio
 
 
 def _bounce_options(settings: str) -> tuple[str, str] | None:
-    """Executor and flow options that NCCL settings come to; None if they do not say."""
+    """Return executor and flow options of NCCL settings; None if the settings leave them open."""
     size = _SIZE.search(settings)
     if settings.startswith("copy engine") and size:
         return "D", f"{{fifo={size[1]}{size[2]}}}"
@@ -157,11 +157,11 @@ def _bounce_options(settings: str) -> tuple[str, str] | None:
 
 
 _NVLINKED_GBPS = 50.0
-"""Pairs both ways above this went over NVLink; 8 GB/s is what staging by the driver gets."""
+"""Least rate of pairs over NVLink, both directions; staging by the driver gets 8 GB/s."""
 
 
 def _matrix(machine: str, rows: list[list[float]]) -> Iterator[Observation]:
-    """Pairs of GPUs both ways, the first half of the GPUs being on NUMA node 0."""
+    """Yield pairs of GPUs in both directions; the first half of the GPUs is on NUMA node 0."""
     for a, b in itertools.combinations(range(len(rows)), 2):
         total = (rows[a][b] + rows[b][a]) / 2
         texts = []
@@ -177,17 +177,17 @@ def _matrix(machine: str, rows: list[list[float]]) -> Iterator[Observation]:
 
 
 DATA_SPREAD = 0.07
-"""What a rate is trusted to, in log terms: repeated runs differ by 5 %, and a model by more."""
+"""Spread of a rate, in log terms: repeated runs differ by 5 %, and a model by more."""
 _STEP = [1e-4]
 """Relative step of the numerical derivatives, in log terms."""
 _ENOUGH = 1e-5
 """Relative change that ends the fit: four digits are kept."""
 _KIND_WEIGHT = {"set": 1.0, "nccl": 0.7, "matrix": 0.2}
-"""Sets are what the model is for; the 28 pairs of a matrix say the same two things."""
+"""The model is for sets; the 28 pairs of a matrix repeat the same two facts."""
 
 
 class Fit:
-    """Rows to fit to, with an engine for each machine; several fits share the routes."""
+    """Rows of a fit, with an engine for each machine; several fits share the routes."""
 
     def __init__(self, rows: Sequence[Observation], start: Parameters | None = None) -> None:
         self.rows = tuple(rows)
@@ -196,7 +196,7 @@ class Fit:
         self._engines = {name: Engine(load_bundled(name), self.start) for name in names}
 
     def parameters(self, *, leave_out: Collection[int] = ()) -> Parameters:
-        """The parameters that fit best all rows but those with these numbers.
+        """Return the parameters that fit best all rows but `leave_out`.
 
         Minimises the squares of log errors of the rates and of log distances from the priors,
         each in units of its spread. Starts from the values at hand.
