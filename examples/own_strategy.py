@@ -15,6 +15,7 @@ import tccl_py
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.view import view
 from tccl_py.search.problem import Budget, SearchProblem, SearchResult
 from tccl_py.search.strategies import Run
 
@@ -43,7 +44,7 @@ def main(name: str) -> None:
     # The hops that NCCL takes under one choice of settings.
     settings = Settings(p2p_level="SYS", channels=1)
     problem = SearchProblem(
-        spaces={1: hop_space(model.machine, model.knowledge, settings)},
+        spaces={1: hop_space(view(model.machine, model.knowledge, settings))},
         source=tccl_py.Simulator(model),
         symmetry=automorphisms(model.machine, model.knowledge),
         budget=Budget(sets=500),

@@ -21,6 +21,7 @@ from tccl_py.model.symmetry import automorphisms
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import LATEST
+from tccl_py.nccl.view import view
 from tccl_py.plan.choices import own_choices
 from tccl_py.plan.planner import DEFAULT_BUDGET, FEW_RING_COUNTS, RING_COUNTS, make_plan
 from tccl_py.plan.tasks import Stock, Task
@@ -151,7 +152,9 @@ class Bench:
     def _problem(self, counts: Sequence[int], stock: Stock, budget: Budget) -> SearchProblem:
         machine, knowledge = self.model.machine, self.model.knowledge
         return SearchProblem(
-            spaces={k: hop_space(machine, knowledge, SETTINGS, rings_in_set=k) for k in counts},
+            spaces={
+                k: hop_space(view(machine, knowledge, SETTINGS), rings_in_set=k) for k in counts
+            },
             source=Simulator(self.model),
             symmetry=automorphisms(machine, knowledge),
             orders=(tuple(one.gpus for one in stock.rings.rings),),

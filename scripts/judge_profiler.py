@@ -32,6 +32,7 @@ from tccl_py.model.transfer import TransferSet, parse_set  # noqa: E402
 from tccl_py.nccl.log import parse_log  # noqa: E402
 from tccl_py.nccl.settings import Settings, environment  # noqa: E402
 from tccl_py.nccl.transport import hop_space  # noqa: E402
+from tccl_py.nccl.view import view  # noqa: E402
 from tccl_py.plan.files import graph_text  # noqa: E402
 from tccl_py.readers.live import discover_machine  # noqa: E402
 from tccl_py.sources.journal import JournalledSource  # noqa: E402
@@ -142,7 +143,7 @@ def write(path: Path, value) -> None:
 def ring_of(here, settings, order) -> TransferSet:
     """Return the set behind a plan's rate: the ring under these settings."""
     machine, knowledge, _ = here
-    space = hop_space(machine, knowledge, settings)
+    space = hop_space(view(machine, knowledge, settings))
     return ring_set([ring_from_order(space, order)]).flows
 
 

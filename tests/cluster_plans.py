@@ -12,8 +12,9 @@ from tccl_py.cluster_plan.plan import (
 )
 from tccl_py.model.cluster import HostReport, cluster_of
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.nccl.candidates import chain_hop_space, chains_as_rings
+from tccl_py.nccl.network import chain_hop_space, chains_as_rings
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.view import view
 from tests.nccl_nodes import with_nics
 from tests.toy import toy_machine
 
@@ -29,7 +30,7 @@ LOCAL = {"net_disable_intra": True}
 
 def passage(number, machine, chains, settings, *, gpus=None, rate=RATE):
     """A passage; chains are (entry NIC, GPUs, exit NIC), hop n of chain c has rate 20 + n + c."""
-    space = chain_hop_space(machine, NOTHING, settings, gpus=gpus, chains_in_set=len(chains))
+    space = chain_hop_space(view(machine, NOTHING, settings, gpus=gpus), chains_in_set=len(chains))
     made = []
     for place, (chain, found) in enumerate(
         zip(chains, chains_as_rings(space, chains), strict=True)

@@ -32,10 +32,11 @@ from tccl_py.nccl.asked import (
     judged,
 )
 from tccl_py.nccl.asked_rank import Said
-from tccl_py.nccl.default_rings import stock_choice
+from tccl_py.nccl.default_rings import default_choice
 from tccl_py.nccl.graph_file import Channel, Graph
 from tccl_py.nccl.log import same_rings
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.view import view
 from tccl_py.plan.plan import load_plan
 from tccl_py.plan.planner import make_plan
 from tccl_py.simulator.descriptions import load_bundled
@@ -314,7 +315,7 @@ def installed(monkeypatch, model, found):
 
 def test_where_nccl_does_as_its_rules_say_nothing_is_noted(monkeypatch, h200):
     rings, asks = installed(monkeypatch, h200, answer([(2, 3, 0, 1)]))
-    emulated = stock_choice(h200.machine, h200.knowledge, PLAIN)
+    emulated = default_choice(view(h200.machine, h200.knowledge, PLAIN))
     assert rings(PLAIN) == rings(PLAIN) == emulated
     assert (asks, rings.notices) == ([{}], [])
 
@@ -343,7 +344,7 @@ def test_all_choices_are_asked_for_before_anything_is_measured(h200):
     def rings(settings):
         happened.append("asked" if settings not in known else "known")
         known.add(settings)
-        return stock_choice(h200.machine, h200.knowledge, settings)
+        return default_choice(view(h200.machine, h200.knowledge, settings))
 
     known = set()
     make_plan(h200.machine, h200.knowledge, Source(h200), version="2.28", own_rings=rings)
@@ -372,7 +373,7 @@ def test_where_nccl_cannot_be_asked_its_rules_are_taken_and_it_is_asked_once(
     rings, asks = installed(monkeypatch, h200, found)
     blocked = msgspec.structs.replace(PLAIN, p2p_level="LOC")
     for one in (PLAIN, blocked):
-        assert rings(one) == stock_choice(h200.machine, h200.knowledge, one)
+        assert rings(one) == default_choice(view(h200.machine, h200.knowledge, one))
     assert (len(asks), rings.able) == (1, False)
     (notice,) = rings.notices
     assert notice.endswith(f": {why}")

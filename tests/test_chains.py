@@ -11,8 +11,9 @@ from tccl_py.errors import SearchError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.rings import ring
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.nccl.candidates import chain_hop_space, chains_as_rings, network_candidates
+from tccl_py.nccl.network import chain_hop_space, chains_as_rings, gdr_variants
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.view import view
 from tccl_py.search.chains import (
     EvenUse,
     Pairing,
@@ -35,7 +36,7 @@ DGX = load_bundled("nvswitch-8gpu-8nic")
 
 
 def space_of(machine, count=1, settings=SETTINGS):
-    return chain_hop_space(machine, Knowledge(), settings, chains_in_set=count)
+    return chain_hop_space(view(machine, Knowledge(), settings), chains_in_set=count)
 
 
 def best_of_all(space, source):
@@ -125,11 +126,11 @@ def test_a_machine_without_nics_has_no_chains():
 
 def test_settings_that_move_landings_are_candidates_and_equal_ones_are_not():
     machine = networked_machine(gpus=2, nics=1, gdr=True)
-    found = network_candidates(machine, Knowledge(), SETTINGS, gpus=(0, 1), nics=(0,))
+    found = gdr_variants(view(machine, Knowledge(), SETTINGS, gpus=(0, 1)), nics=(0,))
     levels = {(one.net_gdr_level, one.net_gdr_read) for one in found}
     assert {level for level, _ in levels} & {"PHB", "SYS"}
     nowhere = networked_machine(gpus=2, nics=1, gdr=False)
-    assert network_candidates(nowhere, Knowledge(), SETTINGS, gpus=(0, 1), nics=(0,)) == ()
+    assert gdr_variants(view(nowhere, Knowledge(), SETTINGS, gpus=(0, 1)), nics=(0,)) == ()
 
 
 @settings(max_examples=40, deadline=None)

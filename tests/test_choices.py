@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.rings import ring_from_order, ring_set
-from tccl_py.nccl.default_rings import stock_choice
+from tccl_py.nccl.default_rings import default_choice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.view import view
 from tccl_py.plan.plan import AS_GOOD, CHOICES, load_plan
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.tasks import condensed
@@ -71,7 +72,7 @@ def test_variables_do_at_least_as_well_as_any_p2p_level_with_the_rings_that_nccl
     best = plan_of(name).variables.rate_gbps
     for level in (None, "SYS", "PHB", "PXB", "LOC"):
         settings = Settings(p2p_level=level)
-        found = stock_choice(model.machine, model.knowledge, settings)
+        found = default_choice(view(model.machine, model.knowledge, settings))
         orders = condensed(found.rings)
         for count in (found.channels, 16, 32):
             changed = msgspec.structs.replace(
@@ -79,7 +80,9 @@ def test_variables_do_at_least_as_well_as_any_p2p_level_with_the_rings_that_nccl
                 channels=found.channels // 2,
                 min_channels=count if count > found.channels else None,
             )
-            space = hop_space(model.machine, model.knowledge, changed, rings_in_set=len(orders))
+            space = hop_space(
+                view(model.machine, model.knowledge, changed), rings_in_set=len(orders)
+            )
             rings = ring_set([ring_from_order(space, order) for order in orders])
             (measured,) = Simulator(model).measure([rings.flows])
             assert best * (1 + AS_GOOD) >= len(orders) * measured.rate_gbps

@@ -21,8 +21,9 @@ from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import HostReport, SwitchTree, cluster_of
 from tccl_py.model.knowledge import Knowledge, gpus_beside_nics
 from tccl_py.model.transfer import parse_set
-from tccl_py.nccl.candidates import chain_hop_space
+from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings, final_channels
+from tccl_py.nccl.view import view
 from tccl_py.search.chains import Pairing
 from tccl_py.search.problem import Budget, SilentReporter
 from tccl_py.simulator.descriptions import load_bundled
@@ -61,7 +62,7 @@ def node_of(node_class, source, nodes, *, budget=SMALL):
 @functools.cache
 def _space(gpus, nics):
     machine = networked_machine(gpus=gpus, nics=nics, numa_nodes=2)
-    return chain_hop_space(machine, Knowledge(), SETTINGS)
+    return chain_hop_space(view(machine, Knowledge(), SETTINGS))
 
 
 def chain_rates(gpus, nics, source):

@@ -9,8 +9,9 @@ import pytest
 
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.transport import hop_space, mechanism, view
+from tccl_py.nccl.transport import hop_space, pair_mechanism
 from tccl_py.nccl.validator import validate
+from tccl_py.nccl.view import view
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.graph_judge import needs_judge
 from tests.judged_graph_files import compare_mutants, compare_plans, planned_cases
@@ -49,15 +50,15 @@ def test_pairs_without_p2p_are_cut_apart_where_shared_memory_is_disabled():
     node = read_nccl_topology(FILES / "amd4.xml")
     without = Settings(shm_disable=True, net_disable_intra=True)
     assert environment(without)["NCCL_SHM_DISABLE"] == "1"
-    assert str(mechanism(node, Knowledge(), without, 0, 1)) == "NET"
+    assert str(pair_mechanism(view(node, Knowledge(), without), 0, 1)) == "NET"
     assert len(view(node, Knowledge(), without).parts) == 4
 
 
 def test_settings_under_which_nccl_cuts_the_node_leave_no_hop():
     node = read_nccl_topology(FILES / "amd4nogdr.xml")
     assert view(node, Knowledge(), Settings()).parts == (("G0", "G1"), ("G2", "G3"))
-    assert not hop_space(node, Knowledge(), Settings()).hops
-    assert len(hop_space(node, Knowledge(), Settings(net_disable_intra=True)).hops) == 12
+    assert not hop_space(view(node, Knowledge(), Settings())).hops
+    assert len(hop_space(view(node, Knowledge(), Settings(net_disable_intra=True))).hops) == 12
 
 
 @pytest.mark.parametrize("graph", ["tree-misses-gpu", "tree-empty", "tree-doubles-gpu"])

@@ -22,11 +22,12 @@ from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.transfer import direct_write, parse_flow
 from tccl_py.nccl.candidates import candidates, expressible
-from tccl_py.nccl.default_rings import stock_chains_default, stock_choice
+from tccl_py.nccl.default_rings import default_chains_or_sys, default_choice
 from tccl_py.nccl.pinned_env import as_read, direct_pairs, kept_level
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism, view
+from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism
 from tccl_py.nccl.validator import validate
+from tccl_py.nccl.view import view
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.plan import load_plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
@@ -182,7 +183,7 @@ def test_where_p2p_is_off_all_that_a_plan_speaks_of_bounces(name):
 @pytest.mark.parametrize("name", bundled_names())
 def test_stock_is_what_nccl_does_with_the_variable_too(name):
     plan, model = kept_plan(name), load_bundled(name)
-    choice = stock_choice(model.machine, model.knowledge, Settings(p2p_level="LOC"))
+    choice = default_choice(view(model.machine, model.knowledge, Settings(p2p_level="LOC")))
     assert plan.stock.rings == choice.rings
     assert "NCCL_P2P_LEVEL" not in plan.stock.note
     assert ("simple order" in plan.stock.note) == choice.fallback
@@ -191,7 +192,7 @@ def test_stock_is_what_nccl_does_with_the_variable_too(name):
         return
     orders = condensed(choice.rings)
     settings = Settings(p2p_level="LOC", channels=max(1, choice.channels // 2))
-    space = hop_space(model.machine, model.knowledge, settings, rings_in_set=len(orders))
+    space = hop_space(view(model.machine, model.knowledge, settings), rings_in_set=len(orders))
     rings = ring_set([ring_from_order(space, order) for order in orders])
     (measured,) = Simulator(model).measure([rings.flows])
     assert plan.stock.rate_gbps == pytest.approx(len(orders) * measured.rate_gbps)
@@ -199,10 +200,10 @@ def test_stock_is_what_nccl_does_with_the_variable_too(name):
 
 def test_a_level_stays_though_the_search_falls_back_under_it():
     model = load_bundled(ASUS)
-    own = stock_choice(model.machine, model.knowledge, Settings(p2p_level="LOC"))
+    own = default_choice(view(model.machine, model.knowledge, Settings(p2p_level="LOC")))
     assert (own.fallback, own.settings.p2p_level) == (True, "LOC")
     slow = with_nics(toy_machine(gpus=2), {1: "G0", 0: "G1"}, speed_mbps=100)
-    chains = stock_chains_default(slow, Knowledge(), Settings(p2p_level="PIX"), nodes=2)
+    chains = default_chains_or_sys(view(slow, Knowledge(), Settings(p2p_level="PIX")), nodes=2)
     assert (chains.fallback, chains.settings.p2p_level) == (True, "PIX")
 
 
@@ -238,9 +239,7 @@ def test_nccl_uses_the_files_of_such_a_plan_and_moves_bytes_as_planned(name, kep
     for flow in flows_of(plan):
         source, target = flow.source.index, flow.destination.index
         way = pair_mechanism(seen, source, target)
-        flows = mechanism_flow(
-            plan.machine, plan.settings, way, source, target, blocks=flow.blocks or 1
-        )
+        flows = mechanism_flow(seen, way, source, target, blocks=flow.blocks or 1)
         assert str(flows) == str(flow)
 
 
@@ -250,10 +249,7 @@ def test_every_subset_bounces_too_and_gets_what_the_simulator_says(name):
     assert len(plan.subsets) == 2 ** len(plan.gpus) - len(plan.gpus) - 2
     for subset in plan.subsets[:: max(1, len(plan.subsets) // 12)]:
         space = hop_space(
-            model.machine,
-            model.knowledge,
-            plan.settings,
-            gpus=subset.gpus,
+            view(model.machine, model.knowledge, plan.settings, gpus=subset.gpus),
             rings_in_set=len(subset.rings),
         )
         rings = ring_set([ring_from_order(space, order) for order in subset.rings])
@@ -293,7 +289,7 @@ def test_a_plan_is_as_good_as_the_best_of_all_rings_and_settings(name, kept):
     # Copy engines are what no plan predicts.
     for settings in (one for one in kinds if not one.p2p_copy_engine):
         for count in (1, 2):
-            space = hop_space(model.machine, model.knowledge, settings, rings_in_set=count)
+            space = hop_space(view(model.machine, model.knowledge, settings), rings_in_set=count)
             for orders in sets_of_orders(plan.gpus, count):
                 rings = ring_set([ring_from_order(space, order) for order in orders])
                 (measured,) = source.measure([rings.flows])

@@ -1,5 +1,6 @@
 """Graph files of several nodes: what is written closes into the rings that were planned."""
 
+import itertools
 import re
 import time
 
@@ -10,14 +11,14 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.nccl.default_rings import stock_chains
+from tccl_py.nccl.default_rings import default_chains
 from tccl_py.nccl.graph_file import parse_graph_file, read_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.log import parse_log, same_rings
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.transport import net_devices, open_ends, view
 from tccl_py.nccl.validator import NodeJob, graph_facts, validate, validate_cluster
 from tccl_py.nccl.versions import known_versions
+from tccl_py.nccl.view import net_devices, view
 from tccl_py.plan.files import node_graph_text
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.nccl_cases import CASES, graph_text, graph_verdicts, machine
@@ -126,14 +127,14 @@ def test_a_node_without_a_file_runs_what_it_searched_for_itself():
     found = validate_cluster([file, bare, bare])
     assert found.verdict == "clipped"
     assert found.reason == ("nodes 1, 2: there is no graph with id 0; NCCL searches for itself")
-    stock = stock_chains(FOUR, NOTHING, nodes=3)
+    stock = default_chains(view(FOUR, NOTHING), nodes=3)
     assert found.rings[0][4:8] == tuple(4 + gpu for gpu in stock.chains[0].gpus)
 
 
 def test_without_files_the_job_runs_stocks_chains_with_stocks_nics():
     bare = NodeJob(machine=HGX, knowledge=NOTHING)
     found = validate_cluster([bare] * 4)
-    stock = stock_chains(HGX, NOTHING, nodes=4)
+    stock = default_chains(view(HGX, NOTHING), nodes=4)
     assert (found.verdict, len(found.rings)) == ("ignored", stock.channels)
     for channel in range(8):
         here = [stock.on_node(node)[channel] for node in range(4)]
@@ -306,7 +307,8 @@ def test_nics_that_are_left_out_move_the_others_up():
 
 
 def test_any_gpu_can_be_an_end_with_any_nic():
-    for gpu, nic in open_ends(view(FOUR, NOTHING, Settings())):
+    seen = view(FOUR, NOTHING, Settings())
+    for gpu, nic in itertools.product(seen.gpus, seen.nics):
         order = (gpu, *(one for one in range(4) if one != gpu))
         node = job(FOUR, [order], [(nic, 1 - nic)])
         found = validate_cluster([node, node])

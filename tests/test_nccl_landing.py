@@ -6,25 +6,25 @@ import pytest
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import NvLink
-from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.transport import (
+from tccl_py.nccl.network import (
     entry_flow,
     exit_flow,
-    landing,
     may_change_rails,
+    net_buffer_numa,
     net_path,
-    open_ends,
     relay,
-    usable_nics,
-    view,
 )
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.view import usable_nics, view
 from tests.nccl_cases import machine
 from tests.nccl_nodes import with_nics
 from tests.toy import toy_machine
 
 
 def lands(node, gpu, nic, direction="send", *, gpus=None, **settings):
-    return landing(view(node, Knowledge(), Settings(**settings), gpus=gpus), gpu, nic, direction)
+    return net_buffer_numa(
+        view(node, Knowledge(), Settings(**settings), gpus=gpus), gpu, nic, direction
+    )
 
 
 SWITCHED = with_nics(toy_machine(gpus=4, numa_nodes=2, per_switch=2), {0: "G0", 1: "G2"})
@@ -46,7 +46,7 @@ def test_a_host_buffer_lies_with_the_gpu_not_with_the_nic():
 @pytest.mark.parametrize(("level", "direct"), [("LOC", 0), ("PIX", 4), ("PHB", 4), ("SYS", 8)])
 def test_the_level_says_how_far_nics_reach(level, direct):
     seen = view(SWITCHED, Knowledge(), Settings(net_gdr_level=level))
-    ends = [landing(seen, gpu, nic, "receive") for gpu, nic in open_ends(seen)]
+    ends = [net_buffer_numa(seen, gpu, nic, "receive") for gpu in seen.gpus for nic in seen.nics]
     assert ends.count(None) == direct
 
 
@@ -97,10 +97,10 @@ def test_a_gpu_with_nvlink_to_the_one_beside_the_nic_sends_through_it_and_receiv
     assert relay(seen, 0, 0) is None
     assert net_path(seen, 2, 0, "send").name == "PXN"
     assert net_path(seen, 2, 0, "receive").name == "SYS"
-    flow = exit_flow(node, Knowledge(), Settings(channels=4), 2, 0, blocks=4)
+    flow = exit_flow(view(node, Knowledge(), Settings(channels=4)), 2, 0, blocks=4)
     assert str(flow) == "G2->G2->G0->N0->N0{blocks=4}"
     # NCCL asks for the same path when it receives: the NIC writes across the sockets.
-    into = entry_flow(node, Knowledge(), Settings(), 0, 2, blocks=4)
+    into = entry_flow(view(node, Knowledge(), Settings()), 0, 2, blocks=4)
     assert str(into) == "N0->N0->G2{blocks=4}"
 
 
@@ -116,15 +116,15 @@ def test_since_2_30_only_gpus_that_the_nic_reads_send_for_others():
     before = msgspec.structs.replace(off, version="2.28")
     assert relay(view(node, Knowledge(), before), 2, 0) == 0
     # The buffer is then in host memory beside the GPU that sends.
-    flow = exit_flow(node, Knowledge(), before, 2, 0, blocks=2)
+    flow = exit_flow(view(node, Knowledge(), before), 2, 0, blocks=2)
     assert str(flow) == "G2->G2->C0->N0->N0{blocks=2}"
 
 
 def test_flows_have_the_fifo_and_blocks_of_their_settings():
     settings = Settings(buffsize=512 * 1024)
-    out = exit_flow(SWITCHED, Knowledge(), settings, 1, 0, blocks=8)
+    out = exit_flow(view(SWITCHED, Knowledge(), settings), 1, 0, blocks=8)
     assert str(out) == "G1->N0->N0{blocks=8,fifo=512K}"
-    into = entry_flow(SWITCHED, Knowledge(), settings, 0, 3, blocks=8)
+    into = entry_flow(view(SWITCHED, Knowledge(), settings), 0, 3, blocks=8)
     assert str(into) == "N0->N0->C1->G3->G3{blocks=8,fifo=512K}"
 
 
@@ -139,7 +139,7 @@ def test_over_c2c_a_nic_of_the_same_cpu_counts_as_near_since_2_27():
     node = c2c(with_nics(toy_machine(gpus=2, numa_nodes=2), {0: "G0", 1: "G1"}))
     seen = view(node, Knowledge(), Settings())
     assert net_path(seen, 0, 0, "send").name == "P2C"
-    assert landing(seen, 0, 0, "send") is None
+    assert net_buffer_numa(seen, 0, 0, "send") is None
     assert lands(node, 0, 0, version="2.18") == 0
     assert lands(node, 0, 1) == 0
 
@@ -156,9 +156,9 @@ def test_nics_are_chosen_by_name_and_port_or_by_interface():
 
 def test_a_ring_ends_at_any_gpu_with_any_nic_that_is_used():
     seen = view(SWITCHED, Knowledge(), Settings(ib_hca=("mlx5_1",)), gpus=[0, 3])
-    assert open_ends(seen) == ((0, 1), (3, 1))
+    assert (seen.gpus, seen.nics) == ((0, 3), (1,))
     with pytest.raises(InputError) as error:
-        landing(seen, 0, 0, "send")
+        net_buffer_numa(seen, 0, 0, "send")
     assert str(error.value) == (
         "end of a ring at GPU 0 and NIC 0: is not on machine toy, or not for this job; "
         "there are G0, G3 and N1"

@@ -11,6 +11,7 @@ from tccl_py.nccl.candidates import candidates, expressible
 from tccl_py.nccl.settings import Settings, environment, final_channels, settings_from_environment
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import known_versions, version_facts
+from tccl_py.nccl.view import view
 from tests.nccl_cases import machine
 from tests.toy import toy_machine
 
@@ -189,7 +190,7 @@ def test_channels_are_doubled_then_clipped_or_filled(channels, options, final):
 def test_candidates_differ_in_the_hops_they_give():
     h200 = machine("h200x4-vm.xml")
     found = candidates(h200, Knowledge(), "2.30", channels=(4,), buffsizes=(4 << 20,))
-    spaces = [str(list(hop_space(h200, Knowledge(), settings))) for settings in found]
+    spaces = [str(list(hop_space(view(h200, Knowledge(), settings)))) for settings in found]
     assert len(set(spaces)) == len(spaces) == 4  # write, copy engine, read, bounce
 
 

@@ -4,11 +4,16 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.nccl.default_rings import StockChain, stock_chains, stock_chains_default, stock_choice
+from tccl_py.nccl.default_rings import (
+    DefaultChain,
+    default_chains,
+    default_chains_or_sys,
+    default_choice,
+)
 from tccl_py.nccl.graph_file import read_graph_file
 from tccl_py.nccl.graph_search import search_tree
 from tccl_py.nccl.settings import Settings, settings_from_environment
-from tccl_py.nccl.transport import view
+from tccl_py.nccl.view import view
 from tests.effort import soon
 from tests.nccl_cases import CASES, case_name, machine, stock_choices
 from tests.nccl_nodes import with_nics
@@ -18,7 +23,7 @@ from tests.toy import toy_machine
 @pytest.mark.parametrize("choice", stock_choices(), ids=case_name)
 def test_channels_rate_type_and_rings_are_those_nccl_chose(choice):
     settings = settings_from_environment(choice["environment"])
-    found = stock_choice(machine(choice["topology"]), Knowledge(), settings)
+    found = default_choice(view(machine(choice["topology"]), Knowledge(), settings))
     assert found.nchannels == choice["nchannels"]
     assert round(found.bw_intra, 3) == choice["bw_intra"]
     assert found.type_intra == choice["type_intra"]
@@ -30,7 +35,7 @@ def test_four_h200_get_the_ring_and_the_tree_that_nccl_dumped():
     dump = read_graph_file(CASES / "h200x4-vm" / "graph.xml", version="2.28.9")
     ring, tree = dump.graph(0), dump.graph(1)
     h200 = machine("h200x4-vm.xml")
-    found = stock_choice(h200, Knowledge(), Settings(version="2.28.9"))
+    found = default_choice(view(h200, Knowledge(), Settings(version="2.28.9")))
     assert (found.nchannels, found.bw_intra, found.type_intra, found.channels) == (
         12,
         30,
@@ -45,37 +50,37 @@ def test_four_h200_get_the_ring_and_the_tree_that_nccl_dumped():
 
 def test_where_the_search_falls_back_by_default_level_sys_makes_all_hops_direct():
     node = machine("asus-esc8000a-e13p.xml")
-    assert stock_choice(node, Knowledge()).fallback
-    found = stock_choice(node, Knowledge(), Settings(p2p_level="SYS"))
+    assert default_choice(view(node, Knowledge())).fallback
+    found = default_choice(view(node, Knowledge(), Settings(p2p_level="SYS")))
     assert found.settings.p2p_level == "SYS"
     assert {str(hop.mechanism) for hop in found.hops} == {"P2P/write"}
 
 
 def test_the_search_finds_rings_by_default_where_pairs_meet_below_host_bridges():
-    found = stock_choice(machine("wrx90-16gpu-4switch.xml"), Knowledge())
+    found = default_choice(view(machine("wrx90-16gpu-4switch.xml"), Knowledge()))
     assert (found.fallback, found.bw_intra) == (False, 24.0)
 
 
 def test_a_subset_is_searched_by_itself():
-    found = stock_choice(machine("a_4gpu_2numa_pcie.xml"), Knowledge(), gpus=[0, 1])
+    found = default_choice(view(machine("a_4gpu_2numa_pcie.xml"), Knowledge(), gpus=[0, 1]))
     assert (found.rings, found.bw_intra, found.type_intra) == (((0, 1),), 10.0, "PHB")
 
 
 def test_one_gpu_alone_is_a_ring_of_itself():
-    found = stock_choice(toy_machine(gpus=2), Knowledge(), gpus=[1])
+    found = default_choice(view(toy_machine(gpus=2), Knowledge(), gpus=[1]))
     assert set(found.rings) == {(1,)}
     assert found.hops == ()
 
 
 def test_several_nodes_are_searched_from_their_nics():
-    found = stock_choice(machine("e_hgx_h100.xml"), Knowledge(), nodes=2)
+    found = default_choice(view(machine("e_hgx_h100.xml"), Knowledge()), nodes=2)
     assert (found.nchannels, found.bw_intra, found.channels) == (8, 48.0, 16)
     assert all(len(set(ring)) == 8 for ring in found.rings)
 
 
 def test_half_of_each_of_two_nodes_finds_as_many_trees_as_rings():
     # The tree search climbs through every path type here.
-    found = stock_choice(machine("e_hgx_h100.xml"), Knowledge(), gpus=[0, 2, 4, 6], nodes=2)
+    found = default_choice(view(machine("e_hgx_h100.xml"), Knowledge(), gpus=[0, 2, 4, 6]), nodes=2)
     assert (found.nchannels, found.channels) == (8, 16)
 
 
@@ -90,7 +95,7 @@ def test_half_of_each_of_two_nodes_finds_as_many_trees_as_rings():
 )
 def test_large_nodes_take_seconds(node):
     with soon(10):
-        found = stock_choice(node, Knowledge())
+        found = default_choice(view(node, Knowledge()))
     assert sorted(found.rings[0]) == list(node.gpu_indices)
 
 
@@ -99,7 +104,9 @@ def ends(chains):
 
 
 def hgx(nodes=2, **settings):
-    return stock_chains(machine("e_hgx_h100.xml"), Knowledge(), Settings(**settings), nodes=nodes)
+    return default_chains(
+        view(machine("e_hgx_h100.xml"), Knowledge(), Settings(**settings)), nodes=nodes
+    )
 
 
 def test_two_hgx_h100_get_the_channels_that_their_log_shows():
@@ -146,7 +153,7 @@ def test_one_gpu_a_node_gets_what_a_log_of_three_such_nodes_shows():
     # "Pattern 4, crossNic 0, nChannels 1, bw 0.240000/0.240000, type LOC/PHB" and
     # "Pattern 3, crossNic 0, nChannels 1, bw 1.200000/0.240000, type LOC/PHB"
     node = with_nics(toy_machine(gpus=1), {0: "G0"}, speed_mbps=2500, gdr=False)
-    found = stock_chains(node, Knowledge(), nodes=3)
+    found = default_chains(view(node, Knowledge()), nodes=3)
     assert ends(found.chains) == [(0, 0, 0, 0)]
     rates_and_types = found.bw_intra, found.bw_inter, found.type_intra, found.type_inter
     assert rates_and_types == (0.24, 0.24, "LOC", "PHB")
@@ -157,22 +164,22 @@ def test_one_gpu_a_node_gets_what_a_log_of_three_such_nodes_shows():
 @pytest.mark.parametrize(("version", "way_out"), [("2.30.7", 1), ("2.28.9", 0)])
 def test_a_network_slower_than_every_rate_of_the_search_gets_the_simple_order(version, way_out):
     node = with_nics(toy_machine(gpus=2), {1: "G0", 0: "G1"}, speed_mbps=100)
-    found = stock_chains_default(node, Knowledge(), Settings(version=version), nodes=2)
+    found = default_chains_or_sys(view(node, Knowledge(), Settings(version=version)), nodes=2)
     assert (found.fallback, found.assumed_sys, found.bw_intra) == (True, False, 0.1)
-    assert found.chains == (StockChain(entry=0, gpus=(0, 1), exit=way_out),)
+    assert found.chains == (DefaultChain(entry=0, gpus=(0, 1), exit=way_out),)
 
 
 def test_pcie_machines_need_no_help_over_nodes_as_their_channels_are_open():
     node = with_nics(machine("asus-esc8000a-e13p.xml"), {0: "G0", 1: "G4"}, speed_mbps=400_000)
-    found = stock_chains_default(node, Knowledge(), nodes=2)
+    found = default_chains_or_sys(view(node, Knowledge()), nodes=2)
     assert (found.fallback, found.assumed_sys, found.bw_intra) == (False, False, 15.0)
     assert ends(found.chains) == [(0, 0, 7, 0)]
 
 
 def test_several_nodes_need_a_nic():
     with pytest.raises(InputError) as error:
-        stock_chains(toy_machine(gpus=2), Knowledge(), nodes=2)
+        default_chains(view(toy_machine(gpus=2), Knowledge()), nodes=2)
     assert str(error.value) == (
-        "stock NCCL on 2 nodes of toy: has no network to use; "
+        "default NCCL on 2 nodes of toy: has no network to use; "
         "give two nodes or more, with a NIC that the settings allow"
     )

@@ -8,11 +8,11 @@ import pytest
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge, PeerAccess
 from tccl_py.model.machine import Machine, Nic, NvLink, PciBridge, PciLink
-from tccl_py.nccl import transport
 from tccl_py.nccl.paths import shortest_paths
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.system import build_system
-from tccl_py.nccl.transport import hop_space, mechanism, pair_mechanism, view
+from tccl_py.nccl.transport import hop_space, pair_mechanism
+from tccl_py.nccl.view import view
 from tccl_py.tccl_fork.hops import free_hop_space
 from tests.nccl_cases import case_name, machine, stock_choices
 from tests.toy import toy_machine
@@ -31,36 +31,42 @@ def test_every_hop_has_the_transport_path_and_bandwidth_nccl_reported(choice):
 
 
 def test_a_pair_that_nvml_calls_unsupported_bounces_at_any_level():
-    way = mechanism(machine("b_epyc_nps4_3090.xml"), NO_ACCESS, Settings(p2p_level="SYS"), 1, 2)
+    way = pair_mechanism(
+        view(machine("b_epyc_nps4_3090.xml"), NO_ACCESS, Settings(p2p_level="SYS")), 1, 2
+    )
     assert str(way) == "SHM/bounce@receiver"
 
 
 def test_nvlinked_neighbours_stay_direct_where_the_default_is_no_access():
     node = machine("d_8x3090_nvl.xml")
     settings = Settings(p2p_level="SYS")
-    assert str(mechanism(node, NO_ACCESS, settings, 0, 1)) == "P2P/write"
-    assert str(mechanism(node, NO_ACCESS, settings, 1, 2)) == "SHM/bounce@receiver"
+    assert str(pair_mechanism(view(node, NO_ACCESS, settings), 0, 1)) == "P2P/write"
+    assert str(pair_mechanism(view(node, NO_ACCESS, settings), 1, 2)) == "SHM/bounce@receiver"
 
 
 def test_two_gpus_on_an_amd_host_talk_directly_and_four_do_not():
     amd = toy_machine(gpus=4, numa_nodes=2)
     pair = view(amd, Knowledge(), Settings(), gpus=[0, 3])
     assert str(pair_mechanism(pair, 0, 3)) == "P2P/write"
-    assert str(mechanism(amd, Knowledge(), Settings(), 0, 3)) == "SHM/bounce@receiver"
-    assert str(mechanism(amd, Knowledge(), Settings(version="2.18"), 0, 3)) == "P2P/write"
+    assert str(pair_mechanism(view(amd, Knowledge(), Settings()), 0, 3)) == "SHM/bounce@receiver"
+    assert (
+        str(pair_mechanism(view(amd, Knowledge(), Settings(version="2.18")), 0, 3)) == "P2P/write"
+    )
 
 
 def test_two_a100_read_over_nvlink_unless_told_to_write():
     node = machine("x_fake_nvlink12_sm80.xml")
-    assert str(mechanism(node, Knowledge(), Settings(), 1, 2)) == "P2P/read"
-    assert str(mechanism(node, Knowledge(), Settings(p2p_read=False), 1, 2)) == "P2P/write"
+    assert str(pair_mechanism(view(node, Knowledge(), Settings()), 1, 2)) == "P2P/read"
+    assert (
+        str(pair_mechanism(view(node, Knowledge(), Settings(p2p_read=False)), 1, 2)) == "P2P/write"
+    )
 
 
 def test_a_way_over_another_gpu_needs_access_on_both_of_its_hops():
     node = machine("x_fake_nvchain.xml")
-    assert mechanism(node, Knowledge(), Settings(), 0, 2).path == "NVB"
+    assert pair_mechanism(view(node, Knowledge(), Settings()), 0, 2).path == "NVB"
     blocked = PeerAccess(source=1, target=2, supported=False, provenance="reported")
-    way = mechanism(node, Knowledge(peer_access=(blocked,)), Settings(), 0, 2)
+    way = pair_mechanism(view(node, Knowledge(peer_access=(blocked,)), Settings()), 0, 2)
     assert str(way) == "SHM/bounce@receiver"
 
 
@@ -96,11 +102,11 @@ def with_fast_nics(gbps):
 
 def test_a_nic_that_is_nearer_and_faster_to_both_takes_the_hop():
     fast, slow = with_fast_nics(200), with_fast_nics(100)
-    assert str(mechanism(fast, Knowledge(), Settings(), 0, 1)) == "NET"
-    assert str(mechanism(slow, Knowledge(), Settings(), 0, 1)) == "P2P/write"
+    assert str(pair_mechanism(view(fast, Knowledge(), Settings()), 0, 1)) == "NET"
+    assert str(pair_mechanism(view(slow, Knowledge(), Settings()), 0, 1)) == "P2P/write"
     off = Settings(net_disable_intra=True)
-    assert str(mechanism(fast, Knowledge(), off, 0, 1)) == "P2P/write"
-    assert hop_space(fast, Knowledge(), Settings()).between(0, 1) == ()
+    assert str(pair_mechanism(view(fast, Knowledge(), off), 0, 1)) == "P2P/write"
+    assert hop_space(view(fast, Knowledge(), Settings())).between(0, 1) == ()
 
 
 def broadcom(level):
@@ -135,7 +141,7 @@ def test_a_bounce_lies_on_the_numa_node_of_the_gpu_that_allocates_it():
     node = toy_machine(gpus=4, numa_nodes=2)
     for side, host in (("receiver", "C1"), ("sender", "C0")):
         settings = Settings(p2p_level="LOC", shm_locality=side, buffsize=512 * 1024, channels=8)
-        (hop,) = hop_space(node, Knowledge(), settings).between(0, 3)
+        (hop,) = hop_space(view(node, Knowledge(), settings)).between(0, 3)
         assert f"->{host}->" in str(hop.flow)
         assert (hop.flow.blocks, hop.flow.fifo.bytes, hop.flow.fifo.side) == (16, 512 * 1024, side)
 
@@ -143,10 +149,10 @@ def test_a_bounce_lies_on_the_numa_node_of_the_gpu_that_allocates_it():
 def test_copy_engines_execute_where_the_settings_say():
     node = toy_machine(gpus=2)
     both = Settings(version="2.28", p2p_level="LOC", shm_copy_engine="both")
-    (hop,) = hop_space(node, Knowledge(), both).between(0, 1)
+    (hop,) = hop_space(view(node, Knowledge(), both)).between(0, 1)
     assert str(hop.flow) == "G0->D0->C0->D1->G1{blocks=2}"
     direct = Settings(p2p_level="SYS", p2p_copy_engine=True)
-    (hop,) = hop_space(node, Knowledge(), direct).between(0, 1)
+    (hop,) = hop_space(view(node, Knowledge(), direct)).between(0, 1)
     assert str(hop.flow) == "G0->D0->G1{blocks=2}"
 
 
@@ -159,50 +165,44 @@ def test_direct_hops_have_fifos_of_the_size_the_settings_name():
         (msgspec.structs.replace(small, buffsize=4 << 20), "G0->G0->G1{blocks=2}"),
         (msgspec.structs.replace(small, p2p_copy_engine=True), "G0->D0->G1{blocks=2}"),
     ):
-        (hop,) = hop_space(node, Knowledge(), settings).between(0, 1)
+        (hop,) = hop_space(view(node, Knowledge(), settings)).between(0, 1)
         assert str(hop.flow) == text
 
 
-def test_paths_are_computed_once_for_a_communicator(monkeypatch):
-    built = []
-
-    def counted(machine, *, gpus, **others):
-        built.append(gpus)
-        return build_system(machine, gpus=gpus, **others)
-
-    monkeypatch.setattr(transport, "build_system", counted)
+def test_views_of_a_communicator_share_its_system_and_paths():
     node = toy_machine(gpus=4, numa_nodes=2)
+    first = view(node, Knowledge(), gpus=[2, 0])
     for settings in (Settings(), Settings(p2p_level="SYS"), Settings(channels=8)):
-        hop_space(node, Knowledge(), settings, gpus=[2, 0])
-        hop_space(node, NO_ACCESS, settings, gpus=[0, 2])
-    assert built == [(0, 2)]
-    view(node, Knowledge(), Settings())
-    assert built == [(0, 2), (0, 1, 2, 3)]
+        seen = view(node, NO_ACCESS, settings, gpus=[0, 2])
+        assert seen.system is first.system
+        assert seen.plain is first.plain
+    assert view(node, Knowledge(), Settings(channels=8), gpus=[0, 2]).paths is first.paths
+    assert view(node, Knowledge()).system is not first.system
 
 
 def test_what_is_kept_does_not_mix_knowledge_levels_or_machines():
     node = toy_machine(gpus=2)
     direct, bounce = "P2P/write", "SHM/bounce@receiver"
-    assert str(mechanism(node, Knowledge(), Settings(), 0, 1)) == direct
-    assert str(mechanism(node, NO_ACCESS, Settings(), 0, 1)) == bounce
-    assert str(mechanism(node, Knowledge(), Settings(p2p_level="LOC"), 0, 1)) == bounce
-    assert str(mechanism(node, Knowledge(), Settings(), 0, 1)) == direct
+    assert str(pair_mechanism(view(node, Knowledge(), Settings()), 0, 1)) == direct
+    assert str(pair_mechanism(view(node, NO_ACCESS, Settings()), 0, 1)) == bounce
+    assert str(pair_mechanism(view(node, Knowledge(), Settings(p2p_level="LOC")), 0, 1)) == bounce
+    assert str(pair_mechanism(view(node, Knowledge(), Settings()), 0, 1)) == direct
     linked = msgspec.structs.replace(
         node,
         nvlinks=tuple(NvLink(source=a, target=b, count=4) for a, b in permutations(("G0", "G1"))),
     )
-    assert mechanism(linked, Knowledge(), Settings(), 0, 1).path == "NVL"
-    assert mechanism(node, Knowledge(), Settings(), 0, 1).path == "PHB"
+    assert pair_mechanism(view(linked, Knowledge(), Settings()), 0, 1).path == "NVL"
+    assert pair_mechanism(view(node, Knowledge(), Settings()), 0, 1).path == "PHB"
 
 
 def test_rings_of_a_set_share_the_channels():
     node = toy_machine(gpus=2)
-    space = hop_space(node, Knowledge(), Settings(channels=4), rings_in_set=2)
+    space = hop_space(view(node, Knowledge(), Settings(channels=4)), rings_in_set=2)
     assert [hop.flow.blocks for hop in space] == [4, 4]
 
 
 def test_a_hop_space_is_named_after_its_settings():
-    space = hop_space(toy_machine(gpus=2), Knowledge(), Settings(p2p_level="PIX"))
+    space = hop_space(view(toy_machine(gpus=2), Knowledge(), Settings(p2p_level="PIX")))
     assert space.name == "nccl 2.30, 2 channels NCCL_P2P_LEVEL=PIX"
 
 

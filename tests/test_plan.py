@@ -17,9 +17,10 @@ from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import parse_flow, parse_set
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.settings import environment
-from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism, view
+from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.versions import LATEST, known_versions
+from tccl_py.nccl.view import view
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.plan import Plan, load_plan, per_channel
 from tccl_py.plan.planner import make_plan
@@ -154,9 +155,7 @@ def assert_transports(plan):
     for hop in (hop for ring in plan.rings for hop in ring.hops):
         way = pair_mechanism(seen, hop.source, hop.target)
         blocks = parse_flow(hop.flow).blocks
-        flow = mechanism_flow(
-            plan.machine, plan.settings, way, hop.source, hop.target, blocks=blocks
-        )
+        flow = mechanism_flow(seen, way, hop.source, hop.target, blocks=blocks)
         assert str(flow) == hop.flow
         farthest = max(farthest, PathType[way.path])
     assert plan.type_intra == farthest.name
@@ -446,7 +445,7 @@ def test_whenever_a_search_is_interrupted_its_bound_is_true_under_the_plans_sett
         reporter=Impatient(),
     )
     problem = SearchProblem(
-        spaces={1: hop_space(model.machine, model.knowledge, plan.settings, rings_in_set=1)},
+        spaces={1: hop_space(view(model.machine, model.knowledge, plan.settings), rings_in_set=1)},
         source=source,
         symmetry=automorphisms(model.machine, model.knowledge),
     )

@@ -9,6 +9,7 @@ from tccl_py.model.paths import natural_cuts
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.view import view
 from tccl_py.search.problem import SearchProblem
 from tccl_py.search.strategies import find_rings
 from tccl_py.search.tccl_paper import count_ring_sets
@@ -45,7 +46,7 @@ def model_of(name):
 def nccl_spaces(name, settings, counts):
     model = model_of(name)
     return {
-        count: hop_space(model.machine, model.knowledge, settings, rings_in_set=count)
+        count: hop_space(view(model.machine, model.knowledge, settings), rings_in_set=count)
         for count in counts
     }
 

@@ -8,11 +8,12 @@ import pytest
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Nic, NvLink, NvSwitch
-from tccl_py.nccl.default_rings import stock_choice
+from tccl_py.nccl.default_rings import default_choice
 from tccl_py.nccl.graph_file import read_elements
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.topology_writer import topology_xml
 from tccl_py.nccl.versions import version_facts
+from tccl_py.nccl.view import view
 from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
 from tccl_py.simulator.descriptions import load_bundled
 from tests.toy import toy_machine
@@ -151,8 +152,8 @@ def test_nccl_chooses_the_same_by_a_file_as_by_the_machine():
     machine = read_nccl_topology(CASES / "topologies" / "wrx90-16gpu-4switch.xml")
     gpus = range(6)
     for settings in (Settings(), Settings(p2p_level="SYS")):
-        own = stock_choice(machine, Knowledge(), settings, gpus=gpus)
-        theirs = stock_choice(
-            again(machine, topology_xml(machine)), Knowledge(), settings, gpus=gpus
+        own = default_choice(view(machine, Knowledge(), settings, gpus=gpus))
+        theirs = default_choice(
+            view(again(machine, topology_xml(machine)), Knowledge(), settings, gpus=gpus)
         )
         assert own == theirs

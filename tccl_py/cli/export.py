@@ -17,6 +17,7 @@ from tccl_py.errors import InputError
 from tccl_py.nccl.settings import check_settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import version_facts
+from tccl_py.nccl.view import view
 from tccl_py.plan.directory import nccl_files, write_nccl_files
 from tccl_py.plan.files import GRAPH_FILE
 from tccl_py.plan.plan import Plan, load_plan
@@ -142,7 +143,7 @@ def for_version(plan: Plan, version: str) -> Plan:
     """
     settings = check_settings(msgspec.structs.replace(plan.settings, version=version))
     space = hop_space(
-        plan.machine, plan.knowledge, settings, gpus=plan.gpus, rings_in_set=len(plan.rings)
+        view(plan.machine, plan.knowledge, settings, gpus=plan.gpus), rings_in_set=len(plan.rings)
     )
     for hop in (hop for ring in plan.rings for hop in ring.hops):
         flows = [str(other.flow) for other in space.between(hop.source, hop.target)]

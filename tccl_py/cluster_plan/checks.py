@@ -15,9 +15,10 @@ from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
 from tccl_py.model.paths import PathType
 from tccl_py.model.transfer import Flow, parse_flow, receiving_nic, sending_nic
+from tccl_py.nccl.network import leaves_as_named, may_change_rails
 from tccl_py.nccl.pinned_env import check_kept
 from tccl_py.nccl.settings import check_settings
-from tccl_py.nccl.transport import leaves_as_named, may_change_rails, usable_nics
+from tccl_py.nccl.view import usable_nics
 
 if TYPE_CHECKING:
     from tccl_py.cluster_plan.plan import ClusterPlan, PlanChain, PlanPassage

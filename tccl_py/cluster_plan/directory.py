@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from tccl_py.cluster_plan.plan import ClusterPlan, load_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
-from tccl_py.nccl.transport import view
+from tccl_py.nccl.view import view
 from tccl_py.plan.files import (
     HOSTS_FOLDER,
     LAUNCH_NOTES,

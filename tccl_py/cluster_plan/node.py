@@ -14,10 +14,11 @@ from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.paths import natural_cuts
 from tccl_py.model.rings import RingSet
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.nccl.candidates import chains_as_rings, network_candidates
-from tccl_py.nccl.default_rings import StockChains, stock_chains_default
+from tccl_py.nccl.default_rings import DefaultChains, default_chains_or_sys
+from tccl_py.nccl.network import chains_as_rings, gdr_variants
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import Level
+from tccl_py.nccl.view import view
 from tccl_py.plan.settings_search import WORTH, SettingsSearch
 from tccl_py.plan.tasks import (
     Choice,
@@ -144,18 +145,15 @@ class Node:
         self.choices = sorted(found, key=lambda one: -one.rate_gbps)
         self._set_aside(found)
 
-    def _stock_choice(self) -> StockChains:
+    def _stock_choice(self) -> DefaultChains:
         network = self._task.network
         assert network is not None
-        return stock_chains_default(
-            self.machine,
-            self.knowledge,
-            default_settings(self._task),
+        return default_chains_or_sys(
+            view(self.machine, self.knowledge, default_settings(self._task), gpus=self.gpus),
             nodes=network.nodes,
-            gpus=self.gpus,
         )
 
-    def _measured_stock(self, choice: StockChains) -> Stock:
+    def _measured_stock(self, choice: DefaultChains) -> Stock:
         chains = [(one.entry, one.gpus, one.exit) for one in choice.chains]
         # NCCL may use NICs that we leave alone.
         task = msgspec.structs.replace(
@@ -194,8 +192,8 @@ class Node:
     def _other_landings(self, best: Choice) -> list[Choice]:
         """The best chains where bytes land elsewhere between GPUs and NICs."""
         found = []
-        for settings in network_candidates(
-            self.machine, self.knowledge, best.settings, gpus=self.gpus, nics=self.nics
+        for settings in gdr_variants(
+            view(self.machine, self.knowledge, best.settings, gpus=self.gpus), nics=self.nics
         ):
             try:
                 result = search_under(

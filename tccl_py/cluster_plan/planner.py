@@ -22,8 +22,8 @@ from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource, dealt
 from tccl_py.nccl.pinned_env import as_read, kept_level
 from tccl_py.nccl.settings import Settings, check_settings
-from tccl_py.nccl.transport import view
 from tccl_py.nccl.versions import LATEST, version_facts
+from tccl_py.nccl.view import view
 from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, is_proven, other_count_notices
 from tccl_py.plan.settings_search import WORTH
 from tccl_py.plan.tasks import stock_note

@@ -10,14 +10,9 @@ import msgspec
 
 from tccl_py.cluster_plan.plan import ClusterPlan, PlanPassage
 from tccl_py.errors import SearchError
-from tccl_py.nccl.candidates import (
-    chain_hop_space,
-    chains_as_rings,
-    farthest_end,
-    network_candidates,
-)
+from tccl_py.nccl.network import chain_hop_space, chains_as_rings, farthest_end, gdr_variants
 from tccl_py.nccl.settings import Settings, check_settings, final_channels
-from tccl_py.nccl.transport import View, view
+from tccl_py.nccl.view import NcclView, view
 
 PassageFlows = tuple[tuple[str, ...], ...]
 """How each chain of a passage moves, flow by flow."""
@@ -45,7 +40,7 @@ def ends_as_measured(settings: Settings, *, sm: int | None, hosts: int, rate_gbp
     return final == final_channels(channels, sm=sm, version=version)
 
 
-def path_types(seen: View, chains: Sequence[_ChainEnds]) -> tuple[str, str]:
+def path_types(seen: NcclView, chains: Sequence[_ChainEnds]) -> tuple[str, str]:
     """The farthest paths of chains inside a node and to its NICs, by name."""
     pairs = {pair for chain in chains for pair in pairwise(chain.gpus)}
     types = [seen.paths[f"G{one}", f"G{other}"].type for one, other in pairs]
@@ -62,10 +57,7 @@ def passage_flows(plan: ClusterPlan, number: int, settings: Settings) -> Passage
     passage = plan.passages[number]
     one = plan.cluster.classes[passage.node_class]
     space = chain_hop_space(
-        one.machine,
-        one.knowledge,
-        settings,
-        gpus=plan.gpus[passage.node_class],
+        view(one.machine, one.knowledge, settings, gpus=plan.gpus[passage.node_class]),
         chains_in_set=len(passage.chains),
     )
     named = [(chain.entry_nic, chain.gpus, chain.exit_nic) for chain in passage.chains]
@@ -100,8 +92,8 @@ def _landings_of_classes(plan: ClusterPlan, settings: Settings) -> Iterator[Sett
         one = plan.cluster.classes[number]
         chains = [chain for passage in passages for chain in passage.chains]
         nics = sorted({nic for chain in chains for nic in (chain.entry_nic, chain.exit_nic)})
-        yield from network_candidates(
-            one.machine, one.knowledge, settings, gpus=plan.gpus[number], nics=nics
+        yield from gdr_variants(
+            view(one.machine, one.knowledge, settings, gpus=plan.gpus[number]), nics=nics
         )
 
 

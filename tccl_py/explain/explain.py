@@ -24,6 +24,7 @@ from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import Flow, parse_flow
 from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import condensed
 from tccl_py.search.evaluator import BudgetSpentError
@@ -57,8 +58,10 @@ def subjects(plan: Plan) -> Iterator[Subject]:
 def _default(plan: Plan) -> Subject | None:
     """Return default NCCL's rings; None if a hop of them goes over NICs."""
     orders = condensed(plan.stock.rings)
-    settings, count = plan.stock.settings, len(orders)
-    space = hop_space(plan.machine, plan.knowledge, settings, gpus=plan.gpus, rings_in_set=count)
+    space = hop_space(
+        view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus),
+        rings_in_set=len(orders),
+    )
     try:
         rings = ring_set([ring_from_order(space, order) for order in orders])
     except SearchError:

@@ -17,12 +17,13 @@ from tccl_py.files import encode_json
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.nccl.asked_rank import Answer, Communicator, Order, Said
-from tccl_py.nccl.default_rings import StockChoice, stock_choice
+from tccl_py.nccl.default_rings import DefaultChoice, default_choice
 from tccl_py.nccl.graph_file import RING, Graph, parse_graph_file
 from tccl_py.nccl.log import parse_log, same_rings, transport_of
 from tccl_py.nccl.settings import HOST_VARIABLES, Settings, environment
-from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism, view
+from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.validator import Verdict
+from tccl_py.nccl.view import view
 from tccl_py.nccl_library import find_library
 from tccl_py.rank_processes.tasks import RanksError, Task, decoded, run_tasks
 
@@ -371,16 +372,18 @@ class InstalledRings:
         self._machine, self._knowledge, self._gpus = machine, knowledge, tuple(gpus)
         self.library = library
         self.able = True
-        self._known: dict[Settings, StockChoice] = {}
+        self._known: dict[Settings, DefaultChoice] = {}
 
-    def __call__(self, settings: Settings) -> StockChoice:
+    def __call__(self, settings: Settings) -> DefaultChoice:
         """Return NCCL's own choice under settings of transports.
 
         Raises:
             InputError: from the emulation.
         """
         if settings not in self._known:
-            emulated = stock_choice(self._machine, self._knowledge, settings, gpus=self._gpus)
+            emulated = default_choice(
+                view(self._machine, self._knowledge, settings, gpus=self._gpus)
+            )
             found = self._answer(settings) if self.able else None
             self._known[settings] = (
                 emulated if found is None else self._corrected(emulated, found, settings)
@@ -407,8 +410,8 @@ class InstalledRings:
         return found
 
     def _corrected(
-        self, emulated: StockChoice, found: NcclAnswer, settings: Settings
-    ) -> StockChoice:
+        self, emulated: DefaultChoice, found: NcclAnswer, settings: Settings
+    ) -> DefaultChoice:
         named = " ".join(f"{name}={value}" for name, value in environment(settings).items())
         under = f"NCCL {found.version} with {named or 'its defaults'}"
         self._compare_ways(found, settings, under)

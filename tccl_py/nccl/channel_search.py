@@ -23,9 +23,8 @@ import msgspec
 import numpy as np
 
 from tccl_py.model.paths import PathType
-from tccl_py.nccl.paths import DISCONNECTED, Paths
+from tccl_py.nccl.paths import DISCONNECTED, NetPorts, Paths
 from tccl_py.nccl.system import Link, System
-from tccl_py.nccl.transport import NetPorts
 
 Pattern = Literal["ring", "balanced tree", "tree"]
 Order = Literal["free", "pci", "replay"]
@@ -403,7 +402,7 @@ class ChannelSearch:
         if wanted.pattern == "ring" and wanted.cross_nic == 2:
             if channel % 2 and port != self._ends[channel - 1][0]:
                 return False
-        elif wanted.cross_nic == 0 and not self._nets.same_port(port, start):
+        elif wanted.cross_nic == 0 and port not in self._nets.names[start]:
             return False
         return wanted.pattern != "balanced tree" or place == 0 or port == end
 

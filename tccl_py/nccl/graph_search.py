@@ -11,8 +11,8 @@ from tccl_py.model.paths import PathType
 from tccl_py.nccl.channel_search import ChannelSearch, Graph, Pattern, single
 from tccl_py.nccl.paths import DISCONNECTED, local_nets
 from tccl_py.nccl.system import System
-from tccl_py.nccl.transport import View
 from tccl_py.nccl.versions import LOCAL_GBPS, speeds, version_facts
+from tccl_py.nccl.view import NcclView
 
 FALLBACK_GBPS = 0.1
 """What NCCL writes down for the simple order it falls back to."""
@@ -28,7 +28,9 @@ _DUPLICATE_FROM = 25.0
 class _Compute:
     """The ladder of searches that NCCL climbs down until one finds channels, then up again."""
 
-    def __init__(self, seen: View, *, pattern: Pattern, nodes: int, low: int, high: int) -> None:
+    def __init__(
+        self, seen: NcclView, *, pattern: Pattern, nodes: int, low: int, high: int
+    ) -> None:
         self.seen, self.system, self.pattern = seen, seen.system, pattern
         self.inter = nodes > 1 and bool(self.system.nets)
         self.search = ChannelSearch(seen.system, seen.paths, inter=self.inter)
@@ -251,7 +253,7 @@ def _leaving(system: System, gpu: str) -> float:
     return max([nvlinks, *pci[-1:]])
 
 
-def _two_nvlink_islands(seen: View) -> bool:
+def _two_nvlink_islands(seen: NcclView) -> bool:
     """Whether there are two NVLink domains, as NCCL counts them (ncclTopoSplitNvLink).
 
     Each GPU in turn puts the later ones that it has NVLinks to into its own domain, so
@@ -266,12 +268,12 @@ def _two_nvlink_islands(seen: View) -> bool:
     return sum(domains.count(one) > 1 for one in set(domains)) == 2
 
 
-def search_ring(seen: View, *, nodes: int = 1) -> Graph:
+def search_ring(seen: NcclView, *, nodes: int = 1) -> Graph:
     """NCCL's ring search."""
     high = version_facts(seen.settings.version).max_channels
     return _Compute(seen, pattern="ring", nodes=nodes, low=1, high=high).run()
 
 
-def search_tree(seen: View, *, nodes: int = 1, channels: int) -> Graph:
+def search_tree(seen: NcclView, *, nodes: int = 1, channels: int) -> Graph:
     """NCCL's tree search for exactly as many channels as the ring has."""
     return _Compute(seen, pattern="balanced tree", nodes=nodes, low=channels, high=channels).run()

@@ -6,6 +6,7 @@ Source: paths.cc of NCCL 2.30.7 (ncclTopoSetPaths, ncclTopoComputePaths).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import permutations
 from typing import Literal
 
@@ -316,3 +317,47 @@ def local_gpu(system: System, paths: Paths, net: str) -> str | None:
             if choices[gpu][step : step + 1] == (net,):
                 return gpu
     return None
+
+
+class NetPorts:
+    """The NIC ports of one machine, in the order in which NCCL's channel search tries them.
+
+    `gbps` is each port's bandwidth in GB/s, `names` are all names of the same port.
+    """
+
+    def __init__(self, system: System, paths: Paths) -> None:
+        self._system, self._paths = system, paths
+        ports = {
+            nic.id: (nic.guid or f"device {nic.index}", nic.port) for nic in system.machine.nics
+        }
+        self.names = {
+            name: tuple(twin for twin in system.nets if ports[twin] == ports[name])
+            for name in system.nets
+        }
+        self.gbps = {
+            name: max((link.gbps for link in system.nodes[name].links), default=0.0)
+            for name in system.nets
+        }
+        self.selected = cache(self._select)
+        self.local_gpus = cache(self._locals)
+
+    def _select(self, limit: int, gpu: str | None) -> tuple[str, ...]:
+        """Return the ports that the GPUs prefer, then other ports by path type up to `limit`."""
+        gpus = self._system.gpus if gpu is None else (gpu,)
+        chosen: dict[str, None] = {}
+        for name in gpus:
+            chosen.update(dict.fromkeys(local_nets(self._system, self._paths, name)))
+        for kind in range(limit + 1):
+            for name in gpus:
+                ways = {
+                    net: self._paths.get((name, net), DISCONNECTED) for net in self._system.nets
+                }
+                chosen.update((net, None) for net, way in ways.items() if way.type == kind)
+        return tuple(chosen)
+
+    def _locals(self, port: str) -> tuple[int, ...]:
+        """Return the positions of the GPUs that begin a channel from this port."""
+        first = local_gpu(self._system, self._paths, port)
+        close = nearest(self._paths, port, self._system.gpus)
+        order = dict.fromkeys((first, *close) if first else close)
+        return tuple(self._system.gpus.index(gpu) for gpu in order)

@@ -8,8 +8,8 @@ from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.nccl.settings import Settings, environment, settings_from_environment
-from tccl_py.nccl.transport import view
 from tccl_py.nccl.versions import Level
+from tccl_py.nccl.view import view
 
 KEEPABLE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
 _RIGHT = {

@@ -28,17 +28,11 @@ from tccl_py.nccl.graph_file import (
     repeated,
 )
 from tccl_py.nccl.graph_search import search_ring, search_tree
+from tccl_py.nccl.network import leaves_as_named, may_change_rails, net_path
 from tccl_py.nccl.settings import Settings, final_channels, integer, settings_from_environment
-from tccl_py.nccl.transport import (
-    View,
-    leaves_as_named,
-    may_change_rails,
-    net_devices,
-    net_path,
-    pair_mechanism,
-    view,
-)
+from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.versions import LATEST, VersionFacts, version_facts
+from tccl_py.nccl.view import NcclView, net_devices, view
 
 # One node's ring and tree graphs, as NCCL has them after loading a file or searching.
 
@@ -77,7 +71,7 @@ class NodeGraphs:
 
     def __init__(
         self,
-        seen: View,
+        seen: NcclView,
         gpus: Sequence[int],
         *,
         nodes: int,
@@ -109,7 +103,7 @@ class NodeGraphs:
 
     @property
     def cut(self) -> bool:
-        """Whether NCCL takes the node for several (`View.parts`)."""
+        """Whether NCCL takes the node for several (`NcclView.parts`)."""
         return len(self._seen.parts) > 1
 
     def _gated(self, graph: Graph) -> bool:
@@ -595,7 +589,7 @@ class GraphFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def graph_facts(
-    seen: View, orders: Sequence[tuple[int, ...]], ends: Sequence[tuple[int, int]]
+    seen: NcclView, orders: Sequence[tuple[int, ...]], ends: Sequence[tuple[int, int]]
 ) -> GraphFacts:
     """What is true of channels over `orders` that enter and leave by the NICs `ends`, by number.
 
@@ -632,7 +626,7 @@ def graph_facts(
     )
 
 
-def _both_ways(seen: View, gpu: int, nic: int) -> list[PathType]:
+def _both_ways(seen: NcclView, gpu: int, nic: int) -> list[PathType]:
     return [net_path(seen, gpu, nic, "receive"), net_path(seen, gpu, nic, "send")]
 
 

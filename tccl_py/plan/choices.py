@@ -14,9 +14,9 @@ import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.measurement import Measurement
-from tccl_py.nccl.default_rings import StockChoice, stock_choice
+from tccl_py.nccl.default_rings import DefaultChoice, default_choice
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.transport import view
+from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan, PlanChoice
 from tccl_py.plan.settings_search import BUFFSIZES, WORTH, mechanisms
 from tccl_py.plan.tasks import (
@@ -37,7 +37,7 @@ FINALISTS = 2
 """Mechanisms for which numbers of channels and FIFO sizes are tried."""
 
 
-def own_rings(task: Task | Plan, settings: Settings) -> StockChoice:
+def own_rings(task: Task | Plan, settings: Settings) -> DefaultChoice:
     """Return what NCCL's search picks; only the settings of transports change that.
 
     A task may have the installed NCCL asked for it.
@@ -49,7 +49,7 @@ def own_rings(task: Task | Plan, settings: Settings) -> StockChoice:
     )
     if isinstance(task, Task) and task.own_rings is not None:
         return task.own_rings(plain)
-    return stock_choice(task.machine, task.knowledge, plain, gpus=task.gpus)
+    return default_choice(view(task.machine, task.knowledge, plain, gpus=task.gpus))
 
 
 class OwnChoices(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ def own_choices(task: Task) -> OwnChoices:
 
 
 def _plan_choice(own: Stock, note: str = "") -> PlanChoice:
-    assert isinstance(own.choice, StockChoice)
+    assert isinstance(own.choice, DefaultChoice)
     return PlanChoice(
         settings=own.settings,
         rings=own.choice.rings,
@@ -117,7 +117,7 @@ def interval(measurement: Measurement) -> float:
     return 1.96 * measurement.relative_error
 
 
-def _default(task: Task, settings: Settings, found: StockChoice) -> tuple[Stock | None, str]:
+def _default(task: Task, settings: Settings, found: DefaultChoice) -> tuple[Stock | None, str]:
     """Rate NCCL as it runs without this project, and say what is special about it."""
     by_network = view(task.machine, task.knowledge, settings, gpus=task.gpus).by_network
     if by_network:
@@ -163,7 +163,7 @@ def _least(tried: Sequence[Stock]) -> Stock:
     return min(near, key=lambda one: (len(environment(one.settings)), one.choice.channels))
 
 
-def _counts(found: StockChoice) -> list[int]:
+def _counts(found: DefaultChoice) -> list[int]:
     """Return NCCL's own number of final channels, and doubles of it up to `MOST_CHANNELS`."""
     counts = [found.channels]
     while counts[-1] * 2 <= MOST_CHANNELS:
@@ -174,7 +174,7 @@ def _counts(found: StockChoice) -> list[int]:
 def _rate_all(
     task: Task,
     settings: Settings,
-    found: StockChoice,
+    found: DefaultChoice,
     counts: Sequence[int],
     tried: list[Stock],
 ) -> None:
@@ -187,7 +187,7 @@ def _rate_all(
 def _rated(
     task: Task,
     settings: Settings,
-    found: StockChoice,
+    found: DefaultChoice,
     *,
     channels: int | None = None,
     well: bool = False,

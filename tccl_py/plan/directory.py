@@ -22,7 +22,7 @@ from tccl_py.files import (
 )
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.nccl.transport import view
+from tccl_py.nccl.view import view
 from tccl_py.plan.files import (
     GRAPH_FILE,
     conf_text,

@@ -11,8 +11,8 @@ from tccl_py.files import check_path
 from tccl_py.nccl.conf import env_sh, nccl_conf
 from tccl_py.nccl.graph_writer import GraphRings, graph_xml
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.transport import View
 from tccl_py.nccl.validator import graph_facts
+from tccl_py.nccl.view import NcclView
 
 GRAPH_FILE = "graph.xml"
 
@@ -50,7 +50,7 @@ def graph_text(
 
 
 def node_graph_text(
-    seen: View,
+    seen: NcclView,
     orders: Sequence[tuple[int, ...]],
     ends: Sequence[tuple[int, int]],
     *,

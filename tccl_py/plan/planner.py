@@ -11,11 +11,11 @@ from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.rings import RingSet
-from tccl_py.nccl.default_rings import StockChoice
+from tccl_py.nccl.default_rings import DefaultChoice
 from tccl_py.nccl.pinned_env import as_read, kept_level
 from tccl_py.nccl.settings import Settings, check_settings
-from tccl_py.nccl.transport import view
 from tccl_py.nccl.versions import LATEST, version_facts
+from tccl_py.nccl.view import view
 from tccl_py.plan.choices import OwnChoices, as_graph, interval, own_choices
 from tccl_py.plan.plan import (
     Alternative,
@@ -60,7 +60,7 @@ def make_plan(
     budget: Budget = DEFAULT_BUDGET,
     reporter: Reporter | None = None,
     kept: Mapping[str, str] | None = None,
-    own_rings: Callable[[Settings], StockChoice] | None = None,
+    own_rings: Callable[[Settings], DefaultChoice] | None = None,
 ) -> Plan:
     """Find the settings and rings that suit the machine best, as far as `source` tells.
 

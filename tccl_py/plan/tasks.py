@@ -25,11 +25,12 @@ from tccl_py.model.rings import (
     ring_set,
 )
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.nccl.candidates import chain_hop_space
-from tccl_py.nccl.default_rings import StockChains, StockChoice
+from tccl_py.nccl.default_rings import DefaultChains, DefaultChoice
+from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import Level
+from tccl_py.nccl.view import view
 from tccl_py.search.chains import EvenUse
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
 from tccl_py.search.strategies import find_rings
@@ -76,7 +77,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     reporter: Reporter
     network: NetworkUse | None = None
     p2p_level: Level | None = None
-    own_rings: Callable[[Settings], StockChoice] | None = None
+    own_rings: Callable[[Settings], DefaultChoice] | None = None
     spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
 
 
@@ -124,7 +125,7 @@ def choice_found(settings: Settings, result: SearchResult) -> Choice:
 class Stock(msgspec.Struct, frozen=True, kw_only=True):
     """NCCL's own choice and what the source says of it."""
 
-    choice: StockChoice | StockChains
+    choice: DefaultChoice | DefaultChains
     rings: RingSet
     settings: Settings
     measurement: Measurement
@@ -172,13 +173,12 @@ def space_under(task: Task, settings: Settings, count: int) -> HopSpace:
 
 def _space(task: Task, settings: Settings, count: int) -> HopSpace:
     if task.network is None:
-        return hop_space(task.machine, task.knowledge, settings, gpus=task.gpus, rings_in_set=count)
+        return hop_space(
+            view(task.machine, task.knowledge, settings, gpus=task.gpus), rings_in_set=count
+        )
     return chain_hop_space(
-        task.machine,
-        task.knowledge,
-        settings,
+        view(task.machine, task.knowledge, settings, gpus=task.gpus),
         nics=task.network.nics,
-        gpus=task.gpus,
         chains_in_set=count,
     )
 
@@ -191,7 +191,7 @@ def rules_under(task: Task, counts: Sequence[int]) -> dict[int, SetRule]:
     return {one: EvenUse(network.nics, one, same=network.same_nic) for one in counts}
 
 
-def stock_settings(choice: StockChoice | StockChains) -> Settings:
+def stock_settings(choice: DefaultChoice | DefaultChains) -> Settings:
     """NCCL's own settings as for a graph file: its search's doubling of channels is undone,
     because `hop_space` doubles a file's channels itself.
     """
@@ -199,7 +199,7 @@ def stock_settings(choice: StockChoice | StockChains) -> Settings:
 
 
 def stock_of(
-    choice: StockChoice | StockChains,
+    choice: DefaultChoice | DefaultChains,
     rings_of: Callable[[Settings], RingSet],
     source: BandwidthSource,
 ) -> Stock:
@@ -227,7 +227,7 @@ def stock_of(
 def stock_note(stock: Stock) -> str:
     """Under which settings NCCL's own choice is no longer what it does by default, and why."""
     notes = []
-    assert isinstance(stock.choice, StockChains)
+    assert isinstance(stock.choice, DefaultChains)
     if stock.choice.assumed_sys:
         notes.append(
             "with NCCL_P2P_LEVEL=SYS, because by default NCCL falls back to its simple order"

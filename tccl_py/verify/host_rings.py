@@ -11,8 +11,9 @@ import msgspec
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.errors import InputError
 from tccl_py.nccl.log import Connection, parse_log, same_rings
-from tccl_py.nccl.transport import TRANSPORTS, View, pair_mechanism, view
+from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.validator import ClusterVerdict, NodeJob, validate_cluster
+from tccl_py.nccl.view import NcclView, view
 from tccl_py.verify.rings import (
     Link,
     RingsFound,
@@ -104,7 +105,7 @@ def _transports(
     plan: ClusterPlan, seats: tuple[_Seat, ...], links: tuple[Link, ...], version: str
 ) -> Iterator[str]:
     settings = msgspec.structs.replace(plan.settings, version=version)
-    views: dict[int, View] = {}
+    views: dict[int, NcclView] = {}
     for number in {seat.node_class for seat in seats}:
         one = plan.cluster.classes[number]
         try:

@@ -9,7 +9,8 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.nccl.log import InitLog, parse_log, same_rings, transport_of
 from tccl_py.nccl.settings import final_channels
-from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism, view
+from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
+from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
 
 _SHOWN = 5

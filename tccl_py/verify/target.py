@@ -21,7 +21,8 @@ from tccl_py.nccl.candidates import candidates
 from tccl_py.nccl.conf import job_environment
 from tccl_py.nccl.pinned_env import kept_level
 from tccl_py.nccl.settings import Settings, check_settings, final_channels
-from tccl_py.nccl.transport import View, mechanism_flow, pair_mechanism, view
+from tccl_py.nccl.transport import mechanism_flow, pair_mechanism
+from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.choices import own_rings
 from tccl_py.plan.directory import nccl_files, planned_fingerprint, planned_model, write_plan
 from tccl_py.plan.files import GRAPH_FILE, HOSTS_FOLDER
@@ -403,7 +404,7 @@ def retuned(plan: Plan, settings: Settings, *, rate_gbps: float) -> Plan:
         way = pair_mechanism(seen, old.source, old.target)
         if way.kind == "network":
             return msgspec.structs.replace(old, gbps=share)
-        flow = mechanism_flow(plan.machine, settings, way, old.source, old.target, blocks=blocks)
+        flow = mechanism_flow(seen, way, old.source, old.target, blocks=blocks)
         return msgspec.structs.replace(old, flow=str(flow), gbps=share)
 
     return msgspec.structs.replace(
@@ -421,5 +422,5 @@ def _noted(notices: Sequence[str]) -> tuple[str, ...]:
     return (*(one for one in notices if one != _NOTE), _NOTE)
 
 
-def _kinds(seen: View, pairs: Sequence[tuple[int, int]]) -> set[str]:
+def _kinds(seen: NcclView, pairs: Sequence[tuple[int, int]]) -> set[str]:
     return {pair_mechanism(seen, *pair).kind for pair in pairs}

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.nccl.default_rings import stock_chains
+from tccl_py.nccl.default_rings import default_chains
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.log import parse_log, same_rings
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.transport import view
 from tccl_py.nccl.validator import NodeJob, validate_cluster
+from tccl_py.nccl.view import view
 from tccl_py.plan.files import node_graph_text
 from tccl_py.readers.nccl_topology import read_nccl_topology
 
@@ -148,7 +148,7 @@ def test_nccls_own_graphs_are_those_of_the_emulation(stock):
             (folder / f"graph{rank}.xml").read_text(), where="dump", version=version
         )
         chosen = settings(version=version)
-        ours = stock_chains(node, Knowledge(), chosen, nodes=NODES, gpus=node.gpu_indices)
+        ours = default_chains(view(node, Knowledge(), chosen, gpus=node.gpu_indices), nodes=NODES)
         ring, tree = dump.graph(0), dump.graph(1)
         assert (ring.nchannels, ring.crossnic) == (len(ours.chains), ours.cross_nic)
         assert [channel.nets for channel in ring.channels] == [

@@ -11,10 +11,11 @@ import msgspec
 import pytest
 
 from tccl_py.model.machine import PciLink
-from tccl_py.nccl.default_rings import stock_choice
+from tccl_py.nccl.default_rings import default_choice
 from tccl_py.nccl.log import same_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.topology_writer import topology_xml
+from tccl_py.nccl.view import view
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.gpu.test_nccl_loads_plans import run_ranks, tccl
@@ -26,7 +27,7 @@ PAIRS = int(os.environ.get("TCCL_PAIRS", "3"))
 
 def emulated(machine, knowledge, settings):
     """The final channels' GPU orders that NCCL should run."""
-    choice = stock_choice(machine, knowledge, settings)
+    choice = default_choice(view(machine, knowledge, settings))
     return [choice.rings[at % len(choice.rings)] for at in range(choice.channels)]
 
 

@@ -1,0 +1,240 @@
+"""A machine as one NCCL communicator sees it under given settings.
+
+Source: ncclTopoCheckP2p, ncclTopoCheckNet, ncclTopoComputePaths and ncclTopoTrimSystem (paths.cc)
+of NCCL 2.30.7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, permutations
+
+from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Machine
+from tccl_py.model.paths import PathType
+from tccl_py.nccl.paths import (
+    DISCONNECTED,
+    GpuDirectRule,
+    Path,
+    Paths,
+    gpu_direct_rule,
+    nvlinked,
+    shortest_paths,
+    with_policy,
+)
+from tccl_py.nccl.settings import Settings, listed
+from tccl_py.nccl.system import System, build_system
+from tccl_py.nccl.versions import version_facts
+
+Pairs = frozenset[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Paths and transports under the settings that change them.
+
+    `direct` are the pairs that talk without the CPU, `by_network` the pairs that NCCL sends over
+    NICs, `nvlinked` the GPUs with an NVLink to another GPU. `parts` are the GPUs in NCCL's order:
+    more than one part is a node that NCCL cuts at init, because too many pairs would go over NICs.
+    Each part is then a node of its own, and a graph file over all GPUs is refused.
+    """
+
+    paths: Paths
+    direct: Pairs
+    by_network: Pairs
+    parts: tuple[tuple[str, ...], ...]
+    nvlinked: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class NcclView(Reach):
+    """A machine as one communicator sees it; `plain` are the paths before policy is applied."""
+
+    system: System
+    knowledge: Knowledge
+    settings: Settings
+    plain: Paths
+
+    @property
+    def machine(self) -> Machine:
+        """The machine seen."""
+        return self.system.machine
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """NVML indices of the communicator's GPUs, ascending."""
+        return tuple(sorted(int(gpu[1:]) for gpu in self.system.gpus))
+
+    @property
+    def nics(self) -> tuple[int, ...]:
+        """Numbers of the NICs that NCCL may use, ascending."""
+        return tuple(sorted(int(net[1:]) for net in self.system.nets))
+
+
+def view(
+    machine: Machine,
+    knowledge: Knowledge,
+    settings: Settings | None = None,
+    *,
+    gpus: Sequence[int] | None = None,
+) -> NcclView:
+    """Return NCCL's view for a communicator over `gpus` (NVML indices; None is all GPUs).
+
+    Views share systems and paths: planning asks under hundreds of settings.
+
+    Raises:
+        InputError: unknown GPUs, or a machine on which NCCL fails at init.
+    """
+    settings = settings or Settings()
+    order = tuple(sorted(machine.gpu_indices if gpus is None else gpus))
+    survey = _Survey(machine, order, usable_nics(machine, settings), settings.version)
+    system, plain = _surveyed(survey)
+    policy = _Policy(
+        knowledge=knowledge,
+        level=p2p_level(system, settings),
+        rule=gpu_direct_rule(settings),
+        network=not settings.net_disable_intra,
+        shared_memory=not settings.shm_disable,
+    )
+    reach = _reach(survey, policy)
+    return NcclView(
+        system=system,
+        knowledge=knowledge,
+        settings=settings,
+        plain=plain,
+        paths=reach.paths,
+        direct=reach.direct,
+        by_network=reach.by_network,
+        parts=reach.parts,
+        nvlinked=reach.nvlinked,
+    )
+
+
+def usable_nics(machine: Machine, settings: Settings) -> tuple[int, ...]:
+    """Return the numbers of the NICs that NCCL uses under these settings, in order.
+
+    NCCL_IB_HCA chooses among RDMA ports, which count from 1; NCCL_SOCKET_IFNAME among interfaces,
+    which have no port. A machine's NICs are of one kind: NCCL uses interfaces only without RDMA.
+    """
+    chosen = (
+        nic
+        for nic in machine.nics
+        if listed(settings.ib_hca if nic.port else settings.socket_ifname, nic.name, nic.port)
+    )
+    return tuple(sorted(nic.index for nic in chosen))
+
+
+def net_devices(machine: Machine, settings: Settings) -> dict[int, int]:
+    """Return NIC number -> NCCL's device number under these settings.
+
+    A graph file names devices. NCCL counts only usable NICs: where some are left out, later NICs
+    move up; where none is, the numbers are the machine's own.
+    """
+    nics = usable_nics(machine, settings)
+    if len(nics) == len(machine.nics):
+        return {nic: nic for nic in nics}
+    return {nic: device for device, nic in enumerate(nics)}
+
+
+def p2p_level(system: System, settings: Settings) -> PathType:
+    """Return the farthest path type over which NCCL lets a pair talk directly."""
+    if settings.p2p_level is not None:
+        return PathType[settings.p2p_level]
+    facts = version_facts(settings.version)
+    if system.amd and (facts.amd_gpus is None or len(system.gpus) <= facts.amd_gpus):
+        return PathType[facts.amd_level]
+    return PathType[facts.default_p2p_level]
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """A communicator's GPUs, NICs and version: no other setting changes its system."""
+
+    machine: Machine
+    gpus: tuple[int, ...]
+    nics: tuple[int, ...]
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """The settings and knowledge that paths and transports depend on."""
+
+    knowledge: Knowledge
+    level: PathType
+    rule: GpuDirectRule
+    network: bool
+    shared_memory: bool
+
+
+@lru_cache(maxsize=64)
+def _surveyed(survey: _Survey) -> tuple[System, Paths]:
+    system = build_system(
+        survey.machine, gpus=survey.gpus, nics=survey.nics, version=survey.version
+    )
+    return system, shortest_paths(system)
+
+
+@lru_cache(maxsize=256)
+def _reach(survey: _Survey, policy: _Policy) -> Reach:
+    system, plain = _surveyed(survey)
+    pairs = list(permutations(system.gpus, 2))
+    direct = frozenset(
+        pair for pair in pairs if _direct(system, policy.knowledge, plain, policy.level, pair)
+    )
+    paths = with_policy(system, plain, direct=direct, rule=policy.rule)
+    # NCCL decides this before it knows which NICs reach GPU memory: by the plain paths.
+    net_gbps = _net_gbps(system, plain) if policy.network else {}
+    by_network = frozenset(
+        pair
+        for pair in pairs
+        if not (policy.shared_memory or pair in direct)
+        or min(net_gbps.get(gpu, 0.0) for gpu in pair) > paths[pair].gbps
+    )
+    return Reach(
+        paths=paths,
+        direct=direct,
+        by_network=by_network,
+        parts=_parts(system.gpus, by_network),
+        nvlinked=nvlinked(system, paths),
+    )
+
+
+def _parts(gpus: Sequence[str], by_network: Pairs) -> tuple[tuple[str, ...], ...]:
+    """Group GPUs as ncclTopoTrimSystem does: each joins the lowest group of earlier GPUs."""
+    group: list[int] = []
+    for number, gpu in enumerate(gpus):
+        near = (group[at] for at in range(number) if (gpu, gpus[at]) not in by_network)
+        group.append(min([number, *near]))
+    return tuple(
+        tuple(gpu for gpu, own in zip(gpus, group, strict=True) if own == number)
+        for number in dict.fromkeys(group)
+    )
+
+
+def _direct(
+    system: System, knowledge: Knowledge, paths: Paths, level: PathType, pair: tuple[str, str]
+) -> bool:
+    path = paths.get(pair, DISCONNECTED)
+    if path.type > level:
+        return False
+    stops = [pair[0], *_gpus_between(system, path), pair[1]]
+    return all(
+        knowledge.can_access(system.machine, int(source[1:]), int(target[1:]))
+        for source, target in pairwise(stops)
+    )
+
+
+def _gpus_between(system: System, path: Path) -> list[str]:
+    inner = [link.target for link in path.links[:-1]]
+    return [name for name in inner if system.nodes[name].kind == "gpu"]
+
+
+def _net_gbps(system: System, paths: Paths) -> Mapping[str, float]:
+    best = {}
+    for gpu in system.gpus:
+        ways = [paths.get((gpu, net), DISCONNECTED) for net in system.nets]
+        best[gpu] = max((way.gbps for way in ways if way.type <= PathType.PXB), default=0.0)
+    return best
