@@ -67,7 +67,7 @@ def _default(plan: Plan) -> Subject | None:
     except SearchError:
         return None
     flows = tuple(hop.flow for ring in rings.rings for hop in ring.hops)
-    return Subject(name="stock", flows=flows, rings=count)
+    return Subject(name="stock", flows=flows, rings=len(orders))
 
 
 def node_of(plan: Plan) -> Node:
