@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.installation.install import install, removal, uninstall
-from tccl_py.installation.parts import has_part, with_part, without_part
-from tccl_py.installation.record import load_record, state_directory
+from tccl_py.installation.blocks import has_block, with_block, without_block
+from tccl_py.installation.install import install, load_record, removal, state_directory, uninstall
 from tccl_py.installation.texts import HEADS, Installed, form_of
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.nccl.conf import conf_lines, settings_of_files
@@ -72,27 +71,27 @@ def everything(folder):
 
 @given(data=st.none() | FILES, comment=st.sampled_from(["#", "--"]), head=st.sampled_from(HEADS))
 def test_a_part_that_is_taken_out_leaves_the_bytes_that_were_there(data, comment, head):
-    put = with_part(data, "A=b\n", comment=comment, head=head, where="f")
-    assert has_part(put, where="f")
+    put = with_block(data, "A=b\n", comment=comment, head=head, where="f")
+    assert has_block(put, where="f")
     assert put.startswith(data or b"")
-    assert without_part(put, heads=HEADS, where="f") == data
+    assert without_block(put, heads=HEADS, where="f") == data
 
 
 @given(data=st.none() | FILES)
 def test_a_part_that_is_put_twice_is_there_once(data):
-    first = with_part(data, "A=b\n", comment="#", head="", where="f")
-    assert with_part(first, "A=b\n", comment="#", head="", where="f") == first
-    other = with_part(first, "C=d\n", comment="#", head="", where="f")
+    first = with_block(data, "A=b\n", comment="#", head="", where="f")
+    assert with_block(first, "A=b\n", comment="#", head="", where="f") == first
+    other = with_block(first, "C=d\n", comment="#", head="", where="f")
     assert b"A=b\n# <<<" not in other
-    assert without_part(other, heads=HEADS, where="f") == data
+    assert without_block(other, heads=HEADS, where="f") == data
 
 
 @given(data=st.none() | FILES, later=FILES, earlier=FILES)
 def test_what_others_wrote_around_the_part_stays(data, later, earlier):
     assume(later)
-    put = with_part(data, "A=b\n", comment="#", head="", where="f")
+    put = with_block(data, "A=b\n", comment="#", head="", where="f")
     earlier = earlier + b"\n" if earlier else b""
-    rest = without_part(earlier + put + later, heads=HEADS, where="f")
+    rest = without_block(earlier + put + later, heads=HEADS, where="f")
     start = data or b""
     newline = b"\n" if start and not start.endswith(b"\n") else b""
     assert rest == earlier + start + newline + later
@@ -100,16 +99,16 @@ def test_what_others_wrote_around_the_part_stays(data, later, earlier):
 
 @given(data=FILES, cut=st.integers(min_value=1, max_value=200))
 def test_damaged_markers_are_refused(data, cut):
-    put = with_part(data, "A=b\n", comment="#", head="", where="f")
+    put = with_block(data, "A=b\n", comment="#", head="", where="f")
     assume(cut < len(put) - len(data))
     damaged = put[:-cut]
     try:
-        without_part(damaged, heads=HEADS, where="f")
+        without_block(damaged, heads=HEADS, where="f")
     except InputError as error:
         assert "f: has damaged marker lines of tccl-py; one of each is right" in str(error)
         return
     # What is left has no marker, or lacks the newline behind the last one alone.
-    assert not has_part(damaged, where="f") or cut == 1
+    assert not has_block(damaged, where="f") or cut == 1
 
 
 @pytest.mark.parametrize(
@@ -258,14 +257,14 @@ def test_a_file_that_fails_takes_all_others_back(tmp_path, monkeypatch):
 def test_a_file_that_changes_meanwhile_is_not_overwritten(tmp_path, monkeypatch):
     path = tmp_path / "conf"
     path.write_bytes(b"A=1\n")
-    real = with_part
+    real = with_block
 
     def slow(data, *words, **more):
         path.write_bytes(b"A=2\n")
         return real(data, *words, **more)
 
-    monkeypatch.setattr("tccl_py.installation.install.with_part", slow)
-    with pytest.raises(InputError, match="was changed by somebody meanwhile; try again"):
+    monkeypatch.setattr("tccl_py.installation.install.with_block", slow)
+    with pytest.raises(InputError, match="in the meantime; try again"):
         install(PLAN, {"conf": path}, dry_run=False)
     assert path.read_bytes() == b"A=2\n"
 
@@ -311,7 +310,7 @@ def test_places_that_are_not_to_be_written_are_refused(tmp_path, monkeypatch):
     locked = tmp_path / "locked"
     locked.mkdir()
     monkeypatch.setattr(os, "access", lambda place, mode: Path(place) not in (path, locked))
-    assert refused(path).startswith(f"{path}: is not to be written to; ")
+    assert refused(path).startswith(f"{path}: cannot be written to; ")
     assert refused(locked / "conf").startswith(f"{locked}: cannot be written to; ")
 
 
@@ -360,7 +359,7 @@ def test_nccl_reads_the_plans_settings_and_no_graph_from_the_file(tmp_path):
 
 
 def test_a_comment_of_nccls_file_is_never_taken_for_a_setting():
-    marked = with_part(
+    marked = with_block(
         None, form_of(MEASURED, "conf", Path()).body, comment="#", head="", where="f"
     )
     lines = [line for line in marked.decode().splitlines() if not line.startswith("NCCL_")]

@@ -13,16 +13,16 @@ from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
 from tccl_py.health.fitness import why_not_alike, why_not_here
-from tccl_py.installation.changes import Change
+from tccl_py.installation.blocks import Change
 from tccl_py.installation.install import install as put
 from tccl_py.installation.texts import Installed, Kind, form_of
-from tccl_py.installation.verified import why_not_verified
 from tccl_py.nccl.conf import user_file
 from tccl_py.plan.directory import check_plan_directory, planned_fingerprint
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.live import fingerprint_of
 from tccl_py.readers.nvml import driver_facts
+from tccl_py.verify.record import why_not_verified
 
 _PRINTED = "-"
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tccl_py.cli.arguments import notice
-from tccl_py.installation.changes import Change
+from tccl_py.installation.blocks import Change
 from tccl_py.installation.install import removal
 from tccl_py.installation.install import uninstall as take_out
 

@@ -1,135 +1,162 @@
-"""Installing a plan's settings into files, and taking them out: all of them, or nothing."""
+"""Installation of a plan's settings into files, and its removal, with a record of the files.
+
+The record is in the user's state directory (XDG_STATE_HOME, else ~/.local/state).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import sweep_beside
-from tccl_py.installation.changes import Change, make, read_own, real_place
-from tccl_py.installation.parts import has_part, with_part, without_part
-from tccl_py.installation.record import (
-    InstalledFile,
-    load_record,
-    opened_record,
-    save_record,
-    state_directory,
+from tccl_py.files import (
+    decode_json,
+    encode_json,
+    lock,
+    read_text,
+    sweep_beside,
+    write_atomically,
+)
+from tccl_py.installation.blocks import (
+    Change,
+    apply_changes,
+    has_block,
+    read_own,
+    real_path,
+    with_block,
+    without_block,
 )
 from tccl_py.installation.texts import HEADS, Form, Installed, Kind, form_of
 from tccl_py.nccl.conf import conf_lines
 from tccl_py.nccl.pinned_env import against
+from tccl_py.plan.staging import make, refused
 
+FORMAT_VERSION = 1
+RECORD_FILE = "installed.json"
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh", "busybox")
 _GRAPH = "NCCL_GRAPH_FILE"
 
 
+class InstalledFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file with our block, its kind, and the plan's directory."""
+
+    path: str
+    kind: Kind
+    plan: str
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All files with our block, and the directories made for this record."""
+
+    files: tuple[InstalledFile, ...] = ()
+    made: tuple[str, ...] = ()
+    format_version: int = FORMAT_VERSION
+
+    def updated(self, paths: set[str], added: Sequence[InstalledFile] = ()) -> Record:
+        """Return the record without files at `paths`, and with the added ones."""
+        rest = tuple(file for file in self.files if file.path not in paths)
+        return msgspec.structs.replace(self, files=(*rest, *added))
+
+
 class Removal(msgspec.Struct, frozen=True, kw_only=True):
-    """What taking everything out does: files that change or go, and those that have no part."""
+    """Changes that remove all blocks, and the files that have none."""
 
     changes: tuple[Change, ...]
     untouched: tuple[Path, ...]
 
 
 def install(plan: Installed, targets: Mapping[Kind, Path], *, dry_run: bool) -> tuple[Change, ...]:
-    """Put a plan into these files, each with what else is in it left as it is.
+    """Put a plan into these files, beside their other content.
 
     Args:
-        plan: what jobs are to find.
+        plan: settings and directory for jobs.
         targets: a file for each kind; files need not exist, directories do.
-        dry_run: only say what would change.
+        dry_run: only return the changes.
 
     Raises:
-        InputError: a file that must not or cannot be changed, damaged markers in one, or lines of
-            others in it that say something else. No file is changed then.
+        InputError: a file that may not or cannot change, with damaged markers, or with other lines
+            that contradict the plan. No file is changed then.
     """
     changes = tuple(_change(plan, kind, path) for kind, path in targets.items())
-    places = [change.path for change in changes]
-    if len(set(places)) != len(places):
-        raise InputError(str(places[0]), "is named for two things", "name a file for each")
+    paths = {str(change.path) for change in changes}
+    if len(paths) != len(changes):
+        where = str(changes[0].path)
+        raise InputError(where, "is named for two things", "name a file for each")
     if dry_run:
         return changes
-    added = tuple(
+    added = [
         InstalledFile(path=str(change.path), kind=kind, plan=str(plan.directory))
         for kind, change in zip(targets, changes, strict=True)
-    )
+    ]
     directory = state_directory()
-    with opened_record(directory) as record:
+    with _opened_record(directory) as record:
         for change in changes:
             sweep_beside(change.path)
-        # The record first: what it names and is not there does no harm, the reverse would stay.
-        if record.with_files(added) != record:
-            save_record(record.with_files(added), directory)
+        # The record first: an entry without a block does no harm, a block without an entry stays.
+        updated = record.updated(paths, added)
+        if updated != record:
+            _save_record(updated, directory)
         try:
-            make(changes)
+            apply_changes(changes)
         except BaseException:
-            save_record(record, directory)
+            _save_record(record, directory)
             raise
     return changes
 
 
 def removal(paths: Sequence[Path] = ()) -> Removal:
-    """What `uninstall` would do to all recorded files, or to these.
+    """Return what `uninstall` changes in all recorded files, or in these.
 
     Raises:
         InputError: a file cannot be changed, or its markers are damaged.
     """
-    found = paths or [Path(one.path) for one in load_record(state_directory()).files]
+    found = paths or [Path(file.path) for file in load_record(state_directory()).files]
     changes, untouched = [], []
-    for path in dict.fromkeys(real_place(one) for one in found):
-        change = _taken_out(path)
-        if change is None:
+    for path in dict.fromkeys(map(real_path, found)):
+        before = read_own(path) if path.exists() else None
+        if before is None or not has_block(before, where=str(path)):
             untouched.append(path)
-        else:
-            changes.append(change)
+            continue
+        after = without_block(before, heads=HEADS, where=str(path))
+        changes.append(Change(path=path, before=before, after=after))
     return Removal(changes=tuple(changes), untouched=tuple(untouched))
 
 
 def uninstall(paths: Sequence[Path] = ()) -> Removal:
-    """Take our part out of all recorded files, or of these: they are as before then.
+    """Remove our block from all recorded files, or from these.
 
     Raises:
         InputError: as `removal`; nothing is changed then.
     """
     directory = state_directory()
-    with opened_record(directory) as record:
+    with _opened_record(directory) as record:
         found = removal(paths)
-        for path in (*(one.path for one in found.changes), *found.untouched):
+        files = (*(change.path for change in found.changes), *found.untouched)
+        for path in files:
             sweep_beside(path)
-        make(found.changes)
-        gone = {str(path) for path in (*(one.path for one in found.changes), *found.untouched)}
+        apply_changes(found.changes)
         if record.files:
-            save_record(record.without(gone), directory)
+            _save_record(record.updated(set(map(str, files))), directory)
     return found
 
 
 def _change(plan: Installed, kind: Kind, path: Path) -> Change:
-    place = real_place(path)
+    place, where = real_path(path), str(path)
     before = read_own(place)
     form = form_of(plan, kind, path)
-    where = str(path)
-    others = None if before is None else without_part(before, heads=HEADS, where=where)
+    others = None if before is None else without_block(before, heads=HEADS, where=where)
     if others is not None:
         _check_others(plan, kind, others, where, form)
-    after = with_part(before, form.body, comment=form.comment, head=form.head, where=where)
+    after = with_block(before, form.body, comment=form.comment, head=form.head, where=where)
     return Change(path=place, before=before, after=after, mode=form.mode)
 
 
-def _taken_out(path: Path) -> Change | None:
-    """The change that takes our part out of a file; None if it is not in there."""
-    if not path.exists():
-        return None
-    before = read_own(path)
-    if before is None or not has_part(before, where=str(path)):
-        return None
-    after = without_part(before, heads=HEADS, where=str(path))
-    return Change(path=path, before=before, after=after)
-
-
 def _check_others(plan: Installed, kind: Kind, others: bytes, where: str, form: Form) -> None:
-    """Refuse a file in which our lines would not do what they are for, or harm."""
+    """Refuse a file in which our lines would have no effect, or do harm."""
     if kind == "conf":
         _check_conf(plan, others, where)
     elif kind == "slurm-prolog":
@@ -144,21 +171,83 @@ def _check_others(plan: Installed, kind: Kind, others: bytes, where: str, form: 
 def _check_conf(plan: Installed, others: bytes, where: str) -> None:
     lines = {line.name: line for line in reversed(conf_lines(others, where=where))}
     if _GRAPH in lines:
-        raise InputError(
-            lines[_GRAPH].where,
-            f"sets {_GRAPH}",
-            "take it out: it fails every communicator over other GPUs",
-        )
+        right = "take it out: it fails every communicator over other GPUs"
+        raise InputError(lines[_GRAPH].where, f"sets {_GRAPH}", right)
     given = {name: line.value for name, line in lines.items()}
     names = [name for name in against(plan.settings, given) if name in lines]
-    names += [
-        name
-        for name, value in plan.variables.items()
-        if name in given and given[name] != value and name not in names
-    ]
+    names += [name for name, value in plan.variables.items() if given.get(name, value) != value]
     if names:
-        raise InputError(
-            lines[names[0]].where,
-            f"sets {names[0]}={given[names[0]][:60]}, against the plan's settings",
-            "take it out, or plan again with it",
-        )
+        what = f"sets {names[0]}={given[names[0]][:60]}, against the plan's settings"
+        raise InputError(lines[names[0]].where, what, "take it out, or plan again with it")
+
+
+def state_directory() -> Path:
+    """Return the directory of the record."""
+    named = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(named) if named.startswith("/") else Path.home() / ".local" / "state"
+    return base / "tccl"
+
+
+def load_record(directory: Path) -> Record:
+    """Return the record, empty if there is none.
+
+    Raises:
+        InputError: it is unreadable, of another version, or damaged.
+    """
+    path = directory / RECORD_FILE
+    if not path.exists():
+        return Record()
+    found = decode_json(read_text(path), Record, where=str(path))
+    if found.format_version != FORMAT_VERSION:
+        what = f"has format version {found.format_version}"
+        raise InputError(str(path), what, f"this program reads version {FORMAT_VERSION}")
+    return found
+
+
+@contextmanager
+def _opened_record(directory: Path) -> Iterator[Record]:
+    """Lock the record until the block ends; its directory exists then.
+
+    Directories made for it are removed if nothing is recorded in the end.
+
+    Raises:
+        InputError: another run holds it, or it is unreadable.
+    """
+    made: list[Path] = []
+    with refused(directory, "cannot be made", "name a writable place by XDG_STATE_HOME"):
+        make(directory, made)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        lock(descriptor, directory)
+        sweep_beside(directory / RECORD_FILE)
+        record = load_record(directory)
+        if not made and not any(directory.iterdir()):
+            # A run was killed before it recorded anything.
+            made.append(directory)
+        if made:
+            record = msgspec.structs.replace(record, made=tuple(map(str, made)))
+        yield record
+    finally:
+        if made and not (directory / RECORD_FILE).exists():
+            _remove_folders(tuple(map(str, made)))
+        os.close(descriptor)
+
+
+def _save_record(record: Record, directory: Path) -> None:
+    """Write the record; without files, remove it and the directories made for it.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    if record.files:
+        write_atomically(directory / RECORD_FILE, encode_json(record))
+        return
+    with refused(directory, "cannot be written", "make it writable"):
+        (directory / RECORD_FILE).unlink(missing_ok=True)
+    _remove_folders(record.made)
+
+
+def _remove_folders(made: Sequence[str]) -> None:
+    for folder in reversed(made):
+        with suppress(OSError):
+            Path(folder).rmdir()

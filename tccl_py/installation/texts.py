@@ -1,8 +1,8 @@
-"""What an installed plan says: NCCL's file, a SLURM task prolog, a module. None names a graph file.
+"""Texts of an installed plan: nccl.conf, a SLURM task prolog, an environment module.
 
-A graph file is for communicators over exactly its GPUs, and all of these hold for whatever
-communicators a job makes. They set the plan's settings, and TCCL_PLAN, by which tccl_py.torch finds
-the graph of each group.
+None names a graph file, because these texts hold for all communicators of a job and a graph file
+for communicators over exactly its GPUs. They set the plan's settings, and TCCL_PLAN, by which
+tccl_py.torch finds the graph file of each group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from tccl_py.health.fitness import ALIKE_VARIABLE
-from tccl_py.installation.parts import Comment
+from tccl_py.installation.blocks import Comment
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.nccl.conf import job_environment
 from tccl_py.nccl.settings import Settings
@@ -27,11 +27,10 @@ _PLAIN = "_-./+@%:,="
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that jobs are to find: its directory, its settings, and whose its rates are.
+    """A plan to install: its directory and settings, and the machine that it holds for.
 
-    `gpu_uuids` are those of the plan's GPUs, none if hosts with other ones are `alike`;
-    `fingerprint` is None for a plan that no machine was measured for, which then holds wherever it
-    is installed.
+    `gpu_uuids` are the plan's GPUs, none if it holds for all hosts that are `alike`. `fingerprint`
+    is None for a plan without a measured machine, which holds wherever it is installed.
     """
 
     directory: Path
@@ -43,18 +42,18 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of a job."""
+        """Return a job's settings."""
         return job_environment(self.settings)
 
     @property
-    def named(self) -> dict[str, str]:
-        """The variables by which tccl_py.torch finds the plan."""
+    def environment(self) -> dict[str, str]:
+        """Return a job's settings, and the variables by which tccl_py.torch finds the plan."""
         more = {ALIKE_VARIABLE: "1"} if self.alike else {}
-        return {PLAN_VARIABLE: str(self.directory), **more}
+        return {**self.variables, PLAN_VARIABLE: str(self.directory), **more}
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """How our part stands in one file: its lines, comments, and what is above it in a new one."""
+    """The form of our block in a file: lines, comment mark, and the head and mode of a new file."""
 
     body: str
     comment: Comment = "#"
@@ -63,48 +62,47 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 
 HEADS = ("", "#!/bin/sh\n", "#%Module1.0\n")
-"""What may stand above our part in a file that we made."""
+"""Heads of files that we made."""
 
 
 def form_of(plan: Installed, kind: Kind, path: Path) -> Form:
-    """Our part of a file of this kind; a module with the suffix .lua is written for Lmod."""
+    """Return the block for a file of this kind; a module with the suffix .lua is for Lmod."""
     if kind == "conf":
         return Form(body=conf_text(plan.settings, provenance=plan.provenance))
     if kind == "slurm-prolog":
         return Form(body=_prolog(plan), head="#!/bin/sh\n", mode=0o755)
-    said = {**plan.variables, **plan.named}
+    said = plan.environment
     if path.suffix == ".lua":
         return Form(body=_lua(said, plan.provenance), comment="--")
     return Form(body=_tcl(said, plan.provenance), head="#%Module1.0\n")
 
 
 def _prolog(plan: Installed) -> str:
-    """Lines for a TaskProlog, whose output SLURM takes for the task's environment.
+    """Return lines for a TaskProlog, whose output SLURM adds to the task's environment.
 
-    What the job has set itself stays. It runs before every task, so that it needs no Python, and
+    Variables that the job sets stay. The prolog runs before every task, so it needs no Python and
     never fails, because SLURM would end the task.
     """
-    said = {**plan.variables, **plan.named}
-    told = "".join(
+    exports = "".join(
         f'    [ -n "${{{name}+x}}" ] || printf "%s\\n" {shlex.quote(f"export {name}={value}")}\n'
-        for name, value in said.items()
+        for name, value in plan.environment.items()
     )
     return (
         f"# tccl-py, rates {plan.provenance}; for TaskProlog= in slurm.conf, or srun --task-prolog."
-        f"\n(\n{_guard(plan)}{told}) || :\n"
+        f"\n(\n{_guard(plan)}{exports}) || :\n"
     )
 
 
 def _guard(plan: Installed) -> str:
-    """Lines of a shell that end it where the plan was not measured."""
-    whose = plan.fingerprint
-    if whose is None:
+    """Return shell lines that exit on machines other than the plan's."""
+    measured = plan.fingerprint
+    if measured is None:
         return ""
     uuids = "".join(
         f'    grep -qsF -- {shlex.quote(uuid)} "$gpus"/*/information || exit 0\n'
         for uuid in plan.gpu_uuids
     )
-    major = whose.driver.partition(".")[0]
+    major = measured.driver.partition(".")[0]
     pattern = shlex.quote(f"[[:space:]]{major}[.][0-9]")
     return (
         "    # Only with the GPUs, driver and NUMA nodes that the plan was measured on.\n"
@@ -114,7 +112,7 @@ def _guard(plan: Installed) -> str:
         "    for list in /sys/devices/system/node/node[0-9]*/cpulist; do\n"
         '        ! grep -qs "[0-9]" "$list" || nodes=$((nodes + 1))\n'
         "    done\n"
-        f'    [ "$nodes" -eq {whose.numa_count} ] || exit 0\n'
+        f'    [ "$nodes" -eq {measured.numa_count} ] || exit 0\n'
     )
 
 
@@ -124,7 +122,7 @@ def _tcl(said: Mapping[str, str], provenance: str) -> str:
 
 
 def _tcl_word(text: str) -> str:
-    r"""A word of Tcl that is this text, whatever it has.
+    r"""Return a Tcl word for any text.
 
     >>> _tcl_word("/a b/$x")
     '/a\\ b/\\$x'

@@ -323,3 +323,24 @@ def load_verification(directory: Path) -> Verification | None:
     if not path.exists():
         return None
     return read_beside_plan(path, Verification, version=FORMAT_VERSION)
+
+
+def why_not_verified(directory: Path) -> str:
+    """Return why a plan does not count as verified, as a predicate; "" if it does.
+
+    Raises:
+        InputError: verify.json is unreadable or damaged.
+    """
+    if not (directory / VERIFICATION_FILE).exists():
+        return "was not verified"
+    found = load_verification(directory)
+    if found is None:
+        return "was planned again after it was verified"
+    if found.backend != "cuda":
+        return "was verified without GPUs"
+    arm = found.arm(found.recommended)
+    if arm is None:
+        return f"was verified for the choice {found.chosen} alone"
+    if arm.failure:
+        return "failed when it was verified"
+    return "" if arm.accepted else f"was not accepted when it was verified: {arm.objections[0]}"

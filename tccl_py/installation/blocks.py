@@ -1,0 +1,221 @@
+"""A marked block of ours in files of other owners: all files change, or none.
+
+Everything outside the block stays byte for byte. The first marker records the state before, so
+removal restores it even without a record.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.files import check_path, read_bytes, replacement
+from tccl_py.plan.staging import refused
+
+MAX_BYTES = 1024 * 1024
+_OWN = "name a file of your own in a directory that you can write to"
+
+Before = Literal["made", "kept", "unended"]
+"""No file; a file; a file whose last line had no newline, which we added."""
+Comment = Literal["#", "--"]
+
+_MENTION = re.compile(rb"(?:>>>|<<<) tccl-py")
+_BEGIN = re.compile(
+    rb"^(?:#|--) >>> tccl-py, taken out by tccl uninstall \((made|kept|unended)\) >>>\n", re.M
+)
+_END = re.compile(rb"^(?:#|--) <<< tccl-py <<<(?:\n|\Z)", re.M)
+
+
+class _Block(NamedTuple):
+    start: int
+    inside: tuple[int, int]
+    end: int
+    before: Before
+
+
+def with_block(data: bytes | None, body: str, *, comment: Comment, head: str, where: str) -> bytes:
+    """Return a file with our block in its place, else at its end.
+
+    Args:
+        data: the file; None if there is none.
+        body: lines of the block.
+        comment: start of a comment in such a file.
+        head: text before the block in a new file.
+        where: the file's name for messages.
+
+    Raises:
+        InputError: the markers in the file are damaged.
+    """
+    block = _find(data or b"", where)
+    if data is not None and block is not None:
+        return _replaced(data, block.inside, body.encode())
+    before: Before = "made" if data is None else "kept"
+    start = head.encode() if data is None else data
+    if data and not data.endswith(b"\n"):
+        before, start = "unended", data + b"\n"
+    first = f"{comment} >>> tccl-py, taken out by tccl uninstall ({before}) >>>\n"
+    return start + f"{first}{body}{comment} <<< tccl-py <<<\n".encode()
+
+
+def without_block(data: bytes, *, heads: tuple[str, ...], where: str) -> bytes | None:
+    """Return the file as it was before, with later lines of others; None if there was none.
+
+    Args:
+        data: the file.
+        heads: texts that may stand before the block in a file that we made.
+        where: its name for messages.
+
+    Raises:
+        InputError: the markers are damaged.
+    """
+    block = _find(data, where)
+    if block is None:
+        return data
+    rest = _replaced(data, (block.start, block.end), b"")
+    if block.before == "made" and rest in [head.encode() for head in heads]:
+        return None
+    # The newline that we added goes, unless somebody has written behind it.
+    last = block.end == len(data) and rest.endswith(b"\n")
+    return rest[:-1] if block.before == "unended" and last else rest
+
+
+def has_block(data: bytes, *, where: str) -> bool:
+    """Return whether our block is in a file.
+
+    Raises:
+        InputError: the markers are damaged.
+    """
+    return _find(data, where) is not None
+
+
+def _replaced(data: bytes, span: tuple[int, int], middle: bytes) -> bytes:
+    return data[: span[0]] + middle + data[span[1] :]
+
+
+def _find(data: bytes, where: str) -> _Block | None:
+    mentions = len(_MENTION.findall(data))
+    if not mentions:
+        return None
+    begins, ends = list(_BEGIN.finditer(data)), list(_END.finditer(data))
+    whole = len(begins) == len(ends) == 1 and begins[0].end() <= ends[0].start()
+    if not whole or mentions != 2:
+        what = "has damaged marker lines of tccl-py"
+        right = "one of each is right, the first before the second: fix or delete them by hand"
+        raise InputError(where, what, right)
+    before: Before = begins[0][1].decode()  # type: ignore[assignment]
+    inside = (begins[0].end(), ends[0].start())
+    return _Block(begins[0].start(), inside, ends[0].end(), before)
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A file's bytes before and after; None is no file. `mode` is for a new file."""
+
+    path: Path
+    before: bytes | None
+    after: bytes | None
+    mode: int = 0o644
+
+    @property
+    def needed(self) -> bool:
+        """Return whether the file changes."""
+        return self.before != self.after
+
+
+def real_path(path: Path) -> Path:
+    """Return the absolute path behind symbolic links.
+
+    Raises:
+        InputError: circular links, or a path that no text file can name.
+    """
+    check_path(path.absolute())
+    try:
+        return path.absolute().resolve()
+    except (OSError, RuntimeError) as error:
+        raise InputError(str(path), "is a link that leads nowhere", _OWN) from error
+
+
+def read_own(path: Path) -> bytes | None:
+    """Return a file that may be changed; None if there is none and one may be made.
+
+    Raises:
+        InputError: the file or its directory belongs to another user or is not writable, or the
+            file is not regular, has hard links, or is too large.
+    """
+    with refused(path, "cannot be changed", _OWN):
+        parent = path.parent
+        if not parent.is_dir():
+            raise InputError(str(parent), "is no directory", "make it first")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise InputError(str(parent), "cannot be written to", _OWN)
+        if not path.exists():
+            return None
+        found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise InputError(str(path), "is no regular file", "name a file")
+    if found.st_uid != os.geteuid():
+        raise InputError(str(path), f"belongs to user {found.st_uid}", _OWN)
+    if not os.access(path, os.W_OK):
+        right = "give yourself the right to write it, or name another file"
+        raise InputError(str(path), "cannot be written to", right)
+    if found.st_nlink > 1:
+        right = "a new file in its place would part them: name a file of its own"
+        raise InputError(str(path), "has other names (hard links)", right)
+    return read_bytes(path, limit=MAX_BYTES)
+
+
+def apply_changes(changes: Sequence[Change]) -> None:
+    """Make all changes, or none.
+
+    Raises:
+        InputError: a file changed since it was read, or cannot be written; all are as before then.
+    """
+    done: list[Change] = []
+    try:
+        for change in changes:
+            if change.needed:
+                _apply(change)
+                done.append(change)
+    except BaseException:
+        for change in reversed(done):
+            with suppress(InputError, OSError):
+                undo = {"before": change.after, "after": change.before}
+                _apply(msgspec.structs.replace(change, **undo))
+        raise
+
+
+def _apply(change: Change) -> None:
+    with refused(change.path, "cannot be changed", _OWN):
+        now = change.path.read_bytes() if change.path.exists() else None
+        if now != change.before:
+            what = "was changed by another program in the meantime"
+            raise InputError(str(change.path), what, "try again")
+        if change.after is None:
+            change.path.unlink()
+            return
+        mode = change.mode if now is None else 0o600
+        with replacement(change.path, mode=mode) as handle:
+            handle.write(change.after)
+            handle.flush()
+            if now is not None:
+                _copy_attributes(change.path, handle.fileno())
+
+
+def _copy_attributes(path: Path, descriptor: int) -> None:
+    held = path.stat()
+    if held.st_gid != os.fstat(descriptor).st_gid:
+        os.fchown(descriptor, -1, held.st_gid)
+    # After the group: changing that clears set-id bits.
+    os.fchmod(descriptor, stat.S_IMODE(held.st_mode))
+    # Access lists are attributes too; the new file may lack only what the file system lacks.
+    with suppress(OSError):
+        for name in os.listxattr(path):
+            with suppress(OSError):
+                os.setxattr(descriptor, name, os.getxattr(path, name))
