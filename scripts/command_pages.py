@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-import typer.main
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from tccl_py.cli.main import app
+from tccl_py.cli.main import COMMANDS, load_command
 
 FOLDER = PurePosixPath("commands")
 LIST = "<!-- commands -->"
@@ -23,10 +22,8 @@ LIST = "<!-- commands -->"
 
 
 def commands() -> Mapping[str, Any]:
-    """Return the registered commands, in the order of `tccl --help`."""
-    group: Any = typer.main.get_command(app)
-    found: Mapping[str, Any] = group.commands
-    return found
+    """Return the commands, in the order of `tccl --help`."""
+    return {name: load_command(name) for name in COMMANDS}
 
 
 def summary(command: Any) -> str:

@@ -35,7 +35,8 @@ from tccl_py.nccl.transport import hop_space  # noqa: E402
 from tccl_py.nccl.view import view  # noqa: E402
 from tccl_py.plan.files import graph_text  # noqa: E402
 from tccl_py.readers.live import discover_machine  # noqa: E402
-from tccl_py.sources.journal import JournalledSource  # noqa: E402
+from tccl_py.sources.journal import JournalFile  # noqa: E402
+from tccl_py.sources.memory import RememberingSource  # noqa: E402
 
 CHANNELS = (1, 2, 4, 8)
 SIZES = tuple(128 * 1024 << shift for shift in range(6))
@@ -112,7 +113,9 @@ class opened:  # noqa: N801 - reads as a function does
         begun = time.monotonic()
         self.session.__enter__()
         self.session.opened_s = time.monotonic() - begun
-        self.source = JournalledSource(self.session.profiler, self.path, self.session.header)
+        self.source = RememberingSource(
+            self.session.profiler, journal=JournalFile(self.path, self.session.header)
+        )
         return self.session, self.source
 
     def __exit__(self, *error):

@@ -1,7 +1,7 @@
-"""Where the `tccl` command starts, also as `python -m tccl_py`.
+"""Entry point of the `tccl` command, also as `python -m tccl_py`.
 
-Nothing heavy is imported before an interrupt has its answer: to load the commands, and the
-numerical libraries below them, takes a while.
+Nothing heavy is imported before interrupts are handled: loading commands and numerical libraries
+takes a while.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from types import FrameType  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
 NOT_USABLE, INTERRUPTED = 2, 130
+_OF_RANKS = ("measure", "plan", "verify")
+"""Commands that the ranks of an MPI job do together."""
 
 
 def main() -> None:
-    """The console entry point; an interrupt ends it with 130 and without a word."""
+    """Run the console entry point; an interrupt ends it with 130 and without a word."""
     try:
         usual = signal.getsignal(signal.SIGINT)
         # A shell that starts a command in the background may have it ignore interrupts.
@@ -36,10 +38,11 @@ def main() -> None:
         except InputError as error:
             sys.stderr.write(f"tccl: {error}\n")
             sys.exit(NOT_USABLE)
-        from tccl_profiler.cluster.mpi import only_serves, served  # noqa: PLC0415
+        if sys.argv[1:2] and sys.argv[1] in _OF_RANKS:
+            from tccl_profiler.cluster.mpi import only_serves, served  # noqa: PLC0415
 
-        if only_serves(sys.argv[1:], os.environ):
-            sys.exit(served())
+            if only_serves(sys.argv[1:], os.environ):
+                sys.exit(served())
         from tccl_py.cli.main import main as run  # noqa: PLC0415
 
         signal.signal(signal.SIGINT, usual)

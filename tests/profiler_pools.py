@@ -16,7 +16,8 @@ from tccl_profiler.workers import DeviceSpec
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER
 from tccl_py.model.transfer import parse_set
-from tccl_py.sources.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.sources.journal import JournalFile, JournalHeader, read_journal
+from tccl_py.sources.memory import RememberingSource
 
 LONG_S = 30.0
 """What a busy machine may take for anything."""
@@ -79,7 +80,7 @@ def stopping(pids, *, for_s, times, apart_s=0.02):
 def measured_or_failed(source, transfers, path):
     """Ask for a set by a journal: what it has of it is a whole measurement, or it has nothing."""
     header = JournalHeader(machine="host", identity="host backend", simulated=False)
-    with JournalledSource(source, path, header) as journal:
+    with RememberingSource(source, journal=JournalFile(path, header)) as journal:
         try:
             (answer,) = journal.measure([transfers])
         except MeasurementError as error:

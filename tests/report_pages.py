@@ -11,7 +11,8 @@ from tccl_py.plan.directory import JOURNAL_FILE, write_plan
 from tccl_py.plan.plan import load_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalHeader, JournalledSource
+from tccl_py.sources.journal import JournalFile, JournalHeader
+from tccl_py.sources.memory import RememberingSource
 
 PLANS = Path(__file__).parent.parent / "plans"
 VOID = {"meta", "link", "br"}
@@ -27,7 +28,7 @@ def plan_directory(place, name, *, sets=(), **changes):
     write_plan(plan, place)
     header = JournalHeader(machine=plan.machine.name, identity="a test", simulated=True)
     source = Simulator(load_bundled(name))
-    with JournalledSource(source, place / JOURNAL_FILE, header) as journal:
+    with RememberingSource(source, journal=JournalFile(place / JOURNAL_FILE, header)) as journal:
         journal.measure(list(sets))
     return place
 

@@ -7,8 +7,6 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tccl_py.cli import hardware
-from tccl_py.cli.hardware import Care, Hardware, MeasuredMachine, measured_machine
 from tccl_py.cli.main import app
 from tccl_py.files import decode_json, encode_json, encode_line
 from tccl_py.health.drift_record import CheckRecord
@@ -18,7 +16,10 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan
 from tccl_py.simulator.descriptions import load_bundled, model_from_json, model_to_json
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.sources import opening
+from tccl_py.sources.journal import JournalHeader, read_journal
+from tccl_py.sources.opening import open_source
+from tccl_py.sources.profiled import MeasuredMachine, MeasurementOptions, measured_machine
 from tests.drifting import with_slower_link
 from tests.planned import rebind
 
@@ -79,7 +80,7 @@ def test_a_slower_link_is_told_by_name_and_worst_first(plan):
     )
     assert result.stderr == (
         "tccl: the model, or this program's parameters, are not those that the plan was simulated "
-        "with: what differs for that reason is told as a change\n"
+        "with: differences for that reason are reported as changes\n"
     )
 
 
@@ -117,8 +118,8 @@ def test_a_journal_of_another_machine_is_refused(plan):
     journal.write_text(journal.read_text().replace(NAME, "amd-v100", 1))
     result = tccl("check", plan)
     assert (result.exit_code, result.stdout) == (2, "")
-    said = "is not of this plan; plan again, into a new directory"
-    assert result.stderr == f"tccl: {journal}: {said}\n"
+    assert result.stderr.startswith(f"tccl: {journal}: ")
+    assert "not of this plan" in result.stderr
 
 
 @pytest.mark.parametrize("noise", ["1.2.3", "...", "e", "-1"])
@@ -172,7 +173,7 @@ def test_without_a_plan_a_journal_or_a_model_it_cannot(plan, tmp_path):
     (plan / "measurements.jsonl").unlink()
     result = tccl("check", plan)
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"tccl: {plan}/measurements.jsonl: cannot be read (No such")
+    assert result.stderr.startswith(f"tccl: {plan}/measurements.jsonl: does not exist")
 
 
 # Hardware
@@ -212,7 +213,7 @@ def measured(plan, monkeypatch):
     lines = [session.header, *(msgspec.structs.replace(one, simulated=False) for one in rows)]
     text = b"".join(encode_line(line) for line in lines)
     (plan / "measurements.jsonl").write_bytes(text)
-    monkeypatch.setattr(hardware, "open_session", lambda *_: session)
+    monkeypatch.setattr(opening, "open_session", lambda *_: session)
     found_here(monkeypatch, PRINT)
     return plan
 
@@ -280,12 +281,15 @@ def test_the_host_backend_is_checked_by_itself(plan):
     plan.mkdir()
     write_plan(made, plan, fingerprint=place.fingerprint)
     with (
-        Hardware(place, care=Care(target=0.5, repeats=6)) as source,
-        JournalledSource(source, plan / "measurements.jsonl", source.header) as journalled,
+        open_source(
+            place,
+            options=MeasurementOptions(target=0.5, repeats=6),
+            journal=plan / "measurements.jsonl",
+        ) as source,
     ):
-        journalled.measure([parse_set(" ".join(flows)), parse_set(flows[0])])
+        source.measure([parse_set(" ".join(flows)), parse_set(flows[0])])
     result = tccl("check", plan, "--json", "--max-seconds", "110")
     assert result.exit_code in (0, 1)
     found = json.loads(result.stdout)
     assert (found["simulated"], found["sets_compared"]) == (False, 2)
-    assert "no figure says anything of GPUs" in result.stderr
+    assert "host backend" in result.stderr

@@ -55,7 +55,7 @@ def test_the_file_written_is_a_machine_for_every_command(option, file, tmp_path)
 
 def test_the_host_gives_knowledge_and_fingerprint_that_commands_use(monkeypatch, tmp_path):
     found = (BOX, NO_ACCESS, FINGERPRINT)
-    monkeypatch.setattr("tccl_py.cli.discover.discover_machine", lambda: found)
+    monkeypatch.setattr("tccl_py.cli.machines.discover_machine", lambda: found)
     path = tmp_path / "box.json"
     result = tccl("discover")
     path.write_text(result.stdout)
@@ -70,7 +70,7 @@ def test_without_a_driver_the_sentence_names_what_else_to_give(monkeypatch):
     def no_driver():
         raise InputError("this machine", "no NVIDIA driver answers", "use --nvidia-smi FILE")
 
-    monkeypatch.setattr("tccl_py.cli.discover.discover_machine", no_driver)
+    monkeypatch.setattr("tccl_py.cli.machines.discover_machine", no_driver)
     result = tccl("discover")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "tccl: this machine: no NVIDIA driver answers; use --nvidia-smi FILE\n"

@@ -7,9 +7,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tccl_py.cli import hardware
 from tccl_py.cli.main import app
-from tccl_py.cli.measure import simulation_header
 from tccl_py.errors import InputError
 from tccl_py.explain.findings import load_explanation
 from tccl_py.model.transfer import parse_set
@@ -17,8 +15,12 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalHeader, JournalledSource
+from tccl_py.sources import profiled
+from tccl_py.sources.journal import JournalFile, JournalHeader
+from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.opening import simulation_header
 from tests.planned import rebind
+from tests.sessions import Fake, measures_by
 
 PLANS = Path(__file__).parent.parent / "plans"
 NAME = "amd-v100"
@@ -47,8 +49,9 @@ def directory(tmp_path):
     """A simulated plan with a journal that holds nothing yet."""
     write_plan(load_plan(PLANS / f"{NAME}.json"), tmp_path, model=load_bundled(NAME))
     model = load_bundled(NAME)
-    with JournalledSource(
-        Simulator(model), tmp_path / "measurements.jsonl", simulation_header(model)
+    with RememberingSource(
+        Simulator(model),
+        journal=JournalFile(tmp_path / "measurements.jsonl", simulation_header(model)),
     ):
         pass
     return tmp_path
@@ -62,14 +65,14 @@ def measured(directory):
     journal = directory / "measurements.jsonl"
     journal.unlink()
     header = JournalHeader(machine=NAME, identity="GPUs a, b", simulated=False)
-    with JournalledSource(Simulator(load_bundled(NAME)), journal, header):
+    with RememberingSource(Simulator(load_bundled(NAME)), journal=JournalFile(journal, header)):
         pass
 
 
 def test_the_text_names_rings_causes_and_provenance(directory):
     text = " ".join(done("explain", directory).stdout.split())
     assert "What hurts on amd-v100, GPUs 0,1,2,3: simulated from assumed figures" in text
-    assert "Stock NCCL: 4.00 GB/s (simulated from assumed figures)" in text
+    assert "Default NCCL: 4.00 GB/s (simulated from assumed figures)" in text
     assert "2 x bounce through the memory of NUMA node 1" in text
     assert "Shared: the host memory of NUMA node 1" in text
     assert "12.66 by direct write or direct read" in text
@@ -114,7 +117,7 @@ def test_noise_and_seed_of_the_plan_are_kept(tmp_path):
     [
         (["nowhere"], "nowhere: is no directory; name a directory of `tccl plan`"),
         (["."], ".: holds no plan.json; name a directory of `tccl plan`"),
-        ([".", "--max-sets", "0"], "--max-sets: is 0; one set at least, or --no-measure"),
+        ([".", "--max-sets", "0"], "--max-sets: is 0; 1 to 1000000"),
         ([".", "--max-causes", "0"], "--max-causes: is 0; 1 to 100"),
     ],
 )
@@ -141,7 +144,7 @@ def test_a_measured_plan_is_not_explained_by_another_machine(directory, monkeypa
     def none():
         raise InputError("this machine", "no NVIDIA driver answers (why)", "read a file")
 
-    monkeypatch.setattr(hardware, "discover_machine", none)
+    monkeypatch.setattr(profiled, "discover_machine", none)
     said = refused("explain", directory)
     assert said.startswith(
         "tccl: the plan of amd-v100: was measured on other GPUs or with other software (GPUs a, b)"
@@ -158,31 +161,9 @@ def test_a_measured_plan_without_its_journal_is_refused(directory):
 
 def test_a_measured_plan_is_explained_on_its_machine(directory, monkeypatch):
     measured(directory)
-    model = load_bundled(NAME)
-
-    class Here:
-        """A session on the machine itself: the model's answers, which say they are measured."""
-
-        simulated = False
-        header = JournalHeader(machine=NAME, identity="GPUs a, b", simulated=False)
-        notices = ("G0 was warm",)
-        machine = model.machine
-
-        def __init__(self, *_, **__):
-            self.on_set = None
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def measure(self, sets):
-            found = Simulator(model).measure(sets)
-            return [msgspec.structs.replace(one, simulated=False) for one in found]
-
-    monkeypatch.setattr("tccl_py.cli.plan_source.Hardware", Here)
-    monkeypatch.setattr("tccl_py.cli.plan_source.measured_machine", lambda *_: Here())
+    session = Fake(NAME, "G0 was warm")
+    session.more = {}
+    measures_by(monkeypatch, session, "tccl_py.sources.planned")
     result = done("explain", directory)
     assert "(measured)" in result.stdout
     assert "simulated" not in result.stdout

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tccl_py.cli.arguments import gpus_argument, parse_gpus, provenance
 from tccl_py.cli.main import app
+from tccl_py.cli.options import gpus_argument, parse_gpus
+from tccl_py.cli.streams import provenance
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine, model_to_json
@@ -283,10 +284,11 @@ def test_a_signal_ends_the_process_without_a_trace():
 
 LOADING = """
 import sys, time
+waited_for = sys.argv.pop(1)
 
 class Waiting:
     def find_spec(self, name, path=None, target=None):
-        if name == sys.argv[-1]:
+        if name == waited_for:
             print("ready", flush=True)
             time.sleep(60)
 
@@ -299,7 +301,7 @@ main()
 @pytest.mark.parametrize("module", ["tccl_py.cli.main", "typer", "numpy", "tccl_py.cli.plan"])
 def test_a_signal_while_the_command_is_loaded_ends_it_without_a_trace(module):
     child = subprocess.Popen(
-        [sys.executable, "-c", LOADING, module],
+        [sys.executable, "-c", LOADING, module, "plan", "--help"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

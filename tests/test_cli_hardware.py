@@ -13,18 +13,18 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tccl_py.cli import hardware
-from tccl_py.cli.hardware import Care, MeasuredMachine, measured_machine
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.model.knowledge import Fingerprint
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.sources import opening, profiled
+from tccl_py.sources.journal import JournalFile, read_journal
+from tccl_py.sources.profiled import MeasurementOptions, measured_machine
 from tests.planned import SMALL, WRX
+from tests.sessions import PRINT, Fake, measures_by
 
 KEYS = ["set", "gbps", "total_gbps", "simulated", "assumed"]
 MEASURED_KEYS = [
@@ -38,7 +38,6 @@ MEASURED_KEYS = [
     "settled",
     "outliers",
 ]
-PRINT = Fingerprint(gpu_uuids=("GPU-a", "GPU-b"), driver="570.1", numa_count=1, kernel="6.1")
 BOUNCE = "G0->G0->C0->G1->G1"
 SETS = ("G0->G0->G1", "G1->G1->G0", BOUNCE)
 
@@ -47,64 +46,13 @@ def tccl(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-class Fake:
-    """Stands for a session and its profiler: answers of a model that say they are measured."""
-
-    def __init__(self, name=SMALL):
-        self.model = load_bundled(name)
-        self.simulator = Simulator(self.model)
-        self.profiler = self
-        self.notices = []
-        self.conditions = "G0 and G1 at 1980 MHz"
-        self.asked, self.entered, self.left = [], 0, 0
-        self.more = {"skew_us": 3.25, "overlap": 0.995}
-        self.before = lambda transfers: None
-        self.alive = True
-
-    def place(self):
-        model = self.model
-        return MeasuredMachine(
-            backend="cuda", machine=model.machine, knowledge=model.knowledge, fingerprint=PRINT
-        )
-
-    @property
-    def header(self):
-        return JournalHeader(machine=self.model.name, identity="GPUs a, b", simulated=False)
-
-    def __enter__(self):
-        self.entered += 1
-        self.notices = []
-        return self
-
-    def __exit__(self, *error):
-        self.left += 1
-        self.notices.append("G0 is warmer than before")
-
-    def measure(self, sets):
-        (one,) = sets
-        self.asked.append(str(one))
-        self.before(one)
-        if not self.alive:
-            raise MeasurementError(f"{one}: the worker of G1 was killed")
-        (found,) = self.simulator.measure(sets)
-        rows = tuple((rate,) * 7 for rate in found.gbps)
-        return [msgspec.structs.replace(found, samples_gbps=rows, simulated=False, **self.more)]
-
-    def exercise(self, transfers):
-        if not self.alive:
-            raise MeasurementError("the worker of G1 was killed")
-
-
 @pytest.fixture
 def fake(monkeypatch):
-    return faked(monkeypatch, Fake())
+    return faked(monkeypatch, Fake(SMALL))
 
 
-def faked(monkeypatch, one):
-    monkeypatch.setattr("tccl_py.cli.measure.measured_machine", lambda *_: one.place())
-    monkeypatch.setattr("tccl_py.cli.plan.measured_machine", lambda *_: one.place())
-    monkeypatch.setattr(hardware, "open_session", lambda *_: one)
-    return one
+def faked(monkeypatch, session):
+    return measures_by(monkeypatch, session, "tccl_py.cli.measure", "tccl_py.cli.plan")
 
 
 # options
@@ -114,12 +62,12 @@ def test_without_a_driver_the_ways_out_are_named(monkeypatch):
     def none():
         raise InputError("this machine", "no NVIDIA driver answers (why)", "read a file")
 
-    monkeypatch.setattr(hardware, "discover_machine", none)
+    monkeypatch.setattr(profiled, "discover_machine", none)
     result = tccl("measure", "G0->G0->G1")
     assert result.exit_code == 2
     assert result.stderr == (
         "tccl: this machine: no NVIDIA driver answers (why); give --simulate MACHINE to ask a "
-        "model, or --backend host to measure this host's memory as a rehearsal\n"
+        "model, or --backend host to measure this host's memory as a dry run\n"
     )
 
 
@@ -164,15 +112,17 @@ def test_bad_options_are_refused_with_a_sentence_and_leave_nothing(command, case
 
 def test_options_of_measuring_reach_the_session(fake, monkeypatch):
     given = []
-    monkeypatch.setattr(hardware, "open_session", lambda *more: given.append(more) or fake)
+    monkeypatch.setattr(opening, "open_session", lambda *more: given.append(more) or fake)
     done = tccl("measure", "G3->G3->G1", "--target", "0.2", "--meeting", "independent", "--check")
     assert done.exit_code == 0
-    assert given == [(fake.place(), (1, 3), Care(target=0.2, meeting="independent", check=True))]
+    assert given == [
+        (fake.place(), (1, 3), MeasurementOptions(target=0.2, meeting="independent", check=True))
+    ]
 
 
-def test_the_care_becomes_the_options_of_a_session():
+def test_measurement_options_become_the_options_of_a_session():
     place = measured_machine("host", 2)
-    session = hardware.open_session(place, (0, 1), Care(target=0.2, check=True))
+    session = opening.open_session(place, (0, 1), MeasurementOptions(target=0.2, check=True))
     assert session.options.stopping.target == 0.2
     assert (session.options.check, session.options.meeting) == ("every", "pass-on")
     assert "core" in session.header.identity
@@ -262,7 +212,7 @@ def test_flows_that_ran_apart_are_no_answer_and_not_kept(fake, monkeypatch, tmp_
     monkeypatch.setattr(fake, "measure", lambda sets: [answer_of(sets[0], ((9.0,),), **more)])
     result = tccl("measure", "G0->G0->G1", "--journal", path)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "tccl: G0->G0->G1: its flows ran together for only 89% of the time\n"
+    assert "ran together for only 89%" in result.stderr
     assert not read_journal(path).measurements
 
 
@@ -310,14 +260,14 @@ def test_an_interruption_keeps_what_was_measured(fake, tmp_path):
 
 
 def test_a_set_that_a_full_disk_did_not_take_is_not_said_to_be_kept(fake, tmp_path, monkeypatch):
-    append = JournalledSource._append
+    append = JournalFile.append
 
     def full(self, record):
         if len(fake.asked) == 3:
             raise InputError("the journal", "cannot be written", "it needs space")
         append(self, record)
 
-    monkeypatch.setattr(JournalledSource, "_append", full)
+    monkeypatch.setattr(JournalFile, "append", full)
     path = tmp_path / "journal.jsonl"
     result = tccl("measure", *SETS, "--journal", path)
     assert (result.exit_code, result.stdout) == (2, "")
@@ -400,7 +350,7 @@ def test_a_plan_of_rates_that_vary_says_so(fake, tmp_path):
     planned(tmp_path / "plan", "--target", "0.02")
     count = load_plan(tmp_path / "plan").sets_measured
     assert load_plan(tmp_path / "plan").notices[-1] == (
-        f"rates vary: {count} of {count} sets measured did not come as close as --target 0.02; "
+        f"rates vary: {count} of {count} sets measured did not reach --target 0.02; "
         "other work, clocks or heat may disturb them"
     )
 
@@ -415,8 +365,8 @@ def test_a_plan_of_sets_that_may_have_run_apart_says_so(fake, tmp_path):
 
 def test_more_devices_than_cores_are_warned_of_once():
     cores = len(os.sched_getaffinity(0))
-    assert len(hardware.measured_machine("host", min(2, cores)).notices) == 1 + (cores < 2)
-    (_, shared) = hardware.measured_machine("host", cores + 1).notices
+    assert len(measured_machine("host", min(2, cores)).notices) == 1 + (cores < 2)
+    (_, shared) = measured_machine("host", cores + 1).notices
     assert shared.startswith(f"{cores + 1} devices of the host backend share {cores} core")
 
 
@@ -460,7 +410,7 @@ def test_env_says_how_a_measured_plan_gets_rings_for_some_of_many_gpus(tmp_path,
 # the host backend, for real
 
 QUICK = """
-import tccl_py.cli.hardware as hardware
+import tccl_py.sources.opening as opening
 import tccl_py.plan.planner as planner
 import tccl_py.plan.settings_search as settings_search
 from tccl_profiler.profiler import Options
@@ -469,7 +419,7 @@ from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
 from tccl_py.cli.main import main
 
-def open_session(place, gpus, care):
+def open_session(place, gpus, _):
     options = Options(
         stopping=Stopping(target=9.0, minimum=1, limit=1),
         # On busy cores less may pass without anything moving.
@@ -480,13 +430,12 @@ def open_session(place, gpus, care):
         place.machine, place.fingerprint, backend=place.backend, gpus=gpus, options=options
     )
 
-hardware.open_session = open_session
+opening.open_session = open_session
 settings_search.CHANNELS, settings_search.BUFFSIZES = (1, 2), (4 << 20, 1 << 20)
-planner.FREE_SETS = 10
 main()
 """
 ON_HOST = ("--backend", "host", "--devices", "2")
-REHEARSAL = "measured by the host backend: copies in this host's memory"
+REHEARSAL = "measured by the host backend: copies in host memory"
 
 
 class Child:

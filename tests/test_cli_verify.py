@@ -8,7 +8,6 @@ import signal
 import pytest
 from typer.testing import CliRunner
 
-from tccl_py.cli import verified as common
 from tccl_py.cli import verify as module
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
@@ -61,7 +60,7 @@ def jobs(monkeypatch):
     def use(ratio, *, variables=lambda _: 1.0, **more):
         fake = FakeJobs(by_plan(ratio, variables=variables), **more)
         monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
-        monkeypatch.setattr(module, "_check_torch", lambda: None)
+        monkeypatch.setattr(module, "check_torch", lambda: None)
         return fake
 
     return use
@@ -79,7 +78,7 @@ def test_a_better_plan_is_a_yes_and_kept(place, jobs):
     assert "variables: 240 results of collectives compared, all right" in words
     assert "variables: communicators over GPUs 0,1 and 2,3: 16 KiB 1.0" in words
     assert found.stderr == (
-        "tccl: a rehearsal over gloo: no figure says anything of GPUs or of NCCL\n"
+        "tccl: a dry run over gloo: its rates say nothing about GPUs or NCCL\n"
         f"tccl: wrote {place / 'verify.json'}\n"
     )
     kept = load_verification(place)
@@ -226,8 +225,8 @@ def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, jobs, monke
     tuning = []
     fake = Interrupting(number=signal.SIGTERM, at=lambda count: bool(tuning))
     monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
-    run = common.run_tuning
-    monkeypatch.setattr(common, "run_tuning", lambda *a, **k: tuning.append(1) or run(*a, **k))
+    run = module.run_tuning
+    monkeypatch.setattr(module, "run_tuning", lambda *a, **k: tuning.append(1) or run(*a, **k))
     found = tccl("verify", place, "--backend", "host", "--tune")
     assert found.exit_code == 143
     assert "interrupted: the plan is as it was, and what was verified of it is kept" in found.stderr
@@ -325,7 +324,7 @@ def test_settings_under_which_the_job_fails_are_told(place, jobs):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--rounds", "5"), "--rounds: is 5; 6 to 20; fewer have no 95 % interval"),
+        (("--rounds", "5"), "--rounds: is 5; 6 to 20"),
         (("--rounds", "21"), "--rounds: is 21; 6 to 20"),
         (("--seconds", "nan"), "--seconds: is nan; above 0, at most 86400"),
         (("--sizes", "4K,x"), "--sizes: 'x': is no size; bytes, as 4096, 4K, 1M or 1G; 4 to 16G"),
@@ -335,8 +334,8 @@ def test_settings_under_which_the_job_fails_are_told(place, jobs):
         (("--choice", "graph", "--tune"), "--choice with --tune: contradict"),
         (("--collective", "sum"), "--collective 'sum': is not known; one of all_reduce,"),
         (("--backend", "tpu"), "--backend 'tpu': is not known; one of cuda, host"),
-        (("--keep", "PATH"), "--keep 'PATH': is no NCCL variable"),
-        (("--keep", "NCCL_GRAPH_FILE"), "--keep NCCL_GRAPH_FILE: is what is compared"),
+        (("--pin-env", "PATH"), "--pin-env 'PATH': is no NCCL variable"),
+        (("--pin-env", "NCCL_GRAPH_FILE"), "--keep NCCL_GRAPH_FILE: is what is compared"),
     ],
 )
 def test_bad_options_are_one_sentence(place, options, sentence):
@@ -380,8 +379,8 @@ def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
     fake = jobs(lambda _: 1.0)
     fake._seconds = seconds
     # Where GPUs are missing: ranks are stand-ins, and so is their place.
-    real = module._launcher
-    monkeypatch.setattr(module, "_launcher", lambda plan, at, _, keep: real(plan, at, "host", keep))
+    real = module.machine_launcher
+    monkeypatch.setattr(module, "machine_launcher", lambda p, at, _, e: real(p, at, "host", e))
     monkeypatch.setattr(module, "check_tuning", lambda: None)
     monkeypatch.setattr("tccl_py.cli.plan.check_tuning", lambda: None)
     options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1", "--tune", "--json")
@@ -396,13 +395,13 @@ def test_plan_says_that_tuning_needs_gpus_whatever_the_plan_is_made_from(tmp_pat
     def nothing(*_):
         raise InputError("this machine", "no NVIDIA driver answers (none)", "give --simulate")
 
-    monkeypatch.setattr(module, "_check_torch", lambda: None)
+    monkeypatch.setattr(module, "check_torch", lambda: None)
     monkeypatch.setattr(module, "measured_machine", nothing)
     made = tccl("plan", "-o", tmp_path / "plan", "--simulate", NAME, "--tune")
     assert made.exit_code == 2
     assert made.stderr == (
         "tccl: --tune: runs NCCL's collectives, and no NVIDIA driver answers (none); leave it out; "
-        "`tccl verify DIR --backend host --tune` rehearses it over gloo\n"
+        "`tccl verify DIR --backend host --tune` is a dry run over gloo\n"
     )
     assert not (tmp_path / "plan").exists()
 

@@ -183,7 +183,7 @@ def test_env_is_off_on_a_host_of_a_cluster_with_other_gpus(tmp_path, monkeypatch
     monkeypatch.setattr("socket.gethostname", lambda: "gpu2")
     for now, code in ((gpus, 0), (gpus[:1], 1)):
         facts = SimpleNamespace(gpus=now)
-        monkeypatch.setattr("tccl_py.cli.cluster_files.driver_facts", lambda facts=facts: facts)
+        monkeypatch.setattr("tccl_py.cli.env.driver_facts", lambda facts=facts: facts)
         result = CliRunner().invoke(app, ["env", str(tmp_path)])
         assert result.exit_code == code, result.stderr
     assert result.stdout == "unset NCCL_GRAPH_FILE\n"
@@ -209,7 +209,7 @@ def test_env_is_off_where_the_fingerprint_differs(measured, monkeypatch, name):
     now = msgspec.structs.replace(MEASURED, **changes)
     result = run_env(monkeypatch, measured[1], now)
     assert (result.exit_code, result.stdout) == (1, "unset NCCL_GRAPH_FILE\n")
-    begin = "tccl: the plan is off, NCCL chooses its own rings: "
+    begin = "tccl: the plan is disabled, NCCL chooses its own rings: "
     assert result.stderr.startswith(begin + said)
     assert result.stderr.count("\n") == 1
 

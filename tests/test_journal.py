@@ -6,7 +6,7 @@ import pytest
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.transfer import parse_set
-from tccl_py.sources.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.sources.journal import JournalFile, JournalHeader, read_journal
 from tccl_py.sources.memory import RememberingSource
 
 HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
@@ -29,9 +29,9 @@ class Counting:
 
 def test_a_resumed_run_measures_nothing_twice(tmp_path):
     source, path = Counting(), tmp_path / "m.jsonl"
-    with JournalledSource(source, path, HEADER) as journal:
+    with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
         first = journal.measure([ONE])
-    with JournalledSource(source, path, HEADER) as journal:
+    with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
         assert journal.measure([ONE, TWO])[0] == first[0]
         assert journal.sets_remembered == 1
         assert isinstance(journal, BandwidthSource)
@@ -40,11 +40,11 @@ def test_a_resumed_run_measures_nothing_twice(tmp_path):
 
 def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(tmp_path):
     source, path = Counting(), tmp_path / "m.jsonl"
-    with JournalledSource(source, path, HEADER) as journal:
+    with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
         journal.measure([ONE, TWO])
     path.write_bytes(path.read_bytes()[:-9])
     torn = len(path.read_text().split("\n")[-1])
-    with JournalledSource(source, path, HEADER) as journal:
+    with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
         assert journal.notices[0].endswith(f": dropped a torn last line of {torn} characters")
         journal.measure([ONE, TWO])
     assert source.calls == [str(ONE), str(TWO), str(TWO)]
@@ -73,7 +73,10 @@ def test_sets_measured_before_the_source_failed_are_in_the_journal(tmp_path):
 
     source, path = Failing(), tmp_path / "m.jsonl"
     sets = [parse_set(f"G0->G0->G{i}") for i in range(1, 7)]
-    with JournalledSource(source, path, HEADER) as journal, pytest.raises(MeasurementError):
+    with (
+        RememberingSource(source, journal=JournalFile(path, HEADER)) as journal,
+        pytest.raises(MeasurementError),
+    ):
         journal.measure(sets)
     assert list(map(str, read_journal(path).measurements)) == source.calls
     assert len(source.calls) == 3
@@ -81,7 +84,7 @@ def test_sets_measured_before_the_source_failed_are_in_the_journal(tmp_path):
 
 def test_every_set_is_on_disk_as_soon_as_it_is_measured(tmp_path):
     path = tmp_path / "m.jsonl"
-    journal = JournalledSource(Counting(), path, HEADER)
+    journal = RememberingSource(Counting(), journal=JournalFile(path, HEADER))
     journal.measure([ONE])
     assert list(read_journal(path).measurements) == [ONE]
     journal.close()
@@ -90,16 +93,18 @@ def test_every_set_is_on_disk_as_soon_as_it_is_measured(tmp_path):
 @pytest.mark.parametrize("change", [{"machine": "other"}, {"identity": "x"}, {"simulated": False}])
 def test_a_journal_of_another_machine_is_refused_by_name(tmp_path, change):
     path = tmp_path / "m.jsonl"
-    JournalledSource(Counting(), path, HEADER).close()
+    RememberingSource(Counting(), journal=JournalFile(path, HEADER)).close()
     with pytest.raises(
         InputError, match=r"belongs to machine toy .*use a new journal or output directory"
     ):
-        JournalledSource(Counting(), path, msgspec.structs.replace(HEADER, **change))
+        RememberingSource(
+            Counting(), journal=JournalFile(path, msgspec.structs.replace(HEADER, **change))
+        )
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "m.jsonl"
-    with JournalledSource(Counting(), path, HEADER) as journal:
+    with RememberingSource(Counting(), journal=JournalFile(path, HEADER)) as journal:
         journal.measure([ONE, TWO])
     lines = path.read_text().split("\n")
     path.write_text("\n".join([lines[0], lines[1][:-5], lines[2], ""]))

@@ -18,7 +18,8 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_line
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_set
-from tccl_py.sources.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.sources.journal import JournalFile, JournalHeader, read_journal
+from tccl_py.sources.memory import RememberingSource
 
 HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
 SETS = [parse_set("G0->G0->G1 G2->G2->G3"), parse_set("G1->G1->G0")]
@@ -48,7 +49,7 @@ def path(tmp_path):
 def measured(path):
     """All sets, from the journal or by a new source; what the journal said, and what was asked."""
     source = Source()
-    with JournalledSource(source, path, HEADER) as journal:
+    with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
         return journal.measure(SETS), journal.notices, source.calls
 
 
@@ -71,7 +72,7 @@ REFUSED = [
     ("transfers", "G0->G1", "does not fit Measurement (flow 'G0->G1' has 2 places"),
     ("transfers", "G2->G2->G3 G0->G0->G1", "does not fit Measurement"),
     ("transfers", "G0->G0->G1  G2->G2->G3", "does not fit Measurement"),
-    ("simulated", False, "says otherwise than line 1 whether it is simulated"),
+    ("simulated", False, "contradicts line 1 on whether it is simulated"),
     ("overlap", 1.5, "has overlap 1.5"),
     ("skew_us", -1.0, "has skew_us -1"),
     ("outliers", [2], "has an outlier that is none of its 2 repeats"),
@@ -137,7 +138,7 @@ def test_an_overlap_that_the_clock_cannot_show_is_kept_as_a_bound(text, more, pa
     one = parse_set(text)
     for asked in ([text], []):
         source = Source(overlap=0.46, **more)
-        with JournalledSource(source, path, HEADER) as journal:
+        with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
             assert journal.measure([one])[0].overlap == 0.46
         assert source.calls == asked
 
@@ -149,7 +150,7 @@ def test_no_source_can_hand_on_a_rate_of_0():
 
 def test_flows_that_ran_apart_are_refused_and_not_kept(path):
     with (
-        JournalledSource(Source(overlap=0.5), path, HEADER) as journal,
+        RememberingSource(Source(overlap=0.5), journal=JournalFile(path, HEADER)) as journal,
         pytest.raises(MeasurementError, match=r"^G1->G1->G0: its flows ran together for only 50% "),
     ):
         journal.measure(SETS[1:])
@@ -199,7 +200,9 @@ def test_any_corrupted_bytes_are_refused_or_harmless(tmp_path_factory, data, at)
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -1.0])
 def test_what_could_not_be_read_back_is_not_written(rate, path):
     with (
-        JournalledSource(Source(samples_gbps=((rate,), (1.0,))), path, HEADER) as journal,
+        RememberingSource(
+            Source(samples_gbps=((rate,), (1.0,))), journal=JournalFile(path, HEADER)
+        ) as journal,
         pytest.raises(MeasurementError, match=r"^G0->G0->G1 G2->G2->G3: its measurement has a r"),
     ):
         journal.measure(SETS[:1])
@@ -259,7 +262,7 @@ def test_a_pipe_is_no_journal(tmp_path):
 
 
 def test_a_journal_in_use_is_refused_and_stays_as_it_is(path):
-    with JournalledSource(Source(), path, HEADER) as journal:
+    with RememberingSource(Source(), journal=JournalFile(path, HEADER)) as journal:
         journal.measure(SETS)
         before = path.read_bytes()
         result = CliRunner().invoke(app, (*COMMAND, str(path)))
@@ -270,8 +273,8 @@ def test_a_journal_in_use_is_refused_and_stays_as_it_is(path):
 
 
 def test_a_refused_journal_is_not_held(path):
-    JournalledSource(
-        Source(), path, JournalHeader(machine="x", identity="", simulated=True)
+    RememberingSource(
+        Source(), journal=JournalFile(path, JournalHeader(machine="x", identity="", simulated=True))
     ).close()
     for _ in range(2):
         with pytest.raises(InputError, match="belongs to machine x"):
@@ -290,7 +293,8 @@ LINES = int(os.environ.get("TCCL_JOURNAL_LINES", "100000"))
 READING = """
 import resource, sys, time
 from pathlib import Path
-from tccl_py.sources.journal import JournalHeader, JournalledSource
+from tccl_py.sources.journal import JournalHeader, JournalFile
+from tccl_py.sources.memory import RememberingSource
 from tccl_py.model.transfer import parse_set
 
 class Nothing:
@@ -299,7 +303,7 @@ class Nothing:
 resource.setrlimit(resource.RLIMIT_AS, (1_200_000 << 10, resource.RLIM_INFINITY))
 header = JournalHeader(machine="toy", identity="model 1", simulated=True)
 begun = time.process_time()
-with JournalledSource(Nothing(), Path(sys.argv[1]), header) as journal:
+with RememberingSource(Nothing(), journal=JournalFile(Path(sys.argv[1]), header)) as journal:
     for text in sys.argv[2:]:
         (answer,) = journal.measure([parse_set(text)])
         assert str(answer.transfers) == text
@@ -334,7 +338,7 @@ MANY = [parse_set(f"G0->G0->G{index}") for index in range(1, 61)]
 SLOW = """
 import sys, time
 from pathlib import Path
-from tests.test_journal_damage import HEADER, MANY, JournalledSource, Source
+from tests.test_journal_damage import HEADER, MANY, JournalFile, RememberingSource, Source
 
 class Slow(Source):
     def measure(self, sets):
@@ -343,7 +347,7 @@ class Slow(Source):
         time.sleep(0.02)
         return super().measure(sets)
 
-with JournalledSource(Slow(), Path(sys.argv[1]), HEADER) as journal:
+with RememberingSource(Slow(), journal=JournalFile(Path(sys.argv[1]), HEADER)) as journal:
     journal.measure(MANY)
 """
 
@@ -362,7 +366,7 @@ def test_a_killed_run_loses_at_most_the_set_in_flight(path, tmp_path):
     assert kept == asked[: len(kept)]
     assert len(asked) - len(kept) <= 1
     source = Source()
-    with JournalledSource(source, path, HEADER) as journal:
+    with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
         journal.measure(MANY)
     assert 8 <= len(kept) < len(MANY)
     assert source.calls == [str(one) for one in MANY[len(kept) :]]

@@ -48,6 +48,8 @@ NEAR = {"NCCL_P2P_LEVEL": "PIX"}
 NICS = "nvswitch-8gpu-8nic"
 MADE = {}
 
+PIN_DISABLE = ("--pin-env", "NCCL_P2P_DISABLE")
+
 
 def kept_plan(name, kept=OFF, **more):
     """The plan of a bundled machine whose jobs all have these variables, each made once."""
@@ -375,7 +377,15 @@ def directory(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCL_P2P_DISABLE", "1")
         result = tccl(
-            "plan", "-o", place, "--simulate", SMALL, "--keep", "NCCL_P2P_DISABLE", "--nccl", "2.28"
+            "plan",
+            "-o",
+            place,
+            "--simulate",
+            SMALL,
+            "--pin-env",
+            "NCCL_P2P_DISABLE",
+            "--nccl",
+            "2.28",
         )
     assert result.exit_code == 0, result.output
     return place
@@ -415,9 +425,9 @@ def test_what_cannot_be_kept_is_refused_and_nothing_is_written(
         monkeypatch.delenv(name, raising=False)
     else:
         monkeypatch.setenv(name, value)
-    result = tccl("plan", "-o", tmp_path / "plan", "--simulate", SMALL, "--keep", name)
+    result = tccl("plan", "-o", tmp_path / "plan", "--simulate", SMALL, "--pin-env", name)
     assert result.exit_code == 2
-    assert f"tccl: --keep {what}" in " ".join(result.stderr.split())
+    assert f"tccl: --pin-env {what}" in " ".join(result.stderr.split())
     assert not (tmp_path / "plan").exists()
 
 
@@ -430,7 +440,7 @@ def test_a_variable_that_is_not_named_is_not_kept(tmp_path, monkeypatch):
 def test_a_simulated_cluster_is_planned_with_it_too(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     options = ("--simulate", "amd-v100", "--nodes", "2", "--max-sets", "40")
-    result = tccl("plan", "-o", tmp_path / "plan", *options, "--keep", "NCCL_P2P_DISABLE")
+    result = tccl("plan", "-o", tmp_path / "plan", *options, "--pin-env", "NCCL_P2P_DISABLE")
     assert result.exit_code == 0, result.output
     plan = load_cluster_plan(tmp_path / "plan")
     assert (plan.kept, plan.settings.p2p_level) == (OFF, "LOC")
@@ -439,7 +449,9 @@ def test_a_simulated_cluster_is_planned_with_it_too(tmp_path, monkeypatch):
 
 def test_a_plan_for_jobs_that_have_sys_is_compared_with_stock_that_has_it(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_LEVEL", "SYS")
-    result = tccl("plan", "-o", tmp_path / "plan", "--simulate", SMALL, "--keep", "NCCL_P2P_LEVEL")
+    result = tccl(
+        "plan", "-o", tmp_path / "plan", "--simulate", SMALL, "--pin-env", "NCCL_P2P_LEVEL"
+    )
     assert result.exit_code == 0
     assert "for jobs that have NCCL_P2P_LEVEL=SYS, stock NCCL's too" in result.stdout
     assert "export NCCL_P2P_LEVEL=SYS" in (tmp_path / "plan" / "nccl" / "env.sh").read_text()
@@ -448,6 +460,8 @@ def test_a_plan_for_jobs_that_have_sys_is_compared_with_stock_that_has_it(tmp_pa
 def test_variables_that_are_set_and_not_planned_for_are_told(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("NCCL_P2P_LEVEL", "far")
-    said = "NCCL_P2P_DISABLE=1 is set here and is not planned for: if all jobs have it, add --keep"
+    said = (
+        "NCCL_P2P_DISABLE=1 is set here and is not planned for: if all jobs have it, add --pin-env"
+    )
     assert not_kept_here(()) == (f"{said} NCCL_P2P_DISABLE",)
     assert not_kept_here(("NCCL_P2P_DISABLE",)) == ()

@@ -8,13 +8,12 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tccl_py.cli.arguments import visible
 from tccl_py.cli.main import app
+from tccl_py.cli.streams import visible
 from tccl_py.errors import InputError
 from tccl_py.plan.directory import (
     file_name,
     machine_file,
-    open_journal,
     output_directory,
     planned_model,
     write_nccl_files,
@@ -23,7 +22,8 @@ from tccl_py.plan.directory import (
 from tccl_py.plan.plan import load_plan
 from tccl_py.simulator.descriptions import load_bundled, model_to_json, read_description
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalHeader, read_journal
+from tccl_py.sources.journal import JournalFile, JournalHeader, read_journal
+from tccl_py.sources.memory import RememberingSource
 from tests.planned import PCIE, SMALL, plan_of, rebind
 
 QUICK = ("--max-sets", "20", "--rings", "1")
@@ -350,11 +350,11 @@ HEADER = JournalHeader(machine=SMALL, identity="model 1", simulated=True)
 def test_a_journal_of_another_is_refused(other, tmp_path):
     path = tmp_path / "measurements.jsonl"
     source = Simulator(load_bundled(SMALL))
-    open_journal(source, path, HEADER, force=False).close()
+    RememberingSource(source, journal=JournalFile(path, HEADER)).close()
     before = path.read_bytes()
     wanted = msgspec.structs.replace(HEADER, **other)
     with pytest.raises(InputError, match="belongs to machine h200x4-vm"):
-        open_journal(source, path, wanted, force=False)
+        JournalFile(path, wanted)
     assert path.read_bytes() == before
 
 

@@ -15,7 +15,8 @@ from tccl_profiler.window import LaneRate
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import parse_flow, parse_set
-from tccl_py.sources.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.sources.journal import JournalFile, JournalHeader, read_journal
+from tccl_py.sources.memory import RememberingSource
 from tests.fakes import FakePool
 from tests.profiler_pools import is_running, moving, options, pool_of, until, workers_of
 
@@ -200,7 +201,9 @@ def test_an_interruption_while_few_lanes_run_passes_through():
 def test_a_journal_has_only_the_sets_that_were_asked_for(tmp_path):
     path = tmp_path / "journal.jsonl"
     header = JournalHeader(machine="fake", identity="fake", simulated=False)
-    with JournalledSource(profiler_of(FakePool(Rates())), path, header) as source:
+    with RememberingSource(
+        profiler_of(FakePool(Rates())), journal=JournalFile(path, header)
+    ) as source:
         source.measure([parse_set(ring(8)), parse_set(ring(24))])
     assert set(map(str, read_journal(path).measurements)) == {ring(8), ring(24)}
 

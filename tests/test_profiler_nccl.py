@@ -20,13 +20,14 @@ from tccl_profiler.profiler import Options
 from tccl_profiler.program import Carrier, Link, is_nic
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
-from tccl_py.cli.hardware import Care
 from tccl_py.cli.plan_cluster import ClusterOptions, ClusterTask, MeasuredCluster
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.transfer import entering, joined, leaving, parse_set, transfer_set
 from tccl_py.nccl.graph_file import read_graph_file
 from tccl_py.nccl_library import Library
 from tccl_py.search.problem import Budget
+from tccl_py.sources.hosts import HostsSource
+from tccl_py.sources.profiled import MeasurementOptions
 from tests.profiler_clusters import agents_in_processes
 
 pytestmark = pytest.mark.timeout(180)
@@ -314,7 +315,6 @@ def test_a_nic_that_the_host_has_not_is_refused(stand_in):
 
 
 def test_a_cluster_is_planned_with_nccl_between_its_hosts(stand_in, tmp_path):
-    careful = Care(target=0.5, repeats=6)
     options = ClusterOptions(network="nccl", keep_order=True)
     task = ClusterTask(
         options=options,
@@ -329,7 +329,8 @@ def test_a_cluster_is_planned_with_nccl_between_its_hosts(stand_in, tmp_path):
             job, backend="host", devices=1, interfaces=("lo",), options=OPTIONS, gid_index=3
         ) as session,
     ):
-        measured = MeasuredCluster(session, task, careful, rehearsal=True)
+        source = HostsSource(session, MeasurementOptions(target=0.5, repeats=6), dry_run=True)
+        measured = MeasuredCluster(source, task)
         made = measured.planned(tmp_path / "measurements.jsonl", force=False)
     assert made.rate_gbps > 0
     assert not made.assumed

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tccl_py.cli import plan_nodes, verify, verify_hosts
-from tccl_py.cli import verified as common
+from tccl_py.cli import plan_nodes, verify
 from tccl_py.cli.interrupts import Terminated
 from tccl_py.cli.main import app
 from tccl_py.cluster_plan.checks import check_cluster_plan
@@ -192,7 +191,7 @@ def test_the_directory_is_written_whole_for_the_tuned_settings(tmp_path):
     before = texts_below(tmp_path)
     target = tunable_cluster(plan, tmp_path, host_graphs(plan))
     hosts = FakeHosts(seconds=by_settings(best_of_all))
-    found = common.verified(target, tmp_path, place_of(plan, hosts), EFFORT, also_tune=True)
+    found = verify.verified(target, tmp_path, place_of(plan, hosts), EFFORT, tune=True)
     after = load_cluster_plan(tmp_path)
     assert (after.settings.channels, after.settings.buffsize) == (8, 512 << 10)
     assert after.notices[-1].startswith("settings tuned: all rates are")
@@ -238,7 +237,7 @@ def watch_tuning(monkeypatch, hosts):
         hosts.tuning = True
         return run_tuning(*arguments, **more)
 
-    monkeypatch.setattr(common, "run_tuning", tuning)
+    monkeypatch.setattr(verify, "run_tuning", tuning)
 
 
 def lost():
@@ -264,7 +263,7 @@ def test_whatever_ends_tuning_leaves_the_plan_and_what_was_verified_of_it(
     hosts = Ending(happens, at=job)
     watch_tuning(monkeypatch, hosts)
     with pytest.raises(raised):
-        common.verified(target, tmp_path, place_of(plan, hosts), EFFORT, also_tune=True)
+        verify.verified(target, tmp_path, place_of(plan, hosts), EFFORT, tune=True)
     after = texts_below(tmp_path)
     assert load_verification(tmp_path).judged.settings == plan.settings
     assert {name: text for name, text in after.items() if name != "verify.json"} == before
@@ -376,7 +375,7 @@ def command(tmp_path, monkeypatch):
     """Runs `tccl verify --tune` as the controller of four hosts, whose jobs are stand-ins."""
     write_cluster_plan(mixed(), tmp_path)
     monkeypatch.setattr(verify, "in_job", lambda: True)
-    monkeypatch.setattr(verify_hosts, "job_of_ranks", contextlib.nullcontext)
+    monkeypatch.setattr(verify, "controlled_job", contextlib.nullcontext)
 
     def run(fake, *options):
         monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
@@ -404,7 +403,7 @@ def test_a_plan_that_was_just_written_is_tuned_by_its_job(tmp_path, monkeypatch,
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
     # Who plans has the directory already.
     with locked(tmp_path):
-        made = verify_hosts.tuned_hosts(tmp_path, None, "host")
+        made = verify.tuned_hosts(tmp_path, None, "host")
     assert made == load_cluster_plan(tmp_path)
     assert made.settings.algo == "Ring"
     # At the plan's 10 GB/s no size takes long.
@@ -420,7 +419,7 @@ def test_sizes_that_take_a_slow_network_long_are_left_out_where_a_plan_is_tuned(
     write_cluster_plan(mixed(rate_gbps=0.1, bound_gbps=None), tmp_path)
     fake = FakeJobs(None, at=0)
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
-    verify_hosts.tuned_hosts(tmp_path, None, "host")
+    verify.tuned_hosts(tmp_path, None, "host")
     assert max(one.bytes for one in load_verification(tmp_path).judged.sizes) == 16 << 20
 
 
@@ -443,8 +442,8 @@ def test_a_host_that_is_lost_while_settings_are_tried_is_named_and_the_plan_stay
 class Measured:
     """The hosts of a job that have been measured: their workers run, and there is a plan."""
 
-    def __init__(self, session, *arguments, **more):
-        self._session, self.models = session, {}
+    def __init__(self, source, *arguments, **more):
+        self._session, self.models = source.session, {}
 
     def planned(self, journal, *, force):
         assert self._session.profiler
@@ -469,9 +468,9 @@ def test_a_measured_plan_is_tuned_after_its_workers_have_ended(tmp_path, monkeyp
     monkeypatch.setattr("tccl_py.cli.plan.in_job", lambda: True)
     monkeypatch.setattr(plan_nodes, "MeasuredCluster", Measured)
     monkeypatch.setattr(plan_nodes, "tuned_hosts", tuned)
-    monkeypatch.setattr(plan_nodes, "check_tuning_hosts", lambda job: None)
+    monkeypatch.setattr(plan_nodes, "check_tuning", lambda job: None)
     with agents_in_processes(("h0", "h1")) as job:
-        monkeypatch.setattr(plan_nodes, "job_of_ranks", lambda: contextlib.nullcontext(job))
+        monkeypatch.setattr(plan_nodes, "controlled_job", lambda: contextlib.nullcontext(job))
         told = CliRunner().invoke(app, [*words, "--interfaces", "lo", "--json"])
     assert (told.exit_code, told.exception) == (0, None), told.stderr
     assert seen == [(place, "host", [])]
@@ -496,7 +495,7 @@ def test_a_host_without_torch_is_named_before_anything_is_planned(tmp_path, monk
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", Without)
     words = ["plan", "-o", str(tmp_path / "plan"), "--backend", "host", "--devices", "1"]
     with agents_in_processes(("h0", "h1")) as job:
-        monkeypatch.setattr(plan_nodes, "job_of_ranks", lambda: contextlib.nullcontext(job))
+        monkeypatch.setattr(plan_nodes, "controlled_job", lambda: contextlib.nullcontext(job))
         told = CliRunner().invoke(app, [*words, "--interfaces", "lo", "--tune"])
     assert (told.exit_code, told.stdout) == (2, "")
     assert told.stderr == "tccl: host h1: lacks torch; install it on all hosts\n"

@@ -4,53 +4,49 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from tccl_py.cli.arguments import ANSWER_IS_NO, notice, notice_each, results, write_result
-from tccl_py.cli.cluster_kind import refuse_cluster
-from tccl_py.cli.hardware import (
-    SEARCH_REPEATS,
-    Care,
-    Hardware,
-    MeasuredMachine,
-    is_rehearsal,
-    measured_machine,
-)
 from tccl_py.cli.interrupts import interrupts_put_off
-from tccl_py.cli.measure import simulation_header, simulation_noise
-from tccl_py.cli.progress import ProgressLine
+from tccl_py.cli.options import DirectoryArgument, in_range, refuse_cluster
+from tccl_py.cli.output import ProgressLine, results
+from tccl_py.cli.streams import ANSWER_IS_NO, notice, notice_each, write_result
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.health.drift import Drift, Effort, find_drift
 from tccl_py.health.drift_record import keep_check, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.fitness import differences
-from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.directory import (
     JOURNAL_FILE,
     check_plan_directory,
     known_fingerprint,
-    machine_file,
-    planned_model,
+    known_model,
 )
 from tccl_py.plan.plan import Plan, load_plan
-from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalContents, JournalHeader, read_journal
+from tccl_py.sources.journal import JournalHeader
+from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
+from tccl_py.sources.planned import journal_of
+from tccl_py.sources.profiled import (
+    SEARCH_REPEATS,
+    MeasuredMachine,
+    MeasurementOptions,
+    is_dry_run,
+    measured_machine,
+)
 
 _MAX_SECONDS = 86_400
 _SHOWN = 8
 _SHOWN_FLOWS = 3
-"""Sets, and flows beside the one of each, that the table has room for."""
+"""Sets, and further flows of each, that the table has room for."""
 
 
 def check(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")],
+    directory: DirectoryArgument,
     *,
     max_seconds: Annotated[
         float, typer.Option(metavar="S", help="Seconds to spend at most, all measurements.")
@@ -108,20 +104,35 @@ def check(
         tccl check my-plan
         tccl check my-plan --prometheus -o /var/lib/node_exporter/tccl.prom
     """
-    _refuse(json=json, prometheus=prometheus, output=output, max_seconds=max_seconds, seed=seed)
+    if json and prometheus:
+        raise InputError("--json beside --prometheus", "are two forms", "leave one of the two out")
+    if output is not None and not (json or prometheus):
+        raise InputError("--output", "is for machines", "add --json or --prometheus")
+    in_range("--max-seconds", max_seconds, _MAX_SECONDS, least=0)
+    if seed < 0:
+        raise InputError("--seed", f"is {seed}", "0 or more")
     check_plan_directory(directory)
     refuse_cluster(
         directory, "`tccl show` has its rates; plan a machine alone, and check that plan on it"
     )
     plan = load_plan(directory)
-    journal = read_journal(directory / JOURNAL_FILE)
+    journal = journal_of(plan, directory / JOURNAL_FILE)
     notice_each(journal.notices)
-    effort = Effort(seconds=max_seconds, seed=seed)
-    with interrupts_put_off(), _source(plan, directory, journal, seed) as (source, header):
-        drift = find_drift(plan, journal.measurements, source, effort=effort)
+    with interrupts_put_off(), ExitStack() as stack:
+        if plan.simulated:
+            source = _model(plan, directory, journal.header, seed)
+        else:
+            options = MeasurementOptions(repeats=SEARCH_REPEATS)
+            here = _here(plan, directory, journal.header)
+            source = open_source(here, gpus=plan.gpus, options=options)
+            source.watch(stack.enter_context(ProgressLine()).measured)
+        with source:
+            effort = Effort(seconds=max_seconds, seed=seed)
+            drift = find_drift(plan, journal.measurements, source, effort=effort)
+        notice_each(source.notices)
     ended = time.time()
     if keep:
-        notice(f"kept in {keep_check(drift, directory, header, ended=ended)}")
+        notice(f"kept in {keep_check(drift, directory, source.header, ended=ended)}")
     if prometheus:
         machine, simulated = plan.machine.name, plan.simulated
         text = prometheus_text(drift, machine=machine, simulated=simulated, now=ended)
@@ -134,71 +145,27 @@ def check(
         raise typer.Exit(ANSWER_IS_NO)
 
 
-def _refuse(
-    *, json: bool, prometheus: bool, output: Path | None, max_seconds: float, seed: int
-) -> None:
-    if json and prometheus:
-        raise InputError("--json beside --prometheus", "are two forms", "leave one of the two out")
-    if output is not None and not (json or prometheus):
-        raise InputError("--output", "is for machines", "add --json or --prometheus")
-    # The comparison is written so that NaN fails it.
-    if not 0 < max_seconds <= _MAX_SECONDS:
-        raise InputError("--max-seconds", f"is {max_seconds:g}", f"above 0, at most {_MAX_SECONDS}")
-    if seed < 0:
-        raise InputError("--seed", f"is {seed}", "0 or more")
-
-
-@contextmanager
-def _source(
-    plan: Plan, directory: Path, journal: JournalContents, seed: int
-) -> Iterator[tuple[BandwidthSource, JournalHeader]]:
-    """What is measured: this machine, or the model of a simulated plan; and whose that is."""
-    whose = (journal.header.machine, journal.header.simulated)
-    if whose != (plan.machine.name, plan.simulated):
-        raise InputError(
-            str(directory / JOURNAL_FILE), "is not of this plan", "plan again, into a new directory"
-        )
-    if plan.simulated:
-        yield _model(plan, directory, journal.header, seed)
-        return
-    place = _here(plan, directory, journal.header)
-    with (
-        ProgressLine() as line,
-        Hardware(place, gpus=plan.gpus, care=Care(repeats=SEARCH_REPEATS)) as source,
-    ):
-        source.on_set = line.measured
-        yield source, source.header
-    notice_each(source.notices)
-
-
-def _model(
-    plan: Plan, directory: Path, header: JournalHeader, seed: int
-) -> tuple[BandwidthSource, JournalHeader]:
-    model = planned_model(plan, directory)
-    if model is None:
-        raise InputError(
-            str(machine_file(plan, directory)), "has no model to measure by", "plan again"
-        )
+def _model(plan: Plan, directory: Path, header: JournalHeader, seed: int) -> OpenedSource:
+    """Return the plan's model, with noise of its own."""
+    model = known_model(plan, directory)
     noise, used = simulation_noise(header)
-    if simulation_header(model, noise=noise, seed=used) != header:
+    if open_source(model, noise=noise, seed=used).header != header:
         notice(
             "the model, or this program's parameters, are not those that the plan was simulated "
-            "with: what differs for that reason is told as a change"
+            "with: differences for that reason are reported as changes"
         )
     # The journal's own seed would draw the journal's own samples again.
-    fresh = used + 1 + seed
-    here = simulation_header(model, noise=noise, seed=fresh)
-    return Simulator(model, noise=noise, seed=fresh), here
+    return open_source(model, noise=noise, seed=used + 1 + seed)
 
 
 def _here(plan: Plan, directory: Path, header: JournalHeader) -> MeasuredMachine:
-    """This machine, if it is the one that the plan was measured on.
+    """Return this machine, if the plan was measured on it.
 
     Raises:
-        InputError: it is another, by GPUs, driver or NUMA nodes.
+        InputError: it is another machine, by GPUs, driver or NUMA nodes.
     """
     planned = known_fingerprint(plan, directory)
-    host = is_rehearsal(header)
+    host = is_dry_run(header)
     try:
         place = measured_machine("host" if host else None, len(plan.machine.gpus) if host else None)
     except InputError as error:
@@ -277,7 +244,7 @@ def _table(drift: Drift) -> Table:
 
 
 def _beside(row: Comparison) -> list[str]:
-    """The other flows of a set, those that are alike counted; the first few of many."""
+    """Return the further flows of a set, equal ones counted; the first few of many."""
     counted = Counter(map(str, row.transfers.flows))
     counted[str(row.flow)] -= 1
     lines = [f"{times} x {flow}" if times > 1 else flow for flow, times in (+counted).items()]

@@ -10,18 +10,21 @@ from typing import Annotated
 
 import typer
 from rich.padding import Padding
-from rich.table import Table
 
-from tccl_py.cli.arguments import ANSWER_IS_NO, JsonOption, print_json, results
 from tccl_py.cli.nccl_here import asked_here
+from tccl_py.cli.options import JsonOption
+from tccl_py.cli.output import grid, results
+from tccl_py.cli.streams import ANSWER_IS_NO, print_json
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.doctor import Diagnosis, examine
 from tccl_py.health.host import DriverState, Finding, GpuState, Host
 from tccl_py.readers.installed_nccl import installed_nccls
 from tccl_py.readers.nvml import DriverFacts, driver_facts
+from tccl_py.sources.profiled import conditions_of
 
 _SHM = "/dev/shm"
 _ROOT = "name one with sys, proc, etc and dev in it"
+_COPIED = DriverState(unseen="a copy of a host has no driver to ask")
 _WORDS = {"hang": "HANG", "slow": "SLOW", "note": "note"}
 
 
@@ -60,7 +63,7 @@ def doctor(
         raise InputError(str(root), "is no directory", _ROOT)
     if root is not None and not any((root / name).is_dir() for name in ("sys", "proc", "etc")):
         raise InputError(str(root), "has no sys, proc or etc in it", _ROOT)
-    host = _this_host() if root is None else Host(root=root, driver=_copied())
+    host = _this_host() if root is None else Host(root=root, driver=_COPIED)
     found = examine(host)
     if json:
         print_json(found)
@@ -68,10 +71,6 @@ def doctor(
         _print(found)
     if not found.healthy:
         raise typer.Exit(ANSWER_IS_NO)
-
-
-def _copied() -> DriverState:
-    return DriverState(unseen="a copy of a host has no driver to ask")
 
 
 def _this_host() -> Host:
@@ -109,26 +108,23 @@ def _driver() -> DriverState:
 
 
 def _states(facts: DriverFacts) -> tuple[GpuState, ...]:
-    from tccl_profiler.watch import Watch, complaints  # noqa: PLC0415
-
-    with Watch([gpu.index for gpu in facts.gpus], frozenset()) as watch:
-        seen = watch.look()
+    seen = conditions_of([gpu.index for gpu in facts.gpus])
     return tuple(
         GpuState(
             index=gpu.index,
             bus_id=gpu.bus_id,
             name=gpu.name,
-            persistence=one.persistence,
-            clock_mhz=_held(one.sm_set_mhz, one.sm_max_mhz),
-            clock_max_mhz=one.sm_max_mhz,
-            complaints=complaints([one], loaded=False),
+            persistence=now.persistence,
+            clock_mhz=_limited(now.sm_set_mhz, now.sm_max_mhz),
+            clock_max_mhz=now.sm_max_mhz,
+            complaints=complaints,
         )
-        for gpu, one in zip(facts.gpus, seen, strict=True)
+        for gpu, (now, complaints) in zip(facts.gpus, seen, strict=True)
     )
 
 
-def _held(clock_mhz: int | None, most_mhz: int | None) -> int | None:
-    """The clock that a setting holds a GPU to; None if it may run as fast as it can."""
+def _limited(clock_mhz: int | None, most_mhz: int | None) -> int | None:
+    """Return the clock that a setting limits a GPU to; None without a limit."""
     if clock_mhz is None or most_mhz is None:
         return None
     return clock_mhz if 0 < clock_mhz < most_mhz else None
@@ -152,10 +148,7 @@ def _print(found: Diagnosis) -> None:
 
 
 def _indented(lines: list[tuple[str, str]]) -> Padding:
-    table = Table.grid(padding=(0, 1))
-    for name, text in lines:
-        table.add_row(name, text)
-    return Padding(table, (0, 0, 0, 6))
+    return Padding(grid(lines), (0, 0, 0, 6))
 
 
 def _lines(finding: Finding) -> list[tuple[str, str]]:

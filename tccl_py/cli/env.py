@@ -1,50 +1,43 @@
-"""`tccl env`: the environment of a job that uses some GPUs of a plan, or a host of a cluster's."""
+"""`tccl env`: the environment of a job over some GPUs of a plan, or of a host of a cluster."""
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 import typer
 
-from tccl_py.cli.arguments import (
-    ANSWER_IS_NO,
-    JsonOption,
-    gpus_argument,
-    notice,
-)
-from tccl_py.cli.cluster_files import env_cluster
-from tccl_py.cli.env_text import print_off, print_settings
-from tccl_py.cli.refusals import OF_CLUSTER, OF_MACHINE, refuse
-from tccl_py.cluster_plan.plan import is_cluster_plan
+from tccl_py.cli.options import OF_CLUSTER, DirectoryArgument, JsonOption, gpus_argument, refuse
+from tccl_py.cli.streams import ANSWER_IS_NO, notice, print_json
+from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import (
     ALIKE_VARIABLE,
     why_not_alike,
     why_not_here,
+    why_not_of_class,
     why_not_with,
 )
-from tccl_py.nccl.conf import job_environment
-from tccl_py.plan.directory import (
-    check_plan_directory,
-    planned_model,
-    write_subset_graph,
-)
-from tccl_py.plan.files import GRAPH_FILE, subset_file
+from tccl_py.model.cluster import shown
+from tccl_py.nccl.conf import export_lines, job_environment
+from tccl_py.plan.directory import check_plan_directory
+from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.plan import CHOICES, Plan, load_plan
 from tccl_py.plan.staging import Manifest, check_files
-from tccl_py.plan.subsets import subset_on_demand
+from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
 from tccl_py.readers.installed_nccl import installed_nccl
 from tccl_py.readers.live import fingerprint_of
 from tccl_py.readers.nvml import driver_facts
-from tccl_py.simulator.source import Simulator
 
 Choice = Enum("Choice", {name: name for name in CHOICES})  # type: ignore[misc]
 
 
 def env(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")],
+    directory: DirectoryArgument,
     *,
     gpus: Annotated[
         str | None,
@@ -53,17 +46,15 @@ def env(
     host: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="Of a cluster's plan: the host to print for; the one that this runs on if not "
-            "given.",
+            metavar="NAME", help="Of a cluster's plan: the host to print for; this one by default."
         ),
     ] = None,
     nccl: Annotated[
         str | None,
         typer.Option(
             metavar="VERSION",
-            help="The job's version of NCCL, if it is not the installed one; a measured plan for "
-            "another one is off.",
+            help="The job's version of NCCL, if it is not the installed one; a measured plan is "
+            "disabled for other versions than its own.",
         ),
     ] = None,
     choice: Annotated[
@@ -91,21 +82,20 @@ def env(
     apply: to these GPUs, this machine or this NCCL.
 
     A graph file is named only if there is one for exactly these GPUs: any other would fail the job.
-    If the plan is simulated and has none, rings are planned now and the file is kept in DIR. Where
-    there is none, the variables of the plan's second choice are printed; with --choice graph the
-    exit code is 1 then. A job that makes communicators over fewer of its GPUs must not use the
-    graph file for all of them; `tccl_py.torch` names each its own.
+    If the plan is simulated and has none, rings are planned now and the file is kept in DIR. If
+    there is still none, the variables of the plan's second choice are printed; with --choice graph
+    the exit code is 1 then. A job with communicators over fewer of its GPUs must not use the graph
+    file for all of them; `tccl_py.torch` names each its own.
 
-    A measured plan is off where its rates no longer hold: with other GPUs, another major version of
-    the driver or other NUMA nodes than it was measured with, or another NCCL than it is for, which
-    is the one that torch here loads, the system's without torch, or what --nccl names. Then
-    nothing but `unset NCCL_GRAPH_FILE` is printed, stderr says why, and the exit code is 1.
-    With --alike (or TCCL_ALIKE=1) other GPUs of the same kinds at the same places will do, for
-    hosts that are equal and share a plan.
+    If the GPUs, the driver's major version or the NUMA layout differ from the plan's, or NCCL's
+    version (the one that torch here loads, the system's without torch, or --nccl), a measured plan
+    is disabled: only `unset NCCL_GRAPH_FILE` is printed, stderr says why, and the exit code is 1.
+    With --alike (or TCCL_ALIKE=1) GPUs of the same kinds at the same places will do, for equal
+    hosts that share a plan.
 
-    Of a cluster's plan it is the environment of one host, for a job over all hosts and GPUs of the
-    plan whose ranks are in its order (DIR/nccl/order). The exit code is 1 for a host that is not in
-    the plan, and for this one if it has GPUs of other kinds by now.
+    Of a cluster's plan the environment is that of one host, for a job over all hosts and GPUs of
+    the plan whose ranks are in its order (DIR/nccl/order). The exit code is 1 for a host that is
+    not in the plan, and for this host if it has GPUs of other kinds by now.
 
     Examples:
 
@@ -115,67 +105,104 @@ def env(
     check_plan_directory(directory)
     if is_cluster_plan(directory):
         refuse({"--gpus": gpus, "--nccl": nccl, "--choice": choice}, OF_CLUSTER)
-        env_cluster(directory, host, json=json)
+        _env_of_host(directory, host, json=json)
         return
-    refuse({"--host": host}, OF_MACHINE)
+    refuse({"--host": host}, ("", "is for the plan of a cluster", "leave it out"))
     plan = load_plan(directory)
     manifest = check_files(directory)
     chosen = tuple(sorted(gpus_argument(gpus, plan.machine) or plan.gpus))
-    off = _why_off(plan, directory, nccl, alike=alike)
-    if not set(chosen) <= set(plan.gpus):
-        off = f"it is for GPUs {','.join(map(str, plan.gpus))}"
-    if off:
-        print_off(plan, {"gpus": chosen}, off, json=json)
-        raise typer.Exit(ANSWER_IS_NO)
+    listed = ",".join(map(str, chosen))
+    if set(chosen) <= set(plan.gpus):
+        disabled = _why_disabled(plan, directory, nccl, alike=alike)
+    else:
+        disabled = f"it is for GPUs {','.join(map(str, plan.gpus))}"
+    _leave_disabled(plan, {"gpus": chosen}, disabled, json=json)
     taken = plan.recommended if choice is None else choice.value
-    graph = graph_file(plan, directory, chosen, manifest) if taken == "graph" else None
+    graph = _graph_file(plan, directory, chosen, manifest) if taken == "graph" else None
     missing = taken == "graph" and graph is None
     if missing:
-        notice(f"no graph file for GPUs {','.join(map(str, chosen))}: variables alone")
+        notice(f"no graph file for GPUs {listed}: variables alone")
         if not plan.simulated and len(chosen) > 1:
-            listed = ",".join(map(str, chosen))
             notice(f"to measure rings for them: `tccl plan -o DIR --gpus {listed}`")
         taken = "variables"
     variables = job_environment(plan.choices[taken].settings, graph=graph)
-    print_settings(plan, {"gpus": chosen, "choice": taken}, variables, json=json)
+    _print(plan, {"gpus": chosen, "choice": taken}, variables, json=json)
     if missing and choice is not None:
         raise typer.Exit(ANSWER_IS_NO)
 
 
-def _why_off(plan: Plan, directory: Path, nccl: str | None, *, alike: bool) -> str:
-    """Why a plan is not for this host or version of NCCL, in a clause; "" if it is, or may be."""
+def _print(
+    plan: Plan | ClusterPlan,
+    subject: Mapping[str, object],
+    variables: Mapping[str, str],
+    *,
+    json: bool,
+) -> None:
+    """Print a job's variables; NCCL_GRAPH_FILE is unset unless they have it."""
+    if json:
+        print_json({**subject, "environment": variables, "simulated": plan.simulated})
+        return
+    print(f"# tccl-py, rates {plan.provenance}")
+    print(export_lines(variables), end="")
+    if "NCCL_GRAPH_FILE" not in variables:
+        print("unset NCCL_GRAPH_FILE")
+
+
+def _leave_disabled(
+    plan: Plan | ClusterPlan, subject: Mapping[str, object], why: str, *, json: bool
+) -> None:
+    """Say that a plan is disabled, and end; nothing if `why` is "".
+
+    Raises:
+        typer.Exit: the plan is disabled.
+    """
+    if not why:
+        return
+    if json:
+        print_json({**subject, "environment": {}, "simulated": plan.simulated, "off": why})
+    else:
+        print("unset NCCL_GRAPH_FILE")
+    notice(f"the plan is disabled, NCCL chooses its own rings: {why}")
+    raise typer.Exit(ANSWER_IS_NO)
+
+
+def _why_disabled(plan: Plan, directory: Path, nccl: str | None, *, alike: bool) -> str:
+    """Return why a plan is not for this host or NCCL, as clauses; "" if nothing speaks against."""
     if plan.simulated:
         return "" if nccl is None else why_not_with(plan.settings, nccl)
-    other = _why_not_with(plan, nccl)
+    installed = installed_nccl() if nccl is None else None
+    version = nccl if installed is None else installed.version
+    other = "" if version is None else why_not_with(plan.settings, version)
+    if other and installed is not None:
+        found = f"NCCL {installed.version} is here, {installed.source}"
+        notice(f"{found}; if the job has another, add --nccl")
+    elsewhere = why_elsewhere(plan, directory, alike=alike)
+    return "; ".join(why for why in (elsewhere, other) if why)
+
+
+def why_elsewhere(plan: Plan, directory: Path, *, alike: bool) -> str:
+    """Return why this is not the machine of a measured plan, as clauses; "" also without a driver.
+
+    Args:
+        plan: the plan.
+        directory: where it is.
+        alike: whether equal GPUs with other UUIDs will do.
+    """
     try:
         facts = driver_facts()
     except InputError as error:
         notice(f"whether this is the plan's machine was not checked: {error.what}")
-        return other
+        return ""
     here = fingerprint_of(facts)
-    elsewhere = (
-        why_not_alike(plan, directory, here, facts.gpus)
-        if alike
-        else why_not_here(plan, directory, here)
-    )
-    return "; ".join(why for why in (elsewhere, other) if why)
+    if alike:
+        return why_not_alike(plan, directory, here, facts.gpus)
+    return why_not_here(plan, directory, here)
 
 
-def _why_not_with(plan: Plan, nccl: str | None) -> str:
-    """Why a plan is not for the job's NCCL: the one named, or the one that is installed."""
-    if nccl is not None:
-        return why_not_with(plan.settings, nccl)
-    found = installed_nccl()
-    why = "" if found is None else why_not_with(plan.settings, found.version)
-    if found is not None and why:
-        notice(f"NCCL {found.version} is here, {found.source}; if the job has another, add --nccl")
-    return why
-
-
-def graph_file(
+def _graph_file(
     plan: Plan, directory: Path, gpus: tuple[int, ...], manifest: Manifest
 ) -> PurePosixPath | None:
-    """The graph file for a communicator over exactly these GPUs, or None.
+    """Return the graph file for a communicator over exactly these GPUs, or None.
 
     A file that is not in the manifest is none of the plan's, whatever its name is.
 
@@ -183,19 +210,21 @@ def graph_file(
         InputError: the model is damaged.
     """
     name = f"nccl/{GRAPH_FILE if gpus == plan.gpus else subset_file(gpus)}"
-    if name in manifest.digests or _plan_now(plan, directory, gpus, manifest):
+    known = name in manifest.digests
+    if known or (len(gpus) > 1 and plan.simulated and _plan_now(plan, directory, gpus, manifest)):
         return PurePosixPath(directory.resolve() / name)
     return None
 
 
 def _plan_now(plan: Plan, directory: Path, gpus: tuple[int, ...], manifest: Manifest) -> bool:
-    """Write a graph file for some GPUs of a simulated plan; whether there is one now."""
-    if len(gpus) < 2 or not set(gpus) < set(plan.gpus):
-        return False
+    """Write a graph file for some GPUs of a simulated plan; return whether there is one now."""
+    # Planning loads numerical libraries.
+    from tccl_py.plan.directory import planned_model, write_subset_graph  # noqa: PLC0415
+    from tccl_py.plan.subsets import subset_on_demand  # noqa: PLC0415
+    from tccl_py.simulator.source import Simulator  # noqa: PLC0415
+
     model = planned_model(plan, directory)
-    if model is None:
-        return False
-    subset = subset_on_demand(plan, Simulator(model), gpus)
+    subset = None if model is None else subset_on_demand(plan, Simulator(model), gpus)
     if subset is None:
         return False
     try:
@@ -204,3 +233,42 @@ def _plan_now(plan: Plan, directory: Path, gpus: tuple[int, ...], manifest: Mani
         notice(str(error))
         return False
     return True
+
+
+def _env_of_host(directory: Path, host: str | None, *, json: bool) -> None:
+    """Print the settings of one host of a cluster's plan; None is the host that this runs on.
+
+    Raises:
+        InputError: no plan, or a file of it is gone or was changed.
+        typer.Exit: the plan has no such host, or this one has other GPUs now.
+    """
+    plan = load_cluster_plan(directory)
+    check_files(directory)
+    name = planned_host(plan, host)
+    if name is not None and host is None and not plan.simulated:
+        try:
+            disabled = why_not_of_class(plan, name, driver_facts().gpus)
+        except InputError as error:
+            disabled = ""
+            notice(f"whether this host has the plan's GPUs was not checked: {error.what}")
+        _leave_disabled(plan, {"host": name}, disabled, json=json)
+    place = directory.resolve() / "nccl"
+    graph = None if name is None else PurePosixPath(place / host_graph_file(name))
+    _print(plan, {"host": name}, job_environment(plan.settings, graph=graph), json=json)
+    if name is None:
+        asked = host if host is not None else socket.gethostname()
+        node = os.environ.get(NODE_NAME, "") if host is None else ""
+        also = f" (SLURM's {shown(node)})" if node not in ("", asked) else ""
+        notice(f"no graph file for host {shown(asked)}{also}: NCCL chooses its own rings")
+        raise typer.Exit(ANSWER_IS_NO)
+
+
+def planned_host(plan: ClusterPlan, host: str | None) -> str | None:
+    """Return the plan's name for a host, with or without its domain; None if it has none.
+
+    Args:
+        plan: of a cluster.
+        host: a name; None is the host that this runs on.
+    """
+    names = names_of_this_host() if host is None else iter((host, host.partition(".")[0]))
+    return next((name for name in names if name in plan.cluster.host_classes), None)

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from tccl_py.cli.arguments import notice
-from tccl_py.cli.cluster_files import export_cluster
-from tccl_py.cli.export_tccl import export_tccl, gpu_sets
-from tccl_py.cli.refusals import Refusal, refuse
-from tccl_py.cluster_plan.plan import is_cluster_plan
+from tccl_py.cli.interrupts import interrupts_put_off
+from tccl_py.cli.options import in_range, parse_gpus, refuse
+from tccl_py.cli.output import ProgressLine
+from tccl_py.cli.streams import notice, notice_each, write_result
+from tccl_py.cluster_plan.directory import write_cluster_files
+from tccl_py.cluster_plan.plan import is_cluster_plan, load_cluster_plan
+from tccl_py.cluster_plan.versions import for_version as cluster_for_version
 from tccl_py.errors import InputError
 from tccl_py.nccl.settings import check_settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import view
-from tccl_py.plan.directory import nccl_files, write_nccl_files
+from tccl_py.plan.directory import JOURNAL_FILE, known_model, nccl_files, write_nccl_files
 from tccl_py.plan.files import GRAPH_FILE
 from tccl_py.plan.plan import Plan, load_plan
-from tccl_py.tccl_fork.build import DEFAULT_MAX_SETS, Export
+from tccl_py.search.problem import Reporter, SilentReporter
+from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.opening import open_source
+from tccl_py.sources.planned import ElsewhereError, journal_alone, measured_again
+from tccl_py.tccl_fork.alike import alike_nodes, alike_notes, class_model
+from tccl_py.tccl_fork.build import DEFAULT_MAX_SETS, Export, MadeDatabase, make_database
+from tccl_py.tccl_fork.xml import tccl_xml
 
 RUNTIMES = ("nccl", "tccl")
 
@@ -98,41 +107,105 @@ def export(
         tccl export my-plan --runtime tccl -o my-plan.xml
     """
     if runtime not in RUNTIMES:
-        raise InputError(
-            f"--runtime {runtime[:20]!r}", "is not in this version", f"one of {', '.join(RUNTIMES)}"
-        )
-    if runtime == "nccl":
-        _refuse({"--subsets": subsets, "--nic": nic, "--max-sets": max_sets}, "tccl")
-        if is_cluster_plan(directory):
-            export_cluster(directory, output, nccl)
-        else:
-            _export_nccl(directory, output, nccl)
-        return
-    _refuse({"--nccl": nccl}, "nccl")
-    if max_sets is not None and max_sets < 1:
-        raise InputError("--max-sets", f"is {max_sets}", "one set at least")
-    wanted = Export(
-        subsets=gpu_sets(subsets),
-        nic=nic,
-        max_sets=DEFAULT_MAX_SETS if max_sets is None else max_sets,
+        where = f"--runtime {runtime[:20]!r}"
+        raise InputError(where, "is not in this version", f"one of {', '.join(RUNTIMES)}")
+    of_tccl = {"--subsets": subsets, "--nic": nic, "--max-sets": max_sets}
+    other = "tccl" if runtime == "nccl" else "nccl"
+    right = f"add --runtime {other}, or leave it out"
+    refuse(
+        of_tccl if runtime == "nccl" else {"--nccl": nccl},
+        ("", f"is for another runtime, {other}", right),
     )
-    export_tccl(directory, output, wanted)
+    if runtime == "tccl":
+        if max_sets is not None:
+            in_range("--max-sets", max_sets, 1_000_000)
+        wanted = Export(
+            subsets=_gpu_sets(subsets),
+            nic=nic,
+            max_sets=DEFAULT_MAX_SETS if max_sets is None else max_sets,
+        )
+        _export_tccl(directory, output, wanted)
+    elif is_cluster_plan(directory):
+        cluster = load_cluster_plan(directory)
+        cluster = cluster if nccl is None else cluster_for_version(cluster, nccl)
+        if output is None:
+            right = "a cluster's plan has a file for each host: name a new directory"
+            raise InputError("--output", "is missing", right)
+        notice(f"wrote {write_cluster_files(cluster, output)} files to {output}")
+    else:
+        plan = load_plan(directory)
+        plan = plan if nccl is None else for_version(plan, nccl)
+        if output is None:
+            print(nccl_files(plan, directory)[GRAPH_FILE], end="")
+        else:
+            notice(f"wrote {write_nccl_files(plan, output)} files to {output}")
 
 
-def _refuse(options: dict[str, object], runtime: str) -> None:
-    right = f"add --runtime {runtime}, or leave it out"
-    refuse(options, Refusal(what=f"is for another runtime, {runtime}", right=right))
+def _gpu_sets(text: str | None) -> tuple[tuple[int, ...], ...] | None:
+    """Parse sets of GPUs, as `0-3 4-7 0,4`; None stays None.
+
+    Raises:
+        InputError: no set, or one of them is no list of GPUs.
+    """
+    if text is None:
+        return None
+    lists = text.split()
+    if not lists:
+        raise InputError("--subsets", "names no set of GPUs", "write lists, as '0-3 4-7 0,4'")
+    return tuple(tuple(sorted(parse_gpus(part))) for part in lists)
 
 
-def _export_nccl(directory: Path, output: Path | None, version: str | None) -> None:
-    plan = load_plan(directory)
-    if version is not None:
-        plan = for_version(plan, version)
-    if output is None:
-        print(nccl_files(plan, directory)[GRAPH_FILE], end="")
-        return
-    count = write_nccl_files(plan, output)
-    notice(f"wrote {count} files to {output}")
+def _export_tccl(directory: Path, output: Path | None, wanted: Export) -> None:
+    """Write the file of the TCCL fork's runtime to the new file `output`, or print it.
+
+    Raises:
+        InputError: no plan or place, a plan of unequal nodes, or options that do not fit the plan.
+        SourceLostError: a set is needed that nobody here can measure.
+    """
+    if output is not None and (output.is_file() or output.is_dir()):
+        raise InputError(str(output), "already exists", "name a new file")
+    place = directory if directory.is_dir() else directory.parent
+    with interrupts_put_off():
+        if is_cluster_plan(directory):
+            plan = load_cluster_plan(directory)
+            nodes = alike_nodes(plan, where=str(directory))
+            with ProgressLine() as line, open_source(class_model(plan, place)) as source:
+                made = make_database(nodes, source, export=wanted, reporter=line)
+            notes = (*made.notes, *alike_notes(plan, made.database))
+        else:
+            made = _of_machine(load_plan(directory), place, wanted)
+            notes = made.notes
+    write_result(tccl_xml(made.database, notes=notes), output)
+    notice_each(notes)
+    if output is not None:
+        rings = len(made.database.intra)
+        chains = sum(len(part.chains) for part in made.database.inter)
+        said = f"{rings} ring{'s' * (rings != 1)} and {chains} chain{'s' * (chains != 1)}"
+        notice(f"wrote {said} to {output}")
+
+
+def _of_machine(plan: Plan, directory: Path, wanted: Export) -> MadeDatabase:
+    """Make the database by the plan's model, by its machine, or by its journal alone."""
+    journal = directory / JOURNAL_FILE
+    notices: tuple[str, ...] = ()
+    source: RememberingSource
+    with ExitStack() as stack:
+        line = stack.enter_context(ProgressLine())
+        # A source that measures reports by itself.
+        reporter: Reporter = line if plan.simulated else SilentReporter()
+        if plan.simulated:
+            source = open_source(known_model(plan, directory))
+        else:
+            try:
+                source, notices = measured_again(plan, journal, otherwise="export it there")
+                source.watch(line.measured)
+            except ElsewhereError as why:
+                source, notices = journal_alone(plan, journal, elsewhere=why)
+        notice_each(notices)
+        with source:
+            made = make_database(plan, source, export=wanted, reporter=reporter)
+        notice_each(source.notices)
+    return made
 
 
 def for_version(plan: Plan, version: str) -> Plan:

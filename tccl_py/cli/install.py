@@ -1,4 +1,4 @@
-"""`tccl install`: put a plan's settings where jobs find them."""
+"""`tccl install` and `tccl uninstall`: a plan's settings in files that jobs read."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tccl_py.cli.arguments import notice
+from tccl_py.cli.env import why_elsewhere
+from tccl_py.cli.options import DirectoryArgument
+from tccl_py.cli.streams import notice
 from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
-from tccl_py.health.fitness import why_not_alike, why_not_here
 from tccl_py.installation.blocks import Change
 from tccl_py.installation.install import install as put
+from tccl_py.installation.install import removal
+from tccl_py.installation.install import uninstall as take_out
 from tccl_py.installation.texts import Installed, Kind, form_of
 from tccl_py.nccl.conf import user_file
 from tccl_py.plan.directory import check_plan_directory, planned_fingerprint
 from tccl_py.plan.plan import Plan, load_plan
 from tccl_py.plan.staging import check_files
-from tccl_py.readers.live import fingerprint_of
-from tccl_py.readers.nvml import driver_facts
 from tccl_py.verify.record import why_not_verified
 
 _PRINTED = "-"
 
 
 def install(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")],
+    directory: DirectoryArgument,
     *,
     conf: Annotated[
         Path | None,
@@ -154,18 +155,8 @@ def _check(plan: Plan | ClusterPlan, directory: Path, *, force: bool, alike: boo
     """Refuse what was not seen to do good, unless it is forced; then say so."""
     why = "is simulated" if plan.simulated else why_not_verified(directory)
     if not why and isinstance(plan, Plan):
-        try:
-            facts = driver_facts()
-        except InputError as error:
-            notice(f"whether the plan is for this machine was not checked: {error.what}")
-        else:
-            here = fingerprint_of(facts)
-            other = (
-                why_not_alike(plan, directory, here, facts.gpus)
-                if alike
-                else why_not_here(plan, directory, here)
-            )
-            why = f"was measured on another machine: {other}" if other else ""
+        elsewhere = why_elsewhere(plan, directory, alike=alike)
+        why = f"was measured on another machine: {elsewhere}" if elsewhere else ""
     if not why:
         return
     if not force:
@@ -179,3 +170,39 @@ def _said(kind: Kind, change: Change, *, dry_run: bool) -> str:
     new = "make" if change.before is None else "change"
     done = f"would {new}" if dry_run else "made" if change.before is None else "changed"
     return f"{done} {change.path} ({kind})"
+
+
+def uninstall(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="FILE", help="Files to take it out of; all recorded if none."),
+    ] = None,
+    *,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", metavar=" ", help="Say what would change, and change nothing."),
+    ] = False,
+) -> None:
+    """Take out the lines of `tccl install`; files that it made are removed.
+
+    Lines of others stay. ~/.local/state/tccl (XDG_STATE_HOME) records the files, and goes with the
+    last of them.
+
+    Examples:
+
+        tccl uninstall
+        tccl uninstall /etc/slurm/task_prolog.sh
+    """
+    found = removal(files or ()) if dry_run else take_out(files or ())
+    for change in found.changes:
+        notice(_removed(change, dry_run=dry_run))
+    for path in found.untouched:
+        notice(f"{path} has no lines of a plan")
+    if not found.changes and not found.untouched:
+        notice("nothing is installed")
+
+
+def _removed(change: Change, *, dry_run: bool) -> str:
+    if change.after is None:
+        return f"{'would remove' if dry_run else 'removed'} {change.path}, which was new"
+    return f"{'would restore' if dry_run else 'restored'} {change.path}"

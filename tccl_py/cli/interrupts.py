@@ -1,20 +1,18 @@
-"""Ctrl-C and SIGTERM while a command works: they must reach it as exceptions of their own.
+"""Ctrl-C and SIGTERM while a command works: each reaches it as an exception of its own.
 
-An interrupt that falls into numpy's own code can come out of it as a TypeError, so there it is put
-off until that code has returned.
+An interrupt that falls into numpy's own code can come out of it as a TypeError; there it is put off
+until that code has returned.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any
-
-import numpy as np
 
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended."""
@@ -22,7 +20,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 class Terminated(BaseException):
-    """SIGTERM came: what is open is closed as after Ctrl-C, and the exit code tells.
+    """SIGTERM came: what is open is closed as after Ctrl-C, and the exit code differs.
 
     No KeyboardInterrupt: typer would make that code 130.
     """
@@ -32,7 +30,6 @@ _Kinds = Mapping[signal.Signals, type[BaseException]]
 CTRL_C: _Kinds = {signal.SIGINT: KeyboardInterrupt}
 CTRL_C_AND_SIGTERM: _Kinds = {**CTRL_C, signal.SIGTERM: Terminated}
 _USUAL = (signal.default_int_handler, signal.SIG_DFL)
-_NUMPY = str(Path(np.__file__).parent)
 _AGAIN_S = 0.005
 
 
@@ -41,7 +38,7 @@ def interrupts_put_off(kinds: _Kinds = CTRL_C) -> Iterator[None]:
     """Within the block these signals raise their kinds; inside numpy a moment later, outside of it.
 
     Does nothing where signals cannot be handled (another thread than the main one), and leaves
-    those that the caller has ignored or handles.
+    signals alone that the caller ignores or handles.
     """
     usual = _usual(kinds)
     if not usual:
@@ -57,13 +54,13 @@ def interrupts_put_off(kinds: _Kinds = CTRL_C) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
 
     before = signal.signal(signal.SIGALRM, arrived)
-    for one in usual:
-        signal.signal(one, arrived)
+    for number in usual:
+        signal.signal(number, arrived)
     try:
         yield
     finally:
-        for one, handler in usual.items():
-            signal.signal(one, handler)
+        for number, handler in usual.items():
+            signal.signal(number, handler)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
@@ -74,28 +71,41 @@ def undisturbed() -> Iterator[None]:
     waiting: list[int] = []
     usual = {}
     if threading.current_thread() is threading.main_thread():
-        for one in CTRL_C_AND_SIGTERM:
-            usual[one] = signal.signal(one, lambda number, _: waiting.append(number))
+        for number in CTRL_C_AND_SIGTERM:
+            usual[number] = signal.signal(number, lambda sent, _: waiting.append(sent))
     try:
         yield
     finally:
-        for one, handler in usual.items():
-            signal.signal(one, handler)
-        for number in waiting[:1]:
-            signal.raise_signal(number)
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        for sent in waiting[:1]:
+            signal.raise_signal(sent)
+
+
+@contextlib.contextmanager
+def left_at_once() -> Iterator[None]:
+    """Within the block Ctrl-C ends the process: imports take exceptions for missing libraries."""
+    usual = _usual(CTRL_C)
+    for number in usual:
+        signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 def _usual(kinds: _Kinds) -> dict[signal.Signals, Any]:
-    """The handlers that these signals have, where nobody has set others."""
+    """Return the handlers of these signals, where nobody has set others."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    found = {one: signal.getsignal(one) for one in kinds}
-    return {one: handler for one, handler in found.items() if handler in _USUAL}
+    found = {number: signal.getsignal(number) for number in kinds}
+    return {number: handler for number, handler in found.items() if handler in _USUAL}
 
 
 def _inside_numpy(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_NUMPY):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == "numpy":
             return True
         frame = frame.f_back
     return False

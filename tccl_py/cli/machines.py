@@ -1,18 +1,79 @@
-"""`tccl machines`: the bundled machine models, and one of them in detail."""
+"""`tccl discover` and `tccl machines`: descriptions of machines, found and bundled."""
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from tccl_py.cli.arguments import JsonOption, print_json, results
+from tccl_py.cli.options import JsonOption
+from tccl_py.cli.output import grid, results
+from tccl_py.cli.streams import notice, print_json, write_result
+from tccl_py.errors import InputError
+from tccl_py.model.knowledge import Fingerprint, Knowledge
 from tccl_py.model.machine import Machine, PciDevice, PciLink
-from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
+from tccl_py.readers.live import discover_machine
+from tccl_py.readers.nccl_topology import read_nccl_topology
+from tccl_py.readers.nvidia_smi import read_nvidia_smi
+from tccl_py.simulator.descriptions import (
+    bundled_names,
+    description_to_json,
+    load_bundled,
+    load_machine,
+)
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.parameters import figures_of
+
+
+def discover(
+    *,
+    nccl_topology: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Read an NCCL topology XML, as NCCL_TOPO_DUMP_FILE writes it."
+        ),
+    ] = None,
+    nvidia_smi: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Read what `nvidia-smi topo -m` printed."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write to FILE, whole or not at all."),
+    ] = None,
+) -> None:
+    """Describe a machine's GPUs, NUMA nodes, PCI tree, NVLinks and NICs as JSON.
+
+    Without a file to read, this machine is asked: the NVIDIA driver and sysfs. Then the JSON also
+    has `knowledge` (which GPUs reach each other directly) and `fingerprint` (GPU UUIDs, driver).
+    Every command takes the JSON as its MACHINE.
+
+    Example:
+
+        tccl discover -o box.json
+        tccl validate graph.xml --machine box.json
+    """
+    machine, knowledge, fingerprint = _found(nccl_topology, nvidia_smi)
+    write_result(description_to_json(machine, knowledge, fingerprint), output)
+    if output is not None:
+        notice(f"wrote {output}: {machine.name} with {len(machine.gpus)} GPUs")
+
+
+def _found(
+    nccl_topology: Path | None, nvidia_smi: Path | None
+) -> tuple[Machine, Knowledge | None, Fingerprint | None]:
+    if nccl_topology is not None and nvidia_smi is not None:
+        raise InputError(
+            "discover", "has both --nccl-topology and --nvidia-smi", "give one file to read"
+        )
+    if nccl_topology is not None:
+        return read_nccl_topology(nccl_topology), None, None
+    if nvidia_smi is not None:
+        return read_nvidia_smi(nvidia_smi), None, None
+    return discover_machine()
 
 
 def machines(
@@ -28,24 +89,25 @@ def machines(
 ) -> None:
     """List the bundled machine models, or show one machine in detail.
 
-    The list says how many of a model's figures were measured on such a machine, how many are
-    published ones, and how many are assumed from other machines or data sheets.
+    The list says how many of a model's parameters were measured on such a machine, how many are
+    published, and how many are assumed from similar machines or data sheets.
 
     Example:
 
         tccl machines supermicro-h12dsg-8x3090
     """
-    models = [load_bundled(one) for one in bundled_names()] if name is None else []
     if name is not None:
         _show(load_machine(name), json=json)
-    elif json:
+        return
+    models = [load_bundled(bundled) for bundled in bundled_names()]
+    if json:
         print_json([summary(model) for model in models])
     else:
         _print_list(models)
 
 
 def summary(model: MachineModel) -> dict[str, Any]:
-    """What the list says of a model; the keys are kept stable."""
+    """Return a model's entry in the list as JSON; the keys are stable."""
     machine = model.machine
     return {
         "name": model.name,
@@ -53,7 +115,7 @@ def summary(model: MachineModel) -> dict[str, Any]:
         "gpu": _gpu_names(machine),
         "numa_nodes": len(machine.numa_nodes),
         "nics": len(machine.nics),
-        "figures": _figures(model),
+        "figures": _provenances(model),
         "note": model.note,
         "source": model.source,
     }
@@ -64,25 +126,25 @@ def _gpu_names(machine: Machine) -> str:
     return ", ".join(dict.fromkeys(kinds))
 
 
-def _figures(model: MachineModel) -> dict[str, int]:
-    """How many figures come from where; a figure counts once wherever it is used."""
+def _provenances(model: MachineModel) -> dict[str, int]:
+    """Count parameters by provenance; a parameter counts once wherever it is used."""
     counts = Counter(str(figure.provenance) for _, figure in figures_of(model))
     return {kind: counts[kind] for kind in ("measured", "published", "assumed")}
 
 
-def _figures_text(model: MachineModel) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in _figures(model).items() if count)
+def _provenances_text(model: MachineModel) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in _provenances(model).items() if count)
 
 
 def _print_list(models: list[MachineModel]) -> None:
-    table = Table("Name", "GPUs", "NUMA nodes", "NICs", "Figures", "Note")
+    table = Table("Name", "GPUs", "NUMA nodes", "NICs", "Parameters", "Note")
     for column in table.columns[1:4]:
         column.justify = "right"
     table.columns[0].no_wrap = True
     for model in models:
         machine = model.machine
         counts = (str(len(part)) for part in (machine.gpus, machine.numa_nodes, machine.nics))
-        table.add_row(model.name, *counts, _figures_text(model), model.note)
+        table.add_row(model.name, *counts, _provenances_text(model), model.note)
     results().print(table)
 
 
@@ -90,50 +152,33 @@ def _show(model: MachineModel, *, json: bool) -> None:
     if json:
         print_json({**summary(model), "machine": model.machine, "knowledge": model.knowledge})
         return
-    out = results()
-    table = Table(show_header=False, box=None)
-    for label, text in _lines(model):
-        table.add_row(label, text)
-    out.print(table)
-    out.print(_devices(model.machine))
-
-
-def _lines(model: MachineModel) -> list[tuple[str, str]]:
     machine = model.machine
+    links = (f"{link.source}-{link.target} x{link.count}" for link in machine.nvlinks)
+    pairs = [(i, j) for i in machine.gpu_indices for j in machine.gpu_indices if i != j]
+    direct = sum(model.knowledge.can_access(machine, *pair) for pair in pairs)
     lines = [
         ("Name", model.name),
         ("Note", model.note),
-        ("Source", model.source or "none: every figure is assumed"),
-        ("Figures", _figures_text(model)),
+        ("Source", model.source or "none: every parameter is assumed"),
+        ("Parameters", _provenances_text(model)),
         ("GPUs", f"{len(machine.gpus)}: {_gpu_names(machine)}"),
         ("NUMA nodes", ", ".join(node.id for node in machine.numa_nodes)),
-        ("NVLinks", _nvlinks(machine)),
-        ("Peer access", _peer_access(model)),
-        ("Slow together", "; ".join(rule.name for rule in model.congestion) or "nothing known"),
+        ("NVLinks", ", ".join(links) or "none"),
+        ("Peer access", f"{direct} of {len(pairs)} ordered pairs of GPUs"),
+        ("Contention", "; ".join(rule.name for rule in model.congestion) or "none known"),
     ]
-    return [(label, text) for label, text in lines if text]
-
-
-def _nvlinks(machine: Machine) -> str:
-    links = (f"{link.source}-{link.target} x{link.count}" for link in machine.nvlinks)
-    return ", ".join(links) or "none"
-
-
-def _peer_access(model: MachineModel) -> str:
-    knowledge, machine = model.knowledge, model.machine
-    pairs = [(i, j) for i in machine.gpu_indices for j in machine.gpu_indices if i != j]
-    direct = sum(knowledge.can_access(machine, *pair) for pair in pairs)
-    return f"{direct} of {len(pairs)} ordered pairs of GPUs"
+    out = results()
+    out.print(grid(line for line in lines if line[1]))
+    out.print(_devices(machine))
 
 
 def _devices(machine: Machine) -> Table:
-    table = Table("Device", "What", "NUMA node", "PCI link", "Below")
+    table = Table("Device", "Name", "NUMA node", "PCI link", "Below")
     devices: tuple[PciDevice, ...] = (*machine.gpus, *machine.nics)
     for device in devices:
         node = f"C{machine.numa_of(device.id)}"
         bridges = " < ".join(machine.ancestors(device.id)[:-1])
-        what = getattr(device, "name", "")
-        table.add_row(device.id, what, node, _link(device.link), bridges)
+        table.add_row(device.id, getattr(device, "name", ""), node, _link(device.link), bridges)
     return table
 
 

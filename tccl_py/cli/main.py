@@ -7,39 +7,57 @@ the output any more. Every error on purpose is one sentence on stderr that begin
 from __future__ import annotations
 
 import sys
-from importlib import metadata
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command_from_info
+from typer.models import CommandInfo
 
-from tccl_py.cli.arguments import NO_READER, NOT_USABLE, complain, flush_output, silence_output
-from tccl_py.cli.check import check
-from tccl_py.cli.discover import discover
-from tccl_py.cli.doctor import doctor
-from tccl_py.cli.env import env
-from tccl_py.cli.explain import explain
-from tccl_py.cli.export import export
-from tccl_py.cli.install import install
-from tccl_py.cli.interrupts import INTERRUPTED, TERMINATED, Terminated
-from tccl_py.cli.machines import machines
-from tccl_py.cli.measure import measure
-from tccl_py.cli.overlap import overlap
-from tccl_py.cli.plan import plan
-from tccl_py.cli.report import report
-from tccl_py.cli.show import show
-from tccl_py.cli.uninstall import uninstall
-from tccl_py.cli.validate import validate
-from tccl_py.cli.verify import verify
+from tccl_py.cli.interrupts import INTERRUPTED, TERMINATED, Terminated, left_at_once
+from tccl_py.cli.streams import NO_READER, NOT_USABLE, complain, flush_output, silence_output
 from tccl_py.errors import InputError, TcclError
 from tccl_py.limits import limit_reached
+
+COMMANDS = {
+    "discover": ("machines:discover", "Describe a machine's GPUs, NUMA nodes, links and NICs."),
+    "machines": ("machines:machines", "List the bundled machine models, or show one machine."),
+    "measure": ("measure:measure", "Measure how fast transfers are that run at the same time."),
+    "plan": ("plan:plan", "Find the best rings for a machine or a cluster, and write the files."),
+    "show": ("show:show", "Show a plan: rings, rates, bound, settings, and default NCCL."),
+    "explain": ("explain:explain", "Explain a plan: which transfers slow each other down."),
+    "report": ("report:report", "Write a plan as one HTML page."),
+    "env": ("env:env", "Print the environment for a job over some GPUs of a plan."),
+    "export": ("export:export", "Write the files that a runtime reads, elsewhere."),
+    "install": ("install:install", "Put a verified plan's settings where jobs find them."),
+    "uninstall": ("install:uninstall", "Take out the lines of `tccl install`."),
+    "validate": ("validate:validate", "Say what NCCL will do with a graph file."),
+    "verify": ("verify:verify", "Run real collectives by each choice of a plan; name the winner."),
+    "check": ("check:check", "Compare a machine with its plan's measurements."),
+    "overlap": ("overlap:overlap", "Time transfers one after the other, together, beside a GEMM."),
+    "doctor": ("doctor:doctor", "Look for what hangs or slows NCCL on this host."),
+}
+"""Each command's module and function, and its line in `tccl --help`, in the order listed there."""
 
 # The class of every usage error; typer has it from click or from its own copy of click.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 class _Commands(TyperGroup):
-    """The group of commands; what goes wrong leaves it as a sentence and an exit code."""
+    """The group of commands; a command is imported when it is used, errors get an exit code."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # Stand-ins, for the list of `tccl --help`.
+        self.commands = {
+            name: TyperCommand(name, help=line) for name, (_, line) in COMMANDS.items()
+        }
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return name, command and the other arguments of a command line."""
+        name, stand_in, rest = super().resolve_command(ctx, args)
+        return name, stand_in and load_command(str(name)), rest
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command line; ends the process unless `standalone_mode` is off."""
@@ -78,13 +96,12 @@ class _Command(TyperCommand):
         """Parse `args` into the context.
 
         Raises:
-            InputError: a FILE or DIR with the empty name, which Path takes for the directory one
-                is in.
+            InputError: a FILE or DIR with the empty name, which Path takes for the current one.
         """
         try:
             given = self.make_parser(ctx).parse_args(args=list(args))[0]
         except _UsageError as error:
-            # typer does not say for all of them which command's they are.
+            # typer does not name the command in all of them.
             error.ctx = ctx
             raise
         rest = super().parse_args(ctx, args)
@@ -93,6 +110,15 @@ class _Command(TyperCommand):
             if metavar in ("FILE", "DIR", "DIR|FILE") and given.get(param.name) == "":
                 raise InputError(param.opts[-1], "is empty", f"name a {metavar}")
         return rest
+
+
+def load_command(name: str) -> Any:
+    """Import a command and return it."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    with left_at_once():
+        callback = getattr(import_module(f"tccl_py.cli.{module}"), function)
+    info = CommandInfo(name=name, cls=_Command, callback=callback, context_settings=_SETTINGS)
+    return get_command_from_info(info, pretty_exceptions_short=False, rich_markup_mode="markdown")
 
 
 def _sentence(error: Exception) -> str:
@@ -118,6 +144,8 @@ def _usage(error: Any) -> str:
     return f"{message}; see '{path} --help'"
 
 
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
 app = typer.Typer(
     name="tccl",
     cls=_Commands,
@@ -125,12 +153,14 @@ app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_SETTINGS,
 )
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib import metadata  # noqa: PLC0415 (slow, and needed only here)
+
         typer.echo(f"tccl {metadata.version('tccl-py')}")
         raise typer.Exit(0)
 
@@ -155,28 +185,6 @@ def _frame(
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
         raise typer.Exit(NOT_USABLE)
-
-
-# In the order in which the help lists them; each comes from the module of its name.
-for _command in (
-    discover,
-    machines,
-    measure,
-    plan,
-    show,
-    explain,
-    report,
-    env,
-    export,
-    install,
-    uninstall,
-    validate,
-    verify,
-    check,
-    overlap,
-    doctor,
-):
-    app.command(cls=_Command)(_command)
 
 
 def main() -> None:

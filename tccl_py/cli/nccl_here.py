@@ -1,12 +1,12 @@
-"""The NCCL that is installed here: its version, and what it does on this machine's GPUs."""
+"""The installed NCCL: its version, and its rings on this machine's GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tccl_py.cli.arguments import notice, parse_gpus
-from tccl_py.cli.hardware import MeasuredMachine
+from tccl_py.cli.options import parse_gpus
+from tccl_py.cli.streams import notice
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.nccl.asked import (
     InstalledRings,
@@ -26,6 +26,7 @@ from tccl_py.plan.files import GRAPH_FILE, subset_file
 from tccl_py.plan.plan import Plan
 from tccl_py.readers.installed_nccl import InstalledNccl, installed_nccl
 from tccl_py.readers.nvml import gpu_count
+from tccl_py.sources.profiled import MeasuredMachine, users_of
 
 _DESCRIBED = "give --machine MACHINE for a verdict by NCCL's rules"
 _MOST_FILES = 16
@@ -34,7 +35,7 @@ _OTHER = "--nccl VERSION plans for another"
 
 
 def version_here(asked: str | None) -> str:
-    """The version to plan this machine for; says which it is, and why, if none was asked for."""
+    """Return the version of NCCL to plan this machine for, with a notice if none was named."""
     if asked is not None:
         return asked
     found = installed_nccl()
@@ -45,7 +46,7 @@ def version_here(asked: str | None) -> str:
 
 
 def version_of_hosts(asked: str | None, told: str) -> str:
-    """The version to plan a job's hosts for; all told the same, "none" if they have none."""
+    """Return the version of NCCL to plan a job's hosts for; `told` is that of all, or "none"."""
     if asked is not None:
         return asked
     if told == "none":
@@ -62,23 +63,14 @@ def _newest(why: str) -> str:
 
 def why_not_asked(gpus: Sequence[int]) -> str:
     """Return why NCCL cannot be run on these GPUs now; "" if it can."""
-    from tccl_profiler.watch import Watch  # noqa: PLC0415 (other commands need no profiler)
-
     try:
-        with Watch(gpus, frozenset()) as watch:
-            seen = watch.look()
+        return users_of(gpus)
     except MeasurementError as error:
         return str(error)
-    users = (
-        f"process {process.pid} ({process.name or 'name unknown'}) uses GPU {one.gpu}"
-        for one in seen
-        for process in one.other_processes or ()
-    )
-    return next(users, "")
 
 
 def rings_here(place: MeasuredMachine, gpus: Sequence[int] | None) -> InstalledRings | None:
-    """Return what asks the installed NCCL for its own rings; None where no NCCL runs."""
+    """Return the reader of the installed NCCL's own rings; None where no NCCL runs."""
     if place.backend != "cuda":
         return None
     chosen = place.machine.gpu_indices if gpus is None else tuple(sorted(gpus))
@@ -127,7 +119,7 @@ def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
 
 
 def asked_here(gpus: Sequence[int]) -> NcclAnswer | str:
-    """Return what NCCL does by default over GPUs of this machine, or why it was not asked."""
+    """Return default NCCL's rings over GPUs of this machine, or why it was not asked."""
     try:
         return why_not_asked(gpus) or ask_nccl({}, gpus)
     except MeasurementError as error:
@@ -137,7 +129,7 @@ def asked_here(gpus: Sequence[int]) -> NcclAnswer | str:
 def verdict_here(
     text: str, gpus: str | None, variables: Mapping[str, str], *, where: str
 ) -> Verdict:
-    """Return what the NCCL here does with a graph file over GPUs of this machine.
+    """Return the verdict of the installed NCCL on a graph file over GPUs of this machine.
 
     Args:
         text: the file.

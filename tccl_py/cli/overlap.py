@@ -11,8 +11,10 @@ import msgspec
 import typer
 from rich.table import Table
 
-from tccl_py.cli.arguments import JsonOption, check_quoted, gpus_argument, print_json, results
 from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, interrupts_put_off
+from tccl_py.cli.options import JsonOption, check_quoted, gpus_argument
+from tccl_py.cli.output import results
+from tccl_py.cli.streams import print_json
 from tccl_py.errors import InputError
 from tccl_py.overlap.job import run_job
 from tccl_py.overlap.orders import Answer, Backend, Kind, Order

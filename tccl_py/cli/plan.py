@@ -8,48 +8,32 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tccl_py.cli.arguments import (
-    MACHINE_HELP,
-    JsonOption,
-    gpus_argument,
-    notice_each,
-)
-from tccl_py.cli.hardware import (
-    SEARCH_REPEATS,
-    BackendOption,
-    Care,
-    DevicesOption,
-    Hardware,
-    MeasuredMachine,
-    TargetOption,
-    care,
-    measured_machine,
-)
 from tccl_py.cli.interrupts import undisturbed
-from tccl_py.cli.jobs import InterfacesOption, NetworkOption, in_job
-from tccl_py.cli.measure import simulation_header
-from tccl_py.cli.measured_notices import measured_notices
+from tccl_py.cli.measure import measurement_options
 from tccl_py.cli.nccl_here import graph_file_notices, rings_here, version_here
-from tccl_py.cli.plan_cluster import (
-    ClusterOptions,
-    ClusterTask,
-    SimulatedCluster,
+from tccl_py.cli.options import (
+    MACHINE_HELP,
+    OUTSIDE_JOB,
+    WITH_MODEL,
+    WITHOUT_MODEL,
+    BackendOption,
+    DevicesOption,
+    InterfacesOption,
+    JsonOption,
+    NetworkOption,
+    NoiseOption,
+    SeedOption,
+    TargetOption,
+    gpus_argument,
+    refuse,
 )
+from tccl_py.cli.output import ProgressLine
+from tccl_py.cli.plan_cluster import ClusterOptions, ClusterTask, SimulatedCluster
 from tccl_py.cli.plan_kept import kept_here, not_kept_here
 from tccl_py.cli.plan_nodes import Measuring, plan_cluster, plan_hosts
 from tccl_py.cli.plan_run import finish, planning
 from tccl_py.cli.plan_text import plan_json, print_plan
-from tccl_py.cli.progress import ProgressLine
-from tccl_py.cli.refusals import (
-    BY_HOSTS,
-    BY_RANKS,
-    FOR_ONE,
-    IN_JOB,
-    OUTSIDE_JOB,
-    WITH_MODEL,
-    WITHOUT_MODEL,
-    refuse,
-)
+from tccl_py.cli.streams import notice_each
 from tccl_py.cli.verify import check_tuning, tuned_plan
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
@@ -58,20 +42,39 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.asked import InstalledRings
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import LATEST, known_versions
-from tccl_py.plan.directory import (
-    open_journal,
-    output_directory,
-    write_plan,
-)
+from tccl_py.plan.directory import output_directory, write_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
-from tccl_py.simulator.source import Simulator
+from tccl_py.sources.hosts import in_job
+from tccl_py.sources.opening import open_source
+from tccl_py.sources.profiled import (
+    SEARCH_REPEATS,
+    MeasuredMachine,
+    MeasurementOptions,
+    measured_machine,
+)
 
 _MAX_RINGS = 16
+_IN_JOB = ("under mpirun or srun", "needs no ranks", "start the command by itself")
+_FOR_ONE = (
+    "",
+    "is about several nodes",
+    "add --simulate MACHINE --nodes N, or start the command under mpirun or srun",
+)
+_BY_RANKS = (
+    "for several nodes",
+    "is about one machine",
+    "leave it out: as many GPUs of a host are used as it has ranks (slots)",
+)
+_BY_HOSTS = (
+    "for nodes that are simulated",
+    "runs collectives on the hosts",
+    "leave it out, or measure them: start the command by mpirun or srun",
+)
 
 
 def plan(
@@ -120,10 +123,8 @@ def plan(
     max_seconds: Annotated[
         float | None, typer.Option(metavar="S", help="Seconds to spend at most on one search.")
     ] = None,
-    noise: Annotated[
-        float | None, typer.Option(metavar="F", help="Spread of simulated samples, 0 to 1.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the noise.")] = None,
+    noise: NoiseOption = None,
+    seed: SeedOption = None,
     nodes: Annotated[
         int | None, typer.Option(metavar="N", help="How many equal nodes to simulate.")
     ] = None,
@@ -150,7 +151,7 @@ def plan(
     ] = None,
     interfaces: InterfacesOption = None,
     network: NetworkOption = None,
-    keep: Annotated[
+    pin_env: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NCCL_NAME",
@@ -183,15 +184,15 @@ def plan(
     together. NCCL joins nodes in the order of ranks, so that order is part of the plan: nccl/order
     has it for launchers.
 
-    With --keep the plan is for hosts where every job says how far P2P goes, or has it off: so do
-    all settings that are tried, and stock NCCL, with which the plan is compared.
+    With --pin-env the plan is for hosts where every job sets NCCL_P2P_LEVEL or NCCL_P2P_DISABLE:
+    so do all settings that are tried, and default NCCL, with which the plan is compared.
 
     Examples:
 
         tccl plan -o my-plan
         tccl plan -o my-plan --simulate asus-esc8000a-e13p
         tccl plan -o my-plan --simulate nvswitch-8gpu-8nic --nodes 16
-        NCCL_P2P_DISABLE=1 tccl plan -o my-plan --keep NCCL_P2P_DISABLE
+        NCCL_P2P_DISABLE=1 tccl plan -o my-plan --pin-env NCCL_P2P_DISABLE
         mpirun -N 1 tccl plan -o my-plan --switches topology.conf
     """
     cluster = ClusterOptions(
@@ -208,10 +209,10 @@ def plan(
         refuse({**hardware, **cluster.measured}, WITH_MODEL)
     else:
         refuse({"--noise": noise, "--seed": seed}, WITHOUT_MODEL)
-    careful = care(target=target, repeats=SEARCH_REPEATS)
+    options = measurement_options(target=target, repeats=SEARCH_REPEATS)
     if gid_index is not None and not 0 <= gid_index <= MAX_GID_INDEX:
         raise InputError("--gid-index", f"is {gid_index}", f"0 to {MAX_GID_INDEX}")
-    kept = kept_here(keep or ())
+    kept = kept_here(pin_env or ())
     counts = _ring_counts(rings)
     budget = _budget(max_sets, max_seconds)
     version = LATEST if nccl is None else nccl
@@ -219,7 +220,7 @@ def plan(
     if not job:
         refuse(cluster.measured, OUTSIDE_JOB)
     if job or nodes not in (None, 1) or (simulate is not None and hosts is not None):
-        refuse({"--gpus": gpus}, BY_RANKS)
+        refuse({"--gpus": gpus}, _BY_RANKS)
         wanted = ClusterTask(
             options=cluster,
             version=version,
@@ -229,18 +230,18 @@ def plan(
             kept=kept,
         )
         if job:
-            refuse({"--simulate": simulate, "--nodes": nodes}, IN_JOB)
+            refuse({"--simulate": simulate, "--nodes": nodes}, _IN_JOB)
             measuring = Measuring(
                 backend=backend,
                 devices=devices,
                 nccl=nccl,
-                careful=careful,
+                options=options,
                 expected=hosts,
                 tune=tune,
             )
             plan_hosts(wanted, measuring, output, force, json)
             return
-        refuse({"--tune": tune}, BY_HOSTS)
+        refuse({"--tune": tune}, _BY_HOSTS)
         if simulate is None:
             raise InputError(
                 "--nodes",
@@ -252,18 +253,18 @@ def plan(
             SimulatedCluster(model, wanted, noise=noise or 0.0, seed=seed or 0), output, force, json
         )
         return
-    refuse(cluster.given, FOR_ONE)
+    refuse(cluster.given, _FOR_ONE)
     if tune:
         check_tuning()
     subject: _Subject
     if simulate is not None:
         subject = _Model(load_machine(simulate), noise=noise or 0.0, seed=seed or 0)
     else:
-        subject = _Here(measured_machine(backend, devices), careful)
+        subject = _Here(measured_machine(backend, devices), options)
         # No NCCL runs where the host's memory is measured.
         version = version if backend == "host" else version_here(nccl)
         if backend != "host":
-            notice_each(not_kept_here(keep or ()))
+            notice_each(not_kept_here(pin_env or ()))
     task = _Task(
         gpus=gpus_argument(gpus, subject.machine),
         version=version,
@@ -322,16 +323,13 @@ class _Model:
     def __init__(self, model: MachineModel, *, noise: float, seed: int) -> None:
         self.machine = model.machine
         self._model = model
-        self._source = Simulator(model, noise=noise, seed=seed)
-        self._header = simulation_header(model, noise=noise, seed=seed)
+        self._source = open_source(model, noise=noise, seed=seed)
 
     def planned(self, task: _Task, journal: Path, *, force: bool) -> Plan:
-        """The plan by simulation; one that a journal tells of is gone on with."""
-        opened = open_journal(self._source, journal, self._header, force=force)
-        with opened as journalled, ProgressLine() as line:
-            self._source.resume(journalled.times_of)
-            notice_each(journalled.notices)
-            return task.plan(self.machine, self._model.knowledge, journalled, line)
+        """Plan by simulation; a plan that a journal tells of is resumed."""
+        with ProgressLine() as line, self._source as source:
+            notice_each(source.keep_in(journal, replace=force))
+            return task.plan(self.machine, self._model.knowledge, source, line)
 
     def write(self, made: Plan, output: Path) -> None:
         """Write a plan with the model that its rates come from."""
@@ -341,30 +339,29 @@ class _Model:
 class _Here:
     """This machine, to plan by measuring it."""
 
-    def __init__(self, place: MeasuredMachine, careful: Care) -> None:
+    def __init__(self, place: MeasuredMachine, options: MeasurementOptions) -> None:
         self.machine = place.machine
-        self._place, self._care = place, careful
+        self._place, self._options = place, options
 
     def planned(self, task: _Task, journal: Path, *, force: bool) -> Plan:
-        """The plan by measurements; what was noticed meanwhile stands in it."""
+        """Plan by measurements; the plan has the notices of measuring."""
         with (
             ProgressLine() as line,
-            Hardware(self._place, gpus=task.gpus, care=self._care) as source,
-            open_journal(source, journal, source.header, force=force) as journalled,
+            open_source(self._place, gpus=task.gpus, options=self._options) as source,
         ):
-            source.on_set = line.measured
-            notice_each(journalled.notices)
+            source.watch(line.measured)
+            notice_each(source.keep_in(journal, replace=force))
             rings = rings_here(self._place, task.gpus)
-            made = task.plan(self.machine, self._place.knowledge, journalled, line, rings)
+            made = task.plan(self.machine, self._place.knowledge, source, line, rings)
             conditions = source.conditions
-        noticed = measured_notices(source, self._care, conditions)
+        noticed = source.summary(conditions)
         if rings is not None:
             tried = () if made.cancelled else graph_file_notices(made, rings)
             noticed = (*rings.notices, *tried, *noticed)
         return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 
     def write(self, made: Plan, output: Path) -> None:
-        """Write a plan with the machine, what is known of it and its fingerprint."""
+        """Write a plan with the machine, its peer access and its fingerprint."""
         write_plan(made, output, fingerprint=self._place.fingerprint)
 
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from tccl_py.cli.arguments import notice_each
-from tccl_py.cli.hardware import Care
-from tccl_py.cli.jobs import ClusterHardware
-from tccl_py.cli.measure import simulation_header
-from tccl_py.cli.measured_notices import measured_notices
-from tccl_py.cli.progress import ProgressLine
+from tccl_py.cli.output import ProgressLine
+from tccl_py.cli.streams import notice_each
 from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring_rate
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.cluster_plan.planner import make_cluster_plan
@@ -21,15 +16,12 @@ from tccl_py.cluster_plan.uplinks import with_measured_uplinks
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.cluster import Cluster, HostReport, cluster_of
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.directory import open_journal
 from tccl_py.readers.hosts import HostSlots, read_host_list
 from tccl_py.readers.switches import Network, read_switches
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.model import MachineModel
-from tccl_py.simulator.source import Simulator
-
-if TYPE_CHECKING:
-    from tccl_profiler.cluster.session import ClusterSession
+from tccl_py.sources.hosts import HostsSource, sampled_links
+from tccl_py.sources.opening import open_source
 
 MANY_NODES = 16_384
 SPOT_CHECKS = 16
@@ -114,8 +106,7 @@ class SimulatedCluster:
         options = task.options
         self._model = model
         self._task = task
-        self._source = Simulator(model, noise=noise, seed=seed)
-        self._header = simulation_header(model, noise=noise, seed=seed)
+        self._source = open_source(model, noise=noise, seed=seed)
         hosts = _listed(options)
         _refuse_uneven(hosts, len(model.machine.gpus), where=str(options.hosts))
         network = task.network([host.name for host in hosts])
@@ -137,11 +128,9 @@ class SimulatedCluster:
 
     def planned(self, journal: Path, *, force: bool) -> ClusterPlan:
         """The plan by simulation; one that a journal tells of is gone on with."""
-        opened = open_journal(self._source, journal, self._header, force=force)
-        with opened as journalled, ProgressLine() as line:
-            self._source.resume(journalled.times_of)
-            notice_each(journalled.notices)
-            return self._task.plan(self.cluster, [journalled], line)
+        with ProgressLine() as line, self._source as source:
+            notice_each(source.keep_in(journal, replace=force))
+            return self._task.plan(self.cluster, [source], line)
 
     @property
     def models(self) -> dict[str, MachineModel]:
@@ -189,11 +178,9 @@ def _refuse_uneven(hosts: Sequence[HostSlots], gpus: int, *, where: str) -> None
 class MeasuredCluster:
     """The hosts of an MPI job, to plan by measuring them."""
 
-    def __init__(
-        self, session: ClusterSession, task: ClusterTask, careful: Care, *, rehearsal: bool
-    ) -> None:
-        self._session, self._task, self._care = session, task, careful
-        self._source = ClusterHardware(session, rehearsal=rehearsal)
+    def __init__(self, source: HostsSource, task: ClusterTask) -> None:
+        session = source.session
+        self._session, self._task, self._source = session, task, source
         names = [host.name for host in session.hosts]
         network = task.network(names)
         self.cluster = cluster_of(
@@ -217,30 +204,30 @@ class MeasuredCluster:
         """The plan by measurements; what was noticed meanwhile stands in it."""
         source = self._source
         with ProgressLine() as line:
-            source.on_set = line.measured
-            opened = open_journal(source, journal, source.header, force=force)
-            with opened as journalled:
-                notice_each(journalled.notices)
-                odd = self._sampled(journalled)
-                notice_each(odd)
-                places = placements(
-                    self.cluster,
-                    over_sockets=self._session.over_sockets,
-                    addressed=self._addressed,
-                    carried=self._session.network == "nccl",
-                )
-                sources = [PlacedSource(journalled, one) for one in places]
-                made = self._task.plan(self.cluster, sources, line)
-                if made.assumed:
-                    odd += (_ASSUMED[self._session.network],)
-                elif not made.cancelled:
-                    made = _with_whole_ring(made, journalled)
+            source.watch(line.measured)
+            notice_each(source.keep_in(journal, replace=force))
+            odd = self._sampled(source)
+            notice_each(odd)
+            places = placements(
+                self.cluster,
+                over_sockets=self._session.over_sockets,
+                addressed=self._addressed,
+                carried=self._session.network == "nccl",
+            )
+            made = self._task.plan(
+                self.cluster, [PlacedSource(source, place) for place in places], line
+            )
+            if made.assumed:
+                odd += (_ASSUMED[self._session.network],)
+            elif not made.cancelled:
+                made = _with_whole_ring(made, source)
+            source.close()
         # What the journal answered was measured by an earlier run.
         asked = made.sets_measured + made.sets_remembered
         made = msgspec.structs.replace(
             made, sets_measured=source.count, sets_remembered=max(0, asked - source.count)
         )
-        noticed = measured_notices(source, self._care, source.conditions)
+        noticed = source.summary(source.conditions)
         notices = (*made.notices, *odd, *noticed)
         return msgspec.structs.replace(made, notices=tuple(dict.fromkeys(notices)))
 
@@ -254,8 +241,6 @@ class MeasuredCluster:
 
         Pairs across switches tell what uplinks carry, where no file did.
         """
-        from tccl_profiler.cluster.sampling import links_check  # noqa: PLC0415
-
         network = self._session.network
         if network == "tcp" and not all(self._addressed.values()):
             return ("hosts have NICs without an address for TCP: the network was not sampled",)
@@ -265,7 +250,7 @@ class MeasuredCluster:
             for switch in (tree.all_switches if tree is not None else ())
             for host in switch.hosts
         }
-        report = links_check(
+        report = sampled_links(
             source,
             self._session.hosts,
             [self.cluster.host_classes[host.name] for host in self._session.hosts],

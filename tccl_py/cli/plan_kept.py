@@ -1,4 +1,4 @@
-"""What `tccl plan --keep` names: variables of the caller's that all jobs have."""
+"""What `tccl plan --pin-env` names: variables of the caller's that all jobs have."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def kept_here(names: Sequence[str]) -> dict[str, str]:
         InputError: plans cannot be made under one, or it is not set, or says nothing.
     """
     for name in names:
-        check_keepable(name, where="--keep")
+        check_keepable(name, where="--pin-env")
         if name not in os.environ:
             right = f"set it as all jobs have it, as in `{name}=... tccl plan`"
-            raise InputError(f"--keep {name}", "is not set here", right)
-    return as_read({name: os.environ[name] for name in names}, where="--keep")
+            raise InputError(f"--pin-env {name}", "is not set here", right)
+    return as_read({name: os.environ[name] for name in names}, where="--pin-env")
 
 
 def not_kept_here(names: Sequence[str]) -> tuple[str, ...]:
     """What to say of variables that are set here, and that a plan is not to be made under."""
     return tuple(
         f"{name}={os.environ[name][:20]} is set here and is not planned for: if all jobs have it, "
-        f"add --keep {name}"
+        f"add --pin-env {name}"
         for name in KEEPABLE
         if name not in names and kept_level({name: os.environ.get(name, "")}) is not None
     )

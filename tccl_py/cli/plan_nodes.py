@@ -8,17 +8,18 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.cli.cluster_text import cluster_json, print_cluster
-from tccl_py.cli.hardware import Care
 from tccl_py.cli.interrupts import undisturbed
-from tccl_py.cli.jobs import job_of_ranks, open_cluster
+from tccl_py.cli.measure import controlled_job
 from tccl_py.cli.nccl_here import version_of_hosts
 from tccl_py.cli.plan_cluster import ClusterTask, MeasuredCluster, SimulatedCluster
 from tccl_py.cli.plan_run import finish, planning
-from tccl_py.cli.verify_hosts import check_tuning_hosts, tuned_hosts
+from tccl_py.cli.verify import check_tuning, tuned_hosts
 from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.plan.directory import output_directory
 from tccl_py.readers.hosts import read_host_list
+from tccl_py.sources.hosts import open_hosts
+from tccl_py.sources.profiled import MeasurementOptions
 
 
 class Measuring(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,12 +31,12 @@ class Measuring(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None
     devices: int | None
     nccl: str | None
-    careful: Care
+    options: MeasurementOptions
     expected: Path | None
     tune: bool = False
 
     @property
-    def rehearsal(self) -> bool:
+    def dry_run(self) -> bool:
         """Whether no GPUs are measured."""
         return self.backend == "host"
 
@@ -44,28 +45,28 @@ def plan_hosts(wanted: ClusterTask, how: Measuring, output: Path, force: bool, j
     """Plan for the hosts of an MPI job by measuring them."""
     expected = read_host_list(how.expected) if how.expected is not None else ()
     with (
-        job_of_ranks() as ranks,
-        open_cluster(
+        controlled_job() as ranks,
+        open_hosts(
             ranks,
             backend=how.backend,
             devices=how.devices,
             interfaces=wanted.options.interfaces,
             network=wanted.options.network,
             gid_index=wanted.options.gid_index,
-            careful=how.careful,
+            options=how.options,
             expected=[host.name for host in expected],
-        ) as session,
+        ) as source,
     ):
         if how.tune:
-            check_tuning_hosts(ranks)
-        if not how.rehearsal:
-            version = version_of_hosts(how.nccl, session.hosts[0].software.nccl)
+            check_tuning(ranks)
+        if not how.dry_run:
+            version = version_of_hosts(how.nccl, source.session.hosts[0].software.nccl)
             wanted = msgspec.structs.replace(wanted, version=version)
-        measured = MeasuredCluster(session, wanted, how.careful, rehearsal=how.rehearsal)
+        measured = MeasuredCluster(source, wanted)
 
         def tuned(directory: Path) -> ClusterPlan:
-            session.end_workers()
-            return tuned_hosts(directory, ranks, "host" if how.rehearsal else "cuda")
+            source.session.end_workers()
+            return tuned_hosts(directory, ranks, "host" if how.dry_run else "cuda")
 
         plan_cluster(measured, output, force, json, tuned=tuned if how.tune else None)
 

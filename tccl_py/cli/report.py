@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from tccl_py.cli.arguments import notice, write_result
-from tccl_py.cli.cluster_kind import refuse_cluster
+from tccl_py.cli.options import DirectoryArgument, refuse_cluster
+from tccl_py.cli.streams import notice, write_result
 from tccl_py.errors import InputError
 
 REPORT_FILE = "report.html"
@@ -17,7 +17,7 @@ _HEAD_BYTES = 2000
 
 
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")],
+    directory: DirectoryArgument,
     *,
     output: Annotated[
         Path | None,

@@ -10,9 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tccl_py.cli.arguments import JsonOption, print_json, results
 from tccl_py.cli.cluster_text import cluster_json, flows_table, print_cluster
+from tccl_py.cli.options import JsonOption
+from tccl_py.cli.output import results
 from tccl_py.cli.plan_text import hops_table, plan_json, print_plan
+from tccl_py.cli.streams import print_json
 from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.plan.plan import Plan, load_plan
 

@@ -9,17 +9,10 @@ from typing import Annotated
 
 import typer
 
-from tccl_py.cli.arguments import (
-    ANSWER_IS_NO,
-    MACHINE_HELP,
-    JsonOption,
-    gpus_argument,
-    notice,
-    print_json,
-    results,
-)
 from tccl_py.cli.nccl_here import verdict_here
-from tccl_py.cli.refusals import Refusal, refuse
+from tccl_py.cli.options import MACHINE_HELP, JsonOption, gpus_argument, refuse
+from tccl_py.cli.output import results
+from tccl_py.cli.streams import ANSWER_IS_NO, notice, print_json
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.model.machine import Machine
@@ -31,7 +24,7 @@ from tccl_py.simulator.descriptions import load_machine
 
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
 _SHOWN_RANKS = 32
-_OF_MACHINES = Refusal(what="is about a described machine", right="add --machine MACHINE")
+_OF_MACHINES = ("", "is about a described machine", "add --machine MACHINE")
 
 
 def validate(

@@ -5,45 +5,63 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from tccl_py.cli.arguments import (
-    ANSWER_IS_NO,
-    notice,
-    notices,
-    print_json,
-    results,
-)
-from tccl_py.cli.cluster_kind import refuse_cluster
-from tccl_py.cli.hardware import MeasuredMachine, measured_machine
-from tccl_py.cli.jobs import in_job
-from tccl_py.cli.verified import check_kept, verified
-from tccl_py.cli.verify_hosts import verify_hosts
+from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
+from tccl_py.cli.measure import controlled_job
+from tccl_py.cli.options import BackendOption, DirectoryArgument, in_range, refuse_cluster
+from tccl_py.cli.output import notices, results
+from tccl_py.cli.streams import ANSWER_IS_NO, notice, notice_each, print_json
 from tccl_py.cli.verify_text import print_verification, verification_json
-from tccl_py.errors import InputError
-from tccl_py.health.fitness import differences
+from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
+from tccl_py.errors import InputError, TcclError
+from tccl_py.files import read_text
+from tccl_py.health.fitness import differences, why_not_with
 from tccl_py.plan.directory import check_plan_directory, known_fingerprint
+from tccl_py.plan.files import host_graph_file
 from tccl_py.plan.plan import ChoiceName, Plan, load_plan
 from tccl_py.plan.staging import check_files, locked
 from tccl_py.rank_processes.forkserver import ForkServer
+from tccl_py.readers.nvml import driver_version
+from tccl_py.report.words import choice_words
+from tccl_py.sources.hosts import in_job, rank_jobs
+from tccl_py.sources.profiled import Backend, MeasuredMachine, check_backend, measured_machine
 from tccl_py.verify.jobs import HostRanks, Launcher, LocalRunner
-from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
-from tccl_py.verify.spec import COLLECTIVES, SIZES, Backend, Collective
-from tccl_py.verify.target import TunableMachine
-from tccl_py.verify.verify import DEFAULT_ROUNDS, DEFAULT_SECONDS, RunBudget
+from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification, keep_verification
+from tccl_py.verify.spec import COLLECTIVES, SIZES, Collective
+from tccl_py.verify.target import TunableMachine, TuningTarget, tunable_cluster
+from tccl_py.verify.tuning import COMPARISON_SECONDS, run_tuning
+from tccl_py.verify.verify import (
+    DEFAULT_ROUNDS,
+    DEFAULT_SECONDS,
+    RunBudget,
+    Watcher,
+    verify_target,
+)
+
+if TYPE_CHECKING:
+    from tccl_py.sources.hosts import HostFacts, Job
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SIZE = re.compile(r"(?P<number>[0-9]{1,12}) ?(?P<unit>[kmg]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
 _MAX_BYTES = 16 << 30
 _MAX_SIZES = 32
+_NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
+_SYSTEM_CONF = Path("/etc/nccl.conf")
+_LONGEST_S = 0.5
+"""A job makes a dozen calls of each size, and a comparison a dozen jobs."""
+_NEEDED = ("torch",)
+_OTHERS = "start a rank on each host that the plan has, or plan these hosts"
 
 
 def verify(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")],
+    directory: DirectoryArgument,
     *,
     choice: Annotated[
         str | None,
@@ -90,20 +108,14 @@ def verify(
     no_checks: Annotated[
         bool, typer.Option("--no-checks", help="Do not compare the values that collectives give.")
     ] = False,
-    keep: Annotated[
+    pin_env: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NCCL_NAME",
             help="A variable of yours that all jobs get, as NCCL_P2P_DISABLE; may be repeated.",
         ),
     ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cuda|host",
-            help="GPUs and NCCL (the default), or, as a rehearsal, gloo in this host's memory.",
-        ),
-    ] = None,
+    backend: BackendOption = None,
     json: Annotated[
         bool, typer.Option("--json", metavar=" ", help="Print JSON instead of text.")
     ] = False,
@@ -129,8 +141,8 @@ def verify(
     that host's graph file or without, and meet over TCP. With --tune all hosts try one choice of
     settings at a time, where bytes land between GPUs and NICs among them.
 
-    Your own NCCL_ variables are not used, except NCCL_NVLS_ENABLE, those that name interfaces, and
-    what --keep names. With --tune the best other settings are verified as well, and DIR gets them
+    Your own NCCL_ variables are not used, except NCCL_NVLS_ENABLE, names of interfaces, and those
+    of --pin-env. With --tune the best other settings are verified as well, and DIR gets them
     where they are better, with the winner as its recommendation. DIR/verify.json has all figures
     afterwards, and `tccl report` shows them.
 
@@ -151,30 +163,42 @@ def verify(
         tccl verify my-plan --choice variables --sizes 64M,256M,1G --rounds 20
         mpirun -N 1 tccl verify my-cluster
     """
+    in_range("--rounds", rounds, MAX_ROUNDS // 2, least=LEAST_ROUNDS)
+    in_range("--seconds", seconds, 86_400, least=0)
     budget = RunBudget(
-        rounds=_rounds(rounds),
+        rounds=rounds,
         sizes=_sizes(sizes),
-        seconds=_seconds(seconds),
+        seconds=seconds,
         collective=_collective(collective),
         checks=not no_checks,
         training=training,
     )
-    chosen = _backend(backend)
-    check_kept(keep or ())
+    kind = check_backend(backend)
+    _check_pinned(pin_env or ())
+    pinned = tuple(pin_env or ())
     only = _choice(choice, tune=tune)
     if in_job():
         if only is not None:
             raise InputError("--choice", "is for the plan of one machine", "leave it out")
-        found = verify_hosts(directory, budget, chosen, tuple(keep or ()), also_tune=tune)
+        with controlled_job() as job:
+            check_plan_directory(directory)
+            if not is_cluster_plan(directory):
+                raise InputError(
+                    str(directory),
+                    "is the plan of one machine",
+                    "start the command by itself there",
+                )
+            # A plan that is written into it meanwhile would get the verdict of another one.
+            with locked(directory):
+                found = _verified_hosts(directory, job, budget, kind, pinned, tune=tune)
     else:
         check_plan_directory(directory)
         refuse_cluster(directory, "start the command by mpirun or srun, with a rank on each host")
-        # Who plans into it meanwhile would get the verdict of another plan.
         with locked(directory):
             plan = load_plan(directory)
             check_files(directory)
-            launcher = _launcher(plan, directory, chosen, keep or [])
-            found = _verified(plan, directory, launcher, budget, only=only, also_tune=tune)
+            launcher = machine_launcher(plan, directory, kind, pinned)
+            found = _verified_machine(plan, directory, launcher, budget, only=only, tune=tune)
     if json:
         print_json(verification_json(found))
     else:
@@ -184,74 +208,213 @@ def verify(
         raise typer.Exit(ANSWER_IS_NO)
 
 
-def check_tuning() -> None:
-    """Refuse to tune where no collective can run, before anything is planned.
+def check_tuning(job: Job | None = None) -> None:
+    """Check that collectives can run, before anything is planned.
+
+    Args:
+        job: the MPI job whose hosts are to run them; None is this host alone.
 
     Raises:
         InputError: no torch, or no GPU.
     """
-    _check_torch()
+    if job is not None:
+        rank_jobs(job).surroundings(modules=_NEEDED)
+        return
+    check_torch()
     try:
-        measured_machine(None, None)
+        measured_machine()
     except InputError as error:
         raise InputError(
             "--tune",
             f"runs NCCL's collectives, and {error.what}",
-            "leave it out; `tccl verify DIR --backend host --tune` rehearses it over gloo",
+            "leave it out; `tccl verify DIR --backend host --tune` is a dry run over gloo",
         ) from error
 
 
 def tuned_plan(plan: Plan, directory: Path) -> Plan:
-    """Verify a plan that was just written, and try other settings; the plan that is there then."""
-    launcher = _launcher(plan, directory, "cuda", [])
-    found = _verified(plan, directory, launcher, RunBudget(), also_tune=True)
+    """Verify a plan that was just written, tune it, and return it."""
+    launcher = machine_launcher(plan, directory, "cuda", ())
+    found = _verified_machine(plan, directory, launcher, RunBudget(), tune=True)
     print_verification(found, notices())
     return load_plan(directory)
 
 
-def _verified(
+def tuned_hosts(directory: Path, job: Job, backend: Backend) -> ClusterPlan:
+    """Verify a cluster's plan that was just written by its hosts' job, tune it, and return it.
+
+    Sizes that would take long at the plan's rate are left out.
+    """
+    rate = load_cluster_plan(directory).rate_gbps
+    sizes = tuple(size for size in SIZES if 2 * size / (rate * 1e9) <= _LONGEST_S) or SIZES[:1]
+    found = _verified_hosts(directory, job, RunBudget(sizes=sizes), backend, (), tune=True)
+    print_verification(found, notices())
+    return load_cluster_plan(directory)
+
+
+def _verified_machine(
     plan: Plan,
     directory: Path,
     launcher: Launcher,
     budget: RunBudget,
     *,
-    also_tune: bool,
     only: ChoiceName | None = None,
+    tune: bool,
 ) -> Verification:
     target = TunableMachine(plan=plan, directory=directory)
     with ForkServer() as server:
         launcher = msgspec.structs.replace(launcher, runner=LocalRunner(server))
-        return verified(target, directory, launcher, budget, only=only, also_tune=also_tune)
+        return verified(target, directory, launcher, budget, only=only, tune=tune)
 
 
-def _launcher(plan: Plan, directory: Path, backend: Backend, keep: list[str]) -> Launcher:
+def _verified_hosts(
+    directory: Path,
+    job: Job,
+    budget: RunBudget,
+    backend: Backend,
+    pinned: tuple[str, ...],
+    *,
+    tune: bool,
+) -> Verification:
+    plan = load_cluster_plan(directory)
+    check_files(directory)
+    folder = directory / "nccl"
+    graphs = {host.name: read_text(folder / host_graph_file(host.name)) for host in plan.hosts}
+    target = tunable_cluster(plan, directory, graphs)
+    launcher = hosts_launcher(plan, job, backend, pinned)
+    return verified(target, directory, launcher, budget, tune=tune)
+
+
+def verified(
+    plan: TuningTarget,
+    directory: Path,
+    launcher: Launcher,
+    budget: RunBudget,
+    *,
+    tune: bool,
+    only: ChoiceName | None = None,
+) -> Verification:
+    """Verify all choices, or `only` one, tune if asked to, and keep the result with the plan.
+
+    An interrupt or an error of tuning leaves the plan as it was, and its verification.
+    """
+    if tune:
+        budget = msgspec.structs.replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
+    with _watcher() as watch, interrupts_put_off(CTRL_C_AND_SIGTERM):
+        try:
+            target = plan.target() if only is None else plan.target().narrowed(only)
+            found = verify_target(target, launcher, budget, watch=watch)
+        except (KeyboardInterrupt, Terminated):
+            notice(f"interrupted: nothing in {directory} was changed")
+            raise
+        if not tune:
+            return _kept(found, directory)
+        try:
+            tuned = run_tuning(plan, launcher, budget, found, watch=watch)
+        except (KeyboardInterrupt, Terminated, TcclError) as error:
+            _kept(found, directory)
+            why = "not tuned" if isinstance(error, TcclError) else "interrupted"
+            notice(f"{why}: the plan is as it was, and what was verified of it is kept")
+            raise
+    if tuned.plan is plan:
+        notice("tuned: nothing that was tried is better, and the plan stays as it is")
+        return _kept(tuned.verification, directory)
+    return _kept(tuned.verification, directory, tuned=tuned.plan)
+
+
+def _kept(
+    found: Verification, directory: Path, *, tuned: TuningTarget | None = None
+) -> Verification:
+    """Write the result, after the plan if that was tuned."""
+    found = _with_notices(found)
+    with undisturbed():
+        if tuned is not None:
+            tuned.write()
+            notice(f"tuned: {choice_words(found.chosen, found.judged.settings)}")
+        return keep_verification(found, directory)
+
+
+@contextmanager
+def _watcher() -> Iterator[Watcher]:
+    """Show on a terminal which job runs."""
+    console = notices()
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("starting") as status:
+        yield status.update
+
+
+def _check_pinned(names: Sequence[str]) -> None:
+    """Check the names of --pin-env.
+
+    Raises:
+        InputError: no NCCL variable, or the one that is compared.
+    """
+    for name in names:
+        if _NAME.fullmatch(name) is None:
+            raise InputError(
+                f"--pin-env {name[:40]!r}", "is no NCCL variable", "a name such as NCCL_P2P_DISABLE"
+            )
+        if name == "NCCL_GRAPH_FILE":
+            raise InputError(f"--pin-env {name}", "is what is compared", "leave it out")
+
+
+def _with_notices(found: Verification) -> Verification:
+    """Add versions and notices to a result, and print the notices."""
+    cuda = found.backend == "cuda"
+    versions = {**found.versions, **({"driver": driver_version()} if cuda else {})}
+    nccl = found.versions.get("nccl", "")
+    said = [*found.notices]
+    if not cuda:
+        said.append("a dry run over gloo: its rates say nothing about GPUs or NCCL")
+    elif other := (why_not_with(found.judged.settings, nccl) if nccl else ""):
+        said.append(f"jobs here get default NCCL instead of the plan: {other}")
+    if cuda and _SYSTEM_CONF.exists():
+        said.append(f"{_SYSTEM_CONF} holds for all arms, default NCCL as well")
+    notice_each(said)
+    return msgspec.structs.replace(found, versions=versions, notices=tuple(said))
+
+
+def machine_launcher(
+    plan: Plan, directory: Path, backend: Backend, pinned: tuple[str, ...]
+) -> Launcher:
+    """Return the launcher of a plan's jobs on this machine.
+
+    Raises:
+        InputError: no torch, or a plan of another machine.
+    """
     if backend == "cuda":
         _check_here(plan, directory, _here(plan))
-    _check_torch()
+    check_torch()
     ranks = tuple(range(len(plan.gpus)))
     here = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
-    return Launcher(backend=backend, hosts=(here,), keep=tuple(keep))
+    return Launcher(backend=backend, hosts=(here,), keep=pinned)
 
 
-def _check_torch() -> None:
+def check_torch() -> None:
+    """Check that torch is installed.
+
+    Raises:
+        InputError: it is not.
+    """
     if importlib.util.find_spec("torch") is None:
         raise InputError("torch", "is not installed", "`pip install torch`")
 
 
 def _here(plan: Plan) -> MeasuredMachine:
     try:
-        return measured_machine(None, None)
+        return measured_machine()
     except InputError as error:
         kind = "simulated" if plan.simulated else "measured"
         raise InputError(
             f"the plan of {plan.machine.name} ({kind})",
             f"cannot be verified here: {error.what}",
-            "verify it on the machine that it is for; --backend host rehearses over gloo",
+            "verify it on the machine that it is for; --backend host is a dry run over gloo",
         ) from error
 
 
 def _check_here(plan: Plan, directory: Path, here: MeasuredMachine) -> None:
-    """Refuse a plan of another machine than this one.
+    """Check that a plan is of this machine.
 
     Raises:
         InputError: it was measured on another, or this one lacks a GPU that it names.
@@ -260,40 +423,96 @@ def _check_here(plan: Plan, directory: Path, here: MeasuredMachine) -> None:
     right = "plan this machine, or verify it where it belongs"
     for index in plan.gpus:
         planned = plan.machine.gpu(index)
-        mine = next((gpu for gpu in here.machine.gpus if gpu.index == index), None)
-        if mine is None:
+        found = next((gpu for gpu in here.machine.gpus if gpu.index == index), None)
+        if found is None:
             raise InputError(where, f"is for GPU {index}, which is not here", right)
-        if None not in (planned.sm, mine.sm) and planned.sm != mine.sm:
+        if None not in (planned.sm, found.sm) and planned.sm != found.sm:
             raise InputError(
-                where, f"is for a GPU {index} of sm {planned.sm}, here it has sm {mine.sm}", right
+                where, f"is for a GPU {index} of sm {planned.sm}, here it has sm {found.sm}", right
             )
-        if plan.simulated and planned.bus_id != mine.bus_id:
-            notice(f"GPU {index} is {planned.bus_id} in the plan and {mine.bus_id} here")
+        if plan.simulated and planned.bus_id != found.bus_id:
+            notice(f"GPU {index} is {planned.bus_id} in the plan and {found.bus_id} here")
     if plan.simulated:
         return
     measured = known_fingerprint(plan, directory)
-    found = differences(plan.machine, measured, here.fingerprint, gpus=plan.gpus)
-    if found.another:
-        raise InputError(
-            where, f"was measured on another machine: {'; '.join(found.another)}", right
+    another = differences(plan.machine, measured, here.fingerprint, gpus=plan.gpus).another
+    if another:
+        raise InputError(where, f"was measured on another machine: {'; '.join(another)}", right)
+
+
+def hosts_launcher(
+    plan: ClusterPlan, job: Job, backend: Backend, pinned: tuple[str, ...]
+) -> Launcher:
+    """Return the launcher of a plan's jobs on the hosts of an MPI job.
+
+    Raises:
+        InputError: other hosts or GPUs than the plan's, or a host without torch.
+    """
+    jobs = rank_jobs(job)
+    _check_hosts(plan, jobs.hosts)
+    facts = jobs.described(backend, interfaces=plan.settings.socket_ifname)
+    callers = jobs.surroundings(modules=_NEEDED)
+    parts = []
+    for host in plan.hosts:
+        number = plan.passages[host.passage].node_class
+        gpus = plan.gpus[number]
+        if backend == "cuda":
+            _check_gpus(plan, number, facts[host.name])
+        variables = {} if backend == "cuda" else _gloo(facts[host.name], callers[host.name])
+        parts.append(
+            HostRanks(
+                name=host.name,
+                ranks=tuple(range(host.first_rank, host.first_rank + len(gpus))),
+                gpus=gpus,
+                environment={**callers[host.name], **variables},
+            )
         )
+    return Launcher(backend=backend, hosts=tuple(parts), keep=pinned, runner=jobs)
 
 
-def _rounds(count: int) -> int:
-    if not LEAST_ROUNDS <= count <= MAX_ROUNDS // 2:
-        raise InputError(
-            "--rounds",
-            f"is {count}",
-            f"{LEAST_ROUNDS} to {MAX_ROUNDS // 2}; fewer have no 95 % interval",
-        )
-    return count
+def _check_hosts(plan: ClusterPlan, there: Sequence[str]) -> None:
+    """Check that a job runs on the plan's hosts.
+
+    Raises:
+        InputError: one too few or too many.
+    """
+    for host in plan.host_order:
+        if host not in there:
+            raise InputError(f"host {host}", "is in the plan, and no rank runs there", _OTHERS)
+    for host in there:
+        if host not in plan.host_order:
+            raise InputError(f"host {host}", "runs a rank and is not in the plan", _OTHERS)
 
 
-def _seconds(seconds: float) -> float:
-    # The comparison is written so that NaN fails it.
-    if not 0 < seconds <= 86_400:
-        raise InputError("--seconds", f"is {seconds:g}", "above 0, at most 86400")
-    return seconds
+def _check_gpus(plan: ClusterPlan, number: int, facts: HostFacts) -> None:
+    """Check that a host has the plan's GPUs.
+
+    Raises:
+        InputError: one is missing, or of another kind.
+    """
+    here = {gpu.index: gpu.name for gpu in facts.machine.gpus}
+    planned = plan.cluster.classes[number].machine
+    for index in plan.gpus[number]:
+        where = f"host {facts.name}"
+        if index not in here:
+            raise InputError(where, f"lacks GPU {index}, which the plan is for", _OTHERS)
+        name = planned.gpu(index).name
+        if not plan.simulated and name != here[index]:
+            raise InputError(where, f"has GPU {index} {here[index]}, planned was {name}", _OTHERS)
+
+
+def _gloo(facts: HostFacts, caller: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with gloo's interface: the caller's, or that of the first NIC.
+
+    Raises:
+        InputError: none is known.
+    """
+    name = "GLOO_SOCKET_IFNAME"
+    if caller.get(name):
+        return {}
+    for address in facts.addresses.values():
+        return {name: address.interface}
+    raise InputError(f"host {facts.name}", "has no NIC with an address", f"set {name}")
 
 
 def _sizes(text: str | None) -> tuple[int, ...]:
@@ -330,9 +549,3 @@ def _choice(text: str | None, *, tune: bool) -> ChoiceName | None:
     if text is not None and tune:
         raise InputError("--choice with --tune", "contradict", "--tune compares all choices")
     return "variables" if text == "variables" else "graph" if text else None
-
-
-def _backend(text: str | None) -> Backend:
-    if text not in (None, "cuda", "host"):
-        raise InputError(f"--backend {text[:20]!r}", "is not known", "one of cuda, host")
-    return "host" if text == "host" else "cuda"

@@ -21,7 +21,6 @@ from tccl_py.files import (
     write_atomically,
 )
 from tccl_py.model.knowledge import Fingerprint
-from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.view import view
 from tccl_py.plan.files import (
     GRAPH_FILE,
@@ -55,7 +54,7 @@ from tccl_py.simulator.descriptions import (
     read_description,
 )
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.journal import JournalHeader, JournalledSource, read_journal
+from tccl_py.sources.journal import read_journal
 
 JOURNAL_FILE = "measurements.jsonl"
 _ODD = re.compile(r"[^A-Za-z0-9._-]")
@@ -179,31 +178,6 @@ def _check_held(directory: Path, *, force: bool) -> None:
         raise InputError(
             str(directory / theirs[0]), "belongs to no plan", "name a directory without it"
         )
-
-
-def open_journal(
-    source: BandwidthSource, path: Path, header: JournalHeader, *, force: bool
-) -> JournalledSource:
-    """The journal of a plan's directory, resumed if it is of the same machine, noise and seed.
-
-    With `force` one of another machine is put aside, to `measurements.jsonl.old`.
-
-    Raises:
-        InputError: it belongs to another machine, is damaged, or cannot be written.
-    """
-    if force and not _resumable(path, header):
-        with refused(path, "cannot be put aside", "name a writable place"):
-            path.replace(path.with_name(path.name + ".old"))
-    return JournalledSource(source, path, header)
-
-
-def _resumable(path: Path, header: JournalHeader) -> bool:
-    if not path.is_file() or path.stat().st_size == 0:
-        return True
-    try:
-        return read_journal(path).header == header
-    except InputError:
-        return False
 
 
 def check_plan_directory(directory: Path) -> None:

@@ -1,8 +1,8 @@
-"""The journal: an append-only file of measurements that a broken run resumes from.
+"""The journal: an append-only file of measurements, from which an interrupted run resumes.
 
-JSON lines: a header that says whose figures these are, then one measured set a line with its raw
-samples. Every line is flushed as it is written; a torn last line is dropped with a notice, and any
-other damage is refused by file and line.
+JSON lines: a header with the machine, driver and options that the measurements are valid for, then
+a line with the raw samples of each measured set. Every line is flushed as it is written; a torn
+last line is dropped with a notice, and any other damage is refused by file and line.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import numpy.typing as npt
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import decode_json, encode_line, lock, parsed, reading
-from tccl_py.model.measurement import BandwidthSource, Measurement, NoRateError, faults
+from tccl_py.model.measurement import Measurement, NoRateError, faults
 from tccl_py.model.transfer import TransferSet
-from tccl_py.sources.memory import RememberingSource
 
 FORMAT_VERSION = 1
 MAX_LINE_BYTES = 32 << 20
@@ -33,9 +32,10 @@ _DECODER = msgspec.json.Decoder(Measurement, dec_hook=parsed)
 
 
 class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose measurements a journal holds; a journal of another is refused.
+    """The machine, driver and options that a journal's measurements are valid for.
 
-    `identity` distinguishes what may not be mixed: GPU UUIDs, driver, model revision, noise seed.
+    `identity` separates measurements that may not be mixed: by GPU UUIDs, driver, model revision,
+    seed of the noise. A journal with another header is refused.
     """
 
     machine: str
@@ -45,9 +45,9 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class JournalLines(Mapping[TransferSet, Sequence[Measurement]]):
-    """The measurements of a journal by their sets, in the order of the file.
+    """A journal's measurements by set, in the order of the file.
 
-    Only hashes of sets and places of lines are kept: a line is decoded again when it is asked for.
+    Memory holds hashes of sets and offsets of lines; lookups decode the line again.
     """
 
     def __init__(self, path: Path, hashes: array[int], places: array[int]) -> None:
@@ -74,7 +74,7 @@ class JournalLines(Mapping[TransferSet, Sequence[Measurement]]):
 
     @property
     def _is_first(self) -> npt.NDArray[np.bool_]:
-        """Whether each line is the first one of its set."""
+        """Mark the first line of each set."""
         return np.diff(self._hashes, prepend=self._hashes[:1] - 1).astype(np.bool_)
 
 
@@ -114,10 +114,10 @@ def _changed(path: Path) -> InputError:
 
 
 class JournalContents(msgspec.Struct, frozen=True, kw_only=True):
-    """What a journal file holds; `notices` are sentences for the user.
+    """The contents of a journal file; `notices` are sentences for the user.
 
-    A set may have been measured several times; its lines keep the order.
-    `whole_bytes` is the length of the file up to its last whole line.
+    A set may have several measurements, in the order of the file. `whole_bytes` is the length of
+    the file up to its last whole line.
     """
 
     header: JournalHeader
@@ -129,8 +129,7 @@ class JournalContents(msgspec.Struct, frozen=True, kw_only=True):
 def read_journal(path: Path) -> JournalContents:
     """Read a journal; a last line without its newline is dropped with a notice.
 
-    Lines without a rate above 0 for every flow, or of flows that did not run together, are no
-    measurements: they are ignored, with one notice.
+    Lines with a rate of 0 or of flows that did not run together are ignored, with one notice.
 
     Raises:
         InputError: no header, another format version, or a damaged line before the last.
@@ -184,7 +183,7 @@ def _text(line: bytes, where: str) -> str:
 
 
 def _measurement(line: bytes, header: JournalHeader, path: Path, number: int) -> Measurement | None:
-    """Return what a line holds; None if that is no measurement, as earlier versions kept them.
+    """Decode a line; None for a record of earlier versions that is no measurement.
 
     Raises:
         InputError: the line is damaged.
@@ -202,7 +201,7 @@ def _measurement(line: bytes, header: JournalHeader, path: Path, number: int) ->
         where = f"{path}:{number}"
         return decode_json(_text(line, where), Measurement, where=where)
     if fault is None and measurement.simulated != header.simulated:
-        fault = "says otherwise than line 1 whether it is simulated"
+        fault = "contradicts line 1 on whether it is simulated"
     if fault is not None:
         raise InputError(f"{path}:{number}", fault, _RIGHT)
     return measurement if measurement.is_together else None
@@ -221,24 +220,27 @@ def _torn_notice(path: Path, torn: bytes) -> str:
     return f"{path}: dropped a torn last line of {characters} characters"
 
 
-class JournalledSource(RememberingSource):
-    """A remembering source whose memory is a file, so that it outlives the process.
+class JournalFile:
+    """A journal that is open for appending; no other process gets it until it is closed.
 
-    Until it is closed no other run gets the file.
+    `measurements` are those of earlier runs, and `notices` sentences on dropped lines. With
+    `replace` a journal of another machine, or a damaged one, is put aside as `PATH.old`.
 
     Raises:
         InputError: the file is in use, damaged, of another machine, or cannot be written.
     """
 
-    def __init__(self, source: BandwidthSource, path: Path, header: JournalHeader) -> None:
+    def __init__(self, path: Path, header: JournalHeader, *, replace: bool = False) -> None:
         self._path = path
         self.notices: tuple[str, ...] = ()
         try:
+            if replace and not _is_resumable(path, header):
+                path.replace(path.with_name(path.name + ".old"))
             self._file = _opened(path)
         except OSError as error:
             raise self._unwritable(error) from error
         try:
-            super().__init__(source, self._resume(header))
+            self.measurements = self._resume(header)
         except BaseException:
             self.close()
             raise
@@ -251,8 +253,8 @@ class JournalledSource(RememberingSource):
         if not first or _is_torn_header(first):
             if first:
                 self.notices = (_torn_notice(self._path, first),)
-                self._cut(0)
-            self._append(header)
+                self._truncate(0)
+            self._write(header)
             return {}
         contents = read_journal(self._path)
         if contents.header != header:
@@ -262,24 +264,29 @@ class JournalledSource(RememberingSource):
                 "use a new journal or output directory",
             )
         self.notices = contents.notices
-        self._cut(contents.whole_bytes)
+        # A torn last line is cut off.
+        self._truncate(contents.whole_bytes)
         return contents.measurements
 
-    def _cut(self, length: int) -> None:
-        """Take away a torn last line."""
+    def append(self, measurement: Measurement) -> None:
+        """Append a measurement, and hand it to the system.
+
+        Raises:
+            MeasurementError: the measurement could not be read back.
+            InputError: the file cannot be written.
+        """
+        fault = next(faults(measurement), None)
+        if fault is not None:
+            raise MeasurementError(f"{measurement.transfers}: its measurement {fault}")
+        self._write(measurement)
+
+    def _truncate(self, length: int) -> None:
         try:
             self._file.truncate(length)
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def _keep(self, measurement: Measurement) -> None:
-        # What could not be read back must not get into the file.
-        fault = next(faults(measurement), None)
-        if fault is not None:
-            raise MeasurementError(f"{measurement.transfers}: its measurement {fault}")
-        self._append(measurement)
-
-    def _append(self, record: JournalHeader | Measurement) -> None:
+    def _write(self, record: JournalHeader | Measurement) -> None:
         try:
             self._file.write(encode_line(record))
             self._file.flush()
@@ -292,14 +299,8 @@ class JournalledSource(RememberingSource):
             str(self._path), f"cannot be written ({reason})", "choose a writable place with space"
         )
 
-    def __enter__(self) -> JournalledSource:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Close the file; what was measured is already in it."""
+        """Close the file."""
         # A full disk fails the flush inside close as well: that has been reported by then.
         with contextlib.suppress(OSError):
             self._file.close()
@@ -319,8 +320,17 @@ def _opened(path: Path) -> BufferedWriter:
     return file
 
 
+def _is_resumable(path: Path, header: JournalHeader) -> bool:
+    if not path.is_file() or path.stat().st_size == 0:
+        return True
+    try:
+        return read_journal(path).header == header
+    except InputError:
+        return False
+
+
 def _is_torn_header(line: bytes) -> bool:
-    """Whether a first line is the beginning of a header: nothing worth keeping."""
+    """Return whether a first line is the beginning of a header, with nothing worth keeping."""
     return not line.endswith(b"\n") and line.startswith(_HEADER_START[: len(line)])
 
 

@@ -1,22 +1,35 @@
-"""A source that is asked for each set once: later askers get what was answered before."""
+"""A source that measures each set once: it answers from memory, or from a journal file."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.transfer import TransferSet
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from tccl_py.sources.journal import JournalFile
+
 
 class RememberingSource:
-    """Wraps a source; several searches over it share their measurements.
+    """Wraps a source, so that several searches share its measurements; a context manager.
 
-    `sets_measured` counts what the source itself was asked, `sets_remembered` what it was not.
-    The source is asked for one set at a time, so that little is lost when it fails. Hardware is
-    asked in random order, so that what drifts meanwhile favours no place in a list.
+    `sets_measured` counts sets that the source was asked for, `sets_remembered` sets answered from
+    memory. The source is asked for one set at a time, so that little is lost when it fails.
+    Hardware is asked in random order, so that drift favours no place in a list.
+
+    Args:
+        source: answers sets that are not known.
+        known: earlier measurements by set.
+        journal: an open journal: its measurements are known, and new ones are appended to it
+            before they are used. Closed with this source.
+        seed: of the random order.
     """
 
     def __init__(
@@ -24,9 +37,12 @@ class RememberingSource:
         source: BandwidthSource,
         known: Mapping[TransferSet, Sequence[Measurement]] | None = None,
         *,
+        journal: JournalFile | None = None,
         seed: int = 0,
     ) -> None:
         self._source = source
+        self._journal = journal
+        known = known if journal is None else journal.measurements
         self._before = known if known is not None else {}
         self._times: dict[TransferSet, int] = {}
         self._answers: dict[tuple[TransferSet, int], Measurement] = {}
@@ -36,44 +52,53 @@ class RememberingSource:
 
     @property
     def simulated(self) -> bool:
-        """As the source behind it."""
+        """Return whether the wrapped source simulates."""
         return self._source.simulated
 
     @property
+    def notices(self) -> tuple[str, ...]:
+        """Notices for the user on the journal, and on damaged lines in it."""
+        return self._journal.notices if self._journal is not None else ()
+
+    @property
     def times_known(self) -> dict[TransferSet, int]:
-        """How often each set was measured."""
+        """Number of measurements of each set."""
         times = {key: len(known) for key, known in self._before.items()} | self._times
         return {key: count for key, count in times.items() if count}
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set from memory or, once, by the source.
 
-        A set that is listed twice in one call is wanted twice: it gets two measurements.
+        A set that is listed twice in one call gets two measurements.
 
         Raises:
-            MeasurementError: as the source behind it, or its flows did not run together.
+            MeasurementError: the source fails, or the flows of a set did not run together.
         """
         missing = self._missing(sets)
         self.sets_remembered += len(sets) - len(missing)
         if not self.simulated:
             self._random.shuffle(missing)
-        for one in missing:
-            (measurement,) = self._source.measure([one])
-            if not measurement.is_together:
-                raise MeasurementError(
-                    f"{one}: its flows ran together for only {measurement.overlap:.0%} of the time"
-                )
-            self._keep(measurement)
-            times = self.times_of(one)
-            self._answers[one, times] = measurement
-            self._times[one] = times + 1
-            self.sets_measured += 1
+        for transfers in missing:
+            self._remember(transfers)
         given = Counter[TransferSet]()
         answers = []
         for key in sets:
             answers.append(self._answer(key, given[key]))
             given[key] += 1
         return answers
+
+    def _remember(self, transfers: TransferSet) -> None:
+        """Measure a set once more, and keep the result."""
+        (measurement,) = self._source.measure([transfers])
+        if not measurement.is_together:
+            share = f"{measurement.overlap:.0%}"
+            raise MeasurementError(f"{transfers}: its flows ran together for only {share} of it")
+        if self._journal is not None:
+            self._journal.append(measurement)
+        times = self.times_of(transfers)
+        self._answers[transfers, times] = measurement
+        self._times[transfers] = times + 1
+        self.sets_measured += 1
 
     def _answer(self, key: TransferSet, number: int) -> Measurement:
         if (key, number) not in self._answers:
@@ -89,11 +114,19 @@ class RememberingSource:
     def _missing(self, sets: Sequence[TransferSet]) -> list[TransferSet]:
         wanted = Counter[TransferSet]()
         missing = []
-        for one in sets:
-            wanted[one] += 1
-            if wanted[one] > self.times_of(one):
-                missing.append(one)
+        for transfers in sets:
+            wanted[transfers] += 1
+            if wanted[transfers] > self.times_of(transfers):
+                missing.append(transfers)
         return missing
 
-    def _keep(self, measurement: Measurement) -> None:
-        """Called with every new measurement before it is used."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the journal, if there is one; it already has every measurement."""
+        if self._journal is not None:
+            self._journal.close()

@@ -91,7 +91,7 @@ def test_the_graph_file_is_nowhere_slower_than_default_nccl_and_faster_at_large_
 
 def test_without_p2p_the_winner_is_much_faster_than_default_nccl(tmp_path):
     off = {"NCCL_P2P_DISABLE": "1"}
-    plan = plan_here(tmp_path, "--keep", "NCCL_P2P_DISABLE", **off)
+    plan = plan_here(tmp_path, "--pin-env", "NCCL_P2P_DISABLE", **off)
     found = verified(plan, "--rounds", "6", "--seconds", "60")
     assert all(one.environment["NCCL_P2P_DISABLE"] == "1" for one in found.arms)
     assert found.winner != "default"

@@ -88,7 +88,7 @@ def test_collectives_of_all_hosts_are_checked_and_timed(namespaces, directory): 
     assert (graph["failure"], graph["wrong"], graph["rings"]) == ("", [], None)
     assert default["checked"] == graph["checked"] > 500
     assert [one["bytes"] for one in graph["sizes"]] == [4096]
-    assert "a rehearsal over gloo" in ran.stderr
+    assert "a dry run over gloo" in ran.stderr
     kept = load_verification(directory)
     # Four ranks, in each of whose batches something was timed, in every job.
     assert {len(sizes[0]) for sizes in kept.raw} == {4}

@@ -1,0 +1,171 @@
+"""Options that several commands share, and what their texts mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tccl_py.errors import InputError
+from tccl_py.model.machine import MAX_GPUS, Machine
+
+MACHINE_HELP = (
+    "A bundled name (see `tccl machines`), a JSON file this program wrote, or an NCCL topology XML."
+)
+DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")]
+JsonOption = Annotated[bool, typer.Option("--json", metavar=" ", help="Print JSON, not a table.")]
+BackendOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="cuda|host",
+        help="What runs: this machine's GPUs (the default), or, as a dry run, processes in host "
+        "memory in each GPU's place.",
+    ),
+]
+DevicesOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Devices of the host backend; if not given one a core, 2 to 8."),
+]
+TargetOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="F",
+        help="Repeat a set until the 95 % interval of every flow's rate is narrower than this "
+        "share of it, at most 30 times (a plan's search 10); 0.01 by default.",
+    ),
+]
+InterfacesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="Network interfaces to use as NICs N0, N1 ..., where a host has them, as eth0,eth1; "
+        "if not given, all ports of the network cards.",
+    ),
+]
+NetworkOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="tcp|nccl",
+        help="What moves bytes from a GPU to another host's: NCCL, by InfiniBand or RoCE where "
+        "there is, or TCP between host memories. The default is nccl, on the host backend tcp.",
+    ),
+]
+NoiseOption = Annotated[
+    float | None, typer.Option(metavar="F", help="Spread of simulated samples, 0 to 1.")
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Seed of the noise; the same gives the same samples."),
+]
+GpusOption = Annotated[
+    str | None, typer.Option(metavar="LIST", help="GPUs, as 0,2,5 or 0-3; all if not given.")
+]
+
+WITH_MODEL = ("beside --simulate", "is about hardware", "leave one of the two out")
+WITHOUT_MODEL = ("without --simulate", "is about models", "add --simulate MACHINE")
+OUTSIDE_JOB = ("", "is about the hosts of an MPI job", "start the command by mpirun or srun")
+OF_CLUSTER = ("", "is for the plan of a machine, this one is of a cluster", "leave it out")
+
+_GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
+
+
+def refuse(options: Mapping[str, object], why: tuple[str, str, str]) -> None:
+    """Refuse options that are given, by their names; None and False mean "not given".
+
+    Args:
+        options: values by name.
+        why: beside what they are refused, the reason, and the remedy.
+
+    Raises:
+        InputError: an option is given.
+    """
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise InputError(f"{name} {why[0]}".rstrip(), *why[1:])
+
+
+def refuse_cluster(directory: Path, right: str) -> None:
+    """Refuse a cluster's plan; whatever else may be wrong, loading it says.
+
+    Raises:
+        InputError: it is one; `right` is the remedy.
+    """
+    from tccl_py.cluster_plan.plan import is_cluster_plan  # noqa: PLC0415
+
+    if is_cluster_plan(directory):
+        raise InputError(str(directory), "is the plan of a cluster", right)
+
+
+def in_range(name: str, value: float, most: float, *, least: float = 1) -> None:
+    """Check an option's number.
+
+    Raises:
+        InputError: it is not in `least` to `most` (a `least` of 0 is excluded).
+    """
+    # The comparison is written so that NaN fails it.
+    if not (value > 0 if least == 0 else least <= value) or not value <= most:
+        right = f"above 0, at most {most:.12g}" if least == 0 else f"{least:.12g} to {most:.12g}"
+        raise InputError(name, f"is {value:.12g}", right)
+
+
+def gpus_argument(text: str | None, machine: Machine) -> tuple[int, ...] | None:
+    """Parse a list of a machine's GPUs, in the order given; None stays None.
+
+    Raises:
+        InputError: no such list, a GPU twice, or one that the machine does not have.
+    """
+    if text is None:
+        return None
+    indices = parse_gpus(text)
+    for index in indices:
+        machine.gpu(index)
+    return indices
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """Parse a list of GPU indices and ranges of them.
+
+    >>> parse_gpus("4,0-2")
+    (4, 0, 1, 2)
+
+    Raises:
+        InputError: empty, not numbers, a range that goes down or is too long, or a GPU twice.
+    """
+    where = f"GPU list {text[:60]!r}"
+    indices: list[int] = []
+    for part in text.split(","):
+        indices += _gpu_range(part.strip(), where)
+    twice = next((index for index in indices if indices.count(index) > 1), None)
+    if twice is not None:
+        raise InputError(where, f"names GPU {twice} twice", "every GPU stands once")
+    return tuple(indices)
+
+
+def _gpu_range(part: str, where: str) -> Sequence[int]:
+    match = _GPU_RANGE.fullmatch(part)
+    if match is None:
+        raise InputError(where, f"{part[:20]!r} is no GPU", "write indices, as 0,2,5 or 0-3")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise InputError(where, f"{part!r} goes down", f"write {last}-{first}")
+    if last - first >= MAX_GPUS:
+        raise InputError(where, f"{part!r} is too long", f"a node has at most {MAX_GPUS} GPUs")
+    return range(first, last + 1)
+
+
+def check_quoted(sets: Iterable[str], example: str) -> None:
+    """Refuse a set that the shell has cut: `->` without quotes writes to a file.
+
+    Raises:
+        InputError: a set ends where its first `>` was.
+    """
+    for text in sets:
+        if text.endswith("-"):
+            raise InputError(
+                f"set {text[:40]!r}",
+                "ends with -, as where the shell takes > for a file to write to",
+                f"put each set in quotes, as '{example}'",
+            )

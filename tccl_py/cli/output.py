@@ -1,0 +1,120 @@
+"""Tables and progress, by rich."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress as RichProgress
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from tccl_py.cli.streams import visible
+from tccl_py.search.problem import Progress
+
+_PIPED_WIDTH = 120
+_LEAST_WIDTH = 60
+"""In fewer columns tables would leave out rates; a terminal wraps their lines."""
+
+
+class _SafeConsole(Console):
+    """A console that shows control characters instead of sending them to the terminal.
+
+    Every string comes through here, a table's cells too; names in them come from files.
+    """
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Make a Text of `text`, as rich does."""
+        return super().render_str(visible(text), **options)
+
+
+def results() -> Console:
+    """Return the console of results: stdout; wide enough for tables where it is no terminal."""
+    return _console(stderr=False)
+
+
+def notices() -> Console:
+    """Return the console of notices: stderr."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    piped = stream is None or not stream.isatty()
+    console = _SafeConsole(
+        stderr=stderr,
+        width=_columns() or (_PIPED_WIDTH if piped else None),
+        highlight=False,
+        markup=False,
+        emoji=False,
+        # rich fails at a COLUMNS that is no number.
+        _environ={name: text for name, text in os.environ.items() if name != "COLUMNS"},
+    )
+    if not stderr:
+        console.width = max(console.width, _LEAST_WIDTH)
+    return console
+
+
+def _columns() -> int:
+    """Return the number in COLUMNS, or 0."""
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
+
+def grid(rows: Any) -> Table:
+    """Return rows of cells without lines, the last column folded."""
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    if table.columns:
+        table.columns[-1].overflow = "fold"
+    return table
+
+
+class ProgressLine:
+    """A line on the terminal with the state of a search; nothing where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        console = notices()
+        self._bar = RichProgress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._line = self._bar.add_task("starting", total=None)
+        self._best = 0.0
+        self._search = ""
+        self._measured = ""
+
+    def update(self, progress: Progress) -> None:
+        """Show sets measured, the best so far and the bound of the search that runs."""
+        self._best = max(self._best, progress.best_gbps)
+        bound = progress.bound_gbps
+        shown = f"{bound:.1f}" if 0 < bound < float("inf") else "?"
+        self._search = (
+            f"{progress.rings_in_set} ring(s): {progress.sets_measured} sets, "
+            f"best {self._best:.1f} GB/s, bound {shown}"
+        )
+        self._show()
+
+    def measured(self, count: int, total: int | None = None) -> None:
+        """Show how many sets the hardware has measured, of how many."""
+        self._measured = f"{count} of {total} sets" if total else f"{count} sets measured"
+        self._show()
+
+    def _show(self) -> None:
+        parts = [part for part in (self._search, self._measured) if part]
+        self._bar.update(self._line, description="; ".join(parts) or "starting")
+
+    def __enter__(self) -> ProgressLine:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()

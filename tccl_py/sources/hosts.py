@@ -1,0 +1,165 @@
+"""The hosts of an MPI job as a source, and as places for jobs of real collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.transfer import TransferSet
+from tccl_py.sources.opening import OpenedSource
+from tccl_py.sources.profiled import (
+    DRY_RUN,
+    Backend,
+    MeasurementOptions,
+    ProfiledSource,
+    check_backend,
+)
+
+if TYPE_CHECKING:
+    from tccl_profiler.cluster.agents import RankJobs
+    from tccl_profiler.cluster.facts import HostFacts
+    from tccl_profiler.cluster.job import Job
+    from tccl_profiler.cluster.sampling import LinksReport
+    from tccl_profiler.cluster.session import ClusterSession
+
+Network = Literal["tcp", "nccl"]
+__all__ = [
+    "HostFacts",
+    "HostsSource",
+    "Job",
+    "in_job",
+    "join_job",
+    "open_hosts",
+    "rank_jobs",
+    "sampled_links",
+]
+
+
+def in_job() -> bool:
+    """Return whether this process is one of several MPI ranks."""
+    from tccl_profiler.cluster.mpi import in_mpi_job  # noqa: PLC0415
+
+    return in_mpi_job()
+
+
+@contextmanager
+def join_job() -> Iterator[Job]:
+    """Join this MPI job; all ranks but `job.is_controller` are to call `job.serve()` at once.
+
+    Raises:
+        InputError: mpi4py is not installed, or the ranks do not find each other.
+    """
+    from tccl_profiler.cluster.mpi import mpi_job  # noqa: PLC0415
+
+    with mpi_job() as job:
+        yield job
+
+
+def open_hosts(
+    job: Job,
+    *,
+    backend: str | None = None,
+    devices: int | None = None,
+    interfaces: str | None = None,
+    network: str | None = None,
+    options: MeasurementOptions | None = None,
+    expected: Sequence[str] = (),
+    gid_index: int | None = None,
+) -> HostsSource:
+    """Return a source over the hosts of a job; entering it finds out what the hosts are.
+
+    Args:
+        job: joined, on its controller.
+        backend: `cuda` (the default), or `host` for a dry run in host memory.
+        devices: number of devices of each host, for the host backend.
+        interfaces: names of network interfaces, as `eth0,eth1`, to use as NICs; None is those of
+            the network cards.
+        network: `nccl` or `tcp` between hosts; None is nccl, on the host backend tcp.
+        options: of measurements.
+        expected: names of the hosts that there should be.
+        gid_index: NCCL_IB_GID_INDEX.
+
+    Raises:
+        InputError: an unknown backend or network, or a number of devices beside GPUs.
+    """
+    from tccl_profiler.cluster.session import LIMITS, ClusterSession  # noqa: PLC0415
+
+    kind = check_backend(backend, devices)
+    options = options or MeasurementOptions()
+    session = ClusterSession(
+        job,
+        backend=kind,
+        devices=devices,
+        interfaces=tuple(interfaces.split(",")) if interfaces else (),
+        expected=expected,
+        options=msgspec.structs.replace(
+            options.for_profiler, limits=LIMITS, network=_network(network, kind)
+        ),
+        gid_index=gid_index,
+    )
+    return HostsSource(session, options, dry_run=kind == "host")
+
+
+def _network(asked: str | None, backend: Backend) -> Network:
+    """Return the network of a name; None is the backend's usual one.
+
+    Raises:
+        InputError: an unknown one, or NCCL without GPUs.
+    """
+    if asked not in (None, "tcp", "nccl"):
+        raise InputError(f"--network {asked[:20]!r}", "is not known", "one of tcp, nccl")
+    if asked == "nccl" and backend == "host":
+        raise InputError("--network nccl", "needs GPUs", "leave out --backend host, or it")
+    return "tcp" if asked == "tcp" or backend == "host" else "nccl"
+
+
+class HostsSource(OpenedSource):
+    """A source over the hosts of a job; `session` has the hosts while it is entered."""
+
+    def __init__(
+        self, session: ClusterSession, options: MeasurementOptions, *, dry_run: bool
+    ) -> None:
+        self.session = session
+        self.dry_run = dry_run
+        super().__init__(
+            ProfiledSource(
+                session,
+                options,
+                notices=(DRY_RUN,) if dry_run else (),
+                check=session.check_sets,
+                entered=True,
+            )
+        )
+
+    def __enter__(self) -> HostsSource:
+        self.session.__enter__()
+        return self
+
+    def use_only(self, sets: Sequence[TransferSet]) -> tuple[str, ...]:
+        """Start devices of these sets alone; return the hosts that they are on.
+
+        Raises:
+            InputError: a place that names no host or is not there.
+            MeasurementError: a set cannot be measured.
+        """
+        self.session.only = self.session.check_sets(sets)
+        return tuple(self.session.only)
+
+
+def rank_jobs(job: Job) -> RankJobs:
+    """Return what starts jobs of ranks on the hosts of an MPI job."""
+    from tccl_profiler.cluster.agents import RankJobs  # noqa: PLC0415
+
+    return RankJobs(job)
+
+
+def sampled_links(source: BandwidthSource, *facts: Any, **options: Any) -> LinksReport:
+    """Measure some pairs of hosts, as `tccl_profiler.cluster.sampling.links_check`."""
+    from tccl_profiler.cluster.sampling import links_check  # noqa: PLC0415
+
+    return links_check(source, *facts, **options)

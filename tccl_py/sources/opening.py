@@ -1,0 +1,189 @@
+"""`open_source`: what answers transfer sets, by simulation, by measuring, or from a journal."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tccl_py.simulator.descriptions import load_machine, model_to_json
+from tccl_py.simulator.model import MachineModel
+from tccl_py.simulator.parameters import bundled_parameters, parameters_to_json
+from tccl_py.simulator.source import Simulator
+from tccl_py.sources.journal import JournalFile, JournalHeader
+from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.profiled import (
+    MeasuredMachine,
+    MeasurementOptions,
+    ProfiledSource,
+    measured_machine,
+)
+
+if TYPE_CHECKING:
+    from tccl_profiler.session import Session
+
+_NOISE = re.compile(
+    r", noise ([0-9](?:\.[0-9]{1,12})?(?:e-[0-9]{1,3})?), seed (-?[0-9]{1,999})", re.ASCII
+)
+"""How the identity of a noisy simulation ends; a journal may be edited, so only numbers fit."""
+
+
+def open_source(
+    machine: str | MachineModel | MeasuredMachine | None = None,
+    *,
+    backend: str | None = None,
+    devices: int | None = None,
+    gpus: Sequence[int] | None = None,
+    options: MeasurementOptions | None = None,
+    noise: float = 0.0,
+    seed: int = 0,
+    journal: Path | None = None,
+) -> OpenedSource:
+    """Open a BandwidthSource over a machine; nothing is started before the first set.
+
+    >>> import tccl_py
+    >>> with tccl_py.open_source("asus-esc8000a-e13p") as source:
+    ...     (measured,) = source.measure([tccl_py.parse_set("G0->G0->G4")])
+    >>> round(measured.rate_gbps, 1), measured.simulated, source.sets_measured
+    (50.6, True, 1)
+
+    Without a machine, or with `backend="host"`, the profiler measures this host. The hosts of an
+    MPI job are measured by `tccl_py.sources.hosts.open_hosts`.
+
+    Args:
+        machine: a model to simulate (a bundled name, a file, or a MachineModel), or what
+            `measured_machine` gave; None is this host.
+        backend: of this host: `cuda` (the default), or `host` for a dry run in host memory.
+        devices: number of devices of the host backend.
+        gpus: indices of the GPUs that sets will name; None is all.
+        options: of measurements.
+        noise: standard deviation of simulated samples, relative, 0 to 1.
+        seed: of the noise.
+        journal: a file of measurements; sets in it are not measured again, new ones are added.
+
+    Raises:
+        InputError: no such machine, no GPU, options out of range, or another machine's journal.
+    """
+    source: Simulator | ProfiledSource
+    if isinstance(machine, (str, MachineModel)):
+        model = load_machine(machine) if isinstance(machine, str) else machine
+        source = Simulator(model, noise=noise, seed=seed)
+        header = simulation_header(model, noise=noise, seed=seed)
+        found = OpenedSource(source, header=header, model=model)
+    else:
+        place = machine or measured_machine(backend, devices)
+        options = options or MeasurementOptions()
+        source = ProfiledSource(open_session(place, gpus, options), options, notices=place.notices)
+        found = OpenedSource(source)
+    if journal is not None:
+        found.keep_in(journal)
+    return found
+
+
+def open_session(
+    place: MeasuredMachine, gpus: Sequence[int] | None, options: MeasurementOptions
+) -> Session:
+    """Return the session that measures a machine; entering it starts the workers.
+
+    Raises:
+        InputError: a GPU that the machine does not have.
+    """
+    from tccl_profiler.session import Session  # noqa: PLC0415
+
+    return Session(
+        place.machine,
+        place.fingerprint,
+        backend=place.backend,
+        gpus=gpus,
+        options=options.for_profiler,
+    )
+
+
+class OpenedSource(RememberingSource):
+    """A source with its journal's header, what it noticed, and a model if it simulates.
+
+    `open_source` and `hosts.open_hosts` make it; leaving its context ends workers.
+    """
+
+    def __init__(
+        self,
+        source: Simulator | ProfiledSource,
+        *,
+        header: JournalHeader | None = None,
+        model: MachineModel | None = None,
+    ) -> None:
+        super().__init__(source)
+        self.model = model
+        self._header = header
+        self._profiled = source if isinstance(source, ProfiledSource) else None
+
+    @property
+    def header(self) -> JournalHeader:
+        """Header of journals of these measurements."""
+        if self._profiled is not None:
+            return self._profiled.header
+        assert self._header is not None
+        return self._header
+
+    def keep_in(self, path: Path, *, replace: bool = False) -> tuple[str, ...]:
+        """Answer from a journal file, and append new measurements to it; return its notices.
+
+        Args:
+            path: the file; made if it is not there.
+            replace: put a journal of another machine aside, as `PATH.old`.
+
+        Raises:
+            InputError: the file belongs to another machine, is damaged, or cannot be written.
+        """
+        self._journal = JournalFile(path, self.header, replace=replace)
+        self._before = self._journal.measurements
+        if isinstance(self._source, Simulator):
+            self._source.resume(self.times_of)
+        return self._journal.notices
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Notices for the user on what is measured; closing the source may add some."""
+        return self._profiled.notices if self._profiled is not None else ()
+
+    @property
+    def conditions(self) -> str:
+        """Clocks and links of the GPUs under load, or errors of the hosts' clocks; "" if idle."""
+        return self._profiled.conditions if self._profiled is not None else ""
+
+    @property
+    def count(self) -> int:
+        """Sets that hardware has measured so far."""
+        return self._profiled.count if self._profiled is not None else 0
+
+    def summary(self, conditions: str) -> tuple[str, ...]:
+        """Return notices on all that hardware measured; `conditions` are from before closing."""
+        return self._profiled.summary(conditions) if self._profiled is not None else ()
+
+    def watch(self, on_set: Callable[[int], None]) -> None:
+        """Call `on_set` with the number of sets measured, before and after each."""
+        if self._profiled is not None:
+            self._profiled.on_set = on_set
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+        if self._profiled is not None:
+            self._profiled.__exit__(*exception)
+
+
+def simulation_header(model: MachineModel, *, noise: float = 0.0, seed: int = 0) -> JournalHeader:
+    """Return the header of a simulation's journal: its model and parameters, at this noise."""
+    content = model_to_json(model) + parameters_to_json(bundled_parameters())
+    digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    noisy = f", noise {noise:g}, seed {seed}" if noise else ""
+    return JournalHeader(machine=model.name, identity=f"model {digest}{noisy}", simulated=True)
+
+
+def simulation_noise(header: JournalHeader) -> tuple[float, int]:
+    """Return noise and seed of the simulation that a header is of; 0 and 0 without noise."""
+    found = _NOISE.search(header.identity)
+    if found is None or found.end() != len(header.identity):
+        return (0.0, 0)
+    return (float(found[1]), int(found[2]))
