@@ -14,9 +14,10 @@ from tccl_py.model.knowledge import Knowledge
 from tccl_py.nccl.default_rings import default_chains
 from tccl_py.nccl.graph_file import parse_graph_file, read_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree
+from tccl_py.nccl.graph_writer import node_rings
 from tccl_py.nccl.log import parse_log, same_rings
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.validator import NodeJob, graph_facts, validate, validate_cluster
+from tccl_py.nccl.validator import NodeJob, validate, validate_cluster
 from tccl_py.nccl.versions import known_versions
 from tccl_py.nccl.view import net_devices, view
 from tccl_py.plan.files import node_graph_text
@@ -32,6 +33,10 @@ FOUR = with_nics(
     toy_machine(gpus=4, numa_nodes=2, per_switch=2), {0: "G0", 1: "G2"}, speed_mbps=100_000
 )
 ONE = with_nics(toy_machine(gpus=1), {0: "G0", 1: "G0"})
+
+
+def facts_of(seen, orders, ends):
+    return node_rings(seen, orders, ends, speed_gbps=1.0, speed_inter_gbps=1.0)
 
 
 def written(node, orders, ends, *, gpus=None, rate=10.0, **options):
@@ -183,15 +188,15 @@ def test_a_file_says_how_far_its_nics_are_and_whether_channels_change_them():
 
 def test_a_channel_that_another_gpu_sends_for_is_pxn():
     seen = view(HGX, NOTHING, Settings(cross_nic=0))
-    facts = graph_facts(seen, [tuple(range(8))], [(0, 0)])
+    facts = facts_of(seen, [tuple(range(8))], [(0, 0)])
     assert (facts.type_intra, facts.type_inter) == ("NVL", "PXN")
 
 
 def test_a_tree_hangs_from_its_second_gpu_too_only_where_that_is_as_near_to_the_nic():
-    near = graph_facts(view(FOUR, NOTHING, Settings()), [(0, 1, 2, 3)], [(0, 0)])
+    near = facts_of(view(FOUR, NOTHING, Settings()), [(0, 1, 2, 3)], [(0, 0)])
     assert (near.tree_type_inter, near.tree_spreads) == ("PIX", True)
     # As NCCL's own on Hopper: "Pattern 3", with NICs that are nearest to one GPU each
-    rails = graph_facts(view(HGX, NOTHING, Settings()), [tuple(range(8))], [(0, 1)])
+    rails = facts_of(view(HGX, NOTHING, Settings()), [tuple(range(8))], [(0, 1)])
     assert (rails.tree_type_inter, rails.tree_spreads) == ("PIX", False)
     text = written(HGX, [tuple(range(8))], [(0, 1)])
     assert parse_graph_file(text, where="graph.xml").graph(1).pattern == 3
@@ -267,7 +272,7 @@ def test_two_nodes_of_one_h200_search_and_connect_as_their_dump_and_log_say():
             assert rates == (graph.speedintra, graph.speedinter, graph.crossnic)
             types = found.type_intra.name, found.type_inter.name
             assert types == (graph.typeintra, graph.typeinter)
-        facts = graph_facts(seen, [c.gpus for c in ring.channels], [c.nets for c in ring.channels])
+        facts = facts_of(seen, [c.gpus for c in ring.channels], [c.nets for c in ring.channels])
         assert (facts.type_intra, facts.type_inter) == (ring.typeintra, ring.typeinter)
         assert (facts.tree_type_inter, facts.tree_spreads) == (tree.typeinter, tree.pattern == 1)
     assert_as_in_log(validate_cluster(nodes, version="2.28.9"), "stock.log")

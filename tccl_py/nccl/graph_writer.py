@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.model.paths import PathType
 from tccl_py.nccl.graph_file import RING, TREE, TYPES
+from tccl_py.nccl.network import may_change_rails, net_path
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.versions import LATEST, version_facts
+from tccl_py.nccl.view import NcclView, net_devices
 
 _RING_PATTERN = 4
 _BALANCED_TREE_PATTERN = 1
 _TREE_PATTERN = 3
-"""All that a tree sends to other nodes goes by its first GPU; pattern 1 needs a second one."""
+"""A tree that reaches other nodes by its first GPU alone; pattern 1 needs a second GPU."""
 
 _MAX_DEVICE = 255
 
 
 class GraphRings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a graph file says of one node.
+    """The content of a graph file for one node.
 
-    `orders` has one order of GPU indices (NVML) for each channel. `speed_gbps` is what one channel
-    carries; types are the farthest path on the way. NCCL's tuner believes these: they must be true.
+    `orders` has one order of GPU indices (NVML) for each channel. `speed_gbps` is the rate of one
+    channel; types are the farthest paths used. NCCL's tuner believes them: they must be true.
 
-    `nets` has for each channel the device numbers of the NICs by which it enters and leaves; none
-    for a single node. `speed_inter_gbps` is what a channel carries between nodes (None: the same).
-    `tree_nets` and `tree_type_inter` are the tree's; without them it has the rings' entries. With
-    `tree_spreads` its first two GPUs talk to other nodes, else only the first.
+    `nets` has for each channel the device numbers of its entry NIC and exit NIC; none for a single
+    node. `speed_inter_gbps` is a channel's rate between nodes (None: the same). `tree_nets` and
+    `tree_type_inter` are the tree's, by default the rings' entries. With `tree_spreads` the first
+    two GPUs of the tree talk to other nodes, else only the first.
     """
 
     orders: tuple[tuple[int, ...], ...]
@@ -41,12 +48,71 @@ class GraphRings(msgspec.Struct, frozen=True, kw_only=True):
     tree_spreads: bool = True
 
 
+def node_rings(
+    seen: NcclView,
+    orders: Sequence[tuple[int, ...]],
+    ends: Sequence[tuple[int, int]],
+    *,
+    speed_gbps: float,
+    speed_inter_gbps: float,
+) -> GraphRings:
+    """Return the file's content for channels over `orders` between entry and exit NICs `ends`.
+
+    The tree goes along the same GPUs and uses the ring's entry in both directions, as in NCCL's own
+    dumps; it spreads to the second GPU where this GPU is as near to the NIC.
+
+    Raises:
+        InputError: channels that change NICs where the settings forbid it, a pair without a path,
+            or as `net_buffer_numa` for an unknown NIC or GPU.
+    """
+    settings = seen.settings
+    if not may_change_rails(settings) and any(entry != leave for entry, leave in ends):
+        raise InputError(
+            "channels over several nodes",
+            "leave by other NICs than they enter by, with NCCL_CROSS_NIC=0",
+            "choose cross_nic 1 or 2, or None",
+        )
+    intra = [PathType[pair_mechanism(seen, *p).path] for order in orders for p in pairwise(order)]
+    inter: list[PathType] = []
+    first: list[PathType] = []
+    second: list[PathType] = []
+    for order, (entry, leave) in zip(orders, ends, strict=True):
+        inter.append(net_path(seen, order[0], entry, "receive"))
+        inter.append(net_path(seen, order[-1], leave, "send"))
+        for gpus, types in ((order[:1], first), (order[1:2], second)):
+            types += [
+                net_path(seen, gpu, entry, way) for gpu in gpus for way in ("receive", "send")
+            ]
+    device = net_devices(seen.machine, settings)
+    return GraphRings(
+        orders=tuple(orders),
+        speed_gbps=speed_gbps,
+        type_intra=_farthest(intra, settings),
+        nets=tuple((device[entry], device[leave]) for entry, leave in ends),
+        speed_inter_gbps=speed_inter_gbps,
+        type_inter=_farthest(inter, settings),
+        tree_nets=tuple((device[entry], device[entry]) for entry, _ in ends),
+        tree_type_inter=_farthest(first, settings),
+        tree_spreads=bool(second) and max(second) <= max(first),
+    )
+
+
+def _farthest(kinds: Sequence[PathType], settings: Settings) -> str:
+    """Return the nearest type name of this version that covers all types."""
+    farthest = max(kinds, default=PathType.LOC)
+    unknown = version_facts(settings.version).unknown_levels
+    for name in TYPES:
+        if name not in unknown and PathType[name] >= farthest:
+            return name
+    raise InputError("channels over several nodes", "join devices without a path", "choose others")
+
+
 def graph_xml(rings: GraphRings, *, version: str = LATEST) -> str:
-    """The text of a graph file with a ring and a tree graph over the same orders.
+    """Return the text of a graph file with a ring and a tree graph over the same orders.
 
     Args:
-        rings: what to say; every order holds the same GPUs.
-        version: NCCL's; it limits how many channels there may be.
+        rings: the content; every order holds the same GPUs.
+        version: NCCL's, which limits the number of channels.
 
     Raises:
         InputError: orders that differ in their GPUs, too many channels, or facts out of range.
@@ -55,61 +121,40 @@ def graph_xml(rings: GraphRings, *, version: str = LATEST) -> str:
     inter = rings.speed_gbps if rings.speed_inter_gbps is None else rings.speed_inter_gbps
     # A single node's tree uses no NIC, whatever its pattern.
     spreads = not rings.nets or (rings.tree_spreads and len(rings.orders[0]) > 1)
-    ring = _Graph(
-        number=RING,
-        pattern=_RING_PATTERN,
-        orders=rings.orders,
-        nets=rings.nets,
-        speeds=(rings.speed_gbps, inter),
-        types=(rings.type_intra, rings.type_inter),
-    )
-    tree = msgspec.structs.replace(
-        ring,
-        number=TREE,
-        pattern=_BALANCED_TREE_PATTERN if spreads else _TREE_PATTERN,
-        nets=rings.tree_nets or tuple((entry, entry) for entry, _ in rings.nets),
-        types=(rings.type_intra, rings.tree_type_inter or rings.type_inter),
-    )
-    return f'<graphs version="1">\n{_graph(ring)}{_graph(tree)}</graphs>\n'
+    tree_nets = rings.tree_nets or tuple((entry, entry) for entry, _ in rings.nets)
+    tree_inter = rings.tree_type_inter or rings.type_inter
+    tree_pattern = _BALANCED_TREE_PATTERN if spreads else _TREE_PATTERN
+    ring = _graph(rings, RING, _RING_PATTERN, nets=rings.nets, inter=(inter, rings.type_inter))
+    tree = _graph(rings, TREE, tree_pattern, nets=tree_nets, inter=(inter, tree_inter))
+    return f'<graphs version="1">\n{ring}{tree}</graphs>\n'
 
 
-class _Graph(msgspec.Struct, frozen=True, kw_only=True):
-    """One graph; speeds and types inside the node, then between nodes."""
-
-    number: int
-    pattern: int
-    orders: tuple[tuple[int, ...], ...]
-    nets: tuple[tuple[int, int], ...]
-    speeds: tuple[float, float]
-    types: tuple[str, str]
-
-
-def _graph(graph: _Graph) -> str:
+def _graph(
+    rings: GraphRings,
+    number: int,
+    pattern: int,
+    *,
+    nets: tuple[tuple[int, int], ...],
+    inter: tuple[float, str],
+) -> str:
     # Of the GPUs alone: NCCL's own dumps say 1 of channels over different NICs.
-    same = len(set(graph.orders)) == 1
-    crossed = any(entry != leave for entry, leave in graph.nets)
+    same = len(set(rings.orders)) == 1
+    crossed = any(entry != leave for entry, leave in nets)
     # One tag is one line, since a newline inside a tag ends NCCL's parser.
     head = (
-        f'<graph id="{graph.number}" pattern="{graph.pattern}" crossnic="{int(crossed)}" '
-        f'nchannels="{len(graph.orders)}" speedintra="{_number(graph.speeds[0])}" '
-        f'speedinter="{_number(graph.speeds[1])}" latencyinter="0" '
-        f'typeintra="{graph.types[0]}" typeinter="{graph.types[1]}" samechannels="{int(same)}">'
+        f'<graph id="{number}" pattern="{pattern}" crossnic="{int(crossed)}" '
+        f'nchannels="{len(rings.orders)}" speedintra="{rings.speed_gbps:.6g}" '
+        f'speedinter="{inter[0]:.6g}" latencyinter="0" '
+        f'typeintra="{rings.type_intra}" typeinter="{inter[1]}" samechannels="{int(same)}">'
     )
-    channels = "".join(_channel(graph, index) for index in range(len(graph.orders)))
-    return f"  {head}\n{channels}  </graph>\n"
-
-
-def _channel(graph: _Graph, index: int) -> str:
-    devices = [f'<gpu dev="{gpu:#x}"/>' for gpu in graph.orders[index]]
-    if graph.nets:
-        entry, leave = graph.nets[index]
-        devices = [f'<net dev="{entry:#x}"/>', *devices, f'<net dev="{leave:#x}"/>']
-    lines = "".join(f"      {device}\n" for device in devices)
-    return f"    <channel>\n{lines}    </channel>\n"
-
-
-def _number(value: float) -> str:
-    return f"{value:.6g}"
+    lines = [f"  {head}"]
+    for index, order in enumerate(rings.orders):
+        devices = [f'<gpu dev="{gpu:#x}"/>' for gpu in order]
+        if nets:
+            into, out = (f'<net dev="{net:#x}"/>' for net in nets[index])
+            devices = [into, *devices, out]
+        lines += ["    <channel>", *(f"      {device}" for device in devices), "    </channel>"]
+    return "\n".join([*lines, "  </graph>\n"])
 
 
 def _check(rings: GraphRings, version: str) -> None:

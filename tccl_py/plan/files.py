@@ -9,9 +9,8 @@ from pathlib import PurePosixPath
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
 from tccl_py.nccl.conf import env_sh, nccl_conf
-from tccl_py.nccl.graph_writer import GraphRings, graph_xml
+from tccl_py.nccl.graph_writer import GraphRings, graph_xml, node_rings
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.validator import graph_facts
 from tccl_py.nccl.view import NcclView
 
 GRAPH_FILE = "graph.xml"
@@ -71,18 +70,13 @@ def node_graph_text(
     Raises:
         InputError: orders or NICs that NCCL would not take, or not as they are meant.
     """
-    facts = graph_facts(seen, orders, ends)
     count = len(orders)
-    rings = GraphRings(
-        orders=tuple(orders),
+    rings = node_rings(
+        seen,
+        orders,
+        ends,
         speed_gbps=rate_gbps / count,
-        type_intra=facts.type_intra,
-        nets=facts.nets,
         speed_inter_gbps=(rate_gbps if network_gbps is None else network_gbps) / count,
-        type_inter=facts.type_inter,
-        tree_nets=facts.tree_nets,
-        tree_type_inter=facts.tree_type_inter,
-        tree_spreads=facts.tree_spreads,
     )
     gpus = ", ".join(str(gpu) for gpu in sorted(orders[0]))
     note = f"rates {provenance}; for one node of several, with exactly these GPUs of it: {gpus}"

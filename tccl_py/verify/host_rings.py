@@ -12,7 +12,7 @@ from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.errors import InputError
 from tccl_py.nccl.log import Connection, parse_log, same_rings
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
-from tccl_py.nccl.validator import ClusterVerdict, NodeJob, validate_cluster
+from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.verify.rings import (
     Link,
@@ -93,7 +93,7 @@ def _nodes(plan: ClusterPlan, graphs: Mapping[str, str]) -> list[NodeJob]:
     return found
 
 
-def _planned(plan: ClusterPlan, judged: ClusterVerdict) -> Iterator[str]:
+def _planned(plan: ClusterPlan, judged: Verdict) -> Iterator[str]:
     """What is to be said where the files themselves do not come to the plan's rings."""
     if judged.verdict != "used":
         yield f"NCCL does not use the plan's files as they stand: {judged.reason}"
@@ -129,7 +129,7 @@ def _transports(
 
 
 def _nics(
-    seats: tuple[_Seat, ...], judged: ClusterVerdict, connections: Iterable[Connection]
+    seats: tuple[_Seat, ...], judged: Verdict, connections: Iterable[Connection]
 ) -> Iterator[str]:
     """Where a ring crosses hosts, both ends log the NIC: one to leave by, one to come in by."""
     seen: dict[tuple[int, int, int], set[int]] = {}
