@@ -39,8 +39,8 @@ def report(
     """
     refuse_cluster(directory, "`tccl show` has its rings and rates; a report is of one machine")
     # Templates take long to load; no other command needs them.
+    from tccl_py.report.contents import read_contents  # noqa: PLC0415
     from tccl_py.report.page import GENERATOR, report_html  # noqa: PLC0415
-    from tccl_py.report.tables import read_contents  # noqa: PLC0415
 
     contents = read_contents(directory)
     target = directory / REPORT_FILE if output is None else output

@@ -1,189 +1,68 @@
-"""A machine as a drawing: its parts in a layout, and its NVLinks below them."""
+"""The drawing of a machine, and lanes below it for lines between devices.
+
+Sockets stand around NUMA nodes, above switches, above GPUs. Everything is as wide as its children,
+so every PCIe link is a vertical line, and all GPUs stand in one row, by index as far as the tree
+allows. `templates/macros.html` turns the geometry, in pixels, into SVG.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import msgspec
-from markupsafe import Markup
 
 from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, PciLink
-from tccl_py.report.svg import element, figure, fitted, join
-
-# Where the parts of a machine are drawn: sockets around NUMA nodes above switches above GPUs.
-
-
-GAP = 8.0
-PAD = 12.0
-HEADER = 24.0
-WIRE = 30.0
-NUMA_HEIGHT = 40.0
-BRIDGE_HEIGHT = 26.0
-LEAF_HEIGHT = 46.0
-_NUMA_LEAST = 120.0
-_BUS_HEIGHT = 22.0
-
-
-class Box(msgspec.Struct, frozen=True, kw_only=True):
-    """A device or socket: its id and its place, from its upper left corner."""
-
-    id: str
-    x: float
-    y: float
-    width: float
-    height: float
-
-    @property
-    def middle(self) -> float:
-        """The x of its centre."""
-        return self.x + self.width / 2
-
-    @property
-    def bottom(self) -> float:
-        """The y of its lower edge."""
-        return self.y + self.height
-
-
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Boxes by id; `sockets` by label; `bus` joins several sockets; `bottom` is below them all."""
-
-    boxes: dict[str, Box]
-    sockets: tuple[Box, ...]
-    bus: Box | None
-    width: float
-    bottom: float
-
-    def gaps(self, gpus: Sequence[str]) -> list[float]:
-        """The x between each of these GPUs and the next, from left to right."""
-        row = sorted(self.boxes[gpu].middle for gpu in gpus)
-        return [(one + other) / 2 for one, other in pairwise(row)]
-
-
-def lay_out(machine: Machine) -> Layout:
-    """Place every device of a machine that a GPU or NIC hangs from, in pixels."""
-    tree = _Tree(machine)
-    groups = _layout_sockets(machine, tree)
-    top = _BUS_HEIGHT + WIRE / 2 + 2 if len(groups) > 1 else 2.0
-    bottom = top + HEADER + tree.depth_y(tree.depth) + LEAF_HEIGHT + PAD
-    boxes: dict[str, Box] = {}
-    sockets = []
-    x = 2.0
-    for label, nodes in groups:
-        start, x = x, x + PAD
-        for node in nodes:
-            tree.place(node.id, x, top + HEADER, boxes)
-            x += tree.widths[node.id] + GAP
-        x += PAD - GAP
-        sockets.append(Box(id=label, x=start, y=top, width=x - start, height=bottom - top))
-        x += GAP * 2
-    width = x - GAP * 2 + 2
-    bus = Box(id="bus", x=2, y=2, width=width - 4, height=_BUS_HEIGHT) if len(groups) > 1 else None
-    return Layout(boxes=boxes, sockets=tuple(sockets), bus=bus, width=width, bottom=bottom)
-
-
-class _Tree:
-    """The devices that are drawn, below whom, and how wide they are."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        leaves: tuple[Gpu | Nic, ...] = (*machine.gpus, *machine.nics)
-        self._leaves = {leaf.id: leaf for leaf in leaves}
-        self._first = self._lowest_gpus()
-        self._children: dict[str, list[str]] = {}
-        for device, parent in machine.parents.items():
-            if device in self._first:
-                self._children.setdefault(parent, []).append(device)
-        for listed in self._children.values():
-            listed.sort(key=self.order)
-        self.depth = 1 + max((len(machine.ancestors(one)) - 1 for one in self._leaves), default=0)
-        self.widths: dict[str, float] = {}
-        for node in machine.numa_nodes:
-            self._measure(node.id)
-
-    def _lowest_gpus(self) -> dict[str, float]:
-        """Each device that has a GPU or NIC below it, or is one -> the lowest GPU index there."""
-        found: dict[str, float] = {}
-        for name, leaf in self._leaves.items():
-            index = leaf.index if isinstance(leaf, Gpu) else math.inf
-            for device in (name, *self._machine.ancestors(name)):
-                found[device] = min(found.get(device, math.inf), index)
-        return found
-
-    def order(self, device: str) -> tuple[float, int, str]:
-        """From left to right: by GPU, then by id."""
-        return self._first.get(device, math.inf), len(device), device
-
-    def _measure(self, device: str) -> float:
-        below = [self._measure(child) for child in self._children.get(device, ())]
-        width = sum(below) + GAP * max(0, len(below) - 1)
-        if device in self._leaves:
-            width = _leaf_width(len(self._machine.gpus), self._leaves[device])
-        elif device in self._machine.parents:
-            width += GAP
-        else:
-            width = max(_NUMA_LEAST, width + GAP)
-        self.widths[device] = width
-        return width
-
-    def depth_y(self, depth: int) -> float:
-        """The upper edge of a row below the NUMA nodes' (which is row 0)."""
-        if depth == 0:
-            return 0.0
-        return NUMA_HEIGHT + WIRE + (depth - 1) * (BRIDGE_HEIGHT + WIRE)
-
-    def place(self, device: str, x: float, top: float, boxes: dict[str, Box], row: int = 0) -> None:
-        """Add the boxes of a device and of all below it, from `x` on."""
-        leaf = device in self._leaves
-        height = LEAF_HEIGHT if leaf else BRIDGE_HEIGHT if row else NUMA_HEIGHT
-        y = top + self.depth_y(self.depth if leaf else row)
-        width = self.widths[device]
-        boxes[device] = Box(id=device, x=x, y=y, width=width, height=height)
-        below = self._children.get(device, [])
-        taken = sum(self.widths[child] for child in below) + GAP * max(0, len(below) - 1)
-        x += (width - taken) / 2
-        for child in below:
-            self.place(child, x, top, boxes, row + 1)
-            x += self.widths[child] + GAP
-
-
-def _leaf_width(gpus: int, leaf: Gpu | Nic) -> float:
-    roomy = 124.0 if gpus <= 4 else 92.0 if gpus <= 8 else 58.0
-    return roomy if isinstance(leaf, Gpu) else min(roomy, 58.0)
-
-
-def _layout_sockets(machine: Machine, tree: _Tree) -> list[tuple[str, list[NumaNode]]]:
-    """NUMA nodes by socket, in the order of their GPUs; one whose socket is not known is alone."""
-    groups: dict[str, list[NumaNode]] = {}
-    for node in sorted(machine.numa_nodes, key=lambda one: tree.order(one.id)):
-        known = node.socket is not None
-        label = f"socket {node.socket}" if known else f"CPU of {node.id}"
-        groups.setdefault(label, []).append(node)
-    return list(groups.items())
-
-
-_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
-
-
-def link_words(link: PciLink) -> tuple[str, str]:
-    """PCI Express generation and lanes, as two short words; empty where not reported.
-
-    >>> link_words(PciLink(speed_gts=32.0, width=16))
-    ('Gen5', 'x16')
-    """
-    speed = link.speed_gts
-    generation = _GENERATIONS.get(speed or 0)
-    first = f"Gen{generation}" if generation else f"{speed:g}GT" if speed else ""
-    return first, f"x{link.width}" if link.width else ""
-
-
-# Lanes below a row of devices: lines between them that never lie on each other, nor on a label.
-
+from tccl_py.report.words import shown
 
 LANE = 36.0
 """Height of a lane: a rate above its line, a word below it."""
 _APART = 6.0
+_GAP, _PAD = 8.0, 12.0
+_HEADER = 24.0
+_LINK = 30.0
+_NUMA_LEAST = 120.0
+_BUS_HEIGHT = 22.0
+_HEIGHTS = {"numa": 40.0, "bridge": 26.0, "gpu": 46.0, "nic": 46.0, "nvswitch": 26.0}
+_CHARACTER = 0.6
+"""About the width of a character, in font sizes; generous, because sans-serif fonts differ."""
+
+
+class Box(msgspec.Struct, frozen=True, kw_only=True):
+    """A device or socket with its words; x and y are of the upper left corner."""
+
+    kind: str
+    x: float
+    y: float
+    width: float
+    height: float
+    label: str
+    note: str = ""
+    title: str = ""
+    faint: bool = False
+
+    @property
+    def middle(self) -> float:
+        """The x of the centre."""
+        return self.x + self.width / 2
+
+    @property
+    def bottom(self) -> float:
+        """The y of the lower edge."""
+        return self.y + self.height
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """A vertical link of a kind, with words to its left and right."""
+
+    kind: str
+    x: float
+    top: float
+    bottom: float
+    left: str = ""
+    right: str = ""
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,8 +74,183 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
     label_x: float
 
 
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """A drawn machine: frames behind the links, links, and the boxes of devices by id.
+
+    `bottom` is below all of them.
+    """
+
+    frames: tuple[Box, ...]
+    lines: tuple[Line, ...]
+    boxes: dict[str, Box]
+    width: float
+    bottom: float
+
+    def gaps(self, gpus: Sequence[str]) -> list[float]:
+        """Return the x between each of these GPUs and the next, from left to right."""
+        row = sorted(self.boxes[gpu].middle for gpu in gpus)
+        return [(one + other) / 2 for one, other in pairwise(row)]
+
+
+def text_width(text: str, size: float) -> float:
+    """Return about how many pixels `text` takes at this font size."""
+    return len(shown(text)) * size * _CHARACTER
+
+
+def fitted(text: str, width: float, size: float) -> str:
+    """Return `text`, cut with an ellipsis to fit into `width` pixels.
+
+    >>> fitted("0000:03:00.0", 60, 10)
+    '0000:03:0…'
+    """
+    text = shown(text)
+    fits = max(1, int(width / (size * _CHARACTER)))
+    return text if len(text) <= fits else text[: fits - 1] + "…"
+
+
+def link_words(link: PciLink) -> tuple[str, str]:
+    """Return the PCIe generation and lanes as two short words; "" where not reported.
+
+    >>> link_words(PciLink(speed_gts=32.0, width=16))
+    ('Gen5', 'x16')
+    """
+    generations = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
+    speed = link.speed_gts
+    generation = generations.get(speed or 0)
+    first = f"Gen{generation}" if generation else f"{speed:g}GT" if speed else ""
+    return first, f"x{link.width}" if link.width else ""
+
+
+def lay_out(machine: Machine, gpus: Collection[int] | None = None) -> Layout:
+    """Place every device with a GPU or NIC below it; GPUs that are not in `gpus` are faint."""
+    tree = _Tree(machine, gpus)
+    groups: dict[str, list[NumaNode]] = {}
+    for node in sorted(machine.numa_nodes, key=lambda node: tree.order(node.id)):
+        label = f"CPU of {node.id}" if node.socket is None else f"socket {node.socket}"
+        groups.setdefault(label, []).append(node)
+    several = len(groups) > 1
+    top = _BUS_HEIGHT + _LINK / 2 + 2 if several else 2.0
+    bottom = top + _HEADER + tree.row_y(tree.depth) + _HEIGHTS["gpu"] + _PAD
+    frames: list[Box] = []
+    lines: list[Line] = []
+    x = 2.0
+    for label, nodes in groups.items():
+        start, x = x, x + _PAD
+        for node in nodes:
+            tree.place(node.id, x, top + _HEADER)
+            x += tree.widths[node.id] + _GAP
+        width, height = x + _PAD - _GAP - start, bottom - top
+        words = fitted(label, width - 20, 11)
+        frames.append(Box(kind="socket", x=start, y=top, width=width, height=height, label=words))
+        if several:
+            lines.append(Line(kind="smp", x=start + width / 2, top=_BUS_HEIGHT + 2, bottom=top))
+        x += _PAD + _GAP
+    width = x - _GAP * 2 + 2
+    if several:
+        known = all(node.socket is not None for node in machine.numa_nodes)
+        words = f"links between {'sockets' if known else 'CPUs'}"
+        frames.append(Box(kind="bus", x=2, y=2, width=width - 4, height=_BUS_HEIGHT, label=words))
+    for device, parent in machine.parents.items():
+        if device in tree.boxes:
+            box = tree.boxes[device]
+            left, right = link_words(machine.links[device])
+            top = tree.boxes[parent].bottom
+            lines.append(
+                Line(kind="pci", x=box.middle, top=top, bottom=box.y, left=left, right=right)
+            )
+    return Layout(
+        frames=tuple(frames), lines=tuple(lines), boxes=tree.boxes, width=width, bottom=bottom
+    )
+
+
+class _Tree:
+    """The devices that are drawn, their parents and widths, and boxes as they are placed."""
+
+    def __init__(self, machine: Machine, gpus: Collection[int] | None) -> None:
+        self._machine, self._gpus = machine, gpus
+        leaves: tuple[Gpu | Nic, ...] = (*machine.gpus, *machine.nics)
+        self._leaves = {leaf.id: leaf for leaf in leaves}
+        # Each device with a GPU or NIC below it -> the lowest GPU index there.
+        self._first: dict[str, float] = {}
+        for name, leaf in self._leaves.items():
+            index = leaf.index if isinstance(leaf, Gpu) else math.inf
+            for device in (name, *machine.ancestors(name)):
+                self._first[device] = min(self._first.get(device, math.inf), index)
+        self._children: dict[str, list[str]] = {}
+        for device in sorted(
+            (one for one in machine.parents if one in self._first), key=self.order
+        ):
+            self._children.setdefault(machine.parents[device], []).append(device)
+        self.depth = 1 + max((len(machine.ancestors(one)) - 1 for one in self._leaves), default=0)
+        self.boxes: dict[str, Box] = {}
+        self.widths: dict[str, float] = {}
+        for node in machine.numa_nodes:
+            self._measure(node.id)
+
+    def order(self, device: str) -> tuple[float, int, str]:
+        """Return a key from left to right: by GPU, then by id."""
+        return self._first.get(device, math.inf), len(device), device
+
+    def _measure(self, device: str) -> float:
+        below = [self._measure(child) for child in self._children.get(device, ())]
+        width = sum(below) + _GAP * max(0, len(below) - 1)
+        if device in self._leaves:
+            count = len(self._machine.gpus)
+            roomy = 124.0 if count <= 4 else 92.0 if count <= 8 else 58.0
+            width = roomy if isinstance(self._leaves[device], Gpu) else min(roomy, 58.0)
+        elif device in self._machine.parents:
+            width += _GAP
+        else:
+            width = max(_NUMA_LEAST, width + _GAP)
+        self.widths[device] = width
+        return width
+
+    def row_y(self, row: int) -> float:
+        """Return the upper edge of a row below the NUMA nodes', which is row 0."""
+        below = (row - 1) * (_HEIGHTS["bridge"] + _LINK)
+        return _HEIGHTS["numa"] + _LINK + below if row else 0.0
+
+    def place(self, device: str, x: float, top: float, row: int = 0) -> None:
+        """Add the boxes of a device and of all below it, from `x` on."""
+        leaf = device in self._leaves
+        kind, label, note, title = self._words(device)
+        self.boxes[device] = Box(
+            kind=kind, x=x, y=top + self.row_y(self.depth if leaf else row),
+            width=self.widths[device], height=_HEIGHTS[kind], label=label, note=note, title=title,
+            faint=kind == "gpu" and self._gpus is not None and int(device[1:]) not in self._gpus,
+        )  # fmt: skip
+        below = self._children.get(device, [])
+        taken = sum(self.widths[child] for child in below) + _GAP * max(0, len(below) - 1)
+        x += (self.widths[device] - taken) / 2
+        for child in below:
+            self.place(child, x, top, row + 1)
+            x += self.widths[child] + _GAP
+
+    def _words(self, device: str) -> tuple[str, str, str, str]:
+        """Return a device's kind, label, note and title."""
+        width, leaf = self.widths[device], self._leaves.get(device)
+        if isinstance(leaf, Gpu):
+            note = fitted(leaf.bus_id.removeprefix("0000:"), width - 4, 9.5)
+            return "gpu", leaf.id, note, f"{leaf.id} {leaf.name} {leaf.bus_id}"
+        if isinstance(leaf, Nic):
+            speed = f"{leaf.speed_mbps / 1000:g} Gb/s" if leaf.speed_mbps else "NIC"
+            return "nic", leaf.id, fitted(speed, width - 4, 9.5), f"{leaf.id} {leaf.name}"
+        for node in self._machine.numa_nodes:
+            if node.id == device:
+                return "numa", f"{node.id} · NUMA node {node.numa_id}", "host memory", ""
+        words = f"PCI bridge {device}"
+        if fitted(words, width - 8, 11) != words:
+            words = fitted(device.removeprefix("0000:"), width - 4, 10)
+        return "bridge", words, "", ""
+
+
+# Lanes: lines below a row of devices that never lie on each other, nor on a label. A line leaves a
+# device at a port near its middle, runs along a lane, and comes up at another port. Its label is
+# between two devices, where no line comes down.
+
+
 def wires(ends: Sequence[tuple[float, float]], gaps: Sequence[float]) -> list[Wire]:
-    """Lines between these ports, short ones in upper lanes; labels stand at one of `gaps`.
+    """Return lines between these ports, short lines in upper lanes; labels are at one of `gaps`.
 
     >>> [wire.lane for wire in wires([(10, 90), (30, 50), (60, 80)], [40, 70])]
     [1, 0, 0]
@@ -204,226 +258,102 @@ def wires(ends: Sequence[tuple[float, float]], gaps: Sequence[float]) -> list[Wi
     lanes: list[list[tuple[float, float]]] = []
     found: dict[int, Wire] = {}
     for index in sorted(range(len(ends)), key=lambda i: (abs(ends[i][1] - ends[i][0]), i)):
-        start, end = ends[index]
-        low, high = min(start, end), max(start, end)
-        lane = next((n for n, taken in enumerate(lanes) if _free(taken, low, high)), len(lanes))
+        low, high = sorted(ends[index])
+        free = (
+            number
+            for number, taken in enumerate(lanes)
+            if all(high + _APART < start or end + _APART < low for start, end in taken)
+        )
+        lane = next(free, len(lanes))
         if lane == len(lanes):
             lanes.append([])
         lanes[lane].append((low, high))
-        label = _label(low, high, gaps)
+        middle = (low + high) / 2
+        inside = [gap for gap in gaps if low < gap < high] or [middle]
+        label = min(inside, key=lambda gap: (abs(gap - middle), gap))
+        start, end = ends[index]
         found[index] = Wire(start=start, end=end, lane=lane, label_x=label)
     return [found[index] for index in range(len(ends))]
 
 
-def _free(taken: Sequence[tuple[float, float]], low: float, high: float) -> bool:
-    return all(high + _APART < one or other + _APART < low for one, other in taken)
-
-
-def _label(low: float, high: float, gaps: Sequence[float]) -> float:
-    middle = (low + high) / 2
-    inside = [gap for gap in gaps if low < gap < high] or [middle]
-    return min(inside, key=lambda gap: (abs(gap - middle), gap))
-
-
 def depth(found: Sequence[Wire]) -> float:
-    """How far down the lanes of these wires reach, in pixels."""
+    """Return how far down the lanes of these wires reach."""
     return LANE * (1 + max((wire.lane for wire in found), default=-1))
 
 
-_SWITCH = 26.0
-_DROP = 30.0
+class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
+    """The NVLinks of a machine below its drawing: between GPUs in lanes, to CPUs and switches."""
+
+    wires: tuple[tuple[Wire, int], ...]
+    lines: tuple[Line, ...]
+    switches: tuple[Box, ...]
+    top: float
+    bottom: float
 
 
-def machine_figure(machine: Machine, gpus: Collection[int]) -> Markup:
-    """The whole machine; GPUs that are not among `gpus` are faint."""
-    layout = lay_out(machine)
-    below, height = _nvlinks(machine, layout)
-    return figure(
-        machine_parts(machine, layout, gpus),
-        below,
-        name="machine",
-        title=f"The machine {machine.name}",
-        description=machine_sentence(machine) + " The table below the drawing lists every part.",
-        width=layout.width,
-        height=height + 4,
+def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
+    """Place the NVLinks of a machine, each pair of GPUs once with its number of links."""
+    counts: dict[tuple[str, str], int] = {}
+    lines: list[Line] = []
+    for link in machine.nvlinks:
+        box = layout.boxes.get(link.source)
+        if link.source[0] == link.target[0] == "G":
+            ends = sorted((link.source, link.target), key=lambda gpu: layout.boxes[gpu].middle)
+            counts[ends[0], ends[1]] = max(counts.get((ends[0], ends[1]), 0), link.count)
+        elif box is not None and link.target in machine.ancestors(link.source):
+            cpu = layout.boxes[link.target]
+            lines.append(Line(kind="nvlink", x=box.x + 5, top=cpu.bottom, bottom=box.y))
+    ports = _ports(list(counts), layout)
+    found = wires(
+        [(ports[pair, pair[0]], ports[pair, pair[1]]) for pair in counts],
+        layout.gaps([gpu.id for gpu in machine.gpus]),
     )
-
-
-def machine_sentence(machine: Machine) -> str:
-    """What a machine consists of, for who cannot see it."""
-    parts = [
-        _count(len(machine.numa_nodes), "NUMA node"),
-        _count(len(machine.bridges), "PCI bridge"),
-        _count(len(machine.gpus), "GPU"),
-        _count(len(machine.nics), "NIC"),
-        _count(len(machine.nvswitches), "NVLink switch", "es"),
-    ]
-    unknown = any(node.socket is None for node in machine.numa_nodes)
-    sockets = " In which sockets the CPUs are is not reported." if unknown else ""
-    return f"{', '.join(part for part in parts if part)}.{sockets}"
-
-
-def _count(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{'' if number == 1 else plural}" if number else ""
-
-
-def machine_parts(machine: Machine, layout: Layout, gpus: Collection[int]) -> Markup:
-    """Sockets, NUMA nodes, switches, GPUs and NICs, without NVLinks."""
-    return join(
-        [
-            *_sockets(machine, layout),
-            *_pci_links(machine, layout),
-            *_numa_nodes(machine, layout),
-            *_bridges(machine, layout),
-            *_gpus(machine, layout, gpus),
-            *_nics(machine, layout),
-        ]
-    )
-
-
-def _box(box: Box, kind: str, *, round_: float = 5) -> Markup:
-    return element(
-        "rect", x=box.x, y=box.y, width=box.width, height=box.height, rx=round_, class_=kind
-    )
-
-
-def _words(text: str, x: float, y: float, kind: str, anchor: str = "middle") -> Markup:
-    return element("text", text, x=x, y=y, class_=kind, text_anchor=anchor)
-
-
-def _sockets(machine: Machine, layout: Layout) -> Iterator[Markup]:
-    for socket in layout.sockets:
-        yield _box(socket, "socket", round_=9)
-        label = fitted(socket.id, socket.width - 20, 11)
-        yield _words(label, socket.x + 12, socket.y + 16, "small", anchor="start")
-        if layout.bus is not None:
-            yield _line(socket.middle, layout.bus.bottom, socket.y, "smp")
-    if layout.bus is not None:
-        yield _box(layout.bus, "bus")
-        known = all(node.socket is not None for node in machine.numa_nodes)
-        words = f"links between {'sockets' if known else 'CPUs'}"
-        yield _words(words, layout.bus.middle, layout.bus.y + 15, "small")
-
-
-def _line(x: float, top: float, bottom: float, kind: str) -> Markup:
-    return element("line", x1=x, y1=top, x2=x, y2=bottom, class_=kind)
-
-
-def _pci_links(machine: Machine, layout: Layout) -> Iterator[Markup]:
-    for device, parent in machine.parents.items():
-        box = layout.boxes.get(device)
-        if box is None:
-            continue
-        yield _line(box.middle, layout.boxes[parent].bottom, box.y, "pci")
-        generation, lanes = link_words(machine.links[device])
-        yield _words(generation, box.middle - 4, box.y - 11, "tiny", anchor="end")
-        yield _words(lanes, box.middle + 4, box.y - 11, "tiny", anchor="start")
-
-
-def _numa_nodes(machine: Machine, layout: Layout) -> Iterator[Markup]:
-    for node in machine.numa_nodes:
-        box = layout.boxes[node.id]
-        yield _box(box, "numa")
-        yield _words(f"{node.id} · NUMA node {node.numa_id}", box.middle, box.y + 17, "name")
-        yield _words("host memory", box.middle, box.y + 31, "small")
-
-
-def _bridges(machine: Machine, layout: Layout) -> Iterator[Markup]:
-    for bridge in machine.bridges:
-        box = layout.boxes.get(bridge.id)
-        if box is None:
-            continue
-        yield _box(box, "bridge")
-        full = f"PCI bridge {bridge.bus_id}"
-        roomy = fitted(full, box.width - 8, 11) == full
-        label = full if roomy else fitted(bridge.bus_id.removeprefix("0000:"), box.width - 4, 10)
-        yield _words(label, box.middle, box.y + 17, "small" if roomy else "tiny")
-
-
-def _gpus(machine: Machine, layout: Layout, gpus: Collection[int]) -> Iterator[Markup]:
-    for gpu in machine.gpus:
-        box = layout.boxes[gpu.id]
-        yield element(
-            "g",
-            element("title", f"{gpu.id} {gpu.name} {gpu.bus_id}"),
-            _box(box, "gpu"),
-            _words(gpu.id, box.middle, box.y + 20, "gpu-name"),
-            _words(
-                fitted(gpu.bus_id.removeprefix("0000:"), box.width - 4, 9.5),
-                *(box.middle, box.y + 36),
-                "gpu-note",
-            ),
-            class_=None if gpu.index in gpus else "unused",
-        )
-
-
-def _nics(machine: Machine, layout: Layout) -> Iterator[Markup]:
-    for nic in machine.nics:
-        box = layout.boxes[nic.id]
-        speed = f"{nic.speed_mbps / 1000:g} Gb/s" if nic.speed_mbps else "NIC"
-        yield element(
-            "g",
-            element("title", f"{nic.id} {nic.name}"),
-            _box(box, "nic"),
-            _words(nic.id, box.middle, box.y + 20, "name"),
-            _words(fitted(speed, box.width - 4, 9.5), box.middle, box.y + 36, "tiny"),
-        )
-
-
-def _nvlinks(machine: Machine, layout: Layout) -> tuple[Markup, float]:
-    """Links of GPUs to each other in lanes, then to switches, and where they end."""
-    parts, y = _between_gpus(machine, layout)
+    switches: list[Box] = []
+    y = layout.bottom + depth(found)
     for switch in machine.nvswitches:
-        bar = Box(id=switch.id, x=2, y=y + _DROP, width=layout.width - 4, height=_SWITCH)
+        top, width, height = y + _LINK, layout.width - 4, _HEIGHTS["nvswitch"]
         for link in machine.nvlinks:
             box = layout.boxes.get(link.source)
             if link.target == switch.id and box is not None:
-                parts.append(_line(box.middle, box.bottom, bar.y, "nvlink"))
-                parts.append(_words(f"{link.count}x", box.middle + 5, bar.y - 7, "tiny", "start"))
-        parts.append(_box(bar, "nvswitch"))
-        parts.append(_words(f"{switch.id} · NVLink switch", bar.middle, bar.y + 17, "name"))
-        y = bar.bottom
-    return join([*_to_cpus(machine, layout), *parts]), y
-
-
-def _to_cpus(machine: Machine, layout: Layout) -> Iterator[Markup]:
-    """Links of GPUs to the CPU above them, beside the PCI Express link."""
-    for link in machine.nvlinks:
-        if link.target in machine.ancestors(link.source):
-            gpu, cpu = layout.boxes[link.source], layout.boxes[link.target]
-            yield _line(gpu.x + 5, cpu.bottom, gpu.y, "nvlink")
-
-
-def _between_gpus(machine: Machine, layout: Layout) -> tuple[list[Markup], float]:
-    counts: dict[tuple[str, str], int] = {}
-    for link in machine.nvlinks:
-        if link.source[0] == link.target[0] == "G":
-            one, other = sorted((link.source, link.target), key=lambda i: layout.boxes[i].middle)
-            counts[one, other] = max(counts.get((one, other), 0), link.count)
-    pairs = list(counts)
-    ports = _ports(pairs, layout)
-    ends = [(ports[pair, pair[0]], ports[pair, pair[1]]) for pair in pairs]
-    found = wires(ends, layout.gaps([gpu.id for gpu in machine.gpus]))
-    top, start = layout.bottom, layout.boxes[machine.gpus[0].id].bottom
-    parts = []
-    for pair, wire in zip(pairs, found, strict=True):
-        y = top + LANE * wire.lane + LANE / 2
-        path = f"M{wire.start:.1f} {start:.1f}V{y:.1f}H{wire.end:.1f}V{start:.1f}"
-        parts.append(element("path", d=path, class_="nvlink"))
-        parts.append(_words(f"{counts[pair]}x", wire.label_x, y - 4, "tiny"))
-    return parts, top + depth(found)
+                count, x = f"{link.count}x", box.middle
+                lines.append(Line(kind="nvlink", x=x, top=box.bottom, bottom=top, right=count))
+        label = f"{switch.id} · NVLink switch"
+        switches.append(Box(kind="nvswitch", x=2, y=top, width=width, height=height, label=label))
+        y = switches[-1].bottom
+    return NvLinks(
+        wires=tuple(zip(found, counts.values(), strict=True)),
+        lines=tuple(lines),
+        switches=tuple(switches),
+        top=layout.boxes[machine.gpus[0].id].bottom,
+        bottom=y,
+    )
 
 
 def _ports(
-    pairs: list[tuple[str, str]], layout: Layout
+    pairs: Sequence[tuple[str, str]], layout: Layout
 ) -> dict[tuple[tuple[str, str], str], float]:
-    """Where each pair's line leaves each of its GPUs: side by side below the GPU's middle."""
+    """Return the x at which each pair's line leaves each GPU: side by side below its middle."""
     ports = {}
-    for gpu in {one for pair in pairs for one in pair}:
+    for gpu in {end for pair in pairs for end in pair}:
         own = [pair for pair in pairs if gpu in pair]
-        own.sort(key=lambda pair: sum(layout.boxes[one].middle for one in pair))
+        own.sort(key=lambda pair: sum(layout.boxes[end].middle for end in pair))
         box = layout.boxes[gpu]
         step = min(9.0, box.width * 0.6 / len(own))
         for place, pair in enumerate(own):
             ports[pair, gpu] = box.middle + (place - (len(own) - 1) / 2) * step
     return ports
+
+
+def machine_sentence(machine: Machine) -> str:
+    """Return the number of devices of each kind in words."""
+    parts = {
+        "NUMA nodes": machine.numa_nodes,
+        "PCI bridges": machine.bridges,
+        "GPUs": machine.gpus,
+        "NICs": machine.nics,
+        "NVLink switches": machine.nvswitches,
+    }
+    kinds = Counter({words: len(found) for words, found in parts.items()})
+    unknown = any(node.socket is None for node in machine.numa_nodes)
+    sockets = " In which sockets the CPUs are is not reported." if unknown else ""
+    return ", ".join(f"{words}: {count}" for words, count in kinds.items() if count) + f".{sockets}"

@@ -1,4 +1,4 @@
-"""GPU lists, ring orders and settings in words."""
+"""GPU lists, ring orders, settings and provenance in words."""
 
 from __future__ import annotations
 
@@ -14,8 +14,28 @@ CHOICE_WORDS: dict[ChoiceName, str] = {
 }
 
 
+def shown(text: str) -> str:
+    r"""Return `text` with characters escaped that a page would not show, or act on.
+
+    >>> print(shown("a\x1b[31m"))
+    a\x1b[31m
+    """
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def mark(*, simulated: bool, assumed: bool) -> str:
+    """Return the mark beside every block of rates.
+
+    >>> mark(simulated=True, assumed=True)
+    'simulated from assumed figures'
+    """
+    if not simulated:
+        return "measured"
+    return "simulated from assumed figures" if assumed else "simulated"
+
+
 def gpu_list(gpus: Sequence[int]) -> str:
-    """GPU indices as `tccl env --gpus` takes them.
+    """Return GPU indices as `tccl env --gpus` takes them.
 
     >>> gpu_list((0, 1, 2, 5))
     '0-2,5'
@@ -30,7 +50,7 @@ def gpu_list(gpus: Sequence[int]) -> str:
 
 
 def order_words(ring: Sequence[int]) -> str:
-    """A ring's GPUs, back to the first.
+    """Return a ring's GPUs, back to the first.
 
     >>> order_words((0, 2, 1))
     '0 → 2 → 1 → 0'
@@ -39,7 +59,7 @@ def order_words(ring: Sequence[int]) -> str:
 
 
 def settings_words(settings: Settings) -> str:
-    """Settings in one line: variables, then channels.
+    """Return settings in one line: variables, then channels.
 
     >>> settings_words(Settings(p2p_level="SYS", channels=2))
     'NCCL_P2P_LEVEL=SYS, 2 channels'

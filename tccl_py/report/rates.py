@@ -1,0 +1,252 @@
+"""Rates of a plan and of its journal: bars, and maps of single hops and of pairs of hops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import Flow, TransferSet, transfer_set
+from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.report.words import CHOICE_WORDS, settings_words
+
+_SLOWED = 0.99
+"""Flows that keep more of their rate are not slowed: noise makes as much."""
+_WORST_PAIRS = 12
+_VIRIDIS = (
+    *((68, 1, 84), (72, 36, 117), (65, 68, 135), (53, 95, 141), (42, 120, 142), (33, 145, 140)),
+    *((34, 168, 132), (68, 191, 112), (122, 209, 81), (189, 223, 38), (253, 231, 37)),
+)
+"""matplotlib's viridis at eleven places: even in lightness, and distinct for everybody."""
+
+Journal = Mapping[TransferSet, Sequence[Measurement]]
+
+
+class Bar(msgspec.Struct, frozen=True, kw_only=True):
+    """A rate to compare: `kind` is its class in the page, `note` follows its label."""
+
+    label: str
+    gbps: float
+    kind: str
+    note: str = ""
+
+
+def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
+    """Return the known rates of a plan: predicted, possible, and `achieved` by jobs."""
+    how = "when tuned" if plan.tuned else "predicted"
+    rates = {
+        (f"{CHOICE_WORDS['graph']}, {how}", "plan"): plan.rate_gbps,
+        ("upper bound", "bound"): plan.bound_gbps,
+        ("bare copies over the same hops", "bound"): plan.limit_gbps,
+        (f"{CHOICE_WORDS['variables']}, {how}", "stock"): plan.variables.rate_gbps,
+        (f"{CHOICE_WORDS['default']}, {how}", "stock"): plan.stock.rate_gbps,
+        **{(f"{CHOICE_WORDS[name]}, achieved", "achieved"): achieved[name] for name in achieved},
+    }
+    return [
+        Bar(label=label, gbps=gbps, kind=kind)
+        for (label, kind), gbps in rates.items()
+        if gbps is not None
+    ]
+
+
+def settings_bars(plan: Plan) -> list[Bar]:
+    """Return the best ring set under each of the settings searched; empty if not kept."""
+    return [
+        Bar(
+            label=settings_words(found.settings),
+            gbps=found.rate_gbps,
+            kind="plan" if found.settings == plan.settings else "stock",
+            note=f"{found.rings_in_set} ring{'' if found.rings_in_set == 1 else 's'}",
+        )
+        for found in plan.alternatives
+    ]
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """A flow between two GPUs and its rate, GB/s, alone or beside another flow."""
+
+    flow: Flow
+    gbps: float
+    beside: Flow | None = None
+    alone_gbps: float | None = None
+
+    @property
+    def share(self) -> float:
+        """The rate over the rate alone; 1 if that was not measured."""
+        return self.gbps / self.alone_gbps if self.alone_gbps else 1.0
+
+
+Readings = dict[tuple[int, int], Reading]
+"""By GPU and GPU, or by NUMA node and GPU."""
+
+
+class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
+    """Readings by rows and columns; colours reach up to `largest`, GB/s."""
+
+    name: str
+    title: str
+    caption: str
+    readings: Readings
+    largest: float
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    row_word: str
+    column_word: str
+    row_letter: str = "G"
+
+
+def heat_maps(
+    journal: Journal, gpus: tuple[int, ...], numa_nodes: tuple[int, ...]
+) -> list[HeatMap]:
+    """Return maps of pairs of GPUs alone and beside their worst neighbour, and of bounces."""
+    alone = _within(fastest_alone(journal), gpus, gpus)
+    together = _within(slowest_together(journal), gpus, gpus)
+    bounces = _within(fastest_bounces(journal), numa_nodes, gpus)
+    # One scale for both: equal colours are equal rates.
+    largest = max(_largest(alone), _largest(together))
+    first = HeatMap(
+        name="alone",
+        title="Each pair of GPUs alone",
+        caption="The fastest mechanism from one GPU to another with nothing else running.",
+        readings=alone,
+        largest=largest,
+        rows=gpus,
+        columns=gpus,
+        row_word="from GPU",
+        column_word="to GPU",
+    )
+    second = msgspec.structs.replace(
+        first,
+        name="together",
+        title="Each pair of GPUs beside its worst neighbour",
+        caption="The lowest rate of a hop beside one other; the table names both.",
+        readings=together,
+    )
+    third = HeatMap(
+        name="bounces",
+        title="Bounces by sending GPU and NUMA node",
+        caption="The fastest bounce from a GPU to any other through a NUMA node's memory, alone.",
+        readings=bounces,
+        largest=_largest(bounces),
+        rows=numa_nodes,
+        columns=gpus,
+        row_word="through",
+        column_word="from GPU",
+        row_letter="C",
+    )
+    return [first, second, third]
+
+
+def _within(readings: Readings, rows: Sequence[int], columns: Sequence[int]) -> Readings:
+    inside = (key for key in readings if key[0] in rows and key[1] in columns)
+    return {key: readings[key] for key in sorted(inside)}
+
+
+def _largest(readings: Readings) -> float:
+    return max((reading.gbps for reading in readings.values()), default=0.0)
+
+
+def viridis(share: float) -> tuple[int, int, int]:
+    """Return the colour at `share` of the scale, 0 to 1.
+
+    >>> viridis(0.05)
+    (70, 18, 100)
+    """
+    place = max(0.0, min(1.0, share)) * (len(_VIRIDIS) - 1)
+    low = min(int(place), len(_VIRIDIS) - 2)
+    red, green, blue = (
+        round(first + (second - first) * (place - low))
+        for first, second in zip(_VIRIDIS[low], _VIRIDIS[low + 1], strict=True)
+    )
+    return red, green, blue
+
+
+def cell_style(gbps: float, largest: float) -> str:
+    """Return the colours of a cell as CSS: background by rate, and legible ink."""
+    red, green, blue = viridis(gbps / largest)
+    ink = "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "#fff"
+    return f"background:#{red:02x}{green:02x}{blue:02x};color:{ink}"
+
+
+def cell_text(gbps: float) -> str:
+    """Return a rate in few characters.
+
+    >>> cell_text(3.478), cell_text(50.65), cell_text(360.6)
+    ('3.5', '50.6', '361')
+    """
+    return f"{gbps:.0f}" if gbps >= 100 else f"{gbps:.1f}"
+
+
+def fastest_alone(journal: Journal) -> Readings:
+    """Return the fastest flow of each ordered pair of GPUs that was measured alone."""
+    found: Readings = {}
+    for flow, gbps in _singles(journal):
+        pair = (flow.source.index, flow.destination.index)
+        if pair not in found or gbps > found[pair].gbps:
+            found[pair] = Reading(flow=flow, gbps=gbps)
+    return found
+
+
+def fastest_bounces(journal: Journal) -> Readings:
+    """Return the fastest bounce alone through each NUMA node from each GPU."""
+    found: Readings = {}
+    for flow, gbps in _singles(journal):
+        key = (flow.transfers[0].destination.index, flow.source.index)
+        if flow.is_bounce and (key not in found or gbps > found[key].gbps):
+            found[key] = Reading(flow=flow, gbps=gbps)
+    return found
+
+
+def slowest_together(journal: Journal) -> Readings:
+    """Return the slowest flow of each ordered pair of GPUs beside one other flow between GPUs."""
+    found: Readings = {}
+    for reading in _beside(journal):
+        pair = (reading.flow.source.index, reading.flow.destination.index)
+        if pair not in found or reading.gbps < found[pair].gbps:
+            found[pair] = reading
+    return found
+
+
+def worst_pairs(journal: Journal, count: int = _WORST_PAIRS) -> list[Reading]:
+    """Return the flows that one other flow slows most, worst first.
+
+    Two flows are listed once, with the blocks and FIFOs with which they slow each other most.
+    """
+    worst: dict[frozenset[object], Reading] = {}
+    for reading in _beside(journal):
+        key = frozenset(flow.transfers for flow in (reading.flow, reading.beside) if flow)
+        if key not in worst or reading.share < worst[key].share:
+            worst[key] = reading
+    slowed = [reading for reading in worst.values() if reading.share < _SLOWED]
+    return sorted(slowed, key=lambda one: (one.share, str(one.flow), str(one.beside)))[:count]
+
+
+def _singles(journal: Journal) -> Iterator[tuple[Flow, float]]:
+    for transfers, measured in journal.items():
+        if len(transfers) == 1 and _joins_gpus(transfers.flows[0]):
+            yield transfers.flows[0], _rates(measured)[0]
+
+
+def _beside(journal: Journal) -> Iterator[Reading]:
+    """Yield each flow of each set of two, beside the other."""
+    for transfers, measured in journal.items():
+        if len(transfers) != 2 or not all(map(_joins_gpus, transfers.flows)):
+            continue
+        first, second = zip(transfers.flows, _rates(measured), strict=True)
+        for (flow, gbps), (other, _) in ((first, second), (second, first)):
+            alone = journal.get(transfer_set([flow]))
+            alone_gbps = _rates(alone)[0] if alone else None
+            yield Reading(flow=flow, gbps=gbps, beside=other, alone_gbps=alone_gbps)
+
+
+def _joins_gpus(flow: Flow) -> bool:
+    ends = flow.source, flow.destination
+    return all(place.kind == "G" and not place.host for place in ends) and ends[0] != ends[1]
+
+
+def _rates(measured: Sequence[Measurement]) -> list[float]:
+    """Return the median rate of each flow over all repeats of all measurements, GB/s."""
+    rows = zip(*(measurement.samples_gbps for measurement in measured), strict=True)
+    return [float(np.median([rate for row in pooled for rate in row])) for pooled in rows]
