@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.merge.rings import ChainTable, merge_with_switches
-from tccl_py.model.cluster import SwitchTree
-from tccl_py.readers.hosts import MAX_BYTES, expand
+from tccl_py.model.cluster import SwitchTree, restricted
+from tccl_py.readers.hosts import MAX_BYTES, compress, expand
 from tccl_py.readers.switches import (
     Network,
     parse_slurm_topology,
     parse_switch_yaml,
     read_switches,
-    restricted,
-    switch_yaml,
 )
 from tests.effort import soon
 
@@ -219,29 +217,28 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("switches: [" + "x," * 2_000_000, ["too deep or too long"]),
         ("switches: [{name: a, name: b}]", ["'name' is there twice"]),
         ("switches: [{name: a}]\nswitches: []", ["net.yaml:2", "twice"]),
-        ("? [a]\n: b\n", ["field's name"]),
-        ("switches: {<<: {name: a}}", ["a list of switches"]),
+        ("? [a]\n: b\n", ["a name is needed"]),
+        ("switches: {<<: {name: a}}", ["net.yaml switches", "`array`"]),
         ("switches: [a", ["net.yaml:", "is not YAML"]),
         ("\tswitches: []", ["is not YAML"]),
         ("switches: [{name: a}]\n]", ["is not YAML"]),
         ("switches: []\n\x00", ["characters"]),
         ("switches: [\x1b]", ["characters"]),
-        ("", ["nothing", "switches, rails"]),
-        ("~", ["nothing"]),
-        ("text", ["'text'"]),
-        ("[]", ["a list"]),
-        ("rails: any", ["no switches"]),
+        ("", ["`object`", "switches:"]),
+        ("~", ["`object`"]),
+        ("text", ["`object`"]),
+        ("[]", ["0 topologies"]),
+        ("rails: any", ["`switches`"]),
         ("switches: []", ["has no switch"]),
-        ("switches: 5", ["'5'", "a list of switches"]),
-        ("switches: [5]", ["'5'", "a switch"]),
-        ("switches: [[]]", ["a list", "a switch"]),
-        ("switches: [{}]", ["no name"]),
-        ("switches: [{name: [a]}]", ["a list", "a name"]),
-        ("switches: [{name: ''}]", ["nothing"]),
-        ("switches: [{name: null}]", ["nothing"]),
-        ("switches: [{name: a, host: [b]}]", ["'host' is unknown", "hosts"]),
-        ("switches: [{name: a, hosts: {b: c}}]", ["a mapping", "a list of hosts"]),
-        ("switches: [{name: a, hosts: [[b]]}]", ["a list", "a host"]),
+        ("switches: 5", ["net.yaml switches", "`array`"]),
+        ("switches: [5]", ["switches[0]", "`object`"]),
+        ("switches: [[]]", ["switches[0]", "`object`"]),
+        ("switches: [{}]", ["switches[0]", "`name`"]),
+        ("switches: [{name: [a]}]", ["switches[0].name", "`str`"]),
+        ("switches: [{name: ''}]", ["switches[0].name", "length"]),
+        ("switches: [{name: a, host: [b]}]", ["switches[0]", "`host`"]),
+        ("switches: [{name: a, hosts: {b: c}}]", ["switches[0].hosts"]),
+        ("switches: [{name: a, hosts: [[b]]}]", ["switches[0].hosts[0]"]),
         ("switches: [{name: a, hosts: [n[1-2]]}]", ["quotes"]),
         ("switches: [{name: a, hosts: [/etc]}]", ["'/etc'"]),
         ("switches: [{name: a, switches: [b]}]", ["no switch 'b'"]),
@@ -249,32 +246,39 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("switches: [{name: a, switches: [{name: a}]}]", ["'a' is also at"]),
         ("switches: [{name: a, switches: [b]}, {name: b, switches: [a]}]", ["below itself"]),
         ("switches: [{name: a, hosts: [x]}, {name: b, hosts: [x]}]", ["host x"]),
-        ("switches: [{name: a, uplink_gbps: 0}]", ["rate is '0'"]),
-        ("switches: [{name: a, uplink_gbps: -1}]", ["'-1'"]),
-        ("switches: [{name: a, uplink_gbps: .nan}]", ["'.nan'"]),
-        ("switches: [{name: a, uplink_gbps: inf}]", ["'inf'"]),
-        ("switches: [{name: a, uplink_gbps: 1e999}]", ["'1e999'"]),
-        ("switches: [{name: a, uplink_gbps: 12 GB}]", ["'12 GB'"]),
-        ("switches: [{name: a, uplink_gbps: [1]}]", ["a list"]),
-        ("switches: [{name: a}]\nrails: both", ["'both'", "any or only"]),
-        ("switches: [{name: a}]\nrails: [any]", ["a list", "any or only"]),
-        ("switches: [{name: a}]\nrail: any", ["'rail' is unknown"]),
+        ("switches: [{name: a, uplink_gbps: 0}]", ["switches[0].uplink_gbps"]),
+        ("switches: [{name: a, uplink_gbps: -1}]", ["switches[0].uplink_gbps"]),
+        ("switches: [{name: a, uplink_gbps: .nan}]", ["switches[0].uplink_gbps"]),
+        ("switches: [{name: a, uplink_gbps: inf}]", ["switches[0].uplink_gbps"]),
+        ("switches: [{name: a, uplink_gbps: 1e999}]", ["switches[0].uplink_gbps"]),
+        ("switches: [{name: a, uplink_gbps: 12 GB}]", ["switches[0].uplink_gbps"]),
+        ("switches: [{name: a, uplink_gbps: [1]}]", ["switches[0].uplink_gbps"]),
+        ("switches: [{name: a}]\nrails: both", ["net.yaml rails", "both"]),
+        ("switches: [{name: a}]\nrails: [any]", ["net.yaml rails"]),
+        ("switches: [{name: a}]\nrail: any", ["`rail`"]),
         ("switches: [{name: a, hosts: 'n[0-999999999]'}]", ["more than"]),
-        ("switches:\n" + "- {name: a, hosts: 'n[1-65536]'}\n" * 10_000, ["more than"]),
+        (
+            "switches:\n"
+            + "".join(f"- {{name: a{i}, hosts: 'n[1-65536]'}}\n" for i in range(10_000)),
+            ["more than"],
+        ),
         ("switches: [{name: a, hosts: [" + "'n[1-65536]'," * 10_000 + "]}]", ["more than"]),
         ("- topology: t\n  flat: true\n", ["0 topologies"]),
         ("- topology: t\n  tree: {}\n- topology: u\n  tree: {}\n", ["2 topologies"]),
         ("- topology: t\n  tree: {switches: []}\n", ["no switch"]),
-        ("- topology: t\n  tree: []\n", ["a list", "a tree"]),
+        ("- topology: t\n  tree: []\n", ["net.yaml tree", "`object`"]),
         ("- topology: t\n  tree: {}\n", ["no switch"]),
-        ("- topology: t\n  tree: {switches: [a]}\n", ["'a'", "a switch"]),
-        ("- topology: t\n  tree: {switches: [{switch: a, hosts: b}]}\n", ["'hosts'"]),
-        ("- topology: t\n  tree: {switches: [{switch: a, nodes: [b]}]}\n", ["a list"]),
-        ("- topology: t\n  tree: {switches: [{nodes: b}]}\n", ["no name"]),
+        ("- topology: t\n  tree: {switches: [a]}\n", ["tree switches[0]", "`object`"]),
+        (
+            "- topology: t\n  tree: {switches: [{switch: a, hosts: b}]}\n",
+            ["tree switches[0]", "`hosts`"],
+        ),
+        ("- topology: t\n  tree: {switches: [{switch: a, nodes: [b]}]}\n", ["switches[0].nodes"]),
+        ("- topology: t\n  tree: {switches: [{nodes: b}]}\n", ["switches[0]", "`switch`"]),
         ("- topology: t\n  tree: {switches: [{switch: a, children: b}]}\n", ["no switch 'b'"]),
         (
             "- topology: t\n  tree:\n   switches:\n"
-            + "   - {switch: a, nodes: 'n[1-65536]'}\n" * 9999,
+            + "".join(f"   - {{switch: a{i}, nodes: 'n[1-65536]'}}\n" for i in range(9999)),
             ["more than"],
         ),
         ("switches: [" + "{name: a, switches: [" * 40, ["too deep"]),
@@ -356,6 +360,22 @@ def trees(draw) -> SwitchTree:
     tree = switch(0)
     wanted = [*tree.all_hosts]
     return restricted(tree, wanted) if wanted else leaf("s", "n00")
+
+
+def switch_yaml(network: Network) -> str:
+    """The YAML form of a network."""
+    lines = ["switches:"]
+    for switch in network.switches.all_switches:
+        if not switch.name:  # the reader joins several roots again
+            continue
+        lines.append(f'  - name: "{switch.name}"')
+        if switch.uplink_gbps is not None:
+            lines.append(f"    uplink_gbps: {switch.uplink_gbps!r}")
+        if switch.hosts:
+            lines.append(f'    hosts: "{compress(switch.hosts)}"')
+        if switch.switches:
+            lines.append(f'    switches: "{compress(below.name for below in switch.switches)}"')
+    return "\n".join([*lines, f"rails: {network.rails}", ""])
 
 
 @given(trees(), st.sampled_from(["any", "only"]))

@@ -1,4 +1,4 @@
-"""Switches between hosts, as SLURM's topology files or as YAML, read into a SwitchTree.
+"""Switches between hosts, from SLURM's topology files or the YAML form, as a SwitchTree.
 
 The YAML form:
 
@@ -7,66 +7,76 @@ The YAML form:
         uplink_gbps: 12.5       # of the link above it, each direction, GB/s (10^9 bytes); optional
         hosts: [node1, node2]   # or SLURM's expressions, in quotes: "node[1-2]"; optional
       - name: spine
-        switches: [leaf1]       # those below it, by name
+        switches: [leaf1]       # the switches below, by name
       - name: root
         switches:               # or described there and then
           - spine
           - name: leaf9
-            hosts: node9        # one is no list
+            hosts: node9        # a single host needs no list
     rails: any                  # or only: NIC i of a host reaches NIC i of another, and no other
 
-Every switch is below one other, or below none. Where several are below none, they are joined by a
-switch without a name and without limits. Hosts that are not in the job may be in the file.
+Every switch is below one other, or below none. Several that are below none are joined by a switch
+without a name and without limits. Hosts that are not in the job may be in the file.
 
-All of YAML that stands for something else is refused: anchors and aliases, tags, several documents.
-Every name is taken as it is written, so that a host may be called `010` or `no`.
+Other parts of YAML are refused: anchors and aliases, tags, several documents. Every name is taken
+as it is written, so that a host may be called `010` or `no`. SLURM's files follow topology.conf(5),
+topology.yaml(5) (since SLURM 25.05) and src/common/parse_config.c.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+import yaml
 
-from tccl_py.model.cluster import SwitchTree, check_host_name, shown
-from tccl_py.model.switches import MAX_NAMES, SwitchLine, joined, restricted
-from tccl_py.readers.hosts import compress, expand, read_list
-from tccl_py.readers.slurm_topology import (
-    Value,
-    is_slurm_topology,
-    is_slurm_yaml,
-    parse_yaml,
-    switch_lines,
-    yaml_switch_lines,
+from tccl_py.errors import InputError
+from tccl_py.model.cluster import (
+    MAX_HOSTS,
+    Rails,
+    SwitchTree,
+    check_host_name,
+    check_hosts_once,
+    restricted,
+    shown,
 )
+from tccl_py.readers.hosts import expand, read_list
 
-__all__ = [
-    "Network",
-    "Rails",
-    "parse_slurm_topology",
-    "parse_switch_yaml",
-    "read_switches",
-    "restricted",
-    "switch_yaml",
-]
+MAX_SWITCHES = 65_536
+MAX_LEVELS = 32
+MAX_NAMES = 2 * MAX_HOSTS
+"""Hosts and switches that the switches of one file have below them, all together."""
+MAX_DEPTH = 64
+MAX_VALUES = 500_000
 
-from tccl_py.model.cluster import Rails
+_PAIR = re.compile(r"\s*(?P<key>[A-Za-z0-9_.]+)\s*=\s*(?:\"(?P<quoted>[^\"]*)\"|(?P<plain>\S+))")
+_KEYS = ("switchname", "nodes", "switches", "linkspeed")
+_RIGHT = "a line is SwitchName=NAME with Nodes=LIST or Switches=LIST"
+_TRUE = ("true", "True", "TRUE", "yes", "on")
+_FIRST = re.compile(r"^\s*(switchname|blockname)\s*=", re.IGNORECASE | re.MULTILINE)
 
-"""Whether NIC i of a host reaches any NIC of another, or NIC i only."""
-
-_RATE = re.compile(r"[0-9]{1,7}(\.[0-9]{0,20})?([eE][+-]?[0-9]{1,2})?", re.ASCII)
-MAX_RATE_GBPS = 1e6
+_Form = TypeVar("_Form")
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about what lies between hosts."""
+    """The switches between hosts, and which NICs reach each other."""
 
     switches: SwitchTree
     rails: Rails = "any"
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One switch of a file, the switches below it by name; `where` is its place in the file."""
+
+    name: str
+    where: str
+    hosts: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
+    uplink_gbps: float | None = None
 
 
 def read_switches(path: Path, hosts: Iterable[str] | None = None) -> Network:
@@ -74,14 +84,14 @@ def read_switches(path: Path, hosts: Iterable[str] | None = None) -> Network:
 
     Args:
         path: the file.
-        hosts: those of the job; the tree is cut down to them, and each must be in it.
+        hosts: the job's hosts; the tree is cut down to them, and each must be in it.
 
     Raises:
-        InputError: the file cannot be read, or is refused as the two parsers say.
+        InputError: the file cannot be read, or as the two parsers.
     """
     text, where = read_list(path), str(path)
-    yaml = path.suffix.lower() in (".yaml", ".yml")
-    if not yaml and (path.suffix.lower() == ".conf" or is_slurm_topology(text)):
+    is_yaml = path.suffix.lower() in (".yaml", ".yml")
+    if not is_yaml and (path.suffix.lower() == ".conf" or _FIRST.search(text)):
         return Network(switches=parse_slurm_topology(text, where=where, hosts=hosts))
     return parse_switch_yaml(text, where=where, hosts=hosts)
 
@@ -89,117 +99,297 @@ def read_switches(path: Path, hosts: Iterable[str] | None = None) -> Network:
 def parse_slurm_topology(
     text: str, *, where: str, hosts: Iterable[str] | None = None
 ) -> SwitchTree:
-    """The tree of a topology.conf; LinkSpeed is no rate, and uplinks have no limit.
+    """Return the tree of a topology.conf.
+
+    LinkSpeed is no rate (SLURM gives it no unit and does not use it), so uplinks have no limit.
 
     Raises:
-        InputError: a line that is not understood, or switches that are no tree; with `hosts`, one
-            that is at no switch.
+        InputError: a line that is not understood, or switches that are no tree; with `hosts`, a
+            host that is at no switch.
     """
-    return joined(switch_lines(text, where=where), where=where, hosts=hosts)
+    lines = (_slurm_line(_pairs(content, place), place) for place, content in _lines(text, where))
+    return _joined(lines, where=where, hosts=hosts)
 
 
 def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = None) -> Network:
-    """The network that the YAML form, or SLURM's topology.yaml, describes.
+    """Return the network of the YAML form, or of SLURM's topology.yaml.
 
     Raises:
         InputError: not YAML, other fields or values than the form has, or switches that are no
-            tree; with `hosts`, one that is at no switch.
+            tree; with `hosts`, a host that is at no switch.
     """
-    document = parse_yaml(text, where=where)
-    if is_slurm_yaml(document):
-        lines = yaml_switch_lines(document)
-        return Network(switches=joined(lines, where=where, hosts=hosts))
-    fields = document.fields("a mapping", "switches", "rails")
-    if "switches" not in fields:
-        raise document.refused("has no switches", "write switches: and a list of them")
-    found = _Found()
-    for value in fields["switches"].items("switches"):
-        found.switch(value)
-    tree = joined(found.lines, where=where, hosts=hosts)
-    return Network(switches=tree, rails=_rails(fields.get("rails")))
+    document = _plain_yaml(text, where)
+    if isinstance(document, list):
+        lines = _topology_lines(_converted(document, list[_Topology], where), where)
+        return Network(switches=_joined(lines, where=where, hosts=hosts))
+    form = _converted(document, _Switches, where)
+    described = enumerate(form.switches)
+    lines = (line for i, one in described for line in _flat(one, f"{where} switches[{i}]"))
+    return Network(switches=_joined(lines, where=where, hosts=hosts), rails=form.rails)
 
 
-def switch_yaml(network: Network) -> str:
-    """The YAML form of a network, which `parse_switch_yaml` reads back."""
-    lines = ["switches:"]
-    for switch in network.switches.all_switches:
-        if not switch.name:  # the reader joins several roots again
+# YAML as texts, lists and mappings, and the two forms of its documents.
+
+
+class _Switch(msgspec.Struct, forbid_unknown_fields=True):
+    """A switch of the YAML form."""
+
+    name: _Text
+    uplink_gbps: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
+    hosts: _Text | list[_Text] = []
+    switches: _Text | list[_Text | _Switch] = []
+
+
+class _Switches(msgspec.Struct, forbid_unknown_fields=True):
+    """A document of the YAML form."""
+
+    switches: list[_Switch]
+    rails: Rails = "any"
+
+
+class _SlurmSwitch(msgspec.Struct, forbid_unknown_fields=True):
+    """A switch of a topology.yaml; lists are expressions."""
+
+    switch: _Text
+    nodes: _Text | msgspec.UnsetType = msgspec.UNSET
+    children: _Text | msgspec.UnsetType = msgspec.UNSET
+
+
+class _SlurmTree(msgspec.Struct, forbid_unknown_fields=True):
+    """The tree of a topology."""
+
+    switches: list[_SlurmSwitch] = []
+
+
+class _Topology(msgspec.Struct):
+    """A topology of a topology.yaml; only trees are read further."""
+
+    topology: str
+    cluster_default: str = ""
+    tree: Any = msgspec.UNSET
+
+
+class _Loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader)):  # type: ignore[misc]
+    """A loader that leaves every scalar a text, and refuses doubled fields."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a name is needed", problem_mark=key.start_mark)
+            if key.value in seen:
+                problem = f"{shown(key.value)} is there twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _plain_yaml(text: str, where: str) -> Any:
+    """Return the texts, lists and mappings of one YAML document."""
+    try:
+        _check_events(text, where)
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{where}:{mark.line + 1}" if mark else where
+        right = "correct it there; a name with brackets wants quotes"
+        raise InputError(place, f"is not YAML ({error.problem})", right) from error
+    except yaml.YAMLError as error:
+        right = "save it as plain text"
+        raise InputError(where, "has characters that YAML does not allow", right) from error
+
+
+def _check_events(text: str, where: str) -> None:
+    depth = documents = 0
+    # Events come one by one, so that what is too deep or too much is never read whole.
+    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
+        place = f"{where}:{event.start_mark.line + 1}"
+        documents += isinstance(event, yaml.DocumentStartEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
+            raise InputError(place, "has an anchor or alias", "write the value out")
+        if getattr(event, "tag", None) is not None:
+            raise InputError(place, f"has the tag {shown(event.tag)}", "leave it out")
+        if depth > MAX_DEPTH or count > MAX_VALUES or documents > 1:
+            what = "has several documents" if documents > 1 else "is too deep or too long"
+            raise InputError(place, what, "describe the switches of one cluster")
+
+
+def _converted(document: Any, kind: type[_Form], where: str) -> _Form:
+    try:
+        return msgspec.convert(document, kind, strict=False)
+    except msgspec.ValidationError as error:
+        what, _, path = ascii(str(error))[1:-1][:200].partition(" - at `$")
+        place = f"{where} {path.strip('.`')}".strip()
+        right = "write switches: and a list of them, each with name: and hosts: or switches:"
+        raise InputError(place, f"is of another form ({what})", right) from error
+
+
+def _flat(switch: _Switch, where: str) -> Iterator[_Line]:
+    """Yield a switch, and then the switches described inside it."""
+    below = [switch.switches] if isinstance(switch.switches, str) else switch.switches
+    texts = (one if isinstance(one, str) else one.name for one in below)
+    yield _Line(
+        name=check_host_name(switch.name, where=where),
+        where=where,
+        hosts=_expanded([switch.hosts] if isinstance(switch.hosts, str) else switch.hosts, where),
+        switches=_expanded(texts, where),
+        uplink_gbps=switch.uplink_gbps,
+    )
+    for i, one in enumerate(below):
+        if isinstance(one, _Switch):
+            yield from _flat(one, f"{where}.switches[{i}]")
+
+
+def _expanded(expressions: Iterable[str], where: str) -> tuple[str, ...]:
+    names: list[str] = []
+    for expression in expressions:
+        names += expand(expression, where=where)
+        _check_count(len(names), where)
+    return tuple(names)
+
+
+def _check_count(names: int, where: str) -> None:
+    if names > MAX_NAMES:
+        raise InputError(where, f"makes it more than {MAX_NAMES} names", "describe one cluster")
+
+
+def _topology_lines(topologies: Sequence[_Topology], where: str) -> Iterator[_Line]:
+    """Yield the switches of the one tree of a topology.yaml, or of its default tree."""
+    trees = [one for one in topologies if one.tree is not msgspec.UNSET]
+    default = [one for one in trees if one.cluster_default in _TRUE]
+    if len(default or trees) != 1:
+        right = "leave one of those with tree:, or say cluster_default: true of one"
+        raise InputError(where, f"has {len(trees)} topologies that are a tree", right)
+    (chosen,) = default or trees
+    for i, switch in enumerate(_converted(chosen.tree, _SlurmTree, f"{where} tree").switches):
+        given = {"nodes": switch.nodes, "switches": switch.children}
+        pairs = {key: text for key, text in given.items() if isinstance(text, str)}
+        yield _slurm_line({"switchname": switch.switch, **pairs}, f"{where} switches[{i}]")
+
+
+# topology.conf
+
+
+def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
+    """Yield each line's place and content: comments cut, lines that end in a backslash joined."""
+    begun: list[str] = []
+    start = 1
+    for number, line in enumerate([*text.split("\n"), ""], start=1):
+        start = start if begun else number
+        content = re.sub(r"(?<!\\)#.*", "", line.rstrip("\r")).rstrip()
+        begun.append(content.removesuffix("\\"))
+        if content.endswith("\\"):
             continue
-        lines.append(f'  - name: "{switch.name}"')
-        if switch.uplink_gbps is not None:
-            lines.append(f"    uplink_gbps: {switch.uplink_gbps!r}")
-        if switch.hosts:
-            lines.append(f'    hosts: "{compress(switch.hosts)}"')
-        if switch.switches:
-            lines.append(f'    switches: "{compress(below.name for below in switch.switches)}"')
-    return "\n".join([*lines, f"rails: {network.rails}", ""])
+        whole = " ".join(begun).strip()
+        begun.clear()
+        if whole:
+            yield f"{where}:{start}", whole
 
 
-@dataclass
-class _Found:
-    """The switches met so far, and how many names they have."""
-
-    lines: list[SwitchLine] = field(default_factory=list)
-    names: int = 0
-
-    def switch(self, value: Value) -> str:
-        """Add a switch and those described inside it; its name."""
-        fields = value.fields("a switch", "name", "uplink_gbps", "hosts", "switches")
-        if "name" not in fields:
-            raise value.refused("this switch has no name", "write name: and a name")
-        name = check_host_name(fields["name"].text("a name"), where=fields["name"].where)
-        place = len(self.lines)
-        below: list[str] = []
-        for one in _listed(fields.get("switches"), "switches"):
-            inline = isinstance(one.content, dict)
-            below.extend([self.switch(one)] if inline else self.expanded(one, "a switch"))
-        hosts = [
-            host
-            for one in _listed(fields.get("hosts"), "hosts")
-            for host in self.expanded(one, "a host")
-        ]
-        line = SwitchLine(
-            name=name,
-            where=value.where,
-            hosts=tuple(hosts),
-            switches=tuple(below),
-            uplink_gbps=_rate(fields.get("uplink_gbps")),
-        )
-        self.lines.insert(place, line)
-        return name
-
-    def expanded(self, value: Value, meaning: str) -> tuple[str, ...]:
-        """The names that an expression stands for."""
-        expression = value.text(f"{meaning}, or a SLURM expression in quotes,")
-        names = expand(expression, where=value.where)
-        self.names += len(names)
-        if self.names > MAX_NAMES:
-            raise value.refused(f"makes it more than {MAX_NAMES} names", "describe one cluster")
-        return names
+def _pairs(content: str, place: str) -> dict[str, str]:
+    """Return the values of a line by their keys, in small letters."""
+    pairs: dict[str, str] = {}
+    at = 0
+    while at < len(content):
+        match = _PAIR.match(content, at)
+        if match is None:
+            raise InputError(place, f"{shown(content[at:].strip())} is not understood", _RIGHT)
+        key = match["key"].lower()
+        if key == "blockname":
+            what = "describes blocks (topology/block), which are no tree of switches"
+            raise InputError(place, what, _RIGHT)
+        if key not in _KEYS:
+            raise InputError(place, f"{shown(match['key'])} is unknown", _RIGHT)
+        if key in pairs:
+            raise InputError(place, f"{shown(match['key'])} is there twice", "once is right")
+        pairs[key] = match["plain"] or match["quoted"] or ""
+        at = match.end()
+    return pairs
 
 
-def _listed(value: Value | None, meaning: str) -> list[Value]:
-    """The values of a list, none if there is none; one that is no list stands for itself."""
-    if value is None:
-        return []
-    return [value] if isinstance(value.content, str) else value.items(meaning)
+def _slurm_line(pairs: dict[str, str], place: str) -> _Line:
+    if not pairs.get("switchname"):
+        raise InputError(place, "has no SwitchName", _RIGHT)
+    name = check_host_name(pairs["switchname"], where=place)
+    if "nodes" in pairs and "switches" in pairs:
+        what = f"switch {name} has both nodes and switches"
+        raise InputError(place, what, "SLURM takes one of them")
+    if not re.fullmatch(r"[0-9]{1,10}", pairs.get("linkspeed", "1"), re.ASCII):
+        raise InputError(place, f"LinkSpeed is {shown(pairs['linkspeed'])}", "it is a whole number")
+    return _Line(
+        name=name,
+        where=place,
+        hosts=expand(pairs.get("nodes", ""), where=place),
+        switches=expand(pairs.get("switches", ""), where=place),
+    )
 
 
-def _rate(value: Value | None) -> float | None:
-    if value is None:
-        return None
-    text = value.text("a rate in GB/s")
-    rate = float(text) if _RATE.fullmatch(text) else 0.0
-    if not 0 < rate <= MAX_RATE_GBPS:
-        right = f"a number of GB/s above 0, up to {MAX_RATE_GBPS:.0f}, is needed"
-        raise value.refused(f"the rate is {shown(text)}", right)
-    return rate
+# The one tree of single switches.
 
 
-def _rails(value: Value | None) -> Rails:
-    if value is None:
-        return "any"
-    for rails in get_args(Rails):
-        if value.content == rails:
-            return rails  # type: ignore[no-any-return]
-    raise value.refused(f"rails is {value.kind}", "any or only are possible")
+def _joined(lines: Iterable[_Line], *, where: str, hosts: Iterable[str] | None) -> SwitchTree:
+    """Return the tree of all these switches, or of those that lead to `hosts`.
+
+    Raises:
+        InputError: doubled or unknown names, a switch below two others or below itself, a host at
+            two switches, too many switches or levels; with `hosts`, as `restricted`.
+    """
+    by_name: dict[str, _Line] = {}
+    names = 0
+    for line in lines:
+        names += len(line.hosts) + len(line.switches)
+        _check_count(names, line.where)
+        if line.name in by_name:
+            what = f"switch {shown(line.name)} is also at {by_name[line.name].where}"
+            raise InputError(line.where, what, "describe each switch once")
+        by_name[line.name] = line
+        if len(by_name) > MAX_SWITCHES:
+            raise InputError(where, "has too many switches", f"at most {MAX_SWITCHES} are read")
+    if not by_name:
+        raise InputError(where, "has no switch", "describe one at least")
+    above = _above(by_name)
+    _check_levels(by_name, above)
+    tops = tuple(_tree(by_name, name) for name in by_name if name not in above)
+    tree = tops[0] if len(tops) == 1 else SwitchTree(name="", switches=tops)
+    if hosts is not None:
+        return restricted(tree, hosts, where=where)
+    check_hosts_once(tree, set(tree.all_hosts), where)
+    return tree
+
+
+def _above(by_name: dict[str, _Line]) -> dict[str, str]:
+    """Return the switch above each that has one."""
+    above: dict[str, str] = {}
+    for line in by_name.values():
+        for name in line.switches:
+            if name not in by_name:
+                what = f"there is no switch {shown(name)}"
+                raise InputError(line.where, what, "describe it, or leave it out")
+            if name in above:
+                what = f"switch {shown(name)} is also below {shown(above[name])}"
+                raise InputError(line.where, what, "a switch is below one other at most")
+            above[name] = line.name
+    return above
+
+
+def _check_levels(by_name: dict[str, _Line], above: dict[str, str]) -> None:
+    """Refuse switches that are below themselves, or below too many."""
+    for line in by_name.values():
+        name, passed = line.name, {line.name}
+        while name in above:
+            name = above[name]
+            if name in passed:
+                what = f"switch {shown(name)} is below itself"
+                raise InputError(by_name[name].where, what, "every switch hangs from a root")
+            passed.add(name)
+            if len(passed) > MAX_LEVELS:
+                what = f"switch {shown(line.name)} is below {MAX_LEVELS} others or more"
+                raise InputError(line.where, what, f"at most {MAX_LEVELS} levels are read")
+
+
+def _tree(by_name: dict[str, _Line], name: str) -> SwitchTree:
+    line = by_name[name]
+    below = tuple(_tree(by_name, switch) for switch in line.switches)
+    return SwitchTree(name=name, hosts=line.hosts, switches=below, uplink_gbps=line.uplink_gbps)
