@@ -184,7 +184,7 @@ user@node4  cpu=1 port=22\r
 """
     assert parse_host_list(text, where="hosts") == (
         HostSlots("node3", 8),
-        HostSlots("node1", 4, 16),
+        HostSlots("node1", 4),
         HostSlots("node2", 2),
         HostSlots("node4", 1),
     )

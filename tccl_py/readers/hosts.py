@@ -1,7 +1,7 @@
-"""Lists of hosts as launchers write them.
+"""Lists of hosts as launchers write them, and SLURM's host list expressions.
 
-What a line may be follows Open MPI (PRRTE's src/util/hostfile and src/mca/rmaps/rank_file), MPICH
-(Hydra's host files) and SLURM (slurm_read_hostfile in src/api/allocate.c).
+Sources: Open MPI (PRRTE's src/util/hostfile and src/mca/rmaps/rank_file), MPICH (Hydra's host
+files) and SLURM (slurm_read_hostfile in src/api/allocate.c).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,30 +23,36 @@ from tccl_py.files import read_text
 from tccl_py.model.cluster import MAX_HOSTS, check_host_name, shown
 
 MAX_PARTS = 64
-"""Of one name, brackets and what is between them."""
+"""Parts of one name: brackets, and texts between them."""
+MAX_SLOTS = 4_096
+MAX_RANKS = 1_048_576
+MAX_BYTES = 16 * 1024 * 1024
+"""More than a line for each of MAX_HOSTS x 8 ranks; larger files are refused unread."""
+MAX_LINE = 2 * 1024 * 1024
+"""Room for MAX_HOSTS names with their domains, apart by commas."""
+NODE_NAME = "SLURMD_NODENAME"
+"""SLURM's name for the node that a task runs on, which can differ from the host's own name."""
+_MAX_WORDS = 64
 
 _SEPARATORS = re.compile(r"[,\s]+")
 _HOST_ENTRY = re.compile(r"(?:[^][,\s]|\[[^][]*\])+")
 _PART = re.compile(r"\[(?P<ranges>[^][]*)\]|[^][]+")
 _RUN = re.compile(r"(?P<low>[0-9]{1,18})(?:-(?P<high>[0-9]{1,18}))?", re.ASCII)
-_NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<digits>[0-9]{1,18})", re.ASCII)
+_NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<digits>[0-9]{1,18})?", re.ASCII)
 _RANGE = "ranges in brackets are needed, as in gpu[001-016,020]"
 
-
-class _Run(msgspec.Struct, frozen=True):
-    """Numbers in a row, `width` digits wide at least; or one text as it is."""
-
-    numbers: range
-    width: int
-    text: str = ""
-
-    @property
-    def texts(self) -> Iterator[str]:
-        return (self.text or f"{number:0{self.width}d}" for number in self.numbers)
+_ENTRY = re.compile(r"(?P<names>.*?)(?:[:*](?P<count>[0-9]{1,6}))?", re.ASCII)
+_RANK = re.compile(r"rank\s+(?P<rank>[0-9]{1,9})=(?P<host>\S+)(?:\s+slot=\S+)?", re.ASCII)
+_SLOTS = {"slots", "count", "cpu"}
+_MAX_SLOTS = {"max_slots", "slots_max", "max_count", "count_max", "max_cpu", "cpu_max"}
+"""Open MPI's keys for the number of slots and for its limit, - standing for _ too."""
+_WITHOUT_MEANING = {"user", "username", "user_name", "port", "binding", "ifhn"}
+"""Keys of Open MPI and Hydra about how a host is reached; plans do not depend on them."""
+_LINE = "a line is NAME, NAME:8, NAME slots=8, or a SLURM expression such as gpu[001-016,020]"
 
 
 def expand(expression: str, *, where: str = "host list") -> tuple[str, ...]:
-    """The hosts of a SLURM host list expression, in its order; a host named twice is there twice.
+    """Return the hosts of a SLURM host list expression, in order and with repetitions.
 
     Brackets may stand anywhere in a name, several of them too; SLURM wants the last one at the end.
     A number is as wide as the first of its range.
@@ -56,85 +62,36 @@ def expand(expression: str, *, where: str = "host list") -> tuple[str, ...]:
 
     Raises:
         InputError: brackets that do not match or are empty, ranges that are none or go down, more
-            than MAX_HOSTS hosts, or what cannot be a host's name.
+            than MAX_HOSTS hosts, or unfit names.
     """
     hosts: list[str] = []
-    for entry in entries(expression, where=where):
+    for entry in _entries(expression, where=where):
         parts = _parts(entry, where)
-        count = math.prod(sum(len(run.numbers) for run in part) for part in parts)
+        count = math.prod(sum(len(run) for run, _ in part) for part in parts)
         if len(hosts) + count > MAX_HOSTS:
             what = f"{shown(entry)} makes it more than {MAX_HOSTS} hosts"
             raise InputError(where, what, "give the hosts of one job")
-        names = itertools.product(*([text for run in part for text in run.texts] for part in parts))
-        hosts.extend(check_host_name("".join(name), where=where) for name in names)
+        texts = ([form.format(n) for run, form in part for n in run] for part in parts)
+        for name in itertools.product(*texts):
+            hosts.append(check_host_name("".join(name), where=where))
     return tuple(hosts)
 
 
 def compress(names: Iterable[str]) -> str:
-    """The expression that `expand` turns into these names, in their order.
+    """Return the expression that `expand` turns into these names, in their order.
 
     >>> compress(["gpu08", "gpu09", "gpu10", "gpu12", "login"])
     'gpu[08-10,12],login'
     """
-    split = [_split(name) for name in names]
+    matches = filter(None, map(_NUMBERED.fullmatch, names))
+    split = ((match["prefix"], match["digits"] or "") for match in matches)
     # A name without a number is no part of a bracket: n,n0 are two.
-    alike = itertools.groupby(split, lambda one: (one[0], bool(one[1])))
-    groups = (tuple(group) for _, group in alike)
-    return ",".join(_group_text(group) for group in groups)
+    groups = itertools.groupby(split, lambda name: (name[0], bool(name[1])))
+    return ",".join(_group_text(prefix, [d for _, d in group]) for (prefix, _), group in groups)
 
 
-def entries(expression: str, *, where: str) -> Iterator[str]:
-    """The parts of an expression between commas and spaces, brackets and all.
-
-    Raises:
-        InputError: brackets that do not match.
-    """
-    at = 0
-    while at < len(expression):
-        match = _SEPARATORS.match(expression, at) or _HOST_ENTRY.match(expression, at)
-        if match is None:
-            what = f"brackets do not match at {shown(expression[at:])}"
-            raise InputError(where, what, _RANGE)
-        if match.re is _HOST_ENTRY:
-            yield match[0]
-        at = match.end()
-
-
-def _parts(entry: str, where: str) -> list[list[_Run]]:
-    """What an entry is put together from: for each part, the runs it may be from."""
-    parts = []
-    for match in _PART.finditer(entry):
-        if match["ranges"] is None:
-            parts.append([_Run(range(1), 0, match[0])])
-        else:
-            parts.append([_run(text, entry, where) for text in match["ranges"].split(",")])
-        if len(parts) > MAX_PARTS:
-            what = f"{shown(entry)} has more than {MAX_PARTS} parts"
-            raise InputError(where, what, "a few brackets are enough for any name")
-    return parts
-
-
-def _run(text: str, entry: str, where: str) -> _Run:
-    match = _RUN.fullmatch(text)
-    if match is None:
-        raise InputError(where, f"{shown(text)} in {shown(entry)} is no range", _RANGE)
-    low, high = int(match["low"]), int(match["high"] or match["low"])
-    if low > high:
-        what = f"the range {shown(text)} in {shown(entry)} goes down"
-        raise InputError(where, what, "the lower number is first")
-    return _Run(range(low, high + 1), len(match["low"]))
-
-
-def _split(name: str) -> tuple[str, str]:
-    """A name as a prefix and the digits it ends with, if any."""
-    match = _NUMBERED.fullmatch(name)
-    return (match["prefix"], match["digits"]) if match else (name, "")
-
-
-def _group_text(group: tuple[tuple[str, str], ...]) -> str:
-    """Names with one prefix, in brackets if there are several."""
-    prefix = group[0][0]
-    digits = [one[1] for one in group]
+def _group_text(prefix: str, digits: Sequence[str]) -> str:
+    """Return names with one prefix, in brackets if there are several."""
     if not digits[0]:
         return ",".join(prefix for _ in digits)
     runs: list[list[str]] = []
@@ -147,33 +104,59 @@ def _group_text(group: tuple[tuple[str, str], ...]) -> str:
     return f"{prefix}[{','.join(texts)}]" if len(digits) > 1 else prefix + texts[0]
 
 
-MAX_SLOTS = 4_096
-MAX_RANKS = 1_048_576
-MAX_BYTES = 16 * 1024 * 1024
-"""More than a line for each of MAX_HOSTS x 8 ranks; larger files are refused unread."""
-MAX_LINE = 2 * 1024 * 1024
-"""Room for MAX_HOSTS names with their domains, apart by commas."""
-_MAX_WORDS = 64
+def _entries(expression: str, *, where: str) -> Iterator[str]:
+    """Yield the parts of an expression between commas and spaces, brackets and all."""
+    at = 0
+    while at < len(expression):
+        match = _SEPARATORS.match(expression, at) or _HOST_ENTRY.match(expression, at)
+        if match is None:
+            what = f"brackets do not match at {shown(expression[at:])}"
+            raise InputError(where, what, _RANGE)
+        if match.re is _HOST_ENTRY:
+            yield match[0]
+        at = match.end()
 
-_ENTRY = re.compile(r"(?P<names>.*?)(?:[:*](?P<count>[0-9]{1,6}))?", re.ASCII)
-_RANK = re.compile(r"rank\s+(?P<rank>[0-9]{1,9})=(?P<host>\S+)(?:\s+slot=\S+)?", re.ASCII)
-_SLOTS = {"slots", "count", "cpu"}
-_MAX_SLOTS = {"max_slots", "slots_max", "max_count", "count_max", "max_cpu", "cpu_max"}
-"""What Open MPI's reader takes for the number of slots and for its limit, - standing for _ too."""
-_WITHOUT_MEANING = {"user", "username", "user_name", "port", "binding", "ifhn"}
-"""Keys about how a host is reached, of Open MPI and Hydra; nothing is planned by them."""
-_LINE = "a line is NAME, NAME:8, NAME slots=8, or a SLURM expression such as gpu[001-016,020]"
+
+_Runs = list[tuple[range, str]]
+"""Numbers in a row, and the format of each."""
+
+
+def _parts(entry: str, where: str) -> list[_Runs]:
+    """Return the runs of numbers for each part of an entry; a plain text is one run of one."""
+    parts: list[_Runs] = []
+    for match in _PART.finditer(entry):
+        if match["ranges"] is None:
+            parts.append([(range(1), match[0].replace("{", "{{").replace("}", "}}"))])
+        else:
+            parts.append([_run(text, entry, where) for text in match["ranges"].split(",")])
+        if len(parts) > MAX_PARTS:
+            what = f"{shown(entry)} has more than {MAX_PARTS} parts"
+            raise InputError(where, what, "a few brackets are enough for any name")
+    return parts
+
+
+def _run(text: str, entry: str, where: str) -> tuple[range, str]:
+    match = _RUN.fullmatch(text)
+    if match is None:
+        raise InputError(where, f"{shown(text)} in {shown(entry)} is no range", _RANGE)
+    low, high = int(match["low"]), int(match["high"] or match["low"])
+    if low > high:
+        what = f"the range {shown(text)} in {shown(entry)} goes down"
+        raise InputError(where, what, "the lower number is first")
+    return range(low, high + 1), f"{{:0{len(match['low'])}d}}"
+
+
+# Host files and rankfiles.
 
 
 class HostSlots(msgspec.Struct, frozen=True):
-    """A host of a list, and how many ranks it may have; None is "the list does not say".
+    """A host of a list, and its number of ranks; None if the list does not say.
 
     `times` is how often the list names it, except by rank.
     """
 
     name: str
     slots: int | None = None
-    max_slots: int | None = None
     times: int = 1
 
 
@@ -187,10 +170,10 @@ def read_host_list(path: Path) -> tuple[HostSlots, ...]:
 
 
 def read_list(path: Path) -> str:
-    """The text of a file about a cluster's hosts.
+    """Return the text of a file about a cluster's hosts.
 
     Raises:
-        InputError: the file cannot be read, or is larger than such files are.
+        InputError: the file cannot be read, or is larger than MAX_BYTES.
     """
     if path.is_file() and path.stat().st_size > MAX_BYTES:
         right = "give a list of hosts or switches"
@@ -199,9 +182,9 @@ def read_list(path: Path) -> str:
 
 
 def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
-    """The hosts of a list, in the order of their first lines; that is the order NCCL has them in.
+    """Return the hosts of a list, in the order of their first lines, which is NCCL's order.
 
-    A line is one of these, and `#` starts a comment:
+    Lines have one of these forms, and `#` starts a comment:
 
         node1 slots=8 max_slots=16      Open MPI's hostfile
         node1:8                         MPICH's (Hydra's) host file
@@ -209,12 +192,12 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
         gpu[001-016,020]:8,login1*2     SLURM's expressions; `:8` and `*8` stand for 8 lines
         rank 3=node1 slot=0-7           Open MPI's rankfile, all lines then
 
-    Lines of one host add up: a bare name adds a slot, `:8` adds eight, and a bare name that is
-    there once only leaves the slots open. `slots=` after other lines of its host is refused, as
+    Lines of one host add up: a bare name adds a slot, `:8` adds eight, and a single bare name
+    leaves the slots open. `slots=` after other lines of its host is refused, as
     Open MPI refuses it since version 2 (before, it was added).
 
     Raises:
-        InputError: no host, too many, or a line that is none of these; it is named.
+        InputError: no host, too many, or a line of another form; the message names the line.
     """
     first = next(_lines(text, where), None)
     if first is not None and first[1].startswith("rank "):
@@ -235,14 +218,17 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
                 raise InputError(place, f"makes it more than {MAX_HOSTS} hosts", right)
     if not found:
         raise InputError(where, "names no host", _LINE)
-    return tuple(tally.host for tally in found.values())
+    return tuple(
+        HostSlots(tally.name, tally.slots if tally.given else None, tally.times)
+        for tally in found.values()
+    )
 
 
 def parse_rankfile(text: str, *, where: str) -> tuple[str, ...]:
-    """The host of each rank, by Open MPI's rankfile (`rank 3=node1 slot=0-7`); slots are ignored.
+    """Return the host of each rank of Open MPI's rankfile (`rank 3=node1 slot=0-7`).
 
     Raises:
-        InputError: a line that is none, a rank that is missing or there twice, or no rank at all.
+        InputError: a line of another form, a rank that is missing or there twice, or no rank.
     """
     hosts: dict[int, str] = {}
     for place, content in _lines(text, where):
@@ -265,12 +251,12 @@ def parse_rankfile(text: str, *, where: str) -> tuple[str, ...]:
 
 @dataclass
 class _Tally:
-    """What the lines so far say of one host, as Open MPI's reader counts it."""
+    """One host's slots by the lines so far, counted as Open MPI's reader does."""
 
     name: str
     slots: int = 0
     given: bool = False
-    limit: int | None = None
+    limit: int = MAX_SLOTS
     times: int = 0
 
     def mention(self, count: int, *, given: bool) -> None:
@@ -279,32 +265,21 @@ class _Tally:
         self.slots += count
 
     def set(self, slots: int | None, limit: int | None, place: str) -> None:
-        if slots is not None:
-            if self.given:
-                what = f"{self.name} has slots= after another line"
-                raise InputError(place, what, "give all slots of a host on one line")
-            self.slots, self.given = slots, True
-        if limit is not None:
-            if not self.given:
-                self.slots, self.given = limit, True
-            self.limit = limit
-        if self.slots > (self.limit or MAX_SLOTS):
+        if slots is not None and self.given:
+            what = f"{self.name} has slots= after another line"
+            raise InputError(place, what, "give all slots of a host on one line")
+        if slots is not None or (limit is not None and not self.given):
+            self.slots, self.given = slots or limit or 0, True
+        self.limit = limit or self.limit
+        if self.slots > self.limit:
             what = f"{self.name} has {self.slots} slots"
-            raise InputError(place, what, f"at most {self.limit or MAX_SLOTS} are possible")
-
-    @property
-    def host(self) -> HostSlots:
-        slots = self.slots if self.given else None
-        return HostSlots(self.name, slots, self.limit, self.times)
+            raise InputError(place, what, f"at most {self.limit} are possible")
 
 
 def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
-    """Lines that say something: their place, and what is there, with no space around =.
+    """Yield each line's place and content, without comments and space around =.
 
     One at a time: millions of short lines together take hundreds of times the file's size.
-
-    Raises:
-        InputError: a line is longer than MAX_LINE.
     """
     start = 0
     for number in itertools.count(1):
@@ -324,10 +299,9 @@ def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
 
 
 def _named(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:
-    """The hosts of a line's first word, with how many slots each, and whether that is said."""
-    parts = entries(_without_user(entry), where=place)
-    first = next(parts, "")
-    for part in itertools.chain([first], parts):
+    """Yield the hosts of a line's first word: name, number of slots, whether a number is given."""
+    parts = _entries(_without_user(entry), where=place)
+    for part in itertools.chain([next(parts, "")], parts):
         match = _ENTRY.fullmatch(part)
         if match is None or not match["names"]:
             raise InputError(place, f"{shown(part or entry)} names no host", _LINE)
@@ -343,7 +317,7 @@ def _named(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:
 
 
 def _options(options: list[str], place: str) -> tuple[int | None, int | None]:
-    """The slots, and the most of them, that a line's words after the first one give."""
+    """Return the slots and their limit, by a line's words after the first one."""
     slots = limit = None
     for option in options:
         key, _, value = option.partition("=")
@@ -362,19 +336,12 @@ def _options(options: list[str], place: str) -> tuple[int | None, int | None]:
 
 
 def _without_user(entry: str) -> str:
-    """A host without the user (`user@node1`) that Open MPI would log in as."""
+    """Return a host without the user (`user@node1`) that Open MPI would log in as."""
     return entry.rpartition("@")[2]
 
 
-# What this host may be called in a list of hosts or a plan.
-
-
-NODE_NAME = "SLURMD_NODENAME"
-"""SLURM's name for the node that a task runs on, which need not be what the host calls itself."""
-
-
 def names_of_this_host() -> Iterator[str]:
-    """Its names: SLURM's if this is a task of a job, then shortest to find out first."""
+    """Yield this host's names: SLURM's in a task of a job, then the ones quickest to find."""
     if os.environ.get(NODE_NAME):
         yield os.environ[NODE_NAME]
     name = socket.gethostname()
