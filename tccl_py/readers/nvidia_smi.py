@@ -1,38 +1,111 @@
 """The text of `nvidia-smi topo -m` -> Machine.
 
 The matrix names relations, not devices between them, so the result is the smallest regular PCI
-tree that has these relations, with invented bus ids (domains ffff and fffe). What the text does
-not say stays unknown: link speeds, compute capability, NIC speeds, sockets.
+tree that has these relations, with invented bus ids (domains ffff and fffe). Values missing in the
+text stay unknown: link speeds, compute capability, NIC speeds, sockets.
 
-Three things cannot be told from the text, and are settled so:
+Three ambiguities of the text are settled so:
 
-- NODE and PHB are one here, as they are to NCCL: the devices hang from the same NUMA node.
+- NODE and PHB are the same, as they are to NCCL: the devices hang from the same NUMA node.
 - `NV#` hides how a pair lies on PCI. Other rows of the matrix decide where they can (a NIC beside
   each GPU); else two GPUs share a NUMA node unless their NUMA affinities differ.
 - `NV#` does not tell a direct link from a switch. No GPU has more than 18 NVLinks, so GPUs that
-  would each need more than 18 for a direct link to every other have an NVLink switch between them;
-  all others are taken as linked directly. (A switch between two GPUs is not seen; NCCL calls
+  would each need more than 18 for direct links to all others have an NVLink switch between them;
+  all other GPUs are taken as linked directly. (A switch between two GPUs is not seen; NCCL calls
   both NVL.)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+
+import networkx as nx
 
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
-from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, NvLink, NvSwitch, PciBridge, check
-from tccl_py.readers.smi_matrix import LEVELS, MAX_DEVICES, Matrix, check_symmetry, parse_matrix
+from tccl_py.model.machine import (
+    MAX_GPUS,
+    Gpu,
+    Machine,
+    Nic,
+    NumaNode,
+    NvLink,
+    NvSwitch,
+    PciBridge,
+    check,
+)
+from tccl_py.readers.elements import shortened
 
+MAX_DEVICES = 256
 MAX_NVLINKS = 18
 """NVML_NVLINK_MAX_LINKS: no GPU has more."""
+LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
+"""Relations on PCI, from near to far."""
 _MAX_CPUS = 8192
 _CPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
+_GPU_LABEL = re.compile(r"GPU([0-9]{1,3})", re.ASCII)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_NIC_NAME = re.compile(r"(NIC[0-9]{1,3}): *(\S{1,64})", re.ASCII)
+_TITLES = re.compile(r"(CPU Affinity|NUMA Affinity|GPU NUMA ID)")
+_NVLINKED = re.compile(r"NV([1-9][0-9]{0,2})", re.ASCII)
+_OLD_NAMES = {"SOC": "SYS"}
+"""Names by drivers before 2017."""
+_SELF = "X"
+_WHOLE = "give the whole output of `nvidia-smi topo -m`"
 
 _Groups = list[list[int]]
 """Row numbers of devices that belong together, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One device's relations to all devices, and its affinities ("" if missing)."""
+
+    label: str
+    cells: tuple[str, ...]
+    cpus: str = ""
+    numa: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Matrix:
+    """The rows in the order of the text, and the NICs' names by its legend."""
+
+    rows: tuple[_Row, ...]
+    nic_names: dict[str, str]
+    where: str
+
+    def relation(self, one: int, other: int) -> str:
+        """PIX to SYS; "" for NVLinked GPUs, whose relation on PCI is hidden."""
+        cell = self.rows[one].cells[other]
+        return "" if _NVLINKED.fullmatch(cell) else cell
+
+    def nvlinks(self, one: int, other: int) -> int:
+        """Return the number of NVLinks between two devices."""
+        match = _NVLINKED.fullmatch(self.rows[one].cells[other])
+        return int(match[1]) if match else 0
+
+    @property
+    def gpu_rows(self) -> tuple[int, ...]:
+        """The rows that are GPUs; all others are NICs."""
+        return tuple(i for i, row in enumerate(self.rows) if _GPU_LABEL.fullmatch(row.label))
+
+    def gpu_index(self, row: int) -> int:
+        """Return the NVML index in a GPU's label."""
+        return int(self.rows[row].label[len("GPU") :])
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Return each two rows once."""
+        return combinations(range(len(self.rows)), 2)
+
+    def refused(self, one: int, other: int, relation: str, right: str) -> InputError:
+        """Return the error about the relation of two devices."""
+        labels = f"{self.rows[one].label} and {self.rows[other].label}"
+        return InputError(self.where, f"relates {labels} by {relation}", right)
 
 
 def read_nvidia_smi(path: Path) -> Machine:
@@ -55,92 +128,174 @@ def parse_nvidia_smi(text: str, *, where: str) -> Machine:
         InputError: no matrix, a matrix that is cut off or not symmetric, or relations that no PCI
             tree has; the message names the two devices.
     """
-    matrix = parse_matrix(text, where=where)
-    check_symmetry(matrix)
+    matrix = _parse_matrix(text, where=where)
+    _check_symmetry(matrix)
     levels = {level: _groups(matrix, level) for level in LEVELS[:-1]}
     _check_tree(matrix, levels)
-    machine = _build(matrix, levels)
-    return check(machine, where=where)
+    return check(_build(matrix, levels), where=where)
 
 
-def _groups(matrix: Matrix, level: str) -> _Groups:
-    """Devices joined by relations up to `level`, each group in row order."""
-    near = LEVELS[: LEVELS.index(level) + 1]
-    group_of = list(range(len(matrix.rows)))
-    for one, other in matrix.pairs():
-        if matrix.relation(one, other) in near and group_of[one] != group_of[other]:
-            old, new = group_of[other], group_of[one]
-            group_of = [new if group == old else group for group in group_of]
-    return [
-        [row for row, group in enumerate(group_of) if group == wanted]
-        for wanted in dict.fromkeys(group_of)
+def _parse_matrix(text: str, *, where: str) -> _Matrix:
+    lines = [(n, _COLOUR.sub("", line)) for n, line in enumerate(text.splitlines(), start=1)]
+    start = next((i for i, (_, line) in enumerate(lines) if _is_header(line)), None)
+    if start is None:
+        raise InputError(where, "has no line that begins with GPU0", "give `nvidia-smi topo -m`")
+    number, header = lines[start]
+    labels, titles = _header(header, f"{where}:{number}")
+    body = [(n, line) for n, line in lines[start + 1 :] if line.strip()][: len(labels)]
+    rows = [
+        _row(line, label, labels, titles, where=f"{where}:{n}")
+        for label, (n, line) in zip(labels, body, strict=False)
     ]
+    if len(rows) < len(labels):
+        raise InputError(where, f"has {len(rows)} rows for {len(labels)} devices", _WHOLE)
+    names = {match[1]: match[2] for match in _NIC_NAME.finditer(text)}
+    return _Matrix(rows=tuple(rows), nic_names=names, where=where)
 
 
-def _check_tree(matrix: Matrix, levels: dict[str, _Groups]) -> None:
-    """A tree's relations nest: whatever is joined through a third device is related as near."""
+def _is_header(line: str) -> bool:
+    words = line.split()
+    relation = len(words) > 1 and _is_relation(words[1])
+    return bool(words) and _GPU_LABEL.fullmatch(words[0]) is not None and not relation
+
+
+def _is_relation(word: str) -> bool:
+    return word in (_SELF, *LEVELS, *_OLD_NAMES) or _NVLINKED.fullmatch(word) is not None
+
+
+def _header(line: str, where: str) -> tuple[list[str], list[str]]:
+    """Return the devices of the columns, and the titles of the columns after them."""
+    pieces = _TITLES.split(line)
+    labels, titles = pieces[0].split(), pieces[1::2]
+    gpus = [label for label in labels if _GPU_LABEL.fullmatch(label)]
+    if len(labels) > MAX_DEVICES or len(gpus) > MAX_GPUS:
+        what = f"names {len(gpus)} GPUs and {len(labels) - len(gpus)} other devices"
+        right = f"at most {MAX_GPUS} GPUs and {MAX_DEVICES} devices fit a node"
+        raise InputError(where, what, right)
+    for label in labels:
+        if labels.count(label) > 1:
+            raise InputError(where, f"names {label} twice", "every device has one column")
+    return labels, titles
+
+
+def _row(
+    line: str, label: str, labels: Sequence[str], titles: Sequence[str], *, where: str
+) -> _Row:
+    words = line.split()
+    if not words or words[0] != label:
+        found = shortened(words[0]) if words else "nothing"
+        raise InputError(where, f"begins with {found}", f"the row of {label} comes here")
+    cells = [_OLD_NAMES.get(word, word) for word in words[1 : len(labels) + 1]]
+    if len(cells) < len(labels):
+        what = f"has {len(cells)} of {label}'s {len(labels)} relations"
+        raise InputError(where, what, _WHOLE)
+    for other, cell in zip(labels, cells, strict=True):
+        if not _is_relation(cell):
+            what = f'relates {label} and {other} by "{shortened(cell)}"'
+            raise InputError(where, what, f"{', '.join((_SELF, *LEVELS))} or NV#")
+    told = _affinities(words[len(labels) + 1 :], titles)
+    cpus, numa = (told.get(title, "") for title in ("CPU Affinity", "NUMA Affinity"))
+    return _Row(label=label, cells=tuple(cells), cpus=cpus, numa=numa)
+
+
+def _affinities(words: Sequence[str], titles: Sequence[str]) -> dict[str, str]:
+    """Return the words under the titles; empty places cannot be seen, so the first come first.
+
+    GPU NUMA ID, where a GPU's own memory lies (Grace), is always written and always last; a Machine
+    has no place for it.
+    """
+    if "GPU NUMA ID" in titles:
+        words, titles = words[:-1], [title for title in titles if title != "GPU NUMA ID"]
+    return {t: "" if word == "N/A" else word for t, word in zip(titles, words, strict=False)}
+
+
+def _check_symmetry(matrix: _Matrix) -> None:
+    """Refuse a matrix that is not the same both ways, by the two devices."""
+    for index, row in enumerate(matrix.rows):
+        for column, cell in enumerate(row.cells):
+            if (cell == _SELF) != (index == column):
+                right = f"{_SELF} stands on the diagonal only"
+                raise matrix.refused(index, column, cell, right)
+    gpus = matrix.gpu_rows
+    for one, other in matrix.pairs():
+        if matrix.nvlinks(one, other) and not (one in gpus and other in gpus):
+            raise matrix.refused(one, other, "NVLinks", "NVLinks join GPUs")
+        there, back = matrix.rows[one].cells[other], matrix.rows[other].cells[one]
+        if there != back:
+            relation = f"{there} one way, {back} the other"
+            raise matrix.refused(one, other, relation, "both ways are the same")
+
+
+def _near(level: str) -> tuple[str, ...]:
+    return LEVELS[: LEVELS.index(level) + 1]
+
+
+def _components(rows: Iterable[int], pairs: Iterable[tuple[int, int]]) -> _Groups:
+    """Return the rows that pairs join, each group in row order."""
+    graph = nx.Graph()
+    graph.add_nodes_from(rows)
+    graph.add_edges_from(pairs)
+    return [sorted(group) for group in nx.connected_components(graph)]
+
+
+def _groups(matrix: _Matrix, level: str) -> _Groups:
+    """Return devices joined by relations up to `level`."""
+    near = _near(level)
+    joined = (pair for pair in matrix.pairs() if matrix.relation(*pair) in near)
+    return _components(range(len(matrix.rows)), joined)
+
+
+def _check_tree(matrix: _Matrix, levels: dict[str, _Groups]) -> None:
+    """Check that relations nest: devices joined through a third device are related as near."""
     for level, groups in levels.items():
-        near = LEVELS[: LEVELS.index(level) + 1]
-        for group in groups:
-            for place, one in enumerate(group):
-                for other in group[place + 1 :]:
-                    relation = matrix.relation(one, other)
-                    if relation and relation not in near:
-                        raise InputError(
-                            matrix.where,
-                            f"relates {matrix.between(one, other)} by {relation}, but others "
-                            f"join them by {level} or nearer",
-                            "a PCI tree has no such relations",
-                        )
+        for pair in (pair for group in groups for pair in combinations(group, 2)):
+            relation = matrix.relation(*pair)
+            if relation and relation not in _near(level):
+                words = f"{relation}, but others join them by {level} or nearer"
+                raise matrix.refused(*pair, words, "a PCI tree has no such relations")
 
 
-def _numa_groups(matrix: Matrix, groups: _Groups) -> _Groups:
-    """Groups of devices on one NUMA node, those merged that only NVLink relates."""
+def _numa_groups(matrix: _Matrix, groups: _Groups) -> _Groups:
+    """Return groups of devices on one NUMA node, merging groups that only NVLink relates."""
     merged: _Groups = []
     for group in groups:
         for known in merged:
             hidden = not any(matrix.relation(one, other) for one in known for other in group)
-            if hidden and _affinities_agree(matrix, known, group):
+            affinities = [_affinities_of(matrix, rows) for rows in (known, group)]
+            if hidden and (not all(affinities) or affinities[0] == affinities[1]):
                 known.extend(group)
                 break
         else:
             merged.append(list(group))
-    return sorted(merged, key=lambda group: _numa_order(matrix, group))
+    numas = {min(group): _numa_id(matrix, group) for group in merged}
+
+    def order(group: list[int]) -> tuple[int, int]:
+        numa = numas[min(group)]
+        return (numa if numa >= 0 else MAX_DEVICES, min(group))
+
+    return sorted(merged, key=order)
 
 
-def _affinities(matrix: Matrix, group: Sequence[int]) -> set[str]:
+def _affinities_of(matrix: _Matrix, group: Sequence[int]) -> set[str]:
     return {matrix.rows[row].numa for row in group if matrix.rows[row].numa}
 
 
-def _affinities_agree(matrix: Matrix, one: Sequence[int], other: Sequence[int]) -> bool:
-    mine, theirs = _affinities(matrix, one), _affinities(matrix, other)
-    return not mine or not theirs or mine == theirs
+def _numa_id(matrix: _Matrix, group: Sequence[int]) -> int:
+    """Return the system's number of a group's NUMA node; -1 if none or several are named."""
+    told = _affinities_of(matrix, group)
+    (text,) = told if len(told) == 1 else ("",)
+    known = re.fullmatch(r"[0-9]{1,3}", text, re.ASCII) and int(text) < MAX_DEVICES
+    return int(text) if known else -1
 
 
-def _numa_order(matrix: Matrix, group: Sequence[int]) -> tuple[int, int]:
-    numa = _numa_id(matrix, group)
-    return (numa if numa >= 0 else MAX_DEVICES, min(group))
-
-
-def _numa_id(matrix: Matrix, group: Sequence[int]) -> int:
-    """The system's number of a group's NUMA node; -1 if it is not told, or several are."""
-    told = _affinities(matrix, group)
-    if len(told) == 1:
-        (text,) = told
-        if re.fullmatch(r"[0-9]{1,3}", text, re.ASCII) and int(text) < MAX_DEVICES:
-            return int(text)
-    return -1
-
-
-def _build(matrix: Matrix, levels: dict[str, _Groups]) -> Machine:
+def _build(matrix: _Matrix, levels: dict[str, _Groups]) -> Machine:
     nodes: list[NumaNode] = []
     bridges: list[PciBridge] = []
     parents: dict[int, str] = {}
     for index, group in enumerate(_numa_groups(matrix, levels["NODE"])):
         numa = _numa_id(matrix, group)
-        told = numa not in {node.numa_id for node in nodes}
-        affinity = _affinity(matrix, group)
-        nodes.append(NumaNode(index=index, numa_id=numa if told else -1, affinity=affinity))
+        numa = -1 if numa in {node.numa_id for node in nodes} else numa
+        nodes.append(NumaNode(index=index, numa_id=numa, affinity=_affinity(matrix, group)))
         for near in levels["PXB"]:
             if near[0] in group:
                 inner = [same for same in levels["PIX"] if same[0] in near]
@@ -174,16 +329,15 @@ def _new_bridge(bridges: list[PciBridge], parent: str) -> str:
     return bus_id
 
 
-def _gpu(matrix: Matrix, row: int, parent: str) -> Gpu:
+def _gpu(matrix: _Matrix, row: int, parent: str) -> Gpu:
     index = matrix.gpu_index(row)
     if index >= MAX_DEVICES:
-        raise InputError(
-            matrix.where, f"names GPU {index}", f"GPUs are numbered below {MAX_DEVICES}"
-        )
+        right = f"GPUs are numbered below {MAX_DEVICES}"
+        raise InputError(matrix.where, f"names GPU {index}", right)
     return Gpu(index=index, bus_id=f"ffff:{index:02x}:00.0", parent=parent)
 
 
-def _nics(matrix: Matrix, parents: dict[int, str]) -> tuple[Nic, ...]:
+def _nics(matrix: _Matrix, parents: dict[int, str]) -> tuple[Nic, ...]:
     others = [row for row in range(len(matrix.rows)) if row not in matrix.gpu_rows]
     labels = [matrix.rows[row].label for row in others]
     return tuple(
@@ -192,11 +346,12 @@ def _nics(matrix: Matrix, parents: dict[int, str]) -> tuple[Nic, ...]:
     )
 
 
-def _nvlinks(matrix: Matrix) -> tuple[tuple[NvLink, ...], tuple[NvSwitch, ...]]:
-    """NVLinks, through one switch for each set of GPUs that cannot all be linked directly."""
+def _nvlinks(matrix: _Matrix) -> tuple[tuple[NvLink, ...], tuple[NvSwitch, ...]]:
+    """Return NVLinks, through a switch for each set of GPUs too large for direct links."""
     links: list[NvLink] = []
     switches: list[NvSwitch] = []
-    for island in _islands(matrix):
+    linked = (pair for pair in combinations(matrix.gpu_rows, 2) if matrix.nvlinks(*pair))
+    for island in _components(matrix.gpu_rows, linked):
         counts = {matrix.nvlinks(a, b) for a in island for b in island if a != b}
         count = max(counts, default=0)
         names = {row: f"G{matrix.gpu_index(row)}" for row in island}
@@ -205,29 +360,17 @@ def _nvlinks(matrix: Matrix) -> tuple[tuple[NvLink, ...], tuple[NvSwitch, ...]]:
             switches.append(switch)
             links += [NvLink(source=n, target=switch.id, count=count) for n in names.values()]
             continue
-        for a in island:
-            for b in island:
-                if matrix.nvlinks(a, b):
-                    found = matrix.nvlinks(a, b)
-                    links.append(NvLink(source=names[a], target=names[b], count=found))
+        links += [
+            NvLink(source=names[a], target=names[b], count=matrix.nvlinks(a, b))
+            for a in island
+            for b in island
+            if matrix.nvlinks(a, b)
+        ]
     return tuple(links), tuple(switches)
 
 
-def _islands(matrix: Matrix) -> _Groups:
-    """GPUs that NVLinks join, directly or over others."""
-    left, islands = list(matrix.gpu_rows), []
-    while left:
-        island = [left.pop(0)]
-        for row in island:
-            near = [other for other in left if matrix.nvlinks(row, other)]
-            island += near
-            left = [other for other in left if other not in near]
-        islands.append(sorted(island))
-    return islands
-
-
-def _affinity(matrix: Matrix, group: Sequence[int]) -> str:
-    """The CPUs of a group's GPUs as the kernel's mask, if all GPUs name the same; else "".
+def _affinity(matrix: _Matrix, group: Sequence[int]) -> str:
+    """Return the CPUs of a group's GPUs as the kernel's mask, "" if the GPUs differ.
 
     >>> _mask("0-3,8")
     '0000010f'
@@ -243,13 +386,11 @@ def _affinity(matrix: Matrix, group: Sequence[int]) -> str:
 
 
 def _mask(cpus: str) -> str | None:
-    """`0-3,8` -> `0000010f`, 32 bits a group, as the kernel writes it; None if it is no list."""
+    """Return the kernel's mask of `0-3,8`, 32 bits a group; None if `cpus` is no list."""
     bits = 0
     for part in cpus.split(","):
         match = _CPU_RANGE.fullmatch(part)
-        if match is None:
-            return None
-        first, last = int(match[1]), int(match[2] or match[1])
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last < _MAX_CPUS:
             return None
         bits |= ((1 << (last - first + 1)) - 1) << first
