@@ -31,11 +31,11 @@ class Element:
     children: list[Element] = field(default_factory=list)
 
     def refused(self, what: str, right: str) -> InputError:
-        """The error that names this element."""
+        """Return the error that names this element."""
         return InputError(self.where, what, right)
 
     def text(self, name: str, *, default: str | None = None) -> str:
-        """An attribute; required if there is no default.
+        """Return an attribute; required if there is no default.
 
         Raises:
             InputError: it is missing.
@@ -48,7 +48,7 @@ class Element:
     def integer(
         self, name: str, *, default: int | None = None, least: int = 0, most: int = 2**31 - 1
     ) -> int:
-        """An attribute as an integer, decimal or 0x..; required if there is no default.
+        """Return an attribute as an integer, decimal or 0x..; required if there is no default.
 
         Raises:
             InputError: missing, no integer, or not within `least` and `most`.
@@ -58,16 +58,15 @@ class Element:
         text = self.text(name)
         value = int(text, 0) if _INTEGER.fullmatch(text) else None
         if value is None or not least <= value <= most:
-            raise self.refused(
-                f'has {name}="{shortened(text)}"', f"an integer from {least} to {most}"
-            )
+            right = f"an integer from {least} to {most}"
+            raise self.refused(f'has {name}="{shortened(text)}"', right)
         return value
 
     def matching(self, name: str, pattern: re.Pattern[str], meaning: str) -> str:
-        """An attribute that matches `pattern` as a whole, or is missing or empty, which gives "".
+        """Return an attribute that matches `pattern` as a whole; "" if it is missing or empty.
 
         Raises:
-            InputError: it does not match; `meaning` says what would be right.
+            InputError: it does not match; `meaning` is the right form.
         """
         value = self.attributes.get(name, "")
         if value and not pattern.fullmatch(value):
@@ -75,10 +74,10 @@ class Element:
         return value
 
     def only(self, *tags: str) -> Iterator[Element]:
-        """The children, each of which is one of `tags`.
+        """Yield the children, each of one of these tags.
 
         Raises:
-            InputError: there is another element; the message names it and what may stand here.
+            InputError: another element; the message names it and the right tags.
         """
         for child in self.children:
             if child.tag not in tags:
@@ -86,9 +85,17 @@ class Element:
                 raise child.refused(f"is unknown inside <{self.tag}>", f"{allowed} can stand there")
             yield child
 
+    def only_none(self) -> None:
+        """Check that there are no children.
+
+        Raises:
+            InputError: there is one.
+        """
+        list(self.only())
+
 
 def shortened(text: str) -> str:
-    """`text` cut to what fits a message."""
+    """Return `text`, cut to fit a message."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
@@ -104,8 +111,8 @@ def parse_elements(
     Args:
         text: the whole document.
         where: file name for messages.
-        most: elements that there may be.
-        right: what a message asks for where this is no such XML.
+        most: the largest number of elements.
+        right: the right input, for messages about text that is no XML.
 
     Raises:
         InputError: not well-formed, a document type or entities, text between elements, deeper
@@ -120,11 +127,8 @@ def parse_elements(
         line = error.position[0]
         raise InputError(f"{where}:{line}", f"is not well-formed XML ({error})", right) from error
     except DefusedXmlException as error:
-        raise InputError(
-            f"{where}:{builder.line}",
-            "has a document type or entities",
-            "remove them: NCCL's files have none",
-        ) from error
+        what = "has a document type or entities"
+        raise InputError(f"{where}:{builder.line}", what, "remove them") from error
     except (ValueError, LookupError) as error:
         raise InputError(where, f"is not XML text ({error})", "save it as UTF-8") from error
     if not isinstance(root, Element):
@@ -149,15 +153,11 @@ class _Builder:
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:
         self.count += 1
-        element = Element(
-            tag=tag,
-            attributes=dict(attributes),
-            where=f"{self.where}:{self.line} <{shortened(tag)}>",
-        )
+        where = f"{self.where}:{self.line} <{shortened(tag)}>"
+        element = Element(tag=tag, attributes=dict(attributes), where=where)
         if self.count > self.most:
-            raise element.refused(
-                f"is element number {self.count}", f"one machine has at most {self.most}"
-            )
+            right = f"one machine has at most {self.most}"
+            raise element.refused(f"is element number {self.count}", right)
         if len(self.open) >= MAX_DEPTH:
             raise element.refused("is nested too deep", f"at most {MAX_DEPTH} levels")
         if self.open:
@@ -173,10 +173,8 @@ class _Builder:
         # The parser buffers text, so its line is not told; the element around it is.
         if text.strip():
             shown = shortened(" ".join(text.split()))
-            raise self.open[-1].refused(
-                f'has the text "{shown}" between its elements',
-                "everything is an attribute here",
-            )
+            what = f'has the text "{shown}" between its elements'
+            raise self.open[-1].refused(what, "everything is an attribute here")
 
     def close(self) -> Element | None:
         return self.root

@@ -1,16 +1,15 @@
 """The machine this process runs on -> Machine, Knowledge and Fingerprint.
 
 GPUs, NVLinks and peer access come from the driver (NVML), the PCI tree, NUMA nodes and network
-cards from sysfs, so that the result is what NCCL would find here.
+cards from sysfs, so that the result is the same as NCCL's view.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tccl_py.model.knowledge import Fingerprint, HiddenLink, Knowledge, check_knowledge
 from tccl_py.model.machine import (
@@ -20,11 +19,9 @@ from tccl_py.model.machine import (
     NvLink,
     NvSwitch,
     PciBridge,
-    PciLink,
     check,
     normal_bus_id,
 )
-from tccl_py.readers.elements import Element
 from tccl_py.readers.nvml import DriverFacts, GpuFacts, driver_facts
 from tccl_py.readers.sysfs import (
     Attachment,
@@ -49,21 +46,20 @@ def discover_machine(
 
     GPUs and NICs that report no NUMA node (virtual machines) hang from one with `numa_id` -1, as
     NCCL has it. `Gpu.gdr` follows the product line and `Nic.gdr` the loaded kernel modules: both
-    say what is offered, not what was tried.
+    are offers of the system, not tried.
 
     Args:
         sysfs: where sysfs is mounted.
         proc: where procfs is mounted.
-        nvml: the `pynvml` module, or what stands for it.
+        nvml: the `pynvml` module, or a substitute.
 
     Raises:
-        InputError: no NVIDIA driver answers, or it answers what no machine has.
+        InputError: no NVIDIA driver answers, or its answers fit no machine.
     """
     facts = driver_facts(nvml)
     machine = check(_machine(facts, sysfs, proc), where=_HERE)
-    knowledge = Knowledge(
-        peer_access=facts.peer_access, hidden_links=_virtual_switch_links(machine.bridges, sysfs)
-    )
+    links = tuple(_virtual_switch_links(machine.bridges, sysfs))
+    knowledge = Knowledge(peer_access=facts.peer_access, hidden_links=links)
     return (
         machine,
         check_knowledge(knowledge, machine, where=_HERE),
@@ -80,7 +76,7 @@ def _machine(facts: DriverFacts, sysfs: Path, proc: Path) -> Machine:
     nodes = numa_nodes(used, sysfs=sysfs, proc=proc)
     names = {node.numa_id: node.id for node in nodes}
     # 2. The devices, by those names.
-    links = _nvlinks(facts.gpus, [names[place.numa_id] for place in gpu_places])
+    links = tuple(_nvlinks(facts.gpus, [names[place.numa_id] for place in gpu_places]))
     gdr = _gpu_direct_modules(sysfs, proc)
     nics = enumerate(zip(ports, port_places, strict=True))
     return Machine(
@@ -95,7 +91,7 @@ def _machine(facts: DriverFacts, sysfs: Path, proc: Path) -> Machine:
 
 
 def _name(facts: DriverFacts) -> str:
-    """A name that equal machines share: `4x-nvidia-h200`."""
+    """Return a name that equal machines share: `4x-nvidia-h200`."""
     kinds = list(dict.fromkeys(gpu.name for gpu in facts.gpus))
     model = re.sub(r"[^a-z0-9]+", "-", kinds[0].lower()).strip("-") or "gpu"
     return f"{len(facts.gpus)}x-{model}" + ("-and-others" if len(kinds) > 1 else "")
@@ -133,43 +129,36 @@ def _nic(
     )
 
 
-def _nvlinks(gpus: Iterable[GpuFacts], cpus: list[str]) -> tuple[NvLink, ...]:
-    """NVLinks by GPU; ends that are no GPU of this host are the switch, as NCCL concludes."""
+def _nvlinks(gpus: Iterable[GpuFacts], cpus: list[str]) -> Iterator[NvLink]:
+    """Yield NVLinks by GPU; ends outside this host's GPUs are the switch, as NCCL concludes."""
     known = {gpu.bus_id: f"G{gpu.index}" for gpu in gpus}
-    links = []
     for gpu, cpu in zip(gpus, cpus, strict=True):
-        counts: dict[tuple[str, Literal["nvlink", "c2c"]], int] = {}
+        source = f"G{gpu.index}"
+        # C2C links end at a CPU, which comes before GPUs and switches.
+        if gpu.c2c_links:
+            yield NvLink(source=source, target=cpu, count=gpu.c2c_links, kind="c2c")
+        counts: dict[str, int] = {}
         for bus_id, count in gpu.links.items():
             target = known.get(bus_id, "S0")
-            counts[target, "nvlink"] = counts.get((target, "nvlink"), 0) + count
-        if gpu.c2c_links:
-            counts[cpu, "c2c"] = gpu.c2c_links
-        links += [
-            NvLink(source=f"G{gpu.index}", target=target, count=count, kind=kind)
-            for (target, kind), count in sorted(counts.items())
-        ]
-    return tuple(links)
+            counts[target] = counts.get(target, 0) + count
+        for target, count in sorted(counts.items()):
+            yield NvLink(source=source, target=target, count=count)
 
 
-def _virtual_switch_links(bridges: Iterable[PciBridge], sysfs: Path) -> tuple[HiddenLink, ...]:
-    """Broadcom's virtual switches that share a chip; its driver names each one's peers."""
+def _virtual_switch_links(bridges: Iterable[PciBridge], sysfs: Path) -> Iterator[HiddenLink]:
+    """Yield Broadcom's virtual switches that share a chip, as its driver names them."""
     known = {bridge.id for bridge in bridges}
-    links = []
-    for one in sorted(known):
-        peers = sysfs / "kernel" / "pci_switch_link" / "virtual_switch_links" / one
+    for bridge in sorted(known):
+        peers = sysfs / "kernel" / "pci_switch_link" / "virtual_switch_links" / bridge
         for entry in sorted(peers.iterdir()) if peers.is_dir() else ():
             other = normal_bus_id(entry.name)
-            if other in known and one < other:
-                links.append(
-                    HiddenLink(
-                        one=one, other=other, provenance="reported", note="one PCIe switch chip"
-                    )
-                )
-    return tuple(links)
+            if other in known and bridge < other:
+                note = "one PCIe switch chip"
+                yield HiddenLink(one=bridge, other=other, provenance="reported", note=note)
 
 
 def _gpu_direct_modules(sysfs: Path, proc: Path) -> bool:
-    """Whether the kernel offers RDMA cards GPU memory: nvidia-peermem, or DMA-BUF.
+    """Return whether the kernel offers RDMA cards GPU memory: nvidia-peermem, or DMA-BUF.
 
     DMA-BUF needs the open driver and Linux 5.12.
     """
@@ -187,99 +176,10 @@ def _kernel(proc: Path) -> str:
 def fingerprint_of(
     facts: DriverFacts, *, sysfs: Path = Path("/sys"), proc: Path = Path("/proc")
 ) -> Fingerprint:
-    """Whose measurements on this host are, by what the driver says of it."""
+    """Return the identity of this host's GPUs, driver and kernel."""
     return Fingerprint(
         gpu_uuids=tuple(gpu.uuid for gpu in facts.gpus),
         driver=facts.driver,
         numa_count=len(system_numa_ids(sysfs)),
         kernel=_kernel(proc),
     )
-
-
-# The NVLinks, XGMI and C2C links of an NCCL topology file.
-
-
-CLASS = re.compile(r"0x[0-9a-fA-F]{2,8}", re.ASCII)
-"""How a PCI class is written."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a device hangs: its bus id ("" if it has none), parent, link and NUMA node."""
-
-    bus_id: str
-    parent: str
-    link: PciLink
-    numa: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundGpu:
-    """A GPU of the file: its `<gpu>`, or its `<pci>` if it has none, and where that hangs."""
-
-    element: Element
-    place: Place
-
-
-def nvlinks(gpus: dict[int, FoundGpu]) -> tuple[NvLink, ...]:
-    """All links that leave GPUs; those with the same ends are one link with their counts summed.
-
-    Raises:
-        InputError: an unknown element, class or count.
-    """
-    by_bus_id = {gpu.place.bus_id: f"G{index}" for index, gpu in gpus.items()}
-    counts: dict[tuple[str, str, str], int] = {}
-    for index, gpu in sorted(gpus.items()):
-        if gpu.element.tag != "gpu":
-            continue
-        for link in gpu.element.only("nvlink", "xgmi", "c2c"):
-            list(link.only())
-            target = gpu.place.numa if link.tag == "c2c" else _target(link, gpu, by_bus_id)
-            count = link.integer("count", least=1, most=1024)
-            # A link to the GPU itself (Azure writes them, to keep NCCL from asking NVML) forms no
-            # path in NCCL, nor does one to a GPU that is not in the file.
-            if target not in (None, f"G{index}"):
-                key = (f"G{index}", str(target), link.tag)
-                counts[key] = counts.get(key, 0) + count
-    return tuple(_nvlink(source, target, tag, n) for (source, target, tag), n in counts.items())
-
-
-def _nvlink(source: str, target: str, tag: str, count: int) -> NvLink:
-    kinds: dict[str, Literal["nvlink", "xgmi", "c2c"]] = {"xgmi": "xgmi", "c2c": "c2c"}
-    return NvLink(source=source, target=target, count=count, kind=kinds.get(tag, "nvlink"))
-
-
-def _target(link: Element, gpu: FoundGpu, by_bus_id: dict[str, str]) -> str | None:
-    """The other end: a GPU, the NVLink switch S0, the CPU, or None for no GPU of this file."""
-    text = link.text("target")
-    code = link.matching("tclass", CLASS, "a PCI class such as 0x068000").lower()
-    known = by_bus_id.get(normal_bus_id(text) or "")
-    if not code:
-        # NCCL takes what it cannot look up for a switch, as virtual machines hide theirs.
-        return known or "S0"
-    if code.startswith("0x03"):
-        if normal_bus_id(text) is None:
-            raise link.refused(f'has target="{text[:40]}"', "a bus id such as 0000:1a:00.0")
-        return known
-    if code.startswith("0x068001"):
-        return gpu.place.numa
-    if code.startswith("0x0680"):
-        return "S0"
-    raise link.refused(
-        f'has tclass="{code}"', "0x03.... (a GPU), 0x068000 (a switch) or 0x068001 (a CPU)"
-    )
-
-
-def nvswitches(links: Iterable[NvLink], gpus: dict[int, FoundGpu]) -> tuple[NvSwitch, ...]:
-    """The one switch of a file, if links lead to it."""
-    if not any(link.target == "S0" for link in links):
-        return ()
-    targets = {
-        normal_bus_id(link.attributes.get("target", "")) or ""
-        for gpu in gpus.values()
-        for link in gpu.element.children
-        if link.attributes.get("tclass", "").startswith("0x0680")
-    }
-    # The first plane stands for all; fffffff:ff:ff.0 is how a hidden switch is written.
-    visible = sorted(target for target in targets if target and not target.startswith("fffffff:"))
-    return (NvSwitch(index=0, bus_id=visible[0] if visible else ""),)

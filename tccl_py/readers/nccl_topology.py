@@ -1,15 +1,16 @@
 """NCCL's topology XML (NCCL_TOPO_FILE, NCCL_TOPO_DUMP_FILE) -> Machine.
 
-Reads what NVIDIA's NCCL, AMD's RCCL and Azure's images write. Decisions follow NCCL 2.30's
+Reads files by NVIDIA's NCCL, AMD's RCCL and Azure's images. Decisions follow NCCL 2.30's
 graph/xml.cc and graph/topo.cc; where this reader is stricter, it refuses with a sentence.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from tccl_py.files import read_text
 from tccl_py.model.machine import (
@@ -18,6 +19,8 @@ from tccl_py.model.machine import (
     Machine,
     Nic,
     NumaNode,
+    NvLink,
+    NvSwitch,
     PciBridge,
     PciLink,
     bus_order,
@@ -25,8 +28,8 @@ from tccl_py.model.machine import (
     normal_bus_id,
 )
 from tccl_py.readers.elements import Element, parse_elements
-from tccl_py.readers.live import CLASS, FoundGpu, Place, nvlinks, nvswitches
 
+_CLASS = re.compile(r"0x[0-9a-fA-F]{2,8}", re.ASCII)
 _HEX = re.compile(r"(0[xX])?[0-9a-fA-F]{1,16}", re.ASCII)
 _CPU_MASK = re.compile(r"[0-9a-fA-Fx,]{1,4096}", re.ASCII)
 _SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,3})?) GT/s(?: PCIe)?", re.ASCII)
@@ -37,23 +40,28 @@ _GPU_VENDORS = ("", "0x10de", "0x1002")
 _VERSIONS = ("1", "2")
 """NCCL writes 1, RCCL 2."""
 
-_Kind = Literal["bridge", "gpu", "nic", "nothing"]
+_LinkKind = Literal["nvlink", "xgmi", "c2c"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FoundNic:
-    element: Element | None
-    place: Place
+class _Device:
+    """A GPU or NIC of the file: its element (None if a bare `<pci>`), and where it hangs."""
+
+    bus_id: str
+    parent: str
+    numa: str
+    link: PciLink = field(default_factory=PciLink)
+    element: Element | None = None
 
 
 @dataclass(kw_only=True)
 class _Found:
-    """What a walk over the file has met so far, in the file's order."""
+    """The devices of a walk over the file so far, in the file's order."""
 
     bridges: list[PciBridge] = field(default_factory=list)
-    gpus: list[FoundGpu] = field(default_factory=list)
-    bare_gpus: list[FoundGpu] = field(default_factory=list)
-    nics: list[_FoundNic] = field(default_factory=list)
+    gpus: list[_Device] = field(default_factory=list)
+    bare_gpus: list[_Device] = field(default_factory=list)
+    nics: list[_Device] = field(default_factory=list)
     bus_ids: set[str] = field(default_factory=set)
 
 
@@ -82,21 +90,25 @@ def parse_nccl_topology(text: str, *, where: str) -> Machine:
     """
     root = parse_elements(text, where=where)
     _check_root(root)
-    cpus = _cpus_in_order(root)
     found = _Found()
     nodes = []
-    for index, cpu in enumerate(cpus):
+    for index, cpu in enumerate(_cpus_in_order(root)):
         nodes.append(_numa_node(cpu, index))
-        _walk_cpu(cpu, f"C{index}", found)
-    devices = _numbered_gpus(found)
-    links = nvlinks(devices)
+        for child in cpu.only("pci", "nic"):
+            if child.tag == "pci":
+                _walk_pci(child, "", f"C{index}", found)
+            else:
+                parent = f"C{index}"
+                _note_nets(child, _Device(bus_id="", parent=parent, numa=parent), found)
+    gpus = _numbered_gpus(found)
+    links = _nvlinks(gpus)
     machine = Machine(
         name=Path(where).stem,
         numa_nodes=tuple(nodes),
         bridges=tuple(found.bridges),
-        gpus=tuple(_gpu(index, gpu) for index, gpu in sorted(devices.items())),
-        nics=_nics(found),
-        nvswitches=nvswitches(links, devices),
+        gpus=tuple(_gpu(index, gpu) for index, gpu in sorted(gpus.items())),
+        nics=_nics(found.nics),
+        nvswitches=_nvswitches(links, gpus.values()),
         nvlinks=links,
     )
     return check(machine, where=where)
@@ -104,9 +116,8 @@ def parse_nccl_topology(text: str, *, where: str) -> Machine:
 
 def _check_root(root: Element) -> None:
     if root.tag == "graphs":
-        raise root.refused(
-            "is an NCCL graph (rings), not a topology", "give what NCCL_TOPO_DUMP_FILE wrote"
-        )
+        what = "is an NCCL graph (rings), not a topology"
+        raise root.refused(what, "give what NCCL_TOPO_DUMP_FILE wrote")
     if root.tag != "system":
         raise root.refused("is no NCCL topology", "the outermost element is <system>")
     version = root.text("version")
@@ -115,18 +126,25 @@ def _check_root(root: Element) -> None:
 
 
 def _cpus_in_order(root: Element) -> list[Element]:
-    """The `<cpu>` elements by numaid, so that NUMA node 1 is C1 on a machine that has all."""
+    """Return the `<cpu>` elements by numaid: NUMA node 1 is C1 on a machine that has all."""
     cpus = list(root.only("cpu"))
-    hosts = {cpu.attributes.get("host_hash", "") for cpu in cpus}
-    if len(hosts) > 1:
+    if len({cpu.attributes.get("host_hash", "") for cpu in cpus}) > 1:
         raise root.refused("describes several hosts", "give the file of one host")
-    seen: set[int] = set()
-    for cpu in cpus:
-        numa = cpu.integer("numaid", least=-1)
-        if numa in seen:
-            raise cpu.refused(f"repeats numaid {numa}", "every NUMA node stands once")
-        seen.add(numa)
-    return sorted(cpus, key=lambda cpu: cpu.integer("numaid", least=-1))
+    numbered = _by_number(cpus, "numaid", "every NUMA node stands once", least=-1)
+    return [cpu for _, cpu in sorted(numbered.items())]
+
+
+def _by_number(
+    elements: Iterable[Element], name: str, right: str, *, least: int = 0, most: int = 2**31 - 1
+) -> dict[int, Element]:
+    """Return elements by a number that each has as an attribute; `right` is for a repeated one."""
+    numbered: dict[int, Element] = {}
+    for element in elements:
+        number = element.integer(name, least=least, most=most)
+        if number in numbered:
+            raise element.refused(f"repeats {name} {number}", right)
+        numbered[number] = element
+    return numbered
 
 
 def _numa_node(cpu: Element, index: int) -> NumaNode:
@@ -144,41 +162,31 @@ def _numa_node(cpu: Element, index: int) -> NumaNode:
     )
 
 
-def _walk_cpu(cpu: Element, numa: str, found: _Found) -> None:
-    place = Place(bus_id="", parent=numa, link=PciLink(), numa=numa)
-    for child in cpu.only("pci", "nic"):
-        if child.tag == "pci":
-            _walk_pci(child, place, found)
-        else:
-            _walk_nic(child, place, found)
-
-
-def _walk_pci(pci: Element, above: Place, found: _Found) -> None:
-    """Note one `<pci>` and what is below it; `above.bus_id` or the NUMA node is its parent."""
+def _walk_pci(pci: Element, above: str, numa: str, found: _Found) -> None:
+    """Note one `<pci>` and the devices below; the bridge `above` or the NUMA node is its parent."""
     kind = _kind(pci)
-    place = Place(
-        bus_id=_bus_id(pci, found), parent=above.bus_id or above.numa, link=_link(pci),
-        numa=above.numa,
-    )  # fmt: skip
+    bus_id, link, parent = _bus_id(pci, found), _link(pci), above or numa
     if kind == "bridge":
-        found.bridges.append(_bridge(pci, place))
+        found.bridges.append(_bridge(pci, bus_id, parent, link))
         for child in pci.only("pci", "pcilink"):
             # A <pcilink> joins two virtual switches of one chip; it is Knowledge, not structure.
             if child.tag == "pci":
-                _walk_pci(child, place, found)
-    elif kind == "gpu":
-        _walk_gpu(pci, place, found)
+                _walk_pci(child, bus_id, numa, found)
+        return
+    device = _Device(bus_id=bus_id, parent=parent, link=link, numa=numa)
+    if kind == "gpu":
+        _note_gpu(pci, device, found)
     elif kind == "nic":
         if not pci.children:
-            found.nics.append(_FoundNic(element=None, place=place))
+            found.nics.append(device)
         for nic in pci.only("nic"):
-            _walk_nic(nic, place, found)
+            _note_nets(nic, device, found)
 
 
-def _kind(pci: Element) -> _Kind:
-    """What a `<pci>` is: by what it holds, else by class, as ncclTopoAddPci decides."""
+def _kind(pci: Element) -> Literal["bridge", "gpu", "nic", "nothing"]:
+    """Return a `<pci>`'s kind: by its children, else by class, as ncclTopoAddPci decides."""
     tags = {child.tag for child in pci.children}
-    code = pci.matching("class", CLASS, "a PCI class such as 0x060400").lower()
+    code = pci.matching("class", _CLASS, "a PCI class such as 0x060400").lower()
     if "gpu" in tags:
         return "gpu"
     if "nic" in tags:
@@ -191,7 +199,7 @@ def _kind(pci: Element) -> _Kind:
         raise pci.refused("has neither class nor content", "a PCI class such as 0x060400")
     if code.startswith("0x0680") or (not tags and not code.startswith("0x0604")):
         # NVLink switches and strangers: NCCL makes no device of the one and trims the other.
-        list(pci.only())
+        pci.only_none()
         return "nothing"
     return "bridge"
 
@@ -214,9 +222,7 @@ def _link(pci: Element) -> PciLink:
         raise pci.refused(f'has link_speed="{speed[:40]}"', 'a rate such as "16.0 GT/s PCIe"')
     if match is not None and float(match[1]) == 0:
         raise pci.refused(f'has link_speed="{speed}"', 'a rate above 0, or "" if unknown')
-    width = 0
-    if pci.attributes.get("link_width"):
-        width = pci.integer("link_width", most=255)
+    width = pci.integer("link_width", most=255) if pci.attributes.get("link_width") else 0
     if width not in _UNKNOWN_WIDTHS and width > 32:
         raise pci.refused(f'has link_width="{width}"', "1 to 32 lanes, or 0 if unknown")
     return PciLink(
@@ -225,110 +231,145 @@ def _link(pci: Element) -> PciLink:
     )
 
 
-def _bridge(pci: Element, place: Place) -> PciBridge:
-    def hexadecimal(name: str) -> str:
-        return pci.matching(name, _HEX, "hexadecimal such as 0x1000").lower()
-
-    return PciBridge(
-        bus_id=place.bus_id,
-        parent=place.parent,
-        link=place.link,
-        vendor=hexadecimal("vendor"),
-        device=hexadecimal("device"),
-        subsystem_vendor=hexadecimal("subsystem_vendor"),
-        subsystem_device=hexadecimal("subsystem_device"),
-    )
+def _bridge(pci: Element, bus_id: str, parent: str, link: PciLink) -> PciBridge:
+    names = ("vendor", "device", "subsystem_vendor", "subsystem_device")
+    numbers = {n: pci.matching(n, _HEX, "hexadecimal such as 0x1000").lower() for n in names}
+    return PciBridge(bus_id=bus_id, parent=parent, link=link, **numbers)
 
 
-def _walk_gpu(pci: Element, place: Place, found: _Found) -> None:
+def _note_gpu(pci: Element, device: _Device, found: _Found) -> None:
     elements = list(pci.only("gpu"))
     if len(elements) > 1:
         raise elements[1].refused("is a second GPU at one bus id", "one <gpu> per <pci>")
     if elements:
-        found.gpus.append(FoundGpu(element=elements[0], place=place))
+        found.gpus.append(replace(device, element=elements[0]))
     elif pci.attributes.get("vendor", "").lower() in _GPU_VENDORS:
-        found.bare_gpus.append(FoundGpu(element=pci, place=place))
+        found.bare_gpus.append(replace(device, element=pci))
 
 
-def _walk_nic(nic: Element, place: Place, found: _Found) -> None:
+def _note_nets(nic: Element, device: _Device, found: _Found) -> None:
     """Note each `<net>`: the ports of a card are NICs of their own, with one bus id."""
     for net in nic.only("net", "gin", "rma"):
-        list(net.only())
+        net.only_none()
         # gin and rma are further faces of a net; net="0" marks a port fused into another NIC.
         if net.tag == "net" and net.attributes.get("net") != "0":
-            found.nics.append(_FoundNic(element=net, place=place))
+            found.nics.append(replace(device, element=net))
 
 
-def _numbered_gpus(found: _Found) -> dict[int, FoundGpu]:
-    """GPUs by `dev`, or by bus id if no GPU of the file has one.
+def _numbered_gpus(found: _Found) -> dict[int, _Device]:
+    """Return GPUs by `dev`, or by bus id if no GPU of the file has one.
 
     A bare display device beside real `<gpu>` elements is no GPU of the job: NCCL passes over it.
     """
     gpus = found.gpus or found.bare_gpus
+    elements = [gpu.element for gpu in gpus if gpu.element is not None]
     if len(gpus) > MAX_GPUS:
-        raise gpus[MAX_GPUS].element.refused(
-            f"is GPU number {len(gpus)}", f"at most {MAX_GPUS} fit a node"
-        )
-    if not any("dev" in gpu.element.attributes for gpu in gpus):
-        return dict(enumerate(sorted(gpus, key=lambda gpu: bus_order(gpu.place.bus_id))))
-    numbered: dict[int, FoundGpu] = {}
-    for gpu in gpus:
-        index = gpu.element.integer("dev", most=255)
-        if index in numbered:
-            raise gpu.element.refused(f"repeats dev {index}", "every GPU has its own dev")
-        numbered[index] = gpu
-    return numbered
+        right = f"at most {MAX_GPUS} fit a node"
+        raise elements[MAX_GPUS].refused(f"is GPU number {len(gpus)}", right)
+    if not any("dev" in element.attributes for element in elements):
+        return dict(enumerate(sorted(gpus, key=lambda gpu: bus_order(gpu.bus_id))))
+    by_dev = _by_number(elements, "dev", "every GPU has its own dev", most=255)
+    return {dev: gpus[elements.index(element)] for dev, element in by_dev.items()}
 
 
-def _gpu(index: int, found: FoundGpu) -> Gpu:
-    element, place = found.element, found.place
-    gcn = element.attributes.get("gcn")
+def _gpu(index: int, gpu: _Device) -> Gpu:
+    assert gpu.element is not None
+    gcn = gpu.element.attributes.get("gcn")
     # RCCL's sm counts compute units; only NCCL's is a compute capability.
-    capability = element.integer("sm", most=1000) if "sm" in element.attributes else None
+    capability = gpu.element.integer("sm", most=1000) if "sm" in gpu.element.attributes else None
     return Gpu(
         index=index,
-        bus_id=place.bus_id,
-        parent=place.parent,
-        link=place.link,
+        bus_id=gpu.bus_id,
+        parent=gpu.parent,
+        link=gpu.link,
         sm=capability if gcn is None else None,
         name="" if gcn is None else f"gcn{gcn[:40]}",
-        gdr=element.integer("gdr", default=0) > 0,
+        gdr=gpu.element.integer("gdr", default=0) > 0,
     )
 
 
-def _nics(found: _Found) -> tuple[Nic, ...]:
-    """NICs by `dev`; those without one take the free numbers in order of bus id."""
-    numbered: dict[int, _FoundNic] = {}
-    rest = []
-    for nic in found.nics:
-        if nic.element is None or "dev" not in nic.element.attributes:
-            rest.append(nic)
-            continue
-        index = nic.element.integer("dev")
-        if index in numbered:
-            raise nic.element.refused(f"repeats dev {index}", "every net has its own dev")
-        numbered[index] = nic
-    rest.sort(key=lambda nic: bus_order(nic.place.bus_id) if nic.place.bus_id else ())
-    free = (index for index in range(len(found.nics)) if index not in numbered)
-    numbered.update(zip(list(free), rest, strict=False))
+def _nics(nics: list[_Device]) -> tuple[Nic, ...]:
+    """Return NICs by `dev`; NICs without one take the free numbers in order of bus id."""
+    told = [nic for nic in nics if nic.element is not None and "dev" in nic.element.attributes]
+    elements = [nic.element for nic in told if nic.element is not None]
+    by_dev = _by_number(elements, "dev", "every net has its own dev")
+    numbered = dict(zip(by_dev, told, strict=True))
+    rest = [nic for nic in nics if nic not in told]
+    rest.sort(key=lambda nic: bus_order(nic.bus_id) if nic.bus_id else ())
+    free = [index for index in range(len(nics)) if index not in numbered]
+    numbered.update(zip(free, rest, strict=False))
     return tuple(_nic(index, nic) for index, nic in sorted(numbered.items()))
 
 
-def _nic(index: int, found: _FoundNic) -> Nic:
-    net, place = found.element, found.place
-    parent, bus_id = place.parent, place.bus_id
+def _nic(index: int, nic: _Device) -> Nic:
+    net, bus_id = nic.element, nic.bus_id
     if net is None:
-        return Nic(index=index, name=bus_id, parent=parent, bus_id=bus_id, link=place.link)
+        return Nic(index=index, name=bus_id, parent=nic.parent, bus_id=bus_id, link=nic.link)
     # NCCL takes speed -1, which some cards report, for "unknown".
     speed = net.integer("speed", default=0, least=-1)
     return Nic(
         index=index,
         name=net.text("name"),
-        parent=parent,
+        parent=nic.parent,
         bus_id=bus_id,
-        link=place.link,
+        link=nic.link,
         speed_mbps=max(speed, 0),
         gdr=net.integer("gdr", default=0) > 0,
         guid=net.matching("guid", _HEX, "hexadecimal such as 0x1000"),
         port=net.integer("port", default=0),
     )
+
+
+def _nvlinks(gpus: dict[int, _Device]) -> tuple[NvLink, ...]:
+    """Return all links that leave GPUs; links with the same ends are one, their counts summed."""
+    by_bus_id = {gpu.bus_id: f"G{index}" for index, gpu in gpus.items()}
+    counts: dict[tuple[str, str, _LinkKind], int] = {}
+    for index, gpu in sorted(gpus.items()):
+        if gpu.element is None or gpu.element.tag != "gpu":
+            continue
+        for link in gpu.element.only(*get_args(_LinkKind)):
+            link.only_none()
+            target = gpu.numa if link.tag == "c2c" else _target(link, gpu.numa, by_bus_id)
+            count = link.integer("count", least=1, most=1024)
+            # A link to the GPU itself (Azure writes them, to keep NCCL from asking NVML) forms no
+            # path in NCCL, nor does a link to a GPU that is not in the file.
+            if target not in (None, f"G{index}"):
+                key = (f"G{index}", str(target), cast("_LinkKind", link.tag))
+                counts[key] = counts.get(key, 0) + count
+    return tuple(
+        NvLink(source=source, target=target, count=count, kind=kind)
+        for (source, target, kind), count in counts.items()
+    )
+
+
+def _target(link: Element, numa: str, by_bus_id: dict[str, str]) -> str | None:
+    """Return the other end: a GPU, the NVLink switch S0, the CPU; None outside the file."""
+    text = link.text("target")
+    code = link.matching("tclass", _CLASS, "a PCI class such as 0x068000").lower()
+    known = by_bus_id.get(normal_bus_id(text) or "")
+    if not code:
+        # NCCL takes an unknown target for a switch, as virtual machines hide theirs.
+        return known or "S0"
+    if code.startswith("0x03"):
+        if normal_bus_id(text) is None:
+            raise link.refused(f'has target="{text[:40]}"', "a bus id such as 0000:1a:00.0")
+        return known
+    if code.startswith("0x0680"):
+        return numa if code.startswith("0x068001") else "S0"
+    right = "0x03.... (a GPU), 0x068000 (a switch) or 0x068001 (a CPU)"
+    raise link.refused(f'has tclass="{code}"', right)
+
+
+def _nvswitches(links: Iterable[NvLink], gpus: Iterable[_Device]) -> tuple[NvSwitch, ...]:
+    """Return the one switch of a file, if links lead to it."""
+    if not any(link.target == "S0" for link in links):
+        return ()
+    targets = {
+        normal_bus_id(link.attributes.get("target", "")) or ""
+        for gpu in gpus
+        for link in (gpu.element.children if gpu.element is not None else ())
+        if link.attributes.get("tclass", "").startswith("0x0680")
+    }
+    # The first plane stands for all; fffffff:ff:ff.0 is how a hidden switch is written.
+    visible = sorted(target for target in targets if target and not target.startswith("fffffff:"))
+    return (NvSwitch(index=0, bus_id=visible[0] if visible else ""),)
