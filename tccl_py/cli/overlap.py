@@ -16,10 +16,20 @@ from tccl_py.cli.options import JsonOption, check_quoted, gpus_argument
 from tccl_py.cli.output import results
 from tccl_py.cli.streams import print_json
 from tccl_py.errors import InputError
-from tccl_py.overlap.job import run_job
-from tccl_py.overlap.orders import Answer, Backend, Kind, Order
-from tccl_py.overlap.results import PairRow, ProductRow, Span, rows_of
-from tccl_py.overlap.sets import default_sets, parse_sets
+from tccl_py.overlap.job import (
+    Backend,
+    Kind,
+    OverlapResult,
+    OverlapSpec,
+    PairRow,
+    ProductRow,
+    Span,
+    default_sets,
+    parse_sets,
+    rows_of,
+    run_job,
+)
+from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nvml import VARIABLE, visible_indices
 
@@ -87,32 +97,32 @@ def overlap(
     wanted = parse_sets(sets, places) if sets else default_sets(len(places))
     if importlib.util.find_spec("torch") is None:
         raise InputError("tccl overlap", "needs torch", "`pip install torch`")
-    surroundings = _surroundings(chosen, places)
-    names = dict(enumerate(places))
+    environment = _environment(chosen, places)
     pairs: list[PairRow] = []
     products: list[ProductRow] = []
-    answers: tuple[Answer, ...] = ()
+    job_results: tuple[OverlapResult, ...] = ()
     kinds: tuple[tuple[str, Kind], ...] = ((chosen, "messages"), ("memcpy", "copies"))
-    for by, kind in kinds:
-        order = Order(
-            backend=chosen,
-            kind=kind,
-            places=len(places),
-            sets=wanted,
-            message_bytes=size * MIB,
-            messages=messages,
-            repeats=repeats,
-        )
-        with interrupts_put_off(CTRL_C_AND_SIGTERM):
-            answers = run_job(order, surroundings, timeout=timeout)
-        found = rows_of(by, order, answers, names)
-        pairs += found[0]
-        products += found[1]
+    with ForkServer() as server:
+        for by, kind in kinds:
+            spec = OverlapSpec(
+                backend=chosen,
+                kind=kind,
+                places=len(places),
+                sets=wanted,
+                message_bytes=size * MIB,
+                messages=messages,
+                repeats=repeats,
+            )
+            with interrupts_put_off(CTRL_C_AND_SIGTERM):
+                job_results = run_job(spec, environment, timeout=timeout, server=server)
+            found = rows_of(by, spec, job_results, places)
+            pairs += found[0]
+            products += found[1]
     head = {
         "backend": chosen,
         "gpus": places,
-        "gpu": answers[0].device,
-        "torch": answers[0].torch,
+        "gpu": job_results[0].device,
+        "torch": job_results[0].torch,
         "message_bytes": size * MIB,
         "messages": messages,
         "repeats": repeats,
@@ -158,7 +168,7 @@ def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int,
     return chosen
 
 
-def _surroundings(backend: Backend, places: Sequence[int]) -> dict[str, str]:
+def _environment(backend: Backend, places: Sequence[int]) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
     found["PYTHONWARNINGS"] = "ignore"
     if backend == "gloo":

@@ -1,50 +1,277 @@
-"""Running a job of `tccl overlap`: fresh processes that are all gone when it has ended."""
+"""A job of `tccl overlap`: the sets of transfers, the specification, the run, and the table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
-from tccl_py.errors import MeasurementError
+import msgspec
+
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_json
-from tccl_py.overlap.orders import Answer, Order
-from tccl_py.rank_processes.tasks import RanksError, Task, decoded, run_tasks
+from tccl_py.rank_processes.forkserver import ForkServer
+from tccl_py.rank_processes.tasks import TORCH, RanksError, Task, decoded, run_tasks
+from tccl_py.statistics import median_interval
 
+Backend = Literal["nccl", "gloo"]
+Kind = Literal["messages", "copies"]
+"""Messages between ranks, one rank a GPU; or copies by one process between all GPUs."""
+Mode = Literal["sequential", "concurrent"]
+MODES: tuple[Mode, ...] = ("sequential", "concurrent")
+ALL_REDUCE = "all-reduce"
 RANK_PROGRAM = "tccl_py.overlap.rank"
+_PAIR = re.compile(r"G([0-9]{1,4})->G([0-9]{1,4})", re.ASCII)
+_MOST_PAIRS = 8
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A transfer between two of the job's GPUs, by their places from 0 on."""
+
+    source: int
+    target: int
+
+    def text(self, gpus: Sequence[int]) -> str:
+        """Return the pair by indices of GPUs.
+
+        >>> Pair(source=0, target=2).text([4, 5, 6])
+        'G4->G6'
+        """
+        return f"G{gpus[self.source]}->G{gpus[self.target]}"
+
+
+Pairs = tuple[Pair, ...]
+
+
+class OverlapSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Specification of a job: each set of pairs, then transfers beside a GEMM.
+
+    `places` is the number of GPUs. A transfer is `messages` of `message_bytes`, and everything is
+    timed `repeats` times.
+    """
+
+    backend: Backend
+    kind: Kind
+    places: int
+    sets: tuple[Pairs, ...]
+    message_bytes: int
+    messages: int
+    repeats: int
+
+    @property
+    def world(self) -> int:
+        """Return the number of processes."""
+        return self.places if self.kind == "messages" else 1
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank's times in a mode: ms of each repeat by work, () for other ranks' work.
+
+    The works are a set's pairs, or a GEMM and the transfer beside it.
+    """
+
+    mode: Mode
+    works_ms: tuple[tuple[float, ...], ...]
+    total_ms: tuple[float, ...]
+
+
+class OverlapResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Result of one rank: each set's timings, and those of each transfer beside a GEMM.
+
+    A transfer is a pair of the first set, or None for an all-reduce. `right` is false if received
+    bytes are not the sent ones.
+    """
+
+    rank: int
+    torch: str
+    device: str
+    right: bool
+    sets: tuple[tuple[Timing, ...], ...]
+    products: tuple[tuple[Pair | None, tuple[Timing, ...]], ...]
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """A median and its 95 % interval, ms; fewer than 6 samples give their whole range."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+
+
+class PairRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A set in a mode: time of one message by pair, and of all messages of all pairs."""
+
+    by: str
+    mode: Mode
+    set: tuple[str, ...]
+    message: tuple[Span, ...]
+    total: Span
+
+
+class ProductRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A transfer and a GEMM in a mode: the time of each, and of both."""
+
+    by: str
+    mode: Mode
+    transfer: str
+    transfer_time: Span
+    product_time: Span
+    total: Span
+
+
+def default_sets(places: int) -> tuple[Pairs, ...]:
+    """Return sets of two pairs: both ways, one way twice; from 3 GPUs on out, in and through one.
+
+    >>> [len(default_sets(places)) for places in (2, 3, 4)]
+    [2, 5, 6]
+    """
+    chosen = [((0, 1), (1, 0)), ((0, 1), (0, 1))]
+    if places > 2:
+        chosen += [((0, 1), (0, 2)), ((1, 0), (2, 0)), ((1, 0), (0, 2))]
+    if places > 3:
+        chosen.append(((0, 1), (2, 3)))
+    return tuple(tuple(Pair(source=a, target=b) for a, b in pairs) for pairs in chosen)
+
+
+def parse_sets(texts: Sequence[str], gpus: Sequence[int]) -> tuple[Pairs, ...]:
+    """Return sets such as `G0->G2 G0->G3`, by places in `gpus`.
+
+    >>> parse_sets(["G4->G6"], (4, 6))
+    ((Pair(source=0, target=1),),)
+
+    Raises:
+        InputError: a malformed set, too many pairs, or an unknown GPU.
+    """
+    return tuple(_parse_set(text, gpus) for text in texts)
+
+
+def _parse_set(text: str, gpus: Sequence[int]) -> Pairs:
+    where, words = f"set {text[:60]!r}", text.split()
+    if not 1 <= len(words) <= _MOST_PAIRS:
+        right = f"1 to {_MOST_PAIRS}, as 'G0->G1 G2->G3'"
+        raise InputError(where, f"has {len(words)} pairs", right)
+    pairs = []
+    for word in words:
+        match = _PAIR.fullmatch(word)
+        if match is None:
+            raise InputError(where, f"has {word[:30]!r}", "write pairs of GPUs, as G0->G1")
+        ends = [int(end) for end in match.groups()]
+        for gpu in ends:
+            if gpu not in gpus:
+                known = ", ".join(map(str, gpus))
+                raise InputError(where, f"names GPU {gpu}", f"the job has {known}")
+        if ends[0] == ends[1]:
+            raise InputError(where, f"has {word}", "a transfer joins two GPUs")
+        pairs.append(Pair(source=gpus.index(ends[0]), target=gpus.index(ends[1])))
+    return tuple(pairs)
 
 
 def run_job(
-    order: Order,
-    surroundings: Mapping[str, str],
+    spec: OverlapSpec,
+    environment: Mapping[str, str],
     *,
     timeout: float,
     program: str = RANK_PROGRAM,
-) -> tuple[Answer, ...]:
-    """Run an order's ranks; their answers, in order.
+    server: ForkServer | None = None,
+) -> tuple[OverlapResult, ...]:
+    """Run a job; return its ranks' results, in order.
 
     Args:
-        order: what they do.
-        surroundings: the whole environment of each.
+        spec: the job.
+        environment: the whole environment of each rank.
         timeout: seconds for all of it.
-        program: the module that is a rank.
+        program: the module of a rank.
+        server: starts the ranks, see `run_tasks`.
 
     Raises:
         MeasurementError: a rank failed, or the time was up.
     """
-    ranks = tuple(range(order.world))
+    ranks = tuple(range(spec.world))
     task = Task(
         program=program,
-        spec=encode_json(order),
+        spec=encode_json(spec),
         ranks=ranks,
-        environment=dict(surroundings),
+        environment=dict(environment),
         timeout=timeout,
+        imports=TORCH,
     )
     try:
-        (left,) = run_tasks([task])
-        return decoded(left, ranks, Answer)
+        (output,) = run_tasks([task], server=server)
     except RanksError as error:
-        raise MeasurementError(_sentence(error)) from error
+        why = "raise --timeout" if error.late else error.said or "it said nothing"
+        named = ", ".join(map(str, error.ranks))
+        raise MeasurementError(f"rank {named} of the job: {error.what}; {why}") from error
+    return decoded(output, ranks, OverlapResult)
 
 
-def _sentence(error: RanksError) -> str:
-    why = "raise --timeout" if error.late else error.said or "it said nothing"
-    return f"rank {', '.join(map(str, error.ranks))} of the job: {error.what}; {why}"
+def span(samples: Iterable[float]) -> Span:
+    """Return the median of times in ms, and its interval."""
+    found = median_interval(list(samples))
+    return Span(median_ms=found.middle, low_ms=found.low, high_ms=found.high)
+
+
+def rows_of(
+    by: str, spec: OverlapSpec, results: Sequence[OverlapResult], gpus: Sequence[int]
+) -> tuple[tuple[PairRow, ...], tuple[ProductRow, ...]]:
+    """Return a job's rows.
+
+    Args:
+        by: `nccl`, `gloo` or `memcpy`.
+        spec: the job.
+        results: of all ranks.
+        gpus: NVML index of each place.
+
+    Raises:
+        MeasurementError: a rank received wrong bytes.
+    """
+    wrong = [str(result.rank) for result in results if not result.right]
+    if wrong:
+        ranks = ", ".join(wrong)
+        raise MeasurementError(f"transfers by {by}: gave rank {ranks} wrong bytes: times are void")
+    pairs = [
+        _pair_row(by, spec, number, [result.sets[number][mode] for result in results], gpus)
+        for number in range(len(results[0].sets))
+        for mode in range(len(results[0].sets[number]))
+    ]
+    products = [
+        _product_row(by, transfer, [result.products[number][1][mode] for result in results], gpus)
+        for number, (transfer, timings) in enumerate(results[0].products)
+        for mode in range(len(timings))
+    ]
+    return tuple(pairs), tuple(products)
+
+
+def _pair_row(
+    by: str, spec: OverlapSpec, number: int, ranks: Sequence[Timing], gpus: Sequence[int]
+) -> PairRow:
+    pairs, mode = spec.sets[number], ranks[0].mode
+    each = [
+        next(rank.works_ms[at] for rank in ranks if rank.works_ms[at]) for at in range(len(pairs))
+    ]
+    join = sum if mode == "sequential" else max
+    return PairRow(
+        by=by,
+        mode=mode,
+        set=tuple(pair.text(gpus) for pair in pairs),
+        message=tuple(span(time / spec.messages for time in times) for times in each),
+        total=span(join(times) for times in zip(*each, strict=True)),
+    )
+
+
+def _product_row(
+    by: str, transfer: Pair | None, ranks: Sequence[Timing], gpus: Sequence[int]
+) -> ProductRow:
+    # All ranks multiply; only ranks of the transfer affect it.
+    part = [rank for rank in ranks if rank.works_ms[1]]
+
+    def slowest(rows: Iterable[tuple[float, ...]]) -> Span:
+        return span(map(max, zip(*rows, strict=True)))
+
+    return ProductRow(
+        by=by,
+        mode=ranks[0].mode,
+        transfer=ALL_REDUCE if transfer is None else transfer.text(gpus),
+        transfer_time=slowest(rank.works_ms[1] for rank in part),
+        product_time=slowest(rank.works_ms[0] for rank in part),
+        total=slowest(rank.total_ms for rank in part),
+    )
