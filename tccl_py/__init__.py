@@ -4,7 +4,7 @@ The names below are all that most programs need; each is loaded from its module 
 
 >>> import tccl_py
 >>> model = tccl_py.load_machine("asus-esc8000a-e13p")
->>> source = tccl_py.Simulator(model)
+>>> source = tccl_py.open_source(model)
 >>> (measured,) = source.measure([tccl_py.parse_set("G0->G0->G4 G1->G1->G6")])
 >>> round(measured.total_gbps, 1), measured.simulated
 (2.7, True)
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tccl_py.search.strategies import find_rings
     from tccl_py.simulator.descriptions import bundled_names, load_machine
     from tccl_py.simulator.source import Simulator
+    from tccl_py.sources.opening import open_source
 
 _HOMES = {
     "Cluster": "model.cluster",
@@ -53,6 +54,7 @@ _HOMES = {
     "load_plan": "plan.plan",
     "make_cluster_plan": "cluster_plan.planner",
     "make_plan": "plan.planner",
+    "open_source": "sources.opening",
     "parse_flow": "model.transfer",
     "parse_set": "model.transfer",
     "read_switches": "readers.switches",
@@ -76,6 +78,7 @@ __all__ = [
     "load_plan",
     "make_cluster_plan",
     "make_plan",
+    "open_source",
     "parse_flow",
     "parse_set",
     "read_switches",

@@ -116,7 +116,7 @@ def check(
         directory, "`tccl show` has its rates; plan a machine alone, and check that plan on it"
     )
     plan = load_plan(directory)
-    journal = journal_of(plan, directory / JOURNAL_FILE)
+    journal = journal_of(directory / JOURNAL_FILE, plan.machine, simulated=plan.simulated)
     notice_each(journal.notices)
     with interrupts_put_off(), ExitStack() as stack:
         if plan.simulated:

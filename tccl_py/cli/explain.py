@@ -82,7 +82,7 @@ def explain(
     journal = directory / JOURNAL_FILE
     with interrupts_put_off(), ProgressLine() as line:
         if no_measure:
-            source, notices = journal_alone(plan, journal)
+            source, notices = journal_alone(journal, plan.machine, simulated=plan.simulated)
         elif plan.simulated:
             also = ", or add --no-measure"
             model = known_model(plan, directory, otherwise=also)
@@ -90,7 +90,13 @@ def explain(
         else:
             otherwise = "explain it there, or add --no-measure"
             source, notices = measured_again(
-                plan, journal, otherwise=otherwise, backend=backend, devices=devices, target=target
+                journal,
+                plan.machine,
+                plan.gpus,
+                otherwise=otherwise,
+                backend=backend,
+                devices=devices,
+                target=target,
             )
             source.watch(line.measured)
         notice_each(notices)

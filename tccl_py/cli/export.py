@@ -197,10 +197,14 @@ def _of_machine(plan: Plan, directory: Path, wanted: Export) -> MadeDatabase:
             source = open_source(known_model(plan, directory))
         else:
             try:
-                source, notices = measured_again(plan, journal, otherwise="export it there")
+                source, notices = measured_again(
+                    journal, plan.machine, plan.gpus, otherwise="export it there"
+                )
                 source.watch(line.measured)
             except ElsewhereError as why:
-                source, notices = journal_alone(plan, journal, elsewhere=why)
+                source, notices = journal_alone(
+                    journal, plan.machine, simulated=False, elsewhere=why
+                )
         notice_each(notices)
         with source:
             made = make_database(plan, source, export=wanted, reporter=reporter)

@@ -354,7 +354,7 @@ class _Here:
             rings = rings_here(self._place, task.gpus)
             made = task.plan(self.machine, self._place.knowledge, source, line, rings)
             conditions = source.conditions
-        noticed = source.summary(conditions)
+        noticed = () if source.profiled is None else source.profiled.summary(conditions)
         if rings is not None:
             tried = () if made.cancelled else graph_file_notices(made, rings)
             noticed = (*rings.notices, *tried, *noticed)

@@ -225,9 +225,11 @@ class MeasuredCluster:
         # What the journal answered was measured by an earlier run.
         asked = made.sets_measured + made.sets_remembered
         made = msgspec.structs.replace(
-            made, sets_measured=source.count, sets_remembered=max(0, asked - source.count)
+            made,
+            sets_measured=source.measuring.count,
+            sets_remembered=max(0, asked - source.measuring.count),
         )
-        noticed = source.summary(source.conditions)
+        noticed = source.measuring.summary(source.conditions)
         notices = (*made.notices, *odd, *noticed)
         return msgspec.structs.replace(made, notices=tuple(dict.fromkeys(notices)))
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import networkx as nx
 
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 FORMAT_VERSION = 1
 MAX_GPUS = 64
@@ -206,6 +208,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def _graph(machine: Machine) -> nx.Graph:
+    import networkx as nx  # noqa: PLC0415 (slow to import, and few commands need it)
+
     graph = nx.Graph()
     for node in machine.numa_nodes:
         graph.add_node(node.id, kind="numa", colour=("numa", node.arch, node.vendor, node.model))

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
-import numpy as np
 
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import Flow, TransferSet
@@ -99,7 +98,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         middle = _median(slowest)
         if len(slowest) < 2 or middle <= 0:
             return 0.0
-        deviation = float(np.std(slowest, ddof=1))
+        mean = math.fsum(slowest) / len(slowest)
+        squares = math.fsum((sample - mean) ** 2 for sample in slowest)
+        deviation = math.sqrt(squares / (len(slowest) - 1))
         return math.sqrt(math.pi / 2 / len(slowest)) * deviation / middle
 
 

@@ -6,14 +6,15 @@ Source: graph/paths.cc and graph/topo.cc of NCCL 2.30.7.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-
-import networkx as nx
+from typing import TypeVar
 
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, PciBridge
+
+T = TypeVar("T")
 
 
 class PathType(IntEnum):
@@ -188,12 +189,17 @@ def natural_cuts(
 
 def _chips(knowledge: Knowledge) -> list[list[str]]:
     """Devices that hidden links join into one."""
-    graph = nx.Graph([(link.one, link.other) for link in knowledge.hidden_links])
-    return [sorted(part) for part in nx.connected_components(graph)]
+    return [sorted(part) for part in _joined((k.one, k.other) for k in knowledge.hidden_links)]
 
 
 def _bridged(machine: Machine) -> list[set[int]]:
     """GPUs that NVLinks join directly."""
     links = [link for link in machine.nvlinks if link.source[0] == link.target[0] == "G"]
-    graph = nx.Graph([(int(link.source[1:]), int(link.target[1:])) for link in links])
-    return [set(part) for part in nx.connected_components(graph)]
+    return _joined((int(link.source[1:]), int(link.target[1:])) for link in links)
+
+
+def _joined(pairs: Iterable[tuple[T, T]]) -> list[set[T]]:
+    """Return the connected components of a graph."""
+    import networkx as nx  # noqa: PLC0415 (slow to import, and few commands need it)
+
+    return [set(part) for part in nx.connected_components(nx.Graph(list(pairs)))]

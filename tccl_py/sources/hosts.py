@@ -119,22 +119,20 @@ def _network(asked: str | None, backend: Backend) -> Network:
 
 
 class HostsSource(OpenedSource):
-    """A source over the hosts of a job; `session` has the hosts while it is entered."""
+    """A source over the hosts of a job; `session` has the hosts, `measuring` counts sets."""
 
     def __init__(
         self, session: ClusterSession, options: MeasurementOptions, *, dry_run: bool
     ) -> None:
         self.session = session
-        self.dry_run = dry_run
-        super().__init__(
-            ProfiledSource(
-                session,
-                options,
-                notices=(DRY_RUN,) if dry_run else (),
-                check=session.check_sets,
-                entered=True,
-            )
+        self.measuring = ProfiledSource(
+            session,
+            options,
+            notices=(DRY_RUN,) if dry_run else (),
+            check=session.check_sets,
+            entered=True,
         )
+        super().__init__(self.measuring)
 
     def __enter__(self) -> HostsSource:
         self.session.__enter__()

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -87,13 +87,9 @@ class _Repeated(Sequence[Measurement]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Measurement: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Measurement]: ...
-    def __getitem__(self, index: int | slice) -> Measurement | Sequence[Measurement]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return _Repeated(self._path, self._key, self._places[index])
+            return [self[place] for place in range(len(self))[index]]
         with reading(self._path) as file:
             found = _line_at(file, self._path, self._places[index])
         if found.transfers != self._key:

@@ -47,7 +47,7 @@ def open_source(
     >>> with tccl_py.open_source("asus-esc8000a-e13p") as source:
     ...     (measured,) = source.measure([tccl_py.parse_set("G0->G0->G4")])
     >>> round(measured.rate_gbps, 1), measured.simulated, source.sets_measured
-    (50.6, True, 1)
+    (39.6, True, 1)
 
     Without a machine, or with `backend="host"`, the profiler measures this host. The hosts of an
     MPI job are measured by `tccl_py.sources.hosts.open_hosts`.
@@ -102,10 +102,7 @@ def open_session(
 
 
 class OpenedSource(RememberingSource):
-    """A source with its journal's header, what it noticed, and a model if it simulates.
-
-    `open_source` and `hosts.open_hosts` make it; leaving its context ends workers.
-    """
+    """A source of `open_source`: `profiled` measures, or `model` simulates; a context manager."""
 
     def __init__(
         self,
@@ -117,13 +114,13 @@ class OpenedSource(RememberingSource):
         super().__init__(source)
         self.model = model
         self._header = header
-        self._profiled = source if isinstance(source, ProfiledSource) else None
+        self.profiled = source if isinstance(source, ProfiledSource) else None
 
     @property
     def header(self) -> JournalHeader:
         """Header of journals of these measurements."""
-        if self._profiled is not None:
-            return self._profiled.header
+        if self.profiled is not None:
+            return self.profiled.header
         assert self._header is not None
         return self._header
 
@@ -146,31 +143,22 @@ class OpenedSource(RememberingSource):
     @property
     def notices(self) -> tuple[str, ...]:
         """Notices for the user on what is measured; closing the source may add some."""
-        return self._profiled.notices if self._profiled is not None else ()
+        return self.profiled.notices if self.profiled is not None else ()
 
     @property
     def conditions(self) -> str:
         """Clocks and links of the GPUs under load, or errors of the hosts' clocks; "" if idle."""
-        return self._profiled.conditions if self._profiled is not None else ""
-
-    @property
-    def count(self) -> int:
-        """Sets that hardware has measured so far."""
-        return self._profiled.count if self._profiled is not None else 0
-
-    def summary(self, conditions: str) -> tuple[str, ...]:
-        """Return notices on all that hardware measured; `conditions` are from before closing."""
-        return self._profiled.summary(conditions) if self._profiled is not None else ()
+        return self.profiled.conditions if self.profiled is not None else ""
 
     def watch(self, on_set: Callable[[int], None]) -> None:
-        """Call `on_set` with the number of sets measured, before and after each."""
-        if self._profiled is not None:
-            self._profiled.on_set = on_set
+        """Call `on_set` with the number of sets that hardware measured, before and after each."""
+        if self.profiled is not None:
+            self.profiled.on_set = on_set
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-        if self._profiled is not None:
-            self._profiled.__exit__(*exception)
+        if self.profiled is not None:
+            self.profiled.__exit__(*exception)
 
 
 def simulation_header(model: MachineModel, *, noise: float = 0.0, seed: int = 0) -> JournalHeader:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.model.machine import Machine
@@ -15,32 +14,13 @@ from tccl_py.sources.journal import JournalContents, JournalHeader, read_journal
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
 from tccl_py.sources.profiled import (
+    DEFAULT_TARGET,
     SEARCH_REPEATS,
     MeasuredMachine,
     MeasurementOptions,
     is_dry_run,
     measured_machine,
 )
-
-
-class Planned(Protocol):
-    """A plan, as far as its sources need it."""
-
-    @property
-    def machine(self) -> Machine:
-        """The planned machine."""
-
-    @property
-    def gpus(self) -> tuple[int, ...]:
-        """Indices of the planned GPUs."""
-
-    @property
-    def simulated(self) -> bool:
-        """Whether its rates are simulated."""
-
-    @property
-    def provenance(self) -> str:
-        """How its rates were found, in words."""
 
 
 class ElsewhereError(InputError):
@@ -70,25 +50,26 @@ class _NoSource:
 
 
 def journal_alone(
-    plan: Planned, journal: Path, *, elsewhere: ElsewhereError | None = None
+    journal: Path, machine: Machine, *, simulated: bool, elsewhere: ElsewhereError | None = None
 ) -> tuple[RememberingSource, tuple[str, ...]]:
     """Return a source that has the measurements of a plan's journal, and notices on the file.
 
     Args:
-        plan: the journal's.
         journal: the file.
+        machine: the plan's.
+        simulated: whether the plan is.
         elsewhere: why nothing can be measured; a set that is missing ends the work then.
 
     Raises:
         InputError: the journal is missing, damaged, or of another machine.
     """
-    contents = journal_of(plan, journal)
-    source = _NoSource(simulated=plan.simulated, elsewhere=elsewhere)
+    contents = journal_of(journal, machine, simulated=simulated)
+    source = _NoSource(simulated=simulated, elsewhere=elsewhere)
     return RememberingSource(source, contents.measurements), contents.notices
 
 
-def journal_of(plan: Planned, journal: Path) -> JournalContents:
-    """Read a plan's journal.
+def journal_of(journal: Path, machine: Machine, *, simulated: bool) -> JournalContents:
+    """Read the journal of a plan of a machine.
 
     Raises:
         InputError: it is missing, damaged, or of another machine.
@@ -97,13 +78,10 @@ def journal_of(plan: Planned, journal: Path) -> JournalContents:
         raise InputError(str(journal), "does not exist", "plan again: it has the measurements")
     contents = read_journal(journal)
     header = contents.header
-    if (header.machine, header.simulated) != (plan.machine.name, plan.simulated):
+    if (header.machine, header.simulated) != (machine.name, simulated):
         kind = "simulated" if header.simulated else "measured"
-        raise InputError(
-            str(journal),
-            f"is of machine {header.machine}, {kind}, and not of this plan",
-            f"the journal of {plan.machine.name}, {plan.provenance}",
-        )
+        what = f"is of machine {header.machine}, {kind}, and not of this plan"
+        raise InputError(str(journal), what, f"the journal of {machine.name}")
     return contents
 
 
@@ -130,8 +108,9 @@ def simulated_again(
 
 
 def measured_again(
-    plan: Planned,
     journal: Path,
+    machine: Machine,
+    gpus: Sequence[int],
     *,
     otherwise: str,
     backend: str | None = None,
@@ -141,8 +120,8 @@ def measured_again(
     """Return a source over this host, if the plan was measured on it, and notices on its journal.
 
     Args:
-        plan: a measured one.
-        journal: the plan's.
+        journal: a measured plan's.
+        machine, gpus: the plan's.
         otherwise: the remedy if this is another machine.
         backend, devices: as in `open_source`; None is as the plan was measured.
         target: of the measurements.
@@ -151,20 +130,19 @@ def measured_again(
         ElsewhereError: this is another machine.
         InputError: the journal is missing, damaged, or another machine's.
     """
-    header = journal_of(plan, journal).header
-    place = _same_backend(plan, header, backend, devices, otherwise)
-    options = MeasurementOptions(repeats=SEARCH_REPEATS)
-    if target is not None:
-        options = MeasurementOptions(repeats=SEARCH_REPEATS, target=target)
-    source = open_source(place, gpus=plan.gpus, options=options)
+    header = journal_of(journal, machine, simulated=False).header
+    place = _same_backend(machine, header, backend, devices, otherwise)
+    target = DEFAULT_TARGET if target is None else target
+    options = MeasurementOptions(repeats=SEARCH_REPEATS, target=target)
+    source = open_source(place, gpus=gpus, options=options)
     if source.header != header:
         there = f"this is {place.machine.name} ({source.header.identity})"
-        raise _elsewhere(plan, header, there, otherwise)
+        raise _elsewhere(machine, header, there, otherwise)
     return source, source.keep_in(journal)
 
 
 def _same_backend(
-    plan: Planned,
+    machine: Machine,
     header: JournalHeader,
     backend: str | None,
     devices: int | None,
@@ -172,18 +150,20 @@ def _same_backend(
 ) -> MeasuredMachine:
     """Return this host's machine, by the backend of the journal unless options name another."""
     if is_dry_run(header) and backend is None:
-        backend, devices = "host", len(plan.machine.gpus) if devices is None else devices
+        backend, devices = "host", len(machine.gpus) if devices is None else devices
     try:
         return measured_machine(backend, devices)
     except InputError as error:
         if backend is not None or devices is not None:
             raise
-        raise _elsewhere(plan, header, f"{error.where} {error.what}", otherwise) from error
+        raise _elsewhere(machine, header, f"{error.where} {error.what}", otherwise) from error
 
 
-def _elsewhere(plan: Planned, header: JournalHeader, here: str, otherwise: str) -> ElsewhereError:
+def _elsewhere(
+    machine: Machine, header: JournalHeader, here: str, otherwise: str
+) -> ElsewhereError:
     return ElsewhereError(
-        f"the plan of {plan.machine.name}",
+        f"the plan of {machine.name}",
         f"was measured on other GPUs or with other software ({header.identity}) than there are "
         f"here: {here}",
         otherwise,

@@ -6,7 +6,7 @@ The profiler is imported inside the functions that need it, so that simulations 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
@@ -19,7 +19,9 @@ from tccl_py.readers.live import discover_machine
 from tccl_py.sources.journal import JournalHeader
 
 if TYPE_CHECKING:
+    from tccl_profiler.cluster.session import ClusterSession
     from tccl_profiler.profiler import Options, Profiler
+    from tccl_profiler.session import Session
     from tccl_profiler.watch import GpuConditions
 
 Backend = Literal["cuda", "host"]
@@ -44,7 +46,7 @@ _SHOWN = 5
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine that the profiler measures, its peer access, and what tells it from others."""
+    """A machine that the profiler measures."""
 
     backend: Backend
     machine: Machine
@@ -181,34 +183,11 @@ def _gpu_of(machine: Machine, place: Place) -> tuple[int, ...]:
     return () if place.kind == "C" else (place.index,)
 
 
-class ProfilerSession(Protocol):
-    """Sessions of `tccl_profiler`: of one host, and of a job's hosts."""
-
-    notices: list[str]
-
-    @property
-    def profiler(self) -> Profiler:
-        """Measures while the session is entered."""
-
-    @property
-    def header(self) -> JournalHeader:
-        """Header of journals of the session's measurements."""
-
-    @property
-    def conditions(self) -> str:
-        """State of the devices under load, in one line."""
-
-    def __enter__(self) -> ProfilerSession:
-        """Start workers, or find the hosts."""
-
-    def __exit__(self, *exception: Any) -> None:
-        """End what was started."""
-
-
 class ProfiledSource:
     """A BandwidthSource that measures on hardware; a context manager.
 
     Its workers start with the first set that is asked for: a journal may have all the answers.
+    `count` sets were measured so far; `on_set` is called with it before and after each.
 
     Args:
         session: the profiler's, of this host or, entered already, of a job's hosts.
@@ -222,7 +201,7 @@ class ProfiledSource:
 
     def __init__(
         self,
-        session: ProfilerSession,
+        session: Session | ClusterSession,
         options: MeasurementOptions,
         *,
         notices: Sequence[str] = (),
@@ -232,9 +211,7 @@ class ProfiledSource:
         self.session = session
         self.options = options
         self.on_set: Callable[[int], None] = lambda _: None
-        """Called with `count` before and after each set."""
         self.count = 0
-        """Sets measured so far."""
         self._notices = tuple(notices)
         self._failures: list[str] = []
         self._unsettled = 0
