@@ -2,11 +2,12 @@
 
 import os
 import struct
+from importlib import resources
 
 import pytest
 
 from tccl_py.health.doctor import examine
-from tccl_py.health.host import DriverState, GpuState, Host
+from tccl_py.health.host import DriverState, GpuState, Host, rules
 from tccl_py.health.links import acs_control
 from tccl_py.health.memory import shared_memory_needed
 from tccl_py.model.knowledge import PeerAccess
@@ -293,3 +294,11 @@ def test_huge_and_binary_files_are_cut(tmp_path):
     diagnosis = examine(Host(root=tmp_path))
     assert len(diagnosis.findings) < 500
     assert all(len(one.what) < 300 for one in diagnosis.findings)
+
+
+def test_every_rule_is_used_and_says_who_says_so():
+    folder = resources.files("tccl_py.health")
+    sources = [path.read_text() for path in folder.iterdir() if path.name.endswith(".py")]
+    for name, rule in rules().items():
+        assert rule.source
+        assert name.startswith("NCCL_") or any(f'"{name}"' in text for text in sources), name

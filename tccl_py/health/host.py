@@ -6,12 +6,14 @@ the root.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Literal
 
@@ -60,19 +62,38 @@ class Unseen(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Rule(msgspec.Struct, frozen=True):
-    """A kind of defect: the parts of a finding that every host shares."""
+class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A kind of defect, or a variable that changes a plan: the parts of every finding of it.
+
+    `harmless` is the value of a variable without effect.
+    """
 
     severity: Severity
-    what: str
-    why: str
+    what: str = ""
+    why: str = ""
     source: str
     fix: str = ""
+    harmless: str = ""
 
-    def at(self, where: str, *, severity: Severity | None = None, **changes: str) -> Finding:
-        """Return the finding at `where`; `changes` replace or add fields by name."""
-        parts = {"what": self.what, "why": self.why, "source": self.source, "fix": self.fix}
-        return Finding(severity=severity or self.severity, where=where, **(parts | changes))
+
+@functools.cache
+def rules() -> dict[str, Rule]:
+    """Return the rules of `rules.json` by name."""
+    data = (resources.files("tccl_py.health") / "rules.json").read_bytes()
+    return msgspec.json.decode(data, type=dict[str, Rule])
+
+
+def defect(
+    rule: str, where: str, *, severity: Severity | None = None, effect: str = "", **fields: str
+) -> Finding:
+    """Return a finding by a rule of `rules.json`.
+
+    `effect` is added to the rule's `why`; `fields` replace or add fields of the finding.
+    """
+    found = rules()[rule]
+    parts = {"what": found.what, "why": found.why + effect, "source": found.source}
+    parts |= {"fix": found.fix, **fields}
+    return Finding(severity=severity or found.severity, where=where, **parts)
 
 
 def listed(names: Sequence[str]) -> str:

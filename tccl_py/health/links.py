@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Iterator
 
-from tccl_py.health.host import Finding, Host, Rule, Unseen, listed
+from tccl_py.health.host import Finding, Host, Unseen, defect, listed
 
 Found = Iterator[Finding | Unseen]
 
@@ -17,24 +17,6 @@ _ACS = 0x000D
 _REDIRECTS = {0x04: "request redirect", 0x08: "completion redirect", 0x20: "egress control"}
 """Bits of the ACS control register: PCI Express 5.0, 7.7.8.3."""
 _MOST_CAPABILITIES = (_LENGTH - _EXTENDED) // 8
-_NCCL = (
-    "NCCL user guide, GPU troubleshooting: ACS and IO virtualization redirect all PCI "
-    "point-to-point traffic to the CPU's root complex, which costs much or even hangs"
-)
-_REDIRECTING = Rule(
-    "slow",
-    "ACS sends traffic between GPUs up to the CPU",
-    "GPUs below one switch communicate through the CPU instead of the switch",
-    _NCCL,
-)
-_TRANSLATING = Rule(
-    "slow",
-    "the IOMMU translates the addresses of GPUs",
-    "direct traffic between GPUs, and to NICs, goes up to the CPU and its tables",
-    f"{_NCCL}; Linux, kernel-parameters: iommu=pt leaves devices untranslated",
-    "add iommu=pt to the kernel's command line (GRUB_CMDLINE_LINUX in /etc/default/grub, "
-    "then update-grub or grub2-mkconfig) and boot; or disable the IOMMU in the BIOS",
-)
 
 
 def acs_control(config: bytes) -> int | None:
@@ -80,12 +62,13 @@ def check_acs(host: Host) -> Found:
     if redirecting and len(host.gpus) + len(host.rdma_nics()) > 1:
         hangs = translating(host) is not False
         stops = ", and any two of them through its IOMMU, which may hang them" if hangs else ""
-        yield _REDIRECTING.at(
+        yield defect(
+            "redirecting",
             f"bridges {listed(redirecting)}",
             severity="hang" if hangs else None,
             measured=", ".join(name for bit, name in _REDIRECTS.items() if bits & bit),
             expected="no redirection",
-            why=_REDIRECTING.why + stops,
+            effect=stops,
             fix="; ".join(f"setpci -s {port} ECAP_ACS+0x6.w=0000" for port in redirecting)
             + " (as root, after each boot; not on a hypervisor, whose guests need ACS)",
         )
@@ -112,7 +95,7 @@ def check_iommu(host: Host) -> Found:
     state = translating(host)
     if state:
         gpus = [gpu for gpu in host.gpus if _group_type(host, gpu).startswith("DMA")]
-        yield _TRANSLATING.at(listed([host.gpu_name(gpu) for gpu in gpus]))
+        yield defect("translating", listed([host.gpu_name(gpu) for gpu in gpus]))
     elif state is None and host.gpus and "iommu=pt" not in host.text("proc/cmdline").split():
         why = "/sys/kernel/iommu_groups does not tell; `dmesg | grep -i iommu` does"
         yield Unseen(what="whether the IOMMU translates the addresses of GPUs", why=why)
@@ -121,23 +104,6 @@ def check_iommu(host: Host) -> Found:
 # PCIe links
 
 _SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9])?) GT/s", re.ASCII)
-_SYSFS = "Linux, ABI/testing/sysfs-bus-pci: current_link_speed, current_link_width"
-_RESEAT = "reseat the card, look at its riser or cable, and at how the board shares lanes"
-_NARROW = Rule("slow", "a PCIe link runs on fewer lanes than both ends have", "", _SYSFS, _RESEAT)
-_SLOT = Rule(
-    "note",
-    "the slot is slower than the GPU",
-    "the slower end counts; a lower setting in the BIOS can be the reason",
-    _SYSFS,
-    "set the slot's link speed to Auto in the BIOS, if the board can do more",
-)
-_SLOW_UPLINK = Rule(
-    "slow",
-    "a PCIe link runs at a lower speed than both ends have",
-    "all GPUs below the switch share it; unlike a GPU's link it does not slow down when idle",
-    _SYSFS,
-    f"{_RESEAT}; then look at the link speed in the BIOS",
-)
 
 
 def check_links(host: Host) -> Found:
@@ -149,7 +115,7 @@ def check_links(host: Host) -> Found:
             yield from _width(host, gpu, above[-1], who)
             own, slot = (_speed(host, end, "max_link_speed") for end in (gpu, above[-1]))
             if 0 < slot < own:
-                yield _SLOT.at(who, measured=f"{slot:g} GT/s", expected=f"{own:g} GT/s")
+                yield defect("slot", who, measured=f"{slot:g} GT/s", expected=f"{own:g} GT/s")
     uplinks = {switch: port for gpu in host.gpus for port, switch in _uplinks(host, gpu)}
     for switch, port in uplinks.items():
         who = f"the switch at {switch}, below {port}"
@@ -158,7 +124,7 @@ def check_links(host: Host) -> Found:
         speeds = [_speed(host, end, "max_link_speed") for end in (switch, port)]
         best = min((speed for speed in speeds if speed), default=0)
         if 0 < now < best:
-            yield _SLOW_UPLINK.at(who, measured=f"{now:g} GT/s", expected=f"{best:g} GT/s")
+            yield defect("slow-uplink", who, measured=f"{now:g} GT/s", expected=f"{best:g} GT/s")
     if any(host.pci(gpu, "current_link_speed") for gpu in host.gpus):
         yield Unseen(
             what="the PCIe generation of GPUs under load",
@@ -181,7 +147,7 @@ def _width(host: Host, device: str, above: str, who: str) -> Iterator[Finding]:
     best = min((width for width in widths if width), default=0)
     if 0 < now < best:
         why = f"the link carries {now}/{best} of its best, in every ring"
-        yield _NARROW.at(who, measured=f"x{now}", expected=f"x{best}", why=why)
+        yield defect("narrow", who, measured=f"x{now}", expected=f"x{best}", why=why)
 
 
 def _lanes(host: Host, device: str, name: str) -> int:
@@ -197,22 +163,6 @@ def _speed(host: Host, device: str, name: str) -> float:
 
 # Peer access
 
-_NO_PEERMEM = Rule(
-    "slow",
-    "RDMA NICs cannot reach GPU memory: nvidia-peermem is not loaded",
-    "traffic between nodes takes a detour over host memory",
-    "NCCL user guide, GPU troubleshooting: GPU-to-NIC communication needs it",
-    "modprobe nvidia-peermem (as root, at each boot: a line nvidia-peermem in "
-    "/etc/modules-load.d/nvidia-peermem.conf)",
-)
-_NO_P2P = Rule(
-    "slow",
-    "the driver allows no P2P between some GPUs",
-    "NCCL moves their data through host memory",
-    "NVML, P2P status (nvidia-smi topo -p2p w); NCCL asks it for each pair",
-    "look for ACS and IOMMU above, and for P2P in the driver's options",
-)
-
 
 def check_peers(host: Host) -> Found:
     """Find pairs of GPUs without P2P, and RDMA NICs without GPUDirect."""
@@ -225,13 +175,12 @@ def check_peers(host: Host) -> Found:
         if not fact.supported and fact.source < fact.target
     ]
     if without and any("GeForce" in gpu.name for gpu in host.driver.gpus):
-        why = f"{_NO_P2P.why}, as on all GeForce cards"
-        yield _NO_P2P.at(f"pairs {listed(without)}", severity="note", why=why, fix="")
+        yield defect("geforce", f"pairs {listed(without)}")
     elif without:
-        yield _NO_P2P.at(f"pairs {listed(without)}")
+        yield defect("no-p2p", f"pairs {listed(without)}")
     nics = host.rdma_nics()
     if nics and host.gpus and not _offers_gpu_memory(host):
-        yield _NO_PEERMEM.at(listed(nics))
+        yield defect("no-peermem", listed(nics))
 
 
 def _offers_gpu_memory(host: Host) -> bool:
@@ -244,27 +193,6 @@ def _offers_gpu_memory(host: Host) -> bool:
 
 
 # GPU conditions
-
-_NO_PERSISTENCE = Rule(
-    "note",
-    "persistence mode is disabled",
-    "the driver unloads an unused GPU: jobs start slower, and settings such as clocks and power "
-    "limits are lost",
-    "NVIDIA, Driver Persistence",
-    "systemctl enable --now nvidia-persistenced (or nvidia-smi -pm 1, as root)",
-)
-_FIXED_CLOCK = Rule(
-    "note",
-    "a setting fixes the clock",
-    "steady for measurements, but a plan then holds for this clock only",
-    "NVML (nvidia-smi -q -d CLOCK, Applications Clocks)",
-)
-_COMPLAINT = Rule(
-    "slow",
-    "",
-    "measurements and jobs are slower than the GPU can be",
-    "NVML (nvidia-smi -q -d PERFORMANCE,CLOCK)",
-)
 
 
 def check_gpus(host: Host) -> Found:
@@ -279,11 +207,12 @@ def check_gpus(host: Host) -> Found:
         return
     disabled = [f"GPU {gpu.index}" for gpu in state.gpus if gpu.persistence is False]
     if disabled:
-        yield _NO_PERSISTENCE.at(listed(disabled))
+        yield defect("no-persistence", listed(disabled))
     for gpu in state.gpus:
         where = f"GPU {gpu.index}"
         if gpu.clock_mhz is not None:
-            yield _FIXED_CLOCK.at(
+            yield defect(
+                "fixed-clock",
                 where,
                 measured=f"{gpu.clock_mhz} MHz",
                 expected=f"up to {gpu.clock_max_mhz} MHz",
@@ -291,4 +220,4 @@ def check_gpus(host: Host) -> Found:
             )
         for text in gpu.complaints:
             what, _, fix = text.partition("; ")
-            yield _COMPLAINT.at(where, what=what.removeprefix(f"{where}: "), fix=fix)
+            yield defect("complaint", where, what=what.removeprefix(f"{where}: "), fix=fix)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from tccl_py.health.host import Finding, Host, Rule, Unseen, listed
+from tccl_py.health.host import Finding, Host, Unseen, defect, listed
 
 Found = Iterator[Finding | Unseen]
 
@@ -19,34 +19,6 @@ _PATTERNS = 2
 _SIZE = re.compile(r"size=([0-9]{1,18})([kmg%]?)", re.IGNORECASE | re.ASCII)
 _UNIT = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 _LIMITS = "proc/self/limits"
-_DOCS = (
-    "NCCL user guide, Runtime and MPI issues: the default limits of shared and pinned memory in "
-    "containers and of users may be too low"
-)
-_SMALL_SHM = Rule("hang", "/dev/shm is small", "", _DOCS)
-_FULL_SHM = Rule(
-    "hang",
-    "/dev/shm is nearly full",
-    "",
-    _DOCS,
-    "look for files of killed jobs: ls -l /dev/shm/nccl-* (remove them if no job runs)",
-)
-_LOCKED = Rule(
-    "note",
-    "a process may lock little memory",
-    "no RDMA NIC here needs more; jobs over several hosts would",
-    _DOCS,
-    "* - memlock unlimited (a line in /etc/security/limits.conf; for services and "
-    "Slurm LimitMEMLOCK=infinity)",
-)
-_MAPPED = Rule(
-    "hang",
-    "a process may map little virtual memory",
-    "each load of a graph file reserves 924 MB, used or not, and CUDA as much as all memories "
-    "together; below that NCCL fails to start",
-    "seen with NCCL 2.30.7, whose tables for a graph file are that large",
-    "ulimit -v unlimited",
-)
 
 
 def shared_memory_needed(gpus: int) -> int:
@@ -76,10 +48,12 @@ def check_shared_memory(host: Host) -> Found:
         fix = "mount -o remount,size=50% /dev/shm (as root)"
         if host.container:
             fix = "docker run --shm-size=1g ... (Kubernetes: an emptyDir of medium Memory)"
-        yield _SMALL_SHM.at("/dev/shm", measured=_mib(size), expected=expected, why=why, fix=fix)
+        yield defect(
+            "small-shm", "/dev/shm", measured=_mib(size), expected=expected, why=why, fix=fix
+        )
     elif host.shm_free is not None and host.shm_free < needed:
         measured = f"{_mib(host.shm_free)} of {_mib(size)} free"
-        yield _FULL_SHM.at("/dev/shm", measured=measured, expected=expected, why=why)
+        yield defect("full-shm", "/dev/shm", measured=measured, expected=expected, why=why)
 
 
 def shared_memory_size(host: Host) -> int | None:
@@ -111,10 +85,12 @@ def check_limits(host: Host) -> Found:
         if host.container:
             changes["fix"] = "docker run --ulimit memlock=-1 ..."
         where = "ulimit -l of this user"
-        yield _LOCKED.at(where, severity="hang" if nics else None, **changes)
+        yield defect("locked", where, severity="hang" if nics else None, **changes)
     mapped = _limit(limits, "Max address space")
     if mapped is not None:
-        yield _MAPPED.at("ulimit -v of this user", measured=_mib(mapped), expected="unlimited")
+        yield defect(
+            "mapped", "ulimit -v of this user", measured=_mib(mapped), expected="unlimited"
+        )
 
 
 def _limit(limits: str, name: str) -> int | None:
@@ -126,36 +102,6 @@ def _limit(limits: str, name: str) -> int | None:
 # NUMA nodes
 
 _BASE = "sys/devices/system"
-_SPLIT = Rule(
-    "note",
-    "sockets are split into several NUMA nodes (NPS or SNC in the BIOS)",
-    "",
-    "AMD 56338, NUMA topology: NPSn interleaves memory over 1/n of the channels",
-    "BIOS: NUMA nodes per socket = NPS1 (Intel: SNC = Disabled), then plan again",
-)
-_JOINED = Rule(
-    "slow",
-    "one NUMA node spans several sockets (NPS0, or NUMA disabled in the BIOS)",
-    "memory is interleaved over sockets: half of each bounce buffer is behind the link between "
-    "them, for every GPU",
-    "AMD 56338, NUMA topology: NPS0 interleaves memory over both sockets",
-    "BIOS: NUMA nodes per socket = NPS1, node interleaving disabled",
-)
-_LOST_GPUS = Rule(
-    "slow",
-    "GPUs do not tell their NUMA node",
-    "neither NCCL nor a plan can see which memory is near a GPU",
-    "Linux, ABI/testing/sysfs-bus-pci: numa_node is -1 where firmware does not say",
-    "update the BIOS; numactl --cpunodebind per rank works around it",
-)
-_BALANCING = Rule(
-    "note",
-    "the kernel moves pages between NUMA nodes (numa_balancing)",
-    "it unmaps pages to find their users, which disturbs copies and measurements; pinned buffers "
-    "stay",
-    "Linux, admin-guide/sysctl/kernel: to be disabled where work is bound to nodes",
-    "sysctl -w kernel.numa_balancing=0 (and in /etc/sysctl.d)",
-)
 
 
 def sockets_of_nodes(host: Host) -> dict[int, set[int]]:
@@ -180,7 +126,8 @@ def check_numa(host: Host) -> Found:
     counts = [sum(packages == {socket} for packages in nodes.values()) for socket in sockets]
     most = max(counts, default=0)
     if most > 1:
-        yield _SPLIT.at(
+        yield defect(
+            "split",
             f"{len(sockets)} socket(s), {len(nodes)} NUMA nodes",
             measured=f"{most} nodes a socket",
             expected="1",
@@ -189,10 +136,12 @@ def check_numa(host: Host) -> Found:
         )
     for node, packages in nodes.items():
         if len(packages) > 1:
-            yield _JOINED.at(f"NUMA node {node}", measured=f"{len(packages)} sockets", expected="1")
+            yield defect(
+                "joined", f"NUMA node {node}", measured=f"{len(packages)} sockets", expected="1"
+            )
     yield from _lost_gpus(host)
     if len(nodes) > 1 and host.number("proc/sys/kernel/numa_balancing"):
-        yield _BALANCING.at("/proc/sys/kernel/numa_balancing", measured="1", expected="0")
+        yield defect("balancing", "/proc/sys/kernel/numa_balancing", measured="1", expected="0")
 
 
 def _lost_gpus(host: Host) -> Iterator[Finding]:
@@ -201,27 +150,19 @@ def _lost_gpus(host: Host) -> Iterator[Finding]:
         return
     changes = {}
     if host.virtual:
-        changes["why"] = f"{_LOST_GPUS.why}: the virtual machine hides it"
+        changes["effect"] = ": the virtual machine hides it"
         changes["fix"] = (
             "give the virtual machine the host's NUMA topology (libvirt: numatune, pcie expander "
             "buses)"
         )
     harmless = host.virtual or len(host.numa_nodes()) == 1
-    yield _LOST_GPUS.at(listed(lost), severity="note" if harmless else None, **changes)
+    yield defect("lost-gpus", listed(lost), severity="note" if harmless else None, **changes)
 
 
 # Containers and virtual machines
 
 _CUMEM_HOST_SINCE = 560
 """The driver branch of CUDA 12.6."""
-_CUMEM_HOST = Rule(
-    "note",
-    "NCCL allocates host buffers through CUDA here, which needs NUMA calls",
-    "containers forbid them by default: an old NCCL then fails to start, a newer one "
-    "falls back to /dev/shm, where buffers may be on another NUMA node",
-    "NCCL user guide, Runtime issues: cuMem host allocations",
-    "docker run --cap-add SYS_NICE ..., or NCCL_CUMEM_HOST_ENABLE=0 for old versions",
-)
 
 
 def check_container(host: Host) -> Found:
@@ -234,7 +175,7 @@ def check_container(host: Host) -> Found:
     branch = host.driver_version().partition(".")[0]
     newer = branch.isdecimal() and int(branch) >= _CUMEM_HOST_SINCE
     if newer and not host.environment.get("NCCL_CUMEM_HOST_ENABLE"):
-        yield _CUMEM_HOST.at(f"a container with driver {host.driver_version()}")
+        yield defect("cumem-host", f"a container with driver {host.driver_version()}")
 
 
 def check_virtual(host: Host) -> Found:
