@@ -16,10 +16,10 @@ from tccl_py.model.knowledge import Fingerprint
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.directory import write_plan
 from tccl_py.torch import groups
+from tccl_py.torch.groups import ProcessState, graph_file
 from tccl_py.torch.here import Here, host_identity
 from tccl_py.torch.plans import Member, open_plan
 from tccl_py.torch.roster import roster_of
-from tccl_py.torch.surroundings import ProcessSettings, graph_file
 from tests.cluster_plans import mixed
 from tests.fake_torch import FakeDistributed, FakeTorch
 from tests.planned import needing_a_graph, plan_of
@@ -56,8 +56,7 @@ def _fresh(monkeypatch, tmp_path):
         monkeypatch.setenv(name, "")
         del os.environ[name]
     monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "no.conf"))
-    monkeypatch.setattr(groups, "_SETTINGS", ProcessSettings())
-    monkeypatch.setattr(groups, "_JOBS", [])
+    monkeypatch.setattr(groups, "STATE", ProcessState())
 
 
 def told(directory, gpus, *, host=None):
@@ -78,7 +77,7 @@ class Rank:
         self.distributed = FakeDistributed(len(members), rank, others, when)
         self.torch = FakeTorch(self.distributed, **more)
         self.here = Here(gpu=members[rank].gpu, fingerprint=PRINT, nccl="2.30.7")
-        monkeypatch.setattr(groups, "_torch", lambda: self.torch)
+        monkeypatch.setattr(groups, "import_torch", lambda: self.torch)
         monkeypatch.setattr(
             "tccl_py.torch.here.look",
             lambda ordinal, nccl: msgspec.structs.replace(self.here, nccl=nccl),
@@ -208,8 +207,7 @@ def test_any_sequence_of_groups_sees_its_own_files_and_leaves_the_environment(
     plan_dir, gpus, me, when, before, steps
 ):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "_SETTINGS", ProcessSettings())
-        patch.setattr(groups, "_JOBS", [])
+        patch.setattr(groups, "STATE", ProcessState())
         patch.delenv(GRAPH, raising=False)
         if before is not None:
             patch.setenv(GRAPH, before)
@@ -266,7 +264,7 @@ def test_a_plan_leaves_the_hosts_topology_file_to_it(plan_dir, monkeypatch):
     assert rank.distributed.made[0].seen[TOPOLOGY] == "/opt/vendor/topo.xml"
 
 
-# where the plan is off
+# where the plan is disabled
 
 
 def stock_everywhere(rank, plan_dir, capfd, said):
@@ -275,7 +273,7 @@ def stock_everywhere(rank, plan_dir, capfd, said):
     assert [graph for _, graph in rank.graphs] == [None, None]
     assert GRAPH not in os.environ
     assert "NCCL_P2P_LEVEL" not in os.environ
-    begin = "tccl: the plan is off, NCCL chooses its own rings: "
+    begin = "tccl: the plan is disabled, NCCL chooses its own rings: "
     assert capfd.readouterr().err == f"{begin}{said}\n"
 
 
@@ -634,7 +632,7 @@ def test_groups_of_two_hosts_do_not_use_a_plan_of_one_machine(plan_dir, monkeypa
 
 
 def test_settings_without_a_plan_do_not_hold_for_one_that_comes_later(monkeypatch):
-    fixed = ProcessSettings()
+    fixed = ProcessState()
     fixed.fix({})
     with pytest.raises(InputError, match="and this process has no settings; NCCL reads settings"):
         fixed.check(environment(Settings(p2p_level="SYS")), where="p")

@@ -42,8 +42,8 @@ def as_nccl(torch, dist, rank, seen):
     from tccl_py.torch import groups, here  # noqa: PLC0415
 
     none = Fingerprint(gpu_uuids=(), driver="", numa_count=1, kernel="")
-    groups._wants_nccl = lambda torch, backend: True
-    groups._device = lambda torch, device_id: torch.device("cpu", 0)
+    groups.wants_nccl = lambda torch, backend: True
+    groups.device_of = lambda torch, device_id: torch.device("cpu", 0)
     here.look = lambda ordinal, nccl: here.Here(gpu=3 - rank, fingerprint=none, nccl="2.30.7")
     torch.cuda.nccl.version = lambda: (2, 30, 7)
     torch.cuda.synchronize = lambda device: None

@@ -4,40 +4,39 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from itertools import count
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.torch.here import member_of
+from tccl_py.torch.here import GRAPH_VARIABLE, member_of
 from tccl_py.torch.plans import OpenPlan
 from tccl_py.torch.roster import Roster, exchange
-from tccl_py.torch.surroundings import GRAPH_VARIABLE, ProcessSettings, graph_file
 
-_SETTINGS = ProcessSettings()
-_TURNS = count()
-"""Each exchange has keys of its own in the store; all ranks come to them in the same order."""
+# The environment belongs to the whole process, so one communicator is made at a time.
+_LOCK = threading.RLock()
 
 
 class _PlanInUse(msgspec.Struct, frozen=True):
-    """A plan, None if there is none here, and what all ranks know of it."""
+    """A plan, None if there is none here, and the ranks' agreement on it."""
 
     opened: OpenPlan | None
     roster: Roster
 
     def graph(self, ranks: Sequence[int], rank: int) -> Path | None:
-        """The graph file of a group of these ranks, in group order; None is stock."""
+        """Return the graph file of a group of these ranks, in group order; None is default NCCL."""
         if self.opened is None or self.roster.off:
             return None
         members = self.roster.members
-        return self.opened.graph([members[one] for one in ranks], members[rank])
+        return self.opened.graph([members[number] for number in ranks], members[rank])
 
 
-class _Meeting(msgspec.Struct, frozen=True):
-    """Where the ranks meet: a store, this one's number, and how many there are."""
+class _Rendezvous(msgspec.Struct, frozen=True):
+    """The store of the ranks, this rank's number, and the number of ranks."""
 
     store: Any
     rank: int
@@ -45,18 +44,44 @@ class _Meeting(msgspec.Struct, frozen=True):
 
 
 class _Job(msgspec.Struct, kw_only=True):
-    """A job whose default group was made here; `first` is None where NCCL has no part in it."""
+    """A job with a default group made here; `first` is None where it does not use NCCL."""
 
     world: Any
     rank: int
     device: Any = None
-    meeting: _Meeting | None = None
+    rendezvous: _Rendezvous | None = None
     first: _PlanInUse | None = None
     others: dict[str, _PlanInUse] = {}
 
 
-_JOBS: list[_Job] = []
-"""The job that this process is in, if any."""
+class ProcessState:
+    """The job of this process, and its NCCL settings: NCCL reads them at the first communicator."""
+
+    def __init__(self) -> None:
+        self.job: _Job | None = None
+        self.exchanges = 0
+        self._settings: dict[str, str] | None = None
+
+    def check(self, variables: Mapping[str, str], *, where: str) -> None:
+        """Refuse a plan's settings if they differ from the process's; the error names `where`.
+
+        Raises:
+            InputError: communicators of this process were made with other settings.
+        """
+        if self._settings is not None and self._settings != variables:
+            what = f"needs {_listed(variables)}, and this process has {_listed(self._settings)}"
+            right = "NCCL reads settings once in a process: use plans of the same settings in it"
+            raise InputError(where, what, right)
+
+    def fix(self, variables: Mapping[str, str]) -> None:
+        """Set the variables for good, once in a process."""
+        with _LOCK:
+            if self._settings is None:
+                self._settings = dict(variables)
+                os.environ.update(variables)
+
+
+STATE = ProcessState()
 
 
 def init_process_group(  # noqa: PLR0917 (torch's own order)
@@ -73,59 +98,60 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
 ) -> None:
     """Make the default group as torch.distributed.init_process_group does, with a plan's rings.
 
-    The plan's settings are set first, for good: NCCL reads them once. The default communicator is
-    made before this returns, also without `device_id`; it then uses the current CUDA device, so
-    call torch.cuda.set_device before. All ranks use the plan, or none: where it does not fit one of
-    them (other GPUs, driver, NUMA nodes or NCCL, or other settings in the environment), rank 0 says
-    why on stderr, and all groups are stock NCCL's.
+    The plan's settings are set first, for good, because NCCL reads them once. The default
+    communicator exists when this returns, also without `device_id`; it then uses the current CUDA
+    device, so call torch.cuda.set_device before. All ranks use the plan, or none: if it does not
+    fit one of them (other GPUs, driver, NUMA nodes or NCCL, or other settings in the environment),
+    rank 0 says why on stderr, and all groups use default NCCL.
 
     Args:
-        plan_dir: a plan's directory; what TCCL_PLAN names if None, else no plan.
+        plan_dir: a plan's directory; None for the one in TCCL_PLAN, if set.
         backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id:
-            as torch has them.
+            as in torch.
 
     Raises:
-        InputError: the same on all ranks: no or a damaged plan, one whose settings are not those
-            that this process has already, a file of NCCL's that names a graph for all
-            communicators, or torch is missing.
+        InputError: the same on all ranks: no plan, a damaged one, or one with other settings than
+            this process has already; a file of NCCL's that names a graph for all communicators; or
+            torch is missing.
     """
-    torch = _torch()
+    torch = import_torch()
     dist = torch.distributed
-    given = {
-        "timeout": timeout,
-        "group_name": group_name or None,
-        "pg_options": pg_options,
-        "device_id": device_id,
-    }
-    options = {name: value for name, value in given.items() if value is not None}
-    _JOBS.clear()
-    if not _wants_nccl(torch, backend):
-        meet = {"init_method": init_method, "world_size": world_size, "rank": rank, "store": store}
+    options = _given(
+        timeout=timeout, group_name=group_name or None, pg_options=pg_options, device_id=device_id
+    )
+    STATE.job = None
+    if not wants_nccl(torch, backend):
+        numbers = {"world_size": world_size, "rank": rank}
         with graph_file(None):
-            dist.init_process_group(backend, **meet, **options)
-        _JOBS.append(_Job(world=dist.group.WORLD, rank=dist.get_rank()))
+            dist.init_process_group(
+                backend, init_method=init_method, store=store, **numbers, **options
+            )
+        STATE.job = _Job(world=dist.group.WORLD, rank=dist.get_rank())
         return
+    # 1. Let the ranks meet as torch does, but have the store before the group.
+    rendezvous = _Rendezvous(store, rank, world_size)
     if store is None:
-        meeting = _rendezvous(dist, init_method, _Meeting(None, rank, world_size), timeout)
-    else:
-        meeting = _given(init_method, _Meeting(store, rank, world_size))
-    device = _device(torch, device_id)
-    first = _agree(torch, meeting, plan_dir, device)
-    _say(first.roster, meeting.rank)
-    if not first.roster.off and first.opened is not None:
-        _SETTINGS.fix(first.opened.variables)
-    else:
-        _SETTINGS.fix({})
+        rendezvous = _rendezvous(dist, init_method, rendezvous, timeout)
+    elif rank < 0 or world_size < 1 or init_method is not None:
+        what = "is given beside another way to meet"
+        raise InputError("store", what, "give rank and world_size, no init_method")
+    # 2. Agree on the plan, and set its settings.
+    device = device_of(torch, device_id)
+    first = _agree(torch, rendezvous, plan_dir, device)
+    _report(first.roster, rendezvous.rank)
+    enabled = first.opened is not None and not first.roster.off
+    STATE.fix(first.opened.variables if enabled and first.opened is not None else {})
 
+    # 3. Make the default group.
     def create() -> Any:
-        own = store if store is not None else dist.PrefixStore("default_pg", meeting.store)
-        numbers = {"world_size": meeting.size, "rank": meeting.rank}
+        own = store if store is not None else dist.PrefixStore("default_pg", rendezvous.store)
+        numbers = {"world_size": rendezvous.size, "rank": rendezvous.rank}
         dist.init_process_group(backend, store=own, **numbers, **options)
         return dist.group.WORLD
 
-    job = _Job(world=None, rank=meeting.rank, device=device, meeting=meeting, first=first)
-    job.world = _made(torch, job, first, tuple(range(meeting.size)), create)
-    _JOBS.append(job)
+    job = _Job(world=None, rank=rendezvous.rank, device=device, rendezvous=rendezvous, first=first)
+    job.world = _made(torch, job, first, range(rendezvous.size), create)
+    STATE.job = job
 
 
 def new_group(  # noqa: PLR0917 (torch's own order)
@@ -142,42 +168,39 @@ def new_group(  # noqa: PLR0917 (torch's own order)
 ) -> Any:
     """Make a group as torch.distributed.new_group does, with the rings planned for its GPUs.
 
-    Where the plan has none for exactly these GPUs, the group is stock NCCL's. Its communicator is
-    made before this returns.
+    Without rings for exactly these GPUs, the group uses default NCCL. Its communicator exists when
+    this returns.
 
     Args:
         ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id,
-            sort_ranks: as torch has them.
-        plan_dir: another plan than the default group's, of the same settings; all ranks name it.
+            sort_ranks: as in torch.
+        plan_dir: another plan with the default group's settings; all ranks name it.
 
     Raises:
         InputError: the default group was not made here, or something is wrong with `plan_dir`.
     """
-    torch, job = _torch(), _job()
-    given = {
-        "timeout": timeout,
-        "backend": backend,
-        "pg_options": pg_options,
-        "use_local_synchronization": use_local_synchronization or None,
-        "group_desc": group_desc,
-        "device_id": device_id,
-        "sort_ranks": None if sort_ranks else False,
-    }
-    options = {name: value for name, value in given.items() if value is not None}
+    torch, job = import_torch(), _current_job()
+    options = _given(
+        timeout=timeout,
+        backend=backend,
+        pg_options=pg_options,
+        use_local_synchronization=use_local_synchronization or None,
+        group_desc=group_desc,
+        device_id=device_id,
+        sort_ranks=None if sort_ranks else False,
+    )
 
     def create() -> Any:
         return torch.distributed.new_group(ranks, **options)
 
-    if job.first is None or not _wants_nccl(torch, backend or "nccl"):
+    if job.first is None or not wants_nccl(torch, backend or "nccl"):
         with graph_file(None):
             return create()
     if plan_dir is not None and use_local_synchronization:
-        raise InputError(
-            "plan_dir", "is beside use_local_synchronization", "all ranks have to learn of a plan"
-        )
-    used = job.first if plan_dir is None else _other(torch, job, plan_dir)
-    everybody = range(len(job.first.roster.members))
-    order = list(everybody if ranks is None else ranks)
+        what = "cannot be combined with use_local_synchronization"
+        raise InputError("plan_dir", what, "every rank must load the plan")
+    used = job.first if plan_dir is None else _other_plan(torch, job, plan_dir)
+    order = list(range(len(job.first.roster.members)) if ranks is None else ranks)
     return _made(torch, job, used, sorted(order) if sort_ranks else order, create)
 
 
@@ -188,20 +211,20 @@ def split_group(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> Any:
-    """Split a group as torch.distributed.split_group does (ncclCommSplit), each part with the
-    rings planned for its GPUs, or stock NCCL's.
+    """Split a group as torch.distributed.split_group does (ncclCommSplit).
+
+    Each part has the rings planned for its GPUs, or default NCCL's.
 
     Args:
-        parent_pg, split_ranks, timeout, pg_options, group_desc: as torch has them; `split_ranks`
-            has ranks of the parent.
+        parent_pg, split_ranks, timeout, pg_options, group_desc: as in torch; `split_ranks` has
+            ranks of the parent.
 
     Raises:
         InputError: the default group was not made here.
     """
-    torch, job = _torch(), _job()
+    torch, job = import_torch(), _current_job()
     dist = torch.distributed
-    given = {"timeout": timeout, "pg_options": pg_options, "group_desc": group_desc}
-    options = {name: value for name, value in given.items() if value is not None}
+    options = _given(timeout=timeout, pg_options=pg_options, group_desc=group_desc)
 
     def create() -> Any:
         return dist.split_group(parent_pg, split_ranks, **options)
@@ -210,20 +233,51 @@ def split_group(
         with graph_file(None):
             return create()
     parents = dist.get_process_group_ranks(job.world if parent_pg is None else parent_pg)
-    parts = [[parents[one] for one in sorted(part)] for part in split_ranks or ()]
-    mine = next((part for part in parts if job.rank in part), [])
-    return _made(torch, job, job.first, mine, create)
+    parts = [[parents[number] for number in sorted(part)] for part in split_ranks or ()]
+    own = next((part for part in parts if job.rank in part), [])
+    return _made(torch, job, job.first, own, create)
+
+
+def import_torch() -> Any:
+    """Import torch, which only programs with process groups need."""
+    try:
+        import torch  # noqa: PLC0415
+        import torch.distributed  # noqa: PLC0415
+    except ImportError as error:
+        raise InputError("torch", "is not installed", "`pip install torch`") from error
+    return torch
+
+
+@contextmanager
+def graph_file(path: Path | None) -> Iterator[None]:
+    """Name this graph file, or none, until the block ends; other threads wait."""
+    with _LOCK:
+        before = os.environ.get(GRAPH_VARIABLE)
+        _set_graph(None if path is None else str(path))
+        try:
+            yield
+        finally:
+            _set_graph(before)
+
+
+def _set_graph(value: str | None) -> None:
+    if value is not None:
+        os.environ[GRAPH_VARIABLE] = value
+        return
+    os.environ.pop(GRAPH_VARIABLE, None)
+    # NCCL sets variables of its files in C, which os.environ does not show.
+    os.unsetenv(GRAPH_VARIABLE)
 
 
 def _made(
     torch: Any, job: _Job, used: _PlanInUse, ranks: Sequence[int], create: Callable[[], Any]
 ) -> Any:
-    """A group of these ranks; its communicator exists when this returns."""
+    """Return a group of these ranks; its communicator exists."""
     member = job.rank in ranks
     with graph_file(used.graph(ranks, job.rank) if member else None):
         made = create()
         # torch makes communicators with their first collective, or in the background: waiting for
-        # one is what all versions have in common.
+        # a collective works in all versions.
         if member and used.roster.distinct:
             token = torch.zeros(1, device=job.device)
             torch.distributed.all_reduce(token, group=made)
@@ -231,87 +285,84 @@ def _made(
     return made
 
 
-def _agree(torch: Any, meeting: _Meeting, plan_dir: str | Path | None, device: Any) -> _PlanInUse:
-    """Open a plan on all ranks, and learn what all of them say to it."""
+def _agree(
+    torch: Any, rendezvous: _Rendezvous, plan_dir: str | Path | None, device: Any
+) -> _PlanInUse:
+    """Open a plan on all ranks, and exchange their findings."""
     version = ".".join(map(str, torch.cuda.nccl.version()))
     directory = None if plan_dir is None else Path(plan_dir)
-    mine, opened = member_of(directory, device.index, version, _SETTINGS)
-    own = torch.distributed.PrefixStore(f"tccl/{next(_TURNS)}", meeting.store)
-    roster = exchange(own, meeting.rank, meeting.size, mine)
+    member, opened = member_of(directory, device.index, version, STATE.check)
+    # Each exchange has keys of its own; all ranks make them in the same order.
+    own = torch.distributed.PrefixStore(f"tccl/{STATE.exchanges}", rendezvous.store)
+    STATE.exchanges += 1
+    roster = exchange(own, rendezvous.rank, rendezvous.size, member)
     if roster.wrong:
         at = next(number for number, one in enumerate(roster.members) if one.wrong)
-        raise InputError(f"rank {at}", *_parted(roster.wrong))
+        what, _, right = roster.wrong.rpartition("; ")
+        raise InputError(f"rank {at}", what, right)
     return _PlanInUse(opened, roster)
 
 
-def _parted(sentence: str) -> tuple[str, str]:
-    what, _, right = sentence.rpartition("; ")
-    return what, right
-
-
-def _other(torch: Any, job: _Job, plan_dir: str | Path) -> _PlanInUse:
-    """Another plan than the default group's; all ranks meet the first time it is named."""
+def _other_plan(torch: Any, job: _Job, plan_dir: str | Path) -> _PlanInUse:
+    """Return another plan than the default group's; all ranks exchange on its first use."""
     name = str(plan_dir)
     if name not in job.others:
-        assert job.meeting is not None
-        job.others[name] = _agree(torch, job.meeting, plan_dir, job.device)
-        _say(job.others[name].roster, job.rank)
+        assert job.rendezvous is not None
+        job.others[name] = _agree(torch, job.rendezvous, plan_dir, job.device)
+        _report(job.others[name].roster, job.rank)
     return job.others[name]
 
 
-def _given(init_method: str | None, meeting: _Meeting) -> _Meeting:
-    if meeting.rank < 0 or meeting.size < 1 or init_method is not None:
-        raise InputError(
-            "store", "is beside other ways to meet", "give rank and world_size, no init_method"
-        )
-    return meeting
-
-
-def _rendezvous(dist: Any, init_method: str | None, asked: _Meeting, timeout: Any) -> _Meeting:
-    """Let the ranks meet as torch would; only that the store is at hand before the group is."""
-    more = {} if timeout is None else {"timeout": timeout}
-    ways = dist.rendezvous(init_method or "env://", asked.rank, asked.size, **more)
-    found = _Meeting(*next(iter(ways)))
+def _rendezvous(
+    dist: Any, init_method: str | None, asked: _Rendezvous, timeout: Any
+) -> _Rendezvous:
+    more = _given(timeout=timeout)
+    found = _Rendezvous(
+        *next(iter(dist.rendezvous(init_method or "env://", asked.rank, asked.size, **more)))
+    )
     if timeout is not None:
         found.store.set_timeout(timeout)
     return found
 
 
-def _device(torch: Any, device_id: Any) -> Any:
+def device_of(torch: Any, device_id: Any) -> Any:
+    """Return the CUDA device of `device_id`, the current one if None."""
     index = device_id if isinstance(device_id, int) else getattr(device_id, "index", None)
     return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
-def _wants_nccl(torch: Any, backend: str | None) -> bool:
+def wants_nccl(torch: Any, backend: str | None) -> bool:
+    """Return whether groups of this backend use NCCL here."""
     if not torch.cuda.is_available():
         return False
     return backend in (None, "", "undefined") or "nccl" in str(backend).lower()
 
 
-def _say(roster: Roster, rank: int) -> None:
+def _report(roster: Roster, rank: int) -> None:
+    """Say on rank 0's stderr that the plan is disabled, or a graph variable in the way."""
     if rank != 0 or sys.stderr is None:
         return
     if roster.off:
-        text = f"the plan is off, NCCL chooses its own rings: {roster.off}"
-        print(f"tccl: {text}", file=sys.stderr, flush=True)
+        text = f"the plan is disabled, NCCL chooses its own rings: {roster.off}"
     elif os.environ.get(GRAPH_VARIABLE):
-        text = f"{GRAPH_VARIABLE} is set, and fails communicators made without tccl_py.torch"
-        print(f"tccl: {text}; unset it", file=sys.stderr, flush=True)
+        what = "is set, and fails communicators made without tccl_py.torch"
+        text = f"{GRAPH_VARIABLE} {what}; unset it"
+    else:
+        return
+    print(f"tccl: {text}", file=sys.stderr, flush=True)
 
 
-def _job() -> _Job:
-    torch = _torch()
-    if not _JOBS or _JOBS[0].world is not torch.distributed.group.WORLD:
-        raise InputError(
-            "the default group", "was not made here", "call tccl_py.torch.init_process_group first"
-        )
-    return _JOBS[0]
+def _current_job() -> _Job:
+    torch, job = import_torch(), STATE.job
+    if job is None or job.world is not torch.distributed.group.WORLD:
+        right = "call tccl_py.torch.init_process_group first"
+        raise InputError("the default group", "was not made here", right)
+    return job
 
 
-def _torch() -> Any:
-    try:
-        import torch  # noqa: PLC0415 (only who makes groups has it)
-        import torch.distributed  # noqa: PLC0415
-    except ImportError as error:
-        raise InputError("torch", "is not installed", "`pip install torch`") from error
-    return torch
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _listed(variables: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={text}" for name, text in sorted(variables.items())) or "no settings"

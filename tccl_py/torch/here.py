@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -29,11 +30,18 @@ from tccl_py.readers.hosts import names_of_this_host
 from tccl_py.readers.live import fingerprint_of
 from tccl_py.readers.nvml import GpuFacts, driver_facts
 from tccl_py.torch.plans import Member, OpenPlan, check_no_graph, open_plan
-from tccl_py.torch.surroundings import GRAPH_VARIABLE, ProcessSettings
 
 PLAN_VARIABLE = "TCCL_PLAN"
 """Names the plan's directory where a program does not; an installed plan sets it."""
+GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class CheckSettings(Protocol):
+    """Refuses settings by an InputError that names `where`."""
+
+    def __call__(self, variables: Mapping[str, str], *, where: str) -> None:
+        """Check settings."""
 
 
 class Here(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +101,7 @@ def host_identity(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def member_of(
-    directory: Path | None, ordinal: int, nccl: str, settings: ProcessSettings
+    directory: Path | None, ordinal: int, nccl: str, check: CheckSettings
 ) -> tuple[Member, OpenPlan | None]:
     """What a rank tells of itself and of a plan, and the plan; it raises nothing on purpose.
 
@@ -101,14 +109,14 @@ def member_of(
         directory: the plan's; None if the program names none.
         ordinal: of the rank's CUDA device.
         nccl: the version that torch has.
-        settings: what this process has set before.
+        check: refuses settings other than those that this process has.
     """
     member = Member(host=host_identity())
     try:
         named = directory or _named()
         opened = None if named is None else open_plan(named)
         if opened is not None:
-            settings.check(opened.variables, where=str(opened.directory))
+            check(opened.variables, where=str(opened.directory))
         graph = settings_of_files().get(GRAPH_VARIABLE)
         check_no_graph(GRAPH_VARIABLE, None if graph is None else graph.where)
     except InputError as error:
