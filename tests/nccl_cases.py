@@ -8,6 +8,8 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from tccl_py.model.machine import Machine
+from tccl_py.nccl.graph_file import SWAPPING, parse_graph_file
+from tccl_py.nccl.versions import LATEST
 from tccl_py.readers.nccl_topology import read_nccl_topology
 
 CASES = Path(__file__).parent / "cases"
@@ -58,3 +60,15 @@ def torn(draw, log: bytes):
 def case_name(case) -> str:
     """A test id."""
     return "-".join(str(case[key]) for key in case if key in ("graph", "topology", "environment"))
+
+
+def read_graph_file(path, version=LATEST):
+    return parse_graph_file(path.read_text(), where=str(path), version=version)
+
+
+def on_node(found, number):
+    """Default NCCL's chains on one of several nodes; it swaps pairs on odd ones with crossnic 2."""
+    chains = found.chains
+    if found.cross_nic != SWAPPING or number % 2 == 0 or len(chains) % 2:
+        return chains
+    return tuple(chains[channel ^ 1] for channel in range(len(chains)))

@@ -31,7 +31,7 @@ from tccl_py.nccl.asked import (
     ask_nccl,
     judged,
 )
-from tccl_py.nccl.asked_rank import Said
+from tccl_py.nccl.asked_rank import CommunicatorLog
 from tccl_py.nccl.default_rings import default_choice
 from tccl_py.nccl.graph_file import Channel, Graph
 from tccl_py.nccl.log import same_rings
@@ -236,7 +236,7 @@ def test_nccl_is_not_started_on_gpus_that_others_use(monkeypatch):
     why = "process 7 (name unknown) uses GPU 1"
     assert (nccl_here.why_not_asked([0]), nccl_here.why_not_asked([0, 1])) == ("", why)
     assert nccl_here.asked_here([0, 1]) == why
-    place = Fake().place()
+    place = Fake("h200x4-vm").place()
     rings = nccl_here.rings_here(place, (0, 1))
     assert (rings.able, len(rings.notices)) == (False, 1)
     assert nccl_here.rings_here(msgspec.structs.replace(place, backend="host"), (0, 1)) is None
@@ -470,10 +470,10 @@ DUMP = (VERDICTS / "graphs" / "a_ok1.xml").read_text()
 @given(st.integers(0, len(LOG)), st.integers(0, len(LOG)), st.integers(0, len(DUMP)))
 @settings(max_examples=200, deadline=None)
 def test_of_torn_logs_no_rings_are_made(start, end, dumped):
-    said = [Said(number=0, log=LOG[start:end], dump=DUMP[:dumped])]
+    said = [CommunicatorLog(number=0, log=LOG[start:end], dump=DUMP[:dumped])]
     question = Question(gpus=(4, 5, 7))
     try:
-        found = asked._read(question, said, "2.28.9")
+        found = asked.read_answer(question, said, "2.28.9")
     except MeasurementError:
         return
     assert all(
@@ -484,8 +484,8 @@ def test_of_torn_logs_no_rings_are_made(start, end, dumped):
 
 
 def test_whole_logs_give_rings_and_transports():
-    said = [Said(number=0, log=LOG, dump=DUMP)]
-    found = asked._read(Question(gpus=(4, 5, 7)), said, "2.28.9")
+    said = [CommunicatorLog(number=0, log=LOG, dump=DUMP)]
+    found = asked.read_answer(Question(gpus=(4, 5, 7)), said, "2.28.9")
     assert found.rings == ((4, 5, 7), (4, 7, 5)) * 2
     assert len(found.ways) == 6
 
@@ -494,8 +494,8 @@ def test_the_environment_of_ranks_has_none_of_the_callers_settings(monkeypatch):
     monkeypatch.setattr(
         os, "environ", {"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "HOME": "/h"}
     )
-    found = asked._environment({"NCCL_ALGO": "Ring"}, connect=True)
+    found = asked.rank_environment({"NCCL_ALGO": "Ring"}, connect=True)
     assert "NCCL_P2P_DISABLE" not in found
     assert (found["NCCL_NVLS_ENABLE"], found["HOME"], found["NCCL_ALGO"]) == ("0", "/h", "Ring")
     assert found["NCCL_RUNTIME_CONNECT"] == "0"
-    assert "NCCL_RUNTIME_CONNECT" not in asked._environment({}, connect=False)
+    assert "NCCL_RUNTIME_CONNECT" not in asked.rank_environment({}, connect=False)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.nccl.default_rings import default_chains
-from tccl_py.nccl.graph_file import parse_graph_file, read_graph_file
+from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.graph_writer import node_rings
 from tccl_py.nccl.log import parse_log, same_rings
@@ -22,7 +22,7 @@ from tccl_py.nccl.versions import known_versions
 from tccl_py.nccl.view import net_devices, view
 from tccl_py.plan.files import node_graph_text
 from tccl_py.readers.nccl_topology import read_nccl_topology
-from tests.nccl_cases import CASES, graph_text, graph_verdicts, machine
+from tests.nccl_cases import CASES, graph_text, graph_verdicts, machine, on_node, read_graph_file
 from tests.nccl_nodes import with_nics
 from tests.toy import toy_machine
 
@@ -142,7 +142,7 @@ def test_without_files_the_job_runs_stocks_chains_with_stocks_nics():
     stock = default_chains(view(HGX, NOTHING), nodes=4)
     assert (found.verdict, len(found.rings)) == ("ignored", stock.channels)
     for channel in range(8):
-        here = [stock.on_node(node)[channel] for node in range(4)]
+        here = [on_node(stock, node)[channel] for node in range(4)]
         ring = [8 * node + gpu for node, chain in enumerate(here) for gpu in chain.gpus]
         assert same_rings(found.rings[channel], tuple(ring))
         assert used(found, channel) == [(chain.entry, chain.exit) for chain in here]

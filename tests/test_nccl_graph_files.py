@@ -12,12 +12,19 @@ from tccl_py.nccl.graph_file import (
     GraphCrashError,
     GraphRejectedError,
     parse_graph_file,
-    read_graph_file,
 )
 from tccl_py.nccl.graph_writer import GraphRings, graph_xml
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.versions import known_versions
-from tests.nccl_cases import CASES, VERDICTS, case_name, graph_text, graph_verdicts, machine
+from tests.nccl_cases import (
+    CASES,
+    VERDICTS,
+    case_name,
+    graph_text,
+    graph_verdicts,
+    machine,
+    read_graph_file,
+)
 from tests.toy import toy_machine
 
 FOUR = "a_4gpu_2numa_pcie.xml"

@@ -10,12 +10,11 @@ from tccl_py.nccl.default_rings import (
     default_chains_or_sys,
     default_choice,
 )
-from tccl_py.nccl.graph_file import read_graph_file
 from tccl_py.nccl.graph_search import search_tree
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.view import view
 from tests.effort import soon
-from tests.nccl_cases import CASES, case_name, machine, stock_choices
+from tests.nccl_cases import CASES, case_name, machine, on_node, read_graph_file, stock_choices
 from tests.nccl_nodes import with_nics
 from tests.toy import toy_machine
 
@@ -117,15 +116,15 @@ def test_two_hgx_h100_get_the_channels_that_their_log_shows():
     rates_and_types = found.bw_intra, found.bw_inter, found.type_intra, found.type_inter
     assert rates_and_types == (48.0, 48.0, "NVL", "PIX")
     assert ends(found.chains)[:4] == [(0, 0, 1, 1), (1, 1, 0, 0), (2, 2, 3, 3), (3, 3, 2, 2)]
-    assert ends(found.on_node(1))[:2] == [(1, 1, 0, 0), (0, 0, 1, 1)]
-    assert found.on_node(2) == found.chains
+    assert ends(on_node(found, 1))[:2] == [(1, 1, 0, 0), (0, 0, 1, 1)]
+    assert on_node(found, 2) == found.chains
 
 
 def test_channels_stay_on_their_rails_between_nodes():
     found = hgx(nodes=4)
     for node in range(4):
-        after = found.on_node((node + 1) % 4)
-        for one, other in zip(found.on_node(node), after, strict=True):
+        after = on_node(found, (node + 1) % 4)
+        for one, other in zip(on_node(found, node), after, strict=True):
             assert one.exit == other.entry
 
 
@@ -140,7 +139,7 @@ def test_channels_change_rails_without_swapping_with_cross_nic_1_and_in_2_18(cho
     found = hgx(**choice)
     assert found.cross_nic == 1
     assert ends(found.chains)[:2] == [(0, 0, 1, 1), (1, 1, 2, 2)]
-    assert found.on_node(1) == found.chains
+    assert on_node(found, 1) == found.chains
 
 
 def test_only_the_nics_that_the_settings_name_are_used():

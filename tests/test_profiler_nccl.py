@@ -23,11 +23,11 @@ from tccl_profiler.window import WindowLimits
 from tccl_py.cli.plan_cluster import ClusterOptions, ClusterTask, MeasuredCluster
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.transfer import entering, joined, leaving, parse_set, transfer_set
-from tccl_py.nccl.graph_file import read_graph_file
 from tccl_py.nccl_library import Library
 from tccl_py.search.problem import Budget
 from tccl_py.sources.hosts import HostsSource
 from tccl_py.sources.profiled import MeasurementOptions
+from tests.nccl_cases import read_graph_file
 from tests.profiler_clusters import agents_in_processes
 
 pytestmark = pytest.mark.timeout(180)

@@ -1,7 +1,7 @@
-"""What the installed NCCL does on this machine's GPUs: it is run, one process for each GPU.
+"""The installed NCCL's rings and verdicts on this machine's GPUs, from a run with a rank a GPU.
 
-Making a communicator takes NCCL seconds. Its log and its dump then say which rings, channels,
-types and transports it takes, and whether it loads a graph file.
+NCCL takes seconds to make a communicator. Its log and its dump then show rings, channels, types and
+transports, and whether it loads a graph file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_json
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
-from tccl_py.nccl.asked_rank import Answer, Communicator, Order, Said
+from tccl_py.nccl.asked_rank import Communicator, CommunicatorLog, JobSpec, RankResult
 from tccl_py.nccl.default_rings import DefaultChoice, default_choice
 from tccl_py.nccl.graph_file import RING, Graph, parse_graph_file
 from tccl_py.nccl.log import parse_log, same_rings, transport_of
@@ -30,22 +30,23 @@ from tccl_py.rank_processes.tasks import RanksError, Task, decoded, run_tasks
 PROGRAM = "tccl_py.nccl.asked_rank"
 TIMEOUT_S = 60.0
 _EACH_S = 10.0
-"""For every communicator more."""
+"""Added to the timeout for every further communicator."""
 _LOGGED = "INIT,GRAPH,ENV,P2P,SHM,NET"
 _FALLBACK = re.compile(r"Could not find a path for pattern 4, falling back to simple order")
 _NUMBERED = re.compile(r"(?:error: )?communicator (?P<number>\d{1,6})(?:: (?P<words>.*))?")
 _SPEED = 0.01
+_SHOWN = 3
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A communicator over GPUs, in rank order, with the text of a graph file or without one."""
+    """A communicator over GPUs in rank order, with the text of a graph file (None: no file)."""
 
     gpus: tuple[int, ...]
     graph: str | None = None
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
-    """How NCCL connects a GPU to the next one of a ring, by its own name (`P2P/CUMEM`)."""
+    """NCCL's name (`P2P/CUMEM`) for the connection from a GPU to the next in a ring."""
 
     source: int
     target: int
@@ -58,12 +59,11 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NcclAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What NCCL made of one communicator.
+    """One communicator of the installed NCCL.
 
-    `rings` has the GPU order of each final channel, from rank 0 on. `graph` is the ring graph that
-    NCCL searched or loaded, before channels are doubled. `ways` are the hops of all rings; they are
-    empty where connections were not asked for. `fallback` is true where the search found nothing
-    and NCCL took its simple order.
+    `rings` has the GPU order of each final channel, from rank 0 on. `graph` is the ring graph
+    searched or loaded, before channels are doubled. `ways` are the hops of all rings; empty without
+    connections. `fallback` is true where the search found nothing and NCCL took its simple order.
     """
 
     version: str
@@ -78,9 +78,9 @@ class RefusedError(MeasurementError):
     """NCCL does not start with a graph file, and starts without it.
 
     Args:
-        question: the index of the question whose file it is.
-        how: what NCCL did, and its words.
-        crash: whether a process of it crashed or never came to an end.
+        question: index of the question with the file.
+        how: NCCL's failure and message.
+        crash: whether a process crashed or never ended.
     """
 
     def __init__(self, question: int, how: str, *, crash: bool) -> None:
@@ -96,19 +96,9 @@ def ask_nccl(
     library: str | None = None,
     timeout: float = TIMEOUT_S,
 ) -> NcclAnswer:
-    """Return what the installed NCCL does with one communicator; see `ask_each`.
-
-    Args:
-        variables: NCCL's, in place of the caller's.
-        gpus: NVML indices of the GPUs, in rank order.
-        graph: text of a graph file for NCCL_GRAPH_FILE.
-        library: file of NCCL's library; None is the installed one.
-        timeout: seconds for all of it.
-    """
-    (found,) = ask_each(
-        variables, [Question(gpus=tuple(gpus), graph=graph)], library=library, timeout=timeout
-    )
-    return found
+    """Return the installed NCCL's answer for one communicator; see `ask_each`."""
+    question = Question(gpus=tuple(gpus), graph=graph)
+    return ask_each(variables, [question], library=library, timeout=timeout)[0]
 
 
 def ask_each(
@@ -119,126 +109,122 @@ def ask_each(
     connect: bool = True,
     timeout: float = TIMEOUT_S,
 ) -> tuple[NcclAnswer, ...]:
-    """Return what the installed NCCL does with each of several communicators.
+    """Return the installed NCCL's answer for each of several communicators.
 
-    All are made by the same processes, one after the other; so one set of variables holds for all.
-    Each process takes some 0.5 GiB of its GPU; none is left afterwards.
+    The same processes make all communicators, one after another, under one set of variables. Each
+    process takes some 0.5 GiB of its GPU; none is left afterwards.
 
     Args:
         variables: NCCL's, in place of the caller's.
-        questions: the communicators.
+        questions: the communicators; GPUs are NVML indices.
         library: file of NCCL's library; None is the installed one.
-        connect: whether NCCL shall connect the GPUs, which shows transports and takes longer.
-        timeout: seconds for the first communicator; each further one has 10 more.
+        connect: whether NCCL connects the GPUs, which shows transports and takes longer.
+        timeout: seconds for the first communicator; each further one adds 10.
 
     Raises:
         RefusedError: a graph file keeps NCCL from starting.
         MeasurementError: NCCL cannot be asked: no library, no GPU, or it fails or hangs.
     """
     library = library or find_library()
-    told = _environment(variables, connect=connect)
-    seconds = timeout + _EACH_S * (len(questions) - 1)
+    rank_variables = rank_environment(variables, connect=connect)
     try:
-        return _asked(told, questions, library, seconds)
+        seconds = timeout + _EACH_S * (len(questions) - 1)
+        return _run(rank_variables, questions, library, seconds)
     except RanksError as error:
         failed = _NUMBERED.match(error.said)
-        how = _how(error)
-        # A crash may have had the last word; among several files it is not known which was read.
+        how = _failure(error)
+        # After a crash without a number, any of several files may be at fault.
         number = int(failed["number"]) if failed is not None else len(questions) - 1
         unknown = failed is None and len(questions) > 1
         if unknown or questions[number].graph is None:
             raise MeasurementError(how) from error
-        # The file is to blame only if NCCL starts without it.
-        plain = Question(gpus=questions[number].gpus)
+        # The file is at fault only if NCCL starts without it.
         try:
-            _asked(told, [plain], library, timeout)
+            _run(rank_variables, [Question(gpus=questions[number].gpus)], library, timeout)
         except RanksError as again:
-            raise MeasurementError(_how(again)) from again
+            raise MeasurementError(_failure(again)) from again
         crash = error.late or "killed by signal" in error.what
         raise RefusedError(number, how, crash=crash) from error
 
 
-def _environment(variables: Mapping[str, str], *, connect: bool) -> dict[str, str]:
-    """Return the environment of the ranks: the caller's without its settings of NCCL."""
+def rank_environment(variables: Mapping[str, str], *, connect: bool) -> dict[str, str]:
+    """Return the environment of the ranks: the caller's without its NCCL settings."""
     found = {
         name: value
         for name, value in os.environ.items()
         if name in HOST_VARIABLES or not name.startswith("NCCL_")
     }
-    found |= {
-        # /etc/nccl.conf holds for every job; a user's own file does not.
-        "NCCL_CONF_FILE": "/dev/null",
-        "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_SUBSYS": _LOGGED,
-    }
+    # /etc/nccl.conf holds for every job; a user's own file does not.
+    found["NCCL_CONF_FILE"] = "/dev/null"
+    found |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": _LOGGED}
     if connect:
         found["NCCL_RUNTIME_CONNECT"] = "0"
     return {**found, **variables}
 
 
-def _asked(
+def _run(
     environment: Mapping[str, str], questions: Sequence[Question], library: str, seconds: float
 ) -> tuple[NcclAnswer, ...]:
-    """Run the ranks, and read what NCCL logged.
+    """Run the ranks, and read NCCL's logs.
 
     Raises:
-        RanksError: a rank failed, or the time was up.
-        MeasurementError: the logs are not whole.
+        RanksError: a rank failed, or timed out.
+        MeasurementError: the logs are incomplete.
     """
-    gpus = tuple(dict.fromkeys(gpu for one in questions for gpu in one.gpus))
-    names = [f"graph-{n}.xml" if one.graph is not None else "" for n, one in enumerate(questions)]
-    order = Order(
+    gpus = tuple(dict.fromkeys(gpu for question in questions for gpu in question.gpus))
+    files = {f"graph-{n}.xml": q.graph for n, q in enumerate(questions) if q.graph is not None}
+    spec = JobSpec(
         library=library,
         gpus=gpus,
         communicators=tuple(
-            Communicator(ranks=tuple(gpus.index(gpu) for gpu in one.gpus), graph=name)
-            for one, name in zip(questions, names, strict=True)
+            Communicator(
+                ranks=tuple(gpus.index(gpu) for gpu in question.gpus),
+                graph="" if question.graph is None else f"graph-{number}.xml",
+            )
+            for number, question in enumerate(questions)
         ),
     )
     ranks = tuple(range(len(gpus)))
     task = Task(
         program=PROGRAM,
-        spec=encode_json(order),
+        spec=encode_json(spec),
         ranks=ranks,
         environment=dict(environment),
         timeout=seconds,
-        files={n: one.graph or "" for n, one in zip(names, questions, strict=True) if n},
+        files=files,
     )
     (left,) = run_tasks([task])
-    answers = decoded(left, ranks, Answer)
-    said = [
-        [one for gpu in question.gpus for one in answers[gpus.index(gpu)].said if one.number == n]
-        for n, question in enumerate(questions)
-    ]
-    return tuple(
-        _read(question, found, answers[0].version)
-        for question, found in zip(questions, said, strict=True)
-    )
+    results = decoded(left, ranks, RankResult)
+    answers = []
+    for number, question in enumerate(questions):
+        of_ranks = (results[gpus.index(gpu)].logs for gpu in question.gpus)
+        logs = [log for rank_logs in of_ranks for log in rank_logs if log.number == number]
+        answers.append(read_answer(question, logs, results[0].version))
+    return tuple(answers)
 
 
-def _read(question: Question, said: Sequence[Said], version: str) -> NcclAnswer:
-    """Return what the logs of a communicator's ranks say, rank 0's first.
+def read_answer(question: Question, logs: Sequence[CommunicatorLog], version: str) -> NcclAnswer:
+    """Return a communicator's answer from the logs of its ranks, rank 0's first.
 
     Raises:
-        MeasurementError: they, or the dump, are not whole.
+        MeasurementError: the logs, or the dump, are incomplete.
     """
-    gpus, text = question.gpus, "\n".join(one.log for one in said)
+    gpus, text = question.gpus, "\n".join(rank.log for rank in logs)
     try:
         log = parse_log(text, where="NCCL's log")
-        dump = parse_graph_file(
-            said[0].dump, where="NCCL's graph dump", version=minor_version(version)
-        )
+        minor = minor_version(version)
+        dump = parse_graph_file(logs[0].dump, where="NCCL's graph dump", version=minor)
     except InputError as error:
         raise MeasurementError(f"NCCL cannot be asked: {error}") from error
     ranks, graph = log.rings_over(len(gpus)), dump.graph(RING)
     if not ranks or graph is None:
         raise MeasurementError("NCCL cannot be asked: its log or graph dump shows no rings")
     rings = tuple(tuple(gpus[rank] for rank in ring) for ring in ranks)
-    hops = {hop for ring in rings for hop in _hops(ring)}
+    hops = {hop for ring in rings for hop in zip(ring, (*ring[1:], ring[0]), strict=True)}
     via = {
-        (gpus[one.source], gpus[one.target]): one.via
-        for one in log.connections
-        if max(one.source, one.target) < len(gpus)
+        (gpus[link.source], gpus[link.target]): link.via
+        for link in log.connections
+        if max(link.source, link.target) < len(gpus)
     }
     return NcclAnswer(
         version=version,
@@ -253,8 +239,8 @@ def _read(question: Question, said: Sequence[Said], version: str) -> NcclAnswer:
     )
 
 
-def _how(error: RanksError) -> str:
-    """Return what ranks did and said, without what is only for this program."""
+def _failure(error: RanksError) -> str:
+    """Return the failure and message of ranks, without the communicator's number."""
     said = error.said
     numbered = _NUMBERED.match(said)
     words = (numbered["words"] or "") if numbered is not None else said.removeprefix("error: ")
@@ -265,12 +251,11 @@ def _how(error: RanksError) -> str:
 
 
 def minor_version(version: str) -> str:
-    """Return the two numbers of a version that say what NCCL does."""
+    """Return the first two numbers of a version, which decide NCCL's behaviour."""
     return ".".join(version.split(".")[:2])
 
 
-def _hops(ring: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(zip(ring, (*ring[1:], ring[0]), strict=True))
+# Verdicts on graph files.
 
 
 def judged(
@@ -282,15 +267,9 @@ def judged(
     library: str | None = None,
     timeout: float = TIMEOUT_S,
 ) -> Verdict:
-    """Return what the installed NCCL does with a graph file.
+    """Return the installed NCCL's verdict on a graph file.
 
-    Args:
-        variables: other NCCL variables of the job.
-        gpus: the job's GPUs in rank order.
-        text: the file.
-        where: its name for messages.
-        library: file of NCCL's library; None is the installed one.
-        timeout: seconds for all of it.
+    Arguments are as of `ask_nccl`; `where` is the file's name for messages.
 
     Raises:
         MeasurementError: NCCL cannot be asked.
@@ -303,34 +282,33 @@ def judged(
 
 
 def verdict_on(found: NcclAnswer, text: str, *, where: str) -> Verdict:
-    """Return what became of a graph file with which NCCL started; rings are rank orders."""
+    """Return the verdict on a graph file with which NCCL started; rings are rank orders."""
     rings = tuple(tuple(found.gpus.index(gpu) for gpu in ring) for ring in found.rings)
-    name = f"NCCL {found.version}"
+    name, final = f"NCCL {found.version}", len(found.rings)
     try:
         file = parse_graph_file(text, where=where, version=minor_version(found.version)).graph(RING)
     except InputError as error:
-        what = f"{name} starts with it, but not every NCCL does: {error}"
-        return Verdict(verdict="rejected", reason=what, rings=rings)
+        reason = f"{name} starts with it, but not every NCCL does: {error}"
+        return Verdict(verdict="rejected", reason=reason, rings=rings)
     if file is None or file.nchannels < 1:
-        what = f"the file has no channels of graph {RING}: {name} searches for itself"
-        return Verdict(verdict="ignored", reason=what, rings=rings)
+        reason = f"the file has no channels of graph {RING}: {name} searches for itself"
+        return Verdict(verdict="ignored", reason=reason, rings=rings)
     if not _same_graph(found.graph, file):
-        what = f"{name} took other rings than the file's: it searched for itself"
-        return Verdict(verdict="ignored", reason=what, rings=rings)
-    count, final = file.nchannels, len(found.rings)
-    right = all(
+        reason = f"{name} took other rings than the file's: it searched for itself"
+        return Verdict(verdict="ignored", reason=reason, rings=rings)
+    count = file.nchannels
+    as_written = all(
         same_rings(ring, file.channels[number % count].gpus)
         for number, ring in enumerate(found.rings)
     )
-    if not right or final < count:
-        what = f"{name} loads the file's {count} channels, and runs {final} that are not as it says"
-        return Verdict(verdict="clipped", reason=what, rings=rings)
+    if not as_written or final < count:
+        reason = f"{name} loads the file's {count} channels, and runs {final} other ones"
+        return Verdict(verdict="clipped", reason=reason, rings=rings)
     channels = f"{count} channel{'s' * (count != 1)} of the file"
     return Verdict(verdict="used", reason=f"{channels}, {final} in {name}", rings=rings)
 
 
 def _same_graph(dumped: Graph, file: Graph) -> bool:
-    """Tell whether NCCL's graph is the file's, by its rings and speed."""
     count = dumped.nchannels
     return (
         count == file.nchannels
@@ -340,22 +318,19 @@ def _same_graph(dumped: Graph, file: Graph) -> bool:
     )
 
 
-# NCCL's own rings on this machine: asked of the installed NCCL, or computed by its rules.
-
-
-_SHOWN = 3
+# Default NCCL's rings, by the installed NCCL or by its rules.
 
 
 class InstalledRings:
-    """NCCL's own rings under settings: the installed NCCL's answer where it can be asked.
+    """Default NCCL's rings under settings: the installed NCCL's answer where it can be asked.
 
-    An instance is called with settings, and gives the emulation's choice with what NCCL does
-    otherwise. Each choice of settings is asked for once. `notices` say where the two differ, or why
-    NCCL was not asked; `able` says whether it can be.
+    A call with settings returns the emulation's choice, corrected by the installed NCCL. Each
+    choice of settings is asked for once. `notices` tell where the two differ, or why NCCL was not
+    asked; `able` is whether it can be asked.
 
     Args:
-        machine: this machine, which the emulation takes.
-        knowledge: what is known of it.
+        machine: this machine, for the emulation.
+        knowledge: peer access of its GPUs.
         gpus: NVML indices of the communicator's GPUs.
         library: file of NCCL's library; None is the installed one.
     """
@@ -375,7 +350,7 @@ class InstalledRings:
         self._known: dict[Settings, DefaultChoice] = {}
 
     def __call__(self, settings: Settings) -> DefaultChoice:
-        """Return NCCL's own choice under settings of transports.
+        """Return default NCCL's choice under settings of transports.
 
         Raises:
             InputError: from the emulation.
@@ -391,7 +366,7 @@ class InstalledRings:
         return self._known[settings]
 
     def unable(self, why: str) -> None:
-        """Ask no more, and say why."""
+        """Stop asking, and add a notice with the reason."""
         self.able = False
         self.notices.append(
             "the NCCL here was asked neither for its own rings, which are computed by its rules, "
@@ -415,7 +390,7 @@ class InstalledRings:
         named = " ".join(f"{name}={value}" for name, value in environment(settings).items())
         under = f"NCCL {found.version} with {named or 'its defaults'}"
         self._compare_ways(found, settings, under)
-        # Final channels are the searched ones twice, and no more of them than the tree has.
+        # Final channels are the searched channels twice, and no more than the tree has.
         rings = found.rings[: max(1, len(found.rings) // 2)]
         expected = emulated.rings[: max(1, emulated.channels // 2)]
         if (
@@ -441,7 +416,7 @@ class InstalledRings:
         )
 
     def _compare_ways(self, found: NcclAnswer, settings: Settings, under: str) -> None:
-        """Note hops that go by another transport than their rates are of."""
+        """Add a notice on hops whose transport is not the emulation's."""
         seen = view(self._machine, self._knowledge, settings, gpus=self._gpus)
         other = [
             f"GPU {way.source} -> {way.target} by {way.via}, not {expected}"
@@ -457,7 +432,7 @@ class InstalledRings:
 
 
 def ring_words(found: NcclAnswer) -> str:
-    """Return the channels and rings of an answer as part of a sentence."""
+    """Return the channels and rings of an answer as text."""
     return _ring_words(found.rings, len(found.rings), fallback=found.fallback)
 
 

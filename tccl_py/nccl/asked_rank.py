@@ -18,106 +18,106 @@ from tccl_py.files import write_atomically
 from tccl_py.nccl_library import Library, version_text
 from tccl_py.rank_processes.rank import read_spec, write_result
 
-_LOOK_S = 0.005
+_POLL_S = 0.005
 _ABORT_S = 5.0
 
 
 class Communicator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A communicator to make: the ranks in it, and the name of its graph file, "" without one."""
+    """A communicator to make: its ranks, and the name of its graph file ("": none)."""
 
     ranks: tuple[int, ...]
     graph: str = ""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """NCCL's library, the GPU of each rank, and communicators to make, one after the other."""
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """NCCL's library, the GPU of each rank, and communicators to make one after another."""
 
     library: str
     gpus: tuple[int, ...]
     communicators: tuple[Communicator, ...]
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """NCCL's log of one communicator in this rank; rank 0 of it also has the dumped graphs."""
+class CommunicatorLog(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """NCCL's log of communicator `number` in this rank; its rank 0 adds the dumped graphs."""
 
     number: int
     log: str
     dump: str = ""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """NCCL's version, and its log of each communicator that this rank was in."""
+class RankResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """NCCL's version, and its log of each communicator with this rank."""
 
     version: str
-    said: tuple[Said, ...]
+    logs: tuple[CommunicatorLog, ...]
 
 
 def main() -> None:
-    """Make the communicators; exit code 1 with NCCL's words where it refuses one."""
-    order, rank, folder = read_spec(Order)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order.gpus))
+    """Make the communicators; exit with code 1 and NCCL's message if NCCL refuses one."""
+    spec, rank, folder = read_spec(JobSpec)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
     # NVML's order, which the GPUs' indices have.
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     os.environ["NCCL_DEBUG_FILE"] = str(folder / f"nccl-{rank}")
     number = -1
     try:
-        library = Library(order.library)
+        library = Library(spec.library)
         library.use_gpu(rank)
-        said = []
-        for number, one in enumerate(order.communicators):
-            if rank in one.ranks:
-                # Tells who runs this where it came to, if NCCL crashes.
+        logs = []
+        for number, communicator in enumerate(spec.communicators):
+            if rank in communicator.ranks:
+                # Names the communicator in case NCCL crashes.
                 print(f"communicator {number}", flush=True)
-                said.append(_made(library, order, number, rank, folder))
+                logs.append(_made(library, communicator, number, rank, folder))
     except TcclError as error:
         where = f"communicator {number}: " if number >= 0 else ""
         print(f"error: {where}{error}", flush=True)
         os._exit(1)
-    write_result(folder, rank, Answer(version=version_text(library.version), said=tuple(said)))
+    write_result(folder, rank, RankResult(version=version_text(library.version), logs=tuple(logs)))
     sys.stdout.flush()
     # Threads of NCCL may still run.
     os._exit(0)
 
 
-def _made(library: Library, order: Order, number: int, rank: int, folder: Path) -> Said:
-    """Make one communicator with the others, and end it.
+def _made(
+    library: Library, communicator: Communicator, number: int, rank: int, folder: Path
+) -> CommunicatorLog:
+    """Make one communicator with the other ranks, end it, and return its log.
 
     Raises:
         MeasurementError: NCCL refuses.
     """
-    one = order.communicators[number]
-    place = one.ranks.index(rank)
+    place = communicator.ranks.index(rank)
     dump, log = folder / f"dump-{number}.xml", folder / f"nccl-{rank}"
     # 1. Name the files that NCCL reads and writes with every communicator.
     os.environ["NCCL_GRAPH_DUMP_FILE"] = str(dump)
-    if one.graph:
-        os.environ["NCCL_GRAPH_FILE"] = str(folder / one.graph)
-    else:
-        os.environ.pop("NCCL_GRAPH_FILE", None)
-    # 2. Join it.
-    meeting = folder / f"id-{number}"
+    os.environ.pop("NCCL_GRAPH_FILE", None)
+    if communicator.graph:
+        os.environ["NCCL_GRAPH_FILE"] = str(folder / communicator.graph)
+    # 2. Join by the id of rank 0.
+    id_file = folder / f"id-{number}"
     if place == 0:
-        write_atomically(meeting, library.unique_id().hex())
-    _wait(meeting)
+        write_atomically(id_file, library.unique_id().hex())
+    _wait_for(id_file)
     begun = log.stat().st_size if log.exists() else 0
-    unique_id = bytes.fromhex(meeting.read_text())
-    made = library.communicator(unique_id, rank=place, ranks=len(one.ranks))
-    # 3. End it when it is complete in all ranks: until then they need this one.
+    unique_id = bytes.fromhex(id_file.read_text())
+    made = library.communicator(unique_id, rank=place, ranks=len(communicator.ranks))
+    # 3. Abort once all ranks have it: until then they need this rank.
     (folder / f"made-{number}-{rank}").touch()
-    for other in one.ranks:
-        _wait(folder / f"made-{number}-{other}")
+    for peer in communicator.ranks:
+        _wait_for(folder / f"made-{number}-{peer}")
     ending = threading.Thread(target=library.abort, args=(made,), daemon=True)
     ending.start()
     ending.join(_ABORT_S)
     text = log.read_bytes()[begun:].decode(errors="replace")
     dumped = dump.read_text(errors="replace") if place == 0 and dump.exists() else ""
-    return Said(number=number, log=text, dump=dumped)
+    return CommunicatorLog(number=number, log=text, dump=dumped)
 
 
-def _wait(path: Path) -> None:
-    """Wait for another rank's file; who runs this process limits the time."""
+def _wait_for(path: Path) -> None:
+    """Wait for a peer's file; the parent process limits the time."""
     while not path.exists():
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 if __name__ == "__main__":

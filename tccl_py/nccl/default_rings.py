@@ -13,7 +13,6 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
-from tccl_py.nccl.graph_file import SWAPPING
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings, final_channels
 from tccl_py.nccl.transport import Mechanism, pair_mechanism
@@ -72,16 +71,6 @@ class DefaultChains(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     fallback: bool = False
     assumed_sys: bool = False
-
-    def on_node(self, number: int) -> tuple[DefaultChain, ...]:
-        """Return the chains of node `number` in rank order; pairs may be swapped on odd nodes.
-
-        NCCL swaps them where channels leave by another NIC than their entry's, so that every
-        channel stays on its rail between nodes (ncclTopoPostset).
-        """
-        if self.cross_nic != SWAPPING or number % 2 == 0 or len(self.chains) % 2:
-            return self.chains
-        return tuple(self.chains[channel ^ 1] for channel in range(len(self.chains)))
 
 
 def default_choice(seen: NcclView, *, nodes: int = 1) -> DefaultChoice:
