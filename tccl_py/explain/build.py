@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import msgspec
 
@@ -108,7 +109,7 @@ class Builder:
             flows,
             min(together.gbps, *alone),
             alone,
-            each=_each(flows, together),
+            each_gbps=_each(flows, together),
             error=together.error,
             shares=tuple(shared.words for shared in self.suspects(flows)),
             instead=self._instead(flows),
@@ -124,32 +125,15 @@ class Builder:
         found = self._finding([flow], gbps, [alone], instead=self._instead([flow]))
         return msgspec.structs.replace(found, sentence="")
 
-    def _finding(
-        self,
-        flows: Flows,
-        gbps: float,
-        alone: Sequence[float],
-        *,
-        each: tuple[float, ...] = (),
-        error: float = 0.0,
-        shares: tuple[str, ...] = (),
-        instead: tuple[Instead, ...] = (),
-        alike: int = 0,
-        minimal: bool = True,
-    ) -> Finding:
+    def _finding(self, flows: Flows, gbps: float, alone: Sequence[float], **more: Any) -> Finding:
         found = Finding(
             flows=tuple(flows),
             gbps=gbps,
             alone_gbps=min(alone),
             slowdown=min(alone) / gbps,
-            each_gbps=each or (gbps,) * len(flows),
             each_alone_gbps=tuple(alone),
-            error=error,
-            shares=shares,
             kinds=tuple(sorted(set(map(kind_of, flows)))),
-            instead=instead,
-            alike=alike,
-            minimal=minimal,
+            **{"each_gbps": (gbps,) * len(flows), **more},
         )
         sentence = finding_sentence(self.node.machine, found, mark=self.mark)
         return msgspec.structs.replace(found, sentence=sentence)

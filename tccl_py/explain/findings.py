@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from tccl_py.model.machine import Machine
-from tccl_py.model.transfer import Flow, Place
+from tccl_py.model.transfer import Flow
 from tccl_py.plan.directory import keep_beside_plan, read_beside_plan
 
 FORMAT_VERSION = 1
@@ -49,8 +49,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     slowdown: float
     each_gbps: tuple[float, ...]
     each_alone_gbps: tuple[float, ...]
-    error: float
-    shares: tuple[str, ...]
+    error: float = 0.0
+    shares: tuple[str, ...] = ()
     kinds: tuple[str, ...]
     instead: tuple[Instead, ...] = ()
     alike: int = 0
@@ -173,55 +173,16 @@ def finding_sentence(machine: Machine, finding: Finding, *, mark: str) -> str:
 
 
 def described(machine: Machine, flows: Sequence[Flow]) -> str:
-    """Return the mechanisms of flows, and their common origin and target."""
+    """Return the mechanisms of flows, their common host memory, and the crossing between GPUs."""
     kinds = Counter(map(kind_of, flows))
-    parts = [", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))]
+    text = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
     if len(flows) == 1:
-        parts = [kind_of(flows[0])]
+        text = kind_of(flows[0])
     hosts = {part.destination for flow in flows if flow.is_bounce for part in flow.transfers[:1]}
     if len(hosts) == 1 and len(kinds) == 1:
-        parts.append(f"through the memory of NUMA node {next(iter(hosts)).index}")
-    return " ".join(filter(None, (*parts, _origin(machine, flows), _target(machine, flows))))
-
-
-def _origin(machine: Machine, flows: Sequence[Flow]) -> str:
-    sources = {flow.source for flow in flows}
-    ports = {_port(machine, source) for source in sources}
-    if len(flows) == 1 or len(ports) > 1:
-        return ""
-    (port,) = ports
-    if len(sources) == 1:
-        return f"out of {_name(next(iter(sources)))}"
-    return "" if port.startswith("G") else f"from below switch {port}"
-
-
-def _target(machine: Machine, flows: Sequence[Flow]) -> str:
-    """Return the common target, with the crossing between the GPUs' NUMA nodes."""
-    targets = {flow.destination for flow in flows}
-    where = {_crossing(machine, flow) for flow in flows}
-    far = where.pop() if len(where) == 1 else ""
-    several = len(flows) > 1
-    if several and len(targets) == 1:
-        return f"into {_name(next(iter(targets)))}{far}"
-    ports = {_port(machine, target) for target in targets}
-    pairs = [(_port(machine, flow.source), _port(machine, flow.destination)) for flow in flows]
-    leaving = all(source != target for source, target in pairs)
-    if several and len(ports) > 1 and leaving and not any(port.startswith("G") for port in ports):
-        return f"to {len(ports)} root ports{far}"
-    # The executor of a read is at the destination, and reaches for the source.
-    reads = all(kind_of(flow).endswith("read") for flow in flows)
-    ends = "GPUs" if several else "a GPU"
-    return f"{'from' if reads else 'to'} {ends}{far}" if far else ""
-
-
-def _name(place: Place) -> str:
-    return f"GPU {place.index}" if place.kind == "G" else str(place)
-
-
-def _port(machine: Machine, place: Place) -> str:
-    """Return the device at the root port above a GPU: the highest switch, or the GPU itself."""
-    above = (str(place), *machine.ancestors(str(place)))
-    return above[-2] if len(above) > 1 else above[0]
+        text += f" through the memory of NUMA node {next(iter(hosts)).index}"
+    crossings = {_crossing(machine, flow) for flow in flows}
+    return text + crossings.pop() if len(crossings) == 1 else text
 
 
 def _crossing(machine: Machine, flow: Flow) -> str:
@@ -229,9 +190,8 @@ def _crossing(machine: Machine, flow: Flow) -> str:
     first, second = (machine.numa_of(str(end)) for end in (flow.source, flow.destination))
     if first == second:
         return ""
-    if sockets[first] is not None and sockets[first] == sockets[second]:
-        return " of another NUMA node"
-    return " of the other socket" if len(set(sockets.values())) == 2 else " of another socket"
+    same = sockets[first] is not None and sockets[first] == sockets[second]
+    return " between NUMA nodes" if same else " between sockets"
 
 
 def _names(flows: Sequence[Flow]) -> str:
