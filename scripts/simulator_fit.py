@@ -20,7 +20,7 @@ from tccl_py.files import read_text
 from tccl_py.model.transfer import Flow, TransferSet, parse_flow, parse_set, transfer_set
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.engine import Engine
-from tccl_py.simulator.parameters import Parameters, bundled_parameters
+from tccl_py.simulator.model import Parameters, bundled_parameters
 
 # Measured rates as rows, for the fit and its tests.
 
@@ -208,7 +208,7 @@ class Fit:
         )
         fitted = self._with(found.x)
         # Four digits say all there is to know and keep the file readable.
-        return fitted.with_values({n: float(f"{x:.4g}") for n, x in fitted.values.items()})
+        return with_values(fitted, [float(f"{one.value:.4g}") for one in fitted.parameters])
 
     def predict(self, row: Observation, parameters: Parameters) -> tuple[float, ...]:
         """Rates of a row's flows in GB/s under these parameters."""
@@ -217,9 +217,7 @@ class Fit:
         return engine.rates(row.transfers).gbps
 
     def _with(self, logs: npt.NDArray[np.float64]) -> Parameters:
-        names = [one.name for one in self.start.parameters]
-        values = [float(value) for value in np.exp(logs)]
-        return self.start.with_values(dict(zip(names, values, strict=True)))
+        return with_values(self.start, [float(value) for value in np.exp(logs)])
 
     def _residuals(
         self, logs: npt.NDArray[np.float64], rows: Sequence[Observation]
@@ -234,6 +232,13 @@ class Fit:
         for row in rows:
             away.extend(row_errors(row, self._engines[row.machine].rates(row.transfers).gbps))
         return np.array(away)
+
+
+def with_values(parameters: Parameters, values: Sequence[float]) -> Parameters:
+    """Return the same parameters with these values, in order."""
+    pairs = zip(parameters.parameters, values, strict=True)
+    changed = tuple(msgspec.structs.replace(one, value=value) for one, value in pairs)
+    return msgspec.structs.replace(parameters, parameters=changed)
 
 
 def row_errors(row: Observation, gbps: Sequence[float]) -> list[float]:

@@ -14,7 +14,7 @@ from tccl_py.model.knowledge import Fingerprint
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import load_plan
-from tccl_py.simulator.descriptions import load_bundled, model_from_json, model_to_json
+from tccl_py.simulator.descriptions import load_bundled, model_from_json
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import opening
 from tccl_py.sources.journal import JournalHeader, read_journal
@@ -53,7 +53,7 @@ def degrade(directory, device="G2", left=0.5):
     """Make the model of a plan one with a slower link."""
     path = directory / "machines" / f"{NAME}.json"
     model = model_from_json(path.read_text(), where=str(path))
-    path.write_text(model_to_json(with_slower_link(model, device, left)))
+    path.write_text(encode_json(with_slower_link(model, device, left)))
     rebind(directory)
 
 

@@ -9,10 +9,16 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Fingerprint, HiddenLink, Knowledge, PeerAccess
+from tccl_py.model.knowledge import (
+    Fingerprint,
+    HiddenLink,
+    Knowledge,
+    PeerAccess,
+    description_to_json,
+)
 from tccl_py.model.machine import machine_from_json
 from tccl_py.readers.nccl_topology import read_nccl_topology
-from tccl_py.simulator.descriptions import description_to_json, load_machine, read_description
+from tccl_py.simulator.descriptions import load_machine, read_description
 from tests.nccl_cases import CASES
 from tests.toy import toy_machine
 

@@ -15,7 +15,7 @@ from tccl_py.cli.options import gpus_argument, parse_gpus
 from tccl_py.cli.streams import provenance
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
-from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine, model_to_json
+from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
 from tests.nccl_cases import CASES
 from tests.toy import toy_machine
 
@@ -217,7 +217,7 @@ def test_tables_and_verdicts_show_control_characters_and_send_none(tmp_path):
     machine = msgspec.structs.replace(model.machine, name=HOSTILE, gpus=gpus)
     hostile = msgspec.structs.replace(model, machine=machine, name=HOSTILE, note=HOSTILE)
     box, graph = tmp_path / "box", tmp_path / f"graph{HOSTILE}"
-    box.write_text(model_to_json(hostile))
+    box.write_text(encode_json(hostile))
     graph.write_bytes(GRAPH.read_bytes())
     for arguments in (
         ("machines", box),
@@ -347,7 +347,7 @@ def test_a_name_that_is_not_utf_8_is_one_sentence(tmp_path):
 
 def test_a_machine_is_a_name_a_model_a_machine_or_a_topology(tmp_path):
     model = load_bundled("h200x4-vm")
-    (tmp_path / "model.json").write_text(model_to_json(model))
+    (tmp_path / "model.json").write_text(encode_json(model))
     (tmp_path / "machine.json").write_text(encode_json(model.machine))
     assert load_machine("h200x4-vm") == model
     assert load_machine(str(tmp_path / "model.json")) == model

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.cli.streams import visible
 from tccl_py.errors import InputError
+from tccl_py.files import encode_json
 from tccl_py.plan.directory import (
     file_name,
     machine_file,
@@ -20,7 +21,7 @@ from tccl_py.plan.directory import (
     write_plan,
 )
 from tccl_py.plan.plan import load_plan
-from tccl_py.simulator.descriptions import load_bundled, model_to_json, read_description
+from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalFile, JournalHeader, read_journal
 from tccl_py.sources.memory import RememberingSource
@@ -84,7 +85,7 @@ def test_a_plan_written_without_a_model_keeps_the_machine(tmp_path):
 def test_another_machine_in_the_plans_directory_is_refused(tmp_path):
     plan = plan_of(PCIE)
     write_plan(plan, tmp_path)
-    machine_file(plan, tmp_path).write_text(model_to_json(load_bundled(SMALL)))
+    machine_file(plan, tmp_path).write_text(encode_json(load_bundled(SMALL)))
     with pytest.raises(InputError, match="was changed since the plan was written; restore it, or"):
         planned_model(plan, tmp_path)
     rebind(tmp_path)
@@ -325,7 +326,7 @@ def test_a_hostile_machine_name_stays_in_the_directory(name, safe, tmp_path):
     model = load_bundled(SMALL)
     machine = msgspec.structs.replace(model.machine, name=name)
     hostile = msgspec.structs.replace(model, machine=machine, name=name)
-    (tmp_path / "model.json").write_text(model_to_json(hostile))
+    (tmp_path / "model.json").write_text(encode_json(hostile))
     result = planned_to(tmp_path / "out" / "plan", tmp_path / "model.json")
     assert result.exit_code == 0
     assert not set("\x00\x1b\x7f\x9b") & set(result.output)

@@ -6,13 +6,13 @@ import json
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from scripts.simulator_fit import Fit, Observation, read_observations, relative_errors
 from tccl_py.model.transfer import parse_set
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.simulator.model import without_congestion
-from tccl_py.simulator.parameters import Parameters, bundled_parameters
+from tccl_py.simulator.model import Parameters, bundled_parameters
 from tccl_py.simulator.source import Simulator
 
 MEASURED = Path(__file__).parent / "cases" / "measured"
@@ -33,7 +33,7 @@ def simulator(machine: str) -> Simulator:
 
 @cache
 def sharing_alone(machine: str) -> Simulator:
-    return Simulator(without_congestion(load_bundled(machine)))
+    return Simulator(msgspec.structs.replace(load_bundled(machine), congestion=()))
 
 
 def worst_error(row: Observation) -> float:

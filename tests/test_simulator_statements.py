@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 
 from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write, parse_set, transfer_set
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.simulator.model import without_congestion
 from tccl_py.simulator.source import Simulator
 
 
@@ -17,7 +17,7 @@ def rate(machine: str, text: str) -> float:
 
 
 def rate_by_sharing_alone(machine: str, text: str) -> float:
-    model = without_congestion(load_bundled(machine))
+    model = msgspec.structs.replace(load_bundled(machine), congestion=())
     return Simulator(model).measure([parse_set(text)])[0].rate_gbps
 
 

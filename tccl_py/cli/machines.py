@@ -13,19 +13,17 @@ from tccl_py.cli.options import JsonOption
 from tccl_py.cli.output import grid, results
 from tccl_py.cli.streams import notice, print_json, write_result
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Fingerprint, Knowledge
+from tccl_py.model.knowledge import Fingerprint, Knowledge, description_to_json
 from tccl_py.model.machine import Machine, PciDevice, PciLink
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.readers.nvidia_smi import read_nvidia_smi
 from tccl_py.simulator.descriptions import (
     bundled_names,
-    description_to_json,
     load_bundled,
     load_machine,
 )
-from tccl_py.simulator.model import MachineModel
-from tccl_py.simulator.parameters import figures_of
+from tccl_py.simulator.model import MachineModel, figures_of
 
 
 def discover(

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from tccl_py.cluster_plan.plan import ClusterPlan, load_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
+from tccl_py.model.knowledge import description_to_json
 from tccl_py.nccl.view import view
 from tccl_py.plan.files import (
     HOSTS_FOLDER,
@@ -20,7 +21,7 @@ from tccl_py.plan.files import (
 )
 from tccl_py.plan.host_order import HostOrder, host_order_files, launch_notes
 from tccl_py.plan.staging import PLAN_FILE, check_if_listed, write_new_directory, write_with_plan
-from tccl_py.simulator.descriptions import description_to_json, model_to_json, read_description
+from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
 
 
@@ -135,9 +136,7 @@ def write_cluster_plan(
     for one in plan.cluster.classes:
         model = (models or {}).get(one.name)
         files[class_file(one.name)] = (
-            description_to_json(one.machine, one.knowledge)
-            if model is None
-            else model_to_json(model)
+            description_to_json(one.machine, one.knowledge) if model is None else encode_json(model)
         )
     files[PLAN_FILE] = encode_json(plan)
     write_with_plan(files, directory, check=load_cluster_plan)

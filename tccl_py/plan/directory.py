@@ -20,7 +20,7 @@ from tccl_py.files import (
     read_text,
     write_atomically,
 )
-from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.knowledge import DiscoveredMachine, Fingerprint, description_to_json
 from tccl_py.nccl.view import view
 from tccl_py.plan.files import (
     GRAPH_FILE,
@@ -48,9 +48,6 @@ from tccl_py.plan.staging import (
     write_with_plan,
 )
 from tccl_py.simulator.descriptions import (
-    DiscoveredMachine,
-    description_to_json,
-    model_to_json,
     read_description,
 )
 from tccl_py.simulator.model import MachineModel
@@ -281,7 +278,7 @@ def write_plan(
 
 def _machine_text(plan: Plan, model: MachineModel | None, fingerprint: Fingerprint | None) -> str:
     if model is not None:
-        return model_to_json(model)
+        return encode_json(model)
     return description_to_json(plan.machine, plan.knowledge, fingerprint)
 
 

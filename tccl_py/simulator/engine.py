@@ -21,8 +21,15 @@ from tccl_py.simulator.executors import (
     roles,
     unbent,
 )
-from tccl_py.simulator.model import Capacity, Links, MachineModel, Memory
-from tccl_py.simulator.parameters import CAPACITY_FIELDS, Figures, Parameters
+from tccl_py.simulator.model import (
+    Capacity,
+    Figures,
+    Links,
+    MachineModel,
+    Memory,
+    Parameters,
+    figures_in,
+)
 from tccl_py.simulator.routes import Edge, Leg, Network, legs_of
 
 MIB = 1024.0 * 1024.0
@@ -37,7 +44,7 @@ class Load(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One executor's part in a flow: which limit, on which GPU, and what it would move alone."""
+    """One executor's part in a flow: its limit, its GPU, and its rate alone, GB/s."""
 
     limit: int
     gpu: str
@@ -46,7 +53,7 @@ class Work(NamedTuple):
 
 
 class Use(msgspec.Struct, frozen=True, kw_only=True):
-    """What one flow uses, whatever runs beside it; computed once a flow."""
+    """The resources of one flow, whatever runs beside it; computed once a flow."""
 
     loads: tuple[Load, ...]
     roles: tuple[tuple[int, int, int, str], ...]
@@ -79,21 +86,16 @@ class Engine:
         self.resolve(parameters)
 
     def resolve(self, parameters: Parameters) -> None:
-        """Take these parameters' values from now on; routes are kept."""
+        """Use these parameters' values from now on; routes are kept."""
         self.figures = Figures(parameters)
         self._uses = {flow: self._capped(flow, use) for flow, use in self._uses.items()}
-        self._values = [self._resolved(capacity) for capacity in self.model.capacities]
-
-    def _resolved(self, capacity: Capacity) -> dict[str, tuple[float, bool]]:
-        found = {}
-        for field in CAPACITY_FIELDS:
-            figure = getattr(capacity, field)
-            if figure is not None:
-                found[field] = (self.figures.value(figure), self.figures.assumed(figure))
-        return found
+        self._values = [
+            {name: (self.figures.value(x), self.figures.assumed(x)) for name, x in given.items()}
+            for given in map(figures_in, self.model.capacities)
+        ]
 
     def rates(self, transfers: TransferSet) -> Rates:
-        """Rates of the set's flows, in its order.
+        """Return the rates of the set's flows, in its order.
 
         Raises:
             InputError: a place the machine does not have.
@@ -111,14 +113,14 @@ class Engine:
         return Rates(gbps=tuple(gbps), assumed=assumed)
 
     def use(self, flow: Flow) -> Use:
-        """What a flow uses; found once and kept."""
+        """Return the resources of a flow; found once and kept."""
         use = self._uses.get(flow)
         if use is None:
             use = self._uses[flow] = self._capped(flow, self._use(flow))
         return use
 
     def _capped(self, flow: Flow, use: Use) -> Use:
-        """The use with what its executors reach under the parameters of now."""
+        """Return the use with its executors' limits under the current parameters."""
         limits = [(number, self.model.executors[number]) for number in use.limits]
         figures = [figure for _, x in limits for figure in figures_used(x, flow)]
         alone = {number: unbent(x, self.figures, flow) for number, x in limits}
@@ -135,20 +137,20 @@ class Engine:
         )
 
     def _executor_bounds(self, uses: list[Use]) -> list[Bound]:
-        """What each GPU's blocks reach together, for several flows at once, each way apart."""
+        """Bound each GPU's blocks together, over several flows, each direction apart."""
         groups: dict[tuple[int, str, bool], dict[int, float]] = {}
         for flow, use in enumerate(uses):
             for limit, gpu, writes, alone in use.work:
                 groups.setdefault((limit, gpu, writes), {})[flow] = alone
         bounds: list[Bound] = []
         for (limit, _, _), together in groups.items():
-            # Flows of few blocks among others of more are still bound by what they have together:
-            # else a further flow of many would take the bend below the ceiling from them.
+            # Flows of few blocks beside flows of more are still bound by their own sum: else
+            # another flow of many blocks would take the bend below the ceiling from them.
             for most in sorted(set(together.values())):
-                some = {flow: alone for flow, alone in together.items() if alone <= most}
-                total = bent(self.model.executors[limit], self.figures, sum(some.values()))
-                if len(some) > 1 and total < math.inf:
-                    bounds.append(dict.fromkeys(some, 1 / total))
+                few = {flow: alone for flow, alone in together.items() if alone <= most}
+                total = bent(self.model.executors[limit], self.figures, sum(few.values()))
+                if len(few) > 1 and total < math.inf:
+                    bounds.append(dict.fromkeys(few, 1 / total))
         return bounds
 
     def _use(self, flow: Flow) -> Use:
@@ -173,16 +175,15 @@ class Engine:
         )
 
     def _loads(self, leg: Leg) -> list[Load]:
-        loads = []
-        for number, capacity in enumerate(self.model.capacities):
-            if not matches(capacity.counts, leg):
-                continue
-            for place in _places(capacity, leg, self.network):
-                loads.append(Load(number, place, leg.operation == "write"))
-        return loads
+        return [
+            Load(number, place, leg.operation == "write")
+            for number, capacity in enumerate(self.model.capacities)
+            if matches(capacity.counts, leg)
+            for place in _places(capacity, leg, self.network)
+        ]
 
     def _congestion_bounds(self, uses: list[Use]) -> tuple[list[Bound], bool]:
-        """Bounds from the rules that hold for this set, and whether one of them is assumed."""
+        """Return the bounds of the rules that hold for this set, and whether any is assumed."""
         parts = [
             Part(rule=rule, member=member, group=group, flow=flow, leg=leg, keys=use.legs[leg].keys)
             for flow, use in enumerate(uses)
@@ -193,7 +194,7 @@ class Engine:
         return bounds, any(one.assumed for one in holding)
 
     def _capacity_bounds(self, uses: list[Use]) -> tuple[list[Bound], bool]:
-        """Bounds from all capacities that the set loads, and whether one of them is assumed."""
+        """Return the bounds of the capacities that the set loads, and whether any is assumed."""
         cached, assumed = self._cached_shares(uses)
         places: dict[tuple[int, str], tuple[Bound, Bound]] = {}
         for flow, use in enumerate(uses):
@@ -217,7 +218,7 @@ class Engine:
         return bounds, assumed
 
     def _cached_cost(self, value: float, field: str, share: float) -> float:
-        """What a GB/s through FIFOs takes of a memory bound if this share of it is cached."""
+        """Return the part of a memory bound that a GB/s takes if a `share` of it is cached."""
         cache = self.model.fifo_cache
         assert cache is not None  # or nothing would be cached
         inside = self.figures.value(cache.write if field.startswith("write") else cache.read)
@@ -225,7 +226,7 @@ class Engine:
         return share / max(inside, value) + (1.0 - share) / value
 
     def _cached_shares(self, uses: list[Use]) -> tuple[dict[str, float], bool]:
-        """NUMA node -> share of its bounces' traffic that stays in the cache."""
+        """Return, by NUMA node, the share of its bounces' traffic that stays in the cache."""
         cache = self.model.fifo_cache
         # A FIFO is written and read. So is the buffer of a plain write and a plain read.
         sides: dict[str, dict[str, float]] = {}
@@ -243,14 +244,14 @@ class Engine:
 
 
 def _buffer(flow: Flow, legs: tuple[Leg, ...]) -> str:
-    """The NUMA node whose memory holds a flow's FIFO or small buffer; "" if no node's does."""
+    """Return the NUMA node of a flow's FIFO or small buffer; "" if in no node's memory."""
     if not (flow.is_bounce or flow.is_network or flow.buffer):
         return ""
     return next((leg.keys["memory"] for leg in legs if "memory" in leg.keys), "")
 
 
 def _buffer_mib(flow: Flow, blocks: int) -> float:
-    """What a flow's FIFOs, or its buffer, take where they lie."""
+    """Return the size of a flow's FIFOs, or of its buffer, in MiB."""
     if flow.buffer is not None:
         return flow.buffer / MIB
     return blocks * flow.fifo.bytes / MIB if flow.fifo is not None else 0.0
@@ -259,36 +260,28 @@ def _buffer_mib(flow: Flow, blocks: int) -> float:
 def _sides(
     reading: Bound, writing: Bound, values: dict[str, tuple[float, bool]]
 ) -> list[tuple[Bound, str]]:
-    """The bounds of one place: each operation's sum, and in a mix the sum of both."""
+    """Return the bounds of one place: each operation's sum, and in a mix the sum of both."""
     if not (reading and writing):
         side, field = (reading, "read") if reading else (writing, "write")
         return [(side, field)] if field in values else []
     total = dict(reading)
     for flow, count in writing.items():
         total[flow] = total.get(flow, 0.0) + count
-    candidates = [
-        (writing, "write"),
-        (writing, "write_in_mix"),
-        (reading, "read"),
-        (reading, "read_in_mix"),
-        (total, "mixed"),
+    fields = {"write": writing, "write_in_mix": writing, "read": reading, "read_in_mix": reading}
+    return [
+        (bound, field) for field, bound in {**fields, "mixed": total}.items() if field in values
     ]
-    return [(bound, field) for bound, field in candidates if field in values]
 
 
 def _places(capacity: Capacity, leg: Leg, network: Network) -> list[str]:
-    """The places of a capacity that a leg's bytes pass, once for each pass."""
+    """Return the places of a capacity on a leg's route, once for each pass."""
     at = capacity.at
     if isinstance(at, Memory):
         place = leg.keys.get("memory")
         named = place is not None and (not at.numa_nodes or int(place[1:]) in at.numa_nodes)
         return [place] if place is not None and named else []
-    found = []
-    for edge in leg.edges:
-        if _selected(at, edge, network):
-            ends = sorted(edge) if at.way == "both" else edge
-            found.append(">".join(ends))
-    return found
+    edges = (edge for edge in leg.edges if _selected(at, edge, network))
+    return [">".join(sorted(edge) if at.way == "both" else edge) for edge in edges]
 
 
 def _selected(links: Links, edge: Edge, network: Network) -> bool:
@@ -310,5 +303,5 @@ def _selected(links: Links, edge: Edge, network: Network) -> bool:
 
 
 def _is_inner(device: str, other: str, parents: dict[str, str]) -> bool:
-    """Whether `device` is the end of a link that `out` leaves: the child, or the GPU."""
+    """Return whether `out` leaves this end of a link: the child, or the GPU."""
     return parents.get(device) == other or (device[0] == "G" and parents.get(other) != device)

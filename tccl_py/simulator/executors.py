@@ -1,4 +1,4 @@
-"""What one flow's executors reach by themselves: thread blocks, FIFO windows, copy engines."""
+"""Limits of executors, max-min fair sharing, and congestion rules."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from tccl_py.model.transfer import Flow
-from tccl_py.simulator.model import Congestion, ExecutorLimit, Figure, Key, Member, Traffic
-from tccl_py.simulator.parameters import Figures
+from tccl_py.simulator.model import (
+    Congestion,
+    ExecutorLimit,
+    Figure,
+    Figures,
+    Key,
+    Traffic,
+    figures_in,
+)
 from tccl_py.simulator.routes import Leg, Network
 
 
 def applies(limit: ExecutorLimit, network: Network, flow: Flow, legs: tuple[Leg, ...]) -> bool:
-    """Whether a limit speaks of this flow; of a bounce, whether of either half.
+    """Return whether a limit is about this flow; of a bounce, about either half.
 
     A kernel that fills or empties a NIC's FIFO in host memory waits for it as a bounce's does.
     """
@@ -35,7 +42,7 @@ def _over(network: Network, leg: Leg) -> str:
 
 
 def figures_used(limit: ExecutorLimit, flow: Flow) -> tuple[Figure, ...]:
-    """The figures behind a flow's limit: one that names no blocks asks for the ceiling only."""
+    """Return the figures behind a flow's limit; without blocks, the ceiling only."""
     used = [limit.ceiling]
     if _blocks(limit, flow) is not None:
         used += [limit.per_block, limit.latency_us if limit.path == "bounce" else None]
@@ -43,7 +50,7 @@ def figures_used(limit: ExecutorLimit, flow: Flow) -> tuple[Figure, ...]:
 
 
 def unbent(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
-    """What a flow's blocks would move without the ceiling, in GB/s; inf if it names none."""
+    """Return the rate of a flow's blocks without the ceiling, GB/s; inf if it names none."""
     blocks = _blocks(limit, flow)
     if blocks is None or limit.per_block is None:
         return math.inf
@@ -51,7 +58,7 @@ def unbent(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
 
 
 def bent(limit: ExecutorLimit, figures: Figures, together: float) -> float:
-    """What blocks that would move `together` GB/s reach below the ceiling; inf if there is none."""
+    """Return the rate below the ceiling of blocks that would move `together` GB/s without it."""
     ceiling = figures.value(limit.ceiling) if limit.ceiling is not None else math.inf
     if math.inf in (together, ceiling):
         return min(together, ceiling)
@@ -78,18 +85,18 @@ def _block_rate(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
     return size / (figures.value(limit.latency_us) + size / (rate * 1000.0)) / 1000.0
 
 
-# Max-min fair sharing: nobody can be given more without taking from one who has less.
+# Max-min fair sharing: no flow can get more without taking from a flow that has less.
 
 
 Bound = dict[int, float]
-"""Flow -> what one GB/s of it takes of the bound; the sum over all flows is at most 1."""
+"""Flow -> the part of the bound that one GB/s of it takes; their sum is at most 1."""
 
 _TIE = 1.0 + 1e-12
 """Bounds that tighten at the same rate but for rounding are one bottleneck."""
 
 
 def max_min_rates(count: int, bounds: Sequence[Bound]) -> list[float]:
-    """Rates of `count` flows under the bounds, by progressive filling; a flow in none gets inf.
+    """Return the rates of `count` flows under bounds, by progressive filling; inf without a bound.
 
     Exact up to rounding. O(bottlenecks x bounds) time; the slowest rate is
     min(1 / sum of a bound's shares), so a further flow or bound never raises it.
@@ -108,7 +115,7 @@ def max_min_rates(count: int, bounds: Sequence[Bound]) -> list[float]:
         # 1. All growing rates rise together until the first bounds are full.
         level = min(room[index] / pull[index] for index in alive)
         full = [index for index in alive if room[index] <= level * _TIE * pull[index]]
-        # 2. Every flow in them keeps this rate; what it takes elsewhere is gone there.
+        # 2. Every flow in them keeps this rate, and takes its share of its other bounds.
         stopped = {f for index in full for f in bounds[index] if rates[f] == math.inf}
         for flow in stopped:
             rates[flow] = level
@@ -122,7 +129,7 @@ def max_min_rates(count: int, bounds: Sequence[Bound]) -> list[float]:
 
 
 def _tightest(bounds: Sequence[Bound]) -> list[Bound]:
-    """The bounds, with only the tightest of those that hold one flow alone."""
+    """Return the bounds, of those on one flow alone only the tightest."""
     alone: dict[int, float] = {}
     shared = []
     for bound in bounds:
@@ -134,11 +141,11 @@ def _tightest(bounds: Sequence[Bound]) -> list[Bound]:
     return shared + [{flow: share} for flow, share in alone.items()]
 
 
-# Congestion rules applied to the legs of a set: groups of transfers, and what a group gets.
+# Congestion rules applied to the legs of a set: groups of transfers, and their bounds.
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One leg's part in a rule: in which group, as which member, with what to count."""
+    """One leg's part in a rule: its group, its member, and the keys to count."""
 
     rule: int
     member: int
@@ -149,14 +156,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule that holds for a group: the bounds it sets, and whether they are assumed."""
+    """The bounds of a rule that holds for a group, and whether they are assumed."""
 
     bounds: tuple[Bound, ...]
     assumed: bool
 
 
 def matches(traffic: Traffic, leg: Leg) -> bool:
-    """Whether a leg is of this traffic."""
+    """Return whether a leg is of this traffic."""
     return (
         traffic.operation in ("any", leg.operation)
         and traffic.path in ("any", leg.path)
@@ -167,20 +174,19 @@ def matches(traffic: Traffic, leg: Leg) -> bool:
 
 
 def roles(rules: Sequence[Congestion], leg: Leg) -> tuple[tuple[int, int, str], ...]:
-    """(rule, member, group) of everything a leg may take part in; what a flow's cache keeps."""
-    found = []
-    for number, rule in enumerate(rules):
-        group = "" if rule.together_at == "transfer" else leg.keys.get(rule.together_at)
-        if group is None:
-            continue
-        for index, member in enumerate(rule.members):
-            if matches(member.traffic, leg):
-                found.append((number, index, group))
-    return tuple(found)
+    """Return (rule, member, group) of each part that a leg may have."""
+    groups: dict[Key, str] = {**leg.keys, "transfer": ""}
+    return tuple(
+        (number, index, groups[rule.together_at])
+        for number, rule in enumerate(rules)
+        if rule.together_at in groups
+        for index, member in enumerate(rule.members)
+        if matches(member.traffic, leg)
+    )
 
 
 def held(rules: Sequence[Congestion], parts: Sequence[Part], figures: Figures) -> Iterator[Held]:
-    """The rules that hold for this set, one result a group."""
+    """Yield the rules that hold for this set, one result a group."""
     groups: dict[tuple[int, str], list[Part]] = {}
     for part in parts:
         alone = f"{part.flow}/{part.leg}" if rules[part.rule].together_at == "transfer" else ""
@@ -205,7 +211,7 @@ def _holds(rule: Congestion, group: Sequence[Part]) -> bool:
 
 def _bounds(rule: Congestion, group: Sequence[Part], figures: Figures) -> Held:
     present = [rule.members[index] for index in sorted({part.member for part in group})]
-    used = [figure for member in present for figure in _figures(member)]
+    used = [figure for member in present for figure in figures_in(member).values()]
     bounds: list[Bound] = []
     totals = [figures.value(member.total) for member in present if member.total is not None]
     if totals:
@@ -219,7 +225,3 @@ def _bounds(rule: Congestion, group: Sequence[Part], figures: Figures) -> Held:
         if each is not None:
             bounds.append({part.flow: 1.0 / figures.value(each)})
     return Held(bounds=tuple(bounds), assumed=any(figures.assumed(figure) for figure in used))
-
-
-def _figures(member: Member) -> list[Figure]:
-    return [figure for figure in (member.total, member.each) if figure is not None]

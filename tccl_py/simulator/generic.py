@@ -1,7 +1,7 @@
 """A model for any Machine: capacities from link speeds and widths, all of them assumed.
 
-Signalling rates give what a link could carry; how much of it is left comes from the machines that
-were measured, by the shared parameters. Nothing here was measured on the machine it is used for.
+Signalling rates give a link's limit; the shared parameters, fitted to the machines that were
+measured, give the part of it that is achieved.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from tccl_py.simulator.model import (
     MachineModel,
     Memory,
     Traffic,
+    bundled_parameters,
+    check_model,
 )
-from tccl_py.simulator.parameters import bundled_parameters, check_model
 
 GEN5_GTS = 32.0
 DEFAULT_WIDTH = 16
@@ -42,21 +43,20 @@ _DEVICE_CACHE_VENDORS = frozenset({"GenuineIntel"})
 
 
 def assumed(parameter: str, scale: float = 1.0) -> Figure:
-    """A shared parameter used on a machine where nobody measured it."""
+    """Return a shared parameter as used on a machine without measurements."""
     return Figure(parameter=parameter, scale=scale, provenance="assumed")
 
 
 def shared_capacity(
     name: str, at: Links, figure: Figure, counts: Traffic | None = None
 ) -> Capacity:
-    """A capacity that writes and reads share alike."""
-    return Capacity(
-        name=name, at=at, counts=counts or Traffic(), write=figure, read=figure, mixed=figure
-    )
+    """Return a capacity that writes and reads share alike."""
+    counts = counts or Traffic()
+    return Capacity(name=name, at=at, counts=counts, write=figure, read=figure, mixed=figure)
 
 
 def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineModel:
-    """A model of `machine` from data-sheet figures and measurements of other machines.
+    """Return a model of `machine` from data sheets and measurements of other machines.
 
     Every figure is `assumed`, so every measurement from it is. No collapse is assumed.
 
@@ -83,7 +83,7 @@ def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineMo
 
 
 def pci_capacities(machine: Machine) -> Iterable[Capacity]:
-    """One way and both ways, for each speed of PCI link there is."""
+    """Yield capacities one way and both ways for each speed of PCI link."""
     classes: dict[float, list[str]] = {}
     for device, link in machine.links.items():
         classes.setdefault(_lanes(machine, link), []).append(device)
@@ -98,14 +98,13 @@ def pci_capacities(machine: Machine) -> Iterable[Capacity]:
 
 
 def _lanes(machine: Machine, link: PciLink) -> float:
-    """A link's signalling relative to Gen5 x16; a virtual machine may report neither."""
+    """Return a link's signalling relative to Gen5 x16; virtual machines may report neither."""
     speed = link.speed_gts or _usual_speed(machine)
     return speed * (link.width or DEFAULT_WIDTH) / (GEN5_GTS * DEFAULT_WIDTH)
 
 
 def _usual_speed(machine: Machine) -> float:
-    newest = max((gpu.sm or 0) for gpu in machine.gpus)
-    return _by_threshold(_SM_LINK_GTS, newest)
+    return _by_threshold(_SM_LINK_GTS, max((gpu.sm or 0) for gpu in machine.gpus))
 
 
 def _by_threshold(table: tuple[tuple[float, float], ...], value: float) -> float:
@@ -139,7 +138,7 @@ def _fabric(machine: Machine) -> Iterable[Capacity]:
 
 
 def _nvlinks(machine: Machine) -> Iterable[Capacity]:
-    """A capacity for every pair of devices that NVLinks join, each direction alike."""
+    """Yield a capacity for every pair of devices that NVLinks join, each direction alike."""
     counts: dict[tuple[str, str], float] = {}
     for link in machine.nvlinks:
         ends = (link.source, link.target)
@@ -167,18 +166,14 @@ def _relative(machine: Machine, kind: str, ends: tuple[str, str]) -> float:
 def _nics(machine: Machine) -> Iterable[Capacity]:
     for nic in machine.nics:
         if nic.speed_mbps > 0:
-            figure = Figure(
-                value=min(nic.speed_mbps, _FASTEST_PORT_MBPS) / 8000.0, provenance="assumed"
-            )
-            yield shared_capacity(
-                f"{nic.id}, its network port, one way",
-                Links(kinds=("pci",), devices=(nic.id,)),
-                figure,
-            )
+            gbps = min(nic.speed_mbps, _FASTEST_PORT_MBPS) / 8000.0
+            at = Links(kinds=("pci",), devices=(nic.id,))
+            figure = Figure(value=gbps, provenance="assumed")
+            yield shared_capacity(f"{nic.id}, its network port, one way", at, figure)
 
 
 def host_memory(machine: Machine) -> Capacity:
-    """The memory of every NUMA node; sockets split into several share theirs out."""
+    """Return the memory's capacity of a NUMA node; split sockets share theirs out."""
     sockets = {node.socket for node in machine.numa_nodes if node.socket is not None}
     parts = len(machine.numa_nodes) / len(sockets) if sockets else 1.0
     scale = _by_threshold(_MEMORY_RELATIVE, _fastest(machine) * GEN5_GTS) / parts
@@ -193,7 +188,7 @@ def host_memory(machine: Machine) -> Capacity:
 
 
 def kernel_limits() -> tuple[ExecutorLimit, ...]:
-    """What NCCL's blocks reach: a block's direct rate, and a FIFO's window for bounces."""
+    """Return the limits of NCCL's blocks: a direct rate, and a FIFO's window for bounces."""
     return (
         ExecutorLimit(
             name="blocks of a direct kernel",
@@ -221,7 +216,7 @@ def kernel_limits() -> tuple[ExecutorLimit, ...]:
 
 
 def fifo_cache(machine: Machine) -> FifoCache | None:
-    """The FIFO footprint rule, where the CPUs let devices write into their cache."""
+    """Return the FIFO footprint rule, where the CPUs let devices write into their cache."""
     if not {node.vendor for node in machine.numa_nodes} & _DEVICE_CACHE_VENDORS:
         return None
     return FifoCache(

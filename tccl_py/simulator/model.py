@@ -1,33 +1,47 @@
 """A machine model: a Machine with capacities and congestion rules, all of it data.
 
 A capacity bounds the traffic over one place (each direction of a link, both directions together,
-the memory of a NUMA node). A congestion rule describes a pattern of transfers that get less than
-sharing alone would give them, and what they get. Nothing here names a machine or a transfer set:
-a rate follows from routes, capacities and rules.
+the memory of a NUMA node). A congestion rule describes a pattern of transfers with less bandwidth
+than sharing alone would give. Nothing here names a machine or a transfer set: a rate follows from
+routes, capacities and rules.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from functools import cache
+from importlib import resources
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from tccl_py.model.knowledge import Knowledge, Provenance
-from tccl_py.model.machine import Machine
+from tccl_py.errors import InputError
+from tccl_py.files import decode_json
+from tccl_py.model.knowledge import Knowledge, Provenance, check_knowledge
+from tccl_py.model.machine import Machine, check
 
 MODEL_VERSION = 1
+PARAMETERS_VERSION = 1
+PARAMETERS_FILE = "parameters.json"
+MAX_FIGURE = 1e6
+"""A petabyte a second; more is a malformed file."""
+MIN_FIGURE = 1e-6
+MAX_ENTRIES = 10_000
+MAX_SHARPNESS = 64.0
 
 LinkKind = Literal["pci", "smp", "nvlink", "xgmi", "c2c", "hidden"]
 Key = Literal[
     "transfer", "source_gpu", "source_uplink", "destination_root", "memory", "executor_gpu"
 ]
-"""What transfers are grouped by and counted by: see `tccl_py.simulator.routes.Leg`."""
+"""Keys that group and count transfers: see `tccl_py.simulator.routes.Leg`."""
 
 
 class _Data(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """What all parts of a model have in common."""
+    """A part of a model."""
 
 
 class Figure(_Data, frozen=True, kw_only=True):
@@ -45,7 +59,7 @@ class Figure(_Data, frozen=True, kw_only=True):
 
 
 class Traffic(_Data, frozen=True, kw_only=True):
-    """Which transfers are meant; a field left at `any` asks nothing.
+    """A kind of transfers; a field left at `any` matches all.
 
     path: `peer` is GPU to GPU, `host` has host memory at one end, `bounce` is half of a bounce,
         `network` has a NIC at one end.
@@ -67,8 +81,8 @@ class Links(_Data, frozen=True, kw_only=True, tag="links"):
     between: if given, only the link that joins these two devices.
     position: `root_port` is a PCI link that ends at a CPU.
     span: of `smp` links, those between sockets or those between NUMA nodes of one socket.
-    way: `each` direction is a place of its own, or `both` together are one, or only the one `out`
-        of the device below or the GPU, or the one `in`.
+    way: `each` direction is a place of its own, or `both` together are one place, or the direction
+        `out` of the device below or the GPU alone, or `in`.
     """
 
     kinds: tuple[LinkKind, ...]
@@ -86,7 +100,7 @@ class Memory(_Data, frozen=True, kw_only=True, tag="memory"):
 
 
 class Capacity(_Data, frozen=True, kw_only=True):
-    """What the counted traffic over each of these places gets at most, in GB/s.
+    """The bandwidth limit of the counted traffic over each of these places, GB/s.
 
     `write` and `read` bound each operation's sum and `mixed` the sum of both where both occur;
     `write_in_mix` and `read_in_mix` replace `write` and `read` there. The lowest bound holds.
@@ -104,7 +118,7 @@ class Capacity(_Data, frozen=True, kw_only=True):
 
 
 class Member(_Data, frozen=True, kw_only=True):
-    """One kind of transfer in a congestion rule, and what the group gets if it takes part."""
+    """A kind of transfer in a congestion rule, and the group's limit if it takes part."""
 
     traffic: Traffic
     total: Figure | None = None
@@ -112,7 +126,7 @@ class Member(_Data, frozen=True, kw_only=True):
 
 
 class Congestion(_Data, frozen=True, kw_only=True):
-    """A pattern that gets less than sharing alone would give.
+    """A pattern with less bandwidth than sharing alone would give.
 
     Transfers that match a member and have the same `together_at` form a group. The rule holds
     for a group with at least so many different values of each key in `at_least` and, if `needs`
@@ -129,7 +143,7 @@ class Congestion(_Data, frozen=True, kw_only=True):
 
 
 class ExecutorLimit(_Data, frozen=True, kw_only=True):
-    """What the executor of one flow reaches by itself, in GB/s.
+    """The limit of the executor of one flow, in GB/s.
 
     A block moves `per_block`; a bounce's block waits `latency_us` for each FIFO (a kernel) or
     slot (a copy engine) it fills: size / (latency + size / per_block). Blocks add up and bend
@@ -166,7 +180,7 @@ class FifoCache(_Data, frozen=True, kw_only=True):
 
 
 class MachineModel(_Data, frozen=True, kw_only=True):
-    """A Machine, what is known about it, and what its parts can carry."""
+    """A Machine, the knowledge about it, and the capacities of its parts."""
 
     format_version: int
     name: str
@@ -180,6 +194,186 @@ class MachineModel(_Data, frozen=True, kw_only=True):
     fifo_cache: FifoCache | None = None
 
 
-def without_congestion(model: MachineModel) -> MachineModel:
-    """The model with sharing alone: what a collapse is compared with."""
-    return msgspec.structs.replace(model, congestion=())
+# Shared parameters: values that several machine models have in common, fitted together.
+
+
+class Parameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A fitted `value`, and the `prior` that the fit starts from and is held to.
+
+    `spread` is the prior's standard deviation in log terms (0.2: about 20 % either way).
+    """
+
+    name: str
+    value: float
+    unit: str
+    provenance: Provenance
+    prior: float
+    spread: float
+    note: str = ""
+
+
+class Parameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All shared parameters: the content of `parameters.json`."""
+
+    parameters: tuple[Parameter, ...]
+    format_version: int = PARAMETERS_VERSION
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Name -> fitted value."""
+        return {one.name: one.value for one in self.parameters}
+
+    @property
+    def assumed(self) -> frozenset[str]:
+        """Names of parameters that are nobody's measurement."""
+        return frozenset(p.name for p in self.parameters if p.provenance == "assumed")
+
+
+def parameters_from_json(text: str, *, where: str) -> Parameters:
+    """Decode and check.
+
+    Raises:
+        InputError: not JSON, unknown fields, a repeated name, or a number that is not positive.
+    """
+    parameters = decode_json(text, Parameters, where=where)
+    _check_version(parameters.format_version, PARAMETERS_VERSION, where)
+    if len(parameters.values) < len(parameters.parameters):
+        raise InputError(where, "names a parameter twice", "every parameter is named once")
+    for one in parameters.parameters:
+        if not all(math.isfinite(x) and x > 0 for x in (one.value, one.prior, one.spread)):
+            what = f"{one.name} has a figure that is not positive"
+            raise InputError(where, what, "all figures are above 0")
+    return parameters
+
+
+def bundled_parameters_path() -> Path:
+    """Return the path of the package's parameters."""
+    return Path(str(resources.files("tccl_py.simulator").joinpath(PARAMETERS_FILE)))
+
+
+@cache
+def bundled_parameters() -> Parameters:
+    """Return the parameters that come with the package."""
+    path = bundled_parameters_path()
+    return parameters_from_json(path.read_text(encoding="utf-8"), where=PARAMETERS_FILE)
+
+
+class Figures:
+    """Values and provenance of figures under one set of parameters."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._values = parameters.values
+        self._assumed = parameters.assumed
+
+    def value(self, figure: Figure) -> float:
+        """Return the figure's value, in its own unit."""
+        given = figure.value
+        base = self._values[figure.parameter] if figure.parameter is not None else given
+        assert base is not None  # checked when the model was read
+        return base * figure.scale * math.prod(self._values[name] for name in figure.times)
+
+    def assumed(self, figure: Figure) -> bool:
+        """Return whether nobody measured or published the figure for this machine."""
+        names = {figure.parameter, *figure.times}
+        return figure.provenance == "assumed" or bool(names & self._assumed)
+
+
+def figures_of(model: MachineModel) -> Iterator[tuple[str, Figure]]:
+    """Yield every figure of a model, with its place for messages."""
+    parts: list[tuple[str, Capacity | Member | ExecutorLimit | FifoCache]] = []
+    parts += [(f"capacity {one.name!r}", one) for one in model.capacities]
+    parts += [(f"congestion {r.name!r}", member) for r in model.congestion for member in r.members]
+    parts += [(f"executor limit {one.name!r}", one) for one in model.executors]
+    parts += [("fifo_cache", model.fifo_cache)] if model.fifo_cache is not None else []
+    for place, part in parts:
+        for name, figure in figures_in(part).items():
+            yield f"{place} {name}", figure
+
+
+def figures_in(part: Capacity | Member | ExecutorLimit | FifoCache) -> dict[str, Figure]:
+    """Return the figures of a part of a model, by the names of its fields."""
+    values = {name: getattr(part, name) for name in part.__struct_fields__}
+    return {name: value for name, value in values.items() if isinstance(value, Figure)}
+
+
+# Checks of a machine model that its types cannot make: sizes, names and figures that fit.
+
+
+def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> MachineModel:
+    """Return `model` if its parts fit together.
+
+    Raises:
+        InputError: another version, a machine or knowledge that does not hold together, unknown
+            devices or parameters, too many entries, or a figure that is missing or out of range.
+    """
+    _check_version(model.format_version, MODEL_VERSION, where)
+    check(model.machine, where=where)
+    check_knowledge(model.knowledge, model.machine, where=where)
+    for entries, kind in (
+        (model.capacities, "capacities"),
+        (model.congestion, "congestion rules"),
+        (model.executors, "executor limits"),
+    ):
+        if len(entries) > MAX_ENTRIES:
+            raise InputError(where, f"has {len(entries)} {kind}", f"at most {MAX_ENTRIES}")
+    for capacity in model.capacities:
+        _check_devices(capacity, model, f"{where} capacity {capacity.name!r}")
+    for rule in model.congestion:
+        _check_rule(rule, f"{where} congestion {rule.name!r}")
+    for limit in model.executors:
+        _check_limit(limit, f"{where} executor limit {limit.name!r}")
+    if model.fifo_cache is not None and not 1 <= model.fifo_cache.default_blocks <= MAX_ENTRIES:
+        raise InputError(where, "fifo_cache has no default_blocks", f"1 to {MAX_ENTRIES}")
+    figures = Figures(parameters)
+    for place, figure in figures_of(model):
+        _check_figure(figure, figures, f"{where} {place}")
+    return model
+
+
+def _check_version(found: int, right: int, where: str) -> None:
+    if found != right:
+        what = f"has format version {found}"
+        raise InputError(where, what, f"this program reads version {right}")
+
+
+def _check_figure(figure: Figure, figures: Figures, place: str) -> None:
+    """Check that a figure has exactly one origin and a usable value."""
+    if (figure.value is None) == (figure.parameter is None):
+        raise InputError(place, "needs a value or a parameter", "give exactly one of the two")
+    try:
+        value = figures.value(figure)
+    except KeyError as error:
+        what = f"names the unknown parameter {error}"
+        raise InputError(place, what, "use one of parameters.json") from error
+    # The comparison is written so that NaN fails it.
+    if not MIN_FIGURE <= value <= MAX_FIGURE or not figure.scale > 0:
+        raise InputError(place, f"comes to {value}", f"{MIN_FIGURE} to {MAX_FIGURE:.0f}")
+
+
+def _check_devices(capacity: Capacity, model: MachineModel, place: str) -> None:
+    at = capacity.at
+    if isinstance(at, Links):
+        named = [*at.devices, *(at.between or ())]
+    else:
+        named = [f"C{index}" for index in at.numa_nodes]
+    unknown = [device for device in named if device not in model.machine.graph]
+    if unknown:
+        raise InputError(place, f"speaks of {unknown[0]}", f"name a device of {model.machine.name}")
+
+
+def _check_rule(rule: Congestion, place: str) -> None:
+    if not 1 <= len(rule.members) <= MAX_ENTRIES:
+        raise InputError(place, f"has {len(rule.members)} members", f"1 to {MAX_ENTRIES}")
+    if all(member.total is None and member.each is None for member in rule.members):
+        raise InputError(place, "bounds nothing", "give a member a total or an each")
+    for key, count in rule.at_least.items():
+        if not 1 <= count <= MAX_ENTRIES:
+            raise InputError(place, f"asks for {count} of {key}", f"1 to {MAX_ENTRIES}")
+
+
+def _check_limit(limit: ExecutorLimit, place: str) -> None:
+    # The comparison is written so that NaN fails it.
+    if not 1 <= limit.sharpness <= MAX_SHARPNESS:
+        raise InputError(place, f"has sharpness {limit.sharpness}", f"1 to {MAX_SHARPNESS:.0f}")
+    if limit.per_block is None and limit.ceiling is None:
+        raise InputError(place, "bounds nothing", "give per_block or ceiling")

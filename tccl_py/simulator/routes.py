@@ -1,4 +1,4 @@
-"""Routes: which links a transfer goes over, and what it is to capacities and rules."""
+"""Routes: the links of a transfer, and its properties for capacities and rules."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ _COST = {"nvlink": 0.1, "xgmi": 0.1, "c2c": 0.1, "hidden": 1.0, "pci": 1.0, "smp
 """NVLink wins over PCI where it exists; else the path over the fewest links does."""
 
 
+_EXECUTORS: dict[str, Literal["kernel", "copy_engine", "nic"]] = {
+    "G": "kernel",
+    "D": "copy_engine",
+    "N": "nic",
+}
+
+
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
-    """One transfer with its route and everything that capacities and rules ask about it.
+    """One transfer with its route and the properties that capacities and rules match.
 
     `keys` has the devices for each grouping key; a key that does not apply is absent:
     source_gpu: the GPU that the bytes come from;
@@ -65,14 +72,14 @@ class Network:
         self.kinds[one, other] = self.kinds[other, one] = kind
 
     def between_sockets(self, edge: Edge) -> bool:
-        """Whether a link joins two sockets; NUMA nodes of unknown socket are on one each."""
+        """Return whether a link joins two sockets; NUMA nodes of unknown socket have their own."""
         if self.kinds[edge] != "smp":
             return False
         one, other = (self._sockets[end] for end in edge)
         return one is None or other is None or one != other
 
     def path(self, source: str, destination: str) -> tuple[Edge, ...]:
-        """The links from one device to another, in order.
+        """Return the links from one device to another, in order.
 
         Raises:
             MeasurementError: nothing joins them.
@@ -107,7 +114,7 @@ class Network:
 
 
 def legs_of(network: Network, flow: Flow) -> tuple[Leg, ...]:
-    """The legs of a flow: one for each of its transfers.
+    """Return the legs of a flow, one for each of its transfers.
 
     Raises:
         InputError: the machine has no such GPU, NUMA node or NIC.
@@ -128,15 +135,9 @@ def _leg(network: Network, flow: Flow, transfer: Transfer) -> Leg:
         path=_path_kind(flow, transfer),
         crosses=_crossing(network, edges),
         memory=_memory(network.machine, transfer),
-        executor=_executor(transfer),
+        executor=_EXECUTORS[transfer.executor.kind],
         keys=_keys(network, flow, transfer, edges),
     )
-
-
-def _executor(transfer: Transfer) -> Literal["kernel", "copy_engine", "nic"]:
-    if transfer.executor.kind == "N":
-        return "nic"
-    return "copy_engine" if transfer.uses_copy_engine else "kernel"
 
 
 def _device(network: Network, place: Place) -> str:
@@ -145,15 +146,12 @@ def _device(network: Network, place: Place) -> str:
             f"{place} is on another host; the simulator simulates one, so leave {place.host}. out, "
             "and name of a way over the network this node's part, as G0->N0->N0"
         )
-    device = f"{'G' if place.kind == 'D' else place.kind}{place.index}"
+    device = place.device
     if device not in network.machine.graph:
         alike = [name for name in network.machine.graph if name[0] == device[0]]
         known = [name for name in alike if name[1:].isdigit()]
-        raise InputError(
-            str(place),
-            f"is not in machine {network.machine.name}",
-            f"it has {', '.join(known) or 'none of this kind'}",
-        )
+        right = f"it has {', '.join(known) or 'none of this kind'}"
+        raise InputError(str(place), f"is not in machine {network.machine.name}", right)
     return device
 
 
@@ -187,9 +185,7 @@ def _crossing(network: Network, edges: tuple[Edge, ...]) -> Literal["socket", "n
 def _memory(machine: Machine, transfer: Transfer) -> Literal["own", "other", ""]:
     for end in (transfer.source, transfer.destination):
         if end.kind == "C":
-            kind = "N" if transfer.executor.kind == "N" else "G"
-            own = machine.numa_of(f"{kind}{transfer.executor.index}")
-            return "own" if end.index == own else "other"
+            return "own" if end.index == machine.numa_of(transfer.executor.device) else "other"
     return ""
 
 
@@ -198,7 +194,7 @@ def _keys(
 ) -> dict[Key, str]:
     keys: dict[Key, str] = {}
     if transfer.executor.kind != "N":
-        keys["executor_gpu"] = f"G{transfer.executor.index}"
+        keys["executor_gpu"] = transfer.executor.device
     if transfer.source.kind == "G":
         keys["source_gpu"] = str(transfer.source)
     for end in (transfer.source, transfer.destination):

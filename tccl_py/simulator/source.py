@@ -11,21 +11,20 @@ from tccl_py.errors import InputError
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet
 from tccl_py.simulator.engine import Engine
-from tccl_py.simulator.model import MachineModel
-from tccl_py.simulator.parameters import Parameters, bundled_parameters
+from tccl_py.simulator.model import MachineModel, Parameters, bundled_parameters
 
 NOISY_REPEATS = 9
-"""Repeats of a noisy measurement where none are asked for; without noise one says it all."""
+"""Default repeats of a noisy measurement; without noise the default is one."""
 
 
 class Simulator:
     """Answers transfer sets from `model`; every answer says it is simulated.
 
     Args:
-        model: the machine and what its parts carry.
+        model: the machine and the capacities of its parts.
         noise: standard deviation of a sample in log terms, 0.05 being about 5 %.
-        seed: the same seed gives the n-th measurement of a set the same samples, whatever else
-            was asked before; measuring a set again gives fresh ones.
+        seed: the same seed gives the n-th measurement of a set the same samples, whatever was
+            measured before; measuring a set again gives new samples.
         repeats: samples a flow; 1 without noise, else 9, unless given.
         parameters: values of the shared parameters, the bundled ones unless given.
 
@@ -58,8 +57,7 @@ class Simulator:
         self._engine = Engine(model, parameters or bundled_parameters())
 
     def resume(self, times: Callable[[TransferSet], int]) -> None:
-        """Go on where an earlier run ended: `times` says how often a set was measured
-        when it is asked for first."""
+        """Continue an earlier run, in which each set was measured `times(set)` times."""
         self._before = times
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tccl_py.simulator.descriptions import load_machine, model_to_json
-from tccl_py.simulator.model import MachineModel
-from tccl_py.simulator.parameters import bundled_parameters, parameters_to_json
+from tccl_py.files import encode_json
+from tccl_py.simulator.descriptions import load_machine
+from tccl_py.simulator.model import MachineModel, bundled_parameters
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalFile, JournalHeader
 from tccl_py.sources.memory import RememberingSource
@@ -163,7 +163,7 @@ class OpenedSource(RememberingSource):
 
 def simulation_header(model: MachineModel, *, noise: float = 0.0, seed: int = 0) -> JournalHeader:
     """Return the header of a simulation's journal: its model and parameters, at this noise."""
-    content = model_to_json(model) + parameters_to_json(bundled_parameters())
+    content = encode_json(model) + encode_json(bundled_parameters())
     digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
     noisy = f", noise {noise:g}, seed {seed}" if noise else ""
     return JournalHeader(machine=model.name, identity=f"model {digest}{noisy}", simulated=True)
