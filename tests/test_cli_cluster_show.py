@@ -48,9 +48,7 @@ def test_show_has_classes_passages_order_and_rates(directory):
     result = tccl("show", directory)
     assert (result.exit_code, result.stderr) == (0, "")
     lines = rows(result.stdout)
-    assert lines[0] == (
-        "Plan for a cluster of 4 hosts with 11 GPUs: simulated from assumed figures"
-    )
+    assert "4 hosts with 11 GPUs: simulated" in lines[0]
     for line in (
         "four 2 0,1,2,3 N0 mlx5_0 N1 mlx5_1",
         "pair 1 0,1 N0 mlx5_0 N1 mlx5_1",
@@ -118,7 +116,7 @@ def test_a_long_order_is_cut(tmp_path):
     chains = dict.fromkeys(names, ((0, (0, 1), 0),))
     plan = cluster_plan([(name, PAIR) for name in names], chains)
     result = tccl("show", saved(plan, tmp_path / "plan"))
-    assert "... (nccl/order/hosts.txt has all)" in " ".join(rows(result.stdout))
+    assert " (nccl/order/hosts.txt" in " ".join(rows(result.stdout))
     assert len(result.stdout) < 6000
 
 
@@ -272,7 +270,7 @@ def test_env_of_a_host_without_a_graph_file_says_so(host, directory):
     assert evaluated(result.stdout) == environment(mixed().settings)
     assert shlex.split(result.stdout.splitlines()[-1]) == ["unset", "NCCL_GRAPH_FILE"]
     assert result.stderr.count("\n") == 1
-    assert "NCCL chooses its own rings" in result.stderr
+    assert "chooses its own rings" in result.stderr
     assert len(result.stderr) < 150
 
 

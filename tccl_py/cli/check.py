@@ -83,12 +83,11 @@ def check(
 ) -> None:
     """See whether a machine has drifted since its plan was measured, within two minutes.
 
-    Measures some sets of the plan's journal again, three times each: the plan's rings, its slowest
-    hop, one set of each class of links, some for every GPU, and a random sample. Nothing else
-    should use the GPUs. Says which rates changed by more than 3 % and by more than noise explains,
-    worst first, and what that points to. What seems changed is measured again before it is told; a
-    machine that did not change is called changed in 1 of 100 checks at most. The plan's journal
-    stays as it is.
+    Measures some sets of the plan's journal again, three times each: the plan's rings, the slowest
+    hop, a set of each class of links, some for every GPU, and a random sample. Nothing else should
+    use the GPUs. Names rates that changed by more than 3 % and by more than noise explains, worst
+    first, and the part they point to. Changes are measured again before they are reported; at most 1
+    of 100 checks of an unchanged machine reports a change. The plan's journal stays as it is.
 
     Exit codes: 0 nothing changed, 1 something did, 2 this is another machine or nothing could be
     measured.

@@ -89,17 +89,16 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write the files that a runtime reads, or print the one that matters.
+    """Write the files that a runtime reads, or print the main one.
 
-    For nccl these are the graph files, nccl.conf and env.sh; of a cluster's plan a graph file for
+    For nccl these are the graph files, nccl.conf and env.sh; for a cluster's plan a graph file for
     each host, and the order of hosts for launchers.
 
-    For tccl it is the XML file of the TCCL fork (TCCL_XML_FILE, with NCCL_ALGO=TCCL,RING), whose
-    runtime moves every hop by the mechanism that the file names. Rings are searched for every set
-    of GPUs, and chains over every set for jobs of several nodes, which are taken to be alike: by
-    the model of a simulated plan, on the machine itself of a measured one. Of a cluster's plan that
-    needs equal nodes and a model. What the plan has and the file cannot have is said in notices,
-    and in a comment of the file.
+    For tccl: the XML file of the TCCL fork (TCCL_XML_FILE, with NCCL_ALGO=TCCL,RING), whose runtime
+    moves every hop by the mechanism in the file. Rings are searched for every set of GPUs, and chains
+    over every set for jobs of several equal nodes: by the model of a simulated plan, on the machine
+    itself of a measured plan. A cluster's plan needs equal nodes and a model. Parts of the plan that
+    the file cannot express are named in notices, and in a comment of the file.
 
     Examples:
 

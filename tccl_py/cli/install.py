@@ -83,14 +83,14 @@ def install(
 ) -> None:
     """Put a verified plan's settings where jobs find them.
 
-    What is in a file already stays, byte for byte: the plan's lines stand between two marker lines.
-    `tccl uninstall` takes them out again. No graph file is named, because it would fail every
-    communicator over other GPUs. Jobs get theirs from `tccl env`, or from `tccl_py.torch`, which
-    finds the plan by TCCL_PLAN; the prolog and the module set that as well.
+    Existing lines of a file stay, byte for byte: the plan's lines stand between two marker lines, and
+    `tccl uninstall` takes them out again. No graph file is named: communicators over other GPUs would
+    fail. Jobs get theirs from `tccl env`, or from `tccl_py.torch`, which finds the plan by TCCL_PLAN;
+    the prolog and the module set TCCL_PLAN as well.
 
-    NCCL reads one file of the user's, then /etc/nccl.conf, and takes the first line of a name; the
-    environment comes before both. The file holds on every host that has it. The prolog sets nothing
-    on hosts with other GPUs, driver or NUMA nodes, and nothing that the job has set itself.
+    NCCL reads a file of the user's, then /etc/nccl.conf, and takes the first line of a name; the
+    environment comes before both. The file holds on every host where it is seen. The prolog sets
+    nothing on hosts with other GPUs, driver or NUMA nodes, and no variable that the job has set.
 
     Examples:
 
@@ -185,8 +185,7 @@ def uninstall(
 ) -> None:
     """Take out the lines of `tccl install`; files that it made are removed.
 
-    Lines of others stay. ~/.local/state/tccl (XDG_STATE_HOME) records the files, and goes with the
-    last of them.
+    Other lines stay. ~/.local/state/tccl (XDG_STATE_HOME) records the files, and goes with the last.
 
     Examples:
 

@@ -72,14 +72,14 @@ def overlap(
     ] = 300.0,
     json: JsonOption = False,
 ) -> None:
-    """Time transfers one after the other and together, and beside a product of matrices.
+    """Time transfers one after the other and together, and beside a matrix multiplication (GEMM).
 
-    Once by NCCL (torch.distributed, one process a GPU, a communicator of its own for each pair),
-    once by copies (one process, copy engines). Each time is a median with its 95 % interval. What
-    two transfers lose together is what they share; what a transfer and a product take together,
-    compared with one after the other, is what hiding one behind the other is worth here.
+    Once by NCCL (torch.distributed, a process for each GPU, a communicator for each pair), once by
+    copies (a single process, copy engines). Each time is a median with the 95 % interval. The loss of
+    two transfers that run together shows the link or memory they share; the time of a transfer
+    together with a GEMM, compared with the sum of both, is the gain of overlapping them here.
 
-    Needs torch. NCCL's variables are taken from the environment as they are.
+    Needs torch. NCCL's variables are taken from the environment unchanged.
 
     Examples:
 

@@ -27,11 +27,11 @@ def report(
         bool, typer.Option("--force", help="Replace FILE even if it is no report.")
     ] = False,
 ) -> None:
-    """Write a plan as one HTML page: machine, rings, rates, settings, and how to use it.
+    """Write a plan as one HTML page: machine, rings, rates, settings, and how to use them.
 
     The page needs no network and no other file. Rates of single hops and of pairs come from the
-    journal in DIR; what `tccl explain` found is shown if it is there. An earlier report is
-    replaced, any other file only with --force.
+    journal in DIR; a saved result of `tccl explain` is shown. An earlier report is replaced, any
+    other file only with --force.
 
     Example:
 
