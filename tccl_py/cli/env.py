@@ -77,9 +77,9 @@ def env(
 ) -> None:
     """Print the environment for a job over these GPUs, as `export` lines to evaluate.
 
-    The lines follow the plan's recommendation: nothing to set, variables alone, or a graph file with
-    the settings needed beside. The exit code is 0 for each of these, and 1 only if the plan does not
-    apply: to these GPUs, this machine or this NCCL.
+    The lines follow the plan's recommendation: nothing to set, variables alone, or a graph file
+    with the settings needed beside. The exit code is 0 for each of these, and 1 only if the plan
+    does not apply: to these GPUs, this machine or this NCCL.
 
     A graph file is named only for exactly these GPUs: any other would fail the job. If a simulated
     plan has none, rings are planned now and the file is kept in DIR. Without a graph file, the
@@ -88,13 +88,14 @@ def env(
     `tccl_py.torch` gives each communicator its own.
 
     If the GPUs, the driver's major version or the NUMA layout differ from the plan's, or NCCL's
-    version (of torch here, of the system without torch, or --nccl), a measured plan is disabled: only
-    `unset NCCL_GRAPH_FILE` is printed, stderr says why, and the exit code is 1. With --alike (or
-    TCCL_ALIKE=1) GPUs of the same kinds at the same places will do, for equal hosts that share a plan.
+    version (of torch here, of the system without torch, or --nccl), a measured plan is disabled:
+    only `unset NCCL_GRAPH_FILE` is printed, stderr says why, and the exit code is 1. With --alike
+    (or TCCL_ALIKE=1) GPUs of the same kinds at the same places will do, for equal hosts that share
+    a plan.
 
-    The environment of a cluster's plan is that of a single host, for a job over all hosts and GPUs of
-    the plan with ranks in its order (DIR/nccl/order). The exit code is 1 for a host outside of the
-    plan, and for this host after a change of GPUs.
+    The environment of a cluster's plan is that of a single host, for a job over all hosts and GPUs
+    of the plan with ranks in its order (DIR/nccl/order). The exit code is 1 for a host outside of
+    the plan, and for this host after a change of GPUs.
 
     Examples:
 

@@ -95,10 +95,10 @@ def export(
     each host, and the order of hosts for launchers.
 
     For tccl: the XML file of the TCCL fork (TCCL_XML_FILE, with NCCL_ALGO=TCCL,RING), whose runtime
-    moves every hop by the mechanism in the file. Rings are searched for every set of GPUs, and chains
-    over every set for jobs of several equal nodes: by the model of a simulated plan, on the machine
-    itself of a measured plan. A cluster's plan needs equal nodes and a model. Parts of the plan that
-    the file cannot express are named in notices, and in a comment of the file.
+    moves every hop by the mechanism in the file. Rings are searched for every set of GPUs, and
+    chains over every set for jobs of several equal nodes: by the model of a simulated plan, on the
+    machine itself of a measured plan. A cluster's plan needs equal nodes and a model. Parts of the
+    plan that the file cannot express are named in notices, and in a comment of the file.
 
     Examples:
 

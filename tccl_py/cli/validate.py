@@ -68,11 +68,11 @@ def validate(
     """Say what NCCL will do with a graph file: use, ignore, clip or reject it, or crash.
 
     Without --machine the installed NCCL starts on this machine's GPUs with the file, in seconds and
-    with some 0.5 GiB of each GPU; GPUs in use are left alone. With --machine the verdict follows from
-    NCCL's rules, for any machine, number of nodes and version.
+    with some 0.5 GiB of each GPU; GPUs in use are left alone. With --machine the verdict follows
+    from NCCL's rules, for any machine, number of nodes and version.
 
-    The rings shown are the final channels' rings, as ranks. Exit code 0 says that NCCL uses the file
-    as written, 1 the contrary, 2 that no verdict is possible, as without NCCL or GPUs. With
+    The rings shown are the final channels' rings, as ranks. Exit code 0 says that NCCL uses the
+    file as written, 1 the contrary, 2 that no verdict is possible, as without NCCL or GPUs. With
     --env NCCL_TOPO_FILE=PATH the machine is the one in that file.
 
     Examples:
