@@ -36,21 +36,20 @@ def main(switches: Path | None, directory: Path | None) -> None:
 
     print(f"order: {', '.join(plan.host_order)}{' (changed)' if plan.order_changed else ''}")
     for host in plan.hosts:
-        passage = plan.passages[host.passage]
-        for chain in passage.chains:
-            flow, gbps = chain.bottleneck
+        for chain in plan.paths[host.path].chains:
+            slow = chain.bottleneck
             print(
                 f"{host.name}, ranks from {host.first_rank} on: from N{chain.entry_nic} over GPUs "
-                f"{chain.gpus} to N{chain.exit_nic}, slowest {flow} with {gbps:.2f} GB/s"
+                f"{chain.gpus} to N{chain.exit_nic}, slowest {slow.flow} with {slow.gbps:.2f} GB/s"
             )
-    for ring in plan.rings:
+    for ring in plan.orders:
         print(f"ring of global ranks: {ring}")
     print(f"rate {plan.rate_gbps:.2f} GB/s, {plan.provenance}")
     print(f"default NCCL {plan.stock.rate_gbps:.2f} GB/s {plan.stock.note}".rstrip())
     if directory is not None:
         directory.mkdir()
         named = {one.name: models[one.machine.name] for one in cluster.classes}
-        tccl_py.write_cluster_plan(plan, directory, models=named)
+        tccl_py.write_plan(plan, directory, models=named)
         print(f"wrote {directory}; nccl/order/launch.txt says how to start a job")
 
 

@@ -24,9 +24,9 @@ import msgspec
 import numpy as np
 
 from tccl_py.cli.main import app
-from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.merge.rings import ChainTable, MergedRing, merge_in_order, merge_with_switches
 from tccl_py.model.cluster import SwitchTree
+from tccl_py.plan.load import load_plan
 
 CROSSINGS = 64
 NODES = 1_024
@@ -115,7 +115,7 @@ def whole_plan() -> Found:
         ]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             app(words, standalone_mode=False)
-        plan = load_cluster_plan(directory)
+        plan = load_plan(directory)
     return Found(rate=plan.rate_gbps, bound=plan.bound_gbps or 0.0, sets=plan.sets_measured)
 
 

@@ -12,8 +12,8 @@ The names below are all that most programs need; each is loaded from its module 
 >>> ring = plan.rings[0]
 >>> ring.gpus, round(ring.rate, 1), ring.bottleneck.source
 ((0, 1, 2, 3), 50.6, 0)
->>> [hop.flow for hop in ring.hops][:1]
-['G0->G0->G1{blocks=4}']
+>>> str(ring.hops[0].flow)
+'G0->G0->G1{blocks=4}'
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tccl_py.cluster_plan.directory import write_cluster_plan
-    from tccl_py.cluster_plan.plan import ClusterPlan, load_cluster_plan
     from tccl_py.cluster_plan.planner import make_cluster_plan
     from tccl_py.errors import InputError, TcclError
     from tccl_py.model.cluster import Cluster, HostReport, cluster_of
     from tccl_py.model.transfer import parse_flow, parse_set
-    from tccl_py.plan.plan import Plan, load_plan
+    from tccl_py.plan.directory import write_plan
+    from tccl_py.plan.load import load_plan
+    from tccl_py.plan.plan import Plan
     from tccl_py.plan.planner import make_plan
     from tccl_py.readers.live import discover_machine
     from tccl_py.readers.switches import read_switches
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Cluster": "model.cluster",
-    "ClusterPlan": "cluster_plan.plan",
     "HostReport": "model.cluster",
     "InputError": "errors",
     "Plan": "plan.plan",
@@ -49,21 +48,19 @@ _HOMES = {
     "cluster_of": "model.cluster",
     "discover_machine": "readers.live",
     "find_rings": "search.strategies",
-    "load_cluster_plan": "cluster_plan.plan",
     "load_machine": "simulator.descriptions",
-    "load_plan": "plan.plan",
+    "load_plan": "plan.load",
     "make_cluster_plan": "cluster_plan.planner",
     "make_plan": "plan.planner",
     "open_source": "sources.opening",
     "parse_flow": "model.transfer",
     "parse_set": "model.transfer",
     "read_switches": "readers.switches",
-    "write_cluster_plan": "cluster_plan.directory",
+    "write_plan": "plan.directory",
 }
 
 __all__ = [
     "Cluster",
-    "ClusterPlan",
     "HostReport",
     "InputError",
     "Plan",
@@ -73,7 +70,6 @@ __all__ = [
     "cluster_of",
     "discover_machine",
     "find_rings",
-    "load_cluster_plan",
     "load_machine",
     "load_plan",
     "make_cluster_plan",
@@ -82,7 +78,7 @@ __all__ = [
     "parse_flow",
     "parse_set",
     "read_switches",
-    "write_cluster_plan",
+    "write_plan",
 ]
 
 

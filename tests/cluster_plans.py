@@ -2,19 +2,13 @@
 
 import msgspec
 
-from tccl_py.cluster_plan.checks import check_cluster_plan
-from tccl_py.cluster_plan.plan import (
-    ClusterPlan,
-    ClusterStock,
-    PlanChain,
-    PlannedHost,
-    PlanPassage,
-)
 from tccl_py.model.cluster import HostReport, cluster_of
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.nccl.network import chain_hop_space, chains_as_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
+from tccl_py.plan.load import check_plan
+from tccl_py.plan.plan import HostPath, Plan, PlanChain, PlanChoice, PlanHop, PlannedHost
 from tests.nccl_nodes import with_nics
 from tests.toy import toy_machine
 
@@ -28,26 +22,19 @@ LOCAL = {"net_disable_intra": True}
 """Or GPUs of two switches talk by their NICs, which is no hop of a chain."""
 
 
-def passage(number, machine, chains, settings, *, gpus=None, rate=RATE):
-    """A passage; chains are (entry NIC, GPUs, exit NIC), hop n of chain c has rate 20 + n + c."""
+def path_of(number, machine, chains, settings, *, gpus=None):
+    """A host path; chains are (entry NIC, GPUs, exit NIC), hop n of chain c has rate 20 + n + c."""
     space = chain_hop_space(view(machine, NOTHING, settings, gpus=gpus), chains_in_set=len(chains))
     made = []
     for place, (chain, found) in enumerate(
         zip(chains, chains_as_rings(space, chains), strict=True)
     ):
-        flows = tuple(str(hop.flow) for hop in found.hops)
-        made.append(
-            PlanChain(
-                entry_nic=chain[0],
-                gpus=tuple(chain[1]),
-                exit_nic=chain[2],
-                flows=flows,
-                gbps=tuple(20.0 + n + place for n in range(len(flows))),
-            )
+        hops = tuple(
+            PlanHop(source=hop.source, target=hop.target, flow=hop.flow, gbps=20.0 + n + place)
+            for n, hop in enumerate(found.hops)
         )
-    return PlanPassage(
-        node_class=number, chains=tuple(made), rate_gbps=rate, type_intra="PHB", type_inter="PHB"
-    )
+        made.append(PlanChain(hops=hops, entry_nic=chain[0], exit_nic=chain[2]))
+    return HostPath(node_class=number, chains=tuple(made), type_intra="PHB", type_inter="PHB")
 
 
 def cluster_plan(hosts, chains, *, order=None, gpus=None, settings=None, **changes):
@@ -71,15 +58,16 @@ def cluster_plan(hosts, chains, *, order=None, gpus=None, settings=None, **chang
         if key not in kinds:
             kinds[key] = len(passages)
             passages.append(
-                passage(number, machine, chains[name], settings, gpus=used[machine.name])
+                path_of(number, machine, chains[name], settings, gpus=used[machine.name])
             )
-        planned.append(PlannedHost(name=name, passage=kinds[key], first_rank=rank))
+        planned.append(PlannedHost(name=name, path=kinds[key], first_rank=rank))
         rank += len(used[machine.name])
-    plan = ClusterPlan(
+    ranks = tuple(range(rank))
+    plan = Plan(
         cluster=cluster,
-        gpus=tuple(tuple(used[one.machine.name]) for one in cluster.classes),
+        class_gpus=tuple(tuple(used[one.machine.name]) for one in cluster.classes),
         hosts=tuple(planned),
-        passages=tuple(passages),
+        paths=tuple(passages),
         settings=settings,
         settings_verified=True,
         rate_gbps=RATE,
@@ -91,11 +79,12 @@ def cluster_plan(hosts, chains, *, order=None, gpus=None, settings=None, **chang
         sets_measured=7,
         sets_remembered=3,
         sets_by_symmetry=2,
-        stock=ClusterStock(
-            rate_gbps=5.0, channels=(1,) * len(cluster.classes), assumed=True, note="as it is"
+        stock=PlanChoice(
+            settings=Settings(), rings=(ranks,), rate_gbps=5.0, assumed=True, note="as it is"
         ),
+        variables=PlanChoice(settings=Settings(), rings=(ranks,), rate_gbps=5.0, assumed=True),
     )
-    return check_cluster_plan(msgspec.structs.replace(plan, **changes), where="plan")
+    return check_plan(msgspec.structs.replace(plan, **changes), where="plan")
 
 
 def mixed(**changes):

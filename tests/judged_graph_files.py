@@ -12,14 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.cluster_plan.directory import cluster_files
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.errors import SearchError
 from tccl_py.model.cluster import HostReport, cluster_of
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.nccl.settings import environment, final_channels
 from tccl_py.nccl.validator import NodeJob, validate_cluster
-from tccl_py.plan.directory import nccl_files
+from tccl_py.plan.files import nccl_files
 from tccl_py.plan.plan import per_channel
 from tccl_py.plan.planner import make_plan
 from tccl_py.readers.nccl_topology import parse_nccl_topology
@@ -93,13 +92,15 @@ def cluster_case(seed, text, machine, source, *, hosts) -> Case:
     reports = [HostReport(host=f"h{number}", machine=machine) for number in range(hosts)]
     cluster = cluster_of(reports, where="test")
     plan = make_cluster_plan(cluster, [source], ring_counts=(1,), budget=SHORT)
-    files = cluster_files(plan, Path("/"))
+    files = nccl_files(plan, Path("/"))
     nodes, orders = [], []
     for host in plan.hosts:
-        nodes.append(Node(text, plan.gpus[0], files[f"hosts/{host.name}.xml"]))
-        chains = [chain.gpus for chain in plan.passages[host.passage].chains]
+        nodes.append(Node(text, plan.class_gpus[0], files[f"hosts/{host.name}.xml"]))
+        chains = [chain.gpus for chain in plan.paths[host.path].chains]
         order = per_channel(chains, plan.settings.channels)
-        orders.append([[host.first_rank + plan.gpus[0].index(gpu) for gpu in one] for one in order])
+        orders.append(
+            [[host.first_rank + plan.class_gpus[0].index(gpu) for gpu in one] for one in order]
+        )
     rings = [from_zero([*itertools.chain(*parts)]) for parts in zip(*orders, strict=True)]
     final = final_channels(
         len(rings),

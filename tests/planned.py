@@ -4,6 +4,7 @@ import functools
 
 import msgspec
 
+from tccl_py.plan.plan import single_host
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.plan.staging import MANIFEST_FILE, manifest_of, manifest_text, read_manifest
 from tccl_py.search.problem import Budget
@@ -39,6 +40,18 @@ def needing_a_graph(plan):
         plan,
         stock=msgspec.structs.replace(plan.stock, rate_gbps=half),
         variables=msgspec.structs.replace(plan.variables, rate_gbps=half),
+    )
+
+
+def with_parts(plan, *, machine=None, knowledge=None, gpus=None, rings=None, **changes):
+    """A plan of one host with another machine, other GPUs or other rings."""
+    machine, knowledge = machine or plan.machine, knowledge or plan.knowledge
+    gpus = gpus or plan.gpus
+    path = msgspec.structs.replace(plan.paths[0], chains=rings or plan.rings)
+    cluster = single_host(machine, knowledge, gpus)
+    host = msgspec.structs.replace(plan.hosts[0], name=cluster.names[0])
+    return msgspec.structs.replace(
+        plan, cluster=cluster, class_gpus=(gpus,), hosts=(host,), paths=(path,), **changes
     )
 
 

@@ -8,11 +8,12 @@ import msgspec
 
 from tccl_py.model.transfer import bounce, direct_write, transfer_set
 from tccl_py.plan.directory import JOURNAL_FILE, write_plan
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalFile, JournalHeader
 from tccl_py.sources.memory import RememberingSource
+from tests.planned import with_parts
 
 PLANS = Path(__file__).parent.parent / "plans"
 VOID = {"meta", "link", "br"}
@@ -23,7 +24,7 @@ def plan_directory(place, name, *, sets=(), **changes):
     """A reference plan's directory; `sets` are simulated into its journal."""
     plan = load_plan(PLANS / f"{name}.json")
     if changes:
-        plan = msgspec.structs.replace(plan, **changes)
+        plan = with_parts(plan, **changes)
     place.mkdir(parents=True, exist_ok=True)
     write_plan(plan, place)
     header = JournalHeader(machine=plan.machine.name, identity="a test", simulated=True)

@@ -15,7 +15,8 @@ from tccl_py.nccl.default_rings import default_choice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
-from tccl_py.plan.plan import AS_GOOD, CHOICES, load_plan
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import AS_GOOD, CHOICES
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.tasks import condensed
 from tccl_py.readers.nccl_topology import read_nccl_topology

@@ -11,9 +11,9 @@ from tccl_py.cli.main import app
 from tccl_py.files import decode_json, encode_json, encode_line
 from tccl_py.health.drift_record import CheckRecord
 from tccl_py.model.knowledge import Fingerprint
-from tccl_py.model.transfer import parse_set
+from tccl_py.model.transfer import direct_write, transfer_set
 from tccl_py.plan.directory import write_plan
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled, model_from_json
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import opening
@@ -21,7 +21,7 @@ from tccl_py.sources.journal import JournalHeader, read_journal
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import MeasuredMachine, MeasurementOptions, measured_machine
 from tests.drifting import with_slower_link
-from tests.planned import rebind
+from tests.planned import rebind, with_parts
 
 NAME = "intel-v100"
 KEYS = [
@@ -255,16 +255,16 @@ def test_the_host_backend_is_checked_by_itself(plan):
     place = measured_machine("host", 2)
     made = load_plan(plan)
     hops = made.rings[0].hops[:2]
-    flows = ("G0->G0->G1{blocks=1}", "G1->G1->G0{blocks=1}")
+    flows = (direct_write(0, 1, blocks=1), direct_write(1, 0, blocks=1))
     pairs = ((0, 1), (1, 0))
     hops = tuple(
         msgspec.structs.replace(hop, source=i, target=j, flow=flow)
         for hop, flow, (i, j) in zip(hops, flows, pairs, strict=True)
     )
     ring = msgspec.structs.replace(made.rings[0], hops=hops)
-    made = msgspec.structs.replace(
+    made = with_parts(
         made, machine=place.machine, knowledge=place.knowledge, gpus=(0, 1), rings=(ring,),
-        simulated=False, assumed=False, subsets=(), type_intra="PHB",
+        simulated=False, assumed=False, subsets=(),
         stock=msgspec.structs.replace(made.stock, rings=((0, 1),), assumed=False),
         variables=msgspec.structs.replace(made.variables, rings=((0, 1),), assumed=False),
         alternatives=(),
@@ -279,7 +279,7 @@ def test_the_host_backend_is_checked_by_itself(plan):
             journal=plan / "measurements.jsonl",
         ) as source,
     ):
-        source.measure([parse_set(" ".join(flows)), parse_set(flows[0])])
+        source.measure([transfer_set(flows), transfer_set(flows[:1])])
     result = tccl("check", plan, "--json", "--max-seconds", "110")
     assert result.exit_code in (0, 1)
     found = json.loads(result.stdout)

@@ -10,11 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.cluster_plan.directory import cluster_files, write_cluster_plan
-from tccl_py.cluster_plan.plan import PlannedHost
-from tccl_py.cluster_plan.versions import for_version
+from tccl_py.cli.plan_text import choice_json
+from tccl_py.files import encode_json
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.directory import write_plan
+from tccl_py.plan.files import nccl_files
+from tccl_py.plan.plan import PlannedHost
+from tccl_py.plan.variants import for_version
 from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
 from tests.planned import SMALL, plan_of, rebind
 
@@ -31,7 +33,7 @@ def refused(result, sentence):
 
 def saved(plan, place):
     place.mkdir(exist_ok=True)
-    write_cluster_plan(plan, place)
+    write_plan(plan, place)
     return place
 
 
@@ -59,7 +61,7 @@ def test_show_has_classes_passages_order_and_rates(directory):
         "slowest flow 20.00 GB/s: N0->N0->G1{blocks=2} on four",
         "whole rings 9.50 GB/s with all hosts at once (simulated from assumed figures)",
         "bound 12.50 GB/s, not proven best",
-        "stock NCCL 5.00 GB/s (simulated from assumed figures); the plan is 2.00x, as it is",
+        "default NCCL 5.00 GB/s (simulated from assumed figures): NCCL as it runs here; as it is",
         "settings NCCL 2.30: NCCL_NET_DISABLE_INTRA=1",
         "effort 7 sets simulated, 3 from memory or journal, 2 by symmetry",
         "note: N2 left out",
@@ -88,7 +90,7 @@ def test_hops_lists_every_flow_with_its_rate(directory):
     assert "four 0 0 20.00 (slowest) N0->N0->G1{blocks=2}" in lines
     assert "four 0 0 22.00 G0->G0->C1->G2->G2{blocks=2}" in lines
     assert "one 2 1 22.00 G0->G0->C0->N1->N1{blocks=2}" in lines
-    flows = sum(len(chain.flows) for one in mixed().passages for chain in one.chains)
+    flows = sum(len(chain.hops) for one in mixed().paths for chain in one.chains)
     assert sum("blocks=2}" in line for line in lines) == flows + 7  # and 7 above this table
 
 
@@ -102,7 +104,7 @@ def many_passages():
 
 def test_of_many_passages_show_has_the_first(tmp_path):
     plan = many_passages()
-    assert len(plan.passages) == 24
+    assert len(plan.paths) == 24
     place = saved(plan, tmp_path / "plan")
     lines = rows(tccl("show", place).stdout)
     assert sum(line.startswith("four (") for line in lines) == 16
@@ -125,24 +127,30 @@ def test_json_has_the_keys_that_are_kept(directory):
     assert result.exit_code == 0
     found = json.loads(result.stdout)
     plan = mixed()
-    assert found == {
-        "kind": "cluster",
-        "hosts": ["gpu3", "gpu2", "gpu1", "login"],
-        "rings": [list(ring) for ring in plan.channel_rings],
-        "rate_gbps": 10.0,
-        "bound_gbps": 12.5,
-        "proven": False,
-        "whole_ring_gbps": 9.5,
-        "sets_measured": 7,
-        "simulated": True,
-        "assumed": True,
-        "settings": json.loads(msgspec.json.encode(plan.settings)),
-        "environment": environment(plan.settings),
-        "kept": {},
-        "stock": {"rate_gbps": 5.0, "note": "as it is"},
-        "cancelled": False,
-        "notices": ["N2 left out"],
-    }
+    assert found == json.loads(
+        encode_json(
+            {
+                "kind": "cluster",
+                "hosts": ["gpu3", "gpu2", "gpu1", "login"],
+                "rings": [list(ring) for ring in plan.channel_rings],
+                "rate_gbps": 10.0,
+                "bound_gbps": 12.5,
+                "proven": False,
+                "whole_ring_gbps": 9.5,
+                "sets_measured": 7,
+                "simulated": True,
+                "assumed": True,
+                "settings": json.loads(msgspec.json.encode(plan.settings)),
+                "environment": environment(plan.settings),
+                "kept": {},
+                "recommended": "graph",
+                "choices": {name: choice_json(one) for name, one in plan.choices.items()},
+                "stock": choice_json(plan.stock),
+                "cancelled": False,
+                "notices": ["N2 left out"],
+            }
+        )
+    )
 
 
 def test_json_has_a_ring_of_global_ranks_for_each_channel(tmp_path):
@@ -176,12 +184,12 @@ def test_export_writes_the_files_of_the_plan(directory, tmp_path):
         for path in place.rglob("*")
         if path.is_file()
     }
-    assert files == cluster_files(mixed(), place)
+    assert files == nccl_files(mixed(), place)
 
 
 def test_export_for_another_version_has_its_files(directory, tmp_path):
     assert tccl("export", directory, "--nccl", "2.28", "-o", tmp_path / "out").exit_code == 0
-    wanted = cluster_files(for_version(mixed(), "2.28"), tmp_path / "out")
+    wanted = nccl_files(for_version(mixed(), "2.28"), tmp_path / "out")
     for name in ("hosts/gpu1.xml", "nccl.conf"):
         assert (tmp_path / "out" / "nccl" / name).read_text() == wanted[name]
 
@@ -288,7 +296,7 @@ def test_env_refuses_what_does_not_fit_the_plan(directory, tmp_path):
     (directory / "nccl" / "hosts" / "gpu1.xml").unlink()
     refused(tccl("env", directory, "--host", "gpu1"), "gpu1.xml: is missing; restore it, or")
     write_plan(plan_of(SMALL), tmp_path)
-    refused(tccl("env", tmp_path, "--host", "gpu1"), "--host: is for the plan of a cluster, this")
+    refused(tccl("env", tmp_path, "--host", "gpu1"), "--host: is for the plan of a cluster")
 
 
 @pytest.mark.parametrize(
@@ -308,7 +316,7 @@ def test_what_is_for_one_machine_refuses_the_plan_of_a_cluster(command, sentence
 
 @pytest.mark.parametrize("command", ["show", "env", "export"])
 def test_a_damaged_plan_is_one_sentence(command, directory, tmp_path):
-    hostile = PlannedHost(name="../../x", passage=0, first_rank=0)
+    hostile = PlannedHost(name="../../x", path=0, first_rank=0)
     plan = mixed()
     msgspec.structs.replace(plan, hosts=(hostile, *plan.hosts[1:])).save(directory / "plan.json")
     rebind(directory)

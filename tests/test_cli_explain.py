@@ -12,7 +12,7 @@ from tccl_py.errors import InputError
 from tccl_py.explain.findings import load_explanation
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.directory import write_plan
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import profiled

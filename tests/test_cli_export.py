@@ -7,12 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.cluster_plan.directory import write_cluster_plan
-from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.directory import write_plan
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import profiled
@@ -235,7 +233,7 @@ def test_a_plan_of_equal_nodes_is_exported_with_the_ring_over_them(cluster, tmp_
     result = exported(cluster, "-o", tmp_path / "db.xml")
     database = read_tccl_xml(tmp_path / "db.xml")
     rate = found_ring(database, [15, 15, 15]).gbps
-    planned = load_cluster_plan(cluster)
+    planned = load_plan(cluster)
     said = f"tccl: the plan has {planned.rate_gbps:.2f} GB/s by 1 ring over 3 nodes; the one ring "
     assert "that the fork makes" in result.stderr and f"{said}" in result.stderr
     assert rate == pytest.approx(planned.rate_gbps, rel=0.02)
@@ -269,9 +267,9 @@ def test_a_cluster_without_its_model_cannot_be_searched_again(damage, said, clus
 
 def test_a_measured_cluster_is_refused(cluster, tmp_path):
     place = tmp_path / "plan"
-    plan = load_cluster_plan(cluster)
+    plan = load_plan(cluster)
     measured = msgspec.structs.replace(plan, simulated=False, assumed=False)
     place.mkdir()
-    write_cluster_plan(measured, place)
+    write_plan(measured, place)
     said = refused(place, "--runtime", "tccl")
     assert "nobody measured there" in said and f"{place}" in said

@@ -12,7 +12,7 @@ from tccl_py.cli import verify as module
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.plan.directory import locked, write_plan
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify.record import load_verification
 from tccl_py.verify.spec import WrongValue

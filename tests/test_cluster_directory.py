@@ -9,22 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_py.cluster_plan.directory import (
-    class_file,
-    cluster_files,
-    write_cluster_files,
-    write_cluster_plan,
-)
-from tccl_py.cluster_plan.plan import is_cluster_plan, load_cluster_plan
-from tccl_py.cluster_plan.versions import for_version
 from tccl_py.errors import InputError
 from tccl_py.model.cluster import MAX_NAME
+from tccl_py.model.transfer import parse_flow
 from tccl_py.nccl.log import same_rings
 from tccl_py.nccl.settings import Settings, environment, settings_from_environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.versions import known_versions
+from tccl_py.plan.directory import machine_file, write_nccl_files, write_plan
+from tccl_py.plan.files import nccl_files
 from tccl_py.plan.host_order import RANK_MAP, rank_map_from_json
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import is_cluster_plan, load_plan
+from tccl_py.plan.variants import for_version
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.generic import model_for
 from tests.cluster_plans import FOUR, LOCAL, MACHINES, NOTHING, cluster_plan, equal_hosts, mixed
@@ -56,20 +52,18 @@ def check_run(plan, files):
     assert len(found.rings) % len(planned) == 0
     for channel, ring in enumerate(found.rings):
         assert same_rings(ring, planned[channel % len(planned)])
-        chains = [
-            plan.passages[host.passage].chains[channel % plan.ring_count] for host in plan.hosts
-        ]
+        chains = [plan.paths[host.path].chains[channel % plan.ring_count] for host in plan.hosts]
         ends = [(chain.entry_nic, chain.exit_nic) for chain in chains]
         assert [(nics.entry, nics.exit) for nics in found.nics[channel]] == ends
 
 
 def test_the_files_of_hosts_of_three_classes_close_into_the_planned_rings(tmp_path):
     plan = mixed()
-    assert plan.rings == (
+    assert plan.orders == (
         (1, 0, 2, 3, 5, 4, 7, 6, 8, 9, 10),
         (3, 2, 0, 1, 4, 5, 9, 8, 6, 7, 10),
     )
-    check_run(plan, cluster_files(plan, tmp_path))
+    check_run(plan, nccl_files(plan, tmp_path))
 
 
 @st.composite
@@ -109,7 +103,7 @@ def plans(draw):
 @settings(max_examples=150)
 @given(plans())
 def test_any_chains_and_any_order_of_hosts_close_into_the_planned_rings(tmp_path_factory, plan):
-    check_run(plan, cluster_files(plan, tmp_path_factory.getbasetemp()))
+    check_run(plan, nccl_files(plan, tmp_path_factory.getbasetemp()))
 
 
 @settings(max_examples=50)
@@ -117,12 +111,12 @@ def test_any_chains_and_any_order_of_hosts_close_into_the_planned_rings(tmp_path
 def test_a_plan_is_the_same_after_saving(tmp_path_factory, plan):
     place = tmp_path_factory.getbasetemp() / "saved.json"
     plan.save(place)
-    assert load_cluster_plan(place) == plan
+    assert load_plan(place) == plan
 
 
 def test_a_plan_has_all_its_files_and_no_others(tmp_path):
     plan = mixed()
-    write_cluster_plan(plan, tmp_path)
+    write_plan(plan, tmp_path)
     names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert names == {
         "plan.json",
@@ -138,11 +132,11 @@ def test_a_plan_has_all_its_files_and_no_others(tmp_path):
         "nccl/order/launch.txt",
     }
     assert is_cluster_plan(tmp_path)
-    assert load_cluster_plan(tmp_path) == plan
+    assert load_plan(tmp_path) == plan
 
 
 def test_the_order_of_hosts_is_the_planned_one(tmp_path):
-    files = cluster_files(mixed(), tmp_path)
+    files = nccl_files(mixed(), tmp_path)
     assert files["order/hosts.txt"] == "gpu3\ngpu2\ngpu1\nlogin\n"
     assert "gpu3 slots=4\ngpu2 slots=2\n" in files["order/hostfile.openmpi"]
     order = f"{tmp_path}/nccl/order"
@@ -153,8 +147,8 @@ def test_ranks_take_the_gpus_that_are_planned_for(tmp_path):
     hosts = [("a", FOUR), ("b", FOUR)]
     chains = dict.fromkeys("ab", ((0, (3, 1), 0),))
     plan = cluster_plan(hosts, chains, gpus={"four": (1, 3)})
-    assert plan.rings == ((1, 0, 3, 2),)
-    files = cluster_files(plan, tmp_path)
+    assert plan.orders == ((1, 0, 3, 2),)
+    files = nccl_files(plan, tmp_path)
     order = rank_map_from_json(files[f"order/{RANK_MAP}"], where=RANK_MAP)
     assert order.gpus == ((1, 3), (1, 3))
     check_run(plan, files)
@@ -170,7 +164,7 @@ def test_all_settings_of_the_network_are_set_for_every_job(tmp_path):
         ib_gid_index=3,
         **LOCAL,
     )
-    files = cluster_files(mixed(settings=wanted), tmp_path)
+    files = nccl_files(mixed(settings=wanted), tmp_path)
     lines = [line for line in files["nccl.conf"].splitlines() if not line.startswith("#")]
     variables = dict(line.split("=", 1) for line in lines)
     assert variables == environment(wanted)
@@ -185,7 +179,7 @@ def test_all_settings_of_the_network_are_set_for_every_job(tmp_path):
 
 
 def test_graph_files_say_what_a_channel_carries_and_whether_it_changes_nics(tmp_path):
-    files = cluster_files(mixed(), tmp_path)
+    files = nccl_files(mixed(), tmp_path)
     assert 'crossnic="1" nchannels="2" speedintra="5" speedinter="5"' in files["hosts/gpu1.xml"]
     assert 'crossnic="0" nchannels="2" speedintra="5" speedinter="5"' in files["hosts/login.xml"]
     assert "rates simulated from assumed figures" in files["hosts/gpu1.xml"].splitlines()[0]
@@ -194,9 +188,9 @@ def test_graph_files_say_what_a_channel_carries_and_whether_it_changes_nics(tmp_
 def test_a_thousand_hosts_take_seconds_and_equal_ones_share_a_text(tmp_path):
     plan = equal_hosts(1024)
     with soon(10):
-        write_cluster_plan(plan, tmp_path)
-    assert load_cluster_plan(tmp_path) == plan
-    files = cluster_files(plan, tmp_path)
+        write_plan(plan, tmp_path)
+    assert load_plan(tmp_path) == plan
+    files = nccl_files(plan, tmp_path)
     graphs = [text for name, text in files.items() if name.startswith("hosts/")]
     assert (len(graphs), len(set(map(id, graphs)))) == (1024, 1)
     assert len(list((tmp_path / "nccl" / "hosts").iterdir())) == 1024
@@ -206,9 +200,9 @@ def test_a_thousand_hosts_take_seconds_and_equal_ones_share_a_text(tmp_path):
 def test_machines_are_kept_with_the_models_that_rates_come_from(tmp_path):
     plan = mixed()
     model = model_for(FOUR, NOTHING)
-    write_cluster_plan(plan, tmp_path, models={"four": model})
-    assert read_description(tmp_path / class_file("four")).model == model
-    other = read_description(tmp_path / class_file("pair"))
+    write_plan(plan, tmp_path, models={"four": model})
+    assert read_description(machine_file(plan, tmp_path, 0)).model == model
+    other = read_description(machine_file(plan, tmp_path, 1))
     assert (other.machine, other.model) == (plan.cluster.classes[1].machine, None)
 
 
@@ -216,9 +210,9 @@ def test_the_longest_name_of_a_host_can_name_its_file(tmp_path):
     names = ("a", "x" * MAX_NAME)
     chains = dict.fromkeys(names, ((0, (0, 1, 2, 3), 0),))
     plan = cluster_plan([(name, FOUR) for name in names], chains)
-    write_cluster_plan(plan, tmp_path)
+    write_plan(plan, tmp_path)
     assert (tmp_path / "nccl" / "hosts" / f"{names[1]}.xml").is_file()
-    assert load_cluster_plan(tmp_path) == plan
+    assert load_plan(tmp_path) == plan
     longer = ("a", "x" * (MAX_NAME + 1))
     chains = dict.fromkeys(longer, ((0, (0, 1, 2, 3), 0),))
     # Before anything is measured, and by name.
@@ -227,7 +221,7 @@ def test_the_longest_name_of_a_host_can_name_its_file(tmp_path):
 
 
 def test_a_full_disk_leaves_the_plan_that_was_there(tmp_path, monkeypatch):
-    write_cluster_plan(mixed(), tmp_path)
+    write_plan(mixed(), tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     written = []
 
@@ -238,25 +232,25 @@ def test_a_full_disk_leaves_the_plan_that_was_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(InputError, match="No space left on device"):
-        write_cluster_plan(equal_hosts(12), tmp_path)
+        write_plan(equal_hosts(12), tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("there", [False, True])
 def test_a_plan_that_could_not_be_read_again_is_not_put_in_place(there, tmp_path):
     if there:
-        write_cluster_plan(mixed(), tmp_path)
+        write_plan(mixed(), tmp_path)
     before = sorted(tmp_path.rglob("*"))
     bad = msgspec.structs.replace(equal_hosts(12), sets_measured=-1)
     with pytest.raises(InputError, match="the plan could not be read again, so none was written"):
-        write_cluster_plan(bad, tmp_path)
+        write_plan(bad, tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
-    assert not there or load_cluster_plan(tmp_path) == mixed()
+    assert not there or load_plan(tmp_path) == mixed()
 
 
 def test_one_plan_replaces_another_with_all_its_files(tmp_path):
-    write_cluster_plan(equal_hosts(5), tmp_path)
-    write_cluster_plan(mixed(), tmp_path)
+    write_plan(equal_hosts(5), tmp_path)
+    write_plan(mixed(), tmp_path)
     hosts = sorted(path.name for path in (tmp_path / "nccl" / "hosts").iterdir())
     assert hosts == ["gpu1.xml", "gpu2.xml", "gpu3.xml", "login.xml"]
 
@@ -265,25 +259,18 @@ def test_one_plan_replaces_another_with_all_its_files(tmp_path):
 def test_what_was_found_of_an_earlier_plan_goes_with_it(finding, tmp_path):
     (tmp_path / finding).write_text("of another plan")
     (tmp_path / "notes.txt").write_text("mine")
-    write_cluster_plan(mixed(), tmp_path)
+    write_plan(mixed(), tmp_path)
     assert not (tmp_path / finding).exists()
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_exported_files_name_their_own_place(tmp_path):
     plan, place = mixed(), tmp_path / "a" / "b"
-    assert write_cluster_files(plan, place) == 13
+    assert write_nccl_files(plan, place) == 13
     assert [path.name for path in place.iterdir()] == ["nccl"]
     assert f"_tccl_hosts={place}/nccl/hosts\n" in (place / "nccl" / "env.sh").read_text()
     with pytest.raises(InputError, match="already exists; name a new directory"):
-        write_cluster_files(plan, place)
-
-
-def test_what_reads_plans_of_machines_refuses_one_of_a_cluster(tmp_path):
-    write_cluster_plan(mixed(), tmp_path)
-    with pytest.raises(InputError, match="is the plan of a cluster; `tccl show`") as caught:
-        load_plan(tmp_path)
-    assert "\n" not in str(caught.value)
+        write_nccl_files(plan, place)
 
 
 def test_a_version_that_moves_hops_alike_takes_the_plan(tmp_path):
@@ -292,16 +279,22 @@ def test_a_version_that_moves_hops_alike_takes_the_plan(tmp_path):
     assert other == msgspec.structs.replace(
         plan, settings=msgspec.structs.replace(plan.settings, version="2.28")
     )
-    check_run(other, cluster_files(other, tmp_path))
+    check_run(other, nccl_files(other, tmp_path))
 
 
 def test_a_version_that_moves_a_hop_otherwise_is_refused():
     plan = mixed()
-    first, *rest = plan.passages
+    first, *rest = plan.paths
     chain = first.chains[0]
-    other = msgspec.structs.replace(chain, flows=("N0->N0->C0->G1->G1", *chain.flows[1:]))
+    other = msgspec.structs.replace(
+        chain,
+        hops=(
+            msgspec.structs.replace(chain.hops[0], flow=parse_flow("N0->N0->C0->G1->G1")),
+            *chain.hops[1:],
+        ),
+    )
     changed = msgspec.structs.replace(first, chains=(other, *first.chains[1:]))
-    plan = msgspec.structs.replace(plan, passages=(changed, *rest))
+    plan = msgspec.structs.replace(plan, paths=(changed, *rest))
     with pytest.raises(InputError, match=r"on four moves by .*; make a plan for it: tccl plan"):
         for_version(plan, "2.28")
 
@@ -356,7 +349,7 @@ def test_a_job_gets_the_file_of_the_host_it_runs_on(shell, folder, name, full, c
     chains = dict.fromkeys(names, ((0, (0, 1, 2, 3), 0),))
     wanted = Settings(channels=2, ib_hca=("mlx5_0", "mlx5_1"), **LOCAL)
     plan = cluster_plan([(one, FOUR) for one in names], chains, settings=wanted)
-    write_cluster_files(plan, tmp_path / folder)
+    write_nccl_files(plan, tmp_path / folder)
     nccl = tmp_path / folder / "nccl"
     found, said = sourced(shell, nccl / "env.sh", named_host(tmp_path, name, full))
     graph = {} if chosen is None else {"NCCL_GRAPH_FILE": f"{nccl}/hosts/{chosen}.xml"}
@@ -383,7 +376,7 @@ def test_a_job_gets_the_file_of_the_host_it_runs_on(shell, folder, name, full, c
 def test_a_task_of_slurm_gets_the_file_of_its_node(shell, node, name, chosen, tmp_path):
     chains = dict.fromkeys(("gpu1", "node7"), ((0, (0, 1, 2, 3), 0),))
     plan = cluster_plan([(one, FOUR) for one in chains], chains, settings=Settings(**LOCAL))
-    write_cluster_files(plan, tmp_path / "plan")
+    write_nccl_files(plan, tmp_path / "plan")
     nccl, tools = tmp_path / "plan" / "nccl", named_host(tmp_path, name, None)
     found, said = sourced(shell, nccl / "env.sh", tools, SLURMD_NODENAME=node)
     graph = None if chosen is None else f"{nccl}/hosts/{chosen}.xml"

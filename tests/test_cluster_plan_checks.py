@@ -9,19 +9,18 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.cluster_plan.checks import check_cluster_plan
-from tccl_py.cluster_plan.directory import cluster_files
-from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.errors import InputError, TcclError
+from tccl_py.files import encode_json
 from tccl_py.nccl.settings import Settings
+from tccl_py.plan.files import nccl_files
+from tccl_py.plan.load import check_plan, load_plan
 from tests.cluster_plans import FOUR, LOCAL, cluster_plan, mixed
-from tests.planned import SMALL, plan_of
 
 HUGE = 10**40
 
 
 def saved(plan):
-    return json.loads(msgspec.json.encode(plan))
+    return json.loads(encode_json(plan))
 
 
 def refused(data, tmp_path):
@@ -29,7 +28,7 @@ def refused(data, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))
     with pytest.raises(InputError) as caught:
-        load_cluster_plan(path)
+        load_plan(path)
     text = str(caught.value)
     assert text.startswith(str(path))
     assert len(text) < len(str(path)) + 700
@@ -43,7 +42,8 @@ def at(data, path):
     return data, path[-1]
 
 
-CHAIN = ("passages", 0, "chains", 0)
+CHAIN = ("paths", 0, "chains", 0)
+HOPS = (*CHAIN, "hops")
 
 
 @pytest.mark.parametrize(
@@ -64,48 +64,64 @@ CHAIN = ("passages", 0, "chains", 0)
         ),
         (("cluster", "format_version"), 2, "has format version 2; this program reads version 1"),
         (("hosts", 1, "name"), "gpu3", "'gpu3': is in the order twice; once is right"),
-        (("hosts",), [], "has 0 hosts; a plan of a cluster has 2 or more"),
-        (("hosts", 0, "passage"), HUGE, "has passage 10000000000000000000; there are 3"),
-        (("hosts", 0, "passage"), -1, "has passage -1; there are 3, counted from 0"),
-        (("hosts", 0, "passage"), 1, "has a passage of class pair; it is of class four"),
+        (("hosts",), [], "host gpu1 is missing from the order"),
+        (("hosts", 0, "path"), HUGE, "has path 10000000000000000000; there are 3"),
+        (("hosts", 0, "path"), -1, "has path -1; there are 3, counted from 0"),
+        (("hosts", 0, "path"), 1, "has a path of class pair; it is of class four"),
         (("hosts", 1, "first_rank"), HUGE, "begins with rank 1000"),
         (("hosts", 1, "first_rank"), 5, "begins with rank 5; the hosts before it have 4 ranks"),
         # GPUs
-        (("gpus",), [[0]], "has GPUs for 1 classes of hosts; there are 3"),
-        (("gpus", 0), [0, 1, 2, HUGE], "class four: is for GPUs [0, 1, 2, 10000000000000000000];"),
-        (("gpus", 0), [3, 2, 1, 0], "some of [0, 1, 2, 3], each once and in ascending order"),
-        (("gpus", 0), [0, 0, 1, 2], "each once and in ascending order"),
-        (("gpus", 0), [], "visits GPUs [1, 0, 2, 3]; those of its class are [], each once"),
+        (("class_gpus",), [[0]], "has GPUs for 1 classes of hosts; there are 3"),
+        (
+            ("class_gpus", 0),
+            [0, 1, 2, HUGE],
+            "is for GPUs [0, 1, 2, 10000000000000000000];",
+        ),
+        (("class_gpus", 0), [3, 2, 1, 0], "some of [0, 1, 2, 3], each once and in ascending order"),
+        (("class_gpus", 0), [0, 0, 1, 2], "each once and in ascending order"),
+        (("class_gpus", 0), [], "visits GPUs [1, 0, 2, 3]; those of its class are [], each once"),
         # passages
-        (("passages",), [], "has no passages; plan it again"),
-        (("passages", 1, "node_class"), 9, "passage 1: is of class 9; there are 3 classes"),
-        (("passages", 1, "node_class"), -1, "passage 1: is of class -1; there are 3 classes"),
-        (("passages", 1, "chains"), [], "passage 1: has 0 chains, passage 0 has 2; every ring"),
-        (("passages", 0, "type_intra"), "FAR", "has path type 'FAR'; one of LOC, NVL"),
-        (("passages", 0, "type_inter"), "<net>" * 99, "has path type '<net><net>"),
-        (("passages", 0, "rate_gbps"), 0, "passage 0: has a rate of 0.0 GB/s; rates are above 0"),
+        (("paths",), [], "has no paths"),
+        (("paths", 1, "node_class"), 9, "path 1: is of class 9; there are 3 classes"),
+        (("paths", 1, "node_class"), -1, "path 1: is of class -1; there are 3 classes"),
+        (("paths", 1, "chains"), [], "path 1: has 0 chains, path 0 has 2; every ring"),
+        (("paths", 0, "type_intra"), "FAR", "has path type 'FAR'; one of LOC, NVL"),
+        (("paths", 0, "type_inter"), "<net>" * 99, "has path type '<net><net>"),
         # chains
-        ((*CHAIN, "gpus"), [1, 0, 2, 2], "chain 0: visits GPUs [1, 0, 2, 2]; those of its class"),
-        ((*CHAIN, "gpus"), [1, 0, 2], "those of its class are [0, 1, 2, 3], each once"),
-        ((*CHAIN, "gpus"), [HUGE] * 9, "each once"),
-        ((*CHAIN, "gpus"), [0, 1, 2, 3], "begins with flow 'N0->N0->G1{blocks=2}'; it enters by"),
-        ((*CHAIN, "entry_nic"), HUGE, "uses NIC 10000000000000000000; the settings let NCCL use"),
-        ((*CHAIN, "entry_nic"), 1, "begins with flow 'N0->N0->G1{blocks=2}'; it enters by NIC 1"),
-        ((*CHAIN, "exit_nic"), 0, "ends with flow 'G3->N1->N1{blocks=2}'; it leaves from GPU 3"),
-        ((*CHAIN, "exit_nic"), -1, "uses NIC -1"),
-        (("passages", 2, "chains", 0, "exit_nic"), 1, "NCCL leaves one GPU by the NIC that it"),
-        ((*CHAIN, "flows"), ["G0->G0->G1"], "has 1 flows and 5 rates; each of the 5 hops of a"),
-        ((*CHAIN, "gbps"), [1.0] * 6, "has 5 flows and 6 rates"),
-        ((*CHAIN, "flows", 0), "nonsense", "passage 0, chain 0, flow 'nonsense':"),
-        ((*CHAIN, "flows", 0), "N0->N0->G0", "begins with flow 'N0->N0->G0'"),
-        ((*CHAIN, "flows", 0), "G1->N0->N0", "begins with flow 'G1->N0->N0'"),
-        ((*CHAIN, "flows", 0), "b.G1->b.N0->a.N0->a.N0->a.G1", "and no 'b.G1'; name what machine"),
-        ((*CHAIN, "flows", 0), "N0->N0->C7->G1->G1", "and no 'C7'; name what machine 'four' has"),
-        ((*CHAIN, "flows", -1), "N1->N1->G3", "ends with flow 'N1->N1->G3'"),
-        ((*CHAIN, "flows", -1), "G3->G3->G9->N1->N1", "and no 'G9'; name what machine"),
-        ((*CHAIN, "flows", 1), "G1->G1->G2", "goes from GPU 1 to GPU 0 by flow 'G1->G1->G2'; plan"),
-        ((*CHAIN, "flows", 1), "G1->N0->N0", "goes from GPU 1 to GPU 0 by flow 'G1->N0->N0'"),
-        ((*CHAIN, "gbps", 2), -3.0, "chain 0: has a rate of -3.0 GB/s; rates are above 0"),
+        (HOPS, [], "visits GPUs []; those of its class are [0, 1, 2, 3], each once"),
+        ((*HOPS, 1, "source"), 2, "visits GPUs [2, 0, 2, 3]; those of its class"),
+        ((*HOPS, 1, "source"), HUGE, "each once"),
+        ((*HOPS, 1, "target"), 2, "do not meet"),
+        ((*CHAIN, "entry_nic"), HUGE, "it enters by NIC 10000000000000000000"),
+        (
+            (*CHAIN, "entry_nic"),
+            1,
+            "flow 'N0->N0->G1{blocks=2}'; it enters by NIC 1",
+        ),
+        (
+            (*CHAIN, "exit_nic"),
+            0,
+            "flow 'G3->N1->N1{blocks=2}'; it leaves from GPU 3",
+        ),
+        ((*CHAIN, "exit_nic"), -1, "by NIC -1"),
+        ((*HOPS, 0, "flow"), "nonsense", "'nonsense'"),
+        ((*HOPS, 0, "flow"), "N0->N0->G0", "has a hop with flow 'N0->N0->G0'; it enters"),
+        ((*HOPS, 0, "flow"), "G1->N0->N0", "flow 'G1->N0->N0'; it enters"),
+        ((*HOPS, 0, "flow"), "b.G1->b.N0->a.N0->a.N0->a.G1", "and no 'b.G1'; name what machine"),
+        ((*HOPS, 0, "flow"), "N0->N0->C7->G1->G1", "and no 'C7'; name what machine 'four' has"),
+        ((*HOPS, -1, "flow"), "N1->N1->G3", "has a hop with flow 'N1->N1->G3'; it leaves"),
+        ((*HOPS, -1, "flow"), "G3->G3->G9->N1->N1", "and no 'G9'; name what machine"),
+        (
+            (*HOPS, 1, "flow"),
+            "G1->G1->G2",
+            "flow 'G1->G1->G2'; it goes from GPU 1 to GPU 0",
+        ),
+        (
+            (*HOPS, 1, "flow"),
+            "G1->N0->N0",
+            "flow 'G1->N0->N0'; it goes from GPU 1 to GPU 0",
+        ),
+        ((*HOPS, 2, "gbps"), -3.0, "chain 0: has a rate of -3.0 GB/s; rates are above 0"),
         # settings
         (("settings", "channels"), 3, "has 2 rings for 3 channels; every ring has as many"),
         (("settings", "channels"), 0, "settings for NCCL 2.30: channels is 0"),
@@ -119,12 +135,11 @@ CHAIN = ("passages", 0, "chains", 0)
         (("bound_gbps",), 1e9, "has rate 10.0 and bound 1000000000.0"),
         (("whole_ring_gbps",), 0.0, "has a rate of 0.0 GB/s"),
         (("stock", "rate_gbps"), 0, "has a rate of 0.0 GB/s; rates are above 0, and finite"),
-        (("stock", "channels"), [1], "has stock channels [1]; each class has a number of them"),
-        (("stock", "channels"), [1, 1, -1], "has stock channels [1, 1, -1]"),
+        (("stock", "rings"), [[0, 1]], "ring [0, 1] does not visit"),
         (("sets_measured",), -HUGE, "has -1000000000000000000 sets; a count is 0 or more"),
         # of another kind
-        (("format_version",), 7, "has format version 7; this program reads version 1"),
-        (("kind",), "machine", "is no plan of a cluster; name one that was made for several"),
+        (("format_version",), 7, "(format version 7); this program reads version 2"),
+        (("kind",), "cluster", "is of an earlier program (format version 2); this program reads"),
         (("kind",), 5, "does not fit Plan (Expected `str`, got `int` - at `$.kind`)"),
         (("cluster", "rails"), "only", "has rings that change NICs between hosts; on this network"),
     ],
@@ -147,11 +162,11 @@ def test_a_host_that_is_missing_from_the_order_is_named(tmp_path):
 def test_rings_that_change_nics_on_hosts_may_stay_on_rails(tmp_path):
     chains = {"a": ((0, (0, 1, 2, 3), 1),), "b": ((1, (0, 1, 2, 3), 0),)}
     plan = cluster_plan([("a", FOUR), ("b", FOUR)], chains)
-    assert (plan.off_rails, plan.passages[0].changes_nics) == (False, True)
+    assert (plan.off_rails, plan.paths[0].changes_nics) == (False, True)
     data = saved(plan)
     data["cluster"]["rails"] = "only"
     (tmp_path / "plan.json").write_text(json.dumps(data))
-    assert load_cluster_plan(tmp_path).rings == plan.rings
+    assert load_plan(tmp_path).orders == plan.orders
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999", "1" * 400])
@@ -165,21 +180,15 @@ def test_numbers_that_are_none_are_refused(number, tmp_path):
 def test_rates_that_are_no_numbers_are_refused_in_memory_too(name, value):
     plan = msgspec.structs.replace(mixed(), **{name: value})
     with pytest.raises(InputError, match=r"nan|inf"):
-        check_cluster_plan(plan, where="plan")
+        check_plan(plan, where="plan")
 
 
 def test_a_plan_nested_too_deep_is_refused(tmp_path):
-    head = '{"format_version": 1, "kind": "cluster", "cluster": '
-    assert "nested too deep" in refused(head + "[" * 100_000, tmp_path)
+    head = '{"format_version": 2, "cluster": '
+    assert "nested too deep" in refused(head + '{"hosts": [' + "[" * 100_000, tmp_path)
 
 
-def test_the_plan_of_one_machine_is_refused(tmp_path):
-    plan_of(SMALL).save(tmp_path / "plan.json")
-    with pytest.raises(InputError, match="is no plan of a cluster; name one that was made for"):
-        load_cluster_plan(tmp_path)
-
-
-PLACES = ["hosts", "gpus", "passages", "settings", "stock", "cluster", "rate_gbps", "bound_gbps"]
+PLACES = ["hosts", "class_gpus", "paths", "settings", "stock", "cluster", "rate_gbps", "bound_gbps"]
 ODD = st.one_of(
     st.none(),
     st.booleans(),
@@ -222,8 +231,8 @@ def test_whatever_is_edited_a_plan_is_usable_or_refused(tmp_path_factory, edits)
     place.mkdir(exist_ok=True)
     (place / "plan.json").write_text(json.dumps(data))
     try:
-        plan = load_cluster_plan(place)
-        cluster_files(plan, place)
+        plan = load_plan(place)
+        nccl_files(plan, place)
     except TcclError as error:
         assert "\n" not in str(error)
         return
@@ -236,4 +245,4 @@ def test_settings_that_only_leave_nics_out_are_fine():
     chains = dict.fromkeys("ab", ((1, (0, 1, 2, 3), 1),))
     wanted = Settings(ib_hca=("mlx5_1",), **LOCAL)
     plan = cluster_plan([("a", FOUR), ("b", FOUR)], chains, settings=wanted)
-    assert check_cluster_plan(plan, where="plan") is plan
+    assert check_plan(plan, where="plan") is plan

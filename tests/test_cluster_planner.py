@@ -205,7 +205,7 @@ def rails():
 
 
 def test_every_nic_carries_one_ring_in_each_direction_on_every_node(rails):
-    for passage in rails.passages:
+    for passage in rails.paths:
         assert sorted(chain.entry_nic for chain in passage.chains) == list(range(8))
         assert sorted(chain.exit_nic for chain in passage.chains) == list(range(8))
     assert not rails.off_rails
@@ -213,7 +213,7 @@ def test_every_nic_carries_one_ring_in_each_direction_on_every_node(rails):
 
 def test_rings_of_a_cluster_go_over_all_ranks_host_by_host(rails):
     assert len(rails.channel_rings) == rails.settings.channels
-    for ring in rails.rings:
+    for ring in rails.orders:
         assert sorted(ring) == list(range(32))
         assert [rank // 8 for rank in ring] == sorted(rank // 8 for rank in ring)
 
@@ -245,12 +245,12 @@ def mixed(rails="any", switches=None, **more):
 def test_nodes_of_different_gpu_counts_are_in_one_ring():
     plan = mixed()
     assert len(plan.cluster.classes) == 3
-    assert {len(ring) for ring in plan.rings} == {9}
-    for ring in plan.rings:
+    assert {len(ring) for ring in plan.orders} == {9}
+    for ring in plan.orders:
         assert sorted(ring) == list(range(9))
     # Ranks follow the order planned.
     assert [host.first_rank for host in plan.hosts] == [
-        sum(len(plan.gpus[plan.cluster.host_classes[name]]) for name in plan.host_order[:at])
+        sum(len(plan.class_gpus[plan.cluster.host_classes[name]]) for name in plan.host_order[:at])
         for at in range(4)
     ]
 
@@ -553,7 +553,7 @@ def test_the_channels_that_were_measured_are_those_that_nccl_ends_up_with(sm, ch
     assert made.settings.channels == channels
     speed = made.rate_gbps / channels
     assert final_channels(channels, sm=sm, nodes=2, speed_intra=speed) == 2 * channels
-    flow = parse_set(made.passages[0].chains[0].flows[0]).flows[0]
+    flow = made.paths[0].chains[0].hops[0].flow
     assert flow.blocks == 2 * channels
 
 
@@ -605,7 +605,7 @@ def test_partners_are_under_the_same_switch_and_of_the_same_class_where_there_ar
 def test_the_whole_ring_has_every_flow_of_every_host_and_crosses_to_the_next():
     plan = mixed()
     flows = whole_ring(plan).flows
-    hops = sum(len(chain.gpus) - 1 for h in plan.hosts for chain in plan.passages[h.passage].chains)
+    hops = sum(len(chain.gpus) - 1 for h in plan.hosts for chain in plan.paths[h.path].chains)
     assert len(flows) == hops + 4 * plan.ring_count
     crossing = [flow.hosts for flow in flows if flow.is_network]
     order = plan.host_order

@@ -16,12 +16,14 @@ from tccl_py.explain.probing import Prober, SymmetryKeys
 from tccl_py.explain.sharing import Sharing
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import direct_write, parse_set, transfer_set
-from tccl_py.plan.plan import PlanHop, PlanRing, load_plan
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import PlanChain, PlanHop
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.memory import RememberingSource
 from tests.fakes import random_resources, two_uplinks
+from tests.planned import with_parts
 from tests.toy import no_symmetry, toy_machine
 
 PLANS = Path(__file__).parent.parent / "plans"
@@ -43,10 +45,10 @@ def explained(name, *, seen=(), noise=0.0, **more):
 def with_ring(plan, order):
     """The plan with one ring of direct writes in its rings' place."""
     hops = tuple(
-        PlanHop(source=one, target=other, flow=str(direct_write(one, other, blocks=2)), gbps=1.0)
+        PlanHop(source=one, target=other, flow=direct_write(one, other, blocks=2), gbps=1.0)
         for one, other in zip(order, [*order[1:], order[0]], strict=True)
     )
-    return msgspec.structs.replace(plan, rings=(PlanRing(hops=hops),))
+    return with_parts(plan, rings=(PlanChain(hops=hops),))
 
 
 def prober_of(source, *, gpus=8, budget=NO_LIMIT):

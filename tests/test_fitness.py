@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import (
     why_not_alike,
@@ -178,7 +177,7 @@ def test_env_takes_the_plan_of_an_equal_host(measured, monkeypatch, way):
 
 def test_env_is_off_on_a_host_of_a_cluster_with_other_gpus(tmp_path, monkeypatch):
     plan = mixed(simulated=False, assumed=False)
-    write_cluster_plan(plan, tmp_path)
+    write_plan(plan, tmp_path)
     gpus = plan.cluster.classes[plan.cluster.host_classes["gpu2"]].machine.gpus
     monkeypatch.setattr("socket.gethostname", lambda: "gpu2")
     for now, code in ((gpus, 0), (gpus[:1], 1)):

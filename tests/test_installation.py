@@ -23,7 +23,7 @@ from tccl_py.nccl.conf import conf_lines, settings_of_files
 from tccl_py.nccl.pinned_env import against
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.verify.record import ArmResult, Compared, Row, Verification, keep_verification
 from tccl_py.verify.spec import WrongValue
 from tests.planned import SMALL, plan_of

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.cli.plan_kept import not_kept_here
-from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.explain.build import by_mechanism
@@ -20,7 +19,7 @@ from tccl_py.explain.explain import explain, node_of, subjects
 from tccl_py.model.cluster import HostReport, cluster_of
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.rings import ring_from_order, ring_set
-from tccl_py.model.transfer import direct_write, parse_flow
+from tccl_py.model.transfer import direct_write
 from tccl_py.nccl.candidates import candidates, expressible
 from tccl_py.nccl.default_rings import default_chains_or_sys, default_choice
 from tccl_py.nccl.pinned_env import as_read, direct_pairs, kept_level
@@ -28,8 +27,8 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.view import view
-from tccl_py.plan.directory import nccl_files
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.files import nccl_files
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.plan.subsets import subset_on_demand
 from tccl_py.plan.tasks import condensed
@@ -59,13 +58,13 @@ def kept_plan(name, kept=OFF, **more):
         budget = BUDGETS.get(name, DEFAULT_BUDGET)
         source = Simulator(model)
         MADE[key] = make_plan(
-            model.machine, model.knowledge, source, kept=kept, budget=budget, **more
+            model.machine, model.knowledge, source, pinned_env=kept, budget=budget, **more
         )
     return MADE[key]
 
 
 def flows_of(plan):
-    return [parse_flow(hop.flow) for ring in plan.rings for hop in ring.hops]
+    return [hop.flow for ring in plan.rings for hop in ring.hops]
 
 
 class Asked(Simulator):
@@ -128,8 +127,8 @@ def saved(tmp_path, **changes):
 
 
 def test_a_plan_of_before_there_were_kept_variables_loads(tmp_path):
-    assert load_plan(saved(tmp_path, kept=None)) == plan_of(SMALL)
-    assert load_plan(tmp_path).kept == {}
+    assert load_plan(saved(tmp_path, pinned_env=None)) == plan_of(SMALL)
+    assert load_plan(tmp_path).pinned_env == {}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,7 @@ def test_a_plan_of_before_there_were_kept_variables_loads(tmp_path):
 )
 def test_a_plan_whose_settings_are_not_those_of_its_kept_variables_is_refused(kept, what, tmp_path):
     with pytest.raises(InputError) as error:
-        load_plan(saved(tmp_path, kept=kept))
+        load_plan(saved(tmp_path, pinned_env=kept))
     assert what in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -151,7 +150,7 @@ def test_a_plan_whose_settings_are_not_those_of_its_kept_variables_is_refused(ke
 def test_other_settings_that_a_plan_compares_must_keep_to_its_variables_too(tmp_path):
     plan = plan_of(SMALL)
     settings = msgspec.structs.replace(plan.settings, p2p_level="LOC")
-    path = saved(tmp_path, kept=OFF, settings=msgspec.to_builtins(settings))
+    path = saved(tmp_path, pinned_env=OFF, settings=msgspec.to_builtins(settings))
     with pytest.raises(InputError, match="is for jobs with NCCL_P2P_DISABLE=1 and has p2p_level"):
         load_plan(path)
 
@@ -172,7 +171,7 @@ def test_only_settings_of_the_level_that_all_jobs_have_are_candidates():
 @pytest.mark.parametrize("name", bundled_names())
 def test_where_p2p_is_off_all_that_a_plan_speaks_of_bounces(name):
     plan = kept_plan(name)
-    assert plan.kept == OFF
+    assert plan.pinned_env == OFF
     assert {one.settings.p2p_level for one in plan.alternatives} == {"LOC"}
     assert plan.settings.p2p_level == "LOC"
     assert all(flow.is_bounce for flow in flows_of(plan))
@@ -316,7 +315,7 @@ def test_a_level_that_a_version_takes_for_none_is_refused():
 
 
 def test_variables_that_limit_nothing_are_refused_before_anything_is_asked():
-    with pytest.raises(InputError, match="kept NCCL_P2P_DISABLE: is '0', which says"):
+    with pytest.raises(InputError, match="NCCL_P2P_DISABLE: is '0', which says"):
         kept_plan(SMALL, {"NCCL_P2P_DISABLE": "0"})
 
 
@@ -347,24 +346,19 @@ def test_a_clusters_plan_keeps_to_it_on_every_host(tmp_path):
     hosts = [HostReport(host=f"h{n}", machine=model.machine, slots=4) for n in range(2)]
     cluster = cluster_of(hosts, where="test")
     plan = make_cluster_plan(
-        cluster, [Simulator(model)], budget=Budget(sets=40, idle_sets=10), kept=OFF
+        cluster, [Simulator(model)], budget=Budget(sets=40, idle_sets=10), pinned_env=OFF
     )
-    assert (plan.kept, plan.settings.p2p_level) == (OFF, "LOC")
-    inner = [
-        parse_flow(flow)
-        for passage in plan.passages
-        for chain in passage.chains
-        for flow in chain.flows[1:-1]
-    ]
+    assert (plan.pinned_env, plan.settings.p2p_level) == (OFF, "LOC")
+    inner = [h.flow for path in plan.paths for c in path.chains for h in c.hops[1:-1]]
     assert inner
     assert all(flow.is_bounce for flow in inner)
-    assert plan.rate_gbps >= plan.stock.rate_gbps * (1 - 1e-9)
+    assert plan.rate_gbps >= (plan.stock.rate_gbps or 0.0) * (1 - 1e-9)
     plan.save(tmp_path / "plan.json")
-    assert load_cluster_plan(tmp_path) == plan
+    assert load_plan(tmp_path) == plan
     fields = json.loads((tmp_path / "plan.json").read_text())
-    (tmp_path / "plan.json").write_text(json.dumps({**fields, "kept": NEAR}))
+    (tmp_path / "plan.json").write_text(json.dumps({**fields, "pinned_env": NEAR}))
     with pytest.raises(InputError, match="is for jobs with NCCL_P2P_LEVEL=PIX and has p2p_level"):
-        load_cluster_plan(tmp_path)
+        load_plan(tmp_path)
 
 
 # The command.
@@ -395,7 +389,7 @@ LINE = "for jobs that have NCCL_P2P_DISABLE=1, stock NCCL's too"
 
 
 def test_the_command_keeps_the_variable_and_show_says_so(directory):
-    assert load_plan(directory).kept == OFF
+    assert load_plan(directory).pinned_env == OFF
     shown = tccl("show", directory)
     (line,) = [line for line in shown.stdout.splitlines() if line.startswith("kept")]
     assert line.split(maxsplit=1)[1].strip() == LINE
@@ -434,7 +428,7 @@ def test_what_cannot_be_kept_is_refused_and_nothing_is_written(
 def test_a_variable_that_is_not_named_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert tccl("plan", "-o", tmp_path / "plan", "--simulate", PCIE).exit_code == 0
-    assert load_plan(tmp_path / "plan").kept == {}
+    assert load_plan(tmp_path / "plan").pinned_env == {}
 
 
 def test_a_simulated_cluster_is_planned_with_it_too(tmp_path, monkeypatch):
@@ -442,8 +436,8 @@ def test_a_simulated_cluster_is_planned_with_it_too(tmp_path, monkeypatch):
     options = ("--simulate", "amd-v100", "--nodes", "2", "--max-sets", "40")
     result = tccl("plan", "-o", tmp_path / "plan", *options, "--pin-env", "NCCL_P2P_DISABLE")
     assert result.exit_code == 0, result.output
-    plan = load_cluster_plan(tmp_path / "plan")
-    assert (plan.kept, plan.settings.p2p_level) == (OFF, "LOC")
+    plan = load_plan(tmp_path / "plan")
+    assert (plan.pinned_env, plan.settings.p2p_level) == (OFF, "LOC")
     assert LINE in result.stdout
 
 

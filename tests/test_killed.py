@@ -10,13 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.cluster_plan.directory import write_cluster_plan
-from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.installation.install import install, uninstall
 from tccl_py.installation.texts import Installed
 from tccl_py.plan.directory import output_directory, write_nccl_files, write_plan
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import MANIFEST_FILE, REPLACING, check_files, locked, settle
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify.target import TunableMachine
@@ -50,7 +48,7 @@ def few_files(name):
 
 KINDS = {
     "machine": (partial(few_files, PCIE), partial(few_files, SMALL), write_plan, load_plan),
-    "cluster": (partial(equal_hosts, 2), mixed, write_cluster_plan, load_cluster_plan),
+    "cluster": (partial(equal_hosts, 2), mixed, write_plan, load_plan),
 }
 
 
@@ -110,7 +108,7 @@ def test_a_run_that_is_killed_leaves_the_old_plan_or_the_new_one(kind, tmp_path)
 
 def test_tuning_that_is_killed_leaves_the_plan_as_it_was_or_tuned(tmp_path):
     plan = few_files(SMALL)
-    tuned = msgspec.structs.replace(plan, tuned=True)
+    tuned = msgspec.structs.replace(plan, achieved_gbps=plan.rate_gbps)
     place = tmp_path / "plan"
 
     def begin():

@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Fingerprint
-from tccl_py.plan.directory import plan_digest, subset_graph, write_plan, write_subset_graph
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.directory import plan_digest, write_plan, write_subset_graph
+from tccl_py.plan.files import subset_graph
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import MANIFEST_FILE, check_files, locked, read_manifest
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.torch.here import Here, why_off
@@ -201,7 +201,7 @@ def test_no_graph_is_added_while_another_run_has_the_directory(tmp_path, monkeyp
 
 
 def test_a_hosts_file_that_was_changed_is_refused(tmp_path):
-    write_cluster_plan(mixed(), tmp_path)
+    write_plan(mixed(), tmp_path)
     path = tmp_path / "nccl" / "hosts" / "gpu1.xml"
     change(path, "one byte")
     for arguments in (("env", tmp_path, "--host", "gpu2"), ("install", tmp_path, "--dry-run")):
@@ -212,7 +212,7 @@ def test_a_hosts_file_that_was_changed_is_refused(tmp_path):
 
 def test_a_rank_refuses_its_own_hosts_file_if_that_was_changed(tmp_path):
     plan = mixed()
-    write_cluster_plan(plan, tmp_path)
+    write_plan(plan, tmp_path)
     change(tmp_path / "nccl" / "hosts" / "gpu1.xml", "one byte")
     opened = open_plan(tmp_path)
     here = Here(

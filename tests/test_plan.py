@@ -10,19 +10,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.files import MAX_INPUT_BYTES
+from tccl_py.files import MAX_INPUT_BYTES, encode_json
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.paths import PathType
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.model.transfer import parse_flow, parse_set
+from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.versions import LATEST, known_versions
 from tccl_py.nccl.view import view
-from tccl_py.plan.directory import nccl_files
-from tccl_py.plan.plan import Plan, load_plan, per_channel
+from tccl_py.plan.files import nccl_files
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import Plan, per_channel
 from tccl_py.plan.planner import make_plan
 from tccl_py.search.problem import SearchProblem, SilentReporter
 from tccl_py.search.strategies import find_rings
@@ -96,10 +97,9 @@ def test_a_plan_is_never_below_stock_and_its_rate_is_that_of_its_slowest_hop(nam
 @pytest.mark.parametrize("name", bundled_names())
 def test_the_rates_of_a_plan_are_what_the_simulator_says_of_its_flows(name):
     plan = plan_of(name)
-    flows = [hop.flow for ring in plan.rings for hop in ring.hops]
-    wanted = parse_set(" ".join(flows))
+    wanted = transfer_set(hop.flow for ring in plan.rings for hop in ring.hops)
     (measured,) = Simulator(load_bundled(name)).measure([wanted])
-    rates = sorted((hop.flow, hop.gbps) for ring in plan.rings for hop in ring.hops)
+    rates = sorted((str(hop.flow), hop.gbps) for ring in plan.rings for hop in ring.hops)
     expected = sorted(zip(map(str, wanted.flows), measured.gbps, strict=True))
     assert [flow for flow, _ in rates] == [flow for flow, _ in expected]
     assert [rate for _, rate in rates] == pytest.approx([rate for _, rate in expected])
@@ -154,11 +154,11 @@ def assert_transports(plan):
     farthest = PathType.LOC
     for hop in (hop for ring in plan.rings for hop in ring.hops):
         way = pair_mechanism(seen, hop.source, hop.target)
-        blocks = parse_flow(hop.flow).blocks
+        blocks = hop.flow.blocks
         flow = mechanism_flow(seen, way, hop.source, hop.target, blocks=blocks)
-        assert str(flow) == hop.flow
+        assert flow == hop.flow
         farthest = max(farthest, PathType[way.path])
-    assert plan.type_intra == farthest.name
+    assert plan.paths[0].type_intra == farthest.name
 
 
 @pytest.mark.parametrize("name", FOUR_GPUS)
@@ -253,8 +253,8 @@ def test_with_noise_a_plan_is_neither_below_stock_nor_far_from_the_best(seed):
     assert plan.rate_gbps >= plan.stock.rate_gbps
     slowest = min(ring.rate for ring in plan.rings)
     assert plan.rate_gbps == pytest.approx(len(plan.rings) * slowest)
-    flows = " ".join(hop.flow for ring in plan.rings for hop in ring.hops)
-    (truth,) = Simulator(model).measure([parse_set(flows)])
+    flows = transfer_set(hop.flow for ring in plan.rings for hop in ring.hops)
+    (truth,) = Simulator(model).measure([flows])
     assert len(plan.rings) * truth.rate_gbps >= 0.95 * plan_of("amd-v100").rate_gbps
 
 
@@ -309,7 +309,7 @@ def test_the_other_strategies_plan_too(strategy):
 
 
 def whole():
-    return json.loads(msgspec.json.encode(plan_of(PCIE)))
+    return json.loads(encode_json(plan_of(PCIE)))
 
 
 def changed(path, value):
@@ -321,20 +321,39 @@ def changed(path, value):
     return json.dumps(document)
 
 
-HOP = ("rings", 0, "hops", 0)
+CHAINS = ("paths", 0, "chains")
+HOP = (*CHAINS, 0, "hops", 0)
+GPUS = ("class_gpus", 0)
+MACHINE = ("cluster", "classes", 0, "machine")
 TAMPERED = {
-    "another version": (changed, (("format_version",), 1), "has format version 1"),
+    "another version": (
+        changed,
+        (("format_version",), 1),
+        "(format version 1); this program reads version 2",
+    ),
     "a version of words": (changed, (("format_version",), "one"), "Expected `int`, got `str`"),
     "an unknown field": (changed, (("colour",), "red"), "unknown field `colour`"),
-    "no rings": (changed, (("rings",), []), "has 0 rings for 1 channels"),
-    "a ring without hops": (changed, (("rings", 0, "hops"), []), "ring [] does not visit"),
-    "a GPU that is not there": (changed, (("gpus",), [0, 1, 2, 9]), "is for GPUs [0, 1, 2, 9]"),
-    "a GPU twice": (changed, (("gpus",), [0, 1, 2, 2]), "is for GPUs [0, 1, 2, 2]"),
-    "fewer GPUs than in the rings": (changed, (("gpus",), [0, 1, 2]), "does not visit [0, 1, 2]"),
-    "one GPU": (changed, (("gpus",), [0]), "is for GPUs [0]"),
+    "no rings": (changed, (CHAINS, []), "has 0 rings for 1 channels"),
+    "a ring without hops": (
+        changed,
+        ((*CHAINS, 0, "hops"), []),
+        "visits GPUs []; those of its class are",
+    ),
+    "a GPU that is not there": (changed, (GPUS, [0, 1, 2, 9]), "is for GPUs [0, 1, 2, 9]"),
+    "a GPU twice": (changed, (GPUS, [0, 1, 2, 2]), "is for GPUs [0, 1, 2, 2]"),
+    "fewer GPUs than in the rings": (
+        changed,
+        (GPUS, [0, 1, 2]),
+        "those of its class are [0, 1, 2]",
+    ),
+    "one GPU": (changed, (GPUS, [0]), "those of its class are [0]"),
     "a hop to another GPU": (changed, ((*HOP, "target"), 0), "do not meet"),
-    "a flow that is none": (changed, ((*HOP, "flow"), "hello"), "flow 'hello': "),
-    "a flow of other GPUs": (changed, ((*HOP, "flow"), "G1->G1->G0"), "has flow 'G1->G1->G0'"),
+    "a flow that is none": (changed, ((*HOP, "flow"), "hello"), "'hello'"),
+    "a flow of other GPUs": (
+        changed,
+        ((*HOP, "flow"), "G1->G1->G0"),
+        "has a hop with flow 'G1->G1->G0'",
+    ),
     "a subset over other GPUs": (
         changed,
         (("subsets", 0, "rings", 0), [0, 3]),
@@ -347,23 +366,36 @@ TAMPERED = {
     "a rate of 0": (changed, ((*HOP, "gbps"), 0.0), "has a rate of 0.0 GB/s"),
     "a huge rate": (changed, (("subsets", 0, "rate_gbps"), 1e300), "has a rate of 1e+300"),
     "a limit of 0": (changed, (("limit_gbps",), 0.0), "has a rate of 0.0 GB/s"),
+    "no cluster": (changed, (("cluster",), None), "does not fit"),
     "a rate that is NaN": (changed, (("rate_gbps",), math.nan), "does not fit"),
     "a rate that is infinite": (changed, (("rate_gbps",), math.inf), "does not fit"),
-    "a bound below the rate": (changed, (("bound_gbps",), 0.5), "above its bound 0.5"),
+    "a bound below the rate": (
+        changed,
+        (("bound_gbps",), 0.5),
+        "and bound 0.5; a bound is never below",
+    ),
     "no channels": (changed, (("settings", "channels"), 0), "channels is 0"),
     "10^9 channels": (changed, (("settings", "channels"), 10**9), "channels is 1000000000"),
     "a version that is none": (changed, (("settings", "version"), "new"), "is no version"),
-    "a path type that is none": (changed, (("type_intra",), '"/>'), "has path type '\"/>'"),
+    "a path type that is none": (
+        changed,
+        (("paths", 0, "type_intra"), '"/>'),
+        "has path type '\"/>'",
+    ),
     "a PCI tree in a circle": (
         changed,
-        (("machine", "bridges"), [{"bus_id": "a", "parent": "b"}, {"bus_id": "b", "parent": "a"}]),
+        ((*MACHINE, "bridges"), [{"bus_id": "a", "parent": "b"}, {"bus_id": "b", "parent": "a"}]),
         "the PCI tree turns in a circle",
     ),
-    "a machine without GPUs": (changed, (("machine", "gpus"), []), "has no GPU"),
+    "a machine without GPUs": (changed, ((*MACHINE, "gpus"), []), "has no GPU"),
     "no JSON": (lambda: "plan", (), "does not fit Plan (JSON is malformed"),
     "nothing": (lambda: "", (), "does not fit"),
     "a list": (lambda: "[]", (), "does not fit"),
-    "deep nesting": (lambda: '{"machine":' + "[" * 10**6, (), "is nested too deep"),
+    "deep nesting": (
+        lambda: '{"format_version":2,"cluster":{"hosts":[' + "[" * 10**6,
+        (),
+        "is nested too deep",
+    ),
     "too large": (lambda: " " * (MAX_INPUT_BYTES + 1), (), "is larger than"),
 }
 
@@ -380,7 +412,7 @@ def test_a_tampered_plan_is_refused_with_one_sentence(case, tmp_path):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("field", ["machine", "settings", "rings", "simulated", "stock", "gpus"])
+@pytest.mark.parametrize("field", ["hosts", "settings", "paths", "simulated", "class_gpus"])
 def test_a_plan_without_one_of_its_fields_is_refused(field, tmp_path):
     document = whole()
     del document[field]

@@ -13,14 +13,13 @@ from tccl_py.cli.streams import visible
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.plan.directory import (
-    file_name,
     machine_file,
     output_directory,
     planned_model,
     write_nccl_files,
     write_plan,
 )
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalFile, JournalHeader, read_journal
@@ -312,17 +311,16 @@ def test_a_disk_that_is_really_full_is_one_sentence_and_nothing_half_written(sma
 @pytest.mark.parametrize(
     "name, safe",
     [
-        ("../../x", ".._.._x"),
-        ("/etc/passwd", "_etc_passwd"),
-        ("a\x00b\n\x1b[31m\x9b\x7f", "a_b___31m__"),
-        ("..", ".."),
-        ("", "machine"),
-        ("x" * 500, "x" * 80),
-        ("größe", "gr__e"),
+        ("../../x", "x"),
+        ("/etc/passwd", "etc-passwd"),
+        ("a\x00b\n\x1b[31m\x9b\x7f", "a-b-31m"),
+        ("..", "node"),
+        ("", "node"),
+        ("x" * 500, "x" * 64),
+        ("größe", "gr-e"),
     ],
 )
 def test_a_hostile_machine_name_stays_in_the_directory(name, safe, tmp_path):
-    assert file_name(name) == safe
     model = load_bundled(SMALL)
     machine = msgspec.structs.replace(model.machine, name=name)
     hostile = msgspec.structs.replace(model, machine=machine, name=name)

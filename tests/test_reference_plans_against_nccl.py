@@ -11,8 +11,8 @@ import pytest
 
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.topology_writer import topology_xml
-from tccl_py.plan.directory import nccl_files
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.files import nccl_files
+from tccl_py.plan.load import load_plan
 from tests.graph_judge import judged, needs_judge
 from tests.nccl_cases import CASES
 

@@ -13,7 +13,7 @@ from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Nic, check
 from tccl_py.model.rings import ring, ring_set
-from tccl_py.model.transfer import Fifo, entering, leaving, parse_flow, transfer_set
+from tccl_py.model.transfer import Fifo, Flow, entering, leaving, transfer_set
 from tccl_py.plan.planner import make_plan
 from tccl_py.search.chains import Chain, entry, leave, ring_of
 from tccl_py.search.problem import Budget, SilentReporter
@@ -40,7 +40,7 @@ from tccl_py.tccl_fork.reader import parse_tccl_xml
 from tccl_py.tccl_fork.rings import DatabaseTask, searched_rings
 from tccl_py.tccl_fork.xml import tccl_xml
 from tests.fakes import SharedResources
-from tests.planned import PCIE, SMALL, plan_of
+from tests.planned import PCIE, SMALL, plan_of, with_parts
 from tests.tccl_databases import small_database
 from tests.toy import toy_machine
 
@@ -361,7 +361,7 @@ def test_the_runtime_takes_the_plans_ring_unless_another_is_better(name):
     blocks = min(plan_channels(plan), MOST_CHANNELS)
     planned = {}
     for one in plan.rings:
-        flows = [msgspec.structs.replace(flow, blocks=blocks) for flow in flows_of(one)]
+        flows = [Flow(flow.transfers, blocks, flow.fifo) for flow in flows_of(one)]
         rate = source.measure([transfer_set(flows)])[0].rate_gbps
         planned[tuple(t for flow in flows for t in typed_transfers(flow, numa))] = rate
     if found.nodes[0].transfers in planned:
@@ -386,7 +386,7 @@ def test_with_no_sets_left_to_measure_the_plans_ring_is_exported_as_it_is():
 
 
 def flows_of(planned):
-    return [parse_flow(one.flow) for one in planned.hops]
+    return [one.flow for one in planned.hops]
 
 
 def test_the_best_landings_alone_give_the_same_rings_as_all(monkeypatch):
@@ -405,7 +405,7 @@ def test_eight_gpus_and_two_nics_take_few_sets():
     model = load_bundled(EIGHT)
     machine = with_nics(model.machine, "C0", "C1")
     source = Simulator(msgspec.structs.replace(model, machine=machine))
-    plan = msgspec.structs.replace(plan_of(EIGHT), machine=machine)
+    plan = with_parts(plan_of(EIGHT), machine=machine)
     found = make_database(plan, source)
     assert found.sets_measured <= 5000
     assert len(found.database.intra) == 247

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tccl_py.torch
-from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.nccl.settings import Settings, environment
@@ -527,13 +526,13 @@ def test_jobs_without_nccl_are_left_alone(monkeypatch, plan_dir):
 def cluster(tmp_path):
     """A plan over hosts gpu3 (4 GPUs), gpu2 (2), gpu1 (4), login (1), in that order."""
     plan = mixed()
-    write_cluster_plan(plan, tmp_path)
+    write_plan(plan, tmp_path)
     return plan, tmp_path
 
 
 def cluster_members(plan, directory, order=None):
     opened = open_plan(directory)
-    gpus = {host.name: plan.gpus[plan.passages[host.passage].node_class] for host in plan.hosts}
+    gpus = {host.name: plan.gpus_of(host) for host in plan.hosts}
     return [
         Member(
             host=f"{name} boot",
@@ -569,7 +568,7 @@ def test_all_ranks_of_a_clusters_plan_see_the_file_of_their_host(cluster, monkey
 
 def test_a_host_with_other_gpus_switches_a_measured_clusters_plan_off(tmp_path, monkeypatch, capfd):
     plan = mixed(simulated=False, assumed=False)
-    write_cluster_plan(plan, tmp_path)
+    write_plan(plan, tmp_path)
     rank = cluster_rank(monkeypatch, cluster_members(plan, tmp_path), 0)
     gpus = plan.cluster.classes[plan.cluster.host_classes["gpu3"]].machine.gpus
     now = (*gpus[:3], msgspec.structs.replace(gpus[3], name="NVIDIA A40"))

@@ -290,7 +290,7 @@ def test_every_arm_has_what_all_jobs_of_the_plans_hosts_have(plan, tmp_path):
         plan,
         settings=settings,
         variables=variables,
-        kept={"NCCL_P2P_DISABLE": "1"},
+        pinned_env={"NCCL_P2P_DISABLE": "1"},
         alternatives=(),
     )
     write_plan(bounced, tmp_path, model=load_bundled(SMALL))

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
-from tccl_py.cluster_plan.directory import graph_texts, write_cluster_plan
 from tccl_py.errors import MeasurementError
 from tccl_py.nccl.log import same_rings
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.files import host_graphs
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.readers.nccl_topology import read_nccl_topology
@@ -27,8 +28,7 @@ from tests.test_nccl_clusters import H200
 
 
 def graphs_of(plan):
-    texts = graph_texts(plan, {host.passage for host in plan.hosts})
-    return {host.name: texts[host.passage] for host in plan.hosts}
+    return host_graphs(plan)
 
 
 def recorded_plan():
@@ -120,9 +120,9 @@ def log_of(plan, graphs):
     """What NCCL would log of these files by our own emulation, in its form."""
     nodes = []
     for host in plan.hosts:
-        number = plan.passages[host.passage].node_class
+        number = plan.class_number(host)
         machine = plan.cluster.classes[number].machine
-        gpus, graph = plan.gpus[number], graphs[host.name]
+        gpus, graph = plan.class_gpus[number], graphs[host.name]
         nodes.append(NodeJob(machine=machine, knowledge=NOTHING, gpus=gpus, graph=graph))
     judged = validate_cluster(
         nodes, version=plan.settings.version, environment=environment(plan.settings)
@@ -152,7 +152,7 @@ def test_hosts_of_three_classes_are_read_in_global_ranks():
     said = [one for one in found.differences if "planned was P2P" not in one]
     assert said == []
     assert len(found.found[0]) == 11
-    assert all(map(same_rings, found.found[:2], plan.rings))
+    assert all(map(same_rings, found.found[:2], plan.orders))
     ring = " ".join(map(str, found.found[0]))
     other = " ".join(map(str, reversed(found.found[0])))
     wrong = cluster_rings_found(
@@ -206,7 +206,7 @@ class FakeHosts:
 def place_of(plan, hosts, **more):
     parts = []
     for host in plan.hosts:
-        gpus = plan.gpus[plan.passages[host.passage].node_class]
+        gpus = plan.gpus_of(host)
         ranks = tuple(range(host.first_rank, host.first_rank + len(gpus)))
         parts.append(
             HostRanks(
@@ -267,7 +267,7 @@ def test_default_nccl_has_neither_graph_nor_settings(tmp_path):
 
 def test_a_cluster_is_verified_in_rounds_of_two_arms_and_kept(tmp_path):
     plan, hosts = mixed(), FakeHosts()
-    write_cluster_plan(plan, tmp_path)
+    write_plan(plan, tmp_path)
     target = cluster_target(plan, tmp_path, graphs_of(plan))
     found = verify_target(target, place_of(plan, hosts), RunBudget(sizes=(1024, 1 << 26)))
     assert (found.machine, found.gpus) == ("4 hosts", ())
@@ -285,7 +285,7 @@ def test_a_cluster_is_verified_in_rounds_of_two_arms_and_kept(tmp_path):
 
 def test_a_job_that_fails_under_the_plan_alone_is_a_no_with_its_host(tmp_path):
     plan, hosts = mixed(), FakeHosts(fails=lambda task: bool(task.files))
-    write_cluster_plan(plan, tmp_path)
+    write_plan(plan, tmp_path)
     target = cluster_target(plan, tmp_path, graphs_of(plan))
     found = verify_target(target, place_of(plan, hosts), RunBudget(sizes=(1024,)))
     assert not found.accepted

@@ -16,14 +16,13 @@ from typer.testing import CliRunner
 from tccl_py.cli import plan_nodes, verify
 from tccl_py.cli.interrupts import Terminated
 from tccl_py.cli.main import app
-from tccl_py.cluster_plan.checks import check_cluster_plan
-from tccl_py.cluster_plan.directory import cluster_files, write_cluster_plan
-from tccl_py.cluster_plan.plan import load_cluster_plan
-from tccl_py.cluster_plan.retuned import keeps_rings, other_landings, retuned
 from tccl_py.errors import InputError, SourceLostError
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
-from tccl_py.plan.directory import locked
+from tccl_py.plan.directory import locked, write_plan
+from tccl_py.plan.files import nccl_files
+from tccl_py.plan.load import check_plan, load_plan
+from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.generic import model_for
 from tccl_py.verify.record import load_verification
@@ -58,7 +57,7 @@ def by_settings(rate):
 
 def tuned(plan, hosts, directory, effort=EFFORT, lasted=None):
     """What tuning a plan comes to, written and verified before, as if that had `lasted`."""
-    write_cluster_plan(plan, directory)
+    write_plan(plan, directory)
     target = tunable_cluster(plan, directory, host_graphs(plan))
     place = place_of(plan, hosts)
     first = verify_target(target.target(), place, effort)
@@ -93,9 +92,9 @@ def test_the_best_settings_of_all_hosts_are_found_by_their_collectives(tmp_path)
     assert found.verification.hosts == plan.host_order
     # What was achieved is the plan's rate now, over the 11 ranks of the hosts.
     stock = 2 * 10 / 11 * (64 << 20) / (1e-4 + (64 << 20) / 1e9) / 1e9
-    assert found.plan.plan.rate_gbps == pytest.approx(stock * 1.6 * 1.2, rel=0.01)
+    assert found.plan.plan.achieved_gbps == pytest.approx(stock * 1.6 * 1.2, rel=0.01)
     # So is default NCCL's, or the gain would be one of two scales.
-    assert found.plan.plan.stock.rate_gbps == pytest.approx(stock, rel=0.01)
+    assert found.plan.plan.stock.achieved_gbps == pytest.approx(stock, rel=0.01)
     # Default NCCL first, then the plan as it is; channels before all else.
     first, second, *others = found.verification.tried
     assert (first.arm, second.settings) == ("default", plan.settings)
@@ -117,7 +116,7 @@ def test_every_host_of_a_job_has_one_choice_of_settings(tmp_path):
 def test_rings_get_equal_numbers_of_channels_in_all_that_is_tried(tmp_path):
     plan, hosts = equal_hosts(3), FakeHosts()
     found = tuned(plan, hosts, tmp_path)
-    (rings,) = {len(passage.chains) for passage in plan.passages}
+    (rings,) = {len(passage.chains) for passage in plan.paths}
     assert rings == 2
     counts = {one.settings.channels for one in found.verification.tried if one.arm == "graph"}
     assert counts == {2, 4, 8, 16, 32}
@@ -187,18 +186,18 @@ def test_choices_that_fail_together_are_tried_one_by_one(tmp_path):
 def test_the_directory_is_written_whole_for_the_tuned_settings(tmp_path):
     plan = mixed()
     models = {one.name: model_for(one.machine, one.knowledge) for one in plan.cluster.classes}
-    write_cluster_plan(plan, tmp_path, models=models)
+    write_plan(plan, tmp_path, models=models)
     before = texts_below(tmp_path)
     target = tunable_cluster(plan, tmp_path, host_graphs(plan))
     hosts = FakeHosts(seconds=by_settings(best_of_all))
     found = verify.verified(target, tmp_path, place_of(plan, hosts), EFFORT, tune=True)
-    after = load_cluster_plan(tmp_path)
+    after = load_plan(tmp_path)
     assert (after.settings.channels, after.settings.buffsize) == (8, 512 << 10)
-    assert after.notices[-1].startswith("settings tuned: all rates are")
-    assert (after.rings, after.host_order) == (plan.rings, plan.host_order)
+    assert after.notices[-1].startswith("settings tuned: ")
+    assert (after.orders, after.host_order) == (plan.orders, plan.host_order)
     assert {
-        name: texts_below(tmp_path)[f"nccl/{name}"] for name in cluster_files(after, tmp_path)
-    } == {name: text.encode() for name, text in cluster_files(after, tmp_path).items()}
+        name: texts_below(tmp_path)[f"nccl/{name}"] for name in nccl_files(after, tmp_path)
+    } == {name: text.encode() for name, text in nccl_files(after, tmp_path).items()}
     assert "export NCCL_BUFFSIZE=524288" in (tmp_path / "nccl" / "env.sh").read_text()
     assert "NCCL_ALGO=Ring" in (tmp_path / "nccl" / "nccl.conf").read_text()
     # The same files as before, and the machines with their models.
@@ -257,7 +256,7 @@ def test_whatever_ends_tuning_leaves_the_plan_and_what_was_verified_of_it(
     tmp_path, monkeypatch, happens, raised, job
 ):
     plan = mixed()
-    write_cluster_plan(plan, tmp_path)
+    write_plan(plan, tmp_path)
     before = texts_below(tmp_path)
     target = tunable_cluster(plan, tmp_path, host_graphs(plan))
     hosts = Ending(happens, at=job)
@@ -267,7 +266,7 @@ def test_whatever_ends_tuning_leaves_the_plan_and_what_was_verified_of_it(
     after = texts_below(tmp_path)
     assert load_verification(tmp_path).judged.settings == plan.settings
     assert {name: text for name, text in after.items() if name != "verify.json"} == before
-    assert load_cluster_plan(tmp_path) == plan
+    assert load_plan(tmp_path) == plan
 
 
 def judged(plan):
@@ -275,9 +274,9 @@ def judged(plan):
     graphs = host_graphs(plan)
     jobs = []
     for host in plan.hosts:
-        number = plan.passages[host.passage].node_class
+        number = plan.class_number(host)
         machine = plan.cluster.classes[number].machine
-        gpus, graph = plan.gpus[number], graphs[host.name]
+        gpus, graph = plan.class_gpus[number], graphs[host.name]
         jobs.append(NodeJob(machine=machine, knowledge=NOTHING, gpus=gpus, graph=graph))
     variables = environment(plan.settings)
     return validate_cluster(jobs, version=plan.settings.version, environment=variables)
@@ -312,7 +311,7 @@ def test_settings_are_tried_only_where_nccl_ends_up_with_their_channels(rate):
 def test_channels_that_nccl_would_double_at_the_rate_achieved_are_asked_for(rate, channels):
     plan = hoppers(50.0)
     settings = msgspec.structs.replace(plan.settings, channels=channels)
-    made = check_cluster_plan(retuned(plan, settings, rate_gbps=rate), where="plan")
+    made = check_plan(retuned(plan, settings, achieved_gbps=rate), where="plan")
     assert len(judged(made).rings) == 2 * made.settings.channels
     while rate / channels > 45 and channels < 8:
         channels *= 2
@@ -327,27 +326,27 @@ def test_rings_of_a_retuned_plan_are_the_same_and_its_parts_fit(plan, tmp_path):
         settings = msgspec.structs.replace(
             plan.settings, channels=channels, buffsize=size, shm_locality=side
         )
-        made = check_cluster_plan(retuned(plan, settings, rate_gbps=12.0), where="plan")
-        assert (made.rings, made.hosts) == (plan.rings, plan.hosts)
-        assert (made.rate_gbps, made.bound_gbps, made.whole_ring_gbps) == (12.0, None, None)
+        made = check_plan(retuned(plan, settings, achieved_gbps=12.0), where="plan")
+        assert (made.orders, made.hosts) == (plan.orders, plan.hosts)
+        assert (made.achieved_gbps, made.bound_gbps, made.whole_ring_gbps) == (12.0, None, None)
         assert judged(made).verdict == "used"
         made.save(tmp_path / "plan.json")
-        assert load_cluster_plan(tmp_path) == made
+        assert load_plan(tmp_path) == made
 
 
 def test_landings_are_tried_only_where_bytes_of_the_plans_rings_land_elsewhere():
     plan = hoppers(80.0)
-    flows = {plan.passages[0].chains[0].flows}
-    found = other_landings(plan, plan.settings)
+    flows = {hop.flow for chain in plan.paths[0].chains for hop in chain.hops}
+    found = gdr_variants(plan, plan.settings)
     assert found
     for one in found:
         fields = {"net_gdr_level": None, "net_gdr_read": None}
         assert msgspec.structs.replace(one, **fields) == plan.settings
-        made = retuned(plan, one, rate_gbps=80.0)
-        moved = {flow for chain in made.passages[0].chains for flow in chain.flows}
-        assert moved not in flows
+        made = retuned(plan, one, achieved_gbps=80.0)
+        moved = {hop.flow for chain in made.paths[0].chains for hop in chain.hops}
+        assert moved != flows
         assert keeps_rings(plan, one)
-    assert len({str(retuned(plan, one, rate_gbps=1.0).passages) for one in found}) == len(found)
+    assert len({str(retuned(plan, one, achieved_gbps=80.0).paths) for one in found}) == len(found)
 
 
 class FakeJobs(Ending):
@@ -373,7 +372,7 @@ class Facts:
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """Runs `tccl verify --tune` as the controller of four hosts, whose jobs are stand-ins."""
-    write_cluster_plan(mixed(), tmp_path)
+    write_plan(mixed(), tmp_path)
     monkeypatch.setattr(verify, "in_job", lambda: True)
     monkeypatch.setattr(verify, "controlled_job", contextlib.nullcontext)
 
@@ -393,18 +392,18 @@ def test_the_command_tunes_the_plan_of_the_jobs_hosts(command, tmp_path):
     assert found["arms"][1]["settings"]["buffsize"] == 512 << 10
     words = "graph file, NCCL_NET_DISABLE_INTRA=1, NCCL_BUFFSIZE=524288, NCCL_ALGO=Ring, 8 channels"
     assert f"tccl: tuned: {words}\n" in told.stderr
-    assert load_cluster_plan(tmp_path).settings.buffsize == 512 << 10
+    assert load_plan(tmp_path).settings.buffsize == 512 << 10
     assert CliRunner().invoke(app, ["show", str(tmp_path)]).exit_code == 0
 
 
 def test_a_plan_that_was_just_written_is_tuned_by_its_job(tmp_path, monkeypatch, capsys):
-    write_cluster_plan(mixed(), tmp_path)
+    write_plan(mixed(), tmp_path)
     fake = FakeJobs(None, at=0)
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
     # Who plans has the directory already.
     with locked(tmp_path):
         made = verify.tuned_hosts(tmp_path, None, "host")
-    assert made == load_cluster_plan(tmp_path)
+    assert made == load_plan(tmp_path)
     assert made.settings.algo == "Ring"
     # At the plan's 10 GB/s no size takes long.
     assert [one.bytes for one in load_verification(tmp_path).judged.sizes] == list(SIZES)
@@ -416,7 +415,7 @@ def test_a_plan_that_was_just_written_is_tuned_by_its_job(tmp_path, monkeypatch,
 def test_sizes_that_take_a_slow_network_long_are_left_out_where_a_plan_is_tuned(
     tmp_path, monkeypatch
 ):
-    write_cluster_plan(mixed(rate_gbps=0.1, bound_gbps=None), tmp_path)
+    write_plan(mixed(rate_gbps=0.1, bound_gbps=None), tmp_path)
     fake = FakeJobs(None, at=0)
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
     verify.tuned_hosts(tmp_path, None, "host")
@@ -463,7 +462,7 @@ def test_a_measured_plan_is_tuned_after_its_workers_have_ended(tmp_path, monkeyp
 
     def tuned(directory, job, backend):
         seen.append((directory, backend, workers()))
-        return msgspec.structs.replace(load_cluster_plan(directory), rate_gbps=12.0)
+        return msgspec.structs.replace(load_plan(directory), rate_gbps=12.0)
 
     monkeypatch.setattr("tccl_py.cli.plan.in_job", lambda: True)
     monkeypatch.setattr(plan_nodes, "MeasuredCluster", Measured)

@@ -4,11 +4,13 @@ import msgspec
 import numpy as np
 
 from tccl_py.files import decode_json, encode_json
+from tccl_py.plan.plan import Plan
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.verify.jobs import HostRanks, JobError, Launcher, Outcome
 from tccl_py.verify.spec import JobResult, JobSpec
 from tccl_py.verify.target import machine_target
 from tccl_py.verify.verify import verify_target
+from tests.planned import with_parts
 
 PLANNED = ("NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_P2P_LEVEL", "NCCL_SHM_USE_CUDA_MEMCPY")
 """Variables that plans set, and no host by itself."""
@@ -120,4 +122,5 @@ def by_variables(environment):
 
 
 def changed(struct, **changes):
-    return msgspec.structs.replace(struct, **changes)
+    replace = with_parts if isinstance(struct, Plan) else msgspec.structs.replace
+    return replace(struct, **changes)

@@ -27,7 +27,8 @@ from tccl_py.plan.directory import (
     known_fingerprint,
     known_model,
 )
-from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import Plan
 from tccl_py.sources.journal import JournalHeader
 from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
 from tccl_py.sources.planned import journal_of

@@ -13,7 +13,6 @@ import typer
 
 from tccl_py.cli.options import OF_CLUSTER, DirectoryArgument, JsonOption, gpus_argument, refuse
 from tccl_py.cli.streams import ANSWER_IS_NO, notice, print_json
-from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import (
     ALIKE_VARIABLE,
@@ -26,7 +25,8 @@ from tccl_py.model.cluster import shown
 from tccl_py.nccl.conf import export_lines, job_environment
 from tccl_py.plan.directory import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
-from tccl_py.plan.plan import CHOICES, Plan, load_plan
+from tccl_py.plan.load import is_cluster_plan, load_plan
+from tccl_py.plan.plan import CHOICES, Plan
 from tccl_py.plan.staging import Manifest, check_files
 from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
 from tccl_py.readers.installed_nccl import installed_nccl
@@ -132,7 +132,7 @@ def env(
 
 
 def _print(
-    plan: Plan | ClusterPlan,
+    plan: Plan,
     subject: Mapping[str, object],
     variables: Mapping[str, str],
     *,
@@ -148,9 +148,7 @@ def _print(
         print("unset NCCL_GRAPH_FILE")
 
 
-def _leave_disabled(
-    plan: Plan | ClusterPlan, subject: Mapping[str, object], why: str, *, json: bool
-) -> None:
+def _leave_disabled(plan: Plan, subject: Mapping[str, object], why: str, *, json: bool) -> None:
     """Say that a plan is disabled, and end; nothing if `why` is "".
 
     Raises:
@@ -242,7 +240,7 @@ def _env_of_host(directory: Path, host: str | None, *, json: bool) -> None:
         InputError: no plan, or a file of it is gone or was changed.
         typer.Exit: the plan has no such host, or this one has other GPUs now.
     """
-    plan = load_cluster_plan(directory)
+    plan = load_plan(directory)
     check_files(directory)
     name = planned_host(plan, host)
     if name is not None and host is None and not plan.simulated:
@@ -253,8 +251,9 @@ def _env_of_host(directory: Path, host: str | None, *, json: bool) -> None:
             notice(f"whether this host has the plan's GPUs was not checked: {error.what}")
         _leave_disabled(plan, {"host": name}, disabled, json=json)
     place = directory.resolve() / "nccl"
-    graph = None if name is None else PurePosixPath(place / host_graph_file(name))
-    _print(plan, {"host": name}, job_environment(plan.settings, graph=graph), json=json)
+    named = name if plan.recommended == "graph" else None
+    graph = None if named is None else PurePosixPath(place / host_graph_file(named))
+    _print(plan, {"host": name}, job_environment(plan.job_settings, graph=graph), json=json)
     if name is None:
         asked = host if host is not None else socket.gethostname()
         node = os.environ.get(NODE_NAME, "") if host is None else ""
@@ -263,7 +262,7 @@ def _env_of_host(directory: Path, host: str | None, *, json: bool) -> None:
         raise typer.Exit(ANSWER_IS_NO)
 
 
-def planned_host(plan: ClusterPlan, host: str | None) -> str | None:
+def planned_host(plan: Plan, host: str | None) -> str | None:
     """Return the plan's name for a host, with or without its domain; None if it has none.
 
     Args:

@@ -6,29 +6,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from tccl_py.cli.interrupts import interrupts_put_off
 from tccl_py.cli.options import in_range, parse_gpus, refuse
 from tccl_py.cli.output import ProgressLine
 from tccl_py.cli.streams import notice, notice_each, write_result
-from tccl_py.cluster_plan.directory import write_cluster_files
-from tccl_py.cluster_plan.plan import is_cluster_plan, load_cluster_plan
-from tccl_py.cluster_plan.versions import for_version as cluster_for_version
 from tccl_py.errors import InputError
-from tccl_py.nccl.settings import check_settings
-from tccl_py.nccl.transport import hop_space
-from tccl_py.nccl.versions import version_facts
-from tccl_py.nccl.view import view
-from tccl_py.plan.directory import JOURNAL_FILE, known_model, nccl_files, write_nccl_files
-from tccl_py.plan.files import GRAPH_FILE
-from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.plan.directory import JOURNAL_FILE, known_model, write_nccl_files
+from tccl_py.plan.files import GRAPH_FILE, nccl_files
+from tccl_py.plan.load import is_cluster_plan, load_plan
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.variants import for_version
 from tccl_py.search.problem import Reporter, SilentReporter
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.planned import ElsewhereError, journal_alone, measured_again
-from tccl_py.tccl_fork.alike import alike_nodes, alike_notes, class_model
+from tccl_py.tccl_fork.alike import alike_nodes, alike_notes
 from tccl_py.tccl_fork.build import DEFAULT_MAX_SETS, Export, MadeDatabase, make_database
 from tccl_py.tccl_fork.xml import tccl_xml
 
@@ -125,12 +119,12 @@ def export(
         )
         _export_tccl(directory, output, wanted)
     elif is_cluster_plan(directory):
-        cluster = load_cluster_plan(directory)
-        cluster = cluster if nccl is None else cluster_for_version(cluster, nccl)
+        cluster = load_plan(directory)
+        cluster = cluster if nccl is None else for_version(cluster, nccl)
         if output is None:
             right = "a cluster's plan has a file for each host: name a new directory"
             raise InputError("--output", "is missing", right)
-        notice(f"wrote {write_cluster_files(cluster, output)} files to {output}")
+        notice(f"wrote {write_nccl_files(cluster, output)} files to {output}")
     else:
         plan = load_plan(directory)
         plan = plan if nccl is None else for_version(plan, nccl)
@@ -166,9 +160,9 @@ def _export_tccl(directory: Path, output: Path | None, wanted: Export) -> None:
     place = directory if directory.is_dir() else directory.parent
     with interrupts_put_off():
         if is_cluster_plan(directory):
-            plan = load_cluster_plan(directory)
+            plan = load_plan(directory)
             nodes = alike_nodes(plan, where=str(directory))
-            with ProgressLine() as line, open_source(class_model(plan, place)) as source:
+            with ProgressLine() as line, open_source(known_model(plan, place)) as source:
                 made = make_database(nodes, source, export=wanted, reporter=line)
             notes = (*made.notes, *alike_notes(plan, made.database))
         else:
@@ -209,30 +203,3 @@ def _of_machine(plan: Plan, directory: Path, wanted: Export) -> MadeDatabase:
             made = make_database(plan, source, export=wanted, reporter=reporter)
         notice_each(source.notices)
     return made
-
-
-def for_version(plan: Plan, version: str) -> Plan:
-    """The plan for another version of NCCL, if that moves the rings' hops in the same way.
-
-    Raises:
-        InputError: it cannot be given these settings, or would move a hop otherwise.
-    """
-    settings = check_settings(msgspec.structs.replace(plan.settings, version=version))
-    space = hop_space(
-        view(plan.machine, plan.knowledge, settings, gpus=plan.gpus), rings_in_set=len(plan.rings)
-    )
-    for hop in (hop for ring in plan.rings for hop in ring.hops):
-        flows = [str(other.flow) for other in space.between(hop.source, hop.target)]
-        if hop.flow not in flows:
-            raise InputError(
-                f"--nccl {version[:20]}",
-                f"moves {hop.source} to {hop.target} by {' '.join(flows) or 'its network'}, "
-                f"where the plan has {hop.flow}",
-                f"make a plan for it: tccl plan --nccl {version[:20]}",
-            )
-    facts = version_facts(version)
-    return msgspec.structs.replace(
-        plan,
-        settings=settings,
-        settings_verified=facts.verified,
-    )

@@ -11,7 +11,6 @@ import typer
 from tccl_py.cli.env import why_elsewhere
 from tccl_py.cli.options import DirectoryArgument
 from tccl_py.cli.streams import notice
-from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
 from tccl_py.installation.blocks import Change
@@ -21,7 +20,8 @@ from tccl_py.installation.install import uninstall as take_out
 from tccl_py.installation.texts import Installed, Kind, form_of
 from tccl_py.nccl.conf import user_file
 from tccl_py.plan.directory import check_plan_directory, planned_fingerprint
-from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.verify.record import why_not_verified
 
@@ -128,11 +128,11 @@ def install(
         )
 
 
-def _plan(directory: Path) -> Plan | ClusterPlan:
-    return load_cluster_plan(directory) if is_cluster_plan(directory) else load_plan(directory)
+def _plan(directory: Path) -> Plan:
+    return load_plan(directory)
 
 
-def _installed(plan: Plan | ClusterPlan, directory: Path, *, alike: bool) -> Installed:
+def _installed(plan: Plan, directory: Path, *, alike: bool) -> Installed:
     place = directory.resolve()
     check_path(place)
     found = Installed(
@@ -141,7 +141,7 @@ def _installed(plan: Plan | ClusterPlan, directory: Path, *, alike: bool) -> Ins
         provenance=plan.provenance,
         alike=alike,
     )
-    if isinstance(plan, ClusterPlan) or plan.simulated:
+    if plan.is_cluster or plan.simulated:
         return found
     fingerprint = planned_fingerprint(plan, directory)
     if fingerprint is None:
@@ -151,10 +151,10 @@ def _installed(plan: Plan | ClusterPlan, directory: Path, *, alike: bool) -> Ins
     return msgspec.structs.replace(found, fingerprint=fingerprint, gpu_uuids=own)
 
 
-def _check(plan: Plan | ClusterPlan, directory: Path, *, force: bool, alike: bool) -> None:
+def _check(plan: Plan, directory: Path, *, force: bool, alike: bool) -> None:
     """Refuse what was not seen to do good, unless it is forced; then say so."""
     why = "is simulated" if plan.simulated else why_not_verified(directory)
-    if not why and isinstance(plan, Plan):
+    if not why and not plan.is_cluster:
         elsewhere = why_elsewhere(plan, directory, alike=alike)
         why = f"was measured on another machine: {elsewhere}" if elsewhere else ""
     if not why:

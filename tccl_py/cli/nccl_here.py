@@ -21,8 +21,7 @@ from tccl_py.nccl.asked import (
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import LATEST
-from tccl_py.plan.directory import nccl_files
-from tccl_py.plan.files import GRAPH_FILE, subset_file
+from tccl_py.plan.files import GRAPH_FILE, nccl_files, subset_file
 from tccl_py.plan.plan import Plan
 from tccl_py.readers.installed_nccl import InstalledNccl, installed_nccl
 from tccl_py.readers.nvml import gpu_count

@@ -93,7 +93,7 @@ def refuse_cluster(directory: Path, right: str) -> None:
     Raises:
         InputError: it is one; `right` is the remedy.
     """
-    from tccl_py.cluster_plan.plan import is_cluster_plan  # noqa: PLC0415
+    from tccl_py.plan.load import is_cluster_plan  # noqa: PLC0415
 
     if is_cluster_plan(directory):
         raise InputError(str(directory), "is the plan of a cluster", right)

@@ -312,7 +312,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
             strategy=self.strategy,
             budget=self.budget,
             reporter=line,
-            kept=self.kept,
+            pinned_env=self.kept,
             own_rings=own_rings,
         )
 

@@ -10,12 +10,12 @@ import msgspec
 from tccl_py.cli.output import ProgressLine
 from tccl_py.cli.streams import notice_each
 from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring_rate
-from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.cluster_plan.uplinks import with_measured_uplinks
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.cluster import Cluster, HostReport, cluster_of
 from tccl_py.model.measurement import BandwidthSource
+from tccl_py.plan.plan import Plan
 from tccl_py.readers.hosts import HostSlots, read_host_list
 from tccl_py.readers.switches import Network, read_switches
 from tccl_py.search.problem import Budget
@@ -78,7 +78,7 @@ class ClusterTask(msgspec.Struct, frozen=True, kw_only=True):
 
     def plan(
         self, cluster: Cluster, sources: Sequence[BandwidthSource], line: ProgressLine
-    ) -> ClusterPlan:
+    ) -> Plan:
         """The plan that these sources' answers make."""
         return make_cluster_plan(
             cluster,
@@ -90,7 +90,7 @@ class ClusterTask(msgspec.Struct, frozen=True, kw_only=True):
             keep_order=self.options.keep_order,
             ib_gid_index=self.options.gid_index,
             reporter=line,
-            kept=self.kept,
+            pinned_env=self.kept,
         )
 
     def network(self, hosts: Sequence[str]) -> Network | None:
@@ -126,7 +126,7 @@ class SimulatedCluster:
             where=str(options.hosts) if options.hosts is not None else "cluster",
         )
 
-    def planned(self, journal: Path, *, force: bool) -> ClusterPlan:
+    def planned(self, journal: Path, *, force: bool) -> Plan:
         """The plan by simulation; one that a journal tells of is gone on with."""
         with ProgressLine() as line, self._source as source:
             notice_each(source.keep_in(journal, replace=force))
@@ -200,7 +200,7 @@ class MeasuredCluster:
         )
         self.models: dict[str, MachineModel] = {}
 
-    def planned(self, journal: Path, *, force: bool) -> ClusterPlan:
+    def planned(self, journal: Path, *, force: bool) -> Plan:
         """The plan by measurements; what was noticed meanwhile stands in it."""
         source = self._source
         with ProgressLine() as line:
@@ -274,7 +274,7 @@ class MeasuredCluster:
         return tuple(told)
 
 
-def _with_whole_ring(made: ClusterPlan, source: BandwidthSource) -> ClusterPlan:
+def _with_whole_ring(made: Plan, source: BandwidthSource) -> Plan:
     """The plan with what all its rings carry at once, where the hosts are not too many."""
     if len(made.hosts) > WHOLE_RING_HOSTS:
         return made

@@ -14,9 +14,8 @@ from tccl_py.cli.nccl_here import version_of_hosts
 from tccl_py.cli.plan_cluster import ClusterTask, MeasuredCluster, SimulatedCluster
 from tccl_py.cli.plan_run import finish, planning
 from tccl_py.cli.verify import check_tuning, tuned_hosts
-from tccl_py.cluster_plan.directory import write_cluster_plan
-from tccl_py.cluster_plan.plan import ClusterPlan
-from tccl_py.plan.directory import output_directory
+from tccl_py.plan.directory import output_directory, write_plan
+from tccl_py.plan.plan import Plan
 from tccl_py.readers.hosts import read_host_list
 from tccl_py.sources.hosts import open_hosts
 from tccl_py.sources.profiled import MeasurementOptions
@@ -64,7 +63,7 @@ def plan_hosts(wanted: ClusterTask, how: Measuring, output: Path, force: bool, j
             wanted = msgspec.structs.replace(wanted, version=version)
         measured = MeasuredCluster(source, wanted)
 
-        def tuned(directory: Path) -> ClusterPlan:
+        def tuned(directory: Path) -> Plan:
             source.session.end_workers()
             return tuned_hosts(directory, ranks, "host" if how.dry_run else "cuda")
 
@@ -77,7 +76,7 @@ def plan_cluster(
     force: bool,
     json: bool,
     *,
-    tuned: Callable[[Path], ClusterPlan] | None = None,
+    tuned: Callable[[Path], Plan] | None = None,
 ) -> None:
     """Plan for several nodes, write the plan and show it.
 
@@ -88,6 +87,6 @@ def plan_cluster(
             made = subject.planned(journal, force=force)
         if not made.cancelled:
             with undisturbed():
-                write_cluster_plan(made, output, models=subject.models)
+                write_plan(made, output, models=subject.models)
             made = tuned(output) if tuned is not None else made
     finish(made, output, cluster_json, print_cluster, json=json)

@@ -13,11 +13,10 @@ from rich.console import Console
 from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, INTERRUPTED, Terminated, interrupts_put_off
 from tccl_py.cli.output import results
 from tccl_py.cli.streams import notice, print_json
-from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.plan.directory import holds_measurements
 from tccl_py.plan.plan import Plan
 
-_Plan = TypeVar("_Plan", Plan, ClusterPlan)
+_Plan = TypeVar("_Plan", Plan, Plan)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.nccl.pinned_env import kept_text
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, proof_text
@@ -30,21 +29,23 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "assumed": plan.assumed,
         "settings": msgspec.to_builtins(plan.settings),
         "environment": environment(plan.settings),
-        "kept": plan.kept,
+        "kept": plan.pinned_env,
         "recommended": plan.recommended,
-        "choices": {name: _choice_json(one) for name, one in plan.choices.items()},
-        "stock": _choice_json(plan.stock),
+        "choices": {name: choice_json(one) for name, one in plan.choices.items()},
+        "stock": choice_json(plan.stock),
         "cancelled": plan.cancelled,
         "notices": plan.notices,
     }
 
 
-def _choice_json(choice: PlanChoice) -> dict[str, Any]:
+def choice_json(choice: PlanChoice) -> dict[str, Any]:
+    """Return one choice as JSON has it."""
     return {
         "rate_gbps": choice.rate_gbps,
         "settings": msgspec.to_builtins(choice.settings),
         "environment": environment(choice.settings),
         "rings": choice.rings,
+        "achieved_gbps": choice.achieved_gbps,
         "note": choice.note,
     }
 
@@ -65,7 +66,7 @@ def hops_table(plan: Plan) -> Table:
     for number, ring in enumerate(plan.rings):
         for hop in ring.hops:
             rate = marked_rate(hop.gbps, slowest=hop == ring.bottleneck)
-            table.add_row(str(number), f"G{hop.source}", f"G{hop.target}", rate, hop.flow)
+            table.add_row(str(number), f"G{hop.source}", f"G{hop.target}", rate, str(hop.flow))
     return table
 
 
@@ -78,7 +79,7 @@ def marked_rate(gbps: float, *, slowest: bool) -> str:
     return f"{gbps:.2f}{' (slowest)' if slowest else ''}"
 
 
-def _choice_text(plan: Plan, name: ChoiceName, choice: PlanChoice, mark: str) -> str:
+def choice_text(plan: Plan, name: ChoiceName, choice: PlanChoice, mark: str) -> str:
     """Return a line on one way to run NCCL: bandwidth, gain, and what to set."""
     rate = "not rated" if choice.rate_gbps is None else f"{choice.rate_gbps:.2f} GB/s ({mark})"
     gain = plan.gain(name)
@@ -107,7 +108,7 @@ def _rings_table(plan: Plan) -> Table:
     table = Table("ring", "GPU order", "GB/s", "slowest hop")
     for number, ring in enumerate(plan.rings):
         order = " ".join(str(gpu) for gpu in ring.gpus)
-        table.add_row(str(number), order, f"{ring.rate:.2f}", ring.bottleneck.flow)
+        table.add_row(str(number), order, f"{ring.rate:.2f}", str(ring.bottleneck.flow))
     return table
 
 
@@ -115,20 +116,20 @@ def _summary(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
     mark = f"{plan.provenance}, when tuned" if plan.tuned else plan.provenance
     for name, choice in plan.choices.items():
-        table.add_row(CHOICE_WORDS[name], _choice_text(plan, name, choice, mark))
+        table.add_row(CHOICE_WORDS[name], choice_text(plan, name, choice, mark))
     table.add_row("bound", bound_text(plan, len(plan.rings)))
     if plan.limit_text:
         limit = f"{plan.limit_gbps:.2f} GB/s ({plan.provenance})"
         table.add_row("limit", f"{limit}: {plan.limit_text}")
     unchecked = "" if plan.settings_verified else " (this version was not checked)"
     table.add_row("NCCL", f"{plan.settings.version}{unchecked}")
-    if plan.kept:
-        table.add_row("kept", kept_text(plan.kept))
+    if plan.pinned_env:
+        table.add_row("kept", kept_text(plan.pinned_env))
     table.add_row("effort", effort_text(plan))
     return table
 
 
-def bound_text(plan: Plan | ClusterPlan, rings: int) -> str:
+def bound_text(plan: Plan, rings: int) -> str:
     """Say what no set of as many rings exceeds, and whether the plan's is as good."""
     if plan.bound_gbps is None:
         return "not known"
@@ -147,7 +148,7 @@ def settings_text(settings: Settings, *, checked: bool) -> str:
     return f"NCCL {settings.version}{note}: {variables or 'defaults'}"
 
 
-def effort_text(plan: Plan | ClusterPlan) -> str:
+def effort_text(plan: Plan) -> str:
     """How many sets a plan has cost."""
     done = "simulated" if plan.simulated else "measured"
     kept = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"

@@ -15,10 +15,10 @@ from tccl_py.cli.options import JsonOption
 from tccl_py.cli.output import results
 from tccl_py.cli.plan_text import hops_table, plan_json, print_plan
 from tccl_py.cli.streams import print_json
-from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
-from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.plan.load import is_cluster_plan, load_plan
+from tccl_py.plan.plan import Plan
 
-_Plan = TypeVar("_Plan", Plan, ClusterPlan)
+_Plan = TypeVar("_Plan", Plan, Plan)
 
 
 def show(
@@ -40,7 +40,7 @@ def show(
         tccl show my-plan --hops
     """
     if is_cluster_plan(directory):
-        cluster = load_cluster_plan(directory)
+        cluster = load_plan(directory)
         _show(cluster, cluster_json, print_cluster, flows_table if hops else None, json=json)
     else:
         plan = load_plan(directory)

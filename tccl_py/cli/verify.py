@@ -19,13 +19,13 @@ from tccl_py.cli.options import BackendOption, DirectoryArgument, in_range, refu
 from tccl_py.cli.output import notices, results
 from tccl_py.cli.streams import ANSWER_IS_NO, notice, notice_each, print_json
 from tccl_py.cli.verify_text import print_verification, verification_json
-from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.errors import InputError, TcclError
 from tccl_py.files import read_text
 from tccl_py.health.fitness import differences, why_not_with
 from tccl_py.plan.directory import check_plan_directory, known_fingerprint
 from tccl_py.plan.files import host_graph_file
-from tccl_py.plan.plan import ChoiceName, Plan, load_plan
+from tccl_py.plan.load import is_cluster_plan, load_plan
+from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import check_files, locked
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.nvml import driver_version
@@ -239,16 +239,16 @@ def tuned_plan(plan: Plan, directory: Path) -> Plan:
     return load_plan(directory)
 
 
-def tuned_hosts(directory: Path, job: Job, backend: Backend) -> ClusterPlan:
+def tuned_hosts(directory: Path, job: Job, backend: Backend) -> Plan:
     """Verify a cluster's plan that was just written by its hosts' job, tune it, and return it.
 
     Sizes that would take long at the plan's rate are left out.
     """
-    rate = load_cluster_plan(directory).rate_gbps
+    rate = load_plan(directory).rate_gbps
     sizes = tuple(size for size in SIZES if 2 * size / (rate * 1e9) <= _LONGEST_S) or SIZES[:1]
     found = _verified_hosts(directory, job, RunBudget(sizes=sizes), backend, (), tune=True)
     print_verification(found, notices())
-    return load_cluster_plan(directory)
+    return load_plan(directory)
 
 
 def _verified_machine(
@@ -275,7 +275,7 @@ def _verified_hosts(
     *,
     tune: bool,
 ) -> Verification:
-    plan = load_cluster_plan(directory)
+    plan = load_plan(directory)
     check_files(directory)
     folder = directory / "nccl"
     graphs = {host.name: read_text(folder / host_graph_file(host.name)) for host in plan.hosts}
@@ -440,9 +440,7 @@ def _check_here(plan: Plan, directory: Path, here: MeasuredMachine) -> None:
         raise InputError(where, f"was measured on another machine: {'; '.join(another)}", right)
 
 
-def hosts_launcher(
-    plan: ClusterPlan, job: Job, backend: Backend, pinned: tuple[str, ...]
-) -> Launcher:
+def hosts_launcher(plan: Plan, job: Job, backend: Backend, pinned: tuple[str, ...]) -> Launcher:
     """Return the launcher of a plan's jobs on the hosts of an MPI job.
 
     Raises:
@@ -454,8 +452,8 @@ def hosts_launcher(
     callers = jobs.surroundings(modules=_NEEDED)
     parts = []
     for host in plan.hosts:
-        number = plan.passages[host.passage].node_class
-        gpus = plan.gpus[number]
+        number = plan.class_number(host)
+        gpus = plan.class_gpus[number]
         if backend == "cuda":
             _check_gpus(plan, number, facts[host.name])
         variables = {} if backend == "cuda" else _gloo(facts[host.name], callers[host.name])
@@ -470,7 +468,7 @@ def hosts_launcher(
     return Launcher(backend=backend, hosts=tuple(parts), keep=pinned, runner=jobs)
 
 
-def _check_hosts(plan: ClusterPlan, there: Sequence[str]) -> None:
+def _check_hosts(plan: Plan, there: Sequence[str]) -> None:
     """Check that a job runs on the plan's hosts.
 
     Raises:
@@ -484,7 +482,7 @@ def _check_hosts(plan: ClusterPlan, there: Sequence[str]) -> None:
             raise InputError(f"host {host}", "runs a rank and is not in the plan", _OTHERS)
 
 
-def _check_gpus(plan: ClusterPlan, number: int, facts: HostFacts) -> None:
+def _check_gpus(plan: Plan, number: int, facts: HostFacts) -> None:
     """Check that a host has the plan's GPUs.
 
     Raises:
@@ -492,7 +490,7 @@ def _check_gpus(plan: ClusterPlan, number: int, facts: HostFacts) -> None:
     """
     here = {gpu.index: gpu.name for gpu in facts.machine.gpus}
     planned = plan.cluster.classes[number].machine
-    for index in plan.gpus[number]:
+    for index in plan.class_gpus[number]:
         where = f"host {facts.name}"
         if index not in here:
             raise InputError(where, f"lacks GPU {index}, which the plan is for", _OTHERS)

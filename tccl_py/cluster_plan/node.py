@@ -14,11 +14,11 @@ from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.paths import natural_cuts
 from tccl_py.model.rings import RingSet
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.nccl.default_rings import DefaultChains, default_chains_or_sys
+from tccl_py.nccl.default_rings import DefaultChains, default_chains, default_chains_or_sys
 from tccl_py.nccl.network import chains_as_rings, gdr_variants
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import Level
-from tccl_py.nccl.view import view
+from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.settings_search import WORTH, SettingsSearch
 from tccl_py.plan.tasks import (
     Choice,
@@ -33,7 +33,6 @@ from tccl_py.plan.tasks import (
     rings_under,
     search_under,
     space_under,
-    stock_of,
 )
 from tccl_py.search.chains import Chain, NicPair, Pairing, chains_of, paired_chains
 from tccl_py.search.problem import Budget, Reporter, SearchResult
@@ -80,6 +79,8 @@ class Node:
     """A class of nodes and what its source says of chains through it.
 
     `choices` are the settings that were searched with the best chains found under each, best first.
+    `stock` are NCCL's own chains with the variables that they need to be rated; `plain` those of
+    default NCCL, or why they have no rate.
     """
 
     def __init__(
@@ -119,6 +120,8 @@ class Node:
             network=NetworkUse(nodes=nodes, nics=self.nics, same_nic=len(self.gpus) == 1),
             p2p_level=p2p_level,
         )
+        self.default_settings = default_settings(self._task)
+        self._nodes = nodes
         self.choices: list[Choice] = []
         self._left = budget.sets
         self._passages: dict[tuple[Settings, Pairing], Passage | None] = {}
@@ -131,8 +134,9 @@ class Node:
             SearchError: stock's chains or any others cannot be built.
             MeasurementError: the source cannot measure them.
         """
-        self.stock_choice = self._stock_choice()
-        self.stock = self._measured_stock(self.stock_choice)
+        own = self._own_chains()
+        self.stock = self._rated_own(own)
+        self.plain = self._default(own)
         search = SettingsSearch(self._task, self.stock.as_choice)
         search.offer(list(self._seeds(search.best)))
         search.run(sets=self._task.budget.sets or 1)
@@ -145,26 +149,45 @@ class Node:
         self.choices = sorted(found, key=lambda one: -one.rate_gbps)
         self._set_aside(found)
 
-    def _stock_choice(self) -> DefaultChains:
-        network = self._task.network
-        assert network is not None
-        return default_chains_or_sys(
-            view(self.machine, self.knowledge, default_settings(self._task), gpus=self.gpus),
-            nodes=network.nodes,
-        )
+    def _own_chains(self) -> DefaultChains:
+        """Return NCCL's own chains, under NCCL_P2P_LEVEL=SYS where its search needs that."""
+        return default_chains_or_sys(self._default_view, nodes=self._nodes)
 
-    def _measured_stock(self, choice: DefaultChains) -> Stock:
-        chains = [(one.entry, one.gpus, one.exit) for one in choice.chains]
+    @property
+    def _default_view(self) -> NcclView:
+        return view(self.machine, self.knowledge, self.default_settings, gpus=self.gpus)
+
+    def _default(self, own: DefaultChains) -> Stock | str:
+        """Rate default NCCL, or say why that cannot be done."""
+        if not own.assumed_sys and not self.stock.settings.net_disable_intra:
+            return self.stock
+        found = default_chains(self._default_view, nodes=self._nodes)
+        try:
+            return self._rated(found, _graph_settings(found))
+        except SearchError:
+            return "NCCL joins GPUs of a host over their NICs, at a rate that is not known"
+        except MeasurementError as error:
+            return f"not rated: {error}"
+
+    def _rated_own(self, own: DefaultChains) -> Stock:
+        """Rate NCCL's own chains, GPUs of a host joined without NICs where NCCL would use them."""
+        settings = _graph_settings(own)
+        try:
+            return self._rated(own, settings)
+        except SearchError:
+            # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
+            settings = msgspec.structs.replace(settings, net_disable_intra=True)
+            return self._rated(own, settings)
+
+    def _rated(self, own: DefaultChains, settings: Settings) -> Stock:
+        chains = [(one.entry, one.gpus, one.exit) for one in own.chains]
         # NCCL may use NICs that we leave alone.
-        task = msgspec.structs.replace(
-            self._task, network=NetworkUse(nodes=2, nics=tuple(n.index for n in self.machine.nics))
-        )
-
-        def rings_of(settings: Settings) -> RingSet:
-            distinct = condensed_rings(chains_as_rings(space_under(task, settings, 1), chains))
-            return rings_under(task, settings, distinct)
-
-        return stock_of(choice, rings_of, self.source)
+        nics = tuple(nic.index for nic in self.machine.nics)
+        task = msgspec.structs.replace(self._task, network=NetworkUse(nodes=2, nics=nics))
+        distinct = condensed_rings(chains_as_rings(space_under(task, settings, 1), chains))
+        rings = rings_under(task, settings, distinct)
+        measurement = measured_well(self.source, rings)
+        return Stock(choice=own, rings=rings, settings=settings, measurement=measurement)
 
     def _seeds(self, first: Choice) -> Iterator[Rings]:
         """Sets of chains worth trying first: local NICs, each chain turned against the others."""
@@ -269,6 +292,14 @@ class Node:
         measurement = measured_well(self.source, rings)
         rate = rings.rate(measurement)
         return Passage(chains=chains_of(rings), rate_gbps=rate, measurement=measurement)
+
+
+def _graph_settings(own: DefaultChains) -> Settings:
+    """Return NCCL's own settings as for a graph file.
+
+    NCCL's doubling of its search's channels is undone: `hop_space` doubles a file's channels.
+    """
+    return msgspec.structs.replace(own.settings, channels=max(1, own.channels // 2))
 
 
 def passage_pairs(rings: RingSet) -> tuple[NicPair, ...]:

@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from tccl_py.cluster_plan.node import used_nics
-from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.knowledge import gpus_beside_nics
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
@@ -26,11 +25,11 @@ from tccl_py.model.transfer import (
     joined,
     leaving,
     on_host,
-    parse_flow,
     receiving_nic,
     sending_nic,
     transfer_set,
 )
+from tccl_py.plan.plan import Plan
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,7 +260,7 @@ def _same_switch(cluster: Cluster, host: str) -> frozenset[str]:
     return frozenset()
 
 
-def whole_ring(plan: ClusterPlan) -> TransferSet:
+def whole_ring(plan: Plan) -> TransferSet:
     """Every flow of every ring of a plan on its own host, all at the same time.
 
     Raises:
@@ -269,16 +268,16 @@ def whole_ring(plan: ClusterPlan) -> TransferSet:
     """
     flows = []
     for host, following in zip(plan.hosts, (*plan.hosts[1:], plan.hosts[0]), strict=True):
-        chains = plan.passages[host.passage].chains
-        onward = plan.passages[following.passage].chains
+        chains = plan.paths[host.path].chains
+        onward = plan.paths[following.path].chains
         for chain, then in zip(chains, onward, strict=True):
-            flows += [on_host(parse_flow(text), host.name) for text in chain.flows[1:-1]]
-            out, into = parse_flow(chain.flows[-1]), parse_flow(then.flows[0])
+            flows += [on_host(hop.flow, host.name) for hop in chain.hops[1:-1]]
+            out, into = chain.hops[-1].flow, then.hops[0].flow
             flows.append(joined(out, into, sender=host.name, receiver=following.name))
     return transfer_set(flows)
 
 
-def whole_ring_rate(plan: ClusterPlan, source: BandwidthSource) -> float:
+def whole_ring_rate(plan: Plan, source: BandwidthSource) -> float:
     """What all rings carry together when all hosts run them at once, GB/s.
 
     Raises:

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import msgspec
 
 from tccl_py.cluster_plan.joint import Joint, joint
 from tccl_py.cluster_plan.node import Node, Passage, used_nics
-from tccl_py.cluster_plan.plan import (
-    ClusterPlan,
-    ClusterStock,
-    PlanChain,
-    PlannedHost,
-    PlanPassage,
-)
-from tccl_py.cluster_plan.retuned import ends_as_measured, path_types
 from tccl_py.errors import InputError, SearchError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import Cluster
-from tccl_py.model.measurement import BandwidthSource, dealt
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.nccl.default_rings import DefaultChain, DefaultChains
+from tccl_py.nccl.graph_file import SWAPPING
 from tccl_py.nccl.pinned_env import as_read, kept_level
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.versions import LATEST, version_facts
 from tccl_py.nccl.view import view
-from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, is_proven, other_count_notices
+from tccl_py.plan.choices import interval
+from tccl_py.plan.plan import HostPath, Plan, PlanChoice, PlannedHost
+from tccl_py.plan.planner import (
+    DEFAULT_BUDGET,
+    check_strategy,
+    is_proven,
+    other_count_notices,
+    plan_chains,
+)
 from tccl_py.plan.settings_search import WORTH
-from tccl_py.plan.tasks import stock_note
+from tccl_py.plan.tasks import Stock
+from tccl_py.plan.variants import ends_as_measured, path_types
 from tccl_py.search.problem import Budget, Reporter, SilentReporter
 
 FEW_RINGS = 4
@@ -47,8 +51,8 @@ def make_cluster_plan(
     keep_order: bool = False,
     ib_gid_index: int | None = None,
     reporter: Reporter | None = None,
-    kept: Mapping[str, str] | None = None,
-) -> ClusterPlan:
+    pinned_env: Mapping[str, str] | None = None,
+) -> Plan:
     """Find settings, chains, crossings and an order of hosts that suit a cluster best.
 
     Args:
@@ -64,18 +68,18 @@ def make_cluster_plan(
         keep_order: leave the hosts in the order they are given in.
         ib_gid_index: which address of its RoCE ports NCCL is told to use; None is its own choice.
         reporter: watches; KeyboardInterrupt ends the search with the best so far.
-        kept: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, as `make_plan`.
+        pinned_env: as `make_plan`.
 
     Raises:
-        InputError: one host, a class without NIC, unknown version or strategy, or kept variables
-            that say nothing of P2P.
+        InputError: one host, a class without NIC, unknown version or strategy, or pinned
+            variables that say nothing of P2P.
         SearchError: no ring exists.
         MeasurementError: a source cannot measure what is needed.
     """
     gpus = _gpus(cluster)
     check_strategy(strategy, not_for_chains=True)
-    kept = as_read(kept or {}, where="kept")
-    level = kept_level(kept)
+    pinned = as_read(pinned_env or {}, where="pinned environment")
+    level = kept_level(pinned)
     check_settings(Settings(version=version, p2p_level=level))
     counts = ring_counts or _ring_counts(cluster)
     nodes = [
@@ -114,7 +118,7 @@ def make_cluster_plan(
     return msgspec.structs.replace(
         plan,
         notices=(*plan.notices, *other_count_notices(ring_counts or (), best.rings)),
-        kept=kept,
+        pinned_env=pinned,
         cancelled=cancelled or any(node.cancelled for node in nodes),
     )
 
@@ -212,29 +216,29 @@ def _assembled(
     *,
     strategy: str,
     ib_gid_index: int | None,
-) -> ClusterPlan:
+) -> Plan:
     kinds: dict[tuple[int, tuple[object, ...]], int] = {}
-    passages: list[PlanPassage] = []
+    paths: list[HostPath] = []
     hosts: list[PlannedHost] = []
     rank = 0
     for name, passage in zip(best.hosts, best.passages, strict=True):
         number = cluster.host_classes[name]
         key = (number, passage.chains)
         if key not in kinds:
-            kinds[key] = len(passages)
-            passages.append(_plan_passage(nodes[number], number, best.settings, passage))
-        hosts.append(PlannedHost(name=name, passage=kinds[key], first_rank=rank))
+            kinds[key] = len(paths)
+            paths.append(_host_path(nodes[number], number, best.settings, passage))
+        hosts.append(PlannedHost(name=name, path=kinds[key], first_rank=rank))
         rank += len(gpus[number])
-    settings = _with_nics(best.settings, nodes, passages, ib_gid_index)
+    settings = _with_nics(best.settings, nodes, paths, ib_gid_index)
     measured = [passage.measurement for passage in best.passages]
-    stock = _stock(cluster, nodes)
+    stock, variables = _own_choices(cluster, nodes)
     bound = best.bound_gbps
     facts = version_facts(settings.version)
-    return ClusterPlan(
+    return Plan(
         cluster=cluster,
-        gpus=gpus,
+        class_gpus=gpus,
         hosts=tuple(hosts),
-        passages=tuple(passages),
+        paths=tuple(paths),
         settings=settings,
         settings_verified=facts.verified,
         rate_gbps=best.rate_gbps,
@@ -247,47 +251,30 @@ def _assembled(
         sets_remembered=sum(node.source.sets_remembered for node in nodes),
         sets_by_symmetry=sum(node.sets_by_symmetry for node in nodes),
         stock=stock,
+        variables=variables,
         notices=tuple(_notices(best, nodes, settings)),
     )
 
 
-def _plan_passage(node: Node, number: int, settings: Settings, passage: Passage) -> PlanPassage:
-    """A passage as it is saved, each flow with the rate it had beside all others."""
-    waiting = dealt(passage.measurement.transfers.flows, passage.measurement.gbps)
-    chains = []
-    for chain in passage.chains:
-        flows = tuple(hop.flow for hop in chain.all_hops)
-        chains.append(
-            PlanChain(
-                entry_nic=chain.entry_nic,
-                gpus=chain.gpus,
-                exit_nic=chain.exit_nic,
-                flows=tuple(map(str, flows)),
-                gbps=tuple(waiting[flow].pop() for flow in flows),
-            )
-        )
+def _host_path(node: Node, number: int, settings: Settings, passage: Passage) -> HostPath:
+    """Return a path as it is saved, each hop with the rate it had beside all others."""
+    chains = plan_chains([chain.all_hops for chain in passage.chains], passage.measurement)
     seen = view(node.machine, node.knowledge, settings, gpus=node.gpus)
-    type_intra, type_inter = path_types(seen, passage.chains)
-    return PlanPassage(
-        node_class=number,
-        chains=tuple(chains),
-        rate_gbps=passage.rate_gbps,
-        type_intra=type_intra,
-        type_inter=type_inter,
-    )
+    type_intra, type_inter = path_types(seen, chains)
+    return HostPath(node_class=number, chains=chains, type_intra=type_intra, type_inter=type_inter)
 
 
 def _with_nics(
     settings: Settings,
     nodes: Sequence[Node],
-    passages: Sequence[PlanPassage],
+    paths: Sequence[HostPath],
     ib_gid_index: int | None,
 ) -> Settings:
     """The settings with what NCCL must be told of NICs: which to use, and whether rings change."""
     nics = [nic for node in nodes for nic in node.machine.nics if nic.index in node.nics]
     rdma = all(nic.rdma for nic in nics)
     names = dict.fromkeys(f"{nic.name}:{nic.port or 1}" if rdma else nic.name for nic in nics)
-    changes = any(passage.changes_nics for passage in passages)
+    changes = any(path.changes_nics for path in paths)
     return msgspec.structs.replace(
         settings,
         ib_hca=tuple(names) if rdma else (),
@@ -298,18 +285,78 @@ def _with_nics(
     )
 
 
-def _stock(cluster: Cluster, nodes: Sequence[Node]) -> ClusterStock:
-    """What NCCL's own rings carry: the slowest class decides, and uplinks in the order given."""
-    rate = min(node.stock.rate_gbps for node in nodes)
-    notes = dict.fromkeys(note for node in nodes if (note := stock_note(node.stock)))
+def _own_choices(cluster: Cluster, nodes: Sequence[Node]) -> tuple[PlanChoice, PlanChoice]:
+    """Return default NCCL, and NCCL with the variables that its own rings need to be rated.
+
+    The slowest class decides, and uplinks in the order given. Variables equal default NCCL where
+    all classes are rated without one.
+    """
+    variables = _own_choice(cluster, nodes, [node.stock for node in nodes])
+    plain = [node.plain for node in nodes]
+    rated = [stock for stock in plain if isinstance(stock, Stock)]
+    if len(rated) == len(nodes):
+        return _own_choice(cluster, nodes, rated), variables
+    note = next(stock for stock in plain if isinstance(stock, str))
+    settings = nodes[0].default_settings
+    default = PlanChoice(settings=settings, rings=variables.rings, rate_gbps=None, note=note)
+    return default, variables
+
+
+def _own_choice(cluster: Cluster, nodes: Sequence[Node], own: Sequence[Stock]) -> PlanChoice:
+    """Return NCCL's own rings over the hosts in the order given."""
+    rate = min(stock.rate_gbps for stock in own)
     if cluster.switches is not None:
         rate = min(rate, uplink_limit(cluster.switches, cluster.names))
-    return ClusterStock(
+    settings = nodes[0].default_settings
+    for stock in own:
+        settings = msgspec.structs.replace(
+            settings,
+            p2p_level=stock.settings.p2p_level or settings.p2p_level,
+            net_disable_intra=stock.settings.net_disable_intra or settings.net_disable_intra,
+        )
+    fallback = any(stock.choice.fallback for stock in own)
+    return PlanChoice(
+        settings=settings,
+        rings=_own_rings(cluster, nodes, own),
         rate_gbps=rate,
-        channels=tuple(len(node.stock.rings.rings) for node in nodes),
-        assumed=any(node.stock.measurement.assumed for node in nodes),
-        note="; ".join(notes),
+        error=max(interval(stock.measurement) for stock in own),
+        assumed=any(stock.measurement.assumed for stock in own),
+        note="NCCL's search finds no rings and takes its simple order" if fallback else "",
     )
+
+
+def _own_rings(
+    cluster: Cluster, nodes: Sequence[Node], own: Sequence[Stock]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of NCCL's own rings for each channel that every class has."""
+    chains = [
+        _chains_on(stock.choice, number)
+        for number, host in enumerate(cluster.hosts)
+        if isinstance((stock := own[host.node_class]).choice, DefaultChains)
+    ]
+    ranks = [{gpu: at for at, gpu in enumerate(node.gpus)} for node in nodes]
+    firsts = [0, *accumulate(host.slots for host in cluster.hosts)][:-1]
+    rings = [
+        tuple(
+            first + ranks[host.node_class][gpu]
+            for host, first, channels in zip(cluster.hosts, firsts, chains, strict=True)
+            for gpu in channels[channel].gpus
+        )
+        for channel in range(min(map(len, chains)))
+    ]
+    return tuple(rings)
+
+
+def _chains_on(own: DefaultChains, number: int) -> tuple[DefaultChain, ...]:
+    """Return NCCL's own chains on a host by its number in rank order.
+
+    On odd hosts pairs of channels are swapped if they leave by another NIC than they enter by, so
+    that each stays on its rail between hosts (ncclTopoPostset in connect.cc of NCCL 2.30.7).
+    """
+    chains = own.chains
+    if own.cross_nic != SWAPPING or number % 2 == 0 or len(chains) % 2:
+        return chains
+    return tuple(chains[channel ^ 1] for channel in range(len(chains)))
 
 
 def _notices(best: Joint, nodes: Sequence[Node], settings: Settings) -> Iterator[str]:

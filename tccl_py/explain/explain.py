@@ -22,7 +22,7 @@ from tccl_py.explain.probing import Prober, SymmetryKeys
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.model.transfer import Flow, parse_flow
+from tccl_py.model.transfer import Flow
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
@@ -48,7 +48,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 def subjects(plan: Plan) -> Iterator[Subject]:
     """Yield the plan's rings, and default NCCL's if they differ."""
-    flows = tuple(parse_flow(hop.flow) for ring in plan.rings for hop in ring.hops)
+    flows = tuple(hop.flow for ring in plan.rings for hop in ring.hops)
     yield Subject(name="plan", flows=flows, rings=len(plan.rings))
     default = _default(plan)
     if default is not None and sorted(default.flows) != sorted(flows):
@@ -73,7 +73,7 @@ def _default(plan: Plan) -> Subject | None:
 def node_of(plan: Plan) -> Node:
     """Return the machine of a plan."""
     return Node(
-        machine=plan.machine, knowledge=plan.knowledge, gpus=plan.gpus, pinned_env=plan.kept
+        machine=plan.machine, knowledge=plan.knowledge, gpus=plan.gpus, pinned_env=plan.pinned_env
     )
 
 

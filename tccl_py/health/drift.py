@@ -21,7 +21,7 @@ from tccl_py.health.drift_statistics import (
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.paths import path_type
-from tccl_py.model.transfer import Flow, TransferSet, parse_flow, transfer_set
+from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.plan.plan import Plan
 
 ROUNDS = 3
@@ -221,11 +221,11 @@ def chosen_sets(plan: Plan, journal: Journal, *, most: int, seed: int) -> tuple[
 
 
 def _of_the_plan(plan: Plan) -> Iterator[TransferSet]:
-    rings = [[parse_flow(hop.flow) for hop in ring.hops] for ring in plan.rings]
+    rings = [[hop.flow for hop in ring.hops] for ring in plan.rings]
     yield transfer_set(flow for ring in rings for flow in ring)
     yield from map(transfer_set, rings)
     slowest = min((ring.bottleneck for ring in plan.rings), key=lambda hop: hop.gbps)
-    yield transfer_set([parse_flow(slowest.flow)])
+    yield transfer_set([slowest.flow])
 
 
 def _one_of_each_class(machine: Machine, small: Sequence[TransferSet]) -> Iterator[TransferSet]:

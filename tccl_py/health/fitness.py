@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.model.machine import Machine
@@ -123,7 +122,7 @@ def _planned(plan: Plan, directory: Path) -> Fingerprint | str:
     return found or f"{machine_file(plan, directory)} has no fingerprint of its host"
 
 
-def why_not_of_class(plan: ClusterPlan, host: str, gpus: Sequence[GpuFacts]) -> str:
+def why_not_of_class(plan: Plan, host: str, gpus: Sequence[GpuFacts]) -> str:
     """Return which of a host's GPUs are of other kinds than a cluster plan's, in clauses; or "".
 
     Hosts of a class share the measurements of one of them, so no host's UUIDs are known. A
@@ -139,7 +138,7 @@ def why_not_of_class(plan: ClusterPlan, host: str, gpus: Sequence[GpuFacts]) -> 
     number = plan.cluster.host_classes[host]
     now = {gpu.index: gpu.name for gpu in gpus}
     was = {gpu.index: gpu.name for gpu in plan.cluster.classes[number].machine.gpus}
-    return "; ".join(_changed(was, now, plan.gpus[number]))
+    return "; ".join(_changed(was, now, plan.class_gpus[number]))
 
 
 def _changed(was: Mapping[int, str], now: Mapping[int, str], gpus: Sequence[int]) -> list[str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -21,15 +20,9 @@ from tccl_py.files import (
     write_atomically,
 )
 from tccl_py.model.knowledge import DiscoveredMachine, Fingerprint, description_to_json
-from tccl_py.nccl.view import view
-from tccl_py.plan.files import (
-    GRAPH_FILE,
-    conf_text,
-    env_text,
-    graph_text,
-    subset_file,
-)
-from tccl_py.plan.plan import Plan, SubsetRings, load_plan, per_channel
+from tccl_py.plan.files import nccl_files, subset_file, subset_graph
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import Plan, SubsetRings
 from tccl_py.plan.staging import (
     FOLDERS,
     MANIFEST_FILE,
@@ -47,69 +40,11 @@ from tccl_py.plan.staging import (
     write_new_directory,
     write_with_plan,
 )
-from tccl_py.simulator.descriptions import (
-    read_description,
-)
+from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.journal import read_journal
 
 JOURNAL_FILE = "measurements.jsonl"
-_ODD = re.compile(r"[^A-Za-z0-9._-]")
-
-
-def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
-    """Names (below `nccl/`) and texts of everything NCCL reads, as it will lie in `directory`.
-
-    Raises:
-        InputError: the directory's path cannot stand in an environment variable.
-    """
-    files = {GRAPH_FILE: _graph(plan, plan.channel_rings, plan.rate_gbps, plan.type_intra)}
-    for subset in plan.subsets:
-        files[subset_file(subset.gpus)] = subset_graph(plan, subset)
-    provenance = plan.provenance
-    settings = plan.job_settings
-    files["nccl.conf"] = conf_text(settings, provenance=provenance)
-    graph = PurePosixPath(directory.resolve() / "nccl" / GRAPH_FILE)
-    files["env.sh"] = env_text(
-        settings,
-        graph if plan.recommended == "graph" else None,
-        provenance=provenance,
-    )
-    return files
-
-
-def subset_graph(plan: Plan, subset: SubsetRings) -> str:
-    """The graph file of a communicator over some of the plan's GPUs."""
-    seen = view(plan.machine, plan.knowledge, plan.settings, gpus=subset.gpus)
-    orders = per_channel(subset.rings, plan.settings.channels)
-    hops = {pair for ring in subset.rings for pair in _neighbours(ring)}
-    farthest = max(seen.paths[f"G{i}", f"G{j}"].type for i, j in hops).name
-    return _graph(plan, orders, subset.rate_gbps, farthest)
-
-
-def _graph(
-    plan: Plan, orders: tuple[tuple[int, ...], ...], rate_gbps: float, type_intra: str
-) -> str:
-    return graph_text(
-        orders,
-        plan.settings,
-        rate_gbps=rate_gbps,
-        type_intra=type_intra,
-        provenance=plan.provenance,
-    )
-
-
-def _neighbours(ring: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    return zip(ring, (*ring[1:], ring[0]), strict=True)
-
-
-def file_name(machine: str) -> str:
-    """A machine's name as a file name: odd characters become `_`.
-
-    >>> file_name("../box 7")
-    '.._box_7'
-    """
-    return _ODD.sub("_", machine)[:80] or "machine"
 
 
 @contextmanager
@@ -187,34 +122,49 @@ def check_plan_directory(directory: Path) -> None:
         raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
 
 
-def machine_file(plan: Plan, directory: Path) -> Path:
-    """Where a plan's directory has its machine."""
-    return directory / "machines" / f"{file_name(plan.machine.name)}.json"
+def machine_file(plan: Plan, directory: Path, number: int = 0) -> Path:
+    """Return the file of a class's machine, by the number of the class, in a plan's directory."""
+    return directory / "machines" / f"{plan.cluster.classes[number].name}.json"
 
 
-def planned_model(plan: Plan, directory: Path) -> MachineModel | None:
-    """The model whose rates a simulated plan has; None if it was measured, or has no model.
+def planned_model(plan: Plan, directory: Path, number: int = 0) -> MachineModel | None:
+    """Return the model of a class that a simulated plan's rates come from; None without one.
 
     Raises:
         InputError: the file was changed, is damaged, or describes another machine.
     """
-    path = machine_file(plan, directory)
-    if not plan.simulated or not path.is_file():
+    path = machine_file(plan, directory, number)
+    if not plan.simulated:
         return None
-    check_if_listed(directory, str(machine_file(plan, Path())))
-    found = read_description(path)
-    if found.machine != plan.machine or (
-        found.model is not None and found.knowledge != plan.knowledge
-    ):
+    check_if_listed(directory, str(machine_file(plan, Path(), number)))
+    if not path.is_file():
+        return None
+    one, found = plan.cluster.classes[number], read_description(path)
+    other = found.model is not None and found.knowledge != one.knowledge
+    if found.machine != one.machine or other:
         raise InputError(str(path), "is not the plan's machine", "plan it again")
     return found.model
 
 
-def known_model(plan: Plan, directory: Path, *, otherwise: str = "") -> MachineModel:
-    """The same where nothing can be done without.
+def planned_models(plan: Plan, directory: Path) -> dict[str, MachineModel]:
+    """Return the models of all classes that have one, by the names of the classes.
 
     Raises:
-        InputError: as `planned_model`, or there is none; `otherwise` is what else can be done.
+        InputError: as `planned_model`.
+    """
+    found = {}
+    for number, one in enumerate(plan.cluster.classes):
+        model = planned_model(plan, directory, number)
+        if model is not None:
+            found[one.name] = model
+    return found
+
+
+def known_model(plan: Plan, directory: Path, *, otherwise: str = "") -> MachineModel:
+    """Return the model of a plan whose hosts are all alike, where nothing can be done without.
+
+    Raises:
+        InputError: as `planned_model`, or there is none; `otherwise` is another remedy.
     """
     found = planned_model(plan, directory)
     if found is None:
@@ -256,6 +206,7 @@ def write_plan(
     directory: Path,
     *,
     model: MachineModel | None = None,
+    models: Mapping[str, MachineModel] | None = None,
     fingerprint: Fingerprint | None = None,
 ) -> None:
     """Write all files of a plan below `directory`, and the manifest of them: all, or none.
@@ -263,23 +214,31 @@ def write_plan(
     Args:
         plan: what to write.
         directory: where; it exists.
-        model: what a simulated plan's rates come from; it is written in the machine's place, so
-            that more can be planned from it.
+        model: what the rates of a simulated plan of one host come from; it is written in the
+            machine's place, so that more can be planned from it.
+        models: the same of several hosts, by the names of their classes.
         fingerprint: whose a measured plan's rates are; it is written beside the machine.
 
     Raises:
         InputError: a file cannot be written; what was there before is still there.
     """
-    files = {f"nccl/{name}": text for name, text in nccl_files(plan, directory).items()}
-    files[str(machine_file(plan, Path()))] = _machine_text(plan, model, fingerprint)
+    known = dict(models or {})
+    if model is not None:
+        known[plan.cluster.classes[0].name] = model
+    files = _below_nccl(plan, directory)
+    for number, one in enumerate(plan.cluster.classes):
+        found = known.get(one.name)
+        files[str(machine_file(plan, Path(), number))] = (
+            description_to_json(one.machine, one.knowledge, fingerprint)
+            if found is None
+            else encode_json(found)
+        )
     files[PLAN_FILE] = encode_json(plan)
     write_with_plan(files, directory, check=load_plan)
 
 
-def _machine_text(plan: Plan, model: MachineModel | None, fingerprint: Fingerprint | None) -> str:
-    if model is not None:
-        return encode_json(model)
-    return description_to_json(plan.machine, plan.knowledge, fingerprint)
+def _below_nccl(plan: Plan, directory: Path) -> dict[str, str]:
+    return {f"nccl/{name}": text for name, text in nccl_files(plan, directory).items()}
 
 
 def write_nccl_files(plan: Plan, output: Path) -> int:
@@ -288,10 +247,7 @@ def write_nccl_files(plan: Plan, output: Path) -> int:
     Raises:
         InputError: it exists, or cannot be written; nothing is left of it then.
     """
-    return write_new_directory(
-        output,
-        lambda place: {f"nccl/{name}": text for name, text in nccl_files(plan, place).items()},
-    )
+    return write_new_directory(output, lambda place: _below_nccl(plan, place))
 
 
 def write_subset_graph(

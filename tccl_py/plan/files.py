@@ -1,19 +1,25 @@
-"""What a plan becomes for NCCL: names and texts of files, each with its provenance on top."""
+"""The files of a plan that NCCL and launchers read, each with its provenance on top."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from pathlib import PurePosixPath
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
 
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
 from tccl_py.nccl.conf import env_sh, nccl_conf
 from tccl_py.nccl.graph_writer import GraphRings, graph_xml, node_rings
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.view import NcclView
+from tccl_py.nccl.view import NcclView, view
+from tccl_py.plan.host_order import HostOrder, host_order_files, launch_notes
+from tccl_py.plan.plan import HostPath, Plan, SubsetRings, per_channel
 
 GRAPH_FILE = "graph.xml"
+HOSTS_FOLDER = "hosts"
+ORDER_FOLDER = "order"
+LAUNCH_NOTES = "launch.txt"
 
 
 def subset_file(gpus: Sequence[int]) -> str:
@@ -23,6 +29,100 @@ def subset_file(gpus: Sequence[int]) -> str:
     'subsets/graph-0-2-5.xml'
     """
     return f"subsets/graph-{'-'.join(str(gpu) for gpu in gpus)}.xml"
+
+
+def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
+    """Return names (below `nccl/`) and texts of all files, as they will lie in `directory`.
+
+    Raises:
+        InputError: chains that NCCL would not take as they are meant, or a directory whose path
+            cannot stand in an environment variable.
+    """
+    provenance = plan.provenance
+    place = PurePosixPath(directory.resolve() / "nccl")
+    graph = plan.recommended == "graph"
+    files: dict[str, str] = {}
+    if plan.is_cluster:
+        files |= {host_graph_file(name): text for name, text in host_graphs(plan).items()}
+        files["env.sh"] = cluster_env_text(
+            plan.job_settings, place / HOSTS_FOLDER if graph else None, provenance=provenance
+        )
+        order = host_order(plan)
+        for name, text in host_order_files(order).items():
+            files[f"{ORDER_FOLDER}/{name}"] = text
+        notes = launch_notes(order, directory=str(place / ORDER_FOLDER))
+        files[f"{ORDER_FOLDER}/{LAUNCH_NOTES}"] = notes
+    else:
+        known = plan.choices["graph"].best_known_gbps or plan.rate_gbps
+        files[GRAPH_FILE] = _graph(plan, plan.channel_rings, known, plan.paths[0].type_intra)
+        for subset in plan.subsets:
+            files[subset_file(subset.gpus)] = subset_graph(plan, subset)
+        files["env.sh"] = env_text(
+            plan.job_settings, place / GRAPH_FILE if graph else None, provenance=provenance
+        )
+    files["nccl.conf"] = conf_text(plan.job_settings, provenance=provenance)
+    return files
+
+
+def subset_graph(plan: Plan, subset: SubsetRings) -> str:
+    """Return the graph file of a communicator over some of the plan's GPUs."""
+    seen = view(plan.machine, plan.knowledge, plan.settings, gpus=subset.gpus)
+    orders = per_channel(subset.rings, plan.settings.channels)
+    hops = {pair for ring in subset.rings for pair in pairwise((*ring, ring[0]))}
+    farthest = max(seen.paths[f"G{i}", f"G{j}"].type for i, j in hops).name
+    return _graph(plan, orders, subset.rate_gbps, farthest)
+
+
+def _graph(
+    plan: Plan, orders: tuple[tuple[int, ...], ...], rate_gbps: float, type_intra: str
+) -> str:
+    return graph_text(
+        orders,
+        plan.settings,
+        rate_gbps=rate_gbps,
+        type_intra=type_intra,
+        provenance=plan.provenance,
+    )
+
+
+def host_graphs(plan: Plan) -> dict[str, str]:
+    """Return the graph file of each of several hosts, by the name of the host.
+
+    Hosts with equal paths share one text.
+
+    Raises:
+        InputError: chains that NCCL would not take as they are meant.
+    """
+    texts = {number: _path_text(plan, plan.paths[number]) for number in _used_paths(plan)}
+    return {host.name: texts[host.path] for host in plan.hosts}
+
+
+def _used_paths(plan: Plan) -> list[int]:
+    return sorted({host.path for host in plan.hosts})
+
+
+def _path_text(plan: Plan, path: HostPath) -> str:
+    one = plan.cluster.classes[path.node_class]
+    gpus = plan.class_gpus[path.node_class]
+    dealt = [path.chains[at % len(path.chains)] for at in range(plan.settings.channels)]
+    ends = [(chain.entry_nic, chain.exit_nic) for chain in dealt]
+    return node_graph_text(
+        view(one.machine, one.knowledge, plan.settings, gpus=gpus),
+        [chain.gpus for chain in dealt],
+        [(into, out) for into, out in ends if into is not None and out is not None],
+        # Rings are as fast as the slowest host lets them be, and NCCL takes the least of all.
+        rate_gbps=plan.choices["graph"].best_known_gbps or plan.rate_gbps,
+        provenance=plan.provenance,
+    )
+
+
+def host_order(plan: Plan) -> HostOrder:
+    """Return the plan's order of hosts, with the GPU of each rank."""
+    return HostOrder(
+        hosts=plan.host_order,
+        gpus=tuple(map(plan.gpus_of, plan.hosts)),
+        provenance=f"tccl-py, rates {plan.provenance}",
+    )
 
 
 def graph_text(
@@ -115,10 +215,6 @@ def env_text(
 # What a plan of several hosts becomes beside its graph files: env.sh, which finds a host's own.
 
 
-HOSTS_FOLDER = "hosts"
-ORDER_FOLDER = "order"
-LAUNCH_NOTES = "launch.txt"
-
 # Read by whatever shell a job has: POSIX only, no function, all names its own. `hostname -f` asks
 # the name service, which may take long, so only where the names at hand are none of the plan's.
 # SLURM's nodes may have other names than their hosts, and lists of a job's hosts have SLURM's.
@@ -152,7 +248,7 @@ def host_graph_file(host: str) -> str:
     return f"{HOSTS_FOLDER}/{host}.xml"
 
 
-def cluster_env_text(settings: Settings, hosts: PurePosixPath, *, provenance: str) -> str:
+def cluster_env_text(settings: Settings, hosts: PurePosixPath | None, *, provenance: str) -> str:
     """A script to source on every host of a job; it names the graph file of the host it runs on.
 
     Files are looked for by the name that SLURM's tasks have for it, then by the host's own as it
@@ -160,13 +256,15 @@ def cluster_env_text(settings: Settings, hosts: PurePosixPath, *, provenance: st
 
     Args:
         settings: of the job.
-        hosts: the folder that the graph files are in, from the root.
+        hosts: the folder that the graph files are in, from the root; None names no graph.
         provenance: of the plan's rates.
 
     Raises:
         InputError: the folder is not given from the root or cannot be named in an environment, or
             settings the version does not have.
     """
+    if hosts is None:
+        return env_text(settings, None, provenance=provenance)
     check_path(hosts)
     if not hosts.is_absolute():
         right = "jobs start in other directories: give a path from the root"

@@ -1,44 +1,58 @@
-"""The Plan: rings, the settings that realise them, what to expect, and how good that is."""
+"""The Plan: rings over one host or several, the settings that realise them, and their bandwidth.
+
+A single host is a cluster of one: its rings close inside it. Over several hosts a ring is an open
+chain on each of them, which enters by one NIC and leaves by another or the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import decode_json, encode_json, read_text, write_atomically
+from tccl_py.files import encode_json, write_atomically
+from tccl_py.model.cluster import Cluster, HostReport, NodeClass, class_name, cluster_of
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
+from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.plan.checks import check_plan
-from tccl_py.plan.staging import PLAN_FILE, check_if_listed, settle
 
 FORMAT_VERSION = 2
 AS_GOOD = 0.01
 """A choice this much slower than the best (relative) is as good."""
+WORLD = -1
+"""The source of the hop by which a chain enters a host, and the target of the one that leaves."""
 
 
 class PlanHop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One hop of a planned ring: its flow's text form and its rate beside all others, GB/s."""
+    """One hop of a ring: its flow, and the flow's bandwidth with all others running, GB/s."""
 
     source: int
     target: int
-    flow: str
+    flow: Flow
     gbps: float
 
 
-class PlanRing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A ring of the plan, from its lowest GPU on."""
+class PlanChain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One ring's hops on a host, closed from the lowest GPU on, or open from NIC to NIC.
+
+    NICs are indices, None in a closed ring. The first hop of an open chain enters the host, from
+    WORLD, and the last one leaves it, to WORLD.
+    """
 
     hops: tuple[PlanHop, ...]
+    entry_nic: int | None = None
+    exit_nic: int | None = None
 
     @property
     def gpus(self) -> tuple[int, ...]:
         """GPU indices in ring order."""
-        return tuple(hop.source for hop in self.hops)
+        return tuple(hop.source for hop in self.hops if hop.source != WORLD)
 
     @property
     def bottleneck(self) -> PlanHop:
@@ -47,8 +61,39 @@ class PlanRing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def rate(self) -> float:
-        """What this ring carries beside the others, GB/s: the rate of its slowest hop."""
+        """The bandwidth of this ring beside the others, GB/s: that of its slowest hop."""
         return self.bottleneck.gbps
+
+
+class HostPath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All rings on a host of one class, a chain for each; equal hosts share paths.
+
+    Types are the farthest NCCL paths inside the host and to its NICs, as NCCL's tuner reads them;
+    `type_inter` is "" on a single host.
+    """
+
+    node_class: int
+    chains: tuple[PlanChain, ...]
+    type_intra: str
+    type_inter: str = ""
+
+    @property
+    def rate_gbps(self) -> float:
+        """The bandwidth of all rings together on this host, GB/s."""
+        return len(self.chains) * min(chain.rate for chain in self.chains)
+
+    @property
+    def changes_nics(self) -> bool:
+        """Whether a ring leaves by another NIC than it enters by."""
+        return any(chain.entry_nic != chain.exit_nic for chain in self.chains)
+
+
+class PlannedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A host in ring order: the number of its path, and the first of its ranks."""
+
+    name: str
+    path: int
+    first_rank: int
 
 
 ChoiceName = Literal["default", "variables", "graph"]
@@ -59,21 +104,29 @@ CHOICES: tuple[ChoiceName, ...] = get_args(ChoiceName)
 class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One way to run NCCL over the plan's GPUs.
 
-    `rings` has a GPU order for each channel. `rate_gbps` is the predicted bus bandwidth in GB/s,
-    None where no source can rate it; `error` half the 95 % interval of it, relative. `note` says
-    what is special.
+    `rings` has an order for each channel: GPU indices of a single host; over several hosts ranks,
+    in the order of hosts given for default NCCL and variables, in the planned one for graph files.
+    `rate_gbps` is the predicted bus bandwidth in GB/s, None where no source can rate it, and
+    `error` half its 95 % interval, relative. `achieved_gbps` is the bus bandwidth of real
+    collectives, None until jobs ran. `note` says what is special.
     """
 
     settings: Settings
     rings: tuple[tuple[int, ...], ...]
     rate_gbps: float | None
     error: float = 0.0
+    achieved_gbps: float | None = None
     assumed: bool = False
     note: str = ""
 
+    @property
+    def best_known_gbps(self) -> float | None:
+        """The achieved bandwidth, or the predicted one where none is known."""
+        return self.rate_gbps if self.achieved_gbps is None else self.achieved_gbps
+
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Other settings that were searched, and the best found under them, GB/s."""
+    """Other settings that were searched, and the best bandwidth found under them, GB/s."""
 
     settings: Settings
     rings_in_set: int
@@ -88,32 +141,37 @@ class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rate_gbps: float
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rings for one machine, what is known about them, and what NCCL gets without them.
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """Rings over the GPUs of one host or several, and NCCL's bandwidth with and without them.
 
-    `stock` is default NCCL, `variables` the best by environment variables alone, and the rest is
-    about a graph file; `recommended` names the smallest of the three that is as good as the best.
+    `cluster` has the hosts in the order given, `hosts` in the planned order, which ranks have to
+    follow; `class_gpus` the GPUs that are joined on hosts of each class, and `paths` the rings'
+    hops. `stock` is default NCCL, `variables` the best by environment variables alone, and the rest
+    is about graph files; `recommended` names the smallest of the three that is as good as the best.
 
-    `rings` are the different rings of the set; channels take them in turn. `rate_gbps` is what a
-    collective's bus bandwidth is predicted to be; no ring set searched exceeds `bound_gbps` under
-    these settings. `limit_gbps` is the rate of bare concurrent copies over the hops of the
-    recommended choice, None where no source can measure them. `kept` are NCCL variables, by name,
-    that all jobs have, with the plan or without: settings keep to them, and `stock` has them too.
-    `simulated` and `assumed` say where the figures come from, and go wherever the plan goes. Rates
-    of a `tuned` plan are what jobs of each choice achieved, and `winner` is the choice that they
-    found best.
+    Channels take the rings in turn. `rate_gbps` is the predicted bus bandwidth of a collective,
+    `error` half its 95 % interval (relative), `achieved_gbps` the bandwidth of real collectives. No
+    ring set searched exceeds `bound_gbps` under these settings. `limit_gbps` is the rate of bare
+    concurrent copies over the hops of the recommended choice, and `whole_ring_gbps` that of all
+    rings measured at once over all hosts; None is not measured. `pinned_env` are NCCL variables
+    that all jobs have, with the plan or without. `simulated` and `assumed` say what the rates rest
+    on. `winner` is the choice that jobs found best.
     """
 
-    machine: Machine
-    knowledge: Knowledge
-    gpus: tuple[int, ...]
+    format_version: int = FORMAT_VERSION
+    cluster: Cluster
+    class_gpus: tuple[tuple[int, ...], ...]
+    hosts: tuple[PlannedHost, ...]
+    paths: tuple[HostPath, ...]
     settings: Settings
     settings_verified: bool
-    rings: tuple[PlanRing, ...]
-    type_intra: str
     rate_gbps: float
+    error: float = 0.0
+    achieved_gbps: float | None = None
     bound_gbps: float | None
     proven: bool
+    limit_gbps: float | None = None
+    whole_ring_gbps: float | None = None
     simulated: bool
     assumed: bool
     strategy: str
@@ -122,22 +180,130 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sets_by_symmetry: int
     stock: PlanChoice
     variables: PlanChoice
-    error: float = 0.0
-    limit_gbps: float | None = None
     alternatives: tuple[Alternative, ...] = ()
     subsets: tuple[SubsetRings, ...] = ()
     notices: tuple[str, ...] = ()
-    kept: dict[str, str] = {}
+    pinned_env: dict[str, str] = {}
     cancelled: bool = False
-    tuned: bool = False
     winner: ChoiceName | None = None
-    format_version: int = FORMAT_VERSION
+
+    # The single host, where there is one.
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether it is for several hosts."""
+        return len(self.cluster.hosts) > 1
+
+    def check_single(self, where: Path | str, right: str) -> None:
+        """Refuse a plan of several hosts; `right` is the remedy.
+
+        Raises:
+            InputError: it is one.
+        """
+        if self.is_cluster:
+            raise InputError(str(where), "is the plan of a cluster", right)
+
+    @property
+    def machine(self) -> Machine:
+        """The single host's machine."""
+        return self._single_class.machine
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """The knowledge of the single host's machine."""
+        return self._single_class.knowledge
+
+    @property
+    def _single_class(self) -> NodeClass:
+        self.check_single("plan", "name one of its classes")
+        return self.cluster.classes[0]
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """The GPUs of the single host."""
+        self.check_single("plan", "name one of its classes")
+        return self.class_gpus[0]
+
+    @property
+    def rings(self) -> tuple[PlanChain, ...]:
+        """The rings of the single host."""
+        self.check_single("plan", "name one of its paths")
+        return self.paths[0].chains
+
+    # All hosts.
+
+    @property
+    def ring_count(self) -> int:
+        """The number of different rings; channels take them in turn."""
+        return len(self.paths[0].chains)
+
+    @property
+    def host_order(self) -> tuple[str, ...]:
+        """The hosts in the order in which ranks have to be."""
+        return tuple(host.name for host in self.hosts)
+
+    @property
+    def order_changed(self) -> bool:
+        """Whether that is another order than the given one."""
+        return self.host_order != self.cluster.names
+
+    def class_number(self, host: PlannedHost) -> int:
+        """Return the number of a host's class."""
+        return self.paths[host.path].node_class
+
+    def gpus_of(self, host: PlannedHost) -> tuple[int, ...]:
+        """Return the GPUs of a host, one for each of its ranks."""
+        return self.class_gpus[self.class_number(host)]
+
+    @cached_property
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        """The order of each ring: GPU indices of a single host, ranks over several hosts."""
+        if not self.is_cluster:
+            return tuple(ring.gpus for ring in self.rings)
+        rank_of = [{gpu: at for at, gpu in enumerate(gpus)} for gpus in self.class_gpus]
+        return tuple(
+            tuple(
+                host.first_rank + rank_of[self.class_number(host)][gpu]
+                for host in self.hosts
+                for gpu in self.paths[host.path].chains[number].gpus
+            )
+            for number in range(self.ring_count)
+        )
+
+    @property
+    def channel_rings(self) -> tuple[tuple[int, ...], ...]:
+        """The same for each channel of the graph files."""
+        return per_channel(self.orders, self.settings.channels)
+
+    @property
+    def off_rails(self) -> bool:
+        """Whether a ring crosses from a NIC to another NIC of the next host."""
+        around = [self.paths[host.path].chains for host in (*self.hosts, self.hosts[0])]
+        return any(
+            out.exit_nic != into.entry_nic
+            for chains, following in pairwise(around)
+            for out, into in zip(chains, following, strict=True)
+        )
+
+    @property
+    def bottleneck(self) -> tuple[str, PlanHop]:
+        """The slowest hop of all, and the class that it is in."""
+        slowest = [
+            (self.cluster.classes[path.node_class].name, chain.bottleneck)
+            for path in self.paths
+            for chain in path.chains
+        ]
+        return min(slowest, key=lambda found: found[1].gbps)
+
+    # What to do with it.
 
     @property
     def provenance(self) -> str:
-        """`measured`, `simulated`, or `simulated from assumed figures`."""
+        """The basis of the rates, as `measured` or `simulated from assumed figures`."""
         if not self.simulated:
-            return "measured"
+            return (
+                "measured, the network assumed" if self.assumed and self.is_cluster else "measured"
+            )
         return "simulated from assumed figures" if self.assumed else "simulated"
 
     @property
@@ -148,9 +314,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             rings=self.channel_rings,
             rate_gbps=self.rate_gbps,
             error=self.error,
+            achieved_gbps=self.achieved_gbps,
             assumed=self.assumed,
         )
         return {"default": self.stock, "variables": self.variables, "graph": graph}
+
+    @property
+    def tuned(self) -> bool:
+        """Whether jobs of its choices ran: `achieved_gbps` is known."""
+        return any(choice.achieved_gbps is not None for choice in self.choices.values())
 
     @property
     def recommended(self) -> ChoiceName:
@@ -158,14 +330,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         Of a tuned plan it is the one that jobs found so.
         """
-        if self.winner is not None:
-            return self.winner
-        best = max(one.rate_gbps or 0.0 for one in self.choices.values())
-        return next(
-            name
-            for name, one in self.choices.items()
-            if (one.rate_gbps or 0.0) * (1 + max(AS_GOOD, one.error)) >= best
-        )
+        return self.winner or as_good(self._rates)
+
+    @property
+    def _rates(self) -> dict[ChoiceName, tuple[float, float]]:
+        """The bandwidth of each choice and its relative error: all achieved, or all predicted."""
+        return {
+            name: (choice.achieved_gbps or 0.0, 0.0)
+            if self.tuned
+            else (choice.rate_gbps or 0.0, choice.error)
+            for name, choice in self.choices.items()
+        }
 
     @property
     def job_settings(self) -> Settings:
@@ -174,34 +349,38 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def advice(self) -> str:
-        """What to do, in a sentence or two."""
+        """The recommendation, in a sentence or two."""
         name, gain = self.recommended, self.gain(self.recommended)
         times = "" if gain is None else f": {gain:.2f}x default NCCL ({self.expected})"
         variables = " ".join(f"{k}={v}" for k, v in environment(self.job_settings).items())
+        file = "graph files" if self.is_cluster else "graph file"
         if name == "default":
-            return "Leave NCCL as it is. No variable or graph file is clearly faster."
+            return f"Leave NCCL as it is. No variable or {file} is clearly faster."
         if name == "variables":
-            return f"Set {variables}{times}. No graph file is needed."
+            return f"Set {variables}{times}. No {file} is needed."
         if not variables:
-            return f"Use the graph file{times}."
-        return f"Use the graph file and set {variables}{times}."
+            return f"Use the {file}{times}."
+        return f"Use the {file} and set {variables}{times}."
 
     @property
     def expected(self) -> str:
-        """What the rates of the choices rest on."""
+        """The basis of `gain`."""
         if self.tuned:
             return "achieved by jobs"
         return self.provenance if self.simulated else "predicted from measurements"
 
     def gain(self, name: ChoiceName) -> float | None:
-        """How many times default NCCL a choice is; None where default NCCL is not rated."""
-        rate, default = self.choices[name].rate_gbps, self.stock.rate_gbps
+        """Return the ratio of a choice to default NCCL, of achieved bandwidths if jobs ran.
+
+        None where one of the two is not known.
+        """
+        rate, default = self._rates[name][0], self._rates["default"][0]
         return None if not rate or not default else rate / default
 
     @property
     def limit_text(self) -> str:
-        """What the limit is of, and how close the recommended choice comes; "" if not known."""
-        rate = self.choices[self.recommended].rate_gbps
+        """The meaning of the limit, and the recommended choice's share of it; "" if not known."""
+        rate = self._rates[self.recommended][0]
         if not rate or not self.limit_gbps:
             return ""
         if rate > self.limit_gbps * (1 + AS_GOOD):
@@ -209,17 +388,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         share = min(1.0, rate / self.limit_gbps)
         return f"bare copies over the same hops; the plan gets {share:.0%} of it"
 
-    @property
-    def channel_rings(self) -> tuple[tuple[int, ...], ...]:
-        """GPU orders, one for each channel of the graph file."""
-        return per_channel([ring.gpus for ring in self.rings], self.settings.channels)
-
     def subset(self, gpus: Iterable[int]) -> SubsetRings | None:
-        """The rings planned for exactly these GPUs, or None."""
+        """Return the rings planned for exactly these GPUs of a single host, or None."""
         wanted = tuple(sorted(gpus))
         if wanted == self.gpus:
-            orders = tuple(ring.gpus for ring in self.rings)
-            return SubsetRings(gpus=wanted, rings=orders, rate_gbps=self.rate_gbps)
+            return SubsetRings(gpus=wanted, rings=self.orders, rate_gbps=self.rate_gbps)
         return next((one for one in self.subsets if one.gpus == wanted), None)
 
     def save(self, path: Path | str) -> None:
@@ -229,6 +402,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             InputError: the place cannot be written.
         """
         write_atomically(Path(path), encode_json(self))
+
+
+def as_good(rates: dict[ChoiceName, tuple[float, float]]) -> ChoiceName:
+    """Return the first choice within AS_GOOD of the best, or within its error if that is wider.
+
+    >>> as_good({"default": (99.5, 0.0), "variables": (100.0, 0.0), "graph": (100.0, 0.0)})
+    'default'
+    """
+    best = max(rate for rate, _ in rates.values())
+    return next(
+        name for name, (rate, error) in rates.items() if rate * (1 + max(AS_GOOD, error)) >= best
+    )
+
+
+def single_host(machine: Machine, knowledge: Knowledge, gpus: Iterable[int]) -> Cluster:
+    """Return a machine as a cluster of one host, named after it, with a rank for each GPU."""
+    slots = len(tuple(gpus))
+    name = class_name(machine.name)
+    return cluster_of([HostReport(host=name, machine=machine, knowledge=knowledge, slots=slots)])
 
 
 def proof_text(rings: int, *, proven: bool) -> str:
@@ -251,50 +443,3 @@ def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[
     """
     orders = list(rings)
     return tuple(orders[channel % len(orders)] for channel in range(channels))
-
-
-def plan_file(path: Path) -> Path:
-    """Return the file of a plan: `path` itself, or plan.json in a directory.
-
-    Raises:
-        InputError: the directory holds none, or another one than its manifest says.
-    """
-    if not path.is_dir():
-        return path
-    settle(path)
-    if not (path / PLAN_FILE).exists():
-        raise InputError(str(path), f"holds no {PLAN_FILE}", "name a directory of `tccl plan`")
-    check_if_listed(path, PLAN_FILE)
-    return path / PLAN_FILE
-
-
-def load_plan(path: Path | str) -> Plan:
-    """Read a plan file, or `plan.json` in a directory.
-
-    Raises:
-        InputError: unreadable, of a cluster, another format version, damaged, or parts that do not
-            fit together.
-    """
-    path = plan_file(Path(path))
-    text = read_text(path)
-    # Another kind or version may have other fields: it is refused by what it says of itself.
-    head = decode_json(text, _Head, where=str(path), name="Plan")
-    if head.kind == "cluster":
-        right = "`tccl show`, `tccl env`, `tccl export` and load_cluster_plan read those"
-        raise InputError(str(path), "is the plan of a cluster", right)
-    version = head.format_version
-    if version != FORMAT_VERSION:
-        raise InputError(
-            str(path),
-            f"has format version {version}",
-            f"this program reads version {FORMAT_VERSION}: plan again with --force; what the "
-            "journal beside it has is not measured again",
-        )
-    return check_plan(decode_json(text, Plan, where=str(path)), where=str(path))
-
-
-class _Head(msgspec.Struct):
-    """The part of a plan file that all kinds and versions have."""
-
-    format_version: int
-    kind: str = ""

@@ -10,7 +10,8 @@ from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
-from tccl_py.model.rings import RingSet
+from tccl_py.model.rings import Hop, RingSet
+from tccl_py.model.transfer import receiving_nic, sending_nic
 from tccl_py.nccl.default_rings import DefaultChoice
 from tccl_py.nccl.pinned_env import as_read, kept_level
 from tccl_py.nccl.settings import Settings, check_settings
@@ -19,10 +20,13 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.choices import OwnChoices, as_graph, interval, own_choices
 from tccl_py.plan.plan import (
     Alternative,
+    HostPath,
     Plan,
+    PlanChain,
     PlanHop,
-    PlanRing,
+    PlannedHost,
     SubsetRings,
+    single_host,
 )
 from tccl_py.plan.settings_search import SettingsSearch
 from tccl_py.plan.subsets import ALL_SUBSETS_UP_TO, limit_gbps, subset_rings
@@ -59,7 +63,7 @@ def make_plan(
     strategy: str = "best-first",
     budget: Budget = DEFAULT_BUDGET,
     reporter: Reporter | None = None,
-    kept: Mapping[str, str] | None = None,
+    pinned_env: Mapping[str, str] | None = None,
     own_rings: Callable[[Settings], DefaultChoice] | None = None,
 ) -> Plan:
     """Find the settings and rings that suit the machine best, as far as `source` tells.
@@ -71,7 +75,7 @@ def make_plan(
     >>> plan.rings[0].gpus, plan.proven, plan.simulated
     ((0, 1, 2, 3), True, True)
     >>> plan.rings[0].bottleneck.flow
-    'G0->G0->G1{blocks=24}'
+    Flow('G0->G0->G1{blocks=24}')
 
     Args:
         machine: the node.
@@ -83,19 +87,19 @@ def make_plan(
         strategy: a name in `tccl_py.search.strategies.STRATEGIES`.
         budget: for the whole plan; sets are shared out between settings.
         reporter: watches; KeyboardInterrupt ends the search with the best so far.
-        kept: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, with the plan or
-            without: no settings go beyond it, nor does what the plan is compared with.
+        pinned_env: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, with the
+            plan or without; no settings go beyond it, default NCCL's included.
         own_rings: returns NCCL's own rings under settings; None computes them by its rules.
 
     Raises:
-        InputError: unknown GPUs, version or strategy, fewer than two GPUs, or kept variables that
-            say nothing of P2P.
+        InputError: unknown GPUs, version or strategy, fewer than two GPUs, or pinned variables
+            that say nothing of P2P.
         SearchError: no ring exists.
         MeasurementError: the source cannot measure what is needed.
     """
     remembering = source if isinstance(source, RememberingSource) else RememberingSource(source)
     chosen = _chosen(machine, gpus)
-    kept = as_read(kept or {}, where="kept")
+    pinned = as_read(pinned_env or {}, where="pinned environment")
     usual = RING_COUNTS if len(chosen) <= ALL_SUBSETS_UP_TO else FEW_RING_COUNTS
     task = Task(
         machine=machine,
@@ -107,7 +111,7 @@ def make_plan(
         strategy=check_strategy(strategy),
         budget=budget,
         reporter=reporter or SilentReporter(),
-        p2p_level=kept_level(kept),
+        p2p_level=kept_level(pinned),
         own_rings=own_rings,
     )
     check_settings(default_settings(task))
@@ -119,7 +123,7 @@ def make_plan(
         search.run(sets=budget.sets or DEFAULT_BUDGET.sets or 1)
     plan = _assembled(task, remembering, own, search)
     odd = other_count_notices(ring_counts or (), len(plan.rings))
-    return msgspec.structs.replace(plan, notices=(*plan.notices, *odd), kept=kept)
+    return msgspec.structs.replace(plan, notices=(*plan.notices, *odd), pinned_env=pinned)
 
 
 def _chosen(machine: Machine, gpus: Sequence[int] | None) -> tuple[int, ...]:
@@ -153,14 +157,19 @@ def _assembled(
     if not search.cancelled:
         extras = _extras(task, best)
     results = [one.result for one in (*search.searched, best) if one.result is not None]
+    cluster = single_host(task.machine, task.knowledge, task.gpus)
+    path = HostPath(
+        node_class=0,
+        chains=plan_chains([ring.hops for ring in best.rings.rings], measurement),
+        type_intra=_farthest(task, best),
+    )
     plan = Plan(
-        machine=task.machine,
-        knowledge=task.knowledge,
-        gpus=task.gpus,
+        cluster=cluster,
+        class_gpus=(task.gpus,),
+        hosts=(PlannedHost(name=cluster.hosts[0].name, path=0, first_rank=0),),
+        paths=(path,),
         settings=best.settings,
         settings_verified=version_facts(task.version).verified,
-        rings=_plan_rings(best.rings, measurement.gbps),
-        type_intra=_farthest(task, best),
         rate_gbps=best.rate_gbps,
         bound_gbps=best.bound_gbps,
         proven=is_proven(best.rate_gbps, best.bound_gbps),
@@ -248,23 +257,23 @@ def is_proven(rate_gbps: float, bound_gbps: float | None) -> bool:
     return bound_gbps is not None and bound_gbps <= rate_gbps * (1 + PROOF)
 
 
-def _plan_rings(rings: RingSet, gbps: Sequence[float]) -> tuple[PlanRing, ...]:
-    """Rings with the rate of each hop; equal flows were measured one after the other."""
-    waiting = dealt(rings.flows.flows, gbps)
-    return tuple(
-        PlanRing(
-            hops=tuple(
-                PlanHop(
-                    source=hop.source,
-                    target=hop.target,
-                    flow=str(hop.flow),
-                    gbps=waiting[hop.flow].pop(),
-                )
-                for hop in one.hops
+def plan_chains(chains: Sequence[Sequence[Hop]], measurement: Measurement) -> tuple[PlanChain, ...]:
+    """Return rings or chains with the rate of each hop in a measurement of all of them."""
+    waiting = dealt(measurement.transfers.flows, measurement.gbps)
+    found = []
+    for hops in chains:
+        planned = tuple(
+            PlanHop(
+                source=hop.source,
+                target=hop.target,
+                flow=hop.flow,
+                gbps=waiting[hop.flow].pop(),
             )
+            for hop in hops
         )
-        for one in rings.rings
-    )
+        into, out = receiving_nic(hops[0].flow), sending_nic(hops[-1].flow)
+        found.append(PlanChain(hops=planned, entry_nic=into, exit_nic=out))
+    return tuple(found)
 
 
 def _farthest(task: Task, best: Choice) -> str:

@@ -90,7 +90,7 @@ def subset_on_demand(
         strategy="best-first",
         budget=SUBSET_BUDGET,
         reporter=SilentReporter(),
-        p2p_level=kept_level(plan.kept),
+        p2p_level=kept_level(plan.pinned_env),
     )
     return plan_subset(task, plan.settings, [ring.gpus for ring in plan.rings], subset)
 

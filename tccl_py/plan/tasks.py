@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import msgspec
 
-from tccl_py.errors import SearchError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
@@ -189,59 +188,6 @@ def rules_under(task: Task, counts: Sequence[int]) -> dict[int, SetRule]:
     if network is None:
         return {}
     return {one: EvenUse(network.nics, one, same=network.same_nic) for one in counts}
-
-
-def stock_settings(choice: DefaultChoice | DefaultChains) -> Settings:
-    """NCCL's own settings as for a graph file: its search's doubling of channels is undone,
-    because `hop_space` doubles a file's channels itself.
-    """
-    return msgspec.structs.replace(choice.settings, channels=max(1, choice.channels // 2))
-
-
-def stock_of(
-    choice: DefaultChoice | DefaultChains,
-    rings_of: Callable[[Settings], RingSet],
-    source: BandwidthSource,
-) -> Stock:
-    """NCCL's own choice with what a source says of its rings, which `rings_of` makes for settings.
-
-    Raises:
-        SearchError: there are no such rings.
-        MeasurementError: the source cannot measure them.
-    """
-    settings = stock_settings(choice)
-    try:
-        rings = rings_of(settings)
-    except SearchError:
-        # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
-        settings = msgspec.structs.replace(settings, net_disable_intra=True)
-        rings = rings_of(settings)
-    return Stock(
-        choice=choice,
-        rings=rings,
-        settings=settings,
-        measurement=measured_well(source, rings),
-    )
-
-
-def stock_note(stock: Stock) -> str:
-    """Under which settings NCCL's own choice is no longer what it does by default, and why."""
-    notes = []
-    assert isinstance(stock.choice, DefaultChains)
-    if stock.choice.assumed_sys:
-        notes.append(
-            "with NCCL_P2P_LEVEL=SYS, because by default NCCL falls back to its simple order"
-        )
-    elif stock.choice.fallback and stock.settings.p2p_level is not None:
-        notes.append(
-            "stock in NCCL's simple order, for its search finds no rings where P2P is limited"
-        )
-    if stock.settings.net_disable_intra:
-        notes.append(
-            "with NCCL_NET_DISABLE_INTRA=1, because by itself NCCL goes over NICs between some of "
-            "these GPUs, at a rate that is not known"
-        )
-    return "; ".join(notes)
 
 
 def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:

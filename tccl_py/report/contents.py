@@ -11,7 +11,8 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.explain.findings import EXPLANATION_FILE, Explanation, load_explanation
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, machine_file
-from tccl_py.plan.plan import ChoiceName, Plan, load_plan
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import PLAN_FILE
 from tccl_py.report.words import mark
 from tccl_py.sources.journal import JournalContents, read_journal

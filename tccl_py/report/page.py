@@ -118,7 +118,7 @@ def _first_line(plan: Plan) -> list[str]:
         f"{count}{f' of {there}' if count < there else ''} GPUs ({gpu_list(plan.gpus)})",
         f"NCCL {plan.settings.version}{unchecked}",
         settings_words(plan.settings),
-        *([kept_text(plan.kept)] if plan.kept else []),
+        *([kept_text(plan.pinned_env)] if plan.pinned_env else []),
     ]
 
 

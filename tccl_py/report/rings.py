@@ -10,8 +10,8 @@ import msgspec
 from tccl_py.explain.findings import kind_of
 from tccl_py.model.machine import Machine
 from tccl_py.model.paths import path_type
-from tccl_py.model.transfer import Flow, parse_flow
-from tccl_py.plan.plan import Plan, PlanHop, PlanRing
+from tccl_py.model.transfer import Flow
+from tccl_py.plan.plan import Plan, PlanChain, PlanHop
 from tccl_py.report.machine import LANE, Layout, Wire, depth, lay_out, wires
 from tccl_py.report.words import order_words
 
@@ -74,7 +74,7 @@ def ring_views(plan: Plan) -> list[RingView]:
 
 
 def _view(
-    machine: Machine, ring: PlanRing, number: int, layout: Layout, provenance: str
+    machine: Machine, ring: PlanChain, number: int, layout: Layout, provenance: str
 ) -> RingView:
     hops = drawn_hops(machine, ring, layout)
     slow = ", ".join(f"{hop.source} to {hop.target}" for hop in hops if hop.slowest)
@@ -96,7 +96,7 @@ def _view(
     )
 
 
-def drawn_hops(machine: Machine, ring: PlanRing, layout: Layout) -> tuple[DrawnHop, ...]:
+def drawn_hops(machine: Machine, ring: PlanChain, layout: Layout) -> tuple[DrawnHop, ...]:
     """Return the hops of a ring; none is the slowest where all have one rate."""
     rates = [hop.gbps for hop in ring.hops]
     limit = ring.rate * (1 + _SAME)
@@ -107,10 +107,10 @@ def drawn_hops(machine: Machine, ring: PlanRing, layout: Layout) -> tuple[DrawnH
         DrawnHop(
             source=source,
             target=target,
-            flow=parse_flow(hop.flow),
+            flow=hop.flow,
             gbps=hop.gbps,
-            kind=_kind(parse_flow(hop.flow)),
-            path=_path(machine, parse_flow(hop.flow)),
+            kind=_kind(hop.flow),
+            path=_path(machine, hop.flow),
             slowest=hop.gbps <= limit < max(rates),
             wire=wire,
             top=layout.boxes[source].bottom,

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
-from tccl_py.cluster_plan.directory import class_file, planned_model
-from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.errors import InputError, SearchError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.plan import PlanRing
-from tccl_py.simulator.model import MachineModel
+from tccl_py.plan.plan import Plan, PlanChain
 from tccl_py.tccl_fork.database import Database, found_ring, mask_of
 
 
@@ -27,11 +23,11 @@ class AlikeNodes(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     rate_gbps: float
     provenance: str
-    kept: dict[str, str] = {}
-    rings: tuple[PlanRing, ...] = ()
+    pinned_env: dict[str, str] = {}
+    rings: tuple[PlanChain, ...] = ()
 
 
-def alike_nodes(plan: ClusterPlan, *, where: str) -> AlikeNodes:
+def alike_nodes(plan: Plan, *, where: str) -> AlikeNodes:
     """The node that every one of the plan is like.
 
     Raises:
@@ -50,7 +46,7 @@ def alike_nodes(plan: ClusterPlan, *, where: str) -> AlikeNodes:
             "was measured over its hosts, and the file takes sets that nobody measured there",
             "plan one of its machines alone: the file made of that has rings for jobs of one node",
         )
-    (one,), (gpus,) = plan.cluster.classes, plan.gpus
+    (one,), (gpus,) = plan.cluster.classes, plan.class_gpus
     return AlikeNodes(
         machine=one.machine,
         knowledge=one.knowledge,
@@ -58,27 +54,13 @@ def alike_nodes(plan: ClusterPlan, *, where: str) -> AlikeNodes:
         settings=plan.settings,
         rate_gbps=plan.rate_gbps,
         provenance=plan.provenance,
-        kept=plan.kept,
+        pinned_env=plan.pinned_env,
     )
 
 
-def class_model(plan: ClusterPlan, directory: Path) -> MachineModel:
-    """The model of the nodes of a simulated plan that are all alike.
-
-    Raises:
-        InputError: it is missing, damaged, or describes another machine.
-    """
-    (one,) = plan.cluster.classes
-    found = planned_model(plan, 0, directory)
-    if found is None:
-        path = directory / class_file(one.name)
-        raise InputError(str(path), "holds no model to simulate by", "plan again")
-    return found
-
-
-def alike_notes(plan: ClusterPlan, database: Database) -> Iterator[str]:
+def alike_notes(plan: Plan, database: Database) -> Iterator[str]:
     """What the fork's ring over the plan's nodes has beside the plan's own rings."""
-    (gpus,) = plan.gpus
+    (gpus,) = plan.class_gpus
     nodes = len(plan.hosts)
     rings = f"{plan.ring_count} ring{'s' * (plan.ring_count != 1)}"
     planned = f"the plan has {plan.rate_gbps:.2f} GB/s by {rings} over {nodes} nodes"

@@ -10,9 +10,9 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, Ring, ring
-from tccl_py.model.transfer import Transfer, leaving, parse_flow, transfer_set
+from tccl_py.model.transfer import Transfer, leaving, transfer_set
 from tccl_py.nccl.pinned_env import kept_level
-from tccl_py.plan.plan import PlanRing
+from tccl_py.plan.plan import PlanChain
 from tccl_py.plan.tasks import Order
 from tccl_py.search.problem import Reporter, SilentReporter
 from tccl_py.sources.memory import RememberingSource
@@ -167,18 +167,18 @@ def _task(
         rings=(),
         max_sets=export.max_sets,
         reporter=reporter,
-        p2p_level=kept_level(plan.kept),
+        p2p_level=kept_level(plan.pinned_env),
     )
     rings = tuple(one for planned in plan.rings for one in _free(task, planned))
     return msgspec.structs.replace(task, rings=rings)
 
 
-def _free(task: DatabaseTask, planned: PlanRing) -> Iterator[Ring]:
+def _free(task: DatabaseTask, planned: PlanChain) -> Iterator[Ring]:
     """A ring of the plan with as many blocks a hop as the fork will use, if it can take it."""
     space = task.hop_space(task.gpus)
     hops: list[Hop] = []
     for one in planned.hops:
-        wanted: tuple[Transfer, ...] = parse_flow(one.flow).transfers
+        wanted: tuple[Transfer, ...] = one.flow.transfers
         choices = space.between(one.source, one.target)
         hops += [choice for choice in choices if choice.flow.transfers == wanted]
     if len(hops) == len(planned.hops):

@@ -21,7 +21,7 @@ from tccl_py.model.rings import HopSpace, ring_set
 from tccl_py.model.symmetry import Symmetry, automorphisms, relabelled_hop
 from tccl_py.model.transfer import Fifo, Flow, entering, leaving
 from tccl_py.nccl.settings import Settings, final_channels
-from tccl_py.plan.plan import PlanRing
+from tccl_py.plan.plan import PlanChain
 from tccl_py.plan.tasks import Order, measured_well
 from tccl_py.search.chains import WORLD, Chain, chain_of, chain_space, entry, leave, ring_of
 from tccl_py.search.problem import Budget, SearchProblem
@@ -297,11 +297,11 @@ class PlannedNode(Protocol):
         """NCCL's, for channels and FIFOs."""
 
     @property
-    def kept(self) -> Mapping[str, str]:
+    def pinned_env(self) -> Mapping[str, str]:
         """Variables that all jobs have."""
 
     @property
-    def rings(self) -> tuple[PlanRing, ...]:
+    def rings(self) -> tuple[PlanChain, ...]:
         """Rings over the GPUs of one node; none in a cluster's plan."""
 
     @property

@@ -24,7 +24,6 @@ from tccl_py.model.machine import normal_bus_id
 from tccl_py.nccl.conf import settings_of_files
 from tccl_py.nccl.pinned_env import against
 from tccl_py.plan.files import host_graph_file
-from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import names_of_this_host
 from tccl_py.readers.live import fingerprint_of
@@ -128,7 +127,7 @@ def member_of(
     member = msgspec.structs.replace(member, gpu=here.gpu)
     if opened is None:
         return msgspec.structs.replace(member, off=f"{PLAN_VARIABLE} names no plan"), None
-    name = "" if isinstance(opened.plan, Plan) else opened.host_name(tuple(names_of_this_host()))
+    name = "" if not opened.plan.is_cluster else opened.host_name(tuple(names_of_this_host()))
     found = msgspec.structs.replace(
         member, name=name, plan=opened.identity, settings=opened.variables
     )
@@ -161,7 +160,7 @@ def why_off(opened: OpenPlan, here: Here, name: str) -> str:
 
 def _why_not_here(opened: OpenPlan, here: Here, name: str) -> str:
     plan, directory = opened.plan, opened.directory
-    if isinstance(plan, Plan):
+    if not plan.is_cluster:
         if _alike():
             return why_not_alike(plan, directory, here.fingerprint, here.gpus)
         return why_not_here(plan, directory, here.fingerprint)

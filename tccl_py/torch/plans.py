@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.cluster_plan.plan import ClusterPlan, is_cluster_plan, load_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
 from tccl_py.nccl.conf import job_environment
 from tccl_py.plan.directory import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
-from tccl_py.plan.plan import Plan, load_plan
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE, check_files
 
 
@@ -38,7 +38,7 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that was read: its directory, the files in it, and what tells it from others."""
 
     directory: Path
-    plan: Plan | ClusterPlan
+    plan: Plan
     files: frozenset[str]
     identity: str
 
@@ -49,7 +49,7 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def host_name(self, names: Sequence[str]) -> str:
         """The plan's name for the host with these names; "" for a plan of one machine."""
-        if isinstance(self.plan, Plan):
+        if not self.plan.is_cluster:
             return ""
         known = self.plan.cluster.host_classes
         return next((name for name in names if name in known), "")
@@ -58,7 +58,7 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
         """The graph file of `me` in a group of these members, in group order; None is stock."""
         name = (
             _machine_graph(self, members)
-            if isinstance(self.plan, Plan)
+            if not self.plan.is_cluster
             else _cluster_graph(self.plan, members, me)
         )
         return None if name is None else self.directory / "nccl" / name
@@ -74,13 +74,9 @@ def open_plan(directory: Path) -> OpenPlan:
     directory = directory.absolute()
     check_path(directory)
     check_plan_directory(directory)
-    if is_cluster_plan(directory):
-        plan: Plan | ClusterPlan = load_cluster_plan(directory)
-        # Each host has its own files; a rank checks its own.
-        manifest = check_files(directory, [PLAN_FILE])
-    else:
-        plan = load_plan(directory)
-        manifest = check_files(directory)
+    plan = load_plan(directory)
+    # Each of several hosts has its own files; a rank checks its own.
+    manifest = check_files(directory, [PLAN_FILE] if plan.is_cluster else None)
     return OpenPlan(
         directory=directory,
         plan=plan,
@@ -91,7 +87,6 @@ def open_plan(directory: Path) -> OpenPlan:
 
 def _machine_graph(opened: OpenPlan, members: Sequence[Member]) -> str | None:
     plan = opened.plan
-    assert isinstance(plan, Plan)
     if plan.recommended != "graph":
         return None
     gpus = tuple(sorted(member.gpu for member in members))
@@ -104,14 +99,11 @@ def _machine_graph(opened: OpenPlan, members: Sequence[Member]) -> str | None:
     return name if f"nccl/{name}" in opened.files else None
 
 
-def _cluster_graph(plan: ClusterPlan, members: Sequence[Member], me: Member) -> str | None:
+def _cluster_graph(plan: Plan, members: Sequence[Member], me: Member) -> str | None:
     """A host's file holds where all ranks of the plan are there, hosts in the plan's order."""
-    if len({member.plan for member in members}) != 1:
+    if plan.recommended != "graph" or len({member.plan for member in members}) != 1:
         return None
-    wanted = [
-        (host.name, frozenset(plan.gpus[plan.passages[host.passage].node_class]))
-        for host in plan.hosts
-    ]
+    wanted = [(host.name, frozenset(plan.gpus_of(host))) for host in plan.hosts]
     found: list[tuple[str, list[int]]] = []
     last = ""
     for member in members:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from tccl_py.cluster_plan.plan import ClusterPlan
 from tccl_py.errors import InputError
 from tccl_py.nccl.log import Connection, parse_log, same_rings
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
 from tccl_py.nccl.view import NcclView, view
+from tccl_py.plan.plan import Plan
 from tccl_py.verify.rings import (
     Link,
     RingsFound,
@@ -37,7 +37,7 @@ class _Seat(NamedTuple):
 
 
 def cluster_rings_found(
-    plan: ClusterPlan, graphs: Mapping[str, str], log: str, variables: Mapping[str, str]
+    plan: Plan, graphs: Mapping[str, str], log: str, variables: Mapping[str, str]
 ) -> RingsFound:
     """Compare what all hosts' ranks logged with the plan; ranks follow its order of hosts.
 
@@ -66,26 +66,26 @@ def cluster_rings_found(
     return RingsFound(expected=judged.rings, found=found, links=links, differences=differences)
 
 
-def _seats(plan: ClusterPlan) -> tuple[_Seat, ...]:
+def _seats(plan: Plan) -> tuple[_Seat, ...]:
     """Of each rank."""
-    classes = [plan.passages[host.passage].node_class for host in plan.hosts]
+    classes = [plan.class_number(host) for host in plan.hosts]
     return tuple(
         _Seat(host.name, at, number, gpu)
         for at, (host, number) in enumerate(zip(plan.hosts, classes, strict=True))
-        for gpu in plan.gpus[number]
+        for gpu in plan.class_gpus[number]
     )
 
 
-def _nodes(plan: ClusterPlan, graphs: Mapping[str, str]) -> list[NodeJob]:
+def _nodes(plan: Plan, graphs: Mapping[str, str]) -> list[NodeJob]:
     found = []
     for host in plan.hosts:
-        number = plan.passages[host.passage].node_class
+        number = plan.class_number(host)
         one = plan.cluster.classes[number]
         found.append(
             NodeJob(
                 machine=one.machine,
                 knowledge=one.knowledge,
-                gpus=plan.gpus[number],
+                gpus=plan.class_gpus[number],
                 graph=graphs[host.name],
                 where=f"graph file of {host.name}",
             )
@@ -93,27 +93,27 @@ def _nodes(plan: ClusterPlan, graphs: Mapping[str, str]) -> list[NodeJob]:
     return found
 
 
-def _planned(plan: ClusterPlan, judged: Verdict) -> Iterator[str]:
+def _planned(plan: Plan, judged: Verdict) -> Iterator[str]:
     """What is to be said where the files themselves do not come to the plan's rings."""
     if judged.verdict != "used":
         yield f"NCCL does not use the plan's files as they stand: {judged.reason}"
-    elif not all(any(same_rings(ring, planned) for planned in plan.rings) for ring in judged.rings):
+    elif not all(any(same_rings(ring, one) for one in plan.orders) for ring in judged.rings):
         yield "the graph files do not come to the plan's rings: plan again"
 
 
 def _transports(
-    plan: ClusterPlan, seats: tuple[_Seat, ...], links: tuple[Link, ...], version: str
+    plan: Plan, seats: tuple[_Seat, ...], links: tuple[Link, ...], version: str
 ) -> Iterator[str]:
     settings = msgspec.structs.replace(plan.settings, version=version)
     views: dict[int, NcclView] = {}
     for number in {seat.node_class for seat in seats}:
         one = plan.cluster.classes[number]
         try:
-            views[number] = view(one.machine, one.knowledge, settings, gpus=plan.gpus[number])
+            views[number] = view(one.machine, one.knowledge, settings, gpus=plan.class_gpus[number])
         except InputError as error:
             yield str(error)
             return
-    pairs = {pair for ring in plan.rings for pair in neighbours(ring)}
+    pairs = {pair for ring in plan.orders for pair in neighbours(ring)}
 
     def planned(link: Link) -> str:
         source, target = seats[link.source], seats[link.target]

@@ -10,23 +10,20 @@ from typing import Protocol
 
 import msgspec
 
-from tccl_py.cluster_plan.directory import graph_texts, planned_models, write_cluster_plan
-from tccl_py.cluster_plan.plan import ClusterPlan
-from tccl_py.cluster_plan.retuned import keeps_rings, other_landings
-from tccl_py.cluster_plan.retuned import retuned as cluster_retuned
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.candidates import candidates
 from tccl_py.nccl.conf import job_environment
 from tccl_py.nccl.pinned_env import kept_level
-from tccl_py.nccl.settings import Settings, check_settings, final_channels
-from tccl_py.nccl.transport import mechanism_flow, pair_mechanism
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.choices import own_rings
-from tccl_py.plan.directory import nccl_files, planned_fingerprint, planned_model, write_plan
-from tccl_py.plan.files import GRAPH_FILE, HOSTS_FOLDER
-from tccl_py.plan.plan import ChoiceName, Plan, PlanHop, PlanRing
+from tccl_py.plan.directory import planned_fingerprint, planned_model, planned_models, write_plan
+from tccl_py.plan.files import GRAPH_FILE, HOSTS_FOLDER, host_graphs, nccl_files
+from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.simulator.model import MachineModel
 from tccl_py.verify.host_rings import cluster_rings_found
 from tccl_py.verify.jobs import THIS_HOST, Arm
@@ -37,7 +34,6 @@ MACHINE_CHANNELS = (8, 16, 4, 32)
 CLUSTER_CHANNELS = (8, 4, 16, 2, 32, 1)
 """Most promising first, should the time be up before all are tried. Fewer may do between hosts,
 where all channels wait for the network."""
-_NOTE = "settings tuned: all rates are shares of what jobs achieved, not predictions"
 
 Choices = Mapping[ChoiceName, Settings]
 Rates = Mapping[ChoiceName, float]
@@ -100,7 +96,7 @@ def machine_target(plan: Plan, directory: Path, *, graph: str | None = None) -> 
         graph = read_text(file)
     arms: dict[tuple[tuple[str, str], ...], Arm] = {}
     for name, choice in plan.choices.items():
-        variables = dict(plan.kept)
+        variables = dict(plan.pinned_env)
         if name != "default":
             named = PurePosixPath(file) if name == "graph" else None
             variables |= job_environment(choice.settings, graph=named)
@@ -108,7 +104,7 @@ def machine_target(plan: Plan, directory: Path, *, graph: str | None = None) -> 
             name=name,
             variables=variables,
             settings=choice.settings,
-            predicted_gbps=choice.rate_gbps,
+            predicted_gbps=choice.best_known_gbps,
             graphs={THIS_HOST: graph},
         )
         arms.setdefault(tuple(sorted(variables.items())), arm)
@@ -128,7 +124,7 @@ def machine_target(plan: Plan, directory: Path, *, graph: str | None = None) -> 
     )
 
 
-def cluster_target(plan: ClusterPlan, directory: Path, graphs: Mapping[str, str]) -> Target:
+def cluster_target(plan: Plan, directory: Path, graphs: Mapping[str, str]) -> Target:
     """Return the plan of several hosts with two arms: default NCCL and its graph files.
 
     Args:
@@ -140,20 +136,20 @@ def cluster_target(plan: ClusterPlan, directory: Path, graphs: Mapping[str, str]
     file = PurePosixPath(directory.resolve() / "nccl" / HOSTS_FOLDER / "HOST.xml")
     default = Arm(
         name="default",
-        variables=dict(plan.kept),
+        variables=dict(plan.pinned_env),
         settings=Settings(version=plan.settings.version),
-        predicted_gbps=plan.stock.rate_gbps,
+        predicted_gbps=plan.stock.best_known_gbps,
     )
     graph = Arm(
         name="graph",
-        variables={**plan.kept, **job_environment(plan.settings, graph=file)},
+        variables={**plan.pinned_env, **job_environment(plan.settings, graph=file)},
         settings=plan.settings,
-        predicted_gbps=plan.rate_gbps,
+        predicted_gbps=plan.choices["graph"].best_known_gbps,
         graphs=dict(graphs),
     )
     return Target(
         name=f"{len(plan.hosts)} hosts",
-        world=sum(len(plan.gpus[plan.passages[host.passage].node_class]) for host in plan.hosts),
+        world=plan.cluster.ranks,
         gpus=(),
         hosts=plan.host_order,
         arms=(default, graph),
@@ -249,7 +245,7 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
             gpus=plan.gpus,
             channels=(1,),
             buffsizes=(DEFAULT_FIFO_BYTES,),
-            p2p_level=kept_level(plan.kept),
+            p2p_level=kept_level(plan.pinned_env),
         )
         levels = dict.fromkeys(one.p2p_level for one in found)
         return [msgspec.structs.replace(settings, p2p_level=level) for level in levels]
@@ -266,16 +262,16 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
             rings = own_rings(made, settings).rings
             variables = msgspec.structs.replace(variables, settings=settings, rings=rings)
         if "graph" in changes or rates:
-            rate = (rates or {}).get("graph", made.rate_gbps)
-            made = retuned(made, changes.get("graph", made.settings), rate_gbps=rate)
+            settings = changes.get("graph", made.settings)
+            made = retuned(made, settings, achieved_gbps=(rates or {}).get("graph"))
         if rates:
             default = rates["default"]
             equal = default if variables.settings == made.stock.settings else None
             variables = msgspec.structs.replace(
-                variables, rate_gbps=rates.get("variables", equal), error=0.0
+                variables, achieved_gbps=rates.get("variables", equal)
             )
-            stock = msgspec.structs.replace(made.stock, rate_gbps=default, error=0.0)
-            made = msgspec.structs.replace(made, stock=stock, error=0.0, tuned=True)
+            stock = msgspec.structs.replace(made.stock, achieved_gbps=default)
+            made = msgspec.structs.replace(made, stock=stock)
         made = msgspec.structs.replace(made, variables=variables, limit_gbps=None)
         graph = nccl_files(made, self.directory)[GRAPH_FILE]
         return msgspec.structs.replace(self, plan=made, graph=graph)
@@ -303,7 +299,7 @@ class TunableCluster(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of several hosts, its directory, and what is there: each host's graph file, by its
     name, and the models of classes."""
 
-    plan: ClusterPlan
+    plan: Plan
     directory: Path
     graphs: Mapping[str, str]
     models: Mapping[str, MachineModel]
@@ -320,13 +316,11 @@ class TunableCluster(msgspec.Struct, frozen=True, kw_only=True):
     def kinds(self, name: ChoiceName, settings: Settings) -> set[str]:  # noqa: ARG002
         """As TuningTarget."""
         found: set[str] = set()
-        for passage in self.plan.passages:
-            one = self.plan.cluster.classes[passage.node_class]
-            gpus = self.plan.gpus[passage.node_class]
+        for path in self.plan.paths:
+            one = self.plan.cluster.classes[path.node_class]
+            gpus = self.plan.class_gpus[path.node_class]
             seen = view(one.machine, one.knowledge, settings, gpus=gpus)
-            found |= _kinds(
-                seen, [pair for chain in passage.chains for pair in pairwise(chain.gpus)]
-            )
+            found |= _kinds(seen, [pair for chain in path.chains for pair in pairwise(chain.gpus)])
         return found
 
     def other_paths(
@@ -335,7 +329,7 @@ class TunableCluster(msgspec.Struct, frozen=True, kw_only=True):
         settings: Settings,
     ) -> Sequence[Settings]:
         """As TuningTarget: where bytes land between GPUs and NICs."""
-        return other_landings(self.plan, settings)
+        return gdr_variants(self.plan, settings)
 
     def permits(self, settings: Settings) -> bool:
         """As TuningTarget; NCCL doubles few and quick channels once more between hosts."""
@@ -345,12 +339,10 @@ class TunableCluster(msgspec.Struct, frozen=True, kw_only=True):
         """As TuningTarget."""
         if "graph" not in changes:
             return self
-        known = rates or {"default": self.plan.stock.rate_gbps, "graph": self.plan.rate_gbps}
-        made = cluster_retuned(self.plan, changes["graph"], rate_gbps=known["graph"])
-        stock = msgspec.structs.replace(made.stock, rate_gbps=known["default"])
-        made = msgspec.structs.replace(
-            made, stock=stock, notices=_noted(self.plan.notices), tuned=made.tuned or bool(rates)
-        )
+        known = rates or {}
+        made = retuned(self.plan, changes["graph"], achieved_gbps=known.get("graph"))
+        stock = msgspec.structs.replace(made.stock, achieved_gbps=known.get("default"))
+        made = msgspec.structs.replace(made, stock=stock)
         return msgspec.structs.replace(self, plan=made, graphs=host_graphs(made))
 
     def settled(self, found: Verification) -> TunableCluster:  # noqa: ARG002
@@ -363,12 +355,10 @@ class TunableCluster(msgspec.Struct, frozen=True, kw_only=True):
 
     def write(self) -> None:
         """As TuningTarget."""
-        write_cluster_plan(self.plan, self.directory, models=self.models)
+        write_plan(self.plan, self.directory, models=self.models)
 
 
-def tunable_cluster(
-    plan: ClusterPlan, directory: Path, graphs: Mapping[str, str]
-) -> TunableCluster:
+def tunable_cluster(plan: Plan, directory: Path, graphs: Mapping[str, str]) -> TunableCluster:
     """A cluster's plan with what its directory has.
 
     Raises:
@@ -376,50 +366,6 @@ def tunable_cluster(
     """
     models = planned_models(plan, directory)
     return TunableCluster(plan=plan, directory=directory, graphs=graphs, models=models)
-
-
-def host_graphs(plan: ClusterPlan) -> dict[str, str]:
-    """The text of each host's graph file, by its name.
-
-    Raises:
-        InputError: chains that NCCL would not take as they are meant.
-    """
-    texts = graph_texts(plan, {host.passage for host in plan.hosts})
-    return {host.name: texts[host.passage] for host in plan.hosts}
-
-
-def retuned(plan: Plan, settings: Settings, *, rate_gbps: float) -> Plan:
-    """The same rings of one machine under other settings, whose rate is what was achieved, GB/s.
-
-    Raises:
-        InputError: settings that the version does not have.
-    """
-    check_settings(settings)
-    seen = view(plan.machine, plan.knowledge, settings, gpus=plan.gpus)
-    channels = final_channels(settings.channels, sm=seen.system.sm_min, version=settings.version)
-    blocks = max(1, channels // len(plan.rings))
-    share = rate_gbps / len(plan.rings)
-
-    def hop(old: PlanHop) -> PlanHop:
-        way = pair_mechanism(seen, old.source, old.target)
-        if way.kind == "network":
-            return msgspec.structs.replace(old, gbps=share)
-        flow = mechanism_flow(seen, way, old.source, old.target, blocks=blocks)
-        return msgspec.structs.replace(old, flow=str(flow), gbps=share)
-
-    return msgspec.structs.replace(
-        plan,
-        settings=settings,
-        rings=tuple(PlanRing(hops=tuple(map(hop, ring.hops))) for ring in plan.rings),
-        rate_gbps=rate_gbps,
-        bound_gbps=None,
-        proven=False,
-        notices=_noted(plan.notices),
-    )
-
-
-def _noted(notices: Sequence[str]) -> tuple[str, ...]:
-    return (*(one for one in notices if one != _NOTE), _NOTE)
 
 
 def _kinds(seen: NcclView, pairs: Sequence[tuple[int, int]]) -> set[str]:

@@ -22,7 +22,7 @@ from tccl_py.nccl.asked import (
 )
 from tccl_py.nccl.log import same_rings
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.readers.live import discover_machine
 from tests.gpu.test_nccl_loads_plans import in_ranks, run_ranks, tccl
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.nccl.log import parse_log, same_rings
 from tccl_py.nccl.settings import environment
+from tccl_py.plan.load import load_plan
 from tccl_py.verify.record import load_verification
 
 pytestmark = pytest.mark.timeout(600)
@@ -67,7 +67,7 @@ def planned(request, tmp_path_factory):
     print(done.stderr[-3000:])
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout)
-    plan = load_cluster_plan(directory)
+    plan = load_plan(directory)
     assert told["rings"] == [list(ring) for ring in plan.channel_rings]
     print(
         f"{len(nodes)} nodes: {plan.sets_measured} sets, {plan.rate_gbps:.2f} GB/s, whole ring "

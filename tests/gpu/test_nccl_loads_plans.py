@@ -19,7 +19,7 @@ from tccl_py.nccl.log import parse_log, same_rings
 from tccl_py.nccl.settings import Settings, environment, final_channels
 from tccl_py.nccl.validator import validate
 from tccl_py.plan.files import graph_text
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 

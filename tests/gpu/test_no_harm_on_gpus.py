@@ -18,7 +18,7 @@ import pytest
 
 from tccl_py.nccl.log import parse_log, same_rings
 from tccl_py.plan.directory import machine_file, write_plan
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.readers.live import discover_machine
 from tests.planned import needing_a_graph, rebind
 

@@ -20,7 +20,7 @@ from tccl_profiler.statistics import Stopping
 from tccl_profiler.watch import Watch
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import parse_set
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.readers.live import discover_machine
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(240)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.plan.plan import load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.verify.jobs import HostRanks, Launcher
 from tccl_py.verify.record import load_verification
 from tccl_py.verify.rings import rings_found

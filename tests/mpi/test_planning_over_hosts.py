@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from tccl_py.cluster_plan.plan import load_cluster_plan
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
+from tccl_py.plan.load import load_plan
 from tests.namespaces import (
     LINK_GBPS,
     PAYLOAD,
@@ -63,7 +63,7 @@ def test_the_order_found_is_the_best_of_all_orders_on_the_shaped_network(planned
 
 def test_the_files_of_every_host_close_into_the_rings_planned(planned):
     told, directory = planned
-    plan = load_cluster_plan(directory)
+    plan = load_plan(directory)
     jobs = []
     for host in plan.hosts:
         node = plan.cluster.classes[plan.cluster.host_classes[host.name]]

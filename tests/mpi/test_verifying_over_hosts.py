@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.cluster_plan.directory import write_cluster_plan
 from tccl_py.nccl.settings import Settings
+from tccl_py.plan.directory import write_plan
 from tccl_py.verify.record import load_verification
 from tests.cluster_plans import LOCAL, ONE, PAIR, cluster_plan
 from tests.namespaces import ended, namespaces  # noqa: F401 (a fixture)
@@ -39,7 +39,7 @@ def directory(tmp_path):
     )
     place = tmp_path / "plan"
     place.mkdir()
-    write_cluster_plan(plan, place)
+    write_plan(plan, place)
     return place
 
 

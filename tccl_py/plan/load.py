@@ -1,0 +1,319 @@
+"""Plan files: read, and checked where types cannot, as anybody may have edited them.
+
+Rings follow from paths and the order of hosts, so NCCL's rings are checked part by part: a chain
+that visits its GPUs once on every host is a ring over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.files import decode_json, read_text
+from tccl_py.model.cluster import check_cluster, shown
+from tccl_py.model.machine import Machine
+from tccl_py.model.paths import PathType
+from tccl_py.model.transfer import receiving_nic, sending_nic
+from tccl_py.nccl.network import leaves_as_named, may_change_rails
+from tccl_py.nccl.pinned_env import check_kept
+from tccl_py.nccl.settings import Settings, check_settings
+from tccl_py.nccl.view import usable_nics
+from tccl_py.plan.plan import FORMAT_VERSION, WORLD, HostPath, Plan, PlanChain, PlanHop
+from tccl_py.plan.staging import PLAN_FILE, check_if_listed, settle
+
+MAX_GBPS = 1e6
+_AGAIN = "plan it again"
+
+
+class _HeadOfCluster(msgspec.Struct):
+    """The number of hosts."""
+
+    hosts: tuple[msgspec.Raw, ...]
+
+
+class _Head(msgspec.Struct):
+    """The part of a plan file that all versions have."""
+
+    format_version: int
+    kind: str = ""
+    cluster: _HeadOfCluster | msgspec.UnsetType = msgspec.UNSET
+
+
+def load_plan(path: Path | str) -> Plan:
+    """Read a plan file, or `plan.json` in a directory.
+
+    Raises:
+        InputError: unreadable, of another format version, damaged, or parts that do not fit
+            together.
+    """
+    path = plan_file(Path(path))
+    text = read_text(path)
+    # Another version may have other fields: it is refused by its head alone.
+    head = decode_json(text, _Head, where=str(path), name="Plan")
+    if head.format_version != FORMAT_VERSION or head.kind or head.cluster is msgspec.UNSET:
+        raise InputError(
+            str(path),
+            f"is of an earlier program (format version {_number(head.format_version)})",
+            f"this program reads version {FORMAT_VERSION}: plan again with --force; what the "
+            "journal beside it has is not measured again",
+        )
+    return check_plan(decode_json(text, Plan, where=str(path)), where=str(path))
+
+
+def is_cluster_plan(path: Path | str) -> bool:
+    """Return whether a plan file, or that of a directory, is of several hosts; False without one.
+
+    Raises:
+        InputError: it is there and cannot be read, or is no JSON.
+    """
+    path = Path(path)
+    if path.is_dir():
+        settle(path)
+        path /= PLAN_FILE
+    if not path.is_file():
+        return False
+    cluster = decode_json(read_text(path), _Head, where=str(path), name="Plan").cluster
+    return cluster is not msgspec.UNSET and len(cluster.hosts) > 1
+
+
+def plan_file(path: Path) -> Path:
+    """Return the file of a plan: `path` itself, or plan.json in a directory.
+
+    Raises:
+        InputError: the directory holds none, or another one than its manifest says.
+    """
+    if not path.is_dir():
+        return path
+    settle(path)
+    if not (path / PLAN_FILE).exists():
+        raise InputError(str(path), f"holds no {PLAN_FILE}", "name a directory of `tccl plan`")
+    check_if_listed(path, PLAN_FILE)
+    return path / PLAN_FILE
+
+
+def check_plan(plan: Plan, *, where: str) -> Plan:
+    """Return `plan` if its parts fit together.
+
+    Raises:
+        InputError: a cluster or settings that do not hold together, hosts that are not the
+            cluster's, each once and with the ranks of their place, paths of no class, chains that
+            do not visit the GPUs of their class once, flows that do not lead along them, NICs that
+            NCCL would not use so, or rates out of range.
+    """
+    check_cluster(plan.cluster, where=where)
+    for settings in _all_settings(plan):
+        try:
+            check_settings(settings)
+        except InputError as error:
+            raise InputError(f"{where} {error.where}", error.what, error.right) from error
+    choices = (plan.settings, plan.variables.settings)
+    check_kept(plan.pinned_env, (*choices, *(one.settings for one in plan.alternatives)), where)
+    _check_gpus(plan, where)
+    _check_paths(plan, where)
+    _check_hosts(plan, where)
+    if plan.cluster.rails == "only" and plan.off_rails:
+        right = "on this network a NIC reaches only the same NIC of other hosts"
+        raise InputError(where, "has rings that change NICs between hosts", right)
+    _check_orders(plan, where)
+    _check_rates(plan, where)
+    return plan
+
+
+def _all_settings(plan: Plan) -> Iterator[Settings]:
+    yield from (plan.settings, plan.stock.settings, plan.variables.settings)
+    yield from (one.settings for one in plan.alternatives)
+
+
+def _check_gpus(plan: Plan, where: str) -> None:
+    classes = plan.cluster.classes
+    if len(plan.class_gpus) != len(classes):
+        what = f"has GPUs for {len(plan.class_gpus)} classes of hosts"
+        raise InputError(where, what, f"there are {len(classes)}")
+    for one, gpus in zip(classes, plan.class_gpus, strict=True):
+        _check_some(gpus, one.machine.gpu_indices, f"{where}: class {one.name}")
+
+
+def _check_some(gpus: Sequence[int], known: Sequence[int], where: str) -> None:
+    if list(gpus) != sorted(set(gpus)) or not set(gpus) <= set(known):
+        right = f"some of {_few(known)}, each once and in ascending order"
+        raise InputError(where, f"is for GPUs {_few(gpus)}", right)
+
+
+def _check_paths(plan: Plan, where: str) -> None:
+    if not plan.paths:
+        raise InputError(where, "has no paths through its hosts", _AGAIN)
+    for number, path in enumerate(plan.paths):
+        place = f"{where}: path {number}"
+        if not 0 <= path.node_class < len(plan.cluster.classes):
+            right = f"there are {len(plan.cluster.classes)} classes, counted from 0"
+            raise InputError(place, f"is of class {_number(path.node_class)}", right)
+        if len(path.chains) != plan.ring_count:
+            what = f"has {len(path.chains)} chains, path 0 has {plan.ring_count}"
+            raise InputError(place, what, "every ring has a chain in each")
+        types = (path.type_intra, *([path.type_inter] if plan.is_cluster else []))
+        for name in types:
+            if name not in PathType.__members__:
+                known = ", ".join(PathType.__members__)
+                raise InputError(place, f"has path type {shown(name)}", f"one of {known}")
+        for ring, chain in enumerate(path.chains):
+            _check_chain(plan, path, chain, f"{place}, chain {ring}")
+    _check_count(plan.ring_count, plan.settings.channels, where)
+
+
+def _check_count(rings: int, channels: int, where: str) -> None:
+    if rings < 1 or channels % rings:
+        what = f"has {rings} rings for {channels} channels"
+        raise InputError(where, what, "every ring has as many channels as any other")
+
+
+def _check_chain(plan: Plan, path: HostPath, chain: PlanChain, where: str) -> None:
+    """Check that a chain visits the GPUs of its class once, hop by hop, and its NICs."""
+    gpus = plan.class_gpus[path.node_class]
+    machine = plan.cluster.classes[path.node_class].machine
+    if not gpus or sorted(chain.gpus) != list(gpus):
+        what = f"visits GPUs {_few(chain.gpus)}"
+        raise InputError(where, what, f"those of its class are {_few(gpus)}, each once")
+    sources = [hop.source for hop in chain.hops]
+    if [hop.target for hop in chain.hops] != [*sources[1:], sources[0]]:
+        raise InputError(where, f"the hops over GPUs {_few(chain.gpus)} do not meet", _AGAIN)
+    for hop in chain.hops:
+        _check_hop(hop, chain, machine, where)
+        _check_rate(hop.gbps, where)
+    if plan.is_cluster:
+        _check_open(plan, chain, machine, where)
+    elif WORLD in sources or chain.entry_nic is not None or chain.exit_nic is not None:
+        raise InputError(where, "leaves the only host", "rings of one host close inside it")
+
+
+def _check_hop(hop: PlanHop, chain: PlanChain, machine: Machine, where: str) -> None:
+    """Check that a hop's flow has its ends, and only places of this host."""
+    flow = hop.flow
+    known = {
+        *(f"{kind}{gpu.index}" for gpu in machine.gpus for kind in "GD"),
+        *(f"C{numa.index}" for numa in machine.numa_nodes),
+        *(f"N{nic.index}" for nic in machine.nics),
+    }
+    for one in flow.transfers:
+        for place in (one.source, one.executor, one.destination):
+            if str(place) not in known:
+                what = f"has flow {shown(str(flow))}, and no {shown(str(place))}"
+                raise InputError(where, what, f"name what machine {shown(machine.name)} has")
+    nics = receiving_nic(flow), sending_nic(flow)
+    if hop.source == WORLD:
+        fits = nics == (chain.entry_nic, None) and str(flow.destination) == f"G{hop.target}"
+        right = f"it enters by NIC {chain.entry_nic} at GPU {_number(hop.target)}"
+    elif hop.target == WORLD:
+        fits = nics == (None, chain.exit_nic) and str(flow.source) == f"G{hop.source}"
+        right = f"it leaves from GPU {_number(hop.source)} by NIC {chain.exit_nic}"
+    else:
+        ends = (str(flow.source), str(flow.destination))
+        fits = nics == (None, None) and ends == (f"G{hop.source}", f"G{hop.target}")
+        right = f"it goes from GPU {_number(hop.source)} to GPU {_number(hop.target)}"
+    if not fits:
+        raise InputError(where, f"has a hop with flow {shown(str(flow))}", right)
+
+
+def _check_open(plan: Plan, chain: PlanChain, machine: Machine, where: str) -> None:
+    """Check that NCCL would enter and leave a host by the NICs of a chain."""
+    if chain.hops[0].source != WORLD or chain.entry_nic is None or chain.exit_nic is None:
+        raise InputError(where, "stays on its host", "a ring over hosts enters and leaves each")
+    nics = usable_nics(machine, plan.settings)
+    for nic in (chain.entry_nic, chain.exit_nic):
+        if nic not in nics:
+            right = f"the settings let NCCL use {_few(nics)}"
+            raise InputError(where, f"uses NIC {_number(nic)}", right)
+    ends = f"is entered by NIC {chain.entry_nic} and left by NIC {chain.exit_nic}"
+    if not leaves_as_named(chain.gpus, chain.entry_nic, chain.exit_nic):
+        raise InputError(where, ends, "NCCL leaves one GPU by the NIC that it enters by")
+    if chain.entry_nic != chain.exit_nic and not may_change_rails(plan.settings):
+        raise InputError(where, ends, "with NCCL_CROSS_NIC=0 both are the same")
+
+
+def _check_hosts(plan: Plan, where: str) -> None:
+    slots = {host.name: host.slots for host in plan.cluster.hosts}
+    classes = plan.cluster.host_classes
+    seen: set[str] = set()
+    rank = 0
+    for host in plan.hosts:
+        place = f"{where}: host {shown(host.name)}"
+        if host.name not in slots:
+            raise InputError(place, "is not in the cluster", "name its hosts")
+        if host.name in seen:
+            raise InputError(place, "is in the order twice", "once is right")
+        seen.add(host.name)
+        if not 0 <= host.path < len(plan.paths):
+            right = f"there are {len(plan.paths)}, counted from 0"
+            raise InputError(place, f"has path {_number(host.path)}", right)
+        number = plan.class_number(host)
+        if number != classes[host.name]:
+            what = f"has a path of class {plan.cluster.classes[number].name}"
+            right = f"it is of class {plan.cluster.classes[classes[host.name]].name}"
+            raise InputError(place, what, right)
+        gpus = plan.class_gpus[number]
+        if slots[host.name] != len(gpus):
+            what = f"has {slots[host.name]} ranks for GPUs {_few(gpus)}"
+            raise InputError(place, what, "a GPU has one rank")
+        if host.first_rank != rank:
+            what = f"begins with rank {_number(host.first_rank)}"
+            raise InputError(place, what, f"the hosts before it have {rank} ranks")
+        rank += len(gpus)
+    missing = [name for name in slots if name not in seen]
+    if missing:
+        right = "the order has every host of the cluster"
+        raise InputError(where, f"host {missing[0]} is missing from the order", right)
+    if rank < 2:
+        raise InputError(where, f"is for {rank} GPU", "a ring joins 2 or more")
+
+
+def _check_orders(plan: Plan, where: str) -> None:
+    """Check the rings of smaller communicators, and of the choices without a graph file."""
+    everyone = range(plan.cluster.ranks) if plan.is_cluster else plan.gpus
+    for choice in (plan.stock, plan.variables):
+        for ring in choice.rings:
+            _check_order(ring, everyone, where)
+    for subset in plan.subsets:
+        _check_some(subset.gpus, everyone, where)
+        for ring in subset.rings:
+            _check_order(ring, subset.gpus, where)
+        _check_count(len(subset.rings), plan.settings.channels, where)
+
+
+def _check_order(order: Sequence[int], gpus: Sequence[int], where: str) -> None:
+    if sorted(order) != sorted(gpus):
+        raise InputError(where, f"ring {_few(order)} does not visit {_few(gpus)} once", _AGAIN)
+
+
+def _check_rates(plan: Plan, where: str) -> None:
+    rates = [plan.rate_gbps, plan.limit_gbps, plan.whole_ring_gbps]
+    rates += [subset.rate_gbps for subset in plan.subsets]
+    for choice in plan.choices.values():
+        rates += [choice.rate_gbps, choice.achieved_gbps]
+    for rate in rates:
+        if rate is not None:
+            _check_rate(rate, where)
+    if plan.bound_gbps is not None and not plan.rate_gbps <= plan.bound_gbps < MAX_GBPS:
+        what = f"has rate {plan.rate_gbps} and bound {plan.bound_gbps}"
+        raise InputError(where, what, "a bound is never below what was found")
+    counts = (plan.sets_measured, plan.sets_remembered, plan.sets_by_symmetry)
+    if min(counts) < 0:
+        raise InputError(where, f"has {_number(min(counts))} sets", "a count is 0 or more")
+
+
+def _check_rate(rate: float, where: str) -> None:
+    # The comparison is written so that NaN fails it.
+    if not 0 < rate < MAX_GBPS:
+        raise InputError(where, f"has a rate of {rate} GB/s", "rates are above 0, and finite")
+
+
+def _number(value: int) -> str:
+    """A number of any length as far as it fits a message."""
+    return str(value)[:20]
+
+
+def _few(numbers: Iterable[int]) -> str:
+    known = list(numbers)
+    more = ", ..." if len(known) > 64 else ""
+    return f"[{', '.join(map(_number, known[:64]))}{more}]"

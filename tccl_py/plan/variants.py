@@ -1,0 +1,196 @@
+"""A plan under other settings, or for another version of NCCL: the same rings and NICs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from tccl_py.errors import InputError, SearchError
+from tccl_py.model.rings import ring_from_order
+from tccl_py.model.transfer import Flow
+from tccl_py.nccl.network import chain_hop_space, chains_as_rings, farthest_end
+from tccl_py.nccl.network import gdr_variants as gdr_settings
+from tccl_py.nccl.settings import Settings, check_settings, final_channels
+from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.versions import version_facts
+from tccl_py.nccl.view import NcclView, view
+from tccl_py.plan.plan import HostPath, Plan, PlanChain
+
+PathFlows = tuple[tuple[Flow, ...], ...]
+"""The flows of each chain of a path, hop by hop."""
+_NOTE = "settings tuned: predictions are of the settings before, which real jobs did not run"
+
+
+def ends_as_measured(settings: Settings, *, sm: int | None, hosts: int, rate_gbps: float) -> bool:
+    """Return whether NCCL ends up with the channels that the settings were measured with.
+
+    Between hosts it doubles few and quick channels once more; `rate_gbps` is of all channels.
+    """
+    channels, version = settings.channels, settings.version
+    speed = rate_gbps / channels
+    final = final_channels(channels, sm=sm, nodes=hosts, speed_intra=speed, version=version)
+    return final == final_channels(channels, sm=sm, version=version)
+
+
+def path_types(seen: NcclView, chains: Sequence[PlanChain]) -> tuple[str, str]:
+    """Return the farthest paths of chains inside a host and to its NICs, by name."""
+    pairs = {
+        (hop.source, hop.target)
+        for chain in chains
+        for hop in chain.hops
+        if min(hop.source, hop.target) >= 0
+    }
+    types = [seen.paths[f"G{one}", f"G{other}"].type for one, other in pairs]
+    ends = [
+        (chain.gpus[0], chain.entry_nic, chain.gpus[-1], chain.exit_nic)
+        for chain in chains
+        if chain.entry_nic is not None and chain.exit_nic is not None
+    ]
+    inside = max(types).name if types else "LOC"
+    return inside, farthest_end(seen, ends).name if ends else ""
+
+
+def path_flows(plan: Plan, path: HostPath, settings: Settings) -> PathFlows:
+    """Return the flows of the chains of a path under these settings.
+
+    Raises:
+        SearchError: a pair of its GPUs, or a GPU and a NIC, has no hop then.
+    """
+    one, gpus = plan.cluster.classes[path.node_class], plan.class_gpus[path.node_class]
+    count = len(path.chains)
+    seen = view(one.machine, one.knowledge, settings, gpus=gpus)
+    if plan.is_cluster:
+        space = chain_hop_space(seen, chains_in_set=count)
+        rings = chains_as_rings(
+            space, [(c.entry_nic or 0, c.gpus, c.exit_nic or 0) for c in path.chains]
+        )
+    else:
+        space = hop_space(seen, rings_in_set=count)
+        rings = tuple(ring_from_order(space, chain.gpus) for chain in path.chains)
+    return tuple(tuple(hop.flow for hop in ring.hops) for ring in rings)
+
+
+def keeps_rings(plan: Plan, settings: Settings) -> bool:
+    """Return whether the plan's rings are possible under settings, with just their channels."""
+    try:
+        _flows(plan, settings)
+    except SearchError:
+        return False
+    return _as_measured(plan, settings, _best_known(plan))
+
+
+def gdr_variants(plan: Plan, settings: Settings) -> tuple[Settings, ...]:
+    """Return settings that change the NIC buffers' placement for the plan's rings, nothing else.
+
+    Of those with equal flows it is the first, which departs least from NCCL's defaults.
+    """
+    found: dict[tuple[PathFlows, ...], Settings] = {}
+    for other in (settings, *_gdr_of_classes(plan, settings)):
+        try:
+            found.setdefault(_flows(plan, other), other)
+        except SearchError:
+            continue
+    return tuple(one for one in found.values() if one != settings)
+
+
+def _gdr_of_classes(plan: Plan, settings: Settings) -> Iterator[Settings]:
+    """Settings that change the placement for some GPU and NIC of some class."""
+    for number, one in enumerate(plan.cluster.classes):
+        chains = [c for path in plan.paths if path.node_class == number for c in path.chains]
+        ends = {nic for chain in chains for nic in (chain.entry_nic, chain.exit_nic)}
+        nics = sorted(nic for nic in ends if nic is not None)
+        if nics:
+            seen = view(one.machine, one.knowledge, settings, gpus=plan.class_gpus[number])
+            yield from gdr_settings(seen, nics=nics)
+
+
+def retuned(plan: Plan, settings: Settings, *, achieved_gbps: float | None = None) -> Plan:
+    """Return the same rings under other settings, with which jobs achieved this bandwidth.
+
+    Where NCCL would double the channels once more at this rate, as many are asked for in the files.
+
+    Raises:
+        InputError: settings that the version does not have.
+        SearchError: a ring has no hop under them.
+    """
+    check_settings(settings)
+    while not _as_measured(plan, settings, achieved_gbps or _best_known(plan)):
+        settings = msgspec.structs.replace(settings, channels=2 * settings.channels)
+    moved = _flows(plan, settings)
+    return msgspec.structs.replace(
+        plan,
+        settings=settings,
+        paths=tuple(
+            _moved(plan, path, settings, flows)
+            for path, flows in zip(plan.paths, moved, strict=True)
+        ),
+        achieved_gbps=achieved_gbps,
+        bound_gbps=None,
+        proven=False,
+        # These were measured under the settings before.
+        whole_ring_gbps=None,
+        limit_gbps=None,
+        notices=(*(one for one in plan.notices if one != _NOTE), _NOTE),
+    )
+
+
+def _moved(plan: Plan, path: HostPath, settings: Settings, flows: PathFlows) -> HostPath:
+    one = plan.cluster.classes[path.node_class]
+    seen = view(one.machine, one.knowledge, settings, gpus=plan.class_gpus[path.node_class])
+    replace = msgspec.structs.replace
+    chains = tuple(
+        replace(
+            chain,
+            hops=tuple(replace(hop, flow=flow) for hop, flow in zip(chain.hops, new, strict=True)),
+        )
+        for chain, new in zip(path.chains, flows, strict=True)
+    )
+    type_intra, type_inter = path_types(seen, chains)
+    return replace(path, chains=chains, type_intra=type_intra, type_inter=type_inter)
+
+
+def _flows(plan: Plan, settings: Settings) -> tuple[PathFlows, ...]:
+    return tuple(path_flows(plan, path, settings) for path in plan.paths)
+
+
+def _best_known(plan: Plan) -> float:
+    return plan.rate_gbps if plan.achieved_gbps is None else plan.achieved_gbps
+
+
+def _as_measured(plan: Plan, settings: Settings, rate_gbps: float) -> bool:
+    found = []
+    for number in {path.node_class for path in plan.paths}:
+        one = plan.cluster.classes[number]
+        seen = view(one.machine, one.knowledge, settings, gpus=plan.class_gpus[number])
+        found.append(seen.system.sm_min)
+    hosts = len(plan.hosts)
+    return ends_as_measured(settings, sm=min(found), hosts=hosts, rate_gbps=rate_gbps)
+
+
+def for_version(plan: Plan, version: str) -> Plan:
+    """Return the plan for another version of NCCL, if that moves the rings' hops in the same way.
+
+    Raises:
+        InputError: it cannot be given these settings, or would move a hop otherwise.
+    """
+    settings = check_settings(msgspec.structs.replace(plan.settings, version=version))
+    for number in sorted({host.path for host in plan.hosts}):
+        path = plan.paths[number]
+        name = plan.cluster.classes[path.node_class].name
+        try:
+            moved = path_flows(plan, path, settings)
+        except SearchError as error:
+            raise _refused(version, f"has no hop for a pair of GPUs of {name}") from error
+        for chain, flows in zip(path.chains, moved, strict=True):
+            for now, hop in zip(flows, chain.hops, strict=True):
+                if now != hop.flow:
+                    what = f"on {name} moves by {now}, where the plan has {hop.flow}"
+                    raise _refused(version, what)
+    verified = version_facts(version).verified
+    return msgspec.structs.replace(plan, settings=settings, settings_verified=verified)
+
+
+def _refused(version: str, what: str) -> InputError:
+    right = f"make a plan for it: tccl plan --nccl {version[:20]}"
+    return InputError(f"NCCL {version[:20]}", what, right)
