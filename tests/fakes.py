@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from tccl_profiler.execution import Outcome
+from tccl_profiler.execution import RunResult
 from tccl_profiler.messages import Pinged
 from tccl_profiler.shared_memory import RECORD
 from tccl_py.model.measurement import Measurement
@@ -168,7 +168,7 @@ class FakePool:
                         row = records[part.device][number : number + 1]
                         _moved(row, timing, part, gbps)
                         row["errors"] = self.wrong_packs
-        return Outcome(records=records, stamps=stamps)
+        return RunResult(records=records, stamps=stamps)
 
 
 def _moved(row, timing, part, gbps):

@@ -6,10 +6,17 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from tccl_profiler.cluster.agent import Agent, ControllerGone
-from tccl_profiler.cluster.job import Seat, agent_process
-from tccl_profiler.cluster.messages import ChannelMessenger, End, Envelope, Heart, PeerGone, beat_to
-from tccl_profiler.messages import Channel
+from tccl_profiler.cluster.agent import Agent, ControllerLost
+from tccl_profiler.cluster.job import HostRanks, agent_process
+from tccl_profiler.cluster.messages import (
+    End,
+    Envelope,
+    HeartbeatThread,
+    Messenger,
+    PeerGone,
+    beat_to,
+)
+from tccl_profiler.messages import Connection
 
 
 @dataclass
@@ -23,7 +30,7 @@ class FakeJob:
     def __post_init__(self):
         # No host has rank 0: all clocks are compared.
         self.seats = tuple(
-            Seat(host=host, ranks=(number + 1,)) for number, host in enumerate(self.messengers)
+            HostRanks(host=host, ranks=(number + 1,)) for number, host in enumerate(self.messengers)
         )
 
     def messenger(self, host):
@@ -33,7 +40,7 @@ class FakeJob:
 def pair(peer="the other"):
     """Two messengers that are joined."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return [ChannelMessenger(Channel(end, receives=Envelope, peer=peer)) for end in ends]
+    return [Messenger(Connection(end, receives=Envelope, peer=peer)) for end in ends]
 
 
 @contextlib.contextmanager
@@ -46,7 +53,7 @@ def agents_in_processes(hosts):
             found[host] = messenger
             stack.callback(_ended, process)
             stack.callback(messenger.close)
-        heart = Heart(lambda: [beat_to(one) for one in found.values()])
+        heart = HeartbeatThread(lambda: [beat_to(one) for one in found.values()])
         heart.start()
         stack.callback(heart.stop)
         yield FakeJob(found)
@@ -70,7 +77,7 @@ def agent_in_thread(host, *, now_ns=time.monotonic_ns, silence_s=30.0):
     agent = Agent(theirs, name=host, now_ns=now_ns, silence_s=silence_s)
 
     def serve():
-        with contextlib.suppress(ControllerGone, PeerGone):
+        with contextlib.suppress(ControllerLost, PeerGone):
             agent.serve()
         theirs.close()
 

@@ -3,14 +3,14 @@
 import contextlib
 
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import Patience, joined
+from tccl_profiler.execution import Timeouts, joined
 from tccl_profiler.host.machine import cpus_of_devices, host_machine
 from tccl_profiler.pool import Pool
 from tccl_profiler.program import host_of
 from tccl_profiler.workers import DeviceSpec
 from tests.profiler_pools import SMALL
 
-PATIENCE = Patience(start_s=60.0, answer_s=3.0, link_s=2.0, lanes_s=8.0, stop_s=3.0)
+PATIENCE = Timeouts(start_s=60.0, answer_s=3.0, link_s=2.0, lanes_s=8.0, stop_s=3.0)
 
 
 def host_pool(gpus, addresses, **more):

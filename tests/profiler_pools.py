@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tccl_profiler.host.machine import cpus_of_devices, host_machine
-from tccl_profiler.pool import Memory, Patience, Pool
+from tccl_profiler.pool import Memory, Pool, Timeouts
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
@@ -22,7 +22,7 @@ from tccl_py.sources.memory import RememberingSource
 LONG_S = 30.0
 """What a busy machine may take for anything."""
 SMALL = Memory(arena_bytes=2 << 20, user_bytes=1 << 20)
-PATIENT = Patience(start_s=100.0, answer_s=LONG_S, link_s=LONG_S, lanes_s=LONG_S, stop_s=10.0)
+PATIENT = Timeouts(start_s=100.0, answer_s=LONG_S, link_s=LONG_S, lanes_s=LONG_S, stop_s=10.0)
 """A worker that is only slow is let be."""
 LIMITS = WindowLimits(minimum_ms=1, maximum_ms=5)
 BOUNCE = parse_set("G0->G0->C0->G1->G1{blocks=1,fifo=256K}")

@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tccl_profiler import messages as channels
-from tccl_profiler.messages import Channel, ChannelClosed, ChannelTimeout
+from tccl_profiler.messages import Connection, ConnectionClosed, ConnectionTimeout
 from tccl_py.errors import MeasurementError
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+class PeerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     rank: int
 
 
@@ -40,7 +40,7 @@ class Text(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
     deep: Any
 
 
-Message = Hello | Data
+Message = PeerInfo | Data
 
 
 def open_fds():
@@ -58,8 +58,8 @@ def no_descriptor_is_leaked():
 def pair():
     left, right = socket.socketpair()
     with (
-        Channel(left, receives=Message, peer="worker of G0") as one,
-        Channel(right, receives=Message, peer="controller") as two,
+        Connection(left, receives=Message, peer="worker of G0") as one,
+        Connection(right, receives=Message, peer="controller") as two,
     ):
         yield one, two
 
@@ -68,7 +68,7 @@ def pair():
 def raw():
     """A channel, and a bare socket that can say anything to it."""
     left, right = socket.socketpair()
-    with left, Channel(right, receives=Message, peer="worker of G0") as channel:
+    with left, Connection(right, receives=Message, peer="worker of G0") as channel:
         yield left, channel
 
 
@@ -89,12 +89,12 @@ def files():
 
 def test_messages_arrive_in_order_and_as_the_kind_they_were(pair):
     one, two = pair
-    one.send(Hello(rank=3))
+    one.send(PeerInfo(rank=3))
     one.send(Data(body=b"abc"))
-    assert two.receive(1) == (Hello(rank=3), ())
+    assert two.receive(1) == (PeerInfo(rank=3), ())
     assert two.receive(None) == (Data(body=b"abc"), ())
-    two.send(Hello(rank=4))
-    assert one.receive(0) == (Hello(rank=4), ())
+    two.send(PeerInfo(rank=4))
+    assert one.receive(0) == (PeerInfo(rank=4), ())
 
 
 def test_a_message_larger_than_the_socket_buffer_arrives_whole(pair):
@@ -111,12 +111,12 @@ def test_a_message_larger_than_the_socket_buffer_arrives_whole(pair):
 def test_descriptors_arrive_in_order_and_closed_on_exec(pair, files, count):
     one, two = pair
     one.send(Data(body=b"before"))
-    one.send(Hello(rank=1), files[:count])
+    one.send(PeerInfo(rank=1), files[:count])
     one.send(Data(body=b"after"))
     assert two.receive(1) == (Data(body=b"before"), ())
     message, fds = two.receive(1)
     try:
-        assert message == Hello(rank=1)
+        assert message == PeerInfo(rank=1)
         assert [os.pread(fd, 9, 0) for fd in fds] == [str(n).encode() for n in range(count)]
         assert all(fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC for fd in fds)
     finally:
@@ -127,20 +127,20 @@ def test_descriptors_arrive_in_order_and_closed_on_exec(pair, files, count):
 
 def test_a_message_that_comes_byte_by_byte_is_put_together(raw, files):
     sock, channel = raw
-    for byte in frame(Hello(rank=9), fds=1):
+    for byte in frame(PeerInfo(rank=9), fds=1):
         sock.send(bytes([byte]))
-        with pytest.raises(ChannelTimeout):
+        with pytest.raises(ConnectionTimeout):
             channel.receive(0)
     socket.send_fds(sock, [b"\0"], files[:1])
     message, fds = channel.receive(0)
-    assert message == Hello(rank=9)
+    assert message == PeerInfo(rank=9)
     assert os.pread(fds[0], 9, 0) == b"0"
     os.close(fds[0])
 
 
 def test_a_timeout_says_who_did_not_send_and_takes_as_long_as_asked(pair):
     began = time.monotonic()
-    with pytest.raises(ChannelTimeout) as caught:
+    with pytest.raises(ConnectionTimeout) as caught:
         pair[0].receive(0.05)
     assert str(caught.value) == "worker of G0 sent no whole message in time"
     assert isinstance(caught.value, MeasurementError)
@@ -149,11 +149,11 @@ def test_a_timeout_says_who_did_not_send_and_takes_as_long_as_asked(pair):
 
 def test_a_peer_that_does_not_read_ends_the_send_in_time(pair):
     one, _ = pair
-    with pytest.raises(ChannelTimeout, match="worker of G0 did not read in time"):
+    with pytest.raises(ConnectionTimeout, match="worker of G0 did not read in time"):
         one.send(Data(body=bytes(8 << 20)), timeout_s=0.05)
-    with pytest.raises(ChannelClosed, match="the channel to worker of G0 is closed"):
-        one.send(Hello(rank=1))
-    with pytest.raises(ChannelClosed, match="the channel to worker of G0 is closed"):
+    with pytest.raises(ConnectionClosed, match="the channel to worker of G0 is closed"):
+        one.send(PeerInfo(rank=1))
+    with pytest.raises(ConnectionClosed, match="the channel to worker of G0 is closed"):
         one.receive(1)
 
 
@@ -175,47 +175,47 @@ def test_a_killed_process_is_noticed_after_its_last_words(tmp_path):
     arguments = [str(theirs.fileno()), str(Path(__file__).parent)]
     child = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], pass_fds=[theirs.fileno()])
     theirs.close()
-    with note, Channel(ours, receives=Message, peer="worker of G0") as channel:
-        channel.send(Hello(rank=1), [note.fileno()])
-        assert channel.receive(9) == (Hello(rank=2), ())
+    with note, Connection(ours, receives=Message, peer="worker of G0") as channel:
+        channel.send(PeerInfo(rank=1), [note.fileno()])
+        assert channel.receive(9) == (PeerInfo(rank=2), ())
         assert os.pread(note.fileno(), 9, 0) == b"rank 1"
         killer = threading.Timer(0.05, child.send_signal, [signal.SIGKILL])
         killer.start()
-        with pytest.raises(ChannelClosed, match=r"^worker of G0 has gone$"):
+        with pytest.raises(ConnectionClosed, match=r"^worker of G0 has gone$"):
             channel.receive(9)
-        with pytest.raises(ChannelClosed, match=r"^worker of G0 has gone$"):
-            channel.send(Hello(rank=3))
+        with pytest.raises(ConnectionClosed, match=r"^worker of G0 has gone$"):
+            channel.send(PeerInfo(rank=3))
         assert child.wait() == -signal.SIGKILL
         killer.join()
 
 
 def test_last_words_of_a_peer_that_left_can_be_received_after_a_send_failed(pair):
     one, two = pair
-    one.send(Hello(rank=1))  # never read: the socket is reset, not only closed
+    one.send(PeerInfo(rank=1))  # never read: the socket is reset, not only closed
     two.send(Data(body=b"no memory"))
     two.close()
-    with pytest.raises(ChannelClosed):
-        one.send(Hello(rank=2))
+    with pytest.raises(ConnectionClosed):
+        one.send(PeerInfo(rank=2))
     assert one.receive(1) == (Data(body=b"no memory"), ())
-    with pytest.raises(ChannelClosed):
+    with pytest.raises(ConnectionClosed):
         one.receive(1)
 
 
 @pytest.mark.parametrize("part", [3, 10])
 def test_a_peer_that_goes_in_the_middle_of_a_message_is_told_apart(raw, part):
     sock, channel = raw
-    sock.sendall(frame(Hello(rank=1))[:part])
+    sock.sendall(frame(PeerInfo(rank=1))[:part])
     sock.close()
-    with pytest.raises(ChannelClosed, match="worker of G0 has gone in the middle of a message"):
+    with pytest.raises(ConnectionClosed, match="worker of G0 has gone in the middle of a message"):
         channel.receive(1)
 
 
 def test_descriptors_of_half_a_message_are_closed_with_it(raw, files):
     sock, channel = raw
-    sock.sendall(frame(Hello(rank=1), fds=251))
+    sock.sendall(frame(PeerInfo(rank=1), fds=251))
     before = open_fds()
     socket.send_fds(sock, [b"\0"], files[:250])
-    with pytest.raises(ChannelTimeout):
+    with pytest.raises(ConnectionTimeout):
         channel.receive(0)
     assert len(open_fds()) == len(before) + 250
     channel.close()
@@ -226,7 +226,7 @@ def test_a_message_that_does_not_fit_is_dropped_and_the_next_one_received(raw, f
     sock, channel = raw
     sock.sendall(frame(Stranger(rank=1), fds=2))
     socket.send_fds(sock, [b"\0"], files[:2])
-    sock.sendall(struct.pack("!IH", 3, 0) + b"\xc1\xc1\xc1" + frame(Hello(rank=2)))
+    sock.sendall(struct.pack("!IH", 3, 0) + b"\xc1\xc1\xc1" + frame(PeerInfo(rank=2)))
     before = open_fds()
     with pytest.raises(MeasurementError, match=r"message of worker of G0 does not fit: .*stranger"):
         channel.receive(1)
@@ -234,7 +234,7 @@ def test_a_message_that_does_not_fit_is_dropped_and_the_next_one_received(raw, f
         MeasurementError, match=r"message of worker of G0 does not fit: .*malformed"
     ):
         channel.receive(1)
-    assert channel.receive(1) == (Hello(rank=2), ())
+    assert channel.receive(1) == (PeerInfo(rank=2), ())
     assert open_fds() == before
 
 
@@ -243,12 +243,12 @@ def test_any_bytes_are_a_message_or_one_that_does_not_fit(noise, at):
     body = msgspec.msgpack.encode({"type": "text", "text": "words of a device", "deep": [[1]]})
     at = min(at, len(body))
     ours, theirs = socket.socketpair()
-    with ours, Channel(theirs, receives=Text, peer="worker of G0") as channel:
+    with ours, Connection(theirs, receives=Text, peer="worker of G0") as channel:
         for one in (noise, body[:at] + noise + body[at + len(noise) :]):
             ours.sendall(struct.pack("!IH", len(one), 0) + one)
             try:
                 channel.receive(1)
-            except ChannelClosed:
+            except ConnectionClosed:
                 raise
             except MeasurementError as error:
                 assert str(error).startswith("message of worker of G0 does not fit: ")
@@ -270,7 +270,7 @@ def test_an_oversized_message_closes_the_channel_before_it_is_read(raw):
     assert str(caught.value) == (
         "worker of G0 announced a message of 67108865 bytes; at most 67108864 are right"
     )
-    with pytest.raises(ChannelClosed, match="is closed"):
+    with pytest.raises(ConnectionClosed, match="is closed"):
         channel.receive(1)
 
 
@@ -280,16 +280,16 @@ def test_what_cannot_be_sent_is_refused_before_the_first_byte(pair, monkeypatch)
     with pytest.raises(MeasurementError, match=r"to worker of G0; at most 100 are right"):
         one.send(Data(body=bytes(100)))
     with pytest.raises(MeasurementError, match="descriptor 9999 to worker of G0: Bad file"):
-        one.send(Hello(rank=1), [9999])
+        one.send(PeerInfo(rank=1), [9999])
     with pytest.raises(MeasurementError, match="65536 file descriptors to worker of G0"):
-        one.send(Hello(rank=1), [0] * 65536)
-    one.send(Hello(rank=2))
-    assert two.receive(1) == (Hello(rank=2), ())
+        one.send(PeerInfo(rank=1), [0] * 65536)
+    one.send(PeerInfo(rank=2))
+    assert two.receive(1) == (PeerInfo(rank=2), ())
 
 
 def test_too_few_open_files_allowed_is_an_error_and_leaks_none(pair, files):
     one, two = pair
-    one.send(Hello(rank=1), files[:20])
+    one.send(PeerInfo(rank=1), files[:20])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = open_fds()
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(before) + 5, hard))
@@ -306,7 +306,7 @@ def test_too_few_open_files_allowed_is_an_error_and_leaks_none(pair, files):
 def test_one_thread_sends_while_another_receives(pair):
     one, two = pair
     echo = threading.Thread(target=lambda: [two.send(two.receive(5)[0]) for _ in range(500)])
-    send = threading.Thread(target=lambda: [one.send(Hello(rank=r)) for r in range(500)])
+    send = threading.Thread(target=lambda: [one.send(PeerInfo(rank=r)) for r in range(500)])
     echo.start()
     send.start()
     assert [one.receive(5)[0].rank for _ in range(500)] == list(range(500))
@@ -318,6 +318,6 @@ def test_a_closed_channel_says_so_and_closes_twice(pair):
     one, _ = pair
     one.close()
     one.close()
-    with pytest.raises(ChannelClosed, match="the channel to worker of G0 is closed"):
+    with pytest.raises(ConnectionClosed, match="the channel to worker of G0 is closed"):
         one.receive(0)
     assert one.fileno() == -1

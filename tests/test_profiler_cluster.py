@@ -14,7 +14,7 @@ import pytest
 
 from tccl_profiler.clock import ClockReading
 from tccl_profiler.cluster import messages as say
-from tccl_profiler.cluster.agents import Agents, HostLost, LinkFailure, Patience, raise_failures
+from tccl_profiler.cluster.agents import Agents, HostLost, LinkFailure, Timeouts, raise_failures
 from tccl_profiler.cluster.facts import (
     HostFacts,
     NicAddress,
@@ -24,12 +24,12 @@ from tccl_profiler.cluster.facts import (
     interface,
     with_interfaces,
 )
-from tccl_profiler.cluster.job import Hello, Invitation, Job, Meeting, met, own_hello
+from tccl_profiler.cluster.job import Job, ListenAddress, Meeting, PeerInfo, own_info, rendezvous
 from tccl_profiler.cluster.messages import Envelope, PeerGone
 from tccl_profiler.cluster.mpi import in_mpi_job, only_serves
 from tccl_profiler.cluster.pool import ClusterPool, HostClock
 from tccl_profiler.cluster.session import ClusterSession
-from tccl_profiler.execution import Outcome, Timing
+from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.profiler import Options
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
@@ -113,12 +113,12 @@ def _posts(size):
 def _met_together(posts):
     found = {}
     threads = [
-        threading.Thread(target=lambda post=post: found.update({post.rank: met(post)}))
+        threading.Thread(target=lambda post=post: found.update({post.rank: rendezvous(post)}))
         for post in posts[1:]
     ]
     for thread in threads:
         thread.start()
-    found[0] = met(posts[0])
+    found[0] = rendezvous(posts[0])
     for thread in threads:
         thread.join(10)
     return found
@@ -129,7 +129,7 @@ def test_ranks_meet_and_end_what_carried_their_messages(monkeypatch):
     posts = _posts(3)
     found = _met_together(posts)
     assert [post.finished for post in posts] == [True] * 3
-    assert found[0].hellos == {rank: own_hello() for rank in range(3)}
+    assert found[0].hellos == {rank: own_info() for rank in range(3)}
     found[0].channels[2].send(Envelope(7, say.End(code=3)))
     assert found[2].channels[0].receive(5)[0] == Envelope(7, say.End(code=3))
     for meeting in found.values():
@@ -140,7 +140,7 @@ def test_ranks_meet_and_end_what_carried_their_messages(monkeypatch):
 def test_a_rank_that_says_nothing_is_named():
     post, _ = _posts(2)
     with pytest.raises(InputError) as caught:
-        met(post, hello_s=0.05)
+        rendezvous(post, hello_s=0.05)
     assert str(caught.value) == (
         "this MPI job: rank 1 has said nothing for 0.05 s; start one tccl command with the same "
         "arguments on all hosts"
@@ -150,13 +150,13 @@ def test_a_rank_that_says_nothing_is_named():
 def test_a_caller_without_the_word_is_not_let_in(monkeypatch):
     monkeypatch.setattr("tccl_profiler.cluster.job.addresses", lambda: ("127.0.0.1",))
     posts = _posts(2)
-    posts[1].send(0, msgspec.msgpack.encode(Hello(host="h1", machine="m")))
+    posts[1].send(0, msgspec.msgpack.encode(PeerInfo(host="h1", machine="m")))
     found = []
-    thread = threading.Thread(target=lambda: found.append(met(posts[0])))
+    thread = threading.Thread(target=lambda: found.append(rendezvous(posts[0])))
     thread.start()
     while (data := posts[1].poll(0)) is None:
         time.sleep(0.01)
-    invitation = msgspec.msgpack.decode(data, type=Invitation)
+    invitation = msgspec.msgpack.decode(data, type=ListenAddress)
     with (
         socket.create_connection(("127.0.0.1", invitation.port)) as stranger,
         socket.create_connection(("127.0.0.1", invitation.port)) as friend,
@@ -174,16 +174,16 @@ def test_a_rank_that_cannot_connect_is_named_by_host(monkeypatch):
     monkeypatch.setattr("tccl_profiler.cluster.job._CONNECT_S", 0.2)
     monkeypatch.setattr("tccl_profiler.cluster.job.addresses", lambda: ("10.0.0.1",))
     posts = _posts(2)
-    posts[1].send(0, msgspec.msgpack.encode(Hello(host="far", machine="m")))
+    posts[1].send(0, msgspec.msgpack.encode(PeerInfo(host="far", machine="m")))
     with pytest.raises(InputError, match=r"host far: its rank 1 could not connect to host .* at "):
-        met(posts[0])
+        rendezvous(posts[0])
 
 
 # Who sits where
 
 
 def _seats(*hellos):
-    found = dict(enumerate(Hello(host=host, machine=machine) for host, machine in hellos))
+    found = dict(enumerate(PeerInfo(host=host, machine=machine) for host, machine in hellos))
     return Job(Meeting(rank=0, size=len(found), hellos=found, channels={})).seats
 
 
@@ -374,7 +374,7 @@ def test_a_clock_whose_rate_is_corrected_begins_anew():
 
 def _agents(messenger, **more):
     lost = []
-    patience = Patience(**{"silence_s": 0.4, "answer_s": 5.0, **more})
+    patience = Timeouts(**{"silence_s": 0.4, "answer_s": 5.0, **more})
     return Agents({"h1": messenger}, patience=patience, lost=lost.append), lost
 
 
@@ -397,7 +397,7 @@ def test_a_host_that_lives_and_does_not_answer_is_named():
 
     def beat():
         while not stop.wait(0.05):
-            theirs.send(Envelope(0, say.Beat()))
+            theirs.send(Envelope(0, say.Heartbeat()))
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -445,7 +445,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one():
 def test_an_outcome_crosses_as_bytes():
     rows = np.zeros(3, say.RECORD)
     rows["start"] = [5, 6, 7]
-    outcome = Outcome(records={"G0": rows}, stamps={"G0": (np.array([1, 2], np.uint64),)})
+    outcome = RunResult(records={"G0": rows}, stamps={"G0": (np.array([1, 2], np.uint64),)})
     back = say.unpacked(say.packed(outcome))
     assert (back.records["G0"] == rows).all()
     assert back.stamps["G0"][0].tolist() == [1, 2]
@@ -453,7 +453,7 @@ def test_an_outcome_crosses_as_bytes():
 
 def test_how_far_ahead_to_agree_follows_what_messages_take():
     pool = ClusterPool(Agents({}), {}, {})
-    timing = Timing(repeats=0, warm_us=100, window_us=10_000)
+    timing = RunSpec(repeats=0, warm_us=100, window_us=10_000)
 
     def judged(early_us):
         early_ns = tuple(round(one * 1e3) for one in early_us)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import Timing
+from tccl_profiler.execution import RunSpec
 from tccl_profiler.host.machine import host_fingerprint, host_machine
-from tccl_profiler.pool import Memory, Patience, Pool
+from tccl_profiler.pool import Memory, Pool, Timeouts
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.session import Session
 from tccl_profiler.workers import WorkerLost, WorkerProcess
@@ -40,8 +40,8 @@ from tests.profiler_pools import (
 
 pytestmark = pytest.mark.timeout(120)
 
-SOON = Patience(start_s=60.0, answer_s=2.0, lanes_s=2.0, stop_s=1.0)
-LONG = Timing(repeats=1, warm_us=0.0, window_us=60e6)
+SOON = Timeouts(start_s=60.0, answer_s=2.0, lanes_s=2.0, stop_s=1.0)
+LONG = RunSpec(repeats=1, warm_us=0.0, window_us=60e6)
 """Longer than any test: whoever runs it is stopped."""
 
 
@@ -232,7 +232,7 @@ def test_a_worker_stopped_in_the_middle_of_a_set_is_named(monkeypatch):
             os.kill(victims[0], signal.SIGSTOP)
 
         program = program_for(BOUNCE, lanes=pool.lanes)
-        timing = Timing(repeats=1, warm_us=0.0, window_us=0.2e6)
+        timing = RunSpec(repeats=1, warm_us=0.0, window_us=0.2e6)
         with (
             meanwhile(pool, stop),
             pytest.raises(WorkerLost, match=r"^G1 did not finish its part of a set within 2\.0 s$"),
@@ -278,7 +278,7 @@ def test_lanes_that_were_not_released_in_time_are_no_measurement(monkeypatch):
         ):
             pool.run(
                 program_for(BOUNCE, lanes=pool.lanes),
-                Timing(repeats=1, warm_us=0.0, window_us=1e3),
+                RunSpec(repeats=1, warm_us=0.0, window_us=1e3),
             )
 
 

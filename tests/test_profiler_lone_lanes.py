@@ -9,9 +9,9 @@ import pytest
 from tccl_profiler.compiler import program_for
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
-from tccl_profiler.rates import equal_shares_gbps, lone_rates, with_few_lanes
+from tccl_profiler.rates import straggler_gbps, uncontended_gbps, with_few_channels
 from tccl_profiler.statistics import Stopping
-from tccl_profiler.window import LaneRate
+from tccl_profiler.window import ChannelRate
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import parse_flow, parse_set
@@ -59,7 +59,7 @@ def one(profiler, text):
 
 
 def expected(lanes, most):
-    return pytest.approx((equal_shares_gbps(np.array(unequal(lanes)), most),) * 2, rel=1e-4)
+    return pytest.approx((straggler_gbps(np.array(unequal(lanes)), most),) * 2, rel=1e-4)
 
 
 # Which set it is.
@@ -91,15 +91,15 @@ def expected(lanes, most):
     ],
 )
 def test_the_same_set_with_few_lanes_where_many_share_links(text, few):
-    found = with_few_lanes(parse_set(text))
+    found = with_few_channels(parse_set(text))
     assert (found if found is None else str(found)) == few
 
 
 def test_a_lanes_rate_is_its_flows_median_whatever_the_order_and_the_copies_of_flows():
     text = "G0->G0->C0{blocks=1} G0->G0->G1{blocks=2} G0->G0->G1{blocks=2} G1->G1->G0{blocks=1}"
     program = program_for(parse_set(text), lanes={"G0": 64, "G1": 64})
-    lanes = [LaneRate(slice_bytes=1, gbps=rate, fifo_slices=4) for rate in (9, 1, 2, 3, 4, 7)]
-    assert lone_rates(program, lanes) == {
+    lanes = [ChannelRate(slice_bytes=1, gbps=rate, fifo_slices=4) for rate in (9, 1, 2, 3, 4, 7)]
+    assert uncontended_gbps(program, lanes) == {
         parse_flow("G0->G0->G1{blocks=2}"): 2.5,
         parse_flow("G1->G1->G0{blocks=1}"): 7.0,
     }

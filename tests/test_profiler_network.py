@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import Timing, order_of
+from tccl_profiler.execution import RunSpec, order_of
 from tccl_profiler.messages import Endpoint, LinkLost, Peer, Start
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.program import Link
-from tccl_profiler.rates import read_outcome
+from tccl_profiler.rates import sample_of
 from tccl_profiler.shared_memory import Control
 from tccl_profiler.tcp import Nic, NicDevice
 from tccl_profiler.workers import WorkerLost
@@ -67,9 +67,9 @@ def readings(hosts, text, *, check=False, repeats=3):
     program = hosts.program(parse_set(text))
     to_host = {device: lambda stamp: (int(stamp), 0) for device in program.devices}
     for window_us in (5e3, 50e3, 500e3, 2e6):
-        timing = Timing(repeats=repeats, warm_us=window_us / 5, window_us=window_us, check=check)
+        timing = RunSpec(repeats=repeats, warm_us=window_us / 5, window_us=window_us, check=check)
         outcomes = hosts.run(program, timing)
-        found = [read_outcome(program, one, timing, to_host) for one in outcomes]
+        found = [sample_of(program, one, timing, to_host) for one in outcomes]
         if all(all(one.gbps) for one in found):
             return found
     raise AssertionError(f"{text} does not move")
@@ -122,7 +122,7 @@ def test_links_are_made_once_and_found_again_by_later_sets(hosts):
 def test_a_link_is_clean_after_a_repeat_that_ended_amid_a_slice(hosts):
     """Slices of 1 MiB and windows of 0.2 ms: nearly every repeat ends amid one."""
     program = hosts.program(parse_set(GPU_TO_GPU.replace("fifo=256K", "fifo=2M,slots=4")))
-    timing = Timing(repeats=12, warm_us=0.0, window_us=200.0, check=True)
+    timing = RunSpec(repeats=12, warm_us=0.0, window_us=200.0, check=True)
     before = len(hosts.made)
     hosts.link(program)
     for _ in range(3):
@@ -140,17 +140,17 @@ def test_data_that_were_damaged_on_the_way_are_counted(hosts):
     wrong = msgspec.structs.replace(lane.outgoing, seed=lane.outgoing.seed + 1)
     share = msgspec.structs.replace(share, lanes=(msgspec.structs.replace(lane, outgoing=wrong),))
     program = msgspec.structs.replace(program, devices={**program.devices, "h1.N0": share})
-    timing = Timing(repeats=1, warm_us=0.0, window_us=0.2e6, check=True)
+    timing = RunSpec(repeats=1, warm_us=0.0, window_us=0.2e6, check=True)
     (outcome,) = hosts.run(program, timing)
     to_host = {device: lambda stamp: (int(stamp), 0) for device in program.devices}
-    (packs,) = read_outcome(program, outcome, timing, to_host).wrong
+    (packs,) = sample_of(program, outcome, timing, to_host).wrong
     assert packs > 0
     assert packs % (lane.slice_bytes // 16) == 0
 
 
 def test_a_nic_counts_what_it_moves(hosts):
     program = hosts.program(parse_set(GPU_TO_GPU))
-    timing = Timing(repeats=1, warm_us=1e3, window_us=0.2e6)
+    timing = RunSpec(repeats=1, warm_us=1e3, window_us=0.2e6)
     (outcome,) = hosts.run(program, timing)
     rows = {device: records[0] for device, records in outcome.records.items()}
     slices = {device: int(row["bytes"]) // (64 * 1024) for device, row in rows.items()}
@@ -202,7 +202,7 @@ def test_a_nic_whose_worker_is_killed_amid_a_flow_is_named():
             hosts.between = kill
             begun = time.monotonic()
             with pytest.raises((WorkerLost, LinkLost)) as caught:
-                hosts.run(program, Timing(repeats=2, warm_us=0.0, window_us=60e6))
+                hosts.run(program, RunSpec(repeats=2, warm_us=0.0, window_us=60e6))
             assert time.monotonic() - begun < 50
             # The first host is asked first: it has lost its worker, or else its link.
             if victim is hosts.pools["h0"]:
@@ -313,7 +313,7 @@ def test_a_link_that_breaks_amid_a_flow_is_named_and_made_again(hosts, how):
     begun = time.monotonic()
     try:
         with pytest.raises(LinkLost) as caught:
-            hosts.run(program, Timing(repeats=1, warm_us=0.0, window_us=window_us))
+            hosts.run(program, RunSpec(repeats=1, warm_us=0.0, window_us=window_us))
     finally:
         hosts.relay, hosts.between = lambda link, end: end, lambda stage, repeat: None
     assert time.monotonic() - begun < 50
@@ -331,7 +331,7 @@ def test_a_run_that_is_left_drops_its_links_and_keeps_the_others(hosts):
     other = hosts.program(parse_set(HOST_TO_HOST.replace("N0", "N1")))
     hosts.link(other)
     program = hosts.program(parse_set(HOST_TO_HOST))
-    timing = Timing(repeats=2, warm_us=0.0, window_us=60e6)
+    timing = RunSpec(repeats=2, warm_us=0.0, window_us=60e6)
     with hosts.pools["h0"].begin(program.on("h0"), timing) as running:
         running.wait_resident(0)
         running.release(0)
@@ -342,7 +342,7 @@ def test_a_run_that_is_left_drops_its_links_and_keeps_the_others(hosts):
 
 def test_a_program_whose_links_were_not_made_is_refused(hosts):
     program = hosts.program(parse_set(HOST_TO_HOST.replace("blocks=1", "blocks=9")))
-    timing = Timing(repeats=1, warm_us=0.0, window_us=1e3)
+    timing = RunSpec(repeats=1, warm_us=0.0, window_us=1e3)
     with (
         pytest.raises(LinkLost, match=r"^link \d from h0\.N0 to h1\.N0 is not connected$"),
         hosts.pools["h0"].begin(program.on("h0"), timing) as running,
@@ -418,7 +418,7 @@ def test_a_gpu_whose_memory_a_nic_does_not_map_is_refused_with_what_to_do():
     device.meet({"G0": (arena, None)})
     share = program.on("h0").devices["N0"]
     order = order_of(
-        "N0", share, Timing(repeats=1, warm_us=0.0, window_us=1e3), epoch=1, patience_s=1.0
+        "N0", share, RunSpec(repeats=1, warm_us=0.0, window_us=1e3), epoch=1, patience_s=1.0
     )
     with pytest.raises(
         MeasurementError, match=r"^N0 cannot reach G0's memory: TCP .* as G0->G0->C0->N0$"

@@ -3,12 +3,12 @@
 import pytest
 
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import Timing
+from tccl_profiler.execution import RunSpec
 from tccl_profiler.host.machine import host_fingerprint, host_machine
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.program import COUNTER_AREA_BYTES
-from tccl_profiler.rates import read_outcome
+from tccl_profiler.rates import sample_of
 from tccl_profiler.session import Session
 from tccl_py.errors import MeasurementError
 from tccl_py.model.knowledge import Fingerprint
@@ -162,7 +162,7 @@ def test_flows_that_meet_pass_on_or_are_independent(pool):
 
 def test_repeats_of_one_run_each_have_counters_records_and_stamps(pool):
     program = program_for(parse_set(BOTH_WAYS), lanes=pool.lanes)
-    timing = Timing(repeats=12, warm_us=300.0, window_us=3000.0, check=True)
+    timing = RunSpec(repeats=12, warm_us=300.0, window_us=3000.0, check=True)
     outcomes = pool.run(program, timing)
     assert len(outcomes) == 12
     starts = [outcome.records["G0"]["start"].min() for outcome in outcomes]
@@ -170,14 +170,14 @@ def test_repeats_of_one_run_each_have_counters_records_and_stamps(pool):
     assert all((rows["errors"] == 0).all() for one in outcomes for rows in one.records.values())
     to_host = {device: lambda stamp: (int(stamp), 0) for device in pool.lanes}
     for outcome in outcomes:
-        assert not any(read_outcome(program, outcome, timing, to_host).wrong)
+        assert not any(sample_of(program, outcome, timing, to_host).wrong)
 
 
 @pytest.mark.parametrize("repeats", [0, 13])
 def test_more_repeats_than_there_is_room_for_are_refused(pool, repeats):
     program = program_for(BOUNCE, lanes=pool.lanes)
     with pytest.raises(MeasurementError, match=rf"^{repeats} repeats at once: 1 to 12 are right$"):
-        pool.run(program, Timing(repeats=repeats, warm_us=0.0, window_us=1e3))
+        pool.run(program, RunSpec(repeats=repeats, warm_us=0.0, window_us=1e3))
 
 
 REFUSED = {
@@ -206,13 +206,13 @@ def test_a_device_that_would_do_too_much_is_refused(pool):
     flows = " ".join(["G0->G0->C0{blocks=64}"] * 4 + ["G0->G0->C0{blocks=1}"])
     program = program_for(parse_set(flows), lanes={"G0": 300, "G1": 300})
     with pytest.raises(MeasurementError, match=r"^G0 would do more than 256 things at once$"):
-        pool.run(program, Timing(repeats=1, warm_us=0.0, window_us=1e3))
+        pool.run(program, RunSpec(repeats=1, warm_us=0.0, window_us=1e3))
 
 
 def test_a_copy_without_a_pace_is_refused(pool):
     program = program_for(parse_set("G0->D0->C0->D1->G1{blocks=1,fifo=64K}"), lanes=pool.lanes)
     with pytest.raises(MeasurementError, match=r"^G0: 0 paces with 0 stamps for 1 copies"):
-        pool.run(program, Timing(repeats=1, warm_us=0.0, window_us=1e3))
+        pool.run(program, RunSpec(repeats=1, warm_us=0.0, window_us=1e3))
     assert moving(pool, str(BOUNCE))
 
 

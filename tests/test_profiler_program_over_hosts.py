@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_profiler.compiler import NETWORK_BLOCKS, checkable, program_for
-from tccl_profiler.program import COUNTER_AREA_BYTES, Link, Work, host_of, is_nic, local
+from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram, Link, host_of, is_nic, local
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import (
     Fifo,
@@ -85,7 +85,7 @@ def test_hosts_shares_are_the_program_apart_without_their_names(transfers):
         assert set(share.links) == {one.link for d in share.devices.values() for one in d.lanes} - {
             None
         }
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(share), type=Work) == share
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(share), type=HostProgram) == share
     assert set(devices) == set(program.devices)
     assert spaces == program.space_bytes
     for device, share in devices.items():

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import Outcome, Timing
+from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.messages import Pace
 from tccl_profiler.profiler import Options, Profiler, _slowest
-from tccl_profiler.rates import read_outcome
+from tccl_profiler.rates import sample_of
 from tccl_profiler.shared_memory import MAX_STAMPS, RECORD
 from tccl_profiler.statistics import Stopping
-from tccl_profiler.window import LaneRate, WindowLimits, paces_for
+from tccl_profiler.window import ChannelRate, WindowLimits, paces_for
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER
@@ -24,7 +24,7 @@ DIRECT = "G0->G0->G1{blocks=1,fifo=256K}"
 COPIES = "G0->D0->C0->D1->G1{blocks=1,fifo=256K}"
 SLICE = 64 * 1024
 MS = 1_000_000
-TIMING = Timing(repeats=1, warm_us=1000.0, window_us=10_000.0)
+TIMING = RunSpec(repeats=1, warm_us=1000.0, window_us=10_000.0)
 SAME_CLOCK = {"G0": lambda stamp: (stamp, 100), "G1": lambda stamp: (stamp, 300)}
 
 
@@ -43,7 +43,7 @@ def record(side="", *, start=5 * MS, first=0, last=0, count=0, **more):
 
 
 def outcome(records, stamps=None):
-    return Outcome(
+    return RunResult(
         records={i: np.concatenate(rows) for i, rows in records.items()}, stamps=stamps or {}
     )
 
@@ -62,7 +62,7 @@ def bounce_outcome(**more):
 
 
 def test_a_flows_rate_is_what_arrives_between_two_ends_of_slices():
-    reading = read_outcome(program_of(BOUNCE), bounce_outcome(), TIMING, SAME_CLOCK)
+    reading = sample_of(program_of(BOUNCE), bounce_outcome(), TIMING, SAME_CLOCK)
     each = 100 * SLICE / (8 * MS)
     assert reading.gbps == pytest.approx((2 * each,))
     assert [lane.gbps for lane in reading.lanes] == pytest.approx([each, each])
@@ -79,7 +79,7 @@ def test_packs_that_arrived_wrong_are_told_by_flow():
             "G1": [record("in", errors=3), record("in"), record("in", errors=4)],
         }
     )
-    reading = read_outcome(program, found, TIMING, SAME_CLOCK)
+    reading = sample_of(program, found, TIMING, SAME_CLOCK)
     # The set's flows are in the order of their text; only who reads compares.
     assert [str(flow) for flow in program.transfers.flows] == [BOUNCE, DIRECT]
     assert reading.wrong == (3, 4)
@@ -91,7 +91,7 @@ def test_a_lane_that_moved_nothing_in_its_window_has_rate_0(count):
     # One slice that ended in the window is no duration.
     rows = [record("in", first=7 * MS, last=7 * MS, count=count), record("in")]
     found = outcome({"G0": silent, "G1": rows})
-    reading = read_outcome(program_of(BOUNCE), found, TIMING, SAME_CLOCK)
+    reading = sample_of(program_of(BOUNCE), found, TIMING, SAME_CLOCK)
     assert reading.gbps == (0.0,)
     assert [lane.gbps for lane in reading.lanes] == [0.0, 0.0]
     assert reading.overlap == 0.0
@@ -100,7 +100,7 @@ def test_a_lane_that_moved_nothing_in_its_window_has_rate_0(count):
 def test_skew_and_overlap_are_on_the_hosts_clock():
     ahead = {"G0": lambda stamp: (stamp - 1000, 100), "G1": lambda stamp: (stamp + 2000, 300)}
     for to_host, shift_us in ((SAME_CLOCK, 0.0), (ahead, 3.0)):
-        reading = read_outcome(program_of(BOUNCE), bounce_outcome(), TIMING, to_host)
+        reading = sample_of(program_of(BOUNCE), bounce_outcome(), TIMING, to_host)
         # G0 starts at 5 ms and ends at 15 ms; G1 starts at 2 and 9 us after and ends at 14 ms.
         assert reading.skew_us == pytest.approx(9.0 + shift_us)
         assert reading.skew_error_us == pytest.approx(0.6)
@@ -110,7 +110,7 @@ def test_skew_and_overlap_are_on_the_hosts_clock():
 
 def test_one_device_needs_no_other_clock():
     found = outcome({"G0": [record("out", first=6 * MS, last=14 * MS, count=100)]})
-    reading = read_outcome(program_of("G0->G0->C0{blocks=1}"), found, TIMING, SAME_CLOCK)
+    reading = sample_of(program_of("G0->G0->C0{blocks=1}"), found, TIMING, SAME_CLOCK)
     assert (reading.skew_us, reading.skew_error_us, reading.overlap) == (0.0, 0.0, 1.0)
     assert reading.gbps == pytest.approx((100 * 256 * 1024 / (8 * MS),))
 
@@ -120,14 +120,14 @@ def copied(sent, received, *, timing=TIMING, slices=2):
         name: (Pace(groups=len(rows) - 1, slices=slices),)
         for name, rows in (("G0", sent), ("G1", received))
     }
-    timing = Timing(repeats=1, warm_us=timing.warm_us, window_us=timing.window_us, paces=pace)
+    timing = RunSpec(repeats=1, warm_us=timing.warm_us, window_us=timing.window_us, paces=pace)
     stamps = {
         "G0": (np.array(sent, np.uint64) + np.uint64(5 * MS),),
         "G1": (np.array(received, np.uint64) + np.uint64(5 * MS),),
     }
     nobody = {i: np.zeros(0, RECORD) for i in ("G0", "G1")}
-    found = Outcome(records=nobody, stamps=stamps)
-    return read_outcome(program_of(COPIES), found, timing, SAME_CLOCK)
+    found = RunResult(records=nobody, stamps=stamps)
+    return sample_of(program_of(COPIES), found, timing, SAME_CLOCK)
 
 
 EVEN = [0, *(MS // 2 * i for i in range(1, 25))]
@@ -160,7 +160,7 @@ def test_a_copy_that_had_nothing_left_to_move_is_told_of():
 
 
 def lane(gbps, slice_bytes=SLICE):
-    return LaneRate(slice_bytes=slice_bytes, gbps=gbps, fifo_slices=4)
+    return ChannelRate(slice_bytes=slice_bytes, gbps=gbps, fifo_slices=4)
 
 
 def lasting_us(pace, gbps):
@@ -216,10 +216,10 @@ def test_many_copies_fit_the_stamps_of_a_device():
 
 
 def test_lanes_are_known_by_their_median():
-    timing = Timing(repeats=3, warm_us=1000.0, window_us=10_000.0)
+    timing = RunSpec(repeats=3, warm_us=1000.0, window_us=10_000.0)
     pool = FakePool(lambda text, number: [(2.0, 9.0, 4.0)[number]])
     program = program_of(DIRECT)
-    readings = [read_outcome(program, one, timing, SAME_CLOCK) for one in pool.run(program, timing)]
+    readings = [sample_of(program, one, timing, SAME_CLOCK) for one in pool.run(program, timing)]
     (found,) = _slowest(readings)
     assert found.gbps == pytest.approx(4.0)
 
@@ -571,7 +571,7 @@ def network_reading(*lanes):
     sending = [record("in", last=14 * MS) for _ in lanes]
     rows = {"h0.N0": sending, "h1.N0": [record("out", **lane) for lane in lanes]}
     same_clock = {device: lambda stamp: (stamp, 100) for device in rows}
-    return read_outcome(program, outcome(rows), TIMING, same_clock)
+    return sample_of(program, outcome(rows), TIMING, same_clock)
 
 
 def test_a_steady_flow_over_the_network_is_rated_as_others_are():

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import Timing, joined
+from tccl_profiler.execution import RunSpec, joined
 from tccl_profiler.messages import Pace
 from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
@@ -16,8 +16,8 @@ from tests.profiler_pools import BOUNCE, moving, pool_of, workers_of
 
 pytestmark = pytest.mark.timeout(120)
 
-TIMING = Timing(repeats=3, warm_us=100.0, window_us=2000.0)
-FOREVER = Timing(repeats=2, warm_us=0.0, window_us=60e6)
+TIMING = RunSpec(repeats=3, warm_us=100.0, window_us=2000.0)
+FOREVER = RunSpec(repeats=2, warm_us=0.0, window_us=60e6)
 MS = 1_000_000
 
 
@@ -153,7 +153,7 @@ def test_a_device_of_another_pool_is_refused(pool):
 
 def test_a_host_is_told_the_paces_of_its_own_devices():
     paces = {"h0.G0": (Pace(groups=1),), "h1.G0": (Pace(groups=2),), "h1.G1": (Pace(groups=3),)}
-    timing = Timing(repeats=2, warm_us=1.0, window_us=2.0, check=True, paces=paces)
+    timing = RunSpec(repeats=2, warm_us=1.0, window_us=2.0, check=True, paces=paces)
     there = timing.on("h1")
     assert there.paces == {"G0": (Pace(groups=2),), "G1": (Pace(groups=3),)}
     assert (there.repeats, there.warm_us, there.window_us, there.check) == (2, 1.0, 2.0, True)

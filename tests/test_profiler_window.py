@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tccl_profiler.window import (
     LONGER,
-    LaneRate,
+    ChannelRate,
     Window,
     WindowLimits,
     choose_window,
@@ -18,7 +18,7 @@ from tccl_py.errors import InputError, MeasurementError
 
 LIMITS = WindowLimits()
 LANES = st.builds(
-    LaneRate,
+    ChannelRate,
     slice_bytes=st.integers(1, 1 << 24),
     gbps=st.just(0.0) | st.floats(1e-6, 1000.0),
     fifo_slices=st.integers(1, 64),
@@ -29,7 +29,7 @@ START_ERRORS_US = st.floats(0.0, 1e4)
 
 def lane(slice_us, fifo_slices=8):
     """A lane of 1 GB/s, which is 1000 bytes a microsecond."""
-    return LaneRate(slice_bytes=slice_us * 1000, gbps=1.0, fifo_slices=fifo_slices)
+    return ChannelRate(slice_bytes=slice_us * 1000, gbps=1.0, fifo_slices=fifo_slices)
 
 
 def test_quick_lanes_get_the_minimum():
@@ -47,7 +47,7 @@ def test_a_start_error_is_a_hundredth_of_the_window():
 
 
 def test_a_lane_that_did_not_move_gets_the_maximum_and_says_so():
-    resting = LaneRate(slice_bytes=1 << 20, gbps=0.0, fifo_slices=8)
+    resting = ChannelRate(slice_bytes=1 << 20, gbps=0.0, fifo_slices=8)
     window = choose_window(lanes=[lane(5), resting], start_error_us=2.0)
     assert window == Window(warm_us=25000.0, window_us=50000.0, capped=True)
     assert not needs_longer(window, lanes=[resting], start_error_us=2.0)
@@ -87,7 +87,9 @@ def test_a_window_is_long_enough_for_what_it_was_chosen_for(lanes, start_error_u
 def test_lanes_slower_by_less_than_a_quarter_ask_for_nothing(lanes, start_error_us, slower):
     window = choose_window(lanes=lanes, start_error_us=start_error_us)
     seen = [
-        LaneRate(slice_bytes=one.slice_bytes, gbps=one.gbps / slower, fifo_slices=one.fifo_slices)
+        ChannelRate(
+            slice_bytes=one.slice_bytes, gbps=one.gbps / slower, fifo_slices=one.fifo_slices
+        )
         for one in lanes
     ]
     assert not needs_longer(window, lanes=seen, start_error_us=start_error_us)
@@ -132,7 +134,7 @@ def test_a_set_whose_lanes_take_turns_in_being_slow_does_not_alternate():
 )
 def test_a_lane_that_cannot_be_is_refused(bad):
     with pytest.raises(MeasurementError, match="a lane has slices of bytes and a finite rate"):
-        LaneRate(**{"slice_bytes": 1, "gbps": 1.0, "fifo_slices": 1, **bad})
+        ChannelRate(**{"slice_bytes": 1, "gbps": 1.0, "fifo_slices": 1, **bad})
 
 
 @pytest.mark.parametrize(

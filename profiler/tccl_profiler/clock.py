@@ -1,7 +1,7 @@
-"""Stamps of a device's own counter on the host's CLOCK_MONOTONIC, with an error that holds.
+"""Device clocks on the host's CLOCK_MONOTONIC, with error bounds.
 
-An offset is the device's counter minus the host's clock at the same moment. Stamps are about
-10^18 ns, where float64 steps by 128 ns: only differences to a reference reading become floats.
+An offset is a device's counter minus the host's clock at the same moment. Stamps are about 10^18
+ns, where float64 steps by 128 ns: only differences to a reference reading become floats.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from numpy.typing import NDArray
 from tccl_py.errors import MeasurementError
 
 DRIFT_LIMIT_PPM = 500
-"""Most that two clocks are taken to part: crystals do by 100 ppm, NTP slews by up to 500."""
-
+"""Bound of two clocks' drift: crystals differ by 100 ppm, NTP slews by up to 500."""
 WANDER_PPM = 1.0
-"""How far a clock's rate is taken to stray from the fitted one, as devices warm up."""
-
+"""Assumed deviation of a clock's rate from the fit, as devices warm up."""
 KEPT = 32
-"""Readings a fit is over; older ones say little of a clock that wanders."""
+"""Readings in a fit; older ones say little of a clock that wanders."""
 
 _Floats = NDArray[np.float64]
 
 
 class ClockReading(msgspec.Struct, frozen=True, kw_only=True):
-    """At the host's `at_ns`, device minus host was `offset_ns`, give or take `error_ns`."""
+    """Device minus host was `offset_ns` +- `error_ns`, at the host's `at_ns`."""
 
     at_ns: int
     offset_ns: int
@@ -42,12 +40,12 @@ def offset_from_pings(
     *,
     resolution_ns: int = 1,
 ) -> ClockReading:
-    """Reading from one burst: ping i left at t0, was stamped d, and was seen back at t1.
+    """Return the reading of one burst: ping i left at t0, was stamped d, and was back at t1.
 
-    The stamp was taken between t0 and t1, however unequal the two ways, so the offset lies in
-    [d - t1, d - t0]; the reading is where the intervals of all pings meet (Cristian 1989, Marzullo
-    1984), at the middle of the shortest. Each is widened by the drift until then and by the
-    counter's step. If they do not meet, a clock jumped, and the shortest ping stands alone.
+    The stamp was taken between t0 and t1, however unequal the ways, so the offset lies in
+    [d - t1, d - t0]. The reading is the intersection of all pings' intervals (Cristian 1989,
+    Marzullo 1984) at the middle of the shortest, each widened by the drift until then and by the
+    counter's step. If it is empty, a clock jumped, and the shortest ping stands alone.
 
     Raises:
         MeasurementError: no ping, lists of unequal length, or a ping that ended before it began.
@@ -71,19 +69,18 @@ def offset_from_pings(
 
 def _offset_bounds(ping: tuple[int, int, int], at: int, resolution_ns: int) -> tuple[int, int]:
     t0, d, t1 = ping
-    away = max(abs(t0 - at), abs(t1 - at))
-    drifted = away * DRIFT_LIMIT_PPM // 1_000_000 + 1
+    drifted = max(abs(t0 - at), abs(t1 - at)) * DRIFT_LIMIT_PPM // 1_000_000 + 1
     return d - t1 - drifted, d + resolution_ns - 1 - t0 + drifted
 
 
 class Clock:
     """Offset and drift of one device, fitted to its readings.
 
-    Ask `jumped` before `add`; if it did, discard what was stamped since, and begin a new Clock.
+    Ask `jumped` before `add`; after a jump, discard what was stamped since, and begin a new Clock.
 
     Args:
-        device: its name, for sentences.
-        tolerance_ns: what a reading may be off beyond all errors before that is called a jump.
+        device: its name, for messages.
+        tolerance_ns: deviation of a reading beyond all errors that is not called a jump.
     """
 
     def __init__(self, *, device: str = "device", tolerance_ns: int = 2_000) -> None:
@@ -92,20 +89,20 @@ class Clock:
         self._line: _Line | None = None
 
     def add(self, reading: ClockReading) -> None:
-        """Take one more reading into the fit; the oldest beyond 32 are forgotten."""
+        """Add a reading to the fit; the oldest beyond 32 are dropped."""
         self._readings = (*self._readings, reading)[-KEPT:]
         self._line = _Line(self._readings, self.tolerance_ns)
 
     @property
     def drift_ppm(self) -> float:
-        """How much faster the device counts than the host, in parts per million."""
+        """The device's rate beyond the host's, in parts per million."""
         return self._fitted().slope * 1e6
 
     def host_ns(self, device_ns: int) -> tuple[int, int]:
-        """Host time of a device's stamp and the error of that, both in ns.
+        """Return the host time of a device's stamp and its error bound, both in ns.
 
-        The error is a bound, however unequal the ways of the pings, if the device's rate stays
-        within 1 ppm of an even one. It grows with the time to the nearest reading.
+        The bound holds, however unequal the ways of the pings, if the device's rate stays within
+        1 ppm of an even one. It grows with the time to the nearest reading.
 
         Raises:
             MeasurementError: there is no reading yet.
@@ -117,7 +114,7 @@ class Clock:
         return line.at_ns + round(elapsed), math.ceil(line.error(elapsed) * 1.001) + 1
 
     def jumped(self, reading: ClockReading) -> str | None:
-        """Say that a new reading contradicts the fit beyond both errors and the tolerance."""
+        """Return a notice if a new reading contradicts the fit beyond errors and tolerance."""
         off, allowed = self._line.misses(reading) if self._line else (0.0, 0.0)
         if abs(off) <= allowed + self.tolerance_ns:
             return None
@@ -133,7 +130,7 @@ class Clock:
 
 
 class _Line:
-    """Offset over host time about a reference reading: `start` there, and `slope`, in ns and ns/ns.
+    """A line of offset over host time about a reference reading, in ns and ns/ns.
 
     Its errors are bounds, not standard deviations: a way back that is always longer does not
     average away.
@@ -141,21 +138,21 @@ class _Line:
 
     def __init__(self, readings: Sequence[ClockReading], tolerance_ns: int) -> None:
         # The reading in the middle is no outlier, so all that count are near it.
-        middle = sorted(readings, key=lambda one: one.offset_ns)[len(readings) // 2]
+        middle = sorted(readings, key=lambda reading: reading.offset_ns)[len(readings) // 2]
         self.at_ns, self._offset_ns = middle.at_ns, middle.offset_ns
         self.device_ns = self.at_ns + self._offset_ns
-        times = np.array([float(one.at_ns - self.at_ns) for one in readings])
-        offsets = np.array([float(one.offset_ns - self._offset_ns) for one in readings])
-        errors = np.array([float(max(one.error_ns, 1)) for one in readings])
+        times = np.array([float(reading.at_ns - self.at_ns) for reading in readings])
+        offsets = np.array([float(reading.offset_ns - self._offset_ns) for reading in readings])
+        errors = np.array([float(max(reading.error_ns, 1)) for reading in readings])
         start, slope = _robust_line(times, offsets, errors)
-        kept = np.abs(offsets - start - slope * times) <= errors + tolerance_ns
-        self._fit(times[kept], offsets[kept], errors[kept])
+        near = np.abs(offsets - start - slope * times) <= errors + tolerance_ns
+        self._fit(times[near], offsets[near], errors[near])
 
     def _fit(self, times: _Floats, offsets: _Floats, errors: _Floats) -> None:
-        """Least squares with weights 1/error^2, and "the drift is 0" as one more observation.
+        """Fit least squares with weights 1/error^2, and "no drift" as one more observation.
 
-        That one is as far off as a drift can be, and says nothing once readings lie seconds apart.
-        About the weighted mean time, offset and slope do not depend on each other.
+        That observation is as wrong as a drift can be, and says nothing once readings lie seconds
+        apart. About the weighted mean time, offset and slope are independent.
         """
         weights = errors**-2.0
         mean_time = float(weights @ times / weights.sum())
@@ -169,26 +166,26 @@ class _Line:
         self._errors = np.abs(offsets - self.start - self.slope * times) + errors
 
     def error(self, elapsed: float) -> float:
-        """Most the line can be off at a time, in ns: what some reading allows, and drift since."""
+        """Return the line's error bound at a time, in ns: a reading's, and the drift since."""
         rate_error = self._slope_error + WANDER_PPM / 1e6
         return float(np.min(self._errors + np.abs(self._times - elapsed) * rate_error))
 
     def misses(self, reading: ClockReading) -> tuple[float, float]:
-        """How far a reading is off the line, and how far its error and the line's let it be."""
+        """Return a reading's distance from the line, and how much both errors allow."""
         elapsed = float(reading.at_ns - self.at_ns)
         off = reading.offset_ns - self._offset_ns - self.start - self.slope * elapsed
         return off, reading.error_ns + self.error(elapsed)
 
 
 def _robust_line(times: _Floats, offsets: _Floats, errors: _Floats) -> tuple[float, float]:
-    """Start and slope by weighted medians (Theil 1950, Sen 1968); a quarter may be wrong."""
-    one, other = np.triu_indices(len(times), k=1)
-    apart = times[other] - times[one]
-    one, other, apart = one[apart != 0], other[apart != 0], apart[apart != 0]
+    """Return start and slope by weighted medians (Theil 1950, Sen 1968); a quarter may be wrong."""
+    left, right = np.triu_indices(len(times), k=1)
+    apart = times[right] - times[left]
+    left, right, apart = left[apart != 0], right[apart != 0], apart[apart != 0]
     slope = 0.0
     if len(apart):
-        slopes = (offsets[other] - offsets[one]) / apart
-        slope = _weighted_median(slopes, np.abs(apart) / (errors[one] + errors[other]))
+        slopes = (offsets[right] - offsets[left]) / apart
+        slope = _weighted_median(slopes, np.abs(apart) / (errors[left] + errors[right]))
         slope = max(-DRIFT_LIMIT_PPM / 1e6, min(DRIFT_LIMIT_PPM / 1e6, slope))
     return _weighted_median(offsets - slope * times, 1 / errors), slope
 

@@ -1,8 +1,8 @@
-"""A flow's ends on the devices that move it, and where in memory they meet.
+"""The endpoints of a flow on its devices, and the memory where they meet.
 
-A direct flow or a bounce has an end at each GPU. One over the network has up to four: a kernel
-fills a FIFO, a NIC takes slices out and sends them; at the other host a NIC receives slices into a
-FIFO, a kernel empties it. Where NCCL carries it, it has an end at each GPU.
+A direct flow or a bounce has an endpoint at each GPU. A flow over the network has up to four: a
+kernel fills a FIFO, a NIC sends its slices; at the other host a NIC receives slices into a FIFO, a
+kernel empties it. A flow that NCCL carries has an endpoint at each GPU.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from tccl_profiler.program import (
     Link,
 )
 from tccl_py.errors import MeasurementError
-from tccl_py.model.transfer import Fifo, Flow, Place
+from tccl_py.model.transfer import Fifo, Flow, Place, Transfer
 
 SLICES = 4
 """NCCL posts a FIFO of eight slots by two slots at a time."""
 FREE_BYTES = 64 * 1024 * 1024
-"""Memory that a flow without a FIFO goes through again and again."""
+"""Memory that a flow without a FIFO cycles through."""
 FREE_SLICE_BYTES = 256 * 1024
 COPY_BYTES = 64 * 1024 * 1024
-"""What a copy engine is given at once, where no FIFO sets the size."""
+"""One request to a copy engine, where no FIFO sets the size."""
 CARRIED_BYTES = 1024 * 1024
-"""What NCCL carries is counted in these; how many it is given at once, its pace says."""
+"""The unit in which NCCL's bytes are counted; the pace sets how many NCCL is given at once."""
 
 Network = Literal["tcp", "nccl"]
-"""What moves a flow from host to host: NICs' lanes over TCP, or NCCL where both ends are GPUs."""
+"""The carrier between hosts: NICs over TCP, or NCCL where both ends are GPUs."""
+Direction = Literal["incoming", "outgoing"]
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """One end of a flow on one device, not yet paired with another: `ends[b]` is its block b's.
+class FlowEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One end of a flow on one device; `ends[b]` is of its block b.
 
-    A NIC's has a link for each of them, and so has one that NCCL carries.
+    A NIC has a link for each block; a flow that NCCL carries has one link.
     """
 
     flow: int
     device: str
-    kind: Literal["incoming", "outgoing"]
+    kind: Direction
     ends: tuple[End, ...]
     slice_bytes: int
     engine: bool = False
@@ -54,63 +55,64 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     links: tuple[Link, ...] = ()
 
 
-class Layout:
-    """Deals out the memory of each space, counters from its beginning, bytes after them; and the
-    links between NICs."""
+class BufferLayout:
+    """Allocates counters, then bytes, in each space, and numbers the links."""
 
     def __init__(self) -> None:
         self._counters: dict[str, int] = {}
-        self._bytes: dict[str, int] = {}
         self._buffers: dict[tuple[str, int], dict[bool, list[Address]]] = {}
         self._links: dict[tuple[str, str, Carrier | None], list[Link]] = {}
+        self.sizes: dict[str, int] = {}
 
     def counter(self, space: str) -> Address:
-        """The next counter of a space.
+        """Allocate a counter.
 
         Raises:
-            MeasurementError: it has no more.
+            MeasurementError: the space is out of counters.
         """
         number = self._counters.get(space, 0)
         if number >= COUNTERS:
             raise MeasurementError(f"{space} would hold more than {COUNTERS} counters")
         self._counters[space] = number + 1
-        self._bytes.setdefault(space, COUNTER_AREA_BYTES)
+        self.sizes.setdefault(space, COUNTER_AREA_BYTES)
         return Address(space, number * COUNTER_BYTES)
 
     def memory(self, space: str, size: int) -> Address:
-        """The next `size` bytes of a space."""
-        offset = self._bytes.get(space, COUNTER_AREA_BYTES)
-        # Whole pages, so that no two FIFOs share one.
-        self._bytes[space] = offset + (size + 4095) // 4096 * 4096
+        """Allocate `size` bytes."""
+        offset = self.sizes.get(space, COUNTER_AREA_BYTES)
+        # Whole pages: no two FIFOs share a page.
+        self.sizes[space] = offset + (size + 4095) // 4096 * 4096
         return Address(space, offset)
 
     def buffer(self, space: str, size: int, *, writes: bool) -> Address:
-        """Return the buffer of a plain write or read, which a read or write of its size shares.
+        """Return the buffer of a plain write or read; a read shares a write's of equal size.
 
-        As through a FIFO, what is read is then what was just written, perhaps still in a cache.
+        As in a FIFO, the read then finds bytes that were just written, perhaps still in a cache.
         """
         users = self._buffers.setdefault((space, size), {True: [], False: []})
-        mine, others = users[writes], users[not writes]
-        mine.append(others[len(mine)] if len(mine) < len(others) else self.memory(space, size))
-        return mine[-1]
+        own, shared = users[writes], users[not writes]
+        own.append(shared[len(own)] if len(own) < len(shared) else self.memory(space, size))
+        return own[-1]
 
     def link(self, sender: str, receiver: str, carrier: Carrier | None = None) -> Link:
-        """The next link between two NICs, or two GPUs by the same carrier."""
+        """Return the next link between two NICs, or between two GPUs by the same carrier."""
         known = self._links.setdefault((sender, receiver, carrier), [])
         known.append(Link(sender, receiver, len(known), carrier))
         return known[-1]
 
-    def sizes(self) -> dict[str, int]:
-        """What each space must hold, in bytes."""
-        return dict(self._bytes)
+    def fifo(self, memory: End, *, filled: str, taken: str) -> tuple[End, End]:
+        """Return the writer's and the reader's end of a FIFO with counters in these spaces."""
+        tail, head = self.counter(filled), self.counter(taken)
+        writer = msgspec.structs.replace(memory, wait=head, post=tail)
+        return writer, msgspec.structs.replace(memory, wait=tail, post=head)
 
     def links(self) -> tuple[Link, ...]:
-        """All links dealt out."""
+        """Return all links, sorted."""
         return tuple(sorted(link for known in self._links.values() for link in known))
 
 
 def device_of(place: Place) -> str:
-    """The device that a place is of, or is: a copy engine's is its GPU.
+    """Return the device of a place: a copy engine belongs to its GPU.
 
     >>> device_of(Place("D", 2, "h1"))
     'h1.G2'
@@ -119,16 +121,16 @@ def device_of(place: Place) -> str:
 
 
 def is_carried(flow: Flow, network: Network) -> bool:
-    """Whether NCCL carries a flow from host to host."""
+    """Return whether NCCL carries a flow from host to host."""
     return (
         network == "nccl" and flow.is_network and flow.source.kind == flow.destination.kind == "G"
     )
 
 
-def pieces_of(
-    layout: Layout, number: int, flow: Flow, blocks: int, network: Network = "tcp"
-) -> Iterator[Piece]:
-    """The ends of flow `number` of a set, in the order of the bytes."""
+def endpoints_of(
+    layout: BufferLayout, number: int, flow: Flow, blocks: int, network: Network = "tcp"
+) -> Iterator[FlowEndpoint]:
+    """Yield the endpoints of flow `number` of a set, in the order of the bytes."""
     if is_carried(flow, network):
         yield from _carried(layout, number, flow, blocks)
     elif flow.is_network:
@@ -143,13 +145,14 @@ def pieces_of(
         yield _free(layout, number, flow, blocks)
 
 
-def _piped(layout: Layout, number: int, flow: Flow, blocks: int) -> Iterator[Piece]:
-    """A bounce, or a direct flow as NCCL's channels move it: by FIFOs with counters.
+def _piped(
+    layout: BufferLayout, number: int, flow: Flow, blocks: int
+) -> tuple[FlowEndpoint, FlowEndpoint]:
+    """Lay out a bounce, or a direct flow as NCCL's channels move it: FIFOs with counters.
 
-    A bounce's FIFO and counters lie in host memory. A direct write's FIFO lies with the receiver, a
-    direct read's with the sender, and each side polls a counter in its own memory.
+    A bounce has FIFO and counters in host memory. The FIFO of a direct write lies with the
+    receiver, of a direct read with the sender; each GPU polls a counter in its own memory.
     """
-    fifo = flow.fifo or Fifo()
     source, target = flow.source, flow.destination
     first, last = flow.transfers[0], flow.transfers[-1]
     if flow.is_bounce:
@@ -157,77 +160,100 @@ def _piped(layout: Layout, number: int, flow: Flow, blocks: int) -> Iterator[Pie
     else:
         place = str(target if first.operation == "write" else source)
         filled, taken = str(target), str(source)
-    slices, slice_bytes = _slicing(fifo)
-    writers, readers = [], []
-    for block in range(blocks):
-        data = layout.memory(place, slices * slice_bytes)
-        memory = End(data=data, slices=slices, seed=_seed(number, block))
-        writer, reader = _fifo(layout, memory, filled=filled, taken=taken)
-        writers.append(writer)
-        readers.append(reader)
-    yield Piece(
-        flow=number,
-        device=str(source),
-        kind="outgoing",
-        ends=tuple(writers),
-        slice_bytes=slice_bytes,
-        engine=flow.is_bounce and first.uses_copy_engine,
-    )
-    yield Piece(
-        flow=number,
-        device=str(target),
-        kind="incoming",
-        ends=tuple(readers),
-        slice_bytes=slice_bytes,
-        engine=flow.is_bounce and last.uses_copy_engine,
+    slices, slice_bytes = _slicing(flow.fifo or Fifo())
+    writers, readers = zip(
+        *(
+            layout.fifo(
+                End(
+                    data=layout.memory(place, slices * slice_bytes),
+                    slices=slices,
+                    seed=_seed(number, block),
+                ),
+                filled=filled,
+                taken=taken,
+            )
+            for block in range(blocks)
+        ),
+        strict=True,
     )
 
+    def endpoint(
+        device: Place, kind: Direction, ends: tuple[End, ...], copies: bool
+    ) -> FlowEndpoint:
+        return FlowEndpoint(
+            flow=number,
+            device=str(device),
+            kind=kind,
+            ends=ends,
+            slice_bytes=slice_bytes,
+            engine=flow.is_bounce and copies,
+        )
 
-def _network(layout: Layout, number: int, flow: Flow, blocks: int) -> Iterator[Piece]:
-    """A flow from host to host, by a NIC at each end and a kernel wherever a GPU is.
+    return (
+        endpoint(source, "outgoing", writers, first.uses_copy_engine),
+        endpoint(target, "incoming", readers, last.uses_copy_engine),
+    )
 
-    What a NIC sends or receives goes through a FIFO in host memory or, where the NIC reaches that,
-    in the GPU's: there too NCCL's kernels copy from what is sent into a FIFO. Host memory that a
-    flow begins or ends in is nobody's FIFO: the NIC goes through it again and again.
 
-    A slice has the same number and seed all the way, so that data are compared end to end.
+def _network(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> Iterator[FlowEndpoint]:
+    """Lay out a flow from host to host: a NIC at each end, and a kernel wherever a GPU is.
+
+    A NIC's FIFO lies in host memory or, where the NIC reaches it, in GPU memory: NCCL's kernels
+    copy into a FIFO there too. Host memory at a flow's end is no FIFO: the NIC cycles through it.
+    A slice keeps its number and seed all the way, so that checks compare end to end.
     """
-    at = next(i for i, one in enumerate(flow.transfers) if one.executor.kind == "N")
-    over, into = flow.transfers[at : at + 2]
+    over, into = _network_transfers(flow)
     sender, receiver = str(over.executor), str(into.executor)
     links = tuple(layout.link(sender, receiver) for _ in range(blocks))
-    slicing = _slicing(flow.fifo or Fifo())
-    seeds = [_seed(number, block) for block in range(blocks)]
+    slices, slice_bytes = _slicing(flow.fifo or Fifo())
 
-    def piece(device: str, kind: Literal["incoming", "outgoing"], ends: list[End]) -> Piece:
-        return Piece(
+    def ends_beside_nic(memory: Place, end: Place) -> tuple[tuple[End, ...], tuple[End, ...]]:
+        """Return the ends of those who fill and those who empty the NIC's memory."""
+        place, filled, taken = str(memory), [], []
+        for block in range(blocks):
+            data = layout.memory(place, slices * slice_bytes)
+            writer = reader = End(data=data, slices=slices, seed=_seed(number, block))
+            if end.kind == "G":
+                writer, reader = layout.fifo(writer, filled=place, taken=place)
+            filled.append(writer)
+            taken.append(reader)
+        return tuple(filled), tuple(taken)
+
+    def endpoint(device: str, kind: Direction, ends: tuple[End, ...]) -> FlowEndpoint:
+        return FlowEndpoint(
             flow=number,
             device=device,
             kind=kind,
-            ends=tuple(ends),
-            slice_bytes=slicing[1],
+            ends=ends,
+            slice_bytes=slice_bytes,
             piped=ends[0].wait is not None,
             links=links if device in (sender, receiver) else (),
         )
 
-    filled, taken = _beside_nic(layout, over.source, flow.source, slicing, seeds)
+    filled, taken = ends_beside_nic(over.source, flow.source)
     if flow.source.kind == "G":
-        yield piece(str(flow.source), "outgoing", filled)
-    yield piece(sender, "incoming", taken)
-    filled, taken = _beside_nic(layout, into.destination, flow.destination, slicing, seeds)
-    yield piece(receiver, "outgoing", filled)
+        yield endpoint(str(flow.source), "outgoing", filled)
+    yield endpoint(sender, "incoming", taken)
+    filled, taken = ends_beside_nic(into.destination, flow.destination)
+    yield endpoint(receiver, "outgoing", filled)
     if flow.destination.kind == "G":
-        yield piece(str(flow.destination), "incoming", taken)
+        yield endpoint(str(flow.destination), "incoming", taken)
 
 
-def _carried(layout: Layout, number: int, flow: Flow, blocks: int) -> Iterator[Piece]:
-    """A flow from host to host that is NCCL's from GPU to GPU, FIFOs and all.
+def _network_transfers(flow: Flow) -> tuple[Transfer, Transfer]:
+    """Return the transfer that sends over the network and the transfer that receives."""
+    at = next(i for i, part in enumerate(flow.transfers) if part.executor.kind == "N")
+    over, into = flow.transfers[at : at + 2]
+    return over, into
+
+
+def _carried(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> Iterator[FlowEndpoint]:
+    """Lay out a flow that NCCL carries from GPU to GPU, through FIFOs of its own.
 
     Raises:
-        MeasurementError: it passes a second GPU, which a communicator of two has none of.
+        MeasurementError: the flow passes a third GPU; a communicator of two has none.
     """
-    at = next(i for i, one in enumerate(flow.transfers) if one.executor.kind == "N")
-    over, into = flow.transfers[at : at + 2]
+    over, into = _network_transfers(flow)
     between = {over.source, into.destination} - {flow.source, flow.destination}
     if any(place.kind == "G" for place in between):
         raise MeasurementError(
@@ -243,11 +269,10 @@ def _carried(layout: Layout, number: int, flow: Flow, blocks: int) -> Iterator[P
     )
     link = layout.link(str(flow.source), str(flow.destination), carrier)
     for place in (flow.source, flow.destination):
-        yield Piece(
+        yield FlowEndpoint(
             flow=number,
             device=str(place),
             kind="outgoing" if place == flow.source else "incoming",
-            # NCCL has memory of its own.
             ends=(End(data=Address(str(place), 0), slices=1, seed=_seed(number, 0)),),
             slice_bytes=CARRIED_BYTES,
             engine=True,
@@ -255,43 +280,8 @@ def _carried(layout: Layout, number: int, flow: Flow, blocks: int) -> Iterator[P
         )
 
 
-def _beside_nic(
-    layout: Layout, memory: Place, end: Place, slicing: tuple[int, int], seeds: list[int]
-) -> tuple[list[End], list[End]]:
-    """Ends at the memory that a NIC uses, for who fills it and who empties it; `end` is the flow's
-    own, and where that is no GPU nobody but the NIC is there."""
-    (slices, slice_bytes), place = slicing, str(memory)
-    filled, taken = [], []
-    for seed in seeds:
-        data = layout.memory(place, slices * slice_bytes)
-        reader = writer = End(data=data, slices=slices, seed=seed)
-        if end.kind == "G":
-            writer, reader = _fifo(layout, writer, filled=place, taken=place)
-        filled.append(writer)
-        taken.append(reader)
-    return filled, taken
-
-
-def _fifo(layout: Layout, memory: End, *, filled: str, taken: str) -> tuple[End, End]:
-    """The writer's and the reader's end of a FIFO, whose two counters lie in these spaces."""
-    tail, head = layout.counter(filled), layout.counter(taken)
-    writer = msgspec.structs.replace(memory, wait=head, post=tail)
-    return writer, msgspec.structs.replace(memory, wait=tail, post=head)
-
-
-def _seed(flow: int, block: int) -> int:
-    """Of the check pattern: never 0, and another for every block of every flow."""
-    return 1 + flow * 8191 + block * 127
-
-
-def _slicing(fifo: Fifo) -> tuple[int, int]:
-    """How many slices a FIFO has and how long they are: two slots each, 16 bytes a thread."""
-    slices = max(1, fifo.slots * SLICES // 8)
-    return slices, max(16, fifo.bytes // slices // 16 * 16)
-
-
-def _free(layout: Layout, number: int, flow: Flow, blocks: int) -> Piece:
-    """A flow that nobody waits for: its blocks go through some memory of their own."""
+def _free(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> FlowEndpoint:
+    """Lay out a flow without FIFO: each block cycles through memory of its own."""
     (transfer,) = flow.transfers
     engine = transfer.uses_copy_engine
     blocks = 1 if engine else blocks
@@ -315,7 +305,7 @@ def _free(layout: Layout, number: int, flow: Flow, blocks: int) -> Piece:
         )
         for block in range(blocks)
     )
-    return Piece(
+    return FlowEndpoint(
         flow=number,
         device=device,
         kind="outgoing" if writes else "incoming",
@@ -324,3 +314,14 @@ def _free(layout: Layout, number: int, flow: Flow, blocks: int) -> Piece:
         engine=engine,
         piped=False,
     )
+
+
+def _seed(flow: int, block: int) -> int:
+    """Return the check pattern's seed: never 0, different for every block of every flow."""
+    return 1 + flow * 8191 + block * 127
+
+
+def _slicing(fifo: Fifo) -> tuple[int, int]:
+    """Return the count and bytes of a FIFO's slices: two slots each, whole packs of 16 bytes."""
+    slices = max(1, fifo.slots * SLICES // 8)
+    return slices, max(16, fifo.bytes // slices // 16 * 16)

@@ -1,5 +1,7 @@
-"""A program that runs on this host's devices, stage by stage: a caller that drives several hosts
-waits until a repeat is there on each, and has all release it at one time.
+"""The execution of a program on this host's devices, stage by stage, and its specification.
+
+A caller that drives several hosts waits until a repeat is resident on each, and has all release it
+at one time.
 """
 
 from __future__ import annotations
@@ -14,29 +16,36 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_profiler.host.lane import nap_exactly
-from tccl_profiler.messages import Pace, Pinged, Run
+from tccl_profiler.linux import precise_sleeps
+from tccl_profiler.messages import Done, Pace, Pinged, Run, WorkerLost
 from tccl_profiler.program import (
     COUNTER_BYTES,
     COUNTERS,
     DeviceProgram,
+    HostProgram,
     Program,
-    Work,
     host_of,
     local,
 )
 from tccl_profiler.shared_memory import MAX_STAMPS, Control, Segment, create_segment
-from tccl_profiler.workers import WorkerLost, WorkerProcess
+from tccl_profiler.workers import WorkerProcess
 from tccl_py.errors import MeasurementError
 
-# What is asked of a run of a program, and what comes back from it.
+_LOOK_S = 0.02
+"""How often a wait checks that all workers live."""
+_SPIN_NS = 100_000
+"""Time before a release during which the core is kept: a sleep may end that late."""
+_EARLY_S = 0.0005
+"""Time before its lanes should end at which a repeat is polled."""
+_SMALLEST = 64 << 20
+_COUNTERS_BYTES = COUNTERS * COUNTER_BYTES
+"""The counters of one repeat."""
+
+Stamps = npt.NDArray[np.uint64]
 
 
-class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """How a program is run: repeats, their warm-up and window, and whether data are checked.
-
-    `paces` says for each device how much its copies move.
-    """
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How a program runs: repeats, warm-up, window, data checks, and the paces of copies."""
 
     repeats: int
     warm_us: float
@@ -44,8 +53,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     check: bool = False
     paces: Mapping[str, tuple[Pace, ...]] = msgspec.field(default_factory=dict)
 
-    def on(self, host: str) -> Timing:
-        """The same for one host's devices, by their names there."""
+    def on(self, host: str) -> RunSpec:
+        """Return the same for one host's devices, under local names."""
         paces = {local(name): pace for name, pace in self.paces.items() if host_of(name) == host}
         return msgspec.structs.replace(self, paces=paces)
 
@@ -55,120 +64,63 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
         return (self.warm_us + self.window_us) / 1e6
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One repeat: by device its records (`control.RECORD`), lanes first, and its copies'
-    stamps: when released, then when each group was done."""
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One repeat, by device: records of lanes (`shared_memory.RECORD`) and stamps of copies.
+
+    A copy is stamped when released, then when each group of slices is done.
+    """
 
     records: Mapping[str, npt.NDArray[np.void]]
-    stamps: Mapping[str, tuple[npt.NDArray[np.uint64], ...]]
+    stamps: Mapping[str, tuple[Stamps, ...]]
 
 
 class Runner(Protocol):
-    """What runs programs for a profiler: the pool of one host, or pools of several."""
+    """The pool of one host, or the pools of several, as a profiler uses them."""
 
     @property
     def lanes(self) -> Mapping[str, int]:
-        """How many blocks each device runs at once, by its name."""
+        """How many blocks each device runs at once, by name."""
 
-    def run(self, program: Program, timing: Timing) -> Sequence[Outcome]:
+    def run(self, program: Program, spec: RunSpec) -> Sequence[RunResult]:
         """Run a program's repeats."""
 
     def ping(self, count: int = ...) -> Mapping[str, Pinged]:
-        """Each device's clock against the clock that all are compared on."""
+        """Compare each device's clock with the clock of this host."""
 
     def restart(self) -> None:
         """Start all workers anew."""
 
 
-def joined(outcomes: Mapping[str, Outcome]) -> Outcome:
-    """One repeat's outcome over several hosts, from each one's own, by host."""
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the pool waits, in seconds.
 
-    def name(host: str, device: str) -> str:
-        return f"{host}.{device}" if host else device
-
-    return Outcome(
-        records={
-            name(host, device): rows
-            for host, outcome in outcomes.items()
-            for device, rows in outcome.records.items()
-        },
-        stamps={
-            name(host, device): rows
-            for host, outcome in outcomes.items()
-            for device, rows in outcome.stamps.items()
-        },
-    )
-
-
-def order_of(
-    device: str, share: DeviceProgram, timing: Timing, *, epoch: int, patience_s: float
-) -> Run:
-    """The order for a device: its share of a program, from this epoch on.
-
-    Raises:
-        MeasurementError: its copies have no paces that fit.
+    `start_s` is for devices to be set up, a first compilation included; `answer_s` for an answer;
+    `lanes_s` for lanes to be resident, to be released, and to end after their window; `stop_s` for
+    workers to end.
     """
-    paces = timing.paces.get(device, ())
-    stamps = sum(pace.groups + 2 for pace in paces)
-    if len(paces) != len(share.copies) or stamps > MAX_STAMPS:
-        raise MeasurementError(
-            f"{device}: {len(paces)} paces with {stamps} stamps for {len(share.copies)} copies; "
-            f"one each and {MAX_STAMPS} stamps at most are right"
-        )
-    return Run(
-        program=share,
-        epoch=epoch,
-        repeats=timing.repeats,
-        warm_ns=round(timing.warm_us * 1e3),
-        window_ns=round(timing.window_us * 1e3),
-        patience_ns=round(patience_s * 1e9),
-        paces=paces,
-        check=timing.check,
-    )
+
+    start_s: float = 120.0
+    answer_s: float = 60.0
+    lanes_s: float = 10.0
+    stop_s: float = 3.0
 
 
-def stamps_of(
-    control: Control, slot: int, device: str, timing: Timing, repeat: int
-) -> tuple[npt.NDArray[np.uint64], ...]:
-    """Views of the stamps of each copy of a device: queued, released, and one for each group."""
-    rows, first = [], 0
-    paces = timing.paces.get(device, ())
-    area = control.stamps(slot, repeat, sum(pace.groups + 2 for pace in paces))
-    for pace in paces:
-        rows.append(area[first : first + pace.groups + 2])
-        first += pace.groups + 2
-    return tuple(rows)
-
-
-# Host memory that FIFOs lie in: a segment for each NUMA node, made on demand and reused.
-
-
-_SMALLEST = 64 << 20
-_COUNTERS_BYTES = COUNTERS * COUNTER_BYTES
-"""The counters of one repeat."""
-
-
-class HostSpaces:
-    """Segments by space (`C0`), each on its node.
+class HostBuffers:
+    """Host memory for FIFOs: a segment per space (`C0`), on its NUMA node, made on demand.
 
     Args:
-        numa_ids: by space the system's number of its NUMA node, None if it has one.
+        numa_ids: by space, the system's number of its NUMA node, or None.
     """
 
     def __init__(self, numa_ids: Mapping[str, int | None]) -> None:
         self._numa_ids = dict(numa_ids)
         self._segments: dict[str, Segment] = {}
 
-    @property
-    def size(self) -> int:
-        """Bytes of all together."""
-        return sum(segment.size for segment in self._segments.values())
-
     def ensure(self, space: str, size: int, share: Callable[[str, Segment], None]) -> None:
-        """Have `size` bytes in a space; `share` tells the workers of memory that is new.
+        """Have `size` bytes in a space; `share` tells the workers of new memory.
 
         Raises:
-            MeasurementError: no such node, or not that much memory on it.
+            MeasurementError: no such node, or not enough memory on it.
         """
         old = self._segments.get(space)
         if old is not None and old.size >= size:
@@ -189,11 +141,10 @@ class HostSpaces:
 
     def clear(self, space: str, repeats: int) -> None:
         """Set the counters of a space's first repeats to 0."""
-        count = _COUNTERS_BYTES // 8 * repeats
-        self._segments[space].array(np.uint64, 0, count)[:] = 0
+        self._segments[space].array(np.uint64, 0, _COUNTERS_BYTES // 8 * repeats)[:] = 0
 
-    def let_go(self, repeat: int) -> None:
-        """Set all counters of a repeat so high that nobody waits for them any more."""
+    def release_waiters(self, repeat: int) -> None:
+        """Set all counters of a repeat so high that no copy waits for them any more."""
         for segment in self._segments.values():
             counters = segment.array(np.uint64, repeat * _COUNTERS_BYTES, _COUNTERS_BYTES // 8)
             counters[:] = 1 << 62
@@ -205,61 +156,40 @@ class HostSpaces:
         self._segments = {}
 
 
-_LOOK_S = 0.02
-"""How often a wait looks whether all workers are still there."""
-_SPIN_NS = 100_000
-"""How long before a release the core is kept: a sleep may end late by the rest."""
-_EARLY_S = 0.0005
-"""How long before its lanes should be done a repeat is looked at."""
-
-
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the pool waits, in seconds: for devices to be set up, of which a first compilation
-    takes some; for an answer; for links to be made; for lanes to be there or, beyond their window,
-    to be done, which is also how long lanes wait to be released; and for workers to end."""
-
-    start_s: float = 120.0
-    answer_s: float = 60.0
-    link_s: float = 10.0
-    lanes_s: float = 10.0
-    stop_s: float = 3.0
-
-
-class Running:
+class Execution:
     """The repeats of a program, queued on this host's devices; `Pool.begin` makes it.
 
-    Stages are to be called in order, for each repeat `wait_resident`, `release`, `collect`, and at
-    last `finish`. Left before, as a context manager or by `abort`, all lanes are stopped.
-
-    `lost` says that workers must be started anew; the pool does so when it is next used.
+    Call the stages in order: for each repeat `wait_resident`, `release`, `collect`; then `finish`.
+    Left earlier, as a context manager or by `abort`, all lanes are stopped. `lost` says that the
+    workers must be started anew; the pool does so at its next use.
 
     Args:
         control: where lanes are released and report.
-        host: host memory, whose counters let copies go.
-        workers: those that take part.
-        timing: what is run.
+        host: host memory, whose counters release copies.
+        workers: of the devices that take part.
+        spec: how the program runs.
         epoch: of the first repeat.
-        patience: how long to wait for what.
-        meanwhile: called now and then while something is waited for; what it raises ends the wait.
+        timeouts: how long to wait for what.
+        meanwhile: called now and then during waits; an exception ends the wait.
     """
 
     def __init__(
         self,
         control: Control,
-        host: HostSpaces,
+        host: HostBuffers,
         workers: Sequence[WorkerProcess],
         *,
-        timing: Timing,
+        spec: RunSpec,
         epoch: int,
-        patience: Patience,
+        timeouts: Timeouts,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self._control = control
         self._host = host
         self._workers = tuple(workers)
-        self._timing = timing
+        self._spec = spec
         self._epoch = epoch
-        self._patience = patience
+        self._timeouts = timeouts
         self._meanwhile = meanwhile or (lambda: None)
         self._released_at = 0
         self._over = False
@@ -267,33 +197,48 @@ class Running:
 
     @property
     def over(self) -> bool:
-        """Whether all has been heard, or given up."""
+        """Whether every worker has been heard, or given up."""
         return self._over or self.lost
 
-    def order(self, work: Work) -> None:
-        """Tell each worker its share; nothing it will report is left from before.
+    def queue(self, program: HostProgram) -> None:
+        """Send each worker its share, after clearing the stamps.
 
         Raises:
-            WorkerLost: a worker died or does not listen.
-            MeasurementError: copies have no paces that fit.
+            WorkerLost: a worker died or does not read.
+            MeasurementError: copies have no valid paces.
         """
-        nap_exactly()
-        timing = self._timing
+        precise_sleeps()
         for worker in self._workers:
-            device = worker.spec.device
-            share = work.devices[device]
-            order = order_of(
-                device, share, timing, epoch=self._epoch, patience_s=self._patience.lanes_s
-            )
-            for repeat in range(timing.repeats):
-                for row in stamps_of(self._control, worker.slot, device, timing, repeat):
+            share = program.devices[worker.spec.device]
+            run = self._run_of(worker.spec.device, share)
+            for repeat in range(self._spec.repeats):
+                for row in self._stamps_of(worker, repeat):
                     row[:] = 0
             worker.lanes_asked = len(share.lanes)
             with self._noting_loss():
-                worker.ask(order, limit_s=self._patience.answer_s)
+                worker.ask(run, limit_s=self._timeouts.answer_s)
+
+    def _run_of(self, device: str, share: DeviceProgram) -> Run:
+        spec, paces = self._spec, self._spec.paces.get(device, ())
+        stamps = sum(pace.groups + 2 for pace in paces)
+        if len(paces) != len(share.copies) or stamps > MAX_STAMPS:
+            raise MeasurementError(
+                f"{device}: {len(paces)} paces with {stamps} stamps for {len(share.copies)} "
+                f"copies; one each and {MAX_STAMPS} stamps at most are right"
+            )
+        return Run(
+            program=share,
+            epoch=self._epoch,
+            repeats=spec.repeats,
+            warm_ns=round(spec.warm_us * 1e3),
+            window_ns=round(spec.window_us * 1e3),
+            patience_ns=round(self._timeouts.lanes_s * 1e9),
+            paces=paces,
+            check=spec.check,
+        )
 
     def wait_resident(self, repeat: int) -> None:
-        """Wait until all lanes and copies of a repeat are there and wait for their release.
+        """Wait until all lanes and copies of a repeat wait for their release.
 
         Raises:
             WorkerLost: a worker died or hangs.
@@ -302,19 +247,18 @@ class Running:
         now = self._epoch + repeat
         views, stamps = self._records(repeat), self._stamps(repeat)
 
-        def resident(one: WorkerProcess) -> bool:
-            device = one.spec.device
+        def resident(worker: WorkerProcess) -> bool:
+            device = worker.spec.device
             there = (views[device]["resident"] == now).all()
             return bool(there and all(row[0] for row in stamps[device]))
 
-        limit_s = self._patience.lanes_s
-        self._until(resident, limit_s, "did not get its part of a set running")
+        self._until(resident, self._timeouts.lanes_s, "did not get its part of a set running")
 
     def release(self, repeat: int, at_ns: int | None = None) -> int:
-        """Let a repeat start by one store, at `at_ns` of CLOCK_MONOTONIC or, by default, now.
+        """Release a repeat by one store, at `at_ns` of CLOCK_MONOTONIC or now.
 
         Returns:
-            When the store was done; a process that was kept from running does it late.
+            The time after the store; a process that was descheduled stores late.
 
         Raises:
             WorkerLost: a worker died meanwhile.
@@ -322,9 +266,9 @@ class Running:
         """
         if at_ns is not None:
             ahead_s = (at_ns - time.monotonic_ns()) / 1e9
-            if ahead_s > self._patience.lanes_s:
+            if ahead_s > self._timeouts.lanes_s:
                 raise MeasurementError(
-                    f"a release in {ahead_s:.1f} s: lanes wait {self._patience.lanes_s:g} s"
+                    f"a release in {ahead_s:.1f} s: lanes wait {self._timeouts.lanes_s:g} s"
                 )
             self._sleep_until(at_ns - _SPIN_NS)
             while time.monotonic_ns() < at_ns:
@@ -333,32 +277,32 @@ class Running:
         self._released_at = time.monotonic_ns()
         return self._released_at
 
-    def collect(self, repeat: int) -> Outcome:
-        """Wait for the end of a repeat that has been released, and give what it recorded.
+    def collect(self, repeat: int) -> RunResult:
+        """Wait for the end of a repeat that has been released, and return its records.
 
         Raises:
             WorkerLost: a worker died or hangs, or was released too late.
-            MeasurementError: a device failed in the midst of it.
+            MeasurementError: a device failed meanwhile.
         """
-        now, patience_s = self._epoch + repeat, self._patience.lanes_s
+        now, patience_s = self._epoch + repeat, self._timeouts.lanes_s
         views, stamps = self._records(repeat), self._stamps(repeat)
 
-        def finished(one: WorkerProcess) -> bool:
-            return bool((views[one.spec.device]["finished"] == now).all())
+        def finished(worker: WorkerProcess) -> bool:
+            return bool((views[worker.spec.device]["finished"] == now).all())
 
-        # While lanes run, this process leaves the cores to them: there may be no more than lanes.
-        self._sleep_until(self._released_at + round((self._timing.lasting_s - _EARLY_S) * 1e9))
+        # This process leaves the cores to the lanes: there may be no more cores than lanes.
+        self._sleep_until(self._released_at + round((self._spec.lasting_s - _EARLY_S) * 1e9))
         self._until(finished, patience_s, "did not finish its part of a set")
-        for one in self._workers:
-            if not views[one.spec.device]["start"].all():
+        for worker in self._workers:
+            if not views[worker.spec.device]["start"].all():
                 self.lost = True
                 raise WorkerLost(
-                    f"{one.who} was not released within {patience_s:g} s: this process was stopped "
-                    "or kept from running meanwhile"
+                    f"{worker.who} was not released within {patience_s:g} s: this process was "
+                    "stopped or kept from running meanwhile"
                 )
         if any(stamps.values()):
             self._finish_copies(stamps, repeat)
-        return Outcome(
+        return RunResult(
             records={device: view.copy() for device, view in views.items()},
             stamps={
                 device: tuple(row[1:].copy() for row in rows) for device, rows in stamps.items()
@@ -375,11 +319,11 @@ class Running:
         with self._noting_loss():
             for worker in self._workers:
                 if worker.owes_answer:
-                    worker.done(self._patience.answer_s)
+                    worker.done(self._timeouts.answer_s)
         self._over = True
 
     def abort(self) -> None:
-        """Stop all lanes, and hear what is still to be said; after the end it does nothing."""
+        """Stop all lanes, and hear the answers still owed; after the end it does nothing."""
         if self.over:
             return
         # Until all have answered: a second interruption must not leave them unheard.
@@ -388,7 +332,7 @@ class Running:
         for worker in self._workers:
             while worker.owes_answer:
                 try:
-                    worker.received(self._patience.stop_s)
+                    worker.received(Done, self._timeouts.stop_s)
                 except WorkerLost:
                     return
                 except MeasurementError:
@@ -396,7 +340,7 @@ class Running:
         self._control.clear()
         self.lost, self._over = False, True
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> Execution:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -404,44 +348,39 @@ class Running:
 
     def _records(self, repeat: int) -> Mapping[str, npt.NDArray[np.void]]:
         return {
-            one.spec.device: self._control.records(one.slot, repeat, one.lanes_asked)
-            for one in self._workers
+            worker.spec.device: self._control.records(worker.slot, repeat, worker.lanes_asked)
+            for worker in self._workers
         }
 
-    def _stamps(self, repeat: int) -> Mapping[str, tuple[npt.NDArray[np.uint64], ...]]:
-        return {
-            one.spec.device: stamps_of(
-                self._control, one.slot, one.spec.device, self._timing, repeat
-            )
-            for one in self._workers
-        }
+    def _stamps(self, repeat: int) -> Mapping[str, tuple[Stamps, ...]]:
+        return {worker.spec.device: self._stamps_of(worker, repeat) for worker in self._workers}
 
-    def _finish_copies(
-        self, stamps: Mapping[str, Sequence[npt.NDArray[np.uint64]]], repeat: int
-    ) -> None:
-        """Wait for copies; those that wait for a lane that has stopped are let go after a while."""
-        lasting_s, patience_s = self._timing.lasting_s, self._patience.lanes_s
+    def _stamps_of(self, worker: WorkerProcess, repeat: int) -> tuple[Stamps, ...]:
+        paces = self._spec.paces.get(worker.spec.device, ())
+        return self._control.stamps(worker.slot, repeat, paces)
+
+    def _finish_copies(self, stamps: Mapping[str, Sequence[Stamps]], repeat: int) -> None:
+        """Wait for copies; release those that wait for a lane that has stopped, after a while."""
+        lasting_s, patience_s = self._spec.lasting_s, self._timeouts.lanes_s
         until = time.monotonic() + 2 * lasting_s + 0.01
 
-        def done(one: WorkerProcess) -> bool:
-            return all(row[-1] for row in stamps[one.spec.device])
-
-        def done_or_late(one: WorkerProcess) -> bool:
-            return time.monotonic() > until or done(one)
+        def done(worker: WorkerProcess) -> bool:
+            return all(row[-1] for row in stamps[worker.spec.device])
 
         failure = "did not finish its copies"
-        self._until(done_or_late, 2 * lasting_s + patience_s, failure)
-        self._host.let_go(repeat)
+        limit_s = 2 * lasting_s + patience_s
+        self._until(lambda worker: time.monotonic() > until or done(worker), limit_s, failure)
+        self._host.release_waiters(repeat)
         self._until(done, patience_s, failure)
 
     def _until(
         self, satisfied: Callable[[WorkerProcess], bool], limit_s: float, failure: str
     ) -> None:
-        """Wait until all workers satisfy a condition, and look now and then whether they live.
+        """Wait until all workers satisfy a condition, checking now and then that they live.
 
         Raises:
-            WorkerLost: one has died, or does not satisfy it in time.
-            MeasurementError: one refuses.
+            WorkerLost: a worker has died, or does not satisfy it in time.
+            MeasurementError: a device refuses.
         """
         begun = looked = time.monotonic()
         while not all(map(satisfied, self._workers)):
@@ -450,32 +389,32 @@ class Running:
                 self._look()
                 looked = now
             if now - begun > limit_s:
-                late = [one for one in self._workers if not satisfied(one)]
-                names = ", ".join(one.spec.device for one in late or self._workers)
+                late = [worker for worker in self._workers if not satisfied(worker)]
+                names = ", ".join(worker.spec.device for worker in late or self._workers)
                 self.lost = True
                 raise WorkerLost(f"{names} {failure} within {limit_s:.1f} s")
             if now - begun > 0.00005:
-                # Who is waited for may need this core; and the longer it takes, the later it is.
+                # A worker may need this core, the more so the longer it takes.
                 time.sleep(0.00002 if now - begun < 0.002 else 0.0001)
 
     def _sleep_until(self, at_ns: int) -> None:
-        """Sleep, and look now and then whether all workers live; raises as `_look`."""
+        """Sleep, checking now and then that all workers live; raises as `_look`."""
         while (left_ns := at_ns - time.monotonic_ns()) > 0:
             time.sleep(min(left_ns / 1e9, _LOOK_S))
             if left_ns > _LOOK_S * 1e9:
                 self._look()
 
     def _look(self) -> None:
-        """Raise if a worker has died or has said that it failed; one may be done before others."""
+        """Raise if a worker has died or says that it failed; a worker may end before others."""
         self._meanwhile()
         poller = select.poll()
         for worker in self._workers:
-            poller.register(worker.channel, select.POLLIN)
+            poller.register(worker.connection, select.POLLIN)
         readable = {fd for fd, _ in poller.poll(0)}
         with self._noting_loss():
             for worker in self._workers:
-                if worker.channel.fileno() in readable:
-                    worker.done(self._patience.answer_s)
+                if worker.connection.fileno() in readable:
+                    worker.done(self._timeouts.answer_s)
 
     @contextlib.contextmanager
     def _noting_loss(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
-"""What the kernel is asked about NUMA nodes: which there are, binding to one, where pages lie.
+"""Linux system calls: NUMA nodes, CPU affinity, timer slack, and real-time priorities.
 
-System calls go through ctypes, so that libnuma need not be installed. A call without a number
-here, or refused by a container's seccomp profile, raises OSError (ENOSYS, EPERM); callers decide.
+Calls go through ctypes, so that libnuma need not be installed. A call without a number here, or
+refused by a container's seccomp profile, raises OSError (ENOSYS, EPERM); callers decide.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tccl_py.errors import MeasurementError
 NODES = Path("/sys/devices/system/node")
 NUMA_MAPS = Path("/proc/self/numa_maps")
 MEMINFO = Path("/proc/meminfo")
+_PROC = Path("/proc")
 
 NO_NODE = -1  # a page that is in no node's memory: not faulted in, or swapped out
 MOST_PAGES_ASKED = 4096  # per query; a wrong binding moves far more than one page in 4096
@@ -35,6 +36,10 @@ SYSCALLS = {
 }
 MPOL_BIND = 2  # include/uapi/linux/mempolicy.h
 MADV_POPULATE_WRITE = 23  # include/uapi/asm-generic/mman-common.h; since Linux 5.14
+_PR_SET_TIMERSLACK = 29  # include/uapi/linux/prctl.h
+
+AGENT_PRIORITY, LANES_PRIORITY = 1, 2
+"""Real-time priorities. Lanes nap, and go before the agent that stores their flag."""
 
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,7 +63,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def online_nodes(nodes: Path = NODES) -> tuple[int, ...]:
-    """Nodes of this machine; a kernel built without NUMA has no such file and counts as node 0."""
+    """Return the nodes of this machine; a kernel without NUMA counts as node 0."""
     try:
         return parse_cpu_list((nodes / "online").read_text())
     except FileNotFoundError:
@@ -66,7 +71,7 @@ def online_nodes(nodes: Path = NODES) -> tuple[int, ...]:
 
 
 def cpus_of_node(node: int, nodes: Path = NODES) -> tuple[int, ...]:
-    """CPUs of a node; none if it is memory only.
+    """Return the CPUs of a node, none if it is memory only.
 
     Raises:
         MeasurementError: there is no such node.
@@ -81,7 +86,7 @@ def cpus_of_node(node: int, nodes: Path = NODES) -> tuple[int, ...]:
 
 
 def pin_to_cpus(cpus: Iterable[int]) -> frozenset[int]:
-    """Let the calling thread run on these CPUs only, and return those it might run on before.
+    """Pin the calling thread to these CPUs, and return its CPUs before.
 
     Raises:
         MeasurementError: none of them is open to this process.
@@ -99,24 +104,21 @@ def pin_to_cpus(cpus: Iterable[int]) -> frozenset[int]:
 
 
 def leave_binding() -> tuple[int, int]:
-    """Let the calling thread, and what it starts, run wherever its cpuset allows.
+    """Let the calling thread and its children use the whole cpuset; return CPUs before and now.
 
     mpirun binds ranks to a core each, and with them the threads by which NCCL moves data.
-
-    Returns:
-        tuple[int, int]: on how many CPUs it might run before, and how many it may now.
     """
     before = len(os.sched_getaffinity(0))
-    # The kernel takes those that there are and that the cpuset has.
+    # The kernel takes the CPUs that exist and that the cpuset has.
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
     return before, len(os.sched_getaffinity(0))
 
 
 def available_bytes(node: int | None, nodes: Path = NODES, meminfo: Path = MEMINFO) -> int | None:
-    """Memory that can be had without swapping, of one node or of the machine; None if not told.
+    """Return memory that is free without swapping, of a node or the machine; None if unknown.
 
-    A node's file has no MemAvailable, so free memory and what can be dropped are added up.
+    A node's file has no MemAvailable: free and reclaimable memory are added up.
     """
     path = meminfo if node is None else nodes / f"node{node}" / "meminfo"
     try:
@@ -132,7 +134,7 @@ def available_bytes(node: int | None, nodes: Path = NODES, meminfo: Path = MEMIN
 
 
 def bind(address: int, size: int, node: int) -> None:
-    """Have pages of this mapping that are still to be faulted in come from the node only: mbind(2).
+    """Have pages of this mapping that are not faulted in yet come from the node only: mbind(2).
 
     Raises:
         OSError: EPERM or ENOSYS where the call is refused, EINVAL for a node not allowed here.
@@ -140,16 +142,9 @@ def bind(address: int, size: int, node: int) -> None:
     words = node // _WORD_BITS + 1
     mask = (ctypes.c_ulong * words)()
     mask[node // _WORD_BITS] = 1 << (node % _WORD_BITS)
-    bits = words * _WORD_BITS + 1  # the kernel takes one off before it reads the mask
-    arguments = (
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(size),
-        ctypes.c_int(MPOL_BIND),
-        mask,
-        ctypes.c_ulong(bits),
-        ctypes.c_uint(0),
-    )
-    _syscall("mbind", *arguments)
+    bits = ctypes.c_ulong(words * _WORD_BITS + 1)  # the kernel takes 1 off before it reads the mask
+    where = ctypes.c_void_p(address), ctypes.c_ulong(size)
+    _syscall("mbind", *where, ctypes.c_int(MPOL_BIND), mask, bits, ctypes.c_uint(0))
 
 
 def populate(address: int, size: int) -> None:
@@ -167,7 +162,7 @@ def populate(address: int, size: int) -> None:
 
 
 def pages_by_node(address: int, size: int, numa_maps: Path = NUMA_MAPS) -> dict[int, int]:
-    """How many pages of a mapping, of those asked about, lie on each node (NO_NODE: on none).
+    """Return how many pages of a mapping, of those asked about, lie on each node (or NO_NODE).
 
     move_pages(2) is asked about at most MOST_PAGES_ASKED pages; where it is refused,
     /proc/self/numa_maps about all of the mapping.
@@ -176,7 +171,7 @@ def pages_by_node(address: int, size: int, numa_maps: Path = NUMA_MAPS) -> dict[
         MeasurementError: neither can tell.
     """
     try:
-        return dict(Counter(_nodes_by_move_pages(sampled_pages(address, size))))
+        return dict(Counter(nodes_of_pages(sampled_pages(address, size))))
     except OSError as error:
         refusal = f"move_pages: {error.strerror}"
     try:
@@ -192,7 +187,7 @@ def pages_by_node(address: int, size: int, numa_maps: Path = NUMA_MAPS) -> dict[
 
 
 def sampled_pages(address: int, size: int) -> list[int]:
-    """Addresses of the pages to ask about: all, or evenly spaced ones with the first and last.
+    """Return addresses of the pages to ask about: all, or evenly spaced with first and last.
 
     >>> len(sampled_pages(0, 1 << 30))
     4096
@@ -203,7 +198,7 @@ def sampled_pages(address: int, size: int) -> list[int]:
 
 
 def pages_in_numa_maps(text: str, address: int, size: int) -> dict[int, int]:
-    """Pages by node that numa_maps gives for the mapping that contains an address.
+    """Return pages by node that numa_maps gives for the mapping that contains an address.
 
     Lines have no end address, so the mapping is the last that begins at or below it.
 
@@ -224,8 +219,8 @@ def pages_in_numa_maps(text: str, address: int, size: int) -> dict[int, int]:
     return found | {NO_NODE: missing} if missing > 0 else found
 
 
-def _nodes_by_move_pages(addresses: list[int]) -> list[int]:
-    """Node of each page, NO_NODE for one that is in no memory.
+def nodes_of_pages(addresses: list[int]) -> list[int]:
+    """Return the node of each page by move_pages(2), NO_NODE for one that is in no memory.
 
     Raises:
         OSError: the call is refused.
@@ -233,14 +228,13 @@ def _nodes_by_move_pages(addresses: list[int]) -> list[int]:
     count = len(addresses)
     pages = (ctypes.c_void_p * count)(*addresses)
     status = (ctypes.c_int * count)()
-    # No target nodes: nothing is moved, `status` says where pages are, or minus an errno.
-    arguments = (ctypes.c_int(0), ctypes.c_ulong(count), pages, None, status, ctypes.c_int(0))
-    _syscall("move_pages", *arguments)
+    # No target nodes: nothing is moved, `status` gets nodes, or minus an errno.
+    _syscall("move_pages", ctypes.c_int(0), ctypes.c_ulong(count), pages, None, status, 0)
     return [node if node >= 0 else NO_NODE for node in status]
 
 
 def _syscall(name: str, *arguments: object) -> None:
-    """Make a system call by name; OSError says which one failed and why."""
+    """Make a system call by name; OSError says which call failed and why."""
     number = SYSCALLS.get(platform.machine(), {}).get(name)
     if number is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), name)
@@ -249,19 +243,22 @@ def _syscall(name: str, *arguments: object) -> None:
         raise OSError(code, os.strerror(code), name)
 
 
-# Processes that must not wait for a core while they wait for a release.
+def precise_sleeps() -> None:
+    """Set the calling thread's timer slack to 1 ns: sleeps of 20 us take 70 us by default."""
+    _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
 
 
-AGENT, LANES = 1, 2
-"""Real-time priorities. Lanes nap, and go before the agent that stores their flag."""
-_PROC = Path("/proc")
+def yield_core() -> None:
+    """Yield the core without the interpreter's lock, which os.sched_yield keeps before 3.14."""
+    _libc.sched_yield()
+
+
+# Where others compute on the same cores, a process that wakes up waits for milliseconds until it is
+# scheduled; a set whose hosts start so far apart is not measured together.
 
 
 def threads_of(pids: Iterable[int]) -> list[int]:
-    """All threads of some processes that this one has started and that have not ended.
-
-    The number of one that has ended may be another process's by now.
-    """
+    """Return all threads of live child processes; the pid of an ended child may be reused."""
     found, own = [], str(os.getpid())
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -272,28 +269,28 @@ def threads_of(pids: Iterable[int]) -> list[int]:
     return found
 
 
-def hasten(threads: Iterable[int], priority: int) -> None:
-    """Let threads (0 is the calling one) go before others; without the right to, nothing."""
+def set_fifo_priority(threads: Iterable[int], priority: int) -> None:
+    """Schedule threads (0 is the calling thread) by SCHED_FIFO, where that is permitted."""
     policy = os.SCHED_FIFO | os.SCHED_RESET_ON_FORK
     for thread in threads:
         with contextlib.suppress(OSError):
             os.sched_setscheduler(thread, policy, os.sched_param(priority))
 
 
-def calm(threads: Iterable[int]) -> None:
-    """Let threads wait for their turn as usual."""
+def reset_priority(threads: Iterable[int]) -> None:
+    """Schedule threads as usual."""
     for thread in threads:
         with contextlib.suppress(OSError):
             os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
 
 
 @contextlib.contextmanager
-def urgent(lanes: Iterable[int] = ()) -> Iterator[None]:
-    """The calling thread, and those of lanes, go before others while the context lasts."""
+def realtime(lanes: Iterable[int] = ()) -> Iterator[None]:
+    """Run the calling thread, and those of lanes, at real-time priority within the context."""
     threads = tuple(lanes)
-    hasten(threads, LANES)
-    hasten((0,), AGENT)
+    set_fifo_priority(threads, LANES_PRIORITY)
+    set_fifo_priority((0,), AGENT_PRIORITY)
     try:
         yield
     finally:
-        calm((0, *threads))
+        reset_priority((0, *threads))

@@ -1,4 +1,12 @@
-"""What the controller and its workers say to each other; bytes of transfers go another way."""
+"""The control protocol: messages between controller, host agents and workers, and their framing.
+
+A worker serves one device, an agent one host; both are asked in the same words. The bytes of
+transfers travel elsewhere. On the wire a message is a header (bytes of body, number of
+descriptors), the body as msgpack, and one byte that carries the descriptors.
+
+Links are made in three steps, each at all hosts before the next: receivers listen and say where,
+senders connect, receivers accept.
+"""
 
 from __future__ import annotations
 
@@ -9,82 +17,32 @@ import socket
 import struct
 import time
 from array import array
-from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
 from tccl_profiler.program import DeviceProgram, Link
-from tccl_py.errors import MeasurementError
+from tccl_py.errors import InputError, MeasurementError, TcclError
+from tccl_py.limits import limit_reached
 
-# Links between NICs: where one can be reached, and what a pool's workers are asked to make.
+LINK_S = 10.0
+"""Seconds for a link to be made."""
+
+
+class WorkerLost(MeasurementError):  # noqa: N818 - says what happened
+    """A worker died, hangs, or its device failed; the pool must be started anew."""
 
 
 class LinkLost(MeasurementError):  # noqa: N818 - says what happened
-    """A link could not be made or has broken; both its NICs are named. Make it again."""
-
-
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a NIC waits for a link, and what tells the link from other callers."""
-
-    address: str
-    port: int
-    token: bytes
-
-
-class Listen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Wait for these links, in place of those that had their names; answered by Listening."""
-
-    links: tuple[Link, ...]
-
-
-class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Where, in the order asked."""
-
-    endpoints: tuple[Endpoint, ...]
-
-
-class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Make these links, in place of those that had their names, within so many seconds."""
-
-    links: tuple[Link, ...]
-    endpoints: tuple[Endpoint, ...]
-    limit_s: float
-
-
-class Accept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Take these links, which were listened for, within so many seconds."""
-
-    links: tuple[Link, ...]
-    limit_s: float
-
-
-class AskLinks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Say which links can be used; answered by Linked."""
-
-
-class Linked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The links that are there and clean."""
-
-    links: tuple[Link, ...]
-
-
-def names(links: Sequence[Link]) -> str:
-    """Links in a sentence, the first few by name.
-
-    >>> names([Link("h0.N0", "h1.N0", 0), Link("h0.N0", "h1.N0", 1)])
-    'link 0 from h0.N0 to h1.N0, link 1 from h0.N0 to h1.N0'
-    """
-    shown = ", ".join(map(str, links[:3]))
-    return f"{shown} and {len(links) - 3} more" if len(links) > 3 else shown
+    """A link could not be made or has broken; it can be made again."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first message, with two descriptors: the control segment and the lifeline.
+    """The first message to a worker, with two descriptors: control segment and lifeline.
 
-    `slot` is the device's place in the control segment, `device` its name in the machine: `G0`. The
-    lifeline is a pipe that ends with the controller, however that ends; so does the worker then.
-    A NIC has an IP address and the name of an interface.
+    `slot` is the device's place in the control segment. The lifeline is a pipe that closes when the
+    controller ends, however it ends; the worker exits then. A NIC has an IP address and interface.
     """
 
     backend: str
@@ -100,7 +58,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A device that is ready: how many lanes it runs at once, and how others reach its arena."""
+    """A device is ready, runs so many lanes at once, and shares its arena by `handle`."""
 
     pid: int
     name: str
@@ -127,14 +85,14 @@ class Meet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Host memory that replaces what was mapped under this name, with its descriptor."""
+    """Host memory, with its descriptor, that replaces the space of this name."""
 
     space: str
     size: int
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How much a copy moves: groups of slices; a stamp follows each group."""
+    """The bytes of a copy: groups of slices, each followed by a stamp."""
 
     groups: int
     slices: int = 1
@@ -154,45 +112,138 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask the device for its time so many times."""
+    """Read the clock of the device, or of the host's devices, `count` times."""
 
     count: int
 
 
 class Pinged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """When the host asked, what the device's time was, when the host saw it; nanoseconds."""
+    """Host time before, device time, host time after; nanoseconds."""
 
     asked_ns: tuple[int, ...]
     device_ns: tuple[int, ...]
     seen_ns: tuple[int, ...]
 
 
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The address where a link is awaited, and the token that identifies the link."""
+
+    address: str
+    port: int
+    token: bytes
+
+
+class LinkStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Take one step for these links, within `limit_s`; answered by LinkEnds.
+
+    `usable` takes no links and answers which exist and are clean. `listen` and `connect` replace
+    links of the same names.
+    """
+
+    step: Literal["usable", "listen", "connect", "accept"]
+    links: tuple[Link, ...] = ()
+    endpoints: tuple[Endpoint, ...] = ()
+    limit_s: float = LINK_S
+
+
+class LinkEnds(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The links of a step; after `listen`, where each is awaited."""
+
+    links: tuple[Link, ...]
+    endpoints: tuple[Endpoint, ...] = ()
+
+
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What was asked for has been done."""
+    """The request has been carried out."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It could not be done; `fatal` if the worker is of no more use, `link` if a link is lost."""
+    """The request failed: bad input, `lost` workers, a broken link, or a refusal."""
 
+    kind: Literal["input", "lost", "refused", "link"]
     what: str
-    fatal: bool = True
-    link: bool = False
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        """Describe an error; anything unforeseen counts as a lost worker."""
+        if isinstance(error, InputError):
+            return cls(kind="input", what="\n".join((error.where, error.what, error.right)))
+        if isinstance(error, TcclError) and not isinstance(error, WorkerLost):
+            return cls(kind="link" if isinstance(error, LinkLost) else "refused", what=str(error))
+        return cls.lost(error)
+
+    @classmethod
+    def lost(cls, error: Exception) -> Failed:
+        """Describe an error after which a worker is of no more use."""
+        reached = limit_reached(error)
+        if isinstance(error, TcclError) or reached is not None:
+            return cls(kind="lost", what=str(reached or error))
+        return cls(kind="lost", what=f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+    def error(self, sentence: str) -> Exception:
+        """Return the error to raise, with this sentence unless it is bad input."""
+        if self.kind == "input":
+            where, what, right = self.what.split("\n", 2)
+            return InputError(where, what, right)
+        kinds = {"lost": WorkerLost, "link": LinkLost, "refused": MeasurementError}
+        return kinds[self.kind](sentence)
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Give everything back and end."""
+    """Give everything back and end, an agent with this exit code."""
+
+    code: int = 0
 
 
-ToWorker = Start | Meet | Share | Run | Ping | Listen | Connect | Accept | AskLinks | Stop
-FromWorker = Started | Done | Pinged | Listening | Linked | Failed
+ToWorker = Start | Meet | Share | Run | Ping | LinkStep | Stop
+FromWorker = Started | Done | Pinged | LinkEnds | Failed
 
-# Messages between two processes over a Unix socket, with file descriptors beside them.
 
+class LinkSet(Protocol):
+    """Links to other hosts, of a device, a host or a cluster; kept between runs."""
+
+    def usable(self) -> tuple[Link, ...]:
+        """Return the links that a run can use."""
+
+    def listen(self, links: Sequence[Link]) -> tuple[Endpoint, ...]:
+        """Begin to await links, and return where."""
+
+    def connect(self, ends: Mapping[Link, Endpoint], limit_s: float) -> None:
+        """Make links to where they are awaited."""
+
+    def accept(self, links: Sequence[Link], limit_s: float) -> None:
+        """Wait until awaited links have come."""
+
+
+def take_step(links: LinkSet, message: LinkStep) -> LinkEnds:
+    """Carry out one step, and return the answer."""
+    if message.step == "usable":
+        return LinkEnds(links=links.usable())
+    endpoints: tuple[Endpoint, ...] = ()
+    if message.step == "listen":
+        endpoints = links.listen(message.links)
+    elif message.step == "connect":
+        ends = dict(zip(message.links, message.endpoints, strict=True))
+        links.connect(ends, message.limit_s)
+    else:
+        links.accept(message.links, message.limit_s)
+    return LinkEnds(links=message.links, endpoints=endpoints)
+
+
+def link_names(links: Sequence[Link]) -> str:
+    """Return links in words, the first few by name.
+
+    >>> link_names([Link("h0.N0", "h1.N0", 0), Link("h0.N0", "h1.N0", 1)])
+    'link 0 from h0.N0 to h1.N0, link 1 from h0.N0 to h1.N0'
+    """
+    shown = ", ".join(map(str, links[:3]))
+    return f"{shown} and {len(links) - 3} more" if len(links) > 3 else shown
+
+
+# Framing
 
 LARGEST_BODY = 64 << 20  # bytes
-MOST_FDS = 0xFFFF  # what the header can say
-FDS_A_BATCH = 250  # Linux takes 253 (SCM_MAX_FD in include/net/scm.h)
-
+MOST_FDS = 250  # Linux sends 253 at once (SCM_MAX_FD in include/net/scm.h)
 _HEADER = struct.Struct("!IH")
 _READ_BYTES = 1 << 20
 _FD_BYTES = array("i").itemsize
@@ -200,22 +251,22 @@ _FD_BYTES = array("i").itemsize
 Received = TypeVar("Received")
 
 
-class ChannelClosed(MeasurementError):  # noqa: N818 - an end, not always an error
-    """The other process has closed its end or has died, or this end is closed."""
+class ConnectionClosed(MeasurementError):  # noqa: N818 - an end, not always an error
+    """The peer has closed its end or has died, or this end is closed."""
 
 
-class ChannelTimeout(MeasurementError):  # noqa: N818 - as above
-    """The other process did not send, or did not read, in time."""
+class ConnectionTimeout(MeasurementError):  # noqa: N818 - as above
+    """The peer did not send, or did not read, in time."""
 
 
-class Channel(Generic[Received]):
-    """One end of a Unix stream socket that carries messages; it owns the socket.
+class Connection(Generic[Received]):
+    """One end of a stream socket that carries messages; it owns the socket.
 
     One thread may send while another receives. Each process must close the ends it does not use:
-    the death of a peer goes unnoticed while anybody else holds its end.
+    the death of a peer goes unnoticed while another process holds the peer's end.
 
     Args:
-        sock: a connected SOCK_STREAM socket of AF_UNIX.
+        sock: a connected SOCK_STREAM socket, of AF_UNIX if descriptors are sent.
         receives: type of the messages that arrive, a union of tagged msgspec Structs.
         peer: name of the other process, for errors.
     """
@@ -227,34 +278,34 @@ class Channel(Generic[Received]):
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
         self._socket = sock
         self._socket.setblocking(False)
-        # Of the message that is arriving; it stays here over a timeout.
+        # Of the message that is arriving; kept over a timeout.
         self._bytes = bytearray()
         self._fds: list[int] = []
 
     def fileno(self) -> int:
-        """Descriptor to wait on with others; nothing is read ahead of the message returned."""
+        """Return the descriptor to poll; nothing is read beyond the message returned."""
         return self._socket.fileno()
 
     def send(
         self, message: msgspec.Struct, fds: Sequence[int] = (), timeout_s: float | None = None
     ) -> None:
-        """Send a message; the descriptors stay the sender's, the other process gets duplicates.
+        """Send a message; the peer gets duplicates of the descriptors.
 
         Raises:
-            ChannelClosed: nobody is there; what the peer sent before can still be received.
-            ChannelTimeout: the peer does not read. Half a message may be out: the channel closes.
+            ConnectionClosed: the peer is gone; what it sent before can still be received.
+            ConnectionTimeout: the peer does not read. Half a message may be out: this end closes.
             MeasurementError: the message is too large or a descriptor is not open; nothing is sent.
         """
         deadline = _deadline(timeout_s)
         body = msgspec.msgpack.encode(message)
-        self._refuse_unsendable(body, fds)
+        self._check_sendable(body, fds)
         try:
             data = memoryview(_HEADER.pack(len(body), len(fds)) + body)
             while data:
                 data = data[self._send_some(data, (), deadline) :]
-            for start in range(0, len(fds), FDS_A_BATCH):
-                self._send_some(b"\0", fds[start : start + FDS_A_BATCH], deadline)
-        except ChannelTimeout:
+            if fds:
+                self._send_some(b"\0", fds, deadline)
+        except ConnectionTimeout:
             self.close()
             raise
 
@@ -262,10 +313,10 @@ class Channel(Generic[Received]):
         """Wait for the next message (None: for ever); its descriptors belong to the caller.
 
         Raises:
-            ChannelClosed: the peer is gone and all it sent has been received.
-            ChannelTimeout: no whole message came; a later call goes on where this one stopped.
-            MeasurementError: the message does not fit, and is dropped with its descriptors. The
-                channel closes if the next message cannot be found.
+            ConnectionClosed: the peer is gone and all it sent has been received.
+            ConnectionTimeout: no whole message came; a later call goes on from here.
+            MeasurementError: the message is invalid, and is dropped with its descriptors. This end
+                closes if the next message cannot be found.
         """
         deadline = _deadline(timeout_s)
         self._fill(_HEADER.size, deadline)
@@ -277,31 +328,44 @@ class Channel(Generic[Received]):
                 f"at most {LARGEST_BODY} are right"
             )
         self._fill(_HEADER.size + length, deadline)
-        while len(self._fds) < count:
-            self._receive_batch(min(FDS_A_BATCH, count - len(self._fds)), deadline)
-        return self._take()
+        if len(self._fds) < count:
+            self._fds += self._read(1, count, deadline)[1]
+            if len(self._fds) != count:
+                arrived = len(self._fds)
+                self.close()
+                raise MeasurementError(
+                    f"{self.peer} sent {count} file descriptors, {arrived} came; a higher limit of "
+                    "open files (ulimit -n) is right"
+                )
+        try:
+            message = self._decoder.decode(memoryview(self._bytes)[_HEADER.size :])
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            # ValueError: text that is not UTF-8.
+            self._drop()
+            raise MeasurementError(f"message of {self.peer} does not fit: {error}") from error
+        fds, self._fds = tuple(self._fds), []
+        self._drop()
+        return message, fds
 
     def close(self) -> None:
         """Close this end, and descriptors of a message that was still arriving."""
         self._socket.close()
         self._drop()
 
-    def __enter__(self) -> Channel[Received]:
+    def __enter__(self) -> Connection[Received]:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _refuse_unsendable(self, body: bytes, fds: Sequence[int]) -> None:
-        """Find before the first byte is out what would break off in the middle of a message."""
-        if len(body) > LARGEST_BODY:
-            raise MeasurementError(
-                f"message of {len(body)} bytes to {self.peer}; at most {LARGEST_BODY} are right"
-            )
-        if len(fds) > MOST_FDS:
-            raise MeasurementError(
-                f"{len(fds)} file descriptors to {self.peer}; at most {MOST_FDS} are right"
-            )
+    def _check_sendable(self, body: bytes, fds: Sequence[int]) -> None:
+        """Refuse before the first byte what would break off within a message."""
+        for size, most, what in (
+            (len(body), LARGEST_BODY, "message bytes"),
+            (len(fds), MOST_FDS, "file descriptors"),
+        ):
+            if size > most:
+                raise MeasurementError(f"{size} {what} to {self.peer}; at most {most} are right")
         for fd in fds:
             try:
                 os.fstat(fd)
@@ -313,7 +377,7 @@ class Channel(Generic[Received]):
     def _send_some(
         self, data: bytes | memoryview, fds: Sequence[int], deadline: float | None
     ) -> int:
-        """Send as many bytes as go at once, and how many they were."""
+        """Send what fits at once, and return how many bytes that was."""
         while True:
             try:
                 if fds:
@@ -322,7 +386,7 @@ class Channel(Generic[Received]):
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline)
             except (BrokenPipeError, ConnectionResetError) as error:
-                raise ChannelClosed(f"{self.peer} has gone") from error
+                raise ConnectionClosed(f"{self.peer} has gone") from error
             except OSError as error:
                 raise self._broken("send to", error) from error
 
@@ -332,23 +396,10 @@ class Channel(Generic[Received]):
             wanted = min(size - len(self._bytes), _READ_BYTES)
             self._bytes += self._read(wanted, 0, deadline)[0]
 
-    def _receive_batch(self, expected: int, deadline: float | None) -> None:
-        """Read the byte that a batch of descriptors travels with."""
-        _, fds = self._read(1, expected, deadline)
-        self._fds += fds
-        if len(fds) != expected:
-            arrived = len(self._fds)
-            self.close()
-            raise MeasurementError(
-                f"{self.peer} sent {expected} file descriptors at once, {len(fds)} came after "
-                f"{arrived - len(fds)} others; a higher limit of open files (ulimit -n) is right"
-            )
-
     def _read(self, size: int, fds: int, deadline: float | None) -> tuple[bytes, array[int]]:
         """Read at most `size` bytes, and the descriptors with them."""
         space = socket.CMSG_LEN(fds * _FD_BYTES) if fds else 0
-        data = b""
-        ancillary: list[tuple[int, int, bytes]] = []
+        data, found = b"", array("i")
         while True:
             try:
                 # Close-on-exec from the start: another thread may be starting a process.
@@ -364,8 +415,11 @@ class Channel(Generic[Received]):
         if not data:
             where = " in the middle of a message" if self._bytes else ""
             self._drop()
-            raise ChannelClosed(f"{self.peer} has gone{where}")
-        return data, _descriptors(ancillary)
+            raise ConnectionClosed(f"{self.peer} has gone{where}")
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found.frombytes(payload[: len(payload) - len(payload) % _FD_BYTES])
+        return data, found
 
     def _wait(self, event: int, deadline: float | None) -> None:
         """Wait until the socket can go on; poll, because select ends at descriptor 1023."""
@@ -374,26 +428,14 @@ class Channel(Generic[Received]):
         left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not poller.poll(None if left_s is None else 1000 * left_s):
             verb = "sent no whole message" if event == select.POLLIN else "did not read"
-            raise ChannelTimeout(f"{self.peer} {verb} in time")
+            raise ConnectionTimeout(f"{self.peer} {verb} in time")
 
     def _broken(self, verb: str, error: OSError) -> MeasurementError:
-        """Close, because the next message could not be found, and say why."""
+        """Close, because the next message could not be found, and return the error."""
         if self._socket.fileno() < 0:
-            return ChannelClosed(f"the channel to {self.peer} is closed")
+            return ConnectionClosed(f"the connection to {self.peer} is closed")
         self.close()
         return MeasurementError(f"cannot {verb} {self.peer}: {error.strerror}")
-
-    def _take(self) -> tuple[Received, tuple[int, ...]]:
-        """Hand out the message that is here."""
-        try:
-            message = self._decoder.decode(memoryview(self._bytes)[_HEADER.size :])
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            # ValueError: text that is not UTF-8.
-            self._drop()
-            raise MeasurementError(f"message of {self.peer} does not fit: {error}") from error
-        fds, self._fds = tuple(self._fds), []
-        self._drop()
-        return message, fds
 
     def _drop(self) -> None:
         """Forget the message that is arriving, and close its descriptors."""
@@ -405,11 +447,3 @@ class Channel(Generic[Received]):
 
 def _deadline(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else time.monotonic() + timeout_s
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> array[int]:
-    fds = array("i")
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(data[: len(data) - len(data) % _FD_BYTES])
-    return fds

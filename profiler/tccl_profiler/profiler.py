@@ -1,4 +1,4 @@
-"""The profiler: a BandwidthSource that measures transfer sets on this host."""
+"""The profiler: a BandwidthSource that measures transfer sets through pools of workers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import msgspec
 import numpy as np
 
 from tccl_profiler.clock import Clock, offset_from_pings
-from tccl_profiler.compiler import Meeting, checkable, program_for
+from tccl_profiler.compiler import FlowCoupling, checkable, program_for
 from tccl_profiler.endpoints import Network
-from tccl_profiler.execution import Runner, Timing
+from tccl_profiler.execution import Runner, RunSpec
+from tccl_profiler.messages import WorkerLost
 from tccl_profiler.program import MAX_REPEATS, Program
 from tccl_profiler.rates import (
-    Reading,
+    Sample,
     ToHost,
-    few_of,
     hides_overlap,
-    lone_rates,
-    read_outcome,
+    sample_of,
+    uncontended_gbps,
     why_uncounted,
-    with_few_lanes,
+    with_few,
+    with_few_channels,
 )
 from tccl_profiler.statistics import Sentinel, Stopping, outliers
 from tccl_profiler.window import (
-    LaneRate,
+    ChannelRate,
     Window,
     WindowLimits,
     choose_window,
@@ -36,23 +37,20 @@ from tccl_profiler.window import (
     paces_for,
     stretched,
 )
-from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER, Measurement
 from tccl_py.model.transfer import Flow, TransferSet
 
 _TRIALS_MS = (1.0, 8.0, 40.0)
-"""Windows of the first, uncounted repeat, until something has moved in every lane."""
-_CHECKS_MS = (1.0, 8.0, 40.0)
-"""Windows of a check, until something has arrived by every flow."""
+"""Windows of trials and checks, until bytes have moved in every channel."""
 _PACINGS = 3
 """How often repeats may be discarded because a copy ended before their window did."""
 _MORE = 4
-"""Repeats that are added where the first ones were not enough."""
+"""Repeats that are added where the first were not enough."""
 _UNCOUNTED = 6
-"""Repeats of the longest window that do not count, and are more than those that do: it failed."""
+"""Invalid repeats of the longest window that, being the majority, fail the set."""
 _FEW_REPEATS = Stopping(minimum=3, limit=3)
-"""Repeats of a set with few lanes, whose lanes are alike."""
+"""Repeats of a set with few channels, which are alike."""
 _EXERCISE_US = 20_000.0
 _PINGS = 16
 _PING_EVERY_S = 0.05
@@ -63,33 +61,42 @@ _Found = TypeVar("_Found")
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How carefully sets are measured.
 
-    Repeats go on until every flow's 95 % interval is narrower than `stopping.target`, or its limit;
-    once a set has taken `seconds_per_set`, none is added to `stopping.minimum` of them. `check`
-    says whether each flow's data are compared once or with every set. `sentinel_every` sets the
-    first set is measured again, to see whether the machine drifts; 0 is never. `network` says what
-    moves flows from host to host; what NCCL carries is compared when its link is made.
+    Repeats go on until every flow's 95 % interval is narrower than `stopping.target`, or to its
+    limit; a set that has taken `seconds_per_set` gets no repeats beyond `stopping.minimum`. `check`
+    compares each flow's data once or with every set. Every `sentinel_every` sets (0: never) the
+    first set is measured again to detect drift. `network` is the carrier between hosts; NCCL's
+    links are checked when they are made.
     """
 
     stopping: Stopping = msgspec.field(default_factory=Stopping)
     limits: WindowLimits = msgspec.field(default_factory=WindowLimits)
-    meeting: Meeting = "pass-on"
+    meeting: FlowCoupling = "pass-on"
     check: Literal["once", "every"] = "once"
     seconds_per_set: float = 5.0
     sentinel_every: int = 100
     seed: int = 0
     network: Network = "tcp"
 
+    @property
+    def identity(self) -> str:
+        """The options that journals of these measurements depend on, in words."""
+        passing = "pass data on" if self.meeting == "pass-on" else "are independent"
+        return (
+            f"windows of {self.limits.minimum_ms:g} to {self.limits.maximum_ms:g} ms, flows that "
+            f"meet {passing}"
+        )
+
 
 class Profiler:
-    """Measures transfer sets through a pool of workers, or one a host; a `BandwidthSource`.
+    """Measures transfer sets through the pools of one host or several; a `BandwidthSource`.
 
-    `notices` are sentences for the user about what was seen on the way, in order, each once.
+    `notices` are sentences for the user about the measurements, in order, each once.
 
     Args:
         pool: started; the profiler neither starts nor closes it.
         options: how carefully.
-        source: what is said of where the figures are from, with every measurement.
-        clock: seconds, from any beginning.
+        source: the origin of the measurements, kept with each.
+        clock: seconds, from any origin.
     """
 
     simulated = False
@@ -108,79 +115,83 @@ class Profiler:
         self._source = source
         self._clocks: dict[str, Clock] = {}
         self._pinged_s = -math.inf
-        self._windows: dict[str, tuple[Window, tuple[LaneRate, ...]]] = {}
+        self._windows: dict[TransferSet, tuple[Window, tuple[ChannelRate, ...]]] = {}
         self._checked: set[str] = set()
-        self._lone: dict[str, Mapping[Flow, float]] = {}
+        self._uncontended: dict[TransferSet, Mapping[Flow, float]] = {}
         self._random = random.Random(self.options.seed)
-        self._sentinel: tuple[TransferSet, Sentinel] | None = None
+        self._sentinel: Sentinel | None = None
+        self._first: TransferSet | None = None
         self._since_sentinel = 0
         self._drifted = ""
         self.notices: list[str] = []
         self.sets_run = 0
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Measure each set, in random order; the answers are in the order given.
+        """Measure each set, in random order; results are in the order given.
 
         Raises:
             MeasurementError: a set cannot be measured, or its data arrived wrong.
         """
         order = list(range(len(sets)))
         self._random.shuffle(order)
-        answers: dict[int, Measurement] = {}
+        results: dict[int, Measurement] = {}
         for number in order:
-            answers[number] = self._one(sets[number])
-            self._watch_drift(sets[number], answers[number])
-        return [answers[number] for number in range(len(sets))]
+            results[number] = self._retried(sets[number], self._measured)
+            self._watch_drift(sets[number], results[number])
+        return [results[number] for number in range(len(sets))]
 
     def exercise(self, transfers: TransferSet) -> None:
         """Run a set for a moment without measuring it, so that links wake up.
 
         Raises:
-            MeasurementError: it cannot be run.
+            MeasurementError: the set cannot be run.
         """
-        program = self._program(transfers, "independent")
+        program = self._compiled(transfers, "independent")
         self._read_clocks()
         self._run(program, Window(warm_us=0.0, window_us=_EXERCISE_US), None, repeats=1)
 
-    def _watch_drift(self, transfers: TransferSet, measurement: Measurement) -> None:
-        if not self.options.sentinel_every:
-            return
-        if self._sentinel is None:
-            self._sentinel = (transfers, Sentinel(transfers=str(transfers)))
-            self._sentinel[1].add(measurement.samples_gbps)
-        self._since_sentinel += 1
-        if self._since_sentinel >= self.options.sentinel_every:
-            self._since_sentinel = 0
-            self._note(self._drift(*self._sentinel))
+    def _compiled(self, transfers: TransferSet, coupling: FlowCoupling | None = None) -> Program:
+        return program_for(
+            transfers,
+            lanes=self._pool.lanes,
+            meeting=coupling or self.options.meeting,
+            network=self.options.network,
+        )
 
-    def _drift(self, first: TransferSet, sentinel: Sentinel) -> str | None:
-        """Measure the first set again; what is to be said of it, in place of what was said."""
-        try:
-            sentinel.add(self._one(first).samples_gbps)
-        except MeasurementError as error:
-            # The set that was asked for has been measured, and counts.
-            return f"the first set could not be measured again: {error}"
-        if self._drifted in self.notices:
-            self.notices.remove(self._drifted)
-        self._drifted = sentinel.drift() or ""
-        return self._drifted
+    # One set: compile, check its data, choose a window, repeat.
 
-    def _note(self, text: str | None) -> None:
-        if text and text not in self.notices:
-            self.notices.append(text)
+    def _measured(self, transfers: TransferSet) -> Measurement:
+        program = self._compiled(transfers)
+        self._read_clocks()
+        self._check(program)
+        uncontended = self._uncontended_of(transfers)
+        window, seen = self._repeated(program, self.options.stopping, uncontended)
+        self.sets_run += 1
+        rows = _rows(seen)
+        overlap = float(np.median([sample.overlap for sample in seen]))
+        return Measurement(
+            transfers=transfers,
+            samples_gbps=rows,
+            simulated=False,
+            skew_us=float(np.median([sample.skew_us for sample in seen])),
+            skew_error_us=float(np.median([sample.skew_error_us for sample in seen])),
+            overlap=overlap,
+            overlap_at_least=overlap < TOGETHER and hides_overlap(program),
+            settled=self.options.stopping.reached(rows),
+            outliers=tuple(sorted({index for row in rows for index in outliers(row)})),
+            window_us=window.window_us,
+            source=self._source,
+        )
 
-    def _one(self, transfers: TransferSet) -> Measurement:
-        return self._surely(transfers, self._measured)
-
-    def _surely(self, transfers: TransferSet, measured: Callable[[TransferSet], _Found]) -> _Found:
-        """Measure one set; where a worker is lost, once more with new ones."""
+    def _retried(self, transfers: TransferSet, measured: Callable[[TransferSet], _Found]) -> _Found:
+        """Measure a set; if a worker is lost, once more with new workers."""
         try:
             return measured(transfers)
         except WorkerLost as error:
             lost = str(error)
         self._note(f"{lost}; all workers were started anew and {transfers} measured again")
-        self._forget_clocks()
         try:
+            self._forget_clocks()
             self._pool.restart()
             return measured(transfers)
         except WorkerLost as again:
@@ -189,117 +200,161 @@ class Profiler:
                 f"{transfers}: {lost}; then, with all workers started anew, {again}"
             ) from again
 
-    def _forget_clocks(self) -> None:
-        self._clocks.clear()
-        self._pinged_s = -math.inf
+    def _check(self, program: Program) -> None:
+        """Compare arriving data with what was sent, for flows that were not checked yet."""
+        flows = {str(flow) for flow in program.transfers.flows}
+        if self.options.check == "once" and flows <= self._checked:
+            return
+        transfers = checkable(program.transfers)
+        proof = program if transfers == program.transfers else self._compiled(transfers)
+        for window_ms in _TRIALS_MS:
+            spec = RunSpec(
+                repeats=1,
+                warm_us=0.0,
+                window_us=window_ms * 1e3,
+                check=True,
+                paces=paces_for(proof, None, window_ms * 1e3),
+            )
+            (result,) = self._pool.run(proof, spec)
+            sample = sample_of(proof, result, spec, self._to_host())
+            for flow, wrong in zip(proof.transfers.flows, sample.wrong, strict=True):
+                if wrong:
+                    raise MeasurementError(
+                        f"{flow}: {wrong} packs of 16 bytes arrived other than they were sent; the "
+                        "path damages data: look for PCIe errors (dmesg), IOMMU and ACS settings"
+                    )
+            if all(sample.gbps):
+                self._checked |= flows
+                return
 
-    def _measured(self, transfers: TransferSet) -> Measurement:
-        options = self.options
-        program = self._program(transfers, options.meeting)
-        self._read_clocks()
-        self._check(program)
-        window, seen = self._repeated(program, options.stopping, self._lone_rates(transfers))
-        self.sets_run += 1
-        rows = _rows(seen)
-        overlap = float(np.median([one.overlap for one in seen]))
-        return Measurement(
-            transfers=transfers,
-            samples_gbps=rows,
-            simulated=False,
-            skew_us=float(np.median([one.skew_us for one in seen])),
-            skew_error_us=float(np.median([one.skew_error_us for one in seen])),
-            overlap=overlap,
-            overlap_at_least=overlap < TOGETHER and hides_overlap(program),
-            settled=options.stopping.reached(rows),
-            outliers=tuple(sorted({index for row in rows for index in outliers(row)})),
-            window_us=window.window_us,
-            source=self._source,
-        )
+    def _uncontended_of(self, transfers: TransferSet) -> Mapping[Flow, float]:
+        """Return GB/s of each flow's channel among few, if its channels share links.
 
-    def _lone_rates(self, transfers: TransferSet) -> Mapping[Flow, float]:
-        """What a lane of each flow moves where few others do, if it has many lanes that share
-        links; it is measured once for all sets that differ in lanes alone.
-
-        Without it a set is measured all the same: none of its lanes is then taken to go on faster
-        than the fastest.
+        Sets that differ only in channel counts share one measurement. Without it, no channel of a
+        set is taken to go faster than the fastest.
         """
-        few = with_few_lanes(transfers)
+        few = with_few_channels(transfers)
         if few is None:
             return {}
-        key = str(few)
-        if key not in self._lone:
+        if few not in self._uncontended:
             try:
-                self._lone[key] = self._surely(few, self._lone_measured)
+                self._uncontended[few] = self._retried(few, self._uncontended_measured)
             except MeasurementError as error:
                 # Not tried again: sets that are compared are to be read alike.
-                self._lone[key] = {}
+                self._uncontended[few] = {}
                 self._note(
-                    f"{error}; without this set, with few lanes of those that were asked for, "
-                    "rates of more lanes may be too low"
+                    f"{error}; without this set, with few channels of those that were asked for, "
+                    "rates of more channels may be too low"
                 )
-        known = self._lone[key]
-        return {flow: known[few_of(flow)] for flow in transfers.flows if few_of(flow) in known}
+        known = self._uncontended[few]
+        return {flow: known[with_few(flow)] for flow in transfers.flows if with_few(flow) in known}
 
-    def _lone_measured(self, few: TransferSet) -> Mapping[Flow, float]:
-        program = self._program(few, self.options.meeting)
+    def _uncontended_measured(self, few: TransferSet) -> Mapping[Flow, float]:
+        program = self._compiled(few)
         self._read_clocks()
         _, seen = self._repeated(program, _FEW_REPEATS, {})
-        return lone_rates(program, _slowest(seen))
+        return uncontended_gbps(program, _medians(seen))
 
     def _repeated(
-        self, program: Program, stopping: Stopping, lone: Mapping[Flow, float]
-    ) -> tuple[Window, list[Reading]]:
-        """Repeat a set until that is enough or takes too long; the window, and what was read in it.
+        self, program: Program, stopping: Stopping, uncontended: Mapping[Flow, float]
+    ) -> tuple[Window, list[Sample]]:
+        """Repeat a set until that is enough or takes too long; return window and samples.
 
-        Repeats are discarded where the window turns out too short, or a copy ended before it did.
-        Both end: windows grow by a quarter at least, up to their limit. A repeat in which a flow
-        moved nothing, or flows ran apart, never counts.
+        Repeats are discarded if the window turns out too short, or if a copy ended within it. Both
+        end: windows grow by a quarter at least, up to their limit. A repeat in which a flow moved
+        nothing, or flows ran apart, never counts.
 
         Raises:
             MeasurementError: most repeats of the longest window do not count.
         """
-        key, limits = str(program.transfers), self.options.limits
-        begun, pacings, uncounted = self._now(), 0, 0
-        window, lanes = self._windows.get(key) or self._window(program)
-        seen: list[Reading] = []
+        limits, begun, pacings, uncounted = self.options.limits, self._now(), 0, 0
+        window, channels = self._windows.get(program.transfers) or self._trial(program)
+        seen: list[Sample] = []
         while not self._enough(stopping, seen, self._now() - begun):
             # 1. Some more repeats, not beyond the limit.
             wanted = min(_MORE, stopping.limit - len(seen)) if seen else stopping.minimum
-            repeats = min(wanted, MAX_REPEATS)
-            readings = self._run(program, window, lanes, repeats=repeats, lone=lone)
-            lanes, start_error_us = _slowest(readings), _start_error(readings)
-            # 2. Begin again if the first of them say that they are of little use.
-            faults = [why_uncounted(program, one) for one in readings]
-            if needs_longer(window, lanes=lanes, start_error_us=start_error_us, limits=limits):
-                window, seen = self._chosen(lanes, start_error_us, window), []
-            elif pacings < _PACINGS and any(one.ended_early for one in readings):
+            samples = self._run(
+                program,
+                window,
+                channels,
+                repeats=min(wanted, MAX_REPEATS),
+                uncontended=uncontended,
+            )
+            channels, start_error_us = _medians(samples), _start_error(samples)
+            # 2. Begin again if these repeats are of little use.
+            faults = [why_uncounted(program, sample) for sample in samples]
+            if needs_longer(
+                window, channels=channels, start_error_us=start_error_us, limits=limits
+            ):
+                window, seen = self._chosen(channels, start_error_us, window), []
+            elif pacings < _PACINGS and any(sample.ended_early for sample in samples):
                 pacings += 1
             elif any(faults) and (longer := stretched(window, limits)) != window:
                 window, seen = longer, []
             # 3. At the longest window each repeat counts, or does not, by itself.
             else:
-                seen.extend(one for one, why in zip(readings, faults, strict=True) if not why)
+                seen.extend(sample for sample, why in zip(samples, faults, strict=True) if not why)
                 uncounted += sum(map(bool, faults))
                 if uncounted >= _UNCOUNTED and uncounted > len(seen):
                     tried = f"{uncounted + len(seen)} repeats of {window.window_us / 1e3:.3g} ms"
                     raise MeasurementError(
-                        f"{key}: {uncounted} of {tried} are no measurement: "
+                        f"{program.transfers}: {uncounted} of {tried} are no measurement: "
                         f"{next(filter(None, faults))}; measure again when the machine has less "
                         "to do"
                     )
-        self._windows[key] = window, lanes
+        self._windows[program.transfers] = window, channels
         return window, seen
 
-    def _enough(self, stopping: Stopping, seen: Sequence[Reading], lasted_s: float) -> bool:
-        if not seen:
-            return False
+    def _enough(self, stopping: Stopping, seen: Sequence[Sample], lasted_s: float) -> bool:
         late = lasted_s > self.options.seconds_per_set and len(seen) >= stopping.minimum
-        return late or stopping.enough(_rows(seen))
+        return bool(seen) and (late or stopping.enough(_rows(seen)))
 
-    def _program(self, transfers: TransferSet, meeting: Meeting) -> Program:
-        return program_for(
-            transfers, lanes=self._pool.lanes, meeting=meeting, network=self.options.network
+    def _trial(self, program: Program) -> tuple[Window, tuple[ChannelRate, ...]]:
+        """Return a set's window and channels, from a short trial that also warms up."""
+        # The few slices that a copy moves in a trial may all end within a warm-up.
+        copies = any(share.copies for share in program.devices.values())
+        for trial_ms in _TRIALS_MS:
+            trial = Window(warm_us=0.0 if copies else trial_ms * 250, window_us=trial_ms * 1e3)
+            samples = self._run(program, trial, None, repeats=1)
+            channels = _medians(samples)
+            if all(channel.gbps for channel in channels):
+                break
+        return self._chosen(channels, _start_error(samples), None), channels
+
+    def _chosen(
+        self, channels: Sequence[ChannelRate], start_error_us: float, at_least: Window | None
+    ) -> Window:
+        return choose_window(
+            channels=channels,
+            start_error_us=start_error_us,
+            limits=self.options.limits,
+            at_least=at_least,
         )
+
+    def _run(
+        self,
+        program: Program,
+        window: Window,
+        channels: Sequence[ChannelRate] | None,
+        *,
+        repeats: int,
+        uncontended: Mapping[Flow, float] | None = None,
+    ) -> list[Sample]:
+        spec = RunSpec(
+            repeats=repeats,
+            warm_us=window.warm_us,
+            window_us=window.window_us,
+            paces=paces_for(program, channels, window.warm_us + window.window_us),
+        )
+        results = self._pool.run(program, spec)
+        # Between two readings a clock is known better than after the last.
+        self._read_clocks()
+        clocks = self._to_host()
+        return [
+            sample_of(program, result, spec, clocks, uncontended=uncontended) for result in results
+        ]
+
+    # Clocks and drift
 
     def _read_clocks(self) -> None:
         """Compare the devices' clocks with the host's, unless that was just done."""
@@ -315,92 +370,52 @@ class Profiler:
             clock.add(reading)
         self._pinged_s = self._now()
 
+    def _forget_clocks(self) -> None:
+        self._clocks.clear()
+        self._pinged_s = -math.inf
+
     def _to_host(self) -> Mapping[str, ToHost]:
         return {device: clock.host_ns for device, clock in self._clocks.items()}
 
-    def _check(self, program: Program) -> None:
-        """Compare arriving data with what was sent, for flows that were not checked before."""
-        flows = {str(flow) for flow in program.transfers.flows}
-        if self.options.check == "once" and flows <= self._checked:
+    def _watch_drift(self, transfers: TransferSet, measurement: Measurement) -> None:
+        """Measure the first set again every so many sets, and replace the notice of drift."""
+        if not self.options.sentinel_every:
             return
-        proof = self._program(checkable(program.transfers), self.options.meeting)
-        for window_ms in _CHECKS_MS:
-            timing = Timing(
-                repeats=1,
-                warm_us=0.0,
-                window_us=window_ms * 1e3,
-                check=True,
-                paces=paces_for(proof, None, window_ms * 1e3),
-            )
-            (outcome,) = self._pool.run(proof, timing)
-            reading = read_outcome(proof, outcome, timing, self._to_host())
-            for flow, wrong in zip(proof.transfers.flows, reading.wrong, strict=True):
-                if wrong:
-                    raise MeasurementError(
-                        f"{flow}: {wrong} packs of 16 bytes arrived other than they were sent; the "
-                        "path damages data: look for PCIe errors (dmesg), IOMMU and ACS settings"
-                    )
-            if all(reading.gbps):
-                self._checked |= flows
-                return
+        if self._sentinel is None or self._first is None:
+            self._first, self._sentinel = transfers, Sentinel(transfers=str(transfers))
+            self._sentinel.add(measurement.samples_gbps)
+        self._since_sentinel += 1
+        if self._since_sentinel < self.options.sentinel_every:
+            return
+        self._since_sentinel = 0
+        try:
+            self._sentinel.add(self._retried(self._first, self._measured).samples_gbps)
+        except MeasurementError as error:
+            # The set that was asked for has been measured, and counts.
+            self._note(f"the first set could not be measured again: {error}")
+            return
+        if self._drifted in self.notices:
+            self.notices.remove(self._drifted)
+        self._drifted = self._sentinel.drift() or ""
+        self._note(self._drifted)
 
-    def _window(self, program: Program) -> tuple[Window, tuple[LaneRate, ...]]:
-        """The window for a set and what its lanes do, from a short trial that also warms up."""
-        lanes: tuple[LaneRate, ...] = ()
-        # The few slices that a copy moves in a trial may all be done within a warm-up.
-        copies = any(share.copies for share in program.devices.values())
-        for trial_ms in _TRIALS_MS:
-            trial = Window(warm_us=0.0 if copies else trial_ms * 250, window_us=trial_ms * 1e3)
-            readings = self._run(program, trial, None, repeats=1)
-            lanes = _slowest(readings)
-            if all(lane.gbps for lane in lanes):
-                break
-        return self._chosen(lanes, _start_error(readings), None), lanes
-
-    def _chosen(
-        self, lanes: Sequence[LaneRate], start_error_us: float, at_least: Window | None
-    ) -> Window:
-        return choose_window(
-            lanes=lanes,
-            start_error_us=start_error_us,
-            limits=self.options.limits,
-            at_least=at_least,
-        )
-
-    def _run(
-        self,
-        program: Program,
-        window: Window,
-        lanes: Sequence[LaneRate] | None,
-        *,
-        repeats: int,
-        lone: Mapping[Flow, float] | None = None,
-    ) -> list[Reading]:
-        timing = Timing(
-            repeats=repeats,
-            warm_us=window.warm_us,
-            window_us=window.window_us,
-            paces=paces_for(program, lanes, window.warm_us + window.window_us),
-        )
-        outcomes = self._pool.run(program, timing)
-        # Between two readings a clock is known better than after the last one.
-        self._read_clocks()
-        to_host = self._to_host()
-        return [read_outcome(program, one, timing, to_host, lone=lone) for one in outcomes]
+    def _note(self, text: str | None) -> None:
+        if text and text not in self.notices:
+            self.notices.append(text)
 
 
-def _start_error(readings: Sequence[Reading]) -> float:
-    return float(np.median([one.skew_us for one in readings]))
+def _start_error(samples: Sequence[Sample]) -> float:
+    return float(np.median([sample.skew_us for sample in samples]))
 
 
-def _slowest(readings: Sequence[Reading]) -> tuple[LaneRate, ...]:
-    """Each lane at its median rate over some repeats."""
+def _medians(samples: Sequence[Sample]) -> tuple[ChannelRate, ...]:
+    """Return each channel at its median rate over some repeats."""
     return tuple(
-        msgspec.structs.replace(lanes[0], gbps=float(np.median([lane.gbps for lane in lanes])))
-        for lanes in zip(*(one.lanes for one in readings), strict=True)
+        msgspec.structs.replace(rates[0], gbps=float(np.median([rate.gbps for rate in rates])))
+        for rates in zip(*(sample.channels for sample in samples), strict=True)
     )
 
 
-def _rows(seen: Sequence[Reading]) -> tuple[tuple[float, ...], ...]:
-    """Each flow's rates, one a repeat."""
-    return tuple(zip(*(one.gbps for one in seen), strict=True))
+def _rows(samples: Sequence[Sample]) -> tuple[tuple[float, ...], ...]:
+    """Return each flow's bandwidths, one a repeat."""
+    return tuple(zip(*(sample.gbps for sample in samples), strict=True))

@@ -1,40 +1,36 @@
-"""What every device does for one transfer set: its lanes and copies, and where their bytes lie.
+"""The program of a transfer set: each device's lanes and copies, and the addresses of their bytes.
 
-A lane is one thread block: it takes slices out of one FIFO, puts slices into another, or both at
-once. A FIFO is bytes and two counters of slices: how many its writer has put in, how many its
-reader has taken out. A copy is a copy engine's share of the same work. A lane of a NIC takes slices
-out of a FIFO and sends them over a link, or puts into one what comes by a link.
+A lane is one thread block. It takes slices from one FIFO, puts slices into another, or does both. A
+FIFO is bytes and two counters: slices written and slices read. A copy does the same with a copy
+engine. A NIC's lane moves slices between a FIFO and a link. Where NCCL carries a flow over the
+network, the flow is a copy at each of its two GPUs, joined by a link, and no NIC has a lane.
 
-A flow over the network may be NCCL's to carry: then it is a copy at each of its two GPUs, which a
-link joins, and no NIC has a lane of it.
-
-Devices are named as places are: `G0`, `N0`; where a program is for several hosts, `h1.G0`.
+Devices have the names of places: `G0`, `N0`; in a program for several hosts, `h1.G0`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, overload
+from typing import Any, Literal
 
 import msgspec
 
 from tccl_py.model.transfer import TransferSet
 
 COUNTER_BYTES = 128
-"""A counter has a cache line of its own, and its neighbour's prefetch."""
+"""A counter has its own cache line and the line that is prefetched with it."""
 MAX_REPEATS = 12
 """Repeats that are queued together."""
 COUNTERS = 4096
-"""Counters that each space has for one repeat."""
+"""Counters of one space for one repeat."""
 COUNTER_AREA_BYTES = COUNTERS * COUNTER_BYTES * MAX_REPEATS
-"""Where the bytes of a space begin: its counters come first."""
+"""Offset of a space's first FIFO: the counters come first."""
 MAX_COPIES = 16
-"""Copies that a device can be asked for at once; each has a stream of its own, and the streams of a
-GPU share 32 queues."""
+"""Concurrent copies of a device; each has a stream, and a GPU's streams share 32 queues."""
 
 
 def host_of(name: str) -> str:
-    """The host of a device or a space, "" where none is named.
+    """Return the host of a device or space, "" for a name without host.
 
     >>> host_of("node-1.rack.G0"), host_of("G0")
     ('node-1.rack', '')
@@ -43,7 +39,7 @@ def host_of(name: str) -> str:
 
 
 def local(name: str) -> str:
-    """The name of a device or a space on its own host.
+    """Return the name of a device or space on its own host.
 
     >>> local("node-1.rack.G0"), local("G0")
     ('G0', 'G0')
@@ -52,20 +48,19 @@ def local(name: str) -> str:
 
 
 def is_nic(device: str) -> bool:
-    """Whether a device's name is a NIC's."""
+    """Return whether a device name is a NIC's."""
     return local(device).startswith("N")
 
 
 class Address(msgspec.Struct, frozen=True, order=True):
-    """A place in a space that several processes map: `C0` host memory, `G1` GPU 1's arena."""
+    """An offset in a space that several processes map: `C0` host memory, `G1` GPU 1's arena."""
 
     space: str
     offset: int
 
 
 class Carrier(msgspec.Struct, frozen=True, order=True):
-    """How NCCL carries bytes from a GPU to one of another host: by which NIC out and into, on how
-    many channels, through FIFOs of how many bytes, and which of the two NICs reach GPU memory."""
+    """An NCCL path between GPUs of two hosts: NICs, channels, FIFO size, GPUDirect at each end."""
 
     nic_out: int
     nic_in: int
@@ -79,11 +74,9 @@ class Carrier(msgspec.Struct, frozen=True, order=True):
 
 
 class Link(msgspec.Struct, frozen=True, order=True):
-    """The connection from one NIC's lane to another's, by the names that the whole program uses;
-    with a carrier, from one GPU to another.
+    """A connection between two NICs or, with a carrier, between two GPUs, by full device names.
 
-    Those between the same two are told apart by `number`, from 0 on, so that a later set finds the
-    links of an earlier one.
+    `number` counts the links of one pair from 0, so that a later set reuses earlier links.
     """
 
     sender: str
@@ -97,9 +90,9 @@ class Link(msgspec.Struct, frozen=True, order=True):
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
-    """One end of a FIFO; without counters, of memory that nobody else waits for.
+    """One end of a FIFO, or of plain memory if it has no counters.
 
-    `wait` is looked at before a slice and `post` written after it; `seed` is of the check pattern.
+    The end polls `wait` before a slice and writes `post` after it; `seed` is the check pattern's.
     """
 
     data: Address
@@ -110,9 +103,9 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lane(msgspec.Struct, frozen=True, kw_only=True):
-    """What one block does. `cycle` is an all-reduce's number of chunks, 2 (n - 1) for n GPUs.
+    """The work of one block. `cycle` is an all-reduce's chunk count, 2 (n - 1) for n GPUs.
 
-    A NIC's lane has one end and a `link`: it sends what it takes, or puts what it receives.
+    A NIC's lane has one end and a `link`.
     """
 
     incoming: End | None = None
@@ -124,10 +117,9 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True):
-    """What one copy engine does: slices from `source` to `destination`, in order.
+    """The work of one copy engine: slices from `source` to `destination`, in order.
 
-    A side that is None is this device's own memory. With a `link` both are, and NCCL moves the
-    slices to the other end of the link, or from there.
+    None stands for the device's own memory. With a `link` both are None, and NCCL moves the slices.
     """
 
     source: End | None
@@ -145,10 +137,10 @@ class DeviceProgram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a flow's slices are counted: at one end of some lanes of a device, or by copies.
+    """The lanes or copies of one device that count a flow's slices at one end.
 
-    `piped` is whether they go through FIFOs, and so wait for the flow's other part. A copy's groups
-    of slices last `group_us` at least, beside which what separates them counts for nothing.
+    A `piped` part goes through FIFOs, so it waits for the flow's other part. A copy's groups of
+    slices last at least `group_us`, so that the stamps between groups cost nothing in comparison.
     """
 
     device: str
@@ -160,10 +152,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     group_us: float = 500.0
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What devices do together, by their names; `space_bytes` is what each space must hold,
-    counters included, and `links` are those that NICs' lanes, or NCCL, send and receive by.
-    """
+class HostProgram(msgspec.Struct, frozen=True, kw_only=True):
+    """Device programs, the bytes of each space (counters included), and the links they use."""
 
     devices: Mapping[str, DeviceProgram]
     space_bytes: Mapping[str, int]
@@ -171,18 +161,14 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The hosts whose devices take part, sorted; "" is the host that is meant anyway."""
+        """The hosts of the devices, sorted; "" for devices without host."""
         return tuple(sorted({host_of(device) for device in self.devices}))
 
-    def on(self, host: str) -> Work:
-        """One host's share, with devices and spaces as they are named there; links stay as they
-        are, because they have an end elsewhere."""
-        return Work(
+    def on(self, host: str) -> HostProgram:
+        """Return one host's share under local names; links keep full names at both ends."""
+        return HostProgram(
             devices={
-                local(device): DeviceProgram(
-                    lanes=tuple(map(_lane_there, share.lanes)),
-                    copies=tuple(map(_copy_there, share.copies)),
-                )
+                local(device): _localized(share)
                 for device, share in self.devices.items()
                 if host_of(device) == host
             },
@@ -199,46 +185,24 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Program(Work, frozen=True, kw_only=True):
-    """A set's work by device; `counted[i]` and `other[i]` are the ends of the set's flow i.
+class Program(HostProgram, frozen=True, kw_only=True):
+    """A compiled set: `counted[i]` and `other[i]` are the parts of the set's flow i.
 
-    A flow's rate is what arrives, so a bounce is counted where it is read; `other` are its other
-    ends, for start and end stamps.
+    A flow's rate is counted at `counted`, where its bytes arrive; `other` gives start and end only.
     """
 
     transfers: TransferSet
     counted: tuple[Part, ...]
     other: tuple[tuple[Part, ...], ...]
 
-    @property
-    def fifo_bytes(self) -> int:
-        """What all FIFOs take together."""
-        return sum(self.space_bytes.values()) - COUNTER_AREA_BYTES * len(self.space_bytes)
 
-
-def _lane_there(lane: Lane) -> Lane:
-    return msgspec.structs.replace(
-        lane, incoming=_end_there(lane.incoming), outgoing=_end_there(lane.outgoing)
-    )
-
-
-def _copy_there(copy: Copy) -> Copy:
-    return msgspec.structs.replace(
-        copy, source=_end_there(copy.source), destination=_end_there(copy.destination)
-    )
-
-
-def _end_there(end: End | None) -> End | None:
-    if end is None:
-        return None
-    return msgspec.structs.replace(
-        end, data=_there(end.data), wait=_there(end.wait), post=_there(end.post)
-    )
-
-
-@overload
-def _there(address: Address) -> Address: ...
-@overload
-def _there(address: None) -> None: ...
-def _there(address: Address | None) -> Address | None:
-    return None if address is None else Address(local(address.space), address.offset)
+def _localized(value: Any) -> Any:
+    """Replace the addresses in a struct by those on their own host."""
+    if isinstance(value, Address):
+        return Address(local(value.space), value.offset)
+    if isinstance(value, tuple):
+        return tuple(map(_localized, value))
+    if isinstance(value, DeviceProgram | Lane | Copy | End):
+        fields = {name: _localized(getattr(value, name)) for name in value.__struct_fields__}
+        return type(value)(**fields)
+    return value

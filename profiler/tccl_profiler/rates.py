@@ -1,4 +1,11 @@
-"""From what lanes and copies recorded to rates, start skew and overlap."""
+"""Bandwidth, start skew and overlap from the records of a run.
+
+NCCL gives every channel the same number of bytes, and a collective ends with its last channel. On
+NVLink, channels of one kernel are served unequally: of 24 between two H200, the slowest seven had
+10.5 GB/s each, the fastest 18.8. When those end, the slow channels speed up, but none beyond an
+uncontended channel: of eight, each had 20.6 to 21.1 there. That bound is measured by the same set
+with few channels.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +15,131 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_profiler.execution import Outcome, Timing
+from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.program import Part, Program, is_nic
-from tccl_profiler.window import LaneRate
+from tccl_profiler.window import ChannelRate
 from tccl_py.model.measurement import TOGETHER
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 
-# The rate of a flow whose bytes are dealt out to its lanes in equal parts.
+FEW_CHANNELS = 4
+"""Channels of an uncontended flow: even of eight between two H200, each had 20.6 GB/s or more."""
+
+ToHost = Callable[[int], tuple[int, int]]
+"""A device's stamp -> the host's time and the error bound of that; nanoseconds."""
+Floats = npt.NDArray[np.float64]
 
 
-def equal_shares_gbps(rates: npt.NDArray[np.float64], most: float | None = None) -> float:
-    """Bytes of all lanes over the time of the last, in the unit of `rates`.
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one repeat of a set.
+
+    `gbps[i]` is flow i's bandwidth over the window, `straggler_gbps` between GPUs. `skew_us` is the
+    time from the first start to the last, +- `skew_error_us`; `overlap` is (first end - last start)
+    over (last end - first start). `wrong[i]` counts flow i's 16-byte packs that a check found
+    wrong. `ended_early`: a copy ran out of bytes within the window, so that others ran without it.
+    """
+
+    gbps: tuple[float, ...]
+    channels: tuple[ChannelRate, ...]
+    skew_us: float
+    skew_error_us: float
+    overlap: float
+    wrong: tuple[int, ...]
+    ended_early: bool = False
+
+
+def sample_of(
+    program: Program,
+    result: RunResult,
+    spec: RunSpec,
+    to_host: Mapping[str, ToHost],
+    *,
+    uncontended: Mapping[Flow, float] | None = None,
+) -> Sample:
+    """Work out a repeat's bandwidths, 0 for a flow that moved nothing in the window.
 
     Args:
-        rates: what each lane moves while all do, shape (lanes,). While fewer do, what all had
-            together is divided among those left in the same proportions, and none has more than
-            `most`; what that keeps from it, none has.
-        most: what a lane moves where few others do. Less than the fastest of `rates`, or None, is
-            that.
+        program: what ran.
+        result: its records and stamps.
+        spec: how it ran.
+        to_host: each device's clock.
+        uncontended: GB/s of a flow's channel among few, where known.
+    """
+    known = uncontended or {}
+    gbps: list[float] = []
+    channels: list[ChannelRate] = []
+    for flow, part in zip(program.transfers.flows, program.counted, strict=True):
+        rates = _rates(part, result, spec, bursts=flow.is_network)
+        shared = shares_links(flow)
+        gbps.append(straggler_gbps(rates, known.get(flow)) if shared else float(rates.sum()))
+        for number, rate in zip(part.numbers, rates, strict=True):
+            grain = _grain(part, number, spec)
+            channels.append(
+                ChannelRate(
+                    slice_bytes=part.slice_bytes * grain,
+                    gbps=float(rate),
+                    fifo_slices=-(-part.slices // grain),
+                )
+            )
+    parts = [*program.counted, *(part for others in program.other for part in others)]
+    spans = [
+        (part.device, *_span(part, result, spec))
+        for part in {(part.device, part.kind, part.numbers): part for part in parts}.values()
+    ]
+    skew_us, error_us, overlap = _overlap(spans, to_host)
+    return Sample(
+        gbps=tuple(gbps),
+        channels=tuple(channels),
+        skew_us=skew_us,
+        skew_error_us=error_us,
+        overlap=overlap,
+        wrong=tuple(_wrong(part, result) for part in program.counted),
+        ended_early=any(_ended_early(part, result, spec) for part in parts),
+    )
+
+
+def hides_overlap(program: Program) -> bool:
+    """Return whether copies and kernels share a device.
+
+    A copy's stamps are small kernels that wait for the writes of others: they are a lower bound of
+    the copy's end.
+    """
+    return any(share.lanes and share.copies for share in program.devices.values())
+
+
+def why_uncounted(program: Program, sample: Sample) -> str:
+    """Return why a repeat is no valid sample of its set; "" for a valid one."""
+    for flow, rate in zip(program.transfers.flows, sample.gbps, strict=True):
+        if not rate > 0:
+            return f"nothing arrived by {flow}"
+    if sample.overlap < TOGETHER and not hides_overlap(program):
+        share, skew_ms = f"{sample.overlap:.0%}", sample.skew_us / 1e3
+        return f"its flows ran together for only {share} of the time (start skew {skew_ms:.3g} ms)"
+    return ""
+
+
+def straggler_gbps(rates: Floats, most: float | None = None) -> float:
+    """Return the bandwidth of channels with equal bytes, limited by the last to end.
+
+    Args:
+        rates: of each channel while all run, shape (channels,). While fewer run, they share the sum
+            in the same proportions, each up to `most`; the excess is lost.
+        most: an uncontended channel's rate; at least the fastest of `rates` is taken.
 
     Returns:
-        float: at most the sum of the rates, which it is where they are equal; the sum as well
-        where a lane has moved nothing, and so nothing is known of its share. It rises with `most`.
+        float: at most the sum of rates; exactly the sum if they are equal, or if a channel moved
+        nothing (its share is then unknown).
 
-    >>> equal_shares_gbps(np.array([3.0, 3.0]))
+    >>> straggler_gbps(np.array([3.0, 3.0]))
     6.0
-    >>> round(equal_shares_gbps(np.array([1.0, 3.0])), 6)  # after 1/3 s one has 2/3 left, at 3
+    >>> round(straggler_gbps(np.array([1.0, 3.0])), 6)  # after 1/3 s, 2/3 are left, at 3
     3.6
-    >>> round(equal_shares_gbps(np.array([1.0, 3.0]), 3.5), 6)  # and at 3.5
+    >>> round(straggler_gbps(np.array([1.0, 3.0]), 3.5), 6)  # and at 3.5
     3.818182
     """
     total, count = float(rates.sum()), len(rates)
     if count < 2 or rates.min() <= 0 or rates.min() == rates.max():
         return total
-    # The fastest first: with equal shares they are done in this order.
+    # The fastest first: with equal bytes, channels end in this order.
     working = np.sort(rates)[::-1]
     bound = max(float(working[0]), most or 0.0)
     left = np.ones(count)
@@ -56,17 +154,10 @@ def equal_shares_gbps(rates: npt.NDArray[np.float64], most: float | None = None)
     return count / lasting
 
 
-# What a lane moves where few others do, for flows whose lanes share the links between two GPUs.
-
-
-FEW_LANES = 4
-"""Of a flow: even of eight between two H200 each had 20.6 GB/s or more, the fastest of 24 18.8."""
-
-
 def shares_links(flow: Flow) -> bool:
-    """Whether lanes that stand for NCCL's channels share the links between two GPUs.
+    """Return whether a flow's channels share the links between two GPUs.
 
-    Through host memory lanes are served alike: sums were what NCCL got there.
+    Through host memory channels are served alike: NCCL got the sum there.
     """
     return (
         len(flow.transfers) == 1
@@ -76,227 +167,130 @@ def shares_links(flow: Flow) -> bool:
     )
 
 
-def with_few_lanes(transfers: TransferSet) -> TransferSet | None:
-    """The set with few lanes in each flow whose lanes share links, all else the same; None if no
-    flow has more than that.
+def with_few_channels(transfers: TransferSet) -> TransferSet | None:
+    """Return the set with few channels in flows that share links, or None if it has no more.
 
     >>> from tccl_py.model.transfer import parse_set
-    >>> str(with_few_lanes(parse_set("G0->G0->G1{blocks=24} G1->G1->C0->G0->G0{blocks=8}")))
+    >>> str(with_few_channels(parse_set("G0->G0->G1{blocks=24} G1->G1->C0->G0->G0{blocks=8}")))
     'G0->G0->G1{blocks=4} G1->G1->C0->G0->G0{blocks=8}'
     """
-    few = transfer_set(few_of(flow) for flow in transfers.flows)
+    few = transfer_set(with_few(flow) for flow in transfers.flows)
     return None if str(few) == str(transfers) else few
 
 
-def few_of(flow: Flow) -> Flow:
-    """The flow with few lanes, if its lanes share links; else the flow itself."""
-    if not shares_links(flow) or flow.blocks is None or flow.blocks <= FEW_LANES:
+def with_few(flow: Flow) -> Flow:
+    """Return the flow with few channels, if they share links; else the flow itself."""
+    if not shares_links(flow) or flow.blocks is None or flow.blocks <= FEW_CHANNELS:
         return flow
-    return Flow(flow.transfers, FEW_LANES, flow.fifo, flow.buffer)
+    return Flow(flow.transfers, FEW_CHANNELS, flow.fifo, flow.buffer)
 
 
-def lone_rates(program: Program, lanes: Sequence[LaneRate]) -> Mapping[Flow, float]:
-    """The median lane of each flow whose lanes share links, in GB/s, by flow.
+def uncontended_gbps(program: Program, channels: Sequence[ChannelRate]) -> Mapping[Flow, float]:
+    """Return the median channel's GB/s of each flow that shares links.
 
     Args:
-        program: of a set with few lanes.
-        lanes: what they did, in the order of `Reading.lanes`.
+        program: of a set with few channels.
+        channels: in the order of `Sample.channels`.
     """
-    rates = iter([lane.gbps for lane in lanes])
+    rates = iter([channel.gbps for channel in channels])
     found: dict[Flow, list[float]] = {}
     for flow, part in zip(program.transfers.flows, program.counted, strict=True):
-        # A flow listed twice is one and the same to whoever asks.
+        # Equal flows are one key.
         found.setdefault(flow, []).extend(next(rates) for _ in part.numbers)
     return {flow: float(np.median(some)) for flow, some in found.items() if shares_links(flow)}
 
 
-ToHost = Callable[[int], tuple[int, int]]
-"""A device's stamp -> the host's time, and how far off that may be; nanoseconds."""
+def _rates(part: Part, result: RunResult, spec: RunSpec, *, bursts: bool) -> Floats:
+    """Return GB/s (bytes per nanosecond) of each lane or copy, between slices in the window.
 
-
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """What one repeat of a set says.
-
-    `gbps[i]` is flow i's rate over the window, between GPUs with equal shares for its lanes;
-    `skew_us` the time between the first start and the last, give or take `skew_error_us`; `overlap`
-    is (first end - last start) over (last end - first start); `wrong[i]` how many 16-byte packs of
-    flow i arrived wrong, in a check. `ended_early` is whether a copy had nothing more to move
-    before the window's end, so that others ran without it.
-    """
-
-    gbps: tuple[float, ...]
-    lanes: tuple[LaneRate, ...]
-    skew_us: float
-    skew_error_us: float
-    overlap: float
-    wrong: tuple[int, ...]
-    ended_early: bool = False
-
-
-class _Span(msgspec.Struct, frozen=True):
-    """First start, last start and last end of one part, in its device's nanoseconds."""
-
-    first_start: int
-    last_start: int
-    end: int
-
-
-def read_outcome(
-    program: Program,
-    outcome: Outcome,
-    timing: Timing,
-    to_host: Mapping[str, ToHost],
-    *,
-    lone: Mapping[Flow, float] | None = None,
-) -> Reading:
-    """Work out a repeat's rates; a flow that moved nothing in its window has rate 0.
-
-    `lone` is what a lane of a flow moves where few others do, in GB/s, where that is known.
-    """
-    known = lone or {}
-    gbps: list[float] = []
-    lanes: list[LaneRate] = []
-    wrong: list[int] = []
-    for flow, part in zip(program.transfers.flows, program.counted, strict=True):
-        rates = _rates(part, outcome, timing, bursts=flow.is_network)
-        shared = shares_links(flow)
-        gbps.append(equal_shares_gbps(rates, known.get(flow)) if shared else float(rates.sum()))
-        for number, rate in zip(part.numbers, rates, strict=True):
-            grain = _grain(part, number, timing)
-            lanes.append(
-                LaneRate(
-                    slice_bytes=part.slice_bytes * grain,
-                    gbps=float(rate),
-                    fifo_slices=-(-part.slices // grain),
-                )
-            )
-        wrong.append(_wrong(part, outcome))
-    parts = [*program.counted, *(part for others in program.other for part in others)]
-    spans = {(part.device, part.kind, part.numbers): _span(part, outcome, timing) for part in parts}
-    skew_us, error_us, overlap = _together([(key[0], span) for key, span in spans.items()], to_host)
-    return Reading(
-        gbps=tuple(gbps),
-        lanes=tuple(lanes),
-        skew_us=skew_us,
-        skew_error_us=error_us,
-        overlap=overlap,
-        wrong=tuple(wrong),
-        ended_early=any(_ended_early(part, outcome, timing) for part in parts),
-    )
-
-
-def hides_overlap(program: Program) -> bool:
-    """Whether copies and kernels share a device.
-
-    A copy's time is stamped by small kernels, which wait for the writes of the others: stamps then
-    bound from below how long the copy went on.
-    """
-    return any(share.lanes and share.copies for share in program.devices.values())
-
-
-def why_uncounted(program: Program, reading: Reading) -> str:
-    """Say why a repeat is no sample of its set; "" if it is one."""
-    for flow, rate in zip(program.transfers.flows, reading.gbps, strict=True):
-        if not rate > 0:
-            return f"nothing arrived by {flow}"
-    if reading.overlap < TOGETHER and not hides_overlap(program):
-        share, skew_ms = f"{reading.overlap:.0%}", reading.skew_us / 1e3
-        return f"its flows ran together for only {share} of the time (start skew {skew_ms:.3g} ms)"
-    return ""
-
-
-def _rates(
-    part: Part, outcome: Outcome, timing: Timing, *, bursts: bool
-) -> npt.NDArray[np.float64]:
-    """GB/s (bytes a nanosecond) of each lane or copy, between slices that ended in the window.
-
-    With `bursts` lanes may move slices in bursts, as those behind a network do, or threads that
-    take turns on a core: they are not taken to be as quick as their bursts.
+    With `bursts`, slices may come in bursts (behind a network, or from threads that share a core):
+    a lane's rate is then bounded by its bytes over the whole window.
     """
     if part.kind == "copy":
-        return np.array([_copy_rate(part, outcome, number, timing) for number in part.numbers])
+        return np.array([_copy_rate(part, result, number, spec) for number in part.numbers])
     side = "in" if part.kind == "incoming" else "out"
-    records = outcome.records[part.device][list(part.numbers)]
+    records = result.records[part.device][list(part.numbers)]
     lasting = (records[f"{side}_last"] - records[f"{side}_first"]).astype(np.float64)
     counted = records[f"{side}_count"].astype(np.float64) * part.slice_bytes
     moved = (records[f"{side}_count"] > 0) & (lasting > 0)
-    rates: npt.NDArray[np.float64] = np.zeros(len(records))
+    rates: Floats = np.zeros(len(records))
     np.divide(counted, lasting, out=rates, where=moved)
     if bursts:
         # A steady lane that ends n slices in a window is slower than n + 1 in its length.
-        most = (counted + 2 * part.slice_bytes) / (timing.window_us * 1e3)
+        most = (counted + 2 * part.slice_bytes) / (spec.window_us * 1e3)
         np.minimum(rates, most, out=rates)
     return rates
 
 
-def _grain(part: Part, number: int, timing: Timing) -> int:
-    """How many slices are counted at once: a copy's are stamped in groups."""
-    return timing.paces[part.device][number].slices if part.kind == "copy" else 1
+def _grain(part: Part, number: int, spec: RunSpec) -> int:
+    """Return the slices that are counted at once: a copy is stamped in groups."""
+    return spec.paces[part.device][number].slices if part.kind == "copy" else 1
 
 
-def _copy_rate(part: Part, outcome: Outcome, number: int, timing: Timing) -> float:
-    done = _in_window(outcome.stamps[part.device][number], timing, piped=part.piped)
+def _copy_rate(part: Part, result: RunResult, number: int, spec: RunSpec) -> float:
+    done = _in_window(result.stamps[part.device][number], spec, piped=part.piped)
     if len(done) < 2 or done[-1] <= done[0]:
         return 0.0
-    group_bytes = _grain(part, number, timing) * part.slice_bytes
+    group_bytes = _grain(part, number, spec) * part.slice_bytes
     return float((len(done) - 1) * group_bytes / (done[-1] - done[0]))
 
 
 def _in_window(
-    stamps: npt.NDArray[np.uint64], timing: Timing, *, piped: bool
+    stamps: npt.NDArray[np.uint64], spec: RunSpec, *, piped: bool
 ) -> npt.NDArray[np.int64]:
-    """The stamps of groups that were done after the warm-up and before the window's end."""
+    """Return the stamps of groups that ended between the warm-up and the window's end."""
     times = stamps[stamps > 0].astype(np.int64)
     since = times - times[0]
-    warm_ns, end_ns = timing.warm_us * 1e3, (timing.warm_us + timing.window_us) * 1e3
+    warm_ns, end_ns = spec.warm_us * 1e3, (spec.warm_us + spec.window_us) * 1e3
     done, since = times[1:], since[1:]
-    # A copy that was let go when its peer had stopped moves nothing that counts.
+    # A copy that was released after its peer had stopped moves nothing that counts.
     counts = since <= end_ns if piped else np.ones(len(done), bool)
     inside: npt.NDArray[np.int64] = done[(since >= warm_ns) & (since <= end_ns)]
-    # The few groups of a trial may be done before the warm-up is over, and still say something.
+    # The few groups of a trial may end within the warm-up, and still say something.
     return inside if len(inside) > 1 else done[counts]
 
 
-def _ended_early(part: Part, outcome: Outcome, timing: Timing) -> bool:
+def _ended_early(part: Part, result: RunResult, spec: RunSpec) -> bool:
     if part.kind != "copy":
         return False
-    rows = [outcome.stamps[part.device][number] for number in part.numbers]
-    lasting_ns = (timing.warm_us + timing.window_us) * 1e3
+    rows = [result.stamps[part.device][number] for number in part.numbers]
+    lasting_ns = (spec.warm_us + spec.window_us) * 1e3
     return any(int(row[-1]) - int(row[0]) < lasting_ns for row in rows)
 
 
-def _span(part: Part, outcome: Outcome, timing: Timing) -> _Span:
+def _span(part: Part, result: RunResult, spec: RunSpec) -> tuple[int, int, int]:
+    """Return first start, last start and last end of a part, in its device's nanoseconds."""
     if part.kind == "copy":
-        rows = [outcome.stamps[part.device][number] for number in part.numbers]
+        rows = [result.stamps[part.device][number] for number in part.numbers]
         starts = [int(row[0]) for row in rows]
-        ends = [end for row in rows for end in _in_window(row, timing, piped=part.piped).tolist()]
+        ends = [end for row in rows for end in _in_window(row, spec, piped=part.piped).tolist()]
     else:
-        records = outcome.records[part.device][list(part.numbers)]
+        records = result.records[part.device][list(part.numbers)]
         starts, ends = records["start"].tolist(), records["end"].tolist()
-    # What moved nothing has no end.
-    return _Span(min(starts), max(starts), max([*ends, *starts]))
+    # A part that moved nothing has no end.
+    return min(starts), max(starts), max([*ends, *starts])
 
 
-def _together(
-    spans: list[tuple[str, _Span]], to_host: Mapping[str, ToHost]
+def _overlap(
+    spans: Sequence[tuple[str, int, int, int]], to_host: Mapping[str, ToHost]
 ) -> tuple[float, float, float]:
-    """Skew and its error in microseconds, and the overlap, on the host's clock."""
+    """Return skew and its error in microseconds, and the overlap, on the host's clock."""
     first, last, ends, errors = [], [], [], []
-    for device, span in spans:
-        start_ns, error_ns = to_host[device](span.first_start)
+    for device, first_start, last_start, end in spans:
+        start_ns, error_ns = to_host[device](first_start)
         first.append(start_ns)
-        # Within one device's microseconds its own clock is as good as the host's.
-        last.append(start_ns + span.last_start - span.first_start)
-        ends.append(start_ns + span.end - span.first_start)
+        # Within microseconds a device's own clock is as good as the host's.
+        last.append(start_ns + last_start - first_start)
+        ends.append(start_ns + end - first_start)
         errors.append(error_ns)
     whole = max(ends) - min(first)
     overlap = max(0.0, (min(ends) - max(last)) / whole) if whole > 0 else 0.0
-    error_us = 0.0 if len({device for device, _ in spans}) == 1 else 2 * max(errors) / 1e3
+    error_us = 0.0 if len({span[0] for span in spans}) == 1 else 2 * max(errors) / 1e3
     return (max(last) - min(first)) / 1e3, error_us, overlap
 
 
-def _wrong(part: Part, outcome: Outcome) -> int:
-    # Who reads compares; so does a NIC that receives what nobody reads.
+def _wrong(part: Part, result: RunResult) -> int:
+    """Return the wrong packs: the reading kernel compares, or a receiving NIC without a kernel."""
     if part.kind != "incoming" and not is_nic(part.device):
         return 0
-    return int(outcome.records[part.device][list(part.numbers)]["errors"].sum())
+    return int(result.records[part.device][list(part.numbers)]["errors"].sum())

@@ -1,16 +1,17 @@
-"""A session: the pool, the profiler and the watch that measure one machine, opened and closed."""
+"""A session: the pool, the profiler and the watch that measure one machine."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Literal
 
-from tccl_profiler import linux as numa
+from tccl_profiler import linux
 from tccl_profiler.host.machine import cpus_of_devices
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
-from tccl_profiler.watch import Conditions, Watch, changes, complaints, conditions_note, warmed
+from tccl_profiler.watch import Conditions, Watch, changes, conditions_note, warmed, warnings
 from tccl_profiler.workers import DeviceSpec
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.model.machine import Machine
@@ -19,13 +20,16 @@ from tccl_py.sources.journal import JournalHeader
 
 Backend = Literal["cuda", "host"]
 
+HOST_MEMORY = Memory(arena_bytes=128 << 20, user_bytes=64 << 20)
+"""The memory of the host backend's devices, which have none of their own."""
+
 
 class Session:
     """Measures a machine: `profiler` is its BandwidthSource while the session is open.
 
     Args:
         machine: this host, as discovered, or the host backend's stand-in.
-        fingerprint: what tells it from others; a journal keeps it.
+        fingerprint: identifies the machine in journals.
         backend: `cuda` or `host`.
         gpus: indices of the devices to measure; None is all.
         options: how carefully.
@@ -48,19 +52,7 @@ class Session:
         self._backend = backend
         chosen = machine.gpu_indices if gpus is None else tuple(gpus)
         self._gpus = tuple(sorted({machine.gpu(index).index for index in chosen}))
-        cpus = _cpus(machine, backend)
-        self.pool = Pool(
-            backend,
-            [
-                DeviceSpec(device=f"G{i}", bus_id=machine.gpu(i).bus_id, cpus=cpus.get(i, ()))
-                for i in self._gpus
-            ],
-            {
-                f"C{node.index}": node.numa_id if node.numa_id >= 0 else None
-                for node in machine.numa_nodes
-            },
-            memory=memory or (Memory() if backend == "cuda" else HOST_MEMORY),
-        )
+        self.pool = pool_of(machine, backend, [f"G{index}" for index in self._gpus], memory)
         self._watch: Watch | None = None
         self._before: Conditions = ()
         self.notices: list[str] = []
@@ -68,15 +60,14 @@ class Session:
     def __enter__(self) -> Session:
         self.pool.start()
         try:
-            self.profiler = Profiler(
-                self.pool, options=self.options, source=f"{self._backend} backend"
-            )
+            source = f"{self._backend} backend"
+            self.profiler = Profiler(self.pool, options=self.options, source=source)
             # The profiler's notices and the session's are one list.
             self.profiler.notices = self.notices
             if self._backend == "cuda":
                 self._begin_watch()
         except BaseException as error:
-            self._end(type(error), error, error.__traceback__)
+            self._end(error)
             raise
         return self
 
@@ -90,40 +81,33 @@ class Session:
             if error is None:
                 self.look()
         finally:
-            self._end(kind, error, trace)
+            self._end(error)
 
-    def _end(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End the watch and the pool, whatever has happened."""
+    def _end(self, error: BaseException | None) -> None:
+        """End the watch and the pool."""
         watch, self._watch = self._watch, None
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(
+                self.pool.close, hurry=error is not None and not isinstance(error, Exception)
+            )
             if watch is not None:
-                watch.__exit__(kind, error, trace)
-        finally:
-            self.pool.close(hurry=kind is not None and not issubclass(kind, Exception))
+                stack.push(watch)
 
     def _begin_watch(self) -> None:
-        """See what the GPUs are like, at rest and, links awake, under load."""
+        """Look at the GPUs at rest and, with links awake, under load."""
         self._watch = Watch(self._gpus, self.pool.pids).__enter__()
         at_rest = self._watch.look()
         busy = parse_set(" ".join(f"G{i}->G{i}->C0 C0->G{i}->G{i}" for i in self._gpus))
         self._before, _ = warmed(self._watch.look, lambda: self.profiler.exercise(busy))
-        for text in (*complaints(at_rest, loaded=False), *complaints(self._before, loaded=True)):
-            self._note(text)
+        self._note(*warnings(at_rest, loaded=False), *warnings(self._before, loaded=True))
 
     def look(self) -> None:
-        """Note what has changed on the GPUs since the session began."""
+        """Note changes of the GPUs since the session began."""
         if self._watch is not None:
-            for text in changes(self._before, self._watch.look()):
-                self._note(text)
+            self._note(*changes(self._before, self._watch.look()))
 
-    def _note(self, text: str) -> None:
-        if text not in self.notices:
-            self.notices.append(text)
+    def _note(self, *texts: str) -> None:
+        self.notices.extend(text for text in dict.fromkeys(texts) if text not in self.notices)
 
     @property
     def conditions(self) -> str:
@@ -132,30 +116,42 @@ class Session:
 
     @property
     def header(self) -> JournalHeader:
-        """Whose a journal of this session's measurements is: the whole machine's, so that sets of
-        some of its GPUs and sets of others can stand in one.
+        """Journal header: the machine, driver and options these measurements are valid for.
+
+        It names the whole machine, so that sets of some of its GPUs share a journal with others.
         """
-        print_, limits = self._fingerprint, self.options.limits
+        print_ = self._fingerprint
         identity = (
             f"GPUs {', '.join(print_.gpu_uuids)}; driver {print_.driver}; kernel {print_.kernel}; "
-            f"{print_.numa_count} NUMA node(s); {self._backend} backend, windows of "
-            f"{limits.minimum_ms:g} to {limits.maximum_ms:g} ms, flows that meet "
-            f"{'pass data on' if self.options.meeting == 'pass-on' else 'are independent'}"
+            f"{print_.numa_count} NUMA node(s); {self._backend} backend, "
+            f"{self.options.identity}"
         )
         return JournalHeader(machine=self.machine.name, identity=identity, simulated=False)
 
 
-HOST_MEMORY = Memory(arena_bytes=128 << 20, user_bytes=64 << 20)
-"""What the host backend's devices give: they have no memory of their own."""
+def pool_of(
+    machine: Machine,
+    backend: str,
+    devices: Sequence[str],
+    memory: Memory | None,
+    nics: Mapping[str, DeviceSpec] | None = None,
+) -> Pool:
+    """Return a pool, not started, for some GPUs of a machine and NICs, by device name.
 
+    A GPU's worker is pinned to its core (host backend) or to its NUMA node's CPUs.
+    """
+    cores = cpus_of_devices(machine) if backend == "host" else {}
 
-def _cpus(machine: Machine, backend: Backend) -> Mapping[int, tuple[int, ...]]:
-    """The CPUs that each device's worker is pinned to: its core, or its GPU's NUMA node."""
-    if backend == "host":
-        return cpus_of_devices(machine)
-    found = {}
-    for gpu in machine.gpus:
-        node = machine.numa_nodes[machine.numa_of(f"G{gpu.index}")]
-        if node.numa_id >= 0:
-            found[gpu.index] = tuple(numa.cpus_of_node(node.numa_id))
-    return found
+    def spec(name: str) -> DeviceSpec:
+        gpu = machine.gpu(int(name[1:]))
+        node = machine.numa_nodes[machine.numa_of(name)].numa_id
+        cpus = cores.get(gpu.index, ())
+        if not cores and node >= 0:
+            cpus = tuple(linux.cpus_of_node(node))
+        return DeviceSpec(device=name, bus_id=gpu.bus_id, cpus=cpus)
+
+    known = nics or {}
+    specs = [known[name] if name in known else spec(name) for name in devices]
+    numa_ids = {n.id: n.numa_id if n.numa_id >= 0 else None for n in machine.numa_nodes}
+    usual = HOST_MEMORY if backend == "host" else None
+    return Pool(backend, specs, numa_ids, memory=memory or usual)

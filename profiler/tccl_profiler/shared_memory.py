@@ -1,7 +1,8 @@
-"""Memory that several processes share, on the NUMA node asked for, and checked to be there.
+"""Shared memory: segments on NUMA nodes, the control segment, and the check pattern.
 
-A segment is a memfd: it has no name in any file system, so nothing of it outlives its processes,
-however they end. Other processes get its file descriptor over a socket (`channel.py`).
+A segment is a memfd: it has no name in a file system, so nothing of it outlives its processes.
+Other processes get its descriptor over a socket. The layout of a record and the pattern are those
+of cuda/pump.cu, so that one backend can compare what another wrote.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import errno
 import functools
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tccl_profiler import linux as numa
+from tccl_profiler import linux
+from tccl_profiler.messages import Pace
 from tccl_profiler.program import MAX_REPEATS
 from tccl_py.errors import MeasurementError
 from tccl_py.limits import limit_reached
@@ -27,16 +29,15 @@ _NAME_BYTES = 200  # memfd_create takes up to 249
 
 
 class Segment:
-    """Shared memory mapped into this process; it owns the file descriptor and the mapping.
+    """Shared memory mapped into this process; it owns the descriptor and the mapping.
 
-    Made by `create_segment`, or by `attach` from a descriptor that another process sent; both turn
-    what the constructor raises into a MeasurementError. Python's mmap keeps a duplicate of the
-    descriptor, so that a segment costs two.
+    Made by `create_segment`, or by `attach` from another process's descriptor. Python's mmap keeps
+    a duplicate of the descriptor, so a segment costs two.
     """
 
     def __init__(self, fd: int, size: int, label: str) -> None:
         self._fd = fd
-        self._size = size
+        self.size = size
         self.label = label
         self._mapping: mmap.mmap | None = None
         try:
@@ -51,10 +52,10 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int, size: int, label: str) -> Segment:
-        """Map a segment of another process; the descriptor belongs to the result, or is closed.
+        """Map another process's segment; the descriptor belongs to the result, or is closed.
 
         Raises:
-            MeasurementError: it is no memory of that size.
+            MeasurementError: the descriptor is no memory of that size.
         """
         try:
             segment = cls(fd, size, label)
@@ -62,46 +63,38 @@ class Segment:
             raise MeasurementError(
                 f"shared memory {label}: cannot map {size} bytes: {error}"
             ) from error
-        # Reads map the pages now, not in the first transfer that is timed; contents stay.
+        # Reads map the pages now, not in the first timed transfer; contents stay.
         segment.array(np.uint8, 0, size)[:: mmap.PAGESIZE].max()
         return segment
 
     @property
     def fd(self) -> int:
-        """Descriptor to send to other processes; it stays the segment's own."""
+        """The descriptor, which stays the segment's own."""
         self._open()
         return self._fd
 
     @property
-    def size(self) -> int:
-        """Bytes, as asked for."""
-        return self._size
-
-    @property
     def address(self) -> int:
-        """Where the mapping begins in this process."""
+        """The begin of the mapping in this process."""
         self._open()
         return self._address
 
     def array(self, dtype: npt.DTypeLike, offset: int, count: int) -> npt.NDArray[Any]:
-        """View of `count` elements that begin `offset` bytes into the segment, writable.
+        """Return a writable view of `count` elements from byte `offset`.
 
         Raises:
             MeasurementError: they are not inside the segment.
         """
         mapping, kind = self._open(), np.dtype(dtype)
-        if offset < 0 or count < 0 or offset + count * kind.itemsize > self._size:
+        if offset < 0 or count < 0 or offset + count * kind.itemsize > self.size:
             raise MeasurementError(
                 f"shared memory {self.label}: {count} x {kind} from byte {offset} is not inside "
-                f"its {self._size} bytes"
+                f"its {self.size} bytes"
             )
         return np.frombuffer(mapping, kind, count, offset)
 
     def close(self) -> None:
-        """Give memory and descriptor back; views of it that still live keep the memory until then.
-
-        Closing twice does nothing.
-        """
+        """Give memory and descriptor back; live views keep the memory. Closing twice is allowed."""
         fd, self._fd = self._fd, -1
         mapping, self._mapping = self._mapping, None
         if fd >= 0:
@@ -124,17 +117,24 @@ class Segment:
 
 
 def create_segment(size: int, *, numa_id: int | None, label: str) -> Segment:
-    """Make zeroed shared memory, every page faulted in and on the node asked for (None: any).
+    """Make zeroed shared memory, every page faulted in and on this node (None: any).
 
     Where a container refuses mbind, a thread on the node's CPUs touches the pages first.
 
     Raises:
-        MeasurementError: no such node, not enough memory, pages lie elsewhere, or none can tell.
+        MeasurementError: no such node, not enough memory, pages lie elsewhere, or unknown where.
     """
     place = "any NUMA node" if numa_id is None else f"NUMA node {numa_id}"
     try:
-        _refuse_impossible(size, numa_id)
-        segment = _empty_segment(size, label)
+        _check_available(size, numa_id)
+        name = f"tccl-{label}".replace("\0", "?").encode()[:_NAME_BYTES]
+        fd = os.memfd_create(os.fsdecode(name))
+        try:
+            os.ftruncate(fd, size)
+        except OSError:
+            os.close(fd)
+            raise
+        segment = Segment(fd, size, label)
         try:
             _fill_with_pages(segment, numa_id)
         except BaseException:
@@ -148,58 +148,59 @@ def create_segment(size: int, *, numa_id: int | None, label: str) -> Segment:
     return segment
 
 
-def _refuse_impossible(size: int, numa_id: int | None) -> None:
-    """Say before it is tried what cannot be had; faulting it in could end in the OOM killer."""
+def _check_available(size: int, numa_id: int | None) -> None:
+    """Refuse in advance what cannot be had; faulting it in could end in the OOM killer."""
     if size < 1:
         raise MeasurementError("a size of at least one byte is right")
-    nodes = numa.online_nodes()
+    nodes = linux.online_nodes()
     if numa_id is not None and numa_id not in nodes:
         raise MeasurementError(f"no such node; online are {', '.join(map(str, nodes))}")
     for node in dict.fromkeys((None, numa_id)):
-        available = numa.available_bytes(node)
+        available = linux.available_bytes(node)
         if available is not None and size > available:
             owner = "the machine" if node is None else "the node"
             raise MeasurementError(f"{owner} has {available} bytes available")
 
 
-def _empty_segment(size: int, label: str) -> Segment:
-    """Map a new memfd that has its size, but no pages yet."""
-    name = f"tccl-{label}".replace("\0", "?").encode()[:_NAME_BYTES]
-    fd = os.memfd_create(os.fsdecode(name))
-    try:
-        os.ftruncate(fd, size)
-    except OSError:
-        os.close(fd)
-        raise
-    return Segment(fd, size, label)
-
-
 def _fill_with_pages(segment: Segment, numa_id: int | None) -> None:
-    """Fault the pages in on the node, and look where they came to lie."""
-    if numa_id is None or len(numa.online_nodes()) == 1:
+    """Fault the pages in on the node, and check where they lie."""
+    if numa_id is None or len(linux.online_nodes()) == 1:
         _fault_in(segment)
         return
     try:
-        numa.bind(segment.address, segment.size, numa_id)
+        linux.bind(segment.address, segment.size, numa_id)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOSYS):
             raise
-        with _running_on(numa_id):
+        # The calling thread touches the pages first, from the node's CPUs.
+        before = linux.pin_to_cpus(linux.cpus_of_node(numa_id))
+        try:
             _fault_in(segment)
+        finally:
+            linux.pin_to_cpus(before)
     else:
         _fault_in(segment)
-    _check_node(segment, numa_id)
+    seen = linux.pages_by_node(segment.address, segment.size)
+    elsewhere = {node: pages for node, pages in sorted(seen.items()) if node != numa_id}
+    if elsewhere or not seen:
+        places = ", ".join(
+            f"{pages} on {'no node' if node == linux.NO_NODE else f'node {node}'}"
+            for node, pages in elsewhere.items()
+        )
+        raise MeasurementError(
+            f"of {sum(seen.values())} pages looked at, these lie elsewhere: {places or 'none seen'}"
+        )
 
 
 def _fault_in(segment: Segment) -> None:
-    """Have the kernel give every page, under the policy or CPU of now; OSError if it cannot."""
+    """Have the kernel give every page, under the current policy and CPU; OSError if it cannot."""
     # In huge pages FIFOs that lie a power of two apart share cache sets: on 4x H200 a bounce ring
     # with much memory under way lost a quarter of its rate. NCCL's FIFOs lie unevenly.
     with contextlib.suppress(OSError):  # a kernel without huge pages
         segment._open().madvise(mmap.MADV_NOHUGEPAGE)
     try:
         # Before posix_fallocate, which knows no mapping, hence no such advice.
-        numa.populate(segment.address, segment.size)
+        linux.populate(segment.address, segment.size)
     except OSError as error:
         if error.errno != errno.EINVAL:  # EINVAL: an older kernel
             raise
@@ -208,32 +209,8 @@ def _fault_in(segment: Segment) -> None:
     segment.array(np.uint8, 0, segment.size)[:: mmap.PAGESIZE] = 0
 
 
-def _check_node(segment: Segment, numa_id: int) -> None:
-    """Raise MeasurementError if pages lie on another node."""
-    seen = numa.pages_by_node(segment.address, segment.size)
-    elsewhere = {node: pages for node, pages in sorted(seen.items()) if node != numa_id}
-    if elsewhere or not seen:
-        places = ", ".join(
-            f"{pages} on {'no node' if node == numa.NO_NODE else f'node {node}'}"
-            for node, pages in elsewhere.items()
-        )
-        raise MeasurementError(
-            f"of {sum(seen.values())} pages looked at, these lie elsewhere: {places or 'none seen'}"
-        )
-
-
-@contextlib.contextmanager
-def _running_on(node: int) -> Iterator[None]:
-    """Run the calling thread on a node's CPUs, whose memory it then touches first."""
-    before = numa.pin_to_cpus(numa.cpus_of_node(node))
-    try:
-        yield
-    finally:
-        numa.pin_to_cpus(before)
-
-
 def _reason(error: OSError | MeasurementError) -> str:
-    """Say in a sentence why memory cannot be had there."""
+    """Return why memory cannot be had."""
     if isinstance(error, MeasurementError):
         return str(error)
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT):
@@ -244,8 +221,7 @@ def _reason(error: OSError | MeasurementError) -> str:
     return str(limit_reached(error) or f"the kernel refuses it: {error.strerror}")
 
 
-# The control segment: the words through which the controller and all devices meet.
-
+# The control segment: the flag that releases lanes, clock words, records and stamps by device.
 
 RECORD = np.dtype(
     [
@@ -266,7 +242,7 @@ RECORD = np.dtype(
         )
     ]
 )
-"""What a lane reports, times in the device's nanoseconds; written by the device alone."""
+"""A lane's record, times in the device's nanoseconds; written by the device alone."""
 
 ABORT = 2**64 - 1
 """In place of an epoch: every lane stops at once."""
@@ -275,44 +251,42 @@ MAX_LANES = 256
 """Lanes and copies of one device."""
 MAX_STAMPS = 2048
 """Stamps of all copies of one device in one repeat."""
+FLAG_AT = 0
+"""Offset of the flag: lanes of epoch e start when it is e or more."""
 _WORDS_AT = 4096
 _WORD_BYTES = 256
 _RECORDS_AT = 64 * 1024
 _RECORD_AREA = MAX_REPEATS * MAX_LANES * RECORD.itemsize
-_STAMP_AREA = MAX_REPEATS * MAX_STAMPS * 8
-_DEVICE_AREA = _RECORD_AREA + _STAMP_AREA
-
-FLAG_AT = 0
-"""Offset of the flag: lanes of epoch e start when it is e or more."""
+_DEVICE_AREA = _RECORD_AREA + MAX_REPEATS * MAX_STAMPS * 8
 
 
 def control_bytes(devices: int) -> int:
-    """How large the segment is for so many devices."""
+    """Return the size of the segment for so many devices."""
     return _RECORDS_AT + devices * _DEVICE_AREA
 
 
 def question_at(slot: int) -> int:
-    """Offset of the word by which device `slot` is asked for its time."""
+    """Return the offset of the word by which device `slot` is asked for its time."""
     return _WORDS_AT + slot * _WORD_BYTES
 
 
 def answer_at(slot: int) -> int:
-    """Offset of the word in which device `slot` answers."""
+    """Return the offset of the word in which device `slot` answers."""
     return question_at(slot) + _WORD_BYTES // 2
 
 
 def records_at(slot: int, repeat: int) -> int:
-    """Offset of the records of one repeat, MAX_LANES of them."""
+    """Return the offset of the records of one repeat, MAX_LANES of them."""
     return _RECORDS_AT + slot * _DEVICE_AREA + repeat * MAX_LANES * RECORD.itemsize
 
 
 def stamps_at(slot: int, repeat: int) -> int:
-    """Offset of the stamps of one repeat's copies, MAX_STAMPS words."""
+    """Return the offset of the stamps of one repeat's copies, MAX_STAMPS words."""
     return _RECORDS_AT + slot * _DEVICE_AREA + _RECORD_AREA + repeat * MAX_STAMPS * 8
 
 
 class Control:
-    """The controller's and the workers' view of the control segment."""
+    """The control segment, as the controller and the workers see it."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -325,33 +299,38 @@ class Control:
         Raises:
             MeasurementError: no memory.
         """
-        segment = create_segment(control_bytes(devices), numa_id=None, label="control")
-        return cls(segment)
+        return cls(create_segment(control_bytes(devices), numa_id=None, label="control"))
 
     def release(self, epoch: int) -> None:
-        """Let every lane of this epoch and the earlier ones start: one store."""
+        """Start every lane of this epoch and earlier ones by one store."""
         self._flag[0] = epoch
 
     def abort(self) -> None:
-        """Stop every lane, those that run too."""
+        """Stop every lane, also running ones."""
         self._flag[0] = ABORT
 
     def clear(self) -> None:
-        """Take the flag back."""
+        """Reset the flag."""
         self._flag[0] = 0
 
     @property
-    def flag(self) -> int:
-        """The flag as it is now."""
-        return int(self._flag[0])
+    def flag(self) -> ctypes.c_uint64:
+        """The flag in memory, for frequent polls."""
+        return ctypes.c_uint64.from_address(self.segment.address + FLAG_AT)
 
     def records(self, slot: int, repeat: int, count: int) -> npt.NDArray[np.void]:
-        """A view of `count` records of a device's repeat; it changes while lanes run."""
+        """Return a view of `count` records of a device's repeat; it changes while lanes run."""
         return self.segment.array(RECORD, records_at(slot, repeat), count)
 
-    def stamps(self, slot: int, repeat: int, count: int) -> npt.NDArray[np.uint64]:
-        """A view of a repeat's first `count` stamps."""
-        return self.segment.array(np.uint64, stamps_at(slot, repeat), count)
+    def stamps(
+        self, slot: int, repeat: int, paces: Sequence[Pace]
+    ) -> tuple[npt.NDArray[np.uint64], ...]:
+        """Return views of each copy's stamps: queued, released, and one for each group."""
+        views, at = [], stamps_at(slot, repeat)
+        for pace in paces:
+            views.append(self.segment.array(np.uint64, at, pace.groups + 2))
+            at += 8 * (pace.groups + 2)
+        return tuple(views)
 
     def close(self) -> None:
         """Give the segment back."""
@@ -359,9 +338,7 @@ class Control:
         self.segment.close()
 
 
-# What a check writes in place of data, and compares: the pattern of `pattern` in cuda/pump.cu, so
-# that one backend may compare what another wrote.
-
+# The check pattern: each pack of 16 bytes is made of its seed, its slice's number and its place.
 
 PACK_BYTES = 16
 _WORD = (1 << 64) - 1
@@ -376,7 +353,7 @@ def write_pattern(address: int, size: int, seed: int, number: int) -> None:
 
 
 def differing(address: int, size: int, seed: int, number: int) -> int:
-    """How many packs of slice `number` differ from the pattern."""
+    """Return how many packs of slice `number` differ from the pattern."""
     found = _packs(address, size)
     expected = np.empty_like(found)
     _fill(expected, seed, number)
@@ -390,7 +367,7 @@ def _packs(address: int, size: int) -> npt.NDArray[np.uint32]:
 
 
 def _fill(packs: npt.NDArray[np.uint32], seed: int, number: int) -> None:
-    low, high = _places(len(packs))
+    low, high = _pack_words(len(packs))
     first, second = packs[:, 0], packs[:, 1]
     first[:] = low ^ np.uint32((seed ^ number * _SLICE_LOW) & 0xFFFFFFFF)
     second[:] = (high + np.uint64((seed + number * _SLICE_HIGH) & _WORD)) >> np.uint64(17)
@@ -400,7 +377,7 @@ def _fill(packs: npt.NDArray[np.uint32], seed: int, number: int) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _places(packs: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
-    """What each pack's place adds to its first and to its second word."""
+def _pack_words(packs: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
+    """Return the parts of each pack's first and second word that depend on its place."""
     numbers = np.arange(packs, dtype=np.uint64)
     return (numbers * _PACK_LOW).astype(np.uint32), numbers * _PACK_HIGH

@@ -1,4 +1,4 @@
-"""When a rate has been measured often enough, which repeats look odd, and whether rates drift."""
+"""Stopping rule, outliers, and drift of repeated measurements."""
 
 from __future__ import annotations
 
@@ -13,26 +13,24 @@ from tccl_py.errors import InputError, MeasurementError
 
 OUTLIER_SCORE = 3.5
 """Modified z-score beyond which a sample is flagged (Iglewicz & Hoaglin 1993)."""
-
 MAD_FLOOR = 0.001
 """Share of the median below which a spread is the timer's step."""
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a median lies, both ends included; infinite where samples are too few to say."""
+    """A confidence interval of a median, both ends included; infinite for too few samples."""
 
     low: float
     high: float
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Confidence interval of the median that assumes no distribution.
+    """Return the confidence interval of the median, for any distribution.
 
-    The ends are order statistics: how many of n samples lie below the median is binomial with
-    p = 1/2, whatever they are samples of (Hoefler & Belli, SC15; Hunold & Carpen-Amarie, TPDS
-    2016). Between two ranks they are interpolated after Hettmansperger & Sheather (1986), so
-    that the width shrinks with each sample and not in steps. Below 6 samples no pair of order
-    statistics holds the median with 95 %: the interval is infinite then.
+    The ends are order statistics: the number of n samples below the median is binomial with
+    p = 1/2 (Hoefler & Belli, SC15; Hunold & Carpen-Amarie, TPDS 2016). Between two ranks they are
+    interpolated after Hettmansperger & Sheather (1986), so that the width shrinks with every
+    sample. Below 6 samples no pair of order statistics holds the median with 95 %.
 
     Raises:
         MeasurementError: a sample is not finite.
@@ -43,22 +41,26 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Inter
         return Interval(low=-math.inf, high=math.inf)
     rank, inwards = ranks
     low, high = ordered[rank - 1], ordered[-rank]
+
+    def step(gap: float) -> float:
+        # A gap over half the interval parts two modes: a point inside may miss the median.
+        return inwards * gap if gap <= (high - low) / 2 else 0.0
+
     return Interval(
-        low=low + inwards * _step(ordered[rank] - low, high - low),
-        high=high - inwards * _step(high - ordered[-rank - 1], high - low),
+        low=low + step(ordered[rank] - low), high=high - step(high - ordered[-rank - 1])
     )
 
 
 def relative_width(interval: Interval, median: float) -> float:
-    """Width over the median; infinite for a flow that moved nothing, which says no rate."""
+    """Return width over median; infinite for a median of 0."""
     return (interval.high - interval.low) / abs(median) if median else math.inf
 
 
 def outliers(samples: Sequence[float]) -> tuple[int, ...]:
-    """Indices of samples far from the median by modified z-score; they are flagged, never dropped.
+    """Return the indices of samples far from the median by modified z-score, to be flagged.
 
-    The median absolute deviation, 0 where a coarse timer makes most samples equal, counts as at
-    least 0.1 % of the median: nothing within 0.5 % of it is flagged.
+    The median absolute deviation counts as at least 0.1 % of the median, because a coarse timer
+    makes samples equal: nothing within 0.5 % of the median is flagged.
     """
     if not _checked(samples):
         return ()
@@ -70,7 +72,7 @@ def outliers(samples: Sequence[float]) -> tuple[int, ...]:
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
-    """Repeat until the 95 % interval of every flow's median, over it, is narrower than `target`.
+    """Repeat until every flow's 95 % interval of the median, relative to it, is below `target`.
 
     `minimum` and `limit` count repeats. Rows of `samples_by_flow` are flows, columns repeats.
     """
@@ -85,11 +87,11 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError("stopping rule", what, "give target > 0 and 1 <= minimum <= limit")
 
     def enough(self, samples_by_flow: Sequence[Sequence[float]]) -> bool:
-        """Whether to stop measuring, for either reason."""
+        """Return whether the limit or the target is reached."""
         return _repeats(samples_by_flow) >= self.limit or self.reached(samples_by_flow)
 
     def reached(self, samples_by_flow: Sequence[Sequence[float]]) -> bool:
-        """Whether every flow's interval is narrower than the target, not only the limit met."""
+        """Return whether every flow's interval is narrower than the target."""
         if _repeats(samples_by_flow) < self.minimum:
             return False
         return all(
@@ -99,33 +101,32 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sentinel:
-    """One set measured again and again during a run, to tell a machine that changes under it.
+    """One set that is measured repeatedly during a run, to detect drift of the machine.
 
     Args:
-        transfers: the set in text form, for sentences.
-        tolerance: relative change of a median that is let pass even if it is certain.
+        transfers: the set's text, for notices.
+        tolerance: relative change of a median that is ignored.
     """
 
     def __init__(self, *, transfers: str, tolerance: float = 0.02) -> None:
         self.transfers, self.tolerance = transfers, tolerance
-        self.times_measured = 0
+        self._times = 0
         self._first: Sequence[Sequence[float]] = ()
         self._newest: Sequence[Sequence[float]] = ()
 
     def add(self, samples_by_flow: Sequence[Sequence[float]]) -> None:
-        """Keep one more measurement of the set, rows as `Stopping` takes them."""
+        """Add a measurement of the set, rows as in `Stopping`."""
         _repeats(samples_by_flow)
         self._first = self._first or samples_by_flow
         if len(samples_by_flow) != len(self._first):
             counts = f"{len(samples_by_flow)} flows after {len(self._first)}"
             raise MeasurementError(f"sentinel {self.transfers}: {counts}; measure the same set")
-        self._newest, self.times_measured = samples_by_flow, self.times_measured + 1
+        self._newest, self._times = samples_by_flow, self._times + 1
 
     def drift(self) -> str | None:
-        """Say which flow's newest median is furthest from its first; None if none really moved.
+        """Return a notice of the flow that moved furthest, None if none moved.
 
-        It moved if neither the tolerance nor the 95 % intervals, infinite below 6 samples, explain
-        the change.
+        A flow moved if neither the tolerance nor the 95 % intervals explain the change.
         """
         pairs = list(zip(self._first, self._newest, strict=True))
         changes = [_certain_change(*pair) for pair in pairs]
@@ -135,15 +136,15 @@ class Sentinel:
         before, after = (float(np.median(row)) for row in pairs[flow])
         return (
             f"sentinel {self.transfers}: flow {flow} went from {before:.4g} to {after:.4g} GB/s "
-            f"({changes[flow]:+.1%}) since the first of {self.times_measured} times; rates between "
+            f"({changes[flow]:+.1%}) since the first of {self._times} times; rates between "
             "may not be comparable: look for other jobs and for clocks lowered by heat"
         )
 
 
 def _certain_change(first: Sequence[float], newest: Sequence[float]) -> float:
-    """Relative change of the median, or 0 if the intervals of both explain it.
+    """Return the relative change of the median, 0 if both intervals explain it.
 
-    Only the sides that face each other matter; independent errors add as squares.
+    Only the facing sides matter; independent errors add as squares.
     """
     before, after = float(np.median(first)), float(np.median(newest))
     old, new = median_interval(first), median_interval(newest)
@@ -156,7 +157,7 @@ def _certain_change(first: Sequence[float], newest: Sequence[float]) -> float:
 
 @lru_cache(maxsize=1024)
 def _ranks(count: int, confidence: float) -> tuple[int, float] | None:
-    """Rank of the lower end, from 1, and how far to go from it towards the next."""
+    """Return the rank of the lower end, from 1, and the share of the way to the next rank."""
     if not 0 < confidence < 1:
         raise InputError("confidence", f"{confidence} is none", "give one between 0 and 1")
     below = 0  # of 2^count equally likely cases, those with fewer than `rank` samples below
@@ -168,17 +169,8 @@ def _ranks(count: int, confidence: float) -> tuple[int, float] | None:
             break
         rank, held = rank + 1, narrower
     share = (held - confidence) / (held - narrower)
-    return (
-        None if rank == 0 else (rank, (count - rank) * share / (rank + (count - 2 * rank) * share))
-    )
-
-
-def _step(gap: float, width: float) -> float:
-    """Room to interpolate in: none across a gap that is over half the interval.
-
-    Such a gap parts two modes, and a point inside it may be beyond a median at the mode's edge.
-    """
-    return gap if gap <= width / 2 else 0.0
+    inwards = (count - rank) * share / (rank + (count - 2 * rank) * share) if rank else 0.0
+    return (rank, inwards) if rank else None
 
 
 def _repeats(samples_by_flow: Sequence[Sequence[float]]) -> int:
@@ -190,7 +182,7 @@ def _repeats(samples_by_flow: Sequence[Sequence[float]]) -> int:
 
 
 def _checked(samples: Sequence[float]) -> list[float]:
-    """Sort the samples, if each is a finite number."""
+    """Return the samples in order, if all are finite."""
     for index, sample in enumerate(samples):
         if not math.isfinite(sample):
             raise MeasurementError(f"sample {index} is {sample}; a rate is a finite number")

@@ -90,7 +90,7 @@ def throttling_names(bits: int) -> tuple[str, ...]:
     return (*names, f"reason {rest:#x}") if rest else tuple(names)
 
 
-def complaints(conditions: Sequence[GpuConditions], *, loaded: bool) -> tuple[str, ...]:
+def warnings(conditions: Sequence[GpuConditions], *, loaded: bool) -> tuple[str, ...]:
     """What spoils measurements under these conditions, a sentence each: where, what, what to do.
 
     Args:
@@ -102,10 +102,10 @@ def complaints(conditions: Sequence[GpuConditions], *, loaded: bool) -> tuple[st
         f"GPU {seen.gpu}: {sentence}"
         for seen in conditions
         for part in (
-            _link_complaint(seen, loaded=loaded),
-            _throttling_complaints(seen, loaded=loaded),
-            _process_complaints(seen),
-            _ecc_complaint(seen),
+            _link_warnings(seen, loaded=loaded),
+            _throttling_warnings(seen, loaded=loaded),
+            _process_warnings(seen),
+            _ecc_warnings(seen),
         )
         for sentence in part
     )
@@ -155,7 +155,7 @@ def conditions_note(conditions: Sequence[GpuConditions]) -> str:
     )
 
 
-def _link_complaint(seen: GpuConditions, *, loaded: bool) -> Iterator[str]:
+def _link_warnings(seen: GpuConditions, *, loaded: bool) -> Iterator[str]:
     narrow = _below(seen.pcie_width, seen.pcie_width_max)
     slow = loaded and _below(seen.pcie_generation, seen.pcie_generation_max)
     if narrow or slow:
@@ -167,18 +167,18 @@ def _link_complaint(seen: GpuConditions, *, loaded: bool) -> Iterator[str]:
         yield f"its PCIe link runs at {now}, its best is {best}; {advice}"
 
 
-def _throttling_complaints(seen: GpuConditions, *, loaded: bool) -> Iterator[str]:
+def _throttling_warnings(seen: GpuConditions, *, loaded: bool) -> Iterator[str]:
     heat = "" if seen.temperature_c is None else f" at {seen.temperature_c} C"
     for reason in _spoiling(seen, loaded=loaded):
         yield f"its clocks are lowered by {reason.name}{heat}; {reason.advice}"
 
 
-def _process_complaints(seen: GpuConditions) -> Iterator[str]:
+def _process_warnings(seen: GpuConditions) -> Iterator[str]:
     for process in seen.other_processes or ():
         yield f"{_described(process)} uses it too; end it, or measure GPUs that nobody else uses"
 
 
-def _ecc_complaint(seen: GpuConditions) -> Iterator[str]:
+def _ecc_warnings(seen: GpuConditions) -> Iterator[str]:
     if seen.ecc_uncorrected:
         yield (
             f"its memory had {seen.ecc_uncorrected} uncorrected ECC errors since the driver was"
@@ -425,7 +425,7 @@ def warmed(
 
     It ends too when no link has risen for half a second, or at the limit, exceeded by one `load` at
     most. `load` runs at least once, because clocks rise with it where links need not or tell
-    nothing (virtual machines). What is still low then is for `complaints(..., loaded=True)`.
+    nothing (virtual machines). What is still low then is for `warnings(..., loaded=True)`.
 
     Args:
         look: `Watch.look`.

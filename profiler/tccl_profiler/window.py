@@ -1,7 +1,8 @@
-"""How long to measure a set: long enough for its slowest lane, and no longer.
+"""Measurement windows and copy paces: as long as the slowest channel needs, and no longer.
 
-A lane is one thread block of one flow; it moves a slice, counts it, and goes on. A repeat has a
-warm-up and a window, and rates are taken between slices that ended within the window.
+A channel is one thread block of one flow: it moves a slice, counts it, and goes on. A repeat has a
+warm-up and a window; bandwidth is taken between slices that end within the window. A kernel stops
+by the clock; a copy engine's work is queued beforehand, so its pace must last as long.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from tccl_profiler.shared_memory import MAX_STAMPS
 from tccl_py.errors import InputError, MeasurementError
 
 STRETCH = 4
-"""A window in which not every repeat counts is this much longer in the next try."""
+"""Factor of the next window, if not every repeat in this one counts."""
 LONGER = 1.25
-"""A window is chosen again only if it should have been longer by this: a rate that varies by less
-between repeats asks for nothing, and each new choice is a real step towards the maximum."""
+"""Least factor between the window needed and the window used that makes a new choice worth it."""
+_TRIAL_GROUPS = 6
+"""Slices of a copy in a trial, after it has filled its FIFO twice."""
+_MOST_GROUPS, _MOST_SLICES = 120, 200
 
 
-class LaneRate(msgspec.Struct, frozen=True, kw_only=True):
-    """What one lane was seen to do, at rest (0 GB/s) included; its FIFO holds `fifo_slices`."""
+class ChannelRate(msgspec.Struct, frozen=True, kw_only=True):
+    """The bandwidth of one channel, 0 at rest, with its slices; its FIFO holds `fifo_slices`."""
 
     slice_bytes: int
     gbps: float
@@ -33,21 +36,21 @@ class LaneRate(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.slice_bytes < 1 or self.fifo_slices < 1 or not 0 <= self.gbps < math.inf:
             what = f"{self.slice_bytes} B x {self.fifo_slices} at {self.gbps} GB/s"
-            raise MeasurementError(f"lane: {what}; a lane has slices of bytes and a finite rate")
+            raise MeasurementError(f"channel: {what}; it has slices of bytes and a finite rate")
 
     @property
     def slice_us(self) -> float:
-        """Time of one slice; infinite for a lane at rest. 1 GB/s is 1000 bytes a microsecond."""
+        """Microseconds per slice, infinite at rest; 1 GB/s is 1000 bytes per microsecond."""
         return self.slice_bytes / (self.gbps * 1e3) if self.gbps else math.inf
 
 
 class WindowLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a window must satisfy, and between which lengths.
+    """Bounds of a window.
 
-    `slices` of the slowest lane bound how coarse its rate is: ten give 10 % in one repeat at worst,
-    and the median of repeats is finer. `start_error_share` is how much of the window may pass
-    before all lanes run. The minimum keeps the clocks' microseconds out of a rate; the maximum
-    keeps a stalled lane from holding up a search of hundreds of sets. Beyond the maximum, up to
+    `slices` of the slowest channel bound the granularity of its rate: ten give 10 % in one repeat
+    at worst, and medians of repeats are finer. `start_error_share` is the share of the window that
+    may pass before all channels run. The minimum keeps clock errors of microseconds out of a rate;
+    the maximum keeps a stalled channel from holding up a search. Beyond the maximum, up to
     `longest_ms`, windows grow only where flows do not run together, as on busy cores.
     """
 
@@ -66,10 +69,9 @@ class WindowLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """One repeat's warm-up and the time measured after it.
+    """Warm-up and window of a repeat.
 
-    `capped` says that the lanes asked for more than the maximum allows of either, so that rates
-    are coarser than the limits promise.
+    `capped`: the maximum cut what the channels need, so rates are coarser than the limits promise.
     """
 
     warm_us: float
@@ -79,35 +81,35 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 def choose_window(
     *,
-    lanes: Sequence[LaneRate],
+    channels: Sequence[ChannelRate],
     start_error_us: float,
     limits: WindowLimits | None = None,
     at_least: Window | None = None,
 ) -> Window:
-    """Shortest window that these lanes allow, or the maximum if one of them does not move.
+    """Return the shortest window for these channels, the maximum if one does not move.
 
-    The window holds one slice more than the limits ask: n whole slices lie between n + 1 ends. The
-    warm-up lasts until the lane that starts last has been through its FIFO once, because a lane
-    that fills an empty FIFO is not yet slowed by the one that empties it; it may take at most half
-    the maximum. `at_least` is the window a set had before: a new one is shorter in neither part,
-    so that a set whose lanes take turns in being slow does not go back and forth.
+    1. The window holds one slice more than the limits ask: n whole slices lie between n + 1 ends.
+    2. The warm-up lasts until the channel that starts last has been through its FIFO once, at most
+       half the maximum: a channel that fills an empty FIFO is not slowed by its reader yet.
+    3. Neither part is shorter than in `at_least`, the previous window, so that a set whose channels
+       take turns in being slow does not alternate.
 
     Raises:
-        MeasurementError: no lanes, or a start error that is no time.
+        MeasurementError: no channels, or an invalid start error.
     """
-    if not lanes or not 0 <= start_error_us < math.inf:
-        what = f"window for {len(lanes)} lanes that start within {start_error_us} us"
-        raise MeasurementError(f"{what}; a set has a lane, and its start an error of 0 or more")
+    if not channels or not 0 <= start_error_us < math.inf:
+        what = f"window for {len(channels)} channels that start within {start_error_us} us"
+        raise MeasurementError(f"{what}; a set has a channel, and its start an error of 0 or more")
     limits = limits or WindowLimits()
     maximum_us = limits.maximum_ms * 1e3
     window_us = max(
         limits.minimum_ms * 1e3,
-        max(lane.slice_us for lane in lanes) * (limits.slices + 1),
+        max(channel.slice_us for channel in channels) * (limits.slices + 1),
         start_error_us / limits.start_error_share,
     )
     warm_us = max(
         limits.warm_minimum_ms * 1e3,
-        max(lane.slice_us * lane.fifo_slices for lane in lanes) + start_error_us,
+        max(channel.slice_us * channel.fifo_slices for channel in channels) + start_error_us,
         at_least.warm_us if at_least else 0.0,
     )
     return Window(
@@ -120,45 +122,36 @@ def choose_window(
 def needs_longer(
     window: Window,
     *,
-    lanes: Sequence[LaneRate],
+    channels: Sequence[ChannelRate],
     start_error_us: float,
     limits: WindowLimits | None = None,
 ) -> bool:
-    """Whether the window used was clearly too short for what was seen in it.
+    """Return whether the window was clearly too short for these channels.
 
-    If so, choose again with `at_least=window`. Both parts then only grow, one of them by a quarter
-    or more, so that this ends after a few choices whatever the lanes do; a window at its maximum
-    is never too short. Whether it could be shorter is not asked: that would make sets alternate.
+    Choose again with `at_least=window` then: both parts only grow, one by a quarter or more, so
+    this ends after a few choices, at the maximum at the latest.
     """
-    wanted = choose_window(lanes=lanes, start_error_us=start_error_us, limits=limits)
+    wanted = choose_window(channels=channels, start_error_us=start_error_us, limits=limits)
     too_short = wanted.window_us > LONGER * window.window_us
     return too_short or wanted.warm_us > LONGER * window.warm_us
 
 
 def stretched(window: Window, limits: WindowLimits) -> Window:
-    """The same warm-up before a longer window; the same window if that is the longest already."""
+    """Return a longer window after the same warm-up, the same at its longest."""
     longest_us = max(limits.longest_ms, limits.maximum_ms) * 1e3
     return msgspec.structs.replace(window, window_us=min(window.window_us * STRETCH, longest_us))
 
 
-# How much each copy of a set moves, so that copies last as long as lanes do.
-
-
-_TRIAL_GROUPS = 6
-"""Slices that a copy moves in a trial, after it has been through its FIFO twice."""
-_MOST_GROUPS, _MOST_SLICES = 120, 200
-
-
 def paces_for(
-    program: Program, lanes: Sequence[LaneRate] | None, lasting_us: float
+    program: Program, channels: Sequence[ChannelRate] | None, lasting_us: float
 ) -> dict[str, tuple[Pace, ...]]:
-    """How much each copy moves so that it lasts the window: both ends of a flow as much.
+    """Return each copy's pace by device, so that it lasts the window; a flow's ends move as much.
 
-    `lanes` are rates in the order of `Reading.lanes`; None where nothing is known yet.
+    `channels` are in the order of `Sample.channels`, or None before the first run.
     """
     shares = {device: share.copies for device, share in program.devices.items() if share.copies}
     paces: dict[str, dict[int, Pace]] = {device: {} for device in shares}
-    rates = iter(() if lanes is None else [lane.gbps for lane in lanes])
+    rates = iter(() if channels is None else [channel.gbps for channel in channels])
     for counted, others in zip(program.counted, program.other, strict=True):
         copying = [part for part in (counted, *others) if part.kind == "copy"]
         for offset in range(len(counted.numbers)):
@@ -173,7 +166,7 @@ def paces_for(
 
 
 def _pace(part: Part, gbps: float, lasting_us: float, most: int) -> Pace:
-    """Groups long enough that their stamps cost nothing, and a few more than the window needs."""
+    """Return groups so long that stamps cost nothing, and a few more than the window needs."""
     if not gbps:
         return Pace(groups=min(2 * part.slices + _TRIAL_GROUPS, most))
     slice_us, wanted_us = part.slice_bytes / (gbps * 1e3), 1.1 * lasting_us

@@ -1,4 +1,4 @@
-"""Worker processes as the controller sees them: started, asked, heard, and how they ended."""
+"""Worker processes from the controller's side: start, requests, answers, and their end."""
 
 from __future__ import annotations
 
@@ -10,32 +10,30 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
 from tccl_profiler.messages import (
-    Channel,
-    ChannelClosed,
-    ChannelTimeout,
+    Connection,
+    ConnectionClosed,
+    ConnectionTimeout,
     Done,
     Failed,
     FromWorker,
-    LinkLost,
-    Started,
+    WorkerLost,
 )
 from tccl_profiler.nccl_links import without_disturbance
 from tccl_py.children import child_command, child_environment, search_path
 from tccl_py.errors import MeasurementError
 
-
-class WorkerLost(MeasurementError):  # noqa: N818 - says what happened
-    """A worker died, hangs, or its device failed; the pool must be started anew."""
+Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A device to measure: its name in the machine (`G0`, `N0`) and CPUs to pin its worker to.
+    """A device to measure, by its name in the machine (`G0`, `N0`), and CPUs to pin its worker to.
 
-    A GPU is found by its bus id, a NIC by its IP address and the name of its interface.
+    A GPU is found by its bus id, a NIC by its IP address and interface.
     """
 
     device: str
@@ -47,92 +45,86 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class WorkerProcess:
-    """One worker and the channel to it; `complaints` is a memfd that takes its stderr.
+    """One worker and the connection to it; `stderr_fd` is a memfd that takes its stderr.
 
-    `owes_answer` is whether something has been asked that was not answered yet.
+    `owes_answer` is whether a request has not been answered yet.
     """
 
     spec: DeviceSpec
     slot: int
     process: subprocess.Popen[bytes]
-    channel: Channel[FromWorker]
-    complaints: int
-    started: Started | None = None
+    connection: Connection[FromWorker]
+    stderr_fd: int
     arena_fd: int = -1
     owes_answer: bool = False
     lanes_asked: int = 0
 
     @property
     def who(self) -> str:
-        """Its name in sentences."""
+        """The worker's name in messages."""
         return f"the worker of {self.spec.device}"
 
     def ask(self, message: msgspec.Struct, fds: Sequence[int] = (), *, limit_s: float) -> None:
-        """Send a message that will be answered.
+        """Send a request.
 
         Raises:
-            WorkerLost: it has died or does not listen.
+            WorkerLost: the worker has died or does not read.
         """
-        # Before it is sent: an interruption just after would leave an answer that nobody expects.
+        # Before the send: an interruption just after it would leave an unexpected answer.
         self.owes_answer = True
         try:
-            self.channel.send(message, fds, limit_s)
-        except ChannelClosed as error:
+            self.connection.send(message, fds, limit_s)
+        except ConnectionClosed as error:
             raise WorkerLost(f"{self.who} {self._death()}") from error
-        except ChannelTimeout as error:
+        except ConnectionTimeout as error:
             raise WorkerLost(f"{self.who} has not listened for {limit_s:g} s") from error
 
-    def received(self, limit_s: float) -> tuple[FromWorker, tuple[int, ...]]:
-        """The next message and its descriptors.
+    def received(self, kind: type[Answer], limit_s: float) -> tuple[Answer, tuple[int, ...]]:
+        """Return the answer, of this type, and its descriptors.
 
         Raises:
-            WorkerLost: it has died, does not answer, sends what cannot be read, or says that its
-                device is of no more use.
-            LinkLost: it says that a link could not be made or has broken.
-            MeasurementError: it says that it refuses.
+            WorkerLost: the worker has died, does not answer, sends an invalid message, or its
+                device has failed.
+            LinkLost: a link could not be made or has broken.
+            MeasurementError: the worker refuses.
         """
         try:
-            message, fds = self.channel.receive(max(0.0, limit_s))
-        except ChannelClosed as error:
+            message, fds = self.connection.receive(max(0.0, limit_s))
+        except ConnectionClosed as error:
             raise WorkerLost(f"{self.who} {self._death()}") from error
-        except ChannelTimeout as error:
+        except ConnectionTimeout as error:
             raise WorkerLost(f"{self.who} has not answered for {limit_s:.1f} s") from error
         except MeasurementError as error:
-            # What it sent cannot be read; the error has its name.
+            # An invalid message; the error has the worker's name.
             raise WorkerLost(str(error)) from error
         self.owes_answer = False
         if isinstance(message, Failed):
-            kind = WorkerLost if message.fatal else LinkLost if message.link else MeasurementError
-            raise kind(_by_name(self.spec.device, message.what))
+            raise message.error(_by_name(self.spec.device, message.what))
+        if not isinstance(message, kind):
+            raise WorkerLost(f"{self.who} answered {type(message).__name__} out of turn")
         return message, fds
 
     def done(self, limit_s: float) -> None:
-        """Hear that what was asked has been done; raises as `received`."""
-        message, _ = self.received(limit_s)
-        if not isinstance(message, Done):
-            raise self.out_of_turn(message)
-
-    def out_of_turn(self, message: FromWorker) -> WorkerLost:
-        """The error for an answer that was not to be expected."""
-        return WorkerLost(f"{self.who} answered {type(message).__name__} out of turn")
+        """Wait until a request has been carried out; raises as `received`."""
+        self.received(Done, limit_s)
 
     def free(self, limit_s: float) -> None:
-        """Wait for its end, and give back its descriptors."""
+        """Wait for the end of the process, and close its descriptors."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(limit_s)
-        os.close(self.complaints)
+        os.close(self.stderr_fd)
         if self.arena_fd >= 0:
             os.close(self.arena_fd)
 
     def _death(self) -> str:
-        """How it ended, with the last it said on stderr."""
+        """Return how the worker ended, with its last line on stderr."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
         code = self.process.returncode
         if code is None:
             return "closed its connection"
-        end = os.fstat(self.complaints).st_size
-        said = os.pread(self.complaints, 1 << 16, max(0, end - (1 << 16)))
+        end = os.fstat(self.stderr_fd).st_size
+        said = os.pread(self.stderr_fd, 1 << 16, max(0, end - (1 << 16)))
         lines = said.decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
@@ -140,16 +132,16 @@ class WorkerProcess:
 
 
 def spawned(slot: int, spec: DeviceSpec, variables: Mapping[str, str]) -> WorkerProcess:
-    """Start a worker's process, with these in its environment; it waits to be told who it is.
+    """Start a worker's process with these variables; it waits for Start.
 
     Raises:
-        OSError: no process, descriptor or memory is to be had; nothing is left.
+        OSError: no process, descriptor or memory is left; nothing remains.
     """
     with contextlib.ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         undo.enter_context(ours)
-        complaints = os.memfd_create(f"tccl-stderr-{spec.device}")
-        undo.callback(os.close, complaints)
+        stderr_fd = os.memfd_create(f"tccl-stderr-{spec.device}")
+        undo.callback(os.close, stderr_fd)
         with theirs:
             process = subprocess.Popen(
                 child_command("tccl_profiler.worker", str(theirs.fileno())),
@@ -157,14 +149,14 @@ def spawned(slot: int, spec: DeviceSpec, variables: Mapping[str, str]) -> Worker
                 env=_environment(variables),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=complaints,
+                stderr=stderr_fd,
             )
         worker = WorkerProcess(
             spec=spec,
             slot=slot,
             process=process,
-            complaints=complaints,
-            channel=Channel(ours, receives=FromWorker, peer=f"the worker of {spec.device}"),
+            stderr_fd=stderr_fd,
+            connection=Connection(ours, receives=FromWorker, peer=f"the worker of {spec.device}"),
         )
         undo.pop_all()
     return worker
@@ -174,11 +166,10 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     environment = dict(
         without_disturbance(os.environ),
         CUDA_DEVICE_ORDER="PCI_BUS_ID",
-        # A queue for each stream: one that waits must not hold up another.
+        # A queue for each stream: a waiting stream must not hold up another.
         CUDA_DEVICE_MAX_CONNECTIONS="32",
-        # numpy would have a thread for every core, in every worker.
+        # numpy would start a thread for every core, in every worker.
         OPENBLAS_NUM_THREADS="1",
-        # Where the controller found this package, its workers do too.
         PYTHONPATH=os.pathsep.join(search_path()),
     )
     # Devices are taken by bus id, and their peers must be visible too.
@@ -187,7 +178,7 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _by_name(device: str, what: str) -> str:
-    """What a worker says, with its device's name if that is not in it."""
+    """Return a worker's message with its device's name."""
     names = rf"\b({device}|GPU {device[1:]})\b"
     return what if re.search(names, what) else f"{device}: {what}"
 

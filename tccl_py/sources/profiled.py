@@ -329,11 +329,11 @@ def conditions_of(gpus: Sequence[int]) -> list[tuple[GpuConditions, tuple[str, .
     Raises:
         MeasurementError: the driver does not answer.
     """
-    from tccl_profiler.watch import Watch, complaints  # noqa: PLC0415
+    from tccl_profiler.watch import Watch, warnings  # noqa: PLC0415
 
     with Watch(gpus, frozenset()) as watch:
         seen = watch.look()
-    return [(state, complaints([state], loaded=False)) for state in seen]
+    return [(state, warnings([state], loaded=False)) for state in seen]
 
 
 def users_of(gpus: Sequence[int]) -> str:

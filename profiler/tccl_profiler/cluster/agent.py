@@ -1,7 +1,7 @@
-"""An agent: on its host it does what the controller says, by a pool of workers of its own.
+"""A host agent: it carries out the controller's requests by a pool of workers of its own.
 
-On the controller's host it is started as `tccl_profiler.cluster.agent DESCRIPTOR`, a connected Unix
-socket; on other hosts it is what a rank of the job does.
+On the controller's host it is started as `tccl_profiler.cluster.agent DESCRIPTOR [NAME]`, a
+connected Unix socket; on other hosts a rank of the job is the agent.
 """
 
 from __future__ import annotations
@@ -18,92 +18,34 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from tccl_profiler import linux as numa
+from tccl_profiler import linux
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.facts import HostFacts, addresses, host_facts, listening
 from tccl_profiler.cluster.messages import (
-    ChannelMessenger,
+    Backoff,
     Envelope,
-    Heart,
+    HeartbeatThread,
     Message,
     Messenger,
-    Naps,
     PeerGone,
-    beat_to,
 )
-from tccl_profiler.execution import Outcome
-from tccl_profiler.host.machine import cpus_of_devices
-from tccl_profiler.linux import AGENT, calm, hasten, threads_of, urgent
-from tccl_profiler.messages import Channel, LinkLost
+from tccl_profiler.execution import RunResult
+from tccl_profiler.messages import Connection, Done, Failed, LinkStep, Ping, Stop, take_step
 from tccl_profiler.pool import Memory, Pool
-from tccl_profiler.session import HOST_MEMORY
-from tccl_profiler.watch import Watch, complaints
-from tccl_profiler.workers import DeviceSpec, WorkerLost
+from tccl_profiler.session import pool_of
+from tccl_profiler.watch import Watch, warnings
+from tccl_profiler.workers import DeviceSpec
 from tccl_py.children import search_path
-from tccl_py.errors import InputError, MeasurementError, TcclError
-from tccl_py.model.machine import Machine
+from tccl_py.errors import MeasurementError, TcclError
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.tasks import Task, run_tasks
 
-# What an agent does for jobs of fresh rank processes: environment, meeting, and the run.
-
-
-class RankTasks:
-    """A host's part in such jobs."""
-
-    def __init__(self) -> None:
-        self._meetings: tuple[socket.socket, ...] = ()
-        self._fork_server = ForkServer()
-
-    def surroundings(self, modules: Sequence[str] = ()) -> say.Surroundings:
-        """The environment in which programs find what this one does; modules that it lacks."""
-        return say.Surroundings(
-            variables={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
-            lacks=tuple(one for one in modules if importlib.util.find_spec(one) is None),
-        )
-
-    def open_meetings(self, count: int) -> say.MeetingsOpen:
-        """Sockets that wait for the ranks of the next jobs, which run at once."""
-        self._leave_meetings()
-        self._meetings = tuple(listening() for _ in range(count))
-        ports = tuple(one.getsockname()[1] for one in self._meetings)
-        return say.MeetingsOpen(addresses=addresses(), ports=ports)
-
-    def run(self, tasks: Sequence[Task], meanwhile: Callable[[], None]) -> say.RanksLeft:
-        """Run fresh processes until they have ended; what `meanwhile` raises ends them.
-
-        Raises:
-            RanksError: one failed, or the time was up.
-        """
-        numa.leave_binding()
-        try:
-            left = run_tasks(
-                tasks,
-                listeners=self._meetings,
-                meanwhile=meanwhile,
-                server=self._fork_server,
-            )
-            return say.RanksLeft(left=left)
-        finally:
-            self._leave_meetings()
-
-    def close(self) -> None:
-        """Give the socket back, and end what ranks are started from."""
-        self._leave_meetings()
-        self._fork_server.close()
-
-    def _leave_meetings(self) -> None:
-        meetings, self._meetings = self._meetings, ()
-        for one in meetings:
-            one.close()
-
-
 SILENCE_S = 30.0
-"""After so long without a word the controller is taken to be gone."""
+"""The controller is lost after so long without a message."""
 _RELEASE_S = 10.0
-"""Lanes that wait to be released give up after as long; see Patience."""
+"""Lanes that wait to be released give up after as long; see Timeouts."""
 _STARTED_S = 200e-6
-"""How long lanes may take from their release to their start."""
+"""Time from the release of lanes to their start."""
 _LAST_S = 15.0
 """How long an agent that has ended its workers waits for the end of the controller."""
 _BOUND = (
@@ -113,15 +55,15 @@ _BOUND = (
 _TERMINATED = 128 + signal.SIGTERM
 
 
-class ControllerGone(Exception):  # noqa: N818 - says what happened
-    """Nobody is left to serve."""
+class ControllerLost(Exception):  # noqa: N818 - says what happened
+    """The controller is gone."""
 
 
 class _Aborted(Exception):  # noqa: N818 - says what happened
-    """The controller gives up what is being done."""
+    """The controller gives up the current run."""
 
 
-class Told(BaseException):
+class Terminated(BaseException):
     """The launcher tells this process to end."""
 
 
@@ -130,9 +72,9 @@ class Agent:
 
     Args:
         messenger: the connection to the controller.
-        name: what this host is called; None is what gethostname(2) says.
-        now_ns: CLOCK_MONOTONIC, or what stands for it in tests.
-        silence_s: how long the controller may say nothing.
+        name: the host's; None is gethostname(2).
+        now_ns: CLOCK_MONOTONIC, or a stand-in.
+        silence_s: how long the controller may be silent.
     """
 
     def __init__(
@@ -153,50 +95,46 @@ class Agent:
         self._pool: Pool | None = None
         self._ranks = RankTasks()
         self._waiting: deque[Envelope] = deque()
-        self._naps = Naps()
-        self._hurries = False
+        self._backoff = Backoff()
+        self._prioritised = False
         self._bound = (1, 1)
-        # What each message asks for; what gives no answer of its own is done when it returns.
+        # What each message asks for; a request without an answer of its own is Done.
         self._does: dict[type[Message], Callable[[Any], Message | None]] = {
-            say.Rest: lambda _: None,
+            say.PingsDone: lambda _: None,
             say.PingHost: lambda _: say.HostTime(at_ns=self._now_ns()),
             say.Describe: self._describe,
             say.Open: self._open,
             say.Restart: self._restart,
-            say.PingDevices: lambda one: say.DevicesPinged(pinged=self._opened().ping(one.count)),
-            say.AskLinks: lambda _: say.Links(links=tuple(self._opened().links())),
-            say.Listen: self._listen,
-            say.Connect: lambda one: self._opened().connect(dict(one.endpoints)),
-            say.Accept: lambda one: self._opened().accept(one.links),
-            say.AskSurroundings: lambda message: self._ranks.surroundings(message.modules),
-            say.OpenMeetings: lambda asked: self._ranks.open_meetings(asked.count),
-            # What they are about has ended by itself.
+            Ping: lambda ping: say.DevicesPinged(pinged=self._opened().ping(ping.count)),
+            LinkStep: lambda step: take_step(self._opened(), step),
+            say.AskEnvironment: lambda asked: self._ranks.environment(asked.modules),
+            say.OpenRendezvous: lambda asked: self._ranks.open_rendezvous(asked.count),
+            # The run that these are about has ended by itself.
             say.Abort: lambda _: say.Aborted(),
             say.Release: lambda _: say.Aborted(),
         }
 
     def serve(self) -> int:
-        """Do what is asked until told to end; the exit code to end with.
+        """Carry out requests until told to stop; return the exit code.
 
         Raises:
-            ControllerGone: it closed its end, sends what cannot be read, or has not been heard of
-                for long.
+            ControllerLost: it closed its end, sends invalid messages, or is silent for long.
         """
-        heart = Heart(lambda: beat_to(self._messenger))
+        heart = HeartbeatThread(lambda: self._messenger.send(0, say.Heartbeat()))
         heart.start()
         try:
             while True:
                 envelope = self._next()
-                if isinstance(envelope.message, say.End):
+                if isinstance(envelope.message, Stop):
                     self.close()
                     self._answer(envelope.number, say.Ended())
                     self._last()
                     return envelope.message.code
                 self._answer(envelope.number, self._done(envelope))
         except MeasurementError as error:
-            # PeerGone, or a message that cannot be read or sent: what comes next makes no sense.
-            raise ControllerGone(str(error)) from error
-        except Told:
+            # PeerGone, or a message that cannot be read or sent: the next would make no sense.
+            raise ControllerLost(str(error)) from error
+        except Terminated:
             # First of all: the controller has a moment to find out who is not to blame.
             with contextlib.suppress(PeerGone):
                 self._answer(0, say.Leaving())
@@ -209,13 +147,14 @@ class Agent:
             self.close()
 
     def _last(self) -> None:
-        """Wait until the controller has ended: a launcher ends a job as soon as one rank ends with
-        an exit code, and the controller has still to say what that is about."""
+        """Wait until the controller has ended: a launcher ends a job as soon as one rank exits
+        with a code, and the controller has still to say why.
+        """
         until = time.monotonic() + _LAST_S
         with contextlib.suppress(MeasurementError):
             while time.monotonic() < until:
                 self._messenger.poll()
-                self._naps.nap()
+                self._backoff.nap()
 
     def close(self) -> None:
         """End the workers."""
@@ -224,74 +163,67 @@ class Agent:
         if pool is not None:
             pool.close()
 
+    def _polled(self) -> Envelope | None:
+        """Return the next message if there is one.
+
+        Raises:
+            ControllerLost: no message came for long.
+        """
+        envelope = self._messenger.poll()
+        if envelope is None and time.monotonic() - self._messenger.heard_s > self._silence_s:
+            raise ControllerLost(f"the controller has said nothing for {self._silence_s:g} s")
+        return envelope
+
     def _next(self, limit_s: float | None = None) -> Envelope:
         """Wait for the next message.
 
         Raises:
-            ControllerGone: no word came for long.
+            ControllerLost: no message came for long.
             MeasurementError: none came within a limit.
         """
         if self._waiting:
             return self._waiting.popleft()
         until = None if limit_s is None else time.monotonic() + limit_s
-        while True:
-            envelope = self._messenger.poll()
-            if envelope is not None:
-                self._naps.begin()
-                self._hurry(envelope.message)
-                return envelope
-            now = time.monotonic()
-            if now - self._messenger.heard_s > self._silence_s:
-                raise ControllerGone(f"the controller has said nothing for {self._silence_s:g} s")
-            if until is not None and now > until:
+        while (envelope := self._polled()) is None:
+            if until is not None and time.monotonic() > until:
                 raise MeasurementError(f"host {self._name}: not told to go on within {limit_s:g} s")
-            self._naps.nap()
-
-    def _hurry(self, message: Message) -> None:
-        """While pings follow each other, this thread goes before others: its delays are errors."""
-        pinged = isinstance(message, say.PingHost)
-        if pinged != self._hurries:
-            self._hurries = pinged
-            if pinged:
-                hasten((0,), AGENT)
-            else:
-                calm((0,))
+            self._backoff.nap()
+        self._backoff.reset()
+        # While pings follow each other, this thread has priority: its delays are errors.
+        pinged = isinstance(envelope.message, say.PingHost)
+        if pinged and not self._prioritised:
+            linux.set_fifo_priority((0,), linux.AGENT_PRIORITY)
+        elif self._prioritised and not pinged:
+            linux.reset_priority((0,))
+        self._prioritised = pinged
+        return envelope
 
     def _answer(self, number: int, message: Message) -> None:
-        self._naps.begin()
-        self._messenger.send(Envelope(number, message))
+        self._backoff.reset()
+        self._messenger.send(number, message)
 
     def _done(self, envelope: Envelope) -> Message:
-        """Do what a message asks; its answer."""
+        """Carry out a request; return its answer."""
+        number, message = envelope.number, envelope.message
         try:
-            return self._do(envelope)
-        except InputError as error:
-            return say.Failed(kind="input", what="\n".join((error.where, error.what, error.right)))
-        except LinkLost as error:
-            return say.Failed(kind="link", what=str(error))
-        except WorkerLost as error:
-            return say.Failed(kind="lost", what=str(error))
+            if isinstance(message, say.Begin):
+                return self._run(number, message)
+            if isinstance(message, say.RunRanks):
+                return self._ranks.run(message.tasks, lambda: self._look(number))
+            does = self._does.get(type(message))
+            if does is None:
+                raise MeasurementError(f"host {self._name}: asked {type(message).__name__}")
+            return does(message) or Done()
         except TcclError as error:
-            return say.Failed(kind="refused", what=str(error))
+            return Failed.of(error)
         except _Aborted:
             return say.Aborted()
-
-    def _do(self, envelope: Envelope) -> Message:
-        message = envelope.message
-        if isinstance(message, say.Begin):
-            return self._run(envelope.number, message)
-        if isinstance(message, say.RunRanks):
-            return self._ranks.run(message.tasks, lambda: self._look(envelope.number))
-        does = self._does.get(type(message))
-        if does is None:
-            raise MeasurementError(f"host {self._name}: asked {type(message).__name__}")
-        return does(message) or say.Done()
 
     def _describe(self, message: say.Describe) -> Message:
         self._backend, self._interfaces = message.backend, message.interfaces
         if message.backend == "cuda":
             # Cores stand for devices on the other backend, and the launcher deals them out.
-            self._bound = numa.leave_binding()
+            self._bound = linux.leave_binding()
         self._facts = host_facts(
             self._name,
             backend=message.backend,
@@ -301,20 +233,12 @@ class Agent:
         return say.Described(facts=self._facts)
 
     def _restart(self, message: say.Restart) -> Message:
-        pool = self._opened()
-        pool.restart({**message.variables, **self._own_variables()} if message.variables else None)
-        return say.Opened(lanes=pool.lanes)
-
-    def _own_variables(self) -> dict[str, str]:
-        """What tells NCCL that this host is another than those that share a kernel with it, and
-        which interfaces it is to use where they were named."""
-        variables = {"NCCL_HOSTID": self._name}
+        pool, own = self._opened(), {"NCCL_HOSTID": self._name}
+        # NCCL_HOSTID tells hosts apart that share a kernel.
         if self._interfaces:
-            variables["NCCL_SOCKET_IFNAME"] = "=" + ",".join(self._interfaces)
-        return variables
-
-    def _listen(self, message: say.Listen) -> Message:
-        return say.Listening(endpoints=tuple(self._opened().listen(message.links).items()))
+            own["NCCL_SOCKET_IFNAME"] = "=" + ",".join(self._interfaces)
+        pool.restart({**message.variables, **own} if message.variables else None)
+        return say.Opened(lanes=pool.lanes)
 
     def _opened(self) -> Pool:
         if self._pool is None:
@@ -322,64 +246,55 @@ class Agent:
         return self._pool
 
     def _open(self, message: say.Open) -> Message:
-        """Start workers for the devices that are asked for, in the place of those before."""
+        """Start workers for these devices, in the place of those before."""
         self.close()
         if not message.devices:
             return say.Opened(lanes={})
         if self._facts is None:
             raise MeasurementError(f"host {self._name}: asked to start workers for nothing known")
-        self._pool = pool_of(self._facts, self._backend, message.devices, message.memory)
+        self._pool = pool_of_host(self._facts, self._backend, message.devices, message.memory)
         try:
             self._pool.start()
         except BaseException:
             self.close()
             raise
-        return say.Opened(lanes=self._pool.lanes, complaints=self._complaints(message.devices))
+        return say.Opened(lanes=self._pool.lanes, warnings=self._warnings(message.devices))
 
-    def _complaints(self, devices: tuple[str, ...]) -> tuple[str, ...]:
-        """What spoils measurements by this host's GPUs, whose links sleep yet, or jobs there."""
+    def _warnings(self, devices: tuple[str, ...]) -> tuple[str, ...]:
+        """Return what spoils measurements by this host's GPUs, whose links still sleep."""
         gpus = [int(name[1:]) for name in devices if name.startswith("G")]
         if self._backend != "cuda" or not gpus:
             return ()
         with Watch(gpus, self._opened().pids) as watch:
-            found = complaints(watch.look(), loaded=False)
+            found = warnings(watch.look(), loaded=False)
         before, now = self._bound
-        if before < now:
-            found = (*found, _BOUND.format(before=before, now=now))
-        return found
+        return (*found, _BOUND.format(before=before, now=now)) if before < now else found
 
     # One run
 
     def _run(self, number: int, begin: say.Begin) -> say.Ran:
         """Run a program's share, each repeat released when the controller says."""
-        outcomes: list[Outcome] = []
+        results: list[RunResult] = []
         early: list[int] = []
-        late: list[int] = []
-
-        def meanwhile() -> None:
-            self._look(number)
-
         pool = self._opened()
-        with pool.begin(begin.work, begin.timing, meanwhile=meanwhile) as running:
-            for repeat in range(begin.timing.repeats):
-                running.wait_resident(repeat)
-                lanes = threads_of(pool.pids)
-                with urgent():
+        with pool.begin(
+            begin.program, begin.spec, meanwhile=lambda: self._look(number)
+        ) as execution:
+            for repeat in range(begin.spec.repeats):
+                execution.wait_resident(repeat)
+                lanes = linux.threads_of(pool.pids)
+                with linux.realtime():
                     self._answer(number, say.Resident(repeat=repeat))
                     release = self._release(number, repeat)
                     # Lanes not before: others' lanes have still to come, perhaps on these cores.
-                    with urgent(lanes):
+                    with linux.realtime(lanes):
                         early.append(release.at_ns - self._now_ns())
-                        stored_ns = running.release(repeat, at_ns=release.at_ns)
-                        late.append(stored_ns - release.at_ns)
+                        execution.release(repeat, at_ns=release.at_ns)
                         time.sleep(_STARTED_S)
-                outcomes.append(running.collect(repeat))
-            running.finish()
-        return say.Ran(
-            outcomes=tuple(say.packed(one) for one in outcomes),
-            early_ns=tuple(early),
-            late_ns=tuple(late),
-        )
+                results.append(execution.collect(repeat))
+            execution.finish()
+        packed = tuple(say.PackedResult.of(result) for result in results)
+        return say.Ran(results=packed, early_ns=tuple(early))
 
     def _release(self, number: int, repeat: int) -> say.Release:
         """Wait to be told when to release a repeat.
@@ -389,90 +304,124 @@ class Agent:
         """
         while True:
             envelope = self._next(_RELEASE_S)
+            message = envelope.message
             if envelope.number != number:
-                # Of a run that was given up, or what is to be done after this one.
-                if isinstance(envelope.message, say.End):
+                # Of a run that was given up, or a request for after this run.
+                if isinstance(message, Stop):
                     self._waiting.appendleft(envelope)
                     raise _Aborted
-                continue
-            if isinstance(envelope.message, say.Abort):
+            elif isinstance(message, say.Abort):
                 raise _Aborted
-            if isinstance(envelope.message, say.Release) and envelope.message.repeat == repeat:
-                return envelope.message
+            elif isinstance(message, say.Release) and message.repeat == repeat:
+                return message
 
     def _look(self, number: int) -> None:
-        """See whether the controller gives up a run.
+        """Check whether the controller gives up a run.
 
         Raises:
-            _Aborted: it does, or it ends altogether.
-            ControllerGone: it is gone itself.
+            _Aborted: the run is given up, or the job ends.
+            ControllerLost: the controller is gone.
         """
-        envelope = self._messenger.poll()
-        if time.monotonic() - self._messenger.heard_s > self._silence_s:
-            raise ControllerGone(f"the controller has said nothing for {self._silence_s:g} s")
+        envelope = self._polled()
         if envelope is None:
             return
         if isinstance(envelope.message, say.Abort) and envelope.number == number:
             raise _Aborted
         self._waiting.append(envelope)
-        if isinstance(envelope.message, say.End):
+        if isinstance(envelope.message, Stop):
             raise _Aborted
 
 
-def pool_of(facts: HostFacts, backend: str, ids: tuple[str, ...], memory: Memory | None) -> Pool:
-    """The pool for some of a host's devices, not started.
+def pool_of_host(
+    facts: HostFacts, backend: str, ids: tuple[str, ...], memory: Memory | None
+) -> Pool:
+    """Return the pool for some of a host's devices, not started.
 
     Raises:
-        MeasurementError: a device that it does not have, or a NIC without an address.
+        MeasurementError: an unknown device, or a NIC without an address.
     """
-    machine = facts.machine
-    cores = cpus_of_devices(machine) if backend == "host" else {}
-    specs = []
+    nics = {}
     for name in ids:
         if name not in facts.devices:
             known = ", ".join(facts.devices)
             raise MeasurementError(f"host {facts.name}: {name} cannot be measured; it has {known}")
-        index = int(name[1:])
         if name.startswith("N"):
-            nic = facts.addresses[index]
-            specs.append(DeviceSpec(device=name, address=nic.address, interface=nic.interface))
-            continue
-        cpus = cores[index] if backend == "host" else _node_cpus(machine, name)
-        specs.append(DeviceSpec(device=name, bus_id=machine.gpu(index).bus_id, cpus=cpus))
-    usual = HOST_MEMORY if backend == "host" else None
-    numa_ids = {n.id: n.numa_id if n.numa_id >= 0 else None for n in machine.numa_nodes}
-    return Pool(backend, specs, numa_ids, memory=memory or usual)
+            nic = facts.addresses[int(name[1:])]
+            nics[name] = DeviceSpec(device=name, address=nic.address, interface=nic.interface)
+    return pool_of(facts.machine, backend, ids, memory, nics)
 
 
-def _node_cpus(machine: Machine, name: str) -> tuple[int, ...]:
-    node = machine.numa_nodes[machine.numa_of(name)]
-    return tuple(numa.cpus_of_node(node.numa_id)) if node.numa_id >= 0 else ()
+class RankTasks:
+    """A host's part in jobs of fresh rank processes."""
+
+    def __init__(self) -> None:
+        self._listeners: tuple[socket.socket, ...] = ()
+        self._fork_server = ForkServer()
+
+    def environment(self, modules: Sequence[str] = ()) -> say.Environment:
+        """Return the environment for rank processes, and required modules missing here."""
+        return say.Environment(
+            variables={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
+            lacks=tuple(name for name in modules if importlib.util.find_spec(name) is None),
+        )
+
+    def open_rendezvous(self, count: int) -> say.RendezvousOpen:
+        """Open listening sockets for the ranks of the next concurrent jobs."""
+        self._close_listeners()
+        self._listeners = tuple(listening() for _ in range(count))
+        ports = tuple(listener.getsockname()[1] for listener in self._listeners)
+        return say.RendezvousOpen(addresses=addresses(), ports=ports)
+
+    def run(self, tasks: Sequence[Task], meanwhile: Callable[[], None]) -> say.RanksLeft:
+        """Run fresh processes until they have ended; an exception of `meanwhile` ends them.
+
+        Raises:
+            RanksError: a rank failed, or the time was up.
+        """
+        linux.leave_binding()
+        try:
+            left = run_tasks(
+                tasks,
+                listeners=self._listeners,
+                meanwhile=meanwhile,
+                server=self._fork_server,
+            )
+            return say.RanksLeft(left=left)
+        finally:
+            self._close_listeners()
+
+    def close(self) -> None:
+        """Close the sockets, and end the fork server."""
+        self._close_listeners()
+        self._fork_server.close()
+
+    def _close_listeners(self) -> None:
+        listeners, self._listeners = self._listeners, ()
+        for listener in listeners:
+            listener.close()
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """What an agent's process does about signals: Ctrl-C is the controller's, an end is told."""
+def agent_signals() -> Iterator[None]:
+    """Set an agent's signals: Ctrl-C is the controller's, SIGTERM raises Terminated."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _tell)
+    signal.signal(signal.SIGTERM, _terminate)
     yield
 
 
-def _tell(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (as handlers are)
+def _terminate(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (as handlers are)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Told
+    raise Terminated
 
 
 def main() -> None:
-    """Serve the controller at the other end of the socket whose descriptor is argument 1.
-
-    Argument 2, where there is one, is what this host is called.
-    """
+    """Serve the controller at the socket whose descriptor is argument 1, as host argument 2."""
     sock = socket.socket(fileno=int(sys.argv[1]))
-    channel: Channel[Envelope] = Channel(sock, receives=Envelope, peer="the controller")
-    with quietly():
+    connection: Connection[Envelope] = Connection(sock, receives=Envelope, peer="the controller")
+    with agent_signals():
         try:
-            Agent(ChannelMessenger(channel), name=(*sys.argv[2:], None)[0]).serve()
-        except (ControllerGone, Told):
+            Agent(Messenger(connection), name=(*sys.argv[2:], None)[0]).serve()
+        except (ControllerLost, Terminated):
             sys.exit(_TERMINATED)
 
 

@@ -103,7 +103,7 @@ def mpi_job() -> Iterator[Job]:
             nothing of each other.
     """
     # Most processes that ask whether they are in a job are not, and need nothing of this.
-    from tccl_profiler.cluster.job import Job, met  # noqa: PLC0415
+    from tccl_profiler.cluster.job import Job, rendezvous  # noqa: PLC0415
 
     post = _started()
     wanted = _wanted_size(os.environ)
@@ -114,11 +114,11 @@ def mpi_job() -> Iterator[Job]:
             "start them by the launcher of the MPI that mpi4py was built for, as mpirun or "
             "srun --mpi=pmix",
         )
-    with Job(met(post)) as job:
+    with Job(rendezvous(post)) as job:
         yield job
 
 
-class _MpiPost:
+class _MpiBootstrap:
     """The ranks of the world as a Post."""
 
     def __init__(self, library: Any) -> None:
@@ -130,7 +130,7 @@ class _MpiPost:
         self.size: int = self._world.Get_size()
 
     def send(self, rank: int, data: bytes) -> None:
-        """As Post; the bytes are kept until they have left."""
+        """As Bootstrap; the bytes are kept until they have left."""
         self._leaving.append((self._world.Isend([data, self._mpi.BYTE], rank, _TAG), data))
         self._progress()
 
@@ -184,7 +184,7 @@ def _limited(limit_s: float, call: str, environment: Mapping[str, str]) -> Itera
         guard.cancel()
 
 
-def _started() -> _MpiPost:
+def _started() -> _MpiBootstrap:
     """Load and start MPI.
 
     Raises:
@@ -205,4 +205,4 @@ def _started() -> _MpiPost:
         ) from error
     with _limited(_INIT_S, "MPI_Init", os.environ):
         MPI.Init_thread(MPI.THREAD_FUNNELED)
-    return _MpiPost(MPI)
+    return _MpiBootstrap(MPI)

@@ -1,4 +1,4 @@
-"""A GPU as the pool's workers use it: memory that others reach, lanes as blocks, copy engines."""
+"""A GPU as a device: memory that peers reach, lanes as thread blocks, copies by copy engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
-from tccl_profiler.nccl_links import Communicators, LinkedByNccl
+from tccl_profiler.nccl_links import Communicators
 from tccl_profiler.program import (
     COUNTER_AREA_BYTES,
     COUNTER_BYTES,
@@ -37,116 +37,9 @@ from tccl_profiler.shared_memory import (
 )
 from tccl_py.errors import MeasurementError
 
-# The few driver calls that cupy does not offer: stream memory operations, through libcuda.
-
-
-_WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
-
-
-@functools.cache
-def _library() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise MeasurementError(f"the NVIDIA driver's library does not load ({error})") from error
-
-
-def _call(name: str, stream: int, address: int, value: int, flags: int) -> None:
-    library = _library()
-    function = getattr(library, f"{name}_v2", None) or getattr(library, name)
-    code = function(
-        ctypes.c_void_p(stream),
-        ctypes.c_uint64(address),
-        ctypes.c_uint64(value),
-        ctypes.c_uint(flags),
-    )
-    if code:
-        raise MeasurementError(f"{name} failed with CUDA error {code}")
-
-
-def stream_waits(stream: int, address: int, value: int) -> None:
-    """Hold what is queued next on the stream until the 64-bit word is `value` or more.
-
-    Raises:
-        MeasurementError: the driver refuses.
-    """
-    _call("cuStreamWaitValue64", stream, address, value, _WAIT_UNTIL_AT_LEAST)
-
-
-def stream_writes(stream: int, address: int, value: int) -> None:
-    """Write a 64-bit word when all that is queued on the stream before has been done.
-
-    Raises:
-        MeasurementError: the driver refuses.
-    """
-    _call("cuStreamWriteValue64", stream, address, value, 0)
-
-
-# The measuring kernels, as source and as loaded for a GPU.
-
-
 NAMES = ("pump", "pump_check", "echo", "stamp")
 SOURCE_NAME = "pump.cu"
 OPTIONS = ("-std=c++17",)
-
-
-def kernel_source() -> str:
-    """CUDA C++ of all kernels, as installed with this package."""
-    return resources.files(__package__).joinpath(SOURCE_NAME).read_text("utf-8")
-
-
-def load_kernels(cupy: Any) -> dict[str, Any]:
-    """All kernels by name for the current GPU; compiled once, cupy keeps the result on disk."""
-    module = cupy.RawModule(code=kernel_source(), options=OPTIONS)
-    return {name: module.get_function(name) for name in NAMES}
-
-
-# A GPU's memory as NCCL's communicators use it; implements `nccl.communicators.Memory`.
-
-
-_TO_DEVICE, _TO_HOST = 1, 2
-
-
-class CudaMemory:
-    """What GPU `number` (CUDA's) sends from and keeps.
-
-    Args:
-        cupy: the module.
-        number: CUDA's number of the GPU.
-        sent: address of what is sent from.
-        kept: address of what is kept in.
-        size: how many bytes each has.
-    """
-
-    def __init__(self, cupy: Any, number: int, *, sent: int, kept: int, size: int) -> None:
-        self._runtime, self._number = cupy.cuda.runtime, number
-        self._stream = cupy.cuda.Stream(non_blocking=True)
-        self.sent, self.kept, self.size = sent, kept, size
-
-    def enter(self) -> None:
-        """Make the GPU the calling thread's."""
-        self._runtime.setDevice(self._number)
-
-    def write(self, address: int, data: bytes) -> None:
-        """Put bytes there."""
-        source = np.frombuffer(data, np.uint8)
-        self._runtime.memcpy(address, source.ctypes.data, len(data), _TO_DEVICE)
-
-    def read(self, address: int, size: int) -> bytes:
-        """The bytes that are there."""
-        found = np.empty(size, np.uint8)
-        self._runtime.memcpy(found.ctypes.data, address, size, _TO_HOST)
-        return found.tobytes()
-
-    def stream(self) -> int:
-        """A stream of its own."""
-        return int(self._stream.ptr)
-
-    def settle(self) -> None:
-        """Wait for that stream."""
-        self._stream.synchronize()
-
-
 _WORKERS = 512
 _THREADS = _WORKERS + 32
 """NCCL's Simple protocol: 512 threads that copy, and a warp that posts."""
@@ -154,18 +47,32 @@ _LANE_WORDS = 2 * 5 + 6
 _TIMING = np.dtype([("words", np.uint64, 6)])
 _AFTER_RELEASE_NS = 15_000
 """Lanes start 20 us after they saw the flag (pump.cu); what follows a kernel takes 5 to begin."""
+_PING_NS = 1_000_000_000
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _MAPPED = 2  # cudaHostRegisterMapped
 _PORTABLE = 1  # cudaHostRegisterPortable
+_TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
 _OUT_OF_MEMORY = 2
+_WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _MIB = 1 << 20
 
 
-class CudaDevice(LinkedByNccl):
-    """One GPU of one worker process; implements `tccl_profiler.worker.Device`.
+def kernel_source() -> str:
+    """Return the CUDA C++ source of all kernels."""
+    return resources.files(__package__).joinpath(SOURCE_NAME).read_text("utf-8")
 
-    GPU memory: the arena that peers write to and read from, what is sent or added, and what is
-    kept. Host memory is the controller's, registered. Costs about 0.5 GiB more for CUDA itself.
+
+def load_kernels(cupy: Any) -> dict[str, Any]:
+    """Return all kernels by name for the current GPU; cupy keeps the compilation on disk."""
+    module = cupy.RawModule(code=kernel_source(), options=OPTIONS)
+    return {name: module.get_function(name) for name in NAMES}
+
+
+class CudaDevice:
+    """One GPU as a `Device`.
+
+    GPU memory is the arena that peers write to and read from, the bytes that are sent or added, and
+    the bytes that are kept. Host memory is the controller's, registered. CUDA takes 0.5 GiB more.
     """
 
     def __init__(self) -> None:
@@ -179,6 +86,7 @@ class CudaDevice(LinkedByNccl):
         self._opened: list[int] = []
         self._allocated: list[int] = []
         self._unreachable: dict[str, str] = {}
+        self._links: Communicators | None = None
 
     def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
         """Take the GPU by its bus id, allocate, compile, and launch every kernel once."""
@@ -195,11 +103,10 @@ class CudaDevice(LinkedByNccl):
             self._gates = self._allocate(MAX_REPEATS * 8, "gates")
         except self._error as error:
             raise MeasurementError(f"{self._who}: {error}") from error
-        self._communicators = Communicators(
-            start.device,
-            int(start.device[1:]),
-            CudaMemory(self._cupy, number, sent=self._user, kept=self._keep, size=start.user_bytes),
+        memory = CudaMemory(
+            self._cupy, number, sent=self._user, kept=self._keep, size=start.user_bytes
         )
+        self._links = Communicators(start.device, int(start.device[1:]), memory)
         self._bases[start.device] = self._arena
         self._flag = self._register(control.segment) + FLAG_AT
         self._control_base = self._flag - FLAG_AT
@@ -207,17 +114,22 @@ class CudaDevice(LinkedByNccl):
         # All at once, because making one waits for the others, which may wait for the flag.
         self._copy_streams = [self._cupy.cuda.Stream(non_blocking=True) for _ in range(MAX_COPIES)]
         self._load()
-        return (
-            Started(
-                pid=os.getpid(),
-                name=properties["name"].decode(errors="replace"),
-                lanes=min(MAX_LANES, int(properties["multiProcessorCount"])),
-                arena_bytes=start.arena_bytes,
-                handle=bytes(self._runtime.ipcGetMemHandle(self._arena)),
-                memory_bytes=start.arena_bytes + 2 * start.user_bytes,
-            ),
-            (),
+        started = Started(
+            pid=os.getpid(),
+            name=properties["name"].decode(errors="replace"),
+            lanes=min(MAX_LANES, int(properties["multiProcessorCount"])),
+            arena_bytes=start.arena_bytes,
+            handle=bytes(self._runtime.ipcGetMemHandle(self._arena)),
+            memory_bytes=start.arena_bytes + 2 * start.user_bytes,
         )
+        return started, ()
+
+    @property
+    def links(self) -> Communicators:
+        """The GPU's links by NCCL."""
+        if self._links is None:
+            raise MeasurementError("this device is not open")
+        return self._links
 
     def _allocate(self, size: int, what: str) -> int:
         try:
@@ -260,7 +172,7 @@ class CudaDevice(LinkedByNccl):
             ) from error
 
     def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
-        """Open the peers' arenas; one that cannot be reached is named when it is asked for."""
+        """Open the peers' arenas; one that cannot be reached is refused at its use."""
         for space, (peer, _) in peers.items():
             try:
                 base = int(self._runtime.ipcOpenMemHandle(peer.handle, _LAZY_PEER_ACCESS))
@@ -271,7 +183,7 @@ class CudaDevice(LinkedByNccl):
             self._bases[space] = base
 
     def share(self, space: str, segment: Segment) -> None:
-        """Pin host memory for this GPU, in place of what had the name."""
+        """Pin host memory for this GPU, in place of the space of this name."""
         self._forget(space)
         self._bases[space] = self._register(segment)
         self._segments[space] = segment
@@ -283,7 +195,7 @@ class CudaDevice(LinkedByNccl):
             segment.close()
 
     def queue(self, run: Run) -> None:
-        """Upload the lanes and launch all repeats; they wait for the flag, one after the other."""
+        """Upload the lanes and launch all repeats, which wait for the flag in order."""
         lanes = run.program.lanes
         rows = [self._words(lane, len(lanes), i) for i, lane in enumerate(lanes)]
         words = np.array(rows, np.uint64)
@@ -303,24 +215,16 @@ class CudaDevice(LinkedByNccl):
     def _launch(self, run: Run, repeat: int) -> None:
         timing = np.zeros(1, _TIMING)
         timing["words"][0] = (
-            run.epoch + repeat,
-            run.warm_ns,
-            run.window_ns,
-            run.patience_ns,
-            repeat * COUNTERS * COUNTER_BYTES,
-            self._gates + repeat * 8,
+            *(run.epoch + repeat, run.warm_ns, run.window_ns, run.patience_ns),
+            *(repeat * COUNTERS * COUNTER_BYTES, self._gates + repeat * 8),
         )
         records = self._control_base + records_at(self._start.slot, repeat)
         kernel = self._kernels["pump_check" if run.check else "pump"]
-        kernel(
-            (len(run.program.lanes),),
-            (_THREADS,),
-            (self._lanes, records, self._flag, timing[0]),
-            stream=self._stream,
-        )
+        arguments = (self._lanes, records, self._flag, timing[0])
+        kernel((len(run.program.lanes),), (_THREADS,), arguments, stream=self._stream)
 
     def _words(self, lane: Lane, lanes: int, number: int) -> Sequence[int]:
-        """A lane as the kernel's struct Lane."""
+        """Return a lane as the kernel's struct Lane."""
         slices = max(1, self._start.user_bytes // lanes // lane.slice_bytes)
         if lane.slice_bytes > self._start.user_bytes:
             raise MeasurementError(
@@ -329,28 +233,19 @@ class CudaDevice(LinkedByNccl):
             )
         # Lanes share what is sent where their slices are too large for each to have its own.
         spare = self._start.user_bytes - slices * lane.slice_bytes
-        at = number * slices * lane.slice_bytes % (spare + 16)
+        at = number * slices * lane.slice_bytes % (spare + 16) // 16 * 16
         return (
             *self._end_words(lane.incoming),
             *self._end_words(lane.outgoing),
-            self._user + at // 16 * 16,
-            self._keep + at // 16 * 16,
-            slices,
-            lane.slice_bytes,
-            int(lane.coupled),
-            lane.cycle,
+            *(self._user + at, self._keep + at, slices),
+            *(lane.slice_bytes, int(lane.coupled), lane.cycle),
         )
 
     def _end_words(self, end: End | None) -> Sequence[int]:
         if end is None:
             return (0, 0, 0, 0, 0)
-        return (
-            self._address(end.data),
-            self._address(end.wait) if end.wait else 0,
-            self._address(end.post) if end.post else 0,
-            end.slices,
-            end.seed,
-        )
+        addresses = [self._address(at) if at else 0 for at in (end.data, end.wait, end.post)]
+        return (*addresses, end.slices, end.seed)
 
     def _address(self, address: Address) -> int:
         base = self._bases.get(address.space)
@@ -362,7 +257,7 @@ class CudaDevice(LinkedByNccl):
         return base + address.offset
 
     def _queue_copies(self, run: Run, repeat: int) -> None:
-        """Each copy on a stream of its own: released by the flag, stamped after every group.
+        """Queue each copy on its own stream: released by the flag, stamped after every group.
 
         All beginnings are queued first, then the groups in turn: a stream that is full holds up the
         caller, and its flag comes only when every stream has begun.
@@ -385,16 +280,16 @@ class CudaDevice(LinkedByNccl):
                     self._stamp(stamps + 16 + 8 * group, stream)
 
     def _queue_group(self, copy: Copy, pace: Pace, group: int, stream: Any, shift: int) -> None:
-        """The slices between two stamps: all at once, where NCCL carries them."""
+        """Queue the slices between two stamps: all at once, where NCCL carries them."""
         if copy.link:
             size = pace.slices * copy.slice_bytes
-            self.communicators.move(copy.link, size, stream.ptr, sends=copy.sends)
+            self.links.move(copy.link, size, stream.ptr, sends=copy.sends)
             return
         for i in range(group * pace.slices, (group + 1) * pace.slices):
             self._queue_slice(copy, stream, i, shift)
 
     def _queue_slice(self, copy: Copy, stream: Any, i: int, shift: int) -> None:
-        """Slice i waits for its counter, is copied, and is told of."""
+        """Queue slice i: wait for its counter, copy, post."""
         end = copy.source or copy.destination
         assert end is not None
         if end.wait:
@@ -424,29 +319,19 @@ class CudaDevice(LinkedByNccl):
 
     def ping(self, count: int) -> Pinged:
         """Have a kernel answer `count` stores with the GPU's time."""
-        words = self._control.segment
-        question = words.array(np.uint64, question_at(self._start.slot), 1)
-        answer = words.array(np.uint64, answer_at(self._start.slot), 1)
+        words, slot = self._control.segment, self._start.slot
+        question = words.array(np.uint64, question_at(slot), 1)
+        answer = words.array(np.uint64, answer_at(slot), 1)
         first = int(question[0]) + 1
-        patience_ns = 1_000_000_000
-        self._kernels["echo"](
-            (1,),
-            (1,),
-            (
-                np.uint64(self._control_base + question_at(self._start.slot)),
-                np.uint64(self._control_base + answer_at(self._start.slot)),
-                np.uint64(first),
-                np.uint64(count),
-                np.uint64(patience_ns),
-            ),
-            stream=self._stream,
-        )
+        at = self._control_base + question_at(slot), self._control_base + answer_at(slot)
+        arguments = tuple(map(np.uint64, (*at, first, count, _PING_NS)))
+        self._kernels["echo"]((1,), (1,), arguments, stream=self._stream)
         asked, seen, device = [], [], []
         for i in range(count):
             before = int(answer[0])
             asked.append(time.monotonic_ns())
             question[0] = first + i
-            deadline = asked[-1] + 2 * patience_ns
+            deadline = asked[-1] + 2 * _PING_NS
             while (stamp := int(answer[0])) == before:
                 if time.monotonic_ns() > deadline:
                     raise RuntimeError(f"{self._who} does not answer when asked for its time")
@@ -457,7 +342,8 @@ class CudaDevice(LinkedByNccl):
 
     def close(self) -> None:
         """Unmap, unpin and free everything."""
-        self.close_links()
+        if self._links is not None:
+            self._links.close()
         for space in list(self._segments):
             self._forget(space)
         for base in self._opened:
@@ -465,3 +351,85 @@ class CudaDevice(LinkedByNccl):
         for pointer in self._allocated:
             self._runtime.free(pointer)
         self._opened, self._allocated = [], []
+
+
+class CudaMemory:
+    """GPU memory as communicators use it; a `nccl_links.Memory`.
+
+    Args:
+        cupy: the module.
+        number: CUDA's number of the GPU.
+        sent: address of the bytes that are sent.
+        kept: address where received bytes go.
+        size: bytes at each address.
+    """
+
+    def __init__(self, cupy: Any, number: int, *, sent: int, kept: int, size: int) -> None:
+        self._runtime, self._number = cupy.cuda.runtime, number
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self.sent, self.kept, self.size = sent, kept, size
+
+    def enter(self) -> None:
+        """Make the GPU the calling thread's."""
+        self._runtime.setDevice(self._number)
+
+    def write(self, address: int, data: bytes) -> None:
+        """Write bytes."""
+        source = np.frombuffer(data, np.uint8)
+        self._runtime.memcpy(address, source.ctypes.data, len(data), _TO_DEVICE)
+
+    def read(self, address: int, size: int) -> bytes:
+        """Read bytes."""
+        found = np.empty(size, np.uint8)
+        self._runtime.memcpy(found.ctypes.data, address, size, _TO_HOST)
+        return found.tobytes()
+
+    def stream(self) -> int:
+        """Return a stream of its own."""
+        return int(self._stream.ptr)
+
+    def settle(self) -> None:
+        """Wait for that stream."""
+        self._stream.synchronize()
+
+
+# Stream memory operations, which cupy does not offer: through libcuda.
+
+
+def stream_waits(stream: int, address: int, value: int) -> None:
+    """Hold the stream's next work until the 64-bit word is `value` or more.
+
+    Raises:
+        MeasurementError: the driver refuses.
+    """
+    _call("cuStreamWaitValue64", stream, address, value, _WAIT_UNTIL_AT_LEAST)
+
+
+def stream_writes(stream: int, address: int, value: int) -> None:
+    """Write a 64-bit word when all earlier work of the stream has been done.
+
+    Raises:
+        MeasurementError: the driver refuses.
+    """
+    _call("cuStreamWriteValue64", stream, address, value, 0)
+
+
+def _call(name: str, stream: int, address: int, value: int, flags: int) -> None:
+    library = _library()
+    function = getattr(library, f"{name}_v2", None) or getattr(library, name)
+    code = function(
+        ctypes.c_void_p(stream),
+        ctypes.c_uint64(address),
+        ctypes.c_uint64(value),
+        ctypes.c_uint(flags),
+    )
+    if code:
+        raise MeasurementError(f"{name} failed with CUDA error {code}")
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise MeasurementError(f"the NVIDIA driver's library does not load ({error})") from error

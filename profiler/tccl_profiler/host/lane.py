@@ -1,7 +1,7 @@
-"""A lane of the host backend: what a block of cuda/pump.cu does, a slice at a time, by memcpy.
+"""Lanes of the host backend, by memcpy between mapped spaces; see a block of cuda/pump.cu.
 
-What differs: there is no sum. Where a GPU adds what comes in to its own data and sends that, the
-core copies what came in; it reads one stream less than a reduction does.
+One difference: there is no sum. Where a GPU adds incoming data to its own and sends the sum, the
+core copies what came in; it reads one stream less than a reduction.
 """
 
 from __future__ import annotations
@@ -13,39 +13,34 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from tccl_profiler.linux import yield_core
 from tccl_profiler.messages import Pace, Peer, Pinged
-from tccl_profiler.program import COUNTER_BYTES, COUNTERS, Address, End
-from tccl_profiler.shared_memory import ABORT, FLAG_AT, Control, Segment, differing, write_pattern
+from tccl_profiler.program import COUNTER_BYTES, COUNTERS, Address, End, Lane
+from tccl_profiler.shared_memory import ABORT, Segment, differing, write_pattern
 from tccl_py.errors import MeasurementError
 
 CHUNK = 2
 """Slices of a chunk, as in pump.cu."""
+SPINS = 500
+"""Rounds without progress, each of which yields the core, before a thread naps between them."""
+NAP_S = 20e-6
 _NEVER = 1 << 63
 
 
 class HostEnd:
-    """One end of a lane in this process's addresses, and what it has done; `data` 0 is no end.
+    """One end of a lane in this process's addresses, and its progress; `data` 0 is no end.
 
-    `ahead` is how many slices it may be beyond the counter it waits for: a FIFO's length for who
-    fills it, 0 for who empties it.
+    `ahead` is how many slices it may be beyond the counter it waits for: a FIFO's length for the
+    writer, 0 for the reader.
 
     A counter is one aligned store of 8 bytes. x86 keeps it behind the slice's own stores. On
-    aarch64 what keeps them in order is the interpreter's lock, given back and taken again around
-    each memmove: two barriers that a store to the counter cannot pass.
+    aarch64 the interpreter's lock keeps them in order: it is given back and taken again around each
+    memmove, two barriers that a store to the counter cannot pass.
     """
 
     __slots__ = (
-        "_post",
-        "_wait",
-        "ahead",
-        "count",
-        "data",
-        "done",
-        "first",
-        "last",
-        "seed",
-        "seen",
-        "slices",
+        *("_post", "_wait", "ahead", "count", "data"),
+        *("done", "first", "last", "seed", "seen", "slices"),
     )
 
     def __init__(
@@ -64,11 +59,11 @@ class HostEnd:
 
     @property
     def waits(self) -> bool:
-        """Whether somebody else fills or empties it."""
+        """Whether another lane fills or empties it."""
         return self._wait is not None
 
     def ready(self) -> bool:
-        """Whether the next slice can be served; looks at the counter only if it must."""
+        """Return whether the next slice can be served, polling the counter only if needed."""
         wait = self._wait
         if wait is None:
             return self.data != 0
@@ -94,46 +89,42 @@ class HostLane:
     """A lane of one repeat, or a copy, which has one end here and perhaps a pace.
 
     Args:
+        share: slice size, coupling and cycle.
         incoming: where slices are taken.
         outgoing: where they are put.
-        slice_bytes: a multiple of 16.
-        user: addresses of what is sent and of where arrivals are kept.
-        user_slices: how many slices either holds.
-        coupled: what comes in goes out.
-        cycle: chunks of an all-reduce, 2 (n - 1) for n devices.
+        user: addresses of the bytes sent and of the bytes kept.
+        user_slices: slices in each of the two.
         check: write the pattern and compare with it.
         pace: how many slices it moves; None lets the clock stop it.
-        stamps: of a lane with a pace: queued, released, and one for each group of slices.
+        stamps: with a pace: queued, released, and one for each group of slices.
     """
 
     def __init__(
         self,
+        share: Lane,
         *,
         incoming: HostEnd,
         outgoing: HostEnd,
-        slice_bytes: int,
         user: tuple[int, int],
         user_slices: int,
-        coupled: bool = False,
-        cycle: int = 0,
         check: bool = False,
         pace: Pace | None = None,
         stamps: npt.NDArray[np.uint64] | None = None,
     ) -> None:
         self._in, self._out = incoming, outgoing
-        self._slice_bytes = slice_bytes
+        self._slice_bytes, self._cycle = share.slice_bytes, share.cycle
         self._user, self._keep = user
         self._user_slices = user_slices
-        self._coupled = coupled and incoming.data != 0 and outgoing.data != 0
-        self._cycle, self._check = cycle, check
+        self._coupled = share.coupled and incoming.data != 0 and outgoing.data != 0
+        self._check = check
         self._pace, self._stamps = pace, stamps
         self._errors = 0
 
     def turns(self, warm_at: int, stop_at: int, given_up_at: int) -> Iterator[bool]:
-        """Move a slice at each turn where one can be moved, and yield whether; end by the clock.
+        """Move a slice at each turn if one can be moved, and yield whether; end by the clock.
 
         A lane with a pace ends with the last of its slices, or if it still waits at `given_up_at`:
-        its peer stops by the clock, and then the controller lets it go on.
+        its peer stops by the clock, and then the controller releases it.
         """
         now, incoming, outgoing, pace = time.monotonic_ns, self._in, self._out, self._pace
         until = _NEVER if pace else stop_at
@@ -165,26 +156,20 @@ class HostLane:
             self._stamps[number] = time.monotonic_ns()
 
     def report(self, epoch: int, start: int) -> tuple[int, ...]:
-        """The lane's record (`control.RECORD`), not finished yet."""
+        """Return the lane's record (`shared_memory.RECORD`), not finished yet."""
         incoming, outgoing = self._in, self._out
         return (
-            epoch,
-            start,
-            max(incoming.last, outgoing.last),
-            incoming.first,
-            incoming.last,
-            incoming.count,
-            outgoing.first,
-            outgoing.last,
-            outgoing.count,
-            self._errors,
-            (incoming.done + outgoing.done) * self._slice_bytes,
-            0,
+            *(epoch, start, max(incoming.last, outgoing.last)),
+            *(incoming.first, incoming.last, incoming.count),
+            *(outgoing.first, outgoing.last, outgoing.count),
+            *(self._errors, (incoming.done + outgoing.done) * self._slice_bytes, 0),
         )
 
     def _wanted(self) -> tuple[bool, bool]:
-        """Ends of the next pass, as in pump.cu: a coupled lane's first chunk goes out unasked, and
-        it keeps a cycle's last one."""
+        """Return the ends of the next pass, as in pump.cu.
+
+        A coupled lane's first chunk goes out unasked, and it keeps a cycle's last one.
+        """
         if not self._coupled:
             return self._in.data != 0, self._out.data != 0
         done = self._in.done
@@ -193,12 +178,12 @@ class HostLane:
         return self._out.done - done >= CHUNK, True
 
     def _move(self, takes: bool, puts: bool) -> None:
-        """One pass: keep what came in, pass it on, or send one's own."""
+        """Make one pass: keep what came in, pass it on, or send one's own."""
         incoming, outgoing, size = self._in, self._out, self._slice_bytes
         source = incoming.data + incoming.done % incoming.slices * size
         target = outgoing.data + outgoing.done % outgoing.slices * size
         user = (outgoing.done if puts else incoming.done) % self._user_slices * size
-        # Nobody writes a pattern into memory that nobody fills.
+        # Plain memory that no lane fills has no pattern.
         if takes and self._check and incoming.waits:
             self._errors += differing(source, size, incoming.seed, incoming.done)
         if takes and (not puts or self._keeps()):
@@ -209,24 +194,16 @@ class HostLane:
             ctypes.memmove(target, source if takes else self._user + user, size)
 
     def _keeps(self) -> bool:
-        """Whether a slice that is passed on is a whole sum, which an all-reduce also keeps."""
+        """Return whether a forwarded slice is a whole sum, which an all-reduce also keeps."""
         step, cycle = self._in.done // CHUNK, self._cycle
         return step % cycle >= cycle // 2 - 1 if cycle else step % 2 == 1
 
 
-# The spaces that a process of this host has mapped, and ends of lanes at addresses in them.
-
-
-def lanes_failed(failure: BaseException) -> MeasurementError:
-    """What to say where a thread that moves bytes ended by an exception."""
-    return MeasurementError(f"lanes failed: {type(failure).__name__}: {failure}")
-
-
 class MappedSpaces:
-    """Segments by space; they are this object's own.
+    """The spaces that a process has mapped; it owns their segments.
 
     Args:
-        device: whose they are, for sentences.
+        device: the process's device, for messages.
     """
 
     def __init__(self, device: str) -> None:
@@ -241,17 +218,16 @@ class MappedSpaces:
         self._segments[space] = segment
 
     def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
-        """Map other devices' arenas; one without a descriptor is refused when it is used."""
+        """Map other devices' arenas; one without a descriptor is refused at its use."""
         for space, (peer, descriptor) in peers.items():
             if descriptor is not None:
                 self.put(space, Segment.attach(descriptor, peer.size, space))
 
-    def has(self, space: str) -> bool:
-        """Whether a space is mapped here."""
+    def __contains__(self, space: str) -> bool:
         return space in self._segments
 
     def segment(self, space: str) -> Segment:
-        """The memory of a space.
+        """Return the memory of a space.
 
         Raises:
             MeasurementError: it is not mapped here.
@@ -263,13 +239,7 @@ class MappedSpaces:
         return segment
 
     def end(self, end: End | None, slice_bytes: int, *, repeat: int, fills: bool) -> HostEnd:
-        """A lane's end at addresses of this process, with the repeat's own counters.
-
-        Args:
-            end: None is no end.
-            slice_bytes: how long a slice is.
-            repeat: whose counters.
-            fills: whether slices are put there, and not taken.
+        """Return a lane's end at addresses of this process, with the repeat's own counters.
 
         Raises:
             MeasurementError: it is not inside what is mapped.
@@ -307,34 +277,12 @@ class MappedSpaces:
         self._segments = {}
 
 
-# How a process of this host waits for others, and tells the time.
-
-
-SPINS = 500
-"""Fruitless rounds, each of which yields the core, before a thread naps between them."""
-NAP_S = 20e-6
-_PR_SET_TIMERSLACK = 29  # include/uapi/linux/prctl.h
-
-# os.sched_yield keeps the interpreter's lock before Python 3.14; a call by ctypes does not.
-_libc = ctypes.CDLL(None)
-
-
-def nap_exactly() -> None:
-    """Let the calling thread's naps of 20 us not take the 70 us of a timer's usual slack."""
-    _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
-
-
 def pause(rounds: int) -> None:
-    """Let others run, longer after many rounds without anything to do."""
+    """Let other threads run, longer after many rounds without progress."""
     if rounds < SPINS:
-        _libc.sched_yield()
+        yield_core()
     else:
         time.sleep(NAP_S)
-
-
-def flag_of(control: Control) -> ctypes.c_uint64:
-    """The flag, to be read often."""
-    return ctypes.c_uint64.from_address(control.segment.address + FLAG_AT)
 
 
 def released(
@@ -351,11 +299,7 @@ def released(
 
 
 def own_clock(count: int) -> Pinged:
-    """Pings of a device whose clock is the host's: three readings each."""
+    """Return pings of a device whose clock is the host's: three readings each."""
     now = time.monotonic_ns
-    readings = [(now(), now(), now()) for _ in range(count)]
-    return Pinged(
-        asked_ns=tuple(one[0] for one in readings),
-        device_ns=tuple(one[1] for one in readings),
-        seen_ns=tuple(one[2] for one in readings),
-    )
+    asked, device, seen = zip(*((now(), now(), now()) for _ in range(count)), strict=True)
+    return Pinged(asked_ns=asked, device_ns=device, seen_ns=seen)
