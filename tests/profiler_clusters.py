@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from tccl_profiler.cluster.agent import Agent, ControllerLost
 from tccl_profiler.cluster.job import HostRanks, agent_process
 from tccl_profiler.cluster.messages import (
-    End,
     Envelope,
+    Heartbeat,
     HeartbeatThread,
     Messenger,
     PeerGone,
-    beat_to,
 )
-from tccl_profiler.messages import Connection
+from tccl_profiler.messages import Connection, Stop
 
 
 @dataclass
@@ -53,13 +52,13 @@ def agents_in_processes(hosts):
             found[host] = messenger
             stack.callback(_ended, process)
             stack.callback(messenger.close)
-        heart = HeartbeatThread(lambda: [beat_to(one) for one in found.values()])
+        heart = HeartbeatThread(lambda: [one.send(0, Heartbeat()) for one in found.values()])
         heart.start()
         stack.callback(heart.stop)
         yield FakeJob(found)
         for messenger in found.values():
             with contextlib.suppress(PeerGone):
-                messenger.send(Envelope(0, End(code=0)))
+                messenger.send(0, Stop())
 
 
 def _ended(process):

@@ -2,15 +2,17 @@
 
 import contextlib
 
+from tccl_profiler.cluster.pool import joined
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import Timeouts, joined
+from tccl_profiler.execution import Timeouts
 from tccl_profiler.host.machine import cpus_of_devices, host_machine
 from tccl_profiler.pool import Pool
 from tccl_profiler.program import host_of
 from tccl_profiler.workers import DeviceSpec
 from tests.profiler_pools import SMALL
 
-PATIENCE = Timeouts(start_s=60.0, answer_s=3.0, link_s=2.0, lanes_s=8.0, stop_s=3.0)
+LINK_S = 2.0
+PATIENCE = Timeouts(start_s=60.0, answer_s=3.0, lanes_s=8.0, stop_s=3.0)
 
 
 def host_pool(gpus, addresses, **more):
@@ -23,7 +25,7 @@ def host_pool(gpus, addresses, **more):
         for i, address in enumerate(addresses)
     ]
     numa_ids = {f"C{node.index}": node.numa_id for node in machine.numa_nodes}
-    return Pool("host", specs, numa_ids, **{"memory": SMALL, "patience": PATIENCE, **more})
+    return Pool("host", specs, numa_ids, **{"memory": SMALL, "timeouts": PATIENCE, **more})
 
 
 class Hosts:
@@ -69,7 +71,7 @@ class Hosts:
         return program_for(transfers, lanes=self.lanes, **more)
 
     def missing(self, program):
-        have = {host: pool.links() for host, pool in self.pools.items()}
+        have = {host: set(pool.usable()) for host, pool in self.pools.items()}
         return [
             link
             for link in program.links
@@ -81,12 +83,14 @@ class Hosts:
         missing = self.missing(program)
         ends = {}
         for host, pool in self.pools.items():
-            ends |= pool.listen([one for one in missing if host_of(one.receiver) == host])
+            here = [one for one in missing if host_of(one.receiver) == host]
+            ends |= dict(zip(here, pool.listen(here), strict=True))
         ends = {link: self.relay(link, end) for link, end in ends.items()}
         for host, pool in self.pools.items():
-            pool.connect({one: end for one, end in ends.items() if host_of(one.sender) == host})
+            there = {one: end for one, end in ends.items() if host_of(one.sender) == host}
+            pool.connect(there, LINK_S)
         for host, pool in self.pools.items():
-            pool.accept([one for one in missing if host_of(one.receiver) == host])
+            pool.accept([one for one in missing if host_of(one.receiver) == host], LINK_S)
         self.made += missing
         return len(missing)
 

@@ -22,7 +22,7 @@ from tccl_py.sources.memory import RememberingSource
 LONG_S = 30.0
 """What a busy machine may take for anything."""
 SMALL = Memory(arena_bytes=2 << 20, user_bytes=1 << 20)
-PATIENT = Timeouts(start_s=100.0, answer_s=LONG_S, link_s=LONG_S, lanes_s=LONG_S, stop_s=10.0)
+PATIENT = Timeouts(start_s=100.0, answer_s=LONG_S, lanes_s=LONG_S, stop_s=10.0)
 """A worker that is only slow is let be."""
 LIMITS = WindowLimits(minimum_ms=1, maximum_ms=5)
 BOUNCE = parse_set("G0->G0->C0->G1->G1{blocks=1,fifo=256K}")
@@ -54,7 +54,7 @@ def pool_of(devices=2, *, backend="host", **more):
         for gpu in machine.gpus
     ]
     numa_ids = {f"C{node.index}": node.numa_id for node in machine.numa_nodes}
-    return Pool(backend, specs, numa_ids, **{"memory": SMALL, "patience": PATIENT, **more})
+    return Pool(backend, specs, numa_ids, **{"memory": SMALL, "timeouts": PATIENT, **more})
 
 
 @contextlib.contextmanager

@@ -17,10 +17,11 @@ import pytest
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
 from tccl_profiler.host.machine import host_fingerprint, host_machine
+from tccl_profiler.messages import WorkerLost
 from tccl_profiler.pool import Memory, Pool, Timeouts
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.session import Session
-from tccl_profiler.workers import WorkerLost, WorkerProcess
+from tccl_profiler.workers import WorkerProcess
 from tccl_py.errors import MeasurementError
 from tests.profiler_pools import (
     BOUNCE,
@@ -62,7 +63,7 @@ def profiler_of(pool, **more):
 
 
 def worker_of(pool, index):
-    return next(one.process.pid for one in pool._workers if one.spec.device == f"G{index}")
+    return next(one.process.pid for one in pool.workers if one.spec.device == f"G{index}")
 
 
 def long_run(pool):
@@ -72,7 +73,7 @@ def long_run(pool):
 
 def is_moving(pool):
     """Whether lanes have been released."""
-    return pool._control is not None and pool._control.flag not in (0, 2**64 - 1)
+    return pool.control is not None and pool.control.flag.value not in (0, 2**64 - 1)
 
 
 @contextlib.contextmanager
@@ -179,7 +180,7 @@ def test_all_workers_may_die_at_once():
 
 def test_what_a_worker_said_last_is_in_the_sentence():
     with pool_of() as pool:
-        worker = pool._workers[0]
+        worker = pool.workers[0]
         os.write(worker.complaints, b"x" * 100_000 + b"\nand then:\nout of cheese  \n\n")
         os.kill(worker.process.pid, signal.SIGABRT)
         with pytest.raises(
@@ -191,7 +192,7 @@ def test_what_a_worker_said_last_is_in_the_sentence():
 def test_a_worker_whose_message_cannot_be_read_is_named_and_replaced():
     with pool_of() as pool:
         profiler = profiler_of(pool)
-        worker = next(one for one in pool._workers if one.spec.device == "G1")
+        worker = next(one for one in pool.workers if one.spec.device == "G1")
         # As its answer to the next question would be, were its memory spoilt.
         theirs, ours = socket.socketpair()
         usual, worker.channel._socket = worker.channel._socket, ours
@@ -210,7 +211,7 @@ def test_a_worker_whose_message_cannot_be_read_is_named_and_replaced():
 
 
 def test_a_stopped_worker_is_replaced_and_really_gone():
-    with pool_of(patience=SOON) as pool:
+    with pool_of(timeouts=SOON) as pool:
         profiler = profiler_of(pool)
         victim = worker_of(pool, 1)
         os.kill(victim, signal.SIGSTOP)
@@ -223,7 +224,7 @@ def test_a_stopped_worker_is_replaced_and_really_gone():
 
 
 def test_a_worker_stopped_in_the_middle_of_a_set_is_named(monkeypatch):
-    with pool_of(patience=SOON) as pool:
+    with pool_of(timeouts=SOON) as pool:
         profiler = profiler_of(pool)
         victims = []
 
@@ -255,7 +256,7 @@ def test_a_worker_that_stands_still_in_the_middle_of_a_set_makes_no_answer(
 
 
 def test_a_pool_with_a_stopped_worker_closes():
-    pool = pool_of(patience=SOON)
+    pool = pool_of(timeouts=SOON)
     pool.start()
     victim = worker_of(pool, 0)
     os.kill(victim, signal.SIGSTOP)
@@ -265,14 +266,14 @@ def test_a_pool_with_a_stopped_worker_closes():
 
 def test_lanes_that_were_not_released_in_time_are_no_measurement(monkeypatch):
     """As where the controller itself was stopped for a while: its lanes have given up."""
-    with pool_of(patience=SOON) as pool:
-        release = type(pool._control).release
+    with pool_of(timeouts=SOON) as pool:
+        release = type(pool.control).release
 
         def late(control, epoch):
             time.sleep(2.3)
             release(control, epoch)
 
-        monkeypatch.setattr(type(pool._control), "release", late)
+        monkeypatch.setattr(type(pool.control), "release", late)
         with pytest.raises(
             WorkerLost, match=r"^the worker of G0 was not released within 2 s: this"
         ):
@@ -362,7 +363,7 @@ def test_an_interruption_passes_through_a_profiler_and_its_session():
 def test_a_second_interruption_costs_the_workers_not_the_pool(monkeypatch):
     with pool_of() as pool:
         before = set(pool.pids)
-        abort = type(pool._control).abort
+        abort = type(pool.control).abort
 
         def interrupted(control):
             abort(control)
@@ -373,7 +374,7 @@ def test_a_second_interruption_costs_the_workers_not_the_pool(monkeypatch):
             meanwhile(pool, interrupt),
             pytest.raises(KeyboardInterrupt),
         ):
-            patch.setattr(type(pool._control), "abort", interrupted)
+            patch.setattr(type(pool.control), "abort", interrupted)
             long_run(pool)
         assert moving(pool, str(BOUNCE))
         assert len(pool.pids - before) == 2

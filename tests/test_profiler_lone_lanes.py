@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from tccl_profiler.compiler import program_for
+from tccl_profiler.messages import WorkerLost
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.rates import straggler_gbps, uncontended_gbps, with_few_channels
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import ChannelRate
-from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import parse_flow, parse_set
 from tccl_py.sources.journal import JournalFile, JournalHeader, read_journal
@@ -173,8 +173,8 @@ def test_where_few_lanes_cannot_be_measured_the_set_is_and_all_of_its_kind_alike
         assert one(profiler, ring(lanes)).gbps == expected(lanes, None)
     assert rates.few == 0
     assert profiler.notices[-1] == (
-        f"{why}; without this set, with few lanes of those that were asked for, rates of more "
-        "lanes may be too low"
+        f"{why}; without this set, with few channels of those that were asked for, rates of more "
+        "channels may be too low"
     )
     assert pool.restarts == len(faults) - 1
 
@@ -246,7 +246,7 @@ def test_a_worker_killed_while_few_lanes_run_is_replaced_and_the_set_measured(mo
 
         def kill(text):
             if text == HOST_FEW and len(killed) < times:
-                killed.append(pool._workers[0].process.pid)
+                killed.append(pool.workers[0].process.pid)
                 os.kill(killed[-1], signal.SIGKILL)
                 until(lambda: not is_running(killed[-1]))
 

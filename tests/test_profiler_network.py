@@ -12,18 +12,17 @@ import msgspec
 import pytest
 
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import RunSpec, order_of
-from tccl_profiler.messages import Endpoint, LinkLost, Peer, Start
+from tccl_profiler.execution import RunSpec
+from tccl_profiler.messages import Endpoint, LinkLost, Peer, Run, Start, WorkerLost
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.program import Link
 from tccl_profiler.rates import sample_of
 from tccl_profiler.shared_memory import Control
-from tccl_profiler.tcp import Nic, NicDevice
-from tccl_profiler.workers import WorkerLost
+from tccl_profiler.tcp import NicDevice, NicLinks
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import faults
 from tccl_py.model.transfer import parse_set
-from tests.profiler_hosts import Hosts, host_pool
+from tests.profiler_hosts import LINK_S, Hosts, host_pool
 from tests.profiler_pools import descriptors, options, shared_mappings, until, workers_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -181,7 +180,7 @@ def test_a_profiler_measures_over_hosts_as_on_one(hosts):
 def test_pools_tell_of_their_nics(hosts):
     pool = hosts.pools["h1"]
     assert pool.lanes == {"G0": 64, "N0": 64, "N1": 64}
-    assert pool.names["N1"] == "lo 127.0.0.12"
+    assert pool.started["N1"].name == "lo 127.0.0.12"
     pinged = pool.ping(3)["N0"]
     assert pinged.asked_ns <= pinged.device_ns <= pinged.seen_ns
 
@@ -195,7 +194,7 @@ def test_a_nic_whose_worker_is_killed_amid_a_flow_is_named():
         for victim in hosts.pools.values():
 
             def kill(stage, repeat, pool=victim):
-                worker = next(one for one in pool._workers if one.spec.device == "N0")
+                worker = next(one for one in pool.workers if one.spec.device == "N0")
                 os.kill(worker.process.pid, signal.SIGKILL)
                 until(lambda: worker.process.poll() is not None)
 
@@ -219,7 +218,7 @@ def test_a_link_to_where_nobody_listens_is_named_with_both_ends(hosts):
         port = idle.getsockname()[1]
         end = Endpoint(address="127.0.0.13", port=port, token=b"x" * 16)
         with pytest.raises(LinkLost) as caught:
-            hosts.pools["h0"].connect({Link("h0.N0", "h7.N3", 2): end})
+            hosts.pools["h0"].connect({Link("h0.N0", "h7.N3", 2): end}, LINK_S)
     assert str(caught.value) == (
         f"link 2 from h0.N0 to h7.N3: 127.0.0.13 port {port} cannot be reached from "
         "lo 127.0.0.1: Connection refused"
@@ -229,10 +228,10 @@ def test_a_link_to_where_nobody_listens_is_named_with_both_ends(hosts):
 
 def test_a_sender_that_never_comes_is_named_and_no_port_stays_open(hosts):
     missing, pool = Link("h9.N0", "h1.N0", 0), hosts.pools["h1"]
-    end = pool.listen([missing])[missing]
+    (end,) = pool.listen([missing])
     begun = time.monotonic()
     with pytest.raises(LinkLost) as caught:
-        pool.accept([missing])
+        pool.accept([missing], LINK_S)
     assert str(caught.value) == (
         "link 0 from h9.N0 to h1.N0: h9.N0 did not come to 127.0.0.11 in time; look at firewalls "
         "and routes between the two"
@@ -245,15 +244,15 @@ def test_a_sender_that_never_comes_is_named_and_no_port_stays_open(hosts):
 
 def test_a_stranger_is_not_taken_for_a_link(hosts):
     link = Link("h0.N1", "h1.N1", 40)
-    end = hosts.pools["h1"].listen([link])[link]
+    (end,) = hosts.pools["h1"].listen([link])
     with socket.create_connection((end.address, end.port), timeout=50) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        hosts.pools["h0"].connect({link: end})
-        hosts.pools["h1"].accept([link])
+        hosts.pools["h0"].connect({link: end}, LINK_S)
+        hosts.pools["h1"].accept([link], LINK_S)
         stranger.settimeout(5)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    assert link in hosts.pools["h0"].links() & hosts.pools["h1"].links()
+    assert link in set(hosts.pools["h0"].usable()) & set(hosts.pools["h1"].usable())
 
 
 class Relay:
@@ -370,7 +369,7 @@ def test_a_link_of_no_nic_here_is_refused(hosts):
 )
 def test_a_nic_that_is_not_there_is_refused(address, interface, sentence):
     with pytest.raises(MeasurementError, match=sentence):
-        Nic("N0", address, interface)
+        NicLinks("N0", address, interface)
 
 
 def test_a_pool_with_a_nic_that_is_not_there_does_not_start():
@@ -383,7 +382,7 @@ def test_a_pool_with_a_nic_that_is_not_there_does_not_start():
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 def test_links_are_made_over_ipv6_too():
     try:
-        one, other = Nic("N0", "::1", "lo"), Nic("N0", "::1", "")
+        one, other = NicLinks("N0", "::1", "lo"), NicLinks("N0", "::1", "")
     except MeasurementError as error:
         pytest.skip(f"no IPv6 here: {error}")
     (end,) = one.listen([LINK])
@@ -417,9 +416,7 @@ def test_a_gpu_whose_memory_a_nic_does_not_map_is_refused_with_what_to_do():
     arena = Peer(space="G0", handle=b"", size=1 << 20, bus_id="")
     device.meet({"G0": (arena, None)})
     share = program.on("h0").devices["N0"]
-    order = order_of(
-        "N0", share, RunSpec(repeats=1, warm_us=0.0, window_us=1e3), epoch=1, patience_s=1.0
-    )
+    order = Run(program=share, epoch=1, repeats=1, warm_ns=0, window_ns=10**6, patience_ns=10**9)
     with pytest.raises(
         MeasurementError, match=r"^N0 cannot reach G0's memory: TCP .* as G0->G0->C0->N0$"
     ):

@@ -218,8 +218,11 @@ def test_a_copy_without_a_pace_is_refused(pool):
 
 def test_a_pool_tells_what_its_devices_are(pool):
     assert pool.lanes == {"G0": 64, "G1": 64}
-    assert set(pool.names) == {"G0", "G1"}
-    assert pool.device_bytes == MEMORY.arena_bytes + COUNTER_AREA_BYTES + 2 * MEMORY.user_bytes
+    assert set(pool.started) == {"G0", "G1"}
+    assert (
+        pool.started["G0"].memory_bytes
+        == MEMORY.arena_bytes + COUNTER_AREA_BYTES + 2 * MEMORY.user_bytes
+    )
 
 
 def test_a_pool_is_started_once(pool):
@@ -236,7 +239,7 @@ def test_host_memory_is_kept_and_grows_for_a_set_that_needs_more():
         for blocks in (1, 4, 24, 2):
             text = f"G0->G0->C0->G1->G1{{blocks={blocks}}}"
             assert str(one(profiler, text).transfers) == text
-            sizes.append(pool.host_bytes >> 20)
+            sizes.append(pool.host.size >> 20)
             # The control segment and C0; arenas are mapped by workers only.
             assert len(shared_mappings()) == others + 2
         assert sizes == [64, 64, 128, 128]

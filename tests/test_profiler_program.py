@@ -312,11 +312,6 @@ def test_a_fifo_is_four_slices_of_two_slots():
     assert (part.slices, part.slice_bytes) == (4, 1 << 20)
 
 
-def test_fifo_bytes_are_those_of_all_fifos():
-    program = program_of("G0->G0->C0->G1->G1{blocks=2,fifo=1M} G0->G0->G1{blocks=1}")
-    assert program.fifo_bytes == 2 * (1 << 20) + (4 << 20)
-
-
 @given(st.lists(flows(), min_size=1, max_size=6), st.integers(1, 64))
 @settings(max_examples=100, deadline=None)
 def test_free_flows_share_the_blocks_of_the_busiest_gpu(drawn, lanes):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tccl_profiler.cluster.agents import RankJobs
-from tccl_profiler.cluster.messages import Envelope, RunRanks
+from tccl_profiler.cluster.messages import RunRanks
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.rank_processes.tasks import Task, decoded
 from tests.profiler_clusters import agents_in_processes
@@ -136,7 +136,7 @@ def test_agents_that_lose_their_controller_leave_no_rank(tmp_path):
             },
             timeout=600.0,
         )
-        job.messenger("south").send(Envelope(99, RunRanks(tasks=(task,))))
+        job.messenger("south").send(99, RunRanks(tasks=(task,)))
         for _ in range(600):
             if list(tmp_path.glob("pid-*")):
                 break

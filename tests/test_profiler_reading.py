@@ -7,13 +7,12 @@ from hypothesis import strategies as st
 
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunResult, RunSpec
-from tccl_profiler.messages import Pace
-from tccl_profiler.profiler import Options, Profiler, _slowest
-from tccl_profiler.rates import sample_of
+from tccl_profiler.messages import Pace, WorkerLost
+from tccl_profiler.profiler import Options, Profiler
+from tccl_profiler.rates import median_channels, sample_of
 from tccl_profiler.shared_memory import MAX_STAMPS, RECORD
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import ChannelRate, WindowLimits, paces_for
-from tccl_profiler.workers import WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER
 from tccl_py.model.transfer import parse_set
@@ -65,8 +64,8 @@ def test_a_flows_rate_is_what_arrives_between_two_ends_of_slices():
     reading = sample_of(program_of(BOUNCE), bounce_outcome(), TIMING, SAME_CLOCK)
     each = 100 * SLICE / (8 * MS)
     assert reading.gbps == pytest.approx((2 * each,))
-    assert [lane.gbps for lane in reading.lanes] == pytest.approx([each, each])
-    assert {(lane.slice_bytes, lane.fifo_slices) for lane in reading.lanes} == {(SLICE, 4)}
+    assert [lane.gbps for lane in reading.channels] == pytest.approx([each, each])
+    assert {(lane.slice_bytes, lane.fifo_slices) for lane in reading.channels} == {(SLICE, 4)}
     assert reading.wrong == (0,)
     assert not reading.ended_early
 
@@ -93,7 +92,7 @@ def test_a_lane_that_moved_nothing_in_its_window_has_rate_0(count):
     found = outcome({"G0": silent, "G1": rows})
     reading = sample_of(program_of(BOUNCE), found, TIMING, SAME_CLOCK)
     assert reading.gbps == (0.0,)
-    assert [lane.gbps for lane in reading.lanes] == [0.0, 0.0]
+    assert [lane.gbps for lane in reading.channels] == [0.0, 0.0]
     assert reading.overlap == 0.0
 
 
@@ -138,7 +137,7 @@ def test_a_copys_rate_is_of_groups_that_ended_in_the_window():
     received = [0, MS // 4, MS // 2, *range(MS, 11 * MS + 1, MS // 2), 11 * MS + 9, 11 * MS + 10]
     reading = copied(EVEN, received)
     assert reading.gbps == pytest.approx((2 * SLICE / (MS // 2),))
-    (lane,) = reading.lanes
+    (lane,) = reading.channels
     # Stamped by groups of two slices: that is how coarse it is; its FIFO holds two such groups.
     assert (lane.slice_bytes, lane.fifo_slices) == (2 * SLICE, 2)
     assert not reading.ended_early
@@ -220,7 +219,7 @@ def test_lanes_are_known_by_their_median():
     pool = FakePool(lambda text, number: [(2.0, 9.0, 4.0)[number]])
     program = program_of(DIRECT)
     readings = [sample_of(program, one, timing, SAME_CLOCK) for one in pool.run(program, timing)]
-    (found,) = _slowest(readings)
+    (found,) = median_channels(readings)
     assert found.gbps == pytest.approx(4.0)
 
 

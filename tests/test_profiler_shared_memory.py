@@ -129,7 +129,7 @@ def test_the_kernel_binds_to_node_0_and_says_that_all_pages_are_there(
 def test_move_pages_and_numa_maps_agree(monkeypatch, kernel_tells):
     with create_segment(33 * PAGE, numa_id=None, label="both") as segment:
         by_call = numa.pages_by_node(segment.address, segment.size)
-        monkeypatch.setattr(numa, "_nodes_by_move_pages", refuse(errno.EPERM))
+        monkeypatch.setattr(numa, "nodes_of_pages", refuse(errno.EPERM))
         assert numa.pages_by_node(segment.address, segment.size) == by_call
         assert sum(by_call.values()) == 33
 
@@ -209,7 +209,7 @@ def test_a_single_page_elsewhere_is_enough(two_nodes, monkeypatch, seen, sentenc
 
 def refuse_both_queries(monkeypatch, tmp_path):
     honest = numa.pages_by_node
-    monkeypatch.setattr(numa, "_nodes_by_move_pages", refuse(errno.EPERM))
+    monkeypatch.setattr(numa, "nodes_of_pages", refuse(errno.EPERM))
     monkeypatch.setattr(numa, "pages_by_node", lambda *a: honest(*a, numa_maps=tmp_path / "none"))
 
 

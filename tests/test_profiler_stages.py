@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from tccl_profiler.cluster.pool import joined
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import RunSpec, joined
-from tccl_profiler.messages import Pace
-from tccl_profiler.workers import WorkerLost
+from tccl_profiler.execution import RunSpec
+from tccl_profiler.messages import Pace, WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import parse_set
 from tests.profiler_pools import BOUNCE, moving, pool_of, workers_of
@@ -127,7 +127,7 @@ def test_a_worker_that_dies_between_stages_is_named_and_replaced():
             pool.begin(program_of(pool), FOREVER) as running,
         ):
             running.wait_resident(0)
-            victim = next(one for one in pool._workers if one.spec.device == "G1")
+            victim = next(one for one in pool.workers if one.spec.device == "G1")
             os.kill(victim.process.pid, signal.SIGKILL)
             running.release(0)
             running.collect(0)

@@ -18,10 +18,10 @@ from tccl_profiler.watch import (
     GpuProcess,
     Watch,
     changes,
-    complaints,
     conditions_note,
     throttling_names,
     warmed,
+    warnings,
 )
 from tccl_py.errors import MeasurementError
 
@@ -203,7 +203,7 @@ def test_what_the_driver_does_not_answer_is_none_and_no_complaint(proc, error):
     silent = dict.fromkeys(gpu_answers(), fails(error))
     seen = look_at(proc, silent)
     assert seen == (GpuConditions(gpu=0),)
-    assert complaints(seen, loaded=True) == ()
+    assert warnings(seen, loaded=True) == ()
     assert changes(seen, (HEALTHY,)) == changes((HEALTHY,), seen) == ()
 
 
@@ -354,14 +354,14 @@ def test_on_the_host_a_hidden_process_is_another(proc):
 
 
 def test_a_healthy_gpu_is_not_complained_about():
-    assert complaints((gpu(0), gpu(1)), loaded=False) == ()
-    assert complaints((gpu(0), gpu(1)), loaded=True) == ()
+    assert warnings((gpu(0), gpu(1)), loaded=False) == ()
+    assert warnings((gpu(0), gpu(1)), loaded=True) == ()
 
 
 def test_a_low_generation_is_power_saving_when_idle_and_a_fault_under_load():
     seen = (gpu(0), gpu(2, pcie_generation=1))
-    assert complaints(seen, loaded=False) == ()
-    assert complaints(seen, loaded=True) == (
+    assert warnings(seen, loaded=False) == ()
+    assert warnings(seen, loaded=True) == (
         "GPU 2: its PCIe link runs at generation 1 x16, its best is generation 5 x16;"
         " check its slot, the riser or cable, and the link speed that the BIOS sets",
     )
@@ -373,12 +373,12 @@ def test_a_narrow_link_is_a_fault_at_any_time():
         " check its slot, the riser or cable, and how the board shares lanes"
     )
     for loaded in (False, True):
-        assert complaints((gpu(pcie_width=8),), loaded=loaded) == (sentence,)
+        assert warnings((gpu(pcie_width=8),), loaded=loaded) == (sentence,)
 
 
 def test_a_slot_older_than_the_gpu_is_no_fault_of_the_link():
     seen = gpu(pcie_generation=4, pcie_generation_max=4, gpu_pcie_generation_max=5)
-    assert complaints((seen,), loaded=True) == ()
+    assert warnings((seen,), loaded=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_a_slot_older_than_the_gpu_is_no_fault_of_the_link():
     ],
 )
 def test_links_of_virtual_machines_that_tell_nothing_are_no_fault(virtual):
-    assert complaints((gpu(**virtual),), loaded=True) == ()
+    assert warnings((gpu(**virtual),), loaded=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -422,13 +422,13 @@ def test_links_of_virtual_machines_that_tell_nothing_are_no_fault(virtual):
 )
 def test_throttling_by_heat_and_hardware_is_complained_about_at_any_time(names, sentence):
     for loaded in (False, True):
-        assert complaints((gpu(3, throttling=names),), loaded=loaded) == (f"GPU 3: {sentence}",)
+        assert warnings((gpu(3, throttling=names),), loaded=loaded) == (f"GPU 3: {sentence}",)
 
 
 def test_a_power_cap_is_complained_about_under_load_only():
     seen = (gpu(throttling=("sw_power_cap",), temperature_c=None),)
-    assert complaints(seen, loaded=False) == ()
-    assert complaints(seen, loaded=True) == (
+    assert warnings(seen, loaded=False) == ()
+    assert warnings(seen, loaded=True) == (
         "GPU 0: its clocks are lowered by sw_power_cap;"
         " raise its power limit or keep other load off it",
     )
@@ -436,12 +436,12 @@ def test_a_power_cap_is_complained_about_under_load_only():
 
 def test_clocks_lowered_by_settings_are_not_complained_about():
     names = ("sync_boost", "display_clocks_setting", "board_limit", "reliability", "reason 0x800")
-    assert complaints((gpu(throttling=names),), loaded=True) == ()
+    assert warnings((gpu(throttling=names),), loaded=True) == ()
 
 
 def test_other_processes_are_named():
     others = (GpuProcess(pid=100, name="python3", used_mib=300), GpuProcess(pid=9001))
-    assert complaints((gpu(other_processes=others),), loaded=False) == (
+    assert warnings((gpu(other_processes=others),), loaded=False) == (
         "GPU 0: process 100 (python3, 300 MiB) uses it too;"
         " end it, or measure GPUs that nobody else uses",
         "GPU 0: process 9001 (name unknown) uses it too;"
@@ -450,7 +450,7 @@ def test_other_processes_are_named():
 
 
 def test_uncorrected_ecc_errors_are_counted():
-    assert complaints((gpu(ecc_uncorrected=2),), loaded=False) == (
+    assert warnings((gpu(ecc_uncorrected=2),), loaded=False) == (
         "GPU 0: its memory had 2 uncorrected ECC errors since the driver was loaded;"
         " reset it, and have it looked at if they return",
     )
@@ -567,7 +567,7 @@ def test_links_that_rise_no_more_are_not_waited_for():
     links = Warming((1, 5), (3, 5))
     conditions, _ = links.warm()
     assert links.bursts == 6
-    assert complaints(conditions, loaded=True) != ()
+    assert warnings(conditions, loaded=True) != ()
 
 
 def test_a_link_that_goes_up_and_down_does_not_rise():

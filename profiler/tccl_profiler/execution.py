@@ -116,6 +116,11 @@ class HostBuffers:
         self._numa_ids = dict(numa_ids)
         self._segments: dict[str, Segment] = {}
 
+    @property
+    def size(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.size for segment in self._segments.values())
+
     def ensure(self, space: str, size: int, share: Callable[[str, Segment], None]) -> None:
         """Have `size` bytes in a space; `share` tells the workers of new memory.
 

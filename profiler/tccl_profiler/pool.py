@@ -160,12 +160,12 @@ class Pool(Links):
         super().__init__(self._link_steps, self._link_end)
         self._backend = backend
         self._specs = tuple(devices)
-        self._host = HostBuffers(numa_ids)
+        self.host = HostBuffers(numa_ids)
         self._memory = memory or Memory()
         self._timeouts = timeouts or Timeouts()
-        self._workers: list[WorkerProcess] = []
+        self.workers: list[WorkerProcess] = []
         self._started: dict[str, Started] = {}
-        self._control: Control | None = None
+        self.control: Control | None = None
         self._lifeline: tuple[int, int] | None = None
         self._epoch = 0
         self._broken = False
@@ -201,15 +201,15 @@ class Pool(Links):
         Raises:
             MeasurementError: a device cannot be used, by name; nothing is left running.
         """
-        if self._control is not None:
+        if self.control is not None:
             raise MeasurementError("the pool has been started already")
         try:
-            self._control = Control.create(len(self._specs))
+            self.control = Control.create(len(self._specs))
             self._lifeline = os.pipe()
             for slot, spec in enumerate(self._specs):
                 self._spawn(slot, spec)
             deadline = time.monotonic() + self._timeouts.start_s
-            for worker in self._workers:
+            for worker in self.workers:
                 started, fds = worker.received(Started, deadline - time.monotonic())
                 worker.arena_fd = fds[0] if fds else -1
                 self._started[worker.spec.device] = started
@@ -222,9 +222,9 @@ class Pool(Links):
 
     def _spawn(self, slot: int, spec: DeviceSpec) -> None:
         """Start a worker and tell it its device; `_end` ends it from then on."""
-        assert self._lifeline is not None and self._control is not None
+        assert self._lifeline is not None and self.control is not None
         worker = spawned(slot, spec, self._variables)
-        self._workers.append(worker)
+        self.workers.append(worker)
         self._pids.add(worker.process.pid)
         start = Start(
             backend="network" if is_nic(spec.device) else self._backend,
@@ -234,7 +234,7 @@ class Pool(Links):
             user_bytes=self._memory.user_bytes,
             **msgspec.structs.asdict(spec),
         )
-        self._ask_worker(worker, start, (self._control.segment.fd, self._lifeline[0]))
+        self._ask_worker(worker, start, (self.control.segment.fd, self._lifeline[0]))
 
     def _ask_worker(
         self, worker: WorkerProcess, message: msgspec.Struct, fds: Sequence[int] = ()
@@ -243,8 +243,8 @@ class Pool(Links):
 
     def _introduce(self) -> None:
         """Tell every worker of the others' arenas; a NIC has none."""
-        gpus = [worker for worker in self._workers if not is_nic(worker.spec.device)]
-        for worker in self._workers:
+        gpus = [worker for worker in self.workers if not is_nic(worker.spec.device)]
+        for worker in self.workers:
             others = [gpu for gpu in gpus if gpu is not worker]
             fds = [gpu.arena_fd for gpu in others if gpu.arena_fd >= 0]
             peers = tuple(
@@ -258,7 +258,7 @@ class Pool(Links):
                 for gpu in others
             )
             self._ask_worker(worker, Meet(peers=peers), fds)
-        for worker in self._workers:
+        for worker in self.workers:
             worker.done(self._timeouts.start_s)
 
     def close(self, *, hurry: bool = False) -> None:
@@ -278,9 +278,9 @@ class Pool(Links):
         execution, self._execution = self._execution, None
         if execution is not None and (execution.lost or not execution.over):
             self._broken = True
-        if self._broken and self._control is not None:
-            self._control.abort()
-        for worker in self._workers:
+        if self._broken and self.control is not None:
+            self.control.abort()
+        for worker in self.workers:
             if not self._broken:
                 with contextlib.suppress(MeasurementError):
                     worker.connection.send(Stop(), (), 1.0)
@@ -288,7 +288,7 @@ class Pool(Links):
             worker.connection.close()
         deadline = time.monotonic() + (_BROKEN_STOP_S if self._broken else self._timeouts.stop_s)
         try:
-            for worker in self._workers:
+            for worker in self.workers:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     worker.process.wait(max(0.0, deadline - time.monotonic()))
         finally:
@@ -296,15 +296,15 @@ class Pool(Links):
 
     def _free(self) -> None:
         """Kill the workers that are still there, and give back descriptors and memory."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.process.kill()
-        for worker in self._workers:
+        for worker in self.workers:
             worker.free(_KILL_S)
-        self._workers = []
-        self._host.close()
-        if self._control is not None:
-            self._control.close()
-            self._control = None
+        self.workers = []
+        self.host.close()
+        if self.control is not None:
+            self.control.close()
+            self.control = None
         if self._lifeline is not None:
             for fd in self._lifeline:
                 os.close(fd)
@@ -337,9 +337,9 @@ class Pool(Links):
             self._execution = None
         if self._broken:
             self.restart()
-        if self._control is None:
+        if self.control is None:
             raise MeasurementError("the pool is closed; only between start and close it measures")
-        return self._control
+        return self.control
 
     def run(self, program: HostProgram, spec: RunSpec) -> list[RunResult]:
         """Run a program's repeats, each released by one store when all its lanes are there.
@@ -375,8 +375,8 @@ class Pool(Links):
         self._prepare(control, program, spec.repeats)
         execution = Execution(
             control,
-            self._host,
-            [worker for worker in self._workers if worker.spec.device in program.devices],
+            self.host,
+            [worker for worker in self.workers if worker.spec.device in program.devices],
             spec=spec,
             epoch=self._epoch + 1,
             timeouts=self._timeouts,
@@ -410,16 +410,16 @@ class Pool(Links):
                 )
         for space, size in program.space_bytes.items():
             if space.startswith("C"):
-                self._host.ensure(space, size, self._share)
-                self._host.clear(space, repeats)
+                self.host.ensure(space, size, self._share)
+                self.host.clear(space, repeats)
         control.clear()
 
     def _share(self, space: str, segment: Segment) -> None:
         """Have every worker map host memory in place of what had this name."""
         with self._breaking():
-            for worker in self._workers:
+            for worker in self.workers:
                 self._ask_worker(worker, Share(space=space, size=segment.size), (segment.fd,))
-            for worker in self._workers:
+            for worker in self.workers:
                 worker.done(self._timeouts.answer_s)
 
     @contextlib.contextmanager
@@ -452,7 +452,7 @@ class Pool(Links):
     def _link_steps(self, steps: Mapping[str, LinkStep]) -> dict[str, LinkEnds]:
         """Ask workers at once, and hear all of them, also after a refusal."""
         self._ready()
-        workers = [worker for worker in self._workers if worker.spec.device in steps]
+        workers = [worker for worker in self.workers if worker.spec.device in steps]
         answers: dict[str, LinkEnds] = {}
         refused: MeasurementError | None = None
         with self._breaking():
@@ -480,7 +480,7 @@ class Pool(Links):
         self._ready()
         answers = {}
         with self._breaking():
-            for worker in self._workers:
+            for worker in self.workers:
                 self._ask_worker(worker, Ping(count=count))
                 answers[worker.spec.device], _ = worker.received(Pinged, self._timeouts.answer_s)
         return answers

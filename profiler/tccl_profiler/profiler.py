@@ -21,6 +21,7 @@ from tccl_profiler.rates import (
     Sample,
     ToHost,
     hides_overlap,
+    median_channels,
     sample_of,
     uncontended_gbps,
     why_uncounted,
@@ -253,7 +254,7 @@ class Profiler:
         program = self._compiled(few)
         self._read_clocks()
         _, seen = self._repeated(program, _FEW_REPEATS, {})
-        return uncontended_gbps(program, _medians(seen))
+        return uncontended_gbps(program, median_channels(seen))
 
     def _repeated(
         self, program: Program, stopping: Stopping, uncontended: Mapping[Flow, float]
@@ -280,7 +281,7 @@ class Profiler:
                 repeats=min(wanted, MAX_REPEATS),
                 uncontended=uncontended,
             )
-            channels, start_error_us = _medians(samples), _start_error(samples)
+            channels, start_error_us = median_channels(samples), _start_error(samples)
             # 2. Begin again if these repeats are of little use.
             faults = [why_uncounted(program, sample) for sample in samples]
             if needs_longer(
@@ -316,7 +317,7 @@ class Profiler:
         for trial_ms in _TRIALS_MS:
             trial = Window(warm_us=0.0 if copies else trial_ms * 250, window_us=trial_ms * 1e3)
             samples = self._run(program, trial, None, repeats=1)
-            channels = _medians(samples)
+            channels = median_channels(samples)
             if all(channel.gbps for channel in channels):
                 break
         return self._chosen(channels, _start_error(samples), None), channels
@@ -406,14 +407,6 @@ class Profiler:
 
 def _start_error(samples: Sequence[Sample]) -> float:
     return float(np.median([sample.skew_us for sample in samples]))
-
-
-def _medians(samples: Sequence[Sample]) -> tuple[ChannelRate, ...]:
-    """Return each channel at its median rate over some repeats."""
-    return tuple(
-        msgspec.structs.replace(rates[0], gbps=float(np.median([rate.gbps for rate in rates])))
-        for rates in zip(*(sample.channels for sample in samples), strict=True)
-    )
 
 
 def _rows(samples: Sequence[Sample]) -> tuple[tuple[float, ...], ...]:

@@ -200,6 +200,14 @@ def uncontended_gbps(program: Program, channels: Sequence[ChannelRate]) -> Mappi
     return {flow: float(np.median(some)) for flow, some in found.items() if shares_links(flow)}
 
 
+def median_channels(samples: Sequence[Sample]) -> tuple[ChannelRate, ...]:
+    """Return each channel at its median rate over some repeats."""
+    return tuple(
+        msgspec.structs.replace(rates[0], gbps=float(np.median([rate.gbps for rate in rates])))
+        for rates in zip(*(sample.channels for sample in samples), strict=True)
+    )
+
+
 def _rates(part: Part, result: RunResult, spec: RunSpec, *, bursts: bool) -> Floats:
     """Return GB/s (bytes per nanosecond) of each lane or copy, between slices in the window.
 

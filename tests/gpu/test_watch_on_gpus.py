@@ -11,7 +11,7 @@ import time
 import pynvml
 import pytest
 
-from tccl_profiler.watch import Watch, complaints, conditions_note
+from tccl_profiler.watch import Watch, conditions_note, warnings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -73,7 +73,7 @@ def test_our_own_process_is_not_complained_about(gpus):
     assert kept
     pids = {process.pid for seen in conditions for process in seen.other_processes or ()}
     assert os.getpid() not in pids
-    told = complaints(conditions, loaded=False)
+    told = warnings(conditions, loaded=False)
     assert not [sentence for sentence in told if "uses it too" in sentence]
 
 

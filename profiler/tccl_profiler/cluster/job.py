@@ -46,7 +46,7 @@ CONTROLLER = 0
 JOIN_S = 60.0
 """Time for ranks to arrive: the first has waited for the last to load its libraries."""
 NOT_USABLE, INTERRUPTED = 2, 130
-_CONNECT_S = 20.0
+CONNECT_S = 20.0
 _TRY_S = 3.0
 _SPARE_DESCRIPTORS = 256
 _PROC = Path("/proc")
@@ -181,7 +181,7 @@ def _accepted(
     peers: Mapping[int, PeerInfo],
 ) -> dict[int, Connection[Envelope]]:
     """Accept a connection of every rank; callers without the token are dropped."""
-    until, found = time.monotonic() + _CONNECT_S, dict[int, Connection[Envelope]]()
+    until, found = time.monotonic() + CONNECT_S, dict[int, Connection[Envelope]]()
     while len(found) < bootstrap.size - 1:
         # Earlier messages may need this side's progress to arrive.
         bootstrap.poll(CONTROLLER)
