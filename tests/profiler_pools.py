@@ -87,7 +87,7 @@ def measured_or_failed(source, transfers, path):
             assert str(transfers) in str(error)
             assert not read_journal(path).measurements
             return None
-    assert list(read_journal(path).measurements[str(transfers)]) == [answer]
+    assert list(read_journal(path).measurements[transfers]) == [answer]
     assert read_journal(path).notices == ()
     assert all(rate > 0 for row in answer.samples_gbps for rate in row)
     assert answer.overlap >= TOGETHER
