@@ -88,15 +88,15 @@ def test_a_slower_link_is_found_and_named(case, gpu, left):
     now = exact_rates(with_slower_link(case.model, f"G{gpu}", left))
     drift = checked(case, noise=0.02, seed=7, now=now)
     assert drift.drifted
-    assert drift.points_to.startswith(f"GPU {gpu}'s PCIe link (downtrained?): all sets that")
+    assert drift.points_to.startswith(f"GPU {gpu}'s PCIe link (downtrained?)")
     assert [row.ratio for row in drift.changes] == sorted(row.ratio for row in drift.changes)
 
 
 @pytest.mark.parametrize(
     ("kinds", "words"),
     [
-        (("nvlink",), "GPU 1's NVLinks: all sets that changed use it"),
-        (("pci", "nvlink"), "GPU 1, by any way (its clocks, power limit or heat?): all sets that"),
+        (("nvlink",), "GPU 1's NVLinks"),
+        (("pci", "nvlink"), "GPU 1, by any way"),
     ],
 )
 def test_nvlinks_and_whole_gpus_are_told_apart(kinds, words):
@@ -229,7 +229,7 @@ def pairs(slow):
 
 MACHINE = toy_machine(gpus=4, numa_nodes=2, per_switch=2)
 NAMED = {
-    "GPU 2's PCIe link (downtrained?): all sets that changed use it": lambda i, j: (
+    "GPU 2's PCIe link (downtrained?)": lambda i, j: (
         0.5 if 2 in (i, j) else 1
     ),
     "GPU 1's PCIe link, the way into it": lambda i, j: 0.5 if j == 1 else 1,
@@ -240,7 +240,7 @@ NAMED = {
     "PCIe switch 0000:80:00.0": lambda i, j: 0.5 if {i, j} == {0, 1} else 1,
     "nearly everything changed alike": lambda i, j: 0.8,
     "GPU 3's PCIe link, the way into it: all": lambda i, j: 0.5 if j == 3 else 1,
-    "no one link or memory explains all of it": lambda i, j: (
+    "no one link or memory": lambda i, j: (
         0.5 if (i, j) in ((0, 1), (2, 3)) else 1
     ),
     "what changed became faster": lambda i, j: 2 if i == 0 else 1,
@@ -264,7 +264,7 @@ def test_bounces_can_have_a_memory_in_common():
         for j in range(4)
         if i != j
     ]
-    assert points_to(MACHINE, rows).startswith("host memory of NUMA node 1: all sets that changed")
+    assert points_to(MACHINE, rows).startswith("host memory of NUMA node 1")
 
 
 # Whose it is
@@ -281,13 +281,13 @@ HERE = Fingerprint(gpu_uuids=("a", "b", "c", "d"), driver="570.86", numa_count=2
         ({"driver": "580.1"}, "the driver was 570.86 and is 580.1"),
         (
             {"numa_count": 8},
-            "it had 2 NUMA node(s) and has 8 (the BIOS's NPS or SNC setting?)",
+            "it had 2 NUMA node(s) and has 8",
         ),
     ],
 )
 def test_another_machine_is_told_by_what_differs(change, sentence):
     other = msgspec.structs.replace(HERE, **change)
-    assert differences(MACHINE, HERE, other, gpus=(0, 1, 2, 3)).another[0] == sentence
+    assert differences(MACHINE, HERE, other, gpus=(0, 1, 2, 3)).another[0].startswith(sentence)
 
 
 def test_small_differences_are_notes_and_gpus_outside_the_plan_do_not_count():

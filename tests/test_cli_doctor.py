@@ -80,7 +80,7 @@ def test_this_host_is_looked_at_without_a_driver(monkeypatch):
     monkeypatch.setattr(command, "driver_facts", none)
     result = tccl("doctor", "--json")
     assert result.exit_code in (0, 1)
-    assert "NVIDIA driver answers (why" in command._this_host().driver.unseen
+    assert "NVIDIA driver answers (why" in command.this_host().driver.unseen
 
 
 class Watch:
@@ -111,7 +111,7 @@ def test_the_driver_is_asked_for_conditions(monkeypatch):
     facts = DriverFacts(driver="570.1", gpus=(gpu,), peer_access=())
     monkeypatch.setattr(command, "driver_facts", lambda: facts)
     monkeypatch.setattr("tccl_profiler.watch.Watch", Watch)
-    (state,) = command._this_host().driver.gpus
+    (state,) = command.this_host().driver.gpus
     assert (state.bus_id, state.persistence) == ("0000:03:00.0", False)
     (complaint,) = state.complaints
     assert "x16; check its slot" in complaint

@@ -291,5 +291,5 @@ def test_an_explanation_of_another_version_is_refused(tmp_path):
     save_explanation(explained("amd-v100"), tmp_path)
     path = tmp_path / "explanation.json"
     path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(InputError, match=r"has format version 2; this program reads 1"):
+    with pytest.raises(InputError, match=r"format version 2"):
         load_explanation(tmp_path)

@@ -104,18 +104,20 @@ def test_a_damaged_machine_is_a_sentence(measured, damage):
         ("2.30", "2.30.7", ""),
         ("2.28.9", "2.28.3", ""),
         ("2.28", "v2.28.9+cuda13.0", ""),
-        ("2.3", "2.30.7", "it is for NCCL 2.3 and this is 2.30.7 (plan again with --nccl 2.30)"),
-        ("2.30", "2.28.9", "it is for NCCL 2.30 and this is 2.28.9 (plan again with --nccl 2.28)"),
+        ("2.3", "2.30.7", "--nccl 2.30"),
+        ("2.30", "2.28.9", "--nccl 2.28"),
     ],
 )
 def test_a_plan_is_for_one_version_of_nccl(planned, used, said):
-    assert why_not_with(Settings(version=planned), used) == said
+    found = why_not_with(Settings(version=planned), used)
+    assert said in found
+    assert bool(found) == bool(said)
 
 
 def test_no_version_of_nccl_is_a_sentence():
     with pytest.raises(InputError) as error:
         why_not_with(Settings(), "new")
-    assert str(error.value) == "NCCL version 'new': is no version; give a number such as 2.28.9"
+    assert error.value.where == "NCCL version 'new'"
 
 
 def facts_of(plan, **changes):

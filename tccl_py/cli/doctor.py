@@ -63,7 +63,7 @@ def doctor(
         raise InputError(str(root), "is no directory", _ROOT)
     if root is not None and not any((root / name).is_dir() for name in ("sys", "proc", "etc")):
         raise InputError(str(root), "has no sys, proc or etc in it", _ROOT)
-    host = _this_host() if root is None else Host(root=root, driver=_COPIED)
+    host = this_host() if root is None else Host(root=root, driver=_COPIED)
     found = examine(host)
     if json:
         print_json(found)
@@ -73,7 +73,8 @@ def doctor(
         raise typer.Exit(ANSWER_IS_NO)
 
 
-def _this_host() -> Host:
+def this_host() -> Host:
+    """Return this host, with the answers of its driver and of the installed NCCL."""
     try:
         shm = os.statvfs(_SHM)
         free: int | None = shm.f_bavail * shm.f_frsize
