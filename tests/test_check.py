@@ -229,9 +229,7 @@ def pairs(slow):
 
 MACHINE = toy_machine(gpus=4, numa_nodes=2, per_switch=2)
 NAMED = {
-    "GPU 2's PCIe link (downtrained?)": lambda i, j: (
-        0.5 if 2 in (i, j) else 1
-    ),
+    "GPU 2's PCIe link (downtrained?)": lambda i, j: 0.5 if 2 in (i, j) else 1,
     "GPU 1's PCIe link, the way into it": lambda i, j: 0.5 if j == 1 else 1,
     "the link above PCIe switch 0000:80:00.0 or the link above PCIe switch 0000:81:00.0 or what "
     "joins NUMA nodes 0 and 1: all sets that changed use it, and 8 of the 8": lambda i, j: (
@@ -240,9 +238,7 @@ NAMED = {
     "PCIe switch 0000:80:00.0": lambda i, j: 0.5 if {i, j} == {0, 1} else 1,
     "nearly everything changed alike": lambda i, j: 0.8,
     "GPU 3's PCIe link, the way into it: all": lambda i, j: 0.5 if j == 3 else 1,
-    "no one link or memory": lambda i, j: (
-        0.5 if (i, j) in ((0, 1), (2, 3)) else 1
-    ),
+    "no one link or memory": lambda i, j: 0.5 if (i, j) in ((0, 1), (2, 3)) else 1,
     "what changed became faster": lambda i, j: 2 if i == 0 else 1,
 }
 
