@@ -20,7 +20,7 @@ from tccl_py.installation.install import install, load_record, removal, state_di
 from tccl_py.installation.texts import HEADS, Installed, form_of
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.nccl.conf import conf_lines, settings_of_files
-from tccl_py.nccl.pinned_env import against
+from tccl_py.nccl.pinned_env import env_conflicts
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
@@ -385,10 +385,10 @@ def test_nccl_takes_the_environment_first_and_of_files_the_first_line(tmp_path):
 
 
 def test_settings_that_say_something_else_are_named():
-    assert against(SETTINGS, {"NCCL_BUFFSIZE": "524288", "NCCL_P2P_LEVEL": "SYS"}) == ()
-    assert against(SETTINGS, {"NCCL_SOCKET_IFNAME": "lo", "NCCL_ALGO": "Ring"}) == ()
-    assert against(SETTINGS, {"NCCL_SHM_LOCALITY": "1"}) == ("NCCL_SHM_LOCALITY",)
-    assert against(Settings(algo="Ring"), {"NCCL_ALGO": "Tree"}) == ("NCCL_ALGO",)
+    assert env_conflicts(SETTINGS, {"NCCL_BUFFSIZE": "524288", "NCCL_P2P_LEVEL": "SYS"}) == ()
+    assert env_conflicts(SETTINGS, {"NCCL_SOCKET_IFNAME": "lo", "NCCL_ALGO": "Ring"}) == ()
+    assert env_conflicts(SETTINGS, {"NCCL_SHM_LOCALITY": "1"}) == ("NCCL_SHM_LOCALITY",)
+    assert env_conflicts(Settings(algo="Ring"), {"NCCL_ALGO": "Tree"}) == ("NCCL_ALGO",)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.transfer import direct_write
 from tccl_py.nccl.candidates import candidates, expressible
 from tccl_py.nccl.default_rings import default_chains_or_sys, default_choice
-from tccl_py.nccl.pinned_env import as_read, direct_pairs, kept_level
+from tccl_py.nccl.pinned_env import direct_pairs, pinned_level, pinned_values
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism
 from tccl_py.nccl.validator import validate
@@ -95,8 +95,8 @@ def tccl(*arguments):
     ],
 )
 def test_variables_of_how_far_p2p_goes_are_kept_as_nccl_reads_them(given, read, level):
-    assert as_read(given, where="kept") == read
-    assert kept_level(read) == level
+    assert pinned_values(given, where="kept") == read
+    assert pinned_level(read) == level
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_variables_of_how_far_p2p_goes_are_kept_as_nccl_reads_them(given, read, 
 )
 def test_what_says_nothing_of_p2p_is_refused_in_one_sentence(given, what):
     with pytest.raises(InputError, match="^" + what):
-        as_read(given, where="kept")
+        pinned_values(given, where="kept")
 
 
 def saved(tmp_path, **changes):
@@ -285,7 +285,7 @@ def test_a_plan_is_as_good_as_the_best_of_all_rings_and_settings(name, kept):
         model.knowledge,
         channels=(2, 8),
         buffsizes=(1 << 22, 1 << 20),
-        p2p_level=kept_level(kept),
+        p2p_level=pinned_level(kept),
     )
     # Copy engines are what no plan predicts.
     for settings in (one for one in kinds if not one.p2p_copy_engine):
@@ -385,7 +385,7 @@ def directory(tmp_path_factory):
     return place
 
 
-LINE = "for jobs that have NCCL_P2P_DISABLE=1, stock NCCL's too"
+LINE = "for jobs with NCCL_P2P_DISABLE=1, default NCCL included"
 
 
 def test_the_command_keeps_the_variable_and_show_says_so(directory):
@@ -447,7 +447,7 @@ def test_a_plan_for_jobs_that_have_sys_is_compared_with_stock_that_has_it(tmp_pa
         "plan", "-o", tmp_path / "plan", "--simulate", SMALL, "--pin-env", "NCCL_P2P_LEVEL"
     )
     assert result.exit_code == 0
-    assert "for jobs that have NCCL_P2P_LEVEL=SYS, stock NCCL's too" in result.stdout
+    assert "for jobs with NCCL_P2P_LEVEL=SYS, default NCCL included" in result.stdout
     assert "export NCCL_P2P_LEVEL=SYS" in (tmp_path / "plan" / "nccl" / "env.sh").read_text()
 
 

@@ -18,7 +18,7 @@ from tccl_py.cli.plan_text import (
     marked_rate,
     settings_text,
 )
-from tccl_py.nccl.pinned_env import kept_text
+from tccl_py.nccl.pinned_env import pinned_env_text
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.plan import CHOICES, Plan, PlanChain
 from tccl_py.readers.hosts import compress
@@ -151,7 +151,7 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
         yield CHOICE_WORDS[choice], choice_text(plan, choice, plan.choices[choice], mark)
     yield "settings", settings_text(plan.settings, checked=plan.settings_verified)
     if plan.pinned_env:
-        yield "kept", kept_text(plan.pinned_env)
+        yield "kept", pinned_env_text(plan.pinned_env)
     yield "effort", effort_text(plan)
 
 

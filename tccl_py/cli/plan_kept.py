@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from tccl_py.errors import InputError
-from tccl_py.nccl.pinned_env import KEEPABLE, as_read, check_keepable, kept_level
+from tccl_py.nccl.pinned_env import PINNABLE, check_pinnable, pinned_level, pinned_values
 
 
 def kept_here(names: Sequence[str]) -> dict[str, str]:
@@ -16,11 +16,11 @@ def kept_here(names: Sequence[str]) -> dict[str, str]:
         InputError: plans cannot be made under one, or it is not set, or says nothing.
     """
     for name in names:
-        check_keepable(name, where="--pin-env")
+        check_pinnable(name, where="--pin-env")
         if name not in os.environ:
             right = f"set it as all jobs have it, as in `{name}=... tccl plan`"
             raise InputError(f"--pin-env {name}", "is not set here", right)
-    return as_read({name: os.environ[name] for name in names}, where="--pin-env")
+    return pinned_values({name: os.environ[name] for name in names}, where="--pin-env")
 
 
 def not_kept_here(names: Sequence[str]) -> tuple[str, ...]:
@@ -28,6 +28,6 @@ def not_kept_here(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(
         f"{name}={os.environ[name][:20]} is set here and is not planned for: if all jobs have it, "
         f"add --pin-env {name}"
-        for name in KEEPABLE
-        if name not in names and kept_level({name: os.environ.get(name, "")}) is not None
+        for name in PINNABLE
+        if name not in names and pinned_level({name: os.environ.get(name, "")}) is not None
     )

@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tccl_py.nccl.pinned_env import kept_text
+from tccl_py.nccl.pinned_env import pinned_env_text
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, proof_text
 from tccl_py.report.words import CHOICE_WORDS
@@ -124,7 +124,7 @@ def _summary(plan: Plan) -> Table:
     unchecked = "" if plan.settings_verified else " (this version was not checked)"
     table.add_row("NCCL", f"{plan.settings.version}{unchecked}")
     if plan.pinned_env:
-        table.add_row("kept", kept_text(plan.pinned_env))
+        table.add_row("kept", pinned_env_text(plan.pinned_env))
     table.add_row("effort", effort_text(plan))
     return table
 

@@ -15,7 +15,7 @@ from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.default_rings import DefaultChain, DefaultChains
 from tccl_py.nccl.graph_file import SWAPPING
-from tccl_py.nccl.pinned_env import as_read, kept_level
+from tccl_py.nccl.pinned_env import pinned_level, pinned_values
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.versions import LATEST, version_facts
 from tccl_py.nccl.view import view
@@ -78,8 +78,8 @@ def make_cluster_plan(
     """
     gpus = _gpus(cluster)
     check_strategy(strategy, not_for_chains=True)
-    pinned = as_read(pinned_env or {}, where="pinned environment")
-    level = kept_level(pinned)
+    pinned = pinned_values(pinned_env or {}, where="pinned environment")
+    level = pinned_level(pinned)
     check_settings(Settings(version=version, p2p_level=level))
     counts = ring_counts or _ring_counts(cluster)
     nodes = [

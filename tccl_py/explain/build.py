@@ -25,7 +25,7 @@ from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import dealt
 from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write
-from tccl_py.nccl.pinned_env import direct_pairs, kept_level
+from tccl_py.nccl.pinned_env import direct_pairs, pinned_level
 from tccl_py.search.evaluator import BudgetSpentError
 
 Kinds = tuple[str, ...]
@@ -57,7 +57,7 @@ def by_mechanism(node: Node, flow: Flow, kind: str) -> Flow | None:
     if kind == "bounce":
         numa = node.machine.numa_of(f"G{target}")
         return bounce(source, target, numa, blocks=flow.blocks, fifo=flow.fifo)
-    level = kept_level(node.pinned_env)
+    level = pinned_level(node.pinned_env)
     direct = direct_pairs(node.machine, node.knowledge, level, gpus=node.gpus)
     if direct is not None and (source, target) not in direct:
         return None

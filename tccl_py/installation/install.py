@@ -32,7 +32,7 @@ from tccl_py.installation.blocks import (
 )
 from tccl_py.installation.texts import HEADS, Form, Installed, Kind, form_of
 from tccl_py.nccl.conf import conf_lines
-from tccl_py.nccl.pinned_env import against
+from tccl_py.nccl.pinned_env import env_conflicts
 from tccl_py.plan.staging import make, refused
 
 FORMAT_VERSION = 1
@@ -174,7 +174,7 @@ def _check_conf(plan: Installed, others: bytes, where: str) -> None:
         right = "take it out: it fails every communicator over other GPUs"
         raise InputError(lines[_GRAPH].where, f"sets {_GRAPH}", right)
     given = {name: line.value for name, line in lines.items()}
-    names = [name for name in against(plan.settings, given) if name in lines]
+    names = [name for name in env_conflicts(plan.settings, given) if name in lines]
     names += [name for name, value in plan.variables.items() if given.get(name, value) != value]
     if names:
         what = f"sets {names[0]}={given[names[0]][:60]}, against the plan's settings"

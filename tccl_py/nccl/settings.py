@@ -1,4 +1,8 @@
-"""Settings: one process-wide choice for stock NCCL, and the environment that makes it."""
+"""Settings: one process-wide choice for NCCL, and the environment variables of the choice.
+
+Source of names of NICs: ncclIbInitDevices (transport/net_ib), ncclFindInterfaces (misc/socket.cc)
+and parseStringList (misc/utils.cc) of NCCL 2.30.7.
+"""
 
 from __future__ import annotations
 
@@ -12,110 +16,9 @@ from tccl_py.errors import InputError
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, MAX_FIFO_BYTES, Side
 from tccl_py.nccl.versions import LATEST, Level, version_facts
 
-# The part of NCCL's settings that is about NICs: their variables, and names fit to stand in them.
-
-
+CopyEngineSide = Literal["sender", "receiver", "both"]
 CrossNic = Literal[0, 1, 2]
 
-MAX_GID_INDEX = 255
-_MAX_HCAS = 32
-"""NCCL's MAX_IB_DEVS; it drops what a list has beyond."""
-_MAX_INTERFACES = 16
-"""NCCL's MAX_IFS."""
-_MAX_SOCKET_THREADS, _MAX_SOCKETS = 16, 64
-"""NCCL's MAX_THREADS and MAX_SOCKETS of one connection (net_socket.cc)."""
-# Of RDMA devices and interfaces the kernel lets be named, what neither a list of NCCL's nor a
-# shell nor nccl.conf gives another meaning.
-_HCA = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}(?::(?P<port>[1-9][0-9]{0,2}))?")
-_INTERFACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}")
-
-
-def check_network(
-    *, where: str, hcas: tuple[str, ...], gid_index: int | None, names: tuple[str, ...]
-) -> None:
-    """Refuse names and numbers that NCCL would not take as they are meant.
-
-    Raises:
-        InputError: a name that is none, or is there twice, too many of them, or no GID index.
-    """
-    _check_names(f"{where}: ib_hca", hcas, _HCA, most=_MAX_HCAS, such="mlx5_0 or mlx5_0:1")
-    _check_names(f"{where}: socket_ifname", names, _INTERFACE, most=_MAX_INTERFACES, such="eth0")
-    if gid_index is not None and not 0 <= gid_index <= MAX_GID_INDEX:
-        raise InputError(where, f"ib_gid_index is {gid_index}", f"0 to {MAX_GID_INDEX}")
-
-
-def _check_names(
-    where: str, names: tuple[str, ...], form: re.Pattern[str], *, most: int, such: str
-) -> None:
-    for name in names:
-        if form.fullmatch(name) is None:
-            raise InputError(where, f"names {name[:40]!r}", f"a name is such as {such}")
-    if len(set(names)) != len(names):
-        raise InputError(where, "names one twice", "name each once")
-    if len(names) > most:
-        raise InputError(where, f"has {len(names)} names", f"NCCL takes {most}")
-
-
-def network_environment(
-    *,
-    level: Level | None,
-    read: bool | None,
-    cross: CrossNic | None,
-    hcas: tuple[str, ...],
-    gid_index: int | None,
-    names: tuple[str, ...],
-) -> dict[str, str | None]:
-    """The variables that say this; None is a variable to leave alone.
-
-    Names stand behind `=`: without it NCCL takes them for prefixes, and mlx5_1 means mlx5_10 too.
-    """
-    return {
-        "NCCL_NET_GDR_LEVEL": level,
-        "NCCL_NET_GDR_READ": None if read is None else str(int(read)),
-        "NCCL_CROSS_NIC": None if cross is None else str(cross),
-        "NCCL_IB_HCA": f"={','.join(hcas)}" if hcas else None,
-        "NCCL_IB_GID_INDEX": None if gid_index is None else str(gid_index),
-        "NCCL_SOCKET_IFNAME": f"={','.join(names)}" if names else None,
-    }
-
-
-def ib_hca(text: str | None) -> tuple[str, ...]:
-    """The NICs that a value of NCCL_IB_HCA names exactly; () if it is of another form.
-
-    >>> ib_hca("=mlx5_0:1,mlx5_1"), ib_hca("mlx5"), ib_hca("^=mlx5_2")
-    (('mlx5_0:1', 'mlx5_1'), (), ())
-    """
-    return _exact(text, _HCA, _MAX_HCAS)
-
-
-def interfaces(text: str | None) -> tuple[str, ...]:
-    """The interfaces that a value of NCCL_SOCKET_IFNAME names exactly; () as for `ib_hca`."""
-    return _exact(text, _INTERFACE, _MAX_INTERFACES)
-
-
-def _exact(text: str | None, form: re.Pattern[str], most: int) -> tuple[str, ...]:
-    if text is None or not text.startswith("="):
-        return ()
-    names = tuple(dict.fromkeys(name for name in text[1:].split(",") if name))
-    if len(names) > most or any(form.fullmatch(name) is None for name in names):
-        return ()
-    return names
-
-
-def listed(names: tuple[str, ...], name: str, port: int) -> bool:
-    """Whether a list of NICs has this port of this one; an empty list has all.
-
-    >>> listed(("mlx5_0:2",), "mlx5_0", 1), listed(("mlx5_0",), "mlx5_0", 1)
-    (False, True)
-    """
-    return not names or name in names or f"{name}:{port}" in names
-
-
-CopyEngineSide = Literal["sender", "receiver", "both"]
-
-_SHM_MODES: dict[CopyEngineSide, str] = {"sender": "1", "receiver": "2", "both": "3"}
-_OLD_LEVELS: tuple[Level, ...] = ("LOC", "PIX", "PXB", "PHB", "SYS", "SYS")
-"""What NCCL_P2P_LEVEL=0, 1, ... meant before levels had names; larger numbers are SYS."""
 HOST_VARIABLES = (
     "NCCL_NVLS_ENABLE",
     "NCCL_SOCKET_IFNAME",
@@ -123,26 +26,36 @@ HOST_VARIABLES = (
     "NCCL_IB_DISABLE",
     "NCCL_HOSTID",
 )
-"""Variables of the caller that say what the host has or forbids; the jobs of `tccl verify` get the
-same."""
+"""Variables for what a host has or forbids; the jobs of `tccl verify` inherit them."""
+_SHM_MODES: dict[CopyEngineSide, str] = {"sender": "1", "receiver": "2", "both": "3"}
+_OLD_LEVELS: tuple[Level, ...] = ("LOC", "PIX", "PXB", "PHB", "SYS", "SYS")
+"""Meaning of NCCL_P2P_LEVEL=0, 1, ... before levels had names; larger numbers are SYS."""
 _INTEGER = re.compile(r"[ \t\n]*(?P<sign>[+-]?)(?P<digits>[0-9]{1,18})")
+MAX_GID_INDEX = 255
+# Names of RDMA devices and interfaces that no list of NCCL's, no shell and no nccl.conf misreads.
+_HCA = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}(?::(?P<port>[1-9][0-9]{0,2}))?")
+_INTERFACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}")
+_MAX_HCAS, _MAX_INTERFACES = 32, 16
+"""NCCL's MAX_IB_DEVS and MAX_IFS; NCCL drops longer lists' ends."""
+_MAX_SOCKET_THREADS, _MAX_SOCKETS = 16, 64
+"""NCCL's MAX_THREADS and MAX_SOCKETS of one connection (net_socket.cc)."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one NCCL process is told; None is NCCL's own default.
+    """Settings of one NCCL process; None is NCCL's own default.
 
     `p2p_level` LOC lets no pair talk directly. `p2p_read` None reads on NVLink between two sm 80
     GPUs and writes elsewhere. `channels` are ring channels in the graph file; a communicator ends
     up with more, see `final_channels`. `buffsize` is one channel's FIFO in bytes. `shm_disable`
     sends pairs without P2P over NICs; no plan chooses it. `min_channels` and `max_channels` bound
-    the channels that a communicator ends up with.
+    the final number of channels.
 
     Of the network: NICs reach GPU memory up to `net_gdr_level` (LOC: never), when sending only if
     `net_gdr_read` lets them (None: not below sm 80 without NVLink). `cross_nic` 0 keeps a ring on
     one rail, 1 lets it change rails, 2 (NCCL's default) where that helps. `ib_hca` are NICs by
-    their exact names, with or without a port (`mlx5_0:1`), `socket_ifname` interfaces; () is all.
-    Each connection over sockets has `socket_threads` helper threads with `sockets_per_thread`
-    sockets each (None: one of each, except on NICs of some clouds; net_socket.cc).
+    exact names, with or without a port (`mlx5_0:1`), `socket_ifname` interfaces; () is all. Each
+    connection over sockets has `socket_threads` helper threads with `sockets_per_thread` sockets
+    each (None: one of each, except on NICs of some clouds; net_socket.cc).
     """
 
     version: str = LATEST
@@ -169,25 +82,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def check_settings(settings: Settings) -> Settings:
-    """Return `settings` if its version of NCCL can be made to do that.
+    """Return `settings` if their version of NCCL can follow them.
 
     Raises:
-        InputError: a choice this version does not have, or a number out of its range.
+        InputError: a choice this version does not have, a number out of range, or names of NICs
+            that NCCL would misread.
     """
     facts = version_facts(settings.version)
     where = f"settings for NCCL {settings.version}"
     if settings.shm_copy_engine is not None and not facts.shm_copy_engine:
-        raise InputError(
-            where, "bounces cannot use a copy engine", "leave shm_copy_engine out, or use NCCL 2.28"
-        )
+        right = "leave shm_copy_engine out, or use NCCL 2.28"
+        raise InputError(where, "bounces cannot use a copy engine", right)
     if settings.p2p_copy_engine and not facts.p2p_copy_engine:
         raise InputError(where, "P2P cannot use a copy engine", "leave p2p_copy_engine out")
     if not 1 <= settings.channels <= facts.max_channels:
-        raise InputError(
-            where,
-            f"channels is {settings.channels}",
-            f"a graph file holds 1 to {facts.max_channels}",
-        )
+        right = f"a graph file holds 1 to {facts.max_channels}"
+        raise InputError(where, f"channels is {settings.channels}", right)
     limits = (settings.min_channels or 1, settings.max_channels or facts.max_final_channels)
     if not 1 <= limits[0] <= limits[1] <= facts.max_final_channels:
         what = f"channels are to be {limits[0]} to {limits[1]} in the end"
@@ -195,28 +105,40 @@ def check_settings(settings: Settings) -> Settings:
     if not 1024 <= settings.buffsize <= MAX_FIFO_BYTES:
         raise InputError(where, f"buffsize is {settings.buffsize}", "1024 bytes to 1 GiB")
     for name in ("p2p_level", "net_gdr_level"):
-        if getattr(settings, name) in facts.unknown_levels:
-            raise InputError(
-                where, f"{name} is {getattr(settings, name)}", "this version takes it for LOC"
-            )
-    check_network(
-        where=where,
-        hcas=settings.ib_hca,
-        gid_index=settings.ib_gid_index,
-        names=settings.socket_ifname,
-    )
+        level = getattr(settings, name)
+        if level in facts.unknown_levels:
+            raise InputError(where, f"{name} is {level}", "this version takes it for LOC")
+    gid = settings.ib_gid_index
+    if gid is not None and not 0 <= gid <= MAX_GID_INDEX:
+        raise InputError(where, f"ib_gid_index is {gid}", f"0 to {MAX_GID_INDEX}")
+    ports = "mlx5_0 or mlx5_0:1"
+    _check_names(f"{where}: ib_hca", settings.ib_hca, _HCA, most=_MAX_HCAS, such=ports)
+    names = settings.socket_ifname
+    _check_names(f"{where}: socket_ifname", names, _INTERFACE, most=_MAX_INTERFACES, such="eth0")
     threads, sockets = settings.socket_threads or 1, settings.sockets_per_thread or 1
     if not (1 <= threads <= _MAX_SOCKET_THREADS and 1 <= sockets <= _MAX_SOCKETS // threads):
-        raise InputError(
-            where,
-            f"a connection has {threads} socket threads with {sockets} sockets each",
-            f"1 to {_MAX_SOCKET_THREADS} threads, and at most {_MAX_SOCKETS} sockets together",
-        )
+        what = f"a connection has {threads} socket threads with {sockets} sockets each"
+        right = f"1 to {_MAX_SOCKET_THREADS} threads, and at most {_MAX_SOCKETS} sockets together"
+        raise InputError(where, what, right)
     return settings
 
 
+def _check_names(
+    where: str, names: tuple[str, ...], form: re.Pattern[str], *, most: int, such: str
+) -> None:
+    for name in names:
+        if form.fullmatch(name) is None:
+            raise InputError(where, f"names {name[:40]!r}", f"a name is such as {such}")
+    if len(set(names)) != len(names):
+        raise InputError(where, "names one twice", "name each once")
+    if len(names) > most:
+        raise InputError(where, f"has {len(names)} names", f"NCCL takes {most}")
+
+
 def environment(settings: Settings) -> dict[str, str]:
-    """The variables that differ from NCCL's defaults; the graph file is not among them.
+    """Return the variables that differ from NCCL's defaults, without the graph file.
+
+    Names of NICs stand behind `=`: without it NCCL takes mlx5_1 for mlx5_10 too.
 
     >>> environment(Settings(p2p_level="LOC", buffsize=524288))
     {'NCCL_P2P_DISABLE': '1', 'NCCL_BUFFSIZE': '524288'}
@@ -225,70 +147,69 @@ def environment(settings: Settings) -> dict[str, str]:
         InputError: from `check_settings`.
     """
     check_settings(settings)
-    level = settings.p2p_level
-    mode = settings.shm_copy_engine
-    read = settings.p2p_read
-    choices = {
-        "NCCL_P2P_DISABLE": "1" if level == "LOC" else None,
+    level, mode = settings.p2p_level, settings.shm_copy_engine
+    choices: dict[str, str | int | None] = {
+        "NCCL_P2P_DISABLE": 1 if level == "LOC" else None,
         "NCCL_P2P_LEVEL": level if level != "LOC" else None,
-        "NCCL_P2P_READ_ENABLE": None if read is None else str(int(read)),
-        "NCCL_P2P_USE_CUDA_MEMCPY": "1" if settings.p2p_copy_engine else None,
-        "NCCL_SHM_LOCALITY": "1" if settings.shm_locality == "sender" else None,
-        "NCCL_SHM_USE_CUDA_MEMCPY": "1" if mode else None,
+        "NCCL_P2P_READ_ENABLE": settings.p2p_read,
+        "NCCL_P2P_USE_CUDA_MEMCPY": settings.p2p_copy_engine or None,
+        "NCCL_SHM_LOCALITY": 1 if settings.shm_locality == "sender" else None,
+        "NCCL_SHM_USE_CUDA_MEMCPY": 1 if mode else None,
         "NCCL_SHM_MEMCPY_MODE": _SHM_MODES[mode] if mode else None,
-        "NCCL_SHM_DISABLE": "1" if settings.shm_disable else None,
-        "NCCL_NET_DISABLE_INTRA": "1" if settings.net_disable_intra else None,
-        "NCCL_MIN_NCHANNELS": _number_text(settings.min_channels),
-        "NCCL_MAX_NCHANNELS": _number_text(settings.max_channels),
-        "NCCL_BUFFSIZE": (
-            str(settings.buffsize) if settings.buffsize != DEFAULT_FIFO_BYTES else None
-        ),
+        "NCCL_SHM_DISABLE": settings.shm_disable or None,
+        "NCCL_NET_DISABLE_INTRA": settings.net_disable_intra or None,
+        "NCCL_MIN_NCHANNELS": settings.min_channels,
+        "NCCL_MAX_NCHANNELS": settings.max_channels,
+        "NCCL_BUFFSIZE": None if settings.buffsize == DEFAULT_FIFO_BYTES else settings.buffsize,
         "NCCL_ALGO": settings.algo,
-        **network_environment(
-            level=settings.net_gdr_level,
-            read=settings.net_gdr_read,
-            cross=settings.cross_nic,
-            hcas=settings.ib_hca,
-            gid_index=settings.ib_gid_index,
-            names=settings.socket_ifname,
+        "NCCL_NET_GDR_LEVEL": settings.net_gdr_level,
+        "NCCL_NET_GDR_READ": settings.net_gdr_read,
+        "NCCL_CROSS_NIC": settings.cross_nic,
+        "NCCL_IB_HCA": f"={','.join(settings.ib_hca)}" if settings.ib_hca else None,
+        "NCCL_IB_GID_INDEX": settings.ib_gid_index,
+        "NCCL_SOCKET_IFNAME": (
+            f"={','.join(settings.socket_ifname)}" if settings.socket_ifname else None
         ),
-        "NCCL_SOCKET_NTHREADS": _number_text(settings.socket_threads),
-        "NCCL_NSOCKS_PERTHREAD": _number_text(settings.sockets_per_thread),
+        "NCCL_SOCKET_NTHREADS": settings.socket_threads,
+        "NCCL_NSOCKS_PERTHREAD": settings.sockets_per_thread,
     }
-    return {name: value for name, value in choices.items() if value is not None}
-
-
-def _number_text(number: int | None) -> str | None:
-    return None if number is None else str(number)
+    return {
+        name: value if isinstance(value, str) else str(int(value))
+        for name, value in choices.items()
+        if value is not None
+    }
 
 
 def settings_from_environment(
     variables: Mapping[str, str], *, version: str = LATEST, channels: int = 1
 ) -> Settings:
-    """What NCCL makes of these variables; a value it would not understand counts as unset.
+    """Return the settings that NCCL reads from variables; values without meaning count as unset.
 
-    Copy-engine bounces are dropped for a version that no longer has them. Lists of NICs or
-    interfaces count only where they name them exactly (`=mlx5_0,mlx5_1`): what prefixes and
-    exclusions come to is another question on every host.
+    Copy-engine bounces are dropped for a version without them. Lists of NICs or interfaces count
+    only with exact names (`=mlx5_0,mlx5_1`): prefixes and exclusions depend on the host.
     """
-    number = {name: integer(variables.get(name)) for name in variables}
+    number = {name: integer(value) for name, value in variables.items()}
+    facts = version_facts(version)
     engine: CopyEngineSide | None = None
-    if number.get("NCCL_SHM_USE_CUDA_MEMCPY") == 1 and version_facts(version).shm_copy_engine:
+    if number.get("NCCL_SHM_USE_CUDA_MEMCPY") == 1 and facts.shm_copy_engine:
         modes = {int(code): side for side, code in _SHM_MODES.items()}
         engine = modes.get(number.get("NCCL_SHM_MEMCPY_MODE") or 1, "sender")
-    read = number.get("NCCL_P2P_READ_ENABLE")
+    disabled = number.get("NCCL_P2P_DISABLE") == 1
+    read, gdr_read = number.get("NCCL_P2P_READ_ENABLE"), number.get("NCCL_NET_GDR_READ")
     size = number.get("NCCL_BUFFSIZE") or 0
-    gdr_read = number.get("NCCL_NET_GDR_READ")
     cross, gid = number.get("NCCL_CROSS_NIC"), number.get("NCCL_IB_GID_INDEX")
-    threads = number.get("NCCL_SOCKET_NTHREADS") or 0
-    threads = threads if 1 <= threads <= _MAX_SOCKET_THREADS else 0
-    sockets = number.get("NCCL_NSOCKS_PERTHREAD") or 0
-    sockets = sockets if 1 <= sockets <= _MAX_SOCKETS // max(1, threads) else 0
+
+    threads, sockets = number.get("NCCL_SOCKET_NTHREADS"), number.get("NCCL_NSOCKS_PERTHREAD")
+    threads = threads if threads and 1 <= threads <= _MAX_SOCKET_THREADS else None
+    most_sockets = _MAX_SOCKETS // (threads or 1)
+
+    def limit(name: str) -> int | None:
+        count = number.get(name)
+        return None if count is None or count < 1 else min(count, facts.max_final_channels)
+
     return Settings(
         version=version,
-        p2p_level="LOC"
-        if number.get("NCCL_P2P_DISABLE") == 1
-        else _level(variables.get("NCCL_P2P_LEVEL")),
+        p2p_level="LOC" if disabled else _level(variables.get("NCCL_P2P_LEVEL")),
         p2p_read=None if read is None else read != 0,
         p2p_copy_engine=number.get("NCCL_P2P_USE_CUDA_MEMCPY") == 1,
         shm_locality="sender" if number.get("NCCL_SHM_LOCALITY") == 1 else "receiver",
@@ -296,24 +217,21 @@ def settings_from_environment(
         shm_disable=number.get("NCCL_SHM_DISABLE") == 1,
         net_disable_intra=number.get("NCCL_NET_DISABLE_INTRA") == 1,
         channels=channels,
-        min_channels=_limit(number.get("NCCL_MIN_NCHANNELS"), version),
-        max_channels=_limit(number.get("NCCL_MAX_NCHANNELS"), version),
+        min_channels=limit("NCCL_MIN_NCHANNELS"),
+        max_channels=limit("NCCL_MAX_NCHANNELS"),
         buffsize=size if 1024 <= size <= MAX_FIFO_BYTES else DEFAULT_FIFO_BYTES,
         algo="Ring" if variables.get("NCCL_ALGO", "").lower() == "ring" else None,
         net_gdr_level=_level(variables.get("NCCL_NET_GDR_LEVEL")),
         net_gdr_read=None if gdr_read is None or gdr_read < 0 else gdr_read != 0,
         cross_nic=cross if cross in (0, 1, 2) else None,  # type: ignore[arg-type]
-        ib_hca=ib_hca(variables.get("NCCL_IB_HCA")),
+        ib_hca=_exact_names(variables.get("NCCL_IB_HCA"), _HCA, _MAX_HCAS),
         ib_gid_index=gid if gid is not None and 0 <= gid <= MAX_GID_INDEX else None,
-        socket_ifname=interfaces(variables.get("NCCL_SOCKET_IFNAME")),
-        socket_threads=threads or None,
-        sockets_per_thread=sockets or None,
+        socket_ifname=_exact_names(
+            variables.get("NCCL_SOCKET_IFNAME"), _INTERFACE, _MAX_INTERFACES
+        ),
+        socket_threads=threads,
+        sockets_per_thread=sockets if sockets and 1 <= sockets <= most_sockets else None,
     )
-
-
-def _limit(count: int | None, version: str) -> int | None:
-    most = version_facts(version).max_final_channels
-    return None if count is None or count < 1 else min(count, most)
 
 
 def _level(text: str | None) -> Level | None:
@@ -326,14 +244,33 @@ def _level(text: str | None) -> Level | None:
     return _OLD_LEVELS[min(old, len(_OLD_LEVELS) - 1)]
 
 
+def _exact_names(text: str | None, form: re.Pattern[str], most: int) -> tuple[str, ...]:
+    """Return the names of a list such as `=mlx5_0:1,mlx5_1`; () for any other form."""
+    if text is None or not text.startswith("="):
+        return ()
+    names = tuple(dict.fromkeys(name for name in text[1:].split(",") if name))
+    if len(names) > most or any(form.fullmatch(name) is None for name in names):
+        return ()
+    return names
+
+
+def listed(names: tuple[str, ...], name: str, port: int) -> bool:
+    """Return whether a list of NICs has this port of a NIC; an empty list has all.
+
+    >>> listed(("mlx5_0:2",), "mlx5_0", 1), listed(("mlx5_0",), "mlx5_0", 1)
+    (False, True)
+    """
+    return not names or name in names or f"{name}:{port}" in names
+
+
 def integer(text: str | None) -> int | None:
-    """The decimal number that a variable begins with, as C's strtol reads it; None if none."""
+    """Return the decimal number at the start of a variable, as C's strtol reads it."""
     match = _INTEGER.match(text or "")
     return None if match is None else int(match["sign"] + match["digits"])
 
 
 def settings_channels(settings: Settings, *, sm: int | None) -> int:
-    """Return how many channels a communicator on one node ends up with under these settings."""
+    """Return the final number of channels on one node under these settings."""
     limits = {
         "NCCL_MIN_NCHANNELS": settings.min_channels,
         "NCCL_MAX_NCHANNELS": settings.max_channels,
@@ -351,10 +288,10 @@ def final_channels(
     variables: Mapping[str, str] | None = None,
     version: str = LATEST,
 ) -> int:
-    """How many channels a communicator ends up with for `channels` of the search or file.
+    """Return the final number of channels for `channels` of the search or file.
 
     Doubled always; once more from sm 90 on several nodes above 45 GB/s a channel while there are
-    fewer than 16 (connect.cc); then clipped or filled up by NCCL_MAX_NCHANNELS, NCCL_MIN_NCHANNELS.
+    fewer than 16 (connect.cc); then limited by NCCL_MAX_NCHANNELS and NCCL_MIN_NCHANNELS.
 
     >>> final_channels(8, sm=90)
     16

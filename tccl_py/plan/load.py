@@ -18,7 +18,7 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.paths import PathType
 from tccl_py.model.transfer import receiving_nic, sending_nic
 from tccl_py.nccl.network import leaves_as_named, may_change_rails
-from tccl_py.nccl.pinned_env import check_kept
+from tccl_py.nccl.pinned_env import check_pinned_env
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.view import usable_nics
 from tccl_py.plan.plan import FORMAT_VERSION, WORLD, HostPath, Plan, PlanChain, PlanHop
@@ -110,7 +110,9 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
         except InputError as error:
             raise InputError(f"{where} {error.where}", error.what, error.right) from error
     choices = (plan.settings, plan.variables.settings)
-    check_kept(plan.pinned_env, (*choices, *(one.settings for one in plan.alternatives)), where)
+    check_pinned_env(
+        plan.pinned_env, (*choices, *(one.settings for one in plan.alternatives)), where
+    )
     _check_gpus(plan, where)
     _check_paths(plan, where)
     _check_hosts(plan, where)

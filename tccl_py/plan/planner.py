@@ -13,7 +13,7 @@ from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.rings import Hop, RingSet
 from tccl_py.model.transfer import receiving_nic, sending_nic
 from tccl_py.nccl.default_rings import DefaultChoice
-from tccl_py.nccl.pinned_env import as_read, kept_level
+from tccl_py.nccl.pinned_env import pinned_level, pinned_values
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.versions import LATEST, version_facts
 from tccl_py.nccl.view import view
@@ -99,7 +99,7 @@ def make_plan(
     """
     remembering = source if isinstance(source, RememberingSource) else RememberingSource(source)
     chosen = _chosen(machine, gpus)
-    pinned = as_read(pinned_env or {}, where="pinned environment")
+    pinned = pinned_values(pinned_env or {}, where="pinned environment")
     usual = RING_COUNTS if len(chosen) <= ALL_SUBSETS_UP_TO else FEW_RING_COUNTS
     task = Task(
         machine=machine,
@@ -111,7 +111,7 @@ def make_plan(
         strategy=check_strategy(strategy),
         budget=budget,
         reporter=reporter or SilentReporter(),
-        p2p_level=kept_level(pinned),
+        p2p_level=pinned_level(pinned),
         own_rings=own_rings,
     )
     check_settings(default_settings(task))

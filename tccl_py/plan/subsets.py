@@ -14,7 +14,7 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import RingSet
 from tccl_py.model.symmetry import Symmetry, automorphisms
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
-from tccl_py.nccl.pinned_env import kept_level
+from tccl_py.nccl.pinned_env import pinned_level
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.plan import Plan, SubsetRings
 from tccl_py.plan.tasks import Order, Task, search_under
@@ -90,7 +90,7 @@ def subset_on_demand(
         strategy="best-first",
         budget=SUBSET_BUDGET,
         reporter=SilentReporter(),
-        p2p_level=kept_level(plan.pinned_env),
+        p2p_level=pinned_level(plan.pinned_env),
     )
     return plan_subset(task, plan.settings, [ring.gpus for ring in plan.rings], subset)
 

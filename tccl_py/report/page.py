@@ -10,7 +10,7 @@ import jinja2
 from markupsafe import Markup
 
 from tccl_py.nccl.conf import env_sh
-from tccl_py.nccl.pinned_env import kept_text
+from tccl_py.nccl.pinned_env import pinned_env_text
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.plan import Plan, proof_text
 from tccl_py.report.contents import Contents, plan_files, rate_sources
@@ -118,7 +118,7 @@ def _first_line(plan: Plan) -> list[str]:
         f"{count}{f' of {there}' if count < there else ''} GPUs ({gpu_list(plan.gpus)})",
         f"NCCL {plan.settings.version}{unchecked}",
         settings_words(plan.settings),
-        *([kept_text(plan.pinned_env)] if plan.pinned_env else []),
+        *([pinned_env_text(plan.pinned_env)] if plan.pinned_env else []),
     ]
 
 

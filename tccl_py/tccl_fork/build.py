@@ -11,7 +11,7 @@ from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, Ring, ring
 from tccl_py.model.transfer import Transfer, leaving, transfer_set
-from tccl_py.nccl.pinned_env import kept_level
+from tccl_py.nccl.pinned_env import pinned_level
 from tccl_py.plan.plan import PlanChain
 from tccl_py.plan.tasks import Order
 from tccl_py.search.problem import Reporter, SilentReporter
@@ -167,7 +167,7 @@ def _task(
         rings=(),
         max_sets=export.max_sets,
         reporter=reporter,
-        p2p_level=kept_level(plan.pinned_env),
+        p2p_level=pinned_level(plan.pinned_env),
     )
     rings = tuple(one for planned in plan.rings for one in _free(task, planned))
     return msgspec.structs.replace(task, rings=rings)

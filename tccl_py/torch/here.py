@@ -22,7 +22,7 @@ from tccl_py.health.fitness import (
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.model.machine import normal_bus_id
 from tccl_py.nccl.conf import settings_of_files
-from tccl_py.nccl.pinned_env import against
+from tccl_py.nccl.pinned_env import env_conflicts
 from tccl_py.plan.files import host_graph_file
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import names_of_this_host
@@ -152,7 +152,7 @@ def why_off(opened: OpenPlan, here: Here, name: str) -> str:
     if other:
         return other
     given = {name: line.value for name, line in settings_of_files().items()} | dict(os.environ)
-    names = against(settings, given)
+    names = env_conflicts(settings, given)
     if names:
         return f"{', '.join(names)} is set to something else than the plan's settings"
     return ""

@@ -15,7 +15,7 @@ from tccl_py.files import read_text
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.candidates import candidates
 from tccl_py.nccl.conf import job_environment
-from tccl_py.nccl.pinned_env import kept_level
+from tccl_py.nccl.pinned_env import pinned_level
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.view import NcclView, view
@@ -245,7 +245,7 @@ class TunableMachine(msgspec.Struct, frozen=True, kw_only=True):
             gpus=plan.gpus,
             channels=(1,),
             buffsizes=(DEFAULT_FIFO_BYTES,),
-            p2p_level=kept_level(plan.pinned_env),
+            p2p_level=pinned_level(plan.pinned_env),
         )
         levels = dict.fromkeys(one.p2p_level for one in found)
         return [msgspec.structs.replace(settings, p2p_level=level) for level in levels]
