@@ -2,12 +2,12 @@
 
 usage: tccl_py.rank_processes.forkserver DESCRIPTOR MODULE...
 
-Importing torch takes seconds, and a verification runs some thirty jobs. Imported modules are not
-initialised: a rank touches GPUs and libraries only after it has its own environment. The standard
-library's fork server has no environment per process and searches the current directory.
+Importing torch takes seconds, and a verification runs some thirty jobs. The server initialises no
+library: a rank touches GPUs only in its own environment. multiprocessing's fork server has no
+environment per process and searches the current directory.
 
-Each rank leads its own process group, so Ctrl-C reaches the caller alone, which ends the ranks. If
-the caller is killed, the kernel kills the server and its ranks; their standard input ends as well.
+Each rank leads a process group, so Ctrl-C reaches the caller alone, which ends the ranks. If the
+caller is killed, the kernel kills the server and the ranks; their standard input ends as well.
 """
 
 from __future__ import annotations
@@ -63,10 +63,6 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True):
     code: int | None = None
 
 
-class _ServerGoneError(TcclError):
-    """The server ended before it forked the rank."""
-
-
 class ForkServer:
     """Starts ranks by fork; a context manager that ends the server and every rank left.
 
@@ -95,13 +91,27 @@ class ForkServer:
         """Start a rank, which inherits `listener`.
 
         Raises:
-            TcclError: the server ended, and its successor as well.
+            TcclError: the server ended before it forked the rank.
         """
+        environment = child_environment(program.environment)
+        program = msgspec.structs.replace(program, environment=environment)
+        control = self._ready(program)
+        # The environment may be larger than a message.
+        file = Path(f"{program.output}-program.json")
+        file.write_bytes(msgspec.json.encode(program))
+        reading, lifeline = os.pipe()
         try:
-            return self._start(program, listener)
-        except _ServerGoneError:
-            # A server that was killed while idle may look alive until it is used.
-            return self._start(program, listener)
+            descriptors = [reading, *([listener.fileno()] if listener is not None else [])]
+            socket.send_fds(control, [str(file).encode()], descriptors)
+            pid = self._forked(time.monotonic() + _START_S)
+        except BaseException as error:
+            os.close(lifeline)
+            if not isinstance(error, OSError):
+                raise
+            raise self._gone() from None
+        finally:
+            os.close(reading)
+        return ForkedRank(self, pid, lifeline)
 
     def close(self) -> None:
         """Kill the server; its ranks end with it."""
@@ -115,41 +125,18 @@ class ForkServer:
 
     def code(self, pid: int) -> int | None:
         """Return a rank's exit code; None while it runs, 1 if the server died before it."""
-        while pid not in self._codes and (event := self._event(0.0)) is not None:
-            self._codes[event.pid] = event.code
+        self._drain()
         if pid not in self._codes and self._control is None:
             return 1
         return self._codes.get(pid)
-
-    def _start(self, program: Program, listener: socket.socket | None) -> ForkedRank:
-        program = msgspec.structs.replace(
-            program, environment=child_environment(program.environment)
-        )
-        control = self._ready(program)
-        # The environment may be larger than a message.
-        file = Path(f"{program.output}-program.json")
-        file.write_bytes(msgspec.json.encode(program))
-        reading, lifeline = os.pipe()
-        try:
-            descriptors = [reading, *([listener.fileno()] if listener is not None else [])]
-            socket.send_fds(control, [str(file).encode()], descriptors)
-            pid = self._forked(time.monotonic() + _START_S)
-        except BaseException as error:
-            os.close(lifeline)
-            if isinstance(error, OSError):
-                self.close()
-                raise self._gone() from None
-            raise
-        finally:
-            os.close(reading)
-        return ForkedRank(self, pid, lifeline)
 
     def _ready(self, program: Program) -> socket.socket:
         """Return the connection to a server with the program's imports and environment."""
         environment = {k: v for k, v in program.environment.items() if not k.startswith(_PER_RANK)}
         key = (program.imports, environment)
-        alive = self._process is not None and self._process.poll() is None
-        if alive and self._control is not None and key == self._key:
+        # A server that was killed while idle has closed the connection.
+        self._drain()
+        if self._control is not None and key == self._key:
             return self._control
         self.close()
         ours, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -176,23 +163,27 @@ class ForkServer:
                 return event.pid
             self._codes[event.pid] = event.code
 
+    def _drain(self) -> None:
+        while (event := self._event(0.0)) is not None:
+            self._codes[event.pid] = event.code
+
     def _event(self, seconds: float) -> _Event | None:
         """Return the next event; None on timeout or if the server has ended."""
         if self._control is None:
             return None
         if not select.select([self._control], [], [], seconds)[0]:
             return None
-        message = self._control.recv(_MESSAGE_BYTES)
-        if message:
-            return msgspec.json.decode(message, type=_Event)
+        with contextlib.suppress(ConnectionResetError):
+            message = self._control.recv(_MESSAGE_BYTES)
+            if message:
+                return msgspec.json.decode(message, type=_Event)
         self._control.close()
         self._control = None
         return None
 
     def _gone(self) -> TcclError:
-        kind = _ServerGoneError if self._control is None else TcclError
         self.close()
-        return kind("the process that starts ranks has ended; run the command again")
+        return TcclError("the process that starts ranks has ended; run the command again")
 
 
 class ForkedRank:
