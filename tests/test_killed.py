@@ -17,7 +17,7 @@ from tccl_py.plan.directory import output_directory, write_nccl_files, write_pla
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import MANIFEST_FILE, REPLACING, check_files, locked, settle
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.verify.target import TunableMachine
+from tccl_py.verify.target import Target
 from tests.cluster_plans import equal_hosts, mixed
 from tests.killed import killed_at, killed_at_each
 from tests.planned import PCIE, SMALL, plan_of
@@ -116,12 +116,12 @@ def test_tuning_that_is_killed_leaves_the_plan_as_it_was_or_tuned(tmp_path):
         place.mkdir()
         write_plan(plan, place, model=load_bundled(SMALL))
 
-    for _ in killed_at_each(begin, TunableMachine(plan=tuned, directory=place).write):
+    for _ in killed_at_each(begin, Target(plan=tuned, directory=place, graphs={}).write):
         with locked(place):
             assert names(place) == {"plan.json", MANIFEST_FILE, "nccl", "machines"}
             assert load_plan(place) in (plan, tuned)
             check_files(place)
-            TunableMachine(plan=tuned, directory=place).write()
+            Target(plan=tuned, directory=place, graphs={}).write()
         assert load_plan(place) == tuned
 
 

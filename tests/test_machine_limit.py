@@ -20,7 +20,7 @@ from tccl_py.plan.planner import make_plan
 from tccl_py.plan.subsets import bare_copies, limit_gbps
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.verify.target import TunableMachine
+from tccl_py.verify.target import Target
 from tests.fakes import space_of
 from tests.planned import PCIE, SMALL, plan_of
 from tests.profiler_pools import options, pool_of
@@ -142,7 +142,7 @@ def test_the_text_says_how_close_the_plan_is_to_the_limit(share, words):
 
 def test_a_plan_with_tuned_settings_has_no_limit(tmp_path):
     plan = plan_of(SMALL)
-    tunable = TunableMachine(plan=plan, directory=tmp_path)
+    tunable = Target(plan=plan, directory=tmp_path, graphs={})
     settings = msgspec.structs.replace(plan.settings, channels=4)
     rates = {"default": 290.0, "graph": 300.0}
     tuned = tunable.retuned({"graph": settings}, rates).plan

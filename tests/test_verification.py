@@ -24,7 +24,7 @@ from tccl_py.verify.record import (
 )
 from tccl_py.verify.rings import rings_found
 from tccl_py.verify.spec import WrongValue, bus_gbps
-from tccl_py.verify.target import machine_target
+from tccl_py.verify.target import read_target
 from tccl_py.verify.verify import RunBudget, round_order
 from tests.nccl_cases import torn
 from tests.planned import SMALL, plan_of, rebind
@@ -174,7 +174,7 @@ def test_arms_differ_by_the_plans_variables_alone(boxed, box, three):
     found = run_verification(boxed, box, dry_run(boxed, three), RunBudget(sizes=(4096,)))
     arms = {
         letter: one.variables
-        for letter, one in zip("ABC", machine_target(boxed, box).arms, strict=True)
+        for letter, one in zip("ABC", read_target(boxed, box).arms, strict=True)
     }
     assert arms["A"] == {}
     assert arms["B"] == {"NCCL_P2P_LEVEL": "PHB"}
@@ -196,9 +196,9 @@ def test_three_arms_run_in_every_round_and_equal_environments_are_one_arm(boxed,
     place = box.parent / "other"
     place.mkdir()
     write_plan(plan, place, model=load_bundled(SMALL))
-    assert [one.name for one in machine_target(plan, place).arms] == ["default", "graph"]
+    assert [one.name for one in read_target(plan, place).arms] == ["default", "graph"]
     with pytest.raises(InputError, match="--choice variables: sets nothing that default NCCL has"):
-        machine_target(plan, place).narrowed("variables")
+        read_target(plan, place).narrowed("variables")
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def on_two(plan):
 
 
 def test_a_recorded_log_is_that_of_its_plan(on_two):
-    found = rings_found(on_two, LOG.read_text(), {})
+    found = rings_found(on_two, {}, LOG.read_text(), {})
     assert (found.differences, found.same) == ((), True)
     assert len(found.found) == len(found.expected) == 24
     assert {link.via for link in found.links} == {"P2P/CUMEM"}
@@ -491,25 +491,25 @@ def test_without_checks_the_log_is_that_of_a_timing_job(on_two, tmp_path, checks
 def test_other_channels_rings_and_transports_are_named(on_two):
     text = LOG.read_text()
     fewer = changed(on_two, settings=changed(on_two.settings, channels=8))
-    assert rings_found(fewer, text, {}).differences == (
+    assert rings_found(fewer, {}, text, {}).differences == (
         "NCCL uses 24 channels, the plan comes to 16",
     )
     bounced = changed(on_two, settings=Settings(channels=12, p2p_level="LOC"))
-    assert rings_found(bounced, text, {}).differences[0] == (
+    assert rings_found(bounced, {}, text, {}).differences[0] == (
         "GPU 0 -> 1 goes by P2P/CUMEM on 32 channel(s), planned was SHM"
     )
     silent = "\n".join(line for line in text.splitlines() if " via " not in line)
-    assert rings_found(on_two, silent, {}).differences == (
+    assert rings_found(on_two, {}, silent, {}).differences == (
         "NCCL's log does not say how it connects GPUs 0 -> 1, 1 -> 0",
     )
-    assert rings_found(on_two, "nothing", {}).differences[0] == (
+    assert rings_found(on_two, {}, "nothing", {}).differences[0] == (
         "NCCL's log shows no rings over all GPUs"
     )
 
 
 @given(torn(LOG.read_bytes()))
 def test_no_torn_log_of_nccl_fails(on_two, text):
-    found = rings_found(on_two, text, {})
+    found = rings_found(on_two, {}, text, {})
     assert found.same or found.differences
     assert all(set(ring) == {0, 1} for ring in found.found)
     assert decode_json(encode_json(found), type(found), where="verify.json") == found
@@ -524,5 +524,5 @@ def test_another_order_of_gpus_is_named_by_its_channel(plan):
     ring = plan.rings[0]
     assert ring.gpus == (0, 1, 2, 3)
     twelve = changed(plan, rings=(ring,), settings=changed(plan.settings, channels=12))
-    found = rings_found(twelve, "\n".join(lines), {})
+    found = rings_found(twelve, {}, "\n".join(lines), {})
     assert found.differences[0] == "channel 5 is 0 2 1 3, planned was 0 1 2 3"

@@ -20,14 +20,14 @@ from tccl_py.errors import InputError, SourceLostError
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.directory import locked, write_plan
-from tccl_py.plan.files import nccl_files
+from tccl_py.plan.files import host_graphs, nccl_files
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.generic import model_for
 from tccl_py.verify.record import load_verification
 from tccl_py.verify.spec import SIZES
-from tccl_py.verify.target import host_graphs, tunable_cluster
+from tccl_py.verify.target import read_target
 from tccl_py.verify.tuning import run_tuning
 from tccl_py.verify.verify import RunBudget, verify_target
 from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts, mixed
@@ -58,9 +58,9 @@ def by_settings(rate):
 def tuned(plan, hosts, directory, effort=EFFORT, lasted=None):
     """What tuning a plan comes to, written and verified before, as if that had `lasted`."""
     write_plan(plan, directory)
-    target = tunable_cluster(plan, directory, host_graphs(plan))
+    target = read_target(plan, directory)
     place = place_of(plan, hosts)
-    first = verify_target(target.target(), place, effort)
+    first = verify_target(target, place, effort)
     if lasted is not None:
         first = msgspec.structs.replace(first, seconds=lasted)
     return run_tuning(target, place, effort, first)
@@ -188,7 +188,7 @@ def test_the_directory_is_written_whole_for_the_tuned_settings(tmp_path):
     models = {one.name: model_for(one.machine, one.knowledge) for one in plan.cluster.classes}
     write_plan(plan, tmp_path, models=models)
     before = texts_below(tmp_path)
-    target = tunable_cluster(plan, tmp_path, host_graphs(plan))
+    target = read_target(plan, tmp_path)
     hosts = FakeHosts(seconds=by_settings(best_of_all))
     found = verify.verified(target, tmp_path, place_of(plan, hosts), EFFORT, tune=True)
     after = load_plan(tmp_path)
@@ -258,7 +258,7 @@ def test_whatever_ends_tuning_leaves_the_plan_and_what_was_verified_of_it(
     plan = mixed()
     write_plan(plan, tmp_path)
     before = texts_below(tmp_path)
-    target = tunable_cluster(plan, tmp_path, host_graphs(plan))
+    target = read_target(plan, tmp_path)
     hosts = Ending(happens, at=job)
     watch_tuning(monkeypatch, hosts)
     with pytest.raises(raised):

@@ -8,7 +8,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.verify.jobs import HostRanks, JobError, Launcher, Outcome
 from tccl_py.verify.spec import JobResult, JobSpec
-from tccl_py.verify.target import machine_target
+from tccl_py.verify.target import read_target
 from tccl_py.verify.verify import verify_target
 from tests.planned import with_parts
 
@@ -97,7 +97,7 @@ def dry_run(plan, jobs, **more):
 
 def run_verification(plan, directory, launcher, budget, *, choice=None):
     """What is found of a machine's plan, or of one of its choices."""
-    target = machine_target(plan, directory)
+    target = read_target(plan, directory)
     return verify_target(target.narrowed(choice) if choice else target, launcher, budget)
 
 

@@ -20,10 +20,8 @@ from tccl_py.cli.output import notices, results
 from tccl_py.cli.streams import ANSWER_IS_NO, notice, notice_each, print_json
 from tccl_py.cli.verify_text import print_verification, verification_json
 from tccl_py.errors import InputError, TcclError
-from tccl_py.files import read_text
 from tccl_py.health.fitness import differences, why_not_with
 from tccl_py.plan.directory import check_plan_directory, known_fingerprint
-from tccl_py.plan.files import host_graph_file
 from tccl_py.plan.load import is_cluster_plan, load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import check_files, locked
@@ -35,7 +33,7 @@ from tccl_py.sources.profiled import Backend, MeasuredMachine, check_backend, me
 from tccl_py.verify.jobs import HostRanks, Launcher, LocalRunner
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification, keep_verification
 from tccl_py.verify.spec import COLLECTIVES, SIZES, Collective
-from tccl_py.verify.target import TunableMachine, TuningTarget, tunable_cluster
+from tccl_py.verify.target import Target, read_target
 from tccl_py.verify.tuning import COMPARISON_SECONDS, run_tuning
 from tccl_py.verify.verify import (
     DEFAULT_ROUNDS,
@@ -260,7 +258,7 @@ def _verified_machine(
     only: ChoiceName | None = None,
     tune: bool,
 ) -> Verification:
-    target = TunableMachine(plan=plan, directory=directory)
+    target = read_target(plan, directory)
     with ForkServer() as server:
         launcher = msgspec.structs.replace(launcher, runner=LocalRunner(server))
         return verified(target, directory, launcher, budget, only=only, tune=tune)
@@ -277,15 +275,13 @@ def _verified_hosts(
 ) -> Verification:
     plan = load_plan(directory)
     check_files(directory)
-    folder = directory / "nccl"
-    graphs = {host.name: read_text(folder / host_graph_file(host.name)) for host in plan.hosts}
-    target = tunable_cluster(plan, directory, graphs)
+    target = read_target(plan, directory)
     launcher = hosts_launcher(plan, job, backend, pinned)
     return verified(target, directory, launcher, budget, tune=tune)
 
 
 def verified(
-    plan: TuningTarget,
+    plan: Target,
     directory: Path,
     launcher: Launcher,
     budget: RunBudget,
@@ -301,7 +297,7 @@ def verified(
         budget = msgspec.structs.replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
     with _watcher() as watch, interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
-            target = plan.target() if only is None else plan.target().narrowed(only)
+            target = plan if only is None else plan.narrowed(only)
             found = verify_target(target, launcher, budget, watch=watch)
         except (KeyboardInterrupt, Terminated):
             notice(f"interrupted: nothing in {directory} was changed")
@@ -321,9 +317,7 @@ def verified(
     return _kept(tuned.verification, directory, tuned=tuned.plan)
 
 
-def _kept(
-    found: Verification, directory: Path, *, tuned: TuningTarget | None = None
-) -> Verification:
+def _kept(found: Verification, directory: Path, *, tuned: Target | None = None) -> Verification:
     """Write the result, after the plan if that was tuned."""
     found = _with_notices(found)
     with undisturbed():

@@ -1,23 +1,30 @@
-"""Do NCCL's final channels and transports equal the plan's? Its log says."""
+"""Comparison of NCCL's final channels, transports and NICs, by its log, with a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.nccl.log import InitLog, parse_log, same_rings, transport_of
+from tccl_py.nccl.log import Connection, InitLog, parse_log, same_rings, transport_of
 from tccl_py.nccl.settings import final_channels
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
-from tccl_py.nccl.view import view
+from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
+from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.plan import Plan
 
+_NIC = re.compile(r"NET/[^/]+/([0-9]{1,7})")
 _SHOWN = 5
+
+Ring = tuple[int, ...]
+Rings = tuple[Ring, ...]
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How NCCL connected one GPU to another, by its own name; how many channels it did so for."""
+    """A connection between GPUs (ranks, of several hosts) by NCCL's name, and its channels."""
 
     source: int
     target: int
@@ -26,80 +33,121 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RingsFound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Final rings, GPU indices in order, one a channel; and sentences on what is not as planned."""
+    """Final rings by channel, in GPUs or ranks, and sentences on differences from the plan."""
 
-    expected: tuple[tuple[int, ...], ...]
-    found: tuple[tuple[int, ...], ...]
+    expected: Rings
+    found: Rings
     links: tuple[Link, ...]
     differences: tuple[str, ...]
 
     @property
     def same(self) -> bool:
-        """Whether all is as planned."""
+        """Return whether NCCL does what was planned."""
         return not self.differences
 
 
-def rings_found(plan: Plan, log: str, variables: Mapping[str, str]) -> RingsFound:
-    """Compare what a job's ranks logged with the plan; ranks are the plan's GPUs, ascending.
+class _Seat(NamedTuple):
+    """A rank's host by name and number, the host's class, and the GPU there."""
+
+    host: str
+    number: int
+    node_class: int
+    gpu: int
+
+
+def rings_found(
+    plan: Plan, graphs: Mapping[str, str], log: str, variables: Mapping[str, str]
+) -> RingsFound:
+    """Compare the log of a job with its plan.
+
+    Ranks are the GPUs of a single host in ascending order, or follow the plan's order of hosts.
 
     Args:
-        plan: whose rings and settings the job had.
-        log: what all ranks wrote with NCCL_DEBUG=INFO.
-        variables: of NCCL, as the job had them.
+        plan: of the job.
+        graphs: the text of each graph file, by host; not needed for a single host.
+        log: all ranks' output with NCCL_DEBUG=INFO.
+        variables: the job's NCCL variables.
     """
-    gpus = plan.gpus
+    seats = tuple(
+        _Seat(host.name, at, plan.class_number(host), gpu)
+        for at, host in enumerate(plan.hosts)
+        for gpu in plan.gpus_of(host)
+    )
+    judged = None
     try:
         parsed = parse_log(log, where="NCCL's log")
-        expected = _expected(plan, parsed.version, variables)
+        version = parsed.version or plan.settings.version
+        if plan.is_cluster:
+            # NCCL may end up with more channels than a file has, or fewer.
+            nodes = _nodes(plan, graphs)
+            judged = validate_cluster(nodes, version=version, environment=variables)
+            expected: Rings = judged.rings
+        else:
+            expected = _expected(plan, version, variables)
     except InputError as error:
         return RingsFound(expected=(), found=(), links=(), differences=(str(error),))
+    names = tuple(range(len(seats))) if plan.is_cluster else plan.gpus
     # The first communicator is the process group's.
-    found = tuple(tuple(gpus[rank] for rank in ring) for ring in parsed.rings_over(len(gpus)))
-    links = links_of(parsed, gpus)
-    differences = (*ring_differences(expected, found), *_transports(plan, links, parsed.version))
-    return RingsFound(expected=expected, found=found, links=links, differences=differences)
+    found = tuple(tuple(names[rank] for rank in ring) for ring in parsed.rings_over(len(seats)))
+    links = _links(parsed, names)
+    differences = list(_ring_differences(expected, found))
+    differences += _transports(plan, dict(zip(names, seats, strict=True)), links, version)
+    if judged is not None:
+        differences = [*_file_differences(plan, judged), *differences]
+        differences += _nics(seats, judged, parsed.connections)
+    return RingsFound(expected=expected, found=found, links=links, differences=tuple(differences))
 
 
-def _expected(
-    plan: Plan, version: str | None, variables: Mapping[str, str]
-) -> tuple[tuple[int, ...], ...]:
+def _expected(plan: Plan, version: str, variables: Mapping[str, str]) -> Rings:
+    """Return the ring of each final channel on a single host."""
     sms = [sm for gpu in plan.gpus if (sm := plan.machine.gpu(gpu).sm) is not None]
     orders = plan.channel_rings
-    count = final_channels(
-        len(orders),
-        sm=min(sms, default=None),
-        variables=variables,
-        version=version or plan.settings.version,
-    )
+    sm = min(sms, default=None)
+    count = final_channels(len(orders), sm=sm, variables=variables, version=version)
     return tuple(orders[channel % len(orders)] for channel in range(count))
 
 
-def ring_differences(
-    expected: tuple[tuple[int, ...], ...], found: tuple[tuple[int, ...], ...]
-) -> Iterator[str]:
-    """Sentences on channels that are not as they were to be."""
+def _nodes(plan: Plan, graphs: Mapping[str, str]) -> list[NodeJob]:
+    found = []
+    for host in plan.hosts:
+        node = plan.cluster.classes[plan.class_number(host)]
+        job = NodeJob(
+            machine=node.machine,
+            knowledge=node.knowledge,
+            gpus=plan.gpus_of(host),
+            graph=graphs[host.name],
+            where=f"graph file of {host.name}",
+        )
+        found.append(job)
+    return found
+
+
+def _file_differences(plan: Plan, judged: Verdict) -> Iterator[str]:
+    if judged.verdict != "used":
+        yield f"NCCL does not use the plan's files as they stand: {judged.reason}"
+    elif not all(any(same_rings(ring, own) for own in plan.orders) for ring in judged.rings):
+        yield "the graph files do not come to the plan's rings: plan again"
+
+
+def _ring_differences(expected: Rings, found: Rings) -> Iterator[str]:
     if not found:
         yield "NCCL's log shows no rings over all GPUs"
         return
     if len(found) != len(expected):
         yield f"NCCL uses {len(found)} channels, the plan comes to {len(expected)}"
-    other = [
-        (number, theirs, ours)
-        for number, (theirs, ours) in enumerate(zip(found, expected, strict=False))
-        if not same_rings(theirs, ours)
-    ]
-    for number, theirs, ours in other[:_SHOWN]:
-        yield f"channel {number} is {_order(theirs)}, planned was {_order(ours)}"
-    if len(other) > _SHOWN:
-        yield f"and {len(other) - _SHOWN} more channels have another ring"
+    pairs = enumerate(zip(found, expected, strict=False))
+    wrong = [(number, *rings) for number, rings in pairs if not same_rings(*rings)]
+    for number, logged, planned in wrong[:_SHOWN]:
+        yield f"channel {number} is {_order(logged)}, planned was {_order(planned)}"
+    if len(wrong) > _SHOWN:
+        yield f"and {len(wrong) - _SHOWN} more channels have another ring"
 
 
-def links_of(log: InitLog, gpus: tuple[int, ...]) -> tuple[Link, ...]:
-    """What the log says of connections; `gpus` are what ranks are called, in their order."""
+def _links(log: InitLog, names: tuple[int, ...]) -> tuple[Link, ...]:
     counted: dict[tuple[int, int, str], int] = {}
-    for one in log.connections:
-        if max(one.source, one.target) < len(gpus):
-            key = (gpus[one.source], gpus[one.target], one.via)
+    for connection in log.connections:
+        if max(connection.source, connection.target) < len(names):
+            key = (names[connection.source], names[connection.target], connection.via)
             counted[key] = counted.get(key, 0) + 1
     return tuple(
         Link(source=source, target=target, via=via, channels=count)
@@ -107,58 +155,72 @@ def links_of(log: InitLog, gpus: tuple[int, ...]) -> tuple[Link, ...]:
     )
 
 
-def _transports(plan: Plan, links: tuple[Link, ...], version: str | None) -> Iterator[str]:
-    settings = msgspec.structs.replace(plan.settings, version=version or plan.settings.version)
-    try:
-        seen = view(plan.machine, plan.knowledge, settings, gpus=plan.gpus)
-    except InputError as error:
-        yield str(error)
-        return
-    pairs = {pair for ring in plan.rings for pair in neighbours(ring.gpus)}
-
-    def planned(link: Link) -> str:
-        return TRANSPORTS[pair_mechanism(seen, link.source, link.target).kind]
-
-    yield from transport_differences(
-        links, pairs, planned, kind="GPU", named=lambda link: f"GPU {link.source} -> {link.target}"
-    )
-
-
-def transport_differences(
-    links: tuple[Link, ...],
-    pairs: set[tuple[int, int]],
-    planned: Callable[[Link], str],
-    *,
-    kind: str,
-    named: Callable[[Link], str],
+def _transports(
+    plan: Plan, seats: Mapping[int, _Seat], links: tuple[Link, ...], version: str
 ) -> Iterator[str]:
-    """What of the links between some pairs is not as planned, or not in NCCL's log.
-
-    Args:
-        links: as logged.
-        pairs: those that the plan's rings have.
-        planned: the transport that a link was to have.
-        kind: what the pairs are of, `GPU` or `rank`.
-        named: a link in a sentence.
-    """
+    """Yield links of the plan's rings with another transport, or without a line in the log."""
+    settings = msgspec.structs.replace(plan.settings, version=version)
+    views: dict[int, NcclView] = {}
+    for number in {seat.node_class for seat in seats.values()}:
+        node = plan.cluster.classes[number]
+        try:
+            gpus = plan.class_gpus[number]
+            views[number] = view(node.machine, node.knowledge, settings, gpus=gpus)
+        except InputError as error:
+            yield str(error)
+            return
+    kind = "rank" if plan.is_cluster else "GPU"
+    pairs = {pair for ring in plan.orders for pair in neighbours(ring)}
     silent = sorted(pairs - {(link.source, link.target) for link in links})
     if silent:
-        listed = ", ".join(f"{one} -> {other}" for one, other in silent[:_SHOWN])
+        listed = ", ".join(f"{source} -> {target}" for source, target in silent[:_SHOWN])
         yield f"NCCL's log does not say how it connects {kind}s {listed}"
     for link in links:
         if (link.source, link.target) not in pairs:
             continue
-        if transport_of(link.via) != planned(link):
+        source, target = seats[link.source], seats[link.target]
+        planned = "NET"
+        if source.host == target.host:
+            seen = views[source.node_class]
+            planned = TRANSPORTS[pair_mechanism(seen, source.gpu, target.gpu).kind]
+        if transport_of(link.via) != planned:
+            hosts = f" ({source.host}, {target.host})" if plan.is_cluster else ""
             yield (
-                f"{named(link)} goes by {link.via} on {link.channels} channel(s), planned was "
-                f"{planned(link)}"
+                f"{kind} {link.source} -> {link.target}{hosts} goes by {link.via} on "
+                f"{link.channels} channel(s), planned was {planned}"
             )
 
 
-def neighbours(ring: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Each of a ring and the next one."""
+def _nics(
+    seats: tuple[_Seat, ...], judged: Verdict, connections: Iterable[Connection]
+) -> Iterator[str]:
+    """Yield crossings of hosts by other NICs: each end of a crossing logs its own NIC."""
+    seen: dict[tuple[int, int, int], set[int]] = {}
+    for connection in connections:
+        nic = _NIC.match(connection.via)
+        if nic is not None and max(connection.source, connection.target) < len(seats):
+            key = (connection.channel, connection.source, connection.target)
+            seen.setdefault(key, set()).add(int(nic[1]))
+    wrong = []
+    for channel, (ring, row) in enumerate(zip(judged.rings, judged.nics, strict=False)):
+        for source, target in neighbours(ring):
+            found = seen.get((channel, source, target))
+            ends = row[seats[source].number].exit, row[seats[target].number].entry
+            if found is not None and found != set(ends):
+                used = " and ".join(f"N{nic}" for nic in sorted(found))
+                wrong.append(
+                    f"channel {channel}, rank {source} -> {target}: by {used}, planned was from "
+                    f"N{ends[0]} to N{ends[1]}"
+                )
+    yield from wrong[:_SHOWN]
+    if len(wrong) > _SHOWN:
+        yield f"and {len(wrong) - _SHOWN} more connections by other NICs"
+
+
+def neighbours(ring: Ring) -> Iterator[tuple[int, int]]:
+    """Return each place of a ring with the next one."""
     return zip(ring, (*ring[1:], ring[0]), strict=True)
 
 
-def _order(ring: tuple[int, ...]) -> str:
+def _order(ring: Ring) -> str:
     return " ".join(map(str, ring))

@@ -19,7 +19,7 @@ from tccl_py.plan.plan import ChoiceName
 from tccl_py.verify.jobs import ConcurrentJobs, JobError, Launcher, Outcome
 from tccl_py.verify.record import Tried, Verification
 from tccl_py.verify.spec import JobSpec, bus_gbps, large_gbps
-from tccl_py.verify.target import TuningTarget
+from tccl_py.verify.target import Target
 from tccl_py.verify.verify import RunBudget, Watcher, row_seconds
 
 BUFFSIZES = (DEFAULT_FIFO_BYTES, 512 << 10)
@@ -59,7 +59,7 @@ class Sweep:
 
     def __init__(
         self,
-        target: TuningTarget,
+        target: Target,
         launcher: Launcher,
         budget: RunBudget,
         first: Verification,
@@ -86,7 +86,7 @@ class Sweep:
         """
         named = (f"{one.name} of {one.settings.buffsize >> 10} KiB" for one in candidates)
         self._watch(f"trying {', '.join(named)}")
-        targets = [self._changed(candidate).target() for candidate in candidates]
+        targets = [self._changed(candidate) for candidate in candidates]
         arms = [
             target.arm(candidate.name)
             for target, candidate in zip(targets, candidates, strict=True)
@@ -110,7 +110,7 @@ class Sweep:
             failed, seconds = "", self._seconds(outcome)
         return Trial(candidate=candidate, seconds=seconds, default=self._default, failed=failed)
 
-    def _changed(self, candidate: Candidate) -> TuningTarget:
+    def _changed(self, candidate: Candidate) -> Target:
         if candidate.settings == self._target.choices[candidate.name]:
             return self._target
         return self._target.retuned({candidate.name: candidate.settings})
@@ -161,7 +161,7 @@ class Sweep:
         return tuple(seconds for (seconds,) in row_seconds(self._spec, [outcome]).values())
 
 
-def stages(target: TuningTarget, name: ChoiceName) -> tuple[Stage, ...]:
+def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
     """Return the stages of a choice's sweep."""
     facts = version_facts(target.choices[name].version)
 

@@ -15,7 +15,7 @@ from tccl_py.plan.plan import CHOICES, ChoiceName
 from tccl_py.verify.jobs import Launcher
 from tccl_py.verify.record import SMALLEST_EFFECT, Verification
 from tccl_py.verify.sweep import Candidate, Sweep, Trial, stages
-from tccl_py.verify.target import TuningTarget
+from tccl_py.verify.target import Target
 from tccl_py.verify.verify import RunBudget, Watcher, verify_target
 
 DEFAULT_SECONDS = 105.0
@@ -34,12 +34,12 @@ a candidate has one job."""
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     """The best plan and its verification; the given plan where none is better."""
 
-    plan: TuningTarget
+    plan: Target
     verification: Verification
 
 
 def run_tuning(
-    plan: TuningTarget,
+    plan: Target,
     launcher: Launcher,
     budget: RunBudget,
     first: Verification,
@@ -88,7 +88,7 @@ def run_tuning(
         changed = plan.retuned(changes, rates)
         if changed.choices == plan.choices:
             break
-        compared = verify_target(changed.target(), launcher, careful, watch=watch)
+        compared = verify_target(changed, launcher, careful, watch=watch)
         again = _judged_by_winner(plan, compared)
         if _better(again, best):
             best_plan, best = changed, again
@@ -106,14 +106,14 @@ def run_tuning(
     )
 
 
-def _judged_by_winner(plan: TuningTarget, found: Verification) -> Verification:
+def _judged_by_winner(plan: Target, found: Verification) -> Verification:
     """Judge the choice that the plan will recommend, where it has several."""
     if len(plan.choices) == 1:
         return found
     return msgspec.structs.replace(found, recommended=found.winner, chosen=found.winner)
 
 
-def _trials(plan: TuningTarget, sweep: Sweep, *, deadline: float) -> list[Trial]:
+def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Trial]:
     """Try the plan's own settings, and the stages' until the deadline.
 
     Each stage starts from the best settings of each choice so far.

@@ -112,7 +112,7 @@ def verify_target(
     failures = {name: str(error) for name, error in checked.items() if isinstance(error, JobError)}
     # 2. Time the arms that ran. Variables hold for smaller communicators of a process as well.
     running = [arm for arm in target.arms if arm.name not in failures]
-    with_groups = any(arm.name == "variables" for arm in running)
+    with_groups = not target.hosts and any(arm.name == "variables" for arm in running)
     spec = budget.spec(groups_of(target.world) if with_groups else ())
     rounds = run_rounds(launcher, running, budget, spec, begun=begun, watch=watch)
     failures |= rounds.failures
@@ -149,12 +149,12 @@ def verify_target(
         hosts=target.hosts,
         backend=launcher.backend,
         arms=tuple(found),
-        recommended=target.recommended,
+        recommended=target.plan.recommended,
         chosen=target.chosen,
         winner=find_winner(found),
-        simulated=target.simulated,
-        assumed=target.assumed,
-        tuned=target.tuned,
+        simulated=target.plan.simulated,
+        assumed=target.plan.assumed,
+        tuned=target.plan.tuned,
         collective=budget.collective,
         left_out=baseline.results[0].left_out,
         versions={"torch": baseline.results[0].torch, "nccl": baseline.results[0].nccl},

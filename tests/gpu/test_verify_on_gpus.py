@@ -16,7 +16,7 @@ from tccl_py.verify.jobs import HostRanks, Launcher
 from tccl_py.verify.record import load_verification
 from tccl_py.verify.rings import rings_found
 from tccl_py.verify.spec import JobSpec, groups_of
-from tccl_py.verify.target import machine_target
+from tccl_py.verify.target import read_target
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -48,13 +48,13 @@ def test_one_job_is_right_runs_the_plans_rings_and_trains(planned):
     ranks = tuple(range(len(plan.gpus)))
     host = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
     launcher = Launcher(backend="cuda", hosts=(host,))
-    arm = machine_target(plan, planned).arm("graph")
+    arm = read_target(plan, planned).arm("graph")
     (found,) = launcher.run([arm], JobSpec(checks=True, training=True))
     for answer in found.results:
         assert (answer.wrong, answer.left_out) == ((), ())
         assert answer.checked > 500
         assert set(answer.training) == {"eager", "graph"}
-    rings = rings_found(plan, found.log, launcher.variables(arm))
+    rings = rings_found(plan, {}, found.log, launcher.variables(arm))
     assert rings.differences == ()
     assert {link.via.split("/")[0] for link in rings.links} <= {"P2P", "SHM", "NET"}
     print("one job with checks and training:", found.seconds, "s")
