@@ -183,7 +183,7 @@ def test_tuning_rewrites_a_plan_where_other_settings_are_faster(place, jobs):
     kept = load_verification(place)
     assert (kept.winner, kept.judged.settings) == ("graph", after.settings)
     # All rates are from jobs of the same rounds.
-    rates = {name: one.rate_gbps for name, one in after.choices.items()}
+    rates = {name: one.achieved_gbps for name, one in after.choices.items()}
     assert rates == {one.name: one.gbps for one in kept.arms}
     assert kept.tried[0].arm == "default"
     assert {one.arm for one in kept.tried} == {"default", "variables", "graph"}
@@ -330,7 +330,7 @@ def test_settings_under_which_the_job_fails_are_told(place, jobs):
         (("--collective", "sum"), "--collective 'sum': is not known; one of all_reduce,"),
         (("--backend", "tpu"), "--backend 'tpu': is not known; one of cuda, host"),
         (("--pin-env", "PATH"), "--pin-env 'PATH': is no NCCL variable"),
-        (("--pin-env", "NCCL_GRAPH_FILE"), "--keep NCCL_GRAPH_FILE: is what is compared"),
+        (("--pin-env", "NCCL_GRAPH_FILE"), "--pin-env NCCL_GRAPH_FILE: is what is compared"),
     ],
 )
 def test_bad_options_are_one_sentence(place, options, sentence):
