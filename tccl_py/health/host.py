@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
@@ -60,6 +60,10 @@ class Unseen(msgspec.Struct, frozen=True, kw_only=True):
     check: str = ""
     what: str
     why: str
+
+
+Found = Iterator[Finding | Unseen]
+"""The results of a check."""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

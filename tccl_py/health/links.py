@@ -6,9 +6,7 @@ import re
 import struct
 from collections.abc import Iterator
 
-from tccl_py.health.host import Finding, Host, Unseen, defect, listed
-
-Found = Iterator[Finding | Unseen]
+from tccl_py.health.host import Finding, Found, Host, Unseen, defect, listed
 
 # Access Control Services and the IOMMU
 

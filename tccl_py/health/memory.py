@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from tccl_py.health.host import Finding, Host, Unseen, defect, listed
-
-Found = Iterator[Finding | Unseen]
+from tccl_py.health.host import Finding, Found, Host, Unseen, defect, listed
 
 # /dev/shm and the limits of a process
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 
-from tccl_py.health.host import Finding, Host, Unseen, defect, rules
+from tccl_py.health.host import Finding, Found, Host, Unseen, defect, rules
 from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.conf import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines
 from tccl_py.nccl.versions import version_facts
-
-Found = Iterator[Finding | Unseen]
 
 _ENVIRONMENT = "the environment"
 _SHOWN = 60
