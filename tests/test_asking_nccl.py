@@ -17,8 +17,8 @@ from tccl_profiler.watch import GpuConditions, GpuProcess
 from tccl_py.cli import nccl_here
 from tccl_py.cli.main import app
 from tccl_py.errors import MeasurementError
+from tccl_py.health.doctor import check_own_rings
 from tccl_py.health.host import Host
-from tccl_py.health.settings import check_own_rings
 from tccl_py.nccl import asked
 from tccl_py.nccl import asked as installed_rings
 from tccl_py.nccl.asked import (

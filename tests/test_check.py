@@ -6,9 +6,8 @@ import pytest
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.drift import Effort, chosen_sets, find_drift, gpus_of, link_class
-from tccl_py.health.drift_causes import points_to
 from tccl_py.health.drift_record import prometheus_text
-from tccl_py.health.drift_statistics import Comparison, common_spread, compared
+from tccl_py.health.drift_statistics import Comparison, common_spread, compared, points_to
 from tccl_py.health.fitness import differences
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.model.transfer import parse_flow, parse_set, transfer_set

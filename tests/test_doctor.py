@@ -6,10 +6,9 @@ from importlib import resources
 
 import pytest
 
+from tccl_py.health.checks import acs_control, shared_memory_needed
 from tccl_py.health.doctor import examine
 from tccl_py.health.host import DriverState, GpuState, Host, rules
-from tccl_py.health.links import acs_control
-from tccl_py.health.memory import shared_memory_needed
 from tccl_py.model.knowledge import PeerAccess
 from tests.recorded_hosts import config_space, link, pci, recorded, write
 

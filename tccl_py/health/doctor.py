@@ -1,21 +1,142 @@
-"""The table of checks of a host, and its diagnosis."""
+"""The doctor: checks of NCCL on a host, the table of all checks, and their diagnosis."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from tccl_py.health.host import SEVERITIES, Finding, Host, Unseen
-from tccl_py.health.links import check_acs, check_gpus, check_iommu, check_links, check_peers
-from tccl_py.health.memory import (
+from tccl_py.health.checks import (
+    check_acs,
     check_container,
+    check_gpus,
+    check_iommu,
     check_limits,
+    check_links,
     check_numa,
+    check_peers,
     check_shared_memory,
     check_virtual,
 )
-from tccl_py.health.settings import check_nccl, check_own_rings, check_settings
+from tccl_py.health.host import SEVERITIES, Finding, Found, Host, Unseen, defect, rules
+from tccl_py.nccl.asked import ring_words
+from tccl_py.nccl.conf import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines
+from tccl_py.nccl.versions import version_facts
+
+# Checks of NCCL: variables in force, lines of nccl.conf that NCCL misreads, version and rings.
+
+
+_ENVIRONMENT = "the environment"
+_SHOWN = 60
+_NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
+
+
+_JOB_FIX = "set it only in jobs that use exactly those GPUs: `tccl env DIR --gpus LIST`"
+_HOST_FIX = "remove the line; `tccl env DIR --gpus LIST` sets it for one job"
+
+
+def check_settings(host: Host) -> Found:
+    """Report variables in force and misread lines of NCCL's files."""
+    own = host.environment.get(CONF_VARIABLE) or f"{host.home}/.nccl.conf"
+    lines = [
+        line
+        for path in (own, str(HOST_FILE))
+        for line in conf_lines(host.data(path) or b"", where=path)
+    ]
+    for line in lines:
+        yield from _misread(line)
+    job = [
+        ConfLine(name=name, value=value, where=_ENVIRONMENT)
+        for name, value in host.environment.items()
+    ]
+    in_force: dict[str, ConfLine] = {}
+    for line in (*job, *lines):
+        if _NAME.fullmatch(line.name):
+            in_force.setdefault(line.name, line)
+    graph = in_force.get("NCCL_GRAPH_FILE")
+    if graph is not None and graph.value:
+        what, where = f"NCCL_GRAPH_FILE={_cut(graph.value)} is set", graph.where
+        if where == _ENVIRONMENT:
+            yield defect("graph", where, severity="note", what=what, fix=_JOB_FIX)
+        else:
+            yield defect("graph", where, what=f"{what} for all jobs of this host", fix=_HOST_FIX)
+    for name, rule in rules().items():
+        if name in in_force and in_force[name].value != rule.harmless:
+            yield _in_force(in_force[name])
+
+
+def _misread(line: ConfLine) -> Found:
+    """Report a line whose name or value NCCL takes otherwise than intended."""
+    if "NCCL_" not in line.name:
+        return
+    if _NAME.fullmatch(line.name) is None:
+        what = f"NCCL takes '{_cut(line.name)}' for the name, which it does not know"
+        yield defect(
+            "misread", line.where, what=what, fix="write NAME=VALUE without blanks or export"
+        )
+    elif line.value != line.value.strip() or re.search(r"""^["']|["']$|\s#""", line.value):
+        what = f"NCCL takes '{_cut(line.value)}' for the value of {line.name}"
+        fix = "write no quotes, no blanks, no comment behind it, Unix line ends"
+        yield defect("misread", line.where, what=what, fix=fix)
+    elif line.cut:
+        what = f"NCCL cuts the value of {line.name} after {len(line.value)} characters"
+        yield defect("misread", line.where, what=what, fix="write a shorter value")
+
+
+def _in_force(line: ConfLine) -> Finding:
+    scope, fix = "it holds for every job that does not set it itself", "remove the line"
+    if line.where == _ENVIRONMENT:
+        scope, fix = "it overrides a plan's setting", f"unset {line.name}"
+    what = f"{line.name}={_cut(line.value)} is set"
+    return defect(line.name, line.where, what=what, effect=f"; {scope}", fix=fix)
+
+
+def _cut(text: str) -> str:
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+# The installed NCCL
+
+
+def check_nccl(host: Host) -> Found:
+    """Report the versions of NCCL that programs load here, torch's first."""
+    if host.nccl is None:
+        return
+    if not host.nccl:
+        yield Unseen(what="the NCCL of jobs", why="none was found; `tccl plan --nccl` names one")
+        return
+    first, *others = host.nccl
+    facts = version_facts(first.version)
+    unchecked = "" if facts.verified else f", not checked and treated as {facts.name}"
+    yield defect("version", first.source, what=f"NCCL {first.version} is installed{unchecked}")
+    for second in others:
+        if second.minor != first.minor:
+            what = f"NCCL {second.version} is installed as well"
+            fix = f"plan with --nccl {second.minor} for jobs with it"
+            yield defect("second", second.source, what=what, fix=fix)
+
+
+def check_own_rings(host: Host) -> Found:
+    """Report the rings, channels and transports that the installed NCCL takes by default."""
+    found = host.own_rings
+    if isinstance(found, str):
+        if found:
+            yield Unseen(what="the rings of default NCCL", why=found)
+        return
+    counts = Counter(way.via for way in found.ways)
+    ways = ", ".join(f"{count} by {via}" for via, count in counts.most_common())
+    what = f"NCCL {found.version} runs {ring_words(found)}; of its hops {ways}"
+    where = f"a communicator over GPUs {', '.join(map(str, found.gpus))}"
+    if found.fallback:
+        why = "its search finds no rings and takes the order of the GPUs, whatever joins them"
+        fix = "tccl plan -o my-plan"
+        yield defect("own-rings", where, severity="slow", what=what, why=why, fix=fix)
+    else:
+        yield defect("own-rings", where, what=what)
+
 
 CHECKS: Mapping[str, Callable[[Host], Iterator[Finding | Unseen]]] = {
     "acs": check_acs,

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.health.drift_causes import points_to
 from tccl_py.health.drift_statistics import (
     FALSE_ALARM_RATE,
     Comparison,
     common_spread,
     compared,
     log_rates,
+    points_to,
     worst_of_each_set,
 )
 from tccl_py.model.machine import Machine
