@@ -1,14 +1,14 @@
-"""NCCL's depth-first search for channels at one rate, with its order and its limit of steps.
+"""NCCL's depth-first search for channels at one rate, with NCCL's order and limit of steps.
 
-A channel is a ring or a tree over all GPUs that takes its rate from every link on its way. NCCL
+A channel is a ring or a tree over all GPUs that takes its rate from every link of its path. NCCL
 tries the PCI order first, then repeats the last channel, then tries everything, for a bounded
-number of steps. This search takes the same steps in the same order, but where channels go on from
-what others left in the same way, and nothing better came of it, it counts the steps only.
+number of steps. This search takes the same steps in the same order, but only counts the steps of a
+subtree that was searched before from the same state without improvement.
 
-What is left of all links is one integer: a field of bits for each link, below a guard bit. Taking
-a path is one subtraction; a guard bit that it clears is a link with too little left.
+The remaining bandwidth of all links is one integer: a field of bits for each link, below a guard
+bit. Taking a path is one subtraction; a cleared guard bit means a link with too little left.
 
-Source: search.cc of NCCL 2.30.7 (ncclTopoSearchRec and what it calls).
+Source: search.cc of NCCL 2.30.7 (ncclTopoSearchRec and its callees).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _NO_ANSWER_FROM = 80
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph as NCCL's search wants it, and what it found: GPU ids and NIC ports per channel.
+    """A graph as NCCL's search requests and returns it: GPU ids and NIC ports per channel.
 
-    Rates are GB/s of a channel. Ports are "" on one node. With `cross_nic` 2, nodes whose number
-    is odd swap the channels of each pair.
+    Rates are GB/s of a channel. Ports are "" on one node. With `cross_nic` 2, odd nodes swap the
+    channels of each pair.
     """
 
     pattern: Pattern
@@ -80,7 +80,7 @@ class _OutOfStepsError(Exception):
 
 
 class _Course(NamedTuple):
-    """How a channel goes on: from a NIC port, the place of its way back to one (-1: none)."""
+    """The way of a channel: from a NIC port, the place of its return to a port (-1: none)."""
 
     channel: int
     leave: int
@@ -107,11 +107,11 @@ class ChannelSearch:
         self._use = cache(self._uncached_use)
 
     def run(self, wanted: Graph, best: Graph, steps: int) -> tuple[Graph, int]:
-        """Search for what is `wanted` in so many steps.
+        """Search for `wanted` in at most `steps` steps.
 
         Returns:
-            The better of `best` and what was found, and the steps left: -1 if no search can find
-            more channels, 0 if the search was cut short.
+            The better of `best` and the result, and the steps left: -1 if no search can find more
+            channels, 0 if the search was cut short.
         """
         if self._walked * self._count > _MOST_TRIED:
             steps = min(steps, _FEW_STEPS)
@@ -141,7 +141,7 @@ class ChannelSearch:
     # Links
 
     def _lay_out_fields(self) -> None:
-        """Give each link that a path uses a field with its bandwidth, below a guard bit."""
+        """Give each link on a path a field with its bandwidth, below a guard bit."""
         ends = (*self._gpus, *self._system.nets)
         used: dict[int, Link] = {}
         for pair in (
@@ -173,7 +173,7 @@ class ChannelSearch:
         self._field = guard - 1
 
     def _pci_links(self, gpu: str) -> list[Link]:
-        """The PCI link from a GPU up and the one down to it."""
+        """Return the PCI link from a GPU up, and the link down to the GPU."""
         nodes = self._system.nodes
         for up in nodes[gpu].links:
             if up.type == PathType.PIX:
@@ -181,7 +181,7 @@ class ChannelSearch:
         return []
 
     def _answered(self, source: str, link: Link) -> Link | None:
-        """The link backwards, if old GPUs answer on it what comes from a NIC."""
+        """Return the link backwards, if old GPUs answer NIC transfers on it."""
         sm = self._system.sm
         if source in sm or sm.get(link.target, _NO_ANSWER_FROM) >= _NO_ANSWER_FROM:
             return None
@@ -208,7 +208,7 @@ class ChannelSearch:
         return use, hops
 
     def _ways(self) -> None:
-        """Find what this search may use: GPU to GPU, port to GPU and GPU to port."""
+        """Find the usable paths: GPU to GPU, port to GPU and GPU to port."""
         wanted, gpus = self._wanted, self._gpus
         half = 2 if wanted.pattern == "balanced tree" else 1
         rates = wanted.rate_intra, wanted.rate_inter, wanted.rate_inter / half
@@ -286,7 +286,7 @@ class ChannelSearch:
     def _first_from_port(self, state: int, course: _Course, hops: int) -> None:
         """Begin the first channel, which tries the PCI order with steps of its own.
 
-        It does so from every port, even if there are no steps left for anything else.
+        NCCL does so from every port, even if no steps are left for anything else.
         """
         ports_left = dict(self._ports_left)
         if not self._system.nvs:
@@ -307,10 +307,9 @@ class ChannelSearch:
             self._visit(state - way[0], gpu, 1 << gpu, course, hops + way[1])
 
     def _once(self, key: Key, hops: int, walk: Callable[[], None]) -> None:
-        """Walk a subtree unless it is known; know it afterwards if it found nothing better.
+        """Walk a subtree unless it is known; remember a subtree without improvement.
 
-        What it found matters only if it is better than the best, which only gets better: more
-        channels than that, or as many with fewer hops.
+        A subtree improves by more channels than the best, or by as many with fewer hops.
         """
         known = self._known.get(key)
         if known is not None:
@@ -326,7 +325,7 @@ class ChannelSearch:
         self._peak = max(outside, self._peak)
 
     def _skip(self, steps: int) -> None:
-        """Count the steps of a subtree that finds nothing better."""
+        """Count the steps of a subtree without improvement."""
         if steps > self._left:
             self._left = 0
             raise _OutOfStepsError
@@ -345,7 +344,7 @@ class ChannelSearch:
     # GPUs
 
     def _visit(self, state: int, gpu: int, used: int, course: _Course, hops: int) -> None:
-        """Go on from a GPU, the last of those `used` by this channel."""
+        """Continue from a GPU, the last in `used` of this channel."""
         if self._left <= 0:
             raise _OutOfStepsError
         self._left -= 1
@@ -370,7 +369,7 @@ class ChannelSearch:
                 self._visit(state - way[0], following, used | 1 << following, course, hops + way[1])
 
     def _end(self, state: int, gpu: int, course: _Course, hops: int) -> None:
-        """Return from the last GPU to the first if the channel is closed; it is complete then."""
+        """Complete a channel; a closed channel returns from the last GPU to the first."""
         if self._closed:
             way = self._onward[gpu][self._orders[course.channel][0]]
             if way is None or (state - way[0]) & self._guards != self._guards:
@@ -407,7 +406,7 @@ class ChannelSearch:
         return wanted.pattern != "balanced tree" or place == 0 or port == end
 
     def _finish(self, state: int, channel: int, hops: int) -> None:
-        """Keep the channels if they are better, and try one more."""
+        """Keep the channels if they are better, and try one channel more."""
         if self._left <= 0:
             raise _OutOfStepsError
         self._left -= 1
@@ -435,7 +434,7 @@ class ChannelSearch:
     # Order of GPUs
 
     def _candidates(self, state: int, gpu: int, used: int, course: _Course) -> list[int]:
-        """The GPUs to try next, most promising first; on the way to a NIC what is left counts."""
+        """Return the GPUs to try next, best first; before a NIC remaining bandwidth counts."""
         port = "" if course.leave == -1 else course.port
         left = state & self._unused_pci(used) if port else 0
         key = gpu, used, course.leave, port, left
@@ -459,12 +458,12 @@ class ChannelSearch:
         return ranked
 
     def _score(self, gpu: int, other: int) -> tuple[int, int]:
-        """How promising the way between two GPUs is, in whole GB/s; smaller is better."""
+        """Score the path between two GPUs, in whole GB/s; smaller is better."""
         path = self._paths.get((self._gpus[gpu], self._gpus[other]), DISCONNECTED)
         return -int(path.gbps), len(path.links)
 
     def _port_score(self, port: str, gpu: int, state: int) -> tuple[int, int, int]:
-        """How promising a GPU is for a way back to `port`; zeros for no port."""
+        """Score a GPU for the path back to `port`; zeros for no port."""
         if not port:
             return 0, 0, 0
         path = self._paths.get((port, self._gpus[gpu]), DISCONNECTED)
@@ -472,7 +471,7 @@ class ChannelSearch:
         return -int(path.gbps), -min(left, default=-1), len(path.links)
 
     def _neighbours(self, gpu: int) -> list[int]:
-        """Behind an NVSwitch only the GPUs before and after this one are tried."""
+        """Return the GPUs tried behind an NVSwitch: only the previous and the next."""
         after, before = (gpu + 1) % self._count, (gpu - 1) % self._count
         wanted = {"ring": [before, after], "balanced tree": [after, before], "tree": [after]}
         beside = dict.fromkeys(wanted[self._wanted.pattern])

@@ -1,16 +1,15 @@
-"""The files in which NCCL finds settings besides the environment, and what it makes of them.
+"""NCCL's configuration files, their parser, and the texts of nccl.conf and env.sh.
 
-NCCL 2.30.7, misc/param.cc: it reads NCCL_CONF_FILE (since 2.23) or, where that is unset or empty,
-`.nccl.conf` in the home directory that the password file has, then /etc/nccl.conf. Each line that
-does not begin with `#` sets what is before its first `=`, unless that is set already: so the
-environment comes first, then the user's file, in it the first line of a name, then the host's.
+NCCL 2.30.7, misc/param.cc: NCCL reads NCCL_CONF_FILE (since 2.23) or, where that is unset or empty,
+`.nccl.conf` in the home directory of the password file, then /etc/nccl.conf. Each line that does
+not begin with `#` sets the name before its first `=`, unless the name is set already: the
+environment comes first, then the user's file with its first line for a name, then the host's.
 """
 
 from __future__ import annotations
 
 import os
 import pwd
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -40,13 +39,13 @@ class ConfLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def user_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """The user's file, whether or not there is one."""
+    """Return the path of the user's file, which may not exist."""
     named = environment.get(CONF_VARIABLE, "")
     return Path(named) if named else home() / ".nccl.conf"
 
 
 def home() -> Path:
-    """The user's home directory as NCCL finds it, whatever HOME says."""
+    """Return the user's home directory as NCCL finds it, regardless of HOME."""
     try:
         return Path(pwd.getpwuid(os.getuid()).pw_dir)
     except KeyError:
@@ -54,7 +53,7 @@ def home() -> Path:
 
 
 def conf_lines(data: bytes, *, where: str) -> tuple[ConfLine, ...]:
-    r"""What a file sets, in order.
+    r"""Return the settings of a file, in order.
 
     >>> [(line.name, line.value) for line in conf_lines(b"# a=b\nNCCL_IB_HCA==mlx5\n", where="f")]
     [('NCCL_IB_HCA', '=mlx5')]
@@ -76,9 +75,9 @@ def conf_lines(data: bytes, *, where: str) -> tuple[ConfLine, ...]:
 def settings_of_files(
     environment: Mapping[str, str] = os.environ, *, files: Sequence[Path] | None = None
 ) -> dict[str, ConfLine]:
-    """What NCCL's files set in a process with this environment, by name.
+    """Return the variables that NCCL's files set in a process with this environment, by name.
 
-    Files that are not there or that this process may not read set nothing, as for NCCL.
+    Missing and unreadable files set nothing, as for NCCL.
     """
     found: dict[str, ConfLine] = {}
     for path in files if files is not None else (user_file(environment), HOST_FILE):
@@ -92,22 +91,15 @@ def settings_of_files(
     return found
 
 
-# Settings as the files that set them: nccl.conf for a host, env.sh for a shell.
+# Texts of files: nccl.conf for a host, env.sh for a shell.
 
 
-_PLAIN_PATH = re.compile(r"/[A-Za-z0-9_./+@%:,=-]*")
-
-
-def job_environment(
-    settings: Settings,
-    *,
-    graph: PurePosixPath | None = None,
-) -> dict[str, str]:
-    """All variables of a job: the settings', and NCCL_GRAPH_FILE if given.
+def job_environment(settings: Settings, *, graph: PurePosixPath | None = None) -> dict[str, str]:
+    """Return all variables of a job: the settings', and NCCL_GRAPH_FILE if given.
 
     Raises:
-        InputError: settings the version does not have, or a path that is not absolute, or
-            cannot be named here.
+        InputError: settings the version does not have, or a path that is not absolute or cannot be
+            named here.
     """
     variables = environment(settings)
     if graph is not None:
@@ -122,37 +114,17 @@ def job_environment(
     return variables
 
 
-def fits_conf(path: PurePosixPath) -> bool:
-    """Whether a path can stand in nccl.conf, which knows no quotes."""
-    return _PLAIN_PATH.fullmatch(str(path)) is not None
-
-
-def nccl_conf(
-    settings: Settings,
-    *,
-    graph: PurePosixPath | None = None,
-) -> str:
-    """The text of an nccl.conf: NAME=value lines, which NCCL takes as they stand.
+def nccl_conf(settings: Settings) -> str:
+    """Return the text of an nccl.conf: NAME=value lines, which NCCL takes literally.
 
     Raises:
-        InputError: as `job_environment`, or a path that NCCL's parser would not take whole.
+        InputError: as `job_environment`.
     """
-    if graph is not None and not fits_conf(graph):
-        raise InputError(
-            f"graph file {str(graph)[:80]!r}",
-            "cannot stand in nccl.conf, which knows no quotes",
-            "a path from the root of letters, digits and _ . / + @ % : , = -",
-        )
-    variables = job_environment(settings, graph=graph)
-    return "".join(f"{name}={value}\n" for name, value in variables.items())
+    return "".join(f"{name}={value}\n" for name, value in environment(settings).items())
 
 
-def env_sh(
-    settings: Settings,
-    *,
-    graph: PurePosixPath | None = None,
-) -> str:
-    """The text of a script to source: one quoted export a line.
+def env_sh(settings: Settings, *, graph: PurePosixPath | None = None) -> str:
+    """Return the text of a script to source: one quoted export a line.
 
     Raises:
         InputError: as `job_environment`.
@@ -161,10 +133,10 @@ def env_sh(
 
 
 def export_lines(variables: Mapping[str, str]) -> str:
-    """`export NAME=value` lines, quoted for any shell.
+    """Return `export NAME=value` lines, quoted for any shell.
 
-    zsh takes `=mlx5_0` at the beginning of a value for the path of a program of that name, which
-    `shlex.quote` does not know.
+    zsh replaces `=mlx5_0` at the start of a value by the path of a program, unlike the shells of
+    `shlex.quote`.
 
     >>> print(export_lines({"NCCL_IB_HCA": "=mlx5_0:1", "NCCL_CROSS_NIC": "1"}), end="")
     export NCCL_IB_HCA='=mlx5_0:1'

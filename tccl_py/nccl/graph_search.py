@@ -1,4 +1,4 @@
-"""The graphs NCCL computes for itself: its search at rate after rate, limit after limit.
+"""Default NCCL's graphs: searches at rate after rate, limit after limit.
 
 Source: ncclTopoCompute (search.cc) of NCCL 2.30.7.
 """
@@ -26,7 +26,7 @@ _DUPLICATE_FROM = 25.0
 
 
 class _Compute:
-    """The ladder of searches that NCCL climbs down until one finds channels, then up again."""
+    """The ladder of NCCL's searches: down until one finds channels, then up again."""
 
     def __init__(
         self, seen: NcclView, *, pattern: Pattern, nodes: int, low: int, high: int
@@ -59,7 +59,7 @@ class _Compute:
         self.searched: dict[tuple[object, ...], int] = {}
 
     def _cross_nic(self) -> int:
-        """What NCCL_CROSS_NIC comes to here: channels change NICs never, always or if need be."""
+        """Return NCCL_CROSS_NIC's effect: channels change NICs never, always or if needed."""
         if len(self.system.nets) < 2 or self.pattern == "tree":
             return 0
         chosen = self.seen.settings.cross_nic
@@ -81,7 +81,7 @@ class _Compute:
                 self.most_inter = PathType.SYS
 
     def _totals(self) -> None:
-        """The most one channel and all channels of a GPU could carry, in GB/s."""
+        """Set the most that one channel, and all channels of a GPU, could carry, in GB/s."""
         gpus = self.system.gpus
         if len(gpus) == 1 and not self.inter:
             self.most, self.total = LOCAL_GBPS, LOCAL_GBPS
@@ -113,7 +113,7 @@ class _Compute:
         return self.best if self.best.orders else self._simple_order()
 
     def _search_once(self) -> bool:
-        """Search, and say whether there may be more to find."""
+        """Search, and return whether there may be more to find."""
         steps = _STEPS_SAME_CHANNELS if self.trial.same_channels else _STEPS
         self.steps_left -= steps
         key = self._key()
@@ -126,7 +126,7 @@ class _Compute:
         return self.clock != -1 and total < self.total
 
     def _key(self) -> tuple[object, ...]:
-        """What a search depends on: one that was made already finds nothing better again."""
+        """Return the parameters of a search: a repeated search finds nothing better."""
         trial = self.trial
         near = sum(one <= trial.type_intra for one in self.types_intra)
         out = sum(one <= trial.type_inter for one in self.types_inter)
@@ -135,7 +135,7 @@ class _Compute:
         return (near, out, *rates, *ways, trial.min_channels)
 
     def _next_after_failure(self) -> bool:
-        """Loosen the trial by one notch; False when all notches are used up."""
+        """Loosen the trial by one notch; return False after the last notch."""
         trial = self.trial
         through_amd = self.system.amd and trial.type_intra == PathType.SYS
         if trial.same_channels and not through_amd:
@@ -151,7 +151,7 @@ class _Compute:
         return self._farther() or self._slower()
 
     def _farther(self) -> bool:
-        """Allow the next path type, then NICs farther away, then different ones at both ends."""
+        """Allow the next path type, then farther NICs, then different NICs at both ends."""
         trial, best = self.trial, self.best
         none = not best.orders
         limit = trial.type_inter if self.inter else self.most_intra
@@ -225,7 +225,7 @@ class _Compute:
         return True
 
     def _simple_order(self) -> Graph:
-        """The GPUs in NCCL's order, between the NICs that the first and the last prefer."""
+        """Return the GPUs in NCCL's order, between the NICs that the end GPUs prefer."""
         ports = ("", "")
         if self.inter:
             ends = self.system.gpus[0], self.system.gpus[-1]
@@ -254,10 +254,10 @@ def _leaving(system: System, gpu: str) -> float:
 
 
 def _two_nvlink_islands(seen: NcclView) -> bool:
-    """Whether there are two NVLink domains, as NCCL counts them (ncclTopoSplitNvLink).
+    """Return whether NCCL counts two NVLink domains (ncclTopoSplitNvLink).
 
-    Each GPU in turn puts the later ones that it has NVLinks to into its own domain, so
-    neighbourhoods that overlap are counted in parts.
+    Each GPU in turn takes later NVLink neighbours into its own domain, so overlapping
+    neighbourhoods are counted in parts.
     """
     gpus = seen.system.gpus
     domains = list(range(len(gpus)))

@@ -1,4 +1,4 @@
-"""What NCCL_DEBUG=INFO says of final rings and of the transport of every connection."""
+"""Logs of NCCL_DEBUG=INFO: final rings, and the transport of every connection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_LOG_CHARACTERS = 512 * 1024 * 1024
 
 
 def transport_of(via: str) -> str:
-    """Return the transport of a way by NCCL's name of it.
+    """Return the transport of a connection by NCCL's name of it.
 
     >>> transport_of("P2P/CUMEM"), transport_of("SHM/direct")
     ('P2P', 'SHM')
@@ -33,7 +33,7 @@ def transport_of(via: str) -> str:
 
 
 class Connection(msgspec.Struct, frozen=True, order=True):
-    """One connection: channel, ranks, and NCCL's name of the way (`P2P/CUMEM`, `SHM/direct`)."""
+    """One connection: channel, ranks, and NCCL's name for it (`P2P/CUMEM`, `SHM/direct`)."""
 
     channel: int
     source: int
@@ -47,7 +47,7 @@ class Connection(msgspec.Struct, frozen=True, order=True):
 
 
 class InitLog(msgspec.Struct, frozen=True, kw_only=True):
-    """What a log says. `communicators` holds final rank orders, one tuple of rings for each."""
+    """A parsed log; `communicators` holds final rank orders, one tuple of rings for each."""
 
     version: str | None
     communicators: tuple[tuple[tuple[int, ...], ...], ...]
@@ -56,7 +56,7 @@ class InitLog(msgspec.Struct, frozen=True, kw_only=True):
     def rings_over(self, ranks: int) -> tuple[tuple[int, ...], ...]:
         """Return the rings of the first communicator with this many ranks.
 
-        () where there is none, or where a ring does not have every rank once.
+        () without such a communicator, or if a ring does not have every rank once.
         """
         rings = next((one for one in self.communicators if len(one[0]) == ranks), ())
         every = list(range(ranks))
@@ -66,11 +66,11 @@ class InitLog(msgspec.Struct, frozen=True, kw_only=True):
 def parse_log(text: str, *, where: str) -> InitLog:
     """Read final channels and connections from an INFO log of one or more ranks.
 
-    A communicator begins with its channel 0 and ends with the last; other ranks' lines in between
-    do not matter, since only rank 0 prints the orders.
+    A communicator begins with its channel 0 and ends with the last; lines of further ranks in
+    between do not matter, since only rank 0 prints the orders.
 
     Raises:
-        InputError: a communicator's channels are not all there.
+        InputError: channels of a communicator are missing.
     """
     if len(text) > MAX_LOG_CHARACTERS:
         raise InputError(where, "is too large", f"at most {MAX_LOG_CHARACTERS} characters")
@@ -112,7 +112,7 @@ def _add(
 
 
 def same_rings(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether two rank orders are the same ring, wherever they begin.
+    """Return whether two rank orders are the same ring, from any start.
 
     >>> same_rings((0, 2, 1, 3), (1, 3, 0, 2))
     True

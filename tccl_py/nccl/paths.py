@@ -26,11 +26,11 @@ _READS_BESIDE_PCI = 80
 
 @dataclass(frozen=True, slots=True)
 class GpuDirectRule:
-    """What settings and version say of it.
+    """GPU direct RDMA under settings and a version.
 
     `level` is the farthest path; `read` whether NICs may read GPU memory, which sending needs
-    (None: NCCL decides). `relays_need_it` is whether only GPUs that have it send for others.
-    `over_c2c` is whether a NIC that hangs from the CPU to which a GPU has C2C counts as near.
+    (None: NCCL decides). `relays_need_it` is whether only GPUs with GPU direct relay. `over_c2c` is
+    whether a NIC below the CPU of a GPU's C2C link counts as near.
     """
 
     level: PathType
@@ -48,15 +48,15 @@ class GpuDirectRule:
         direction: Direction,
         nvlinked: frozenset[str],
     ) -> bool:
-        """Whether port `net` reaches the memory of `gpu`.
+        """Return whether port `net` reaches the memory of `gpu`.
 
         Args:
             system: of the communicator.
-            gpu: one of its GPUs.
-            net: a port that it may use.
-            distance: the type of their path; if another GPU sends for this one, of that one's.
+            gpu: a GPU of the communicator.
+            net: a usable port.
+            distance: the type of their path, or of the relay's path.
             direction: `send` if the NIC reads the memory.
-            nvlinked: the GPUs with an NVLink to another.
+            nvlinked: the GPUs with an NVLink to another GPU.
         """
         if (gpu, net) not in system.gpu_direct or distance > self.level:
             return False
@@ -67,7 +67,7 @@ class GpuDirectRule:
 
 
 def gpu_direct_rule(settings: Settings) -> GpuDirectRule:
-    """The rule that a process with these settings follows."""
+    """Return the rule of a process with these settings."""
     facts = version_facts(settings.version)
     return GpuDirectRule(
         level=PathType[settings.net_gdr_level or facts.default_gdr_level],
@@ -79,7 +79,7 @@ def gpu_direct_rule(settings: Settings) -> GpuDirectRule:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The links from one device to another, the least bandwidth among them in GB/s, the type."""
+    """The links from one device to another, the least bandwidth of them in GB/s, the type."""
 
     links: tuple[Link, ...]
     gbps: float
@@ -92,7 +92,7 @@ _LONGEST_NVB = 1
 
 
 def shortest_paths(system: System) -> Paths:
-    """Paths to every CPU, GPU, NIC port and NVSwitch, from every device; no policy applied yet."""
+    """Return paths to every CPU, GPU, NIC port and NVSwitch, before policy."""
     reverse = {(link.source, link.target, link.type): link for link in system.links}
     paths: Paths = {}
     for base in (*system.cpus, *system.gpus, *system.nets, *system.nvs):
@@ -104,7 +104,7 @@ def shortest_paths(system: System) -> Paths:
 def _paths_to(
     system: System, base: str, reverse: dict[tuple[str, str, PathType], Link]
 ) -> dict[str, Path]:
-    """Breadth first from `base`; a better path replaces one that is known."""
+    """Search breadth first from `base`; a better path replaces a known path."""
     found = {base: Path((), LOCAL_GBPS, PathType.LOC)}
     frontier = [base]
     while frontier:
@@ -130,7 +130,7 @@ def _better(system: System, path: Path, known: Path) -> bool:
 
 
 def _may_pass(system: System, base: str, path: Path, link: Link) -> bool:
-    """Through another GPU only by NVLink, only to a GPU, and only as the single step between."""
+    """Return whether a path may pass: through a GPU only by NVLink, to a GPU, as one step."""
     if link.source == base or system.nodes[link.source].kind != "gpu":
         return True
     onward = link.type == PathType.NVL and system.nodes[link.target].kind == "gpu"
@@ -153,12 +153,12 @@ def _extended(
 
 
 def local_cpu(system: System, paths: Paths, gpu: str) -> str:
-    """The nearest CPU of a GPU, and of several the one with the fewest links to it."""
+    """Return the nearest CPU of a GPU; of several, the CPU with the fewest links to it."""
     return min(nearest(paths, gpu, system.cpus), key=lambda cpu: len(paths[gpu, cpu].links))
 
 
 def by_way_of(paths: Paths, source: str, middle: str, target: str) -> Path:
-    """The path from `source` over `middle` to `target`."""
+    """Return the path from `source` over `middle` to `target`."""
     first, second = paths[source, middle], paths[middle, target]
     kind = max(first.type, second.type)
     if {first.type, second.type} == {PathType.PHB, PathType.C2C}:
@@ -173,13 +173,13 @@ def with_policy(
     direct: frozenset[tuple[str, str]],
     rule: GpuDirectRule,
 ) -> Paths:
-    """Paths as they are once pairs without P2P go over a CPU and NICs are reached as NCCL would.
+    """Return paths with policy: pairs without P2P go over a CPU, NICs are reached as by NCCL.
 
     Args:
-        system: what the paths are of.
-        paths: from `shortest_paths`; it stays as it is.
+        system: the system of the paths.
+        paths: from `shortest_paths`; unchanged.
         direct: pairs of GPUs that may talk without the CPU.
-        rule: by which NICs reach the memory of GPUs.
+        rule: for NICs and the memory of GPUs.
     """
     result = dict(paths)
     for target in system.gpus:
@@ -198,7 +198,7 @@ def with_policy(
 
 
 def nvlinked(system: System, paths: Paths) -> frozenset[str]:
-    """The GPUs that have an NVLink to another GPU of the communicator."""
+    """Return the GPUs with an NVLink to another GPU of the communicator."""
     pairs = permutations(system.gpus, 2)
     return frozenset(
         one for one, other in pairs if paths.get((one, other), DISCONNECTED).type == PathType.NVL
@@ -206,7 +206,7 @@ def nvlinked(system: System, paths: Paths) -> frozenset[str]:
 
 
 def _count_c2c_as_near(system: System, paths: Paths) -> None:
-    """A GPU's nearest NICs are near if they hang from a CPU to which it has C2C."""
+    """Count a GPU's nearest NICs as near if they are below the CPU of its C2C link."""
     for gpu in system.gpus:
         cpu = local_cpu(system, paths, gpu)
         for net in nearest(paths, gpu, system.nets):
@@ -218,7 +218,7 @@ def _count_c2c_as_near(system: System, paths: Paths) -> None:
 
 
 def relay_of(system: System, path: Path) -> str | None:
-    """The GPU through which a path leads to a NIC, if there is one."""
+    """Return the GPU through which a path leads to a NIC, if any."""
     if path.type != PathType.PXN:
         return None
     return next(link.target for link in path.links if system.nodes[link.target].kind == "gpu")
@@ -226,7 +226,7 @@ def relay_of(system: System, path: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _NetPolicy:
-    """What becomes of paths between GPUs and NICs; changes `paths`."""
+    """Policy for paths between GPUs and NICs; changes `paths`."""
 
     system: System
     paths: Paths
@@ -244,7 +244,7 @@ class _NetPolicy:
         )
 
     def send_by_relay(self, gpu: str, net: str) -> None:
-        """PXN: an NVLinked GPU that is nearer to a NIC takes what this one sends by it."""
+        """Apply PXN: an NVLinked GPU nearer to a NIC relays for this GPU."""
         paths = self.paths
         other = local_gpu(self.system, paths, net)
         if other is None or other == gpu:
@@ -258,7 +258,7 @@ class _NetPolicy:
             paths[gpu, net] = Path(over.links, over.gbps, PathType.PXN)
 
     def go_over_cpu(self, gpu: str, net: str) -> None:
-        """Without GPU direct RDMA all goes through the memory of the GPU's own CPU."""
+        """Lead the path over the GPU's own CPU where there is no GPU direct RDMA."""
         paths = self.paths
         own = paths.get((gpu, net), DISCONNECTED)
         if own.type >= PathType.PHB:
@@ -273,7 +273,7 @@ class _NetPolicy:
 
 
 def nearest(paths: Paths, source: str, targets: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `targets` that `source` reaches with the most bandwidth, then the nearest type."""
+    """Return the targets with the most bandwidth from `source`, then with the nearest type."""
     reached = [(name, paths.get((source, name), DISCONNECTED)) for name in targets]
     reached = [(name, path) for name, path in reached if path.gbps > 0]
     if not reached:
@@ -283,9 +283,9 @@ def nearest(paths: Paths, source: str, targets: tuple[str, ...]) -> tuple[str, .
 
 
 def local_nets(system: System, paths: Paths, gpu: str) -> tuple[str, ...]:
-    """The NIC ports a GPU prefers, in the order its channels take them.
+    """Return the NIC ports that a GPU prefers, in the order of its channels.
 
-    GPUs with several equally near ports begin at different ones, by their NVML index: see
+    GPUs with several equally near ports begin at different ports, by NVML index: see
     `shares_nets_by_place` of GraphRules.
     """
     nets = nearest(paths, gpu, system.nets)
@@ -309,7 +309,7 @@ def _mirrored(value: int, power: int) -> int:
 
 
 def local_gpu(system: System, paths: Paths, net: str) -> str | None:
-    """The GPU that prefers this port, and that others would use to reach it."""
+    """Return the GPU that prefers this port, and relays for other GPUs."""
     close = nearest(paths, net, system.gpus)
     choices = {gpu: local_nets(system, paths, gpu) for gpu in close}
     for step in range(max((len(nets) for nets in choices.values()), default=0)):
@@ -320,7 +320,7 @@ def local_gpu(system: System, paths: Paths, net: str) -> str | None:
 
 
 class NetPorts:
-    """The NIC ports of one machine, in the order in which NCCL's channel search tries them.
+    """The NIC ports of one machine, in the order of NCCL's channel search.
 
     `gbps` is each port's bandwidth in GB/s, `names` are all names of the same port.
     """
@@ -342,7 +342,7 @@ class NetPorts:
         self.local_gpus = cache(self._locals)
 
     def _select(self, limit: int, gpu: str | None) -> tuple[str, ...]:
-        """Return the ports that the GPUs prefer, then other ports by path type up to `limit`."""
+        """Return the ports that the GPUs prefer, then further ports by path type up to `limit`."""
         gpus = self._system.gpus if gpu is None else (gpu,)
         chosen: dict[str, None] = {}
         for name in gpus:

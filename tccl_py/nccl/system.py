@@ -1,6 +1,6 @@
-"""NCCL's view of a machine: nodes and links with the bandwidths it believes in.
+"""NCCL's view of a machine: nodes, and links with NCCL's model of their bandwidths.
 
-Source: topo.cc of NCCL 2.30.7 (ncclTopoGetSystemFromXml and what it calls).
+Source: topo.cc of NCCL 2.30.7 (ncclTopoGetSystemFromXml and its callees).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class System:
         return is_x86(first.arch) and first.vendor == vendor
 
     def connect(self, source: str, target: str, kind: PathType, gbps: float) -> None:
-        """Add a link, or widen the one there is; a node's links stay sorted, widest first."""
+        """Add a link, or widen an existing link; a node's links stay sorted, widest first."""
         links = self.nodes[source].links
         found = next((one for one in links if one.target == target and one.type == kind), None)
         if found is None:
@@ -107,7 +107,7 @@ class System:
 
 
 def is_x86(arch: str) -> bool:
-    """Whether this is what NCCL calls x86_64."""
+    """Return whether NCCL calls this architecture x86_64."""
     return arch in ("x86_64", "x86", "amd64")
 
 
@@ -118,16 +118,16 @@ def build_system(
     nics: Sequence[int] | None = None,
     version: str = LATEST,
 ) -> System:
-    """NCCL's view of `machine` for a communicator over `gpus` (NVML indices; None is all).
+    """Return NCCL's view of `machine` for a communicator over `gpus` (NVML indices; None: all).
 
     Args:
         machine: the machine.
         gpus: the ranks' GPUs, in rank order.
-        nics: the numbers of the NICs that it may use; None is all.
+        nics: numbers of the usable NICs; None is all.
         version: NCCL's.
 
     Raises:
-        InputError: no GPU, an unknown or doubled one, or an NVLink that goes one way only.
+        InputError: no GPU, an unknown or doubled GPU, or an NVLink in one direction only.
     """
     chosen = _checked(machine, gpus)
     ports = [nic for nic in machine.nics if nics is None or nic.index in nics]
@@ -148,10 +148,10 @@ def build_system(
 def _fused_tree(
     machine: Machine, gpus: Sequence[str], ports: Sequence[Nic], rules: GraphRules
 ) -> dict[str, list[str]]:
-    """The children of every parent, in the order in which NCCL meets them; those of "" are CPUs.
+    """Return the children of every parent in NCCL's order; children of "" are CPUs.
 
-    A rank meets first what its own GPU hangs from, then what the NICs hang from, and sorts the
-    children of CPUs and bridges by bus id. What it saw is added to what ranks before it saw
+    A rank meets first the ancestors of its own GPU, then those of the NICs, and sorts the children
+    of CPUs and bridges by bus id. Its view is added to the views of earlier ranks
     (ncclTopoGetSystem and ncclTopoFuseXml, without NCCL_TOPO_FILE).
     """
     bus = {device.id: device.bus_id.lower() or "~" for device in machine.pci_devices}
@@ -218,12 +218,12 @@ def _nodes(
 
 
 def _card(nic: Nic) -> str:
-    """The card that ports share, a node of its own in NCCL's view."""
+    """Return the card of a port, a node of its own in NCCL's view."""
     return f"nic {nic.bus_id}" if nic.bus_id else f"nic of {nic.id}"
 
 
 def _flattened(machine: Machine, below: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The tree after the second level of Broadcom switches is merged into the first."""
+    """Return the tree with the second level of Broadcom switches merged into the first."""
     merged = merged_bridges(machine)
     flat = {}
     for parent, children in below.items():
@@ -281,7 +281,7 @@ def _connect_cpus(system: System) -> None:
 
 
 def _sort_links(system: System, name: str, up: str | None) -> None:
-    """Move the link to the parent behind all others, at every level."""
+    """Move the link to the parent behind all siblings, at every level."""
     links = system.nodes[name].links
     for link in [one for one in links if one.target == up]:
         links.remove(link)

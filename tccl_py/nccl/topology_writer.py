@@ -1,9 +1,9 @@
-"""Topology XML (NCCL_TOPO_FILE) in the form that NCCL's own lexer reads.
+"""Topology XML (NCCL_TOPO_FILE) in the form of NCCL's own lexer.
 
-NCCL fills in what a file leaves out, from NVML and sysfs, and believes what it says
-(ncclTopoGetXmlFromSys, ncclTopoGetXmlFromGpu and ncclTopoFillNet in graph/xml.cc of 2.30.7). So
-this says only what is known: an unknown gdr, guid, speed of a port or compute capability is left to
-NCCL, while a link's speed and width are always there, because NCCL fails without them.
+NCCL completes a file from NVML and sysfs, and believes its values (ncclTopoGetXmlFromSys,
+ncclTopoGetXmlFromGpu and ncclTopoFillNet in graph/xml.cc of 2.30.7). The writer states known facts
+only: an unknown gdr, guid, port speed or compute capability is left to NCCL, while a link's speed
+and width are always written, because NCCL fails without them.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _VENDORS = ("vendor", "device", "subsystem_vendor", "subsystem_device")
 
 
 def topology_xml(machine: Machine, *, comment: Sequence[str] = ()) -> str:
-    """The text of a topology file for `machine`, devices in the order of bus ids.
+    """Return the text of a topology file for `machine`, devices in the order of bus ids.
 
-    C2C links are left out: a Machine has only their number, and NCCL asks NVML for those of a GPU
-    that has none in the file. NVLinks cannot be left out so: NCCL would ask NVML again.
+    C2C links are left out: a Machine has only their number, and NCCL asks NVML for missing C2C
+    links. NVLinks cannot be left out: NCCL would ask NVML again.
 
     Args:
-        machine: what NCCL shall see.
+        machine: the machine to describe.
         comment: lines for a reader, one comment each, above the system.
 
     Raises:
-        InputError: an NVLink one way only (NCCL fails at init), a link of another vendor's GPUs, or
-            a name that NCCL's lexer cannot read.
+        InputError: an NVLink in one direction only (NCCL fails at init), a link of another vendor's
+            GPUs, or a name that NCCL's lexer cannot read.
     """
     _check_links(machine)
     lines = [f"<!-- {_said(line)} -->" for line in comment]
@@ -50,7 +50,7 @@ def topology_xml(machine: Machine, *, comment: Sequence[str] = ()) -> str:
 
 
 def _said(line: str) -> str:
-    """A comment's text: NCCL's lexer ends a comment at the first `-->`, and some at any `>`."""
+    """Return a comment's text: some lexers end a comment at the first `>`."""
     text = " ".join(line.split()).replace("--", "-").replace("<", "(").replace(">", ")")
     return text.removesuffix("-")
 
@@ -71,7 +71,7 @@ def _check_links(machine: Machine) -> None:
 
 
 def _tag(name: str, attributes: Mapping[str, str | int | None], *, closed: bool = False) -> str:
-    """One tag on one line with single spaces, as the lexer wants; None is left out."""
+    """Return one tag on one line with single spaces for the lexer; None is left out."""
     parts = [name]
     for key, value in attributes.items():
         if value is None:
@@ -101,7 +101,7 @@ def _cpu(machine: Machine, node: NumaNode) -> list[str]:
 
 
 def _below(machine: Machine, parent: str, depth: int) -> list[str]:
-    """Everything that hangs from `parent`, by bus id; ports without one stand last."""
+    """Return the lines below `parent`, by bus id; ports without a bus id stand last."""
     lines: list[str] = []
     pad = "  " * depth
     bridges = {one.bus_id.lower(): one for one in machine.bridges if one.parent == parent}
@@ -133,7 +133,7 @@ def _pci(device: PciBridge | Gpu | Nic, code: str) -> str:
 
 
 def _link(link: PciLink) -> _Attributes:
-    """As NCCL dumps it: no speed is an empty one, no width is 0."""
+    """Return a link as NCCL dumps it: unknown speed is empty, unknown width is 0."""
     speed = "" if link.speed_gts is None else f"{link.speed_gts:.1f} GT/s PCIe"
     return {"link_speed": speed, "link_width": link.width or 0}
 
@@ -158,7 +158,7 @@ def _gpu(machine: Machine, gpu: Gpu, depth: int) -> list[str]:
 
 
 def _ports(nics: Sequence[Nic], depth: int) -> list[str]:
-    """The ports of one card; none for a card of which nothing but its place is known."""
+    """Return the ports of one card; none for a card of which only the place is known."""
     known = [nic for nic in nics if nic.name != nic.bus_id or nic.speed_mbps or nic.guid]
     if not known:
         return []

@@ -1,4 +1,4 @@
-"""What differs between versions of NCCL, as data."""
+"""Differences between versions of NCCL, as data."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LATEST = "2.30"
 class GraphRules(msgspec.Struct, frozen=True, kw_only=True):
     """How a version builds and searches its graph of a machine (src/graph of NCCL's releases).
 
-    Without `fuses_topologies` each rank looks at all GPUs of the communicator, else only at its own
-    and at all NICs, and what all ranks saw is fused in rank order. With `device_nodes` every GPU is
-    two nodes, a device and a rank's GPU. With `nearer_wins` a path of a nearer type replaces
-    another, else only a wider one that is not longer. With `shares_nets_by_place` a GPU's first NIC
-    follows from its number among the GPUs that share the NICs, else from its NVML index alone.
-    Where a search finds nothing, `falls_back_to_local_nets` takes the NICs that the first and the
-    last GPU prefer, else NIC 0. With `old_gpus_leave_over_sys` trees of GPUs before sm 90 may reach
-    NICs over any path. `more_sm100_rates`, `rate_80` and `rate_86` are in the tables of rates.
+    With `fuses_topologies` each rank looks only at its own GPU and all NICs, and the views are
+    fused in rank order; else each rank looks at all GPUs. With `device_nodes` every GPU is two
+    nodes, a device and a rank's GPU. With `nearer_wins` a path of a nearer type replaces another,
+    else only a wider path that is not longer. With `shares_nets_by_place` a GPU's first NIC follows
+    from its number among the GPUs that share the NICs, else from its NVML index alone. Where a
+    search finds nothing, `falls_back_to_local_nets` takes the NICs that the first and the last GPU
+    prefer, else NIC 0. With `old_gpus_leave_over_sys` trees of GPUs before sm 90 may reach NICs
+    over any path. `more_sm100_rates`, `rate_80` and `rate_86` add rates to the tables.
     """
 
     fuses_topologies: bool
@@ -56,15 +56,14 @@ _RULES_SINCE = {
 
 
 class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of one version; `verified` is false where they are the nearest known version's.
+    """Facts of one version; `verified` is false for facts of the nearest known version.
 
-    `amd_gpus` is up to how many GPUs an AMD host gets `amd_level` by default (None: any number).
-    `max_channels` is what a graph file may hold, `max_final_channels` what a communicator may.
-    `default_gdr_level` is the farthest path over which a NIC reaches GPU memory by default, and
-    `unknown_levels` are those that it takes for LOC. `relays_need_gpu_direct` is true where only a
-    GPU whose memory the NIC reads sends for others. `crossed` is the crossnic of channels that
-    change NICs because they have to: 2 swaps pairs of them on odd nodes. `children_checked` is
-    false where more than `max_children` corrupt memory instead of failing.
+    An AMD host with up to `amd_gpus` GPUs (None: any number) gets `amd_level` by default.
+    `max_channels` limits a graph file, `max_final_channels` a communicator. `default_gdr_level` is
+    the farthest path over which a NIC reaches GPU memory by default; `unknown_levels` are read as
+    LOC. With `relays_need_gpu_direct` only a GPU with GPU direct RDMA relays. `crossed` is the
+    crossnic of channels that have to change NICs: 2 swaps pairs of them on odd nodes. Without
+    `children_checked` more than `max_children` corrupt memory instead of failing.
     """
 
     name: str
@@ -138,7 +137,7 @@ def version_facts(version: str) -> VersionFacts:
 
 
 def graph_rules(version: str) -> GraphRules:
-    """How this release searches; a number without a third part stands for the last of its releases.
+    """Return the rules of a release; without a third number, of the last such release.
 
     >>> graph_rules("2.30.4").nearer_wins, graph_rules("2.30").nearer_wins
     (False, True)
@@ -213,7 +212,7 @@ def pci_gbps(link: PciLink) -> float:
 
 
 def nvlink_gbps(sm: int | None) -> float:
-    """One NVLink of a GPU of this sm."""
+    """Return the bandwidth of one NVLink of a GPU of this sm."""
     for first, gbps in _NVLINK:
         if (sm or 0) >= first:
             return gbps
@@ -221,7 +220,7 @@ def nvlink_gbps(sm: int | None) -> float:
 
 
 def between_cpus_gbps(node: NumaNode) -> float:
-    """What leaves this NUMA node for another, by architecture, vendor, family and model."""
+    """Return the bandwidth between NUMA nodes, by architecture, vendor and model."""
     if node.arch.startswith("ppc"):
         return _POWER
     if node.arch.startswith(("arm", "aarch")):
