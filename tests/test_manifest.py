@@ -17,8 +17,7 @@ from tccl_py.plan.files import subset_graph
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import MANIFEST_FILE, check_files, locked, read_manifest
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.torch.here import Here, why_off
-from tccl_py.torch.plans import open_plan
+from tccl_py.torch.members import Here, open_plan, why_off
 from tests.cluster_plans import mixed
 from tests.killed import killed_at_each
 from tests.planned import SMALL, plan_of, rebind

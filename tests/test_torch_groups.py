@@ -16,9 +16,7 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.directory import write_plan
 from tccl_py.torch import groups
 from tccl_py.torch.groups import ProcessState, graph_file
-from tccl_py.torch.here import Here, host_identity
-from tccl_py.torch.plans import Member, open_plan
-from tccl_py.torch.roster import roster_of
+from tccl_py.torch.members import Here, Member, host_identity, open_plan, roster_of
 from tests.cluster_plans import mixed
 from tests.fake_torch import FakeDistributed, FakeTorch
 from tests.planned import needing_a_graph, plan_of
@@ -78,7 +76,7 @@ class Rank:
         self.here = Here(gpu=members[rank].gpu, fingerprint=PRINT, nccl="2.30.7")
         monkeypatch.setattr(groups, "import_torch", lambda: self.torch)
         monkeypatch.setattr(
-            "tccl_py.torch.here.look",
+            "tccl_py.torch.members.look",
             lambda ordinal, nccl: msgspec.structs.replace(self.here, nccl=nccl),
         )
 
@@ -365,7 +363,7 @@ def test_the_plans_own_settings_in_the_environment_are_no_reason(plan_dir, monke
 
 def test_two_ranks_on_one_gpu_are_left_to_torch(plan_dir, monkeypatch, capfd):
     members = told(plan_dir, (0, 0, 1, 2), host="gpu07 boot")
-    monkeypatch.setattr("tccl_py.torch.here.host_identity", lambda: "gpu07 boot")
+    monkeypatch.setattr("tccl_py.torch.members.host_identity", lambda: "gpu07 boot")
     rank = Rank(monkeypatch, members, 1)
     tccl_py.torch.init_process_group(plan_dir)
     # No collective was forced: ranks may still choose their devices.
@@ -547,8 +545,10 @@ def cluster_members(plan, directory, order=None):
 
 
 def cluster_rank(monkeypatch, members, rank):
-    monkeypatch.setattr("tccl_py.torch.here.host_identity", lambda: members[rank].host)
-    monkeypatch.setattr("tccl_py.torch.here.names_of_this_host", lambda: iter([members[rank].name]))
+    monkeypatch.setattr("tccl_py.torch.members.host_identity", lambda: members[rank].host)
+    monkeypatch.setattr(
+        "tccl_py.torch.members.names_of_this_host", lambda: iter([members[rank].name])
+    )
     return Rank(monkeypatch, members, rank)
 
 
@@ -610,7 +610,7 @@ def test_a_host_without_a_file_switches_a_clusters_plan_off(cluster, monkeypatch
     rank = cluster_rank(monkeypatch, members, 0)
     path = directory / "nccl" / "hosts" / "gpu3.xml"
     if change == "host":
-        monkeypatch.setattr("tccl_py.torch.here.names_of_this_host", lambda: iter(["other"]))
+        monkeypatch.setattr("tccl_py.torch.members.names_of_this_host", lambda: iter(["other"]))
         said = "the plan has no such host"
     else:
         path.unlink()
@@ -622,7 +622,7 @@ def test_a_host_without_a_file_switches_a_clusters_plan_off(cluster, monkeypatch
 
 def test_groups_of_two_hosts_do_not_use_a_plan_of_one_machine(plan_dir, monkeypatch):
     members = [*told(plan_dir, (0, 1), host="a b"), *told(plan_dir, (2, 3), host="c d")]
-    monkeypatch.setattr("tccl_py.torch.here.host_identity", lambda: "a b")
+    monkeypatch.setattr("tccl_py.torch.members.host_identity", lambda: "a b")
     rank = Rank(monkeypatch, members)
     tccl_py.torch.init_process_group(plan_dir)
     tccl_py.torch.new_group([0, 1])

@@ -39,12 +39,12 @@ def main():
 def as_nccl(torch, dist, rank, seen):
     """Let torch take a CPU for a GPU, numbered backwards, and note what collectives see."""
     from tccl_py.model.knowledge import Fingerprint  # noqa: PLC0415
-    from tccl_py.torch import groups, here  # noqa: PLC0415
+    from tccl_py.torch import groups, members  # noqa: PLC0415
 
     none = Fingerprint(gpu_uuids=(), driver="", numa_count=1, kernel="")
     groups.wants_nccl = lambda torch, backend: True
     groups.device_of = lambda torch, device_id: torch.device("cpu", 0)
-    here.look = lambda ordinal, nccl: here.Here(gpu=3 - rank, fingerprint=none, nccl="2.30.7")
+    members.look = lambda ordinal, nccl: members.Here(gpu=3 - rank, fingerprint=none, nccl="2.30.7")
     torch.cuda.nccl.version = lambda: (2, 30, 7)
     torch.cuda.synchronize = lambda device: None
     real = dist.all_reduce

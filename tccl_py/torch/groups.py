@@ -13,9 +13,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.torch.here import GRAPH_VARIABLE, member_of
-from tccl_py.torch.plans import OpenPlan
-from tccl_py.torch.roster import Roster, exchange
+from tccl_py.torch.members import GRAPH_VARIABLE, OpenPlan, Roster, exchange, member_of
 
 # The environment belongs to the whole process, so one communicator is made at a time.
 _LOCK = threading.RLock()
@@ -62,7 +60,7 @@ class ProcessState:
         self.exchanges = 0
         self._settings: dict[str, str] | None = None
 
-    def check(self, variables: Mapping[str, str], *, where: str) -> None:
+    def check(self, variables: Mapping[str, str], where: str) -> None:
         """Refuse a plan's settings if they differ from the process's; the error names `where`.
 
         Raises:

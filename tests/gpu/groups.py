@@ -18,7 +18,7 @@ def main():
     import torch.distributed as dist  # noqa: PLC0415
 
     import tccl_py.torch  # noqa: PLC0415
-    from tccl_py.torch.here import look  # noqa: PLC0415
+    from tccl_py.torch.members import look  # noqa: PLC0415
 
     rank, size = int(sys.argv[1]), int(sys.argv[2])
     meet, plan, way, asked = sys.argv[3], sys.argv[4], sys.argv[5], json.loads(sys.argv[6])

@@ -1,0 +1,339 @@
+"""Ranks and a plan: the plan's files, each rank's fit, and the agreement of all ranks.
+
+Ranks that name different graph files for one communicator hang or crash NCCL. So each rank reports
+its findings before the first communicator, and a plan is used only if it fits all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.files import check_path
+from tccl_py.health.fitness import (
+    ALIKE_VARIABLE,
+    why_not_alike,
+    why_not_here,
+    why_not_of_class,
+    why_not_with,
+)
+from tccl_py.installation.texts import PLAN_VARIABLE
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.machine import normal_bus_id
+from tccl_py.nccl.conf import job_environment, settings_of_files
+from tccl_py.nccl.pinned_env import env_conflicts
+from tccl_py.plan.directory import check_plan_directory
+from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.staging import PLAN_FILE, check_files
+from tccl_py.readers.hosts import names_of_this_host
+from tccl_py.readers.live import fingerprint_of
+from tccl_py.readers.nvml import GpuFacts, driver_facts
+
+GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+CheckSettings = Callable[[Mapping[str, str], str], None]
+"""Refuses settings by an InputError that names the second argument."""
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rank's report: host, GPU, and findings about the plan.
+
+    `host` identifies the host as NCCL does, `name` is the plan's name for the host ("" if none),
+    `gpu` the NVML index, and `plan` the plan's identity. `off` says why the plan does not fit this
+    rank, and `wrong` describes a mistake that ends the job.
+    """
+
+    host: str
+    name: str = ""
+    gpu: int = -1
+    plan: str = ""
+    settings: dict[str, str] = {}
+    off: str = ""
+    wrong: str = ""
+
+
+class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan with its directory, the files in it, and its identity."""
+
+    directory: Path
+    plan: Plan
+    files: frozenset[str]
+    identity: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Return the settings of all communicators."""
+        return job_environment(self.plan.job_settings)
+
+    def host_name(self, names: Sequence[str]) -> str:
+        """Return the plan's name for the host with these names; "" on a single-host plan."""
+        known = self.plan.cluster.host_classes if self.plan.is_cluster else ()
+        return next((name for name in names if name in known), "")
+
+    def graph(self, members: Sequence[Member], own: Member) -> Path | None:
+        """Return the graph file of `own` in a group of these members; None is default NCCL."""
+        if self.plan.recommended != "graph" or len({member.plan for member in members}) != 1:
+            return None
+        name = (
+            self._host_graph(members, own) if self.plan.is_cluster else self._machine_graph(members)
+        )
+        return None if name is None else self.directory / "nccl" / name
+
+    def _machine_graph(self, members: Sequence[Member]) -> str | None:
+        gpus = tuple(sorted(member.gpu for member in members))
+        if len(gpus) < 2 or len(set(gpus)) != len(gpus) or len({one.host for one in members}) != 1:
+            return None
+        if not set(gpus) <= set(self.plan.gpus):
+            return None
+        name = GRAPH_FILE if gpus == self.plan.gpus else subset_file(gpus)
+        return name if f"nccl/{name}" in self.files else None
+
+    def _host_graph(self, members: Sequence[Member], own: Member) -> str | None:
+        """Return a host's file if the group has all ranks of the plan, hosts in its order."""
+        wanted = [(host.name, sorted(self.plan.gpus_of(host))) for host in self.plan.hosts]
+        found = []
+        for _, ranks in groupby(members, key=lambda member: member.host):
+            on_host = list(ranks)
+            found.append((on_host[0].name, sorted(member.gpu for member in on_host)))
+        return host_graph_file(own.name) if found == wanted else None
+
+
+def open_plan(directory: Path) -> OpenPlan:
+    """Read a plan's directory.
+
+    Raises:
+        InputError: no plan, changed or missing files, or a path unfit for an environment variable.
+    """
+    directory = directory.absolute()
+    check_path(directory)
+    check_plan_directory(directory)
+    plan = load_plan(directory)
+    # Each of several hosts has its own files; a rank checks its own.
+    manifest = check_files(directory, [PLAN_FILE] if plan.is_cluster else None)
+    return OpenPlan(
+        directory=directory,
+        plan=plan,
+        files=frozenset(manifest.digests),
+        identity=manifest.identity,
+    )
+
+
+class Here(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's GPU by its NVML index, the host's fingerprint and GPUs, and the NCCL version."""
+
+    gpu: int
+    fingerprint: Fingerprint
+    nccl: str
+    gpus: tuple[GpuFacts, ...] = ()
+
+
+def look(ordinal: int, nccl: str) -> Here:
+    """Identify the GPU of CUDA device `ordinal` by its bus id, as NCCL does.
+
+    Raises:
+        InputError: the driver does not answer, or NVML lacks the GPU.
+    """
+    facts = driver_facts()
+    bus_id = _bus_id(ordinal)
+    found = [gpu.index for gpu in facts.gpus if gpu.bus_id == bus_id]
+    if not found:
+        what = f"has bus id {bus_id}, which NVML does not know"
+        raise InputError(f"CUDA device {ordinal}", what, "use a GPU")
+    return Here(gpu=found[0], fingerprint=fingerprint_of(facts), nccl=nccl, gpus=facts.gpus)
+
+
+def _bus_id(ordinal: int) -> str | None:
+    where = f"CUDA device {ordinal}"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise InputError(where, "no CUDA driver answers", "use a machine with GPUs") from error
+    device, text = ctypes.c_int(), ctypes.create_string_buffer(64)
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), ordinal)
+        or driver.cuDeviceGetPCIBusId(text, len(text), device)
+    )
+    if failed:
+        raise InputError(where, f"does not tell its bus id (error {failed})", "use a GPU")
+    return normal_bus_id(text.value.decode("ascii", "replace"))
+
+
+def host_identity(environment: Mapping[str, str] = os.environ) -> str:
+    """Return NCCL's identity of this host: NCCL_HOSTID, or the host name and the boot id."""
+    named = environment.get("NCCL_HOSTID", "")
+    if named:
+        return named
+    try:
+        boot = _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def member_of(
+    directory: Path | None, ordinal: int, nccl: str, check: CheckSettings
+) -> tuple[Member, OpenPlan | None]:
+    """Return a rank's report, with errors as text, and the plan.
+
+    Args:
+        directory: the plan's; None for the one in TCCL_PLAN, if set.
+        ordinal: the rank's CUDA device.
+        nccl: torch's NCCL version.
+        check: refuses settings other than the process's.
+    """
+    member = Member(host=host_identity())
+    named = directory or (Path(text) if (text := os.environ.get(PLAN_VARIABLE, "")) else None)
+    replace = msgspec.structs.replace
+    # 1. Open the plan.
+    try:
+        opened = None if named is None else open_plan(named)
+        if opened is not None:
+            check(opened.variables, str(opened.directory))
+        graph = settings_of_files().get(GRAPH_VARIABLE)
+        if graph is not None:
+            right = "take it out: it fails every communicator over other GPUs"
+            raise InputError(graph.where, f"sets {GRAPH_VARIABLE}", right)
+    except InputError as error:
+        return replace(member, wrong=str(error)), None
+    # 2. Find this rank's GPU.
+    try:
+        here = look(ordinal, nccl)
+    except InputError as error:
+        return replace(member, off=str(error)), opened
+    member = replace(member, gpu=here.gpu)
+    if opened is None:
+        return replace(member, off=f"{PLAN_VARIABLE} names no plan"), None
+    # 3. Check the plan's fit.
+    name = opened.host_name(tuple(names_of_this_host()))
+    member = replace(member, name=name, plan=opened.identity, settings=opened.variables)
+    try:
+        return replace(member, off=_misfit(opened, here, name)), opened
+    except InputError as error:
+        return replace(member, wrong=str(error)), opened
+
+
+def _misfit(opened: OpenPlan, here: Here, name: str) -> str:
+    """Return why a plan does not fit this rank, as a clause; "" if it does.
+
+    Raises:
+        InputError: the plan's directory is damaged.
+    """
+    settings = opened.plan.job_settings
+    found = _other_host(opened, here, name) or why_not_with(settings, here.nccl)
+    if found:
+        return found
+    given = {name: line.value for name, line in settings_of_files().items()} | dict(os.environ)
+    names = env_conflicts(settings, given)
+    if names:
+        return f"{', '.join(names)} is set to something else than the plan's settings"
+    return ""
+
+
+def _other_host(opened: OpenPlan, here: Here, name: str) -> str:
+    plan, directory = opened.plan, opened.directory
+    if not plan.is_cluster:
+        if os.environ.get(ALIKE_VARIABLE) == "1":
+            return why_not_alike(plan, directory, here.fingerprint, here.gpus)
+        return why_not_here(plan, directory, here.fingerprint)
+    if not name:
+        return "the plan has no such host"
+    path = directory / "nccl" / host_graph_file(name)
+    if not path.is_file():
+        return f"{path} is missing"
+    check_files(directory, [f"nccl/{host_graph_file(name)}"])
+    return why_not_of_class(plan, name, here.gpus)
+
+
+class Store(Protocol):
+    """The part of torch.distributed's stores in use; `get` waits for the key."""
+
+    def set(self, key: str, value: str) -> Any:
+        """Set a key for all ranks."""
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key."""
+
+
+class Roster(msgspec.Struct, frozen=True, kw_only=True):
+    """All ranks' reports, and the conclusion: `off` says why no rank uses the plan, else "".
+
+    With `distinct`, each rank has a GPU of its own, so communicators can be made at once.
+    """
+
+    members: tuple[Member, ...]
+    off: str
+    distinct: bool
+
+    @property
+    def wrong(self) -> str:
+        """Return the first mistake of a rank, or ""."""
+        return next((member.wrong for member in self.members if member.wrong), "")
+
+
+def exchange(store: Store, rank: int, size: int, own: Member) -> Roster:
+    """Exchange the reports of all `size` ranks by way of rank 0, two messages a rank."""
+    if rank != 0:
+        store.set(f"member/{rank}", msgspec.json.encode(own).decode())
+    else:
+        others = [
+            msgspec.json.decode(store.get(f"member/{number}"), type=Member)
+            for number in range(1, size)
+        ]
+        store.set("members", msgspec.json.encode([own, *others]).decode())
+    found = roster_of(msgspec.json.decode(store.get("members"), type=tuple[Member, ...]))
+    if found.wrong:
+        # All ranks end now, rank 0 last, because the store may end with it.
+        if rank != 0:
+            store.set(f"read/{rank}", "")
+        else:
+            for number in range(1, size):
+                store.get(f"read/{number}")
+    return found
+
+
+def roster_of(members: Sequence[Member]) -> Roster:
+    """Return the conclusion from the ranks' reports."""
+    shared = _shared_gpu(members)
+    return Roster(
+        members=tuple(members),
+        off=_misfit_of_all(members) or shared,
+        distinct=not shared and all(member.gpu >= 0 for member in members),
+    )
+
+
+def _misfit_of_all(members: Sequence[Member]) -> str:
+    for rank, member in enumerate(members):
+        if member.off:
+            return f"rank {rank} on {_host(member)}: {member.off}"
+    for rank, member in enumerate(members):
+        if member.settings != members[0].settings:
+            return f"ranks 0 and {rank} have plans of different settings"
+    return ""
+
+
+def _shared_gpu(members: Sequence[Member]) -> str:
+    seen: dict[tuple[str, int], int] = {}
+    for rank, member in enumerate(members):
+        first = seen.setdefault((member.host, member.gpu), rank)
+        if first != rank and member.gpu >= 0:
+            return (
+                f"ranks {first} and {rank} both have GPU {member.gpu} of {_host(member)} (call "
+                "torch.cuda.set_device before, or give device_id)"
+            )
+    return ""
+
+
+def _host(member: Member) -> str:
+    return member.host.partition(" ")[0]
