@@ -5,11 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
-from xml.etree.ElementTree import ParseError
-
-from defusedxml import DefusedXmlException
-from defusedxml.ElementTree import DefusedXMLParser
+from xml.parsers import expat
 
 from tccl_py.errors import InputError
 
@@ -118,63 +114,43 @@ def parse_elements(
         InputError: not well-formed, a document type or entities, text between elements, deeper
             than `MAX_DEPTH` or more elements than `most`.
     """
-    builder = _Builder(where, most)
-    builder.parser = DefusedXMLParser(target=builder, forbid_dtd=True)
-    try:
-        builder.parser.feed(text)
-        root = builder.parser.close()
-    except ParseError as error:
-        line = error.position[0]
-        raise InputError(f"{where}:{line}", f"is not well-formed XML ({error})", right) from error
-    except DefusedXmlException as error:
+    parser = expat.ParserCreate()
+    top = Element(tag="", attributes={}, where=where)
+    path, count = [top], 0
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal count
+        count += 1
+        place = f"{where}:{parser.CurrentLineNumber} <{shortened(tag)}>"
+        element = Element(tag=tag, attributes=attributes, where=place)
+        if count > most:
+            raise element.refused(f"is element number {count}", f"one machine has at most {most}")
+        if len(path) > MAX_DEPTH:
+            raise element.refused("is nested too deep", f"at most {MAX_DEPTH} levels")
+        path[-1].children.append(element)
+        path.append(element)
+
+    def end(tag: str) -> None:  # noqa: ARG001 (the parser has checked the tag)
+        path.pop()
+
+    def data(found: str) -> None:
+        if found.strip():
+            what = f'has the text "{shortened(" ".join(found.split()))}" between its elements'
+            raise path[-1].refused(what, "everything is an attribute here")
+
+    def refuse_type(*declared: object) -> None:  # noqa: ARG001
+        # Entities can be declared in a document type only.
         what = "has a document type or entities"
-        raise InputError(f"{where}:{builder.line}", what, "remove them") from error
+        raise InputError(f"{where}:{parser.CurrentLineNumber}", what, "remove them")
+
+    parser.buffer_text = True
+    parser.StartElementHandler, parser.EndElementHandler = start, end
+    parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = data, refuse_type
+    try:
+        parser.Parse(text, True)
+    except expat.ExpatError as error:
+        what = f"is not well-formed XML ({error})"
+        raise InputError(f"{where}:{error.lineno}", what, right) from error
     except (ValueError, LookupError) as error:
         raise InputError(where, f"is not XML text ({error})", "save it as UTF-8") from error
-    if not isinstance(root, Element):
-        raise InputError(where, "has no element", right)
-    return root
-
-
-class _Builder:
-    """Target of the parser: builds elements and keeps the bounds."""
-
-    def __init__(self, where: str, most: int) -> None:
-        self.where = where
-        self.most = most
-        self.parser: Any = None
-        self.root: Element | None = None
-        self.open: list[Element] = []
-        self.count = 0
-
-    @property
-    def line(self) -> int:
-        return int(self.parser.parser.CurrentLineNumber)
-
-    def start(self, tag: str, attributes: dict[str, str]) -> None:
-        self.count += 1
-        where = f"{self.where}:{self.line} <{shortened(tag)}>"
-        element = Element(tag=tag, attributes=dict(attributes), where=where)
-        if self.count > self.most:
-            right = f"one machine has at most {self.most}"
-            raise element.refused(f"is element number {self.count}", right)
-        if len(self.open) >= MAX_DEPTH:
-            raise element.refused("is nested too deep", f"at most {MAX_DEPTH} levels")
-        if self.open:
-            self.open[-1].children.append(element)
-        else:
-            self.root = element
-        self.open.append(element)
-
-    def end(self, tag: str) -> None:  # noqa: ARG002 (the parser has checked the tag)
-        self.open.pop()
-
-    def data(self, text: str) -> None:
-        # The parser buffers text, so its line is not told; the element around it is.
-        if text.strip():
-            shown = shortened(" ".join(text.split()))
-            what = f'has the text "{shown}" between its elements'
-            raise self.open[-1].refused(what, "everything is an attribute here")
-
-    def close(self) -> Element | None:
-        return self.root
+    return top.children[0]
