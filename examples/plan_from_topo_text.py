@@ -17,7 +17,7 @@ import tccl_py
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine, PciLink
 from tccl_py.readers.nvidia_smi import read_nvidia_smi
-from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.descriptions import model_for
 
 LINK = PciLink(speed_gts=16.0, width=16)  # PCIe 4.0 x16
 CAPABILITY = 86  # sm 8.6, as an RTX 3090's

@@ -19,8 +19,8 @@ from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.model.transfer import Flow, TransferSet, parse_flow, parse_set, transfer_set
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.simulator.engine import Engine
 from tccl_py.simulator.model import Parameters, bundled_parameters
+from tccl_py.simulator.source import Engine
 
 # Measured rates as rows, for the fit and its tests.
 

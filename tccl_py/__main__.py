@@ -30,8 +30,7 @@ def main() -> None:
         # A shell that starts a command in the background may have it ignore interrupts.
         if usual is signal.default_int_handler:
             signal.signal(signal.SIGINT, _leave)
-        from tccl_py.errors import InputError  # noqa: PLC0415 (only now)
-        from tccl_py.limits import check_limits  # noqa: PLC0415
+        from tccl_py.errors import InputError, check_limits  # noqa: PLC0415 (only now)
 
         try:
             check_limits()

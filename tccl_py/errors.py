@@ -1,6 +1,15 @@
-"""Errors a user can act on: each says where, what, and what would be right."""
+"""Errors a user can act on, and those that the system's limits cause.
+
+Nothing but the standard library is loaded here: with too little memory or too few threads,
+numerical libraries end the process while they are imported, or wait for ever.
+"""
 
 from __future__ import annotations
+
+import errno
+import os
+import resource
+from typing import NamedTuple
 
 
 class TcclError(Exception):
@@ -12,8 +21,8 @@ class InputError(TcclError):
 
     Args:
         where: file and place in it, option, or name (`topo.xml:12 <pci>`).
-        what: what is wrong there.
-        right: what would be right instead.
+        what: the fault there.
+        right: the right form instead.
     """
 
     def __init__(self, where: str, what: str, right: str) -> None:
@@ -33,3 +42,62 @@ class SourceLostError(TcclError):
 
 class SearchError(TcclError):
     """A search cannot give a ring (no hop into a GPU, unknown strategy, ...)."""
+
+
+class _Limit(NamedTuple):
+    number: int
+    name: str
+    least: int
+    option: str
+    unit: int
+
+
+_FILES = _Limit(resource.RLIMIT_NOFILE, "open files", 256, "ulimit -n", 1)
+_PROCESSES = _Limit(resource.RLIMIT_NPROC, "processes and threads", 256, "ulimit -u", 1)
+_MEMORY = _Limit(resource.RLIMIT_AS, "address space in KiB", 1 << 30, "ulimit -v", 1024)
+_REFUSED = (os.strerror(errno.EAGAIN), "can't start new thread")
+"""What fork and a thread's start say; a stream that would block has the number of the first."""
+
+
+def check_limits() -> None:
+    """Raise limits that are too low as far as this process may.
+
+    Raises:
+        InputError: one stays too low.
+    """
+    for limit in (_FILES, _PROCESSES, _MEMORY):
+        if limit is _PROCESSES and os.geteuid() == 0:
+            # The kernel counts no processes of root.
+            continue
+        soft, hard = resource.getrlimit(limit.number)
+        if _below(soft, limit.least):
+            soft = limit.least if not _below(hard, limit.least) else hard
+            resource.setrlimit(limit.number, (soft, hard))
+        if _below(soft, limit.least):
+            raise _too_low(limit, f"at least {limit.least // limit.unit} are needed")
+
+
+def limit_reached(error: BaseException) -> InputError | None:
+    """Return the error that names the limit which an exception comes from; None for any other."""
+    number = getattr(error, "errno", None)
+    if number == errno.EMFILE:
+        return _too_low(_FILES, "all are in use")
+    if number == errno.ENFILE:
+        return InputError("open files", "all of this system are in use", "raise fs.file-max")
+    if (getattr(error, "strerror", None) or str(error)) in _REFUSED:
+        return _too_low(_PROCESSES, "or that of this container, is reached")
+    if number == errno.ENOMEM or isinstance(error, MemoryError):
+        if resource.getrlimit(_MEMORY.number)[0] != resource.RLIM_INFINITY:
+            return _too_low(_MEMORY, "which is too little")
+        return InputError("memory", f"none is left ({error})", "end what else runs here")
+    return None
+
+
+def _below(value: int, least: int) -> bool:
+    return value != resource.RLIM_INFINITY and value < least
+
+
+def _too_low(limit: _Limit, what: str) -> InputError:
+    soft, _ = resource.getrlimit(limit.number)
+    most = "unlimited" if soft == resource.RLIM_INFINITY else soft // limit.unit
+    return InputError(limit.name, f"the limit is {most}, {what}", f"raise it ({limit.option})")

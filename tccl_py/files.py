@@ -1,12 +1,15 @@
-"""Reading and writing files: bounded reads, whole writes or none, and one run at a time."""
+"""Files: bounded reads, whole writes or none, locks, JSON, and temporary folders."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import shutil
+import socket
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -15,8 +18,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from tccl_py.errors import InputError
-from tccl_py.limits import limit_reached
+from tccl_py.errors import InputError, limit_reached
 
 MAX_INPUT_BYTES = 32 * 1024 * 1024
 """No description of one machine, plan or graph comes near this; larger input is refused unread."""
@@ -65,7 +67,7 @@ def reading(path: Path) -> Iterator[BufferedReader]:
     try:
         if path.exists() and not path.is_file():
             raise InputError(str(path), "is not a regular file", "name a file")
-        # Somebody may put a FIFO there meanwhile, and its writer is not waited for.
+        # A FIFO may appear there meanwhile; do not wait for its writer.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as handle:
             yield handle
     except OSError as error:
@@ -78,7 +80,7 @@ def reading(path: Path) -> Iterator[BufferedReader]:
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` beside `path` and rename it into place; on failure nothing is left behind.
 
-    A file that is replaced keeps its permissions; a new one gets those that the umask leaves.
+    A replaced file keeps its permissions; a new file gets the umask's.
 
     Raises:
         InputError: the place is a directory or cannot be written (no space, no permission).
@@ -103,8 +105,8 @@ def replacement(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a new file that replaces `path`, in one step, when the block ends without an error.
 
     Args:
-        path: the place; a run that was killed while it wrote there leaves nothing for good.
-        mode: the new file's permissions, of which the umask takes some.
+        path: the place; the next call removes files of a run that was killed while it wrote.
+        mode: the new file's permissions, less the umask.
 
     Raises:
         OSError: the system refuses it; nothing is left behind.
@@ -124,7 +126,7 @@ def replacement(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def _opened_beside(path: Path, mode: int) -> tuple[int, Path]:
-    """A new file, held against `sweep` until it is closed."""
+    """Open a new file, locked against `sweep` until it is closed."""
     while True:
         temporary = path.with_name(_beside(path) + os.urandom(4).hex())
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -141,22 +143,22 @@ def _beside(path: Path) -> str:
 
 
 def sweep_beside(path: Path) -> None:
-    """Take away what killed runs left of new contents for `path`."""
+    """Remove files of killed runs that were to replace `path`."""
     sweep(path.parent, _beside(path))
 
 
 def sweep(directory: Path, prefix: str) -> None:
-    """Take away files and folders that begin with `prefix` and that no run holds any more.
+    """Remove files and folders that begin with `prefix` and that no run has locked.
 
-    Where a file system has no locks they stay, since another run may be at work on them.
+    Where a file system has no locks they stay, as another run may use them.
     """
     with suppress(OSError):
-        for one in directory.iterdir():
-            if one.name.startswith(prefix):
-                _take_away(one)
+        for path in directory.iterdir():
+            if path.name.startswith(prefix):
+                _remove_unlocked(path)
 
 
-def _take_away(left: Path) -> None:
+def _remove_unlocked(left: Path) -> None:
     with suppress(OSError):
         descriptor = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -170,12 +172,12 @@ def _take_away(left: Path) -> None:
 
 
 def lock(descriptor: int, path: Path) -> bool:
-    """Hold an open file or directory against other runs until it is closed, however that happens.
+    """Lock an open file or directory against other runs until it is closed.
 
-    Return whether it is held: a file system without locks, as some network ones, goes without.
+    Return whether it is locked: some network file systems have no locks.
 
     Raises:
-        InputError: another run holds it; `path` is what the message calls it.
+        InputError: another run has locked it; the message names `path`.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -189,7 +191,7 @@ def lock(descriptor: int, path: Path) -> bool:
 
 
 def check_path(path: PurePath) -> None:
-    """Refuse a path that a job's environment could not name as it is.
+    """Check that a job's environment can name a path.
 
     Raises:
         InputError: control characters, or bytes that are not UTF-8.
@@ -266,7 +268,7 @@ def parsed(kind: type[Any], value: object) -> Any:
 
 
 def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
-    """Decode JSON into a msgspec type, strictly; `name` is what a message calls it.
+    """Decode JSON into a msgspec type, strictly; messages call it `name`.
 
     Raises:
         InputError: not JSON, nested too deep, or not of `kind`; names the place in the document.
@@ -284,9 +286,9 @@ def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
 
 
 def encode_json(value: Any) -> str:
-    """Encode as indented JSON with a final newline; field order is the declared one.
+    """Encode as indented JSON in declared field order, with a final newline.
 
-    No control character stands in it, so that a terminal shows what a name has.
+    Control characters are escaped, so that a terminal shows them.
     """
     text = msgspec.json.format(encode_line(value)[:-1], indent=1).decode() + "\n"
     return _TERMINAL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
@@ -295,3 +297,107 @@ def encode_json(value: Any) -> str:
 def encode_line(value: Any) -> bytes:
     """Encode as JSON on one line, with a final newline."""
     return msgspec.json.encode(value, enc_hook=written) + b"\n"
+
+
+# Temporary folders, removed at the end of their block or by a later run.
+
+
+_MARKER = ".tccl-temporary"
+_MOST_BYTES = 4096
+_OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
+
+
+class _Owner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The process that made a folder: host, process id, and start in ticks since boot."""
+
+    temporary_folder_of: str = "tccl"
+    host: str
+    pid: int
+    started: int
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Make a folder whose name begins with `prefix`, for the time of the block.
+
+    A killed program cannot remove its folder. The folder is locked while the program lives, and its
+    marker names the process: the next call with the prefix removes marked folders whose lock and
+    process are gone. A folder without marker is the user's own, whatever its name.
+
+    Raises:
+        InputError: the system refuses it, or something in the block, as a full disk does.
+    """
+    _sweep(prefix)
+    with _named(), tempfile.TemporaryDirectory(prefix=prefix) as name, _held(Path(name)):
+        # Marked only now that it is locked: until then it could look like a dead program's.
+        own = _Owner(host=socket.gethostname(), pid=os.getpid(), started=_started(os.getpid()))
+        write_atomically(Path(name, _MARKER), msgspec.json.encode(own).decode())
+        yield Path(name)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Turn errors of the system in the block into InputErrors with place and remedy."""
+    try:
+        yield
+    except OSError as error:
+        why = f"failed ({error.strerror or error})"
+        reached = limit_reached(error)
+        if reached is not None:
+            raise reached from error
+        if error.errno not in _OF_PLACES:
+            raise
+        where = f"temporary folder {tempfile.gettempdir()}"
+        raise InputError(where, why, "make room there, or name another by TMPDIR") from error
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Lock a folder; yield whether that was possible.
+
+    Not by `lock`, which accepts file systems without locks: there no folder may be removed.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            # Another process has it, or the file system has no locks.
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(prefix: str) -> None:
+    """Remove this user's folders whose marker names a process that is gone."""
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError, ValueError):
+            if not stat.S_ISDIR(_owned(path)) or not stat.S_ISREG(_owned(path / _MARKER)):
+                continue
+            with (path / _MARKER).open("rb") as marker:
+                owner = msgspec.json.decode(marker.read(_MOST_BYTES), type=_Owner)
+            if owner.temporary_folder_of != "tccl" or owner.host != socket.gethostname():
+                continue
+            with _held(path) as unused:
+                if unused and not _lives(owner):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _owned(path: Path) -> int:
+    """Return the mode of a path itself, not of what it links to; 0 if another user owns it."""
+    found = path.lstat()
+    return found.st_mode if found.st_uid == os.geteuid() else 0
+
+
+def _lives(owner: _Owner) -> bool:
+    with suppress(OSError):
+        return _started(owner.pid) == owner.started
+    return False
+
+
+def _started(pid: int) -> int:
+    """Return the start of a process in ticks since boot."""
+    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    return int(text.rpartition(")")[2].split()[19])

@@ -1,24 +1,43 @@
-"""NCCL's library: where it lies, and the few of its functions that are needed here."""
+"""NCCL's library: its places, its installed versions, and the functions needed here.
+
+torch's wheels need a package that has the library, or contain NCCL. The package's version is the
+library's, unless two packages share the one file; a version that only the library knows is asked by
+a process of its own, so that neither torch nor anything of CUDA is loaded here.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
+import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tccl_py.errors import MeasurementError
+import msgspec
+
+from tccl_py.children import child_command, child_environment
+from tccl_py.errors import MeasurementError, limit_reached
 
 NAME = "libnccl.so.2"
 ID_BYTES = 128
-PACKAGE_PLACE = Path("nvidia", "nccl", "lib")
+_PACKAGE_PLACE = Path("nvidia", "nccl", "lib")
 """Folder of the library in NVIDIA's Python packages, below site-packages."""
+_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+_NEEDED = re.compile(r"nvidia[-_]nccl[-_]cu[0-9]{1,3}", re.ASCII)
+_NUMBER = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}(?:\.[0-9]{1,3})?", re.ASCII)
+_TIMEOUT_S = 60.0
+"""To import torch from a cold network file system takes long."""
+_TORCH = "torch"
+"""Stands for torch's NCCL in place of a library."""
 _UINT8 = 1
 _UNDEFINED = -(1 << 31)
 _MAGIC = 0xCAFEBEEF
 _CONFIG_VERSION = 21800
-"""NCCL 2.18 and later read a configuration by the size and the version it says it has."""
+"""NCCL 2.18 and later read a configuration by its own size and version."""
 _OLDEST = 21800
 
 
@@ -27,7 +46,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t of NCCL 2.18, of which later ones are longer."""
+    """ncclConfig_t of NCCL 2.18; later structures are longer."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -43,10 +62,10 @@ class _Config(ctypes.Structure):
 
 
 class Library:
-    """NCCL as this process loads it; what it refuses is a MeasurementError with its own words.
+    """NCCL as this process loads it; its errors are MeasurementErrors with its own words.
 
     Args:
-        path: the library's file; None is what `find_library` finds.
+        path: the library's file; None is the result of `find_library`.
 
     Raises:
         MeasurementError: it does not load, or is older than 2.18.
@@ -89,7 +108,7 @@ class Library:
         _check_cuda("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
 
     def unique_id(self) -> bytes:
-        """What the members of a new communicator meet by."""
+        """Return the id by which the ranks of a new communicator meet."""
         found = _UniqueId()
         self._call("ncclGetUniqueId", ctypes.byref(found))
         return ctypes.string_at(ctypes.addressof(found), ID_BYTES)
@@ -97,13 +116,13 @@ class Library:
     def communicator(
         self, unique_id: bytes, *, rank: int, ranks: int = 2, channels: int | None = None
     ) -> int:
-        """Become a rank of a communicator, on the current GPU; waits for the others.
+        """Become a rank of a communicator, on the current GPU; waits for the other ranks.
 
         Args:
-            unique_id: what all ranks were told.
-            rank: this one's number.
-            ranks: how many there are.
-            channels: how many to use; None leaves that to NCCL.
+            unique_id: the same for all ranks.
+            rank: the number of this rank.
+            ranks: the number of ranks.
+            channels: the number of channels; None leaves it to NCCL.
 
         Raises:
             MeasurementError: NCCL could not make it.
@@ -144,13 +163,13 @@ class Library:
         )
 
     def failure(self, communicator: int) -> str:
-        """What has gone wrong in a communicator since, or ""."""
+        """Return a communicator's asynchronous error, or ""."""
         state = ctypes.c_int()
         self._call("ncclCommGetAsyncError", ctypes.c_void_p(communicator), ctypes.byref(state))
         return self._words(state.value) if state.value else ""
 
     def abort(self, communicator: int) -> None:
-        """End a communicator, whatever its other member does."""
+        """End a communicator, whatever its other rank does."""
         self._call("ncclCommAbort", ctypes.c_void_p(communicator))
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -176,15 +195,21 @@ def find_library() -> str:
     """Return the library that a job would load, as a path or as a name for the loader.
 
     The folders of LD_LIBRARY_PATH come first, then the package of this Python that torch brings
-    along, then what the system has.
+    along, then the system's places.
     """
     told = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
-    places = [Path(one) for one in told] + [Path(one) / PACKAGE_PLACE for one in sys.path]
-    return next((str(place / NAME) for place in places if (place / NAME).is_file()), NAME)
+    places = (Path(folder) / NAME for folder in told)
+    return next((str(place) for place in places if place.is_file()), _packaged())
+
+
+def _packaged() -> str:
+    """Return the library of this Python's packages, or its name for the loader."""
+    places = (Path(folder) / _PACKAGE_PLACE / NAME for folder in sys.path)
+    return next((str(place) for place in places if place.is_file()), NAME)
 
 
 def version_text(number: int) -> str:
-    """Return the version that ncclGetVersion's number stands for.
+    """Return the version of ncclGetVersion's number.
 
     NCCL_VERSION(X, Y, Z) in nccl.h is X * 10000 + Y * 100 + Z since 2.9, X * 1000 + ... before.
 
@@ -193,3 +218,110 @@ def version_text(number: int) -> str:
     """
     unit = 10000 if number >= 10000 else 1000
     return f"{number // unit}.{number % unit // 100}.{number % 100}"
+
+
+class InstalledNccl(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of NCCL, as NVIDIA writes it, and its place, as part of a sentence."""
+
+    version: str
+    source: str
+
+    @property
+    def minor(self) -> str:
+        """The first two numbers, which decide the rules of NCCL."""
+        return ".".join(self.version.split(".")[:2])
+
+
+def installed_nccl() -> InstalledNccl | None:
+    """Return the NCCL that a job of this Python most likely loads; None if there is no NCCL."""
+    return next(installed_nccls(), None)
+
+
+def installed_nccls() -> Iterator[InstalledNccl]:
+    """Yield the installed versions, torch's first; each is searched when it is asked for."""
+    torch = _distribution("torch")
+    own = _of_torch(torch) if torch is not None else None
+    if own is not None:
+        yield own
+    elif (package := _of_packages(_PACKAGES)) is not None:
+        yield package
+    found = _told(NAME)
+    if found:
+        yield InstalledNccl(version=found, source=f"{NAME} as the system finds it")
+
+
+def _of_torch(torch: metadata.Distribution) -> InstalledNccl | None:
+    """Return torch's NCCL; None where torch is built without NCCL, or does not say."""
+    name = f"torch {torch.version}"
+    matches = filter(None, map(_NEEDED.match, torch.requires or ()))
+    package = _of_packages([match[0].replace("_", "-") for match in matches])
+    if package is not None:
+        source = f"{package.source}, which {name} loads"
+        return InstalledNccl(version=package.version, source=source)
+    if not Path(str(torch.locate_file("torch/lib/libtorch_cuda.so"))).exists():
+        return None
+    found = _told(_TORCH)
+    return InstalledNccl(version=found, source=f"in {name}") if found else None
+
+
+def _of_packages(names: Sequence[str]) -> InstalledNccl | None:
+    """Return the NCCL of the first of these packages that is installed."""
+    for name in names:
+        package = _distribution(name)
+        if package is None:
+            continue
+        version = package.version
+        if sum(_distribution(other) is not None for other in _PACKAGES) > 1:
+            # They put the library in one place: whichever came last is there.
+            version = _told(_packaged()) or version
+        match = _NUMBER.match(version)
+        if match is not None:
+            return InstalledNccl(version=match[0], source=f"of the package {name}")
+    return None
+
+
+def _distribution(name: str) -> metadata.Distribution | None:
+    try:
+        return metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _told(library: str) -> str:
+    """Return the version of a library, or of torch's NCCL, by a process of its own; "" if none.
+
+    Raises:
+        InputError: no process can be started, because a limit of this one is reached.
+    """
+    try:
+        done = subprocess.run(
+            child_command("tccl_py.nccl_library", library),
+            env=child_environment(dict(os.environ)),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        reached = limit_reached(error)
+        if reached is not None:
+            raise reached from error
+        return ""
+    match = _NUMBER.fullmatch(done.stdout.strip())
+    return match[0] if match is not None and done.returncode == 0 else ""
+
+
+def _version_of(library: str) -> str:
+    """Load a library, or torch, and return its version of NCCL."""
+    if library == _TORCH:
+        import torch  # noqa: PLC0415 (only in a process of its own)
+
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    number = ctypes.c_int()
+    if ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number)):
+        return ""
+    return version_text(number.value)
+
+
+if __name__ == "__main__":
+    print(_version_of(sys.argv[1]))

@@ -61,7 +61,7 @@ def _own_environment(monkeypatch):
     for name in ("NCCL_GRAPH_FILE", "NCCL_TOPO_FILE"):
         monkeypatch.delenv(name, raising=False)
     # Nor which NCCL is installed.
-    monkeypatch.setattr("tccl_py.readers.installed_nccl.installed_nccls", lambda: iter(()))
+    monkeypatch.setattr("tccl_py.nccl_library.installed_nccls", lambda: iter(()))
     # Nor what it does on this machine's GPUs.
     monkeypatch.setattr("tccl_py.cli.plan.rings_here", lambda *_: None)
     monkeypatch.setattr("tccl_py.cli.doctor.asked_here", lambda *_: "")

@@ -23,7 +23,7 @@ from tccl_py.plan.plan import per_channel
 from tccl_py.plan.planner import make_plan
 from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.source import Simulator
 from tests.graph_judge import judged
 from tests.random_machines import random_machine

@@ -20,8 +20,7 @@ from tccl_py.plan.plan import AS_GOOD, CHOICES
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.tasks import condensed
 from tccl_py.readers.nccl_topology import read_nccl_topology
-from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tests.nccl_cases import CASES
 from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of

@@ -21,8 +21,7 @@ from tccl_py.plan.files import nccl_files
 from tccl_py.plan.host_order import RANK_MAP, rank_map_from_json
 from tccl_py.plan.load import is_cluster_plan, load_plan
 from tccl_py.plan.variants import for_version
-from tccl_py.simulator.descriptions import read_description
-from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.descriptions import model_for, read_description
 from tests.cluster_plans import FOUR, LOCAL, MACHINES, NOTHING, cluster_plan, equal_hosts, mixed
 from tests.effort import soon
 

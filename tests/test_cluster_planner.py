@@ -26,8 +26,7 @@ from tccl_py.nccl.settings import Settings, final_channels
 from tccl_py.nccl.view import view
 from tccl_py.search.chains import Pairing
 from tccl_py.search.problem import Budget, SilentReporter
-from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.memory import RememberingSource
 from tests.networked import MadeUp, all_chains, networked_machine

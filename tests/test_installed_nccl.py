@@ -11,7 +11,7 @@ from tccl_py.cli.main import app
 from tccl_py.cli.nccl_here import version_here, version_of_hosts
 from tccl_py.health.doctor import examine
 from tccl_py.health.host import Host
-from tccl_py.readers.installed_nccl import InstalledNccl, installed_nccls
+from tccl_py.nccl_library import InstalledNccl, installed_nccls
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc, which is not here")
 TORCH = "the package nvidia-nccl-cu12, which torch 2.11.0 loads"
@@ -109,7 +109,7 @@ def test_a_library_that_fails_and_versions_that_are_none_are_nothing(site, monke
 
 
 def found_here(monkeypatch, *found):
-    name = "tccl_py.readers.installed_nccl.installed_nccls"
+    name = "tccl_py.nccl_library.installed_nccls"
     monkeypatch.setattr(name, lambda: iter(found))
 
 

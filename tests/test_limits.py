@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tccl_py.limits import limit_reached
+from tccl_py.errors import limit_reached
 
 
 def limited(number, soft, hard, *command):
@@ -52,7 +52,7 @@ def test_a_limit_that_this_process_may_raise_is_raised():
 def test_too_few_processes_and_too_little_memory_are_named(number, most, sentence):
     program = (
         "import os\nos.geteuid = lambda: 1000\n"
-        "from tccl_py.limits import check_limits\ncheck_limits()"
+        "from tccl_py.errors import check_limits\ncheck_limits()"
     )
     done = limited(number, most, most, sys.executable, "-c", program)
     assert done.returncode == 1

@@ -15,9 +15,9 @@ from tccl_py.simulator.descriptions import (
     bundled_names,
     load_bundled,
     load_machine,
+    model_for,
     model_from_json,
 )
-from tccl_py.simulator.generic import model_for
 from tccl_py.simulator.model import (
     bundled_parameters,
     parameters_from_json,

@@ -17,8 +17,7 @@ from tccl_py.model.transfer import Fifo, Flow, entering, leaving, transfer_set
 from tccl_py.plan.planner import make_plan
 from tccl_py.search.chains import Chain, entry, leave, ring_of
 from tccl_py.search.problem import Budget, SilentReporter
-from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.tccl_fork import build as databases_of_plans

@@ -13,11 +13,11 @@ import time
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.temporary import _MARKER as MARKER
-from tccl_py.temporary import temporary_folder
+from tccl_py.files import _MARKER as MARKER
+from tccl_py.files import temporary_folder
 
 HOLDING = (
-    "import sys, time\nfrom tccl_py.temporary import temporary_folder\n"
+    "import sys, time\nfrom tccl_py.files import temporary_folder\n"
     "with temporary_folder('tccl-t-') as folder:\n"
     "    (folder / 'file').write_text('x')\n    print(folder, flush=True)\n    time.sleep(600)\n"
 )

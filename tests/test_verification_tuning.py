@@ -23,8 +23,7 @@ from tccl_py.plan.directory import locked, write_plan
 from tccl_py.plan.files import host_graphs, nccl_files
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
-from tccl_py.simulator.descriptions import read_description
-from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.descriptions import model_for, read_description
 from tccl_py.verify.record import load_verification
 from tccl_py.verify.spec import SIZES
 from tccl_py.verify.target import read_target

@@ -23,8 +23,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import msgspec
 
 from tccl_profiler.program import DeviceProgram, Link
-from tccl_py.errors import InputError, MeasurementError, TcclError
-from tccl_py.limits import limit_reached
+from tccl_py.errors import InputError, MeasurementError, TcclError, limit_reached
 
 LINK_S = 10.0
 """Seconds for a link to be made."""

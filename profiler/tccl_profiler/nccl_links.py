@@ -19,8 +19,8 @@ from tccl_profiler.messages import Endpoint, LinkLost
 from tccl_profiler.program import Carrier, Link
 from tccl_profiler.shared_memory import differing, write_pattern
 from tccl_py.errors import MeasurementError
+from tccl_py.files import temporary_folder
 from tccl_py.nccl_library import Library
-from tccl_py.temporary import temporary_folder
 
 _SENDER, _RECEIVER = 0, 1
 _FIRST_BYTES = 1 << 20

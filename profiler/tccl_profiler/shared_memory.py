@@ -22,8 +22,7 @@ import numpy.typing as npt
 from tccl_profiler import linux
 from tccl_profiler.messages import Pace
 from tccl_profiler.program import MAX_REPEATS
-from tccl_py.errors import MeasurementError
-from tccl_py.limits import limit_reached
+from tccl_py.errors import MeasurementError, limit_reached
 
 _NAME_BYTES = 200  # memfd_create takes up to 249
 

@@ -18,7 +18,7 @@ from tccl_py.cli.streams import ANSWER_IS_NO, print_json
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.doctor import Diagnosis, examine
 from tccl_py.health.host import DriverState, Finding, GpuState, Host
-from tccl_py.readers.installed_nccl import installed_nccls
+from tccl_py.nccl_library import installed_nccls
 from tccl_py.readers.nvml import DriverFacts, driver_facts
 from tccl_py.sources.profiled import conditions_of
 

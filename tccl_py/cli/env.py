@@ -23,13 +23,13 @@ from tccl_py.health.fitness import (
 )
 from tccl_py.model.cluster import shown
 from tccl_py.nccl.conf import export_lines, job_environment
+from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.directory import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.load import is_cluster_plan, load_plan
 from tccl_py.plan.plan import CHOICES, Plan
 from tccl_py.plan.staging import Manifest, check_files
 from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
-from tccl_py.readers.installed_nccl import installed_nccl
 from tccl_py.readers.live import fingerprint_of
 from tccl_py.readers.nvml import driver_facts
 

@@ -17,8 +17,7 @@ from typer.models import CommandInfo
 
 from tccl_py.cli.interrupts import INTERRUPTED, TERMINATED, Terminated, left_at_once
 from tccl_py.cli.streams import NO_READER, NOT_USABLE, complain, flush_output, silence_output
-from tccl_py.errors import InputError, TcclError
-from tccl_py.limits import limit_reached
+from tccl_py.errors import InputError, TcclError, limit_reached
 
 COMMANDS = {
     "discover": ("machines:discover", "Describe a machine's GPUs, NUMA nodes, links and NICs."),

@@ -21,9 +21,9 @@ from tccl_py.nccl.asked import (
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import LATEST
+from tccl_py.nccl_library import InstalledNccl, installed_nccl
 from tccl_py.plan.files import GRAPH_FILE, nccl_files, subset_file
 from tccl_py.plan.plan import Plan
-from tccl_py.readers.installed_nccl import InstalledNccl, installed_nccl
 from tccl_py.readers.nvml import gpu_count
 from tccl_py.sources.profiled import MeasuredMachine, users_of
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import Flow, Transfer
-from tccl_py.simulator.generic import model_for
+from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.routes import Edge, Network
 
 Kind = Literal["uplink", "chip", "socket", "numa", "memory", "nvlink", "own", "cpu"]

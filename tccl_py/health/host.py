@@ -22,7 +22,7 @@ import msgspec
 from tccl_py.model.knowledge import PeerAccess
 from tccl_py.model.machine import bus_order, normal_bus_id
 from tccl_py.nccl.asked import NcclAnswer
-from tccl_py.readers.installed_nccl import InstalledNccl
+from tccl_py.nccl_library import InstalledNccl
 
 _MAX_BYTES = 64 * 1024
 _MAX_ENTRIES = 10_000

@@ -12,10 +12,9 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from tccl_py.errors import TcclError
-from tccl_py.files import decode_json
+from tccl_py.files import decode_json, temporary_folder
 from tccl_py.rank_processes.forkserver import ForkedRank, ForkServer, Program
 from tccl_py.rank_processes.rank import SPEC_FILE, result_file, slots_file, write_slots
-from tccl_py.temporary import temporary_folder
 
 TORCH = ("torch", "torch.distributed", "torch.nn.parallel")
 """Imports that take most of a torch rank's start."""

@@ -1,7 +1,8 @@
-"""Machine models by name: the bundled ones, and any file that describes a machine."""
+"""Machine models by name or file, and a model of assumed figures for any Machine."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
@@ -10,10 +11,224 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, read_text
 from tccl_py.model.knowledge import DiscoveredMachine, Knowledge, check_knowledge
-from tccl_py.model.machine import Machine, check
+from tccl_py.model.machine import Machine, PciLink, check
 from tccl_py.readers.nccl_topology import parse_nccl_topology
-from tccl_py.simulator.generic import model_for
-from tccl_py.simulator.model import MachineModel, bundled_parameters, check_model
+from tccl_py.simulator.model import (
+    MODEL_VERSION,
+    Capacity,
+    ExecutorLimit,
+    FifoCache,
+    Figure,
+    Links,
+    MachineModel,
+    Memory,
+    Traffic,
+    bundled_parameters,
+    check_model,
+)
+
+# A model for any Machine: capacities from link speeds and widths, all of them assumed.
+
+
+GEN5_GTS = 32.0
+DEFAULT_WIDTH = 16
+_SM_LINK_GTS = ((90, 32.0), (80, 16.0), (0, 8.0))
+"""PCIe signalling by compute capability, for virtual machines that report no link speed."""
+_NVLINK_RELATIVE = ((100, 2.0), (90, 1.0), (87, 1.0), (86, 0.5625), (70, 1.0), (0, 0.8))
+"""One NVLink of a GPU relative to the 25 GB/s each way of NVLink 2 to 4: data sheets by sm."""
+_XGMI_RELATIVE = 1.5
+_C2C_RELATIVE = 1.8
+"""Infinity Fabric at 37 GB/s, NVLink-C2C at 45 GB/s a link each way."""
+_MEMORY_RELATIVE = ((32.0, 1.0), (16.0, 0.6), (0.0, 0.35))
+"""Host memory by the PCIe generation it came with: DDR5 of eight channels, then DDR4."""
+_FASTEST_PORT_MBPS = 100_000_000
+_DEVICE_CACHE_VENDORS = frozenset({"GenuineIntel"})
+"""CPUs whose last-level cache takes device writes without being asked (Intel's DDIO)."""
+
+
+def assumed(parameter: str, scale: float = 1.0) -> Figure:
+    """Return a shared parameter as used on a machine without measurements."""
+    return Figure(parameter=parameter, scale=scale, provenance="assumed")
+
+
+def shared_capacity(
+    name: str, at: Links, figure: Figure, counts: Traffic | None = None
+) -> Capacity:
+    """Return a capacity that writes and reads share alike."""
+    counts = counts or Traffic()
+    return Capacity(name=name, at=at, counts=counts, write=figure, read=figure, mixed=figure)
+
+
+def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineModel:
+    """Return a model of `machine` from data sheets and measurements of other machines.
+
+    Every figure is `assumed`, so every measurement from it is. No collapse is assumed.
+
+    Raises:
+        InputError: a link so slow or fast that no figure comes of it.
+    """
+    model = MachineModel(
+        format_version=MODEL_VERSION,
+        name=machine.name,
+        note="capacities assumed from link speeds and widths",
+        machine=machine,
+        knowledge=knowledge or Knowledge(),
+        capacities=(
+            *pci_capacities(machine),
+            *_fabric(machine),
+            *_nvlinks(machine),
+            *_nics(machine),
+            host_memory(machine),
+        ),
+        executors=kernel_limits(),
+        fifo_cache=fifo_cache(machine),
+    )
+    return check_model(model, bundled_parameters(), where=machine.name)
+
+
+def pci_capacities(machine: Machine) -> Iterable[Capacity]:
+    """Yield capacities one way and both ways for each speed of PCI link."""
+    classes: dict[float, list[str]] = {}
+    for device, link in machine.links.items():
+        classes.setdefault(_lanes(machine, link), []).append(device)
+    for share, devices in sorted(classes.items()):
+        at = Links(kinds=("pci",), devices=tuple(devices))
+        one_way = assumed("pcie5_x16_one_way", share)
+        both = msgspec.structs.replace(at, way="both")
+        both_ways = assumed("pcie5_x16_both_ways", share)
+        name = f"PCI link, {share * GEN5_GTS * DEFAULT_WIDTH:g} GT/s over all lanes"
+        yield shared_capacity(f"{name}, one way", at, one_way)
+        yield shared_capacity(f"{name}, both ways", both, both_ways)
+
+
+def _lanes(machine: Machine, link: PciLink) -> float:
+    """Return a link's signalling relative to Gen5 x16; virtual machines may report neither."""
+    speed = link.speed_gts or _usual_speed(machine)
+    return speed * (link.width or DEFAULT_WIDTH) / (GEN5_GTS * DEFAULT_WIDTH)
+
+
+def _usual_speed(machine: Machine) -> float:
+    return _by_threshold(_SM_LINK_GTS, max((gpu.sm or 0) for gpu in machine.gpus))
+
+
+def _by_threshold(table: tuple[tuple[float, float], ...], value: float) -> float:
+    return next(result for least, result in table if value >= least)
+
+
+def _fastest(machine: Machine) -> float:
+    return max(_lanes(machine, gpu.link) for gpu in machine.gpus)
+
+
+def _fabric(machine: Machine) -> Iterable[Capacity]:
+    if len(machine.numa_nodes) < 2:
+        return
+    speed = _fastest(machine)
+    yield shared_capacity(
+        "a root port's traffic across sockets",
+        Links(kinds=("pci",), position="root_port"),
+        assumed("socket_crossing_port", speed),
+        counts=Traffic(crosses="socket"),
+    )
+    yield shared_capacity(
+        "link between sockets, one way",
+        Links(kinds=("smp",), span="socket"),
+        assumed("socket_crossing_port", speed * 2.0),
+    )
+    yield shared_capacity(
+        "link between NUMA nodes of a socket, one way",
+        Links(kinds=("smp",), span="numa"),
+        assumed("socket_crossing_port", speed * 3.0),
+    )
+
+
+def _nvlinks(machine: Machine) -> Iterable[Capacity]:
+    """Yield a capacity for every pair of devices that NVLinks join, each direction alike."""
+    counts: dict[tuple[str, str], float] = {}
+    for link in machine.nvlinks:
+        ends = (link.source, link.target)
+        counts[ends] = counts.get(ends, 0.0) + link.count * _relative(machine, link.kind, ends)
+    kinds = {frozenset((link.source, link.target)): link.kind for link in machine.nvlinks}
+    for pair in sorted(kinds, key=sorted):
+        one, other = sorted(pair)
+        share = max(counts.get((one, other), 0.0), counts.get((other, one), 0.0))
+        yield shared_capacity(
+            f"{kinds[pair]} {one} - {other}, one way",
+            Links(kinds=(kinds[pair],), between=(one, other)),
+            assumed("nvlink4_link_one_way", share),
+        )
+
+
+def _relative(machine: Machine, kind: str, ends: tuple[str, str]) -> float:
+    if kind == "xgmi":
+        return _XGMI_RELATIVE
+    if kind == "c2c":
+        return _C2C_RELATIVE
+    sms = [gpu.sm for gpu in machine.gpus if gpu.id in ends and gpu.sm is not None]
+    return _by_threshold(_NVLINK_RELATIVE, min(sms, default=90))
+
+
+def _nics(machine: Machine) -> Iterable[Capacity]:
+    for nic in machine.nics:
+        if nic.speed_mbps > 0:
+            gbps = min(nic.speed_mbps, _FASTEST_PORT_MBPS) / 8000.0
+            at = Links(kinds=("pci",), devices=(nic.id,))
+            figure = Figure(value=gbps, provenance="assumed")
+            yield shared_capacity(f"{nic.id}, its network port, one way", at, figure)
+
+
+def host_memory(machine: Machine) -> Capacity:
+    """Return the memory's capacity of a NUMA node; split sockets share theirs out."""
+    sockets = {node.socket for node in machine.numa_nodes if node.socket is not None}
+    parts = len(machine.numa_nodes) / len(sockets) if sockets else 1.0
+    scale = _by_threshold(_MEMORY_RELATIVE, _fastest(machine) * GEN5_GTS) / parts
+    return Capacity(
+        name="host memory of a NUMA node",
+        at=Memory(),
+        write=assumed("host_write", scale),
+        read=assumed("host_read", scale),
+        write_in_mix=assumed("host_write_in_mix", scale),
+        read_in_mix=assumed("host_read_in_mix", scale),
+    )
+
+
+def kernel_limits() -> tuple[ExecutorLimit, ...]:
+    """Return the limits of NCCL's blocks: a direct rate, and a FIFO's window for bounces."""
+    return (
+        ExecutorLimit(
+            name="blocks of a direct kernel",
+            executor="kernel",
+            path="direct",
+            per_block=assumed("kernel_block"),
+        ),
+        ExecutorLimit(
+            name="blocks of a bouncing kernel",
+            executor="kernel",
+            path="bounce",
+            per_block=assumed("fifo_block"),
+            latency_us=assumed("fifo_latency_us"),
+            ceiling=assumed("fifo_ceiling"),
+            sharpness=3.0,
+        ),
+        ExecutorLimit(
+            name="slots of a bounce by copy engines",
+            executor="copy_engine",
+            path="bounce",
+            per_block=assumed("pcie5_x16_one_way"),
+            latency_us=assumed("copy_engine_slot_us"),
+        ),
+    )
+
+
+def fifo_cache(machine: Machine) -> FifoCache | None:
+    """Return the FIFO footprint rule, where the CPUs let devices write into their cache."""
+    if not {node.vendor for node in machine.numa_nodes} & _DEVICE_CACHE_VENDORS:
+        return None
+    return FifoCache(
+        cache_mib=assumed("fifo_cache_mib"),
+        write=assumed("fifo_in_cache"),
+        read=assumed("fifo_in_cache"),
+    )
+
 
 _MODELS = resources.files("tccl_py.simulator").joinpath("machines")
 _SUFFIX = ".json"
