@@ -16,10 +16,9 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.sources import profiled
 from tccl_py.sources.journal import JournalFile, JournalHeader
 from tccl_py.sources.memory import RememberingSource
-from tccl_py.tccl_fork.database import found_ring
-from tccl_py.tccl_fork.reader import parse_tccl_xml, read_tccl_xml
 from tests.planned import SMALL, plan_of, rebind
 from tests.sessions import Fake, measures_by
+from tests.tccl_runtime import found_ring, parse_tccl_xml, read_tccl_xml
 
 MEASURED = JournalHeader(machine=SMALL, identity="GPUs a, b", simulated=False)
 SETS = ("G0->G0->G1", "G0->G1->G1")

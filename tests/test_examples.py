@@ -12,7 +12,7 @@ import tccl_py
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.search.problem import SearchProblem
 from tccl_py.search.strategies import find_rings
-from tccl_py.tccl_fork.hops import free_hop_space
+from tccl_py.tccl_fork.search import free_hop_space
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAYS = {

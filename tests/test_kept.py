@@ -37,7 +37,7 @@ from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.tccl_fork.build import make_database
-from tccl_py.tccl_fork.hops import free_hop_space
+from tccl_py.tccl_fork.search import free_hop_space
 from tests.nccl_nodes import with_nics
 from tests.planned import ASUS, BUDGETS, FOUR_GPUS, PCIE, SMALL, plan_of
 from tests.toy import toy_machine

@@ -13,7 +13,7 @@ from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.system import build_system
 from tccl_py.nccl.transport import hop_space, pair_mechanism
 from tccl_py.nccl.view import view
-from tccl_py.tccl_fork.hops import free_hop_space
+from tccl_py.tccl_fork.search import free_hop_space
 from tests.nccl_cases import case_name, machine, stock_choices
 from tests.toy import toy_machine
 

@@ -15,7 +15,7 @@ from tccl_py.search.strategies import find_rings
 from tccl_py.search.tccl_paper import count_ring_sets
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.tccl_fork.hops import free_hop_space
+from tccl_py.tccl_fork.search import free_hop_space
 
 FOUR_GPUS = ("amd-3090", "amd-v100", "h200x4-vm", "intel-v100")
 EIGHT_GPUS = ("asus-esc8000a-e13p", "nvswitch-8gpu-8nic", "supermicro-h12dsg-8x3090")

@@ -21,26 +21,23 @@ from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.tccl_fork import build as databases_of_plans
-from tccl_py.tccl_fork.build import MOST_CHANNELS, Export, make_database
-from tccl_py.tccl_fork.chains import Landing, all_ends, plan_channels, searched_chains
-from tccl_py.tccl_fork.checks import check_database
+from tccl_py.tccl_fork.build import MOST_CHANNELS, Export, make_database, plan_channels
 from tccl_py.tccl_fork.database import (
     Crossing,
     Database,
     NodeChain,
     NodeChains,
-    found_ring,
     gpus_of,
     mask_of,
     numa_ids,
+    tccl_xml,
     typed_transfers,
 )
-from tccl_py.tccl_fork.reader import parse_tccl_xml
-from tccl_py.tccl_fork.rings import DatabaseTask, searched_rings
-from tccl_py.tccl_fork.xml import tccl_xml
+from tccl_py.tccl_fork.search import DatabaseSearch, DatabaseTask, Landing, all_ends
 from tests.fakes import SharedResources
 from tests.planned import PCIE, SMALL, plan_of, with_parts
 from tests.tccl_databases import small_database
+from tests.tccl_runtime import check_database, found_ring, parse_tccl_xml
 from tests.toy import toy_machine
 
 EIGHT = "supermicro-h12dsg-8x3090"
@@ -79,6 +76,12 @@ def task_of(machine, source, *, knowledge=None, gpus=None, max_sets=100_000, **m
             **more,
         }
     )
+
+
+def searched_rings(task):
+    search = DatabaseSearch(task)
+    search.find_rings()
+    return search
 
 
 def random_resources(seed):
@@ -126,13 +129,14 @@ def all_chains(task, nic, ends):
     def through(place):
         return None if place.in_gpu else place.index
 
+    (lands,), (leaves,) = ends.entries, ends.exits
     for order in itertools.permutations(ends.gpus):
-        if ends.entry.in_gpu and order[0] != ends.entry.index:
+        if lands.in_gpu and order[0] != lands.index:
             continue
-        if ends.exit.in_gpu and order[-1] != ends.exit.index:
+        if leaves.in_gpu and order[-1] != leaves.index:
             continue
-        first = entry(order[0], entering(nic.index, order[0], through=through(ends.entry), **how))
-        last = leave(order[-1], leaving(order[-1], nic.index, through=through(ends.exit), **how))
+        first = entry(order[0], entering(nic.index, order[0], through=through(lands), **how))
+        last = leave(order[-1], leaving(order[-1], nic.index, through=through(leaves), **how))
         choices = [space.between(*pair) for pair in itertools.pairwise(order)]
         for hops in itertools.product(*choices):
             yield ring_of(Chain(first, hops, last))
@@ -149,7 +153,7 @@ def test_rings_of_a_toy_machine_are_the_best_of_all(peers, per_switch):
     source = Simulator(model_for(machine, knowledge))
     task = task_of(machine, source, knowledge=knowledge)
     found = searched_rings(task)
-    assert not found.missing
+    assert not found.missing_rings
     assert sorted(map(mask_of, found.rings)) == [m for m in range(16) if len(gpus_of(m)) > 1]
     for gpus, one in found.rings.items():
         best = best_rate(source, all_rings(task.hop_space(gpus)))
@@ -175,8 +179,9 @@ def test_chains_between_all_landings_are_the_best_of_all(seed):
     task = task_of(machine, source)
     (nic,) = machine.nics
     wanted = task.sets_of_gpus(least=1)
-    found = searched_chains(task, nic, wanted, every_landing=True)
-    assert not found.missing
+    found = DatabaseSearch(task, nic)
+    found.find_chains(nic, every_landing=True)
+    assert not found.missing_chains
     rates = {}
     for ends in (ends for gpus in wanted for ends in all_ends(task, nic, gpus)):
         rates[ends] = best_rate(source, all_chains(task, nic, ends))
@@ -192,9 +197,9 @@ def test_landings_of_one_gpu_and_of_several():
     task = task_of(machine, Simulator(model_for(machine)))
     (nic,) = machine.nics
     gpu, other, near, far = Landing(True, 0), Landing(True, 1), Landing(False, 0), Landing(False, 1)
-    alone = {(one.entry, one.exit) for one in all_ends(task, nic, (0,))}
+    alone = {(one.entries[0], one.exits[0]) for one in all_ends(task, nic, (0,))}
     assert alone == set(itertools.product((gpu, near, far), repeat=2)) - {(gpu, gpu)}
-    both = {(one.entry, one.exit) for one in all_ends(task, nic, (0, 1))}
+    both = {(one.entries[0], one.exits[0]) for one in all_ends(task, nic, (0, 1))}
     every = set(itertools.product((gpu, other, near, far), repeat=2))
     assert both == every - {(gpu, gpu), (other, other)}
 
@@ -202,7 +207,9 @@ def test_landings_of_one_gpu_and_of_several():
 def test_a_nic_that_reaches_no_gpu_lands_in_host_memory():
     machine = with_nics(toy_machine(gpus=2), "C0", gdr=False)
     task = task_of(machine, Simulator(model_for(machine)))
-    assert {one.entry for one in all_ends(task, machine.nics[0], (0, 1))} == {Landing(False, 0)}
+    assert {one.entries[0] for one in all_ends(task, machine.nics[0], (0, 1))} == {
+        Landing(False, 0)
+    }
 
 
 def test_subsets_that_look_the_same_are_searched_once_and_each_is_measured():

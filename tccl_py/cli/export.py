@@ -15,16 +15,15 @@ from tccl_py.cli.streams import notice, notice_each, write_result
 from tccl_py.errors import InputError
 from tccl_py.plan.directory import JOURNAL_FILE, known_model, write_nccl_files
 from tccl_py.plan.files import GRAPH_FILE, nccl_files
-from tccl_py.plan.load import is_cluster_plan, load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.variants import for_version
 from tccl_py.search.problem import Reporter, SilentReporter
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.planned import ElsewhereError, journal_alone, measured_again
-from tccl_py.tccl_fork.alike import alike_nodes, alike_notes
 from tccl_py.tccl_fork.build import DEFAULT_MAX_SETS, Export, MadeDatabase, make_database
-from tccl_py.tccl_fork.xml import tccl_xml
+from tccl_py.tccl_fork.database import tccl_xml
 
 RUNTIMES = ("nccl", "tccl")
 
@@ -118,20 +117,14 @@ def export(
             max_sets=DEFAULT_MAX_SETS if max_sets is None else max_sets,
         )
         _export_tccl(directory, output, wanted)
-    elif is_cluster_plan(directory):
-        cluster = load_plan(directory)
-        cluster = cluster if nccl is None else for_version(cluster, nccl)
-        if output is None:
-            right = "a cluster's plan has a file for each host: name a new directory"
-            raise InputError("--output", "is missing", right)
-        notice(f"wrote {write_nccl_files(cluster, output)} files to {output}")
-    else:
-        plan = load_plan(directory)
-        plan = plan if nccl is None else for_version(plan, nccl)
-        if output is None:
-            print(nccl_files(plan, directory)[GRAPH_FILE], end="")
-        else:
-            notice(f"wrote {write_nccl_files(plan, output)} files to {output}")
+        return
+    plan = load_plan(directory)
+    plan = plan if nccl is None else for_version(plan, nccl)
+    if output is not None:
+        notice(f"wrote {write_nccl_files(plan, output)} files to {output}")
+        return
+    plan.check_single(directory, "there is a file for each host: name a new directory by --output")
+    print(nccl_files(plan, directory)[GRAPH_FILE], end="")
 
 
 def _gpu_sets(text: str | None) -> tuple[tuple[int, ...], ...] | None:
@@ -159,17 +152,9 @@ def _export_tccl(directory: Path, output: Path | None, wanted: Export) -> None:
         raise InputError(str(output), "already exists", "name a new file")
     place = directory if directory.is_dir() else directory.parent
     with interrupts_put_off():
-        if is_cluster_plan(directory):
-            plan = load_plan(directory)
-            nodes = alike_nodes(plan, where=str(directory))
-            with ProgressLine() as line, open_source(known_model(plan, place)) as source:
-                made = make_database(nodes, source, export=wanted, reporter=line)
-            notes = (*made.notes, *alike_notes(plan, made.database))
-        else:
-            made = _of_machine(load_plan(directory), place, wanted)
-            notes = made.notes
-    write_result(tccl_xml(made.database, notes=notes), output)
-    notice_each(notes)
+        made = _made(load_plan(directory), place, wanted)
+    write_result(tccl_xml(made.database, notes=made.notes), output)
+    notice_each(made.notes)
     if output is not None:
         rings = len(made.database.intra)
         chains = sum(len(part.chains) for part in made.database.inter)
@@ -177,7 +162,7 @@ def _export_tccl(directory: Path, output: Path | None, wanted: Export) -> None:
         notice(f"wrote {said} to {output}")
 
 
-def _of_machine(plan: Plan, directory: Path, wanted: Export) -> MadeDatabase:
+def _made(plan: Plan, directory: Path, wanted: Export) -> MadeDatabase:
     """Make the database by the plan's model, by its machine, or by its journal alone."""
     journal = directory / JOURNAL_FILE
     notices: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
-"""From a plan to the database of the TCCL fork's runtime, and what is lost on the way."""
+"""From a plan to the database of the TCCL fork's runtime, and notes on what the file lacks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -10,27 +10,15 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, Ring, ring
-from tccl_py.model.transfer import Transfer, leaving, transfer_set
+from tccl_py.model.transfer import leaving, transfer_set
 from tccl_py.nccl.pinned_env import pinned_level
-from tccl_py.plan.plan import PlanChain
+from tccl_py.nccl.settings import final_channels
+from tccl_py.plan.plan import Plan, PlanChain
 from tccl_py.plan.tasks import Order
 from tccl_py.search.problem import Reporter, SilentReporter
 from tccl_py.sources.memory import RememberingSource
-from tccl_py.tccl_fork.chains import (
-    MUCH_MEMORY,
-    FoundParts,
-    Landing,
-    PlannedNode,
-    SearchedChain,
-    SearchedChains,
-    all_ends,
-    database_notes,
-    landings,
-    plan_channels,
-    searched_chains,
-)
-from tccl_py.tccl_fork.checks import TABLE_CELLS, table_bytes, table_cells
 from tccl_py.tccl_fork.database import (
+    TABLE_CELLS,
     Crossing,
     Database,
     GpuRing,
@@ -42,32 +30,37 @@ from tccl_py.tccl_fork.database import (
     mask_of,
     numa_ids,
     ring_transfers,
+    table_bytes,
+    table_cells,
     typed_transfer,
 )
-from tccl_py.tccl_fork.rings import DatabaseTask, SearchedRings, searched_rings
+from tccl_py.tccl_fork.search import (
+    ALL_SETS_UP_TO,
+    DatabaseSearch,
+    DatabaseTask,
+    Found,
+    Landing,
+    all_ends,
+    landings,
+)
 
 MOST_CHANNELS = 15
 """The fork gives its rings channels of their own beside NCCL's, and has 32 less one for both."""
 DEFAULT_MAX_SETS = 10_000
 EVERY_LANDING_UP_TO = 50_000
-"""Chains that a file may list; above that only the best of each set of GPUs is searched."""
-MOST_MEMORY = 1 << 34
-"""A table of chains that takes more is of no use; that of 8 GPUs takes 3.6 GiB."""
-
-
-class MadeDatabase(msgspec.Struct, frozen=True, kw_only=True):
-    """A database, and sentences on where it has less than the plan, or than could be."""
-
-    database: Database
-    notes: tuple[str, ...]
-    sets_measured: int
+"""Chains that a file may list; above that only the best chain of each set of GPUs is searched."""
+MOST_MEMORY, MUCH_MEMORY = 1 << 34, 1 << 30
+"""A larger table of chains is useless; more than the second in every process gets a note."""
+_PROVEN = 1.01
+_NAMED = 3
+"""Sets of GPUs without a ring or chain that are named."""
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a database beyond the plan.
+    """Options of a database.
 
-    `subsets` are the sets of GPUs that jobs use besides all, None being all subsets; `nic` the
-    network port's number, None being the best; `max_sets` how many sets may be measured.
+    `subsets` are the sets of GPUs that jobs use besides all GPUs, None being all subsets; `nic` the
+    index of the network port, None being the best; `max_sets` limits the sets measured.
     """
 
     subsets: tuple[Order, ...] | None = None
@@ -75,92 +68,107 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     max_sets: int = DEFAULT_MAX_SETS
 
 
+class MadeDatabase(msgspec.Struct, frozen=True, kw_only=True):
+    """A database, and notes on what it lacks of the plan or of the best possible."""
+
+    database: Database
+    notes: tuple[str, ...]
+    sets_measured: int
+
+
 def make_database(
-    plan: PlannedNode,
+    plan: Plan,
     source: BandwidthSource,
     *,
     export: Export | None = None,
     reporter: Reporter | None = None,
 ) -> MadeDatabase:
-    """Search rings and chains for every set of a plan's GPUs, each hop by the mechanism it likes.
+    """Search rings and chains for every set of a plan's GPUs, each hop by its fastest mechanism.
 
     Args:
-        plan: of one machine, or of nodes that are all alike.
+        plan: of one machine, or of equal hosts.
         source: answers transfer sets of that machine.
-        export: what is asked beyond the plan.
-        reporter: watches.
+        export: options.
+        reporter: watches the searches.
 
     Raises:
-        InputError: GPUs or a NIC that are not the plan's, or indices too large for the fork.
+        InputError: hosts of several classes, a cluster that was measured, unknown GPUs or NIC, or
+            indices too large for the fork.
         SourceLostError: the source has no answers any more.
-        KeyboardInterrupt: it was interrupted.
+        KeyboardInterrupt: interrupted.
     """
     export = export or Export()
+    _check_plan(plan)
     task = _task(plan, source, export, reporter or SilentReporter())
-    nic = _nic(plan.machine, export.nic)
-    rings = searched_rings(task)
-    no_chains = _no_chains(task, nic)
-    chains = None
+    nic, count = _nic(task.machine, export.nic), max(task.gpus) + 1
+    numa = numa_ids(task.machine)
+    bits = index_bits(count, max(numa.values()) + 1)
+    # 1. Search rings, and chains where the network can be measured.
+    search = DatabaseSearch(task, nic)
+    search.find_rings()
+    no_chains = _no_chains(task, nic, table_bytes(count, bits))
     if nic is not None and not no_chains:
-        every = _listed_chains(task, nic) <= EVERY_LANDING_UP_TO
-        chains = searched_chains(task, nic, task.sets_of_gpus(least=1), every_landing=every)
-    bits = _index_bits(task)
-    if chains is None and table_bytes(_num_gpus(task), bits) > MUCH_MEMORY:
-        # No crossing is encoded then, and the table that the fork makes all the same stays small.
+        search.find_chains(nic, every_landing=_listed_chains(task, nic) <= EVERY_LANDING_UP_TO)
+    elif table_bytes(count, bits) > MUCH_MEMORY:
+        # No crossing is encoded then: indices of one bit keep the fork's table small.
         bits = 1
-    parts = FoundParts(
-        plan=plan,
-        task=task,
-        nic=nic,
-        rings=rings,
-        chains=chains,
-        no_chains=no_chains,
-        table_bytes=table_bytes(_num_gpus(task), bits),
+    # 2. Write both in the fork's terms.
+    intra = [
+        GpuRing(
+            mask=mask_of(gpus),
+            gbps=_gbps(found.rate_gbps),
+            transfers=ring_transfers(found.ring.hops, numa),
+        )
+        for gpus, found in search.rings.items()
+        if found.rate_gbps > 0
+    ]
+    database = Database(
+        num_gpus=count,
+        num_numa=max(numa.values()) + 1,
+        num_bits=bits,
+        intra=tuple(sorted(intra, key=lambda entry: entry.mask)),
+        inter=tuple(sorted(_inter(search, numa), key=lambda entry: entry.mask)),
+    )
+    notes = _notes(
+        plan, task, search, nic=nic, no_chains=no_chains, memory=table_bytes(count, bits)
     )
     return MadeDatabase(
-        database=_database(task, rings, chains, bits),
-        notes=tuple(database_notes(parts)),
-        sets_measured=task.source.sets_measured,
+        database=database, notes=tuple(notes), sets_measured=task.source.sets_measured
     )
 
 
-def _no_chains(task: DatabaseTask, nic: Nic | None) -> str:
-    """Why there can be no chains, or ""."""
-    if nic is None:
-        return f"{task.machine.name} has no NIC"
-    if table_bytes(_num_gpus(task), _index_bits(task)) > MOST_MEMORY:
-        return (
-            f"for GPU indices up to {max(task.gpus)} the fork's table of chains would be too large"
-        )
-    place = landings(task, nic, task.gpus)[0]
-    through = None if place.in_gpu else place.index
-    way_out = leaving(task.gpus[0], nic.index, through=through, blocks=task.blocks)
-    try:
-        task.source.measure([transfer_set([way_out])])
-    except MeasurementError as error:
-        return f"flows over the network cannot be measured here ({error})"
-    return ""
-
-
-def _task(
-    plan: PlannedNode, source: BandwidthSource, export: Export, reporter: Reporter
-) -> DatabaseTask:
-    if table_cells(max(plan.gpus) + 1, 1) >= TABLE_CELLS:
+def _check_plan(plan: Plan) -> None:
+    if len(plan.cluster.classes) > 1:
         raise InputError(
-            f"GPU {max(plan.gpus)}",
+            "plan",
+            f"has hosts of {len(plan.cluster.classes)} classes",
+            "the fork has one database for all nodes: plan hosts of one class",
+        )
+    if plan.is_cluster and not plan.simulated:
+        raise InputError(
+            "plan",
+            "was measured over several hosts, and the file needs other sets",
+            "plan one of the hosts alone: that plan's file has rings for jobs of one node",
+        )
+
+
+def _task(plan: Plan, source: BandwidthSource, export: Export, reporter: Reporter) -> DatabaseTask:
+    (node,), (gpus,) = plan.cluster.classes, plan.class_gpus
+    if table_cells(max(gpus) + 1, 1) >= TABLE_CELLS:
+        raise InputError(
+            f"GPU {max(gpus)}",
             "is too high an index for the fork",
             "0 to 21: it makes a table of all sets of GPUs and counts its cells in 32 bits",
         )
     for gpu in (gpu for subset in export.subsets or () for gpu in subset):
-        if gpu not in plan.gpus:
-            known = ", ".join(map(str, plan.gpus))
+        if gpu not in gpus:
+            known = ", ".join(map(str, gpus))
             raise InputError(f"GPU {gpu}", "is not in the plan", f"it has {known}")
-    remembering = source if isinstance(source, RememberingSource) else RememberingSource(source)
     task = DatabaseTask(
-        machine=plan.machine,
-        knowledge=plan.knowledge,
-        source=remembering,
-        gpus=plan.gpus,
+        machine=node.machine,
+        knowledge=node.knowledge,
+        source=source if isinstance(source, RememberingSource) else RememberingSource(source),
+        gpus=gpus,
         subsets=export.subsets,
         blocks=min(plan_channels(plan), MOST_CHANNELS),
         fifo_bytes=plan.settings.buffsize,
@@ -169,36 +177,31 @@ def _task(
         reporter=reporter,
         p2p_level=pinned_level(plan.pinned_env),
     )
-    rings = tuple(one for planned in plan.rings for one in _free(task, planned))
+    known_rings = () if plan.is_cluster else plan.rings
+    rings = tuple(found for planned in known_rings for found in _same_ring(task, planned))
     return msgspec.structs.replace(task, rings=rings)
 
 
-def _free(task: DatabaseTask, planned: PlanChain) -> Iterator[Ring]:
-    """A ring of the plan with as many blocks a hop as the fork will use, if it can take it."""
+def _same_ring(task: DatabaseTask, planned: PlanChain) -> Iterator[Ring]:
+    """Yield a ring of the plan with the fork's number of blocks, if the fork can use the ring."""
     space = task.hop_space(task.gpus)
     hops: list[Hop] = []
-    for one in planned.hops:
-        wanted: tuple[Transfer, ...] = one.flow.transfers
-        choices = space.between(one.source, one.target)
-        hops += [choice for choice in choices if choice.flow.transfers == wanted]
+    for hop in planned.hops:
+        choices = space.between(hop.source, hop.target)
+        hops += [choice for choice in choices if choice.flow.transfers == hop.flow.transfers]
     if len(hops) == len(planned.hops):
         yield ring(hops)
 
 
-def _num_gpus(task: DatabaseTask) -> int:
-    return max(task.gpus) + 1
-
-
-def _num_numa(machine: Machine) -> int:
-    return max(numa_ids(machine).values()) + 1
-
-
-def _index_bits(task: DatabaseTask) -> int:
-    return index_bits(_num_gpus(task), _num_numa(task.machine))
+def plan_channels(plan: Plan) -> int:
+    """Return the number of channels that NCCL has under the plan's settings."""
+    machine = plan.cluster.classes[0].machine
+    sm = min((machine.gpu(gpu).sm or 0 for gpu in plan.class_gpus[0]), default=0)
+    return final_channels(plan.settings.channels, sm=sm, version=plan.settings.version)
 
 
 def _nic(machine: Machine, wanted: int | None) -> Nic | None:
-    """The NIC to go by: the one asked for, or the fastest, one near GPUs' memory if there is."""
+    """Return the requested NIC, or the fastest, with GPUDirect if there is one."""
     if wanted is not None:
         found = [nic for nic in machine.nics if nic.index == wanted]
         if not found:
@@ -210,50 +213,47 @@ def _nic(machine: Machine, wanted: int | None) -> Nic | None:
     return max(machine.nics, key=lambda nic: (nic.speed_mbps, nic.gdr, -nic.index), default=None)
 
 
-# Databases
+def _no_chains(task: DatabaseTask, nic: Nic | None, memory: int) -> str:
+    """Return why there can be no chains, or ""."""
+    if nic is None:
+        return f"{task.machine.name} has no NIC"
+    if memory > MOST_MEMORY:
+        return f"for GPU indices up to {max(task.gpus)} the fork's table of chains is too large"
+    place = landings(task, nic, task.gpus)[0]
+    through = None if place.in_gpu else place.index
+    way_out = leaving(task.gpus[0], nic.index, through=through, blocks=task.blocks)
+    try:
+        task.source.measure([transfer_set([way_out])])
+    except MeasurementError as error:
+        return f"flows over the network cannot be measured here ({error})"
+    return ""
 
 
-def _database(
-    task: DatabaseTask, rings: SearchedRings, chains: SearchedChains | None, bits: int
-) -> Database:
-    numa = numa_ids(task.machine)
-    intra = [
-        GpuRing(
-            mask=mask_of(gpus),
-            gbps=_gbps(found.rate_gbps),
-            transfers=ring_transfers(found.ring.hops, numa),
-        )
-        for gpus, found in rings.rings.items()
-        if found.rate_gbps > 0
-    ]
-    inter = [] if chains is None else list(_inter(chains, numa))
-    return Database(
-        num_gpus=_num_gpus(task),
-        num_numa=_num_numa(task.machine),
-        num_bits=bits,
-        intra=tuple(sorted(intra, key=lambda one: one.mask)),
-        inter=tuple(sorted(inter, key=lambda one: one.mask)),
-    )
+def _listed_chains(task: DatabaseTask, nic: Nic) -> int:
+    """Return the number of chains in a file with every pair of landings here and elsewhere."""
+    places = len(landings(task, nic, task.gpus))
+    own = sum(sum(1 for _ in all_ends(task, nic, gpus)) for gpus in task.sets_of_gpus(least=1))
+    return own * places**2
 
 
-def _inter(chains: SearchedChains, numa: Mapping[int, int]) -> Iterator[NodeChains]:
-    """Every chain with each place where its bytes may come from and go to on other nodes.
+def _inter(search: DatabaseSearch, numa: Mapping[int, int]) -> Iterator[NodeChains]:
+    """Yield every chain with each landing that its bytes may come from and go to on other nodes.
 
-    Nodes are alike, so these are the places where chains of the database begin and end.
+    Nodes are equal, so these are the landings where chains of the database begin and end.
     """
-    listed = chains.listed
-    entries = sorted({ends.entry for ends in listed})
-    exits = sorted({ends.exit for ends in listed})
-    for gpus in chains.best:
+    listed = search.listed
+    entries = sorted({ends.entries[0] for ends in listed})
+    exits = sorted({ends.exits[0] for ends in listed})
+    for gpus in search.best:
         found = [
             NodeChain(
-                head=_crossing(before, ends.entry, numa),
-                tail=_crossing(ends.exit, behind, numa),
-                gbps=_gbps(one.rate_gbps),
-                transfers=_chain_transfers(one, numa),
+                head=_crossing(before, ends.entries[0], numa),
+                tail=_crossing(ends.exits[0], behind, numa),
+                gbps=_gbps(chain.rate_gbps),
+                transfers=_chain_transfers(chain, numa),
             )
-            for ends, one in listed.items()
-            if ends.gpus == gpus and one.rate_gbps > 0
+            for ends, chain in listed.items()
+            if ends.gpus == gpus and chain.rate_gbps > 0
             for before in exits
             for behind in entries
         ]
@@ -261,7 +261,7 @@ def _inter(chains: SearchedChains, numa: Mapping[int, int]) -> Iterator[NodeChai
 
 
 def _gbps(rate: float) -> float:
-    """A rate to six digits, as no measurement has more."""
+    """Round a rate to six digits: no measurement has more."""
     return float(f"{rate:.6g}")
 
 
@@ -277,18 +277,81 @@ def _crossing(leaves: Landing, lands: Landing, numa: Mapping[int, int]) -> Cross
     )
 
 
-def _chain_transfers(one: SearchedChain, numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:
-    """Transfers inside the node: the kernel's from where the NIC put the bytes, to where it takes
-    them.
-    """
-    entry, way_out = one.chain.entry.flow, one.chain.exit.flow
-    into = (typed_transfer(part, numa) for part in entry.transfers[1:])
-    out = (typed_transfer(part, numa) for part in way_out.transfers[:-1])
-    return (*into, *ring_transfers(one.chain.hops, numa), *out)
+def _chain_transfers(found: Found, numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:
+    """Return the transfers inside the node, without the NICs' own."""
+    chain = found.chain
+    into = (typed_transfer(part, numa) for part in chain.entry.flow.transfers[1:])
+    out = (typed_transfer(part, numa) for part in chain.exit.flow.transfers[:-1])
+    return (*into, *ring_transfers(chain.hops, numa), *out)
 
 
-def _listed_chains(task: DatabaseTask, nic: Nic) -> int:
-    """Chains in a file with every pair of landings: what each node's table has, for all others'."""
-    places = len(landings(task, nic, task.gpus))
-    own = sum(sum(1 for _ in all_ends(task, nic, one)) for one in task.sets_of_gpus(least=1))
-    return own * places**2
+def _notes(
+    plan: Plan,
+    task: DatabaseTask,
+    search: DatabaseSearch,
+    *,
+    nic: Nic | None,
+    no_chains: str,
+    memory: int,
+) -> Iterator[str]:
+    """Yield notes for the user and the file's readers, most important first."""
+    done = plan.provenance.partition(" ")[0].removesuffix(",")
+    yield (
+        f"rates {plan.provenance}, {task.source.sets_measured} sets {done} for this file; "
+        f"run it with NCCL_ALGO=TCCL,RING NCCL_MIN_NCHANNELS={task.blocks} "
+        f"NCCL_MAX_NCHANNELS={task.blocks} NCCL_BUFFSIZE={task.fifo_bytes}"
+    )
+    whole = search.rings.get(task.gpus)
+    if whole is not None and (plan.ring_count > 1 or task.blocks < plan_channels(plan)):
+        yield (
+            f"the plan's {plan.rate_gbps:.2f} GB/s are those of {plan.ring_count} rings and "
+            f"{plan_channels(plan)} channels; the fork has one ring and room for {MOST_CHANNELS} "
+            f"channels: the ring here has {whole.rate_gbps:.2f}"
+        )
+    total = 2 ** len(task.gpus) - len(task.gpus) - 1
+    left_out = total - len(search.rings) - len(search.missing_rings)
+    if left_out:
+        few = len(task.gpus) <= ALL_SETS_UP_TO
+        why = "as requested" if few else f"above {ALL_SETS_UP_TO} GPUs only requested sets are in"
+        yield (
+            f"{left_out} of the {total} sets of GPUs that jobs can have are left out, "
+            f"{why}: a job over such a set fails"
+        )
+    if no_chains:
+        yield f"{no_chains}: there are no chains, and a job of several nodes fails"
+    elif nic is not None:
+        if len(task.machine.nics) > 1:
+            yield f"the fork's database knows one NIC a node: run it with NCCL_IB_HCA={nic.name}"
+        if search.best and not search.between:
+            yield (
+                "each set of GPUs has the chain between its best landings only: between equal "
+                "nodes the fork chooses no other chain"
+            )
+    for kind, missing in (("ring", search.missing_rings), ("chain", search.missing_chains)):
+        for gpus, why in list(missing.items())[:_NAMED]:
+            yield f"no {kind} over GPUs {', '.join(map(str, gpus))}, and a job fails there: {why}"
+        if len(missing) > _NAMED:
+            yield f"no {kind} over {len(missing) - _NAMED} more sets of GPUs"
+    yield from _unproven("rings", list(search.rings.values()))
+    yield from _unproven("chains", list(search.listed.values()))
+    if memory > MUCH_MEMORY:
+        yield (
+            f"the fork's runtime takes {memory / 2**30:.1f} GiB in every process for its table "
+            "of chains"
+        )
+
+
+def _unproven(kind: str, found: Sequence[Found]) -> Iterator[str]:
+    """Yield what the limits of the search may have cost."""
+    shares = [one.rate_gbps / one.bound_gbps for one in found if one.bound_gbps is not None]
+    low = [share for share in shares if share * _PROVEN * (1 + 1e-9) < 1]
+    if low:
+        yield (
+            f"{len(low)} of {len(found)} {kind} are not proven best; each has at least "
+            f"{100 * min(low):.0f} % of the bound"
+        )
+    if len(shares) < len(found):
+        yield (
+            f"{len(found) - len(shares)} of {len(found)} {kind} have no bound: the sets that may "
+            "be measured were used up"
+        )

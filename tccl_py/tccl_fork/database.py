@@ -1,19 +1,18 @@
-"""The database that the TCCL fork's runtime loads: a ring and chains for every set of GPUs.
+"""Database of the TCCL fork's runtime: a ring and chains for every set of GPUs, and its XML file.
 
-The file behind TCCL_XML_FILE as structs. A set of GPUs is a bit mask: bit i is the GPU with NVML
-index i. What the fork demands of them is in `checks`; the text is `tccl_py.tccl_fork.xml`'s.
+The fork (NCCL 2.18) reads the file behind TCCL_XML_FILE. A set of GPUs is a bit mask; bit i is the
+GPU with NVML index i. The fork checks little of its file; tests hold databases to its demands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
+from xml.sax.saxutils import escape
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from tccl_py.errors import InputError, SearchError
+from tccl_py.errors import InputError
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import Hop
 from tccl_py.model.transfer import Flow, Place, Transfer
@@ -28,9 +27,9 @@ TransferType = Literal[
     "GPU_WRITE_CPUMEM_MEMCPY",
     "GPU_READ_CPUMEM_MEMCPY",
 ]
-"""Who moves bytes into whose memory; `KERNEL` by its SMs, `MEMCPY` by its copy engine."""
+"""Executor and memory of a transfer; KERNEL is by multiprocessors, MEMCPY by a copy engine."""
 CrossingType = Literal["GPU_GPU_INTER", "GPU_CPU_INTER", "CPU_GPU_INTER", "CPU_CPU_INTER"]
-"""Memory that a crossing between nodes leaves, and memory that it lands in."""
+"""Memory that a crossing between nodes leaves, and memory where it lands."""
 
 CROSSING_CODES: dict[CrossingType, int] = {
     "GPU_GPU_INTER": 0,
@@ -38,10 +37,18 @@ CROSSING_CODES: dict[CrossingType, int] = {
     "CPU_GPU_INTER": 2,
     "CPU_CPU_INTER": 3,
 }
+TABLE_CELLS = 2**31
+"""The fork counts its table's cells in 32 bits with a sign."""
+_TYPES: dict[tuple[str, str], str] = {
+    ("write", "GG"): "GPU_WRITE_GPUMEM",
+    ("read", "GG"): "GPU_READ_GPUMEM",
+    ("write", "GC"): "GPU_WRITE_CPUMEM",
+    ("read", "CG"): "GPU_READ_CPUMEM",
+}
 
 
 class TypedTransfer(msgspec.Struct, frozen=True, order=True):
-    """Bytes moving inside a node; indices are a GPU's or, of CPUMEM's far end, a NUMA node's."""
+    """A transfer inside a node; indices are of a GPU or, in host memory, of a NUMA node."""
 
     type: TransferType
     source: int
@@ -52,7 +59,7 @@ class TypedTransfer(msgspec.Struct, frozen=True, order=True):
 
 
 class Crossing(msgspec.Struct, frozen=True, order=True):
-    """Bytes moving to the next node: `source` on the sending one, `destination` on the other."""
+    """A transfer to the next node: `source` on the sending node, `destination` on the next."""
 
     type: CrossingType
     source: int
@@ -60,16 +67,16 @@ class Crossing(msgspec.Struct, frozen=True, order=True):
 
     @property
     def leaves_gpu(self) -> bool:
-        """Whether the NIC takes the bytes out of a GPU's memory, not the host's."""
+        """Return whether the NIC takes the bytes from GPU memory."""
         return self.type.startswith("GPU_")
 
     @property
     def lands_in_gpu(self) -> bool:
-        """Whether the NIC puts the bytes into a GPU's memory, not the host's."""
+        """Return whether the NIC puts the bytes into GPU memory."""
         return self.type.endswith("_GPU_INTER")
 
     def encoded(self, bits: int) -> int:
-        """The number by which the fork knows it, where indices have `bits` bits.
+        """Return the fork's number of the crossing, with `bits` bits per index.
 
         >>> Crossing("GPU_CPU_INTER", 3, 1).encoded(2)
         29
@@ -81,7 +88,7 @@ class Crossing(msgspec.Struct, frozen=True, order=True):
 
 
 class GpuRing(msgspec.Struct, frozen=True, kw_only=True):
-    """The ring over the GPUs of `mask` where they are one node; transfers in ring order, GB/s."""
+    """The ring over the GPUs of `mask` inside one node; transfers in ring order, GB/s."""
 
     mask: int
     gbps: float
@@ -89,7 +96,7 @@ class GpuRing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeChain(msgspec.Struct, frozen=True, kw_only=True):
-    """The way through a node from the crossing `head` to the crossing `tail`, GB/s."""
+    """A chain through a node from the crossing `head` to the crossing `tail`, GB/s."""
 
     head: Crossing
     tail: Crossing
@@ -105,7 +112,7 @@ class NodeChains(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Database(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the fork's runtime reads; indices in crossings have `num_bits` bits."""
+    """All content of the fork's file; indices in crossings have `num_bits` bits."""
 
     num_gpus: int
     num_numa: int
@@ -115,19 +122,16 @@ class Database(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mask_of(gpus: Iterable[int]) -> int:
-    """The bit mask of a set of GPUs.
+    """Return the bit mask of a set of GPUs.
 
     >>> mask_of((0, 2, 5))
     37
     """
-    mask = 0
-    for gpu in gpus:
-        mask |= 1 << gpu
-    return mask
+    return sum(1 << gpu for gpu in set(gpus))
 
 
 def gpus_of(mask: int) -> tuple[int, ...]:
-    """The GPUs of a bit mask, ascending.
+    """Return the GPUs of a bit mask, ascending.
 
     >>> gpus_of(37)
     (0, 2, 5)
@@ -136,7 +140,7 @@ def gpus_of(mask: int) -> tuple[int, ...]:
 
 
 def index_bits(num_gpus: int, num_numa: int) -> int:
-    """Bits of an index in a crossing: ceil(log2(max(num_gpus, num_numa))), at least 1.
+    """Return the bits of an index in a crossing: ceil(log2(max(num_gpus, num_numa))), at least 1.
 
     >>> index_bits(4, 2), index_bits(1, 1), index_bits(5, 8)
     (2, 1, 3)
@@ -144,44 +148,45 @@ def index_bits(num_gpus: int, num_numa: int) -> int:
     return max(1, (max(num_gpus, num_numa) - 1).bit_length())
 
 
+def table_cells(num_gpus: int, num_bits: int) -> int:
+    """Return the cells of the table that the fork makes in every process: set x head x tail.
+
+    >>> table_cells(4, 2), table_cells(8, 3)
+    (65536, 16777216)
+    """
+    return int(2**num_gpus * 2 ** (2 * (2 + 2 * num_bits)))
+
+
+def table_bytes(num_gpus: int, num_bits: int) -> int:
+    """Return the memory of the table in every process of a job: cells and their transfers."""
+    # A cell is a struct of 24 bytes and 2 x GPUs transfers of 12 bytes; malloc adds 8.
+    transfers = -(-(2 * num_gpus * 12 + 8) // 16) * 16
+    return table_cells(num_gpus, num_bits) * (24 + transfers)
+
+
 def crossing(*, leaves_gpu: bool, source: int, lands_in_gpu: bool, destination: int) -> Crossing:
-    """The crossing from one memory to another."""
-    types: dict[tuple[bool, bool], CrossingType] = {
+    """Return the crossing from one memory to another."""
+    kinds: dict[tuple[bool, bool], CrossingType] = {
         (True, True): "GPU_GPU_INTER",
         (True, False): "GPU_CPU_INTER",
         (False, True): "CPU_GPU_INTER",
         (False, False): "CPU_CPU_INTER",
     }
-    return Crossing(types[leaves_gpu, lands_in_gpu], source, destination)
-
-
-# Flows as the transfers of the TCCL fork, which have a type and two indices each.
-
-
-_TYPES: dict[tuple[str, str, bool], TransferType] = {
-    ("write", "GG", False): "GPU_WRITE_GPUMEM_KERNEL",
-    ("read", "GG", False): "GPU_READ_GPUMEM_KERNEL",
-    ("write", "GC", False): "GPU_WRITE_CPUMEM_KERNEL",
-    ("read", "CG", False): "GPU_READ_CPUMEM_KERNEL",
-    ("write", "GG", True): "GPU_WRITE_GPUMEM_MEMCPY",
-    ("read", "GG", True): "GPU_READ_GPUMEM_MEMCPY",
-    ("write", "GC", True): "GPU_WRITE_CPUMEM_MEMCPY",
-    ("read", "CG", True): "GPU_READ_CPUMEM_MEMCPY",
-}
+    return Crossing(kinds[leaves_gpu, lands_in_gpu], source, destination)
 
 
 def numa_ids(machine: Machine) -> dict[int, int]:
-    """What the system calls each NUMA node, by our index: the fork hands it to the kernel.
+    """Return the system's number of each NUMA node, by index: the fork hands it to the kernel.
 
-    Our indices stand where the system has no number for each, as in virtual machines.
+    Indices stand where the system has no number for each node, as in virtual machines.
     """
     ids = {node.index: node.numa_id for node in machine.numa_nodes}
-    told = min(ids.values()) >= 0 and len(set(ids.values())) == len(ids)
-    return ids if told else {index: index for index in ids}
+    known = min(ids.values()) >= 0 and len(set(ids.values())) == len(ids)
+    return ids if known else {index: index for index in ids}
 
 
 def typed_transfers(flow: Flow, numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:
-    """The transfers of one flow inside a node; a bounce is two.
+    """Return the transfers of one flow inside a node; a bounce is two.
 
     >>> from tccl_py.model.transfer import parse_flow
     >>> [str(one) for one in typed_transfers(parse_flow("G0->G0->C1->G4->G4"), {1: 1})]
@@ -189,144 +194,84 @@ def typed_transfers(flow: Flow, numa: Mapping[int, int]) -> tuple[TypedTransfer,
 
     Args:
         flow: between memories of GPUs and of the host.
-        numa: numbers of NUMA nodes, by our index.
+        numa: numbers of NUMA nodes, by index.
 
     Raises:
-        InputError: a NIC moves it, or it goes to another host.
+        InputError: a NIC moves the flow, or it goes to another host.
     """
-    return tuple(typed_transfer(one, numa) for one in flow.transfers)
+    return tuple(typed_transfer(transfer, numa) for transfer in flow.transfers)
 
 
 def ring_transfers(hops: Iterable[Hop], numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:
-    """The transfers of several hops, one after the other."""
-    return tuple(one for hop in hops for one in typed_transfers(hop.flow, numa))
+    """Return the transfers of several hops, in order."""
+    return tuple(moved for hop in hops for moved in typed_transfers(hop.flow, numa))
 
 
 def typed_transfer(transfer: Transfer, numa: Mapping[int, int]) -> TypedTransfer:
     """Return the fork's name of one transfer; arguments and errors as `typed_transfers`."""
     source, destination = transfer.source, transfer.destination
-    ends = f"{source.kind}{destination.kind}"
-    wanted = _TYPES.get((transfer.operation, ends, transfer.uses_copy_engine))
-    if wanted is None or source.host or destination.host:
+    name = _TYPES.get((transfer.operation, f"{source.kind}{destination.kind}"))
+    if name is None or source.host or destination.host:
         raise InputError(
             f"transfer {str(transfer)[:60]!r}",
             "is none that the TCCL fork has a name for",
             "GPUs of one node write or read GPU memory, write host memory, or read it",
         )
-    return TypedTransfer(wanted, _number(source, numa), _number(destination, numa))
+    executor = "MEMCPY" if transfer.uses_copy_engine else "KERNEL"
+    kind: TransferType = f"{name}_{executor}"  # type: ignore[assignment]
+    return TypedTransfer(kind, _number(source, numa), _number(destination, numa))
 
 
 def _number(place: Place, numa: Mapping[int, int]) -> int:
     return numa[place.index] if place.kind == "C" else place.index
 
 
-# What the TCCL fork's runtime does with a database: the ring it makes of a job's GPUs.
+def tccl_xml(database: Database, *, notes: Sequence[str] = ()) -> str:
+    """Return the text of a database's file; `notes` stand in comments on top."""
+    return "".join(_lines(database, notes))
 
 
-Floats = npt.NDArray[np.float64]
+def _lines(database: Database, notes: Sequence[str]) -> Iterator[str]:
+    yield "<root>\n"
+    yield from (f"  <!-- {_comment(note)} -->\n" for note in notes)
+    yield (
+        f'  <metadata num_gpus="{database.num_gpus}" num_numa="{database.num_numa}" '
+        f'num_bits_idx="{database.num_bits}"/>\n  <intra>\n'
+    )
+    for ring in database.intra:
+        yield f'    <subset gpus="{ring.mask}">\n'
+        yield from _way(ring, "")
+        yield "    </subset>\n"
+    yield "  </intra>\n  <inter>\n"
+    for part in database.inter:
+        yield f'    <subset gpus="{part.mask}">\n'
+        for chain in part.chains:
+            yield from _way(chain, _end("head", chain.head) + _end("tail", chain.tail))
+        yield "    </subset>\n"
+    yield "  </inter>\n</root>\n"
 
 
-class NodePart(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's part of the ring; the only node of a job has neither head nor tail."""
-
-    mask: int
-    transfers: tuple[TypedTransfer, ...]
-    head: Crossing | None = None
-    tail: Crossing | None = None
-
-    @property
-    def gpus(self) -> tuple[int, ...]:
-        """The node's GPUs in ring order; of a job's only node from where its ring begins."""
-        lands = [one.destination for one in self.transfers if "WRITE_CPUMEM" not in one.type]
-        if self.head is None:
-            # A ring comes back to where it began.
-            return (*lands[-1:], *lands[:-1])
-        return (self.head.destination, *lands) if self.head.lands_in_gpu else tuple(lands)
-
-
-class FoundRing(msgspec.Struct, frozen=True, kw_only=True):
-    """The ring that the runtime sets up, in node order; `gbps` is what the database promises."""
-
-    gbps: float
-    nodes: tuple[NodePart, ...]
-
-
-def found_ring(database: Database, masks: Sequence[int]) -> FoundRing:
-    """The ring that the runtime makes of nodes whose GPUs are `masks`, in this order.
-
-    Raises:
-        SearchError: it would stop the job: one GPU in all, a set that the database has no ring or
-            no chain for, or chains that do not meet.
-    """
-    if sum(len(gpus_of(mask)) for mask in masks) < 2:
-        raise SearchError("TCCL does not handle single GPU communicators")
-    if len(masks) == 1:
-        return _inside_a_node(database, masks[0])
-    return _over_nodes(database, masks)
-
-
-def _inside_a_node(database: Database, mask: int) -> FoundRing:
-    ring: GpuRing | None = next((one for one in database.intra if one.mask == mask), None)
-    if ring is None:
-        # The runtime looks at no transfers then, and finds no transport for any GPU.
-        raise SearchError(f"No ring found over GPUs {_listed(mask)}: the database has none")
-    return FoundRing(gbps=ring.gbps, nodes=(NodePart(mask=mask, transfers=ring.transfers),))
-
-
-def _over_nodes(database: Database, masks: Sequence[int]) -> FoundRing:
-    tables = _Tables(database)
-    for mask in masks:
-        if not tables.chains(mask):
-            raise _no_ring(masks, f"there is no chain over GPUs {_listed(mask)}")
-    best = tables.rates(masks[0])
-    came_from: list[npt.NDArray[np.intp]] = []
-    for mask in masks[1:]:
-        # Crossings ascend by their numbers, and argmax takes the first of equal ones.
-        through = np.minimum(best[:, :, None], tables.rates(mask)[None, :, :])
-        came_from.append(through.argmax(axis=1))
-        best = through.max(axis=1)
-    closed = best.diagonal()
-    last = int(closed.argmax())
-    if closed[last] <= 0:
-        raise _no_ring(masks, "no chains meet")
-    tail, parts = last, []
-    for turn in range(len(masks) - 1, -1, -1):
-        head = int(came_from[turn - 1][last, tail]) if turn else last
-        chain = tables.chains(masks[turn])[tables.crossings[head], tables.crossings[tail]]
-        parts.append(
-            NodePart(mask=masks[turn], head=chain.head, tail=chain.tail, transfers=chain.transfers)
+def _way(way: GpuRing | NodeChain, ends: str) -> Iterator[str]:
+    # repr is the shortest text that is read as the same number.
+    yield f'      <transfers gbps="{way.gbps!r}"{ends}>\n'
+    for moved in way.transfers:
+        yield (
+            f'        <transfer type="{moved.type}" src_idx="{moved.source}" '
+            f'dst_idx="{moved.destination}"/>\n'
         )
-        tail = head
-    return FoundRing(gbps=float(closed[last]), nodes=tuple(reversed(parts)))
+    yield "      </transfers>\n"
 
 
-def _no_ring(masks: Sequence[int], why: str) -> SearchError:
-    return SearchError(f"No ring found over {len(masks)} nodes: {why}")
+def _end(name: str, end: Crossing) -> str:
+    return (
+        f' {name}_type="{end.type}" {name}_src_idx="{end.source}" '
+        f'{name}_dst_idx="{end.destination}"'
+    )
 
 
-class _Tables:
-    """Rates by head and tail, over the crossings that occur; the rest is 0 in the fork's tables."""
-
-    def __init__(self, database: Database) -> None:
-        self._chains = {
-            part.mask: {(chain.head, chain.tail): chain for chain in part.chains}
-            for part in database.inter
-        }
-        used = {end for chains in self._chains.values() for pair in chains for end in pair}
-        self.crossings = sorted(used, key=lambda one: one.encoded(database.num_bits))
-        self._at = {one: at for at, one in enumerate(self.crossings)}
-
-    def chains(self, mask: int) -> dict[tuple[Crossing, Crossing], NodeChain]:
-        """The chains of a set of GPUs, by head and tail."""
-        return self._chains.get(mask, {})
-
-    def rates(self, mask: int) -> Floats:
-        """GB/s of the best chain of a set by head and tail, 0 where there is none."""
-        table = np.zeros((len(self.crossings),) * 2)
-        for (head, tail), chain in self.chains(mask).items():
-            table[self._at[head], self._at[tail]] = chain.gbps
-        return table
-
-
-def _listed(mask: int) -> str:
-    return ", ".join(map(str, gpus_of(mask)))
+def _comment(note: str) -> str:
+    """Return a note as one line of a comment: two hyphens would end it for the fork's parser."""
+    text = " ".join(escape(note).split())
+    while "--" in text:
+        text = text.replace("--", "- -")
+    return "".join(part if part.isprintable() else "?" for part in text).rstrip("-")

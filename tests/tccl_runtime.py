@@ -1,7 +1,7 @@
-"""What the TCCL fork's runtime demands of a database, beyond what it complains about itself.
+"""The fork's runtime for tests: its reader, its demands of a database, and the rings it makes.
 
-It checks little: a transfer too many overwrites its memory, a second ring of a set replaces the
-first, and a chain that does not lead on stops the job with "Cannot determine unique transports".
+The runtime checks little itself: a transfer too many overwrites its memory, a second ring of a set
+replaces the first, and a chain that does not lead on stops the job.
 """
 
 from __future__ import annotations
@@ -9,22 +9,27 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, SearchError
 from tccl_py.tccl_fork.database import (
+    TABLE_CELLS,
     Crossing,
     Database,
     GpuRing,
     NodeChain,
+    NodeChains,
     TypedTransfer,
     gpus_of,
+    table_cells,
 )
 
 MAX_GBPS = 1e6
-TABLE_CELLS = 2**31
-"""The fork counts its table's cells, 2^GPUs x 2^(2 (2 + 2 bits)), in 32 bits with a sign."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -87,22 +92,6 @@ def metadata_fault(database: Database) -> Fault | None:
             "the fork counts its cells in 32 bits: 10 GPUs with 4 bits, 16 with 2",
         )
     return None
-
-
-def table_cells(num_gpus: int, num_bits: int) -> int:
-    """Cells of the table that the fork makes in every process: set x head x tail.
-
-    >>> table_cells(4, 2), table_cells(8, 3)
-    (65536, 16777216)
-    """
-    return int(2**num_gpus * 2 ** (2 * (2 + 2 * num_bits)))
-
-
-def table_bytes(num_gpus: int, num_bits: int) -> int:
-    """Memory that the table takes in every process of a job: cells and their transfers, bytes."""
-    # A cell is a struct of 24 bytes and 2 x GPUs transfers of 12 that malloc adds 8 to.
-    transfers = -(-(2 * num_gpus * 12 + 8) // 16) * 16
-    return table_cells(num_gpus, num_bits) * (24 + transfers)
 
 
 def mask_fault(database: Database, mask: int, *, least: int) -> Fault | None:
@@ -216,3 +205,168 @@ def _way_fault(
 
 def _listed(gpus: Sequence[int]) -> str:
     return ", ".join(map(str, gpus)) or "none"
+
+
+"""All chains over the subsets of 5 GPUs are 200,000 elements."""
+
+
+def read_tccl_xml(path: Path) -> Database:
+    """Read and check a database file."""
+    return parse_tccl_xml(path.read_text())
+
+
+def parse_tccl_xml(text: str, *, where: str = "text") -> Database:
+    """Read and check the text of a database."""
+    root = ElementTree.fromstring(text)
+    counts = {name: int(value) for name, value in root.find("metadata").attrib.items()}
+    intra, inter = root.find("intra"), root.find("inter")
+    database = Database(
+        num_gpus=counts["num_gpus"],
+        num_numa=counts["num_numa"],
+        num_bits=counts["num_bits_idx"],
+        intra=tuple(
+            GpuRing(mask=int(part.get("gpus")), gbps=float(one.get("gbps")), transfers=_moves(one))
+            for part in intra
+            for one in part
+        ),
+        inter=tuple(
+            NodeChains(
+                mask=int(part.get("gpus")),
+                chains=tuple(
+                    NodeChain(
+                        head=_crossing(one, "head"),
+                        tail=_crossing(one, "tail"),
+                        gbps=float(one.get("gbps")),
+                        transfers=_moves(one),
+                    )
+                    for one in part
+                ),
+            )
+            for part in inter
+        ),
+    )
+    return check_database(database)
+
+
+def _moves(element: ElementTree.Element) -> tuple[TypedTransfer, ...]:
+    return tuple(
+        TypedTransfer(one.get("type"), int(one.get("src_idx")), int(one.get("dst_idx")))
+        for one in element
+    )
+
+
+def _crossing(element: ElementTree.Element, name: str) -> Crossing:
+    ends = (int(element.get(f"{name}_{end}_idx")) for end in ("src", "dst"))
+    return Crossing(element.get(f"{name}_type"), *ends)
+
+
+# What the TCCL fork's runtime does with a database: the ring it makes of a job's GPUs.
+
+
+Floats = npt.NDArray[np.float64]
+
+
+class NodePart(msgspec.Struct, frozen=True, kw_only=True):
+    """One node's part of the ring; the only node of a job has neither head nor tail."""
+
+    mask: int
+    transfers: tuple[TypedTransfer, ...]
+    head: Crossing | None = None
+    tail: Crossing | None = None
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """The node's GPUs in ring order; of a job's only node from where its ring begins."""
+        lands = [one.destination for one in self.transfers if "WRITE_CPUMEM" not in one.type]
+        if self.head is None:
+            # A ring comes back to where it began.
+            return (*lands[-1:], *lands[:-1])
+        return (self.head.destination, *lands) if self.head.lands_in_gpu else tuple(lands)
+
+
+class FoundRing(msgspec.Struct, frozen=True, kw_only=True):
+    """The ring that the runtime sets up, in node order; `gbps` is what the database promises."""
+
+    gbps: float
+    nodes: tuple[NodePart, ...]
+
+
+def found_ring(database: Database, masks: Sequence[int]) -> FoundRing:
+    """The ring that the runtime makes of nodes whose GPUs are `masks`, in this order.
+
+    Raises:
+        SearchError: it would stop the job: one GPU in all, a set that the database has no ring or
+            no chain for, or chains that do not meet.
+    """
+    if sum(len(gpus_of(mask)) for mask in masks) < 2:
+        raise SearchError("TCCL does not handle single GPU communicators")
+    if len(masks) == 1:
+        return _inside_a_node(database, masks[0])
+    return _over_nodes(database, masks)
+
+
+def _inside_a_node(database: Database, mask: int) -> FoundRing:
+    ring: GpuRing | None = next((one for one in database.intra if one.mask == mask), None)
+    if ring is None:
+        # The runtime looks at no transfers then, and finds no transport for any GPU.
+        raise SearchError(f"No ring found over GPUs {_listed_mask(mask)}: the database has none")
+    return FoundRing(gbps=ring.gbps, nodes=(NodePart(mask=mask, transfers=ring.transfers),))
+
+
+def _over_nodes(database: Database, masks: Sequence[int]) -> FoundRing:
+    tables = _Tables(database)
+    for mask in masks:
+        if not tables.chains(mask):
+            raise _no_ring(masks, f"there is no chain over GPUs {_listed_mask(mask)}")
+    best = tables.rates(masks[0])
+    came_from: list[npt.NDArray[np.intp]] = []
+    for mask in masks[1:]:
+        # Crossings ascend by their numbers, and argmax takes the first of equal ones.
+        through = np.minimum(best[:, :, None], tables.rates(mask)[None, :, :])
+        came_from.append(through.argmax(axis=1))
+        best = through.max(axis=1)
+    closed = best.diagonal()
+    last = int(closed.argmax())
+    if closed[last] <= 0:
+        raise _no_ring(masks, "no chains meet")
+    tail, parts = last, []
+    for turn in range(len(masks) - 1, -1, -1):
+        head = int(came_from[turn - 1][last, tail]) if turn else last
+        chain = tables.chains(masks[turn])[tables.crossings[head], tables.crossings[tail]]
+        parts.append(
+            NodePart(mask=masks[turn], head=chain.head, tail=chain.tail, transfers=chain.transfers)
+        )
+        tail = head
+    return FoundRing(gbps=float(closed[last]), nodes=tuple(reversed(parts)))
+
+
+def _no_ring(masks: Sequence[int], why: str) -> SearchError:
+    return SearchError(f"No ring found over {len(masks)} nodes: {why}")
+
+
+class _Tables:
+    """Rates by head and tail, over the crossings that occur; the rest is 0 in the fork's tables."""
+
+    def __init__(self, database: Database) -> None:
+        self._chains = {
+            part.mask: {(chain.head, chain.tail): chain for chain in part.chains}
+            for part in database.inter
+        }
+        used = {end for chains in self._chains.values() for pair in chains for end in pair}
+        self.crossings = sorted(used, key=lambda one: one.encoded(database.num_bits))
+        self._at = {one: at for at, one in enumerate(self.crossings)}
+
+    def chains(self, mask: int) -> dict[tuple[Crossing, Crossing], NodeChain]:
+        """The chains of a set of GPUs, by head and tail."""
+        return self._chains.get(mask, {})
+
+    def rates(self, mask: int) -> Floats:
+        """GB/s of the best chain of a set by head and tail, 0 where there is none."""
+        table = np.zeros((len(self.crossings),) * 2)
+        for (head, tail), chain in self.chains(mask).items():
+            table[self._at[head], self._at[tail]] = chain.gbps
+        return table
+
+
+def _listed_mask(mask: int) -> str:
+    return ", ".join(map(str, gpus_of(mask)))
