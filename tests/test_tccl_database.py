@@ -386,9 +386,7 @@ def test_with_no_sets_left_to_measure_the_plans_ring_is_exported_as_it_is():
     )
     (part,) = found_ring(found.database, [15]).nodes
     assert (part.gpus, part.transfers) == (planned.gpus, wanted)
-    assert "of 1 of 1 rings it is not known what could be: the sets that may be measured were " in (
-        "\n".join(found.notes)
-    )
+    assert any("1 of 1 rings have no bound" in note for note in found.notes)
 
 
 def flows_of(planned):
@@ -446,10 +444,7 @@ def test_above_eight_gpus_only_what_is_asked_for_is_there():
     export = Export(subsets=((0, 1, 2, 3), (4, 8)), max_sets=60)
     found = make_database(plan, Simulator(model), export=export)
     assert [one.mask for one in found.database.intra] == [15, 1 << 4 | 1 << 8, 2**9 - 1]
-    assert (
-        "499 of the 502 sets of GPUs that jobs can have are left out, above 8 GPUs only those that "
-        "are asked for: a job over one of them fails"
-    ) in found.notes
+    assert any(note.startswith("499 of the 502 sets") for note in found.notes)
 
 
 def test_more_gpus_than_the_forks_table_of_chains_has_room_for_have_none():
@@ -457,10 +452,7 @@ def test_more_gpus_than_the_forks_table_of_chains_has_room_for_have_none():
     found = make_database(plan, Simulator(model), export=Export(max_sets=60)).database
     assert (found.inter, found.num_gpus, found.num_bits) == ((), 9, 1)
     notes = make_database(plan, Simulator(model), export=Export(max_sets=60)).notes
-    assert (
-        "for GPU indices up to 8 the fork's table of chains would be too large: there are no "
-        "chains, and a job of several nodes fails"
-    ) in notes
+    assert any("up to 8 the fork's table of chains is too large" in note for note in notes)
 
 
 class NoNetwork:
@@ -500,11 +492,12 @@ class OnlySome(NoNetwork):
 def test_a_set_of_gpus_without_a_ring_is_left_out_by_name():
     found = make_database(plan_of(SMALL), OnlySome(Simulator(load_bundled(SMALL))))
     assert all(not one.mask & 4 for one in found.database.intra)
-    assert "no ring over GPUs 0, 1, 2, 3, and a job over them fails: G2: lost" in found.notes
-    assert "no ring either over 4 other sets of GPUs" in found.notes
-    assert (
-        "no chain over GPUs 0, 1, 2, 3, and a job with such a node fails: G2: lost" in found.notes
-    )
+    for kind in ("ring", "chain"):
+        assert any(
+            note.startswith(f"no {kind} over GPUs 0, 1, 2, 3,") and note.endswith("G2: lost")
+            for note in found.notes
+        )
+    assert "no ring over 4 more sets of GPUs" in found.notes
 
 
 def test_several_rings_become_one_and_many_channels_fewer():
@@ -512,12 +505,10 @@ def test_several_rings_become_one_and_many_channels_fewer():
         plan_of(EIGHT), Simulator(load_bundled(EIGHT)), export=Export(subsets=())
     )
     plan = plan_of(EIGHT)
-    together = (
-        f"the plan's {len(plan.rings)} rings together have {plan.rate_gbps:.2f} GB/s, but all"
-    )
-    assert any(note.startswith(together) for note in several.notes) == (len(plan.rings) > 1)
+    together = f"those of {len(plan.rings)} rings and"
+    assert any(together in note for note in several.notes) == (len(plan.rings) > 1)
     fewer = made(SMALL)
-    assert any("channels, but the fork has room for 15" in note for note in fewer.notes)
+    assert any("room for 15 channels" in note for note in fewer.notes)
     assert all(not one.mask & 8 or one.mask < 16 for one in fewer.database.intra)
 
 

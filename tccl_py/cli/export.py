@@ -22,7 +22,13 @@ from tccl_py.search.problem import Reporter, SilentReporter
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.planned import ElsewhereError, journal_alone, measured_again
-from tccl_py.tccl_fork.build import DEFAULT_MAX_SETS, Export, MadeDatabase, make_database
+from tccl_py.tccl_fork.build import (
+    DEFAULT_MAX_SETS,
+    Export,
+    MadeDatabase,
+    check_plan_for_fork,
+    make_database,
+)
 from tccl_py.tccl_fork.database import tccl_xml
 
 RUNTIMES = ("nccl", "tccl")
@@ -152,7 +158,9 @@ def _export_tccl(directory: Path, output: Path | None, wanted: Export) -> None:
         raise InputError(str(output), "already exists", "name a new file")
     place = directory if directory.is_dir() else directory.parent
     with interrupts_put_off():
-        made = _made(load_plan(directory), place, wanted)
+        plan = load_plan(directory)
+        check_plan_for_fork(plan, where=str(directory))
+        made = _made(plan, place, wanted)
     write_result(tccl_xml(made.database, notes=made.notes), output)
     notice_each(made.notes)
     if output is not None:

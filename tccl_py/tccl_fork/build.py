@@ -98,7 +98,7 @@ def make_database(
         KeyboardInterrupt: interrupted.
     """
     export = export or Export()
-    _check_plan(plan)
+    check_plan_for_fork(plan)
     task = _task(plan, source, export, reporter or SilentReporter())
     nic, count = _nic(task.machine, export.nic), max(task.gpus) + 1
     numa = numa_ids(task.machine)
@@ -137,16 +137,21 @@ def make_database(
     )
 
 
-def _check_plan(plan: Plan) -> None:
+def check_plan_for_fork(plan: Plan, *, where: str = "plan") -> None:
+    """Refuse a plan that one database cannot serve, or whose further sets nobody can measure.
+
+    Raises:
+        InputError: hosts of several classes, or several hosts that were measured.
+    """
     if len(plan.cluster.classes) > 1:
         raise InputError(
-            "plan",
+            where,
             f"has hosts of {len(plan.cluster.classes)} classes",
             "the fork has one database for all nodes: plan hosts of one class",
         )
     if plan.is_cluster and not plan.simulated:
         raise InputError(
-            "plan",
+            where,
             "was measured over several hosts, and the file needs other sets",
             "plan one of the hosts alone: that plan's file has rings for jobs of one node",
         )

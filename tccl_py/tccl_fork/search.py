@@ -200,8 +200,9 @@ class DatabaseSearch:
         self.missing_rings: dict[Order, str] = {}
         self.missing_chains: dict[Order, str] = {}
         self._task, self._nic = task, nic
-        symmetry = automorphisms(task.machine, task.knowledge)
-        self._symmetry = symmetry if nic is None else fixing(symmetry, [f"N{nic.index}"])
+        self._inside = self._through = automorphisms(task.machine, task.knowledge)
+        if nic is not None:
+            self._through = fixing(self._inside, [f"N{nic.index}"])
         self._images: dict[Ends, Found] = {}
 
     @property
@@ -230,7 +231,7 @@ class DatabaseSearch:
             KeyboardInterrupt: interrupted; half a database would fail jobs.
         """
         for gpus in self._task.sets_of_gpus(least=1):
-            places = landings(self._task, nic, gpus)
+            places = tuple(sorted(landings(self._task, nic, gpus)))
             try:
                 self.best[gpus] = self._find(Ends(gpus, places, places))
             except (SearchError, MeasurementError) as error:
@@ -243,6 +244,9 @@ class DatabaseSearch:
                 except (SearchError, MeasurementError):
                     continue
 
+    def _symmetry(self, ends: Ends) -> Symmetry:
+        return self._through if ends.entries else self._inside
+
     def _find(self, ends: Ends) -> Found:
         image = self._images.get(ends)
         if image is not None:
@@ -254,13 +258,13 @@ class DatabaseSearch:
         # 2. Search, and keep the result for all images of these ends.
         alone = len(ends.gpus) == 1
         found = self._over_one(ends) if alone else self._searched(ends)
-        for there, ring_there in images(ends, found.ring, self._symmetry):
+        for there, ring_there in images(ends, found.ring, self._symmetry(ends)):
             self._images.setdefault(there, msgspec.structs.replace(found, ring=ring_there))
         return found
 
     def _searched(self, ends: Ends) -> Found:
         task = self._task
-        symmetry = self._symmetry
+        symmetry = self._symmetry(ends)
         for points in ends.points:
             symmetry = fixing(symmetry, sorted(points))
         large = ends.gpus == task.gpus if not ends.entries else len(ends.entries) > 1
