@@ -223,7 +223,7 @@ def _host(name, **more):
     machine = msgspec.structs.replace(
         toy_machine(gpus=2), nics=(Nic(index=0, name="eth0", parent="C0"),)
     )
-    software = Software(tccl_py="0.1.0", python="3.11.7", driver="570.1", nccl="2.27.3")
+    software = Software(tccl_py="0.1.0", driver="570.1", nccl="2.27.3")
     fields = {
         "machine": machine,
         "knowledge": Knowledge(),
@@ -337,7 +337,7 @@ def test_a_host_without_gpus_says_what_a_job_can_do(monkeypatch):
         raise InputError("this machine", "no NVIDIA driver answers", "use --nccl-topology FILE")
 
     monkeypatch.setattr("tccl_py.readers.live.discover_machine", none_here)
-    said = r"^host h0: this machine: no NVIDIA driver answers; .* --backend host to rehearse"
+    said = r"^host h0: this machine: no NVIDIA driver answers; .* --backend host for a dry run"
     with pytest.raises(InputError, match=said):
         host_facts("h0", backend="cuda", devices=None, interfaces=())
 

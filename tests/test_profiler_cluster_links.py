@@ -25,7 +25,7 @@ def hosts(count, *, nics=1):
             machine=machine,
             knowledge=Knowledge(),
             fingerprint=Fingerprint(gpu_uuids=(), driver="none", numa_count=1, kernel="6"),
-            software=Software(tccl_py="1", python="3", driver="none", nccl="none"),
+            software=Software(tccl_py="1", driver="none", nccl="none"),
             addresses={i: NicAddress(interface=f"eth{i}", address="10.0.0.1") for i in range(nics)},
         )
         for number in range(count)

@@ -1,4 +1,4 @@
-"""What a host is, as its agent tells it, and what the hosts of a cluster must have in common."""
+"""A host's facts, as its agent tells them, and what the hosts of a cluster must have in common."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import contextlib
 import fcntl
 import ipaddress
 import os
-import platform
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
+from tccl_profiler.host.machine import host_fingerprint, host_machine
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Fingerprint, Knowledge
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.readers.nvml import VARIABLE, only_gpus, visible_indices
 from tccl_py.readers.sysfs import network_ports
-
-# Network interfaces of this host: which are up, their addresses, and whose they are.
-
 
 SYSFS = Path("/sys")
 PROC = Path("/proc")
@@ -33,177 +30,20 @@ _IFF_UP, _IFF_RUNNING = 0x1, 0x40  # include/uapi/linux/if.h
 _GLOBAL_SCOPE = "00"
 _LONGEST = 15
 """IFNAMSIZ less the zero byte."""
-
-
-class Interface(msgspec.Struct, frozen=True, kw_only=True):
-    """An interface: its address, "" if it has none, and whether it is up and has a carrier."""
-
-    name: str
-    address: str
-    up: bool
-    speed_mbps: int = 0
-
-
-def interface(name: str, *, sysfs: Path = SYSFS, proc: Path = PROC) -> Interface | None:
-    """What the kernel says of an interface of this network namespace; None if there is none.
-
-    An IPv4 address goes before an IPv6 one; addresses that only hold on one link do not count.
-    """
-    if not 1 <= len(name.encode()) <= _LONGEST or name not in _names():
-        return None
-    flags = _asked(_SIOCGIFFLAGS, name)
-    state = struct.unpack_from("H", flags)[0] if flags else 0
-    answer = _asked(_SIOCGIFADDR, name)
-    address = socket.inet_ntoa(answer[4:8]) if answer else _address6(name, proc)
-    speed = 0
-    # The kernel refuses to tell the speed of what is down.
-    with contextlib.suppress(OSError, ValueError):
-        speed = int((sysfs / "class" / "net" / name / "speed").read_text())
-    return Interface(
-        name=name,
-        address=address,
-        up=bool(state & _IFF_UP and state & _IFF_RUNNING),
-        speed_mbps=max(speed, 0),
-    )
-
-
-def addresses() -> tuple[str, ...]:
-    """By what addresses other hosts may reach this one, those of devices first."""
-    found = []
-    for name in _names():
-        seen = interface(name)
-        if seen is not None and seen.up and seen.address and name != "lo":
-            found.append((not (SYSFS / "class" / "net" / name / "device").exists(), seen.address))
-    return tuple(address for _, address in sorted(found, key=lambda one: one[0]))
-
-
-def listening() -> socket.socket:
-    """A socket that waits on all addresses of this host, IPv6 too where there is any."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=4096)
-
-
-def _names() -> list[str]:
-    return [name for _, name in socket.if_nameindex()]
-
-
-def _asked(question: int, name: str) -> bytes:
-    """The 16 bytes of the answer to an ioctl about an interface; none where there is none."""
-    request = array.array("B", struct.pack("40s", name.encode()))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            fcntl.ioctl(sock.fileno(), question, request)
-        except OSError:
-            return b""
-    return bytes(request[16:32])
-
-
-def _address6(name: str, proc: Path) -> str:
-    """The first global IPv6 address of an interface, "" if it has none."""
-    with contextlib.suppress(OSError):
-        for line in (proc / "net" / "if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, owner = line.split()
-            if owner == name and scope == _GLOBAL_SCOPE:
-                return str(ipaddress.IPv6Address(int(digits, 16)))
-    return ""
-
-
-def with_interfaces(
-    machine: Machine, names: tuple[str, ...], *, host: str, sysfs: Path = SYSFS
-) -> Machine:
-    """The machine with those of these interfaces as its NICs that are there, in this order.
-
-    Those that the machine has as NICs keep their place in it; others (virtual ones, and all of a
-    stand-in machine's) hang from the first NUMA node.
-
-    Raises:
-        InputError: none is there.
-    """
-    nics: list[Nic] = []
-    for name in dict.fromkeys(names):
-        found = interface(name, sysfs=sysfs)
-        if found is None:
-            continue
-        index = len(nics)
-        known_nic = next(
-            (nic for nic in machine.nics if name in (nic.name, interface_of(nic, sysfs))), None
-        )
-        if known_nic is not None:
-            nics.append(msgspec.structs.replace(known_nic, index=index))
-        else:
-            parent = machine.numa_nodes[0].id
-            nics.append(Nic(index=index, name=name, parent=parent, speed_mbps=found.speed_mbps))
-    if not nics:
-        known = ", ".join(one for one in _names() if one != "lo") or "none"
-        wanted = ", ".join(name[:40] for name in names)
-        raise InputError(f"host {host}", f"has no interface {wanted}", f"it has {known}")
-    return msgspec.structs.replace(machine, nics=tuple(nics))
-
-
-def with_own_nics(machine: Machine, *, sysfs: Path = SYSFS) -> Machine:
-    """A stand-in machine with the NICs of this host, which hang from their NUMA nodes."""
-    nodes = {node.numa_id: node.id for node in machine.numa_nodes}
-    first = machine.numa_nodes[0].id
-    nics: list[Nic] = []
-    for port in network_ports(sysfs):
-        nic = Nic(index=len(nics), name=port.name, parent=first, port=port.port)
-        name = interface_of(nic, sysfs)
-        found = interface(name, sysfs=sysfs)
-        if found is not None and found.up and found.address:
-            node = _text(sysfs / "class" / "net" / name / "device" / "numa_node")
-            parent = nodes.get(int(node), first) if node.isdecimal() else first
-            nics.append(msgspec.structs.replace(nic, parent=parent, speed_mbps=port.speed_mbps))
-    return msgspec.structs.replace(machine, nics=tuple(nics))
-
-
-def unused_interfaces(*, sysfs: Path = SYSFS) -> tuple[str, ...]:
-    """Interfaces of devices that are down, or have no carrier."""
-    found = []
-    for name in _names():
-        if (sysfs / "class" / "net" / name / "device").exists():
-            seen = interface(name, sysfs=sysfs)
-            if seen is not None and not seen.up:
-                found.append(name)
-    return tuple(sorted(found))
-
-
-def interface_of(nic: Nic, sysfs: Path = SYSFS) -> str:
-    """The interface of a NIC: itself, or that of the card behind an RDMA port; "" if none is."""
-    if (sysfs / "class" / "net" / nic.name).exists() or nic.name in _names():
-        return nic.name
-    behind = sysfs / "class" / "infiniband" / nic.name / "device" / "net"
-    try:
-        found = sorted(entry.name for entry in behind.iterdir())
-    except OSError:
-        return ""
-    ports = {name: _text(behind / name / "dev_port") for name in found}
-    wanted = str(max(nic.port - 1, 0))
-    return next((name for name in found if ports[name] == wanted), found[0] if found else "")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 _NONE = "none"
-_GPUS = "start ranks where GPUs are, or add --backend host to rehearse on the hosts' memory"
+_GPUS = "start ranks where GPUs are, or add --backend host for a dry run on the hosts' memory"
 
 
 class Software(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Versions; "none" is what is not there."""
+    """Versions; "none" if not installed."""
 
     tccl_py: str
-    python: str
     driver: str
     nccl: str
 
 
 class NicAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """By which interface and address a NIC is reached over TCP."""
+    """The interface and address by which a NIC is reached over TCP."""
 
     interface: str
     address: str
@@ -223,7 +63,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """What can be measured here, by id: GPUs, and NICs that have an address."""
+        """The devices that can be measured: GPUs, and NICs that have an address."""
         gpus = (f"G{index}" for index in self.machine.gpu_indices)
         return (*gpus, *(f"N{index}" for index in sorted(self.addresses)))
 
@@ -231,16 +71,16 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 def host_facts(
     name: str, *, backend: str, devices: int | None, interfaces: tuple[str, ...]
 ) -> HostFacts:
-    """What this host is.
+    """Discover this host.
 
     Args:
         name: the host's.
-        backend: `cuda`, which discovers the machine, or `host`, which has a stand-in for it.
+        backend: `cuda`, or `host` for a stand-in machine.
         devices: how many devices the stand-in has.
-        interfaces: those to use as NICs; none are the machine's own.
+        interfaces: NICs to use; none are the machine's own.
 
     Raises:
-        InputError: no GPU, an interface that is not there, or more; it names the host.
+        InputError: no GPU, a missing interface, or more; names the host.
     """
     try:
         machine, knowledge, fingerprint = _discovered(backend, devices)
@@ -250,9 +90,9 @@ def host_facts(
         machine = with_interfaces(machine, interfaces, host=name)
     addresses: dict[int, NicAddress] = {}
     # Discovery leaves out what is down; another host may have the same interface up.
-    down = [] if interfaces else list(unused_interfaces())
+    down = [] if interfaces else list(_unused_interfaces())
     for nic in machine.nics:
-        found = interface(interface_of(nic))
+        found = interface(_interface_of(nic))
         if found is not None and not found.up:
             down.append(found.name)
         elif found is not None and found.address:
@@ -261,41 +101,36 @@ def host_facts(
             raise InputError(
                 f"host {name}", f"interface {nic.name} has no address", "give it one, or another"
             )
+    installed = installed_nccl()
+    software = Software(
+        tccl_py=_own_version(),
+        driver=fingerprint.driver,
+        nccl=_NONE if installed is None else installed.version,
+    )
     return HostFacts(
         name=name,
         machine=machine,
         knowledge=knowledge,
         fingerprint=fingerprint,
-        software=_software(fingerprint),
+        software=software,
         addresses=addresses,
         down=tuple(down),
     )
 
 
 def _discovered(backend: str, devices: int | None) -> tuple[Machine, Knowledge, Fingerprint]:
-    if backend == "cuda":
-        from tccl_py.readers.live import discover_machine  # noqa: PLC0415
+    if backend == "host":
+        machine = host_machine(devices, least=1)
+        return _with_own_nics(machine), Knowledge(), host_fingerprint(machine)
+    from tccl_py.readers.live import discover_machine  # noqa: PLC0415 (only where GPUs are)
 
-        try:
-            machine, knowledge, fingerprint = discover_machine()
-        except InputError as error:
-            # What else can be read is no help to the hosts of a job.
-            raise InputError(error.where, error.what, _GPUS) from error
-        shown = visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(VARIABLE))
-        return (*only_gpus(machine, knowledge, shown), fingerprint)
-    from tccl_profiler.host.machine import host_fingerprint, host_machine  # noqa: PLC0415
-
-    machine = host_machine(devices, least=1)
-    return with_own_nics(machine), Knowledge(), host_fingerprint(machine)
-
-
-def _software(fingerprint: Fingerprint) -> Software:
-    return Software(
-        tccl_py=_own_version(),
-        python=platform.python_version(),
-        driver=fingerprint.driver,
-        nccl=found.version if (found := installed_nccl()) is not None else _NONE,
-    )
+    try:
+        machine, knowledge, fingerprint = discover_machine()
+    except InputError as error:
+        # What else can be read is no help to the hosts of a job.
+        raise InputError(error.where, error.what, _GPUS) from error
+    shown = visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(VARIABLE))
+    return (*only_gpus(machine, knowledge, shown), fingerprint)
 
 
 def _own_version() -> str:
@@ -303,14 +138,6 @@ def _own_version() -> str:
         return metadata.version("tccl-py")
     except metadata.PackageNotFoundError:
         return "not installed"  # run from its source
-
-
-_ALIKE: tuple[tuple[str, Callable[[Software], str]], ...] = (
-    ("tccl-py", lambda one: one.tccl_py),
-    # Workers of one version of Python talk to each other by formats of numpy and msgspec only.
-    ("the NVIDIA driver", lambda one: one.driver),
-    ("NCCL", lambda one: one.nccl),
-)
 
 
 def check_hosts(
@@ -323,31 +150,30 @@ def check_hosts(
     """Refuse hosts that cannot be one cluster.
 
     Args:
-        hosts: what is there.
-        expected: names that a list of hosts gave; empty where there is none.
-        interfaces: those that the user named; one that is down is a fault then.
+        hosts: that are there.
+        expected: names in a list of hosts; empty without a list.
+        interfaces: that the user named; one that is down is a fault then.
         addressed: whether NICs need addresses for TCP.
 
     Raises:
-        InputError: fewer than two hosts, one too many or too few, versions that differ, a NIC that
-            is down; each names the host.
+        InputError: fewer than two hosts, a host too many or too few, different versions, a NIC that
+            is down; names the host.
     """
-    names = [one.name for one in hosts]
-    if expected:
-        for name in expected:
-            if name not in names:
-                raise InputError(
-                    f"host {name}",
-                    "is in the list of hosts, and no rank runs there",
-                    "start a rank on it, or take it out of the list",
-                )
-        for name in names:
-            if name not in expected:
-                raise InputError(
-                    f"host {name}",
-                    "runs a rank and is not in the list of hosts",
-                    "add it to the list, or start no rank on it",
-                )
+    names = [host.name for host in hosts]
+    for name in expected:
+        if name not in names:
+            raise InputError(
+                f"host {name}",
+                "is in the list of hosts, and no rank runs there",
+                "start a rank on it, or take it out of the list",
+            )
+    for name in names:
+        if expected and name not in expected:
+            raise InputError(
+                f"host {name}",
+                "runs a rank and is not in the list of hosts",
+                "add it to the list, or start no rank on it",
+            )
     if len(hosts) < 2:
         raise InputError(
             "this MPI job",
@@ -355,49 +181,192 @@ def check_hosts(
             "start ranks on 2 hosts at least, or leave mpirun out",
         )
     _check_software(hosts)
-    found = {nic.interface for one in hosts for nic in one.addresses.values()}
+    found = {nic.interface for host in hosts for nic in host.addresses.values()}
     for name in interfaces:
-        if name not in found and not any(name in one.down for one in hosts):
-            raise InputError(
-                f"interface {name[:40]}", "is on no host of this job", f"there are {_list(found)}"
-            )
+        if name not in found and not any(name in host.down for host in hosts):
+            there = f"there are {', '.join(sorted(found)) or 'none'}"
+            raise InputError(f"interface {name[:40]}", "is on no host of this job", there)
     _check_nics(hosts, named=bool(interfaces), addressed=addressed)
 
 
-def _list(names: set[str]) -> str:
-    return ", ".join(sorted(names)) or "none"
-
-
 def _check_software(hosts: Sequence[HostFacts]) -> None:
+    """Refuse different versions; Python may differ: processes exchange plain data."""
     first = hosts[0]
-    for what, version in _ALIKE:
-        for other in hosts[1:]:
-            here, there = version(first.software), version(other.software)
+    for what, field in (("tccl-py", "tccl_py"), ("the NVIDIA driver", "driver"), ("NCCL", "nccl")):
+        for host in hosts[1:]:
+            here, there = getattr(first.software, field), getattr(host.software, field)
             if here != there:
                 raise InputError(
-                    f"host {other.name}",
+                    f"host {host.name}",
                     f"has {what} {there}, host {first.name} has {here}",
                     "install the same on all hosts",
                 )
 
 
 def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> None:
-    """A NIC that is down, where the user named it or where another host has it up."""
-    up = {nic.interface: one.name for one in hosts for nic in one.addresses.values()}
-    for one in hosts:
-        for name in one.down:
+    """Refuse a NIC that is down, if the user named it or another host has it up."""
+    up = {nic.interface: host.name for host in hosts for nic in host.addresses.values()}
+    for host in hosts:
+        for name in host.down:
             if named or name in up:
                 elsewhere = f", on host {up[name]} it is up" if name in up else ""
                 raise InputError(
-                    f"host {one.name}",
+                    f"host {host.name}",
                     f"interface {name} is down{elsewhere}",
                     "bring it up, or name the interfaces to use",
                 )
-        if not addressed and not one.machine.nics:
-            raise InputError(f"host {one.name}", "has no NIC", "leave it out of the job")
-        if addressed and not one.addresses:
+        if not addressed and not host.machine.nics:
+            raise InputError(f"host {host.name}", "has no NIC", "leave it out of the job")
+        if addressed and not host.addresses:
             raise InputError(
-                f"host {one.name}",
+                f"host {host.name}",
                 "has no NIC with an address that other hosts could reach",
                 "bring one up, or name the interfaces to use, as --interfaces eth0",
             )
+
+
+# Network interfaces of this network namespace
+
+
+class Interface(msgspec.Struct, frozen=True, kw_only=True):
+    """An interface, its address or "", and whether it is up and has a carrier."""
+
+    name: str
+    address: str
+    up: bool
+    speed_mbps: int = 0
+
+
+def interface(name: str, *, sysfs: Path = SYSFS, proc: Path = PROC) -> Interface | None:
+    """Return an interface as the kernel describes it, None if there is none.
+
+    An IPv4 address goes before an IPv6 one; link-local addresses do not count.
+    """
+    if not 1 <= len(name.encode()) <= _LONGEST or name not in _names():
+        return None
+    flags = _ioctl(_SIOCGIFFLAGS, name)
+    state = struct.unpack_from("H", flags)[0] if flags else 0
+    answer = _ioctl(_SIOCGIFADDR, name)
+    address = socket.inet_ntoa(answer[4:8]) if answer else _address6(name, proc)
+    speed = 0
+    # The kernel refuses to tell the speed of what is down.
+    with contextlib.suppress(OSError, ValueError):
+        speed = int((sysfs / "class" / "net" / name / "speed").read_text())
+    up = bool(state & _IFF_UP and state & _IFF_RUNNING)
+    return Interface(name=name, address=address, up=up, speed_mbps=max(speed, 0))
+
+
+def addresses() -> tuple[str, ...]:
+    """Return the addresses by which other hosts may reach this host, those of devices first."""
+    found = []
+    for name in _names():
+        seen = interface(name)
+        if seen is not None and seen.up and seen.address and name != "lo":
+            found.append((not _is_device(name), seen.address))
+    return tuple(address for _, address in sorted(found, key=lambda pair: pair[0]))
+
+
+def listening() -> socket.socket:
+    """Return a socket that listens on all addresses of this host, IPv6 too where possible."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=4096)
+
+
+def _names() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
+def _is_device(name: str, sysfs: Path = SYSFS) -> bool:
+    return (sysfs / "class" / "net" / name / "device").exists()
+
+
+def _ioctl(question: int, name: str) -> bytes:
+    """Return the 16 bytes of the answer to an ioctl about an interface, b"" without answer."""
+    request = array.array("B", struct.pack("40s", name.encode()))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            fcntl.ioctl(sock.fileno(), question, request)
+        except OSError:
+            return b""
+    return bytes(request[16:32])
+
+
+def _address6(name: str, proc: Path) -> str:
+    """Return the first global IPv6 address of an interface, "" if it has none."""
+    with contextlib.suppress(OSError):
+        for line in (proc / "net" / "if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, owner = line.split()
+            if owner == name and scope == _GLOBAL_SCOPE:
+                return str(ipaddress.IPv6Address(int(digits, 16)))
+    return ""
+
+
+def with_interfaces(
+    machine: Machine, names: tuple[str, ...], *, host: str, sysfs: Path = SYSFS
+) -> Machine:
+    """Return the machine with these interfaces, as far as they exist, as its NICs.
+
+    NICs of the machine keep their place in it; others (virtual ones, and all of a stand-in
+    machine's) hang from the first NUMA node.
+
+    Raises:
+        InputError: none exists.
+    """
+    own = {name: nic for nic in machine.nics for name in (_interface_of(nic, sysfs), nic.name)}
+    nics: list[Nic] = []
+    for name in dict.fromkeys(names):
+        found = interface(name, sysfs=sysfs)
+        if found is None:
+            continue
+        parent = machine.numa_nodes[0].id
+        nic = own.get(name) or Nic(index=0, name=name, parent=parent, speed_mbps=found.speed_mbps)
+        nics.append(msgspec.structs.replace(nic, index=len(nics)))
+    if not nics:
+        known = ", ".join(name for name in _names() if name != "lo") or "none"
+        wanted = ", ".join(name[:40] for name in names)
+        raise InputError(f"host {host}", f"has no interface {wanted}", f"it has {known}")
+    return msgspec.structs.replace(machine, nics=tuple(nics))
+
+
+def _with_own_nics(machine: Machine, *, sysfs: Path = SYSFS) -> Machine:
+    """Return a stand-in machine with the NICs of this host below their NUMA nodes."""
+    nodes = {node.numa_id: node.id for node in machine.numa_nodes}
+    first = machine.numa_nodes[0].id
+    nics: list[Nic] = []
+    for port in network_ports(sysfs):
+        nic = Nic(index=len(nics), name=port.name, parent=first, port=port.port)
+        name = _interface_of(nic, sysfs)
+        found = interface(name, sysfs=sysfs)
+        if found is not None and found.up and found.address:
+            node = _text(sysfs / "class" / "net" / name / "device" / "numa_node")
+            parent = nodes.get(int(node), first) if node.isdecimal() else first
+            nics.append(msgspec.structs.replace(nic, parent=parent, speed_mbps=port.speed_mbps))
+    return msgspec.structs.replace(machine, nics=tuple(nics))
+
+
+def _unused_interfaces() -> list[str]:
+    """Return the interfaces of devices that are down, or have no carrier."""
+    found = (interface(name) for name in _names() if _is_device(name))
+    return sorted(seen.name for seen in found if seen is not None and not seen.up)
+
+
+def _interface_of(nic: Nic, sysfs: Path = SYSFS) -> str:
+    """Return the interface of a NIC: itself, or the one behind an RDMA port, or ""."""
+    if (sysfs / "class" / "net" / nic.name).exists() or nic.name in _names():
+        return nic.name
+    behind = sysfs / "class" / "infiniband" / nic.name / "device" / "net"
+    try:
+        found = sorted(entry.name for entry in behind.iterdir())
+    except OSError:
+        return ""
+    ports = {name: _text(behind / name / "dev_port") for name in found}
+    wanted = str(max(nic.port - 1, 0))
+    return next((name for name in found if ports[name] == wanted), found[0] if found else "")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,7 +1,7 @@
-"""MPI: whether this process is a rank of a job, and how ranks meet. Only here mpi4py is imported.
+"""MPI: whether this process is a rank of a job, and its rendezvous. Only here mpi4py is imported.
 
-Messages go by Isend and matched probes, never by a collective, so that a rank that is missing does
-not hang the others. When all have met, MPI is ended: see `meeting`.
+Messages go by Isend and matched probes, never by a collective, so that a missing rank does not hang
+the others. After the rendezvous MPI is ended: see `job`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOT_USABLE = 2
 _TAG = 4211
 _INIT_S = 120.0
 _FINALIZE_S = 30.0
-"""How long MPI may take to start and to end: it waits for all ranks, and one may be missing."""
+"""Time for MPI to start and to end: it waits for all ranks, and one may be missing."""
 _SIZES = (
     "OMPI_COMM_WORLD_SIZE",  # Open MPI's mpirun
     "PMI_SIZE",  # MPICH, Intel MPI, MVAPICH, Cray; srun --mpi=pmi2
@@ -30,8 +30,6 @@ _SIZES = (
     "PALS_SIZE",
     "SLURM_STEP_NUM_TASKS",  # srun, whatever the MPI
 )
-
-
 _RANKS = (
     "OMPI_COMM_WORLD_RANK",
     "PMIX_RANK",
@@ -41,40 +39,39 @@ _RANKS = (
     "SLURM_PROCID",
 )
 _JOBS = ("measure", "plan", "verify")
-"""Commands that several ranks do together."""
+"""Commands that several ranks run together."""
 _ALONE = ("--simulate", "--help", "-h")
-"""What every rank would do by itself."""
+"""Options with which every rank runs by itself."""
 
 
 def only_serves(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether a command is for another rank to control, by its arguments and the launcher's
-    variables, so that this one need not look at it.
+    """Return whether another rank controls a command, so that this rank need not parse it.
 
     >>> only_serves(["measure", "h0.G0->h0.G0->h0.C0"], {"PMI_SIZE": "2", "PMI_RANK": "1"})
     True
     >>> only_serves(["show", "DIR"], {"PMI_SIZE": "2", "PMI_RANK": "1"})
     False
     """
-    if not arguments or arguments[0] not in _JOBS or _wanted_size(environment) < 2:
+    if not arguments or arguments[0] not in _JOBS or not in_mpi_job(environment):
         return False
-    if any(one.partition("=")[0] in _ALONE for one in arguments):
+    if any(argument.partition("=")[0] in _ALONE for argument in arguments):
         return False
-    rank = next((environment[name] for name in _RANKS if name in environment), "0")
+    rank = _rank(environment)
     return rank.isascii() and rank.isdecimal() and int(rank) > 0
 
 
 def served() -> int:
-    """Serve the controller of this rank's job to its end; the exit code. Nothing is printed."""
+    """Serve the controller of this rank's job to its end; return the exit code."""
     try:
         with mpi_job() as job:
             return job.serve()
     except TcclError:
-        # What it is, the controller says.
+        # The controller prints it.
         return NOT_USABLE
 
 
 def in_mpi_job(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process is one of several ranks, by what the launcher set; MPI is not loaded.
+    """Return whether this process is one of several ranks, by the launcher's variables.
 
     A shell inside a SLURM allocation has SLURM's variables of the job, but none of a step.
 
@@ -85,41 +82,45 @@ def in_mpi_job(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def _wanted_size(environment: Mapping[str, str]) -> int:
-    """How many ranks the launcher says there are; 2 where it only says that there are some."""
+    """Return the launcher's number of ranks; 2 if it only says that there are several."""
     for name in _SIZES:
         text = environment.get(name, "")
         if text.isascii() and text.isdecimal():
             return int(text)
-    # PMIx tells a process its rank; how many there are, only MPI can ask it.
+    # PMIx tells a process its rank; the size is known to MPI only.
     return 2 if "PMIX_RANK" in environment else 1
+
+
+def _rank(environment: Mapping[str, str]) -> str:
+    return next((environment[name] for name in _RANKS if name in environment), "0")
 
 
 @contextlib.contextmanager
 def mpi_job() -> Iterator[Job]:
-    """This process's part in an MPI job; where the controller leaves it, all ranks end.
+    """Join an MPI job; all ranks end when the controller leaves.
 
     Raises:
         InputError: MPI does not start, a rank is missing, or the launcher started tasks that know
             nothing of each other.
     """
-    # Most processes that ask whether they are in a job are not, and need nothing of this.
+    # Most processes that ask whether they are in a job are not.
     from tccl_profiler.cluster.job import Job, rendezvous  # noqa: PLC0415
 
-    post = _started()
+    bootstrap = _started()
     wanted = _wanted_size(os.environ)
-    if post.size == 1 and wanted > 1:
+    if bootstrap.size == 1 and wanted > 1:
         raise InputError(
             "this MPI job",
             f"has {wanted} tasks that know nothing of each other",
             "start them by the launcher of the MPI that mpi4py was built for, as mpirun or "
             "srun --mpi=pmix",
         )
-    with Job(rendezvous(post)) as job:
+    with Job(rendezvous(bootstrap)) as job:
         yield job
 
 
 class _MpiBootstrap:
-    """The ranks of the world as a Post."""
+    """The ranks of the world; a `job.Bootstrap`."""
 
     def __init__(self, library: Any) -> None:
         self._mpi, self._world = library, library.COMM_WORLD
@@ -130,24 +131,21 @@ class _MpiBootstrap:
         self.size: int = self._world.Get_size()
 
     def send(self, rank: int, data: bytes) -> None:
-        """As Bootstrap; the bytes are kept until they have left."""
+        """Begin to send; the bytes are kept until they have left."""
         self._leaving.append((self._world.Isend([data, self._mpi.BYTE], rank, _TAG), data))
         self._progress()
 
     def poll(self, rank: int) -> bytes | None:
-        """As Post."""
+        """Return the next message from a rank, if there is one."""
         self._progress()
         waiting = self._inbox.get(rank)
         return waiting.popleft() if waiting else None
 
     def _progress(self) -> None:
-        """Forget what has left, and take in what has come."""
+        """Forget messages that have left, and take in those that have come."""
         self._leaving = [(request, data) for request, data in self._leaving if not request.Test()]
         status = self._mpi.Status()
-        while True:
-            message = self._world.Improbe(self._mpi.ANY_SOURCE, _TAG, status)
-            if message is None:
-                break
+        while (message := self._world.Improbe(self._mpi.ANY_SOURCE, _TAG, status)) is not None:
             buffer = bytearray(status.Get_count(self._mpi.BYTE))
             request = message.Irecv([buffer, self._mpi.BYTE])
             self._arriving.append((status.Get_source(), request, buffer))
@@ -160,17 +158,17 @@ class _MpiBootstrap:
         self._arriving = still
 
     def finish(self) -> None:
-        """As Post."""
+        """End MPI."""
         with _limited(_FINALIZE_S, "MPI_Finalize", os.environ):
             self._mpi.Finalize()
 
 
 @contextlib.contextmanager
 def _limited(limit_s: float, call: str, environment: Mapping[str, str]) -> Iterator[None]:
-    """End this process where MPI does not come back: all else that waits here has a limit."""
+    """End this process if MPI does not come back: every other wait here has a limit."""
 
     def give_up() -> None:
-        if next((environment[name] for name in _RANKS if name in environment), "0") == "0":
+        if _rank(environment) == "0":
             said = f"tccl: this MPI job: {call} takes longer than {limit_s:g} s; see whether all "
             os.write(2, f"{said}hosts are well, and start one tccl command on each\n".encode())
         os._exit(NOT_USABLE)

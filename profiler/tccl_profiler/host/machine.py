@@ -1,4 +1,4 @@
-"""This host as a machine of the `host` backend: a device for each of some cores, by NUMA node."""
+"""This host as a machine of the `host` backend: cores as devices, by NUMA node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tccl_py.model.machine import MAX_GPUS, Gpu, Machine, NumaNode, check
 SYSFS = Path("/sys")
 ROOT = Path("/")
 DEVICES = 8
-"""Devices where nobody says how many: what is common in a node."""
+"""Default number of devices: the usual size of a node."""
 
 
 def host_machine(
@@ -27,16 +27,16 @@ def host_machine(
     sysfs: Path = SYSFS,
     least: int = 2,
 ) -> Machine:
-    """The machine that stands for this host; `C` places are its NUMA nodes, `G` places are cores.
+    """Return a stand-in for this host: `C` places are its NUMA nodes, `G` places are cores.
 
     Cores are picked evenly over the NUMA nodes; with more devices than cores, devices share them.
     A device's bus id is made up; its domain is the number of the core.
 
     Args:
-        devices: how many; None is one a core, at least `least` and at most 8.
+        devices: how many; None is one per core, at least `least` and at most 8.
         cpus: cores to use; None is all that this process may run on.
-        sysfs: where the kernel tells of NUMA nodes.
-        least: how few there may be: 2 meet in a machine, 1 is enough for a node of several.
+        sysfs: where sysfs is.
+        least: fewest devices: 2 in a machine, 1 in a node of several.
 
     Raises:
         InputError: fewer devices than that or more than a machine has, or no such core.
@@ -68,12 +68,12 @@ def host_machine(
 
 
 def cpus_of_devices(machine: Machine) -> dict[int, tuple[int, ...]]:
-    """Cores that each device's worker is pinned to, by the device's index."""
+    """Return the cores that each device's worker is pinned to, by the device's index."""
     return {gpu.index: (int(gpu.bus_id.split(":")[0], 16),) for gpu in machine.gpus}
 
 
 def shared_cores(machine: Machine) -> Iterator[str]:
-    """Warn of devices that share a core."""
+    """Yield a warning if devices share cores."""
     devices, cores = len(machine.gpus), len(set(cpus_of_devices(machine).values()))
     if devices > cores:
         few = f"; --devices {cores} gives each a core" if cores > 1 else ""
@@ -84,10 +84,7 @@ def shared_cores(machine: Machine) -> Iterator[str]:
 
 
 def host_fingerprint(machine: Machine, *, root: Path = ROOT) -> Fingerprint:
-    """What tells this host from others, in place of the UUIDs and driver of GPUs.
-
-    A host without a machine id, as in many containers, is told by its boot.
-    """
+    """Return the identity of this host: its machine id or, as in many containers, its boot id."""
     host = f"host:{cpu_model(root)}:{_host_id(root)}"
     cores = cpus_of_devices(machine)
     return Fingerprint(
@@ -105,7 +102,7 @@ def cpu_model(root: Path = ROOT) -> str:
 
 
 def _nodes_of(cpus: Iterable[int], ids: Iterable[int], nodes: Path) -> dict[int, int]:
-    """Each core -> the index, not the system's number, of its NUMA node.
+    """Return the index (not the system's number) of each core's NUMA node.
 
     Raises:
         InputError: a core is on no node.
