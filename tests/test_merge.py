@@ -371,58 +371,43 @@ def test_a_table_is_a_copy_that_cannot_be_written_to():
 
 
 @pytest.mark.parametrize(
-    ("rates", "sentence"),
+    ("rates", "where", "what"),
     [
-        ([[1, 2]], "chain table a: the rates are 1 x 2; a row for each crossing in and a column "),
-        ([1, 2], "chain table a: the rates are 2; a row"),
-        (np.zeros((0, 0)), "chain table a: the rates are 0 x 0; a row"),
-        ([[1, 2], [float("nan"), 1]], "chain table a, in by crossing 1 and out by 0: the rate is "),
-        ([[1, -2], [1, 1]], "the rate is -2.0; a rate in GB/s, or 0 where there is no chain, is "),
-        ([[float("inf")]], "the rate is inf; a rate"),
+        ([[1, 2]], "chain table a", "1 x 2"),
+        ([1, 2], "chain table a", "are 2"),
+        (np.zeros((0, 0)), "chain table a", "0 x 0"),
+        ([[1, 2], [float("nan"), 1]], "chain table a, in by crossing 1 and out by 0", "nan"),
+        ([[1, -2], [1, 1]], "chain table a, in by crossing 0 and out by 1", "-2.0"),
+        ([[float("inf")]], "chain table a, in by crossing 0 and out by 0", "inf"),
     ],
 )
-def test_tables_that_cannot_be_used_are_refused(rates, sentence):
-    with pytest.raises(InputError, match=sentence):
+def test_tables_that_cannot_be_used_are_refused(rates, where, what):
+    with pytest.raises(InputError) as error:
         table(rates)
+    assert error.value.where == where
+    assert what in error.value.what
 
 
 ONE, TWO = table([[1]]), table([[1, 1], [1, 1]], "b")
+LONELY = SwitchTree(name="s", hosts=("a",))
+DEAD = SwitchTree(name="s", hosts=("a", "b"), uplink_gbps=0.0)
 
 
 @pytest.mark.parametrize(
-    ("merge", "sentence"),
+    ("merge", "where"),
     [
-        (lambda: merge_in_order([], [0]), "chain tables: there are none; one for each node class"),
-        (lambda: merge_in_order([ONE, TWO], [0, 1]), "table b: it has 2 crossings, table a 1; all"),
-        (lambda: merge_in_order([ONE], []), "node order: there are no nodes; a ring over nodes"),
-        (lambda: merge_in_order([ONE], [0]), "there is one node, which needs no crossing; a ring"),
-        (lambda: merge_in_order([ONE], [0, 2]), "order, position 1: node class 2 is unknown; clas"),
+        (lambda: merge_in_order([], [0]), "chain tables"),
+        (lambda: merge_in_order([ONE, TWO], [0, 1]), "chain table b"),
+        (lambda: merge_in_order([ONE], []), "node order"),
+        (lambda: merge_in_order([ONE], [0]), "node order"),
+        (lambda: merge_with_switches([ONE], {"a": 0}, LONELY), "switch tree"),
+        (lambda: merge_with_switches([ONE], {"a": 0, "b": 0}, DEAD), "switch s"),
     ],
 )
-def test_what_cannot_be_merged_is_refused(merge, sentence):
-    with pytest.raises(InputError, match=sentence):
+def test_what_cannot_be_merged_is_refused(merge, where):
+    with pytest.raises(InputError) as error:
         merge()
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"classes": {"a": 0}}, "switch tree: host b has no node class; every host in the tree"),
-        ({"classes": {"a": 0, "b": 0, "c": 0}}, "switch tree: host c is not in it; every host"),
-        ({"classes": {"a": 0, "b": 4}}, "host b: node class 4 is unknown; classes are 0 to 0"),
-        ({"hosts": ("a", "a")}, "switch tree: host a is in it twice; once is right"),
-        ({"hosts": ("a",), "classes": {"a": 0}}, "switch tree: there is one node"),
-        ({"uplink": 0.0}, "switch s: the uplink rate is 0.0; a rate in GB/s above 0, or none"),
-        ({"order": ("a", "x")}, "given order, position 1: host x is unknown; the hosts of the"),
-        ({"order": ("a", "a")}, "given order: it has 2 hosts, 1 of them different; each of the 2"),
-    ],
-)
-def test_switches_that_cannot_be_used_are_refused(change, sentence):
-    hosts, uplink = change.get("hosts", ("a", "b")), change.get("uplink")
-    tree = SwitchTree(name="s", hosts=hosts, uplink_gbps=uplink)
-    classes = change.get("classes", {"a": 0, "b": 0})
-    with pytest.raises(InputError, match=sentence):
-        merge_with_switches([ONE], classes, tree, given_order=change.get("order"))
+    assert error.value.where == where
 
 
 def test_a_class_without_any_chain_is_named():
