@@ -53,40 +53,26 @@ def test_settings_of_the_network_are_written_as_exact_names_and_come_back():
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "what"),
     [
-        (
-            {"ib_hca": ("mlx5_0", "mlx5 1")},
-            "settings for NCCL 2.30: ib_hca: names 'mlx5 1'; a name is such as mlx5_0 or mlx5_0:1",
-        ),
-        ({"ib_hca": ("a,b",)}, "settings for NCCL 2.30: ib_hca: names 'a,b'; a name is such as"),
-        ({"ib_hca": ("^mlx5_0",)}, "settings for NCCL 2.30: ib_hca: names '^mlx5_0'; a name"),
-        ({"ib_hca": ("mlx5_0:0",)}, "settings for NCCL 2.30: ib_hca: names 'mlx5_0:0'; a name"),
-        ({"ib_hca": ("a", "a")}, "settings for NCCL 2.30: ib_hca: names one twice; name each once"),
-        (
-            {"ib_hca": tuple(f"mlx5_{n}" for n in range(33))},
-            "settings for NCCL 2.30: ib_hca: has 33 names; NCCL takes 32",
-        ),
-        (
-            {"socket_ifname": ("$(id)",)},
-            "settings for NCCL 2.30: socket_ifname: names '$(id)'; a name is such as eth0",
-        ),
-        (
-            {"socket_ifname": ("eth0\nNCCL_DEBUG=INFO",)},
-            "settings for NCCL 2.30: socket_ifname: names 'eth0\\nNCCL_DEBUG=INFO'; a name is",
-        ),
-        ({"socket_ifname": ("",)}, "settings for NCCL 2.30: socket_ifname: names ''; a name is"),
-        ({"ib_gid_index": -1}, "settings for NCCL 2.30: ib_gid_index is -1; 0 to 255"),
-        (
-            {"version": "2.18", "net_gdr_level": "P2C"},
-            "settings for NCCL 2.18: net_gdr_level is P2C; this version takes it for LOC",
-        ),
+        ({"ib_hca": ("mlx5_0", "mlx5 1")}, "'mlx5 1'"),
+        ({"ib_hca": ("a,b",)}, "'a,b'"),
+        ({"ib_hca": ("^mlx5_0",)}, "'^mlx5_0'"),
+        ({"ib_hca": ("mlx5_0:0",)}, "'mlx5_0:0'"),
+        ({"ib_hca": ("a", "a")}, "twice"),
+        ({"ib_hca": tuple(f"mlx5_{n}" for n in range(33))}, "33 names"),
+        ({"socket_ifname": ("$(id)",)}, "'$(id)'"),
+        ({"socket_ifname": ("eth0\nNCCL_DEBUG=INFO",)}, "'eth0\\nNCCL_DEBUG=INFO'"),
+        ({"socket_ifname": ("",)}, "''"),
+        ({"ib_gid_index": -1}, "ib_gid_index is -1"),
+        ({"version": "2.18", "net_gdr_level": "P2C"}, "net_gdr_level is P2C"),
     ],
 )
-def test_names_and_numbers_that_would_mean_something_else_are_refused(change, sentence):
+def test_names_and_numbers_that_would_mean_something_else_are_refused(change, what):
     with pytest.raises(InputError) as error:
         environment(Settings(**change))
-    assert str(error.value).startswith(sentence)
+    assert error.value.where.startswith(f"settings for NCCL {change.get('version', '2.30')}")
+    assert what in error.value.what
 
 
 @pytest.mark.parametrize("text", ["mlx5_0", "^=mlx5_0", "^mlx5", "=mlx5_0,a b", "", "="])
@@ -120,10 +106,8 @@ def test_copy_engine_bounces_are_gone_in_2_30():
     settings = Settings(version="2.30", shm_copy_engine="both")
     with pytest.raises(InputError) as error:
         environment(settings)
-    assert str(error.value) == (
-        "settings for NCCL 2.30: bounces cannot use a copy engine; "
-        "leave shm_copy_engine out, or use NCCL 2.28"
-    )
+    assert error.value.where == "settings for NCCL 2.30"
+    assert "shm_copy_engine" in error.value.right
     assert environment(Settings(version="2.28", shm_copy_engine="both")) == {
         "NCCL_SHM_USE_CUDA_MEMCPY": "1",
         "NCCL_SHM_MEMCPY_MODE": "3",
