@@ -93,7 +93,8 @@ def validate(
             env=env or (),
         )
     if json:
-        print_json(verdict)
+        keys = ("verdict", "reason", "rings")
+        print_json({key: getattr(verdict, key) for key in keys})
     else:
         _print_verdict(graph, verdict)
     if verdict.verdict != "used":
