@@ -75,7 +75,9 @@ def test_commands_and_options_in_texts_exist(path):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_options_in_the_texts_of_a_commands_module_are_its_own(name):
     module = sys.modules[COMMANDS[name].callback.__module__]
-    beside = [other for other, one in COMMANDS.items() if one.callback.__module__ == module.__name__]
+    beside = [
+        other for other, one in COMMANDS.items() if one.callback.__module__ == module.__name__
+    ]
     known = set().union(*(OPTIONS[other] for other in beside))
     for text in texts(Path(module.__file__)):
         assert bare_options(text) <= known, text

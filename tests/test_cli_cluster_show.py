@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.cli.plan_text import choice_json
+from tccl_py.cli.show import choice_json
 from tccl_py.files import encode_json
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.directory import write_plan

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.cli.plan_kept import not_kept_here
+from tccl_py.cli.plan import not_pinned
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.explain.build import by_mechanism
@@ -457,5 +457,5 @@ def test_variables_that_are_set_and_not_planned_for_are_told(monkeypatch):
     said = (
         "NCCL_P2P_DISABLE=1 is set here and is not planned for: if all jobs have it, add --pin-env"
     )
-    assert not_kept_here(()) == (f"{said} NCCL_P2P_DISABLE",)
-    assert not_kept_here(("NCCL_P2P_DISABLE",)) == ()
+    assert not_pinned(()) == (f"{said} NCCL_P2P_DISABLE",)
+    assert not_pinned(("NCCL_P2P_DISABLE",)) == ()

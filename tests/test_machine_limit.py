@@ -12,7 +12,7 @@ from tccl_profiler.profiler import Profiler
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
 from tccl_py.cli.main import app
-from tccl_py.cli.plan_text import plan_json, print_plan
+from tccl_py.cli.show import plan_json, print_plan
 from tccl_py.errors import MeasurementError
 from tccl_py.model.rings import Hop, ring, ring_from_order, ring_set
 from tccl_py.model.transfer import Fifo, bounce, parse_set

@@ -20,7 +20,7 @@ from tccl_profiler.profiler import Options
 from tccl_profiler.program import Carrier, Link, is_nic
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
-from tccl_py.cli.plan_cluster import ClusterOptions, ClusterTask, MeasuredCluster
+from tccl_py.cluster_plan.job import cluster_of_job, plan_job
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.transfer import entering, joined, leaving, parse_set, transfer_set
 from tccl_py.nccl_library import Library
@@ -315,14 +315,6 @@ def test_a_nic_that_the_host_has_not_is_refused(stand_in):
 
 
 def test_a_cluster_is_planned_with_nccl_between_its_hosts(stand_in, tmp_path):
-    options = ClusterOptions(network="nccl", keep_order=True)
-    task = ClusterTask(
-        options=options,
-        version="2.28",
-        counts=(1,),
-        strategy="best-first",
-        budget=Budget(sets=1),
-    )
     with (
         agents_in_processes(("h0", "h1")) as job,
         ClusterSession(
@@ -330,8 +322,15 @@ def test_a_cluster_is_planned_with_nccl_between_its_hosts(stand_in, tmp_path):
         ) as session,
     ):
         source = HostsSource(session, MeasurementOptions(target=0.5, repeats=6), dry_run=True)
-        measured = MeasuredCluster(source, task)
-        made = measured.planned(tmp_path / "measurements.jsonl", force=False)
+        source.keep_in(tmp_path / "measurements.jsonl")
+        made = plan_job(
+            source,
+            cluster_of_job(source, None),
+            version="2.28",
+            ring_counts=(1,),
+            budget=Budget(sets=1),
+            keep_order=True,
+        )
     assert made.rate_gbps > 0
     assert not made.assumed
     assert not made.simulated

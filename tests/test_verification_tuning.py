@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tccl_py.cli import plan_nodes, verify
+from tccl_py.cli import verify
 from tccl_py.cli.interrupts import Terminated
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, SourceLostError
@@ -437,16 +437,11 @@ def test_a_host_that_is_lost_while_settings_are_tried_is_named_and_the_plan_stay
     assert load_verification(tmp_path).accepted
 
 
-class Measured:
-    """The hosts of a job that have been measured: their workers run, and there is a plan."""
-
-    def __init__(self, source, *arguments, **more):
-        self._session, self.models = source.session, {}
-
-    def planned(self, journal, *, force):
-        assert self._session.profiler
-        assert workers()
-        return mixed()
+def planned(source, cluster, **task):
+    """Stands for measuring: workers of the hosts run, and there is a plan."""
+    assert source.session.profiler
+    assert workers()
+    return mixed()
 
 
 def workers():
@@ -464,11 +459,11 @@ def test_a_measured_plan_is_tuned_after_its_workers_have_ended(tmp_path, monkeyp
         return msgspec.structs.replace(load_plan(directory), rate_gbps=12.0)
 
     monkeypatch.setattr("tccl_py.cli.plan.in_job", lambda: True)
-    monkeypatch.setattr(plan_nodes, "MeasuredCluster", Measured)
-    monkeypatch.setattr(plan_nodes, "tuned_hosts", tuned)
-    monkeypatch.setattr(plan_nodes, "check_tuning", lambda job: None)
+    monkeypatch.setattr("tccl_py.cli.plan.plan_job", planned)
+    monkeypatch.setattr("tccl_py.cli.plan.tuned_hosts", tuned)
+    monkeypatch.setattr("tccl_py.cli.plan.check_tuning", lambda job: None)
     with agents_in_processes(("h0", "h1")) as job:
-        monkeypatch.setattr(plan_nodes, "controlled_job", lambda: contextlib.nullcontext(job))
+        monkeypatch.setattr("tccl_py.cli.plan.controlled_job", lambda: contextlib.nullcontext(job))
         told = CliRunner().invoke(app, [*words, "--interfaces", "lo", "--json"])
     assert (told.exit_code, told.exception) == (0, None), told.stderr
     assert seen == [(place, "host", [])]
@@ -493,7 +488,7 @@ def test_a_host_without_torch_is_named_before_anything_is_planned(tmp_path, monk
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", Without)
     words = ["plan", "-o", str(tmp_path / "plan"), "--backend", "host", "--devices", "1"]
     with agents_in_processes(("h0", "h1")) as job:
-        monkeypatch.setattr(plan_nodes, "controlled_job", lambda: contextlib.nullcontext(job))
+        monkeypatch.setattr("tccl_py.cli.plan.controlled_job", lambda: contextlib.nullcontext(job))
         told = CliRunner().invoke(app, [*words, "--interfaces", "lo", "--tune"])
     assert (told.exit_code, told.stdout) == (2, "")
     assert told.stderr == "tccl: host h1: lacks torch; install it on all hosts\n"

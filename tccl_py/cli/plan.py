@@ -1,16 +1,25 @@
-"""`tccl plan`: the main job."""
+"""`tccl plan`: rings for a machine or a cluster, and the files that make NCCL use them."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from tccl_py.cli.interrupts import undisturbed
-from tccl_py.cli.measure import measurement_options
-from tccl_py.cli.nccl_here import graph_file_notices, rings_here, version_here
+from tccl_py.cli.interrupts import (
+    CTRL_C_AND_SIGTERM,
+    INTERRUPTED,
+    Terminated,
+    interrupts_put_off,
+    undisturbed,
+)
+from tccl_py.cli.measure import controlled_job, measurement_options
+from tccl_py.cli.nccl_here import graph_file_notices, rings_here, version_here, version_of_hosts
 from tccl_py.cli.options import (
     MACHINE_HELP,
     OUTSIDE_JOB,
@@ -27,36 +36,37 @@ from tccl_py.cli.options import (
     gpus_argument,
     refuse,
 )
-from tccl_py.cli.output import ProgressLine
-from tccl_py.cli.plan_cluster import ClusterOptions, ClusterTask, SimulatedCluster
-from tccl_py.cli.plan_kept import kept_here, not_kept_here
-from tccl_py.cli.plan_nodes import Measuring, plan_cluster, plan_hosts
-from tccl_py.cli.plan_run import finish, planning
-from tccl_py.cli.plan_text import plan_json, print_plan
-from tccl_py.cli.streams import notice_each
-from tccl_py.cli.verify import check_tuning, tuned_plan
+from tccl_py.cli.output import ProgressLine, results
+from tccl_py.cli.show import plan_json, print_plan
+from tccl_py.cli.streams import notice, notice_each, print_json
+from tccl_py.cli.verify import check_tuning, tuned_hosts, tuned_plan
+from tccl_py.cluster_plan.job import cluster_of_job, plan_job, simulated_cluster
+from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine
-from tccl_py.model.measurement import BandwidthSource
-from tccl_py.nccl.asked import InstalledRings
+from tccl_py.model.cluster import Cluster
+from tccl_py.model.knowledge import Fingerprint
+from tccl_py.nccl.pinned_env import PINNABLE, check_pinnable, pinned_level, pinned_values
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import LATEST, known_versions
-from tccl_py.plan.directory import output_directory, write_plan
+from tccl_py.plan.directory import holds_measurements, output_directory, write_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
+from tccl_py.readers.hosts import read_host_list
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.hosts import in_job
-from tccl_py.sources.opening import open_source
+from tccl_py.sources.hosts import HostsSource, in_job, open_hosts
+from tccl_py.sources.opening import OpenedSource, open_source
 from tccl_py.sources.profiled import (
     SEARCH_REPEATS,
     MeasuredMachine,
     MeasurementOptions,
     measured_machine,
 )
+
+if TYPE_CHECKING:
+    from tccl_py.sources.hosts import Job
 
 _MAX_RINGS = 16
 _IN_JOB = ("under mpirun or srun", "needs no ranks", "start the command by itself")
@@ -116,8 +126,8 @@ def plan(
         typer.Option(
             metavar="N",
             help="Sets to measure at most while settings and rings are searched, on a cluster for "
-            "each class of hosts; tuning channels, subsets, and "
-            "chains that all classes need together take some more.",
+            "each class of hosts; tuning channels, subsets, and chains that all classes need "
+            "together take some more.",
         ),
     ] = DEFAULT_BUDGET.sets or 1000,
     max_seconds: Annotated[
@@ -173,12 +183,12 @@ def plan(
     DIR then holds plan.json, the journal of measurements, the machines, and below nccl/ graph files
     for all GPUs and for subsets of them (of a cluster for every host), nccl.conf and env.sh. Rates
     are those of this machine's GPUs, which should have nothing else to do, or, with --simulate, of
-    a model. Ctrl-C prints the best so far and keeps the journal; the same command again goes on
-    from there, measures nothing twice, and writes the plan.
+    a model. Ctrl-C prints the best so far and keeps the journal; the same command again resumes
+    from it, measures nothing twice, and writes the plan.
 
     A plan is for one version of NCCL. Without --nccl, where GPUs are measured, that is the one that
     torch here loads, else that of an nvidia-nccl package, else the system's libnccl.so.2, and under
-    mpirun what all hosts have; with a model it is the newest known. stderr says which it was.
+    mpirun the version on all hosts; with a model it is the newest known. stderr says which it was.
 
     Under mpirun or srun, with a rank or more on each host, the job's hosts are planned for
     together. NCCL joins nodes in the order of ranks, so that order is part of the plan: nccl/order
@@ -195,7 +205,15 @@ def plan(
         NCCL_P2P_DISABLE=1 tccl plan -o my-plan --pin-env NCCL_P2P_DISABLE
         mpirun -N 1 tccl plan -o my-plan --switches topology.conf
     """
-    cluster = ClusterOptions(
+    asked = _Asked(
+        simulate=simulate,
+        backend=backend,
+        devices=devices,
+        target=target,
+        gpus=gpus,
+        nccl=nccl,
+        noise=noise,
+        seed=seed,
         nodes=nodes,
         hosts=hosts,
         switches=switches,
@@ -203,169 +221,302 @@ def plan(
         gid_index=gid_index,
         interfaces=interfaces,
         network=network,
+        pin_env=tuple(pin_env or ()),
+        tune=tune,
+        in_job=in_job(),
     )
-    if simulate is not None:
-        hardware = {"--backend": backend, "--devices": devices, "--target": target}
-        refuse({**hardware, **cluster.measured}, WITH_MODEL)
-    else:
-        refuse({"--noise": noise, "--seed": seed}, WITHOUT_MODEL)
-    options = measurement_options(target=target, repeats=SEARCH_REPEATS)
-    if gid_index is not None and not 0 <= gid_index <= MAX_GID_INDEX:
-        raise InputError("--gid-index", f"is {gid_index}", f"0 to {MAX_GID_INDEX}")
-    kept = kept_here(pin_env or ())
-    counts = _ring_counts(rings)
-    budget = _budget(max_sets, max_seconds)
-    version = LATEST if nccl is None else nccl
-    job = in_job()
-    if not job:
-        refuse(cluster.measured, OUTSIDE_JOB)
-    if job or nodes not in (None, 1) or (simulate is not None and hosts is not None):
-        refuse({"--gpus": gpus}, _BY_RANKS)
-        wanted = ClusterTask(
-            options=cluster,
-            version=version,
-            counts=counts,
-            strategy=strategy,
-            budget=budget,
-            kept=kept,
-        )
-        if job:
-            refuse({"--simulate": simulate, "--nodes": nodes}, _IN_JOB)
-            measuring = Measuring(
-                backend=backend,
-                devices=devices,
-                nccl=nccl,
-                options=options,
-                expected=hosts,
-                tune=tune,
-            )
-            plan_hosts(wanted, measuring, output, force, json)
+    asked.check()
+    task: dict[str, Any] = {
+        "version": LATEST if nccl is None else nccl,
+        "pinned_env": _pinned_here(asked.pin_env),
+        "ring_counts": _ring_counts(rings),
+        "strategy": strategy,
+        "budget": _budget(max_sets, max_seconds),
+    }
+    with ExitStack() as stack:
+        subject = _subject(asked, task, stack)
+        with output_directory(output, force=force) as journal:
+            with _planning(journal, output), ProgressLine() as line:
+                subject.source.watch(line.measured)
+                notice_each(subject.source.keep_in(journal, replace=force))
+                made = subject.plan(line)
+            if not made.cancelled:
+                with undisturbed():
+                    models, fingerprint = subject.models, subject.fingerprint
+                    write_plan(made, output, models=models, fingerprint=fingerprint)
+                made = subject.tuned(made, output) if tune else made
+    _finish(made, output, json=json)
+
+
+class _Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """The options that say what is planned for, and how it is measured."""
+
+    simulate: str | None
+    backend: str | None
+    devices: int | None
+    target: float | None
+    gpus: str | None
+    nccl: str | None
+    noise: float | None
+    seed: int | None
+    nodes: int | None
+    hosts: Path | None
+    switches: Path | None
+    keep_order: bool
+    gid_index: int | None
+    interfaces: str | None
+    network: str | None
+    pin_env: tuple[str, ...]
+    tune: bool
+    in_job: bool
+
+    @property
+    def several(self) -> bool:
+        """Whether several hosts are simulated."""
+        listed = self.simulate is not None and self.hosts is not None
+        return not self.in_job and (self.nodes not in (None, 1) or listed)
+
+    @property
+    def options(self) -> MeasurementOptions:
+        """Options of measurements."""
+        return measurement_options(target=self.target, repeats=SEARCH_REPEATS)
+
+    def check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            InputError: the first of them.
+        """
+        of_job = {"--interfaces": self.interfaces, "--network": self.network}
+        if self.simulate is not None:
+            hardware = {"--backend": self.backend, "--devices": self.devices}
+            refuse({**hardware, "--target": self.target, **of_job}, WITH_MODEL)
+        else:
+            refuse({"--noise": self.noise, "--seed": self.seed}, WITHOUT_MODEL)
+        # Its value is checked.
+        _ = self.options
+        if self.gid_index is not None and not 0 <= self.gid_index <= MAX_GID_INDEX:
+            raise InputError("--gid-index", f"is {self.gid_index}", f"0 to {MAX_GID_INDEX}")
+        if self.in_job or self.several:
+            refuse({"--gpus": self.gpus}, _BY_RANKS)
+        else:
+            listed = {"--hosts": self.hosts, "--switches": self.switches}
+            order = {"--keep-order": self.keep_order, "--gid-index": self.gid_index}
+            refuse({**listed, **order}, _FOR_ONE)
+        if self.in_job:
+            refuse({"--simulate": self.simulate, "--nodes": self.nodes}, _IN_JOB)
             return
-        refuse({"--tune": tune}, _BY_HOSTS)
-        if simulate is None:
-            raise InputError(
-                "--nodes",
-                "is about models",
-                "add --simulate MACHINE, or start the command under mpirun or srun",
-            )
-        model = load_machine(simulate)
-        plan_cluster(
-            SimulatedCluster(model, wanted, noise=noise or 0.0, seed=seed or 0), output, force, json
-        )
-        return
-    refuse(cluster.given, _FOR_ONE)
-    if tune:
+        refuse(of_job, OUTSIDE_JOB)
+        if self.several:
+            refuse({"--tune": self.tune}, _BY_HOSTS)
+        if self.several and self.simulate is None:
+            right = "add --simulate MACHINE, or start the command under mpirun or srun"
+            raise InputError("--nodes", "is about models", right)
+
+
+def _subject(asked: _Asked, task: dict[str, Any], stack: ExitStack) -> _Subject:
+    """Open what is planned for: a job's hosts, a model, or this machine.
+
+    Raises:
+        InputError: there is no such machine, or another job than asked for.
+    """
+    of_cluster = {"keep_order": asked.keep_order, "ib_gid_index": asked.gid_index}
+    if asked.in_job:
+        return _job(asked, {**task, **of_cluster}, stack)
+    if asked.tune:
         check_tuning()
-    subject: _Subject
-    if simulate is not None:
-        subject = _Model(load_machine(simulate), noise=noise or 0.0, seed=seed or 0)
-    else:
-        subject = _Here(measured_machine(backend, devices), options)
-        # No NCCL runs where the host's memory is measured.
-        version = version if backend == "host" else version_here(nccl)
-        if backend != "host":
-            notice_each(not_kept_here(pin_env or ()))
-    task = _Task(
-        gpus=gpus_argument(gpus, subject.machine),
-        version=version,
-        counts=counts,
-        strategy=strategy,
-        budget=budget,
-        kept=kept,
+    if asked.simulate is not None:
+        model = load_machine(asked.simulate)
+        source = open_source(model, noise=asked.noise or 0.0, seed=asked.seed or 0)
+        if asked.several:
+            cluster = simulated_cluster(model, asked.nodes, asked.hosts, asked.switches)
+            return _Simulated(source, model, cluster, {**task, **of_cluster})
+        gpus = gpus_argument(asked.gpus, model.machine)
+        return _Simulated(source, model, None, {**task, "gpus": gpus})
+    place = measured_machine(asked.backend, asked.devices)
+    # No NCCL runs where the host's memory is measured.
+    if asked.backend != "host":
+        task = {**task, "version": version_here(asked.nccl)}
+        notice_each(not_pinned(asked.pin_env))
+    gpus = gpus_argument(asked.gpus, place.machine)
+    source = open_source(place, gpus=gpus, options=asked.options)
+    return _Here(source, place, {**task, "gpus": gpus})
+
+
+def _job(asked: _Asked, task: dict[str, Any], stack: ExitStack) -> _Job:
+    """Join this MPI job, and find out what its hosts are."""
+    listed = read_host_list(asked.hosts) if asked.hosts is not None else ()
+    job = stack.enter_context(controlled_job())
+    source = open_hosts(
+        job,
+        backend=asked.backend,
+        devices=asked.devices,
+        interfaces=asked.interfaces,
+        network=asked.network,
+        gid_index=asked.gid_index,
+        options=asked.options,
+        expected=[host.name for host in listed],
     )
-    with output_directory(output, force=force) as journal:
-        with planning(journal, output):
-            made = subject.planned(task, journal, force=force)
-        if not made.cancelled:
-            with undisturbed():
-                subject.write(made, output)
-            made = tuned_plan(made, output) if tune else made
-    finish(made, output, plan_json, print_plan, json=json)
+    stack.enter_context(source)
+    if asked.tune:
+        check_tuning(job)
+    if asked.backend != "host":
+        installed = source.session.hosts[0].software.nccl
+        task = {**task, "version": version_of_hosts(asked.nccl, installed)}
+    return _Job(source, cluster_of_job(source, asked.switches), task, job)
 
 
-class _Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What the options ask for, whatever is planned."""
+class _Subject:
+    """What is planned for: a source, and the task for the planner."""
 
-    gpus: tuple[int, ...] | None
-    version: str
-    counts: tuple[int, ...] | None
-    strategy: str
-    budget: Budget
-    kept: dict[str, str]
+    fingerprint: Fingerprint | None = None
 
-    def plan(
+    def __init__(self, source: OpenedSource, task: dict[str, Any]) -> None:
+        self.source, self.task = source, task
+        self.models: dict[str, MachineModel] = {}
+
+    def plan(self, line: ProgressLine) -> Plan:
+        """Plan by the source, which has its journal; the source is closed then."""
+        raise NotImplementedError
+
+    def tuned(self, made: Plan, output: Path) -> Plan:
+        """Verify the plan that was written to `output`, tune it, and return it."""
+        return tuned_plan(made, output)
+
+
+class _Simulated(_Subject):
+    """A model of one machine, or of each host of a cluster."""
+
+    def __init__(
         self,
-        machine: Machine,
-        knowledge: Knowledge,
-        source: BandwidthSource,
-        line: ProgressLine,
-        own_rings: InstalledRings | None = None,
-    ) -> Plan:
-        """The plan that this source's answers make."""
-        return make_plan(
-            machine,
-            knowledge,
-            source,
-            gpus=self.gpus,
-            version=self.version,
-            ring_counts=self.counts,
-            strategy=self.strategy,
-            budget=self.budget,
-            reporter=line,
-            pinned_env=self.kept,
-            own_rings=own_rings,
-        )
+        source: OpenedSource,
+        model: MachineModel,
+        cluster: Cluster | None,
+        task: dict[str, Any],
+    ) -> None:
+        super().__init__(source, task)
+        self._model, self._cluster = model, cluster
+
+    def plan(self, line: ProgressLine) -> Plan:
+        """Plan by simulation."""
+        with self.source as source:
+            if self._cluster is None:
+                model = self._model
+                made = make_plan(model.machine, model.knowledge, source, reporter=line, **self.task)
+            else:
+                made = make_cluster_plan(self._cluster, [source], reporter=line, **self.task)
+        # Equal nodes have one model.
+        self.models = {known.name: self._model for known in made.cluster.classes}
+        return made
 
 
-class _Model:
-    """A model to plan by."""
+class _Here(_Subject):
+    """This machine."""
 
-    def __init__(self, model: MachineModel, *, noise: float, seed: int) -> None:
-        self.machine = model.machine
-        self._model = model
-        self._source = open_source(model, noise=noise, seed=seed)
+    def __init__(self, source: OpenedSource, place: MeasuredMachine, task: dict[str, Any]) -> None:
+        super().__init__(source, task)
+        self._place = place
+        self.fingerprint = place.fingerprint
 
-    def planned(self, task: _Task, journal: Path, *, force: bool) -> Plan:
-        """Plan by simulation; a plan that a journal tells of is resumed."""
-        with ProgressLine() as line, self._source as source:
-            notice_each(source.keep_in(journal, replace=force))
-            return task.plan(self.machine, self._model.knowledge, source, line)
-
-    def write(self, made: Plan, output: Path) -> None:
-        """Write a plan with the model that its rates come from."""
-        write_plan(made, output, model=self._model)
-
-
-class _Here:
-    """This machine, to plan by measuring it."""
-
-    def __init__(self, place: MeasuredMachine, options: MeasurementOptions) -> None:
-        self.machine = place.machine
-        self._place, self._options = place, options
-
-    def planned(self, task: _Task, journal: Path, *, force: bool) -> Plan:
+    def plan(self, line: ProgressLine) -> Plan:
         """Plan by measurements; the plan has the notices of measuring."""
-        with (
-            ProgressLine() as line,
-            open_source(self._place, gpus=task.gpus, options=self._options) as source,
-        ):
-            source.watch(line.measured)
-            notice_each(source.keep_in(journal, replace=force))
-            rings = rings_here(self._place, task.gpus)
-            made = task.plan(self.machine, self._place.knowledge, source, line, rings)
+        place = self._place
+        with self.source as source:
+            rings = rings_here(place, self.task["gpus"])
+            made = make_plan(
+                place.machine,
+                place.knowledge,
+                source,
+                reporter=line,
+                own_rings=rings,
+                **self.task,
+            )
             conditions = source.conditions
-        noticed = () if source.profiled is None else source.profiled.summary(conditions)
+        noticed = source.profiled.summary(conditions) if source.profiled is not None else ()
         if rings is not None:
             tried = () if made.cancelled else graph_file_notices(made, rings)
             noticed = (*rings.notices, *tried, *noticed)
         return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 
-    def write(self, made: Plan, output: Path) -> None:
-        """Write a plan with the machine, its peer access and its fingerprint."""
-        write_plan(made, output, fingerprint=self._place.fingerprint)
+
+class _Job(_Subject):
+    """The hosts of an MPI job."""
+
+    def __init__(
+        self, source: HostsSource, cluster: Cluster, task: dict[str, Any], job: Job
+    ) -> None:
+        super().__init__(source, task)
+        self._hosts, self._cluster, self._job = source, cluster, job
+
+    def plan(self, line: ProgressLine) -> Plan:
+        """Plan by measurements on the hosts."""
+        try:
+            return plan_job(self._hosts, self._cluster, say=notice_each, reporter=line, **self.task)
+        finally:
+            self._hosts.close()
+
+    def tuned(self, made: Plan, output: Path) -> Plan:  # noqa: ARG002 (it is read from `output`)
+        """Tune the plan by jobs of the hosts, whose workers end first."""
+        self._hosts.session.end_workers()
+        return tuned_hosts(output, self._job, "host" if self._hosts.dry_run else "cuda")
 
 
-_Subject = _Model | _Here
+@contextmanager
+def _planning(journal: Path, output: Path) -> Iterator[None]:
+    """Within the block a plan is searched; an end without one is explained.
+
+    SIGTERM ends it at once, and so does Ctrl-C where nothing was found yet.
+    """
+    try:
+        with interrupts_put_off(CTRL_C_AND_SIGTERM):
+            yield
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, Terminated)):
+            notice("interrupted before there was a plan: none was written")
+        if holds_measurements(journal):
+            notice(f"measurements are kept: the same command resumes from {output}")
+        raise
+
+
+def _finish(made: Plan, output: Path, *, json: bool) -> None:
+    """Print a plan, and whether it was written.
+
+    Raises:
+        typer.Exit: it was interrupted, and so was not.
+    """
+    if made.cancelled:
+        notice(f"interrupted: the best so far follows; the same command resumes from {output}")
+    if json:
+        print_json(plan_json(made))
+    else:
+        print_plan(made, results())
+    if made.cancelled:
+        raise typer.Exit(INTERRUPTED)
+    notice(f"wrote {output}")
+
+
+def _pinned_here(names: Sequence[str]) -> dict[str, str]:
+    """Return the variables of these names as they are set here, and as NCCL reads them.
+
+    Raises:
+        InputError: plans cannot be made under one, or it is not set, or says nothing to NCCL.
+    """
+    for name in names:
+        check_pinnable(name, where="--pin-env")
+        if name not in os.environ:
+            right = f"set it as all jobs have it, as in `{name}=... tccl plan`"
+            raise InputError(f"--pin-env {name}", "is not set here", right)
+    return pinned_values({name: os.environ[name] for name in names}, where="--pin-env")
+
+
+def not_pinned(names: Sequence[str]) -> tuple[str, ...]:
+    """Return notices on variables that are set here, and are not among the pinned `names`."""
+    return tuple(
+        f"{name}={os.environ[name][:20]} is set here and is not planned for: if all jobs have it, "
+        f"add --pin-env {name}"
+        for name in PINNABLE
+        if name not in names and pinned_level({name: os.environ.get(name, "")}) is not None
+    )
 
 
 def _ring_counts(text: str | None) -> tuple[int, ...] | None:

@@ -1,24 +1,31 @@
-"""`tccl show`: rings, bottleneck and bound of a saved plan, of a machine or of a cluster."""
+"""`tccl show`, and plans as text for people and as JSON, whose keys are stable."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from tccl_py.cli.cluster_text import cluster_json, flows_table, print_cluster
 from tccl_py.cli.options import JsonOption
-from tccl_py.cli.output import results
-from tccl_py.cli.plan_text import hops_table, plan_json, print_plan
+from tccl_py.cli.output import grid, results
 from tccl_py.cli.streams import print_json
-from tccl_py.plan.load import is_cluster_plan, load_plan
-from tccl_py.plan.plan import Plan
+from tccl_py.nccl.pinned_env import pinned_env_text
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import ChoiceName, Plan, PlanChain, PlanChoice, proof_text
+from tccl_py.readers.hosts import compress
+from tccl_py.report.words import CHOICE_WORDS
 
-_Plan = TypeVar("_Plan", Plan, Plan)
+_MOST_PATHS = 16
+"""Of a cluster whose hosts differ there can be hundreds; `--hops` lists them all."""
+_MOST_ORDER = 1000
+"""Characters of the hosts' order that a terminal has room for."""
 
 
 def show(
@@ -29,36 +36,228 @@ def show(
     hops: Annotated[bool, typer.Option("--hops", help="List every hop with its rate.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Show a plan: rings, rates, the slowest hop, the bound, settings, and stock NCCL beside it.
+    """Show a plan: rings, rates, the slowest hop, the bound, settings, and default NCCL.
 
-    Of a cluster's plan this is the order of its hosts and what rings do on the hosts of each class:
-    the NICs by which they come and go, and the GPUs between. With --json its rings are lists of
-    global ranks, one list for each channel.
+    Of a cluster's plan: the order of its hosts, and of each class of hosts the NICs by which rings
+    come and go, and the GPUs between. With --json its rings are lists of global ranks, one list for
+    each channel.
 
     Example:
 
         tccl show my-plan --hops
     """
-    if is_cluster_plan(directory):
-        cluster = load_plan(directory)
-        _show(cluster, cluster_json, print_cluster, flows_table if hops else None, json=json)
-    else:
-        plan = load_plan(directory)
-        _show(plan, plan_json, print_plan, hops_table if hops else None, json=json)
-
-
-def _show(
-    plan: _Plan,
-    as_json: Callable[[_Plan], object],
-    as_text: Callable[[_Plan, Console], None],
-    table: Callable[[_Plan], Table] | None,
-    *,
-    json: bool,
-) -> None:
+    plan = load_plan(directory)
     if json:
-        print_json(as_json(plan))
+        print_json(plan_json(plan))
         return
     console = results()
-    as_text(plan, console)
-    if table is not None:
-        console.print(table(plan))
+    print_plan(plan, console)
+    if hops:
+        console.print(_flows_table(plan) if plan.is_cluster else _hops_table(plan))
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return the JSON of `plan --json` and `show --json`.
+
+    A ring is a list of GPU indices for each channel, of a cluster's plan of global ranks; `hosts`
+    are names in the order of ranks.
+    """
+    if plan.is_cluster:
+        subject: dict[str, Any] = {"kind": "cluster", "hosts": plan.host_order}
+        limit = {"whole_ring_gbps": plan.whole_ring_gbps}
+    else:
+        subject = {"machine": plan.machine.name, "gpus": plan.gpus}
+        limit = {"limit_gbps": plan.limit_gbps}
+    return {
+        **subject,
+        "rings": plan.channel_rings,
+        "rate_gbps": plan.rate_gbps,
+        "bound_gbps": plan.bound_gbps,
+        **limit,
+        "proven": plan.proven,
+        "sets_measured": plan.sets_measured,
+        "simulated": plan.simulated,
+        "assumed": plan.assumed,
+        "settings": msgspec.to_builtins(plan.settings),
+        "environment": environment(plan.settings),
+        "kept": plan.pinned_env,
+        "recommended": plan.recommended,
+        "choices": {name: choice_json(choice) for name, choice in plan.choices.items()},
+        "stock": choice_json(plan.stock),
+        "cancelled": plan.cancelled,
+        "notices": plan.notices,
+    }
+
+
+def choice_json(choice: PlanChoice) -> dict[str, Any]:
+    """Return the JSON of one way to run NCCL."""
+    return {
+        "rate_gbps": choice.rate_gbps,
+        "settings": msgspec.to_builtins(choice.settings),
+        "environment": environment(choice.settings),
+        "rings": choice.rings,
+        "achieved_gbps": choice.achieved_gbps,
+        "note": choice.note,
+    }
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print rings, rates, bound, settings and the comparison with default NCCL."""
+    if plan.is_cluster:
+        counted = f"{len(plan.hosts)} hosts with {plan.cluster.ranks} GPUs"
+        console.print(f"Plan for a cluster of {counted}: {plan.provenance}")
+        console.print(_classes_table(plan))
+        console.print(_paths_table(plan))
+        left = len(_used(plan)) - _MOST_PATHS
+        if left > 0:
+            console.print(f"and {left} more host paths; `tccl show --hops` lists all")
+    else:
+        gpus = _numbers(plan.gpus, ",")
+        console.print(f"Plan for {plan.machine.name}, GPUs {gpus}: {plan.provenance}")
+        console.print(plan.advice)
+        table = Table("ring", "GPU order", "GB/s", "slowest hop")
+        for number, ring in enumerate(plan.rings):
+            slowest = str(ring.bottleneck.flow)
+            table.add_row(str(number), _numbers(ring.gpus), f"{ring.rate:.2f}", slowest)
+        console.print(table)
+    console.print(grid(_summary(plan)))
+    for notice in plan.notices:
+        console.print(f"note: {notice}")
+
+
+def _summary(plan: Plan) -> Iterator[tuple[str, str]]:
+    mark = plan.provenance
+    if plan.is_cluster:
+        changed = "another order than given" if plan.order_changed else "as given"
+        yield "host order", f"{changed}: {_order(plan)}"
+        count = plan.ring_count
+        counted = f"{count} ring{'s' * (count != 1)} over {_channels(plan.settings.channels)}"
+        yield "rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), {counted}"
+        name, hop = plan.bottleneck
+        yield "slowest flow", f"{hop.gbps:.2f} GB/s: {hop.flow} on {name}"
+        if plan.whole_ring_gbps is not None:
+            yield "whole rings", f"{plan.whole_ring_gbps:.2f} GB/s with all hosts at once ({mark})"
+    for choice_name, choice in plan.choices.items():
+        yield CHOICE_WORDS[choice_name], _choice_text(plan, choice_name, choice, mark)
+    bound = "not known"
+    if plan.bound_gbps is not None:
+        proof = proof_text(plan.ring_count, proven=plan.proven)
+        bound = f"{plan.bound_gbps:.2f} GB/s, {proof}"
+    yield "bound", bound
+    if plan.limit_text:
+        yield "limit", f"{plan.limit_gbps:.2f} GB/s ({mark}): {plan.limit_text}"
+    unchecked = "" if plan.settings_verified else " (this version was not checked)"
+    variables = _words(plan.settings) or "defaults"
+    more = f": {variables}" if plan.is_cluster else ""
+    yield "NCCL", f"{plan.settings.version}{unchecked}{more}"
+    if plan.pinned_env:
+        yield "pinned", pinned_env_text(plan.pinned_env)
+    done = "simulated" if plan.simulated else "measured"
+    known = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"
+    yield "cost", f"{plan.sets_measured} sets {done}, {known}"
+
+
+def _choice_text(plan: Plan, name: ChoiceName, choice: PlanChoice, mark: str) -> str:
+    """Return a line on one way to run NCCL: bandwidth, gain, and what to set."""
+    rate = "not rated" if choice.rate_gbps is None else f"{choice.rate_gbps:.2f} GB/s ({mark})"
+    if choice.achieved_gbps is not None:
+        rate += f", {choice.achieved_gbps:.2f} achieved"
+    gain = plan.gain(name)
+    times = f", {gain:.2f}x default" if gain is not None and name != "default" else ""
+    variables = _words(choice.settings)
+    how = {
+        "default": "NCCL as it runs here",
+        "variables": f"with {variables}" if variables else "no variable helps",
+        "graph": f"with a graph file of {_channels(choice.settings.channels)}"
+        + (f" and {variables}" if variables else ""),
+    }[name]
+    note = f"; {choice.note}" if choice.note else ""
+    here = " <- recommended" if name == plan.recommended else ""
+    return f"{rate}{times}: {how}{note}{here}"
+
+
+def _words(settings: Settings) -> str:
+    """Return the variables that make these settings, "" for none."""
+    return " ".join(f"{name}={value}" for name, value in environment(settings).items())
+
+
+def _channels(count: int) -> str:
+    return f"{count} channel{'s' * (count != 1)}"
+
+
+def _numbers(values: tuple[int, ...], between: str = " ") -> str:
+    return between.join(map(str, values))
+
+
+def _order(plan: Plan) -> str:
+    text = compress(plan.host_order)
+    if len(text) <= _MOST_ORDER:
+        return text
+    begin = text[:_MOST_ORDER].rpartition(",")[0]
+    return f"{begin}, ... (nccl/order/hosts.txt has all)"
+
+
+def _hops_table(plan: Plan) -> Table:
+    """Return a table of every hop of every ring with its rate beside all others."""
+    table = Table("ring", "from", "to", "GB/s", "flow")
+    for number, ring in enumerate(plan.rings):
+        for hop in ring.hops:
+            rate = _marked(hop.gbps, slowest=hop == ring.bottleneck)
+            table.add_row(str(number), f"G{hop.source}", f"G{hop.target}", rate, str(hop.flow))
+    return table
+
+
+def _marked(gbps: float, *, slowest: bool) -> str:
+    return f"{gbps:.2f}{' (slowest)' if slowest else ''}"
+
+
+def _folded(*headers: str) -> Table:
+    """Return a table whose long words go on in the next line."""
+    return Table(*(Column(header, overflow="fold") for header in headers))
+
+
+def _flows_table(plan: Plan) -> Table:
+    """Return a table of every flow of every host path with its rate beside all others."""
+    table = _folded("class", "path", "ring", "GB/s", "flow")
+    for number in _used(plan):
+        path = plan.paths[number]
+        name = plan.cluster.classes[path.node_class].name
+        slowest = min(chain.rate for chain in path.chains)
+        for ring, chain in enumerate(path.chains):
+            for hop in chain.hops:
+                marked = _marked(hop.gbps, slowest=hop.gbps == slowest)
+                table.add_row(name, str(number), str(ring), marked, str(hop.flow))
+    return table
+
+
+def _classes_table(plan: Plan) -> Table:
+    table = _folded("class", "hosts", "GPUs", "NICs")
+    counts = Counter(plan.cluster.host_classes.values())
+    for number, known in enumerate(plan.cluster.classes):
+        nics = " ".join(f"{nic.id} {nic.name}" for nic in known.machine.nics)
+        gpus = _numbers(plan.class_gpus[number], ",")
+        table.add_row(known.name, str(counts[number]), gpus, nics)
+    return table
+
+
+def _used(plan: Plan) -> Counter[int]:
+    """Return the paths that hosts have, in the order of the ring, and how many have each."""
+    return Counter(host.path for host in plan.hosts)
+
+
+def _paths_table(plan: Plan) -> Table:
+    table = _folded("path of", "hosts", "ring", "in", "GPU order", "out", "GB/s", "slowest flow")
+    for number, hosts in list(_used(plan).items())[:_MOST_PATHS]:
+        path = plan.paths[number]
+        name = plan.cluster.classes[path.node_class].name
+        for ring, chain in enumerate(path.chains):
+            first = (f"{name} ({number})", str(hosts)) if ring == 0 else ("", "")
+            table.add_row(*first, str(ring), *_chain(chain))
+        table.add_section()
+    return table
+
+
+def _chain(chain: PlanChain) -> tuple[str, ...]:
+    ends = f"N{chain.entry_nic}", f"N{chain.exit_nic}"
+    slowest = str(chain.bottleneck.flow)
+    return ends[0], _numbers(chain.gpus), ends[1], f"{chain.rate:.2f}", slowest

@@ -124,7 +124,7 @@ class HostsSource(OpenedSource):
     def __init__(
         self, session: ClusterSession, options: MeasurementOptions, *, dry_run: bool
     ) -> None:
-        self.session = session
+        self.session, self.dry_run = session, dry_run
         self.measuring = ProfiledSource(
             session,
             options,

@@ -1,0 +1,202 @@
+"""Plans for several hosts by simulation, and by measuring the hosts of an MPI job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring_rate
+from tccl_py.cluster_plan.planner import make_cluster_plan
+from tccl_py.cluster_plan.uplinks import with_measured_uplinks
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.model.cluster import Cluster, HostReport, cluster_of
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.plan.plan import Plan
+from tccl_py.readers.hosts import HostSlots, read_host_list
+from tccl_py.readers.switches import read_switches
+from tccl_py.simulator.model import MachineModel
+from tccl_py.sources.hosts import HostsSource, sampled_links
+
+MANY_NODES = 16_384
+SPOT_CHECKS = 16
+"""Pairs of hosts measured beside one for each kind, to find hosts that differ from their class."""
+WHOLE_RING_HOSTS = 64
+"""On more hosts the rings are not measured all at once."""
+_ASSUMED = {
+    "tcp": "what NICs move to and from GPU memory was not measured, but assumed to run at their "
+    "ports' speed; all else was measured (NCCL measures it: leave out --network tcp)",
+    "nccl": "what GPUs send by another GPU's memory was not measured, but assumed to run at the "
+    "speed of the NICs' ports; all else was measured",
+}
+
+
+def simulated_cluster(
+    model: MachineModel, nodes: int | None, hosts: Path | None, switches: Path | None
+) -> Cluster:
+    """Return a cluster of equal nodes: the hosts of a file, or as many as `nodes` says.
+
+    Raises:
+        InputError: neither, too few or too many, both and they differ, or uneven ranks.
+    """
+    listed = _listed(nodes, hosts)
+    _check_even(listed, len(model.machine.gpus), where=str(hosts))
+    reports = [
+        HostReport(
+            host=host.name, machine=model.machine, knowledge=model.knowledge, slots=host.slots
+        )
+        for host in listed
+    ]
+    return _cluster(reports, switches, where=str(hosts) if hosts is not None else "cluster")
+
+
+def _cluster(reports: Sequence[HostReport], switches: Path | None, *, where: str) -> Cluster:
+    """Return a cluster with the switches and rails of a file, if there is one."""
+    names = [report.host for report in reports]
+    network = read_switches(switches, names) if switches is not None else None
+    return cluster_of(
+        reports,
+        switches=network.switches if network is not None else None,
+        rails=network.rails if network is not None else "any",
+        where=where,
+    )
+
+
+def _listed(nodes: int | None, path: Path | None) -> tuple[HostSlots, ...]:
+    if path is not None:
+        hosts = read_host_list(path)
+        if nodes not in (None, len(hosts)):
+            what = f"is {nodes}, but {path} has {len(hosts)} hosts"
+            raise InputError("--nodes", what, "give one of the two, or equal numbers")
+        return hosts
+    if nodes is None or not 2 <= nodes <= MANY_NODES:
+        raise InputError("--nodes", f"is {nodes}", f"2 to {MANY_NODES} nodes")
+    width = len(str(nodes))
+    return tuple(HostSlots(f"node{number + 1:0{width}d}") for number in range(nodes))
+
+
+def _check_even(hosts: Sequence[HostSlots], gpus: int, *, where: str) -> None:
+    """Check that equal machines have equal numbers of ranks, also those listed repeatedly.
+
+    Raises:
+        InputError: a host has other numbers of ranks than others, by being listed again.
+    """
+    ranks = {host.name: gpus if host.slots is None else host.slots for host in hosts}
+    for host in hosts:
+        uneven = next((name for name, count in ranks.items() if count != ranks[host.name]), None)
+        if host.times > 1 and uneven is not None:
+            raise InputError(
+                where,
+                f"names {host.name} {host.times} times, which makes {ranks[host.name]} ranks, and "
+                f"{uneven} has {ranks[uneven]}",
+                f"a host that is named once has one for each of its {gpus} GPUs: name each once, "
+                "or give all as many",
+            )
+
+
+def cluster_of_job(source: HostsSource, switches: Path | None) -> Cluster:
+    """Return the cluster of a job's hosts, with the switches of a file."""
+    reports = [
+        HostReport(
+            host=host.name,
+            machine=host.machine,
+            knowledge=host.knowledge,
+            # One rank on a host is its agent; more are the ranks of a job.
+            slots=len(host.ranks) if len(host.ranks) > 1 else None,
+        )
+        for host in source.session.hosts
+    ]
+    return _cluster(reports, switches, where="this MPI job")
+
+
+def plan_job(
+    source: HostsSource,
+    cluster: Cluster,
+    *,
+    say: Callable[[Iterable[str]], None] = lambda _: None,
+    **task: Any,
+) -> Plan:
+    """Plan for the hosts of a job by measuring them; the plan has the notices of measuring.
+
+    Args:
+        source: the hosts, with a journal.
+        cluster: of `cluster_of_job`.
+        say: is told at once what is odd about hosts.
+        task: as `make_cluster_plan` takes it.
+
+    Raises:
+        SourceLostError: a host is gone.
+    """
+    session = source.session
+    cluster, odd = _sampled(source, cluster)
+    say(odd)
+    addressed = {host.name: tuple(host.addresses) for host in session.hosts}
+    places = placements(
+        cluster,
+        over_sockets=session.over_sockets,
+        addressed=addressed,
+        carried=session.network == "nccl",
+    )
+    made = make_cluster_plan(cluster, [PlacedSource(source, place) for place in places], **task)
+    if made.assumed:
+        odd += (_ASSUMED[session.network],)
+    elif not made.cancelled:
+        made = _with_whole_ring(made, source)
+    # Answers of the journal were measured by an earlier run.
+    asked, count = made.sets_measured + made.sets_remembered, source.measuring.count
+    notices = (*made.notices, *odd, *source.measuring.summary(source.conditions))
+    return msgspec.structs.replace(
+        made,
+        sets_measured=count,
+        sets_remembered=max(0, asked - count),
+        notices=tuple(dict.fromkeys(notices)),
+    )
+
+
+def _sampled(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
+    """Measure some pairs of hosts; return the cluster with rates of uplinks, and what is odd.
+
+    Pairs across switches give the bandwidth of uplinks, where no file does.
+    """
+    session, tree = source.session, cluster.switches
+    if session.network == "tcp" and not all(host.addresses for host in session.hosts):
+        return cluster, ("hosts have NICs without an address for TCP: no network was sampled",)
+    under = {
+        host: switch.name
+        for switch in (tree.all_switches if tree is not None else ())
+        for host in switch.hosts
+    }
+    report = sampled_links(
+        source,
+        session.hosts,
+        [cluster.host_classes[host.name] for host in session.hosts],
+        switches=under,
+        spot_checks=min(SPOT_CHECKS, len(cluster.hosts) // 2),
+        network=session.network,
+    )
+    odd = tuple(str(host) for host in report.odd)
+    if tree is None:
+        return cluster, odd
+    pairs = [(pair.sender, pair.receiver, pair.gbps) for pair in report.pairs]
+    known = with_measured_uplinks(tree, pairs)
+    odd += tuple(
+        f"the uplink of switch {new.name} carries {new.uplink_gbps:.3g} GB/s each way, as "
+        "pairs of hosts across it were measured"
+        for old, new in zip(tree.all_switches, known.all_switches, strict=True)
+        if new.uplink_gbps != old.uplink_gbps
+    )
+    return msgspec.structs.replace(cluster, switches=known), odd
+
+
+def _with_whole_ring(made: Plan, source: BandwidthSource) -> Plan:
+    """Add the bandwidth of all rings at once over all hosts, unless there are too many hosts."""
+    if len(made.hosts) > WHOLE_RING_HOSTS:
+        return made
+    try:
+        rate = whole_ring_rate(made, source)
+    except MeasurementError as error:
+        text = f"the rings could not be measured all at once: {error}"
+        return msgspec.structs.replace(made, notices=(*made.notices, text))
+    return msgspec.structs.replace(made, whole_ring_gbps=rate)
