@@ -62,8 +62,8 @@ def test_show_has_classes_passages_order_and_rates(directory):
         "whole rings 9.50 GB/s with all hosts at once (simulated from assumed figures)",
         "bound 12.50 GB/s, not proven best",
         "default NCCL 5.00 GB/s (simulated from assumed figures): NCCL as it runs here; as it is",
-        "settings NCCL 2.30: NCCL_NET_DISABLE_INTRA=1",
-        "effort 7 sets simulated, 3 from memory or journal, 2 by symmetry",
+        "NCCL 2.30: NCCL_NET_DISABLE_INTRA=1",
+        "cost 7 sets simulated, 3 from memory or journal, 2 by symmetry",
         "note: N2 left out",
     ):
         assert line in lines, line
@@ -108,7 +108,7 @@ def test_of_many_passages_show_has_the_first(tmp_path):
     place = saved(plan, tmp_path / "plan")
     lines = rows(tccl("show", place).stdout)
     assert sum(line.startswith("four (") for line in lines) == 16
-    assert "and 8 more passages; `tccl show --hops` lists all" in lines
+    assert "and 8 more host paths; `tccl show --hops` lists all" in lines
     hops = rows(tccl("show", place, "--hops").stdout)
     assert sum(line.startswith("four 23 ") for line in hops) == 5
 

@@ -192,6 +192,9 @@ class Impatient:
     def __exit__(self, *error):
         return None
 
+    def measured(self, count):
+        pass
+
     def update(self, progress):
         type(self).reports += 1
         if self.reports > self.patience:
