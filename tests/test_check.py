@@ -133,7 +133,7 @@ class Disturbed:
 
 def test_the_plan_comes_first_and_every_gpu_and_class_is_seen(case):
     chosen = chosen_sets(case.plan, case.journal(Simulator(case.model)), most=24, seed=0)
-    flows = [parse_flow(hop.flow) for ring in case.plan.rings for hop in ring.hops]
+    flows = [hop.flow for ring in case.plan.rings for hop in ring.hops]
     assert chosen[0] == transfer_set(flows)
     assert len(chosen) == len(set(chosen)) == 24
     small = [one for one in chosen if len(gpus_of(one)) < 4]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tccl_py.cli.options import DirectoryArgument, refuse_cluster
+from tccl_py.cli.options import DirectoryArgument
 from tccl_py.cli.streams import notice, write_result
 from tccl_py.errors import InputError
 
@@ -37,7 +37,6 @@ def report(
 
         tccl report my-plan
     """
-    refuse_cluster(directory, "`tccl show` has its rings and rates; a report is of one machine")
     # Templates take long to load; no other command needs them.
     from tccl_py.report.contents import read_contents  # noqa: PLC0415
     from tccl_py.report.page import GENERATOR, report_html  # noqa: PLC0415

@@ -72,10 +72,12 @@ class RingExplanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The limits of a set of rings, the worst first.
 
     `rate_gbps` is the bandwidth of all rings; `slowest` the hop that is slowest alone, the limit of
-    rings without findings, None if unknown. `unexplained` is an open question, or "".
+    rings without findings, None if unknown. `unexplained` is an open question, or "". `node_class`
+    names the hosts with these chains, "" of a single host.
     """
 
     name: Literal["plan", "stock"]
+    node_class: str = ""
     rings: int
     rate_gbps: float
     slowest: Finding | None

@@ -62,7 +62,9 @@ def _journal(path: Path, plan: Plan) -> tuple[JournalContents | None, list[str]]
         return None, [f"{path.name} is not there: rates of single hops and pairs are not known"]
     journal = read_journal(path)
     header = journal.header
-    if header.machine != plan.machine.name or header.simulated != plan.simulated:
+    names = {part.machine.name for part in plan.cluster.classes}
+    other = header.machine not in names and not plan.is_cluster
+    if other or header.simulated != plan.simulated:
         kind = "simulated" if header.simulated else "measured"
         return None, [f"{path.name} is left out: it holds {kind} rates of {header.machine}"]
     return journal, list(journal.notices)
@@ -93,13 +95,21 @@ def plan_files(contents: Contents) -> Iterator[tuple[str, str, bool]]:
     purposes = {
         "nccl/env.sh": "settings and graph, for jobs over exactly the plan's GPUs",
         "nccl/nccl.conf": "settings that hold for every job of a host; names no graph",
-        "nccl/graph.xml": "the rings, as NCCL reads them",
         PLAN_FILE: "the plan itself",
         JOURNAL_FILE: "every measurement; an interrupted plan goes on from it",
-        str(machine_file(plan, Path())): "the machine",
     }
+    if plan.is_cluster:
+        purposes["nccl/env.sh"] = "settings and graph of the host that sources it"
+        purposes["nccl/order/hosts.txt"] = (
+            "the order of hosts for ranks; more for launchers"
+        )
+        purposes["nccl/hosts/"] = "the rings' parts on each host, as NCCL reads them"
+    else:
+        purposes["nccl/graph.xml"] = "the rings, as NCCL reads them"
+    for number, part in enumerate(plan.cluster.classes):
+        purposes[str(machine_file(plan, Path(), number))] = f"the machine {part.machine.name}"
     for name, purpose in purposes.items():
-        yield name, purpose, (directory / name).is_file()
+        yield name, purpose, (directory / name).exists()
     subsets = len(list((directory / "nccl" / "subsets").glob("graph-*.xml")))
     if subsets:
         yield "nccl/subsets/", f"{subsets} more graph files, each for a smaller set of GPUs", True
@@ -129,14 +139,16 @@ def rate_sources(contents: Contents) -> Iterator[tuple[str, str, str]]:
         yield "achieved rates", "measured with NCCL (verify.json)", ""
     if contents.journal is not None:
         yield "maps and pairs", *_journal_source(contents.journal)
-    known = plan.knowledge
-    facts = Counter(fact.provenance for fact in known.peer_access)
-    pairs = ", ".join(f"{count} pairs {kind}" for kind, count in facts.items())
-    default = f"by default {'yes' if known.peer_access_default else 'no'}"
-    access = f"{known.peer_access_provenance} ({default})"
-    yield "direct access between GPUs", access, pairs
-    for link in known.hidden_links:
-        yield f"hidden link {link.one} to {link.other}", link.provenance, link.note
+    for part in plan.cluster.classes:
+        known = part.knowledge
+        facts = Counter(fact.provenance for fact in known.peer_access)
+        pairs = ", ".join(f"{count} pairs {kind}" for kind, count in facts.items())
+        default = f"by default {'yes' if known.peer_access_default else 'no'}"
+        access = f"{known.peer_access_provenance} ({default})"
+        where = f" of {part.name}" if plan.is_cluster else ""
+        yield f"direct access between GPUs{where}", access, pairs
+        for link in known.hidden_links:
+            yield f"hidden link {link.one} to {link.other}{where}", link.provenance, link.note
 
 
 def _journal_source(journal: JournalContents) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -22,6 +22,9 @@ _VIRIDIS = (
 """matplotlib's viridis at eleven places: even in lightness, and distinct for everybody."""
 
 Journal = Mapping[TransferSet, Sequence[Measurement]]
+Hosts = Collection[str]
+"""Hosts whose sets count, by the names in flows; the single host's name there is ""."""
+ONE_HOST: Hosts = ("",)
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,12 +101,12 @@ class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def heat_maps(
-    journal: Journal, gpus: tuple[int, ...], numa_nodes: tuple[int, ...]
+    journal: Journal, gpus: tuple[int, ...], numa_nodes: tuple[int, ...], hosts: Hosts = ONE_HOST
 ) -> list[HeatMap]:
     """Return maps of pairs of GPUs alone and beside their worst neighbour, and of bounces."""
-    alone = _within(fastest_alone(journal), gpus, gpus)
-    together = _within(slowest_together(journal), gpus, gpus)
-    bounces = _within(fastest_bounces(journal), numa_nodes, gpus)
+    alone = _within(fastest_alone(journal, hosts), gpus, gpus)
+    together = _within(slowest_together(journal, hosts), gpus, gpus)
+    bounces = _within(fastest_bounces(journal, hosts), numa_nodes, gpus)
     # One scale for both: equal colours are equal rates.
     largest = max(_largest(alone), _largest(together))
     first = HeatMap(
@@ -179,43 +182,45 @@ def cell_text(gbps: float) -> str:
     return f"{gbps:.0f}" if gbps >= 100 else f"{gbps:.1f}"
 
 
-def fastest_alone(journal: Journal) -> Readings:
+def fastest_alone(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
     """Return the fastest flow of each ordered pair of GPUs that was measured alone."""
     found: Readings = {}
-    for flow, gbps in _singles(journal):
+    for flow, gbps in _singles(journal, hosts):
         pair = (flow.source.index, flow.destination.index)
         if pair not in found or gbps > found[pair].gbps:
             found[pair] = Reading(flow=flow, gbps=gbps)
     return found
 
 
-def fastest_bounces(journal: Journal) -> Readings:
+def fastest_bounces(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
     """Return the fastest bounce alone through each NUMA node from each GPU."""
     found: Readings = {}
-    for flow, gbps in _singles(journal):
+    for flow, gbps in _singles(journal, hosts):
         key = (flow.transfers[0].destination.index, flow.source.index)
         if flow.is_bounce and (key not in found or gbps > found[key].gbps):
             found[key] = Reading(flow=flow, gbps=gbps)
     return found
 
 
-def slowest_together(journal: Journal) -> Readings:
+def slowest_together(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
     """Return the slowest flow of each ordered pair of GPUs beside one other flow between GPUs."""
     found: Readings = {}
-    for reading in _beside(journal):
+    for reading in _beside(journal, hosts):
         pair = (reading.flow.source.index, reading.flow.destination.index)
         if pair not in found or reading.gbps < found[pair].gbps:
             found[pair] = reading
     return found
 
 
-def worst_pairs(journal: Journal, count: int = _WORST_PAIRS) -> list[Reading]:
+def worst_pairs(
+    journal: Journal, count: int = _WORST_PAIRS, hosts: Hosts = ONE_HOST
+) -> list[Reading]:
     """Return the flows that one other flow slows most, worst first.
 
     Two flows are listed once, with the blocks and FIFOs with which they slow each other most.
     """
     worst: dict[frozenset[object], Reading] = {}
-    for reading in _beside(journal):
+    for reading in _beside(journal, hosts):
         key = frozenset(flow.transfers for flow in (reading.flow, reading.beside) if flow)
         if key not in worst or reading.share < worst[key].share:
             worst[key] = reading
@@ -223,16 +228,16 @@ def worst_pairs(journal: Journal, count: int = _WORST_PAIRS) -> list[Reading]:
     return sorted(slowed, key=lambda one: (one.share, str(one.flow), str(one.beside)))[:count]
 
 
-def _singles(journal: Journal) -> Iterator[tuple[Flow, float]]:
+def _singles(journal: Journal, hosts: Hosts) -> Iterator[tuple[Flow, float]]:
     for transfers, measured in journal.items():
-        if len(transfers) == 1 and _joins_gpus(transfers.flows[0]):
+        if len(transfers) == 1 and _joins_gpus(transfers, hosts):
             yield transfers.flows[0], _rates(measured)[0]
 
 
-def _beside(journal: Journal) -> Iterator[Reading]:
+def _beside(journal: Journal, hosts: Hosts) -> Iterator[Reading]:
     """Yield each flow of each set of two, beside the other."""
     for transfers, measured in journal.items():
-        if len(transfers) != 2 or not all(map(_joins_gpus, transfers.flows)):
+        if len(transfers) != 2 or not _joins_gpus(transfers, hosts):
             continue
         first, second = zip(transfers.flows, _rates(measured), strict=True)
         for (flow, gbps), (other, _) in ((first, second), (second, first)):
@@ -241,9 +246,12 @@ def _beside(journal: Journal) -> Iterator[Reading]:
             yield Reading(flow=flow, gbps=gbps, beside=other, alone_gbps=alone_gbps)
 
 
-def _joins_gpus(flow: Flow) -> bool:
-    ends = flow.source, flow.destination
-    return all(place.kind == "G" and not place.host for place in ends) and ends[0] != ends[1]
+def _joins_gpus(transfers: TransferSet, hosts: Hosts) -> bool:
+    """Return whether all flows of a set join two GPUs of one and the same of these hosts."""
+    used = {host for flow in transfers.flows for host in flow.hosts}
+    ends = [(flow.source, flow.destination) for flow in transfers.flows]
+    gpus = all(source.kind == target.kind == "G" for source, target in ends)
+    return gpus and len(used) == 1 and used.issubset(hosts)
 
 
 def _rates(measured: Sequence[Measurement]) -> list[float]:

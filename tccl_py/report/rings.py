@@ -11,9 +11,9 @@ from tccl_py.explain.findings import kind_of
 from tccl_py.model.machine import Machine
 from tccl_py.model.paths import path_type
 from tccl_py.model.transfer import Flow
-from tccl_py.plan.plan import Plan, PlanChain, PlanHop
-from tccl_py.report.machine import LANE, Layout, Wire, depth, lay_out, wires
-from tccl_py.report.words import order_words
+from tccl_py.plan.plan import WORLD, Plan, PlanChain
+from tccl_py.report.machine import LANE, Layout, Wire, depth, wires
+from tccl_py.report.words import host_list, order_words
 
 _SAME = 1e-6
 _PORT = 9.0
@@ -52,9 +52,11 @@ class DrawnHop(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RingView(msgspec.Struct, frozen=True, kw_only=True):
-    """A ring as the page shows it; `paths` explains the words below its hops."""
+    """A ring, or its chain on `hosts`, as the page shows it; `paths` explains words below hops."""
 
-    number: int
+    id: str
+    title: str
+    hosts: tuple[str, ...]
     order: str
     rate: float
     layout: Layout
@@ -64,33 +66,41 @@ class RingView(msgspec.Struct, frozen=True, kw_only=True):
     description: str
 
 
-def ring_views(plan: Plan) -> list[RingView]:
-    """Return the plan's different rings."""
-    layout = lay_out(plan.machine, plan.gpus)
+def ring_views(plan: Plan, number: int, layout: Layout) -> list[RingView]:
+    """Return the plan's different rings on hosts of a class, drawn below its machine."""
+    machine = plan.cluster.classes[number].machine
     return [
-        _view(plan.machine, ring, number, layout, plan.provenance)
-        for number, ring in enumerate(plan.rings)
+        _view(machine, chain, (place, at), layout, plan)
+        for place, path in enumerate(plan.paths)
+        if path.node_class == number
+        for at, chain in enumerate(path.chains)
     ]
 
 
 def _view(
-    machine: Machine, ring: PlanChain, number: int, layout: Layout, provenance: str
+    machine: Machine, ring: PlanChain, place: tuple[int, int], layout: Layout, plan: Plan
 ) -> RingView:
+    path, number = place
     hops = drawn_hops(machine, ring, layout)
+    hosts = tuple(host.name for host in plan.hosts if host.path == path)
     slow = ", ".join(f"{hop.source} to {hop.target}" for hop in hops if hop.slowest)
     used = {hop.path for hop in hops}
     paths = [f"{path} {meaning}" for path, meaning in _PATHS.items() if path in used]
     paths += [f"{path} through that NUMA node's memory" for path in sorted(used - set(_PATHS))]
     order = order_words(ring.gpus)
+    if ring.entry_nic is not None:
+        order = " → ".join([f"N{ring.entry_nic}", *map(str, ring.gpus), f"N{ring.exit_nic}"])
     return RingView(
-        number=number,
+        id=f"ring-{path}-{number}",
+        title=f"Ring {number}" + (f" on {host_list(hosts)}" if plan.is_cluster else ""),
+        hosts=hosts,
         order=order,
         rate=ring.rate,
         layout=layout,
         hops=hops,
         bottom=layout.bottom + depth([hop.wire for hop in hops]),
         paths="; ".join(paths),
-        description=f"{order}; {ring.rate:.2f} GB/s, {provenance}. "
+        description=f"{order}; {ring.rate:.2f} GB/s, {plan.provenance}. "
         + (f"The slowest: {slow}." if slow else "All hops have the same rate.")
         + " The table below lists every hop.",
     )
@@ -100,9 +110,17 @@ def drawn_hops(machine: Machine, ring: PlanChain, layout: Layout) -> tuple[Drawn
     """Return the hops of a ring; none is the slowest where all have one rate."""
     rates = [hop.gbps for hop in ring.hops]
     limit = ring.rate * (1 + _SAME)
-    ends = [_ends(hop) for hop in ring.hops]
+    ends = [
+        (
+            f"N{ring.entry_nic}" if hop.source == WORLD else f"G{hop.source}",
+            f"N{ring.exit_nic}" if hop.target == WORLD else f"G{hop.target}",
+        )
+        for hop in ring.hops
+    ]
     ports = [(layout.boxes[a].middle + _PORT, layout.boxes[b].middle - _PORT) for a, b in ends]
-    found = wires(ports, layout.gaps([gpu.id for gpu in machine.gpus]))
+    nics = machine.nics if ring.entry_nic is not None else ()
+    leaves = [*(gpu.id for gpu in machine.gpus), *(nic.id for nic in nics)]
+    found = wires(ports, layout.gaps(leaves))
     return tuple(
         DrawnHop(
             source=source,
@@ -120,22 +138,23 @@ def drawn_hops(machine: Machine, ring: PlanChain, layout: Layout) -> tuple[Drawn
     )
 
 
-def _ends(hop: PlanHop) -> tuple[str, str]:
-    return f"G{hop.source}", f"G{hop.target}"
-
-
 def _kind(flow: Flow) -> str:
+    if flow.is_network:
+        return "net"
     return "bounce" if flow.is_bounce else flow.transfers[0].operation
 
 
 def _path(machine: Machine, flow: Flow) -> str:
-    if flow.is_bounce:
-        return f"via {flow.transfers[0].destination}"
+    for part in flow.transfers[:-1]:
+        if part.destination.kind == "C":
+            return f"via {part.destination}"
     return path_type(machine, str(flow.source), str(flow.destination)).name
 
 
 def default_rings(plan: Plan) -> Counter[str]:
-    """Return the orders of default NCCL's rings, with their numbers of channels."""
+    """Return the orders of default NCCL's rings on one host, with their numbers of channels."""
+    if plan.is_cluster:
+        return Counter()
     turned = (
         ring[ring.index(min(ring)) :] + ring[: ring.index(min(ring))] for ring in plan.stock.rings
     )

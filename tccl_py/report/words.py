@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.plan.plan import ChoiceName
+from tccl_py.plan.plan import ChoiceName, Plan
 
 CHOICE_WORDS: dict[ChoiceName, str] = {
     "default": "default NCCL",
@@ -47,6 +47,22 @@ def gpu_list(gpus: Sequence[int]) -> str:
         else:
             runs.append([gpu])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def host_list(names: Sequence[str], most: int = 4) -> str:
+    """Return host names with commas, the first few of many.
+
+    >>> host_list(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def plan_name(plan: Plan) -> str:
+    """Return the machine of a plan, or the number of hosts with the machine of each class."""
+    machines = ", ".join(part.machine.name for part in plan.cluster.classes)
+    return f"{len(plan.hosts)} hosts of {machines}" if plan.is_cluster else machines
 
 
 def order_words(ring: Sequence[int]) -> str:
