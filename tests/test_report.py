@@ -12,6 +12,7 @@ from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save
 from tccl_py.model.machine import NvLink, check
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import bounce, parse_set
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.report.contents import read_contents
 from tccl_py.report.machine import LANE, lay_out, nvlinks, text_width, wires
@@ -26,6 +27,7 @@ from tccl_py.report.rates import (
 from tccl_py.report.rings import drawn_hops
 from tccl_py.verify.record import keep_verification
 from tccl_py.verify.verify import RunBudget
+from tests.cluster_plans import mixed
 from tests.effort import soon
 from tests.planned import ASUS, PCIE, SMALL, WRX
 from tests.report_pages import EVIL, PLANS, Page, all_singles_and_pairs, plan_directory, renamed
@@ -374,3 +376,20 @@ def test_the_page_recommends_the_plans_choice_first_and_shows_how_to_set_it(tmp_
     assert text.index("Set NCCL_P2P_LEVEL=SYS: 3.17x default NCCL") < text.index("Result")
     assert 'class="card main"><h3>Variables only, recommended</h3>' in text
     assert "export NCCL_P2P_LEVEL=SYS" in text
+
+
+def test_a_clusters_page_has_its_hosts_and_the_chains_of_each_class(tmp_path):
+    plan = mixed()
+    write_plan(plan, tmp_path)
+    page = page_of(tmp_path)
+    page.assert_accessible()
+    names = [part.name for part in plan.cluster.classes]
+    pictures = {a.get("aria-labelledby", "").partition("-title")[0] for a in page.all("svg")}
+    assert {f"machine-{number}" for number in range(len(names))} <= pictures
+    for host in plan.hosts:
+        assert host.name in page.words
+    for hop in (hop for path in plan.paths for chain in path.chains for hop in chain.hops):
+        assert str(hop.flow) in page.words
+    assert "N0 → " in page.words
+    assert "nccl/order" in page.words
+    assert "tccl env" not in page.words

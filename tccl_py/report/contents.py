@@ -100,9 +100,7 @@ def plan_files(contents: Contents) -> Iterator[tuple[str, str, bool]]:
     }
     if plan.is_cluster:
         purposes["nccl/env.sh"] = "settings and graph of the host that sources it"
-        purposes["nccl/order/hosts.txt"] = (
-            "the order of hosts for ranks; more for launchers"
-        )
+        purposes["nccl/order/hosts.txt"] = "the order of hosts for ranks; more for launchers"
         purposes["nccl/hosts/"] = "the rings' parts on each host, as NCCL reads them"
     else:
         purposes["nccl/graph.xml"] = "the rings, as NCCL reads them"
