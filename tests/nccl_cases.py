@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from tccl_py.model.machine import Machine
-from tccl_py.nccl.graph_file import SWAPPING, parse_graph_file
-from tccl_py.nccl.versions import LATEST
+from tccl_py.nccl.graph_file import parse_graph_file
+from tccl_py.nccl.versions import LATEST, SWAPPING
 from tccl_py.readers.nccl_topology import read_nccl_topology
 
 CASES = Path(__file__).parent / "cases"

@@ -18,11 +18,12 @@ from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.nccl.asked_rank import Communicator, CommunicatorLog, JobSpec, RankResult
 from tccl_py.nccl.default_rings import DefaultChoice, default_choice
-from tccl_py.nccl.graph_file import RING, Graph, parse_graph_file
+from tccl_py.nccl.graph_file import Graph, parse_graph_file
 from tccl_py.nccl.log import parse_log, same_rings, transport_of
 from tccl_py.nccl.settings import HOST_VARIABLES, Settings, environment
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.validator import Verdict
+from tccl_py.nccl.versions import RING
 from tccl_py.nccl.view import view
 from tccl_py.nccl_library import find_library
 from tccl_py.rank_processes.tasks import RanksError, Task, decoded, run_tasks

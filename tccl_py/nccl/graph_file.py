@@ -13,14 +13,8 @@ from typing import NoReturn
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.nccl.versions import LATEST, VersionFacts, version_facts
+from tccl_py.nccl.versions import LATEST, SWAPPING, TYPES, VersionFacts, version_facts
 
-RING, TREE = 0, 1
-"""Ids of the graphs that this package writes."""
-TYPES = ("LOC", "NVL", "NVB", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
-"""Path types of graph files, nearest first; NCCL silently reads any other type as LOC."""
-SWAPPING = 2
-"""The crossnic of a graph whose pairs of channels are swapped on odd nodes."""
 MAX_TEXT = 8 * 1024 * 1024
 """Several times the largest file within NCCL's limit on elements."""
 _MAX_DEPTH = 16

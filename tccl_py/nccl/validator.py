@@ -13,8 +13,6 @@ from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.nccl.graph_file import (
-    RING,
-    TREE,
     Channel,
     Graph,
     GraphCrashError,
@@ -28,7 +26,7 @@ from tccl_py.nccl.graph_file import (
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.network import leaves_as_named
 from tccl_py.nccl.settings import final_channels, integer, settings_from_environment
-from tccl_py.nccl.versions import LATEST, VersionFacts, version_facts
+from tccl_py.nccl.versions import LATEST, RING, TREE, VersionFacts, version_facts
 from tccl_py.nccl.view import NcclView, net_devices, view
 
 VerdictKind = Literal["used", "ignored", "clipped", "rejected", "crash"]

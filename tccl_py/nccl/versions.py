@@ -16,6 +16,13 @@ Level = Literal["LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "
 
 LATEST = "2.30"
 
+RING, TREE = 0, 1
+"""Ids of the graphs that this package writes."""
+TYPES = ("LOC", "NVL", "NVB", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
+"""Path types of graph files, nearest first; NCCL silently reads any other type as LOC."""
+SWAPPING = 2
+"""The crossnic of a graph whose pairs of channels are swapped on odd nodes."""
+
 
 class GraphRules(msgspec.Struct, frozen=True, kw_only=True):
     """How a version builds and searches its graph of a machine (src/graph of NCCL's releases).
