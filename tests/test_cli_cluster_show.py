@@ -304,7 +304,6 @@ def test_env_refuses_what_does_not_fit_the_plan(directory, tmp_path):
     [
         (("explain",), "is the plan of a cluster; `tccl show --hops` lists its flows with rates"),
         (("explain", "--no-measure"), "is the plan of a cluster; `tccl show --hops`"),
-        (("report",), "is the plan of a cluster; `tccl show` has its rings and rates; a report is"),
         (("check",), "is the plan of a cluster; `tccl show` has its rates; plan a machine alone"),
     ],
 )
