@@ -15,6 +15,8 @@ from tccl_py.cli.options import gpus_argument, parse_gpus
 from tccl_py.cli.streams import provenance
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
 from tests.nccl_cases import CASES
 from tests.toy import toy_machine
@@ -192,6 +194,7 @@ def test_a_file_that_is_no_machine_is_refused_by_name(sentence, tmp_path):
     assert result.stderr.endswith(f" {sentence}\n")
 
 
+PLANS = Path(__file__).parent.parent / "plans"
 HOSTILE = "x\x07\x1b[31m\x9b31m\x7f\u202e\n"
 SHOWN = r"x\x07\x1b[31m\x9b31m\x7f\u202e\n"
 
@@ -379,3 +382,30 @@ def test_every_figure_has_its_mark():
     assert provenance(simulated=False, assumed=False) == "measured"
     assert provenance(simulated=True, assumed=False) == "simulated"
     assert provenance(simulated=True, assumed=True) == "simulated from assumed figures"
+
+
+LOADED = """
+import sys
+from tccl_py.cli.main import main
+
+try:
+    main()
+finally:
+    heavy = ("numpy", "scipy", "networkx", "rich", "tccl_profiler")
+    print(*(name for name in heavy if name in sys.modules), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("env", "{}")])
+def test_the_start_of_a_job_loads_no_numerical_library(arguments, tmp_path):
+    model = load_bundled("intel-v100")
+    write_plan(load_plan(PLANS / "intel-v100.json"), tmp_path, model=model)
+    words = [word.format(tmp_path) for word in arguments]
+    result = subprocess.run(
+        [sys.executable, "-c", LOADED, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "\n")

@@ -42,7 +42,6 @@ from tccl_py.plan.staging import (
 )
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.journal import read_journal
 
 JOURNAL_FILE = "measurements.jsonl"
 
@@ -88,6 +87,8 @@ def _taken_away(made: Sequence[Path], journal: Path | None = None) -> Iterator[N
 
 def holds_measurements(journal: Path) -> bool:
     """Whether a file is a journal with something in it that hardware measured."""
+    from tccl_py.sources.journal import read_journal  # noqa: PLC0415 (loads numpy)
+
     with suppress(InputError, OSError):
         contents = read_journal(journal)
         return not contents.header.simulated and bool(contents.measurements)

@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
 from tccl_py.nccl.conf import env_sh, nccl_conf
-from tccl_py.nccl.graph_writer import GraphRings, graph_xml, node_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.host_order import HostOrder, host_order_files, launch_notes
@@ -140,6 +139,8 @@ def graph_text(
     Raises:
         InputError: orders or channels that NCCL would not take.
     """
+    from tccl_py.nccl.graph_writer import GraphRings, graph_xml  # noqa: PLC0415 (slow)
+
     rings = GraphRings(
         orders=tuple(orders), speed_gbps=rate_gbps / len(orders), type_intra=type_intra
     )
@@ -171,6 +172,8 @@ def node_graph_text(
         InputError: orders or NICs that NCCL would not take, or not as they are meant.
     """
     count = len(orders)
+    from tccl_py.nccl.graph_writer import graph_xml, node_rings  # noqa: PLC0415 (slow)
+
     rings = node_rings(
         seen,
         orders,

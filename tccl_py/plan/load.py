@@ -17,7 +17,6 @@ from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
 from tccl_py.model.paths import PathType
 from tccl_py.model.transfer import receiving_nic, sending_nic
-from tccl_py.nccl.network import leaves_as_named, may_change_rails
 from tccl_py.nccl.pinned_env import check_pinned_env
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.view import usable_nics
@@ -222,6 +221,9 @@ def _check_open(plan: Plan, chain: PlanChain, machine: Machine, where: str) -> N
     """Check that NCCL would enter and leave a host by the NICs of a chain."""
     if chain.hops[0].source != WORLD or chain.entry_nic is None or chain.exit_nic is None:
         raise InputError(where, "stays on its host", "a ring over hosts enters and leaves each")
+    # Slow to import, and plans of a single host need none of it.
+    from tccl_py.nccl.network import leaves_as_named, may_change_rails  # noqa: PLC0415
+
     nics = usable_nics(machine, plan.settings)
     for nic in (chain.entry_nic, chain.exit_nic):
         if nic not in nics:
