@@ -1,7 +1,6 @@
 """A cluster as data: hosts in rank order, the classes of their machines, and the switches between.
 
-NCCL joins nodes in the order in which ranks first name them, so the order of hosts is the order of
-nodes in every ring.
+NCCL joins nodes in rank order, so the order of hosts is the order of nodes in every ring.
 """
 
 from __future__ import annotations
@@ -87,9 +86,9 @@ def class_name(text: str, taken: Container[str] = ()) -> str:
 
 
 class SwitchTree(msgspec.Struct, frozen=True, kw_only=True):
-    """A switch, the hosts at it, and the switches below it.
+    """A switch, the hosts at the switch, and the switches below.
 
-    `uplink_gbps` is the rate of the link above it in each direction, GB/s; None is "no limit".
+    `uplink_gbps` is the rate of the link above in each direction, GB/s; None is "no limit".
     """
 
     name: str
@@ -111,7 +110,7 @@ class SwitchTree(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def restricted(tree: SwitchTree, hosts: Iterable[str], *, where: str = "switch tree") -> SwitchTree:
-    """Return the tree with these hosts only, and without switches that lead to none of them.
+    """Return the tree with these hosts only, and without switches that lead to no host.
 
     >>> leaf = SwitchTree(name="leaf", hosts=("a", "b"))
     >>> tree = SwitchTree(name="", switches=(leaf, SwitchTree(name="other", hosts=("c",))))
@@ -119,8 +118,7 @@ def restricted(tree: SwitchTree, hosts: Iterable[str], *, where: str = "switch t
     SwitchTree(name='leaf', hosts=('b',), switches=(), uplink_gbps=None)
 
     Raises:
-        InputError: a host that is not in the tree, is at two of its switches, or is named twice;
-            or no host at all.
+        InputError: a host outside the tree, at two switches, or named twice; or no host at all.
     """
     names = check_host_names(hosts, where="hosts of the job")
     if not names:
@@ -138,11 +136,7 @@ def restricted(tree: SwitchTree, hosts: Iterable[str], *, where: str = "switch t
 
 
 def check_hosts_once(tree: SwitchTree, wanted: set[str], where: str) -> None:
-    """Check that no wanted host is at two switches, or at one of them twice.
-
-    Raises:
-        InputError: a host is.
-    """
+    """Check that no wanted host is at two switches, or at a switch twice (InputError)."""
     found: dict[str, str] = {}
     for switch in tree.all_switches:
         for host in switch.hosts:
@@ -166,7 +160,7 @@ def _kept(switch: SwitchTree, wanted: set[str]) -> SwitchTree:
 
 
 def canonical(machine: Machine, knowledge: Knowledge) -> tuple[Machine, Knowledge]:
-    """Return the form in which two machines are equal if one plan is right for both."""
+    """Return the form in which two machines are equal if they can share a plan."""
     names = _bridge_names(machine)
 
     def moved(device: _Linked, **fields: str) -> _Linked:
@@ -224,7 +218,7 @@ def _canonical_knowledge(
 
 
 class NodeClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Machines that share one plan; the name is fit for file names."""
+    """Machines with a common plan; the name is fit for file names."""
 
     name: str
     machine: Machine
@@ -232,7 +226,7 @@ class NodeClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A host; `node_class` is the position of its class, `slots` its number of ranks."""
+    """A host; `node_class` is the position of a class, `slots` the number of ranks."""
 
     name: str
     node_class: int
@@ -265,7 +259,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One host's description; `slots` None is a rank for each of its GPUs."""
+    """The description of a host; `slots` None is a rank for each GPU."""
 
     host: str
     machine: Machine
@@ -276,8 +270,8 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
 def classes_of(reports: Sequence[HostReport]) -> tuple[tuple[NodeClass, ...], tuple[int, ...]]:
     """Return the classes of these hosts' machines, and the position of each host's class.
 
-    Classes are in the order of their first hosts. A class has the machine of its first host, and a
-    name made from that machine's name.
+    Classes are in the order of first hosts. A class has the first host's machine, and a name made
+    from the machine's name.
     """
     numbers: dict[bytes, int] = {}  # of machines as reported, and in the form that is compared
     classes: list[NodeClass] = []
@@ -325,9 +319,8 @@ def check_cluster(cluster: Cluster, *, where: str) -> Cluster:
     """Return `cluster` if its parts fit together.
 
     Raises:
-        InputError: no host or too many, a name that is unfit or doubled, an unknown class, a class
-            without GPU or with a name that is unfit or doubled, more or fewer ranks than a host can
-            have, a host that is at no switch, or a host at a switch that is not in the cluster.
+        InputError: no host or too many, unfit or doubled names, an unknown class, a class without
+            GPU, a wrong number of ranks, a host at no switch or at an unknown switch.
     """
     if cluster.format_version != FORMAT_VERSION:
         what = f"has format version {cluster.format_version}"

@@ -1,7 +1,4 @@
-"""Knowledge: facts about a Machine beyond its structure; and the file that holds both.
-
-Every fact has its provenance.
-"""
+"""Knowledge: facts about a Machine beyond the structure, with provenance; and the machine file."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Provenance = Literal["measured", "published", "assumed", "reported"]
 
 
 class PeerAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whether the driver calls direct access from one GPU to another supported."""
+    """The driver's answer about direct access from a GPU to another GPU."""
 
     source: int
     target: int
@@ -29,7 +26,7 @@ class PeerAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class HiddenLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A path that the PCI tree does not show, such as two virtual switches on one chip."""
+    """A path missing in the PCI tree, such as between two virtual switches of a chip."""
 
     one: str
     other: str
@@ -38,7 +35,7 @@ class HiddenLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Facts about one machine; `peer_access_default` holds for pairs that are not listed."""
+    """Facts about one machine; `peer_access_default` holds for unlisted pairs."""
 
     peer_access_default: bool = True
     peer_access_provenance: Provenance = "assumed"
@@ -89,9 +86,9 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class DiscoveredMachine(Machine, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """A Machine with its Knowledge and Fingerprint: the file format of `tccl discover`.
+    """A Machine with Knowledge and Fingerprint: the file format of `tccl discover`.
 
-    A Machine's own file is one without these two keys.
+    A plain Machine's file lacks the two keys.
     """
 
     knowledge: Knowledge | msgspec.UnsetType = msgspec.UNSET

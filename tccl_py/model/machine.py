@@ -1,7 +1,7 @@
 """The Machine: one node's structure as data. Frozen, no I/O, no rates.
 
 Ids name devices everywhere: `G2` a GPU, `C1` a NUMA node (its CPU and host memory), `N0` a NIC,
-`S0` an NVLink switch; a PCI bridge is named by its bus id.
+`S0` an NVLink switch; a PCI bridge is named by bus id.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PciLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class NumaNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A NUMA node: a CPU (or part of one) and its memory.
+    """A NUMA node: a CPU (or part of a CPU) and memory.
 
     `numa_id` is the system's number; -1, as virtual machines report, is kept.
     """
@@ -70,7 +70,7 @@ class PciBridge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A GPU; `index` is its NVML index, `sm` its compute capability times ten (90 for 9.0)."""
+    """A GPU; `index` is the NVML index, `sm` the compute capability times ten (90 for 9.0)."""
 
     index: int
     bus_id: str
@@ -106,12 +106,12 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def rdma(self) -> bool:
-        """Whether the port is an RDMA card's; NCCL writes a guid of 0x0 for interfaces."""
+        """True for ports of RDMA cards; NCCL writes a guid of 0x0 for interfaces."""
         return self.guid.strip("0x") != ""
 
 
 class NvSwitch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An NVLink switch; all planes of one fabric are one switch here."""
+    """An NVLink switch; all planes of a fabric are a single switch here."""
 
     index: int
     bus_id: str = ""
@@ -136,7 +136,7 @@ Device = NumaNode | PciBridge | Gpu | Nic | NvSwitch
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """One node's structure: a PCI tree below NUMA nodes, NVLinks beside it.
+    """A node's structure: a PCI tree below NUMA nodes, and NVLinks.
 
     Raises:
         InputError: from `check`, if ids repeat, parents are missing or turn in a circle.
@@ -173,7 +173,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @cached_property
     def links(self) -> dict[str, PciLink]:
-        """Each PCI device's id -> its link to its parent."""
+        """Each PCI device's id -> the link to the parent."""
         return {device.id: device.link for device in self.pci_devices}
 
     def ancestors(self, device: str) -> tuple[str, ...]:
@@ -319,16 +319,13 @@ def machine_from_json(text: str, *, where: str) -> Machine:
     return check(decode_json(text, Machine, where=where), where=where)
 
 
-# PCI bus ids in one spelling: `0000:1a:00.0`, lower case, a domain of at least four digits.
-
-
 _BUS_ID = re.compile(
     r"([0-9a-fA-F]{1,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-9a-fA-F])", re.ASCII
 )
 
 
 def normal_bus_id(text: str) -> str | None:
-    """Return the one spelling of a bus id; None for any other text.
+    """Return the canonical spelling of a bus id; None for any other text.
 
     NVML writes domains with eight digits, the kernel with four or more.
 

@@ -1,4 +1,4 @@
-"""Measurements, and the protocol of anything that answers a transfer set with one."""
+"""Measurements, and the protocol of the sources of measurements."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tccl_py.model.transfer import Flow, TransferSet
 Value = TypeVar("Value")
 
 MAX_GBPS = 1e6
-"""A petabyte a second: no memory or link comes near, so a rate above is a damaged figure."""
+"""A petabyte a second, far above any memory or link; a higher rate is damage."""
 TOGETHER = 0.9
-"""Flows that all run for less of the time were not measured as a set."""
+"""The least overlap of a set's measurement."""
 
 
 class NoRateError(MeasurementError):
-    """A rate is not above 0: where a flow moved nothing, its set was not measured."""
+    """A rate is not above 0: a flow moved nothing, so the set was not measured."""
 
     def __init__(self, transfers: TransferSet, gbps: float) -> None:
         super().__init__(f"{transfers}: its measurement has a rate of {gbps:g} GB/s")
@@ -31,14 +31,14 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Rates of one transfer set, all flows running together; every rate is above 0.
 
     `samples_gbps[i][r]` is flow i's rate in repeat r, in 10^9 bytes a second, flows in the set's
-    order. `simulated` is true wherever the figure came from a model, and never lost on the way.
-    `assumed` is true if the model's figures behind it are nobody's measurement.
+    order. `simulated` marks rates of a model, `assumed` rates of a model whose parameters were
+    never measured; both survive into everything made from the measurement.
 
     Of hardware: `skew_us` is the median time between the first transfer's start and the last's,
-    known to `skew_error_us`; `overlap` the share of the time in which all ran; `overlap_at_least`
-    whether the clock shows no more than this lower bound of the overlap; `window_us` how long
-    a repeat was measured; `settled` whether the 95 % interval became as narrow as asked; `outliers`
-    are repeats that are suspect, which are kept.
+    known to `skew_error_us`; `overlap` the share of the time in which all flows ran;
+    `overlap_at_least` marks a lower bound, where the clock shows no more; `window_us` is the
+    duration of a repeat; `settled` means a 95 % interval as narrow as asked; `outliers` are
+    suspect repeats, not left out.
 
     Raises:
         MeasurementError: a rate is not above 0.
@@ -75,12 +75,12 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def rate_gbps(self) -> float:
-        """The slowest flow's median rate: what a ring gets, in GB/s."""
+        """The slowest flow's median rate, which is a ring's, in GB/s."""
         return min(self.gbps)
 
     @property
     def is_together(self) -> bool:
-        """Whether its flows ran together; where the clock cannot show that, they are taken to."""
+        """True if all flows ran together, as far as the clock can show."""
         known = self.overlap is not None and not self.overlap_at_least
         if not known or self.overlap is None or self.overlap >= TOGETHER:
             return True
@@ -90,9 +90,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def relative_error(self) -> float:
-        """Standard error of the slowest flow's median, relative to it; 0 with one sample.
+        """Relative standard error of the slowest flow's median; 0 with one sample.
 
-        The median of n normal samples spreads sqrt(pi/2) times as far as their mean.
+        The median of n normal samples spreads sqrt(pi/2) times as far as the mean.
         """
         slowest = min(self.samples_gbps, key=_median)
         middle = _median(slowest)
@@ -105,7 +105,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def _median(samples: Sequence[float]) -> float:
-    """The median of a few samples; of so few numpy's takes many times as long."""
+    """Return the median of a few samples, many times faster than numpy."""
     ordered = sorted(samples)
     half = len(ordered) // 2
     return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)
@@ -151,11 +151,11 @@ def faults(measurement: Measurement) -> Iterator[str]:
 
 @runtime_checkable
 class BandwidthSource(Protocol):
-    """Anything that answers transfer sets: the profiler, the simulator, a journal."""
+    """A source of measurements: the profiler, the simulator, a journal."""
 
     @property
     def simulated(self) -> bool:
-        """Whether its answers come from a model."""
+        """True if the answers come from a model."""
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set, in the order given.

@@ -1,7 +1,7 @@
-"""How near two devices are to each other, in NCCL's words and by structure alone.
+"""Distances between devices, in NCCL's path types and by structure alone.
 
-The runtime adds what NCCL believes of bandwidths, and its policies (`runtimes.nccl.paths`).
-Source: graph/paths.cc and graph/topo.cc of NCCL 2.30.7.
+`tccl_py.nccl.paths` adds NCCL's bandwidths and policies. Source: graph/paths.cc and graph/topo.cc
+of NCCL 2.30.7.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class PathType(IntEnum):
 
 
 def path_type(machine: Machine, a: str, b: str) -> PathType:
-    """The path from device `a` to device `b` (GPUs, NICs, NUMA nodes) as NCCL sees it.
+    """Return NCCL's path type from device `a` to device `b` (GPUs, NICs, NUMA nodes).
 
-    This is the path before settings, and NVLinks between GPUs win over PCI. NCCL also weighs
-    bandwidths: it may take a PCI way as short as one over a GPU, or reach another socket's CPU by
-    way of an NVLinked GPU there. One-way NVLinks count for nothing.
+    Settings and bandwidths are left out, and NVLinks between GPUs win over PCI; NCCL may prefer a
+    PCI path as short as a path over a GPU, or reach another socket's CPU through an NVLinked GPU.
+    One-way NVLinks do not count.
 
     Raises:
         InputError: a device that is no GPU, NIC or NUMA node of the machine.
@@ -58,10 +58,10 @@ def path_type(machine: Machine, a: str, b: str) -> PathType:
 
 
 def merged_bridges(machine: Machine) -> dict[str, str]:
-    """Broadcom sub-switches -> the switch that NCCL merges them into.
+    """Return Broadcom sub-switches -> the switch above, into which NCCL merges them.
 
-    PEX switches show as two levels of bridges although they are one crossbar, so NCCL makes one of
-    them, once: a third level stays (ncclTopoFlattenBcmSwitches).
+    PEX switches show a single crossbar as two levels of bridges. NCCL merges two levels, once: a
+    third level stays (ncclTopoFlattenBcmSwitches).
     """
     kinds = {bridge.id: _broadcom(bridge) for bridge in machine.bridges}
     merged: dict[str, str] = {}
@@ -76,7 +76,7 @@ def merged_bridges(machine: Machine) -> dict[str, str]:
 
 
 def _broadcom(bridge: PciBridge) -> tuple[int, int] | None:
-    """PCIe generation and level (0 upper, 1 lower, -1 either) of a PEX switch; None for others."""
+    """Return PCIe generation and level (0 upper, 1 lower, -1 either) of a PEX switch, or None."""
     parts = (bridge.vendor, bridge.device, bridge.subsystem_vendor, bridge.subsystem_device)
     try:
         vendor, device, sub_vendor, sub_device = (int(part, 16) for part in parts)
@@ -108,7 +108,7 @@ def _same_card(machine: Machine, a: str, b: str) -> bool:
 
 
 def _over_nvlinks(machine: Machine, a: str, b: str) -> PathType:
-    """Between GPUs: NVL directly, by a switch or by a CPU, NVB through one GPU; DIS if neither."""
+    """Return NVL between GPUs directly or by a switch or CPU, NVB through a GPU, else DIS."""
     if (a[0], b[0]) != ("G", "G"):
         return PathType.DIS
     ways = {(link.source, link.target) for link in machine.nvlinks if link.kind != "c2c"}
@@ -128,7 +128,7 @@ def _returns(ways: set[tuple[str, str]], gpu: str, target: str) -> bool:
 
 
 def _over_tree(machine: Machine, a: str, b: str) -> PathType:
-    """Over PCI bridges up to the nearest common one, or a CPU, or two."""
+    """Return the type of the path over PCI bridges and CPUs."""
     merged = merged_bridges(machine)
     above, below = _way_up(machine, merged, a), _way_up(machine, merged, b)
     common = next((one for one in above if one in below), None)
@@ -146,7 +146,7 @@ def _way_up(machine: Machine, merged: Mapping[str, str], device: str) -> tuple[s
 
 
 def _over_cpu(machine: Machine, cpu: str, a: str, b: str) -> PathType:
-    """PHB unless NVLinks or C2C lead to the CPU."""
+    """Return PHB unless NVLinks or C2C lead to the CPU."""
     kinds = {(link.source, link.target): link.kind for link in machine.nvlinks}
     legs = set()
     for device in (a, b):
@@ -158,15 +158,12 @@ def _over_cpu(machine: Machine, cpu: str, a: str, b: str) -> PathType:
     return max(legs)
 
 
-# Groups of GPUs that share a way out of somewhere: where bounds on ring sets come from.
-
-
 def natural_cuts(
     machine: Machine, knowledge: Knowledge, *, gpus: Sequence[int]
 ) -> tuple[frozenset[int], ...]:
-    """The groups of `gpus` below each bridge, chip, NUMA node and socket, or joined by NVLink.
+    """Return the groups of `gpus` that share a bridge, chip, NUMA node, socket or NVLinks.
 
-    Smallest first.
+    The links out of a group bound ring sets. Smallest groups first.
     """
     below: dict[str, set[int]] = {}
     for gpu in machine.gpus:
@@ -188,12 +185,12 @@ def natural_cuts(
 
 
 def _chips(knowledge: Knowledge) -> list[list[str]]:
-    """Devices that hidden links join into one."""
+    """Return groups of devices that hidden links join."""
     return [sorted(part) for part in _joined((k.one, k.other) for k in knowledge.hidden_links)]
 
 
 def _bridged(machine: Machine) -> list[set[int]]:
-    """GPUs that NVLinks join directly."""
+    """Return groups of GPUs that NVLinks join directly."""
     links = [link for link in machine.nvlinks if link.source[0] == link.target[0] == "G"]
     return _joined((int(link.source[1:]), int(link.target[1:])) for link in links)
 

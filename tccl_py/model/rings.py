@@ -1,4 +1,4 @@
-"""Hops, the hops that are open to a search, and the rings built of them."""
+"""Hops, spaces of hops for a search, and rings of hops."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Hop(msgspec.Struct, frozen=True, order=True):
 
 
 class HopSpace(msgspec.Struct, frozen=True, kw_only=True):
-    """The hops a runtime allows between each ordered pair of GPUs; pairs may have none.
+    """The hops a runtime allows between each ordered pair of GPUs; pairs may have no hop.
 
-    `name` says which runtime and settings they follow from.
+    `name` is the runtime with the settings.
     """
 
     name: str
@@ -30,7 +30,7 @@ class HopSpace(msgspec.Struct, frozen=True, kw_only=True):
     hops: Mapping[tuple[int, int], tuple[Hop, ...]]
 
     def between(self, source: int, target: int) -> tuple[Hop, ...]:
-        """The hops from `source` to `target`, perhaps none."""
+        """Return the hops from `source` to `target`."""
         return self.hops.get((source, target), ())
 
     def __iter__(self) -> Iterator[Hop]:
@@ -55,7 +55,7 @@ class Ring(msgspec.Struct, frozen=True, order=True):
 
 
 class RingSet(msgspec.Struct, frozen=True, order=True):
-    """Rings that run together, each with an equal share of the data; order has no meaning."""
+    """Rings that run together, each with an equal share of the data."""
 
     rings: tuple[Ring, ...]
 
@@ -65,12 +65,12 @@ class RingSet(msgspec.Struct, frozen=True, order=True):
         return transfer_set(hop.flow for one in self.rings for hop in one.hops)
 
     def rate(self, measurement: Measurement) -> float:
-        """Return the bandwidth of all rings together, GB/s: each has that of the slowest flow."""
+        """Return the bandwidth of all rings together, GB/s; the slowest flow limits each ring."""
         return len(self.rings) * measurement.rate_gbps
 
 
 def ring(hops: Sequence[Hop]) -> Ring:
-    """The ring of these hops, turned so that it begins at the lowest GPU index.
+    """Return the ring of these hops, beginning at the lowest GPU index.
 
     Raises:
         SearchError: the hops do not close, or visit a GPU twice.
@@ -84,12 +84,12 @@ def ring(hops: Sequence[Hop]) -> Ring:
 
 
 def ring_set(rings: Sequence[Ring]) -> RingSet:
-    """The set of these rings, in canonical order."""
+    """Return the set of these rings, in canonical order."""
     return RingSet(tuple(sorted(rings, key=lambda one: (one.gpus, str(one.hops)))))
 
 
 def ring_like(space: HopSpace, known: Ring) -> Ring:
-    """The ring over the same GPUs, each hop by the space's mechanism; NICs stay as they are.
+    """Return the ring over the same GPUs and NICs, each hop by the space's mechanism.
 
     Raises:
         SearchError: the space has no hop for a pair of neighbours.
@@ -106,12 +106,12 @@ def ring_like(space: HopSpace, known: Ring) -> Ring:
 
 
 def nics_of(hop: Hop) -> tuple[int | None, int | None]:
-    """The NICs by which a hop leaves its node and enters it; None within a node."""
+    """Return the NICs by which a hop leaves and enters a node; None within a node."""
     return sending_nic(hop.flow), receiving_nic(hop.flow)
 
 
 def ring_from_order(space: HopSpace, order: Sequence[int]) -> Ring:
-    """The ring over `order`, each hop by the first mechanism the space lists.
+    """Return the ring over `order`, each hop by the space's first mechanism.
 
     Raises:
         SearchError: the space has no hop for a pair of neighbours.

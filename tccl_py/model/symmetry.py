@@ -1,6 +1,6 @@
-"""Automorphisms of a machine: relabellings of its devices that leave its structure as it is.
+"""Automorphisms of a machine: relabellings of devices that keep the structure.
 
-A stabiliser chain is built from the bottom: for each GPU in turn, its images while all earlier GPUs
+A stabiliser chain is built from the bottom: for each GPU in turn, the images while all earlier GPUs
 stay. Colour refinement says "no" cheaply, networkx's VF2 gives a mapping for "yes"; orbits of known
 mappings save most of these questions.
 """
@@ -135,7 +135,7 @@ def _refined(graph: nx.Graph, fixed: Sequence[str]) -> dict[str, int]:
 
 
 def _mapping(graph: nx.Graph, fixed: Sequence[str], one: str, other: str) -> Permutation | None:
-    """Return an automorphism that fixes `fixed` and takes `one` to `other`, or None."""
+    """Return an automorphism with these fixed devices that maps `one` to `other`, or None."""
     before, after = _refined(graph, [*fixed, one]), _refined(graph, [*fixed, other])
     if sorted(before.values()) != sorted(after.values()):
         return None

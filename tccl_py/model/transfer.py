@@ -59,7 +59,7 @@ class Place(msgspec.Struct, frozen=True, order=True):
 
     @property
     def device(self) -> str:
-        """The id of its device in a Machine; a copy engine is part of its GPU."""
+        """The device's id in a Machine; a copy engine is part of a GPU."""
         return f"{'G' if self.kind == 'D' else self.kind}{self.index}"
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Transfer(msgspec.Struct, frozen=True, order=True):
 
     @property
     def uses_copy_engine(self) -> bool:
-        """Whether a copy engine, not a kernel, moves the bytes."""
+        """True if a copy engine, not a kernel, moves the bytes."""
         return self.executor.kind == "D"
 
     def __str__(self) -> str:
@@ -92,8 +92,8 @@ class Transfer(msgspec.Struct, frozen=True, order=True):
 class Fifo(msgspec.Struct, frozen=True, order=True):
     """The buffer of one block between a flow's writer and its reader.
 
-    A bounce's FIFO lies in host memory, allocated by `side`; a direct flow's in the memory of the
-    GPU that does not move the bytes, whatever `side` says.
+    A bounce's FIFO lies in host memory, allocated by `side`; a direct flow's FIFO lies in the
+    memory of the GPU without the kernel, and ignores `side`.
     """
 
     bytes: int = DEFAULT_FIFO_BYTES
@@ -102,15 +102,15 @@ class Fifo(msgspec.Struct, frozen=True, order=True):
 
 
 class Flow(TextValue):
-    """The bytes of one hop: one transfer, or linked transfers with FIFOs between; it has one rate.
+    """The bytes of a hop: a transfer, or linked transfers with FIFOs between.
 
     Args:
         transfers: in the order of the bytes.
-        blocks: the thread blocks (NCCL: channels) that move it; None is "as many as it takes".
-        fifo: of each block of a bounce or network flow, and of a direct flow between GPUs whose
-            blocks are given. A direct flow's default FIFO, and that of a plain transfer, is None.
-        buffer: the bytes that a plain transfer goes through again and again, all blocks together;
-            None leaves it to the source.
+        blocks: the number of thread blocks (NCCL: channels); None is "as many as needed".
+        fifo: for each block of a bounce or network flow, and of a direct flow between GPUs with
+            given blocks. None for a direct flow's default FIFO, and for a plain transfer.
+        buffer: the buffer of a plain transfer in bytes, all blocks together, used cyclically;
+            None leaves the size to the source.
     """
 
     __slots__ = ("blocks", "buffer", "fifo", "transfers")
@@ -144,12 +144,12 @@ class Flow(TextValue):
 
     @property
     def is_bounce(self) -> bool:
-        """Whether the bytes go through host memory on their way to another GPU of the node."""
+        """True if the bytes go through host memory to another GPU of the node."""
         return len(self.transfers) == 2 and not self.is_network
 
     @property
     def is_network(self) -> bool:
-        """Whether a NIC moves the bytes."""
+        """True if a NIC moves the bytes."""
         return any(transfer.executor.kind == "N" for transfer in self.transfers)
 
     @property
@@ -164,12 +164,12 @@ class Flow(TextValue):
 
     @property
     def source(self) -> Place:
-        """The memory that the bytes come from."""
+        """The memory at the start of the flow."""
         return self.transfers[0].source
 
     @property
     def destination(self) -> Place:
-        """The memory that the bytes end in."""
+        """The memory at the end of the flow."""
         return self.transfers[-1].destination
 
     def __lt__(self, other: Flow) -> bool:
@@ -246,7 +246,7 @@ def parse_flow(text: str) -> Flow:
     'G0->G0->C1->G4->G4{blocks=8,fifo=512K}'
 
     Raises:
-        InputError: not a flow; the text and what would be right are named.
+        InputError: not a flow; the message has the text and the right form.
     """
     where = f"flow {text[:60]!r}"
     body, brace, options = text.partition("{")
@@ -374,7 +374,7 @@ def _parse_size(name: str, text: str, high: int, where: str) -> int:
 
 
 def _flow(*places: Place, blocks: int | None, fifo: Fifo | None) -> Flow:
-    """Return the flow through these places, as its text names them."""
+    """Return the flow through these places, in the order of the text form."""
     starts = range(0, len(places) - 2, 2)
     return Flow(tuple(Transfer(*places[at : at + 3]) for at in starts), blocks, fifo)
 
@@ -414,8 +414,7 @@ def leaving(
 ) -> Flow:
     """Return GPU `gpu` sending by NIC `nic`.
 
-    The bytes go through host memory of NUMA node `through`, or else the memory of GPU `relay`, if
-    one of them is given.
+    The bytes go through host memory of NUMA node `through`, or the memory of GPU `relay`, if given.
 
     >>> str(leaving(3, 0)), str(leaving(3, 0, through=1)), str(leaving(3, 0, relay=2))
     ('G3->N0->N0', 'G3->G3->C1->N0->N0', 'G3->G3->G2->N0->N0')
@@ -474,7 +473,7 @@ def elsewhere(flow: Flow, moved: Callable[[Place], Place]) -> Flow:
 
 
 def sending_nic(flow: Flow) -> int | None:
-    """Return the NIC by which a flow leaves its node; None if the flow does not.
+    """Return the NIC by which a flow leaves a node, or None.
 
     >>> sending_nic(leaving(3, 1, through=0)), sending_nic(entering(1, 3))
     (1, None)
@@ -483,7 +482,7 @@ def sending_nic(flow: Flow) -> int | None:
 
 
 def receiving_nic(flow: Flow) -> int | None:
-    """Return the NIC by which a flow enters a node; None if the flow does not."""
+    """Return the NIC by which a flow enters a node, or None."""
     return _nic_that(flow, "write")
 
 

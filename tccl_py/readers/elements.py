@@ -1,4 +1,4 @@
-"""XML as plain elements that know their line: bounded, without entities, every fault a sentence."""
+"""XML as plain elements with line numbers: bounded, without entities, every fault a sentence."""
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ class Element:
         return InputError(self.where, what, right)
 
     def text(self, name: str, *, default: str | None = None) -> str:
-        """Return an attribute; required if there is no default.
-
-        Raises:
-            InputError: it is missing.
-        """
+        """Return an attribute; without a default a missing attribute is an InputError."""
         value = self.attributes.get(name, default)
         if value is None:
             raise self.refused(f"has no {name}", f'write {name}="..."')
@@ -59,10 +55,10 @@ class Element:
         return value
 
     def matching(self, name: str, pattern: re.Pattern[str], meaning: str) -> str:
-        """Return an attribute that matches `pattern` as a whole; "" if it is missing or empty.
+        """Return an attribute of this pattern, `meaning` in messages; "" if missing or empty.
 
         Raises:
-            InputError: it does not match; `meaning` is the right form.
+            InputError: the attribute does not match.
         """
         value = self.attributes.get(name, "")
         if value and not pattern.fullmatch(value):
@@ -70,7 +66,7 @@ class Element:
         return value
 
     def only(self, *tags: str) -> Iterator[Element]:
-        """Yield the children, each of one of these tags.
+        """Yield the children, each with a tag among `tags`.
 
         Raises:
             InputError: another element; the message names it and the right tags.
@@ -82,11 +78,7 @@ class Element:
             yield child
 
     def only_none(self) -> None:
-        """Check that there are no children.
-
-        Raises:
-            InputError: there is one.
-        """
+        """Raise InputError if the element has children."""
         list(self.only())
 
 

@@ -54,15 +54,15 @@ _LINE = "a line is NAME, NAME:8, NAME slots=8, or a SLURM expression such as gpu
 def expand(expression: str, *, where: str = "host list") -> tuple[str, ...]:
     """Return the hosts of a SLURM host list expression, in order and with repetitions.
 
-    Brackets may stand anywhere in a name, several of them too; SLURM wants the last one at the end.
-    A number is as wide as the first of its range.
+    Brackets may stand anywhere in a name, several times too; SLURM wants the last at the end.
+    A number is as wide as the first of the range.
 
     >>> expand("gpu[08-10],login1"), expand("r[1-2]n[0-1]")
     (('gpu08', 'gpu09', 'gpu10', 'login1'), ('r1n0', 'r1n1', 'r2n0', 'r2n1'))
 
     Raises:
-        InputError: brackets that do not match or are empty, ranges that are none or go down, more
-            than MAX_HOSTS hosts, or unfit names.
+        InputError: unmatched or empty brackets, wrong ranges, more than MAX_HOSTS hosts, or unfit
+            names.
     """
     hosts: list[str] = []
     for entry in _entries(expression, where=where):
@@ -78,7 +78,7 @@ def expand(expression: str, *, where: str = "host list") -> tuple[str, ...]:
 
 
 def compress(names: Iterable[str]) -> str:
-    """Return the expression that `expand` turns into these names, in their order.
+    """Return the expression of these names, in order: the inverse of `expand`.
 
     >>> compress(["gpu08", "gpu09", "gpu10", "gpu12", "login"])
     'gpu[08-10,12],login'
@@ -91,7 +91,7 @@ def compress(names: Iterable[str]) -> str:
 
 
 def _group_text(prefix: str, digits: Sequence[str]) -> str:
-    """Return names with one prefix, in brackets if there are several."""
+    """Return names with a common prefix, several names in brackets."""
     if not digits[0]:
         return ",".join(prefix for _ in digits)
     runs: list[list[str]] = []
@@ -122,7 +122,7 @@ _Runs = list[tuple[range, str]]
 
 
 def _parts(entry: str, where: str) -> list[_Runs]:
-    """Return the runs of numbers for each part of an entry; a plain text is one run of one."""
+    """Return the runs of numbers for each part of an entry; a plain text has a run of 1."""
     parts: list[_Runs] = []
     for match in _PART.finditer(entry):
         if match["ranges"] is None:
@@ -150,9 +150,9 @@ def _run(text: str, entry: str, where: str) -> tuple[range, str]:
 
 
 class HostSlots(msgspec.Struct, frozen=True):
-    """A host of a list, and its number of ranks; None if the list does not say.
+    """A host of a list, and the number of ranks; None if not in the list.
 
-    `times` is how often the list names it, except by rank.
+    `times` counts the lines about the host, except by rank.
     """
 
     name: str
@@ -182,9 +182,9 @@ def read_list(path: Path) -> str:
 
 
 def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
-    """Return the hosts of a list, in the order of their first lines, which is NCCL's order.
+    """Return the hosts of a list, in the order of first lines, which is NCCL's order.
 
-    Lines have one of these forms, and `#` starts a comment:
+    Lines have these forms, and `#` starts a comment:
 
         node1 slots=8 max_slots=16      Open MPI's hostfile
         node1:8                         MPICH's (Hydra's) host file
@@ -192,9 +192,9 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
         gpu[001-016,020]:8,login1*2     SLURM's expressions; `:8` and `*8` stand for 8 lines
         rank 3=node1 slot=0-7           Open MPI's rankfile, all lines then
 
-    Lines of one host add up: a bare name adds a slot, `:8` adds eight, and a single bare name
-    leaves the slots open. `slots=` after other lines of its host is refused, as
-    Open MPI refuses it since version 2 (before, it was added).
+    Lines of a host add up: a bare name adds a slot, `:8` adds eight, and a single bare name leaves
+    the slots open. `slots=` after earlier lines of the host is refused, as by Open MPI since
+    version 2.
 
     Raises:
         InputError: no host, too many, or a line of another form; the message names the line.
@@ -228,7 +228,7 @@ def parse_rankfile(text: str, *, where: str) -> tuple[str, ...]:
     """Return the host of each rank of Open MPI's rankfile (`rank 3=node1 slot=0-7`).
 
     Raises:
-        InputError: a line of another form, a rank that is missing or there twice, or no rank.
+        InputError: a line of another form, a missing or doubled rank, or no rank.
     """
     hosts: dict[int, str] = {}
     for place, content in _lines(text, where):
@@ -317,7 +317,7 @@ def _named(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:
 
 
 def _options(options: list[str], place: str) -> tuple[int | None, int | None]:
-    """Return the slots and their limit, by a line's words after the first one."""
+    """Return the slots and the limit, by a line's words after the first."""
     slots = limit = None
     for option in options:
         key, _, value = option.partition("=")
@@ -341,7 +341,7 @@ def _without_user(entry: str) -> str:
 
 
 def names_of_this_host() -> Iterator[str]:
-    """Yield this host's names: SLURM's in a task of a job, then the ones quickest to find."""
+    """Yield this host's names: SLURM's in a task of a job, then the quickest to find first."""
     if os.environ.get(NODE_NAME):
         yield os.environ[NODE_NAME]
     name = socket.gethostname()

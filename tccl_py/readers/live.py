@@ -44,9 +44,8 @@ def discover_machine(
 ) -> tuple[Machine, Knowledge, Fingerprint]:
     """Discover this machine.
 
-    GPUs and NICs that report no NUMA node (virtual machines) hang from one with `numa_id` -1, as
-    NCCL has it. `Gpu.gdr` follows the product line and `Nic.gdr` the loaded kernel modules: both
-    are offers of the system, not tried.
+    GPUs and NICs without a NUMA node (virtual machines) hang from NUMA node -1, as in NCCL.
+    `Gpu.gdr` follows the product line and `Nic.gdr` the loaded kernel modules; neither is tried.
 
     Args:
         sysfs: where sysfs is mounted.
@@ -54,7 +53,7 @@ def discover_machine(
         nvml: the `pynvml` module, or a substitute.
 
     Raises:
-        InputError: no NVIDIA driver answers, or its answers fit no machine.
+        InputError: no NVIDIA driver answers, or the answers fit no machine.
     """
     facts = driver_facts(nvml)
     machine = check(_machine(facts, sysfs, proc), where=_HERE)
@@ -146,7 +145,7 @@ def _nvlinks(gpus: Iterable[GpuFacts], cpus: list[str]) -> Iterator[NvLink]:
 
 
 def _virtual_switch_links(bridges: Iterable[PciBridge], sysfs: Path) -> Iterator[HiddenLink]:
-    """Yield Broadcom's virtual switches that share a chip, as its driver names them."""
+    """Yield pairs of Broadcom's virtual switches on a common chip, by the driver."""
     known = {bridge.id for bridge in bridges}
     for bridge in sorted(known):
         peers = sysfs / "kernel" / "pci_switch_link" / "virtual_switch_links" / bridge

@@ -45,7 +45,7 @@ _LinkKind = Literal["nvlink", "xgmi", "c2c"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Device:
-    """A GPU or NIC of the file: its element (None if a bare `<pci>`), and where it hangs."""
+    """A GPU or NIC of the file, with place and element (None for a bare `<pci>`)."""
 
     bus_id: str
     parent: str
@@ -77,16 +77,16 @@ def read_nccl_topology(path: Path) -> Machine:
 def parse_nccl_topology(text: str, *, where: str) -> Machine:
     """Turn topology XML into a Machine.
 
-    GPUs and NICs that a file shows as bare `<pci>` (Azure's do) are numbered by bus id, as NVML
-    and the IB plugin number them. All NVLink switches of a file are one `NvSwitch`.
+    GPUs and NICs without elements below `<pci>` (in Azure's files) are numbered by bus id, as in
+    NVML and the IB plugin. All NVLink switches of a file are a single `NvSwitch`.
 
     Args:
         text: the XML.
         where: file name for messages; its stem is the machine's name.
 
     Raises:
-        InputError: no topology, or anything in it that is not understood; unknown attributes
-            are ignored, as NCCL does.
+        InputError: no topology, or an unknown element or value; unknown attributes are ignored, as
+            by NCCL.
     """
     root = parse_elements(text, where=where)
     _check_root(root)
@@ -137,7 +137,7 @@ def _cpus_in_order(root: Element) -> list[Element]:
 def _by_number(
     elements: Iterable[Element], name: str, right: str, *, least: int = 0, most: int = 2**31 - 1
 ) -> dict[int, Element]:
-    """Return elements by a number that each has as an attribute; `right` is for a repeated one."""
+    """Return elements by the number in an attribute; `right` is for repeated numbers."""
     numbered: dict[int, Element] = {}
     for element in elements:
         number = element.integer(name, least=least, most=most)
@@ -163,7 +163,7 @@ def _numa_node(cpu: Element, index: int) -> NumaNode:
 
 
 def _walk_pci(pci: Element, above: str, numa: str, found: _Found) -> None:
-    """Note one `<pci>` and the devices below; the bridge `above` or the NUMA node is its parent."""
+    """Note a `<pci>` and the devices below; the parent is the bridge `above` or the NUMA node."""
     kind = _kind(pci)
     bus_id, link, parent = _bus_id(pci, found), _link(pci), above or numa
     if kind == "bridge":
@@ -248,7 +248,7 @@ def _note_gpu(pci: Element, device: _Device, found: _Found) -> None:
 
 
 def _note_nets(nic: Element, device: _Device, found: _Found) -> None:
-    """Note each `<net>`: the ports of a card are NICs of their own, with one bus id."""
+    """Note each `<net>`: the ports of a card are separate NICs with the same bus id."""
     for net in nic.only("net", "gin", "rma"):
         net.only_none()
         # gin and rma are further faces of a net; net="0" marks a port fused into another NIC.
@@ -321,7 +321,7 @@ def _nic(index: int, nic: _Device) -> Nic:
 
 
 def _nvlinks(gpus: dict[int, _Device]) -> tuple[NvLink, ...]:
-    """Return all links that leave GPUs; links with the same ends are one, their counts summed."""
+    """Return the links of GPUs, the counts of links with the same ends summed."""
     by_bus_id = {gpu.bus_id: f"G{index}" for index, gpu in gpus.items()}
     counts: dict[tuple[str, str, _LinkKind], int] = {}
     for index, gpu in sorted(gpus.items()):
@@ -361,7 +361,7 @@ def _target(link: Element, numa: str, by_bus_id: dict[str, str]) -> str | None:
 
 
 def _nvswitches(links: Iterable[NvLink], gpus: Iterable[_Device]) -> tuple[NvSwitch, ...]:
-    """Return the one switch of a file, if links lead to it."""
+    """Return the file's single switch, if any link leads to a switch."""
     if not any(link.target == "S0" for link in links):
         return ()
     targets = {

@@ -1,18 +1,17 @@
 """The text of `nvidia-smi topo -m` -> Machine.
 
-The matrix names relations, not devices between them, so the result is the smallest regular PCI
-tree that has these relations, with invented bus ids (domains ffff and fffe). Values missing in the
+The matrix has relations, not bridges, so the result is the smallest regular PCI tree with these
+relations, and with invented bus ids (domains ffff and fffe). Values missing in the
 text stay unknown: link speeds, compute capability, NIC speeds, sockets.
 
 Three ambiguities of the text are settled so:
 
-- NODE and PHB are the same, as they are to NCCL: the devices hang from the same NUMA node.
-- `NV#` hides how a pair lies on PCI. Other rows of the matrix decide where they can (a NIC beside
-  each GPU); else two GPUs share a NUMA node unless their NUMA affinities differ.
-- `NV#` does not tell a direct link from a switch. No GPU has more than 18 NVLinks, so GPUs that
-  would each need more than 18 for direct links to all others have an NVLink switch between them;
-  all other GPUs are taken as linked directly. (A switch between two GPUs is not seen; NCCL calls
-  both NVL.)
+- NODE and PHB are the same, as in NCCL: the devices hang from the same NUMA node.
+- `NV#` hides the PCI relation of a pair. More rows of the matrix may decide (a NIC beside each
+  GPU); else two GPUs share a NUMA node unless the NUMA affinities differ.
+- `NV#` does not tell a direct link from a switch. No GPU has more than 18 NVLinks, so GPUs have an
+  NVLink switch if direct links to all would be more than 18 each, and direct links otherwise. (A
+  switch between two GPUs is not seen; NCCL calls both NVL.)
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _Groups = list[list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One device's relations to all devices, and its affinities ("" if missing)."""
+    """A device's relations to all devices, and the affinities ("" if missing)."""
 
     label: str
     cells: tuple[str, ...]
@@ -91,7 +90,7 @@ class _Matrix:
 
     @property
     def gpu_rows(self) -> tuple[int, ...]:
-        """The rows that are GPUs; all others are NICs."""
+        """The rows of GPUs; all further rows are NICs."""
         return tuple(i for i, row in enumerate(self.rows) if _GPU_LABEL.fullmatch(row.label))
 
     def gpu_index(self, row: int) -> int:
@@ -125,8 +124,8 @@ def parse_nvidia_smi(text: str, *, where: str) -> Machine:
         where: file name for messages; its stem is the machine's name.
 
     Raises:
-        InputError: no matrix, a matrix that is cut off or not symmetric, or relations that no PCI
-            tree has; the message names the two devices.
+        InputError: no matrix, a matrix cut off or not symmetric, or relations of no PCI tree; the
+            message names the two devices.
     """
     matrix = _parse_matrix(text, where=where)
     _check_symmetry(matrix)
@@ -256,7 +255,7 @@ def _check_tree(matrix: _Matrix, levels: dict[str, _Groups]) -> None:
 
 
 def _numa_groups(matrix: _Matrix, groups: _Groups) -> _Groups:
-    """Return groups of devices on one NUMA node, merging groups that only NVLink relates."""
+    """Return groups of devices by NUMA node, merging groups with only NVLinks between."""
     merged: _Groups = []
     for group in groups:
         for known in merged:
@@ -313,7 +312,7 @@ def _build(matrix: _Matrix, levels: dict[str, _Groups]) -> Machine:
 
 
 def _hang(groups: _Groups, parent: str, bridges: list[PciBridge], parents: dict[int, str]) -> None:
-    """Hang groups of PIX neighbours from `parent`: one bridge each, a common one if several."""
+    """Hang groups of PIX neighbours from `parent`: a bridge each, below a common bridge."""
     if len(groups) > 1:
         parent = _new_bridge(bridges, parent)
     for group in groups:

@@ -1,4 +1,4 @@
-"""GPUs of this host by the driver (NVML), and the part of them that a job may use."""
+"""GPUs of this host by the driver (NVML), and the GPUs visible to a job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _INSTEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """One GPU as NVML describes it; `links` counts NVLinks by target bus id, "" for a switch."""
+    """A GPU by NVML; `links` counts NVLinks by target bus id, "" for a switch."""
 
     index: int
     bus_id: str
@@ -47,7 +47,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class DriverFacts:
-    """A host's driver, its GPUs, and peer access between them."""
+    """A host's driver, GPUs, and peer access between GPUs."""
 
     driver: str
     gpus: tuple[GpuFacts, ...]
@@ -55,13 +55,13 @@ class DriverFacts:
 
 
 def driver_facts(nvml: Any = None) -> DriverFacts:
-    """Ask NVML for all GPUs, their NVLinks, and which pairs it calls capable of peer access.
+    """Ask NVML for all GPUs, NVLinks, and peer access of GPU pairs.
 
     Args:
         nvml: the `pynvml` module, or a substitute.
 
     Raises:
-        InputError: no driver or library, no GPU, or a GPU that fails to answer, by its index.
+        InputError: no driver or library, no GPU, or a GPU without answers, by index.
     """
     with _initialised(nvml) as opened:
         asked = opened.nvmlDeviceGetHandleByIndex
@@ -83,7 +83,7 @@ def driver_version() -> str:
 
 
 def gpu_count(nvml: Any = None) -> int:
-    """Return how many GPUs the driver has; their NVML indices count from 0.
+    """Return the number of GPUs; NVML indices count from 0.
 
     Args:
         nvml: the `pynvml` module, or a substitute.
@@ -141,7 +141,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> GpuFacts:
 
 
 def _links(nvml: Any, who: str, handle: Any) -> dict[str, int]:
-    """Return active NVLinks that can do peer access, counted by the device at the other end."""
+    """Return the numbers of active NVLinks with peer access, by the device at the far end."""
     counts: dict[str, int] = {}
     for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", _MAX_LINKS)):
         asked = nvml.nvmlDeviceGetNvLinkCapability
@@ -155,10 +155,10 @@ def _links(nvml: Any, who: str, handle: Any) -> dict[str, int]:
 
 
 def _remote(nvml: Any, who: str, handle: Any, link: int) -> str | None:
-    """Return the other end's bus id, "" for a switch, None if NVML does not know an end.
+    """Return the far end's bus id, "" for a switch, None if unknown to NVML.
 
-    Drivers without the question about the type leave it to the bus id: an end that is no GPU of
-    this host is a switch, which virtual machines do not see (NCCL concludes the same).
+    For drivers without device types the bus id decides: an end outside this host's GPUs is a
+    switch, hidden in virtual machines (as NCCL concludes).
     """
     pci = _maybe(nvml, who, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
     if pci is None:
@@ -214,15 +214,15 @@ def _maybe(nvml: Any, who: str, question: Callable[..., Any], *arguments: Any) -
 
 
 def _text(value: Any) -> str:
-    """Return a text of pynvml, which gives bytes or str, depending on its version."""
+    """Return a text of pynvml, bytes or str depending on the version."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def visible_indices(machine: Machine, uuids: Sequence[str], text: str | None) -> tuple[int, ...]:
-    """Return the NVML indices that CUDA_VISIBLE_DEVICES leaves, ascending; all if it is not set.
+    """Return the NVML indices in CUDA_VISIBLE_DEVICES, ascending; all if the variable is not set.
 
-    As CUDA reads it: indices or beginnings of UUIDs with commas between; the list ends at the first
-    entry of another form.
+    As in CUDA: indices or beginnings of UUIDs with commas between, up to the first entry of another
+    form.
 
     Raises:
         InputError: no GPU is left.
@@ -252,7 +252,7 @@ def _index(machine: Machine, uuids: Sequence[str], part: str) -> int | None:
 def only_gpus(
     machine: Machine, knowledge: Knowledge, gpus: Collection[int]
 ) -> tuple[Machine, Knowledge]:
-    """Return the machine with these GPUs alone, and its knowledge; indices stay as they are."""
+    """Return machine and knowledge with these GPUs alone; indices stay."""
     gone = {gpu.id for gpu in machine.gpus if gpu.index not in gpus}
     smaller = msgspec.structs.replace(
         machine,

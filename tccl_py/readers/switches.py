@@ -4,7 +4,7 @@ The YAML form:
 
     switches:                   # all switches, in any order
       - name: leaf1             # required, and used once
-        uplink_gbps: 12.5       # of the link above it, each direction, GB/s (10^9 bytes); optional
+        uplink_gbps: 12.5       # of the link above, each direction, GB/s (10^9 bytes); optional
         hosts: [node1, node2]   # or SLURM's expressions, in quotes: "node[1-2]"; optional
       - name: spine
         switches: [leaf1]       # the switches below, by name
@@ -13,13 +13,13 @@ The YAML form:
           - spine
           - name: leaf9
             hosts: node9        # a single host needs no list
-    rails: any                  # or only: NIC i of a host reaches NIC i of another, and no other
+    rails: any                  # or only: NIC i of a host reaches NIC i of any host, no other NIC
 
-Every switch is below one other, or below none. Several that are below none are joined by a switch
-without a name and without limits. Hosts that are not in the job may be in the file.
+Every switch is below at most one switch. Several uppermost switches are joined by a switch without
+name and limit. The file may have hosts outside the job.
 
-Other parts of YAML are refused: anchors and aliases, tags, several documents. Every name is taken
-as it is written, so that a host may be called `010` or `no`. SLURM's files follow topology.conf(5),
+Refused parts of YAML are anchors and aliases, tags, and several documents. Names are plain texts: a
+host may be called `010` or `no`. SLURM's files follow topology.conf(5),
 topology.yaml(5) (since SLURM 25.05) and src/common/parse_config.c.
 """
 
@@ -63,14 +63,14 @@ _Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """The switches between hosts, and which NICs reach each other."""
+    """The switches between hosts, and the reach of NICs."""
 
     switches: SwitchTree
     rails: Rails = "any"
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One switch of a file, the switches below it by name; `where` is its place in the file."""
+    """A switch of a file, the switches below by name; `where` is the place in the file."""
 
     name: str
     where: str
@@ -101,11 +101,11 @@ def parse_slurm_topology(
 ) -> SwitchTree:
     """Return the tree of a topology.conf.
 
-    LinkSpeed is no rate (SLURM gives it no unit and does not use it), so uplinks have no limit.
+    LinkSpeed has no unit and no use in SLURM, so uplinks have no limit.
 
     Raises:
-        InputError: a line that is not understood, or switches that are no tree; with `hosts`, a
-            host that is at no switch.
+        InputError: an unknown line, or switches that form no tree; with `hosts`, a host at no
+            switch.
     """
     lines = (_slurm_line(_pairs(content, place), place) for place, content in _lines(text, where))
     return _joined(lines, where=where, hosts=hosts)
@@ -115,8 +115,8 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
     """Return the network of the YAML form, or of SLURM's topology.yaml.
 
     Raises:
-        InputError: not YAML, other fields or values than the form has, or switches that are no
-            tree; with `hosts`, a host that is at no switch.
+        InputError: not YAML, unknown fields or values, or switches that form no tree; with
+            `hosts`, a host at no switch.
     """
     document = _plain_yaml(text, where)
     if isinstance(document, list):
@@ -256,7 +256,7 @@ def _check_count(names: int, where: str) -> None:
 
 
 def _topology_lines(topologies: Sequence[_Topology], where: str) -> Iterator[_Line]:
-    """Yield the switches of the one tree of a topology.yaml, or of its default tree."""
+    """Yield the switches of a topology.yaml's only tree, or default tree."""
     trees = [one for one in topologies if one.tree is not msgspec.UNSET]
     default = [one for one in trees if one.cluster_default in _TRUE]
     if len(default or trees) != 1:
@@ -330,11 +330,11 @@ def _slurm_line(pairs: dict[str, str], place: str) -> _Line:
 
 
 def _joined(lines: Iterable[_Line], *, where: str, hosts: Iterable[str] | None) -> SwitchTree:
-    """Return the tree of all these switches, or of those that lead to `hosts`.
+    """Return the tree of all these switches, or of the switches above `hosts`.
 
     Raises:
-        InputError: doubled or unknown names, a switch below two others or below itself, a host at
-            two switches, too many switches or levels; with `hosts`, as `restricted`.
+        InputError: doubled or unknown names, a switch below two switches or below itself, a host
+            at two switches, too many switches or levels; with `hosts`, as `restricted`.
     """
     by_name: dict[str, _Line] = {}
     names = 0
@@ -360,7 +360,7 @@ def _joined(lines: Iterable[_Line], *, where: str, hosts: Iterable[str] | None) 
 
 
 def _above(by_name: dict[str, _Line]) -> dict[str, str]:
-    """Return the switch above each that has one."""
+    """Return the switch above each switch."""
     above: dict[str, str] = {}
     for line in by_name.values():
         for name in line.switches:

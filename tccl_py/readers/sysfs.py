@@ -24,7 +24,7 @@ _ARCHITECTURES = {"aarch64": "arm64", "ppc64le": "ppc64"}
 
 @dataclass(frozen=True, kw_only=True)
 class Attachment:
-    """A PCI device's place: the bridge above it ("" if none) and its system NUMA node."""
+    """A PCI device's place: the bridge above ("" if none) and the system's NUMA node."""
 
     bridge: str
     numa_id: int
@@ -41,7 +41,7 @@ class PciTree:
     def attach(self, bus_id: str) -> Attachment:
         """Walk up from a device, noting the bridges above it.
 
-        A device that sysfs does not show hangs from NUMA node -1, as NCCL has it.
+        A device missing in sysfs hangs from NUMA node -1, as in NCCL.
         """
         link = self.sysfs / "bus" / "pci" / "devices" / bus_id
         if not link.exists():
@@ -87,7 +87,7 @@ def _bridge_above(path: Path) -> Path | None:
 
 
 def _link(path: Path) -> PciLink:
-    """Return the lesser abilities of a device and the port above it; None where one is silent."""
+    """Return the lesser speed and width of a device and the port above; None if unknown."""
     ends = (path, path.parent)
     told = (_SPEED.match(read_word(end / "max_link_speed")) for end in ends)
     speeds = [float(match[1]) for match in told if match is not None and float(match[1]) > 0]
@@ -122,9 +122,9 @@ def system_numa_ids(sysfs: Path) -> tuple[int, ...]:
 
 
 def numa_nodes(used: Iterable[int], *, sysfs: Path, proc: Path) -> tuple[NumaNode, ...]:
-    """Return the machine's NUMA nodes: the system's, and -1 if devices report that (`used`).
+    """Return the machine's NUMA nodes: the system's, and -1 if among the devices' nodes (`used`).
 
-    On a system with one node, which virtual machines show, -1 stands for it and takes its place.
+    On a system with a single node, as in virtual machines, -1 replaces the node.
     """
     system, wanted = system_numa_ids(sysfs), set(used)
     if -1 not in wanted or len(system) > 1:
@@ -191,9 +191,9 @@ class Port:
 def network_ports(sysfs: Path) -> tuple[Port, ...]:
     """Return RDMA ports, then Ethernet interfaces of other cards; each group in natural order.
 
-    Ports that are not active and interfaces that are down are left out: NCCL does not count them.
-    NCCL uses one transport, so on a host with RDMA ports its device numbers are those of the first
-    group. Virtual interfaces (bridges, tunnels, `lo`) have no device and are left out.
+    Inactive ports and interfaces are left out, as by NCCL. NCCL uses a single transport, so on a
+    host with RDMA ports the first group has NCCL's device numbers. Virtual interfaces (bridges,
+    tunnels, `lo`) have no device and are left out.
     """
     rdma = tuple(_rdma_ports(sysfs / "class" / "infiniband"))
     cards = {_card(port) for port in rdma if port.bus_id}

@@ -1,1 +1,1 @@
-"""A BandwidthSource over machine models: everything it answers says it is simulated."""
+"""A BandwidthSource over machine models: every answer is marked as simulated."""

@@ -62,10 +62,10 @@ def shared_capacity(
 def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineModel:
     """Return a model of `machine` from data sheets and measurements of other machines.
 
-    Every figure is `assumed`, so every measurement from it is. No collapse is assumed.
+    All figures are `assumed`, and so are all measurements. There are no congestion rules.
 
     Raises:
-        InputError: a link so slow or fast that no figure comes of it.
+        InputError: a link too slow or too fast for a figure.
     """
     model = MachineModel(
         format_version=MODEL_VERSION,
@@ -261,7 +261,7 @@ def load_bundled(name: str) -> MachineModel:
     """Return the bundled model of this name.
 
     Raises:
-        InputError: no such model; the message names the bundled ones.
+        InputError: no such model; the message names all models.
     """
     if name not in bundled_names():
         known = ", ".join(bundled_names())
@@ -280,8 +280,8 @@ def load_machine(name: str) -> MachineModel:
     (0, 1, 2, 3)
 
     Raises:
-        InputError: an unknown name (the message names the bundled ones), no such file, or a file
-            of another form.
+        InputError: an unknown name (the message names all models), no such file, or a file of
+            another form.
     """
     if name in bundled_names():
         return load_bundled(name)

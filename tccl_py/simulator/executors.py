@@ -23,7 +23,7 @@ from tccl_py.simulator.routes import Leg, Network
 def applies(limit: ExecutorLimit, network: Network, flow: Flow, legs: tuple[Leg, ...]) -> bool:
     """Return whether a limit is about this flow; of a bounce, about either half.
 
-    A kernel that fills or empties a NIC's FIFO in host memory waits for it as a bounce's does.
+    A kernel at a NIC's FIFO in host memory waits as a bounce's kernel does.
     """
     piped = flow.is_bounce or (flow.is_network and any("memory" in leg.keys for leg in legs))
     if (limit.path == "bounce") != piped:
@@ -58,7 +58,7 @@ def unbent(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
 
 
 def bent(limit: ExecutorLimit, figures: Figures, together: float) -> float:
-    """Return the rate below the ceiling of blocks that would move `together` GB/s without it."""
+    """Return the rate of blocks under the ceiling; `together` is the rate without a ceiling."""
     ceiling = figures.value(limit.ceiling) if limit.ceiling is not None else math.inf
     if math.inf in (together, ceiling):
         return min(together, ceiling)
@@ -129,7 +129,7 @@ def max_min_rates(count: int, bounds: Sequence[Bound]) -> list[float]:
 
 
 def _tightest(bounds: Sequence[Bound]) -> list[Bound]:
-    """Return the bounds, of those on one flow alone only the tightest."""
+    """Return the bounds, with only the tightest bound on each flow alone."""
     alone: dict[int, float] = {}
     shared = []
     for bound in bounds:
@@ -145,7 +145,7 @@ def _tightest(bounds: Sequence[Bound]) -> list[Bound]:
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One leg's part in a rule: its group, its member, and the keys to count."""
+    """A leg's part in a rule: the group, the member, and the keys to count."""
 
     rule: int
     member: int
@@ -156,7 +156,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """The bounds of a rule that holds for a group, and whether they are assumed."""
+    """The bounds of a rule on a group, and whether any bound is assumed."""
 
     bounds: tuple[Bound, ...]
     assumed: bool
@@ -186,7 +186,7 @@ def roles(rules: Sequence[Congestion], leg: Leg) -> tuple[tuple[int, int, str], 
 
 
 def held(rules: Sequence[Congestion], parts: Sequence[Part], figures: Figures) -> Iterator[Held]:
-    """Yield the rules that hold for this set, one result a group."""
+    """Yield the rules in force for this set, a result for each group."""
     groups: dict[tuple[int, str], list[Part]] = {}
     for part in parts:
         alone = f"{part.flow}/{part.leg}" if rules[part.rule].together_at == "transfer" else ""

@@ -45,10 +45,10 @@ class _Data(
 
 
 class Figure(_Data, frozen=True, kw_only=True):
-    """A number with its provenance: given here or by the shared parameter of that name.
+    """A number with provenance: given here or by a shared parameter.
 
-    Its value is (`value` or the parameter) x `scale` x the parameters in `times`. `provenance`
-    speaks of this machine: a parameter measured elsewhere is `assumed` here.
+    The value is (`value` or the parameter) x `scale` x the parameters in `times`. `provenance` is
+    about this machine: a parameter measured elsewhere is `assumed` here.
     """
 
     provenance: Provenance
@@ -63,8 +63,8 @@ class Traffic(_Data, frozen=True, kw_only=True):
 
     path: `peer` is GPU to GPU, `host` has host memory at one end, `bounce` is half of a bounce,
         `network` has a NIC at one end.
-    crosses: the farthest it goes, `socket`, `numa` (within a socket) or `nothing`.
-    memory: host memory on the executor's `own` NUMA node or on an `other`.
+    crosses: the widest border, `socket`, `numa` (within a socket) or `nothing`.
+    memory: host memory on the executor's `own` NUMA node or on another.
     """
 
     operation: Literal["any", "write", "read"] = "any"
@@ -77,12 +77,12 @@ class Traffic(_Data, frozen=True, kw_only=True):
 class Links(_Data, frozen=True, kw_only=True, tag="links"):
     """Links of the machine's graph.
 
-    devices: PCI links above these devices, other links that end at them; empty is all.
-    between: if given, only the link that joins these two devices.
-    position: `root_port` is a PCI link that ends at a CPU.
-    span: of `smp` links, those between sockets or those between NUMA nodes of one socket.
-    way: `each` direction is a place of its own, or `both` together are one place, or the direction
-        `out` of the device below or the GPU alone, or `in`.
+    devices: PCI links above these devices, and all other links at these devices; empty is all.
+    between: if given, only the link between these two devices.
+    position: `root_port` is a PCI link at a CPU.
+    span: `smp` links between sockets, or between NUMA nodes of a socket.
+    way: `each` direction is a separate place, or `both` together are a place, or only the
+        direction `out` of the device below or the GPU, or `in`.
     """
 
     kinds: tuple[LinkKind, ...]

@@ -49,7 +49,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Network:
-    """The links of a model's machine, hidden ones included, and shortest paths over them."""
+    """The links of a model's machine, with hidden links, and the shortest paths."""
 
     def __init__(self, model: MachineModel) -> None:
         self.model = model
@@ -82,7 +82,7 @@ class Network:
         """Return the links from one device to another, in order.
 
         Raises:
-            MeasurementError: nothing joins them.
+            MeasurementError: no path.
         """
         if source not in self._paths:
             self._paths[source] = self._search(source)
@@ -114,11 +114,11 @@ class Network:
 
 
 def legs_of(network: Network, flow: Flow) -> tuple[Leg, ...]:
-    """Return the legs of a flow, one for each of its transfers.
+    """Return the legs of a flow, a leg for each transfer.
 
     Raises:
         InputError: the machine has no such GPU, NUMA node or NIC.
-        MeasurementError: another host, or direct access between GPUs that do not have it.
+        MeasurementError: another host, or GPUs without direct access.
     """
     return tuple(_leg(network, flow, transfer) for transfer in flow.transfers)
 

@@ -44,7 +44,7 @@ MIB = 1024.0 * 1024.0
 
 
 class Load(NamedTuple):
-    """One leg's traffic over one place of one capacity."""
+    """A leg's traffic over a place of a capacity."""
 
     capacity: int
     place: str
@@ -52,7 +52,7 @@ class Load(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One executor's part in a flow: its limit, its GPU, and its rate alone, GB/s."""
+    """An executor's part in a flow: the limit, the GPU, and the rate alone, GB/s."""
 
     limit: int
     gpu: str
@@ -61,7 +61,7 @@ class Work(NamedTuple):
 
 
 class Use(msgspec.Struct, frozen=True, kw_only=True):
-    """The resources of one flow, whatever runs beside it; computed once a flow."""
+    """The resources of a flow, independent of all other flows; computed once a flow."""
 
     loads: tuple[Load, ...]
     roles: tuple[tuple[int, int, int, str], ...]
@@ -226,7 +226,7 @@ class Engine:
         return bounds, assumed
 
     def _cached_cost(self, value: float, field: str, share: float) -> float:
-        """Return the part of a memory bound that a GB/s takes if a `share` of it is cached."""
+        """Return the part of a memory bound for a GB/s with a cached `share`."""
         cache = self.model.fifo_cache
         assert cache is not None  # or nothing would be cached
         inside = self.figures.value(cache.write if field.startswith("write") else cache.read)
@@ -234,7 +234,7 @@ class Engine:
         return share / max(inside, value) + (1.0 - share) / value
 
     def _cached_shares(self, uses: list[Use]) -> tuple[dict[str, float], bool]:
-        """Return, by NUMA node, the share of its bounces' traffic that stays in the cache."""
+        """Return, by NUMA node, the cached share of the bounces' traffic."""
         cache = self.model.fifo_cache
         # A FIFO is written and read. So is the buffer of a plain write and a plain read.
         sides: dict[str, dict[str, float]] = {}
@@ -320,7 +320,7 @@ NOISY_REPEATS = 9
 
 
 class Simulator:
-    """Answers transfer sets from `model`; every answer says it is simulated.
+    """A source of measurements simulated by `model`.
 
     Args:
         model: the machine and the capacities of its parts.
