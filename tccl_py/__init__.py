@@ -1,6 +1,6 @@
 """TCCL-style path finding: fast communication rings for GPU clusters, handed to NCCL.
 
-The names below are all that most programs need; each is loaded from its module when it is used.
+The names below suffice for most programs; each is loaded at first use.
 
 >>> import tccl_py
 >>> model = tccl_py.load_machine("asus-esc8000a-e13p")
@@ -83,7 +83,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the module that has it."""
+    """Load a public name from the name's module."""
     if name not in _HOMES:
         raise AttributeError(f"module 'tccl_py' has no attribute {name!r}")
     return getattr(import_module(f"tccl_py.{_HOMES[name]}"), name)

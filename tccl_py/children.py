@@ -1,10 +1,10 @@
-"""Python child processes: they import nothing from the current directory and end with their parent.
+"""Python child processes without imports from the current directory, ended with the parent.
 
 usage: python CHILDREN.PY PARENT MODULE ARGUMENT...
 
-`python -m` and `python -c` search the current directory first, so that a file `signal.py` there
-would run in place of the standard library's. A script's own directory is searched instead; run as
-a script, this file takes that off the path as well, and then becomes MODULE.
+`python -m` and `python -c` search the current directory first, so a file `signal.py` there would
+replace the standard library's. A script's directory is searched instead; run as a script, this file
+removes the directory from the path as well, and then becomes MODULE.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ORPHANED = 3
 def search_path() -> list[str]:
     """Return sys.path without the current directory, which `python -m` and empty entries add.
 
-    It stays where PYTHONPATH names it, or where this package lies in it.
+    A current directory in PYTHONPATH, or with this package, stays.
     """
     try:
         here = os.getcwd()  # noqa: PTH109
@@ -37,8 +37,8 @@ def search_path() -> list[str]:
 def child_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module as a program in a child process.
 
-    The kernel kills the child when the thread that started it ends. A thread other than the main
-    one may end long before its process: children of such threads are not bound to it.
+    The kernel kills the child at the end of the starting thread. Only children of the main thread
+    are bound in this way, as further threads may end long before the process.
     """
     import threading  # noqa: PLC0415 (a child that only begins needs none of it)
 
@@ -56,7 +56,7 @@ def child_environment(variables: dict[str, str]) -> dict[str, str]:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; end at once if it has ended."""
+    """Have the kernel kill this process at the end of `parent`; end at once after the end."""
     import ctypes  # noqa: PLC0415 (only when the path is clean)
     import signal  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Errors a user can act on, and those that the system's limits cause.
+"""Errors a user can act on, and errors by the system's limits.
 
 Nothing but the standard library is loaded here: with too little memory or too few threads,
 numerical libraries end the process while they are imported, or wait for ever.
@@ -17,12 +17,12 @@ class TcclError(Exception):
 
 
 class InputError(TcclError):
-    """Input that cannot be used; the command line turns it into exit code 2.
+    """Unusable input; exit code 2 on the command line.
 
     Args:
-        where: file and place in it, option, or name (`topo.xml:12 <pci>`).
-        what: the fault there.
-        right: the right form instead.
+        where: file and place, option, or name (`topo.xml:12 <pci>`).
+        what: the fault.
+        right: the right form.
     """
 
     def __init__(self, where: str, what: str, right: str) -> None:
@@ -60,10 +60,10 @@ _REFUSED = (os.strerror(errno.EAGAIN), "can't start new thread")
 
 
 def check_limits() -> None:
-    """Raise limits that are too low as far as this process may.
+    """Raise low limits as far as this process may.
 
     Raises:
-        InputError: one stays too low.
+        InputError: a limit stays too low.
     """
     for limit in (_FILES, _PROCESSES, _MEMORY):
         if limit is _PROCESSES and os.geteuid() == 0:
@@ -78,7 +78,7 @@ def check_limits() -> None:
 
 
 def limit_reached(error: BaseException) -> InputError | None:
-    """Return the error that names the limit which an exception comes from; None for any other."""
+    """Return the error about the limit behind an exception; None without a limit."""
     number = getattr(error, "errno", None)
     if number == errno.EMFILE:
         return _too_low(_FILES, "all are in use")

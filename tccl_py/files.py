@@ -102,14 +102,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def replacement(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path`, in one step, when the block ends without an error.
+    """Open a new file to replace `path` in one step at the end of a block without errors.
 
     Args:
-        path: the place; the next call removes files of a run that was killed while it wrote.
+        path: the place; the next call removes files of killed runs.
         mode: the new file's permissions, less the umask.
 
     Raises:
-        OSError: the system refuses it; nothing is left behind.
+        OSError: the system refuses; nothing is left behind.
     """
     sweep_beside(path)
     descriptor, temporary = _opened_beside(path, mode)
@@ -148,10 +148,7 @@ def sweep_beside(path: Path) -> None:
 
 
 def sweep(directory: Path, prefix: str) -> None:
-    """Remove files and folders that begin with `prefix` and that no run has locked.
-
-    Where a file system has no locks they stay, as another run may use them.
-    """
+    """Remove unlocked files and folders with this prefix; none on file systems without locks."""
     with suppress(OSError):
         for path in directory.iterdir():
             if path.name.startswith(prefix):
@@ -172,12 +169,12 @@ def _remove_unlocked(left: Path) -> None:
 
 
 def lock(descriptor: int, path: Path) -> bool:
-    """Lock an open file or directory against other runs until it is closed.
+    """Lock an open file or directory against further runs until the descriptor is closed.
 
-    Return whether it is locked: some network file systems have no locks.
+    Return False on a file system without locks.
 
     Raises:
-        InputError: another run has locked it; the message names `path`.
+        InputError: another run has the lock; the message names `path`.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -208,9 +205,9 @@ def check_path(path: PurePath) -> None:
 
 
 class TextValue:
-    """An immutable value that is compared, hashed and stored in files as its text.
+    """An immutable value compared, hashed and stored in files as a text.
 
-    A subclass sets `_text` when it is made, and parses it in `from_text`.
+    A subclass sets `_text` in `__init__`, and parses texts in `from_text`.
     """
 
     __slots__ = ("_text",)
@@ -242,14 +239,14 @@ class TextValue:
 
 
 def written(value: object) -> str:
-    """Return the text of a value that msgspec does not know: its `enc_hook`."""
+    """Return the text of a TextValue (msgspec's `enc_hook`)."""
     if isinstance(value, TextValue):
         return str(value)
     raise NotImplementedError(f"{type(value).__name__} has no form in files")
 
 
 def parsed(kind: type[Any], value: object) -> Any:
-    """Parse a value that msgspec does not know: its `dec_hook`.
+    """Parse a TextValue (msgspec's `dec_hook`).
 
     Raises:
         ValueError: no such text, or the same value has another text in files.
@@ -288,7 +285,7 @@ def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
 def encode_json(value: Any) -> str:
     """Encode as indented JSON in declared field order, with a final newline.
 
-    Control characters are escaped, so that a terminal shows them.
+    Control characters are escaped.
     """
     text = msgspec.json.format(encode_line(value)[:-1], indent=1).decode() + "\n"
     return _TERMINAL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
@@ -320,12 +317,12 @@ class _Owner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def temporary_folder(prefix: str) -> Iterator[Path]:
     """Make a folder whose name begins with `prefix`, for the time of the block.
 
-    A killed program cannot remove its folder. The folder is locked while the program lives, and its
-    marker names the process: the next call with the prefix removes marked folders whose lock and
-    process are gone. A folder without marker is the user's own, whatever its name.
+    A killed program leaves the folder. The folder is locked while the program lives, and a marker
+    names the process: the next call with the prefix removes marked folders without lock and
+    process. A folder without marker is the user's own.
 
     Raises:
-        InputError: the system refuses it, or something in the block, as a full disk does.
+        InputError: the system refuses the folder, or a write in the block, as with a full disk.
     """
     _sweep(prefix)
     with _named(), tempfile.TemporaryDirectory(prefix=prefix) as name, _held(Path(name)):
@@ -353,10 +350,7 @@ def _named() -> Iterator[None]:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[bool]:
-    """Lock a folder; yield whether that was possible.
-
-    Not by `lock`, which accepts file systems without locks: there no folder may be removed.
-    """
+    """Lock a folder; yield False if another process has the lock, or without locks at all."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:
@@ -386,7 +380,7 @@ def _sweep(prefix: str) -> None:
 
 
 def _owned(path: Path) -> int:
-    """Return the mode of a path itself, not of what it links to; 0 if another user owns it."""
+    """Return the mode of a path without following links; 0 if owned by another user."""
     found = path.lstat()
     return found.st_mode if found.st_uid == os.geteuid() else 0
 

@@ -1,8 +1,8 @@
-"""NCCL's library: its places, its installed versions, and the functions needed here.
+"""NCCL's library: places, installed versions, and the functions needed here.
 
-torch's wheels need a package that has the library, or contain NCCL. The package's version is the
-library's, unless two packages share the one file; a version that only the library knows is asked by
-a process of its own, so that neither torch nor anything of CUDA is loaded here.
+torch's wheels need a package with the library, or contain NCCL. The package's version is the
+library's, unless two packages share the file. A separate process asks the library for the version,
+so that neither torch nor CUDA is loaded here.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class _Config(ctypes.Structure):
 
 
 class Library:
-    """NCCL as this process loads it; its errors are MeasurementErrors with its own words.
+    """NCCL in this process; errors are MeasurementErrors with NCCL's words.
 
     Args:
         path: the library's file; None is the result of `find_library`.
 
     Raises:
-        MeasurementError: it does not load, or is older than 2.18.
+        MeasurementError: the library does not load, or is older than 2.18.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -84,13 +84,13 @@ class Library:
             raise MeasurementError(f"NCCL {name} is too old; install 2.18 or later")
 
     def use_gpu(self, number: int) -> None:
-        """Make a GPU, as CUDA counts them, the current one of this thread.
+        """Make a GPU (CUDA's number) current in this thread, for NCCL's functions.
 
-        NCCL's functions act on it. NVIDIA's packages have a CUDA runtime of their own inside NCCL,
-        which takes the driver's current context; a shared runtime is told itself.
+        NVIDIA's packages contain a CUDA runtime inside NCCL, which takes the driver's current
+        context; a shared runtime is called directly.
 
         Raises:
-            MeasurementError: there is no driver, or it refuses.
+            MeasurementError: no driver, or an error of the driver.
         """
         runtime = getattr(self._library, "cudaSetDevice", None)
         if runtime is not None:
@@ -122,10 +122,10 @@ class Library:
             unique_id: the same for all ranks.
             rank: the number of this rank.
             ranks: the number of ranks.
-            channels: the number of channels; None leaves it to NCCL.
+            channels: the number of channels; None leaves the number to NCCL.
 
         Raises:
-            MeasurementError: NCCL could not make it.
+            MeasurementError: an error of NCCL.
         """
         found = ctypes.c_void_p()
         config = _Config(
@@ -169,7 +169,7 @@ class Library:
         return self._words(state.value) if state.value else ""
 
     def abort(self, communicator: int) -> None:
-        """End a communicator, whatever its other rank does."""
+        """End a communicator without waiting for the peer."""
         self._call("ncclCommAbort", ctypes.c_void_p(communicator))
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -192,10 +192,10 @@ def _check_cuda(name: str, code: int) -> None:
 
 
 def find_library() -> str:
-    """Return the library that a job would load, as a path or as a name for the loader.
+    """Return a job's library, as a path or as a name for the loader.
 
-    The folders of LD_LIBRARY_PATH come first, then the package of this Python that torch brings
-    along, then the system's places.
+    The folders of LD_LIBRARY_PATH come first, then the package of this Python (a dependency
+    of torch), then the system's places.
     """
     told = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
     places = (Path(folder) / NAME for folder in told)
@@ -221,7 +221,7 @@ def version_text(number: int) -> str:
 
 
 class InstalledNccl(msgspec.Struct, frozen=True, kw_only=True):
-    """A version of NCCL, as NVIDIA writes it, and its place, as part of a sentence."""
+    """A version of NCCL in NVIDIA's form, and the place, as part of a sentence."""
 
     version: str
     source: str
@@ -233,7 +233,7 @@ class InstalledNccl(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def installed_nccl() -> InstalledNccl | None:
-    """Return the NCCL that a job of this Python most likely loads; None if there is no NCCL."""
+    """Return the most likely NCCL of a job of this Python, or None."""
     return next(installed_nccls(), None)
 
 
@@ -288,10 +288,10 @@ def _distribution(name: str) -> metadata.Distribution | None:
 
 
 def _told(library: str) -> str:
-    """Return the version of a library, or of torch's NCCL, by a process of its own; "" if none.
+    """Return the version of a library, or of torch's NCCL, by a separate process; "" if unknown.
 
     Raises:
-        InputError: no process can be started, because a limit of this one is reached.
+        InputError: no process can be started, because a limit is reached.
     """
     try:
         done = subprocess.run(
