@@ -414,9 +414,7 @@ def test_eight_gpus_and_two_nics_take_few_sets():
     assert found.sets_measured <= 5000
     assert len(found.database.intra) == 247
     assert [part.mask for part in found.database.inter] == list(range(1, 256))
-    assert "the fork's database knows one NIC a node, not 2: run it with NCCL_IB_HCA=mlx5_0" in (
-        found.notes
-    )
+    assert any("NCCL_IB_HCA=mlx5_0" in note for note in found.notes)
     assert any("takes 3.6 GiB in every process" in note for note in found.notes)
     text = tccl_xml(found.database, notes=found.notes)
     assert parse_tccl_xml(text, where="db.xml") == found.database
