@@ -1,8 +1,8 @@
 """Sweep over settings: each candidate runs in one job, interleaved with a baseline job.
 
-Channels and FIFO size come first, because most follows from the footprint of all FIFOs; then, with
-the best of those, Ring alone, P2P levels or NIC buffer placements; last the owner of host buffers,
-reads instead of writes, and copy engines.
+Socket threads come first where hosts talk over sockets. Then come channels and FIFO size, because
+most follows from the footprint of all FIFOs; then Ring alone, P2P levels or NIC buffer placements;
+last the owner of host buffers, reads instead of writes, and copy engines.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from tccl_py.verify.verify import RunBudget, Watcher, row_seconds
 
 BUFFSIZES = (DEFAULT_FIFO_BYTES, 512 << 10)
 MORE_BUFFSIZES = (256 << 10, 1 << 20, 128 << 10)
+SOCKETS = ((2, 2), (4, 2), (4, 4))
+"""Helper threads of a connection, and sockets of each: one thread of a GPU serves all sockets of a
+job else. On two H200 over the loopback interface (2, 2) made 10 GB/s of 4, and (4, 2) with four
+channels 17 (NCCL 2.28.9)."""
 """Tried with the best number of channels only, as each job takes seconds."""
 
 Stage = Callable[[Settings], Iterator[Settings]]
@@ -165,6 +169,10 @@ def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
     """Return the stages of a choice's sweep."""
     facts = version_facts(target.choices[name].version)
 
+    def sockets(base: Settings) -> Iterator[Settings]:
+        for threads, each in SOCKETS if target.over_sockets else ():
+            yield _valid(base, socket_threads=threads, sockets_per_thread=each)
+
     def channels_and_sizes(base: Settings) -> Iterator[Settings]:
         for count in target.channels(name):
             # NCCL doubles the channels of a file, and of its own search.
@@ -195,7 +203,7 @@ def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
         if kinds & {"read", "write"} and facts.p2p_copy_engine:
             yield _valid(base, p2p_copy_engine=True)
 
-    return channels_and_sizes, more_sizes, algorithm_and_paths, mechanisms
+    return sockets, channels_and_sizes, more_sizes, algorithm_and_paths, mechanisms
 
 
 def _valid(base: Settings, **changes: object) -> Settings:

@@ -29,9 +29,9 @@ from tccl_py.verify.record import Verification
 from tccl_py.verify.rings import RingsFound, neighbours, rings_found
 
 HOST_CHANNELS = (8, 16, 4, 32)
-CLUSTER_CHANNELS = (8, 4, 16, 2, 32, 1)
+CLUSTER_CHANNELS, SOCKET_CHANNELS = (8, 4, 16, 2, 32, 1), (2, 4, 8, 1, 16)
 """Most promising first, should the time be up. Between hosts, where all channels wait for the
-network, few channels may do."""
+network, few channels may do: with sockets one thread serves all channels of a GPU."""
 
 Choices = Mapping[ChoiceName, Settings]
 Rates = Mapping[ChoiceName, float]
@@ -127,9 +127,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def choices(self) -> Choices:
-        """Return the settings of each choice that may be tuned: of several hosts graph files."""
-        graph: Choices = {"graph": self.plan.settings}
-        return graph if self.hosts else {"variables": self.plan.variables.settings, **graph}
+        """Return the settings of each choice that may be tuned."""
+        return {"variables": self.plan.variables.settings, "graph": self.plan.settings}
+
+    @property
+    def over_sockets(self) -> bool:
+        """Return whether hosts talk over sockets."""
+        return bool(self.hosts and self.plan.settings.socket_ifname)
 
     def channels(self, name: ChoiceName) -> Sequence[int]:
         """Return channel counts of a graph file worth trying, most promising first.
@@ -138,7 +142,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         subsets = [len(subset.rings) for subset in self.plan.subsets]
         unit = math.lcm(self.plan.ring_count, *subsets) if name == "graph" else 1
-        counts = CLUSTER_CHANNELS if self.hosts else HOST_CHANNELS
+        counts: Sequence[int] = CLUSTER_CHANNELS if self.hosts else HOST_CHANNELS
+        if self.over_sockets:
+            counts = SOCKET_CHANNELS
         return tuple(count for count in counts if count % unit == 0)
 
     def kinds(self, name: ChoiceName, settings: Settings) -> set[str]:
@@ -159,9 +165,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         P2P levels differ only where variables alone choose the rings.
         """
         plan = self.plan
-        if self.hosts:
+        if self.hosts and name == "graph":
             return gdr_variants(plan, settings)
-        if name != "variables":
+        if self.hosts or name != "variables":
             return ()
         found = candidates(
             plan.machine,
@@ -175,12 +181,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         levels = dict.fromkeys(candidate.p2p_level for candidate in found)
         return [msgspec.structs.replace(settings, p2p_level=level) for level in levels]
 
-    def permits(self, settings: Settings) -> bool:
-        """Return whether the rings are possible with just these settings' channels.
+    def permits(self, name: ChoiceName, settings: Settings) -> bool:
+        """Return whether the rings of a choice are possible with just these settings' channels.
 
-        On a single host they are; between hosts NCCL doubles few and quick channels once more.
+        Between hosts NCCL doubles few and quick channels of a graph file once more.
         """
-        return not self.hosts or keeps_rings(self.plan, settings)
+        return name != "graph" or not self.hosts or keeps_rings(self.plan, settings)
 
     def retuned(self, changes: Choices, rates: Rates | None = None) -> Target:
         """Return the plan with other settings of some choices, and with the rates of their jobs.
@@ -192,7 +198,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         replace = msgspec.structs.replace
         if "variables" in changes:
             settings = changes["variables"]
-            rings = own_rings(plan, settings).rings
+            # Over hosts only settings are tried that leave NCCL's own rings as they are.
+            rings = variables.rings if self.hosts else own_rings(plan, settings).rings
             variables = replace(variables, settings=settings, rings=rings)
         if "graph" in changes or rates:
             settings = changes.get("graph", plan.settings)
@@ -209,15 +216,27 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def settled(self, found: Verification) -> Target:
         """Return the plan with the rates of a comparison, and the winner as its choice.
 
-        Of several hosts it is the verified plan: its channels follow from the rates in its files.
+        Graph files of several hosts keep their rates, from which NCCL's channels follow.
         """
-        if self.hosts:
-            return self
         rates = {arm.name: arm.gbps for arm in found.arms if arm.gbps is not None}
-        plan = self.retuned({}, rates).plan
+        if self.hosts:
+            plan, replace = self.plan, msgspec.structs.replace
+            default = rates.get("default")
+            variables = rates.get("variables", self._equal(default))
+            plan = replace(
+                plan,
+                stock=replace(plan.stock, achieved_gbps=default),
+                variables=replace(plan.variables, achieved_gbps=variables),
+            )
+        else:
+            plan = self.retuned({}, rates).plan
         return msgspec.structs.replace(
             self, plan=msgspec.structs.replace(plan, winner=found.winner)
         )
+
+    def _equal(self, default: float | None) -> float | None:
+        """Return default NCCL's bandwidth if variables set nothing else."""
+        return default if self.arm("variables") is self.arms[0] else None
 
     def write(self) -> None:
         """Replace the plan in its directory.

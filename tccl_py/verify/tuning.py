@@ -71,7 +71,7 @@ def run_tuning(
     tried = sweep.records(trials)
     # 2. Compare the best of each choice in rounds; the second best where those are no better.
     careful = msgspec.structs.replace(budget, training=True)
-    best_plan, best = plan, _judged_by_winner(plan, first)
+    best_plan, best = plan, _judged_by_winner(first)
     for _ in range(ATTEMPTS):
         fastest = {name: _fastest(trials, name, sweep) for name in plan.choices}
         found = {name: trial for name, trial in fastest.items() if trial is not None}
@@ -89,7 +89,7 @@ def run_tuning(
         if changed.choices == plan.choices:
             break
         compared = verify_target(changed, launcher, careful, watch=watch)
-        again = _judged_by_winner(plan, compared)
+        again = _judged_by_winner(compared)
         if _better(again, best):
             best_plan, best = changed, again
             break
@@ -106,10 +106,8 @@ def run_tuning(
     )
 
 
-def _judged_by_winner(plan: Target, found: Verification) -> Verification:
-    """Judge the choice that the plan will recommend, where it has several."""
-    if len(plan.choices) == 1:
-        return found
+def _judged_by_winner(found: Verification) -> Verification:
+    """Judge the choice that the plan will recommend."""
     return msgspec.structs.replace(found, recommended=found.winner, chosen=found.winner)
 
 
@@ -126,7 +124,9 @@ def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Trial]:
             best = _fastest(trials, name, sweep)
             base = plan.choices[name] if best is None else best.candidate.settings
             wanted |= dict.fromkeys(Candidate(name, settings) for settings in stage(base))
-        waiting = [one for one in wanted if one not in known and plan.permits(one.settings)]
+        waiting = [
+            one for one in wanted if one not in known and plan.permits(one.name, one.settings)
+        ]
         while waiting and time.monotonic() < deadline:
             count = sweep.at_once
             trials += sweep.run(waiting[:count])
