@@ -1,6 +1,6 @@
 """The compiler from transfer sets to programs.
 
-Every flow becomes endpoints, one at each device that moves it; endpoints at one GPU share lanes.
+Every flow becomes endpoints on its devices; endpoints at one GPU share lanes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The endpoints of a flow on its devices, and the memory where they meet.
+"""The endpoints of a flow on its devices, and the shared memory of endpoints.
 
 A direct flow or a bounce has an endpoint at each GPU. A flow over the network has up to four: a
-kernel fills a FIFO, a NIC sends its slices; at the other host a NIC receives slices into a FIFO, a
-kernel empties it. A flow that NCCL carries has an endpoint at each GPU.
+kernel fills a FIFO, a NIC sends slices; at the remote host a NIC receives slices into a FIFO, a
+kernel empties the FIFO. A flow that NCCL carries has an endpoint at each GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Direction = Literal["incoming", "outgoing"]
 
 
 class FlowEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One end of a flow on one device; `ends[b]` is of its block b.
+    """One end of a flow on one device; `ends[b]` is of block b.
 
     A NIC has a link for each block; a flow that NCCL carries has one link.
     """
@@ -198,9 +198,9 @@ def _piped(
 def _network(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> Iterator[FlowEndpoint]:
     """Lay out a flow from host to host: a NIC at each end, and a kernel wherever a GPU is.
 
-    A NIC's FIFO lies in host memory or, where the NIC reaches it, in GPU memory: NCCL's kernels
-    copy into a FIFO there too. Host memory at a flow's end is no FIFO: the NIC cycles through it.
-    A slice keeps its number and seed all the way, so that checks compare end to end.
+    A NIC's FIFO lies in host memory or, if reachable, in GPU memory: NCCL's kernels copy into a
+    FIFO there too. Host memory at a flow's end is no FIFO: the NIC cycles through the memory. A
+    slice keeps number and seed all the way, so that checks compare end to end.
     """
     over, into = _network_transfers(flow)
     sender, receiver = str(over.executor), str(into.executor)
@@ -248,11 +248,7 @@ def _network_transfers(flow: Flow) -> tuple[Transfer, Transfer]:
 
 
 def _carried(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> Iterator[FlowEndpoint]:
-    """Lay out a flow that NCCL carries from GPU to GPU, through FIFOs of its own.
-
-    Raises:
-        MeasurementError: the flow passes a third GPU; a communicator of two has none.
-    """
+    """Lay out a flow that NCCL carries from GPU to GPU, through FIFOs of its own."""
     over, into = _network_transfers(flow)
     between = {over.source, into.destination} - {flow.source, flow.destination}
     if any(place.kind == "G" for place in between):

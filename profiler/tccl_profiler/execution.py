@@ -122,11 +122,7 @@ class HostBuffers:
         return sum(segment.size for segment in self._segments.values())
 
     def ensure(self, space: str, size: int, share: Callable[[str, Segment], None]) -> None:
-        """Have `size` bytes in a space; `share` tells the workers of new memory.
-
-        Raises:
-            MeasurementError: no such node, or not enough memory on it.
-        """
+        """Have `size` bytes in a space; `share` tells the workers of new memory."""
         old = self._segments.get(space)
         if old is not None and old.size >= size:
             return
@@ -165,16 +161,17 @@ class Execution:
     """The repeats of a program, queued on this host's devices; `Pool.begin` makes it.
 
     Call the stages in order: for each repeat `wait_resident`, `release`, `collect`; then `finish`.
-    Left earlier, as a context manager or by `abort`, all lanes are stopped. `lost` says that the
-    workers must be started anew; the pool does so at its next use.
+    Left earlier, as a context manager or by `abort`, all lanes are stopped. After `lost` the pool
+    starts new workers. Stages raise WorkerLost if a worker died or hangs, and MeasurementError if a
+    device refuses.
 
     Args:
-        control: where lanes are released and report.
+        control: the control segment.
         host: host memory, whose counters release copies.
-        workers: of the devices that take part.
+        workers: of the participating devices.
         spec: how the program runs.
         epoch: of the first repeat.
-        timeouts: how long to wait for what.
+        timeouts: of every wait.
         meanwhile: called now and then during waits; an exception ends the wait.
     """
 
@@ -206,12 +203,7 @@ class Execution:
         return self._over or self.lost
 
     def queue(self, program: HostProgram) -> None:
-        """Send each worker its share, after clearing the stamps.
-
-        Raises:
-            WorkerLost: a worker died or does not read.
-            MeasurementError: copies have no valid paces.
-        """
+        """Send each worker its share, after clearing the stamps."""
         precise_sleeps()
         for worker in self._workers:
             share = program.devices[worker.spec.device]
@@ -243,12 +235,7 @@ class Execution:
         )
 
     def wait_resident(self, repeat: int) -> None:
-        """Wait until all lanes and copies of a repeat wait for their release.
-
-        Raises:
-            WorkerLost: a worker died or hangs.
-            MeasurementError: a device refuses its share.
-        """
+        """Wait until all lanes and copies of a repeat wait for their release."""
         now = self._epoch + repeat
         views, stamps = self._records(repeat), self._stamps(repeat)
 
@@ -264,10 +251,6 @@ class Execution:
 
         Returns:
             The time after the store; a process that was descheduled stores late.
-
-        Raises:
-            WorkerLost: a worker died meanwhile.
-            MeasurementError: lanes would not wait that long.
         """
         if at_ns is not None:
             ahead_s = (at_ns - time.monotonic_ns()) / 1e9
@@ -283,12 +266,7 @@ class Execution:
         return self._released_at
 
     def collect(self, repeat: int) -> RunResult:
-        """Wait for the end of a repeat that has been released, and return its records.
-
-        Raises:
-            WorkerLost: a worker died or hangs, or was released too late.
-            MeasurementError: a device failed meanwhile.
-        """
+        """Wait for the end of a repeat that has been released, and return its records."""
         now, patience_s = self._epoch + repeat, self._timeouts.lanes_s
         views, stamps = self._records(repeat), self._stamps(repeat)
 
@@ -315,12 +293,7 @@ class Execution:
         )
 
     def finish(self) -> None:
-        """Hear from every worker that all repeats have run.
-
-        Raises:
-            WorkerLost: a worker died or hangs.
-            MeasurementError: a device failed.
-        """
+        """Hear from every worker that all repeats have run."""
         with self._noting_loss():
             for worker in self._workers:
                 if worker.owes_answer:
@@ -365,7 +338,7 @@ class Execution:
         return self._control.stamps(worker.slot, repeat, paces)
 
     def _finish_copies(self, stamps: Mapping[str, Sequence[Stamps]], repeat: int) -> None:
-        """Wait for copies; release those that wait for a lane that has stopped, after a while."""
+        """Wait for copies; after a while, release copies that wait for a stopped lane."""
         lasting_s, patience_s = self._spec.lasting_s, self._timeouts.lanes_s
         until = time.monotonic() + 2 * lasting_s + 0.01
 
@@ -381,12 +354,7 @@ class Execution:
     def _until(
         self, satisfied: Callable[[WorkerProcess], bool], limit_s: float, failure: str
     ) -> None:
-        """Wait until all workers satisfy a condition, checking now and then that they live.
-
-        Raises:
-            WorkerLost: a worker has died, or does not satisfy it in time.
-            MeasurementError: a device refuses.
-        """
+        """Wait until all workers satisfy a condition, checking now and then for deaths."""
         begun = looked = time.monotonic()
         while not all(map(satisfied, self._workers)):
             now = time.monotonic()
@@ -410,7 +378,7 @@ class Execution:
                 self._look()
 
     def _look(self) -> None:
-        """Raise if a worker has died or says that it failed; a worker may end before others."""
+        """Raise if a worker has died or failed; a worker may end early."""
         self._meanwhile()
         poller = select.poll()
         for worker in self._workers:

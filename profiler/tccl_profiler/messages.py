@@ -1,11 +1,11 @@
 """The control protocol: messages between controller, host agents and workers, and their framing.
 
-A worker serves one device, an agent one host; both are asked in the same words. The bytes of
-transfers travel elsewhere. On the wire a message is a header (bytes of body, number of
-descriptors), the body as msgpack, and one byte that carries the descriptors.
+A worker serves one device, an agent one host, both with the same messages. The bytes of transfers
+travel elsewhere. On the wire a message is a header (bytes of body, number of descriptors), the body
+as msgpack, and one byte that carries the descriptors.
 
-Links are made in three steps, each at all hosts before the next: receivers listen and say where,
-senders connect, receivers accept.
+Links are made in three steps, each at all hosts before the next: receivers listen and return an
+endpoint, senders connect, receivers accept.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Meet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Host memory, with its descriptor, that replaces the space of this name."""
+    """Host memory and its descriptor, to replace the space of this name."""
 
     space: str
     size: int
@@ -135,8 +135,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 class LinkStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Take one step for these links, within `limit_s`; answered by LinkEnds.
 
-    `usable` takes no links and answers which exist and are clean. `listen` and `connect` replace
-    links of the same names.
+    `usable` takes no links and answers the existing, clean links. `listen` and `connect` replace
+    namesakes.
     """
 
     step: Literal["usable", "listen", "connect", "accept"]
@@ -259,15 +259,15 @@ class ConnectionTimeout(MeasurementError):  # noqa: N818 - as above
 
 
 class Connection(Generic[Received]):
-    """One end of a stream socket that carries messages; it owns the socket.
+    """One end of a stream socket that carries messages; owns the socket.
 
-    One thread may send while another receives. Each process must close the ends it does not use:
-    the death of a peer goes unnoticed while another process holds the peer's end.
+    One thread may send while another receives. Each process must close unused ends: the death of a
+    peer goes unnoticed while another process holds the peer's end.
 
     Args:
         sock: a connected SOCK_STREAM socket, of AF_UNIX if descriptors are sent.
-        receives: type of the messages that arrive, a union of tagged msgspec Structs.
-        peer: name of the other process, for errors.
+        receives: type of arriving messages, a union of tagged msgspec Structs.
+        peer: name of the remote process, for errors.
     """
 
     def __init__(
@@ -309,10 +309,10 @@ class Connection(Generic[Received]):
             raise
 
     def receive(self, timeout_s: float | None) -> tuple[Received, tuple[int, ...]]:
-        """Wait for the next message (None: for ever); its descriptors belong to the caller.
+        """Wait for the next message (None: for ever); the caller owns its descriptors.
 
         Raises:
-            ConnectionClosed: the peer is gone and all it sent has been received.
+            ConnectionClosed: the peer is gone, and all its messages have been received.
             ConnectionTimeout: no whole message came; a later call goes on from here.
             MeasurementError: the message is invalid, and is dropped with its descriptors. This end
                 closes if the next message cannot be found.
@@ -376,7 +376,7 @@ class Connection(Generic[Received]):
     def _send_some(
         self, data: bytes | memoryview, fds: Sequence[int], deadline: float | None
     ) -> int:
-        """Send what fits at once, and return how many bytes that was."""
+        """Send as much as possible, and return the number of bytes."""
         while True:
             try:
                 if fds:
@@ -437,7 +437,7 @@ class Connection(Generic[Received]):
         return MeasurementError(f"cannot {verb} {self.peer}: {error.strerror}")
 
     def _drop(self) -> None:
-        """Forget the message that is arriving, and close its descriptors."""
+        """Drop a partial message, and close its descriptors."""
         fds, self._fds, self._bytes = self._fds, [], bytearray()
         for fd in fds:
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Links by NCCL: the communicators of one device, of two GPUs each, and the settings they need.
+"""Links by NCCL: the communicators of one device, of two GPUs each, and their settings.
 
-NCCL waits within its own call until both members are there, so a thread makes each communicator,
-one at a time, while the environment names its graph file. NCCL reads most variables once in a
-process: those are the workers', and all flows of a set must agree on them.
+NCCL blocks until both members have joined, so a thread makes each communicator, one at a time,
+while the environment names the graph file. NCCL reads most variables once in a process: all flows
+of a set must agree on the workers' variables.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ class Memory(Protocol):
 class Communicators:
     """Makes and keeps the communicators of a device; a `LinkSet`.
 
+    Methods raise LinkLost if NCCL fails, is late, or damages bytes.
+
     Args:
-        device: its name, `G0`.
-        gpu: NCCL's number of it.
+        device: the device's name, `G0`.
+        gpu: NCCL's number of the GPU.
         memory: of the device.
-        library: loads NCCL at its first use.
+        library: loads NCCL at first use.
     """
 
     def __init__(
@@ -89,11 +91,7 @@ class Communicators:
         return tuple(Endpoint(address="", port=0, token=self._ids[link]) for link in links)
 
     def connect(self, ends: Mapping[Link, Endpoint], limit_s: float) -> None:
-        """Begin to be the sender of a link; `usable` waits for it.
-
-        Raises:
-            MeasurementError: more than one at a time.
-        """
+        """Begin to be the sender of a link; `usable` waits for it."""
         if len(ends) != 1:
             raise MeasurementError(f"{self._device}: communicators are made one at a time")
         ((link, end),) = ends.items()
@@ -101,32 +99,20 @@ class Communicators:
         self._begin(link, end.token, _SENDER, limit_s)
 
     def accept(self, links: Sequence[Link], limit_s: float) -> None:
-        """Be the receiver of awaited links, and wait until bytes have arrived.
-
-        Raises:
-            LinkLost: NCCL could not make it, or not in time, or bytes arrived wrong.
-        """
+        """Be the receiver of awaited links, and wait until bytes have arrived."""
         for link in links:
             self._begin(link, self._ids.pop(link), _RECEIVER, limit_s)
             self._settle()
 
     def usable(self) -> tuple[Link, ...]:
-        """Return the links that a run can use, after waiting for the one that is being made.
-
-        Raises:
-            LinkLost: as `accept`.
-        """
+        """Return the usable links, after waiting for a pending communicator."""
         self._settle()
         for link in [link for link, made in self._made.items() if self._loaded().failure(made)]:
             self._drop(link)
         return tuple(self._made)
 
     def move(self, link: Link, size: int, stream: int, *, sends: bool) -> None:
-        """Queue this end's part in moving bytes over a link.
-
-        Raises:
-            MeasurementError: there is no such link, or NCCL refuses.
-        """
+        """Queue this end's part in moving bytes over a link."""
         made = self._made.get(link)
         if made is None:
             raise MeasurementError(f"{link} was not made")

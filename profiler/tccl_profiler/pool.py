@@ -1,7 +1,7 @@
-"""The pool: one worker process per device of this host, which runs all sets.
+"""The pool: one worker process per device of this host runs all sets.
 
-Controller and workers talk over sockets only to set things up. Lanes are released by one store into
-shared memory, and their records are read from there.
+Sockets between controller and workers serve for setup only. Lanes are released by one store into
+shared memory, where their records are read.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Links:
-    """A `LinkSet` over parts (workers or hosts) that have the ends of links.
+    """A `LinkSet` over parts (workers or hosts) with the ends of links.
+
+    Steps raise LinkLost, with both names, and WorkerLost.
 
     Args:
         ask: sends steps to parts, all at once, and returns the answers.
-        part_of: the part that has the end of a link at this device.
+        part_of: the part with the end of a link at this device.
     """
 
     def __init__(
@@ -77,12 +79,7 @@ class Links:
         return {part: set(answer.links) for part, answer in answers.items()}
 
     def listen(self, links: Sequence[Link]) -> tuple[Endpoint, ...]:
-        """Have receivers await links, in place of those of the same names, and return where.
-
-        Raises:
-            WorkerLost: a worker died or hangs.
-            MeasurementError: a NIC that is not here, or has no port left.
-        """
+        """Have receivers await links, in place of namesakes, and return where."""
         answers = self._step("listen", dict.fromkeys(links), LINK_S)
         where = {
             link: endpoint
@@ -92,21 +89,11 @@ class Links:
         return tuple(where[link] for link in links)
 
     def connect(self, ends: Mapping[Link, Endpoint], limit_s: float) -> None:
-        """Have senders make links to where they are awaited.
-
-        Raises:
-            WorkerLost: a worker died or hangs.
-            LinkLost: a link cannot be made, by both names.
-        """
+        """Have senders make awaited links."""
         self._step("connect", dict(ends), limit_s)
 
     def accept(self, links: Sequence[Link], limit_s: float) -> None:
-        """Wait until awaited links have come.
-
-        Raises:
-            WorkerLost: a worker died or hangs.
-            LinkLost: a link did not come in time, by both names.
-        """
+        """Wait until awaited links have come."""
         self._step("accept", dict.fromkeys(links), limit_s)
 
     def _step(
@@ -133,17 +120,17 @@ class Links:
 
 
 class Pool(Links):
-    """Worker processes for some devices of this host, and the memory they share.
+    """Worker processes for some devices of this host, and their shared memory.
 
-    Links to other hosts' NICs are kept from set to set; they are made before a program that uses
-    them is begun.
+    Links to NICs of remote hosts are kept from set to set. Methods raise WorkerLost if a worker
+    died or hangs (the next use starts all anew), and MeasurementError if devices refuse.
 
     Args:
-        backend: `cuda` or `host`, of the devices that are no NICs.
+        backend: `cuda` or `host`, of all devices but NICs.
         devices: what to measure.
-        numa_ids: by host space (`C0`), the system's number of its NUMA node, or None.
-        memory: what each device gives.
-        timeouts: how long to wait for what.
+        numa_ids: by host space (`C0`), the system's number of the NUMA node, or None.
+        memory: per device.
+        timeouts: of every wait.
     """
 
     def __init__(
@@ -185,7 +172,7 @@ class Pool(Links):
 
     @property
     def started(self) -> Mapping[str, Started]:
-        """What each device said when it was last started, by name."""
+        """The Started message of each device, by name."""
         return self._started
 
     def __enter__(self) -> Pool:
@@ -196,11 +183,7 @@ class Pool(Links):
         self.close()
 
     def start(self) -> None:
-        """Start the workers and set everything up.
-
-        Raises:
-            MeasurementError: a device cannot be used, by name; nothing is left running.
-        """
+        """Start the workers and set everything up."""
         if self.control is not None:
             raise MeasurementError("the pool has been started already")
         try:
@@ -221,7 +204,7 @@ class Pool(Links):
             raise
 
     def _spawn(self, slot: int, spec: DeviceSpec) -> None:
-        """Start a worker and tell it its device; `_end` ends it from then on."""
+        """Start a worker and send Start; `_end` ends the worker from then on."""
         assert self._lifeline is not None and self.control is not None
         worker = spawned(slot, spec, self._variables)
         self.workers.append(worker)
@@ -295,7 +278,7 @@ class Pool(Links):
             self._free()
 
     def _free(self) -> None:
-        """Kill the workers that are still there, and give back descriptors and memory."""
+        """Kill the remaining workers, and give back descriptors and memory."""
         for worker in self.workers:
             worker.process.kill()
         for worker in self.workers:
@@ -315,9 +298,6 @@ class Pool(Links):
 
         Args:
             variables: their environment beside this process's; None is as before.
-
-        Raises:
-            MeasurementError: as `start`.
         """
         if variables is not None:
             self._variables = variables
@@ -326,11 +306,7 @@ class Pool(Links):
         self.start()
 
     def _ready(self) -> Control:
-        """Stop what was begun and never finished, and restart if that is needed.
-
-        Raises:
-            MeasurementError: the pool is closed, or as `start`.
-        """
+        """Stop an unfinished execution, and restart if needed."""
         if self._execution is not None:
             self._execution.abort()
             self._broken = self._broken or self._execution.lost
@@ -342,12 +318,7 @@ class Pool(Links):
         return self.control
 
     def run(self, program: HostProgram, spec: RunSpec) -> list[RunResult]:
-        """Run a program's repeats, each released by one store when all its lanes are there.
-
-        Raises:
-            WorkerLost: a worker died or hangs: start anew.
-            MeasurementError: the devices refuse the program.
-        """
+        """Run a program's repeats, each released by one store when all its lanes are there."""
         with self.begin(program, spec) as execution:
             results = []
             for repeat in range(spec.repeats):
@@ -366,10 +337,6 @@ class Pool(Links):
             program: a program, or a host's share of one.
             spec: its repeats.
             meanwhile: called now and then while a stage waits; an exception ends the wait.
-
-        Raises:
-            WorkerLost: a worker died or hangs: start anew.
-            MeasurementError: the devices refuse the program.
         """
         control = self._ready()
         self._prepare(control, program, spec.repeats)
@@ -391,7 +358,7 @@ class Pool(Links):
         return execution
 
     def _prepare(self, control: Control, program: HostProgram, repeats: int) -> None:
-        """Refuse what does not fit, and set counters and flag to their initial values."""
+        """Refuse programs that do not fit; reset counters and flag."""
         if not 1 <= repeats <= MAX_REPEATS:
             raise MeasurementError(f"{repeats} repeats at once: 1 to {MAX_REPEATS} are right")
         for device, share in program.devices.items():
@@ -432,11 +399,7 @@ class Pool(Links):
             raise
 
     def usable(self) -> tuple[Link, ...]:
-        """Return the links that devices here have, with a peer and nothing left on them.
-
-        Raises:
-            WorkerLost: a worker died or hangs.
-        """
+        """Return the clean links of devices here."""
         devices = [spec.device for spec in self._specs]
         return tuple({link for links in self.usable_by(devices).values() for link in links})
 
@@ -472,11 +435,7 @@ class Pool(Links):
         return answers
 
     def ping(self, count: int = 16) -> Mapping[str, Pinged]:
-        """Compare each device's clock with CLOCK_MONOTONIC, one after the other.
-
-        Raises:
-            WorkerLost: a worker died or hangs.
-        """
+        """Compare each device's clock with CLOCK_MONOTONIC, one after the other."""
         self._ready()
         answers = {}
         with self._breaking():

@@ -128,11 +128,7 @@ class Profiler:
         self.sets_run = 0
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Measure each set, in random order; results are in the order given.
-
-        Raises:
-            MeasurementError: a set cannot be measured, or its data arrived wrong.
-        """
+        """Measure each set, in random order; results are in the order given."""
         order = list(range(len(sets)))
         self._random.shuffle(order)
         results: dict[int, Measurement] = {}
@@ -142,11 +138,7 @@ class Profiler:
         return [results[number] for number in range(len(sets))]
 
     def exercise(self, transfers: TransferSet) -> None:
-        """Run a set for a moment without measuring it, so that links wake up.
-
-        Raises:
-            MeasurementError: the set cannot be run.
-        """
+        """Run a set for a moment without measuring it, so that links wake up."""
         program = self._compiled(transfers, "independent")
         self._read_clocks()
         self._run(program, Window(warm_us=0.0, window_us=_EXERCISE_US), None, repeats=1)
@@ -264,9 +256,6 @@ class Profiler:
         Repeats are discarded if the window turns out too short, or if a copy ended within it. Both
         end: windows grow by a quarter at least, up to their limit. A repeat in which a flow moved
         nothing, or flows ran apart, never counts.
-
-        Raises:
-            MeasurementError: most repeats of the longest window do not count.
         """
         limits, begun, pacings, uncounted = self.options.limits, self._now(), 0, 0
         window, channels = self._windows.get(program.transfers) or self._trial(program)

@@ -1,6 +1,6 @@
-"""The program of a transfer set: each device's lanes and copies, and the addresses of their bytes.
+"""The program of a transfer set: each device's lanes and copies, and their addresses.
 
-A lane is one thread block. It takes slices from one FIFO, puts slices into another, or does both. A
+A lane is one thread block, and takes slices from one FIFO, puts slices into another, or both. A
 FIFO is bytes and two counters: slices written and slices read. A copy does the same with a copy
 engine. A NIC's lane moves slices between a FIFO and a link. Where NCCL carries a flow over the
 network, the flow is a copy at each of its two GPUs, joined by a link, and no NIC has a lane.
@@ -139,8 +139,8 @@ class DeviceProgram(msgspec.Struct, frozen=True, kw_only=True):
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """The lanes or copies of one device that count a flow's slices at one end.
 
-    A `piped` part goes through FIFOs, so it waits for the flow's other part. A copy's groups of
-    slices last at least `group_us`, so that the stamps between groups cost nothing in comparison.
+    A `piped` part goes through FIFOs, and so waits for the flow's opposite part. A copy's groups of
+    slices last at least `group_us`, so that stamps between groups cost nothing in comparison.
     """
 
     device: str

@@ -34,8 +34,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     `gbps[i]` is flow i's bandwidth over the window, `straggler_gbps` between GPUs. `skew_us` is the
     time from the first start to the last, +- `skew_error_us`; `overlap` is (first end - last start)
-    over (last end - first start). `wrong[i]` counts flow i's 16-byte packs that a check found
-    wrong. `ended_early`: a copy ran out of bytes within the window, so that others ran without it.
+    over (last end - first start). `wrong[i]` counts flow i's damaged packs of 16 bytes in a check.
+    `ended_early`: a copy ran out of bytes within the window.
     """
 
     gbps: tuple[float, ...]
@@ -55,12 +55,12 @@ def sample_of(
     *,
     uncontended: Mapping[Flow, float] | None = None,
 ) -> Sample:
-    """Work out a repeat's bandwidths, 0 for a flow that moved nothing in the window.
+    """Work out a repeat's bandwidths, 0 for a flow without progress in the window.
 
     Args:
-        program: what ran.
-        result: its records and stamps.
-        spec: how it ran.
+        program: of the set.
+        result: records and stamps.
+        spec: of the run.
         to_host: each device's clock.
         uncontended: GB/s of a flow's channel among few, where known.
     """
@@ -100,8 +100,7 @@ def sample_of(
 def hides_overlap(program: Program) -> bool:
     """Return whether copies and kernels share a device.
 
-    A copy's stamps are small kernels that wait for the writes of others: they are a lower bound of
-    the copy's end.
+    A copy's stamps are small kernels that wait for foreign writes: a lower bound of the end.
     """
     return any(share.lanes and share.copies for share in program.devices.values())
 

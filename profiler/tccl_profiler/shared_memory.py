@@ -1,8 +1,8 @@
 """Shared memory: segments on NUMA nodes, the control segment, and the check pattern.
 
-A segment is a memfd: it has no name in a file system, so nothing of it outlives its processes.
-Other processes get its descriptor over a socket. The layout of a record and the pattern are those
-of cuda/pump.cu, so that one backend can compare what another wrote.
+A segment is a memfd without a name in a file system, so no memory outlives its processes. Remote
+processes get the descriptor over a socket. The layout of a record and the pattern are those of
+cuda/pump.cu, so that a backend can compare bytes of another backend.
 """
 
 from __future__ import annotations
@@ -293,11 +293,7 @@ class Control:
 
     @classmethod
     def create(cls, devices: int) -> Control:
-        """Make the segment for so many devices.
-
-        Raises:
-            MeasurementError: no memory.
-        """
+        """Make the segment for so many devices."""
         return cls(create_segment(control_bytes(devices), numa_id=None, label="control"))
 
     def release(self, epoch: int) -> None:

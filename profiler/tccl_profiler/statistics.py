@@ -101,7 +101,7 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sentinel:
-    """One set that is measured repeatedly during a run, to detect drift of the machine.
+    """A set measured repeatedly during a run, to detect drift of the machine.
 
     Args:
         transfers: the set's text, for notices.

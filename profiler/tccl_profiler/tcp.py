@@ -1,12 +1,11 @@
 """NICs as devices: one thread per NIC moves slices between host memory and TCP connections.
 
-NCCL's socket transport does the same: a proxy thread sends what a kernel put into a FIFO in host
-memory, another puts what it receives where a kernel takes it.
+NCCL's socket transport works alike: proxy threads move slices between FIFOs and sockets.
 
-On the wire each slice follows a header with its repeat, number and length; a header of length 0
-ends a repeat. The two ends stop by their own clocks, but not within a slice: the sender completes
-its current slice and then sends the end; the receiver drops what arrives after its time, up to the
-end. So the link is clean for the next repeat, and neither end waits for one that has stopped.
+On the wire each slice follows a header with repeat, number and length; a header of length 0 ends a
+repeat. Both ends stop by their own clocks, but not within a slice: the sender completes the current
+slice and then sends the end; the receiver drops late slices, up to the end. So the link is clean
+for the next repeat, and neither end waits for a stopped peer.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ class NicDevice(ThreadedDevice):
         self._nic: NicLinks | None = None
 
     def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
-        """Pin the calling thread and those it starts; find the NIC.
-
-        Raises:
-            MeasurementError: the CPUs are not open to this process, or there is no such NIC.
-        """
+        """Pin the calling thread and its children; find the NIC."""
         self._open(start, control)
         self._nic = NicLinks(start.device, start.address, start.interface)
         started = Started(
@@ -64,11 +59,7 @@ class NicDevice(ThreadedDevice):
 
     @property
     def links(self) -> NicLinks:
-        """The NIC's TCP links.
-
-        Raises:
-            MeasurementError: the device is not open.
-        """
+        """The NIC's TCP links."""
         if self._nic is None:
             raise MeasurementError("this device is not open")
         return self._nic
@@ -116,13 +107,13 @@ class TcpLane:
     """A lane of one repeat over one link.
 
     Args:
-        link: its name.
-        sock: of the link.
+        link: the link's name.
+        sock: the link's socket.
         end: the FIFO or memory beside the NIC.
-        slice_bytes: of the slices there.
+        slice_bytes: size of a slice.
         sends: whether slices go out.
-        repeat: its number, the same at the other end.
-        check: write the pattern into plain memory, or compare with it.
+        repeat: the repeat's number, equal at both ends.
+        check: write the pattern into plain memory, or compare.
     """
 
     def __init__(
@@ -158,11 +149,11 @@ class TcpLane:
     def turns(self, warm_at: int, stop_at: int, given_up_at: int) -> Iterator[bool]:
         """Move bytes without blocking, and yield whether any moved; leave the link clean.
 
-        The other end is taken for lost halfway between `stop_at` and `given_up_at`: sooner than the
+        The peer is taken for lost halfway between `stop_at` and `given_up_at`: sooner than the
         controller gives up, which could only say which NIC is late.
 
         Raises:
-            LinkLost: the other end has gone, does not go on, or is not in step.
+            LinkLost: the peer has gone, stalls, or is out of step.
         """
         self._given_up_at = (stop_at + given_up_at) // 2
         return self._send(warm_at, stop_at) if self._sends else self._receive(warm_at, stop_at)
@@ -210,11 +201,7 @@ class TcpLane:
         return False
 
     def _announced(self, number: int) -> Generator[bool, None, bool]:
-        """Return whether another slice comes, and not the end of the repeat.
-
-        Raises:
-            LinkLost: the header is out of step.
-        """
+        """Return whether another slice comes, and not the end of the repeat."""
         header = bytearray(_HEADER.size)
         yield from self._pull(memoryview(header))
         repeat, size, said = _HEADER.unpack(header)
@@ -265,14 +252,15 @@ class TcpLane:
 class NicLinks:
     """The TCP links of one NIC, kept for later sets; a `LinkSet`.
 
-    Both ends are bound to their NIC's address, so that a link leaves by the NIC that it names. The
-    first bytes are a token that the listener made up: other callers are dropped.
+    Both ends are bound to the address of their NIC, so that a link leaves by the right NIC. The
+    first bytes are a random token of the listener: callers without a token are dropped. Methods
+    raise LinkLost, with both NICs' names.
 
     Args:
         device: the NIC's name in messages.
-        address: its IP address; this host must have it.
-        interface: its name, as `ip link` shows it, or "". Where the kernel permits, traffic is
-            bound to it: by the address alone, a route may lead out of another NIC.
+        address: the NIC's IP address on this host.
+        interface: a name as in `ip link`, or "". Where permitted, traffic is bound to the
+            interface: by the address alone, a route may lead out of another NIC.
 
     Raises:
         MeasurementError: no such address or interface here.
@@ -300,18 +288,14 @@ class NicLinks:
         return f"{self._interface} {self._address}".strip()
 
     def socket_of(self, link: Link) -> socket.socket:
-        """Return the link's socket, which does not block.
-
-        Raises:
-            LinkLost: the link was never made, or was lost.
-        """
+        """Return the link's socket, which does not block."""
         sock = self._sockets.get(link)
         if sock is None:
             raise LinkLost(f"{link} is not connected")
         return sock
 
     def drop(self, link: Link) -> None:
-        """Close a link that cannot be used again; the other end sees that."""
+        """Close a link for good; the peer notices."""
         sock = self._sockets.pop(link, None)
         if sock is not None:
             with contextlib.suppress(OSError):
@@ -326,11 +310,7 @@ class NicLinks:
         return tuple(sorted(self._sockets))
 
     def listen(self, links: Sequence[Link]) -> tuple[Endpoint, ...]:
-        """Begin to await links, in place of those of the same names.
-
-        Raises:
-            MeasurementError: no port is left.
-        """
+        """Begin to await links, in place of namesakes."""
         for link in links:
             self.drop(link)
         self._expect_no_more(links)
@@ -347,11 +327,7 @@ class NicLinks:
         return tuple(Endpoint(address=self._address, port=port, token=token) for token in tokens)
 
     def accept(self, links: Sequence[Link], limit_s: float) -> None:
-        """Wait until all these links have come.
-
-        Raises:
-            LinkLost: a link did not in time; it is awaited no more.
-        """
+        """Wait until all these links have come."""
         deadline = time.monotonic() + limit_s
         missing = set(links) - set(self._sockets)
         unknown = missing - set(self._expected.values())
@@ -397,11 +373,7 @@ class NicLinks:
         return link
 
     def connect(self, ends: Mapping[Link, Endpoint], limit_s: float) -> None:
-        """Make links to where they are awaited, in place of those of the same names.
-
-        Raises:
-            LinkLost: a link could not be made.
-        """
+        """Make awaited links, in place of namesakes."""
         deadline = time.monotonic() + limit_s
         for link in ends:
             self.drop(link)
@@ -467,7 +439,7 @@ def _resolved(address: str, port: int) -> tuple[int, tuple[str, int] | tuple[str
 
 
 def _is_quiet(sock: socket.socket) -> bool:
-    """Return whether the other end is there and has sent nothing that is left."""
+    """Return whether the peer is alive and no bytes are left."""
     try:
         sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

@@ -1,7 +1,4 @@
-"""Conditions of GPUs that spoil measurements, as NVML reports them before, between and after.
-
-Sentences say where, what, and what to do.
-"""
+"""Conditions of GPUs that spoil measurements, from NVML."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ class GpuConditions(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU at one moment; None where the driver does not answer.
 
     Clocks are in MHz; `sm_set_mhz` is the application clock. `throttling` has the names of
-    nvidia-smi's clocks_event_reasons, without idle and application clocks, which are settings.
+    nvidia-smi's clocks_event_reasons, without the settings idle and application clocks.
     `pcie_generation_max` and `pcie_width_max` are the best of GPU and slot together. Uncorrected
     ECC errors count since the driver was loaded. `other_processes` leaves out our own.
     """
@@ -92,7 +89,7 @@ class Watch:
     """Asks NVML about GPUs; a context manager, because NVML is opened and closed.
 
     Args:
-        gpus: indices as NVML counts them, which is the order of bus ids; CUDA counts alike with
+        gpus: NVML's indices, in the order of bus ids; CUDA counts alike with
             CUDA_DEVICE_ORDER=PCI_BUS_ID and no CUDA_VISIBLE_DEVICES.
         own_pids: our own processes; read at every look, so that the set may grow.
         nvml: the `pynvml` module, or a stand-in.
@@ -224,16 +221,16 @@ def warmed(
     limit_s: float = 2.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Conditions, float]:
-    """Run `load` until every PCIe link runs at its best generation.
+    """Run `load` until every PCIe link runs at the best generation.
 
-    It also ends when no link has risen for half a second, or at the limit, exceeded by at most one
-    `load`. `load` runs at least once, because clocks rise with it where links need not or tell
-    nothing (virtual machines).
+    The loop also ends when no link has risen for half a second, or at the limit, exceeded by at
+    most one `load`. `load` runs at least once: clocks rise with load, while links may be silent
+    (virtual machines).
 
     Args:
         look: `Watch.look`.
         load: a short burst of transfers over all links, some 10 ms long.
-        limit_s: how long to try, in seconds.
+        limit_s: time limit, in seconds.
         clock: seconds, from any origin.
 
     Returns:
@@ -262,10 +259,10 @@ def warmed(
 def _others(
     found: Sequence[Any] | None, own_pids: AbstractSet[int], proc: Path
 ) -> tuple[GpuProcess, ...] | None:
-    """Return the processes that are not ours, one for each pid.
+    """Return foreign processes, one per pid.
 
-    In a container the driver may tell the host's pids, under which our own processes have no entry
-    in /proc. So as many of those as there are own pids missing from the list are taken for ours.
+    In a container the driver may tell the host's pids, and our own processes then have no entry in
+    /proc. So as many hidden pids as own pids are missing from the list are taken for ours.
     """
     if found is None:
         return None

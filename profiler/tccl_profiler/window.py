@@ -1,6 +1,6 @@
 """Measurement windows and copy paces: as long as the slowest channel needs, and no longer.
 
-A channel is one thread block of one flow: it moves a slice, counts it, and goes on. A repeat has a
+A channel is one thread block of one flow: a loop that moves a slice and counts. A repeat has a
 warm-up and a window; bandwidth is taken between slices that end within the window. A kernel stops
 by the clock; a copy engine's work is queued beforehand, so its pace must last as long.
 """
@@ -86,11 +86,11 @@ def choose_window(
     limits: WindowLimits | None = None,
     at_least: Window | None = None,
 ) -> Window:
-    """Return the shortest window for these channels, the maximum if one does not move.
+    """Return the shortest window for these channels, the maximum if a channel does not move.
 
     1. The window holds one slice more than the limits ask: n whole slices lie between n + 1 ends.
-    2. The warm-up lasts until the channel that starts last has been through its FIFO once, at most
-       half the maximum: a channel that fills an empty FIFO is not slowed by its reader yet.
+    2. The warm-up lasts until the last channel to start has been through its FIFO once, at most
+       half the maximum: a channel that fills an empty FIFO is not slowed by the reader yet.
     3. Neither part is shorter than in `at_least`, the previous window, so that a set whose channels
        take turns in being slow does not alternate.
 

@@ -31,9 +31,9 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A device to measure, by its name in the machine (`G0`, `N0`), and CPUs to pin its worker to.
+    """A device by name (`G0`, `N0`), and CPUs for its worker.
 
-    A GPU is found by its bus id, a NIC by its IP address and interface.
+    A GPU is found by bus id, a NIC by IP address and interface.
     """
 
     device: str
@@ -45,9 +45,9 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class WorkerProcess:
-    """One worker and the connection to it; `stderr_fd` is a memfd that takes its stderr.
+    """One worker, its connection, and `stderr_fd`, a memfd with the worker's stderr.
 
-    `owes_answer` is whether a request has not been answered yet.
+    `owes_answer` marks a request without an answer yet.
     """
 
     spec: DeviceSpec
@@ -65,11 +65,7 @@ class WorkerProcess:
         return f"the worker of {self.spec.device}"
 
     def ask(self, message: msgspec.Struct, fds: Sequence[int] = (), *, limit_s: float) -> None:
-        """Send a request.
-
-        Raises:
-            WorkerLost: the worker has died or does not read.
-        """
+        """Send a request."""
         # Before the send: an interruption just after it would leave an unexpected answer.
         self.owes_answer = True
         try:
@@ -80,14 +76,7 @@ class WorkerProcess:
             raise WorkerLost(f"{self.who} has not listened for {limit_s:g} s") from error
 
     def received(self, kind: type[Answer], limit_s: float) -> tuple[Answer, tuple[int, ...]]:
-        """Return the answer, of this type, and its descriptors.
-
-        Raises:
-            WorkerLost: the worker has died, does not answer, sends an invalid message, or its
-                device has failed.
-            LinkLost: a link could not be made or has broken.
-            MeasurementError: the worker refuses.
-        """
+        """Return the answer, of this type, and its descriptors."""
         try:
             message, fds = self.connection.receive(max(0.0, limit_s))
         except ConnectionClosed as error:

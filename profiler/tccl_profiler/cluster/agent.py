@@ -1,7 +1,7 @@
-"""A host agent: it carries out the controller's requests by a pool of workers of its own.
+"""A host agent: serves the controller's requests by a pool of workers of this host.
 
-On the controller's host it is started as `tccl_profiler.cluster.agent DESCRIPTOR [NAME]`, a
-connected Unix socket; on other hosts a rank of the job is the agent.
+On the controller's host the agent is started as `tccl_profiler.cluster.agent DESCRIPTOR [NAME]`, a
+connected Unix socket; on remote hosts a rank of the job is the agent.
 """
 
 from __future__ import annotations
@@ -164,23 +164,14 @@ class Agent:
             pool.close()
 
     def _polled(self) -> Envelope | None:
-        """Return the next message if there is one.
-
-        Raises:
-            ControllerLost: no message came for long.
-        """
+        """Return the next message if there is one."""
         envelope = self._messenger.poll()
         if envelope is None and time.monotonic() - self._messenger.heard_s > self._silence_s:
             raise ControllerLost(f"the controller has said nothing for {self._silence_s:g} s")
         return envelope
 
     def _next(self, limit_s: float | None = None) -> Envelope:
-        """Wait for the next message.
-
-        Raises:
-            ControllerLost: no message came for long.
-            MeasurementError: none came within a limit.
-        """
+        """Wait for the next message."""
         if self._waiting:
             return self._waiting.popleft()
         until = None if limit_s is None else time.monotonic() + limit_s
@@ -297,11 +288,7 @@ class Agent:
         return say.Ran(results=packed, early_ns=tuple(early))
 
     def _release(self, number: int, repeat: int) -> say.Release:
-        """Wait to be told when to release a repeat.
-
-        Raises:
-            _Aborted: the run is given up.
-        """
+        """Wait to be told when to release a repeat."""
         while True:
             envelope = self._next(_RELEASE_S)
             message = envelope.message
@@ -316,12 +303,7 @@ class Agent:
                 return message
 
     def _look(self, number: int) -> None:
-        """Check whether the controller gives up a run.
-
-        Raises:
-            _Aborted: the run is given up, or the job ends.
-            ControllerLost: the controller is gone.
-        """
+        """Check whether the controller gives up a run."""
         envelope = self._polled()
         if envelope is None:
             return

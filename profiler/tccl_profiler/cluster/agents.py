@@ -43,6 +43,8 @@ class HostLost(SourceLostError):  # noqa: N818 - says what happened
 class Agents:
     """All agents of a job.
 
+    Methods raise HostLost if a host is gone or silent.
+
     Args:
         messengers: the connection to each host's agent.
         timeouts: how long to wait for what.
@@ -82,23 +84,16 @@ class Agents:
         return self._number
 
     def tell(self, host: str, number: int, message: Message) -> None:
-        """Send a message.
-
-        Raises:
-            HostLost: the host is gone.
-        """
+        """Send a message."""
         try:
             self._messengers[host].send(number, message)
         except PeerGone as error:
             raise self._died(host) from error
 
     def heard(self, number: int, hosts: Iterable[str], limit_s: float) -> dict[str, Message]:
-        """Return one message with this number of each host; others are dropped.
+        """Return one message with this number of each host; unrelated messages are dropped.
 
-        If a host says that it failed, hosts that have not answered by then are left out.
-
-        Raises:
-            HostLost: a host is gone, silent for long, or does not answer in time.
+        After a failure of a host, hosts without an answer yet are left out.
         """
         waiting, found = dict.fromkeys(hosts), dict[str, Message]()
         begun = looked = time.monotonic()
@@ -153,12 +148,7 @@ class Agents:
     def ask(
         self, messages: Mapping[str, Message], kind: type[Answer], limit_s: float | None = None
     ) -> dict[str, Answer]:
-        """Ask hosts, all at the same time, and return all answers, of this type.
-
-        Raises:
-            HostLost: as `heard`.
-            InputError, WorkerLost, LinkLost, MeasurementError: an agent failed.
-        """
+        """Ask hosts, all at the same time, and return all answers, of this type."""
         number = self.number()
         for host, message in messages.items():
             self.tell(host, number, message)
@@ -170,11 +160,7 @@ class Agents:
         return checked({host: answers[host] for host in messages}, kind)
 
     def reading(self, host: str, count: int) -> ClockReading:
-        """Return a host's clock against this host's, by so many pings.
-
-        Raises:
-            HostLost: as `heard`.
-        """
+        """Return a host's clock against this host's, by so many pings."""
         asked, there, seen = [], [], []
         with realtime():
             for _ in range(count):
@@ -222,6 +208,8 @@ def checked(answers: Mapping[str, Message], kind: type[Answer]) -> dict[str, Ans
 class RankJobs:
     """Runs jobs of fresh rank processes over the hosts of an MPI job; each agent starts its own.
 
+    Methods raise HostLost if a host is gone.
+
     Args:
         job: the launcher's ranks.
         timeouts: how long hosts are waited for.
@@ -236,12 +224,7 @@ class RankJobs:
         return self._agents.hosts
 
     def described(self, backend: str, *, interfaces: Sequence[str] = ()) -> dict[str, HostFacts]:
-        """Return the hosts' facts by name; `interfaces` are their NICs, if not their own.
-
-        Raises:
-            InputError: a host without GPUs or such interfaces.
-            HostLost: a host is gone.
-        """
+        """Return the hosts' facts by name; `interfaces` are their NICs, if not their own."""
         question = say.Describe(backend=backend, devices=None, interfaces=tuple(interfaces))
         found = self._agents.ask(dict.fromkeys(self._agents.hosts, question), say.Described)
         return {host: described.facts for host, described in found.items()}
@@ -251,10 +234,6 @@ class RankJobs:
 
         Args:
             modules: imports of the ranks' program.
-
-        Raises:
-            InputError: a host lacks a module.
-            HostLost: a host is gone.
         """
         questions = dict.fromkeys(self._agents.hosts, say.AskEnvironment(modules=modules))
         found = self._agents.ask(questions, say.Environment)
@@ -270,12 +249,7 @@ class RankJobs:
         return tuple(Rendezvous(addresses=found.addresses, port=port) for port in found.ports)
 
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> dict[str, tuple[RankOutput, ...]]:
-        """Run each host's ranks, of one job or of several at once; if some fail, end all.
-
-        Raises:
-            MeasurementError: ranks failed or timed out; names the host.
-            HostLost: a host is gone.
-        """
+        """Run each host's ranks, of one job or of several at once; if some fail, end all."""
         agents = self._agents
         number = agents.number()
         for host, own in tasks.items():

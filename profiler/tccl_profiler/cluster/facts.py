@@ -1,4 +1,4 @@
-"""A host's facts, as its agent tells them, and what the hosts of a cluster must have in common."""
+"""The facts of a host, from its agent, and the checks of a cluster."""
 
 from __future__ import annotations
 
@@ -150,14 +150,14 @@ def check_hosts(
     """Refuse hosts that cannot be one cluster.
 
     Args:
-        hosts: that are there.
+        hosts: present hosts.
         expected: names in a list of hosts; empty without a list.
-        interfaces: that the user named; one that is down is a fault then.
+        interfaces: named by the user; a named interface must be up.
         addressed: whether NICs need addresses for TCP.
 
     Raises:
-        InputError: fewer than two hosts, a host too many or too few, different versions, a NIC that
-            is down; names the host.
+        InputError: fewer than two hosts, a host too many or too few, different versions, a NIC
+            down; names the host.
     """
     names = [host.name for host in hosts]
     for name in expected:
@@ -204,7 +204,7 @@ def _check_software(hosts: Sequence[HostFacts]) -> None:
 
 
 def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> None:
-    """Refuse a NIC that is down, if the user named it or another host has it up."""
+    """Refuse a NIC that is down, if named by the user or up on another host."""
     up = {nic.interface: host.name for host in hosts for nic in host.addresses.values()}
     for host in hosts:
         for name in host.down:
@@ -238,9 +238,9 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def interface(name: str, *, sysfs: Path = SYSFS, proc: Path = PROC) -> Interface | None:
-    """Return an interface as the kernel describes it, None if there is none.
+    """Return an interface as the kernel describes it, or None.
 
-    An IPv4 address goes before an IPv6 one; link-local addresses do not count.
+    An IPv4 address goes before an IPv6 address; link-local addresses do not count.
     """
     if not 1 <= len(name.encode()) <= _LONGEST or name not in _names():
         return None
@@ -257,7 +257,7 @@ def interface(name: str, *, sysfs: Path = SYSFS, proc: Path = PROC) -> Interface
 
 
 def addresses() -> tuple[str, ...]:
-    """Return the addresses by which other hosts may reach this host, those of devices first."""
+    """Return the addresses of this host for remote hosts, those of devices first."""
     found = []
     for name in _names():
         seen = interface(name)
@@ -305,10 +305,10 @@ def _address6(name: str, proc: Path) -> str:
 def with_interfaces(
     machine: Machine, names: tuple[str, ...], *, host: str, sysfs: Path = SYSFS
 ) -> Machine:
-    """Return the machine with these interfaces, as far as they exist, as its NICs.
+    """Return the machine with the existing interfaces of a list as NICs.
 
-    NICs of the machine keep their place in it; others (virtual ones, and all of a stand-in
-    machine's) hang from the first NUMA node.
+    NICs of the machine keep their place; virtual interfaces, and all of a stand-in machine's, hang
+    from the first NUMA node.
 
     Raises:
         InputError: none exists.

@@ -1,12 +1,12 @@
-"""A job of several ranks: rendezvous, the controller, the agents of its hosts, and its end.
+"""A job of several ranks: rendezvous, the controller, the host agents, and the end of all.
 
-Rank 0 is the controller. The lowest rank of each host is its agent, the others wait; on the
-controller's own host the agent is a separate process, so that the controller's work does not
+Rank 0 is the controller. The lowest rank of each host is the host's agent, further ranks wait; on
+the controller's host the agent is a separate process, so that the controller's work does not
 disturb the measurement. Hosts are told apart by gethostname(2).
 
-MPI carries only the messages of the rendezvous: when a rank dies, an MPI library ends the others
-within its own calls (Open MPI's TCP transport with "Socket closed"), and none is left to say which
-host it was. A TCP connection tells its end, and waiting for one takes no core.
+MPI carries only the messages of the rendezvous: when a rank dies, an MPI library ends all ranks
+within MPI calls (Open MPI's TCP transport with "Socket closed"), and no rank is left to name the
+host. A TCP connection ends visibly, and waiting takes no core.
 """
 
 from __future__ import annotations
@@ -219,11 +219,7 @@ def _rank_of(sock: socket.socket, token: bytes) -> int:
 
 
 def _connected(address: ListenAddress, rank: int) -> socket.socket:
-    """Connect to the first of the controller's addresses that answers.
-
-    Raises:
-        MeasurementError: none does.
-    """
+    """Connect to the first of the controller's addresses that answers."""
     for host in address.addresses:
         with contextlib.suppress(OSError):
             sock = socket.create_connection((host, address.port), _TRY_S)
@@ -299,11 +295,7 @@ class Job:
 
     @property
     def seats(self) -> tuple[HostRanks, ...]:
-        """The hosts, in the order of their lowest ranks; on the controller.
-
-        Raises:
-            InputError: a host name that is invalid, or that two machines have.
-        """
+        """The hosts, in the order of their lowest ranks; on the controller."""
         if not self._seats:
             self._seats = _seats(self._peers)
         return self._seats
@@ -350,11 +342,7 @@ class Job:
     def _terminated(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Handle SIGTERM: the launcher ends the job, because a rank died or on request.
 
-        A rank that lives is told as well, and says so before its connection ends.
-
-        Raises:
-            SourceLostError: names the hosts of ranks that have died.
-            KeyboardInterrupt: none has.
+        A live rank is told as well, and says so before its connection ends.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.broken:
@@ -409,11 +397,7 @@ def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], Mes
 
 
 def _seats(peers: Mapping[int, PeerInfo]) -> tuple[HostRanks, ...]:
-    """Return the hosts of the ranks.
-
-    Raises:
-        InputError: a name that is invalid, or that two machines have.
-    """
+    """Return the hosts of the ranks."""
     ranks: dict[str, list[int]] = {}
     machines: dict[str, str] = {}
     for rank, peer in sorted(peers.items()):

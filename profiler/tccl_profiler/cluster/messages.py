@@ -1,9 +1,8 @@
-"""Messages between the controller and host agents, and how they wait for each other.
+"""Messages between the controller and host agents, and the waits of both.
 
-An agent answers the workers' Ping, LinkStep and Stop for its whole host. Every message travels in
-an Envelope; an answer carries its question's number, so that an answer to a question that was given
-up is recognised. Sending and polling never wait for a peer that may be gone: waits are made of
-naps, with a limit, and look after all peers.
+An agent answers the workers' Ping, LinkStep and Stop for the whole host. Every message travels in
+an Envelope; an answer carries the question's number, so that late answers are recognised. Neither
+sending nor polling waits for a peer: waits are made of naps, with a limit, and watch all peers.
 """
 
 from __future__ import annotations
@@ -189,7 +188,7 @@ class RanksLeft(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Give up what was begun; the answer is Aborted, or one that crossed with this message."""
+    """Give up the run; answered by Aborted, or by an earlier answer under way."""
 
 
 class Aborted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -279,10 +278,10 @@ class Messenger:
             raise PeerGone(str(error)) from error
 
     def poll(self) -> Envelope | None:
-        """Return the next message if there is one, but no Heartbeat or Leaving.
+        """Return the next message, if any; Heartbeat and Leaving are noted only.
 
         Raises:
-            PeerGone: the peer is gone, and all that it sent has been received.
+            PeerGone: the peer is gone, and all its messages have been received.
             MeasurementError: the message is invalid, and is dropped.
         """
         while True:
@@ -339,7 +338,7 @@ class HeartbeatThread:
     """A thread that sends heartbeats until it is stopped.
 
     Args:
-        beat: sends one to all peers; its MeasurementErrors are ignored.
+        beat: sends a heartbeat to all peers; MeasurementErrors are ignored.
         every_s: how often.
     """
 

@@ -1,7 +1,7 @@
-"""MPI: whether this process is a rank of a job, and its rendezvous. Only here mpi4py is imported.
+"""MPI: detection of a job, and its rendezvous. Only here mpi4py is imported.
 
-Messages go by Isend and matched probes, never by a collective, so that a missing rank does not hang
-the others. After the rendezvous MPI is ended: see `job`.
+Messages go by Isend and matched probes, never by a collective, so that a missing rank hangs no
+rank. After the rendezvous MPI is ended: see `job`.
 """
 
 from __future__ import annotations
@@ -183,11 +183,7 @@ def _limited(limit_s: float, call: str, environment: Mapping[str, str]) -> Itera
 
 
 def _started() -> _MpiBootstrap:
-    """Load and start MPI.
-
-    Raises:
-        InputError: mpi4py or the MPI library below it is missing.
-    """
+    """Load and start MPI."""
     try:
         import mpi4py  # noqa: PLC0415
 

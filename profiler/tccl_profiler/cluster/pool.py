@@ -1,8 +1,8 @@
-"""The pools of several hosts as one: each host runs its share of a program, released together.
+"""The pools of several hosts as one: each host runs a share of a program, released together.
 
-All hosts report their lanes resident; then the controller agrees with them on a time, far enough
-ahead for its slowest message, at which each releases its own lanes by its own clock. (Windows and
-not a barrier: S. Hunold and A. Carpen-Amarie, Reproducible MPI Benchmarking, TPDS 2016.)
+All hosts report resident lanes; then the controller sets a time, far enough ahead for the slowest
+message, at which each host releases its lanes by its own clock. (Windows and not a barrier: S.
+Hunold and A. Carpen-Amarie, Reproducible MPI Benchmarking, TPDS 2016.)
 """
 
 from __future__ import annotations
@@ -53,12 +53,15 @@ _OFTEN_S = 0.05
 class ClusterPool:
     """Measures several hosts for a Profiler; see `execution.Runner`.
 
+    Methods raise WorkerLost if a worker died or hangs, MeasurementError if devices refuse, both
+    with the host's name, and SourceLostError if a host is gone or a clock jumped.
+
     Args:
         agents: of all hosts.
         clocks: of the hosts.
         devices: what to start, by host.
-        memory: what each device gives; None is the backend's default.
-        nccl_variables: NCCL's settings beside those of a program.
+        memory: per device; None is the backend's default.
+        nccl_variables: NCCL settings beside those of a program.
     """
 
     def __init__(
@@ -88,12 +91,7 @@ class ClusterPool:
         return self._lanes
 
     def start(self) -> None:
-        """Start all workers.
-
-        Raises:
-            MeasurementError: a device cannot be used; names the host.
-            HostLost: a host is gone.
-        """
+        """Start all workers."""
         questions = {
             host: say.Open(devices=ids, memory=self._memory) for host, ids in self._devices.items()
         }
@@ -111,22 +109,13 @@ class ClusterPool:
             self.warnings += [f"host {host}: {text}" for text in opened.warnings]
 
     def read_clocks(self, count: int = PINGS) -> None:
-        """Compare the hosts' clocks with this host's, where that is due.
-
-        Raises:
-            SourceLostError: a clock jumped; names the host.
-        """
+        """Compare the hosts' clocks with this host's, where that is due."""
         for host, clock in self._clocks.items():
             if host in self._devices and clock.is_due:
                 clock.add(self._agents.reading(host, count))
 
     def ping(self, count: int = 16) -> Mapping[str, Pinged]:
-        """Compare each device's clock with this host's, through its own host's clock.
-
-        Raises:
-            WorkerLost: a worker died or hangs.
-            SourceLostError: a host is gone, or its clock jumped.
-        """
+        """Compare each device's clock with this host's, through its own host's clock."""
         self.read_clocks()
         questions = dict.fromkeys(self._devices, Ping(count=count))
         answers = self._agents.ask(questions, say.DevicesPinged)
@@ -137,13 +126,7 @@ class ClusterPool:
         }
 
     def run(self, program: Program, spec: RunSpec) -> list[RunResult]:
-        """Run a program's repeats, each released on all hosts at the same time.
-
-        Raises:
-            WorkerLost: a worker died or hangs: start anew.
-            MeasurementError: the devices refuse the program, or its links cannot be made.
-            SourceLostError: a host is gone.
-        """
+        """Run a program's repeats, each released on all hosts at the same time."""
         broken = ""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -226,11 +209,7 @@ class ClusterPool:
     def _answers(
         self, number: int, hosts: Collection[str], kind: type[Answer], spec: RunSpec
     ) -> dict[str, Answer]:
-        """Return an answer of each host.
-
-        Raises:
-            WorkerLost, LinkLost, MeasurementError: a host failed; the others' runs are given up.
-        """
+        """Return an answer of each host."""
         limit_s = self._agents.timeouts.answer_s + spec.lasting_s
         answers = self._agents.heard(number, hosts, limit_s)
         ended = {host: one for host, one in answers.items() if not isinstance(one, kind)}

@@ -101,17 +101,17 @@ def links_check(
     seed: int = 0,
     network: Network = "tcp",
 ) -> LinksReport:
-    """Measure one pair of hosts for each kind of pair, others at random, and find odd hosts.
+    """Measure one pair of hosts for each kind of pair, further pairs at random, and find odd hosts.
 
-    A kind is the classes of both hosts and whether they share a switch. Pairs go from host memory
-    to host memory by every NIC, one at a time, or by NCCL from the GPU beside it.
+    A kind is the classes of both hosts and whether a switch is shared. Pairs go from host memory to
+    host memory by every NIC in turn, or by NCCL from the GPU beside the NIC.
 
     Args:
-        source: measures sets that span these hosts.
+        source: measures sets across these hosts.
         hosts: all hosts.
-        classes: of each host the number of its class.
-        switches: by host its switch, if known.
-        spot_checks: how many more pairs of hosts at most; hosts without pairs come first.
+        classes: the class number of each host.
+        switches: by host, the switch if known.
+        spot_checks: number of further pairs at most; hosts without pairs come first.
         seed: of the choice.
         network: the carrier.
 
@@ -245,7 +245,7 @@ class _PairSample:
         yield from dict.fromkeys((rate.sender, rate.receiver) for rate in odd)
 
     def well(self, *, excluding: tuple[str, str]) -> str | None:
-        """Return a host without odd pairs, preferably of the class of one of these two."""
+        """Return a host without odd pairs, preferably of the class of an excluded host."""
         odd = {host for pair in self.odd_pairs() for host in pair}
         there = [name for name in self._hosts if name not in odd and self.seen.get(name)]
         places = [self._place[name] for name in excluding]

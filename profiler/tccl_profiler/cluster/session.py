@@ -1,4 +1,4 @@
-"""A session over the hosts of a job: their facts, their pools, and the profiler over them."""
+"""A session over the hosts of a job: facts, pools, and the profiler."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ start a millisecond apart need no window of a tenth of a second: bytes count aft
 
 
 class ClusterSession:
-    """Measures the hosts of a job; a context manager, on the rank that controls it.
+    """Measures the hosts of a job; a context manager, on the controlling rank.
 
-    Entering discovers the hosts, and refuses those that cannot be one cluster. Workers start with
-    the first set that is measured.
+    Entering discovers the hosts, and refuses hosts that cannot be one cluster. Workers start with
+    the first measured set. Methods raise SourceLostError if a host is gone.
 
     Args:
-        job: this rank's part in the job; the caller enters and leaves it.
+        job: this rank's part in the job; the caller enters and leaves the job.
         backend: `cuda` or `host`.
-        devices: how many devices a host backend's stand-in has.
+        devices: number of devices of a host backend's stand-in.
         interfaces: NICs to use on every host; none are each machine's own.
-        expected: names of the hosts of a host list; none are all that are there.
+        expected: names of a host list; none are all hosts.
         only: devices to start, by host; None is all. A host that is left out has none.
         options: how carefully; None is the default, with LIMITS.
-        timeouts: how long hosts are waited for.
+        timeouts: of waits for hosts.
         gid_index: NCCL_IB_GID_INDEX, where NCCL carries flows from host to host.
     """
 
@@ -113,12 +113,7 @@ class ClusterSession:
 
     @property
     def profiler(self) -> Profiler:
-        """The profiler; the first use starts the workers.
-
-        Raises:
-            MeasurementError: a device cannot be used; names the host.
-            SourceLostError: a host is gone.
-        """
+        """The profiler; the first use starts the workers."""
         if self._profiler is None:
             self.pool = ClusterPool(
                 self._agents,
@@ -135,11 +130,7 @@ class ClusterSession:
         return self._profiler
 
     def end_workers(self) -> None:
-        """End the workers, so that the devices are free; the next measurement starts new ones.
-
-        Raises:
-            SourceLostError: a host is gone.
-        """
+        """End the workers, so that the devices are free; the next measurement starts new ones."""
         if self._profiler is not None:
             self._profiler = None
             questions = dict.fromkeys(self._agents.hosts, say.Open(devices=()))
@@ -188,12 +179,7 @@ class ClusterSession:
         return JournalHeader(machine=names, identity=" | ".join(parts), simulated=False)
 
     def check_sets(self, sets: Sequence[TransferSet]) -> dict[str, frozenset[str]]:
-        """Refuse sets that cannot be measured here, before workers start; return their devices.
-
-        Raises:
-            InputError: a place that names no host or is not there.
-            MeasurementError: a set cannot be measured, as with an end that is not named.
-        """
+        """Refuse unmeasurable sets before workers start; return the devices in use."""
         used: dict[str, set[str]] = {}
         lanes = {f"{host.name}.{name}": MAX_LANES for host in self.hosts for name in host.devices}
         for transfers in sets:
@@ -236,12 +222,6 @@ class ClusterSource:
         self._session = session
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Measure each set; results are in the order given.
-
-        Raises:
-            InputError: a place that is not there.
-            MeasurementError: a set cannot be measured.
-            SourceLostError: a host is gone.
-        """
+        """Measure each set; results are in the order given."""
         self._session.check_sets(sets)
         return self._session.profiler.measure(sets)

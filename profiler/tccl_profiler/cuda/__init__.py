@@ -1,1 +1,1 @@
-"""The kernels that move and time data, and what compiles them."""
+"""The CUDA kernels, and the device that runs them."""

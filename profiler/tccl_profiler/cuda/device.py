@@ -172,7 +172,7 @@ class CudaDevice:
             ) from error
 
     def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
-        """Open the peers' arenas; one that cannot be reached is refused at its use."""
+        """Open the peers' arenas; an unreachable arena is refused at use."""
         for space, (peer, _) in peers.items():
             try:
                 base = int(self._runtime.ipcOpenMemHandle(peer.handle, _LAZY_PEER_ACCESS))

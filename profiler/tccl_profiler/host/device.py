@@ -1,7 +1,7 @@
 """Cores of this host as devices: shared memory as device memory, copies by the core as lanes.
 
-A worker process is one device, pinned to its core; one thread runs all its lanes in turn, a slice
-at a time. FIFOs, counters, the flag, clocks and records are those of cuda/pump.cu, so that all code
+A worker process is one device, pinned to its core; one thread runs all lanes in turn, a slice at a
+time. FIFOs, counters, the flag, clocks and records are those of cuda/pump.cu, so that all code
 above the device is exercised, and the bandwidth of this host's memory is really measured.
 """
 
@@ -71,7 +71,7 @@ class ThreadedDevice:
         return self._start, self._control
 
     def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
-        """Map the other devices' arenas; one without a descriptor is refused at its use."""
+        """Map other devices' arenas; an arena without a descriptor is refused at use."""
         self._spaces.meet(peers)
 
     def share(self, space: str, segment: Segment) -> None:
@@ -79,12 +79,7 @@ class ThreadedDevice:
         self._spaces.put(space, segment)
 
     def queue(self, run: Run) -> None:
-        """Start a thread that runs the repeats.
-
-        Raises:
-            LinkLost: a lane's link is not there.
-            MeasurementError: another run is queued, or the program does not fit this device.
-        """
+        """Start a thread that runs the repeats."""
         start, _ = self._opened()
         if self._thread is not None:
             raise MeasurementError(f"{start.device} still runs a program: finish it first")
@@ -111,12 +106,7 @@ class ThreadedDevice:
         """Clean up after a run that did not end well."""
 
     def finish(self) -> None:
-        """Wait until everything queued has run.
-
-        Raises:
-            LinkLost: a link broke.
-            MeasurementError: the run ended early, and why.
-        """
+        """Wait until everything queued has run."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
@@ -204,11 +194,7 @@ class HostDevice(ThreadedDevice):
         self._carriers: list[threading.Thread] = []
 
     def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
-        """Pin the calling thread and those it starts, and take memory near it.
-
-        Raises:
-            MeasurementError: the CPUs are not open to this process, or memory is short.
-        """
+        """Pin the calling thread and its children, and take memory nearby."""
         self._open(start, control)
         arena = create_segment(start.arena_bytes, numa_id=None, label=start.device)
         self._spaces.put(start.device, arena)
@@ -228,11 +214,7 @@ class HostDevice(ThreadedDevice):
 
     @property
     def links(self) -> Communicators:
-        """The device's links by NCCL.
-
-        Raises:
-            MeasurementError: the device is not open.
-        """
+        """The device's links by NCCL."""
         if self._links is None:
             raise MeasurementError("this device is not open")
         return self._links
@@ -322,9 +304,6 @@ class HostDevice(ThreadedDevice):
         """Return a lane's addresses in the bytes sent and kept, and how many slices they hold.
 
         Where there are fewer slices than lanes, lanes share them.
-
-        Raises:
-            MeasurementError: not one slice fits.
         """
         start, _ = self._opened()
         total = start.user_bytes // slice_bytes

@@ -1,7 +1,7 @@
 """Lanes of the host backend, by memcpy between mapped spaces; see a block of cuda/pump.cu.
 
-One difference: there is no sum. Where a GPU adds incoming data to its own and sends the sum, the
-core copies what came in; it reads one stream less than a reduction.
+The core makes no sums: where a GPU adds incoming data to its own and sends the sum, the core
+forwards incoming data, and reads one stream less than a reduction.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NEVER = 1 << 63
 
 
 class HostEnd:
-    """One end of a lane in this process's addresses, and its progress; `data` 0 is no end.
+    """One end of a lane in this process's addresses, with progress; `data` 0 is no end.
 
-    `ahead` is how many slices it may be beyond the counter it waits for: a FIFO's length for the
-    writer, 0 for the reader.
+    `ahead` is how many slices the end may be beyond its counter: a FIFO's length for the writer, 0
+    for the reader.
 
-    A counter is one aligned store of 8 bytes. x86 keeps it behind the slice's own stores. On
-    aarch64 the interpreter's lock keeps them in order: it is given back and taken again around each
-    memmove, two barriers that a store to the counter cannot pass.
+    A counter is one aligned store of 8 bytes. x86 keeps the store behind the slice's own stores. On
+    aarch64 the interpreter's lock keeps the order: the lock is released and taken again around each
+    memmove, two barriers for a store to the counter.
     """
 
     __slots__ = (
@@ -86,17 +86,17 @@ class HostEnd:
 
 
 class HostLane:
-    """A lane of one repeat, or a copy, which has one end here and perhaps a pace.
+    """A lane of one repeat; or a copy, with one end here and perhaps a pace.
 
     Args:
         share: slice size, coupling and cycle.
-        incoming: where slices are taken.
-        outgoing: where they are put.
+        incoming: source of slices.
+        outgoing: destination of slices.
         user: addresses of the bytes sent and of the bytes kept.
         user_slices: slices in each of the two.
-        check: write the pattern and compare with it.
-        pace: how many slices it moves; None lets the clock stop it.
-        stamps: with a pace: queued, released, and one for each group of slices.
+        check: write the pattern and compare.
+        pace: number of slices; None lets the clock stop the lane.
+        stamps: with a pace: queued, released, and one per group of slices.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class HostLane:
         self._errors = 0
 
     def turns(self, warm_at: int, stop_at: int, given_up_at: int) -> Iterator[bool]:
-        """Move a slice at each turn if one can be moved, and yield whether; end by the clock.
+        """Move a slice at each turn if possible, and yield whether; end by the clock.
 
-        A lane with a pace ends with the last of its slices, or if it still waits at `given_up_at`:
-        its peer stops by the clock, and then the controller releases it.
+        A lane with a pace ends with the last slice, or if still waiting at `given_up_at`: the peer
+        stops by the clock, and then the controller releases the lane.
         """
         now, incoming, outgoing, pace = time.monotonic_ns, self._in, self._out, self._pace
         until = _NEVER if pace else stop_at
@@ -178,7 +178,7 @@ class HostLane:
         return self._out.done - done >= CHUNK, True
 
     def _move(self, takes: bool, puts: bool) -> None:
-        """Make one pass: keep what came in, pass it on, or send one's own."""
+        """Make one pass: keep, forward, or send own bytes."""
         incoming, outgoing, size = self._in, self._out, self._slice_bytes
         source = incoming.data + incoming.done % incoming.slices * size
         target = outgoing.data + outgoing.done % outgoing.slices * size
@@ -200,7 +200,9 @@ class HostLane:
 
 
 class MappedSpaces:
-    """The spaces that a process has mapped; it owns their segments.
+    """The mapped spaces of a process, with their segments.
+
+    Methods raise MeasurementError for memory that is not mapped.
 
     Args:
         device: the process's device, for messages.
@@ -218,7 +220,7 @@ class MappedSpaces:
         self._segments[space] = segment
 
     def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
-        """Map other devices' arenas; one without a descriptor is refused at its use."""
+        """Map other devices' arenas; an arena without a descriptor is refused at use."""
         for space, (peer, descriptor) in peers.items():
             if descriptor is not None:
                 self.put(space, Segment.attach(descriptor, peer.size, space))
@@ -227,11 +229,7 @@ class MappedSpaces:
         return space in self._segments
 
     def segment(self, space: str) -> Segment:
-        """Return the memory of a space.
-
-        Raises:
-            MeasurementError: it is not mapped here.
-        """
+        """Return the memory of a space."""
         segment = self._segments.get(space)
         if segment is None:
             known = ", ".join(sorted(self._segments)) or "nothing"
@@ -239,11 +237,7 @@ class MappedSpaces:
         return segment
 
     def end(self, end: End | None, slice_bytes: int, *, repeat: int, fills: bool) -> HostEnd:
-        """Return a lane's end at addresses of this process, with the repeat's own counters.
-
-        Raises:
-            MeasurementError: it is not inside what is mapped.
-        """
+        """Return a lane's end at addresses of this process, with the repeat's own counters."""
         if end is None:
             return HostEnd()
         return HostEnd(

@@ -29,17 +29,17 @@ def host_machine(
 ) -> Machine:
     """Return a stand-in for this host: `C` places are its NUMA nodes, `G` places are cores.
 
-    Cores are picked evenly over the NUMA nodes; with more devices than cores, devices share them.
-    A device's bus id is made up; its domain is the number of the core.
+    Cores are picked evenly over the NUMA nodes; with more devices than cores, devices share cores.
+    Bus ids are made up, with the core's number as domain.
 
     Args:
         devices: how many; None is one per core, at least `least` and at most 8.
-        cpus: cores to use; None is all that this process may run on.
+        cpus: cores to use; None is all cores of this process.
         sysfs: where sysfs is.
         least: fewest devices: 2 in a machine, 1 in a node of several.
 
     Raises:
-        InputError: fewer devices than that or more than a machine has, or no such core.
+        InputError: too few or too many devices, or an unknown core.
     """
     nodes = sysfs / "devices" / "system" / "node"
     ids = numa.online_nodes(nodes)
@@ -102,11 +102,7 @@ def cpu_model(root: Path = ROOT) -> str:
 
 
 def _nodes_of(cpus: Iterable[int], ids: Iterable[int], nodes: Path) -> dict[int, int]:
-    """Return the index (not the system's number) of each core's NUMA node.
-
-    Raises:
-        InputError: a core is on no node.
-    """
+    """Return the index (not the system's number) of each core's NUMA node."""
     try:
         on = {cpu: i for i, id_ in enumerate(ids) for cpu in numa.cpus_of_node(id_, nodes)}
     except MeasurementError:
