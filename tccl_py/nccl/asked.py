@@ -412,7 +412,6 @@ class InstalledRings:
             bw_intra=found.graph.speedintra,
             type_intra=found.graph.typeintra,
             channels=len(found.rings),
-            hops=(),
             fallback=found.fallback,
         )
 

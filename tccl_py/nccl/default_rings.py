@@ -6,7 +6,6 @@ Source: ncclTopoCompute (search.cc) and ncclTopoPostset (connect.cc) of NCCL 2.3
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import msgspec
 
@@ -15,16 +14,7 @@ from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings, final_channels
-from tccl_py.nccl.transport import Mechanism, pair_mechanism
 from tccl_py.nccl.view import NcclView, view
-
-
-class DefaultHop(msgspec.Struct, frozen=True, kw_only=True):
-    """One hop of NCCL's first ring and its mechanism."""
-
-    source: int
-    target: int
-    mechanism: Mechanism
 
 
 class DefaultChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +29,6 @@ class DefaultChoice(msgspec.Struct, frozen=True, kw_only=True):
     bw_intra: float
     type_intra: str
     channels: int
-    hops: tuple[DefaultHop, ...]
     settings: Settings
     fallback: bool = False
 
@@ -109,18 +98,8 @@ def _choice(
         bw_intra=ring.rate_intra,
         type_intra=ring.type_intra.name,
         channels=channels,
-        hops=_hops(seen, rings[0], closed=nodes == 1),
         settings=settings,
         fallback=ring.fallback,
-    )
-
-
-def _hops(seen: NcclView, order: Sequence[int], *, closed: bool) -> tuple[DefaultHop, ...]:
-    targets = [*order[1:], order[0]] if closed else order[1:]
-    return tuple(
-        DefaultHop(source=source, target=target, mechanism=pair_mechanism(seen, source, target))
-        for source, target in zip(order, targets, strict=False)
-        if source != target
     )
 
 
