@@ -17,8 +17,7 @@ from tccl_py.nccl.settings import Settings, environment, settings_from_environme
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.versions import known_versions
 from tccl_py.plan.directory import machine_file, write_nccl_files, write_plan
-from tccl_py.plan.files import nccl_files
-from tccl_py.plan.host_order import RANK_MAP, rank_map_from_json
+from tccl_py.plan.files import host_order, nccl_files
 from tccl_py.plan.load import is_cluster_plan, load_plan
 from tccl_py.plan.variants import for_version
 from tccl_py.simulator.descriptions import model_for, read_description
@@ -28,7 +27,7 @@ from tests.effort import soon
 
 def judged(plan, files):
     """What NCCL does with the files, started as the rank map says."""
-    order = rank_map_from_json(files[f"order/{RANK_MAP}"], where=RANK_MAP)
+    order = host_order(plan)
     one_of = {host.name: plan.cluster.classes[host.node_class] for host in plan.cluster.hosts}
     jobs = [
         NodeJob(
@@ -148,7 +147,7 @@ def test_ranks_take_the_gpus_that_are_planned_for(tmp_path):
     plan = cluster_plan(hosts, chains, gpus={"four": (1, 3)})
     assert plan.orders == ((1, 0, 3, 2),)
     files = nccl_files(plan, tmp_path)
-    order = rank_map_from_json(files[f"order/{RANK_MAP}"], where=RANK_MAP)
+    order = host_order(plan)
     assert order.gpus == ((1, 3), (1, 3))
     check_run(plan, files)
 

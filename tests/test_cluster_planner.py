@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from tccl_profiler.compiler import program_for
 from tccl_profiler.nccl_links import process_variables
-from tccl_py.cluster_plan.crossings import rail_tuples
-from tccl_py.cluster_plan.joint import joint
-from tccl_py.cluster_plan.node import Node, used_nics
-from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring
+from tccl_py.cluster_plan.host_class import HostClass, used_nics
+from tccl_py.cluster_plan.nic_maps import rail_tuples
 from tccl_py.cluster_plan.planner import make_cluster_plan
-from tccl_py.cluster_plan.uplinks import with_measured_uplinks
+from tccl_py.cluster_plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring
+from tccl_py.cluster_plan.rings import cluster_rings
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import HostReport, SwitchTree, cluster_of
@@ -45,7 +44,7 @@ def cluster_with(machines, *, rails="any", switches=None, slots=None):
 
 
 def node_of(node_class, source, nodes, *, budget=SMALL):
-    return Node(
+    return HostClass(
         node_class,
         source,
         gpus=node_class.machine.gpu_indices,
@@ -117,15 +116,15 @@ def test_rings_over_nodes_equal_brute_force_over_chains_crossings_and_orders(cas
     rates = [chain_rates(*kinds[kind], source) for kind, source in zip(used, sources, strict=True)]
     classes = [host.node_class for host in cluster.hosts]
     best = best_of_all_orders(classes, rates, rails=rails)
-    found = joint(cluster, nodes, SETTINGS, 1, keep_order=False)
+    found = cluster_rings(cluster, nodes, SETTINGS, 1, keep_order=False)
     assert (found.rate_gbps if found is not None else 0.0) == best
     if found is not None:
         assert sorted(found.hosts) == sorted(cluster.names)
-        assert min(passage.rate_gbps for passage in found.passages) == found.rate_gbps
-        for number, passage in enumerate(found.passages):
+        assert min(passage.rate_gbps for passage in found.chains) == found.rate_gbps
+        for number, passage in enumerate(found.chains):
             (chain,) = passage.chains
-            assert chain.entry_nic == found.crossings[number - 1].entries[0]
-            assert chain.exit_nic == found.crossings[number].exits[0]
+            assert chain.entry_nic == found.nic_maps[number - 1].entries[0]
+            assert chain.exit_nic == found.nic_maps[number].exits[0]
 
 
 def best_of_all_orders_of_hosts(cluster, rates):
@@ -173,7 +172,7 @@ def test_under_switches_no_order_of_hosts_is_above_the_bound_and_none_above_what
     ]
     rates = [chain_rates(*kind, source) for kind, source in zip(used, sources, strict=True)]
     best = best_of_all_orders_of_hosts(cluster, rates)
-    found = joint(cluster, nodes, SETTINGS, 1, keep_order=False)
+    found = cluster_rings(cluster, nodes, SETTINGS, 1, keep_order=False)
     assert (found is None) == (best == 0)
     if found is not None:
         assert found.rate_gbps <= best <= found.bound_gbps
@@ -469,9 +468,9 @@ def test_hosts_with_gpu_direct_are_planned_for_though_their_network_cannot_be_me
     source = PlacedSource(RememberingSource(TcpOnly()), placement)
     settings = Settings(net_gdr_level="SYS")
     node = node_of(cluster.classes[0], source, 2)
-    found = joint(cluster, [node], settings, 1, keep_order=False)
+    found = cluster_rings(cluster, [node], settings, 1, keep_order=False)
     assert found is not None
-    assert found.passages[0].measurement.assumed
+    assert found.chains[0].measurement.assumed
 
 
 LANES = {f"h{host}.G{gpu}": 64 for host in range(2) for gpu in range(4)}
@@ -572,7 +571,7 @@ def test_chains_between_given_nics_share_what_is_left_of_the_budget():
     before = node.source.sets_measured
     ends = itertools.combinations(itertools.product(range(4), repeat=2), 2)
     pairings = [Pairing(tuple(sorted(pair))) for pair in itertools.islice(ends, 40)]
-    passages = [node.passage(node.choices[0].settings, pairing) for pairing in pairings]
+    passages = [node.chains_with(node.choices[0].settings, pairing) for pairing in pairings]
     # A search that has nothing left measures one set, so that a plan is possible all the same.
     assert node.source.sets_measured - before < 100 + len(pairings)
     assert None not in passages
@@ -618,11 +617,11 @@ def test_the_whole_ring_has_every_flow_of_every_host_and_crosses_to_the_next():
 def test_uplinks_get_a_rate_only_where_pairs_across_them_are_slower():
     tree = switches()
     beside = [("h0", "h2", 10.0), ("h3", "h1", 10.0)]
-    slow = with_measured_uplinks(tree, [*beside, ("h0", "h1", 4.0), ("h2", "h3", 5.0)])
+    slow = estimate_uplinks(tree, [*beside, ("h0", "h1", 4.0), ("h2", "h3", 5.0)])
     assert [one.uplink_gbps for one in slow.switches] == [5.0, 5.0]
-    both_ways = with_measured_uplinks(tree, [*beside, ("h0", "h1", 4.0), ("h3", "h2", 3.0)])
+    both_ways = estimate_uplinks(tree, [*beside, ("h0", "h1", 4.0), ("h3", "h2", 3.0)])
     assert [one.uplink_gbps for one in both_ways.switches] == [3.0, 3.0]
-    quick = with_measured_uplinks(tree, [*beside, ("h0", "h1", 9.5)])
+    quick = estimate_uplinks(tree, [*beside, ("h0", "h1", 9.5)])
     assert quick == tree
-    told = with_measured_uplinks(switches(uplink=2.0), [*beside, ("h0", "h1", 4.0)])
+    told = estimate_uplinks(switches(uplink=2.0), [*beside, ("h0", "h1", 4.0)])
     assert told == switches(uplink=2.0)

@@ -8,9 +8,13 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.cluster_plan.placed import PlacedSource, placements, whole_ring_rate
 from tccl_py.cluster_plan.planner import make_cluster_plan
-from tccl_py.cluster_plan.uplinks import with_measured_uplinks
+from tccl_py.cluster_plan.probe_hosts import (
+    PlacedSource,
+    estimate_uplinks,
+    placements,
+    whole_ring_rate,
+)
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.cluster import Cluster, HostReport, cluster_of
 from tccl_py.model.measurement import BandwidthSource
@@ -180,7 +184,7 @@ def _sampled(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str,
     if tree is None:
         return cluster, odd
     pairs = [(pair.sender, pair.receiver, pair.gbps) for pair in report.pairs]
-    known = with_measured_uplinks(tree, pairs)
+    known = estimate_uplinks(tree, pairs)
     odd += tuple(
         f"the uplink of switch {new.name} carries {new.uplink_gbps:.3g} GB/s each way, as "
         "pairs of hosts across it were measured"

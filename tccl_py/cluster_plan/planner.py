@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import msgspec
 
-from tccl_py.cluster_plan.joint import Joint, joint
-from tccl_py.cluster_plan.node import Node, Passage, used_nics
+from tccl_py.cluster_plan.host_class import HostChains, HostClass, used_nics
+from tccl_py.cluster_plan.rings import ClusterRings, cluster_rings
 from tccl_py.errors import InputError, SearchError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import Cluster
@@ -82,7 +82,7 @@ def make_cluster_plan(
     check_settings(Settings(version=version, p2p_level=level))
     counts = ring_counts or _ring_counts(cluster)
     nodes = [
-        Node(
+        HostClass(
             one,
             source,
             gpus=gpus[number],
@@ -96,7 +96,7 @@ def make_cluster_plan(
         )
         for number, (one, source) in enumerate(zip(cluster.classes, sources, strict=True))
     ]
-    best: Joint | None = None
+    best: ClusterRings | None = None
     cancelled = False
     try:
         for node in nodes:
@@ -156,7 +156,7 @@ def _ring_counts(cluster: Cluster) -> tuple[int, ...]:
     return tuple(sorted({1, 2, FEW_RINGS} | ports))
 
 
-def _candidates(nodes: Sequence[Node]) -> Iterator[tuple[Settings, int, float]]:
+def _candidates(nodes: Sequence[HostClass]) -> Iterator[tuple[Settings, int, float]]:
     """Settings and ring counts that some class does well with, and what may be hoped of them.
 
     A class that has not been searched under them may still turn out to be slower.
@@ -179,8 +179,13 @@ def _candidates(nodes: Sequence[Node]) -> Iterator[tuple[Settings, int, float]]:
 
 
 def _realisable(
-    cluster: Cluster, nodes: Sequence[Node], settings: Settings, count: int, *, keep_order: bool
-) -> Joint | None:
+    cluster: Cluster,
+    nodes: Sequence[HostClass],
+    settings: Settings,
+    count: int,
+    *,
+    keep_order: bool,
+) -> ClusterRings | None:
     """The best rings under settings by which NCCL ends up with the channels that were measured.
 
     Between nodes it doubles few and quick channels once more. Then as many are asked for in the
@@ -189,7 +194,7 @@ def _realisable(
     seen = [view(one.machine, one.knowledge, settings, gpus=one.gpus) for one in nodes]
     sm = min(one.system.sm_min for one in seen)
     while True:
-        found = joint(cluster, nodes, settings, count, keep_order=keep_order)
+        found = cluster_rings(cluster, nodes, settings, count, keep_order=keep_order)
         if found is None:
             return None
         hosts = len(cluster.hosts)
@@ -198,7 +203,7 @@ def _realisable(
         settings = msgspec.structs.replace(settings, channels=2 * settings.channels)
 
 
-def _better(one: Joint, other: Joint) -> bool:
+def _better(one: ClusterRings, other: ClusterRings) -> bool:
     """Whether one is clearly faster, or as fast with fewer rings or channels."""
     if one.rate_gbps > other.rate_gbps * (1 + WORTH):
         return True
@@ -210,8 +215,8 @@ def _better(one: Joint, other: Joint) -> bool:
 def _assembled(
     cluster: Cluster,
     gpus: tuple[tuple[int, ...], ...],
-    nodes: Sequence[Node],
-    best: Joint,
+    nodes: Sequence[HostClass],
+    best: ClusterRings,
     *,
     strategy: str,
     ib_gid_index: int | None,
@@ -220,16 +225,16 @@ def _assembled(
     paths: list[HostPath] = []
     hosts: list[PlannedHost] = []
     rank = 0
-    for name, passage in zip(best.hosts, best.passages, strict=True):
+    for name, host_chains in zip(best.hosts, best.chains, strict=True):
         number = cluster.host_classes[name]
-        key = (number, passage.chains)
+        key = (number, host_chains.chains)
         if key not in kinds:
             kinds[key] = len(paths)
-            paths.append(_host_path(nodes[number], number, best.settings, passage))
+            paths.append(_host_path(nodes[number], number, best.settings, host_chains))
         hosts.append(PlannedHost(name=name, path=kinds[key], first_rank=rank))
         rank += len(gpus[number])
     settings = _with_nics(best.settings, nodes, paths, ib_gid_index)
-    measured = [passage.measurement for passage in best.passages]
+    measured = [each.measurement for each in best.chains]
     stock, variables = _own_choices(cluster, nodes)
     bound = best.bound_gbps
     facts = version_facts(settings.version)
@@ -255,9 +260,11 @@ def _assembled(
     )
 
 
-def _host_path(node: Node, number: int, settings: Settings, passage: Passage) -> HostPath:
+def _host_path(
+    node: HostClass, number: int, settings: Settings, host_chains: HostChains
+) -> HostPath:
     """Return a path as it is saved, each hop with the rate it had beside all others."""
-    chains = plan_chains([chain.all_hops for chain in passage.chains], passage.measurement)
+    chains = plan_chains([chain.all_hops for chain in host_chains.chains], host_chains.measurement)
     seen = view(node.machine, node.knowledge, settings, gpus=node.gpus)
     type_intra, type_inter = path_types(seen, chains)
     return HostPath(node_class=number, chains=chains, type_intra=type_intra, type_inter=type_inter)
@@ -265,7 +272,7 @@ def _host_path(node: Node, number: int, settings: Settings, passage: Passage) ->
 
 def _with_nics(
     settings: Settings,
-    nodes: Sequence[Node],
+    nodes: Sequence[HostClass],
     paths: Sequence[HostPath],
     ib_gid_index: int | None,
 ) -> Settings:
@@ -284,7 +291,7 @@ def _with_nics(
     )
 
 
-def _own_choices(cluster: Cluster, nodes: Sequence[Node]) -> tuple[PlanChoice, PlanChoice]:
+def _own_choices(cluster: Cluster, nodes: Sequence[HostClass]) -> tuple[PlanChoice, PlanChoice]:
     """Return default NCCL, and NCCL with the variables that its own rings need to be rated.
 
     The slowest class decides, and uplinks in the order given. Variables equal default NCCL where
@@ -301,7 +308,7 @@ def _own_choices(cluster: Cluster, nodes: Sequence[Node]) -> tuple[PlanChoice, P
     return default, variables
 
 
-def _own_choice(cluster: Cluster, nodes: Sequence[Node], own: Sequence[Stock]) -> PlanChoice:
+def _own_choice(cluster: Cluster, nodes: Sequence[HostClass], own: Sequence[Stock]) -> PlanChoice:
     """Return NCCL's own rings over the hosts in the order given."""
     rate = min(stock.rate_gbps for stock in own)
     if cluster.switches is not None:
@@ -325,7 +332,7 @@ def _own_choice(cluster: Cluster, nodes: Sequence[Node], own: Sequence[Stock]) -
 
 
 def _own_rings(
-    cluster: Cluster, nodes: Sequence[Node], own: Sequence[Stock]
+    cluster: Cluster, nodes: Sequence[HostClass], own: Sequence[Stock]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of NCCL's own rings for each channel that every class has."""
     chains = [
@@ -358,7 +365,7 @@ def _chains_on(own: DefaultChains, number: int) -> tuple[DefaultChain, ...]:
     return tuple(chains[channel ^ 1] for channel in range(len(chains)))
 
 
-def _notices(best: Joint, nodes: Sequence[Node], settings: Settings) -> Iterator[str]:
+def _notices(best: ClusterRings, nodes: Sequence[HostClass], settings: Settings) -> Iterator[str]:
     for node in nodes:
         found = [choice.result for choice in node.choices if choice.result is not None]
         yield from dict.fromkeys(note for result in found for note in result.notices)

@@ -1,4 +1,4 @@
-"""One class of nodes: the settings that suit it, and its chains under any settings."""
+"""One class of hosts: the settings that suit it, and its chains under any settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tccl_py.cluster_plan.seeds import paired_seed, seeded
+from tccl_py.cluster_plan.nic_maps import initial_chains, paired_chain_set
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
@@ -44,24 +44,16 @@ PAIRED_SETS = 150
 """Sets that one search for chains with given NICs may measure, while the budget lasts."""
 
 
-class Passage(msgspec.Struct, frozen=True, kw_only=True):
-    """Chains that go through a node together, each with a NIC to come in and one to leave by.
-
-    `rate_gbps` is what they carry together, `measurement` of all their flows at the same time.
-    """
+class HostChains(msgspec.Struct, frozen=True, kw_only=True):
+    """Chains that share a host, their bandwidth together, and the measurement of all at once."""
 
     chains: tuple[Chain, ...]
     rate_gbps: float
     measurement: Measurement
 
-    @property
-    def pairs(self) -> tuple[NicPair, ...]:
-        """Entry and exit NIC of every chain."""
-        return tuple((chain.entry_nic, chain.exit_nic) for chain in self.chains)
-
 
 def used_nics(machine: Machine) -> tuple[int, ...]:
-    """The NICs that rings use: of the kind NCCL takes, and not much slower than the fastest.
+    """Return the NICs that rings use: of the kind NCCL takes, not much slower than the fastest.
 
     Raises:
         InputError: there is none.
@@ -75,12 +67,12 @@ def used_nics(machine: Machine) -> tuple[int, ...]:
     return tuple(nic.index for nic in nics if nic.speed_mbps >= SLOW_NIC * fastest)
 
 
-class Node:
-    """A class of nodes and what its source says of chains through it.
+class HostClass:
+    """A class of hosts, and the rates of chains on them.
 
     `choices` are the settings that were searched with the best chains found under each, best first.
     `stock` are NCCL's own chains with the variables that they need to be rated; `plain` those of
-    default NCCL, or why they have no rate.
+    default NCCL, or the reason why they have no rate.
     """
 
     def __init__(
@@ -124,17 +116,17 @@ class Node:
         self._nodes = nodes
         self.choices: list[Choice] = []
         self._left = budget.sets
-        self._passages: dict[tuple[Settings, Pairing], Passage | None] = {}
+        self._paired_chains: dict[tuple[Settings, Pairing], HostChains | None] = {}
         self._best: dict[tuple[Settings, int], Choice | None] = {}
 
     def explore(self) -> None:
-        """Measure what stock NCCL does, then search settings and chains.
+        """Rate NCCL's own chains, then search settings and chains.
 
         Raises:
-            SearchError: stock's chains or any others cannot be built.
+            SearchError: no chains can be built.
             MeasurementError: the source cannot measure them.
         """
-        own = self._own_chains()
+        own = default_chains_or_sys(self._default_view, nodes=self._nodes)
         self.stock = self._rated_own(own)
         self.plain = self._default(own)
         search = SettingsSearch(self._task, self.stock.as_choice)
@@ -143,15 +135,11 @@ class Node:
         self.cancelled = search.cancelled
         found = [search.best, *search.searched, self.stock.as_choice]
         if not self.cancelled:
-            found += self._other_landings(search.best)
+            found += self._gdr_choices(search.best)
         for choice in found:
             self.sets_by_symmetry += choice.result.sets_by_symmetry if choice.result else 0
         self.choices = sorted(found, key=lambda one: -one.rate_gbps)
         self._set_aside(found)
-
-    def _own_chains(self) -> DefaultChains:
-        """Return NCCL's own chains, under NCCL_P2P_LEVEL=SYS where its search needs that."""
-        return default_chains_or_sys(self._default_view, nodes=self._nodes)
 
     @property
     def _default_view(self) -> NcclView:
@@ -190,12 +178,12 @@ class Node:
         return Stock(choice=own, rings=rings, settings=settings, measurement=measurement)
 
     def _seeds(self, first: Choice) -> Iterator[Rings]:
-        """Sets of chains worth trying first: local NICs, each chain turned against the others."""
+        """Sets of chains to try first."""
         for count in self._task.ring_counts:
-            yield from seeded(space_under(self._task, first.settings, 1), self.nics, count)
+            yield from initial_chains(space_under(self._task, first.settings, 1), self.nics, count)
 
     def _set_aside(self, found: Sequence[Choice]) -> None:
-        """Keep what is left of the budget for chains that all classes need, half of it at least."""
+        """Keep the rest of the budget for chains that all classes need, half of it at least."""
         total = self._task.budget.sets
         if total is not None:
             for result in {id(one.result): one.result for one in found}.values():
@@ -209,11 +197,11 @@ class Node:
 
     @property
     def _few_sets(self) -> int:
-        """How many sets one more search may measure: without any, there might be no plan."""
+        """The sets that a further search may measure: without any, there might be no plan."""
         return PAIRED_SETS if self._left is None else max(1, min(PAIRED_SETS, self._left))
 
-    def _other_landings(self, best: Choice) -> list[Choice]:
-        """The best chains where bytes land elsewhere between GPUs and NICs."""
+    def _gdr_choices(self, best: Choice) -> list[Choice]:
+        """The best chains with other NIC buffer placements."""
         found = []
         for settings in gdr_variants(
             view(self.machine, self.knowledge, best.settings, gpus=self.gpus), nics=self.nics
@@ -232,7 +220,7 @@ class Node:
         return found
 
     def best_under(self, settings: Settings, count: int) -> Choice | None:
-        """The best set of so many chains under these settings; None if there is none."""
+        """Return the best set of so many chains under these settings; None if there is none."""
         key = (settings, count)
         if key not in self._best:
             self._best[key] = self._search(settings, count)
@@ -255,14 +243,14 @@ class Node:
         self._spend(result)
         return choice_found(settings, result)
 
-    def passage(self, settings: Settings, pairing: Pairing) -> Passage | None:
-        """The best chains with just these NICs under these settings; None if there are none."""
+    def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
+        """Return the best chains with just these NICs under these settings, or None."""
         key = (settings, pairing)
-        if key not in self._passages:
-            self._passages[key] = self._paired(settings, pairing)
-        return self._passages[key]
+        if key not in self._paired_chains:
+            self._paired_chains[key] = self._paired(settings, pairing)
+        return self._paired_chains[key]
 
-    def _paired(self, settings: Settings, pairing: Pairing) -> Passage | None:
+    def _paired(self, settings: Settings, pairing: Pairing) -> HostChains | None:
         network = self._task.network
         assert network is not None
         if not {nic for pair in pairing.pairs for nic in pair} <= set(self.nics):
@@ -270,10 +258,10 @@ class Node:
         if network.same_nic and any(one != other for one, other in pairing.pairs):
             return None
         best = self.best_under(settings, len(pairing.pairs))
-        if best is not None and passage_pairs(best.rings) == pairing.pairs:
+        if best is not None and nic_pairs(best.rings) == pairing.pairs:
             return self.measured(best.rings)
         space = space_under(self._task, settings, len(pairing.pairs))
-        seed = paired_seed(space, pairing.pairs)
+        seed = paired_chain_set(space, pairing.pairs)
         found = paired_chains(
             space,
             pairing,
@@ -287,11 +275,11 @@ class Node:
         self._spend(found)
         return self.measured(found.rings) if found is not None else None
 
-    def measured(self, rings: RingSet) -> Passage:
-        """A set of chains as a passage, measured well."""
+    def measured(self, rings: RingSet) -> HostChains:
+        """Measure a set of chains well."""
         measurement = measured_well(self.source, rings)
         rate = rings.rate(measurement)
-        return Passage(chains=chains_of(rings), rate_gbps=rate, measurement=measurement)
+        return HostChains(chains=chains_of(rings), rate_gbps=rate, measurement=measurement)
 
 
 def _graph_settings(own: DefaultChains) -> Settings:
@@ -302,6 +290,6 @@ def _graph_settings(own: DefaultChains) -> Settings:
     return msgspec.structs.replace(own.settings, channels=max(1, own.channels // 2))
 
 
-def passage_pairs(rings: RingSet) -> tuple[NicPair, ...]:
-    """The NIC pairs of a set of chains, in order, as `crossings.pairing_of` has them."""
+def nic_pairs(rings: RingSet) -> tuple[NicPair, ...]:
+    """Return the NIC pairs of a set of chains, in order, as `pairing_of`."""
     return tuple(sorted((one.entry_nic, one.exit_nic) for one in chains_of(rings)))

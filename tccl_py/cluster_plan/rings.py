@@ -1,4 +1,4 @@
-"""One choice of settings and of a number of rings, for all classes of nodes together."""
+"""Rings over all hosts under one choice of settings, and with one number of rings."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from collections.abc import Collection, Sequence
 import msgspec
 import numpy as np
 
-from tccl_py.cluster_plan.crossings import (
-    Crossing,
-    free_crossings,
-    pairing_of,
-    rail_crossings,
-)
-from tccl_py.cluster_plan.node import Node, Passage, passage_pairs
+from tccl_py.cluster_plan.host_class import HostChains, HostClass, nic_pairs
+from tccl_py.cluster_plan.nic_maps import NicMap, free_maps, pairing_of, rail_maps
 from tccl_py.errors import SearchError
 from tccl_py.merge.rings import (
     ChainTable,
@@ -30,34 +25,34 @@ from tccl_py.plan.tasks import Choice
 from tccl_py.search.chains import Pairing
 
 
-class Joint(msgspec.Struct, frozen=True, kw_only=True):
-    """Rings over all hosts: their order, and the passage that each of them has.
+class ClusterRings(msgspec.Struct, frozen=True, kw_only=True):
+    """Rings over all hosts: the order of hosts, and the chains of each.
 
-    `crossings[n]` leads from host n to the next one. `rate_gbps` is what all rings carry together.
-    No set of as many rings under these settings is above `bound_gbps`, in any order of hosts and
-    over any NICs, if each NIC carries as many rings as any other or one more; None is not known.
-    `order_proven`: no order of hosts is better for these chains; or one had to be kept.
+    `nic_maps[n]` leads from host n to the next. `rate_gbps` is the bandwidth of all rings together.
+    No set of as many rings under these settings exceeds `bound_gbps`, in any order of hosts and
+    over any NICs, if NICs carry equal numbers of rings or one more; None is not known.
+    `order_proven`: no order of hosts is better for these chains, or the order was given.
     """
 
     settings: Settings
     rings: int
     hosts: tuple[str, ...]
-    crossings: tuple[Crossing, ...]
-    passages: tuple[Passage, ...]
+    nic_maps: tuple[NicMap, ...]
+    chains: tuple[HostChains, ...]
     rate_gbps: float
     bound_gbps: float | None
     order_proven: bool
 
 
-def joint(
+def cluster_rings(
     cluster: Cluster,
-    nodes: Sequence[Node],
+    nodes: Sequence[HostClass],
     settings: Settings,
     count: int,
     *,
     keep_order: bool,
-) -> Joint | None:
-    """The best rings over all hosts under one choice of settings; None if a class has none.
+) -> ClusterRings | None:
+    """Return the best rings over all hosts under these settings; None if a class has none.
 
     Rings stay on rails (a NIC reaches the same NIC of the next node) unless that costs more than
     WORTH and the network lets any NIC reach any other.
@@ -66,7 +61,7 @@ def joint(
     found = [choice for choice in choices if choice is not None]
     if len(found) < len(nodes):
         return None
-    pairs = [passage_pairs(choice.rings) for choice in found]
+    pairs = [nic_pairs(choice.rings) for choice in found]
     ceiling = min(choice.rate_gbps for choice in found)
     bounds = [choice.bound_gbps for choice in found]
     limits = [bound for bound in bounds if bound is not None]
@@ -76,32 +71,30 @@ def joint(
         nodes,
         settings,
         found,
-        rail_crossings(pairs, [node.nics for node in nodes]),
+        rail_maps(pairs, [node.nics for node in nodes]),
         keep_order=keep_order,
     )
     if cluster.rails == "any" and (merged is None or merged[0].rate_gbps < ceiling * (1 - WORTH)):
-        free = _merged(
-            cluster, nodes, settings, found, free_crossings(pairs), keep_order=keep_order
-        )
+        free = _merged(cluster, nodes, settings, found, free_maps(pairs), keep_order=keep_order)
         if free is not None and (
             merged is None or free[0].rate_gbps > merged[0].rate_gbps * (1 + WORTH)
         ):
             merged = free
     if merged is None:
         return None
-    ring, crossings = merged
-    passages = _passages(cluster, nodes, settings, ring, crossings)
+    ring, nic_maps = merged
+    chains = _chains_of_hosts(cluster, nodes, settings, ring, nic_maps)
     carried = most = np.inf
     if cluster.switches is not None:
         carried = uplink_limit(cluster.switches, ring.hosts)
         most = least_passes_limit(cluster.switches)
-    rate = min(ring.rate_gbps, carried, *(passage.rate_gbps for passage in passages))
-    return Joint(
+    rate = min(ring.rate_gbps, carried, *(one.rate_gbps for one in chains))
+    return ClusterRings(
         settings=settings,
         rings=count,
         hosts=ring.hosts,
-        crossings=crossings,
-        passages=passages,
+        nic_maps=nic_maps,
+        chains=chains,
         rate_gbps=float(rate),
         # With noise, chains with other NICs may do better than the best of all were thought to.
         bound_gbps=None if bound is None else float(max(min(bound, most), rate)),
@@ -111,58 +104,58 @@ def joint(
 
 def _merged(
     cluster: Cluster,
-    nodes: Sequence[Node],
+    nodes: Sequence[HostClass],
     settings: Settings,
     choices: Sequence[Choice],
-    crossings: Sequence[Crossing],
+    nic_maps: Sequence[NicMap],
     *,
     keep_order: bool,
-) -> tuple[MergedRing, tuple[Crossing, ...]] | None:
-    """The best ring of nodes over these crossings, and the crossings it takes.
+) -> tuple[MergedRing, tuple[NicMap, ...]] | None:
+    """The best ring of hosts over these NIC maps, and the maps it takes.
 
     The best chains of every class are tried alone first: often they close, and then no other
-    chains between the same crossings need be searched.
+    chains between the same NICs need be searched.
     """
-    pairings = [{Pairing(passage_pairs(choice.rings))} for choice in choices]
+    pairings = [{Pairing(nic_pairs(choice.rings))} for choice in choices]
     ceiling = min(choice.rate_gbps for choice in choices)
     found = None
     for allowed in (pairings, [None] * len(nodes)):
         tables = [
-            _table(node, settings, crossings, only)
+            _table(node, settings, nic_maps, only)
             for node, only in zip(nodes, allowed, strict=True)
         ]
         try:
             ring = _ordered(cluster, tables, keep_order=keep_order)
         except SearchError:
             continue
-        found = ring, tuple(crossings[number] for number in ring.crossings)
+        found = ring, tuple(nic_maps[number] for number in ring.crossings)
         if ring.rate_gbps >= ceiling * (1 - WORTH):
             break
     return found
 
 
 def _table(
-    node: Node,
+    node: HostClass,
     settings: Settings,
-    crossings: Sequence[Crossing],
+    nic_maps: Sequence[NicMap],
     only: Collection[Pairing] | None,
 ) -> ChainTable:
-    """How much all rings together carry through a node, by crossing in and crossing out, GB/s.
+    """The bandwidth of all rings together on a host, by NIC map in and out, GB/s.
 
-    Where `only` is given, other pairings than those count as none.
+    Where `only` is given, other pairings have none.
     """
-    rates = np.zeros((len(crossings), len(crossings)))
-    for x, into in enumerate(crossings):
-        for y, out in enumerate(crossings):
+    rates = np.zeros((len(nic_maps), len(nic_maps)))
+    for x, into in enumerate(nic_maps):
+        for y, out in enumerate(nic_maps):
             pairing = pairing_of(into.entries, out.exits)
             if only is None or pairing in only:
-                passage = node.passage(settings, pairing)
-                rates[x, y] = passage.rate_gbps if passage is not None else 0.0
+                host_chains = node.chains_with(settings, pairing)
+                rates[x, y] = host_chains.rate_gbps if host_chains is not None else 0.0
     return ChainTable(name=node.node_class.name, rates=rates)
 
 
 def _ordered(cluster: Cluster, tables: Sequence[ChainTable], *, keep_order: bool) -> MergedRing:
-    """The order of hosts: the one they are given in, unless another one is better.
+    """The order of hosts: the given order, unless another is better.
 
     Raises:
         SearchError: there is no ring.
@@ -184,35 +177,35 @@ def _ordered(cluster: Cluster, tables: Sequence[ChainTable], *, keep_order: bool
 
 
 def _cannot_improve(ring: MergedRing, tables: Sequence[ChainTable]) -> bool:
-    """Whether no order is better: a class's best chain is no faster, or all hosts are alike."""
+    """Whether no order is better: a class's best chain is no faster, or all hosts are equal."""
     used = set(ring.order)
     return len(used) == 1 or ring.rate_gbps >= min(tables[one].rates.max() for one in used)
 
 
-def _passages(
+def _chains_of_hosts(
     cluster: Cluster,
-    nodes: Sequence[Node],
+    nodes: Sequence[HostClass],
     settings: Settings,
     ring: MergedRing,
-    crossings: Sequence[Crossing],
-) -> tuple[Passage, ...]:
-    """How the rings go through each host, in ring order."""
-    passages = []
+    nic_maps: Sequence[NicMap],
+) -> tuple[HostChains, ...]:
+    """The chains of each host, in ring order."""
+    found = []
     for number, host in enumerate(ring.hosts):
-        into, out = crossings[number - 1], crossings[number]
+        into, out = nic_maps[number - 1], nic_maps[number]
         node = nodes[cluster.host_classes[host]]
-        passage = node.passage(settings, pairing_of(into.entries, out.exits))
-        assert passage is not None
-        passages.append(_dealt(passage, into, out))
-    return tuple(passages)
+        host_chains = node.chains_with(settings, pairing_of(into.entries, out.exits))
+        assert host_chains is not None
+        found.append(_dealt(host_chains, into, out))
+    return tuple(found)
 
 
-def _dealt(passage: Passage, into: Crossing, out: Crossing) -> Passage:
-    """The passage with its chains in the order of the rings that take them."""
-    left = list(passage.chains)
+def _dealt(host_chains: HostChains, into: NicMap, out: NicMap) -> HostChains:
+    """The chains of a host in the order of the rings that take them."""
+    left = list(host_chains.chains)
     chains = []
     for wanted in zip(into.entries, out.exits, strict=True):
         chain = next(one for one in left if (one.entry_nic, one.exit_nic) == wanted)
         left.remove(chain)
         chains.append(chain)
-    return msgspec.structs.replace(passage, chains=tuple(chains))
+    return msgspec.structs.replace(host_chains, chains=tuple(chains))

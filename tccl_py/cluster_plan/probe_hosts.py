@@ -1,19 +1,20 @@
-"""A node's sets on real hosts: whoever is at the other end of the network is a partner host.
+"""Hosts on which sets of a class are measured, and uplinks estimated from pairs of hosts.
 
-A set of one node names its own part of flows over the network. To be measured it is placed on a
-host of the class; what leaves goes into the memory of a partner, what enters comes out of it: host
-memory, or a GPU's where NCCL carries it.
+A set of one class has only its host's part of flows over the network. It is measured on a host of
+the class and a partner: bytes that leave go into the partner's memory, and bytes that enter come
+out of it. That is host memory, or a GPU's where NCCL carries the bytes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from statistics import median
 
 import msgspec
 
-from tccl_py.cluster_plan.node import used_nics
-from tccl_py.model.cluster import Cluster
+from tccl_py.cluster_plan.host_class import used_nics
+from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.model.knowledge import gpus_beside_nics
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.transfer import (
@@ -30,6 +31,12 @@ from tccl_py.model.transfer import (
     transfer_set,
 )
 from tccl_py.plan.plan import Plan
+
+SLOWER = 0.9
+"""Pairs across an uplink below this share of those beside it are bound by it."""
+
+PairRate = tuple[str, str, float]
+"""Sender, receiver, and what one carries to the other, GB/s."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,14 +59,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     gpus: Mapping[int, int] = {}
 
     def measures(self, flow: Flow, nic: int) -> bool:
-        """Whether the rate of a flow by a NIC can be measured."""
+        """Return whether the rate of a flow by a NIC can be measured."""
         if self.gpus:
             return not _is_relayed(flow)
         return not (_lands_in_gpus(flow) or nic in self.unreached)
 
 
 class PlacedSource:
-    """Answers sets of a node by measuring them on a host and its partner.
+    """Measures the sets of a class on a host and its partner.
 
     Args:
         source: answers sets whose places name hosts; remembers what it answered, as a journal does.
@@ -285,3 +292,43 @@ def whole_ring_rate(plan: Plan, source: BandwidthSource) -> float:
     """
     (answer,) = source.measure([whole_ring(plan)])
     return plan.ring_count * answer.rate_gbps
+
+
+# Uplinks of switches.
+
+
+def estimate_uplinks(tree: SwitchTree, pairs: Sequence[PairRate]) -> SwitchTree:
+    """Estimate unknown uplink bandwidths of switches from measured pairs of hosts.
+
+    An uplink that carries a pair as fast as the hosts' own links do may carry any number of pairs,
+    and stays without a limit. Any other is as fast as the fastest pair, each way; of the two
+    directions the slower counts.
+
+    >>> tree = SwitchTree(name="top", switches=(
+    ...     SwitchTree(name="a", hosts=("h0", "h1")), SwitchTree(name="b", hosts=("h2", "h3"))))
+    >>> pairs = [("h0", "h1", 0.25), ("h2", "h3", 0.25), ("h0", "h2", 0.1), ("h3", "h1", 0.11)]
+    >>> [switch.uplink_gbps for switch in estimate_uplinks(tree, pairs).switches]
+    [0.1, 0.1]
+    """
+    everyone = frozenset(tree.all_hosts)
+    switches = tuple(estimate_uplinks(switch, pairs) for switch in tree.switches)
+    done = msgspec.structs.replace(tree, switches=switches)
+    return msgspec.structs.replace(
+        done, switches=tuple(_measured(one, everyone, pairs) for one in switches)
+    )
+
+
+def _measured(
+    switch: SwitchTree, everyone: frozenset[str], pairs: Sequence[PairRate]
+) -> SwitchTree:
+    """A switch below others with the estimate of its uplink."""
+    below = frozenset(switch.all_hosts)
+    beside = [gbps for one, other, gbps in pairs if one in below and other in below]
+    up = [gbps for one, other, gbps in pairs if one in below and other in everyone - below]
+    down = [gbps for one, other, gbps in pairs if other in below and one in everyone - below]
+    if switch.uplink_gbps is not None or not beside or not (up or down):
+        return switch
+    across = min(max(rates) for rates in (up, down) if rates)
+    if across <= 0 or across >= SLOWER * median(beside):
+        return switch
+    return msgspec.structs.replace(switch, uplink_gbps=across)
