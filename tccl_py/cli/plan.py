@@ -170,9 +170,13 @@ def plan(
         ),
     ] = None,
     tune: Annotated[
-        bool,
-        typer.Option("--tune", help="Verify the plan and tune its settings, as `tccl verify`."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--tune/--no-tune",
+            help="Verify the plan and tune its settings, as `tccl verify`. If not given, only "
+            "between hosts that talk over sockets, where one thread serves a GPU's connections.",
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a plan that is already in DIR.")
     ] = False,
@@ -222,7 +226,7 @@ def plan(
         interfaces=interfaces,
         network=network,
         pin_env=tuple(pin_env or ()),
-        tune=tune,
+        tune=bool(tune),
         in_job=in_job(),
     )
     asked.check()
@@ -244,7 +248,8 @@ def plan(
                 with undisturbed():
                     models, fingerprint = subject.models, subject.fingerprint
                     write_plan(made, output, models=models, fingerprint=fingerprint)
-                made = subject.tuned(made, output) if tune else made
+                if subject.is_tuned(made, tune):
+                    made = subject.tuned(made, output)
     _finish(made, output, json=json)
 
 
@@ -379,6 +384,10 @@ class _Subject:
         """Plan by the source, which has its journal; the source is closed then."""
         raise NotImplementedError
 
+    def is_tuned(self, made: Plan, asked: bool | None) -> bool:  # noqa: ARG002
+        """Return whether to tune the plan; `asked` is None where the user did not say."""
+        return bool(asked)
+
     def tuned(self, made: Plan, output: Path) -> Plan:
         """Verify the plan that was written to `output`, tune it, and return it."""
         return tuned_plan(made, output)
@@ -454,6 +463,17 @@ class _Job(_Subject):
             return plan_job(self._hosts, self._cluster, say=notice_each, reporter=line, **self.task)
         finally:
             self._hosts.close()
+
+    def is_tuned(self, made: Plan, asked: bool | None) -> bool:
+        """Return whether to tune the plan: between sockets jobs alone tell the bandwidth."""
+        if asked is not None or self._hosts.dry_run or not made.settings.socket_ifname:
+            return bool(asked)
+        try:
+            check_tuning(self._job)
+        except InputError as error:
+            notice(f"predicted bandwidth over sockets may be too high: no job checked it ({error})")
+            return False
+        return True
 
     def tuned(self, made: Plan, output: Path) -> Plan:  # noqa: ARG002 (it is read from `output`)
         """Tune the plan by jobs of the hosts, whose workers end first."""
