@@ -91,7 +91,7 @@ def test_a_self_made_link_with_nan_is_refused():
 
 
 def test_a_gpu_that_is_not_there_is_named_with_those_that_are():
-    with pytest.raises(InputError, match="GPU 5: is not in machine toy; it has 0, 1"):
+    with pytest.raises(InputError, match=r"^GPU 5: .* 0, 1$"):
         toy_machine(gpus=2).gpu(5)
 
 
@@ -162,9 +162,9 @@ def test_json_holds_no_control_character_and_reads_back_the_same():
     ("make", "sentence"),
     [
         (lambda path: path.mkdir(), "is not a regular file; name a file"),
-        (lambda path: path.write_bytes(b"ab\xff"), "byte 2: is not UTF-8 text; save it as UTF-8"),
+        (lambda path: path.write_bytes(b"ab\xff"), "byte 2: is not UTF-8"),
         (lambda path: path.write_bytes(b"x" * 101), "is larger than 100 bytes"),
-        (lambda path: None, "cannot be read (No such file or directory)"),
+        (lambda path: None, "cannot be read"),
     ],
 )
 def test_an_unreadable_file_is_refused_with_a_sentence(tmp_path, make, sentence):

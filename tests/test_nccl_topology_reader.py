@@ -46,10 +46,11 @@ def system(body: str, numa: str = "0") -> str:
     return f'<system version="1">\n<cpu numaid="{numa}" arch="x86_64">\n{body}\n</cpu>\n</system>'
 
 
-def refusal(text: str) -> str:
+def refusal(text: str) -> tuple[str, str]:
+    """The place of the error, and the fault's first words in quotes or digits."""
     with pytest.raises(InputError) as caught:
         parse_nccl_topology(text, where="topo.xml")
-    return str(caught.value)
+    return caught.value.where, caught.value.what
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -64,10 +65,8 @@ def test_a_graph_is_refused_with_a_sentence():
     path = CASES / "topologies" / "ncv4-graph.xml"
     with pytest.raises(InputError) as caught:
         read_nccl_topology(path)
-    assert str(caught.value) == (
-        f"{path}:1 <graphs>: is an NCCL graph (rings), not a topology; "
-        "give what NCCL_TOPO_DUMP_FILE wrote"
-    )
+    assert caught.value.where == f"{path}:1 <graphs>"
+    assert "NCCL_TOPO_DUMP_FILE" in caught.value.right
 
 
 def test_a_virtual_machine_keeps_numa_minus_one_and_unknown_links():
@@ -198,84 +197,80 @@ PCI = '<pci busid="0000:01:00.0" class="0x030200" {}><gpu dev="0"/></pci>'
 REFUSED = {
     "two gpus of one number": (
         gpu_xml() + "\n" + gpu_xml(bus="0000:02:00.0"),
-        "topo.xml:4 <gpu>: repeats dev 0; every GPU has its own dev",
+        ("topo.xml:4 <gpu>", "dev 0"),
     ),
     "two devices at one bus id": (
         gpu_xml() + gpu_xml(dev="1"),
-        "topo.xml:3 <pci>: repeats bus id 0000:01:00.0; every bus id stands once",
+        ("topo.xml:3 <pci>", "bus id"),
     ),
     "an unknown element": (
         "<pcie/>",
-        "topo.xml:3 <pcie>: is unknown inside <cpu>; <pci>, <nic> can stand there",
+        ("topo.xml:3 <pcie>", "unknown"),
     ),
     "an unknown element in a gpu": (
         gpu_xml(inner="<nvlnk/>"),
-        "topo.xml:3 <nvlnk>: is unknown inside <gpu>; <nvlink>, <xgmi>, <c2c> can stand there",
+        ("topo.xml:3 <nvlnk>", "unknown"),
     ),
     "a number that is none": (
         gpu_xml(dev="zero"),
-        'topo.xml:3 <gpu>: has dev="zero"; an integer from 0 to 255',
+        ("topo.xml:3 <gpu>", '"zero"'),
     ),
     "a negative number": (
         gpu_xml(dev="-1"),
-        'topo.xml:3 <gpu>: has dev="-1"; an integer from 0 to 255',
+        ("topo.xml:3 <gpu>", '"-1"'),
     ),
     "a NaN width": (
         PCI.format('link_width="nan"'),
-        'topo.xml:3 <pci>: has link_width="nan"; an integer from 0 to 255',
+        ("topo.xml:3 <pci>", '"nan"'),
     ),
     "a width no slot has": (
         PCI.format('link_width="64"'),
-        'topo.xml:3 <pci>: has link_width="64"; 1 to 32 lanes, or 0 if unknown',
+        ("topo.xml:3 <pci>", '"64"'),
     ),
     "a NaN speed": (
         PCI.format('link_speed="nan GT/s"'),
-        'topo.xml:3 <pci>: has link_speed="nan GT/s"; a rate such as "16.0 GT/s PCIe"',
+        ("topo.xml:3 <pci>", '"nan GT/s"'),
     ),
     "a negative speed": (
         PCI.format('link_speed="-8 GT/s"'),
-        'topo.xml:3 <pci>: has link_speed="-8 GT/s"; a rate such as "16.0 GT/s PCIe"',
+        ("topo.xml:3 <pci>", '"-8 GT/s"'),
     ),
     "a bus id that is none": (
         gpu_xml(bus="1:2"),
-        'topo.xml:3 <pci>: has busid="1:2"; a bus id such as 0000:1a:00.0',
+        ("topo.xml:3 <pci>", '"1:2"'),
     ),
     "a link of no count": (
         gpu_xml(inner='<nvlink target="0000:02:00.0" count="0" tclass="0x03"/>'),
-        'topo.xml:3 <nvlink>: has count="0"; an integer from 1 to 1024',
+        ("topo.xml:3 <nvlink>", '"0"'),
     ),
     "a link to a disk": (
         gpu_xml(inner='<nvlink target="0000:02:00.0" count="1" tclass="0x010802"/>'),
-        'topo.xml:3 <nvlink>: has tclass="0x010802"; '
-        "0x03.... (a GPU), 0x068000 (a switch) or 0x068001 (a CPU)",
+        ("topo.xml:3 <nvlink>", '"0x010802"'),
     ),
     "text between elements": (
         "hello",
-        'topo.xml:2 <cpu>: has the text "hello" between its elements; '
-        "everything is an attribute here",
+        ("topo.xml:2 <cpu>", '"hello"'),
     ),
-    "no gpu": ("", "topo.xml: has no GPU; a machine to plan for has at least one"),
+    "no gpu": ("", ("topo.xml", "no GPU")),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_understood_is_refused_by_file_line_and_element(case):
-    body, sentence = REFUSED[case]
-    assert refusal(system(body)) == sentence
+    body, (place, word) = REFUSED[case]
+    where, what = refusal(system(body))
+    assert where == place
+    assert word in what
 
 
 def test_a_wrong_root_version_or_numa_node_is_refused():
-    assert (
-        refusal("<a/>") == "topo.xml:1 <a>: is no NCCL topology; the outermost element is <system>"
-    )
-    assert refusal('<system version="3"/>') == (
-        "topo.xml:1 <system>: has version 3; version 1 or 2"
-    )
-    assert refusal(system(gpu_xml(), numa="-2")) == (
-        'topo.xml:2 <cpu>: has numaid="-2"; an integer from -1 to 2147483647'
-    )
+    assert refusal("<a/>")[0] == "topo.xml:1 <a>"
+    where, what = refusal('<system version="3"/>')
+    assert (where, "version 3" in what) == ("topo.xml:1 <system>", True)
+    where, what = refusal(system(gpu_xml(), numa="-2"))
+    assert (where, 'numaid="-2"' in what) == ("topo.xml:2 <cpu>", True)
     twice = '<system version="1"><cpu numaid="0"/>\n<cpu numaid="0"/></system>'
-    assert refusal(twice) == "topo.xml:2 <cpu>: repeats numaid 0; every NUMA node stands once"
+    assert refusal(twice) == ("topo.xml:2 <cpu>", "repeats numaid 0")
 
 
 def test_a_file_of_several_hosts_is_refused():
@@ -283,15 +278,13 @@ def test_a_file_of_several_hosts_is_refused():
         '<system version="1"><cpu numaid="0" host_hash="0x1"/>'
         '<cpu numaid="1" host_hash="0x2"/></system>'
     )
-    assert refusal(text) == (
-        "topo.xml:1 <system>: describes several hosts; give the file of one host"
-    )
+    assert refusal(text) == ("topo.xml:1 <system>", "describes several hosts")
 
 
 def test_a_truncated_file_is_refused_with_its_line():
     text = (CASES / "topologies" / "asus-esc8000a-e13p.xml").read_text()
-    assert refusal(text[: len(text) // 2]).startswith("topo.xml:19: is not well-formed XML (")
-    assert refusal("").startswith("topo.xml:1: is not well-formed XML (")
+    assert refusal(text[: len(text) // 2])[0] == "topo.xml:19"
+    assert refusal("")[0] == "topo.xml:1"
 
 
 def test_entity_bombs_and_external_entities_are_refused():
@@ -302,27 +295,31 @@ def test_entity_bombs_and_external_entities_are_refused():
     )
     outside = '<!DOCTYPE a [<!ENTITY x SYSTEM "file:///etc/passwd">]><system>&x;</system>'
     for text in (bomb, outside):
-        assert refusal(text) == ("topo.xml:1: has a document type or entities; remove them")
+        where, what = refusal(text)
+        assert where == "topo.xml:1"
+        assert "entities" in what
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "refused"),
     [
-        ("<system>" * 10**5, "topo.xml:1 <system>: is nested too deep; at most 64 levels"),
+        ("<system>" * 10**5, ("topo.xml:1 <system>", "too deep")),
         (
             system("".join(gpu_xml(dev=str(i)) for i in range(10**5))),
-            "topo.xml:3 <pci>: is element number 10001; one machine has at most 10000",
+            ("topo.xml:3 <pci>", "element number 10001"),
         ),
         (
             system("".join(gpu_xml(str(i), f"0000:{i:02x}:00.0") for i in range(65))),
-            "topo.xml:3 <gpu>: is GPU number 65; at most 64 fit a node",
+            ("topo.xml:3 <gpu>", "GPU number 65"),
         ),
     ],
     ids=["deep", "wide", "65 GPUs"],
 )
-def test_too_much_is_refused_at_once(text, sentence):
+def test_too_much_is_refused_at_once(text, refused):
     with soon(2):
-        assert refusal(text) == sentence
+        where, what = refusal(text)
+    assert where == refused[0]
+    assert refused[1] in what
 
 
 def machine_or_sentence(text: str) -> None:
@@ -393,5 +390,5 @@ def test_any_text_gives_a_machine_or_a_sentence(text):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"cannot be read \(No such file or directory\)"):
+    with pytest.raises(InputError, match="cannot be read"):
         read_nccl_topology(tmp_path / "none.xml")

@@ -71,10 +71,10 @@ def parse(text: str) -> Machine:
     return parse_nvidia_smi(text, where="topo.txt")
 
 
-def refusal(text: str) -> str:
+def refusal(text: str) -> tuple[str, str]:
     with pytest.raises(InputError) as caught:
         parse(text)
-    return str(caught.value)
+    return caught.value.where, caught.value.what
 
 
 def test_a_virtual_machine_with_nv18_all_to_all_has_an_nvlink_switch():
@@ -167,60 +167,43 @@ def test_several_numa_affinities_of_a_gpu_leave_its_node_unnamed():
 
 def test_a_matrix_that_is_not_symmetric_is_refused():
     text = matrix({(0, 1): "PIX"}, 2).replace("GPU1\tPIX", "GPU1\tPHB")
-    assert refusal(text) == (
-        "topo.txt: relates GPU0 and GPU1 by PIX one way, PHB the other; both ways are the same"
-    )
+    assert refusal(text) == ("topo.txt", "relates GPU0 and GPU1 by PIX one way, PHB the other")
 
 
 def test_relations_that_are_no_tree_are_refused_by_the_two_devices():
     text = matrix({(0, 1): "PIX", (1, 2): "PIX", (0, 2): "PHB"}, 3)
-    assert refusal(text) == (
-        "topo.txt: relates GPU0 and GPU2 by PHB, but others join them by PIX or nearer; "
-        "a PCI tree has no such relations"
-    )
+    assert refusal(text)[1].startswith("relates GPU0 and GPU2 by PHB")
 
 
 def test_truncated_output_is_refused():
     text = H200.read_text()
     lines = text.splitlines()
-    assert refusal("\n".join(lines[:3])) == (
-        "topo.txt: has 2 rows for 4 devices; give the whole output of `nvidia-smi topo -m`"
-    )
-    assert refusal("\n".join([*lines[:4], "GPU3\tNV18"])) == (
-        "topo.txt:5: has 1 of GPU3's 4 relations; give the whole output of `nvidia-smi topo -m`"
-    )
-    assert refusal("") == ("topo.txt: has no line that begins with GPU0; give `nvidia-smi topo -m`")
+    assert refusal("\n".join(lines[:3])) == ("topo.txt", "has 2 rows for 4 devices")
+    where, what = refusal("\n".join([*lines[:4], "GPU3\tNV18"]))
+    assert (where, "1 of GPU3's 4" in what) == ("topo.txt:5", True)
+    assert "GPU0" in refusal("")[1]
 
 
 def test_cells_rows_and_columns_that_are_wrong_are_refused_where_they_stand():
-    assert refusal(matrix({(0, 1): "WARP"}, 2)) == (
-        'topo.txt:2: relates GPU0 and GPU1 by "WARP"; X, PIX, PXB, PHB, NODE, SYS or NV#'
-    )
-    assert refusal(matrix({(0, 1): "X"}, 2)) == (
-        "topo.txt: relates GPU0 and GPU1 by X; X stands on the diagonal only"
-    )
-    assert refusal(matrix({}, 2).replace("\nGPU1", "\nGPU7")) == (
-        "topo.txt:3: begins with GPU7; the row of GPU1 comes here"
-    )
-    assert refusal("\tGPU0\tGPU0\n") == (
-        "topo.txt:1: names GPU0 twice; every device has one column"
-    )
-    assert refusal(matrix({}, 1).replace("0-7", "7-0")) == (
-        "topo.txt: names CPUs 7-0; a list such as 0-15,32-47"
-    )
-    assert refusal("GPU0 NIC0\nGPU0 X NV2\nNIC0 NV2 X") == (
-        "topo.txt: relates GPU0 and NIC0 by NVLinks; NVLinks join GPUs"
-    )
+    wrong = {
+        matrix({(0, 1): "WARP"}, 2): ("topo.txt:2", '"WARP"'),
+        matrix({(0, 1): "X"}, 2): ("topo.txt", "GPU0 and GPU1 by X"),
+        matrix({}, 2).replace("\nGPU1", "\nGPU7"): ("topo.txt:3", "GPU7"),
+        "\tGPU0\tGPU0\n": ("topo.txt:1", "GPU0 twice"),
+        matrix({}, 1).replace("0-7", "7-0"): ("topo.txt", "CPUs 7-0"),
+        "GPU0 NIC0\nGPU0 X NV2\nNIC0 NV2 X": ("topo.txt", "GPU0 and NIC0 by NVLinks"),
+    }
+    for text, (place, words) in wrong.items():
+        where, what = refusal(text)
+        assert where == place
+        assert words in what
 
 
 def test_ten_to_the_five_gpus_are_refused_at_once():
     text = "\t".join(f"GPU{i}" for i in range(10**5))
     with soon(2):
         said = refusal(text)
-    assert said == (
-        "topo.txt:1: names 1000 GPUs and 99000 other devices; "
-        "at most 64 GPUs and 256 devices fit a node"
-    )
+    assert said == ("topo.txt:1", "names 1000 GPUs and 99000 other devices")
 
 
 LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")

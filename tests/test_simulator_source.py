@@ -69,28 +69,28 @@ def test_senseless_repeats_are_refused():
 def test_a_direct_transfer_without_peer_access_is_refused():
     with pytest.raises(MeasurementError) as refused:
         Simulator(load_bundled("amd-3090")).measure([parse_set("G0->G0->G1")])
-    assert str(refused.value) == (
-        "G0->G0->G1: GPU 0 has no direct access to GPU 1 on amd-3090; "
-        "bounce through host memory instead"
-    )
+    assert str(refused.value).startswith("G0->G0->G1: ")
+    assert "no direct access" in str(refused.value)
 
 
 def test_another_host_is_refused():
-    with pytest.raises(MeasurementError, match=r"simulates one, so leave h3\. out"):
+    with pytest.raises(MeasurementError, match=r"another host.* h3\."):
         Simulator(ASUS).measure([parse_set("G0->G0->h3.G1")])
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "where", "known"),
     [
-        ("G0->G0->G9", "G9: is not in machine asus-esc8000a-e13p; it has G0, G1, G2, G3, G4"),
-        ("G0->G0->C2", "C2: is not in machine asus-esc8000a-e13p; it has C0, C1"),
-        ("G0->N0->N0", "N0: is not in machine asus-esc8000a-e13p; it has none of this kind"),
+        ("G0->G0->G9", "G9", "G0, G1, G2, G3, G4"),
+        ("G0->G0->C2", "C2", "C0, C1"),
+        ("G0->N0->N0", "N0", "none of this kind"),
     ],
 )
-def test_a_place_the_machine_does_not_have_is_refused_with_those_it_has(text, sentence):
-    with pytest.raises(InputError, match=sentence):
+def test_a_place_the_machine_does_not_have_is_refused_with_those_it_has(text, where, known):
+    with pytest.raises(InputError) as refused:
         Simulator(ASUS).measure([parse_set(text)])
+    assert refused.value.where == where
+    assert known in refused.value.right
 
 
 def test_a_flow_listed_twice_runs_twice():

