@@ -47,7 +47,7 @@ def system(body: str, numa: str = "0") -> str:
 
 
 def refusal(text: str) -> tuple[str, str]:
-    """The place of the error, and the fault's first words in quotes or digits."""
+    """The place and the fault of the error."""
     with pytest.raises(InputError) as caught:
         parse_nccl_topology(text, where="topo.xml")
     return caught.value.where, caught.value.what
