@@ -19,7 +19,7 @@ from types import FrameType  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
 NOT_USABLE, INTERRUPTED = 2, 130
-_OF_RANKS = ("measure", "plan", "verify")
+_OF_RANKS = ("check", "explain", "measure", "plan", "verify")
 """Commands that the ranks of an MPI job do together."""
 
 

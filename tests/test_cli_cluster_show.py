@@ -302,8 +302,6 @@ def test_env_refuses_what_does_not_fit_the_plan(directory, tmp_path):
 @pytest.mark.parametrize(
     "command, sentence",
     [
-        (("explain",), "is the plan of a cluster; `tccl show --hops` lists its flows with rates"),
-        (("explain", "--no-measure"), "is the plan of a cluster; `tccl show --hops`"),
         (("check",), "is the plan of a cluster; `tccl show` has its rates; plan a machine alone"),
     ],
 )

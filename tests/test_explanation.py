@@ -7,13 +7,16 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.explain.causes import NEAR, find_causes, is_hurt
 from tccl_py.explain.explain import explain
-from tccl_py.explain.findings import load_explanation, save_explanation, short
+from tccl_py.explain.findings import kind_of, load_explanation, save_explanation, short
 from tccl_py.explain.probing import Prober, SymmetryKeys
 from tccl_py.explain.sharing import Sharing
+from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import direct_write, parse_set, transfer_set
 from tccl_py.plan.load import load_plan
@@ -23,6 +26,7 @@ from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.memory import RememberingSource
 from tests.fakes import random_resources, two_uplinks
+from tests.nccl_nodes import with_nics
 from tests.planned import with_parts
 from tests.toy import no_symmetry, toy_machine
 
@@ -293,3 +297,31 @@ def test_an_explanation_of_another_version_is_refused(tmp_path):
     path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
     with pytest.raises(InputError, match=r"format version 2"):
         load_explanation(tmp_path)
+
+
+def test_the_chains_of_a_cluster_are_explained_on_a_host_of_each_class(tmp_path):
+    directory = tmp_path / "plan"
+    options = ("--simulate", "nvswitch-8gpu-8nic", "--nodes", "2", "--rings", "1")
+    made = CliRunner().invoke(app, ["plan", "-o", str(directory), *options, "--max-sets", "20"])
+    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, ["explain", str(directory), "--json"])
+    assert result.exit_code == 0, result.output
+    found = load_explanation(directory)
+    (ring,) = found.rings
+    plan = load_plan(directory)
+    assert ring.node_class == plan.cluster.classes[0].name
+    assert ring.rate_gbps == pytest.approx(plan.rate_gbps)
+    assert found.simulated
+    chains = (chain for path in plan.paths for chain in path.chains)
+    assert ring.slowest.flows[0] in {hop.flow for chain in chains for hop in chain.hops}
+    alone = CliRunner().invoke(app, ["explain", str(directory), "--json", "--no-measure"])
+    assert alone.exit_code == 0, alone.output
+    assert load_explanation(directory).rings == found.rings
+
+
+def test_a_network_flow_that_crowds_a_memory_is_named():
+    machine = with_nics(toy_machine(gpus=2, numa_nodes=1, name="pair"), {0: "G0", 1: "G1"})
+    sharing = Sharing(machine, Knowledge())
+    flows = "N0->N0->C0->G0->G0 N1->N1->C0->G1->G1"
+    assert words(sharing, flows) == ["the host memory of NUMA node 0"]
+    assert kind_of(parse_set(flows).flows[0]) == "network receive"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from tccl_py.cli.interrupts import interrupts_put_off
+from tccl_py.cli.measure import planned_hosts
 from tccl_py.cli.options import (
     BackendOption,
     DevicesOption,
@@ -18,19 +21,23 @@ from tccl_py.cli.options import (
     TargetOption,
     in_range,
     refuse,
-    refuse_cluster,
 )
 from tccl_py.cli.output import ProgressLine, grid, results
 from tccl_py.cli.streams import notice, notice_each, print_json, provenance
+from tccl_py.cluster_plan.job import class_sources, journal_sources
 from tccl_py.errors import InputError
 from tccl_py.explain.explain import DEFAULT_BUDGET, MOST_FINDINGS
 from tccl_py.explain.explain import explain as explanation_of
 from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
+from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, known_model
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.search.problem import Budget
-from tccl_py.sources.planned import journal_alone, measured_again, simulated_again
+from tccl_py.sources.journal import read_journal
+from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.opening import OpenedSource
+from tccl_py.sources.planned import journal_alone, journal_source, measured_again, simulated_again
 
 _WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
 
@@ -70,10 +77,6 @@ def explain(
     check_plan_directory(directory)
     in_range("--max-sets", max_sets, 1_000_000)
     in_range("--max-causes", max_causes, 100)
-    refuse_cluster(
-        directory,
-        "`tccl show --hops` lists its flows with rates; plan a machine alone to have it explained",
-    )
     plan = load_plan(directory)
     if plan.simulated or no_measure:
         why = "the plan is simulated" if plan.simulated else "nothing is measured"
@@ -81,29 +84,22 @@ def explain(
         refuse(options, ("", f"is about hardware, but {why}", "leave it out"))
     budget = Budget(sets=0 if no_measure else max_sets)
     journal = directory / JOURNAL_FILE
-    with interrupts_put_off(), ProgressLine() as line:
+    asked: dict[str, Any] = {"backend": backend, "devices": devices, "target": target}
+    with interrupts_put_off(), ExitStack() as stack:
+        line = stack.enter_context(ProgressLine())
         if no_measure:
-            source, notices = journal_alone(journal, plan.machine, simulated=plan.simulated)
-        elif plan.simulated:
-            also = ", or add --no-measure"
-            model = known_model(plan, directory, otherwise=also)
-            source, notices = simulated_again(model, journal, otherwise=also)
+            source, sources = _journal_alone(plan, journal)
+        elif plan.is_cluster and not plan.simulated:
+            header = read_journal(journal).header
+            hosts = planned_hosts(plan, header, stack, **asked)
+            hosts.watch(line.measured)
+            notice_each(hosts.keep_in(journal))
+            source, sources = hosts, class_sources(hosts, plan.cluster)
         else:
-            otherwise = "explain it there, or add --no-measure"
-            source, notices = measured_again(
-                journal,
-                plan.machine,
-                plan.gpus,
-                otherwise=otherwise,
-                backend=backend,
-                devices=devices,
-                target=target,
-            )
-            source.watch(line.measured)
-        notice_each(notices)
-        with source:
-            found = explanation_of(plan, source, budget=budget, most=max_causes)
-        notice_each(source.notices)
+            source = stack.enter_context(_again(plan, directory, line, **asked))
+            sources = [source] * len(plan.cluster.classes)
+        found = explanation_of(plan, sources, budget=budget, most=max_causes)
+    notice_each(source.notices)
     try:
         found = save_explanation(found, directory)
     except InputError as error:
@@ -115,11 +111,44 @@ def explain(
         _print(found, plan, results())
 
 
+def _journal_alone(
+    plan: Plan, journal: Path
+) -> tuple[RememberingSource, Sequence[BandwidthSource]]:
+    """Return the journal as a source, and a source for each class of hosts."""
+    if plan.is_cluster and not plan.simulated:
+        contents = read_journal(journal)
+        notice_each(contents.notices)
+        return journal_source(contents), journal_sources(plan, contents)
+    machine = plan.cluster.classes[0].machine
+    source, notices = journal_alone(journal, machine, simulated=plan.simulated)
+    notice_each(notices)
+    return source, [source] * len(plan.cluster.classes)
+
+
+def _again(plan: Plan, directory: Path, line: ProgressLine, **asked: Any) -> OpenedSource:
+    """Return the source of a simulated plan, or of one host's plan, with its journal."""
+    journal = directory / JOURNAL_FILE
+    if plan.simulated:
+        also = ", or add --no-measure"
+        model = known_model(plan, directory, otherwise=also)
+        source, notices = simulated_again(model, journal, otherwise=also)
+    else:
+        otherwise = "explain it there, or add --no-measure"
+        source, notices = measured_again(
+            journal, plan.machine, plan.gpus, otherwise=otherwise, **asked
+        )
+        source.watch(line.measured)
+    notice_each(notices)
+    return source
+
+
 def _print(found: Explanation, plan: Plan, console: Console) -> None:
     """Print the findings of each set of rings, the worst first, and what the plan avoided."""
     mark = provenance(simulated=found.simulated, assumed=found.assumed)
-    gpus = ",".join(map(str, plan.gpus))
-    console.print(f"What hurts on {found.machine}, GPUs {gpus}: {mark}")
+    where = f"{len(plan.hosts)} hosts of {found.machine}"
+    if not plan.is_cluster:
+        where = f"{found.machine}, GPUs {','.join(map(str, plan.gpus))}"
+    console.print(f"What hurts on {where}: {mark}")
     for ring in found.rings:
         _print_ring(ring, mark, console)
     if found.pitfalls:
@@ -135,7 +164,7 @@ def _print(found: Explanation, plan: Plan, console: Console) -> None:
 
 def _print_ring(ring: RingExplanation, mark: str, console: Console) -> None:
     many = f", {ring.rings} rings of {ring.rate_gbps / ring.rings:.2f}" if ring.rings > 1 else ""
-    whose = _WHOSE[ring.name]
+    whose = _WHOSE[ring.name] + (f" on {ring.node_class}" if ring.node_class else "")
     console.print()
     console.print(f"{whose}: {ring.rate_gbps:.2f} GB/s ({mark}){many}")
     if ring.sentence:

@@ -28,16 +28,20 @@ from tccl_py.cli.options import (
 )
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.streams import notice, notice_each, print_json, provenance
-from tccl_py.errors import TcclError
+from tccl_py.errors import InputError, TcclError
 from tccl_py.model.measurement import Measurement, dealt
 from tccl_py.model.transfer import TransferSet, parse_flow, parse_set
+from tccl_py.plan.plan import Plan
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.hosts import in_job, join_job, open_hosts
+from tccl_py.sources.hosts import HostsSource, in_job, join_job, open_hosts
+from tccl_py.sources.journal import JournalHeader
 from tccl_py.sources.opening import OpenedSource, open_source
 from tccl_py.sources.profiled import (
+    SEARCH_REPEATS,
     MeasurementOptions,
     gpus_of,
+    is_dry_run,
     measured_machine,
     overlap_notices,
     relative_intervals,
@@ -171,6 +175,42 @@ def controlled_job() -> Iterator[Job]:
         if not job.is_controller:
             raise typer.Exit(job.serve())
         yield job
+
+
+def planned_hosts(
+    plan: Plan,
+    journal: JournalHeader,
+    stack: ExitStack,
+    *,
+    backend: str | None = None,
+    devices: int | None = None,
+    target: float | None = None,
+) -> HostsSource:
+    """Join this MPI job, and return a source over its hosts, on which a plan was measured.
+
+    Args:
+        plan: of several hosts.
+        journal: the header of the plan's journal.
+        stack: leaves the job.
+        backend, devices, target: as in `open_hosts`; None is as the plan was measured.
+
+    Raises:
+        InputError: this is no MPI job, or the plan was measured on other hosts.
+    """
+    what = f"the plan of {len(plan.hosts)} hosts"
+    if not in_job():
+        right = "start the command by mpirun or srun, with a rank on each host"
+        raise InputError(what, "needs the hosts for measurements", right)
+    if backend is None and is_dry_run(journal):
+        backend, devices = "host", devices or len(plan.cluster.classes[0].machine.gpus)
+    options = measurement_options(repeats=SEARCH_REPEATS, target=target)
+    job = stack.enter_context(controlled_job())
+    source = open_hosts(job, backend=backend, devices=devices, options=options)
+    stack.enter_context(source)
+    if source.header != journal:
+        found = f"was measured on other hosts ({journal.identity}) than these"
+        raise InputError(what, f"{found} ({source.header.identity})", "plan these hosts")
+    return source
 
 
 def measurement_options(*, target: float | None = None, **options: Any) -> MeasurementOptions:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,16 @@ from tccl_py.cluster_plan.probe_hosts import (
 )
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.cluster import Cluster, HostReport, cluster_of
-from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.plan import Plan
 from tccl_py.readers.hosts import HostSlots, read_host_list
 from tccl_py.readers.switches import read_switches
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.hosts import HostsSource, sampled_links
+from tccl_py.sources.journal import JournalContents
+from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.planned import journal_source
 
 MANY_NODES = 16_384
 SPOT_CHECKS = 16
@@ -133,19 +139,11 @@ def plan_job(
     Raises:
         SourceLostError: a host is gone.
     """
-    session = source.session
     cluster, odd = _sampled(source, cluster)
     say(odd)
-    addressed = {host.name: tuple(host.addresses) for host in session.hosts}
-    places = placements(
-        cluster,
-        over_sockets=session.over_sockets,
-        addressed=addressed,
-        carried=session.network == "nccl",
-    )
-    made = make_cluster_plan(cluster, [PlacedSource(source, place) for place in places], **task)
+    made = make_cluster_plan(cluster, class_sources(source, cluster), **task)
     if made.assumed:
-        odd += (_ASSUMED[session.network],)
+        odd += (_ASSUMED[source.session.network],)
     elif not made.cancelled:
         made = _with_whole_ring(made, source)
     # Answers of the journal were measured by an earlier run.
@@ -157,6 +155,41 @@ def plan_job(
         sets_remembered=max(0, asked - count),
         notices=tuple(dict.fromkeys(notices)),
     )
+
+
+def class_sources(source: HostsSource, cluster: Cluster) -> list[PlacedSource]:
+    """Return a source for each class of hosts, over one host of it and a partner."""
+    session = source.session
+    places = placements(
+        cluster,
+        over_sockets=session.over_sockets,
+        addressed={host.name: tuple(host.addresses) for host in session.hosts},
+        carried=session.network == "nccl",
+    )
+    return [PlacedSource(source, place) for place in places]
+
+
+def journal_sources(plan: Plan, journal: JournalContents) -> list[RememberingSource]:
+    """Return a source for each class of hosts that has the journal's rates of its hops and chains.
+
+    A journal names hosts. It has sets of the plan's hops alone, in pairs, and all together, as they
+    were measured on one host of the class.
+    """
+    base = journal_source(journal)
+    # By NCCL, between GPUs by TCP, and between host memories by TCP.
+    carriers = ((True, False), (False, False), (False, True))
+    known: list[dict[TransferSet, list[Measurement]]] = [{} for _ in plan.cluster.classes]
+    for carried, over_sockets in carriers:
+        places = placements(plan.cluster, carried=carried, over_sockets=over_sockets)
+        for path in plan.paths:
+            flows = [hop.flow for chain in path.chains for hop in chain.hops]
+            wanted = [transfer_set(flows), *(transfer_set([flow]) for flow in flows)]
+            wanted += [transfer_set(pair) for pair in combinations(flows, 2)]
+            source = PlacedSource(base, places[path.node_class])
+            for transfers in dict.fromkeys(wanted):
+                with suppress(MeasurementError):
+                    known[path.node_class].setdefault(transfers, [*source.measure([transfers])])
+    return [RememberingSource(base, found) for found in known]
 
 
 def _sampled(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:

@@ -22,7 +22,7 @@ from tccl_py.explain.probing import Prober, SymmetryKeys
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.model.transfer import Flow
+from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
@@ -34,23 +34,29 @@ from tccl_py.sources.memory import RememberingSource
 DEFAULT_BUDGET = Budget(sets=200)
 MOST_FINDINGS = 4
 _NO_STOCK = "default NCCL's rings are the plan's own, or go over NICs: there is nothing more to say"
+_NO_DEFAULT = "default NCCL's chains on each host are no part of a cluster's plan"
 _MUCH = 1.1
 """Transfers that lose less than a tenth slow each other only a little."""
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """Rings to explain: their flows, ring after ring, and the number of rings."""
+    """Rings to explain, or their chains on hosts of a class: flows, and the number of rings."""
 
     name: Literal["plan", "stock"]
+    number: int = 0
     flows: tuple[Flow, ...]
     rings: int
 
 
 def subjects(plan: Plan) -> Iterator[Subject]:
-    """Yield the plan's rings, and default NCCL's if they differ."""
-    flows = tuple(hop.flow for ring in plan.rings for hop in ring.hops)
-    yield Subject(name="plan", flows=flows, rings=len(plan.rings))
-    default = _default(plan)
+    """Yield the plan's rings on each class of hosts, and a machine's default rings if different."""
+    seen: set[tuple[int, TransferSet]] = set()
+    for path in plan.paths:
+        flows = tuple(hop.flow for chain in path.chains for hop in chain.hops)
+        if (path.node_class, transfer_set(flows)) not in seen:
+            seen.add((path.node_class, transfer_set(flows)))
+            yield Subject(name="plan", number=path.node_class, flows=flows, rings=plan.ring_count)
+    default = None if plan.is_cluster else _default(plan)
     if default is not None and sorted(default.flows) != sorted(flows):
         yield default
 
@@ -70,16 +76,17 @@ def _default(plan: Plan) -> Subject | None:
     return Subject(name="stock", flows=flows, rings=len(orders))
 
 
-def node_of(plan: Plan) -> Node:
-    """Return the machine of a plan."""
+def node_of(plan: Plan, number: int = 0) -> Node:
+    """Return the machine of a plan, or of a class of its hosts."""
+    part, gpus = plan.cluster.classes[number], plan.class_gpus[number]
     return Node(
-        machine=plan.machine, knowledge=plan.knowledge, gpus=plan.gpus, pinned_env=plan.pinned_env
+        machine=part.machine, knowledge=part.knowledge, gpus=gpus, pinned_env=plan.pinned_env
     )
 
 
 def explain(
     plan: Plan,
-    source: BandwidthSource,
+    source: BandwidthSource | Sequence[BandwidthSource],
     *,
     budget: Budget = DEFAULT_BUDGET,
     most: int = MOST_FINDINGS,
@@ -88,44 +95,60 @@ def explain(
 
     Args:
         plan: the plan whose rings, and whose default NCCL's rings, are explained.
-        source: answers sets; a RememberingSource's known sets are not measured again.
+        source: answers sets, or one source for each class of hosts, whose flows over the network
+            are those of one host; a RememberingSource's known sets are not measured again.
         budget: `sets` to measure beyond these, and `seconds`.
         most: findings at most for each set of rings.
 
     Raises:
         MeasurementError: the source cannot measure the rings themselves.
     """
-    remembering = source if isinstance(source, RememberingSource) else RememberingSource(source)
-    node = node_of(plan)
-    symmetry = SymmetryKeys(automorphisms(node.machine, node.knowledge, gpus=node.gpus))
-    prober = Prober(remembering, symmetry, budget=budget)
-    builder = Builder(node, prober)
+    sources = source if isinstance(source, Sequence) else [source]
+    builders = [_builder(plan, number, one, budget) for number, one in enumerate(sources)]
     explained: list[RingExplanation] = []
     chosen = list(subjects(plan))
-    for number, subject in enumerate(chosen):
-        prober.share_out(len(chosen) - number + 1)
-        # Rings that cannot be rated are no subject.
-        rate = plan.rate_gbps if subject.name == "plan" else plan.stock.rate_gbps or 0.0
-        explained.append(_ring(builder, subject, most, rate))
-    prober.share_out(1)
-    findings = [finding for ring in explained for finding in ring.findings]
+    for place, subject in enumerate(chosen):
+        builder = builders[subject.number]
+        # Each class has a budget of its own, with a share left for pitfalls.
+        rest = sum(one.number == subject.number for one in chosen[place:])
+        builder.prober.share_out(rest + 1)
+        explained.append(_ring(builder, subject, most, plan))
+    pitfalls: list[Finding] = []
+    for number, builder in enumerate(builders):
+        builder.prober.share_out(1)
+        rings = (ring for ring, one in zip(explained, chosen, strict=True) if one.number == number)
+        told = [finding for ring in rings for finding in ring.findings]
+        pitfalls += builder.pitfalls(told, most=most)
+    notices = () if len(chosen) > 1 else (_NO_STOCK,)
     return Explanation(
-        machine=plan.machine.name,
-        simulated=remembering.simulated,
-        assumed=plan.assumed or prober.assumed,
+        machine=", ".join(part.machine.name for part in plan.cluster.classes),
+        simulated=builders[0].prober.source.simulated,
+        assumed=plan.assumed or any(builder.prober.assumed for builder in builders),
         rings=tuple(explained),
-        pitfalls=builder.pitfalls(findings, most=most),
-        sets_measured=prober.sets_measured,
-        notices=() if len(chosen) > 1 else (_NO_STOCK,),
+        pitfalls=tuple(sorted(pitfalls, key=lambda finding: -finding.slowdown)[:most]),
+        sets_measured=sum(builder.prober.sets_measured for builder in builders),
+        notices=(_NO_DEFAULT,) if plan.is_cluster else notices,
     )
 
 
-def _ring(builder: Builder, subject: Subject, most: int, rate_gbps: float) -> RingExplanation:
+def _builder(plan: Plan, number: int, source: BandwidthSource, budget: Budget) -> Builder:
+    remembering = source if isinstance(source, RememberingSource) else RememberingSource(source)
+    node = node_of(plan, number)
+    symmetry = SymmetryKeys(automorphisms(node.machine, node.knowledge, gpus=node.gpus))
+    share = budget
+    if budget.sets is not None:
+        share = msgspec.structs.replace(budget, sets=budget.sets // len(plan.cluster.classes))
+    return Builder(node, Prober(remembering, symmetry, budget=share, network=plan.is_cluster))
+
+
+def _ring(builder: Builder, subject: Subject, most: int, plan: Plan) -> RingExplanation:
     prober, flows = builder.prober, subject.flows
     found = RingExplanation(
         name=subject.name,
+        node_class=plan.cluster.classes[subject.number].name if plan.is_cluster else "",
         rings=subject.rings,
-        rate_gbps=rate_gbps,
+        # Rings that cannot be rated are no subject.
+        rate_gbps=plan.rate_gbps if subject.name == "plan" else plan.stock.rate_gbps or 0.0,
         slowest=None,
         findings=(),
         unexplained="the hops of these rings were not all measured alone",

@@ -68,6 +68,12 @@ def journal_alone(
     return RememberingSource(source, contents.measurements), contents.notices
 
 
+def journal_source(contents: JournalContents) -> RememberingSource:
+    """Return a source with the measurements of a journal, which fails for every other set."""
+    none = _NoSource(simulated=contents.header.simulated, elsewhere=None)
+    return RememberingSource(none, contents.measurements)
+
+
 def journal_of(journal: Path, machine: Machine, *, simulated: bool) -> JournalContents:
     """Read the journal of a plan of a machine.
 
