@@ -339,7 +339,7 @@ def test_settings_whose_sets_cannot_be_measured_are_left_out_by_name(fake, tmp_p
     assert planned(tmp_path / "plan").exit_code == 0
     plan = load_plan(tmp_path / "plan")
     assert any("cannot be measured: C0" in text for text in plan.notices)
-    assert not any(parse_set(hop.flow).flows[0].is_bounce for hop in plan.rings[0].hops)
+    assert not any(hop.flow.is_bounce for hop in plan.rings[0].hops)
 
 
 def test_a_plan_of_rates_that_vary_says_so(fake, tmp_path):
@@ -382,9 +382,7 @@ def test_a_machine_that_is_lost_ends_the_plan_by_name_and_keeps_the_journal(fake
     result = planned(tmp_path / "plan")
     assert (result.exit_code, result.stdout) == (2, "")
     first, second = result.stderr.splitlines()
-    assert first == (
-        "tccl: what was measured is kept: the same command goes on from " + str(tmp_path / "plan")
-    )
+    assert first.endswith(f"resumes from {tmp_path / 'plan'}")
     assert "G1 was killed; nor" in second
     assert second.endswith(" be measured any more")
     assert len(read_journal(tmp_path / "plan" / "measurements.jsonl").measurements) == 9

@@ -202,7 +202,7 @@ def _graph_file(
 ) -> PurePosixPath | None:
     """Return the graph file for a communicator over exactly these GPUs, or None.
 
-    A file that is not in the manifest is none of the plan's, whatever its name is.
+    Only files of the manifest belong to the plan, whatever their names.
 
     Raises:
         InputError: the model is damaged.
@@ -234,11 +234,11 @@ def _plan_now(plan: Plan, directory: Path, gpus: tuple[int, ...], manifest: Mani
 
 
 def _env_of_host(directory: Path, host: str | None, *, json: bool) -> None:
-    """Print the settings of one host of a cluster's plan; None is the host that this runs on.
+    """Print the settings of a host of a cluster's plan; None is this host.
 
     Raises:
-        InputError: no plan, or a file of it is gone or was changed.
-        typer.Exit: the plan has no such host, or this one has other GPUs now.
+        InputError: no plan, or a file of the plan is missing or was changed.
+        typer.Exit: the plan lacks this host, or was made for other GPUs.
     """
     plan = load_plan(directory)
     check_files(directory)
@@ -263,11 +263,11 @@ def _env_of_host(directory: Path, host: str | None, *, json: bool) -> None:
 
 
 def planned_host(plan: Plan, host: str | None) -> str | None:
-    """Return the plan's name for a host, with or without its domain; None if it has none.
+    """Return the plan's name for a host, with or without domain; None if the plan lacks it.
 
     Args:
         plan: of a cluster.
-        host: a name; None is the host that this runs on.
+        host: a name; None is this host.
     """
     names = names_of_this_host() if host is None else iter((host, host.partition(".")[0]))
     return next((name for name in names if name in plan.cluster.host_classes), None)

@@ -1,7 +1,6 @@
-"""Ctrl-C and SIGTERM while a command works: each reaches it as an exception of its own.
+"""Exceptions for Ctrl-C and SIGTERM while a command works.
 
-An interrupt that falls into numpy's own code can come out of it as a TypeError; there it is put off
-until that code has returned.
+An interrupt inside numpy's code can come out as a TypeError; it is put off until numpy returns.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ _AGAIN_S = 0.005
 
 @contextlib.contextmanager
 def interrupts_put_off(kinds: _Kinds = CTRL_C) -> Iterator[None]:
-    """Within the block these signals raise their kinds; inside numpy a moment later, outside of it.
+    """Raise exceptions for these signals within the block, inside numpy a moment later.
 
-    Does nothing where signals cannot be handled (another thread than the main one), and leaves
-    signals alone that the caller ignores or handles.
+    Does nothing where signals cannot be handled (outside of the main thread), and leaves signals
+    alone that the caller ignores or handles.
     """
     usual = _usual(kinds)
     if not usual:

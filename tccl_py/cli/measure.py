@@ -239,10 +239,9 @@ def _measured(
 def in_given_order(
     text: str, measurement: Measurement, values: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """Return the rates of a set's flows in the order of `text`; the measurement has its own order.
+    """Return the rates of a set's flows in the order of `text`; measurements have their own order.
 
-    Equal flows were measured one after the other, and are given out so. `values` replace the rates,
-    in the measurement's order.
+    Equal flows get theirs in turn. `values` replace the rates, in the measurement's order.
     """
     found = measurement.gbps if values is None else values
     waiting = dealt(measurement.transfers.flows, found)

@@ -81,12 +81,12 @@ def rings_here(place: MeasuredMachine, gpus: Sequence[int] | None) -> InstalledR
 
 
 def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
-    """Load the graph files of a plan in the NCCL here; return notices on those it runs otherwise.
+    """Load a plan's graph files in the installed NCCL; return notices on rings that differ.
 
-    Nothing is loaded where NCCL could not be asked for its rings.
+    Nothing is loaded where NCCL was not asked for its rings.
 
     Raises:
-        MeasurementError: NCCL does not start with one of them.
+        MeasurementError: NCCL does not start with a graph file.
     """
     if not rings.able:
         return ()

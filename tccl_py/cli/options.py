@@ -73,11 +73,11 @@ _GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 
 
 def refuse(options: Mapping[str, object], why: tuple[str, str, str]) -> None:
-    """Refuse options that are given, by their names; None and False mean "not given".
+    """Refuse options that are given; None and False mean "not given".
 
     Args:
         options: values by name.
-        why: beside what they are refused, the reason, and the remedy.
+        why: the contradicting option, the reason, and the remedy.
 
     Raises:
         InputError: an option is given.

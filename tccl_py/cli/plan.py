@@ -185,21 +185,21 @@ def plan(
     """Find the best rings for a machine or a cluster, and write the files that make NCCL use them.
 
     DIR then holds plan.json, the journal of measurements, the machines, and below nccl/ graph files
-    for all GPUs and for subsets of them (of a cluster for every host), nccl.conf and env.sh. Rates
-    are those of this machine's GPUs, which should have nothing else to do, or, with --simulate, of
-    a model. Ctrl-C prints the best so far and keeps the journal; the same command again resumes
-    from it, measures nothing twice, and writes the plan.
+    for all GPUs and for subsets of GPUs (of a cluster for every host), nccl.conf and env.sh. Rates
+    are measured on this machine's GPUs, which should be idle otherwise, or, with --simulate, come
+    from a model. Ctrl-C prints the best so far and keeps the journal; the same command resumes
+    there, measures nothing twice, and writes the plan.
 
-    A plan is for one version of NCCL. Without --nccl, where GPUs are measured, that is the one that
-    torch here loads, else that of an nvidia-nccl package, else the system's libnccl.so.2, and under
-    mpirun the version on all hosts; with a model it is the newest known. stderr says which it was.
+    A plan is for a single version of NCCL. Without --nccl, where GPUs are measured, it is the
+    version loaded by torch here, else an nvidia-nccl package's, else the system's libnccl.so.2, and
+    under mpirun the version on all hosts; with a model it is the newest known. stderr names it.
 
     Under mpirun or srun, with a rank or more on each host, the job's hosts are planned for
-    together. NCCL joins nodes in the order of ranks, so that order is part of the plan: nccl/order
-    has it for launchers.
+    together. NCCL joins nodes in the order of ranks, so the order is part of the plan: nccl/order
+    has files for launchers.
 
-    With --pin-env the plan is for hosts where every job sets NCCL_P2P_LEVEL or NCCL_P2P_DISABLE:
-    so do all settings that are tried, and default NCCL, with which the plan is compared.
+    With --pin-env the plan is for hosts where every job sets NCCL_P2P_LEVEL or NCCL_P2P_DISABLE: so
+    do all settings tried, and default NCCL in the comparison.
 
     Examples:
 

@@ -52,8 +52,7 @@ def report(
 
 
 def _check_replaceable(target: Path, mark: str, *, inside: bool) -> None:
-    """Refuse a file with something in it that is no report; `inside` a plan's directory, it may be
-    one of the plan's own.
+    """Check that a file may be replaced: it is empty, or a report.
 
     Raises:
         InputError: it is another file, or cannot be read.

@@ -38,9 +38,9 @@ def show(
 ) -> None:
     """Show a plan: rings, rates, the slowest hop, the bound, settings, and default NCCL.
 
-    Of a cluster's plan: the order of its hosts, and of each class of hosts the NICs by which rings
-    come and go, and the GPUs between. With --json its rings are lists of global ranks, one list for
-    each channel.
+    Of a cluster's plan: the order of hosts, and of each class of hosts the NICs by which rings come
+    and go, and the GPUs between. With --json the rings are lists of global ranks, a list for each
+    channel.
 
     Example:
 

@@ -118,10 +118,10 @@ def verify(
         bool, typer.Option("--json", metavar=" ", help="Print JSON instead of text.")
     ] = False,
 ) -> None:
-    """Run real collectives by default NCCL and by the plan's other choices, and name the winner.
+    """Run real collectives by default NCCL and by the plan's choices, and name the winner.
 
     A machine's plan has up to three arms: default NCCL, variables alone (NCCL_GRAPH_FILE unset),
-    and the graph file with its variables. Choices of equal environment are one arm. First the
+    and the graph file with its variables. Choices of equal environment share an arm. First the
     values of broadcast, scatter, reduce, gather, all-reduce, all-gather, reduce-scatter, all-to-all
     and send/recv are compared with computed values. Then jobs of fresh processes, one a GPU, time
     all-reduce from 1 KiB to 1 GiB in interleaved rounds. A size is better or worse than default
@@ -238,9 +238,9 @@ def tuned_plan(plan: Plan, directory: Path) -> Plan:
 
 
 def tuned_hosts(directory: Path, job: Job, backend: Backend) -> Plan:
-    """Verify a cluster's plan that was just written by its hosts' job, tune it, and return it.
+    """Verify a cluster's new plan by a job of its hosts, tune it, and return it.
 
-    Sizes that would take long at the plan's rate are left out.
+    Sizes that take long at the plan's rate are left out.
     """
     rate = load_plan(directory).rate_gbps
     sizes = tuple(size for size in SIZES if 2 * size / (rate * 1e9) <= _LONGEST_S) or SIZES[:1]
@@ -289,9 +289,9 @@ def verified(
     tune: bool,
     only: ChoiceName | None = None,
 ) -> Verification:
-    """Verify all choices, or `only` one, tune if asked to, and keep the result with the plan.
+    """Verify all choices, or `only` a single choice, tune if asked to, and keep the result.
 
-    An interrupt or an error of tuning leaves the plan as it was, and its verification.
+    An interrupt or an error of tuning leaves the plan and the verification of it in place.
     """
     if tune:
         budget = msgspec.structs.replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
@@ -408,10 +408,10 @@ def _here(plan: Plan) -> MeasuredMachine:
 
 
 def _check_here(plan: Plan, directory: Path, here: MeasuredMachine) -> None:
-    """Check that a plan is of this machine.
+    """Check that a plan was made for this machine.
 
     Raises:
-        InputError: it was measured on another, or this one lacks a GPU that it names.
+        InputError: another machine was measured, or a GPU of the plan is missing here.
     """
     where = str(directory)
     right = "plan this machine, or verify it where it belongs"

@@ -74,14 +74,14 @@ def open_hosts(
     """Return a source over the hosts of a job; entering it finds out what the hosts are.
 
     Args:
-        job: joined, on its controller.
+        job: joined, on the controller.
         backend: `cuda` (the default), or `host` for a dry run in host memory.
         devices: number of devices of each host, for the host backend.
-        interfaces: names of network interfaces, as `eth0,eth1`, to use as NICs; None is those of
-            the network cards.
+        interfaces: names of network interfaces, as `eth0,eth1`, to use as NICs; None is all ports
+            of the network cards.
         network: `nccl` or `tcp` between hosts; None is nccl, on the host backend tcp.
         options: of measurements.
-        expected: names of the hosts that there should be.
+        expected: names of the hosts in the job.
         gid_index: NCCL_IB_GID_INDEX.
 
     Raises:
@@ -139,10 +139,10 @@ class HostsSource(OpenedSource):
         return self
 
     def use_only(self, sets: Sequence[TransferSet]) -> tuple[str, ...]:
-        """Start devices of these sets alone; return the hosts that they are on.
+        """Limit devices to those of some sets; return their hosts.
 
         Raises:
-            InputError: a place that names no host or is not there.
+            InputError: an unknown place, or a place without host.
             MeasurementError: a set cannot be measured.
         """
         self.session.only = self.session.check_sets(sets)

@@ -1,8 +1,8 @@
 """The journal: an append-only file of measurements, from which an interrupted run resumes.
 
-JSON lines: a header with the machine, driver and options that the measurements are valid for, then
-a line with the raw samples of each measured set. Every line is flushed as it is written; a torn
-last line is dropped with a notice, and any other damage is refused by file and line.
+JSON lines: a header with the machine, driver and options of the measurements, then a line with
+the raw samples of each measured set. Every line is flushed at once; a torn last line is dropped
+with a notice, and other damage is refused by file and line.
 """
 
 from __future__ import annotations
@@ -217,10 +217,10 @@ def _torn_notice(path: Path, torn: bytes) -> str:
 
 
 class JournalFile:
-    """A journal that is open for appending; no other process gets it until it is closed.
+    """A journal open for appending, locked until it is closed.
 
-    `measurements` are those of earlier runs, and `notices` sentences on dropped lines. With
-    `replace` a journal of another machine, or a damaged one, is put aside as `PATH.old`.
+    `measurements` are of earlier runs, and `notices` sentences on dropped lines. With `replace` the
+    journal of another machine, or a damaged file, is put aside as `PATH.old`.
 
     Raises:
         InputError: the file is in use, damaged, of another machine, or cannot be written.

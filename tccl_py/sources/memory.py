@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class RememberingSource:
-    """Wraps a source, so that several searches share its measurements; a context manager.
+    """A source with a memory, shared by several searches; a context manager.
 
-    `sets_measured` counts sets that the source was asked for, `sets_remembered` sets answered from
-    memory. The source is asked for one set at a time, so that little is lost when it fails.
-    Hardware is asked in random order, so that drift favours no place in a list.
+    `sets_measured` counts sets that the wrapped source measured, `sets_remembered` sets answered
+    from memory. The wrapped source measures a single set at a time, so that a failure loses little.
+    Hardware measures in random order, so that drift favours no place in a list.
 
     Args:
-        source: answers sets that are not known.
+        source: measures unknown sets.
         known: earlier measurements by set.
-        journal: an open journal: its measurements are known, and new ones are appended to it
-            before they are used. Closed with this source.
+        journal: an open journal, whose measurements are known. New measurements are appended before
+            use. Closed with this source.
         seed: of the random order.
     """
 

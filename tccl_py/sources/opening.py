@@ -1,4 +1,4 @@
-"""`open_source`: what answers transfer sets, by simulation, by measuring, or from a journal."""
+"""`open_source`: rates of transfer sets by simulation, by measuring, or from a journal."""
 
 from __future__ import annotations
 
@@ -125,10 +125,10 @@ class OpenedSource(RememberingSource):
         return self._header
 
     def keep_in(self, path: Path, *, replace: bool = False) -> tuple[str, ...]:
-        """Answer from a journal file, and append new measurements to it; return its notices.
+        """Answer from a journal file, and append new measurements; return notices on the file.
 
         Args:
-            path: the file; made if it is not there.
+            path: the file; made if missing.
             replace: put a journal of another machine aside, as `PATH.old`.
 
         Raises:

@@ -1,6 +1,6 @@
-"""Measured bandwidth: the profiler on this host, or on the hosts of an MPI job, as one source.
+"""Measured bandwidth: the profiler on this host, or on the hosts of an MPI job, as a source.
 
-The profiler is imported inside the functions that need it, so that simulations do not load it.
+Functions import the profiler late, so that simulations do not load it.
 """
 
 from __future__ import annotations
@@ -149,10 +149,10 @@ def is_dry_run(header: JournalHeader) -> bool:
 
 
 def gpus_of(machine: Machine, sets: Sequence[TransferSet]) -> tuple[int, ...]:
-    """Return the GPUs that sets use, after checking that they can be measured on this machine.
+    """Return the GPUs of sets, after checking the sets against the machine.
 
     Raises:
-        InputError: a set names a GPU or NUMA node that the machine does not have.
+        InputError: a set names a GPU or NUMA node outside of the machine.
         MeasurementError: a set cannot be measured: a NIC, another host, too many blocks.
     """
     from tccl_profiler.compiler import program_for  # noqa: PLC0415
@@ -184,15 +184,15 @@ def _gpu_of(machine: Machine, place: Place) -> tuple[int, ...]:
 
 
 class ProfiledSource:
-    """A BandwidthSource that measures on hardware; a context manager.
+    """A BandwidthSource over hardware; a context manager.
 
-    Its workers start with the first set that is asked for: a journal may have all the answers.
-    `count` sets were measured so far; `on_set` is called with it before and after each.
+    Workers start with the first set: a journal may have all the answers. `count` sets were measured
+    so far; `on_set` is called with the count before and after each.
 
     Args:
-        session: the profiler's, of this host or, entered already, of a job's hosts.
+        session: of this host, or, entered already, of a job's hosts.
         options: as the session's.
-        notices: limits of every rate that is measured here, for the user.
+        notices: limits of every rate measured here, for the user.
         check: refuses sets that cannot be measured here.
         entered: whether the session is.
     """
