@@ -418,17 +418,17 @@ class InstalledRings:
     def _compare_ways(self, found: NcclAnswer, settings: Settings, under: str) -> None:
         """Add a notice on hops whose transport is not the emulation's."""
         seen = view(self._machine, self._knowledge, settings, gpus=self._gpus)
-        other = [
+        different = [
             f"GPU {way.source} -> {way.target} by {way.via}, not {expected}"
             for way in found.ways
             if way.transport
             != (expected := TRANSPORTS[pair_mechanism(seen, way.source, way.target).kind])
         ]
-        if other:
-            more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
-            self.notices.append(
-                f"{under} connects {', '.join(other[:_SHOWN])}{more}: their rates are of the latter"
-            )
+        if different:
+            count = len(different)
+            more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
+            shown = ", ".join(different[:_SHOWN])
+            self.notices.append(f"{under} connects {shown}{more}: rates are of the latter")
 
 
 def ring_words(found: NcclAnswer) -> str:
@@ -439,7 +439,7 @@ def ring_words(found: NcclAnswer) -> str:
 def _ring_words(rings: Sequence[tuple[int, ...]], channels: int, *, fallback: bool) -> str:
     distinct: list[tuple[int, ...]] = []
     for ring in rings:
-        if not any(same_rings(ring, other) for other in distinct):
+        if not any(same_rings(ring, known) for known in distinct):
             distinct.append(ring)
     shown = ", ".join(" ".join(map(str, ring)) for ring in distinct[:_SHOWN])
     more = ", ..." if len(distinct) > _SHOWN else ""

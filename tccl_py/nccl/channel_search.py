@@ -177,7 +177,7 @@ class ChannelSearch:
         nodes = self._system.nodes
         for up in nodes[gpu].links:
             if up.type == PathType.PIX:
-                return [up, next(one for one in nodes[up.target].links if one.target == gpu)]
+                return [up, next(down for down in nodes[up.target].links if down.target == gpu)]
         return []
 
     def _answered(self, source: str, link: Link) -> Link | None:
@@ -186,7 +186,7 @@ class ChannelSearch:
         if source in sm or sm.get(link.target, _NO_ANSWER_FROM) >= _NO_ANSWER_FROM:
             return None
         links = self._system.nodes[link.target].links
-        return next(one for one in links if one.target == link.source and one.type == link.type)
+        return next(up for up in links if (up.target, up.type) == (link.source, link.type))
 
     def _uncached_use(self, source: str, target: str, rate: float) -> Step:
         """A fifth more is taken of PCI links below Intel CPUs, and an eighth back from old GPUs."""
@@ -428,7 +428,7 @@ class ChannelSearch:
             orders=tuple(
                 tuple(self._gpus[gpu] for gpu in order) for order in self._orders[:channels]
             ),
-            ports=tuple((one, other) for one, other in self._ends[:channels]),
+            ports=tuple((start, end) for start, end in self._ends[:channels]),
         )
 
     # Order of GPUs
@@ -445,14 +445,14 @@ class ChannelSearch:
 
     def _ranking(self, state: int, gpu: int, used: int, leave: int, port: str) -> list[int]:
         if self._system.nvs:
-            return [one for one in self._neighbours(gpu) if not used >> one & 1]
+            return [near for near in self._neighbours(gpu) if not used >> near & 1]
         around = ((gpu + step) % self._count for step in range(1, self._count))
-        scores = {one: self._score(gpu, one) for one in around if not used >> one & 1}
+        scores = {peer: self._score(gpu, peer) for peer in around if not used >> peer & 1}
         ranked = sorted(
-            (one for one, (_, hops) in scores.items() if hops),
-            key=lambda one: (*self._port_score(port, one, state), *scores[one]),
+            (peer for peer, (_, hops) in scores.items() if hops),
+            key=lambda peer: (*self._port_score(port, peer, state), *scores[peer]),
         )
-        alike = len({scores[one] for one in ranked}) <= 1
+        alike = len({scores[peer] for peer in ranked}) <= 1
         if alike and leave not in (-1, used.bit_count()):
             ranked.reverse()
         return ranked
@@ -475,4 +475,4 @@ class ChannelSearch:
         after, before = (gpu + 1) % self._count, (gpu - 1) % self._count
         wanted = {"ring": [before, after], "balanced tree": [after, before], "tree": [after]}
         beside = dict.fromkeys(wanted[self._wanted.pattern])
-        return [one for one in beside if self._score(gpu, one)[1]]
+        return [peer for peer in beside if self._score(gpu, peer)[1]]

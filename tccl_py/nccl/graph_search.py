@@ -128,8 +128,8 @@ class _Compute:
     def _key(self) -> tuple[object, ...]:
         """Return the parameters of a search: a repeated search finds nothing better."""
         trial = self.trial
-        near = sum(one <= trial.type_intra for one in self.types_intra)
-        out = sum(one <= trial.type_inter for one in self.types_inter)
+        near = sum(kind <= trial.type_intra for kind in self.types_intra)
+        out = sum(kind <= trial.type_inter for kind in self.types_inter)
         rates = trial.rate_intra, trial.rate_inter
         ways = trial.pattern, trial.same_channels, trial.cross_nic
         return (near, out, *rates, *ways, trial.min_channels)
@@ -265,7 +265,7 @@ def _two_nvlink_islands(seen: NcclView) -> bool:
         for other in range(place + 1, len(gpus)):
             if seen.paths.get((gpu, gpus[other]), DISCONNECTED).type == PathType.NVL:
                 domains[other] = domains[place]
-    return sum(domains.count(one) > 1 for one in set(domains)) == 2
+    return sum(domains.count(domain) > 1 for domain in set(domains)) == 2
 
 
 def search_ring(seen: NcclView, *, nodes: int = 1) -> Graph:

@@ -58,7 +58,7 @@ class InitLog(msgspec.Struct, frozen=True, kw_only=True):
 
         () without such a communicator, or if a ring does not have every rank once.
         """
-        rings = next((one for one in self.communicators if len(one[0]) == ranks), ())
+        rings = next((found for found in self.communicators if len(found[0]) == ranks), ())
         every = list(range(ranks))
         return rings if all(sorted(ring) == every for ring in rings) else ()
 

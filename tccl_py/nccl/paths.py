@@ -124,8 +124,8 @@ def _paths_to(
 
 def _better(system: System, path: Path, known: Path) -> bool:
     if system.rules.nearer_wins:
-        one, other = ((way.type, -way.gbps, len(way.links)) for way in (path, known))
-        return one < other
+        new, old = ((way.type, -way.gbps, len(way.links)) for way in (path, known))
+        return new < old
     return len(known.links) >= len(path.links) and known.gbps < path.gbps
 
 
@@ -201,7 +201,7 @@ def nvlinked(system: System, paths: Paths) -> frozenset[str]:
     """Return the GPUs with an NVLink to another GPU of the communicator."""
     pairs = permutations(system.gpus, 2)
     return frozenset(
-        one for one, other in pairs if paths.get((one, other), DISCONNECTED).type == PathType.NVL
+        pair[0] for pair in pairs if paths.get(pair, DISCONNECTED).type == PathType.NVL
     )
 
 
@@ -246,15 +246,15 @@ class _NetPolicy:
     def send_by_relay(self, gpu: str, net: str) -> None:
         """Apply PXN: an NVLinked GPU nearer to a NIC relays for this GPU."""
         paths = self.paths
-        other = local_gpu(self.system, paths, net)
-        if other is None or other == gpu:
+        relay = local_gpu(self.system, paths, net)
+        if relay is None or relay == gpu:
             return
-        own, theirs = (paths.get((one, net), DISCONNECTED) for one in (gpu, other))
-        near = theirs.type <= PathType.P2C and paths[other, gpu].type <= PathType.NVL
-        if not near or (theirs.gbps <= own.gbps and own.type <= PathType.PXN):
+        own, near = (paths.get((end, net), DISCONNECTED) for end in (gpu, relay))
+        beside = near.type <= PathType.P2C and paths[relay, gpu].type <= PathType.NVL
+        if not beside or (near.gbps <= own.gbps and own.type <= PathType.PXN):
             return
-        if not self.rule.relays_need_it or self._allows(other, net, theirs.type, "send"):
-            over = by_way_of(paths, gpu, other, net)
+        if not self.rule.relays_need_it or self._allows(relay, net, near.type, "send"):
+            over = by_way_of(paths, gpu, relay, net)
             paths[gpu, net] = Path(over.links, over.gbps, PathType.PXN)
 
     def go_over_cpu(self, gpu: str, net: str) -> None:

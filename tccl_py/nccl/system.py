@@ -93,7 +93,7 @@ class System:
     def connect(self, source: str, target: str, kind: PathType, gbps: float) -> None:
         """Add a link, or widen an existing link; a node's links stay sorted, widest first."""
         links = self.nodes[source].links
-        found = next((one for one in links if one.target == target and one.type == kind), None)
+        found = next((link for link in links if (link.target, link.type) == (target, kind)), None)
         if found is None:
             found = Link(len(self.links), kind, 0.0, source, target)
             self.links.append(found)
@@ -245,7 +245,7 @@ def _add_below(system: System, parent: str, below: Mapping[str, Sequence[str]]) 
 
 
 def _add_net(system: System, device: str, parent: str) -> None:
-    nic = next(one for one in system.machine.nics if one.id == device)
+    nic = next(port for port in system.machine.nics if port.id == device)
     card = _card(nic)
     speed = (nic.speed_mbps if nic.speed_mbps > 0 else DEFAULT_NET_MBPS) / MBPS_PER_GBPS
     for source, target in ((card, device), (device, card)):
@@ -276,14 +276,14 @@ def _add_nvlinks(system: System) -> None:
 
 def _connect_cpus(system: System) -> None:
     nodes = {node.id: node for node in system.machine.numa_nodes}
-    for one, other in permutations(system.cpus, 2):
-        system.connect(one, other, PathType.SYS, between_cpus_gbps(nodes[one]))
+    for source, target in permutations(system.cpus, 2):
+        system.connect(source, target, PathType.SYS, between_cpus_gbps(nodes[source]))
 
 
 def _sort_links(system: System, name: str, up: str | None) -> None:
     """Move the link to the parent behind all siblings, at every level."""
     links = system.nodes[name].links
-    for link in [one for one in links if one.target == up]:
+    for link in [link for link in links if link.target == up]:
         links.remove(link)
         links.append(link)
     for link in links:

@@ -104,12 +104,12 @@ def _below(machine: Machine, parent: str, depth: int) -> list[str]:
     """Return the lines below `parent`, by bus id; ports without a bus id stand last."""
     lines: list[str] = []
     pad = "  " * depth
-    bridges = {one.bus_id.lower(): one for one in machine.bridges if one.parent == parent}
-    gpus = {one.bus_id.lower(): one for one in machine.gpus if one.parent == parent}
-    nics = [one for one in machine.nics if one.parent == parent]
-    cards = {one.bus_id.lower() for one in nics if one.bus_id}
+    bridges = {b.bus_id.lower(): b for b in machine.bridges if b.parent == parent}
+    gpus = {g.bus_id.lower(): g for g in machine.gpus if g.parent == parent}
+    nics = [nic for nic in machine.nics if nic.parent == parent]
+    cards = {nic.bus_id.lower() for nic in nics if nic.bus_id}
     for bus_id in sorted({*bridges, *gpus, *cards}):
-        ports = [one for one in nics if one.bus_id.lower() == bus_id]
+        ports = [nic for nic in nics if nic.bus_id.lower() == bus_id]
         if bus_id in bridges:
             bridge = bridges[bus_id]
             lines.append(pad + _pci(bridge, _BRIDGE_CLASS))
@@ -120,7 +120,7 @@ def _below(machine: Machine, parent: str, depth: int) -> list[str]:
         else:
             lines.append(pad + _pci(ports[0], _NIC_CLASS))
             lines += [*_ports(ports, depth + 1), f"{pad}</pci>"]
-    bare = [one for one in nics if not one.bus_id]
+    bare = [nic for nic in nics if not nic.bus_id]
     return lines + _ports(bare, depth)
 
 
@@ -142,11 +142,11 @@ def _gpu(machine: Machine, gpu: Gpu, depth: int) -> list[str]:
     # gdr="0" would forbid what NCCL may find possible; only a 1 is known.
     head: _Attributes = {"dev": gpu.index, "sm": gpu.sm, "gdr": 1 if gpu.gdr else None}
     pad = "  " * depth
-    links = [one for one in machine.nvlinks if one.source == gpu.id and one.kind == "nvlink"]
+    links = [nvl for nvl in machine.nvlinks if (nvl.source, nvl.kind) == (gpu.id, "nvlink")]
     if not links:
         return [pad + _tag("gpu", head, closed=True)]
-    buses = {one.id: one.bus_id for one in machine.gpus}
-    switches = {one.id: one.bus_id or _HIDDEN_SWITCH for one in machine.nvswitches}
+    buses = {peer.id: peer.bus_id for peer in machine.gpus}
+    switches = {switch.id: switch.bus_id or _HIDDEN_SWITCH for switch in machine.nvswitches}
     lines = [pad + _tag("gpu", head)]
     for link in links:
         switch = link.target in switches

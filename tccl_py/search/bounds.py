@@ -23,7 +23,7 @@ Masks = npt.NDArray[np.uint64]
 class Bounds:
     """Upper bounds for the hops of one index, for ring sets of `copies` rings.
 
-    `version` grows with every new bound, so that states can tell theirs is outdated.
+    `version` grows with every new bound, so that states can tell outdated bounds.
     """
 
     def __init__(self, index: HopIndex, *, copies: int) -> None:

@@ -137,10 +137,10 @@ def check_problem(problem: SearchProblem) -> None:
         if len(space.gpus) < 2:
             raise SearchError(f"a ring needs at least 2 GPUs, not {len(space.gpus)}")
         for gpu in space.gpus:
-            others = [other for other in space.gpus if other != gpu]
-            if not any(space.between(gpu, other) for other in others):
+            peers = [peer for peer in space.gpus if peer != gpu]
+            if not any(space.between(gpu, peer) for peer in peers):
                 raise SearchError(f"{space.name}: no hop leaves GPU {gpu}")
-            if not any(space.between(other, gpu) for other in others):
+            if not any(space.between(peer, gpu) for peer in peers):
                 raise SearchError(f"{space.name}: no hop reaches GPU {gpu}")
 
 
