@@ -135,14 +135,14 @@ def test_a_rank_that_fails_is_named_with_what_it_said(tmp_path):
     text = "import sys, time\n"
     text += "if sys.argv[2] == '1': sys.exit('RuntimeError: no room')\ntime.sleep(600)"
     begun = time.monotonic()
-    with pytest.raises(MeasurementError, match=r"rank 1 of the job: ended with code 1; .*no room"):
+    with pytest.raises(MeasurementError, match=r"rank 1: ended with code 1; .*no room"):
         run_job(order_of(), stand_in(tmp_path, text), timeout=500, program="stand_in")
     assert time.monotonic() - begun < LONG_S
 
 
 def test_a_rank_that_is_too_slow_is_named_and_ended(tmp_path):
     text = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
-    with pytest.raises(MeasurementError, match=r"rank 0, 1 of the job: did not end within 0.5 s"):
+    with pytest.raises(MeasurementError, match=r"rank 0, 1: did not end within 0.5 s"):
         run_job(order_of(), stand_in(tmp_path, text), timeout=0.5, program="stand_in")
     assert not children(os.getpid()) or not any(
         "stand_in" in Path(f"/proc/{one}/cmdline").read_text() for one in children(os.getpid())
@@ -150,7 +150,7 @@ def test_a_rank_that_is_too_slow_is_named_and_ended(tmp_path):
 
 
 def test_a_rank_without_an_answer_is_named(tmp_path):
-    with pytest.raises(MeasurementError, match="rank 0 of the job: ended without a result"):
+    with pytest.raises(MeasurementError, match="rank 0: ended without a result"):
         run_job(order_of(), stand_in(tmp_path, "pass"), timeout=50, program="stand_in")
 
 

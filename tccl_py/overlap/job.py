@@ -198,9 +198,9 @@ def run_job(
     try:
         (output,) = run_tasks([task], server=server)
     except RanksError as error:
-        why = "raise --timeout" if error.late else error.said or "it said nothing"
-        named = ", ".join(map(str, error.ranks))
-        raise MeasurementError(f"rank {named} of the job: {error.what}; {why}") from error
+        if error.late:
+            raise MeasurementError(f"{error}; raise --timeout") from error
+        raise
     return decoded(output, ranks, OverlapResult)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from tccl_py.errors import TcclError
+from tccl_py.errors import MeasurementError
 from tccl_py.files import decode_json, temporary_folder
 from tccl_py.rank_processes.forkserver import ForkedRank, ForkServer, Program
 from tccl_py.rank_processes.rank import SPEC_FILE, result_file, slots_file, write_slots
@@ -35,8 +35,8 @@ _CAUSE = ("error", "Error", "not found", "WARN")
 T = TypeVar("T")
 
 
-class RanksError(TcclError):
-    """Ranks failed or ran out of time; callers build their own message from the fields.
+class RanksError(MeasurementError):
+    """Ranks failed or ran out of time.
 
     Args:
         ranks: the ranks' numbers.

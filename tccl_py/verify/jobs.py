@@ -15,15 +15,7 @@ from tccl_py.plan.files import GRAPH_FILE
 from tccl_py.plan.plan import ChoiceName
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
-from tccl_py.rank_processes.tasks import (
-    FOLDER,
-    TORCH,
-    RankOutput,
-    RanksError,
-    Task,
-    decoded,
-    run_tasks,
-)
+from tccl_py.rank_processes.tasks import FOLDER, TORCH, RankOutput, Task, decoded, run_tasks
 from tccl_py.verify.spec import Backend, JobResult, JobSpec
 
 RANK_PROGRAM = "tccl_py.verify.rank"
@@ -93,12 +85,7 @@ class LocalRunner:
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> Mapping[str, Sequence[RankOutput]]:
         """Run the ranks; see `Runner`."""
         ((host, own),) = tasks.items()
-        try:
-            return {host: run_tasks(own, server=self._server)}
-        except RanksError as error:
-            which = f"rank{'(s)' if error.late else ''} {', '.join(map(str, error.ranks))}"
-            cause = f": {error.said}" if error.said else ""
-            raise MeasurementError(f"{which} {error.what}{cause}") from error
+        return {host: run_tasks(own, server=self._server)}
 
 
 class HostRanks(msgspec.Struct, frozen=True, kw_only=True):

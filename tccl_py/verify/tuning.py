@@ -1,22 +1,29 @@
 """Tuning by jobs: a sweep over settings, then comparisons of the best ones with default NCCL.
 
-Only the best candidate of each choice is compared in interleaved rounds; the plan then recommends
-the winner.
+In the sweep each candidate has one job, interleaved with a baseline job. Socket threads come first
+where hosts talk over sockets. Then come channels and FIFO size, because most follows from the
+footprint of all FIFOs; then Ring alone, P2P levels or NIC buffer placements; last the owner of host
+buffers, reads instead of writes, and copy engines. Only the best candidate of each choice is
+compared in interleaved rounds.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 
 import msgspec
 
+from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
+from tccl_py.nccl.settings import Settings, check_settings
+from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.plan import CHOICES, ChoiceName
-from tccl_py.verify.jobs import Launcher
-from tccl_py.verify.record import SMALLEST_EFFECT, Verification
-from tccl_py.verify.sweep import Candidate, Sweep, Trial, stages
+from tccl_py.verify.jobs import ConcurrentJobs, JobError, Launcher, Outcome
+from tccl_py.verify.record import SMALLEST_EFFECT, Tried, Verification
+from tccl_py.verify.spec import JobSpec, bus_gbps, large_gbps
 from tccl_py.verify.target import Target
-from tccl_py.verify.verify import RunBudget, Watcher, verify_target
+from tccl_py.verify.verify import RunBudget, Watcher, row_seconds, verify_target
 
 DEFAULT_SECONDS = 105.0
 COMPARISON_SECONDS = 150.0
@@ -29,6 +36,17 @@ harm a training step or a size, about which one job says little."""
 _LEAST = 0.9
 """Candidates with a smaller worst ratio are dropped: jobs of small messages differ by a fifth, and
 a candidate has one job."""
+
+BUFFSIZES = (DEFAULT_FIFO_BYTES, 512 << 10)
+MORE_BUFFSIZES = (256 << 10, 1 << 20, 128 << 10)
+"""Tried with the best number of channels only, as each job takes seconds."""
+SOCKETS = ((2, 2), (4, 2), (4, 4))
+"""Helper threads of a connection, and sockets of each: else one thread of a GPU serves all sockets
+of a job. On two H200 over the loopback interface (2, 2) made 10 GB/s of 4, and (4, 2) with four
+channels 17 (NCCL 2.28.9)."""
+
+Stage = Callable[[Settings], Iterator[Settings]]
+"""Returns the settings to try, from the best so far."""
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,3 +182,179 @@ def _better(found: Verification, first: Verification) -> bool:
     if CHOICES.index(found.chosen) < CHOICES.index(first.chosen):
         return lead >= 1 - SMALLEST_EFFECT
     return lead >= 1 + SMALLEST_EFFECT
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """Settings of a choice."""
+
+    name: ChoiceName
+    settings: Settings
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A candidate's seconds per call by size, None if its job failed, and the baseline's."""
+
+    candidate: Candidate
+    seconds: tuple[float, ...] | None
+    default: tuple[float, ...]
+    failed: str = ""
+
+
+class Sweep:
+    """Runs one job for each candidate, interleaved with a baseline job, and rates them.
+
+    Args:
+        target: the plan whose choices are tried.
+        launcher: runs the jobs.
+        budget: of the comparison that follows; trials have some of its sizes.
+        first: verification of the plan, for the slowest baseline job at each size.
+        watch: receives progress.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        launcher: Launcher,
+        budget: RunBudget,
+        first: Verification,
+        *,
+        watch: Watcher,
+    ) -> None:
+        self._target, self._watch = target, watch
+        self._slowest = {row.bytes: max(row.seconds) for row in first.arms[0].sizes}
+        self._spec = JobSpec(sizes=budget.few_sizes, collective=budget.collective)
+        self._world = 0
+        self._default: tuple[float, ...] = ()
+        self._jobs = ConcurrentJobs(launcher, budget.few_sizes)
+
+    @property
+    def at_once(self) -> int:
+        """Return the number of concurrent candidates beside the baseline job."""
+        return max(1, self._jobs.at_once - 1)
+
+    def run(self, candidates: Sequence[Candidate]) -> list[Trial]:
+        """Run a job of each candidate.
+
+        Raises:
+            JobError: the baseline job failed.
+        """
+        named = (f"{one.name} of {one.settings.buffsize >> 10} KiB" for one in candidates)
+        self._watch(f"trying {', '.join(named)}")
+        targets = [self._changed(candidate) for candidate in candidates]
+        arms = [
+            target.arm(candidate.name)
+            for target, candidate in zip(targets, candidates, strict=True)
+        ]
+        with_default = self._jobs.at_once > 1 or not self._default
+        outcomes = self._jobs.run([targets[0].arms[0]] * with_default + arms, self._spec)
+        if with_default:
+            default = outcomes.pop(0)
+            if isinstance(default, JobError):
+                raise default
+            self._default = self._seconds(default)
+        return [
+            self._trial(candidate, outcome)
+            for candidate, outcome in zip(candidates, outcomes, strict=True)
+        ]
+
+    def _trial(self, candidate: Candidate, outcome: Outcome | JobError) -> Trial:
+        if isinstance(outcome, JobError):
+            failed, seconds = str(outcome), None
+        else:
+            failed, seconds = "", self._seconds(outcome)
+        return Trial(candidate=candidate, seconds=seconds, default=self._default, failed=failed)
+
+    def _changed(self, candidate: Candidate) -> Target:
+        if candidate.settings == self._target.choices[candidate.name]:
+            return self._target
+        return self._target.retuned({candidate.name: candidate.settings})
+
+    def gbps(self, seconds: Sequence[float] | None) -> float:
+        """Return the bus bandwidth at the large sizes; 0 if the job failed."""
+        if seconds is None:
+            return 0.0
+        rates = [
+            (size, bus_gbps(self._spec.collective, self._world, size, taken))
+            for size, taken in zip(self._spec.sizes, seconds, strict=True)
+        ]
+        return large_gbps(rates) or 0.0
+
+    def worst_ratio(self, trial: Trial) -> float:
+        """Return the smallest ratio, over sizes, to the slowest baseline job; 0 if failed."""
+        if trial.seconds is None:
+            return 0.0
+        return min(
+            max(default, self._slowest.get(size, 0.0)) / taken
+            for size, taken, default in zip(
+                self._spec.sizes, trial.seconds, trial.default, strict=True
+            )
+        )
+
+    def records(self, trials: Sequence[Trial]) -> tuple[Tried, ...]:
+        """Return trials for verify.json, after the baseline with the median of its jobs."""
+        default = Tried(
+            arm="default",
+            settings=Settings(version=trials[0].candidate.settings.version),
+            gbps=median(self.gbps(trial.default) for trial in trials),
+            worst_ratio=1.0,
+        )
+        others = (
+            Tried(
+                arm=trial.candidate.name,
+                settings=trial.candidate.settings,
+                gbps=self.gbps(trial.seconds),
+                worst_ratio=self.worst_ratio(trial),
+                failed=trial.failed,
+            )
+            for trial in trials
+        )
+        return (default, *others)
+
+    def _seconds(self, outcome: Outcome) -> tuple[float, ...]:
+        self._world = len(outcome.results)
+        return tuple(seconds for (seconds,) in row_seconds(self._spec, [outcome]).values())
+
+
+def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
+    """Return the stages of a choice's sweep."""
+    facts = version_facts(target.choices[name].version)
+
+    def sockets(base: Settings) -> Iterator[Settings]:
+        for threads, each in SOCKETS if target.over_sockets else ():
+            yield _valid(base, socket_threads=threads, sockets_per_thread=each)
+
+    def channels_and_sizes(base: Settings) -> Iterator[Settings]:
+        for count in target.channels(name):
+            # NCCL doubles the channels of a file, and of its own search.
+            changes: dict[str, object] = {"channels": count}
+            if name == "variables":
+                changes = {"min_channels": 2 * count if count > base.channels else None}
+            if count <= facts.max_channels:
+                for size in BUFFSIZES:
+                    yield _valid(base, **changes, buffsize=size)
+
+    def more_sizes(base: Settings) -> Iterator[Settings]:
+        for size in MORE_BUFFSIZES:
+            yield _valid(base, buffsize=size)
+
+    def algorithm_and_paths(base: Settings) -> Iterator[Settings]:
+        yield _valid(base, algo=None if base.algo else "Ring")
+        yield from map(check_settings, target.other_paths(name, base))
+
+    def mechanisms(base: Settings) -> Iterator[Settings]:
+        kinds = target.kinds(name, base)
+        if "bounce" in kinds:
+            owner = "sender" if base.shm_locality == "receiver" else "receiver"
+            yield _valid(base, shm_locality=owner)
+        if kinds & {"read", "write"}:
+            yield _valid(base, p2p_read="read" not in kinds)
+        if "bounce" in kinds and facts.shm_copy_engine:
+            yield _valid(base, shm_copy_engine="both")
+        if kinds & {"read", "write"} and facts.p2p_copy_engine:
+            yield _valid(base, p2p_copy_engine=True)
+
+    return sockets, channels_and_sizes, more_sizes, algorithm_and_paths, mechanisms
+
+
+def _valid(base: Settings, **changes: object) -> Settings:
+    return check_settings(msgspec.structs.replace(base, **changes))
