@@ -11,7 +11,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from tccl_py.overlap.job import MODES, Mode, OverlapResult, OverlapSpec, Pair, Timing
 from tccl_py.rank_processes.rank import join_group, rank_device, read_spec, write_result
@@ -58,13 +59,6 @@ def main() -> None:
     if spec.kind == "messages":
         dist.destroy_process_group()
     write_result(folder, rank, result)
-
-
-class Stopwatch(Protocol):
-    """Runs works together."""
-
-    def together(self, works: Sequence[Work]) -> tuple[float, ...]:
-        """Begin all works at the same time; return the ms of each when all are done."""
 
 
 class CudaStopwatch:
@@ -117,36 +111,20 @@ class ThreadStopwatch:
     """Stopwatch with a thread for each work; copies, GEMMs and sockets release Python's lock."""
 
     def together(self, works: Sequence[Work]) -> tuple[float, ...]:
-        """Begin all works at the same time; return the ms of each when all are done.
-
-        Raises:
-            Exception: the first error of a work.
-        """
+        """Begin all works at the same time; return the ms of each when all are done."""
         gate = threading.Barrier(len(works) + 1)
-        ends = [0.0] * len(works)
-        errors: list[BaseException] = []
 
-        def run(number: int, work: Work) -> None:
+        def run(work: Work) -> float:
             gate.wait()
-            try:
-                work()
-            except BaseException as error:
-                errors.append(error)
-            ends[number] = time.perf_counter()
+            work()
+            return time.perf_counter()
 
-        threads = [
-            threading.Thread(target=run, args=args, daemon=True) for args in enumerate(works)
-        ]
-        for thread in threads:
-            thread.start()
-        # Before the gate opens: the thread that opens it may get the processor back last.
-        begun = time.perf_counter()
-        gate.wait()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return tuple((end - begun) * 1e3 for end in ends)
+        with ThreadPoolExecutor(max_workers=max(1, len(works))) as pool:
+            ends = [pool.submit(run, work) for work in works]
+            # Before the gate opens: the thread that opens it may get the processor back last.
+            begun = time.perf_counter()
+            gate.wait()
+            return tuple((end.result() - begun) * 1e3 for end in ends)
 
 
 class Messages:
@@ -280,7 +258,9 @@ def _buffer(torch: Any, spec: OverlapSpec, place: int, value: int) -> Any:
 class Timer:
     """Times works one after the other and together, in turn, so that drift favours neither."""
 
-    def __init__(self, mover: Messages | Copies, watch: Stopwatch, repeats: int) -> None:
+    def __init__(
+        self, mover: Messages | Copies, watch: CudaStopwatch | ThreadStopwatch, repeats: int
+    ) -> None:
         self._mover, self._watch, self._repeats = mover, watch, repeats
 
     def time(self, works: Mapping[int, Work], reported: Sequence[bool]) -> tuple[Timing, ...]:
