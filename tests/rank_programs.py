@@ -1,7 +1,7 @@
 """Ranks that are no torch programs, to try what runs them: they answer, fail, hang, or stay.
 
 usage: python -m tests.rank_programs SPEC.json RANK, as tccl_py.verify.rank; what a rank does
-stands in TCCL_TEST_RANKS, a word for each rank.
+stands in NCCL_TEST_RANKS, a word for each rank.
 """
 
 import os
@@ -18,9 +18,9 @@ def main():
     order = decode_json(Path(sys.argv[1]).read_text(), JobSpec, where="spec")
     rank = int(sys.argv[2])
     answers = Path(sys.argv[1]).parent
-    folder = Path(os.environ.get("TCCL_TEST_PIDS", answers))
+    folder = Path(os.environ.get("NCCL_TEST_PIDS", answers))
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    word = os.environ["TCCL_TEST_RANKS"].split()[rank]
+    word = os.environ["NCCL_TEST_RANKS"].split()[rank]
     if word == "hang":
         child = subprocess.Popen(["sleep", "600"])
         (folder / f"pid-{rank}-child").write_text(str(child.pid))
@@ -29,7 +29,7 @@ def main():
         print("RuntimeError: dev 2 not found")
         sys.exit(1)
     if word == "victim":
-        other = os.environ["TCCL_TEST_RANKS"].split().index("fail")
+        other = os.environ["NCCL_TEST_RANKS"].split().index("fail")
         while not _has_ended(folder / f"pid-{other}"):
             time.sleep(0.05)
         time.sleep(0.5)

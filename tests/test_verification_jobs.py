@@ -31,10 +31,19 @@ def environment(**variables):
     return {**found, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def job(words, tmp_path, *, timeout=60.0, **more):
-    variables = {"TCCL_TEST_RANKS": words, "TCCL_TEST_PIDS": str(tmp_path)}
+@pytest.fixture(scope="module")
+def server():
+    """Has imported torch for the ranks of several jobs."""
+    with ForkServer() as found:
+        yield found
+
+
+def job(words, tmp_path, server, *, timeout=60.0, **more):
+    variables = {"NCCL_TEST_RANKS": words, "NCCL_TEST_PIDS": str(tmp_path)}
     spec = JobSpec(**more)
-    return run_job(spec, len(words.split()), variables, timeout=timeout, program=PROGRAM)
+    return run_job(
+        spec, len(words.split()), variables, server=server, timeout=timeout, program=PROGRAM
+    )
 
 
 def run_job(spec, world, variables=None, **more):
@@ -71,16 +80,16 @@ def ended(folder):
     return False
 
 
-def test_answers_come_back_in_the_order_of_ranks(tmp_path):
-    found = job("answer answer answer", tmp_path, sizes=(4, 8))
+def test_answers_come_back_in_the_order_of_ranks(server, tmp_path):
+    found = job("answer answer answer", tmp_path, server, sizes=(4, 8))
     assert [one.rank for one in found.results] == [0, 1, 2]
     assert all(len(one.timings) == 2 for one in found.results)
     assert 0 < found.seconds < 60
 
 
-def test_a_failing_rank_is_named_with_its_cause_and_the_others_end(tmp_path):
+def test_a_failing_rank_is_named_with_its_cause_and_the_others_end(server, tmp_path):
     with pytest.raises(JobError, match=r"^rank 1: ended with code 1; .*dev 2 not found$"):
-        job("victim fail", tmp_path)
+        job("victim fail", tmp_path, server)
     assert ended(tmp_path)
 
 
@@ -93,16 +102,17 @@ def test_a_failing_rank_is_named_with_its_cause_and_the_others_end(tmp_path):
         ("answer hang", r"^rank (0, )?1: did not end within 4 s", 4.0),
     ],
 )
-def test_silent_dying_and_hanging_ranks_are_named_and_gone(words, sentence, timeout, tmp_path):
+def test_silent_dying_and_hanging_ranks_are_named_and_gone(
+    server, words, sentence, timeout, tmp_path
+):
     with pytest.raises(JobError, match=sentence):
-        job(words, tmp_path, timeout=timeout)
+        job(words, tmp_path, server, timeout=timeout)
     assert ended(tmp_path)
 
 
 def test_after_ctrl_c_no_rank_is_left(tmp_path):
-    program = (
-        f"from tests.test_verification_jobs import *\njob('hang hang', Path({str(tmp_path)!r}))\n"
-    )
+    call = f"job('hang hang', Path({str(tmp_path)!r}), None)"
+    program = f"from tests.test_verification_jobs import *\n{call}\n"
     started = subprocess.Popen(
         [sys.executable, "-c", program], cwd=REPOSITORY, env=environment(),
         stderr=subprocess.DEVNULL,
@@ -114,13 +124,6 @@ def test_after_ctrl_c_no_rank_is_left(tmp_path):
     started.send_signal(signal.SIGINT)
     assert started.wait(60) != 0
     assert ended(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def server():
-    """Has imported torch for the ranks of several jobs."""
-    with ForkServer() as found:
-        yield found
 
 
 @needs_torch
@@ -180,17 +183,17 @@ def test_jobs_at_once_take_turns_and_have_logs_and_environments_of_their_own(ser
         assert len(outcome.results[0].training["eager"]) == 20
 
 
-def test_where_one_of_several_jobs_fails_all_are_ended(tmp_path):
+def test_where_one_of_several_jobs_fails_all_are_ended(server, tmp_path):
     words = ["hang hang", "answer fail"]
     folders = [tmp_path / str(number) for number in range(2)]
     for folder in folders:
         folder.mkdir()
     told = [
-        {"TCCL_TEST_RANKS": one, "TCCL_TEST_PIDS": str(folder)}
+        {"NCCL_TEST_RANKS": one, "NCCL_TEST_PIDS": str(folder)}
         for one, folder in zip(words, folders, strict=True)
     ]
     with pytest.raises(JobError, match=r"^rank 1: ended with code 1; .*dev 2 not found$"):
-        run_jobs(JobSpec(), 2, told, timeout=60.0, program=PROGRAM)
+        run_jobs(JobSpec(), 2, told, server=server, timeout=60.0, program=PROGRAM)
     assert all(map(ended, folders))
 
 
@@ -203,10 +206,12 @@ def test_other_collectives_are_timed_too(server, collective):
 
 
 @needs_torch
-def test_wrong_values_are_found_and_told_by_their_place():
+def test_wrong_values_are_found_and_told_by_their_place(server):
     world, spec = 2, JobSpec(checks=True)
     spoilt = "all_reduce all_to_all_single broadcast reduce_scatter_tensor"
-    found = run_job(spec, world, {"TCCL_TEST_WRONG": spoilt}, program="tests.wrong_ranks")
+    found = run_job(
+        spec, world, {"NCCL_TEST_WRONG": spoilt}, program="tests.wrong_ranks", server=server
+    )
     wrong = [one for answer in found.results for one in answer.wrong]
     assert {one.case.split(",")[0] for one in wrong} == {
         "all-reduce", "all-to-all", "broadcast", "reduce-scatter",

@@ -1,6 +1,6 @@
 """The rank program with collectives that give a wrong value, to see that checks find it.
 
-usage: as tccl_py.verify.rank; TCCL_TEST_WRONG names functions of torch.distributed.
+usage: as tccl_py.verify.rank; NCCL_TEST_WRONG names functions of torch.distributed.
 """
 
 import os
@@ -28,6 +28,6 @@ def spoil(name):
 
 
 if __name__ == "__main__":
-    for function in os.environ["TCCL_TEST_WRONG"].split():
+    for function in os.environ["NCCL_TEST_WRONG"].split():
         spoil(function)
     main()
