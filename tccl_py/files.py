@@ -296,9 +296,6 @@ def encode_line(value: Any) -> bytes:
     return msgspec.json.encode(value, enc_hook=written) + b"\n"
 
 
-# Temporary folders, removed at the end of their block or by a later run.
-
-
 _MARKER = ".tccl-temporary"
 _MOST_BYTES = 4096
 _OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)

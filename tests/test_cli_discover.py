@@ -16,11 +16,10 @@ from tccl_py.model.knowledge import (
     PeerAccess,
     description_to_json,
 )
-from tccl_py.model.machine import machine_from_json
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.simulator.descriptions import load_machine, read_description
 from tests.nccl_cases import CASES
-from tests.toy import toy_machine
+from tests.toy import machine_from_json, toy_machine
 
 TOPOLOGY = CASES / "topologies" / "h200x4-vm.xml"
 MATRIX = CASES / "h200x4-vm" / "topo-m.txt"

@@ -16,10 +16,9 @@ from tccl_py.model.machine import (
     NvLink,
     PciLink,
     check,
-    machine_from_json,
 )
 from tccl_py.model.paths import natural_cuts
-from tests.toy import toy_machine
+from tests.toy import machine_from_json, toy_machine
 
 
 @given(st.integers(1, 16), st.integers(1, 4), st.integers(0, 4))

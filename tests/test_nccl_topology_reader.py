@@ -16,10 +16,10 @@ from tccl_py.model.machine import (
     NvLink,
     NvSwitch,
     PciLink,
-    machine_from_json,
 )
 from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
 from tests.effort import soon
+from tests.toy import machine_from_json
 
 CASES = Path(__file__).parent / "cases"
 FILES = [

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
-from tccl_py.model.machine import Machine, NvLink, machine_from_json
+from tccl_py.model.machine import Machine, NvLink
 from tccl_py.model.paths import PathType, path_type
 from tccl_py.readers.nvidia_smi import parse_nvidia_smi, read_nvidia_smi
 from tests.effort import soon
+from tests.toy import machine_from_json
 
 CASES = Path(__file__).parent / "cases"
 H200 = CASES / "h200x4-vm" / "topo-m.txt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import msgspec
 import pytest
@@ -20,7 +21,6 @@ from tccl_py.simulator.descriptions import (
 )
 from tccl_py.simulator.model import (
     bundled_parameters,
-    parameters_from_json,
 )
 from tccl_py.simulator.source import Simulator
 from tests.toy import toy_machine
@@ -131,20 +131,11 @@ def test_figures_that_are_no_numbers_are_refused(number):
         model_from_json(text.replace("12345.5", number), where="mine.json")
 
 
-def test_parameters_survive_a_round_trip():
-    parameters = bundled_parameters()
-    assert parameters_from_json(encode_json(parameters), where="x") == parameters
-
-
-def test_parameters_that_are_not_positive_or_named_twice_are_refused():
-    first = bundled_parameters().parameters[0]
-    for parameters, sentence in (
-        ((first, first), "names a parameter twice"),
-        ((msgspec.structs.replace(first, value=0.0),), "has a figure that is not positive"),
-    ):
-        text = encode_json(msgspec.structs.replace(bundled_parameters(), parameters=parameters))
-        with pytest.raises(InputError, match=sentence):
-            parameters_from_json(text, where="p.json")
+def test_bundled_parameters_are_positive_and_named_once():
+    parameters = bundled_parameters().parameters
+    assert len({one.name for one in parameters}) == len(parameters)
+    for one in parameters:
+        assert all(math.isfinite(x) and x > 0 for x in (one.value, one.prior, one.spread))
 
 
 @pytest.mark.parametrize("name", bundled_names())

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from tccl_py.files import decode_json
 from tccl_py.model.machine import Gpu, Machine, NumaNode, PciBridge, PciLink, check
 from tccl_py.model.symmetry import automorphisms, keeping
 
@@ -37,3 +38,8 @@ def no_symmetry(machine):
     """The trivial group: every device is only itself."""
     whole = automorphisms(machine)
     return keeping(whole, np.zeros(len(whole.elements), dtype=bool))
+
+
+def machine_from_json(text, *, where):
+    """A machine's JSON, decoded and checked."""
+    return check(decode_json(text, Machine, where=where), where=where)

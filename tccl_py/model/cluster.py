@@ -31,8 +31,6 @@ _SHOWN = 40
 
 _Linked = TypeVar("_Linked", PciBridge, Gpu, Nic)
 
-# Names of hosts, switches and node classes: fit for file names and for the places of transfers.
-
 
 def shown(text: str) -> str:
     """Return `text` in quotes, cut to fit a message and without control characters."""
@@ -154,9 +152,6 @@ def _kept(switch: SwitchTree, wanted: set[str]) -> SwitchTree:
         hosts=tuple(host for host in switch.hosts if host in wanted),
         switches=tuple(one for one in below if one.hosts or one.switches),
     )
-
-
-# What makes two machines the same for planning: equal structure and knowledge, device by device.
 
 
 def canonical(machine: Machine, knowledge: Knowledge) -> tuple[Machine, Knowledge]:

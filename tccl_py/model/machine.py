@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import decode_json
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 MAX_GPUS = 64
 """NCCL's own limit is 64 GPUs a node (NCCL_TOPO_MAX_NODES is 576); more is a malformed file."""
+_BUS_ID = re.compile(
+    r"([0-9a-fA-F]{1,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-9a-fA-F])", re.ASCII
+)
 
 
 class PciLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,13 +33,25 @@ class PciLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     width: int | None = None
 
 
-class NumaNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Numbered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device with an id of a letter and an index."""
+
+    _letter: ClassVar[str]
+    index: int
+
+    @property
+    def id(self) -> str:
+        """The device id, as `G0`."""
+        return f"{self._letter}{self.index}"
+
+
+class NumaNode(_Numbered, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A NUMA node: a CPU (or part of a CPU) and memory.
 
     `numa_id` is the system's number; -1, as virtual machines report, is kept.
     """
 
-    index: int
+    _letter = "C"
     numa_id: int
     arch: str = "x86_64"
     vendor: str = ""
@@ -45,11 +59,6 @@ class NumaNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: int | None = None
     affinity: str = ""
     socket: int | None = None
-
-    @property
-    def id(self) -> str:
-        """The device id, `C0`."""
-        return f"C{self.index}"
 
 
 class PciBridge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,10 +78,10 @@ class PciBridge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.bus_id
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Gpu(_Numbered, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A GPU; `index` is the NVML index, `sm` the compute capability times ten (90 for 9.0)."""
 
-    index: int
+    _letter = "G"
     bus_id: str
     parent: str
     link: PciLink = PciLink()
@@ -80,16 +89,11 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: str = ""
     gdr: bool = False
 
-    @property
-    def id(self) -> str:
-        """The device id, `G0`."""
-        return f"G{self.index}"
 
-
-class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Nic(_Numbered, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A network port; `index` is the net plugin's device number, `speed_mbps` 0 if unknown."""
 
-    index: int
+    _letter = "N"
     name: str
     parent: str
     bus_id: str = ""
@@ -100,26 +104,16 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     port: int = 0
 
     @property
-    def id(self) -> str:
-        """The device id, `N0`."""
-        return f"N{self.index}"
-
-    @property
     def rdma(self) -> bool:
         """True for ports of RDMA cards; NCCL writes a guid of 0x0 for interfaces."""
         return self.guid.strip("0x") != ""
 
 
-class NvSwitch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NvSwitch(_Numbered, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An NVLink switch; all planes of a fabric are a single switch here."""
 
-    index: int
+    _letter = "S"
     bus_id: str = ""
-
-    @property
-    def id(self) -> str:
-        """The device id, `S0`."""
-        return f"S{self.index}"
 
 
 class NvLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -308,20 +302,6 @@ def _check_links(machine: Machine, where: str) -> None:
             raise InputError(where, what, right)
         if not 0 < nvlink.count <= 1024:
             raise InputError(where, f"an NVLink count is {nvlink.count}", "1 to 1024")
-
-
-def machine_from_json(text: str, *, where: str) -> Machine:
-    """Decode and check a Machine.
-
-    Raises:
-        InputError: not JSON, unknown or missing fields, or parts that do not fit together.
-    """
-    return check(decode_json(text, Machine, where=where), where=where)
-
-
-_BUS_ID = re.compile(
-    r"([0-9a-fA-F]{1,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-9a-fA-F])", re.ASCII
-)
 
 
 def normal_bus_id(text: str) -> str | None:

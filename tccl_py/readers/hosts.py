@@ -146,9 +146,6 @@ def _run(text: str, entry: str, where: str) -> tuple[range, str]:
     return range(low, high + 1), f"{{:0{len(match['low'])}d}}"
 
 
-# Host files and rankfiles.
-
-
 class HostSlots(msgspec.Struct, frozen=True):
     """A host of a list, and the number of ranks; None if not in the list.
 

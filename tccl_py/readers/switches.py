@@ -128,9 +128,6 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
     return Network(switches=_joined(lines, where=where, hosts=hosts), rails=form.rails)
 
 
-# YAML as texts, lists and mappings, and the two forms of its documents.
-
-
 class _Switch(msgspec.Struct, forbid_unknown_fields=True):
     """A switch of the YAML form."""
 
@@ -269,9 +266,6 @@ def _topology_lines(topologies: Sequence[_Topology], where: str) -> Iterator[_Li
         yield _slurm_line({"switchname": switch.switch, **pairs}, f"{where} switches[{i}]")
 
 
-# topology.conf
-
-
 def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
     """Yield each line's place and content: comments cut, lines that end in a backslash joined."""
     begun: list[str] = []
@@ -324,9 +318,6 @@ def _slurm_line(pairs: dict[str, str], place: str) -> _Line:
         hosts=expand(pairs.get("nodes", ""), where=place),
         switches=expand(pairs.get("switches", ""), where=place),
     )
-
-
-# The one tree of single switches.
 
 
 def _joined(lines: Iterable[_Line], *, where: str, hosts: Iterable[str] | None) -> SwitchTree:

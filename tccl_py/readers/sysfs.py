@@ -173,9 +173,6 @@ def _number(text: str) -> int | None:
     return int(text) if re.fullmatch(r"[0-9]{1,6}", text, re.ASCII) else None
 
 
-# The host's network ports as NCCL's InfiniBand and socket transports would see them.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Port:
     """A network port; `bus_id` is "" for a port outside PCI (virtio, USB)."""

@@ -27,9 +27,6 @@ from tccl_py.simulator.model import (
     check_model,
 )
 
-# A model for any Machine: capacities from link speeds and widths, all of them assumed.
-
-
 GEN5_GTS = 32.0
 DEFAULT_WIDTH = 16
 _SM_LINK_GTS = ((90, 32.0), (80, 16.0), (0, 8.0))

@@ -141,9 +141,6 @@ def _tightest(bounds: Sequence[Bound]) -> list[Bound]:
     return shared + [{flow: share} for flow, share in alone.items()]
 
 
-# Congestion rules applied to the legs of a set: groups of transfers, and their bounds.
-
-
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """A leg's part in a rule: the group, the member, and the keys to count."""
 

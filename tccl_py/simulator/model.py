@@ -12,13 +12,11 @@ import math
 from collections.abc import Iterator
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import decode_json
 from tccl_py.model.knowledge import Knowledge, Provenance, check_knowledge
 from tccl_py.model.machine import Machine, check
 
@@ -194,9 +192,6 @@ class MachineModel(_Data, frozen=True, kw_only=True):
     fifo_cache: FifoCache | None = None
 
 
-# Shared parameters: values that several machine models have in common, fitted together.
-
-
 class Parameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A fitted `value`, and the `prior` that the fit starts from and is held to.
 
@@ -229,33 +224,11 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return frozenset(p.name for p in self.parameters if p.provenance == "assumed")
 
 
-def parameters_from_json(text: str, *, where: str) -> Parameters:
-    """Decode and check.
-
-    Raises:
-        InputError: not JSON, unknown fields, a repeated name, or a number that is not positive.
-    """
-    parameters = decode_json(text, Parameters, where=where)
-    _check_version(parameters.format_version, PARAMETERS_VERSION, where)
-    if len(parameters.values) < len(parameters.parameters):
-        raise InputError(where, "names a parameter twice", "every parameter is named once")
-    for one in parameters.parameters:
-        if not all(math.isfinite(x) and x > 0 for x in (one.value, one.prior, one.spread)):
-            what = f"{one.name} has a figure that is not positive"
-            raise InputError(where, what, "all figures are above 0")
-    return parameters
-
-
-def bundled_parameters_path() -> Path:
-    """Return the path of the package's parameters."""
-    return Path(str(resources.files("tccl_py.simulator").joinpath(PARAMETERS_FILE)))
-
-
 @cache
 def bundled_parameters() -> Parameters:
     """Return the parameters that come with the package."""
-    path = bundled_parameters_path()
-    return parameters_from_json(path.read_text(encoding="utf-8"), where=PARAMETERS_FILE)
+    text = resources.files("tccl_py.simulator").joinpath(PARAMETERS_FILE).read_bytes()
+    return msgspec.json.decode(text, type=Parameters)
 
 
 class Figures:
@@ -296,9 +269,6 @@ def figures_in(part: Capacity | Member | ExecutorLimit | FifoCache) -> dict[str,
     return {name: value for name, value in values.items() if isinstance(value, Figure)}
 
 
-# Checks of a machine model that its types cannot make: sizes, names and figures that fit.
-
-
 def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> MachineModel:
     """Return `model` if its parts fit together.
 
@@ -306,7 +276,9 @@ def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> M
         InputError: another version, a machine or knowledge that does not hold together, unknown
             devices or parameters, too many entries, or a figure that is missing or out of range.
     """
-    _check_version(model.format_version, MODEL_VERSION, where)
+    if model.format_version != MODEL_VERSION:
+        what = f"has format version {model.format_version}"
+        raise InputError(where, what, f"this program reads version {MODEL_VERSION}")
     check(model.machine, where=where)
     check_knowledge(model.knowledge, model.machine, where=where)
     for entries, kind in (
@@ -328,12 +300,6 @@ def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> M
     for place, figure in figures_of(model):
         _check_figure(figure, figures, f"{where} {place}")
     return model
-
-
-def _check_version(found: int, right: int, where: str) -> None:
-    if found != right:
-        what = f"has format version {found}"
-        raise InputError(where, what, f"this program reads version {right}")
 
 
 def _check_figure(figure: Figure, figures: Figures, place: str) -> None:

@@ -37,9 +37,6 @@ from tccl_py.simulator.model import (
 )
 from tccl_py.simulator.routes import Edge, Leg, Network, legs_of
 
-# From a transfer set to rates: loads on places, bounds from capacities and rules, fair sharing.
-
-
 MIB = 1024.0 * 1024.0
 
 
