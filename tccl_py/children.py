@@ -30,8 +30,8 @@ def search_path() -> list[str]:
     except FileNotFoundError:
         here = ""
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    wanted = {_ROOT, *(os.path.normpath(os.path.join(here, one)) for one in named)}  # noqa: PTH118
-    return [one for one in sys.path if one and (one != here or one in wanted)]
+    wanted = {_ROOT, *(os.path.normpath(os.path.join(here, folder)) for folder in named)}  # noqa: PTH118
+    return [folder for folder in sys.path if folder and (folder != here or folder in wanted)]
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
@@ -68,7 +68,7 @@ def end_with(parent: int) -> None:
 def _become() -> None:
     """Run the module that the command line names."""
     # At the end is the place from which a parent has this package, installed or not.
-    sys.path[:] = [*(one for one in sys.path if one != _PACKAGE), _ROOT]
+    sys.path[:] = [*(folder for folder in sys.path if folder != _PACKAGE), _ROOT]
     parent = int(sys.argv[1])
     if parent:
         end_with(parent)

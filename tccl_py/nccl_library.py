@@ -271,7 +271,7 @@ def _of_packages(names: Sequence[str]) -> InstalledNccl | None:
         if package is None:
             continue
         version = package.version
-        if sum(_distribution(other) is not None for other in _PACKAGES) > 1:
+        if sum(_distribution(package_name) is not None for package_name in _PACKAGES) > 1:
             # They put the library in one place: whichever came last is there.
             version = _told(_packaged()) or version
         match = _NUMBER.match(version)

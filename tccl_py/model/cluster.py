@@ -146,11 +146,11 @@ def check_hosts_once(tree: SwitchTree, wanted: set[str], where: str) -> None:
 
 
 def _kept(switch: SwitchTree, wanted: set[str]) -> SwitchTree:
-    below = (_kept(one, wanted) for one in switch.switches)
+    below = (_kept(child, wanted) for child in switch.switches)
     return msgspec.structs.replace(
         switch,
         hosts=tuple(host for host in switch.hosts if host in wanted),
-        switches=tuple(one for one in below if one.hosts or one.switches),
+        switches=tuple(child for child in below if child.hosts or child.switches),
     )
 
 
@@ -174,7 +174,9 @@ def canonical(machine: Machine, knowledge: Knowledge) -> tuple[Machine, Knowledg
         nics=tuple(
             moved(nic, bus_id="", guid="") for nic in sorted(machine.nics, key=lambda n: n.index)
         ),
-        nvswitches=tuple(msgspec.structs.replace(one, bus_id="") for one in machine.nvswitches),
+        nvswitches=tuple(
+            msgspec.structs.replace(switch, bus_id="") for switch in machine.nvswitches
+        ),
         nvlinks=tuple(sorted(machine.nvlinks, key=lambda x: (x.source, x.target, x.kind))),
     )
     return form, _canonical_knowledge(machine, knowledge, names)
@@ -277,7 +279,7 @@ def classes_of(reports: Sequence[HostReport]) -> tuple[tuple[NodeClass, ...], tu
             form = msgspec.json.encode(canonical(report.machine, report.knowledge))
             if form not in numbers:
                 numbers[form] = len(classes)
-                name = class_name(report.machine.name, {one.name for one in classes})
+                name = class_name(report.machine.name, {known.name for known in classes})
                 new = NodeClass(name=name, machine=report.machine, knowledge=report.knowledge)
                 classes.append(new)
             numbers[reported] = numbers[form]
@@ -333,15 +335,15 @@ def check_cluster(cluster: Cluster, *, where: str) -> Cluster:
 
 def _check_classes(cluster: Cluster, where: str) -> None:
     taken: set[str] = set()
-    for one in cluster.classes:
-        place = f"{where}: node class {shown(one.name)}"
-        check_host_name(one.name, where=place)
-        if one.name in taken:
+    for known in cluster.classes:
+        place = f"{where}: node class {shown(known.name)}"
+        check_host_name(known.name, where=place)
+        if known.name in taken:
             raise InputError(place, "is there twice", "classes have different names")
-        taken.add(one.name)
-        if one.machine.gpus:  # without, a host of the class is named
-            check(one.machine, where=place)
-            check_knowledge(one.knowledge, one.machine, where=place)
+        taken.add(known.name)
+        if known.machine.gpus:  # without, a host of the class is named
+            check(known.machine, where=place)
+            check_knowledge(known.knowledge, known.machine, where=place)
 
 
 def _check_host(host: Host, cluster: Cluster, where: str) -> None:

@@ -55,8 +55,8 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def _nvlinked(machine: Machine, source: str, target: str) -> bool:
     direct = {frozenset((link.source, link.target)) for link in machine.nvlinks}
-    ways = [{frozenset((end, s.id)) for end in (source, target)} for s in machine.nvswitches]
-    return frozenset((source, target)) in direct or any(way <= direct for way in ways)
+    paths = [{frozenset((end, s.id)) for end in (source, target)} for s in machine.nvswitches]
+    return frozenset((source, target)) in direct or any(path <= direct for path in paths)
 
 
 def check_knowledge(knowledge: Knowledge, machine: Machine, *, where: str) -> Knowledge:

@@ -219,10 +219,10 @@ def _graph(machine: Machine) -> nx.Graph:
         link = machine.links[device]
         graph.add_edge(device, parent, kind="pci", colour=("pci", link.speed_gts, link.width))
     nodes = machine.numa_nodes
-    for i, one in enumerate(nodes):
-        for other in nodes[i + 1 :]:
-            same = one.socket is not None and one.socket == other.socket
-            graph.add_edge(one.id, other.id, kind="smp", colour=("smp", same))
+    for i, node in enumerate(nodes):
+        for peer in nodes[i + 1 :]:
+            same = node.socket is not None and node.socket == peer.socket
+            graph.add_edge(node.id, peer.id, kind="smp", colour=("smp", same))
     for nvlink in machine.nvlinks:
         # A device may have both a PCI edge and a C2C link to its CPU: the graph keeps the faster.
         colour = (nvlink.kind, nvlink.count)

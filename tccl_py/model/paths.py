@@ -65,7 +65,7 @@ def merged_bridges(machine: Machine) -> dict[str, str]:
     """
     kinds = {bridge.id: _broadcom(bridge) for bridge in machine.bridges}
     merged: dict[str, str] = {}
-    for bridge in sorted(kinds, key=lambda one: len(machine.ancestors(one))):
+    for bridge in sorted(kinds, key=lambda bridge: len(machine.ancestors(bridge))):
         above = machine.parents[bridge]
         top, low = kinds.get(above), kinds[bridge]
         if top is None or low is None or above in merged or top[0] != low[0]:
@@ -93,7 +93,7 @@ def _broadcom(bridge: PciBridge) -> tuple[int, int] | None:
 
 def _check_known(machine: Machine, device: str) -> None:
     ends: tuple[Gpu | Nic | NumaNode, ...] = (*machine.gpus, *machine.nics, *machine.numa_nodes)
-    known = [one.id for one in ends]
+    known = [end.id for end in ends]
     if device not in known:
         raise InputError(
             device,
@@ -118,7 +118,7 @@ def _over_nvlinks(machine: Machine, a: str, b: str) -> PathType:
         for gpu in (a, b)
     )
     common = near & far
-    if b in near or any(one[0] != "G" for one in common):
+    if b in near or any(device[0] != "G" for device in common):
         return PathType.NVL
     return PathType.NVB if common else PathType.DIS
 
@@ -131,7 +131,7 @@ def _over_tree(machine: Machine, a: str, b: str) -> PathType:
     """Return the type of the path over PCI bridges and CPUs."""
     merged = merged_bridges(machine)
     above, below = _way_up(machine, merged, a), _way_up(machine, merged, b)
-    common = next((one for one in above if one in below), None)
+    common = next((device for device in above if device in below), None)
     if common is None:
         return PathType.SYS
     if common == above[-1]:
@@ -142,7 +142,7 @@ def _over_tree(machine: Machine, a: str, b: str) -> PathType:
 
 def _way_up(machine: Machine, merged: Mapping[str, str], device: str) -> tuple[str, ...]:
     ways = (device, *machine.ancestors(device))
-    return tuple(dict.fromkeys(merged.get(one, one) for one in ways))
+    return tuple(dict.fromkeys(merged.get(place, place) for place in ways))
 
 
 def _over_cpu(machine: Machine, cpu: str, a: str, b: str) -> PathType:

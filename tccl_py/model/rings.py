@@ -62,7 +62,7 @@ class RingSet(msgspec.Struct, frozen=True, order=True):
     @property
     def flows(self) -> TransferSet:
         """Every flow of every ring, all at the same time."""
-        return transfer_set(hop.flow for one in self.rings for hop in one.hops)
+        return transfer_set(hop.flow for own in self.rings for hop in own.hops)
 
     def rate(self, measurement: Measurement) -> float:
         """Return the bandwidth of all rings together, GB/s; the slowest flow limits each ring."""
@@ -85,7 +85,7 @@ def ring(hops: Sequence[Hop]) -> Ring:
 
 def ring_set(rings: Sequence[Ring]) -> RingSet:
     """Return the set of these rings, in canonical order."""
-    return RingSet(tuple(sorted(rings, key=lambda one: (one.gpus, str(one.hops)))))
+    return RingSet(tuple(sorted(rings, key=lambda known: (known.gpus, str(known.hops)))))
 
 
 def ring_like(space: HopSpace, known: Ring) -> Ring:
@@ -95,12 +95,12 @@ def ring_like(space: HopSpace, known: Ring) -> Ring:
         SearchError: the space has no hop for a pair of neighbours.
     """
     hops = []
-    for one in known.hops:
-        choices = space.between(one.source, one.target)
-        nics = nics_of(one)
+    for hop in known.hops:
+        choices = space.between(hop.source, hop.target)
+        nics = nics_of(hop)
         alike = [choice for choice in choices if nics_of(choice) == nics]
         if not alike:
-            raise SearchError(f"{space.name} has no hop from GPU {one.source} to GPU {one.target}")
+            raise SearchError(f"{space.name} has no hop from GPU {hop.source} to GPU {hop.target}")
         hops.append(alike[0])
     return ring(hops)
 

@@ -133,7 +133,7 @@ class Flow(TextValue):
         self.blocks: Final = blocks
         self.fifo: Final = fifo
         self.buffer: Final = buffer
-        more = "".join(f"->{one.executor}->{one.destination}" for one in transfers[1:])
+        more = "".join(f"->{part.executor}->{part.destination}" for part in transfers[1:])
         options = _options_text(blocks, fifo or Fifo(), buffer)
         self._text = f"{transfers[0]}{more}{{{options}}}" if options else f"{transfers[0]}{more}"
 

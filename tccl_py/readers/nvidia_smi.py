@@ -188,9 +188,9 @@ def _row(
     if len(cells) < len(labels):
         what = f"has {len(cells)} of {label}'s {len(labels)} relations"
         raise InputError(where, what, _WHOLE)
-    for other, cell in zip(labels, cells, strict=True):
+    for column, cell in zip(labels, cells, strict=True):
         if not _is_relation(cell):
-            what = f'relates {label} and {other} by "{shortened(cell)}"'
+            what = f'relates {label} and {column} by "{shortened(cell)}"'
             raise InputError(where, what, f"{', '.join((_SELF, *LEVELS))} or NV#")
     told = _affinities(words[len(labels) + 1 :], titles)
     cpus, numa = (told.get(title, "") for title in ("CPU Affinity", "NUMA Affinity"))
@@ -216,13 +216,13 @@ def _check_symmetry(matrix: _Matrix) -> None:
                 right = f"{_SELF} stands on the diagonal only"
                 raise matrix.refused(index, column, cell, right)
     gpus = matrix.gpu_rows
-    for one, other in matrix.pairs():
-        if matrix.nvlinks(one, other) and not (one in gpus and other in gpus):
-            raise matrix.refused(one, other, "NVLinks", "NVLinks join GPUs")
-        there, back = matrix.rows[one].cells[other], matrix.rows[other].cells[one]
+    for a, b in matrix.pairs():
+        if matrix.nvlinks(a, b) and not (a in gpus and b in gpus):
+            raise matrix.refused(a, b, "NVLinks", "NVLinks join GPUs")
+        there, back = matrix.rows[a].cells[b], matrix.rows[b].cells[a]
         if there != back:
             relation = f"{there} one way, {back} the other"
-            raise matrix.refused(one, other, relation, "both ways are the same")
+            raise matrix.refused(a, b, relation, "both ways are the same")
 
 
 def _near(level: str) -> tuple[str, ...]:
@@ -259,7 +259,7 @@ def _numa_groups(matrix: _Matrix, groups: _Groups) -> _Groups:
     merged: _Groups = []
     for group in groups:
         for known in merged:
-            hidden = not any(matrix.relation(one, other) for one in known for other in group)
+            hidden = not any(matrix.relation(a, b) for a in known for b in group)
             affinities = [_affinities_of(matrix, rows) for rows in (known, group)]
             if hidden and (not all(affinities) or affinities[0] == affinities[1]):
                 known.extend(group)

@@ -262,7 +262,7 @@ def only_gpus(
     access, hidden = knowledge.peer_access, knowledge.hidden_links
     facts = msgspec.structs.replace(
         knowledge,
-        peer_access=tuple(one for one in access if {one.source, one.target} <= set(gpus)),
+        peer_access=tuple(fact for fact in access if {fact.source, fact.target} <= set(gpus)),
         hidden_links=tuple(link for link in hidden if not {link.one, link.other} & gone),
     )
     return smaller, facts

@@ -124,7 +124,7 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
         return Network(switches=_joined(lines, where=where, hosts=hosts))
     form = _converted(document, _Switches, where)
     described = enumerate(form.switches)
-    lines = (line for i, one in described for line in _flat(one, f"{where} switches[{i}]"))
+    lines = (line for i, switch in described for line in _flat(switch, f"{where} switches[{i}]"))
     return Network(switches=_joined(lines, where=where, hosts=hosts), rails=form.rails)
 
 
@@ -226,7 +226,7 @@ def _converted(document: Any, kind: type[_Form], where: str) -> _Form:
 def _flat(switch: _Switch, where: str) -> Iterator[_Line]:
     """Yield a switch, and then the switches described inside it."""
     below = [switch.switches] if isinstance(switch.switches, str) else switch.switches
-    texts = (one if isinstance(one, str) else one.name for one in below)
+    texts = (child if isinstance(child, str) else child.name for child in below)
     yield _Line(
         name=check_host_name(switch.name, where=where),
         where=where,
@@ -234,9 +234,9 @@ def _flat(switch: _Switch, where: str) -> Iterator[_Line]:
         switches=_expanded(texts, where),
         uplink_gbps=switch.uplink_gbps,
     )
-    for i, one in enumerate(below):
-        if isinstance(one, _Switch):
-            yield from _flat(one, f"{where}.switches[{i}]")
+    for i, child in enumerate(below):
+        if isinstance(child, _Switch):
+            yield from _flat(child, f"{where}.switches[{i}]")
 
 
 def _expanded(expressions: Iterable[str], where: str) -> tuple[str, ...]:
@@ -254,8 +254,8 @@ def _check_count(names: int, where: str) -> None:
 
 def _topology_lines(topologies: Sequence[_Topology], where: str) -> Iterator[_Line]:
     """Yield the switches of a topology.yaml's only tree, or default tree."""
-    trees = [one for one in topologies if one.tree is not msgspec.UNSET]
-    default = [one for one in trees if one.cluster_default in _TRUE]
+    trees = [topology for topology in topologies if topology.tree is not msgspec.UNSET]
+    default = [tree for tree in trees if tree.cluster_default in _TRUE]
     if len(default or trees) != 1:
         right = "leave one of those with tree:, or say cluster_default: true of one"
         raise InputError(where, f"has {len(trees)} topologies that are a tree", right)

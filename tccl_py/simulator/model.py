@@ -216,7 +216,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def values(self) -> dict[str, float]:
         """Name -> fitted value."""
-        return {one.name: one.value for one in self.parameters}
+        return {parameter.name: parameter.value for parameter in self.parameters}
 
     @property
     def assumed(self) -> frozenset[str]:
@@ -254,9 +254,9 @@ class Figures:
 def figures_of(model: MachineModel) -> Iterator[tuple[str, Figure]]:
     """Yield every figure of a model, with its place for messages."""
     parts: list[tuple[str, Capacity | Member | ExecutorLimit | FifoCache]] = []
-    parts += [(f"capacity {one.name!r}", one) for one in model.capacities]
+    parts += [(f"capacity {capacity.name!r}", capacity) for capacity in model.capacities]
     parts += [(f"congestion {r.name!r}", member) for r in model.congestion for member in r.members]
-    parts += [(f"executor limit {one.name!r}", one) for one in model.executors]
+    parts += [(f"executor limit {limit.name!r}", limit) for limit in model.executors]
     parts += [("fifo_cache", model.fifo_cache)] if model.fifo_cache is not None else []
     for place, part in parts:
         for name, figure in figures_in(part).items():

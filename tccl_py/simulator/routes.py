@@ -55,13 +55,13 @@ class Network:
         self.model = model
         self.machine: Machine = model.machine
         self.kinds: dict[Edge, str] = {}
-        for one, other, kind in self.machine.graph.edges(data="kind"):
-            self._add(one, other, kind)
+        for a, b, kind in self.machine.graph.edges(data="kind"):
+            self._add(a, b, kind)
         for hidden in model.knowledge.hidden_links:
             self._add(hidden.one, hidden.other, "hidden")
         self._neighbours: dict[str, list[str]] = {}
-        for one, other in sorted(self.kinds):
-            self._neighbours.setdefault(one, []).append(other)
+        for a, b in sorted(self.kinds):
+            self._neighbours.setdefault(a, []).append(b)
         self.roots = frozenset(node.id for node in self.machine.numa_nodes)
         gpus, nics = self.machine.gpus, self.machine.nics
         self._ends = frozenset([gpu.id for gpu in gpus] + [nic.id for nic in nics])
@@ -200,11 +200,11 @@ def _keys(
     for end in (transfer.source, transfer.destination):
         if end.kind == "C":
             keys["memory"] = str(end)
-    for one, other in edges:
-        if network.kinds[one, other] == "pci" and other in network.roots:
-            keys["source_uplink"] = one
-        if network.kinds[one, other] == "pci" and one in network.roots:
-            keys["destination_root"] = other
+    for a, b in edges:
+        if network.kinds[a, b] == "pci" and b in network.roots:
+            keys["source_uplink"] = a
+        if network.kinds[a, b] == "pci" and a in network.roots:
+            keys["destination_root"] = b
     if transfer.destination.kind == "C":
         keys["destination_root"] = str(transfer.destination)
         if len(flow.transfers) > 1:

@@ -195,8 +195,8 @@ class Engine:
             for leg, rule, member, group in use.roles
         ]
         holding = list(held(self.model.congestion, parts, self.figures))
-        bounds = [bound for one in holding for bound in one.bounds]
-        return bounds, any(one.assumed for one in holding)
+        bounds = [bound for rule in holding for bound in rule.bounds]
+        return bounds, any(rule.assumed for rule in holding)
 
     def _capacity_bounds(self, uses: list[Use]) -> tuple[list[Bound], bool]:
         """Return the bounds of the capacities that the set loads, and whether any is assumed."""
@@ -366,7 +366,7 @@ class Simulator:
             InputError: a set names a place the machine does not have.
             MeasurementError: a set cannot run: another host, no direct access, no known figure.
         """
-        return [self._measure(one) for one in sets]
+        return [self._measure(transfers) for transfers in sets]
 
     def _measure(self, transfers: TransferSet) -> Measurement:
         rates = self._engine.rates(transfers)
