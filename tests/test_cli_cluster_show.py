@@ -195,10 +195,10 @@ def test_export_for_another_version_has_its_files(directory, tmp_path):
 
 
 def test_export_refuses_what_it_cannot_write(directory, tmp_path):
-    refused(tccl("export", directory), "--output: is missing; a cluster's plan has a file for each")
+    refused(tccl("export", directory), "name a new directory by --output")
     refused(tccl("export", directory, "-o", directory), "already exists; name a new directory")
     tccl_runtime = tccl("export", directory, "--runtime", "tccl", "-o", tmp_path / "x.xml")
-    refused(tccl_runtime, "has nodes of 3 classes")
+    refused(tccl_runtime, "3 classes")
     assert not (tmp_path / "x.xml").exists()
     version = tccl("export", directory, "--nccl", "new", "-o", tmp_path / "x")
     refused(version, "new")
@@ -286,6 +286,7 @@ def test_env_as_json_names_the_host(directory):
     found = json.loads(tccl("env", directory, "--host", "login", "--json").stdout)
     graph = {"NCCL_GRAPH_FILE": f"{directory}/nccl/hosts/login.xml"}
     variables = {**environment(mixed().settings), **graph}
+    assert found.pop("choice") in ("default", "variables", "graph")
     assert found == {"host": "login", "environment": variables, "simulated": True}
     result = tccl("env", directory, "--host", "gpu9", "--json")
     assert (result.exit_code, json.loads(result.stdout)["host"]) == (1, None)

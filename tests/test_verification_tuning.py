@@ -424,7 +424,7 @@ def test_a_plan_that_was_just_written_is_tuned_by_its_job(tmp_path, monkeypatch,
     assert [one.bytes for one in load_verification(tmp_path).judged.sizes] == list(SIZES)
     told = capsys.readouterr()
     assert told.out == ""
-    assert "4 hosts, gpu3,gpu2,gpu1,login, rehearsed over gloo: the graph file wins: 1." in told.err
+    assert "as a dry run over gloo: the graph file wins: 1." in told.err
 
 
 def test_sizes_that_take_a_slow_network_long_are_left_out_where_a_plan_is_tuned(

@@ -200,8 +200,8 @@ def _json(plan: Plan, drift: Drift) -> dict[str, Any]:
             for row in drift.changes
         ],
         "points_to": drift.points_to,
-        "lost": {str(one): why for one, why in drift.lost.items()},
-        "skipped": [str(one) for one in drift.skipped],
+        "lost": {str(transfers): why for transfers, why in drift.lost.items()},
+        "skipped": [str(transfers) for transfers in drift.skipped],
         "seconds": drift.seconds,
         "simulated": plan.simulated,
     }

@@ -142,8 +142,8 @@ def _print(found: Diagnosis) -> None:
         console.print()
     if found.unseen:
         console.print("Not seen:")
-        for one in found.unseen:
-            console.print(_indented([("-", f"{one.what}: {one.why}")]))
+        for unseen in found.unseen:
+            console.print(_indented([("-", f"{unseen.what}: {unseen.why}")]))
         console.print()
     console.print(_verdict(found))
 

@@ -104,8 +104,8 @@ def env(
     """
     check_plan_directory(directory)
     if is_cluster_plan(directory):
-        refuse({"--gpus": gpus, "--nccl": nccl, "--choice": choice}, OF_CLUSTER)
-        _env_of_host(directory, host, json=json)
+        refuse({"--gpus": gpus, "--nccl": nccl}, OF_CLUSTER)
+        _env_of_host(directory, host, choice, json=json)
         return
     refuse({"--host": host}, ("", "is for the plan of a cluster", "leave it out"))
     plan = load_plan(directory)
@@ -233,7 +233,7 @@ def _plan_now(plan: Plan, directory: Path, gpus: tuple[int, ...], manifest: Mani
     return True
 
 
-def _env_of_host(directory: Path, host: str | None, *, json: bool) -> None:
+def _env_of_host(directory: Path, host: str | None, choice: Choice | None, *, json: bool) -> None:
     """Print the settings of a host of a cluster's plan; None is this host.
 
     Raises:
@@ -251,9 +251,12 @@ def _env_of_host(directory: Path, host: str | None, *, json: bool) -> None:
             notice(f"whether this host has the plan's GPUs was not checked: {error.what}")
         _leave_disabled(plan, {"host": name}, disabled, json=json)
     place = directory.resolve() / "nccl"
-    named = name if plan.recommended == "graph" else None
-    graph = None if named is None else PurePosixPath(place / host_graph_file(named))
-    _print(plan, {"host": name}, job_environment(plan.job_settings, graph=graph), json=json)
+    taken = plan.recommended if choice is None else choice.value
+    graph = None
+    if name is not None and taken == "graph":
+        graph = PurePosixPath(place / host_graph_file(name))
+    variables = job_environment(plan.choices[taken].settings, graph=graph)
+    _print(plan, {"host": name, "choice": taken}, variables, json=json)
     if name is None:
         asked = host if host is not None else socket.gethostname()
         node = os.environ.get(NODE_NAME, "") if host is None else ""

@@ -43,7 +43,7 @@ def export(
         str,
         typer.Option(
             metavar="nccl|tccl",
-            help="The runtime to write for: stock NCCL, or the fork of NCCL 2.18 that TCCL's "
+            help="The runtime to write for: unmodified NCCL, or the fork of NCCL 2.18 that TCCL's "
             "authors made.",
         ),
     ] = "nccl",

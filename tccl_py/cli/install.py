@@ -76,7 +76,7 @@ def install(
         typer.Option(
             "--force",
             metavar=" ",
-            help="Install a plan that is simulated, not verified, worse than stock NCCL, or of "
+            help="Install a plan that is simulated, not verified, worse than default NCCL, or of "
             "another machine.",
         ),
     ] = False,

@@ -90,10 +90,10 @@ def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
     """
     if not rings.able:
         return ()
-    subsets = [one.gpus for one in plan.subsets]
+    subsets = [subset.gpus for subset in plan.subsets]
     if len(subsets) >= _MOST_FILES:
-        subsets = list({len(one): one for one in subsets}.values())
-    names = {GRAPH_FILE: plan.gpus, **{subset_file(one): one for one in subsets}}
+        subsets = list({len(gpus): gpus for gpus in subsets}.values())
+    names = {GRAPH_FILE: plan.gpus, **{subset_file(gpus): gpus for gpus in subsets}}
     texts = nccl_files(plan, Path())
     asked = [Question(gpus=gpus, graph=texts[name]) for name, gpus in names.items()]
     variables = environment(plan.settings)

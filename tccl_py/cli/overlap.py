@@ -38,7 +38,7 @@ _MOST_MIB = 4096
 _MOST_RANKS = 16
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher says of another job."""
-_REHEARSE = "add --backend gloo to rehearse on the host's memory"
+_DRY_RUN = "add --backend gloo for a dry run in host memory"
 
 
 def overlap(
@@ -53,9 +53,7 @@ def overlap(
     *,
     backend: Annotated[
         str,
-        typer.Option(
-            metavar="nccl|gloo", help="nccl on GPUs; gloo rehearses on the host's memory."
-        ),
+        typer.Option(metavar="nccl|gloo", help="nccl on GPUs; gloo is a dry run in host memory."),
     ] = "nccl",
     gpus: Annotated[
         str | None,
@@ -137,7 +135,7 @@ def _backend(text: str) -> Backend:
     for known in get_args(Backend):
         if text == known:
             return known  # type: ignore[no-any-return]
-    raise InputError(f"--backend {text[:20]!r}", "is not known", "nccl, or gloo to rehearse")
+    raise InputError(f"--backend {text[:20]!r}", "is not known", "nccl, or gloo for a dry run")
 
 
 def _in_range(options: Mapping[str, int], most: int) -> None:
@@ -147,7 +145,7 @@ def _in_range(options: Mapping[str, int], most: int) -> None:
 
 
 def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int, ...]:
-    """NVML indices of the GPUs; of a rehearsal just numbers."""
+    """Return NVML indices of the GPUs; for a dry run just numbers."""
     if backend == "gloo":
         if gpus is not None:
             raise InputError("--gpus", "is for nccl", "gloo has --ranks")
@@ -160,7 +158,7 @@ def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int,
     try:
         machine, _, fingerprint = discover_machine()
     except InputError as error:
-        raise InputError(error.where, error.what, _REHEARSE) from error
+        raise InputError(error.where, error.what, _DRY_RUN) from error
     seen = visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(VARIABLE))
     chosen = gpus_argument(gpus, machine) or seen
     if len(chosen) < 2:
@@ -185,14 +183,14 @@ def _print(
     head: Mapping[str, Any], pairs: Sequence[PairRow], products: Sequence[ProductRow]
 ) -> None:
     out = results()
-    where = head["gpu"] or "host memory, a rehearsal"
+    where = head["gpu"] or "host memory, a dry run"
     out.print(
         f"{head['messages']} messages of {head['message_bytes'] // MIB} MiB on {where}, torch "
         f"{head['torch']}: ms, median of {head['repeats']} (95 % interval)"
     )
     table = Table("by", "set", "mode", "one message of each pair", "all of them")
     for row in pairs:
-        each = "  ".join(_text(one) for one in row.message)
+        each = "  ".join(_text(span) for span in row.message)
         table.add_row(row.by, " ".join(row.set), row.mode, each, _text(row.total))
     out.print(table)
     table = Table("by", "transfer", "mode", "transfer", "product", "both done")

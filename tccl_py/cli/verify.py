@@ -309,7 +309,7 @@ def verified(
         except (KeyboardInterrupt, Terminated, TcclError) as error:
             _kept(found, directory)
             why = "not tuned" if isinstance(error, TcclError) else "interrupted"
-            notice(f"{why}: the plan is as it was, and what was verified of it is kept")
+            notice(f"{why}: the plan is as it was, and its verification is kept")
             raise
     if tuned.plan is plan:
         notice("tuned: nothing that was tried is better, and the plan stays as it is")

@@ -1,4 +1,4 @@
-"""A verification as text for people, and as the JSON whose keys are kept stable."""
+"""A verification as text for people, and as the JSON with stable keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def verification_json(found: Verification) -> dict[str, Any]:
         "winner": found.winner,
         "recommended": found.recommended,
         "chosen": found.chosen,
-        "arms": [_arm_json(one) for one in found.arms],
+        "arms": [_arm_json(arm) for arm in found.arms],
         "simulated": found.simulated,
         "tried": found.tried,
         "rounds": found.rounds,
@@ -61,11 +61,11 @@ def _arm_json(arm: ArmResult) -> dict[str, Any]:
         "predicted_gbps": arm.predicted_gbps,
         "environment": arm.environment,
         "settings": msgspec.to_builtins(arm.settings),
-        "sizes": [{"bytes": one.bytes, **_row_json(one)} for one in arm.sizes],
+        "sizes": [{"bytes": row.bytes, **_row_json(row)} for row in arm.sizes],
         "groups": [
-            {"groups": one.groups, "bytes": one.bytes, **_row_json(one)} for one in arm.groups
+            {"groups": row.groups, "bytes": row.bytes, **_row_json(row)} for row in arm.groups
         ],
-        "training": [{"mode": one.mode, **_row_json(one)} for one in arm.training],
+        "training": [{"mode": row.mode, **_row_json(row)} for row in arm.training],
         "not_recommended": arm.worse_sizes,
         "checked": arm.checked,
         "wrong": arm.wrong,
@@ -74,27 +74,27 @@ def _arm_json(arm: ArmResult) -> dict[str, Any]:
     }
 
 
-def _row_json(one: Row) -> dict[str, Any]:
+def _row_json(row: Row) -> dict[str, Any]:
     return {
-        "us": _us(one),
-        "gbps": one.gbps,
-        **_compared_json(one.compared),
-        "verdict": one.verdict,
+        "us": _us(row),
+        "gbps": row.gbps,
+        **_compared_json(row.compared),
+        "verdict": row.verdict,
     }
 
 
-def _compared_json(one: Compared) -> dict[str, float]:
-    return {"ratio": one.ratio, "low": one.low, "high": one.high}
+def _compared_json(ratio: Compared) -> dict[str, float]:
+    return {"ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
 
 
-def _us(one: Row) -> float:
-    return statistics.median(one.seconds) * 1e6
+def _us(row: Row) -> float:
+    return statistics.median(row.seconds) * 1e6
 
 
 def print_verification(found: Verification, console: Console) -> None:
     """Print the winner, the sizes, and what the answer rests on."""
     of = ",".join(found.hosts) if found.hosts else f"GPUs {','.join(map(str, found.gpus))}"
-    backend = "over NCCL" if found.backend == "cuda" else "rehearsed over gloo"
+    backend = "over NCCL" if found.backend == "cuda" else "as a dry run over gloo"
     console.print(f"{found.machine}, {of}, {backend}: {_winner(found)}")
     console.print(_answer(found))
     if len(found.arms[0].sizes):
@@ -109,29 +109,29 @@ def _winner(found: Verification) -> str:
     if found.winner != "default":
         over = _over(found.best.large)
         return f"{_WINS[found.winner]}: {over} times default NCCL {where}"
-    others = [f"{CHOICE_WORDS[one.name]} {_over(one.large)}" for one in found.arms[1:] if one.rows]
+    others = [f"{CHOICE_WORDS[row.name]} {_over(row.large)}" for row in found.arms[1:] if row.rows]
     return _WINS["default"] + (f": {', '.join(others)} times it {where}" if others else "")
 
 
-def _over(one: Compared) -> str:
-    return f"{one.ratio:.3f} ({one.low:.3f} to {one.high:.3f})"
+def _over(ratio: Compared) -> str:
+    return f"{ratio.ratio:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
 def _answer(found: Verification) -> str:
-    """Say whether the choice that was asked about may be used, and why another one wins."""
+    """Return whether the chosen choice may be used, and why another choice wins."""
     asked = f"{'recommended' if found.chosen == found.recommended else 'chosen'} choice"
     asked = f"{CHOICE_WORDS[found.chosen]}, the {asked}"
     if not found.accepted:
         return f"No to {asked}: {'; '.join(found.judged.objections)}"
     if found.winner == found.chosen:
         return f"Yes to {asked}"
-    lost = [size_text(one.bytes) if one.bytes else one.mode for one in found.judged.losses]
+    lost = [size_text(row.bytes) if row.bytes else row.mode for row in found.judged.losses]
     why = f", as intervals lie below default NCCL: {', '.join(lost)}" if lost else ""
     return f"Yes to {asked}, but {_WINS[found.winner]}{why}"
 
 
 def _where(found: Verification) -> str:
-    sizes = [one.bytes for one in found.arms[0].sizes]
+    sizes = [row.bytes for row in found.arms[0].sizes]
     large = [size for size in sizes if is_large(size)]
     if not sizes or len(large) == 1:
         return f"at {sizes_text(large)}"
@@ -164,7 +164,7 @@ def _facts(found: Verification) -> list[str]:
     lines = [line for arm in found.arms for line in _arm_facts(found, arm)]
     left_out = found.left_out
     lines += [f"not in this backend: {', '.join(left_out)}"] if left_out else []
-    lines += [_tried(one) for one in found.tried]
+    lines += [_tried(trial) for trial in found.tried]
     if found.rounds:
         at_once = f", {found.at_once} jobs at once," if found.at_once > 1 else ""
         lines.append(
@@ -186,7 +186,7 @@ def _arm_facts(found: Verification, arm: ArmResult) -> list[str]:
         lines.append(
             f"{arm.predicted_gbps:.2f} GB/s {told}, achieved {arm.gbps:.2f} {where}: {share:.0%}"
         )
-    lines += [f"wrong: {one.case}, rank {one.rank}: {one.what}" for one in arm.wrong[:_SHOWN_WRONG]]
+    lines += [f"wrong: {row.case}, rank {row.rank}: {row.what}" for row in arm.wrong[:_SHOWN_WRONG]]
     if arm.checked and not arm.wrong:
         lines.append(f"{arm.checked} results of collectives compared, all right")
     if arm.rings is not None:
@@ -195,17 +195,17 @@ def _arm_facts(found: Verification, arm: ArmResult) -> list[str]:
             lines.append(f"NCCL runs the plan's rings on all {len(arm.rings.found)} channels")
     if arm is found.arms[0]:
         return [f"{arm.name}: {line}" for line in lines]
-    for groups in dict.fromkeys(one.groups for one in arm.groups):
-        rows = [one for one in arm.groups if one.groups == groups]
-        told = ", ".join(f"{size_text(one.bytes)} {_verdict(one)}" for one in rows)
+    for groups in dict.fromkeys(row.groups for row in arm.groups):
+        rows = [row for row in arm.groups if row.groups == groups]
+        told = ", ".join(f"{size_text(row.bytes)} {_verdict(row)}" for row in rows)
         lines.append(f"communicators over {groups_text(groups)}: {told}")
-    lines += [f"a training step, {one.mode}: {_verdict(one)}" for one in arm.training]
+    lines += [f"a training step, {row.mode}: {_verdict(row)}" for row in arm.training]
     return [f"{arm.name}: {line}" for line in lines]
 
 
-def _tried(one: Tried) -> str:
-    name = choice_words(one.arm, one.settings)
-    if one.failed:
-        return f"tried {name}: failed: {one.failed}"
-    worst = f"{one.worst_ratio:.3f} of default NCCL at its worst size"
-    return f"tried {name}: {one.gbps:.2f} GB/s, {worst}"
+def _tried(trial: Tried) -> str:
+    name = choice_words(trial.arm, trial.settings)
+    if trial.failed:
+        return f"tried {name}: failed: {trial.failed}"
+    worst = f"{trial.worst_ratio:.3f} of default NCCL at its worst size"
+    return f"tried {name}: {trial.gbps:.2f} GB/s, {worst}"
