@@ -49,9 +49,9 @@ def plan(made, tmp_path):
     return shutil.copytree(made, tmp_path / "plan")
 
 
-def degrade(directory, device="G2", left=0.5):
+def degrade(directory, device="G2", left=0.5, name=NAME):
     """Make the model of a plan one with a slower link."""
-    path = directory / "machines" / f"{NAME}.json"
+    path = directory / "machines" / f"{name}.json"
     model = model_from_json(path.read_text(), where=str(path))
     path.write_text(encode_json(with_slower_link(model, device, left)))
     rebind(directory)
@@ -285,3 +285,16 @@ def test_the_host_backend_is_checked_by_itself(plan):
     found = json.loads(result.stdout)
     assert (found["simulated"], found["sets_compared"]) == (False, 2)
     assert "host backend" in result.stderr
+
+
+def test_an_unchanged_cluster_is_as_it_was_and_a_slower_link_on_its_hosts_is_told(tmp_path):
+    directory, name = tmp_path / "plan", "nvswitch-8gpu-8nic"
+    options = ("--simulate", name, "--nodes", "2", "--rings", "1", "--max-sets", "20")
+    assert tccl("plan", "-o", directory, *options, "--noise", "0.01").exit_code == 0
+    result = tccl("check", directory)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"2 hosts of {name} is as it was")
+    degrade(directory, left=0.3, name=name)
+    found = json.loads(tccl("check", directory, "--json").stdout)
+    assert found["drifted"]
+    assert "G2" in found["changes"][0]["flow"]

@@ -17,6 +17,7 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.files import nccl_files
 from tccl_py.plan.plan import PlannedHost
 from tccl_py.plan.variants import for_version
+from tccl_py.sources.journal import JournalFile, JournalHeader
 from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
 from tests.planned import SMALL, plan_of, rebind
 
@@ -300,16 +301,17 @@ def test_env_refuses_what_does_not_fit_the_plan(directory, tmp_path):
     refused(tccl("env", tmp_path, "--host", "gpu1"), "--host: is for the plan of a cluster")
 
 
-@pytest.mark.parametrize(
-    "command, sentence",
-    [
-        (("check",), "is the plan of a cluster; `tccl show` has its rates; plan a machine alone"),
-    ],
-)
-def test_what_is_for_one_machine_refuses_the_plan_of_a_cluster(command, sentence, directory):
-    before = sorted(directory.rglob("*"))
-    refused(tccl(command[0], directory, *command[1:]), f"tccl: {directory}: {sentence}")
-    assert sorted(directory.rglob("*")) == before
+def test_measuring_again_needs_the_hosts_of_a_measured_plan(tmp_path):
+    write_plan(mixed(simulated=False, assumed=False), tmp_path)
+    header = JournalHeader(machine="gpu1,gpu2", identity="host gpu1: GPUs a", simulated=False)
+    JournalFile(tmp_path / "measurements.jsonl", header).close()
+    for command in ("check", "explain"):
+        refused(tccl(command, tmp_path), "start the command by mpirun or srun")
+    result = tccl("explain", tmp_path, "--no-measure", "--json")
+    assert result.exit_code == 0, result.output
+    rings = json.loads(result.stdout)["rings"]
+    assert {ring["node_class"] for ring in rings} == {"one", "pair", "four"}
+    assert all(ring["unexplained"] for ring in rings)
 
 
 @pytest.mark.parametrize("command", ["show", "env", "export"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,15 +13,18 @@ import typer
 from rich.table import Table
 
 from tccl_py.cli.interrupts import interrupts_put_off
-from tccl_py.cli.options import DirectoryArgument, in_range, refuse_cluster
+from tccl_py.cli.measure import planned_hosts
+from tccl_py.cli.options import DirectoryArgument, in_range
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.streams import ANSWER_IS_NO, notice, notice_each, write_result
+from tccl_py.cluster_plan.job import class_sources, journal_by_class
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
-from tccl_py.health.drift import Drift, Effort, find_drift
+from tccl_py.health.drift import Drift, Effort, Journal, find_drift, joined
 from tccl_py.health.drift_record import keep_check, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.fitness import differences
+from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.directory import (
     JOURNAL_FILE,
     check_plan_directory,
@@ -29,7 +33,8 @@ from tccl_py.plan.directory import (
 )
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.sources.journal import JournalHeader
+from tccl_py.report.words import plan_name
+from tccl_py.sources.journal import JournalContents, JournalHeader, read_journal
 from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
 from tccl_py.sources.planned import journal_of
 from tccl_py.sources.profiled import (
@@ -112,29 +117,29 @@ def check(
     if seed < 0:
         raise InputError("--seed", f"is {seed}", "0 or more")
     check_plan_directory(directory)
-    refuse_cluster(
-        directory, "`tccl show` has its rates; plan a machine alone, and check that plan on it"
-    )
     plan = load_plan(directory)
-    journal = journal_of(directory / JOURNAL_FILE, plan.machine, simulated=plan.simulated)
+    if plan.is_cluster and not plan.simulated:
+        journal = read_journal(directory / JOURNAL_FILE)
+    else:
+        first = plan.cluster.classes[0].machine
+        journal = journal_of(directory / JOURNAL_FILE, first, simulated=plan.simulated)
     notice_each(journal.notices)
+    effort = Effort(seconds=max_seconds / len(plan.cluster.classes), seed=seed)
     with interrupts_put_off(), ExitStack() as stack:
-        if plan.simulated:
-            source = _model(plan, directory, journal.header, seed)
-        else:
-            options = MeasurementOptions(repeats=SEARCH_REPEATS)
-            here = _here(plan, directory, journal.header)
-            source = open_source(here, gpus=plan.gpus, options=options)
-            source.watch(stack.enter_context(ProgressLine()).measured)
-        with source:
-            effort = Effort(seconds=max_seconds, seed=seed)
-            drift = find_drift(plan, journal.measurements, source, effort=effort)
-        notice_each(source.notices)
+        source, known, sources = _sources(plan, directory, journal, seed, stack)
+        drift = joined(
+            plan,
+            [
+                find_drift(plan, known[number], one, number=number, effort=effort)
+                for number, one in enumerate(sources)
+            ],
+        )
+    notice_each(source.notices)
     ended = time.time()
     if keep:
         notice(f"kept in {keep_check(drift, directory, source.header, ended=ended)}")
     if prometheus:
-        machine, simulated = plan.machine.name, plan.simulated
+        machine, simulated = plan_name(plan), plan.simulated
         text = prometheus_text(drift, machine=machine, simulated=simulated, now=ended)
         write_result(text, output)
     elif json:
@@ -143,6 +148,25 @@ def check(
         _print(plan, drift)
     if drift.drifted:
         raise typer.Exit(ANSWER_IS_NO)
+
+
+def _sources(
+    plan: Plan, directory: Path, journal: JournalContents, seed: int, stack: ExitStack
+) -> tuple[OpenedSource, Sequence[Journal], Sequence[BandwidthSource]]:
+    """Return the source, and the earlier measurements and a source for each class of hosts."""
+    if plan.simulated:
+        source = stack.enter_context(_model(plan, directory, journal.header, seed))
+        return source, [journal.measurements], [source]
+    line = stack.enter_context(ProgressLine())
+    if plan.is_cluster:
+        hosts = planned_hosts(plan, journal.header, stack)
+        hosts.watch(line.measured)
+        return hosts, journal_by_class(plan, journal), class_sources(hosts, plan.cluster)
+    options = MeasurementOptions(repeats=SEARCH_REPEATS)
+    here = _here(plan, directory, journal.header)
+    source = open_source(here, gpus=plan.gpus, options=options)
+    source.watch(line.measured)
+    return stack.enter_context(source), [journal.measurements], [source]
 
 
 def _model(plan: Plan, directory: Path, header: JournalHeader, seed: int) -> OpenedSource:
@@ -184,7 +208,7 @@ def _here(plan: Plan, directory: Path, header: JournalHeader) -> MeasuredMachine
 
 def _json(plan: Plan, drift: Drift) -> dict[str, Any]:
     return {
-        "machine": plan.machine.name,
+        "machine": plan_name(plan),
         "drifted": drift.drifted,
         "sets_compared": len(drift.sets),
         "false_alarm_rate": drift.false_alarm_rate,
@@ -210,7 +234,7 @@ def _json(plan: Plan, drift: Drift) -> dict[str, Any]:
 def _print(plan: Plan, drift: Drift) -> None:
     console = results()
     verdict = "has drifted" if drift.drifted else "is as it was"
-    console.print(f"{plan.machine.name} {verdict} since it was planned ({plan.provenance})")
+    console.print(f"{plan_name(plan)} {verdict} since it was planned ({plan.provenance})")
     if drift.changes:
         console.print("Of each set that changed the flow that fell most:")
         console.print(_table(drift))

@@ -35,6 +35,8 @@ SPOT_CHECKS = 16
 """Pairs of hosts measured beside one for each kind, to find hosts that differ from their class."""
 WHOLE_RING_HOSTS = 64
 """On more hosts the rings are not measured all at once."""
+_MOST_TIMES = 64
+"""Measurements of a set that are taken from a journal, at most."""
 _ASSUMED = {
     "tcp": "what NICs move to and from GPU memory was not measured, but assumed to run at their "
     "ports' speed; all else was measured (NCCL measures it: leave out --network tcp)",
@@ -169,11 +171,12 @@ def class_sources(source: HostsSource, cluster: Cluster) -> list[PlacedSource]:
     return [PlacedSource(source, place) for place in places]
 
 
-def journal_sources(plan: Plan, journal: JournalContents) -> list[RememberingSource]:
-    """Return a source for each class of hosts that has the journal's rates of its hops and chains.
+def journal_by_class(
+    plan: Plan, journal: JournalContents
+) -> list[dict[TransferSet, list[Measurement]]]:
+    """Return the journal's measurements of the plan's hops and chains, for each class of hosts.
 
-    A journal names hosts. It has sets of the plan's hops alone, in pairs, and all together, as they
-    were measured on one host of the class.
+    A journal names hosts. These sets, hops alone, in pairs, and chains, are of one host.
     """
     base = journal_source(journal)
     # By NCCL, between GPUs by TCP, and between host memories by TCP.
@@ -184,12 +187,31 @@ def journal_sources(plan: Plan, journal: JournalContents) -> list[RememberingSou
         for path in plan.paths:
             flows = [hop.flow for chain in path.chains for hop in chain.hops]
             wanted = [transfer_set(flows), *(transfer_set([flow]) for flow in flows)]
+            wanted += [transfer_set(hop.flow for hop in chain.hops) for chain in path.chains]
             wanted += [transfer_set(pair) for pair in combinations(flows, 2)]
             source = PlacedSource(base, places[path.node_class])
+            found = known[path.node_class]
             for transfers in dict.fromkeys(wanted):
-                with suppress(MeasurementError):
-                    known[path.node_class].setdefault(transfers, [*source.measure([transfers])])
-    return [RememberingSource(base, found) for found in known]
+                if transfers not in found and (known_there := _repeated(source, transfers)):
+                    found[transfers] = known_there
+    return known
+
+
+def _repeated(source: BandwidthSource, transfers: TransferSet) -> list[Measurement]:
+    """Return all measurements of a set; the n-th time it is asked for gives the n-th."""
+    found: list[Measurement] = []
+    with suppress(MeasurementError):
+        while len(found) < _MOST_TIMES:
+            found += source.measure([transfers])
+            if found[-1].assumed:
+                break  # Assumed rates have no end.
+    return found
+
+
+def journal_sources(plan: Plan, journal: JournalContents) -> list[RememberingSource]:
+    """Return a source for each class of hosts over `journal_by_class` alone."""
+    known = journal_by_class(plan, journal)
+    return [RememberingSource(journal_source(journal), found) for found in known]
 
 
 def _sampled(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:

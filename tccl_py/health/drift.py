@@ -77,21 +77,30 @@ def find_drift(
     journal: Journal,
     source: BandwidthSource,
     *,
+    number: int = 0,
     effort: Effort | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Drift:
-    """Compare new measurements by `source` with a plan's journal.
+    """Compare new measurements by `source` with a plan's journal, on hosts of one class.
 
     A set is reported as changed if the chance of any such alarm on an unchanged machine is at
     most `FALSE_ALARM_RATE`, all flows compared together, and if new measurements of it confirm the
-    change by themselves.
+    change by themselves. The rate is shared among the classes of a cluster.
+
+    Args:
+        plan: of one host or several.
+        journal: the measurements of the class; flows over the network are those of one host.
+        source: answers such sets.
+        number: of the class.
+        effort: limits of the check.
+        clock: seconds.
 
     Raises:
         InputError: the journal is empty, or the time is too short to measure a set twice.
         SourceLostError: nothing can be measured any more.
     """
     effort = effort or Effort()
-    chosen = chosen_sets(plan, journal, most=effort.sets, seed=effort.seed)
+    chosen = chosen_sets(plan, journal, number=number, most=effort.sets, seed=effort.seed)
     if not chosen:
         raise InputError("the journal", "has no measurements", "plan again")
     bench = _Bench(source, effort, clock)
@@ -101,15 +110,33 @@ def find_drift(
         raise InputError(
             "--max-seconds", "is too short to measure one set twice", "give it more seconds"
         )
-    rows = _confirmed(bench, chosen, journal, now)
+    rows = _confirmed(bench, chosen, journal, now, classes=len(plan.cluster.classes))
     return Drift(
         rows=tuple(rows),
         changes=tuple(worst_of_each_set(row for row in rows if row.alarming)),
-        points_to=points_to(plan.machine, rows),
+        points_to=points_to(plan.cluster.classes[number].machine, rows),
         lost=bench.lost,
         skipped=tuple(one for one in chosen if one not in {*now, *bench.lost}),
         measurements=tuple(one for found in bench.found.values() for one in found),
         seconds=bench.elapsed,
+    )
+
+
+def joined(plan: Plan, found: Sequence[Drift]) -> Drift:
+    """Return the drift of all classes of a plan's hosts."""
+    if len(found) == 1:
+        return found[0]
+    names = [part.name for part in plan.cluster.classes]
+    causes = zip(names, (drift.points_to for drift in found), strict=True)
+    changes = (row for drift in found for row in drift.changes)
+    return Drift(
+        rows=tuple(row for drift in found for row in drift.rows),
+        changes=tuple(sorted(changes, key=lambda row: row.ratio)),
+        points_to="; ".join(f"on {name} to {cause}" for name, cause in causes if cause),
+        lost={one: why for drift in found for one, why in drift.lost.items()},
+        skipped=tuple(one for drift in found for one in drift.skipped),
+        measurements=tuple(one for drift in found for one in drift.measurements),
+        seconds=sum(drift.seconds for drift in found),
     )
 
 
@@ -165,7 +192,12 @@ class _Bench:
 
 
 def _confirmed(
-    bench: _Bench, chosen: Sequence[TransferSet], journal: Journal, now: Journal
+    bench: _Bench,
+    chosen: Sequence[TransferSet],
+    journal: Journal,
+    now: Journal,
+    *,
+    classes: int,
 ) -> list[Comparison]:
     """Return all comparisons; alarms hold by the first measurements and by new ones alone."""
     groups = [
@@ -175,12 +207,12 @@ def _confirmed(
         for logs in log_rates(found).values()
     ]
     spread = common_spread(groups)
-    rows = compared(journal, now, spread)
+    rows = compared(journal, now, spread, families=classes)
     alarmed = {row.transfers for row in rows if row.alarming}
     fresh = bench.again([one for one in chosen if one in alarmed])
+    again = {one: new for one, new in fresh.items() if new}
     second = {
-        (row.transfers, row.flow): row
-        for row in compared(journal, {one: new for one, new in fresh.items() if new}, spread)
+        (row.transfers, row.flow): row for row in compared(journal, again, spread, families=classes)
     }
     return [_both(row, second.get((row.transfers, row.flow))) for row in rows]
 
@@ -197,11 +229,13 @@ def _both(first: Comparison, second: Comparison | None) -> Comparison:
 # The selection: few sets, among them one for every part that may change.
 
 
-def chosen_sets(plan: Plan, journal: Journal, *, most: int, seed: int) -> tuple[TransferSet, ...]:
-    """Return at most `most` sets of the journal, the most important first.
+def chosen_sets(
+    plan: Plan, journal: Journal, *, number: int = 0, most: int, seed: int
+) -> tuple[TransferSet, ...]:
+    """Return at most `most` sets of the journal of a class of hosts, the most important first.
 
     In this order: the plan's rings together and each alone, its slowest hop alone, one set of each
-    class of links, small sets until every GPU is in several, and a random sample of the rest.
+    kind of link, small sets until every GPU is in several, and a random sample of the rest.
     Sets with many measurements come first, because their rates are known best.
     """
     often = sorted(journal, key=lambda one: (-len(journal[one]), len(one), str(one)))
@@ -209,9 +243,9 @@ def chosen_sets(plan: Plan, journal: Journal, *, most: int, seed: int) -> tuple[
     order = dict.fromkeys(
         transfers
         for part in (
-            _of_the_plan(plan),
-            _one_of_each_class(plan.machine, small),
-            _each_gpu(plan, small),
+            _of_the_plan(plan, number),
+            _one_of_each_kind(plan.cluster.classes[number].machine, small),
+            _each_gpu(plan.class_gpus[number], small),
             random.Random(seed).sample(sorted(often, key=str), len(often)),
         )
         for transfers in part
@@ -220,15 +254,17 @@ def chosen_sets(plan: Plan, journal: Journal, *, most: int, seed: int) -> tuple[
     return tuple(transfers for transfers in order if transfers in known)[:most]
 
 
-def _of_the_plan(plan: Plan) -> Iterator[TransferSet]:
-    rings = [[hop.flow for hop in ring.hops] for ring in plan.rings]
-    yield transfer_set(flow for ring in rings for flow in ring)
-    yield from map(transfer_set, rings)
-    slowest = min((ring.bottleneck for ring in plan.rings), key=lambda hop: hop.gbps)
-    yield transfer_set([slowest.flow])
+def _of_the_plan(plan: Plan, number: int) -> Iterator[TransferSet]:
+    for path in plan.paths:
+        if path.node_class == number:
+            rings = [[hop.flow for hop in chain.hops] for chain in path.chains]
+            yield transfer_set(flow for ring in rings for flow in ring)
+            yield from map(transfer_set, rings)
+            slowest = min((chain.bottleneck for chain in path.chains), key=lambda hop: hop.gbps)
+            yield transfer_set([slowest.flow])
 
 
-def _one_of_each_class(machine: Machine, small: Sequence[TransferSet]) -> Iterator[TransferSet]:
+def _one_of_each_kind(machine: Machine, small: Sequence[TransferSet]) -> Iterator[TransferSet]:
     seen: set[str] = set()
     for transfers in small:
         classes = {link_class(machine, flow) for flow in transfers.flows}
@@ -238,15 +274,15 @@ def _one_of_each_class(machine: Machine, small: Sequence[TransferSet]) -> Iterat
 
 
 def link_class(machine: Machine, flow: Flow) -> str:
-    """Return a flow's path type and mechanism: `PIX write`, `SYS bounce`, `PHB read`."""
+    """Return a flow's path type and mechanism: `PIX write`, `SYS bounce`."""
     mechanism: str = "bounce" if flow.is_bounce else flow.transfers[0].operation
     if flow.transfers[0].uses_copy_engine:
         mechanism += " by copy engine"
     return f"{path_type(machine, str(flow.source), str(flow.destination)).name} {mechanism}"
 
 
-def _each_gpu(plan: Plan, small: Sequence[TransferSet]) -> Iterator[TransferSet]:
-    times = dict.fromkeys(plan.gpus, 0)
+def _each_gpu(indices: Sequence[int], small: Sequence[TransferSet]) -> Iterator[TransferSet]:
+    times = dict.fromkeys(indices, 0)
     seen: set[frozenset[int]] = set()
     for transfers in small:
         gpus = frozenset(gpus_of(transfers) & times.keys())

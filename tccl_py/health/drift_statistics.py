@@ -124,10 +124,13 @@ def compared(
     then: Mapping[TransferSet, Sequence[Measurement]],
     now: Mapping[TransferSet, Sequence[Measurement]],
     spread: Spread,
+    *,
+    families: int = 1,
 ) -> list[Comparison]:
     """Compare each flow of the sets in `now` with its earlier rate, the least likely first.
 
-    Holm's adjustment (1979) bounds the chance of any false alarm, whatever the dependence.
+    Holm's adjustment (1979) bounds the chance of any false alarm, whatever the dependence; with
+    several `families` of comparisons, over all of them.
     """
     raw = []
     for transfers, found in now.items():
@@ -138,7 +141,7 @@ def compared(
             row = Comparison(transfers=transfers, flow=flow, was_gbps=was, is_gbps=new, p=p)
             raw.append(row)
     adjusted = zip(raw, holm([row.p for row in raw]), strict=True)
-    rows = [msgspec.structs.replace(row, p=p) for row, p in adjusted]
+    rows = [msgspec.structs.replace(row, p=min(1.0, families * p)) for row, p in adjusted]
     return sorted(rows, key=lambda row: (row.p, str(row.transfers), str(row.flow)))
 
 
@@ -235,7 +238,9 @@ def _parts(machine: Machine, flow: Flow) -> Iterator[Part]:
         source, destination = transfer.source, transfer.destination
         nvlinked = path_type(machine, str(source), str(destination)) <= PathType.NVB
         for place, direction in ((source, "out of it"), (destination, "into it")):
-            if place.kind == "G":
+            if place.kind == "N":
+                yield Part(f"NIC {place.index}", f"NIC {place.index}")
+            elif place.kind == "G":
                 yield from _of_gpu(f"GPU {place.index}", nvlinked, direction)
             elif place.kind == "C":
                 words = f"host memory of NUMA node {place.index}"
