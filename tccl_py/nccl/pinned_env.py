@@ -97,9 +97,7 @@ def check_pinned_env(pinned: Mapping[str, str], under: Iterable[Settings], where
     if not pinned:
         return
     if pinned_values(pinned, where=f"{where} pinned_env") != pinned:
-        raise InputError(
-            f"{where} pinned environment", "has values that no plan has", "plan it again"
-        )
+        raise InputError(f"{where} pinned_env", "has values that no plan has", "plan it again")
     level = pinned_level(pinned)
     for settings in under:
         if settings.p2p_level != level:

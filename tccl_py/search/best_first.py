@@ -62,7 +62,8 @@ class RingSetSearch:
     """The search for sets of `count` rings; shares evaluator and incumbent with other counts.
 
     The order of calls: 1. `dive` for a good answer; 2. `enumerate_all` where ring sets are few,
-    else `relax` and `run` until nothing can beat the incumbent.
+    else `relax` and `run` until nothing can beat the incumbent. Each raises BudgetSpentError when
+    the budget is used up; `bound_gbps` holds all the same.
     """
 
     def __init__(
@@ -102,11 +103,7 @@ class RingSetSearch:
         return self._incumbent.lower_bound * (1 + self._tolerance) / self.count
 
     def dive(self) -> None:
-        """Search a little, for a good answer before proofs are tried.
-
-        Raises:
-            BudgetSpentError: the budget is used up; `bound_gbps` holds all the same.
-        """
+        """Search a little, for a good answer before proofs are tried."""
         everyone = np.arange(len(self.index.images))
         self._push(State(bound=float("inf"), rings=(), path=(0,), hops=(), stabilizer=everyone))
         for hops in self._classes():
@@ -115,11 +112,7 @@ class RingSetSearch:
         self._search(idle_sets=DIVE_SETS)
 
     def enumerate_all(self) -> None:
-        """Measure every ring set that could still beat the incumbent.
-
-        Raises:
-            BudgetSpentError: the budget is used up; `bound_gbps` holds all the same.
-        """
+        """Measure every ring set that could still beat the incumbent."""
         if self.bound_gbps <= self._enough * self.count:
             return
         for sequences in all_ring_sets(self.index, self.count, self._rule):
@@ -132,11 +125,7 @@ class RingSetSearch:
         self._queue.clear()
 
     def relax(self, cuts: Sequence[Sequence[int]]) -> None:
-        """Bound all ring sets by the hops that cross each cut.
-
-        Raises:
-            BudgetSpentError: the budget is used up; `bound_gbps` holds all the same.
-        """
+        """Bound all ring sets by the hops that cross each cut."""
         for cut in cuts:
             for choices in crossings(self.index, cut, self.count):
                 if self._relaxation_bound <= self._enough or not self._queue:
@@ -151,11 +140,7 @@ class RingSetSearch:
                 self._relaxation_bound = min(self._relaxation_bound, found)
 
     def run(self) -> None:
-        """Search until nothing can beat the incumbent, or MAX_STATES or the budget is spent.
-
-        Raises:
-            BudgetSpentError: the budget is used up; `bound_gbps` holds all the same.
-        """
+        """Search until nothing can beat the incumbent, or MAX_STATES or the budget is spent."""
         if self._relaxation_bound > self._enough:
             self._search(idle_sets=self._idle_sets)
 
