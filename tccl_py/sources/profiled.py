@@ -155,7 +155,7 @@ def gpus_of(machine: Machine, sets: Sequence[TransferSet]) -> tuple[int, ...]:
         InputError: a set names a GPU or NUMA node outside of the machine.
         MeasurementError: a set cannot be measured: a NIC, another host, too many blocks.
     """
-    from tccl_profiler.compiler import program_for  # noqa: PLC0415
+    from tccl_profiler.compiler import check_places  # noqa: PLC0415
     from tccl_profiler.shared_memory import MAX_LANES  # noqa: PLC0415
 
     used: set[int] = set()
@@ -166,7 +166,7 @@ def gpus_of(machine: Machine, sets: Sequence[TransferSet]) -> tuple[int, ...]:
             for part in flow.transfers:
                 for place in (part.source, part.executor, part.destination):
                     used.update(_gpu_of(machine, place))
-        program_for(transfers, lanes=lanes)
+        check_places(transfers, lanes=lanes)
     return tuple(sorted(used))
 
 
