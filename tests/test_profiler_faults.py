@@ -17,7 +17,7 @@ import pytest
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
 from tccl_profiler.host.machine import host_fingerprint, host_machine
-from tccl_profiler.messages import WorkerLost
+from tccl_profiler.messages import Connection, FromWorker, WorkerLost
 from tccl_profiler.pool import Memory, Pool, Timeouts
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.session import Session
@@ -181,7 +181,7 @@ def test_all_workers_may_die_at_once():
 def test_what_a_worker_said_last_is_in_the_sentence():
     with pool_of() as pool:
         worker = pool.workers[0]
-        os.write(worker.complaints, b"x" * 100_000 + b"\nand then:\nout of cheese  \n\n")
+        os.write(worker.stderr_fd, b"x" * 100_000 + b"\nand then:\nout of cheese  \n\n")
         os.kill(worker.process.pid, signal.SIGABRT)
         with pytest.raises(WorkerLost, match=r"G0 was killed by SIGABRT \(out of cheese\)$"):
             pool.ping()
@@ -193,8 +193,10 @@ def test_a_worker_whose_message_cannot_be_read_is_named_and_replaced():
         worker = next(one for one in pool.workers if one.spec.device == "G1")
         # As its answer to the next question would be, were its memory spoilt.
         theirs, ours = socket.socketpair()
-        usual, worker.channel._socket = worker.channel._socket, ours
-        ours.setblocking(False)
+        usual, worker.connection = (
+            worker.connection,
+            Connection(ours, receives=FromWorker, peer="the worker of G1"),
+        )
         body = b"\x82\xa4type\xa6failed\xa4what\xa3\xff\xfe\xfd"
         theirs.sendall(struct.pack("!IH", len(body), 0) + body)
         (answer,) = profiler.measure([BOUNCE])

@@ -52,7 +52,7 @@ class Controller:
             device.meet(
                 {
                     other: (
-                        Peer(space=other, handle=b"", size=arena_bytes, bus_id=""),
+                        Peer(space=other, handle=b"", size=arena_bytes),
                         os.dup(fds[slot]),
                     )
                     for other, slot in self.slots.items()
@@ -460,7 +460,7 @@ def test_an_arena_counts_from_zero_in_every_run(controller):
 def test_a_device_says_what_it_is_and_its_clock_is_the_hosts(controller):
     made = controller(1, arena_bytes=2 * COUNTER_AREA_BYTES, user_bytes=MIB)
     (started,) = made.started
-    assert (started.pid, started.lanes, started.handle) == (os.getpid(), 64, b"")
+    assert (started.lanes, started.handle) == (64, b"")
     assert started.memory_bytes == 2 * COUNTER_AREA_BYTES + 2 * MIB
     before = time.monotonic_ns()
     pings = made.devices["G0"].ping(5)

@@ -407,7 +407,7 @@ def test_a_gpu_whose_memory_a_nic_does_not_map_is_refused_with_what_to_do():
         address="127.0.0.1",
     )
     device.open(start, control)
-    arena = Peer(space="G0", handle=b"", size=1 << 20, bus_id="")
+    arena = Peer(space="G0", handle=b"", size=1 << 20)
     device.meet({"G0": (arena, None)})
     share = program.on("h0").devices["N0"]
     order = Run(program=share, epoch=1, repeats=1, warm_ns=0, window_ns=10**6, patience_ns=10**9)

@@ -46,7 +46,6 @@ def gpu_answers(**others: Any) -> dict[str, Any]:
         "GetCurrentClocksThrottleReasons": lambda: 0x1,
         "GetCurrPcieLinkGeneration": lambda: 5,
         "GetMaxPcieLinkGeneration": lambda: 5,
-        "GetGpuMaxPcieLinkGeneration": lambda: 5,
         "GetCurrPcieLinkWidth": lambda: 16,
         "GetMaxPcieLinkWidth": lambda: 16,
         "GetTemperature": lambda sensor: 41,
@@ -137,7 +136,6 @@ HEALTHY = GpuConditions(
     throttling=(),
     pcie_generation=5,
     pcie_generation_max=5,
-    gpu_pcie_generation_max=5,
     pcie_width=16,
     pcie_width_max=16,
     temperature_c=41,
@@ -193,9 +191,9 @@ def test_a_new_driver_answers_under_the_new_names(proc):
 
 
 def test_a_pynvml_without_the_new_names_is_no_error(proc):
-    missing = ("GetCurrentClocksEventReasons", "GetGpuMaxPcieLinkGeneration")
+    missing = ("GetCurrentClocksEventReasons",)
     (seen,) = look_at(proc, gpu_answers(), absent=missing)
-    assert seen == gpu(gpu_pcie_generation_max=None)
+    assert seen == gpu()
 
 
 @pytest.mark.parametrize("error", [3, 4, 13, 22, 26])
@@ -248,7 +246,7 @@ def test_every_name_that_is_asked_for_exists_in_pynvml(proc):
     nvml = FakeNvml([{}])
     with Watch([0], set(), nvml, proc=proc) as watch:
         watch.look()
-    assert len(set(nvml.asked)) == 16
+    assert len(set(nvml.asked)) == 15
     assert all(hasattr(pynvml, f"nvmlDevice{question}") for question in nvml.asked)
 
 
@@ -369,7 +367,7 @@ def test_a_narrow_link_is_a_fault_at_any_time():
 
 
 def test_a_slot_older_than_the_gpu_is_no_fault_of_the_link():
-    seen = gpu(pcie_generation=4, pcie_generation_max=4, gpu_pcie_generation_max=5)
+    seen = gpu(pcie_generation=4, pcie_generation_max=4)
     assert warnings((seen,), loaded=True) == ()
 
 

@@ -5,6 +5,7 @@ Every flow becomes endpoints on its devices; endpoints at one GPU share lanes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -75,12 +76,7 @@ def program_for(
     ]
     devices, parts = _assigned(endpoints, meeting)
     for device, program in devices.items():
-        if len(program.lanes) > lanes[device]:
-            what = "lanes" if is_nic(device) else "blocks"
-            raise MeasurementError(
-                f"{device} would run {len(program.lanes)} {what} at once, it can run "
-                f"{lanes[device]}: give the flows fewer blocks"
-            )
+        _check_lanes(device, len(program.lanes), lanes)
         if len(program.copies) > MAX_COPIES:
             raise MeasurementError(
                 f"the copy engines of {device} would go through {len(program.copies)} FIFOs at "
@@ -106,7 +102,7 @@ def check_places(
     """Refuse a set whose places cannot be measured by these devices.
 
     Raises:
-        MeasurementError: an unknown place, an unnamed end, or hosts without a NIC between them.
+        MeasurementError: unknown places, unnamed ends, hosts without a NIC, too many blocks.
     """
     for flow in transfers.flows:
         # NCCL opens NICs itself.
@@ -123,6 +119,22 @@ def check_places(
             )
         if len(flow.hosts) > 1 and not flow.is_network:
             raise MeasurementError(f"{flow}: goes from host to host without a NIC")
+    # Flows into a GPU share blocks with flows out of it, but not with each other.
+    load: Counter[tuple[str, bool]] = Counter()
+    for flow in transfers.flows:
+        for device in () if is_carried(flow, network) else sorted(_executors(flow, network)):
+            load[device, device == device_of(flow.source)] += flow.blocks or 1
+    for (device, _), count in load.items():
+        _check_lanes(device, count, lanes)
+
+
+def _check_lanes(device: str, count: int, lanes: Mapping[str, int]) -> None:
+    if count > lanes[device]:
+        what = "lanes" if is_nic(device) else "blocks"
+        raise MeasurementError(
+            f"{device} would run {count} {what} at once, it can run {lanes[device]}: give the "
+            "flows fewer blocks"
+        )
 
 
 def checkable(transfers: TransferSet) -> TransferSet:

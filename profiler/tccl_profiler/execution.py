@@ -10,6 +10,7 @@ import contextlib
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -157,6 +158,7 @@ class HostBuffers:
         self._segments = {}
 
 
+@dataclass(eq=False)
 class Execution:
     """The repeats of a program, queued on this host's devices; `Pool.begin` makes it.
 
@@ -175,27 +177,16 @@ class Execution:
         meanwhile: called now and then during waits; an exception ends the wait.
     """
 
-    def __init__(
-        self,
-        control: Control,
-        host: HostBuffers,
-        workers: Sequence[WorkerProcess],
-        *,
-        spec: RunSpec,
-        epoch: int,
-        timeouts: Timeouts,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> None:
-        self._control = control
-        self._host = host
-        self._workers = tuple(workers)
-        self._spec = spec
-        self._epoch = epoch
-        self._timeouts = timeouts
-        self._meanwhile = meanwhile or (lambda: None)
-        self._released_at = 0
-        self._over = False
-        self.lost = False
+    control: Control
+    host: HostBuffers
+    workers: Sequence[WorkerProcess]
+    spec: RunSpec
+    epoch: int
+    timeouts: Timeouts
+    meanwhile: Callable[[], None] | None = None
+    lost: bool = field(default=False, init=False)
+    _over: bool = field(default=False, init=False)
+    _released_at: int = field(default=0, init=False)
 
     @property
     def over(self) -> bool:
@@ -205,18 +196,18 @@ class Execution:
     def queue(self, program: HostProgram) -> None:
         """Send each worker its share, after clearing the stamps."""
         precise_sleeps()
-        for worker in self._workers:
+        for worker in self.workers:
             share = program.devices[worker.spec.device]
             run = self._run_of(worker.spec.device, share)
-            for repeat in range(self._spec.repeats):
+            for repeat in range(self.spec.repeats):
                 for row in self._stamps_of(worker, repeat):
                     row[:] = 0
             worker.lanes_asked = len(share.lanes)
             with self._noting_loss():
-                worker.ask(run, limit_s=self._timeouts.answer_s)
+                worker.ask(run, limit_s=self.timeouts.answer_s)
 
     def _run_of(self, device: str, share: DeviceProgram) -> Run:
-        spec, paces = self._spec, self._spec.paces.get(device, ())
+        spec, paces = self.spec, self.spec.paces.get(device, ())
         stamps = sum(pace.groups + 2 for pace in paces)
         if len(paces) != len(share.copies) or stamps > MAX_STAMPS:
             raise MeasurementError(
@@ -225,18 +216,18 @@ class Execution:
             )
         return Run(
             program=share,
-            epoch=self._epoch,
+            epoch=self.epoch,
             repeats=spec.repeats,
             warm_ns=round(spec.warm_us * 1e3),
             window_ns=round(spec.window_us * 1e3),
-            patience_ns=round(self._timeouts.lanes_s * 1e9),
+            patience_ns=round(self.timeouts.lanes_s * 1e9),
             paces=paces,
             check=spec.check,
         )
 
     def wait_resident(self, repeat: int) -> None:
         """Wait until all lanes and copies of a repeat wait for their release."""
-        now = self._epoch + repeat
+        now = self.epoch + repeat
         views, stamps = self._records(repeat), self._stamps(repeat)
 
         def resident(worker: WorkerProcess) -> bool:
@@ -244,7 +235,7 @@ class Execution:
             there = (views[device]["resident"] == now).all()
             return bool(there and all(row[0] for row in stamps[device]))
 
-        self._until(resident, self._timeouts.lanes_s, "did not get its part of a set running")
+        self._until(resident, self.timeouts.lanes_s, "did not get its part of a set running")
 
     def release(self, repeat: int, at_ns: int | None = None) -> int:
         """Release a repeat by one store, at `at_ns` of CLOCK_MONOTONIC or now.
@@ -254,29 +245,29 @@ class Execution:
         """
         if at_ns is not None:
             ahead_s = (at_ns - time.monotonic_ns()) / 1e9
-            if ahead_s > self._timeouts.lanes_s:
+            if ahead_s > self.timeouts.lanes_s:
                 raise MeasurementError(
-                    f"a release in {ahead_s:.1f} s: lanes wait {self._timeouts.lanes_s:g} s"
+                    f"a release in {ahead_s:.1f} s: lanes wait {self.timeouts.lanes_s:g} s"
                 )
             self._sleep_until(at_ns - _SPIN_NS)
             while time.monotonic_ns() < at_ns:
                 pass
-        self._control.release(self._epoch + repeat)
+        self.control.release(self.epoch + repeat)
         self._released_at = time.monotonic_ns()
         return self._released_at
 
     def collect(self, repeat: int) -> RunResult:
         """Wait for the end of a repeat that has been released, and return its records."""
-        now, patience_s = self._epoch + repeat, self._timeouts.lanes_s
+        now, patience_s = self.epoch + repeat, self.timeouts.lanes_s
         views, stamps = self._records(repeat), self._stamps(repeat)
 
         def finished(worker: WorkerProcess) -> bool:
             return bool((views[worker.spec.device]["finished"] == now).all())
 
         # This process leaves the cores to the lanes: there may be no more cores than lanes.
-        self._sleep_until(self._released_at + round((self._spec.lasting_s - _EARLY_S) * 1e9))
+        self._sleep_until(self._released_at + round((self.spec.lasting_s - _EARLY_S) * 1e9))
         self._until(finished, patience_s, "did not finish its part of a set")
-        for worker in self._workers:
+        for worker in self.workers:
             if not views[worker.spec.device]["start"].all():
                 self.lost = True
                 raise WorkerLost(
@@ -295,9 +286,9 @@ class Execution:
     def finish(self) -> None:
         """Hear from every worker that all repeats have run."""
         with self._noting_loss():
-            for worker in self._workers:
+            for worker in self.workers:
                 if worker.owes_answer:
-                    worker.done(self._timeouts.answer_s)
+                    worker.done(self.timeouts.answer_s)
         self._over = True
 
     def abort(self) -> None:
@@ -306,16 +297,16 @@ class Execution:
             return
         # Until all have answered: a second interruption must not leave them unheard.
         self.lost = True
-        self._control.abort()
-        for worker in self._workers:
+        self.control.abort()
+        for worker in self.workers:
             while worker.owes_answer:
                 try:
-                    worker.received(Done, self._timeouts.stop_s)
+                    worker.received(Done, self.timeouts.stop_s)
                 except WorkerLost:
                     return
                 except MeasurementError:
                     continue
-        self._control.clear()
+        self.control.clear()
         self.lost, self._over = False, True
 
     def __enter__(self) -> Execution:
@@ -326,20 +317,20 @@ class Execution:
 
     def _records(self, repeat: int) -> Mapping[str, npt.NDArray[np.void]]:
         return {
-            worker.spec.device: self._control.records(worker.slot, repeat, worker.lanes_asked)
-            for worker in self._workers
+            worker.spec.device: self.control.records(worker.slot, repeat, worker.lanes_asked)
+            for worker in self.workers
         }
 
     def _stamps(self, repeat: int) -> Mapping[str, tuple[Stamps, ...]]:
-        return {worker.spec.device: self._stamps_of(worker, repeat) for worker in self._workers}
+        return {worker.spec.device: self._stamps_of(worker, repeat) for worker in self.workers}
 
     def _stamps_of(self, worker: WorkerProcess, repeat: int) -> tuple[Stamps, ...]:
-        paces = self._spec.paces.get(worker.spec.device, ())
-        return self._control.stamps(worker.slot, repeat, paces)
+        paces = self.spec.paces.get(worker.spec.device, ())
+        return self.control.stamps(worker.slot, repeat, paces)
 
     def _finish_copies(self, stamps: Mapping[str, Sequence[Stamps]], repeat: int) -> None:
         """Wait for copies; after a while, release copies that wait for a stopped lane."""
-        lasting_s, patience_s = self._spec.lasting_s, self._timeouts.lanes_s
+        lasting_s, patience_s = self.spec.lasting_s, self.timeouts.lanes_s
         until = time.monotonic() + 2 * lasting_s + 0.01
 
         def done(worker: WorkerProcess) -> bool:
@@ -348,7 +339,7 @@ class Execution:
         failure = "did not finish its copies"
         limit_s = 2 * lasting_s + patience_s
         self._until(lambda worker: time.monotonic() > until or done(worker), limit_s, failure)
-        self._host.release_waiters(repeat)
+        self.host.release_waiters(repeat)
         self._until(done, patience_s, failure)
 
     def _until(
@@ -356,14 +347,14 @@ class Execution:
     ) -> None:
         """Wait until all workers satisfy a condition, checking now and then for deaths."""
         begun = looked = time.monotonic()
-        while not all(map(satisfied, self._workers)):
+        while not all(map(satisfied, self.workers)):
             now = time.monotonic()
             if now - looked > _LOOK_S:
                 self._look()
                 looked = now
             if now - begun > limit_s:
-                late = [worker for worker in self._workers if not satisfied(worker)]
-                names = ", ".join(worker.spec.device for worker in late or self._workers)
+                late = [worker for worker in self.workers if not satisfied(worker)]
+                names = ", ".join(worker.spec.device for worker in late or self.workers)
                 self.lost = True
                 raise WorkerLost(f"{names} {failure} within {limit_s:.1f} s")
             if now - begun > 0.00005:
@@ -379,15 +370,16 @@ class Execution:
 
     def _look(self) -> None:
         """Raise if a worker has died or failed; a worker may end early."""
-        self._meanwhile()
+        if self.meanwhile is not None:
+            self.meanwhile()
         poller = select.poll()
-        for worker in self._workers:
+        for worker in self.workers:
             poller.register(worker.connection, select.POLLIN)
         readable = {fd for fd, _ in poller.poll(0)}
         with self._noting_loss():
-            for worker in self._workers:
+            for worker in self.workers:
                 if worker.connection.fileno() in readable:
-                    worker.done(self._timeouts.answer_s)
+                    worker.done(self.timeouts.answer_s)
 
     @contextlib.contextmanager
     def _noting_loss(self) -> Iterator[None]:

@@ -59,7 +59,6 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A device is ready, runs so many lanes at once, and shares its arena by `handle`."""
 
-    pid: int
     name: str
     lanes: int
     arena_bytes: int
@@ -73,7 +72,6 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     space: str
     handle: bytes
     size: int
-    bus_id: str
     descriptor: int = -1
 
 

@@ -235,7 +235,6 @@ class Pool(Links):
                     space=gpu.spec.device,
                     handle=self._started[gpu.spec.device].handle,
                     size=self._started[gpu.spec.device].arena_bytes,
-                    bus_id=gpu.spec.bus_id,
                     descriptor=fds.index(gpu.arena_fd) if gpu.arena_fd >= 0 else -1,
                 )
                 for gpu in others

@@ -18,6 +18,7 @@ import socket
 import struct
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from tccl_profiler.host.device import LANES, RunningLane, ThreadedDevice
 from tccl_profiler.host.lane import HostEnd
@@ -48,7 +49,6 @@ class NicDevice(ThreadedDevice):
         self._open(start, control)
         self._nic = NicLinks(start.device, start.address, start.interface)
         started = Started(
-            pid=os.getpid(),
             name=self._nic.name,
             lanes=LANES,
             arena_bytes=0,
@@ -103,6 +103,7 @@ class NicDevice(ThreadedDevice):
                 self.links.drop(lane.link)
 
 
+@dataclass(eq=False)
 class TcpLane:
     """A lane of one repeat over one link.
 
@@ -116,25 +117,22 @@ class TcpLane:
         check: write the pattern into plain memory, or compare.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        sock: socket.socket,
-        *,
-        end: HostEnd,
-        slice_bytes: int,
-        sends: bool,
-        repeat: int,
-        check: bool,
-    ) -> None:
-        self._link, self._socket = link, sock
-        self._end, self._size, self._sends = end, slice_bytes, sends
+    link: Link
+    sock: socket.socket
+    end: HostEnd
+    slice_bytes: int
+    sends: bool
+    repeat: int
+    check: bool
+
+    def __post_init__(self) -> None:
+        self._end, self._size, self._given_up_at = self.end, self.slice_bytes, 0
         self._slots = [
-            memoryview((ctypes.c_ubyte * slice_bytes).from_address(end.data + i * slice_bytes))
-            for i in range(end.slices)
+            memoryview((ctypes.c_ubyte * self._size).from_address(self.end.data + i * self._size))
+            for i in range(self.end.slices)
         ]
-        self._repeat, self._checks = repeat, check and not end.waits
-        self._errors = self._moved = self._given_up_at = 0
+        self._checks = self.check and not self.end.waits
+        self._errors = self._moved = 0
 
     def stamp(self, number: int) -> None:
         """Do nothing: only copies have stamps."""
@@ -143,7 +141,7 @@ class TcpLane:
         """Return the lane's record (`shared_memory.RECORD`), not finished yet."""
         end = self._end
         counted, nothing = (end.first, end.last, end.count), (0, 0, 0)
-        sides = (*counted, *nothing) if self._sends else (*nothing, *counted)
+        sides = (*counted, *nothing) if self.sends else (*nothing, *counted)
         return (epoch, start, end.last, *sides, self._errors, self._moved, 0)
 
     def turns(self, warm_at: int, stop_at: int, given_up_at: int) -> Iterator[bool]:
@@ -156,14 +154,14 @@ class TcpLane:
             LinkLost: the peer has gone, stalls, or is out of step.
         """
         self._given_up_at = (stop_at + given_up_at) // 2
-        return self._send(warm_at, stop_at) if self._sends else self._receive(warm_at, stop_at)
+        return self._send(warm_at, stop_at) if self.sends else self._receive(warm_at, stop_at)
 
     def _send(self, warm_at: int, stop_at: int) -> Iterator[bool]:
         end, size, number = self._end, self._size, 0
         while (yield from self._ready(stop_at)):
             if self._checks:
                 write_pattern(end.data + number % end.slices * size, size, end.seed, number)
-            header = _HEADER.pack(self._repeat, size, number)
+            header = _HEADER.pack(self.repeat, size, number)
             yield from self._push(memoryview(header), self._slots[number % end.slices])
             self._moved += size
             number += 1
@@ -171,7 +169,7 @@ class TcpLane:
             if time.monotonic_ns() >= stop_at:
                 break
             end.served(warm_at)
-        yield from self._push(memoryview(_HEADER.pack(self._repeat, 0, number)))
+        yield from self._push(memoryview(_HEADER.pack(self.repeat, 0, number)))
 
     def _receive(self, warm_at: int, stop_at: int) -> Iterator[bool]:
         end, size, number = self._end, self._size, 0
@@ -205,10 +203,10 @@ class TcpLane:
         header = bytearray(_HEADER.size)
         yield from self._pull(memoryview(header))
         repeat, size, said = _HEADER.unpack(header)
-        if repeat != self._repeat or size not in (0, self._size) or said != number:
+        if repeat != self.repeat or size not in (0, self._size) or said != number:
             raise LinkLost(
-                f"{self._link}: out of step: slice {said} of {size} bytes of repeat {repeat} came "
-                f"for slice {number} of {self._size} bytes of repeat {self._repeat}"
+                f"{self.link}: out of step: slice {said} of {size} bytes of repeat {repeat} came "
+                f"for slice {number} of {self._size} bytes of repeat {self.repeat}"
             )
         return bool(size)
 
@@ -217,9 +215,9 @@ class TcpLane:
         left = list(parts)
         while left:
             try:
-                sent = self._socket.sendmsg(left)
+                sent = self.sock.sendmsg(left)
             except OSError as error:
-                self._check(error, f"{self._link.receiver} takes nothing")
+                self._check(error, f"{self.link.receiver} takes nothing")
                 sent = 0
             yield bool(sent)
             while left and sent >= len(left[0]):
@@ -231,22 +229,22 @@ class TcpLane:
         """Receive until `memory` is full."""
         while memory:
             try:
-                got = self._socket.recv_into(memory)
+                got = self.sock.recv_into(memory)
             except OSError as error:
-                self._check(error, f"{self._link.sender} sends nothing")
+                self._check(error, f"{self.link.sender} sends nothing")
                 yield False
                 continue
             if not got:
-                raise LinkLost(f"{self._link} was lost: the other end closed it")
+                raise LinkLost(f"{self.link} was lost: the other end closed it")
             memory = memory[got:]
             yield True
 
     def _check(self, error: OSError, what: str) -> None:
         """Go on after a call that would block, unless the other end is given up."""
         if not isinstance(error, BlockingIOError):
-            raise LinkLost(f"{self._link} was lost: {error.strerror}") from error
+            raise LinkLost(f"{self.link} was lost: {error.strerror}") from error
         if time.monotonic_ns() > self._given_up_at:
-            raise LinkLost(f"{self._link} was lost: {what} for too long")
+            raise LinkLost(f"{self.link} was lost: {what} for too long")
 
 
 class NicLinks:

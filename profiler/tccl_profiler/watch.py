@@ -73,7 +73,6 @@ class GpuConditions(msgspec.Struct, frozen=True, kw_only=True):
     throttling: tuple[str, ...] | None = None
     pcie_generation: int | None = None
     pcie_generation_max: int | None = None
-    gpu_pcie_generation_max: int | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     temperature_c: int | None = None
@@ -149,7 +148,6 @@ class Watch:
             sm_max_mhz=ask("nvmlDeviceGetMaxClockInfo", _SM_CLOCK),
             sm_set_mhz=ask("nvmlDeviceGetApplicationsClock", _GRAPHICS_CLOCK),
             pcie_generation_max=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
-            gpu_pcie_generation_max=ask("nvmlDeviceGetGpuMaxPcieLinkGeneration"),
             pcie_width_max=ask("nvmlDeviceGetMaxPcieLinkWidth"),
             persistence=None if persistence is None else bool(persistence),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import time
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -115,7 +114,6 @@ class CudaDevice:
         self._copy_streams = [self._cupy.cuda.Stream(non_blocking=True) for _ in range(MAX_COPIES)]
         self._load()
         started = Started(
-            pid=os.getpid(),
             name=properties["name"].decode(errors="replace"),
             lanes=min(MAX_LANES, int(properties["multiProcessorCount"])),
             arena_bytes=start.arena_bytes,

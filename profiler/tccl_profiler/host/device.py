@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -203,7 +202,6 @@ class HostDevice(ThreadedDevice):
         memory = HostMemory(self._user, self._keep)
         self._links = Communicators(start.device, int(start.device[1:]), memory)
         started = Started(
-            pid=os.getpid(),
             name=cpu_model(),
             lanes=LANES,
             arena_bytes=start.arena_bytes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ NAP_S = 20e-6
 _NEVER = 1 << 63
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class HostEnd:
     """One end of a lane in this process's addresses, with progress; `data` 0 is no end.
 
@@ -38,33 +40,26 @@ class HostEnd:
     memmove, two barriers for a store to the counter.
     """
 
-    __slots__ = (
-        *("_post", "_wait", "ahead", "count", "data"),
-        *("done", "first", "last", "seed", "seen", "slices"),
-    )
-
-    def __init__(
-        self,
-        *,
-        data: int = 0,
-        slices: int = 1,
-        seed: int = 0,
-        ahead: int = 0,
-        wait: ctypes.c_uint64 | None = None,
-        post: ctypes.c_uint64 | None = None,
-    ) -> None:
-        self.data, self.slices, self.seed, self.ahead = data, slices, seed, ahead
-        self._wait, self._post = wait, post
-        self.done = self.seen = self.first = self.last = self.count = 0
+    data: int = 0
+    slices: int = 1
+    seed: int = 0
+    ahead: int = 0
+    wait: ctypes.c_uint64 | None = None
+    post: ctypes.c_uint64 | None = None
+    done: int = field(default=0, init=False)
+    seen: int = field(default=0, init=False)
+    first: int = field(default=0, init=False)
+    last: int = field(default=0, init=False)
+    count: int = field(default=0, init=False)
 
     @property
     def waits(self) -> bool:
         """Whether another lane fills or empties it."""
-        return self._wait is not None
+        return self.wait is not None
 
     def ready(self) -> bool:
         """Return whether the next slice can be served, polling the counter only if needed."""
-        wait = self._wait
+        wait = self.wait
         if wait is None:
             return self.data != 0
         if self.seen + self.ahead > self.done:
@@ -75,8 +70,8 @@ class HostEnd:
     def served(self, warm_at: int) -> None:
         """Post a slice and count it; the first after the warm-up begins the window."""
         self.done += 1
-        if self._post is not None:
-            self._post.value = self.done
+        if self.post is not None:
+            self.post.value = self.done
         at = time.monotonic_ns()
         if self.first:
             self.count += 1
@@ -85,6 +80,7 @@ class HostEnd:
         self.last = at
 
 
+@dataclass(eq=False)
 class HostLane:
     """A lane of one repeat; or a copy, with one end here and perhaps a pace.
 
@@ -99,26 +95,21 @@ class HostLane:
         stamps: with a pace: queued, released, and one per group of slices.
     """
 
-    def __init__(
-        self,
-        share: Lane,
-        *,
-        incoming: HostEnd,
-        outgoing: HostEnd,
-        user: tuple[int, int],
-        user_slices: int,
-        check: bool = False,
-        pace: Pace | None = None,
-        stamps: npt.NDArray[np.uint64] | None = None,
-    ) -> None:
-        self._in, self._out = incoming, outgoing
-        self._slice_bytes, self._cycle = share.slice_bytes, share.cycle
-        self._user, self._keep = user
-        self._user_slices = user_slices
-        self._coupled = share.coupled and incoming.data != 0 and outgoing.data != 0
-        self._check = check
-        self._pace, self._stamps = pace, stamps
-        self._errors = 0
+    share: Lane
+    incoming: HostEnd
+    outgoing: HostEnd
+    user: tuple[int, int]
+    user_slices: int
+    check: bool = False
+    pace: Pace | None = None
+    stamps: npt.NDArray[np.uint64] | None = None
+    _errors: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._in, self._out = self.incoming, self.outgoing
+        self._slice_bytes, self._cycle = self.share.slice_bytes, self.share.cycle
+        self._user, self._keep = self.user
+        self._coupled = self.share.coupled and self._in.data != 0 and self._out.data != 0
 
     def turns(self, warm_at: int, stop_at: int, given_up_at: int) -> Iterator[bool]:
         """Move a slice at each turn if possible, and yield whether; end by the clock.
@@ -126,7 +117,7 @@ class HostLane:
         A lane with a pace ends with the last slice, or if still waiting at `given_up_at`: the peer
         stops by the clock, and then the controller releases the lane.
         """
-        now, incoming, outgoing, pace = time.monotonic_ns, self._in, self._out, self._pace
+        now, incoming, outgoing, pace = time.monotonic_ns, self._in, self._out, self.pace
         until = _NEVER if pace else stop_at
         most = pace.groups * pace.slices if pace else _NEVER
         while now() < until and incoming.done + outgoing.done < most:
@@ -152,8 +143,8 @@ class HostLane:
 
     def stamp(self, number: int) -> None:
         """Write the time into a copy's stamp."""
-        if self._stamps is not None:
-            self._stamps[number] = time.monotonic_ns()
+        if self.stamps is not None:
+            self.stamps[number] = time.monotonic_ns()
 
     def report(self, epoch: int, start: int) -> tuple[int, ...]:
         """Return the lane's record (`shared_memory.RECORD`), not finished yet."""
@@ -182,13 +173,13 @@ class HostLane:
         incoming, outgoing, size = self._in, self._out, self._slice_bytes
         source = incoming.data + incoming.done % incoming.slices * size
         target = outgoing.data + outgoing.done % outgoing.slices * size
-        user = (outgoing.done if puts else incoming.done) % self._user_slices * size
+        user = (outgoing.done if puts else incoming.done) % self.user_slices * size
         # Plain memory that no lane fills has no pattern.
-        if takes and self._check and incoming.waits:
+        if takes and self.check and incoming.waits:
             self._errors += differing(source, size, incoming.seed, incoming.done)
         if takes and (not puts or self._keeps()):
             ctypes.memmove(self._keep + user, source, size)
-        if puts and self._check:
+        if puts and self.check:
             write_pattern(target, size, outgoing.seed, outgoing.done)
         elif puts:
             ctypes.memmove(target, source if takes else self._user + user, size)
