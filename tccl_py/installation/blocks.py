@@ -1,4 +1,4 @@
-"""A marked block of ours in files of other owners: all files change, or none.
+"""A marked block of tccl-py in files of other owners: all files change, or none.
 
 Everything outside the block stays byte for byte. The first marker records the state before, so
 removal restores it even without a record.
@@ -42,10 +42,10 @@ class _Block(NamedTuple):
 
 
 def with_block(data: bytes | None, body: str, *, comment: Comment, head: str, where: str) -> bytes:
-    """Return a file with our block in its place, else at its end.
+    """Return a file with our block in place, or added at the end.
 
     Args:
-        data: the file; None if there is none.
+        data: the file; None for a new file.
         body: lines of the block.
         comment: start of a comment in such a file.
         head: text before the block in a new file.
@@ -66,12 +66,12 @@ def with_block(data: bytes | None, body: str, *, comment: Comment, head: str, wh
 
 
 def without_block(data: bytes, *, heads: tuple[str, ...], where: str) -> bytes | None:
-    """Return the file as it was before, with later lines of others; None if there was none.
+    """Return the file without our block, with all other lines; None if the file was new.
 
     Args:
         data: the file.
         heads: texts that may stand before the block in a file that we made.
-        where: its name for messages.
+        where: the file's name for messages.
 
     Raises:
         InputError: the markers are damaged.
@@ -143,7 +143,7 @@ def real_path(path: Path) -> Path:
 
 
 def read_own(path: Path) -> bytes | None:
-    """Return a file that may be changed; None if there is none and one may be made.
+    """Return a file that may be changed; None for a new file.
 
     Raises:
         InputError: the file or its directory belongs to another user or is not writable, or the

@@ -63,7 +63,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Removal(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes that remove all blocks, and the files that have none."""
+    """Changes that remove all blocks, and the files without a block."""
 
     changes: tuple[Change, ...]
     untouched: tuple[Path, ...]
@@ -109,7 +109,7 @@ def install(plan: Installed, targets: Mapping[Kind, Path], *, dry_run: bool) -> 
 
 
 def removal(paths: Sequence[Path] = ()) -> Removal:
-    """Return what `uninstall` changes in all recorded files, or in these.
+    """Return the changes of `uninstall` in all recorded files, or in these.
 
     Raises:
         InputError: a file cannot be changed, or its markers are damaged.
@@ -192,7 +192,7 @@ def load_record(directory: Path) -> Record:
     """Return the record, empty if there is none.
 
     Raises:
-        InputError: it is unreadable, of another version, or damaged.
+        InputError: the record is unreadable, damaged, or of another version.
     """
     path = directory / RECORD_FILE
     if not path.exists():
@@ -206,12 +206,12 @@ def load_record(directory: Path) -> Record:
 
 @contextmanager
 def _opened_record(directory: Path) -> Iterator[Record]:
-    """Lock the record until the block ends; its directory exists then.
+    """Lock the record, in an existing directory, until the block ends.
 
-    Directories made for it are removed if nothing is recorded in the end.
+    New directories are removed if nothing is recorded in the end.
 
     Raises:
-        InputError: another run holds it, or it is unreadable.
+        InputError: another run holds the record, or the record is unreadable.
     """
     made: list[Path] = []
     with refused(directory, "cannot be made", "name a writable place by XDG_STATE_HOME"):
@@ -237,7 +237,7 @@ def _save_record(record: Record, directory: Path) -> None:
     """Write the record; without files, remove it and the directories made for it.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     if record.files:
         write_atomically(directory / RECORD_FILE, encode_json(record))

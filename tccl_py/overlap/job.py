@@ -26,7 +26,7 @@ _MOST_PAIRS = 8
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A transfer between two of the job's GPUs, by their places from 0 on."""
+    """A transfer between two of the job's GPUs, numbered from 0."""
 
     source: int
     target: int
@@ -79,7 +79,7 @@ class OverlapResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Result of one rank: each set's timings, and those of each transfer beside a GEMM.
 
     A transfer is a pair of the first set, or None for an all-reduce. `right` is false if received
-    bytes are not the sent ones.
+    bytes differ from sent bytes.
     """
 
     rank: int
@@ -91,7 +91,7 @@ class OverlapResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """A median and its 95 % interval, ms; fewer than 6 samples give their whole range."""
+    """A median and the 95 % interval, ms; the whole range of fewer than 6 samples."""
 
     median_ms: float
     low_ms: float
@@ -179,7 +179,7 @@ def run_job(
     Args:
         spec: the job.
         environment: the whole environment of each rank.
-        timeout: seconds for all of it.
+        timeout: seconds for the whole job.
         program: the module of a rank.
         server: starts the ranks, see `run_tasks`.
 
@@ -205,7 +205,7 @@ def run_job(
 
 
 def span(samples: Iterable[float]) -> Span:
-    """Return the median of times in ms, and its interval."""
+    """Return the median of times in ms, and the interval."""
     found = median_interval(list(samples))
     return Span(median_ms=found.middle, low_ms=found.low, high_ms=found.high)
 

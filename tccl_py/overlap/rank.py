@@ -176,11 +176,11 @@ class Messages:
         return run
 
     def reports(self, pair: Pair) -> bool:
-        """Return whether this rank's time counts: the receiver's, as only it has all bytes."""
+        """Return whether this rank's time counts: the receiver's, who has all bytes."""
         return self._rank == pair.target
 
     def transfers(self) -> Iterator[tuple[Pair | None, Work | None]]:
-        """Yield the transfers beside a GEMM; their work is None on a rank without a part."""
+        """Yield the transfers beside a GEMM; the work is None on a rank without a part."""
         yield self._spec.sets[0][0], self.works(0).get(0)
         yield None, self._all_reduce
 
@@ -196,7 +196,7 @@ class Messages:
         return int(shared.item())
 
     def right(self) -> bool:
-        """Return whether all received bytes are the sent ones."""
+        """Return whether all received bytes equal the sent bytes."""
         return all(bool((held == source + 1).all()) for (_, source), held in self._got.items())
 
 
@@ -245,7 +245,7 @@ class Copies:
         return count
 
     def right(self) -> bool:
-        """Return whether all received bytes are the sent ones."""
+        """Return whether all received bytes equal the sent bytes."""
         return all(bool((to == pair.source + 1).all()) for (_, pair), to in self._to.items())
 
 

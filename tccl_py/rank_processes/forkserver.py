@@ -43,10 +43,10 @@ _MESSAGE_BYTES = 4096
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's program: a module run as `__main__`, its arguments, environment and output file.
+    """A rank's program: a module run as `__main__`, with arguments, environment and output file.
 
-    `imports` are modules that the server imports before it forks; missing ones are ignored, so
-    that the rank itself reports them.
+    `imports` are modules for the server to import before the fork; missing modules are ignored,
+    and the rank reports them.
     """
 
     module: str
@@ -57,7 +57,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that was forked (no code) or has ended with a code as subprocess reports it."""
+    """A forked process (no code), or an ended one with a code as in subprocess."""
 
     pid: int
     code: int | None = None
@@ -88,10 +88,10 @@ class ForkServer:
         self.close()
 
     def start(self, program: Program, listener: socket.socket | None = None) -> ForkedRank:
-        """Start a rank, which inherits `listener`.
+        """Start a rank that inherits `listener`.
 
         Raises:
-            TcclError: the server ended before it forked the rank.
+            TcclError: the server ended before the fork.
         """
         environment = child_environment(program.environment)
         program = msgspec.structs.replace(program, environment=environment)
@@ -114,7 +114,7 @@ class ForkServer:
         return ForkedRank(self, pid, lifeline)
 
     def close(self) -> None:
-        """Kill the server; its ranks end with it."""
+        """Kill the server and, with the server, all ranks."""
         control, self._control = self._control, None
         process, self._process = self._process, None
         if control is not None:
@@ -124,7 +124,7 @@ class ForkServer:
             process.wait()
 
     def code(self, pid: int) -> int | None:
-        """Return a rank's exit code; None while it runs, 1 if the server died before it."""
+        """Return a rank's exit code; None while the rank runs, 1 if the server died first."""
         self._drain()
         if pid not in self._codes and self._control is None:
             return 1
@@ -154,7 +154,7 @@ class ForkServer:
         return ours
 
     def _forked(self, deadline: float) -> int:
-        """Return the pid of the next fork; record exit codes that arrive before it."""
+        """Return the pid of the next fork; record exit codes on the way."""
         while True:
             event = self._event(max(0.0, deadline - time.monotonic()))
             if event is None:

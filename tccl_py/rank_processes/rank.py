@@ -1,4 +1,4 @@
-"""What rank programs share: specification, device, rendezvous, time slots and result.
+"""Parts of rank programs: specification, device, rendezvous, time slots and result.
 
 Rank programs alone import torch, and pass it to these functions.
 """
@@ -43,7 +43,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class JobSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A job's number among concurrent jobs, and the ranks that each has on this host."""
+    """A job's number among concurrent jobs, and the ranks of each on this host."""
 
     number: int
     jobs: int
@@ -63,8 +63,7 @@ def slots_file(folder: Path) -> Path:
 def read_spec(kind: type[T]) -> tuple[T, int, Path]:
     """Return the specification and rank from the command line, and the folder for the result.
 
-    From now on the process ends when its standard input does, so that it never outlives the
-    process that started it.
+    From now on the process ends with standard input, and so never outlives the parent.
     """
     file = Path(sys.argv[1])
     spec = decode_json(read_text(file), kind, where=str(file))
@@ -88,8 +87,8 @@ def join_group(
 ) -> None:
     """Join the job's process group.
 
-    Ranks of one host use a file in their folder, as a free port may be taken by the time it is
-    used. Over several hosts rank 0 has inherited an open listening socket.
+    Ranks of one host use a file in the folder, because a free port may be taken before use. Over
+    several hosts rank 0 has inherited an open listening socket.
     """
     more = {"device_id": device} if backend == "nccl" else {}
     if isinstance(where, Rendezvous):
@@ -113,7 +112,7 @@ def _store(dist: Any, rendezvous: Rendezvous, rank: int, world: int) -> Any:
 
 
 def _reachable(rendezvous: Rendezvous) -> str:
-    """Return the first address that answers: a host may have networks that others cannot reach.
+    """Return the first address that answers: some networks of a host may be out of reach.
 
     Raises:
         InputError: no address answers.
@@ -151,12 +150,12 @@ def _end_with_parent() -> None:
 
 
 def write_slots(file: Path, ranks: int) -> None:
-    """Write the file for this many ranks, none of which has had a slot."""
+    """Write the file for this many ranks without a slot so far."""
     file.write_bytes(bytes(_WORD * ranks))
 
 
 def time_slots(file: Path, slot: JobSlot | None, local_rank: int) -> TimeSlot:
-    """Return the time slots of a rank; one job alone never waits."""
+    """Return the time slots of a rank; a single job never waits."""
     if slot is None or slot.jobs == 1:
         return nullcontext
     with file.open("r+b") as opened:

@@ -41,8 +41,8 @@ class RanksError(MeasurementError):
     Args:
         ranks: the ranks' numbers.
         what: the failure, as "ended with code 1".
-        said: the last line of their output that names a cause, or "".
-        late: whether they were ended because the time was up.
+        said: the last line of output with a cause, or "".
+        late: whether the time was up.
     """
 
     def __init__(self, ranks: Sequence[int], what: str, said: str, *, late: bool = False) -> None:
@@ -54,7 +54,7 @@ class RanksError(MeasurementError):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One host's part of a job: `PROGRAM FOLDER/spec.json RANK` for each of its ranks.
+    """A host's part of a job: `PROGRAM FOLDER/spec.json RANK` for each rank.
 
     `spec` is the job specification as JSON, `environment` the whole environment of each rank (with
     the placeholder FOLDER), `files` texts to put into the folder by name, `timeout` seconds for
@@ -90,15 +90,15 @@ def run_tasks(
     meanwhile: Callable[[], None] = lambda: None,
     server: ForkServer | None = None,
 ) -> tuple[RankOutput, ...]:
-    """Run a host's ranks of one job, or of several at once; no process or file is left behind.
+    """Run a host's ranks of a job, or of several at once; no process or file stays behind.
 
-    Concurrent jobs share a file of time slots beside their folders (`rank.time_slots`).
+    Concurrent jobs share a file of time slots (`rank.time_slots`).
 
     Args:
-        tasks: one for each job; the longest timeout holds for all.
-        listeners: for each job the rendezvous socket, which its first rank here inherits.
+        tasks: a task for each job; the longest timeout holds for all.
+        listeners: the rendezvous socket of each job, for the first rank here.
         meanwhile: called while ranks run; an exception from it ends them.
-        server: starts the ranks; None for one that lasts as long as this run.
+        server: starts the ranks; None for a temporary server.
 
     Raises:
         RanksError: a rank failed, or the time was up.
@@ -194,7 +194,7 @@ def _failure(failed: Sequence[tuple[_Rank, int]]) -> RanksError:
 
 
 def _said(folder: Path, rank: int) -> str:
-    """Return the last line of a rank's output that names a cause, else the last line."""
+    """Return the last line of a rank's output with a cause, else the last line."""
     lines = _lines(folder, rank)
     last = (_causes(lines) or lines)[-1:]
     return last[0][-_TAIL:] if last else ""

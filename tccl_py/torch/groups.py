@@ -20,7 +20,7 @@ _LOCK = threading.RLock()
 
 
 class _PlanInUse(msgspec.Struct, frozen=True):
-    """A plan, None if there is none here, and the ranks' agreement on it."""
+    """A plan, None without one here, and the ranks' agreement."""
 
     opened: OpenPlan | None
     roster: Roster
@@ -42,7 +42,7 @@ class _Rendezvous(msgspec.Struct, frozen=True):
 
 
 class _Job(msgspec.Struct, kw_only=True):
-    """A job with a default group made here; `first` is None where it does not use NCCL."""
+    """A job with a default group made here; `first` is None without NCCL."""
 
     world: Any
     rank: int
@@ -166,8 +166,8 @@ def new_group(  # noqa: PLR0917 (torch's own order)
 ) -> Any:
     """Make a group as torch.distributed.new_group does, with the rings planned for its GPUs.
 
-    Without rings for exactly these GPUs, the group uses default NCCL. Its communicator exists when
-    this returns.
+    Without rings for exactly these GPUs, the group uses default NCCL. The communicator exists on
+    return.
 
     Args:
         ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id,
@@ -211,7 +211,7 @@ def split_group(
 ) -> Any:
     """Split a group as torch.distributed.split_group does (ncclCommSplit).
 
-    Each part has the rings planned for its GPUs, or default NCCL's.
+    Each part has the rings planned for the part's GPUs, or default NCCL's.
 
     Args:
         parent_pg, split_ranks, timeout, pg_options, group_desc: as in torch; `split_ranks` has
@@ -270,7 +270,7 @@ def _set_graph(value: str | None) -> None:
 def _made(
     torch: Any, job: _Job, used: _PlanInUse, ranks: Sequence[int], create: Callable[[], Any]
 ) -> Any:
-    """Return a group of these ranks; its communicator exists."""
+    """Return a group of these ranks with an existing communicator."""
     member = job.rank in ranks
     with graph_file(used.graph(ranks, job.rank) if member else None):
         made = create()

@@ -35,7 +35,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Case(msgspec.Struct, frozen=True):
-    """Type and size of a case, and whether its call is asynchronous."""
+    """Type and size of a case, and whether the call is asynchronous."""
 
     dtype: str
     count: int

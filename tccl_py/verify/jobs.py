@@ -62,7 +62,7 @@ class Runner(Protocol):
     """Starts ranks on hosts by name."""
 
     def rendezvous(self, host: str, count: int) -> Sequence[Rendezvous | None]:
-        """Open the rendezvous of the next jobs at the host of their first ranks."""
+        """Open the rendezvous of the next jobs at the first ranks' host."""
 
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> Mapping[str, Sequence[RankOutput]]:
         """Run each host's ranks, of one job or of several at once.
@@ -79,7 +79,7 @@ class LocalRunner:
         self._server = server
 
     def rendezvous(self, host: str, count: int) -> Sequence[Rendezvous | None]:  # noqa: ARG002
-        """Return none: ranks of one host meet in a file of their folder."""
+        """Return none: ranks of one host meet in a file."""
         return [None] * count
 
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> Mapping[str, Sequence[RankOutput]]:
@@ -111,7 +111,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
         """Run a job of each arm, all at once, with their timed batches interleaved.
 
         Raises:
-            JobError: a job failed; which of several is not known.
+            JobError: a job failed, of several an unknown one.
             SourceLostError: a host is gone.
         """
         begun = time.monotonic()
@@ -172,7 +172,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConcurrentJobs:
-    """Runs jobs of arms, `at_once` of them at the same time.
+    """Runs jobs of arms, `at_once` at the same time.
 
     The number follows from the room for buffers of `sizes` on a device. It drops to 1 when several
     jobs fail together, because each may be able to run alone.

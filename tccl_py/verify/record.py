@@ -308,7 +308,7 @@ def keep_verification(found: Verification, directory: Path) -> Verification:
     """Write verify.json beside a plan, whole or not at all, and return its content.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     return keep_beside_plan(found, directory / VERIFICATION_FILE)
 
