@@ -127,7 +127,7 @@ def _tcl_word(text: str) -> str:
     >>> _tcl_word("/a b/$x")
     '/a\\ b/\\$x'
     """
-    return "".join(one if one.isalnum() or one in _PLAIN else f"\\{one}" for one in text)
+    return "".join(char if char.isalnum() or char in _PLAIN else f"\\{char}" for char in text)
 
 
 def _lua(said: Mapping[str, str], provenance: str) -> str:

@@ -295,7 +295,7 @@ def _agree(
     STATE.exchanges += 1
     roster = exchange(own, rendezvous.rank, rendezvous.size, member)
     if roster.wrong:
-        at = next(number for number, one in enumerate(roster.members) if one.wrong)
+        at = next(rank for rank, member in enumerate(roster.members) if member.wrong)
         what, _, right = roster.wrong.rpartition("; ")
         raise InputError(f"rank {at}", what, right)
     return _PlanInUse(opened, roster)

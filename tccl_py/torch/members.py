@@ -92,7 +92,8 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def _machine_graph(self, members: Sequence[Member]) -> str | None:
         gpus = tuple(sorted(member.gpu for member in members))
-        if len(gpus) < 2 or len(set(gpus)) != len(gpus) or len({one.host for one in members}) != 1:
+        hosts = {member.host for member in members}
+        if len(gpus) < 2 or len(set(gpus)) != len(gpus) or len(hosts) != 1:
             return None
         if not set(gpus) <= set(self.plan.gpus):
             return None

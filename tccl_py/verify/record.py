@@ -94,8 +94,8 @@ def compare(
         ValueError: fewer than LEAST_ROUNDS rounds, more than MAX_ROUNDS, or unequal lengths.
     """
     logs = [
-        [math.log(b / a) for a, b in zip(ours, base, strict=True)]
-        for ours, base in zip(arm, baseline, strict=True)
+        [math.log(b / a) for a, b in zip(row, base, strict=True)]
+        for row, base in zip(arm, baseline, strict=True)
     ]
     for row in logs:
         if not LEAST_ROUNDS <= len(row) <= MAX_ROUNDS:

@@ -115,7 +115,9 @@ def run_tuning(
             break
         # The number of channels is what mostly harms small messages, or training.
         harmful = {(name, *_channels(found[name])) for name in changes}
-        trials = [one for one in trials if (one.candidate.name, *_channels(one)) not in harmful]
+        trials = [
+            trial for trial in trials if (trial.candidate.name, *_channels(trial)) not in harmful
+        ]
     # 3. Keep the plan where neither its settings nor its recommendation change.
     if best_plan is plan and best.chosen == first.recommended:
         return Tuned(plan=plan, verification=msgspec.structs.replace(first, tried=tried))
@@ -143,7 +145,9 @@ def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Trial]:
             base = plan.choices[name] if best is None else best.candidate.settings
             wanted |= dict.fromkeys(Candidate(name, settings) for settings in stage(base))
         waiting = [
-            one for one in wanted if one not in known and plan.permits(one.name, one.settings)
+            candidate
+            for candidate in wanted
+            if candidate not in known and plan.permits(candidate.name, candidate.settings)
         ]
         while waiting and time.monotonic() < deadline:
             count = sweep.at_once
@@ -238,7 +242,7 @@ class Sweep:
         Raises:
             JobError: the baseline job failed.
         """
-        named = (f"{one.name} of {one.settings.buffsize >> 10} KiB" for one in candidates)
+        named = (f"{c.name} of {c.settings.buffsize >> 10} KiB" for c in candidates)
         self._watch(f"trying {', '.join(named)}")
         targets = [self._changed(candidate) for candidate in candidates]
         arms = [
