@@ -23,7 +23,7 @@ SOURCES = sorted(
 )
 COMMANDS = {name: load_command(name) for name in NAMES}
 OPTIONS = {
-    name: {"--help", *(option for one in command.params for option in one.opts)}
+    name: {"--help", *(o for one in command.params for o in (*one.opts, *one.secondary_opts))}
     for name, command in COMMANDS.items()
 }
 OPTION = r"(?<![\w-])--?[a-z][a-z-]*"

@@ -92,7 +92,7 @@ def check(
     Measures some sets of the plan's journal again, three times each: the plan's rings, the slowest
     hop, a set of each class of links, some for every GPU, and a random sample. Nothing else should
     use the GPUs. Names rates that changed by more than 3 % and by more than noise explains, worst
-    first, and the part they point to. Changes are measured again before they are reported; at most
+    first, and the suspected part. Changes are measured again before the report; at most
     1 of 100 checks of an unchanged machine reports a change. The plan's journal stays as it is.
 
     Exit codes: 0 nothing changed, 1 something did, 2 this is another machine or nothing could be

@@ -63,10 +63,10 @@ def explain(
 ) -> None:
     """Explain a plan: which transfers hurt which, in its rings and in default NCCL's.
 
-    For each slowdown: the smallest set of transfers that shows it already, the links and memory
-    that they share, and the bandwidth of the same GPUs by writes, reads or bounces. Transfers are
-    left out and the rest is measured again: by the model of a simulated plan, on the machine itself
-    of a measured plan. Sets of the journal in DIR are not measured again. The result goes to
+    For each slowdown: the smallest set of transfers that shows it already, the shared links and
+    memory, and the bandwidth of the same GPUs by writes, reads or bounces. Transfers are left out
+    and the rest is measured again: by the model of a simulated plan, on the machine itself of a
+    measured plan. Sets of the journal in DIR are not measured again. The result goes to
     DIR/explanation.json.
 
     Examples:

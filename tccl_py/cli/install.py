@@ -84,9 +84,9 @@ def install(
     """Put a verified plan's settings where jobs find them.
 
     Existing lines of a file stay, byte for byte: the plan's lines stand between two marker lines,
-    and `tccl uninstall` takes them out again. No graph file is named: communicators over other GPUs
-    would fail. Jobs get theirs from `tccl env`, or from `tccl_py.torch`, which finds the plan by
-    TCCL_PLAN; the prolog and the module set TCCL_PLAN as well.
+    and `tccl uninstall` removes the lines. No graph file is named: communicators over other GPUs
+    would fail. Jobs get graph files from `tccl env`, or from `tccl_py.torch`, which finds the plan
+    by TCCL_PLAN; the prolog and the module set TCCL_PLAN as well.
 
     NCCL reads a file of the user's, then /etc/nccl.conf, and takes the first line of a name; the
     environment comes before both. The file holds on every host where it is seen. The prolog sets

@@ -126,7 +126,7 @@ def verify(
     and send/recv are compared with computed values. Then jobs of fresh processes, one a GPU, time
     all-reduce from 1 KiB to 1 GiB in interleaved rounds. A size is better or worse than default
     NCCL if the difference is beyond chance and more than 1 %. Variables hold for all communicators
-    of a process: with three GPUs or more, pairs and halves of the GPUs are timed as well. Last, the
+    of a process: with three GPUs or more, pairs and halves of GPUs are timed as well. Last, the
     rings and transports of NCCL's log are compared with the graph file's. Needs torch. Nothing else
     should use the GPUs.
 
@@ -136,13 +136,13 @@ def verify(
 
     The plan of a cluster is verified under mpirun or srun, with a rank on each of the hosts, from a
     directory that the first rank sees: each job starts fresh processes on every host, with the
-    host's graph file or without, which meet over TCP. With --tune all hosts try one choice of
-    settings at a time, the placement of NIC buffers among them.
+    host's graph file or without. With --tune all hosts try one choice of settings at a time, the
+    placement of NIC buffers among them.
 
     Your own NCCL_ variables are not used, except NCCL_NVLS_ENABLE, names of interfaces, and
     variables of --pin-env. With --tune the best other settings are verified as well, and written to
-    DIR if they are better, with the winner as recommendation. DIR/verify.json has all results
-    afterwards, and `tccl report` shows them.
+    DIR if better, with the winner as recommendation. DIR/verify.json has all results afterwards,
+    and `tccl report` shows them.
 
     Exit codes: 0 the recommended choice, or that of --choice, may be used; 1 no (it is worse at a
     size or in smaller communicators, has other rings than planned or wrong values, or its job
