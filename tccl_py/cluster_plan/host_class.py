@@ -1,4 +1,4 @@
-"""One class of hosts: the settings that suit it, and its chains under any settings."""
+"""A class of hosts: the best settings, and chains under any settings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class HostChains(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def used_nics(machine: Machine) -> tuple[int, ...]:
-    """Return the NICs that rings use: of the kind NCCL takes, not much slower than the fastest.
+    """Return the NICs of rings: of the kind NCCL takes, not much slower than the fastest.
 
     Raises:
         InputError: there is none.
@@ -70,9 +70,9 @@ def used_nics(machine: Machine) -> tuple[int, ...]:
 class HostClass:
     """A class of hosts, and the rates of chains on them.
 
-    `choices` are the settings that were searched with the best chains found under each, best first.
-    `stock` are NCCL's own chains with the variables that they need to be rated; `plain` those of
-    default NCCL, or the reason why they have no rate.
+    `choices` are the settings searched with their best chains, best first. `stock` are NCCL's own
+    chains, with the variables without which they have no rate; `plain` those of default NCCL, or
+    the reason why they have no rate.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class HostClass:
         return view(self.machine, self.knowledge, self.default_settings, gpus=self.gpus)
 
     def _default(self, own: DefaultChains) -> Stock | str:
-        """Rate default NCCL, or say why that cannot be done."""
+        """Rate default NCCL, or return why it has no rate."""
         if not own.assumed_sys and not self.stock.settings.net_disable_intra:
             return self.stock
         found = default_chains(self._default_view, nodes=self._nodes)
@@ -183,7 +183,7 @@ class HostClass:
             yield from initial_chains(space_under(self._task, first.settings, 1), self.nics, count)
 
     def _set_aside(self, found: Sequence[Choice]) -> None:
-        """Keep the rest of the budget for chains that all classes need, half of it at least."""
+        """Keep the rest of the budget for chains shared by all classes, half of it at least."""
         total = self._task.budget.sets
         if total is not None:
             for result in {id(one.result): one.result for one in found}.values():
@@ -197,7 +197,7 @@ class HostClass:
 
     @property
     def _few_sets(self) -> int:
-        """The sets that a further search may measure: without any, there might be no plan."""
+        """The limit of sets for a further search: without any, there might be no plan."""
         return PAIRED_SETS if self._left is None else max(1, min(PAIRED_SETS, self._left))
 
     def _gdr_choices(self, best: Choice) -> list[Choice]:

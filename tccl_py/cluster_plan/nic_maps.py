@@ -57,7 +57,7 @@ def free_maps(pairings: Sequence[Sequence[NicPair]]) -> tuple[NicMap, ...]:
 def rail_tuples(
     pairings: Sequence[Sequence[NicPair]], nics: Sequence[Sequence[int]]
 ) -> tuple[Nics, ...]:
-    """Return the NIC tuples that rings on rails may have between hosts.
+    """Return the NIC tuples of rings on rails between hosts.
 
     `pairings` has the NIC pairs of the best chains of each class, `nics` the NICs of each. All even
     tuples are taken where there are no more than MANY_TUPLES of them; else those to which the best
@@ -122,11 +122,11 @@ def _led(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
 
 
 def initial_chains(space: HopSpace, nics: Sequence[int], count: int) -> Iterator[tuple[Ring, ...]]:
-    """Yield sets of `count` chains, each entered at a GPU near its NIC and left near another's.
+    """Yield sets of `count` chains, each entered at a GPU near its NIC and left near another NIC's.
 
     Chain c is entered by NIC c and left by NIC c + shift: a shift of 0 keeps to one NIC, others
-    spare the path back through the host. The GPUs between are visited in ascending order from the
-    first GPU on, so that equal hops of the chains are spread.
+    spare the path back through the host. GPUs between are visited in ascending order from the first
+    GPU on, so that equal hops of the chains are spread.
     """
     for shift in sorted({0, 1, len(nics) // 2, len(nics) - 1} & set(range(len(nics)))):
         ends = [(nics[c % len(nics)], nics[(c + shift) % len(nics)]) for c in range(count)]
@@ -153,7 +153,7 @@ def paired_chain_set(space: HopSpace, pairs: Sequence[NicPair]) -> tuple[Ring, .
 
 
 def _nearest(space: HopSpace, nic: int, *, into: bool) -> list[Hop]:
-    """The hops of a NIC, nearest first: those listed before other NICs' at their GPU."""
+    """Return the hops of a NIC, nearest first: by their place among the hops of their GPU."""
     found = []
     for gpu in space.gpus:
         if gpu != WORLD:

@@ -52,20 +52,19 @@ def make_cluster_plan(
     reporter: Reporter | None = None,
     pinned_env: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Find settings, chains, crossings and an order of hosts that suit a cluster best.
+    """Find the best settings, chains, NICs and order of hosts for a cluster.
 
     Args:
         cluster: hosts in rank order, their classes, and the switches between them.
-        sources: for each class one that answers sets of a node, in which flows over the network
-            have the node's part alone: `G3->N0->N0` leaves it, `N0->N0->G0` enters it.
+        sources: a source for each class, which answers sets of a host; flows over the network have
+            only the host's part: `G3->N0->N0` leaves it, `N0->N0->G0` enters it.
         version: NCCL's version.
-        ring_counts: how many rings a set may have; None is 1, 2 and 4, and one for each NIC.
+        ring_counts: possible numbers of rings; None is 1, 2 and 4, and one for each NIC.
         strategy: a name in `tccl_py.search.strategies.STRATEGIES`; not `tccl`.
-        budget: for each class; sets are shared out between settings, and what is left of them, but
-            half of them at least, between the chains that all classes together need. Comparing and
-            tuning settings, and measuring what is chosen, come on top.
-        keep_order: leave the hosts in the order they are given in.
-        ib_gid_index: which address of its RoCE ports NCCL is told to use; None is its own choice.
+        budget: for each class, shared out between settings. The rest, but half of it at least, is
+            for chains shared by all classes. Tuning settings and measuring the result come on top.
+        keep_order: leave the hosts in the given order.
+        ib_gid_index: the address of RoCE ports for NCCL; None is NCCL's own choice.
         reporter: watches; KeyboardInterrupt ends the search with the best so far.
         pinned_env: as `make_plan`.
 
@@ -73,7 +72,7 @@ def make_cluster_plan(
         InputError: one host, a class without NIC, unknown version or strategy, or pinned
             variables that say nothing of P2P.
         SearchError: no ring exists.
-        MeasurementError: a source cannot measure what is needed.
+        MeasurementError: a source cannot measure a needed set.
     """
     gpus = _gpus(cluster)
     check_strategy(strategy, not_for_chains=True)
@@ -123,7 +122,7 @@ def make_cluster_plan(
 
 
 def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """The GPUs that jobs use on each class: as many as its hosts have ranks, the lowest indices.
+    """Return the GPUs of each class: the lowest indices, as many as its hosts have ranks.
 
     Raises:
         InputError: hosts of a class have unequal numbers of ranks, or there is one host.
@@ -147,7 +146,7 @@ def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 
 
 def _ring_counts(cluster: Cluster) -> tuple[int, ...]:
-    """1, 2, 4, and as many as there are NICs, so that each can have a ring of its own.
+    """Return 1, 2, 4, and the number of NICs, for a ring on each.
 
     Raises:
         InputError: a class without NIC.
@@ -157,9 +156,9 @@ def _ring_counts(cluster: Cluster) -> tuple[int, ...]:
 
 
 def _candidates(nodes: Sequence[HostClass]) -> Iterator[tuple[Settings, int, float]]:
-    """Settings and ring counts that some class does well with, and what may be hoped of them.
+    """Yield settings and ring counts, each with an upper estimate of its rate, best first.
 
-    A class that has not been searched under them may still turn out to be slower.
+    A class that was not searched under them may still turn out to be slower.
     """
     promises: dict[tuple[Settings, int], float] = {}
     for node in nodes:
@@ -186,10 +185,9 @@ def _realisable(
     *,
     keep_order: bool,
 ) -> ClusterRings | None:
-    """The best rings under settings by which NCCL ends up with the channels that were measured.
+    """Return the best rings under settings with which NCCL runs the measured channels.
 
-    Between nodes it doubles few and quick channels once more. Then as many are asked for in the
-    file, so that what was measured is what will run.
+    Between hosts NCCL doubles few and quick channels once more. Then the file asks for as many.
     """
     seen = [view(one.machine, one.knowledge, settings, gpus=one.gpus) for one in nodes]
     sm = min(one.system.sm_min for one in seen)
@@ -204,7 +202,7 @@ def _realisable(
 
 
 def _better(one: ClusterRings, other: ClusterRings) -> bool:
-    """Whether one is clearly faster, or as fast with fewer rings or channels."""
+    """Return whether `one` is clearly faster, or as fast with fewer rings or channels."""
     if one.rate_gbps > other.rate_gbps * (1 + WORTH):
         return True
     if one.rate_gbps < other.rate_gbps * (1 - WORTH / 2):
@@ -263,7 +261,7 @@ def _assembled(
 def _host_path(
     node: HostClass, number: int, settings: Settings, host_chains: HostChains
 ) -> HostPath:
-    """Return a path as it is saved, each hop with the rate it had beside all others."""
+    """Return a path as it is saved, each hop with its rate with all others running."""
     chains = plan_chains([chain.all_hops for chain in host_chains.chains], host_chains.measurement)
     seen = view(node.machine, node.knowledge, settings, gpus=node.gpus)
     type_intra, type_inter = path_types(seen, chains)
@@ -276,7 +274,7 @@ def _with_nics(
     paths: Sequence[HostPath],
     ib_gid_index: int | None,
 ) -> Settings:
-    """The settings with what NCCL must be told of NICs: which to use, and whether rings change."""
+    """Return the settings with the NICs for NCCL, and leave for rings to change NICs."""
     nics = [nic for node in nodes for nic in node.machine.nics if nic.index in node.nics]
     rdma = all(nic.rdma for nic in nics)
     names = dict.fromkeys(f"{nic.name}:{nic.port or 1}" if rdma else nic.name for nic in nics)
@@ -292,10 +290,10 @@ def _with_nics(
 
 
 def _own_choices(cluster: Cluster, nodes: Sequence[HostClass]) -> tuple[PlanChoice, PlanChoice]:
-    """Return default NCCL, and NCCL with the variables that its own rings need to be rated.
+    """Return default NCCL, and NCCL with the variables without which its rings have no rate.
 
-    The slowest class decides, and uplinks in the order given. Variables equal default NCCL where
-    all classes are rated without one.
+    The slowest class decides, and uplinks in the order given. Both are equal where all classes are
+    rated without variables.
     """
     variables = _own_choice(cluster, nodes, [node.stock for node in nodes])
     plain = [node.plain for node in nodes]

@@ -1,8 +1,8 @@
 """Hosts on which sets of a class are measured, and uplinks estimated from pairs of hosts.
 
-A set of one class has only its host's part of flows over the network. It is measured on a host of
-the class and a partner: bytes that leave go into the partner's memory, and bytes that enter come
-out of it. That is host memory, or a GPU's where NCCL carries the bytes.
+A set of a class has only its host's part of flows over the network. It is measured on a host of the
+class and a partner: the partner's memory takes bytes that leave, and gives bytes that enter. That
+is host memory, or a GPU's where NCCL carries the bytes.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ PairRate = tuple[str, str, float]
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a class of nodes is measured: on `host`, with `partner` at the other end.
+    """The hosts for measuring a class: `host`, with `partner` at the other end.
 
-    `ends[i]` is the partner's NIC that NIC i of the host talks to, and the NUMA node of the
-    partner's memory beside it. `unmeasured[i]` is the speed of NIC i's port in GB/s, where what it
-    moves to or from GPU memory cannot be measured: that is taken to run at that speed. So is all
-    that NICs in `unreached` move, which have no address for TCP.
+    `ends[i]` is the partner's NIC for NIC i of the host, and the NUMA node of the partner's memory
+    beside it. `unmeasured[i]` is the speed of NIC i's port in GB/s, assumed for flows to or from
+    GPU memory, which cannot be measured, and for all flows of NICs in `unreached`, without an
+    address for TCP.
 
-    Where NCCL carries what goes over the network, `gpus[i]` is the partner's GPU at the other end
-    of NIC i; what cannot be measured then is only what a GPU sends by another one's memory.
+    Where NCCL carries the bytes, `gpus[i]` is the partner's GPU at the other end of NIC i; only
+    flows through another GPU's memory cannot be measured then.
     """
 
     host: str
@@ -66,11 +66,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacedSource:
-    """Measures the sets of a class on a host and its partner.
+    """Measure the sets of a class on a host and its partner.
 
     Args:
-        source: answers sets whose places name hosts; remembers what it answered, as a journal does.
-        placement: which hosts.
+        source: answers sets whose places name hosts, and remembers its answers, as a journal does.
+        placement: the hosts.
     """
 
     def __init__(self, source: BandwidthSource, placement: Placement) -> None:
@@ -80,14 +80,14 @@ class PlacedSource:
 
     @property
     def simulated(self) -> bool:
-        """Whether the answers come from a model."""
+        """Return whether the answers come from a model."""
         return self._source.simulated
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Answer each set, in the order given; one that was asked for before, by a fresh answer.
+        """Answer each set, in the order given; a repeated set gets a fresh answer.
 
         Raises:
-            MeasurementError: a set cannot be measured there.
+            MeasurementError: a set cannot be measured.
         """
         return [self._answer(one) for one in sets]
 
@@ -104,7 +104,7 @@ class PlacedSource:
         return _of_node(wanted, flows, answers[-1], taken)
 
     def _taken(self, wanted: TransferSet) -> dict[Flow, float]:
-        """The flows whose rate is taken from their NIC's port, which all that use it share."""
+        """Return the assumed rates of flows without measurement: they share their NIC's port."""
         nics = {
             flow: (way, nic)
             for flow in wanted.flows
@@ -131,10 +131,10 @@ class PlacedSource:
         return on_host(flow, here.host)
 
     def _far_end(self, nic: int, flow: Flow, beside: Sequence[Flow]) -> Flow:
-        """The partner's part of a flow by a NIC of the host.
+        """Return the partner's part of a flow by a NIC of the host.
 
-        NCCL has one rule for all that receive, on both hosts, and one for all that send: a GPU
-        there sends or receives as others `beside` this flow do, or if none does, as its own GPU.
+        NCCL has one rule for all receivers, on both hosts, and one for all senders: a GPU there
+        sends or receives as other flows `beside` this flow, or without any, as its own GPU.
         """
         other, numa = self.placement.ends[nic]
         sends, port = sending_nic(flow) is None, Place("N", other)
@@ -152,13 +152,13 @@ class PlacedSource:
 
 
 def _lands_in_gpus(flow: Flow) -> bool:
-    """Whether a NIC moves the bytes to or from GPU memory."""
+    """Return whether a NIC moves the bytes to or from GPU memory."""
     ends = ((one.executor.kind, one.source.kind, one.destination.kind) for one in flow.transfers)
     return any(executor == "N" and "G" in (one, other) for executor, one, other in ends)
 
 
 def _is_relayed(flow: Flow) -> bool:
-    """Whether a NIC takes the bytes from the memory of a GPU that is not the flow's own."""
+    """Return whether a NIC takes the bytes from the memory of a GPU other than the flow's own."""
     ends = {flow.source, flow.destination}
     places = (place for one in flow.transfers for place in (one.source, one.destination))
     return any(place.kind == "G" and place not in ends for place in places)
@@ -172,7 +172,7 @@ def _nothing(source: BandwidthSource) -> Measurement:
 def _of_node(
     wanted: TransferSet, placed: Sequence[Flow], answer: Measurement, taken: Mapping[Flow, float]
 ) -> Measurement:
-    """What was measured on hosts, as of the node's own set; equal flows share their rates out.
+    """Return a measurement on hosts as that of the class's set; equal flows share their rates out.
 
     Flows in `taken` were not measured, and have these rates.
     """
@@ -198,13 +198,12 @@ def placements(
     addressed: Mapping[str, Collection[int]] | None = None,
     carried: bool = False,
 ) -> tuple[Placement, ...]:
-    """Where each class is measured: on its first host, with the next host as its partner.
+    """Return the hosts for measuring each class: its first host, with the next host as partner.
 
-    A host under the same switch is preferred as a partner, then one of the same class: what is
-    between switches is judged apart, and must not count as the node's. With `over_sockets` bytes
-    go from host memory to host memory only, so that NICs at GPU memory are not measured.
-    `addressed` are the NICs of each host that TCP reaches; None is all. `carried` is whether NCCL
-    carries what goes over the network, from GPU to GPU.
+    A host under the same switch is preferred as a partner, then a host of the same class: switches
+    are judged apart. With `over_sockets` bytes go from host memory to host memory only, so NICs at
+    GPU memory are not measured. `addressed` are the NICs of each host with an address for TCP; None
+    is all. With `carried` NCCL carries the bytes over the network, from GPU to GPU.
 
     Raises:
         InputError: a class without NIC.
@@ -268,7 +267,7 @@ def _same_switch(cluster: Cluster, host: str) -> frozenset[str]:
 
 
 def whole_ring(plan: Plan) -> TransferSet:
-    """Every flow of every ring of a plan on its own host, all at the same time.
+    """Return every flow of every ring of a plan on its own host, all at the same time.
 
     Raises:
         InputError: the plan's flows do not fit together.
@@ -285,10 +284,10 @@ def whole_ring(plan: Plan) -> TransferSet:
 
 
 def whole_ring_rate(plan: Plan, source: BandwidthSource) -> float:
-    """What all rings carry together when all hosts run them at once, GB/s.
+    """Measure all rings on all hosts at once, GB/s of all rings together.
 
     Raises:
-        MeasurementError: it cannot be measured.
+        MeasurementError: they cannot be measured.
     """
     (answer,) = source.measure([whole_ring(plan)])
     return plan.ring_count * answer.rate_gbps

@@ -54,8 +54,8 @@ def cluster_rings(
 ) -> ClusterRings | None:
     """Return the best rings over all hosts under these settings; None if a class has none.
 
-    Rings stay on rails (a NIC reaches the same NIC of the next node) unless that costs more than
-    WORTH and the network lets any NIC reach any other.
+    Rings stay on rails (a NIC reaches the same NIC of the next host) unless leaving them gains more
+    than WORTH and the network lets any NIC reach any other.
     """
     choices = [node.best_under(settings, count) for node in nodes]
     found = [choice for choice in choices if choice is not None]
@@ -111,10 +111,10 @@ def _merged(
     *,
     keep_order: bool,
 ) -> tuple[MergedRing, tuple[NicMap, ...]] | None:
-    """The best ring of hosts over these NIC maps, and the maps it takes.
+    """Return the best ring of hosts over these NIC maps, and its maps.
 
-    The best chains of every class are tried alone first: often they close, and then no other
-    chains between the same NICs need be searched.
+    The best chains of every class are tried alone first: if they close, no other chains between the
+    same NICs need be searched.
     """
     pairings = [{Pairing(nic_pairs(choice.rings))} for choice in choices]
     ceiling = min(choice.rate_gbps for choice in choices)
@@ -177,7 +177,7 @@ def _ordered(cluster: Cluster, tables: Sequence[ChainTable], *, keep_order: bool
 
 
 def _cannot_improve(ring: MergedRing, tables: Sequence[ChainTable]) -> bool:
-    """Whether no order is better: a class's best chain is no faster, or all hosts are equal."""
+    """Return whether no order is better: equal hosts, or a class whose best chain is no faster."""
     used = set(ring.order)
     return len(used) == 1 or ring.rate_gbps >= min(tables[one].rates.max() for one in used)
 
@@ -201,7 +201,7 @@ def _chains_of_hosts(
 
 
 def _dealt(host_chains: HostChains, into: NicMap, out: NicMap) -> HostChains:
-    """The chains of a host in the order of the rings that take them."""
+    """Return a host's chains in the order of the rings that take them."""
     left = list(host_chains.chains)
     chains = []
     for wanted in zip(into.entries, out.exits, strict=True):

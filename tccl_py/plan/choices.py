@@ -1,8 +1,8 @@
-"""What NCCL gets without a graph file: by default, and with the best environment variables.
+"""NCCL without a graph file: by default, and with the best environment variables.
 
-Both run the rings that NCCL's own search picks. Variables change the mechanisms of its hops (P2P
-level, reads, the side of a bounce), the number of its channels and the size of their FIFOs, for
-every communicator of a process alike.
+Both run the rings of NCCL's own search. Variables change the mechanisms of hops (P2P level, reads,
+the host of a bounce), the number of channels and the size of FIFOs, for every communicator of a
+process alike.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ FINALISTS = 2
 
 
 def own_rings(task: Task | Plan, settings: Settings) -> DefaultChoice:
-    """Return what NCCL's search picks; only the settings of transports change that.
+    """Return the rings of NCCL's search; only settings of transports change them.
 
-    A task may have the installed NCCL asked for it.
+    A task may ask the installed NCCL.
     """
     plain = Settings(
         version=settings.version,
@@ -53,7 +53,7 @@ def own_rings(task: Task | Plan, settings: Settings) -> DefaultChoice:
 
 
 class OwnChoices(msgspec.Struct, frozen=True, kw_only=True):
-    """The choices without a graph file, and those of them that are rated, the best first."""
+    """The choices without a graph file; `rated` has the best first, then default NCCL if rated."""
 
     default: PlanChoice
     variables: PlanChoice
@@ -62,13 +62,13 @@ class OwnChoices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def own_choices(task: Task) -> OwnChoices:
-    """Rate default NCCL, and the best that environment variables alone make of it.
+    """Rate default NCCL, and the best of NCCL under environment variables alone.
 
-    KeyboardInterrupt ends it with the best so far, if anything is rated.
+    KeyboardInterrupt ends the search with the best so far, if anything is rated.
 
     Raises:
         SearchError: no setting gives every hop a mechanism that can be rated.
-        MeasurementError: the source cannot measure what is needed.
+        MeasurementError: the source cannot measure a needed set.
     """
     settings = default_settings(task)
     found = own_rings(task, settings)
@@ -118,7 +118,7 @@ def interval(measurement: Measurement) -> float:
 
 
 def _default(task: Task, settings: Settings, found: DefaultChoice) -> tuple[Stock | None, str]:
-    """Rate NCCL as it runs without this project, and say what is special about it."""
+    """Rate NCCL as it runs without this project, with a note on anything special."""
     by_network = view(task.machine, task.knowledge, settings, gpus=task.gpus).by_network
     if by_network:
         one, other = min(by_network)
@@ -131,7 +131,7 @@ def _default(task: Task, settings: Settings, found: DefaultChoice) -> tuple[Stoc
 
 
 def _try_variables(task: Task, tried: list[Stock]) -> None:
-    """Rate what environment variables make of NCCL's own rings, and add it to `tried`."""
+    """Rate NCCL's own rings under environment variables, and add them to `tried`."""
     # 1. Compare mechanisms, each with NCCL's own number of channels and with many.
     compared: list[tuple[float, int, Settings]] = []
     for settings in mechanisms(task):
@@ -196,10 +196,10 @@ def _rated(
 
     Args:
         task: the GPUs and the source of rates.
-        settings: those of the job.
-        found: what NCCL picks under them.
-        channels: final channels that NCCL_MIN_NCHANNELS asks for; None is NCCL's own number.
-        well: whether to repeat a measurement whose samples spread.
+        settings: settings of the job.
+        found: NCCL's choice under the settings.
+        channels: final channels, by NCCL_MIN_NCHANNELS; None is NCCL's own number.
+        well: repeat a measurement whose samples spread.
 
     Raises:
         SearchError: NCCL gives a hop no mechanism of this node.

@@ -48,15 +48,14 @@ JOURNAL_FILE = "measurements.jsonl"
 
 @contextmanager
 def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
-    """Make `directory` ready to take a plan and its journal; gives the journal's path.
+    """Make `directory` ready to take a plan and a journal; yield the journal's path.
 
-    An interrupted run's directory, with a journal and no plan, is resumed. If anything but an
-    interruption ends the block, the directories that this call made are taken away again, unless
-    the journal has what hardware measured: that took long, and can be gone on from. Until the block
+    A directory with a journal and no plan is resumed. If an error ends the block, the directories
+    made by this call are removed, unless the journal has measurements of hardware. Until the block
     ends no other run gets the directory: two would mix their lines in the journal.
 
     Raises:
-        InputError: it holds a plan or other files and `force` is not given, another run has it, or
+        InputError: a plan or other files are in it and `force` is not given, another run has it, or
             it cannot be made.
     """
     made: list[Path] = []
@@ -76,7 +75,7 @@ def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
 
 @contextmanager
 def _taken_away(made: Sequence[Path], journal: Path | None = None) -> Iterator[None]:
-    """Removes the directories made if an error, not an interruption, ends the block."""
+    """Remove the directories made if an error, not an interruption, ends the block."""
     try:
         yield
     except Exception:
@@ -86,7 +85,7 @@ def _taken_away(made: Sequence[Path], journal: Path | None = None) -> Iterator[N
 
 
 def holds_measurements(journal: Path) -> bool:
-    """Whether a file is a journal with something in it that hardware measured."""
+    """Return whether a file is a journal with measurements of hardware."""
     from tccl_py.sources.journal import read_journal  # noqa: PLC0415 (loads numpy)
 
     with suppress(InputError, OSError):
@@ -114,10 +113,10 @@ def _check_held(directory: Path, *, force: bool) -> None:
 
 
 def check_plan_directory(directory: Path) -> None:
-    """Refuse what is no directory; whether a plan is in it, `load_plan` says.
+    """Refuse anything but a directory; `load_plan` checks for the plan in it.
 
     Raises:
-        InputError: it is a file, or not there.
+        InputError: a file, or nothing there.
     """
     if not directory.is_dir():
         raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
@@ -129,7 +128,7 @@ def machine_file(plan: Plan, directory: Path, number: int = 0) -> Path:
 
 
 def planned_model(plan: Plan, directory: Path, number: int = 0) -> MachineModel | None:
-    """Return the model of a class that a simulated plan's rates come from; None without one.
+    """Return the model behind the rates of a class in a simulated plan; None without a model.
 
     Raises:
         InputError: the file was changed, is damaged, or describes another machine.
@@ -148,7 +147,7 @@ def planned_model(plan: Plan, directory: Path, number: int = 0) -> MachineModel 
 
 
 def planned_models(plan: Plan, directory: Path) -> dict[str, MachineModel]:
-    """Return the models of all classes that have one, by the names of the classes.
+    """Return the models of all classes with a model, by the names of the classes.
 
     Raises:
         InputError: as `planned_model`.
@@ -162,7 +161,7 @@ def planned_models(plan: Plan, directory: Path) -> dict[str, MachineModel]:
 
 
 def known_model(plan: Plan, directory: Path, *, otherwise: str = "") -> MachineModel:
-    """Return the model of a plan whose hosts are all alike, where nothing can be done without.
+    """Return the model of a plan whose hosts are all equal.
 
     Raises:
         InputError: as `planned_model`, or there is none; `otherwise` is another remedy.
@@ -175,7 +174,7 @@ def known_model(plan: Plan, directory: Path, *, otherwise: str = "") -> MachineM
 
 
 def planned_fingerprint(plan: Plan, directory: Path) -> Fingerprint | None:
-    """Whose the rates of a measured plan are; None if its directory does not say.
+    """Return the fingerprint of the host of a measured plan; None if its directory has none.
 
     Raises:
         InputError: the machine's file is gone or damaged.
@@ -190,10 +189,10 @@ def planned_fingerprint(plan: Plan, directory: Path) -> Fingerprint | None:
 
 
 def known_fingerprint(plan: Plan, directory: Path) -> Fingerprint:
-    """The same where nothing can be said without.
+    """Return the fingerprint of the host of a measured plan.
 
     Raises:
-        InputError: as `planned_fingerprint`, or its directory does not say.
+        InputError: as `planned_fingerprint`, or there is none.
     """
     found = planned_fingerprint(plan, directory)
     if found is None:
@@ -213,15 +212,15 @@ def write_plan(
     """Write all files of a plan below `directory`, and the manifest of them: all, or none.
 
     Args:
-        plan: what to write.
-        directory: where; it exists.
-        model: what the rates of a simulated plan of one host come from; it is written in the
-            machine's place, so that more can be planned from it.
+        plan: the plan.
+        directory: an existing directory.
+        model: the model behind the rates of a simulated plan of one host, written in the machine's
+            place, so that more can be planned by it.
         models: the same of several hosts, by the names of their classes.
-        fingerprint: whose a measured plan's rates are; it is written beside the machine.
+        fingerprint: the measured host, written beside the machine.
 
     Raises:
-        InputError: a file cannot be written; what was there before is still there.
+        InputError: a file cannot be written; the earlier files are still there.
     """
     known = dict(models or {})
     if model is not None:
@@ -243,10 +242,10 @@ def _below_nccl(plan: Plan, directory: Path) -> dict[str, str]:
 
 
 def write_nccl_files(plan: Plan, output: Path) -> int:
-    """Write what NCCL reads to the new directory `output`; how many files that are.
+    """Write NCCL's and launchers' files to the new directory `output`; return their number.
 
     Raises:
-        InputError: it exists, or cannot be written; nothing is left of it then.
+        InputError: it exists, or cannot be written; nothing is left then.
     """
     return write_new_directory(output, lambda place: _below_nccl(plan, place))
 
@@ -254,11 +253,11 @@ def write_nccl_files(plan: Plan, output: Path) -> int:
 def write_subset_graph(
     plan: Plan, subset: SubsetRings, directory: Path, manifest: Manifest
 ) -> None:
-    """Write one more graph file below a plan's directory, and add it to the plan's manifest.
+    """Write another graph file below a plan's directory, and add it to the plan's manifest.
 
     Raises:
-        InputError: it cannot be written, another run has the directory, or it holds another plan
-            than that of `manifest` by now.
+        InputError: it cannot be written, another run has the directory, or the directory holds
+            another plan than that of `manifest` by now.
     """
     name, text = f"nccl/{subset_file(subset.gpus)}", subset_graph(plan, subset)
     with locked(directory, patience_s=PATIENCE_S):
@@ -278,7 +277,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class _Head(msgspec.Struct):
-    """What findings of all versions have."""
+    """The fields that findings of all versions have."""
 
     format_version: int
     plan_digest: str = ""
@@ -296,7 +295,7 @@ def plan_digest(directory: Path) -> str:
 
 
 def keep_beside_plan(found: S, path: Path) -> S:
-    """Write a file into a plan's directory, whole or not at all; gives what was written.
+    """Write a file into a plan's directory, whole or not at all; return the written value.
 
     Raises:
         InputError: it cannot be written.
@@ -307,7 +306,7 @@ def keep_beside_plan(found: S, path: Path) -> S:
 
 
 def read_beside_plan(path: Path, kind: type[S], *, version: int) -> S | None:
-    """What a file in a plan's directory says of the plan that is there now; None if of another.
+    """Read a finding of the plan that is now in the directory; None if of another plan.
 
     Raises:
         InputError: it is unreadable, of another version, or damaged.

@@ -1,4 +1,4 @@
-"""The files of a plan that NCCL and launchers read, each with its provenance on top."""
+"""The files of a plan for NCCL and launchers, each with its provenance on top."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
     """Return names (below `nccl/`) and texts of all files, as they will lie in `directory`.
 
     Raises:
-        InputError: chains that NCCL would not take as they are meant, or a directory whose path
-            cannot stand in an environment variable.
+        InputError: chains that NCCL would not take as meant, or a directory whose path cannot stand
+            in an environment variable.
     """
     provenance = plan.provenance
     place = PurePosixPath(directory.resolve() / "nccl")
@@ -87,10 +87,10 @@ def _graph(
 def host_graphs(plan: Plan) -> dict[str, str]:
     """Return the graph file of each of several hosts, by the name of the host.
 
-    Hosts with equal paths share one text.
+    Hosts with equal paths share a text.
 
     Raises:
-        InputError: chains that NCCL would not take as they are meant.
+        InputError: chains that NCCL would not take as meant.
     """
     texts = {number: _path_text(plan, plan.paths[number]) for number in _used_paths(plan)}
     return {host.name: texts[host.path] for host in plan.hosts}
@@ -132,9 +132,9 @@ def graph_text(
     type_intra: str,
     provenance: str,
 ) -> str:
-    """A graph file for one communicator; `orders` has one GPU order a channel.
+    """Return a graph file for one communicator; `orders` has a GPU order for each channel.
 
-    `rate_gbps` is shared evenly by the channels: NCCL's tuner reads a channel's speed.
+    Channels share `rate_gbps` evenly: NCCL's tuner reads a channel's speed.
 
     Raises:
         InputError: orders or channels that NCCL would not take.
@@ -202,7 +202,7 @@ def env_text(
     *,
     provenance: str,
 ) -> str:
-    """A script to source in a job: one that uses all GPUs of the plan, if there is a graph file.
+    """Return a script to source in a job over all GPUs of the plan, or in any job without a graph.
 
     Raises:
         InputError: a file's path is not absolute.
@@ -252,19 +252,19 @@ def host_graph_file(host: str) -> str:
 
 
 def cluster_env_text(settings: Settings, hosts: PurePosixPath | None, *, provenance: str) -> str:
-    """A script to source on every host of a job; it names the graph file of the host it runs on.
+    """Return a script to source on every host of a job; it names the graph file of its host.
 
-    Files are looked for by the name that SLURM's tasks have for it, then by the host's own as it
-    is, without its domain, and with it. Where there is none no graph is named, and stderr says so.
+    Files are found by SLURM's name of the host, then by its own name as it is, without its domain,
+    and with it. Without a file no graph is named, and stderr says so.
 
     Args:
         settings: of the job.
-        hosts: the folder that the graph files are in, from the root; None names no graph.
+        hosts: the absolute folder of the graph files; None names no graph.
         provenance: of the plan's rates.
 
     Raises:
-        InputError: the folder is not given from the root or cannot be named in an environment, or
-            settings the version does not have.
+        InputError: the folder is not absolute or cannot be named in an environment, or settings
+            that the version does not have.
     """
     if hosts is None:
         return env_text(settings, None, provenance=provenance)

@@ -1,7 +1,7 @@
-"""Plan files: read, and checked where types cannot, as anybody may have edited them.
+"""Plan files: read, and checked beyond their types, as anybody may have edited them.
 
-Rings follow from paths and the order of hosts, so NCCL's rings are checked part by part: a chain
-that visits its GPUs once on every host is a ring over all of them.
+Rings follow from paths and the order of hosts: a chain that visits its GPUs once on every host is a
+ring over all hosts. So NCCL's rings are checked part by part.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def load_plan(path: Path | str) -> Plan:
 
 
 def is_cluster_plan(path: Path | str) -> bool:
-    """Return whether a plan file, or that of a directory, is of several hosts; False without one.
+    """Return whether a plan file or a directory's is of several hosts; False without a file.
 
     Raises:
-        InputError: it is there and cannot be read, or is no JSON.
+        InputError: the file cannot be read, or is no JSON.
     """
     path = Path(path)
     if path.is_dir():
@@ -82,7 +82,7 @@ def plan_file(path: Path) -> Path:
     """Return the file of a plan: `path` itself, or plan.json in a directory.
 
     Raises:
-        InputError: the directory holds none, or another one than its manifest says.
+        InputError: the directory holds none, or its digest differs from the manifest.
     """
     if not path.is_dir():
         return path
@@ -97,10 +97,9 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     """Return `plan` if its parts fit together.
 
     Raises:
-        InputError: a cluster or settings that do not hold together, hosts that are not the
-            cluster's, each once and with the ranks of their place, paths of no class, chains that
-            do not visit the GPUs of their class once, flows that do not lead along them, NICs that
-            NCCL would not use so, or rates out of range.
+        InputError: an invalid cluster or settings, hosts missing, doubled or with wrong ranks,
+            paths of no class, chains that do not visit the GPUs of their class once, flows that do
+            not lead along their chain, NICs that NCCL would not use so, or rates out of range.
     """
     check_cluster(plan.cluster, where=where)
     for settings in _all_settings(plan):
@@ -171,7 +170,7 @@ def _check_count(rings: int, channels: int, where: str) -> None:
 
 
 def _check_chain(plan: Plan, path: HostPath, chain: PlanChain, where: str) -> None:
-    """Check that a chain visits the GPUs of its class once, hop by hop, and its NICs."""
+    """Check each hop of a chain, its NICs, and that it visits the GPUs of its class once."""
     gpus = plan.class_gpus[path.node_class]
     machine = plan.cluster.classes[path.node_class].machine
     if not gpus or sorted(chain.gpus) != list(gpus):
@@ -190,7 +189,7 @@ def _check_chain(plan: Plan, path: HostPath, chain: PlanChain, where: str) -> No
 
 
 def _check_hop(hop: PlanHop, chain: PlanChain, machine: Machine, where: str) -> None:
-    """Check that a hop's flow has its ends, and only places of this host."""
+    """Check the ends of a hop's flow, and that all its places are on this host."""
     flow = hop.flow
     known = {
         *(f"{kind}{gpu.index}" for gpu in machine.gpus for kind in "GD"),

@@ -1,7 +1,7 @@
-"""The Plan: rings over one host or several, the settings that realise them, and their bandwidth.
+"""The Plan: rings over one host or several, their settings, and their bandwidth.
 
-A single host is a cluster of one: its rings close inside it. Over several hosts a ring is an open
-chain on each of them, which enters by one NIC and leaves by another or the same.
+A single host is a cluster of one, whose rings close inside it. Over several hosts a ring is an open
+chain on each host, from an entry NIC to an exit NIC.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORLD = -1
 
 
 class PlanHop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One hop of a ring: its flow, and the flow's bandwidth with all others running, GB/s."""
+    """A hop of a ring: its flow, and the bandwidth with all other flows running, GB/s."""
 
     source: int
     target: int
@@ -39,10 +39,10 @@ class PlanHop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class PlanChain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One ring's hops on a host, closed from the lowest GPU on, or open from NIC to NIC.
+    """A ring's hops on a host, closed from the lowest GPU on, or open from NIC to NIC.
 
     NICs are indices, None in a closed ring. The first hop of an open chain enters the host, from
-    WORLD, and the last one leaves it, to WORLD.
+    WORLD; the last hop leaves it, to WORLD.
     """
 
     hops: tuple[PlanHop, ...]
@@ -56,7 +56,7 @@ class PlanChain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def bottleneck(self) -> PlanHop:
-        """The slowest hop."""
+        """The class with the slowest hop of all, and the hop."""
         return min(self.hops, key=lambda hop: hop.gbps)
 
     @property
@@ -84,7 +84,7 @@ class HostPath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def changes_nics(self) -> bool:
-        """Whether a ring leaves by another NIC than it enters by."""
+        """Return whether a ring leaves by another NIC than its entry."""
         return any(chain.entry_nic != chain.exit_nic for chain in self.chains)
 
 
@@ -191,14 +191,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def is_cluster(self) -> bool:
-        """Whether it is for several hosts."""
+        """Return whether the plan is for several hosts."""
         return len(self.cluster.hosts) > 1
 
     def check_single(self, where: Path | str, right: str) -> None:
         """Refuse a plan of several hosts; `right` is the remedy.
 
         Raises:
-            InputError: it is one.
+            InputError: a plan of several hosts.
         """
         if self.is_cluster:
             raise InputError(str(where), "is the plan of a cluster", right)
@@ -244,7 +244,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def order_changed(self) -> bool:
-        """Whether that is another order than the given one."""
+        """Return whether the planned order differs from the given order."""
         return self.host_order != self.cluster.names
 
     def class_number(self, host: PlannedHost) -> int:
@@ -277,7 +277,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def off_rails(self) -> bool:
-        """Whether a ring crosses from a NIC to another NIC of the next host."""
+        """Return whether a ring crosses from a NIC to another NIC of the next host."""
         around = [self.paths[host.path].chains for host in (*self.hosts, self.hosts[0])]
         return any(
             out.exit_nic != into.entry_nic
@@ -321,15 +321,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def tuned(self) -> bool:
-        """Whether jobs of its choices ran: `achieved_gbps` is known."""
+        """Return whether jobs ran: `achieved_gbps` of a choice is known."""
         return any(choice.achieved_gbps is not None for choice in self.choices.values())
 
     @property
     def recommended(self) -> ChoiceName:
-        """The smallest choice within 1 % of the best, or within its interval if that is wider.
-
-        Of a tuned plan it is the one that jobs found so.
-        """
+        """The winner of jobs, or the smallest choice as good as the best; see `as_good`."""
         return self.winner or as_good(self._rates)
 
     @property

@@ -137,10 +137,10 @@ def _chosen(machine: Machine, gpus: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def check_strategy(strategy: str, *, not_for_chains: bool = False) -> str:
-    """Return the name of a strategy if it can be used.
+    """Return the name of a strategy if it is usable.
 
     Raises:
-        InputError: there is none of that name, or it is for rings within one machine only.
+        InputError: an unknown name, or a strategy for rings within one machine only.
     """
     names = [name for name in STRATEGIES if not (not_for_chains and name == "tccl")]
     if strategy not in names:
@@ -206,7 +206,7 @@ def _limited(source: RememberingSource, plan: Plan, rings: RingSet) -> Plan:
 
 
 def other_count_notices(asked: Sequence[int], count: int) -> tuple[str, ...]:
-    """A sentence where a plan has none of the numbers of rings that were asked for."""
+    """Return a notice where a plan has none of the requested numbers of rings."""
     if not asked or count in asked:
         return ()
     wanted = ", ".join(map(str, asked))
@@ -217,7 +217,7 @@ def other_count_notices(asked: Sequence[int], count: int) -> tuple[str, ...]:
 
 
 def _final(task: Task, own: Stock, best: Choice) -> tuple[Choice, Measurement]:
-    """The choice to plan with, measured well; NCCL's own where noise made another look better."""
+    """Return the planned choice, measured well; NCCL's own where noise favoured another."""
     measurement = measured_well(task.source, best.rings)
     rate = best.rings.rate(measurement)
     if rate >= own.rate_gbps:
@@ -253,7 +253,7 @@ def _alternatives(searched: Sequence[Choice]) -> tuple[Alternative, ...]:
 
 
 def is_proven(rate_gbps: float, bound_gbps: float | None) -> bool:
-    """Whether no rings are clearly faster than this, by a bound; None says nothing."""
+    """Return whether a bound shows that no rings are clearly faster; None shows nothing."""
     return bound_gbps is not None and bound_gbps <= rate_gbps * (1 + PROOF)
 
 
@@ -277,7 +277,7 @@ def plan_chains(chains: Sequence[Sequence[Hop]], measurement: Measurement) -> tu
 
 
 def _farthest(task: Task, best: Choice) -> str:
-    """The farthest path type of any hop, as NCCL's tuner wants to know it."""
+    """Return the farthest path type of any hop, for NCCL's tuner."""
     seen = view(task.machine, task.knowledge, best.settings, gpus=task.gpus)
     pairs = {(hop.source, hop.target) for one in best.rings.rings for hop in one.hops}
     return max(seen.paths[f"G{i}", f"G{j}"].type for i, j in pairs).name

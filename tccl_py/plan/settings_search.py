@@ -37,10 +37,10 @@ WORTH = 0.01
 
 
 class SettingsSearch:
-    """The search over settings; what it has found so far outlives an interruption.
+    """The search over settings; its results outlive an interruption.
 
-    `best` is the best choice, `searched` all settings that were searched, `cancelled` says whether
-    it was interrupted.
+    `best` is the best choice, `searched` all settings searched, `cancelled` tells of an
+    interruption.
     """
 
     def __init__(self, task: Task, start: Choice) -> None:
@@ -57,10 +57,11 @@ class SettingsSearch:
     def run(self, *, sets: int) -> None:
         """Find the best settings with their rings; KeyboardInterrupt ends it with the best so far.
 
-        Mechanisms are compared under a fixed number of channels. The one under which the rings
-        known so far do best is searched next; each search may spend half of what is left of `sets`
-        and gives up as soon as it cannot beat the best so far; what it finds is tried under all the
-        others. Channels and FIFO size are settled for the rings that each search finds.
+        1. Compare mechanisms under a fixed number of channels, and search the most promising one
+           next, by the best rings known so far. Each search may spend half of the `sets` left, and
+           gives up as soon as it cannot beat the best. Its rings are tried under all other
+           mechanisms.
+        2. Settle channels and FIFO size for the rings of each search.
         """
         try:
             left = self._explore(sets)
@@ -70,7 +71,7 @@ class SettingsSearch:
             self.cancelled = True
 
     def _explore(self, left: int) -> int:
-        """Search under one mechanism after the other; how many sets are left at the end."""
+        """Search under one mechanism after the other; return the number of sets left."""
         task, waiting = self._task, list(mechanisms(self._task))
         while waiting and left > 0 and not self.cancelled:
             settings = max(waiting, key=lambda one: _promise(task, one, self._known))
@@ -94,7 +95,7 @@ class SettingsSearch:
             self.best = tuned
 
     def _settle(self, sets: int) -> None:
-        """The best rings under exactly the chosen settings, with a bound that holds for them."""
+        """Search under exactly the chosen settings, for a bound that holds for them."""
         best = self.best
         settings, known = best.settings, [best.rings.rings]
         result = _searched(self._task, settings, known, floor=0.0, sets=sets)
@@ -129,7 +130,7 @@ def mechanisms(task: Task) -> tuple[Settings, ...]:
 
 
 def _promise(task: Task, settings: Settings, known: Sequence[Rings]) -> tuple[float, int]:
-    """The best score of the known rings under these settings, roughly; then few bounces."""
+    """Return the best rough score of the known rings under these settings, and the bounces."""
     best = 0.0
     bounces = sum(hop.flow.is_bounce for hop in space_under(task, settings, 1))
     for rings in known:
@@ -147,7 +148,7 @@ def _base_channels(task: Task) -> int:
 
 
 def _channel_counts(task: Task) -> tuple[int, ...]:
-    """Numbers of channels worth trying: many FIFOs in turn for a slow network only wait for it."""
+    """Return the numbers of channels worth trying: on a slow network many FIFOs only wait."""
     most = version_facts(task.version).max_channels
     if task.network is not None:
         speeds = [nic.speed_mbps for nic in task.machine.nics if nic.index in task.network.nics]
@@ -159,7 +160,7 @@ def _channel_counts(task: Task) -> tuple[int, ...]:
 def _searched(
     task: Task, settings: Settings, known: Sequence[Rings], *, floor: float, sets: int
 ) -> SearchResult | None:
-    """The best rings under these settings; None where they leave a GPU without a hop."""
+    """Return the best rings under these settings; None where a GPU has no hop."""
     try:
         return search_under(task, settings, known=known, floor=floor, sets=sets)
     except (SearchError, MeasurementError):
@@ -167,7 +168,7 @@ def _searched(
 
 
 def _tuned(task: Task, choice: Choice) -> Choice:
-    """The same rings with the channels and FIFO size that suit them best, fewest and largest."""
+    """Return the same rings with the best channels and FIFO size, fewest and largest first."""
     known = condensed_rings(choice.rings.rings)
     bounces = any(hop.flow.is_bounce for one in choice.rings.rings for hop in one.hops)
     best = choice
@@ -193,7 +194,7 @@ def _tuned(task: Task, choice: Choice) -> Choice:
 
 
 def _preferred(one: Choice, other: Choice) -> bool:
-    """Whether `one` is clearly faster, or as fast with fewer rings or channels."""
+    """Return whether `one` is clearly faster, or as fast with fewer rings or channels."""
     if one.rate_gbps > other.rate_gbps * (1 + WORTH):
         return True
     if one.rate_gbps < other.rate_gbps * (1 - WORTH / 2):

@@ -1,7 +1,7 @@
 """Files that appear together or not at all: written beside their place and renamed into it.
 
-A plan's directory also holds files of others, so that it cannot be replaced as a whole. Its parts
-are replaced one by one, and each step can be undone: whoever comes after a killed run does so.
+A plan's directory also holds files of others, so it cannot be replaced as a whole. Its parts are
+replaced in turn, and each step can be undone by the next run after a kill.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return hashlib.sha256(msgspec.json.encode(sorted(self.files.items()))).hexdigest()
 
     def with_added(self, name: str, text: str) -> Manifest:
-        """Return the manifest with one file more, or anew, that was made on demand."""
+        """Return the manifest with another file, made on demand."""
         added = self.added | {name: _digest(text.encode())}
         return msgspec.structs.replace(self, added=added)
 
@@ -154,12 +154,12 @@ def write_with_plan(
     """Write a plan's files below `directory`, with their manifest; findings of another plan go.
 
     Args:
-        files: texts by file name: plan.json, and one at least below each of FOLDERS.
-        directory: where; it exists, and no other run is at work there.
-        check: reads the plan from the directory where it is staged, before anything is replaced.
+        files: texts by file name: plan.json, and at least a file below each of FOLDERS.
+        directory: an existing directory, where no other run is at work.
+        check: reads the plan from the staging directory, before anything is replaced.
 
     Raises:
-        InputError: a file cannot be written; what was there before is still there.
+        InputError: a file cannot be written; the earlier files are still there.
     """
     manifest = manifest_text(manifest_of(files))
     with refused(directory, "cannot be written", _SPACE):
@@ -176,9 +176,9 @@ def write_with_plan(
 
 
 def settle(directory: Path) -> None:
-    """Wait until no run replaces the plan in a directory; undo the replacing by a killed one.
+    """Wait until no run replaces the plan in a directory; undo the replacing by a killed run.
 
-    Who may not write there reads what is there.
+    Without permission to write, a reader takes the files as they are.
     """
     end = time.monotonic() + PATIENCE_S
     while _is_replaced(directory) and os.access(directory, os.W_OK) and time.monotonic() < end:
@@ -189,9 +189,9 @@ def settle(directory: Path) -> None:
 
 @contextmanager
 def locked(directory: Path, *, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold `directory` against other runs; the system lets go of it however this one ends.
+    """Hold `directory` against other runs; the system releases it however this run ends.
 
-    What a killed run left is undone or swept first.
+    The remains of a killed run are undone or swept first.
 
     Raises:
         InputError: another run has it, for longer than `patience_s`, or it cannot be opened.
@@ -223,10 +223,10 @@ def _hold(descriptor: int, directory: Path, patience_s: float) -> bool:
 
 
 def write_new_directory(output: Path, files_of: Callable[[Path], Mapping[str, str]]) -> int:
-    """Write the files that `files_of(output)` names to a new directory; how many those are.
+    """Write the files that `files_of(output)` names to a new directory; return their number.
 
     Raises:
-        InputError: it exists, or cannot be written; nothing is left of it then.
+        InputError: it exists, or cannot be written; nothing is left then.
     """
     with refused(output, "cannot be written", _SPACE):
         check_path(output.absolute())
@@ -246,7 +246,7 @@ def write_new_directory(output: Path, files_of: Callable[[Path], Mapping[str, st
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write one file, and the folders that it is in.
+    """Write a file, and make its folders.
 
     Raises:
         InputError: it cannot be written.
@@ -258,7 +258,7 @@ def write_file(path: Path, text: str) -> None:
 
 @contextmanager
 def refused(path: Path, what: str, right: str) -> Iterator[None]:
-    """Turns what the system says of `path` into a sentence for the user."""
+    """Turn a system error about `path` into a sentence for the user."""
     try:
         yield
     except OSError as error:
@@ -267,7 +267,7 @@ def refused(path: Path, what: str, right: str) -> Iterator[None]:
 
 
 def make(directory: Path, made: list[Path]) -> None:
-    """Make a directory and those that it is in; each new one is added to `made`."""
+    """Make a directory and its parents; each new directory is added to `made`."""
     missing = [one for one in (directory, *directory.parents) if not one.exists()]
     for folder in reversed(missing):
         folder.mkdir()
@@ -275,7 +275,7 @@ def make(directory: Path, made: list[Path]) -> None:
 
 
 def unmake(made: Sequence[Path]) -> None:
-    """Take away directories that `make` made; what others put into the parents stays."""
+    """Remove directories made by `make`; files of others in the parents stay."""
     if made:
         shutil.rmtree(made[-1], ignore_errors=True)
     for folder in reversed(made[:-1]):
@@ -285,9 +285,9 @@ def unmake(made: Sequence[Path]) -> None:
 
 @contextmanager
 def _staged(files: Mapping[str, str], directory: Path, prefix: str, target: Path) -> Iterator[Path]:
-    """A new folder in `directory` with these files, gone at the end unless it was moved.
+    """Make a new folder in `directory` with these files, removed at the end unless it was moved.
 
-    Its name begins with `prefix`. What killed runs left of such names is swept.
+    Its name begins with `prefix`. Remains of killed runs with such names are swept.
 
     Raises:
         InputError: a file cannot be written; names `target`, as the folder is gone by then.
@@ -321,9 +321,9 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _replace(staging: Path, directory: Path) -> None:
-    """Renames on one file system: no space is needed, and old files go only after all of them.
+    """Rename on one file system: no space is needed, and old files go only after all renames.
 
-    They go with `staging`: to delete hundreds here would leave a killed run time to end between.
+    They go with `staging`: deleting hundreds here would leave a killed run time to end between.
     """
     moving = directory / REPLACING
     staging.rename(moving)
@@ -352,7 +352,7 @@ def _tidy(directory: Path) -> None:
 
 
 def _undo(directory: Path) -> None:
-    """Put back the plan that was there before `_replace` began; this may be killed as well."""
+    """Put back the plan from before `_replace` began; this may be killed as well."""
     moving = directory / REPLACING
     if not _is_replaced(directory):
         return

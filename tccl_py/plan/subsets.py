@@ -30,10 +30,10 @@ SUBSET_RING_COUNTS = (1, 2)
 def subset_rings(
     task: Task, settings: Settings, orders: Sequence[Order]
 ) -> tuple[SubsetRings, ...]:
-    """Rings for every proper subset of two GPUs or more, under the plan's settings.
+    """Return rings for every proper subset of two GPUs or more, under the plan's settings.
 
-    Subsets that a symmetry of the machine exchanges share one search. Empty on machines with more
-    than ALL_SUBSETS_UP_TO GPUs.
+    Subsets that a symmetry of the machine exchanges share one search. Machines with more than
+    ALL_SUBSETS_UP_TO GPUs have none.
     """
     if len(task.gpus) > ALL_SUBSETS_UP_TO:
         return ()
@@ -53,7 +53,7 @@ def subset_rings(
 def plan_subset(
     task: Task, settings: Settings, orders: Sequence[Order], subset: Sequence[int]
 ) -> SubsetRings | None:
-    """Rings over exactly these GPUs; None where the settings leave one without a hop."""
+    """Return rings over exactly these GPUs; None where the settings leave a GPU without a hop."""
     gpus = tuple(sorted(subset))
     part = msgspec.structs.replace(
         task, gpus=gpus, ring_counts=SUBSET_RING_COUNTS, budget=SUBSET_BUDGET
@@ -73,12 +73,12 @@ def plan_subset(
 def subset_on_demand(
     plan: Plan, source: BandwidthSource, subset: Sequence[int]
 ) -> SubsetRings | None:
-    """Rings over some of a plan's GPUs, under its settings; None where they allow none.
+    """Return rings over some of a plan's GPUs, under its settings; None where they allow none.
 
     Args:
         plan: of all the GPUs.
         source: answers transfer sets of the plan's machine.
-        subset: two or more of its GPUs.
+        subset: two or more of the GPUs.
     """
     task = Task(
         machine=plan.machine,

@@ -1,4 +1,4 @@
-"""A planning task, what stock NCCL does of it, and a search under one choice of settings."""
+"""A planning task, default NCCL under it, and a search under one choice of settings."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ CAREFUL = 8
 
 
 class NetworkUse(msgspec.Struct, frozen=True, kw_only=True):
-    """That the machine is one of several nodes: its rings are chains, closed through the world.
+    """A host of several: rings are chains, closed through the world outside.
 
-    `nics` are those to use, by index; `same_nic` has chains leave by the NIC they enter by.
+    `nics` are the usable NICs, by index; with `same_nic` chains leave by the NIC of their entry.
     """
 
     nodes: int
@@ -58,11 +58,10 @@ class NetworkUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be planned, and by which means.
+    """The input of planning.
 
-    `p2p_level` is the one that all jobs have, if they do. `own_rings` returns NCCL's own rings
-    under settings; None computes them by its rules. `spaces` keeps hop spaces that were made:
-    a search asks for the same ones again and again.
+    `p2p_level` is pinned for all jobs, if set. `own_rings` returns NCCL's own rings under settings;
+    None computes them by NCCL's rules. `spaces` caches hop spaces.
     """
 
     machine: Machine
@@ -81,14 +80,14 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_settings(task: Task) -> Settings:
-    """What NCCL has by itself: its defaults, and the level that all jobs have."""
+    """Return the settings of default NCCL: its defaults, and the pinned level."""
     return Settings(version=task.version, p2p_level=task.p2p_level)
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings with the best ring set found under them; `result` is None if none was searched.
+    """Settings with the best ring set found under them; `result` is None without a search.
 
-    The search was under the settings `searched`: channels and FIFO size may be others by now.
+    `searched` are the settings of the search: channels and FIFO size may differ by now.
     """
 
     settings: Settings
@@ -99,7 +98,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bound_gbps(self) -> float | None:
-        """What no ring set that was searched under just these settings exceeds, GB/s."""
+        """The bound on ring sets searched under just these settings, GB/s."""
         if self.result is None or self.result.bound_gbps is None or self.searched != self.settings:
             return None
         return max(self.result.bound_gbps, self.rate_gbps)
@@ -111,7 +110,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choice_found(settings: Settings, result: SearchResult) -> Choice:
-    """What a search under these settings found, as a choice."""
+    """Return the result of a search under these settings as a choice."""
     return Choice(
         settings=settings,
         rings=result.rings,
@@ -122,7 +121,7 @@ def choice_found(settings: Settings, result: SearchResult) -> Choice:
 
 
 class Stock(msgspec.Struct, frozen=True, kw_only=True):
-    """NCCL's own choice and what the source says of it."""
+    """NCCL's own choice and its measurement."""
 
     choice: DefaultChoice | DefaultChains
     rings: RingSet
@@ -141,7 +140,7 @@ class Stock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def condensed(orders: Sequence[Alike]) -> tuple[Alike, ...]:
-    """The shortest list of rings with the same shares: equal channels of one ring are one ring.
+    """Return the shortest list of rings with the same shares: equal channels are one ring.
 
     >>> condensed([(0, 1), (1, 0), (0, 1), (1, 0)])
     ((0, 1), (1, 0))
@@ -152,18 +151,18 @@ def condensed(orders: Sequence[Alike]) -> tuple[Alike, ...]:
 
 
 def condensed_rings(rings: Rings) -> tuple[Ring, ...]:
-    """The same of rings, which are equal if they go over the same GPUs and NICs."""
+    """Return the shortest list of rings with the same shares; rings are equal by GPUs and NICs."""
     routes = {route(one): one for one in rings}
     return tuple(routes[one] for one in condensed([route(one) for one in rings]))
 
 
 def route(ring: Ring) -> tuple[tuple[object, ...], ...]:
-    """What stays of a ring under other settings: its GPUs in order, and the NICs between."""
+    """Return a ring's GPUs in order and the NICs between, which settings do not change."""
     return tuple((hop.source, *nics_of(hop)) for hop in ring.hops)
 
 
 def space_under(task: Task, settings: Settings, count: int) -> HopSpace:
-    """The hops open to each ring of a set of `count`, with the network's if there is one."""
+    """Return the hops open to each ring of a set of `count`, with those of the network if any."""
     key = (settings, count, task.gpus, task.network)
     if key not in task.spaces:
         task.spaces[key] = _space(task, settings, count)
@@ -183,7 +182,7 @@ def _space(task: Task, settings: Settings, count: int) -> HopSpace:
 
 
 def rules_under(task: Task, counts: Sequence[int]) -> dict[int, SetRule]:
-    """What rings of a set must keep to, by the size of the set."""
+    """Return the rules for rings of a set, by the size of the set."""
     network = task.network
     if network is None:
         return {}
@@ -193,11 +192,11 @@ def rules_under(task: Task, counts: Sequence[int]) -> dict[int, SetRule]:
 def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:
     """Measure a ring set; where samples spread, several times, all samples in one measurement.
 
-    A choice among many noisy rates prefers those that were lucky: what a plan says of its rings
-    must come from more than the measurement they were chosen by.
+    A choice among many noisy rates prefers lucky ones: the rate in a plan must rest on more than
+    the measurement by which its rings were chosen.
 
     Raises:
-        MeasurementError: the source cannot measure it.
+        MeasurementError: the source cannot measure the set.
     """
     (first,) = source.measure([rings.flows])
     if first.relative_error < PRECISE:
@@ -224,7 +223,7 @@ def _outliers(measurements: Sequence[Measurement]) -> tuple[int, ...]:
 
 
 def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
-    """The ring set over the same GPUs and NICs with the mechanisms that the settings give each hop.
+    """Return the ring set over the same GPUs and NICs with the mechanisms of these settings.
 
     Raises:
         SearchError: a pair of neighbours has no hop.
@@ -234,7 +233,7 @@ def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
 
 
 def orders_under(task: Task, settings: Settings, orders: Sequence[Order]) -> RingSet:
-    """The ring set of these orders with the first mechanism there is for each hop.
+    """Return the ring set of these orders with the first mechanism of each hop.
 
     Raises:
         SearchError: a pair of neighbours has no hop.
@@ -255,12 +254,12 @@ def search_under(
     """Search for rings under one choice of settings.
 
     Args:
-        task: what to plan.
+        task: the input of planning.
         settings: the choice; ring counts that do not divide its channels are left out.
         orders: ring sets known beforehand by their GPU orders.
         known: ring sets known from other settings.
         floor: scores up to this, GB/s, are of no interest.
-        sets: how many sets may be measured.
+        sets: the limit of measured sets.
     """
     counts = [count for count in task.ring_counts if settings.channels % count == 0]
     problem = SearchProblem(

@@ -81,9 +81,9 @@ def keeps_rings(plan: Plan, settings: Settings) -> bool:
 
 
 def gdr_variants(plan: Plan, settings: Settings) -> tuple[Settings, ...]:
-    """Return settings that change the NIC buffers' placement for the plan's rings, nothing else.
+    """Return settings that change only the NIC buffer placement of the plan's rings.
 
-    Of those with equal flows it is the first, which departs least from NCCL's defaults.
+    Of settings with equal flows it is the first, which departs least from NCCL's defaults.
     """
     found: dict[tuple[PathFlows, ...], Settings] = {}
     for other in (settings, *_gdr_of_classes(plan, settings)):
@@ -106,9 +106,9 @@ def _gdr_of_classes(plan: Plan, settings: Settings) -> Iterator[Settings]:
 
 
 def retuned(plan: Plan, settings: Settings, *, achieved_gbps: float | None = None) -> Plan:
-    """Return the same rings under other settings, with which jobs achieved this bandwidth.
+    """Return the same rings under other settings, with the bandwidth that jobs achieved.
 
-    Where NCCL would double the channels once more at this rate, as many are asked for in the files.
+    Where NCCL would double the channels once more at this rate, the files ask for as many.
 
     Raises:
         InputError: settings that the version does not have.
