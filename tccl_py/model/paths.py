@@ -14,7 +14,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, PciBridge
 
-T = TypeVar("T")
+T = TypeVar("T", int, str)
 
 
 class PathType(IntEnum):
@@ -170,33 +170,25 @@ def natural_cuts(
         if gpu.index in gpus:
             for ancestor in machine.ancestors(gpu.id):
                 below.setdefault(ancestor, set()).add(gpu.index)
-    sockets = {node.id: f"socket {node.socket}" for node in machine.numa_nodes}
     for node in machine.numa_nodes:
         if node.socket is not None:
-            below.setdefault(sockets[node.id], set()).update(below.get(node.id, ()))
-    for chip in _chips(knowledge):
+            below.setdefault(f"socket {node.socket}", set()).update(below.get(node.id, ()))
+    for chip in joined_groups((link.one, link.other) for link in knowledge.hidden_links):
         together = set().union(*(below.get(part, set()) for part in chip))
         below.setdefault(" ".join(chip), set()).update(together)
-    for turn, group in enumerate(_bridged(machine)):
-        below[f"NVLink group {turn}"] = group & set(gpus)
     groups = {frozenset(group) for group in below.values()}
+    links = [link for link in machine.nvlinks if link.source[0] == link.target[0] == "G"]
+    bridged = joined_groups((int(link.source[1:]), int(link.target[1:])) for link in links)
+    groups |= {frozenset(group) & set(gpus) for group in bridged}
     proper = [group for group in groups if 1 < len(group) < len(gpus)]
     return tuple(sorted(proper, key=lambda group: (len(group), sorted(group))))
 
 
-def _chips(knowledge: Knowledge) -> list[list[str]]:
-    """Return groups of devices that hidden links join."""
-    return [sorted(part) for part in _joined((k.one, k.other) for k in knowledge.hidden_links)]
-
-
-def _bridged(machine: Machine) -> list[set[int]]:
-    """Return groups of GPUs that NVLinks join directly."""
-    links = [link for link in machine.nvlinks if link.source[0] == link.target[0] == "G"]
-    return _joined((int(link.source[1:]), int(link.target[1:])) for link in links)
-
-
-def _joined(pairs: Iterable[tuple[T, T]]) -> list[set[T]]:
-    """Return the connected components of a graph."""
+def joined_groups(pairs: Iterable[tuple[T, T]], nodes: Iterable[T] = ()) -> list[list[T]]:
+    """Return the connected components of a graph, each sorted; `nodes` are in even without pair."""
     import networkx as nx  # noqa: PLC0415 (slow to import, and few commands need it)
 
-    return [set(part) for part in nx.connected_components(nx.Graph(list(pairs)))]
+    graph = nx.Graph()
+    graph.add_nodes_from(nodes)
+    graph.add_edges_from(pairs)
+    return [sorted(group) for group in nx.connected_components(graph)]

@@ -17,12 +17,10 @@ Three ambiguities of the text are settled so:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-
-import networkx as nx
 
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
@@ -37,6 +35,7 @@ from tccl_py.model.machine import (
     PciBridge,
     check,
 )
+from tccl_py.model.paths import joined_groups
 from tccl_py.readers.elements import shortened
 
 MAX_DEVICES = 256
@@ -229,19 +228,11 @@ def _near(level: str) -> tuple[str, ...]:
     return LEVELS[: LEVELS.index(level) + 1]
 
 
-def _components(rows: Iterable[int], pairs: Iterable[tuple[int, int]]) -> _Groups:
-    """Return the rows that pairs join, each group in row order."""
-    graph = nx.Graph()
-    graph.add_nodes_from(rows)
-    graph.add_edges_from(pairs)
-    return [sorted(group) for group in nx.connected_components(graph)]
-
-
 def _groups(matrix: _Matrix, level: str) -> _Groups:
     """Return devices joined by relations up to `level`."""
     near = _near(level)
     joined = (pair for pair in matrix.pairs() if matrix.relation(*pair) in near)
-    return _components(range(len(matrix.rows)), joined)
+    return joined_groups(joined, range(len(matrix.rows)))
 
 
 def _check_tree(matrix: _Matrix, levels: dict[str, _Groups]) -> None:
@@ -350,7 +341,7 @@ def _nvlinks(matrix: _Matrix) -> tuple[tuple[NvLink, ...], tuple[NvSwitch, ...]]
     links: list[NvLink] = []
     switches: list[NvSwitch] = []
     linked = (pair for pair in combinations(matrix.gpu_rows, 2) if matrix.nvlinks(*pair))
-    for island in _components(matrix.gpu_rows, linked):
+    for island in joined_groups(linked, matrix.gpu_rows):
         counts = {matrix.nvlinks(a, b) for a in island for b in island if a != b}
         count = max(counts, default=0)
         names = {row: f"G{matrix.gpu_index(row)}" for row in island}
