@@ -201,11 +201,15 @@ def planned_hosts(
     if not in_job():
         right = "start the command by mpirun or srun, with a rank on each host"
         raise InputError(what, "needs the hosts for measurements", right)
-    if backend is None and is_dry_run(journal):
-        backend, devices = "host", devices or len(plan.cluster.classes[0].machine.gpus)
+    machine, interfaces = plan.cluster.classes[0].machine, None
+    if is_dry_run(journal):
+        backend, devices = backend or "host", devices or len(machine.gpus)
+        interfaces = ",".join(nic.name for nic in machine.nics)
     options = measurement_options(repeats=SEARCH_REPEATS, target=target)
     job = stack.enter_context(controlled_job())
-    source = open_hosts(job, backend=backend, devices=devices, options=options)
+    source = open_hosts(
+        job, backend=backend, devices=devices, interfaces=interfaces, options=options
+    )
     stack.enter_context(source)
     if source.header != journal:
         found = f"was measured on other hosts ({journal.identity}) than these"
