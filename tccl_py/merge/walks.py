@@ -206,12 +206,14 @@ class Joiner:
 
     def __init__(self) -> None:
         self._orders: dict[tuple[tuple[bytes, int], ...], Orders] = {}
+        self._packed: dict[int, tuple[Relation, bytes]] = {}
 
     def join(self, pieces: Sequence[Piece]) -> Piece:
         """Return all pieces as one piece."""
         if len(pieces) == 1:
             return pieces[0]
-        kinds = Kinds([piece.relation for piece in pieces])
+        relations = [piece.relation for piece in pieces]
+        kinds = Kinds(relations, [self._bits(relation) for relation in relations])
         if kinds.products() <= MAX_PRODUCTS:
             return self._in_all_orders(pieces, kinds)
         ways = []
@@ -220,6 +222,12 @@ class Joiner:
             if ways[-1].relation.all():
                 break
         return _union(ways)
+
+    def _bits(self, relation: Relation) -> bytes:
+        """Return a relation as bytes; many pieces share one relation object."""
+        if id(relation) not in self._packed:
+            self._packed[id(relation)] = relation, np.packbits(relation).tobytes()
+        return self._packed[id(relation)][1]
 
     def _in_all_orders(self, pieces: Sequence[Piece], kinds: Kinds) -> Piece:
         if kinds.key not in self._orders:
@@ -246,12 +254,10 @@ def _union(ways: Sequence[Piece]) -> Piece:
 class Kinds:
     """Pieces by equal relations: `members[k]` are the positions of those with `relations[k]`."""
 
-    def __init__(self, relations: Sequence[Relation]) -> None:
+    def __init__(self, relations: Sequence[Relation], bits: Sequence[bytes]) -> None:
         found: dict[bytes, list[int]] = {}
-        packed = {id(relation): relation for relation in relations}
-        texts = {key: np.packbits(relation).tobytes() for key, relation in packed.items()}
-        for position, relation in enumerate(relations):
-            found.setdefault(texts[id(relation)], []).append(position)
+        for position, name in enumerate(bits):
+            found.setdefault(name, []).append(position)
         names = sorted(found)
         self.members = [found[name] for name in names]
         self.relations = [relations[members[0]] for members in self.members]
