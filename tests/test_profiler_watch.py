@@ -351,10 +351,9 @@ def test_a_healthy_gpu_is_not_complained_about():
 def test_a_low_generation_is_power_saving_when_idle_and_a_fault_under_load():
     seen = (gpu(0), gpu(2, pcie_generation=1))
     assert warnings(seen, loaded=False) == ()
-    assert warnings(seen, loaded=True) == (
-        "GPU 2: its PCIe link runs at generation 1 x16, its best is generation 5 x16;"
-        " check its slot, the riser or cable, and the link speed that the BIOS sets",
-    )
+    (sentence,) = warnings(seen, loaded=True)
+    assert sentence.startswith("GPU 2: its PCIe")
+    assert all(word in sentence for word in ("generation 1 x16", "generation 5 x16", "BIOS"))
 
 
 def test_a_narrow_link_is_a_fault_at_any_time():
@@ -418,10 +417,9 @@ def test_throttling_by_heat_and_hardware_is_complained_about_at_any_time(names, 
 def test_a_power_cap_is_complained_about_under_load_only():
     seen = (gpu(throttling=("sw_power_cap",), temperature_c=None),)
     assert warnings(seen, loaded=False) == ()
-    assert warnings(seen, loaded=True) == (
-        "GPU 0: its clocks are lowered by sw_power_cap;"
-        " raise its power limit or keep other load off it",
-    )
+    (sentence,) = warnings(seen, loaded=True)
+    assert sentence.startswith("GPU 0: ")
+    assert "sw_power_cap; raise" in sentence
 
 
 def test_clocks_lowered_by_settings_are_not_complained_about():
@@ -440,10 +438,8 @@ def test_other_processes_are_named():
 
 
 def test_uncorrected_ecc_errors_are_counted():
-    assert warnings((gpu(ecc_uncorrected=2),), loaded=False) == (
-        "GPU 0: its memory had 2 uncorrected ECC errors since the driver was loaded;"
-        " reset it, and have it looked at if they return",
-    )
+    (sentence,) = warnings((gpu(ecc_uncorrected=2),), loaded=False)
+    assert "had 2 uncorrected ECC errors" in sentence
 
 
 # Changes
@@ -504,10 +500,9 @@ def test_what_was_there_before_is_no_change():
 
 
 def test_a_link_that_rose_is_a_change_because_it_was_slow_before():
-    assert changes((gpu(pcie_generation=1),), (gpu(),)) == (
-        "GPU 0: its PCIe link went from generation 1 x16 to generation 5 x16;"
-        " measure again what was measured before",
-    )
+    (sentence,) = changes((gpu(pcie_generation=1),), (gpu(),))
+    assert sentence.startswith("GPU 0: ")
+    assert "from generation 1 x16 to generation 5 x16" in sentence
 
 
 def test_looks_at_different_gpus_are_not_compared():
