@@ -52,8 +52,9 @@ _MAX_BYTES = 16 << 30
 _MAX_SIZES = 32
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
 _SYSTEM_CONF = Path("/etc/nccl.conf")
-_LONGEST_S = 0.5
-"""A job makes a dozen calls of each size, and a comparison a dozen jobs."""
+_LONGEST_S, _TUNING_S = 0.1, 60.0
+"""Tuning over hosts: the longest call of its jobs, each of which makes a dozen calls of each size,
+and seconds of each comparison."""
 _NEEDED = ("torch",)
 _OTHERS = "start a rank on each host that the plan has, or plan these hosts"
 
@@ -244,7 +245,8 @@ def tuned_hosts(directory: Path, job: Job, backend: Backend) -> Plan:
     """
     rate = load_plan(directory).rate_gbps
     sizes = tuple(size for size in SIZES if 2 * size / (rate * 1e9) <= _LONGEST_S) or SIZES[:1]
-    found = _verified_hosts(directory, job, RunBudget(sizes=sizes), backend, (), tune=True)
+    budget = RunBudget(sizes=sizes, seconds=_TUNING_S)
+    found = _verified_hosts(directory, job, budget, backend, (), tune=True)
     print_verification(found, notices())
     return load_plan(directory)
 
