@@ -246,7 +246,7 @@ def test_odd_sets_are_refused(text, what):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--backend", "mpi"], "tccl: --backend 'mpi': is not known; nccl, or gloo"),
+        (["--backend", "mpi"], "tccl: --backend 'mpi': is not known; nccl, or gloo for a dry run"),
         (["--backend", "gloo", "--ranks", "1"], "tccl: --ranks: is 1; 2 to 16"),
         (["--backend", "gloo", "--gpus", "0"], "tccl: --gpus: is for nccl; gloo has --ranks"),
         (["--ranks", "2"], "tccl: --ranks: is for gloo; nccl has --gpus"),
@@ -274,7 +274,7 @@ def test_without_gpus_it_says_how_to_rehearse(monkeypatch):
     monkeypatch.setattr("tccl_py.cli.overlap.discover_machine", none_here)
     result = tccl("overlap")
     assert result.exit_code == 2
-    sentence = "tccl: this machine: no NVIDIA driver answers; add --backend gloo"
+    sentence = "tccl: this machine: no NVIDIA driver answers; add --backend gloo for a dry run"
     assert result.stderr.startswith(sentence)
 
 
