@@ -59,7 +59,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def product(first: Relation, second: Relation) -> Relation:
-    """Compose two relations, X^3; a product of floats is the quickest."""
+    """Compose two relations, X^3, by the fastest product: floats."""
     both: Relation = (first.astype(np.float32) @ second.astype(np.float32)) > 0
     return both
 
@@ -181,7 +181,7 @@ def _balanced_in_fractions(relations: Relation, counts: npt.NDArray[np.int64]) -
 
 @dataclass(frozen=True)
 class Piece:
-    """Hosts that the ring enters once and leaves once.
+    """Hosts between one entry and one exit of the ring.
 
     `steps(entry, leave)` yields a path through every host for a pair in `relation`; `exact` tells
     whether `relation` holds for all orders of the hosts.
@@ -243,7 +243,7 @@ class Joiner:
 
 
 def _union(ways: Sequence[Piece]) -> Piece:
-    """Return the same hosts joined in several ways as one piece, of which no order is certain."""
+    """Return several joins of the same hosts as one piece, which may miss orders."""
 
     def steps(entry: int, leave: int) -> Iterator[Step]:
         return next(way for way in ways if way.relation[entry, leave]).steps(entry, leave)
