@@ -11,13 +11,12 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Fingerprint
 from tccl_py.plan.directory import plan_digest, write_plan, write_subset_graph
 from tccl_py.plan.files import subset_graph
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import MANIFEST_FILE, check_files, locked, read_manifest
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.torch.members import Here, open_plan, why_off
+from tccl_py.torch.members import open_plan
 from tests.cluster_plans import mixed
 from tests.killed import killed_at_each
 from tests.planned import SMALL, plan_of, rebind
@@ -210,18 +209,13 @@ def test_a_hosts_file_that_was_changed_is_refused(tmp_path):
 
 
 def test_a_rank_refuses_its_own_hosts_file_if_that_was_changed(tmp_path):
-    plan = mixed()
-    write_plan(plan, tmp_path)
+    write_plan(mixed(), tmp_path)
     change(tmp_path / "nccl" / "hosts" / "gpu1.xml", "one byte")
-    opened = open_plan(tmp_path)
-    here = Here(
-        gpu=0,
-        fingerprint=Fingerprint(gpu_uuids=(), driver="580", numa_count=1, kernel="6"),
-        nccl=plan.settings.version,
-    )
-    assert why_off(opened, here, "gpu2") == ""
-    with pytest.raises(InputError, match=r"gpu1\.xml: was changed since the plan was written"):
-        why_off(opened, here, "gpu1")
+    # The plan itself and other hosts' files are as they were.
+    assert open_plan(tmp_path).plan == mixed()
+    check_files(tmp_path, ["nccl/hosts/gpu2.xml"])
+    with pytest.raises(InputError, match=r"gpu1\.xml: was changed"):
+        check_files(tmp_path, ["nccl/hosts/gpu1.xml"])
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o027, 0o002])

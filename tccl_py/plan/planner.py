@@ -153,9 +153,13 @@ def _assembled(
     task: Task, source: RememberingSource, own: OwnChoices, search: SettingsSearch
 ) -> Plan:
     best, measurement = _final(task, own.rated[0], search.best)
-    extras = _Extras()
-    if not search.cancelled:
-        extras = _extras(task, best)
+    subsets: tuple[SubsetRings, ...] = ()
+    cancelled = search.cancelled
+    if not cancelled:
+        try:
+            subsets = subset_rings(task, best.settings, best.orders)
+        except KeyboardInterrupt:
+            cancelled = True
     results = [one.result for one in (*search.searched, best) if one.result is not None]
     cluster = single_host(task.machine, task.knowledge, task.gpus)
     path = HostPath(
@@ -183,9 +187,9 @@ def _assembled(
         variables=own.variables,
         error=interval(measurement),
         alternatives=_alternatives(search.searched),
-        subsets=extras.subsets,
+        subsets=subsets,
         notices=_notices(task, results),
-        cancelled=search.cancelled or extras.cancelled,
+        cancelled=cancelled,
     )
     rings = {"default": own.rated[-1].rings, "variables": own.rated[0].rings, "graph": best.rings}
     return plan if plan.cancelled else _limited(source, plan, rings[plan.recommended])
@@ -223,21 +227,6 @@ def _final(task: Task, own: Stock, best: Choice) -> tuple[Choice, Measurement]:
     if rate >= own.rate_gbps:
         return msgspec.structs.replace(best, rate_gbps=rate), measurement
     return as_graph(own), own.measurement
-
-
-class _Extras(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan has besides its rings."""
-
-    subsets: tuple[SubsetRings, ...] = ()
-    cancelled: bool = False
-
-
-def _extras(task: Task, best: Choice) -> _Extras:
-    try:
-        subsets = subset_rings(task, best.settings, best.orders)
-    except KeyboardInterrupt:
-        return _Extras(cancelled=True)
-    return _Extras(subsets=subsets)
 
 
 def _alternatives(searched: Sequence[Choice]) -> tuple[Alternative, ...]:

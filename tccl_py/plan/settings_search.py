@@ -11,6 +11,7 @@ from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.candidates import candidates
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import version_facts
+from tccl_py.plan.plan import AS_GOOD
 from tccl_py.plan.tasks import (
     Choice,
     Rings,
@@ -32,7 +33,7 @@ BUFFSIZES = tuple(DEFAULT_FIFO_BYTES >> shift for shift in range(6))
 """4 MiB, NCCL's default, down to 128 KiB."""
 MIN_SETS = 40
 """Sets that the search under any one choice may measure at least."""
-WORTH = 0.01
+WORTH = AS_GOOD
 """Settings farther from NCCL's defaults must promise this much more (relative)."""
 
 
