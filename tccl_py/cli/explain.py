@@ -66,8 +66,8 @@ def explain(
     For each slowdown: the smallest set of transfers that shows it already, the shared links and
     memory, and the bandwidth of the same GPUs by writes, reads or bounces. Transfers are left out
     and the rest is measured again: by the model of a simulated plan, on the machine itself of a
-    measured plan. Sets of the journal in DIR are not measured again. The result goes to
-    DIR/explanation.json.
+    measured plan, or in an MPI job of its hosts. Sets of the journal in DIR are not measured again.
+    The result goes to DIR/explanation.json.
 
     Examples:
 

@@ -92,11 +92,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return [(one + other) / 2 for one, other in pairwise(row)]
 
 
-def text_width(text: str, size: float) -> float:
-    """Return about how many pixels `text` takes at this font size."""
-    return len(shown(text)) * size * _CHARACTER
-
-
 def fitted(text: str, width: float, size: float) -> str:
     """Return `text`, cut with an ellipsis to fit into `width` pixels.
 

@@ -52,11 +52,10 @@ class DrawnHop(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RingView(msgspec.Struct, frozen=True, kw_only=True):
-    """A ring, or its chain on `hosts`, as the page shows it; `paths` explains words below hops."""
+    """A ring, or its chain on some hosts, on the page; `paths` explains the words below hops."""
 
     id: str
     title: str
-    hosts: tuple[str, ...]
     order: str
     rate: float
     layout: Layout
@@ -93,7 +92,6 @@ def _view(
     return RingView(
         id=f"ring-{path}-{number}",
         title=f"Ring {number}" + (f" on {host_list(hosts)}" if plan.is_cluster else ""),
-        hosts=hosts,
         order=order,
         rate=ring.rate,
         layout=layout,
