@@ -252,7 +252,7 @@ class Job:
     def __init__(self, ranks: Rendezvous) -> None:
         self.rank, self.size = ranks.rank, ranks.size
         self._peers = ranks.peers
-        self._ranks = {rank: Messenger(one) for rank, one in ranks.connections.items()}
+        self._ranks = {rank: Messenger(end) for rank, end in ranks.connections.items()}
         self._seats: tuple[HostRanks, ...] = ()
         self._local: tuple[subprocess.Popen[bytes], Messenger] | None = None
         self._heart = HeartbeatThread(self._beat)

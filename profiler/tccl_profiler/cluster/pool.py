@@ -212,7 +212,7 @@ class ClusterPool:
         """Return an answer of each host."""
         limit_s = self._agents.timeouts.answer_s + spec.lasting_s
         answers = self._agents.heard(number, hosts, limit_s)
-        ended = {host: one for host, one in answers.items() if not isinstance(one, kind)}
+        ended = {host: a for host, a in answers.items() if not isinstance(a, kind)}
         if ended or len(answers) < len(hosts):
             answers = ended | self._give_up(number, [host for host in hosts if host not in ended])
         return checked(answers, kind)
@@ -226,16 +226,16 @@ class ClusterPool:
             waiting = [host for host in hosts if host not in ended]
             answers = self._agents.heard(number, waiting, self._agents.timeouts.answer_s)
             # A Resident, or the end of a repeat, may have been under way.
-            ended |= {h: one for h, one in answers.items() if not isinstance(one, say.Resident)}
+            ended |= {h: a for h, a in answers.items() if not isinstance(a, say.Resident)}
         return ended
 
     def _judged(self, ran: Mapping[str, say.Ran], spec: RunSpec) -> tuple[list[RunResult], bool]:
         """Return the results over all hosts; learn from them how far ahead to agree."""
-        earliest_ns = min(early for one in ran.values() for early in one.early_ns)
+        earliest_ns = min(early for host in ran.values() for early in host.early_ns)
         took_ns = self._ahead_ns - earliest_ns
         self._ahead_ns = min(_FURTHEST_NS, max(2 * took_ns + _LITTLE_NS, self._ahead_ns // 2))
         results = [
-            joined({host: one.results[repeat].unpacked() for host, one in ran.items()})
+            joined({host: own.results[repeat].unpacked() for host, own in ran.items()})
             for repeat in range(spec.repeats)
         ]
         late = -earliest_ns > _LATE_SHARE * spec.window_us * 1e3
