@@ -1,8 +1,8 @@
 """Rings over hosts from chain tables: in a given order, or in any order under a tree of switches.
 
-Hosts of a switch stay together where that costs nothing: the ring then leaves and enters the switch
-once, and its uplink carries the ring once in each direction. Otherwise hosts of a switch are apart,
-as far as the rates of uplinks allow.
+Hosts of a switch stay together at no cost in rate: the ring then leaves and enters the switch once,
+and the uplink carries the ring once in each direction. Otherwise hosts of a switch are apart, as far
+as the rates of uplinks allow.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def _shares(root: Group, ceiling: float) -> Rates:
 
 
 def _one_crossing(rates: Rates, hosts: Sequence[int]) -> Walk | None:
-    """Return the best ring that uses a single crossing: any order is as good as another."""
+    """Return the best ring over a single crossing, for which any order of hosts is equal."""
     slowest = np.diagonal(rates, axis1=1, axis2=2).min(axis=0)
     best = int(np.argmax(slowest))
     if not slowest[best]:
