@@ -1,8 +1,8 @@
 """Rings over hosts from chain tables: in a given order, or in any order under a tree of switches.
 
-Hosts of a switch stay together at no cost in rate: the ring then leaves and enters the switch once,
-and the uplink carries the ring once in each direction. Otherwise hosts of a switch are apart, as far
-as the rates of uplinks allow.
+Hosts of a switch stay together at no cost in rate: the ring leaves and enters the switch once, and
+the uplink carries the ring once in each direction. Otherwise hosts of a switch are apart, as far as
+the rates of uplinks allow.
 """
 
 from __future__ import annotations
