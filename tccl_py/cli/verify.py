@@ -34,7 +34,7 @@ from tccl_py.verify.jobs import HostRanks, Launcher, LocalRunner
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification, keep_verification
 from tccl_py.verify.spec import COLLECTIVES, SIZES, Collective
 from tccl_py.verify.target import Target, read_target
-from tccl_py.verify.tuning import COMPARISON_SECONDS, run_tuning
+from tccl_py.verify.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
 from tccl_py.verify.verify import (
     DEFAULT_ROUNDS,
     DEFAULT_SECONDS,
@@ -307,7 +307,8 @@ def verified(
         if not tune:
             return _kept(found, directory)
         try:
-            tuned = run_tuning(plan, launcher, budget, found, watch=watch)
+            seconds = min(SWEEP_SECONDS, budget.seconds)
+            tuned = run_tuning(plan, launcher, budget, found, seconds=seconds, watch=watch)
         except (KeyboardInterrupt, Terminated, TcclError) as error:
             _kept(found, directory)
             why = "not tuned" if isinstance(error, TcclError) else "interrupted"

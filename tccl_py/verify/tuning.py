@@ -25,7 +25,7 @@ from tccl_py.verify.spec import JobSpec, bus_gbps, large_gbps
 from tccl_py.verify.target import Target
 from tccl_py.verify.verify import RunBudget, Watcher, row_seconds, verify_target
 
-DEFAULT_SECONDS = 105.0
+SWEEP_SECONDS = 105.0
 COMPARISON_SECONDS = 150.0
 """For each comparison, before the sweep and after it."""
 WHOLE_SECONDS = 480.0
@@ -62,7 +62,7 @@ def run_tuning(
     budget: RunBudget,
     first: Verification,
     *,
-    seconds: float = DEFAULT_SECONDS,
+    seconds: float = SWEEP_SECONDS,
     watch: Watcher = lambda _: None,
 ) -> Tuned:
     """Try other settings for a verified plan; its directory does not change.
