@@ -42,13 +42,10 @@ def offset_from_pings(
 ) -> ClockReading:
     """Return the reading of one burst: ping i left at t0, was stamped d, and was back at t1.
 
-    The stamp was taken between t0 and t1, however unequal the ways, so the offset lies in
-    [d - t1, d - t0]. The reading is the intersection of all pings' intervals (Cristian 1989,
-    Marzullo 1984) at the middle of the shortest, each widened by the drift until then and by the
-    counter's step. If it is empty, a clock jumped, and the shortest ping stands alone.
-
-    Raises:
-        MeasurementError: no ping, lists of unequal length, or a ping that ended before it began.
+    The stamp was taken between t0 and t1, however unequal the ways, so the offset lies in [d - t1,
+    d - t0]. The reading is the intersection of all pings' intervals (Cristian 1989, Marzullo 1984)
+    at the middle of the shortest, each widened by the drift until then and by the counter's step.
+    If it is empty, a clock jumped, and the shortest ping stands alone.
     """
     if not len(t0_ns) or not len(t0_ns) == len(d_ns) == len(t1_ns):
         what = f"{len(t0_ns)} departures, {len(d_ns)} stamps, {len(t1_ns)} returns"
@@ -77,10 +74,7 @@ class Clock:
     """Offset and drift of one device, fitted to its readings.
 
     Ask `jumped` before `add`; after a jump, discard what was stamped since, and begin a new Clock.
-
-    Args:
-        device: its name, for messages.
-        tolerance_ns: deviation of a reading beyond all errors that is not called a jump.
+    `tolerance_ns`: deviation of a reading beyond all errors that is not called a jump.
     """
 
     def __init__(self, *, device: str = "device", tolerance_ns: int = 2_000) -> None:
@@ -101,11 +95,8 @@ class Clock:
     def host_ns(self, device_ns: int) -> tuple[int, int]:
         """Return the host time of a device's stamp and its error bound, both in ns.
 
-        The bound holds, however unequal the ways of the pings, if the device's rate stays within
-        1 ppm of an even one. It grows with the time to the nearest reading.
-
-        Raises:
-            MeasurementError: there is no reading yet.
+        The bound holds, however unequal the ways of the pings, if the device's rate stays within 1
+        ppm of an even one. It grows with the time to the nearest reading.
         """
         line = self._fitted()
         since = int(device_ns) - line.device_ns

@@ -57,14 +57,8 @@ def program_for(
 ) -> Program:
     """Compile a set for its devices, on one host or several.
 
-    Args:
-        transfers: the set.
-        lanes: how many blocks each device can run at once, by device name (`G0`, `h1.N0`).
-        meeting: the coupling of flows through one GPU.
-        network: the carrier between hosts.
-
-    Raises:
-        MeasurementError: the set names an unknown place, or needs too many blocks.
+    `lanes`: how many blocks each device can run at once, by name (`G0`, `h1.N0`). Raises
+    MeasurementError if the set names an unknown place, or needs too many blocks.
     """
     check_places(transfers, lanes=lanes, network=network)
     layout = BufferLayout()
@@ -99,11 +93,7 @@ def program_for(
 def check_places(
     transfers: TransferSet, *, lanes: Mapping[str, int], network: Network = "tcp"
 ) -> None:
-    """Refuse a set whose places cannot be measured by these devices.
-
-    Raises:
-        MeasurementError: unknown places, unnamed ends, hosts without a NIC, too many blocks.
-    """
+    """Refuse a set whose places cannot be measured by these devices."""
     for flow in transfers.flows:
         # NCCL opens NICs itself.
         others = "CN" if is_carried(flow, network) else "C"
@@ -166,7 +156,6 @@ def _checkable(flow: Flow) -> Flow:
 
 
 def _known(host: str, lanes: Mapping[str, int]) -> str:
-    """Return the devices of a host in words."""
     own = [device for device in lanes if host_of(device) == host]
     if own:
         ordered = sorted(own, key=lambda device: (local(device)[0], int(local(device)[1:])))
@@ -201,7 +190,6 @@ def _free_blocks(transfers: TransferSet, lanes: Mapping[str, int], network: Netw
 
 
 def _executors(flow: Flow, network: Network) -> set[str]:
-    """Return the devices whose lanes move a flow, also the GPU whose memory a NIC uses."""
     if is_carried(flow, network):
         return {str(flow.source), str(flow.destination)}
     if flow.is_network:
@@ -212,7 +200,6 @@ def _executors(flow: Flow, network: Network) -> set[str]:
 def _assigned(
     endpoints: Sequence[FlowEndpoint], meeting: FlowCoupling
 ) -> tuple[dict[str, DeviceProgram], list[Part]]:
-    """Return lanes and copies by device, and the part of each endpoint."""
     pairs = _pairs(endpoints)
     cycles = _cycles(endpoints, pairs)
     lanes: dict[str, list[Lane]] = {}

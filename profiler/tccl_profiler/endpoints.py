@@ -65,11 +65,7 @@ class BufferLayout:
         self.sizes: dict[str, int] = {}
 
     def counter(self, space: str) -> Address:
-        """Allocate a counter.
-
-        Raises:
-            MeasurementError: the space is out of counters.
-        """
+        """Allocate a counter."""
         number = self._counters.get(space, 0)
         if number >= COUNTERS:
             raise MeasurementError(f"{space} would hold more than {COUNTERS} counters")
@@ -241,7 +237,6 @@ def _network(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> Iter
 
 
 def _network_transfers(flow: Flow) -> tuple[Transfer, Transfer]:
-    """Return the transfer that sends over the network and the transfer that receives."""
     at = next(i for i, part in enumerate(flow.transfers) if part.executor.kind == "N")
     over, into = flow.transfers[at : at + 2]
     return over, into

@@ -109,8 +109,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
 class HostBuffers:
     """Host memory for FIFOs: a segment per space (`C0`), on its NUMA node, made on demand.
 
-    Args:
-        numa_ids: by space, the system's number of its NUMA node, or None.
+    `numa_ids`: by space, the system's number of its NUMA node, or None.
     """
 
     def __init__(self, numa_ids: Mapping[str, int | None]) -> None:
@@ -165,16 +164,8 @@ class Execution:
     Call the stages in order: for each repeat `wait_resident`, `release`, `collect`; then `finish`.
     Left earlier, as a context manager or by `abort`, all lanes are stopped. After `lost` the pool
     starts new workers. Stages raise WorkerLost if a worker died or hangs, and MeasurementError if a
-    device refuses.
-
-    Args:
-        control: the control segment.
-        host: host memory, whose counters release copies.
-        workers: of the participating devices.
-        spec: how the program runs.
-        epoch: of the first repeat.
-        timeouts: of every wait.
-        meanwhile: called now and then during waits; an exception ends the wait.
+    device refuses. `epoch` is the first repeat's. `meanwhile` is called now and then during waits;
+    an exception ends the wait.
     """
 
     control: Control
@@ -240,8 +231,7 @@ class Execution:
     def release(self, repeat: int, at_ns: int | None = None) -> int:
         """Release a repeat by one store, at `at_ns` of CLOCK_MONOTONIC or now.
 
-        Returns:
-            The time after the store; a process that was descheduled stores late.
+        Returns the time after the store; a process that was descheduled stores late.
         """
         if at_ns is not None:
             ahead_s = (at_ns - time.monotonic_ns()) / 1e9
@@ -362,14 +352,12 @@ class Execution:
                 time.sleep(0.00002 if now - begun < 0.002 else 0.0001)
 
     def _sleep_until(self, at_ns: int) -> None:
-        """Sleep, checking now and then that all workers live; raises as `_look`."""
         while (left_ns := at_ns - time.monotonic_ns()) > 0:
             time.sleep(min(left_ns / 1e9, _LOOK_S))
             if left_ns > _LOOK_S * 1e9:
                 self._look()
 
     def _look(self) -> None:
-        """Raise if a worker has died or failed; a worker may end early."""
         if self.meanwhile is not None:
             self.meanwhile()
         poller = select.poll()

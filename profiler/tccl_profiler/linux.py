@@ -71,11 +71,7 @@ def online_nodes(nodes: Path = NODES) -> tuple[int, ...]:
 
 
 def cpus_of_node(node: int, nodes: Path = NODES) -> tuple[int, ...]:
-    """Return the CPUs of a node, none if it is memory only.
-
-    Raises:
-        MeasurementError: there is no such node.
-    """
+    """Return the CPUs of a node, none if it is memory only."""
     path = nodes / f"node{node}" / "cpulist"
     try:
         return parse_cpu_list(path.read_text())
@@ -86,11 +82,7 @@ def cpus_of_node(node: int, nodes: Path = NODES) -> tuple[int, ...]:
 
 
 def pin_to_cpus(cpus: Iterable[int]) -> frozenset[int]:
-    """Pin the calling thread to these CPUs, and return its CPUs before.
-
-    Raises:
-        MeasurementError: none of them is open to this process.
-    """
+    """Pin the calling thread to these CPUs, and return its CPUs before."""
     before, wanted = frozenset(os.sched_getaffinity(0)), frozenset(cpus)
     try:
         os.sched_setaffinity(0, wanted)
@@ -136,8 +128,7 @@ def available_bytes(node: int | None, nodes: Path = NODES, meminfo: Path = MEMIN
 def bind(address: int, size: int, node: int) -> None:
     """Have pages of this mapping that are not faulted in yet come from the node only: mbind(2).
 
-    Raises:
-        OSError: EPERM or ENOSYS where the call is refused, EINVAL for a node not allowed here.
+    Raises OSError: EPERM or ENOSYS where the call is refused, EINVAL for a node not allowed here.
     """
     words = node // _WORD_BITS + 1
     mask = (ctypes.c_ulong * words)()
@@ -150,10 +141,8 @@ def bind(address: int, size: int, node: int) -> None:
 def populate(address: int, size: int) -> None:
     """Fault every page of a mapping in, ready to be written; contents stay.
 
-    Unlike `mmap.madvise`, it lets other threads run meanwhile (seconds with gigabytes).
-
-    Raises:
-        OSError: EINVAL before Linux 5.14; ENOMEM or EFAULT where there is not enough memory.
+    Unlike `mmap.madvise`, it lets other threads run meanwhile (seconds with gigabytes). Raises
+    OSError: EINVAL before Linux 5.14; ENOMEM or EFAULT where there is not enough memory.
     """
     advice = ctypes.c_int(MADV_POPULATE_WRITE)
     if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice) != 0:
@@ -166,9 +155,6 @@ def pages_by_node(address: int, size: int, numa_maps: Path = NUMA_MAPS) -> dict[
 
     move_pages(2) is asked about at most MOST_PAGES_ASKED pages; where it is refused,
     /proc/self/numa_maps about all of the mapping.
-
-    Raises:
-        MeasurementError: neither can tell.
     """
     try:
         return dict(Counter(nodes_of_pages(sampled_pages(address, size))))
@@ -200,10 +186,8 @@ def sampled_pages(address: int, size: int) -> list[int]:
 def pages_in_numa_maps(text: str, address: int, size: int) -> dict[int, int]:
     """Return pages by node that numa_maps gives for the mapping that contains an address.
 
-    Lines have no end address, so the mapping is the last that begins at or below it.
-
-    Raises:
-        LookupError: the text does not tell.
+    Lines have no end address, so the mapping is the last that begins at or below it. Raises
+    LookupError if the text does not tell.
     """
     lines = [line.split() for line in text.splitlines() if line]
     below = [fields for fields in lines if int(fields[0], 16) <= address]
@@ -220,11 +204,7 @@ def pages_in_numa_maps(text: str, address: int, size: int) -> dict[int, int]:
 
 
 def nodes_of_pages(addresses: list[int]) -> list[int]:
-    """Return the node of each page by move_pages(2), NO_NODE for one that is in no memory.
-
-    Raises:
-        OSError: the call is refused.
-    """
+    """Return the node of each page by move_pages(2), NO_NODE for one that is in no memory."""
     count = len(addresses)
     pages = (ctypes.c_void_p * count)(*addresses)
     status = (ctypes.c_int * count)()
@@ -234,7 +214,6 @@ def nodes_of_pages(addresses: list[int]) -> list[int]:
 
 
 def _syscall(name: str, *arguments: object) -> None:
-    """Make a system call by name; OSError says which call failed and why."""
     number = SYSCALLS.get(platform.machine(), {}).get(name)
     if number is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), name)

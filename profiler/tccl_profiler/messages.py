@@ -260,12 +260,8 @@ class Connection(Generic[Received]):
     """One end of a stream socket that carries messages; owns the socket.
 
     One thread may send while another receives. Each process must close unused ends: the death of a
-    peer goes unnoticed while another process holds the peer's end.
-
-    Args:
-        sock: a connected SOCK_STREAM socket, of AF_UNIX if descriptors are sent.
-        receives: type of arriving messages, a union of tagged msgspec Structs.
-        peer: name of the remote process, for errors.
+    peer goes unnoticed while another process holds the peer's end. `receives` is a union of tagged
+    msgspec Structs. Descriptors are sent by AF_UNIX only.
     """
 
     def __init__(
@@ -288,10 +284,9 @@ class Connection(Generic[Received]):
     ) -> None:
         """Send a message; the peer gets duplicates of the descriptors.
 
-        Raises:
-            ConnectionClosed: the peer is gone; what it sent before can still be received.
-            ConnectionTimeout: the peer does not read. Half a message may be out: this end closes.
-            MeasurementError: the message is too large or a descriptor is not open; nothing is sent.
+        Raises ConnectionClosed if the peer is gone (what it sent before can still be received),
+        ConnectionTimeout if it does not read (half a message may be out: this end closes),
+        MeasurementError if nothing was sent.
         """
         deadline = _deadline(timeout_s)
         body = msgspec.msgpack.encode(message)
@@ -309,11 +304,10 @@ class Connection(Generic[Received]):
     def receive(self, timeout_s: float | None) -> tuple[Received, tuple[int, ...]]:
         """Wait for the next message (None: for ever); the caller owns its descriptors.
 
-        Raises:
-            ConnectionClosed: the peer is gone, and all its messages have been received.
-            ConnectionTimeout: no whole message came; a later call goes on from here.
-            MeasurementError: the message is invalid, and is dropped with its descriptors. This end
-                closes if the next message cannot be found.
+        Raises ConnectionClosed when all messages of a peer that is gone were received;
+        ConnectionTimeout if no whole message came (a later call goes on from here);
+        MeasurementError for an invalid message, which is dropped (this end closes if the next
+        cannot be found).
         """
         deadline = _deadline(timeout_s)
         self._fill(_HEADER.size, deadline)
@@ -374,7 +368,6 @@ class Connection(Generic[Received]):
     def _send_some(
         self, data: bytes | memoryview, fds: Sequence[int], deadline: float | None
     ) -> int:
-        """Send as much as possible, and return the number of bytes."""
         while True:
             try:
                 if fds:
@@ -388,7 +381,6 @@ class Connection(Generic[Received]):
                 raise self._broken("send to", error) from error
 
     def _fill(self, size: int, deadline: float | None) -> None:
-        """Read until `size` bytes of the message are here, never beyond them."""
         while len(self._bytes) < size:
             wanted = min(size - len(self._bytes), _READ_BYTES)
             self._bytes += self._read(wanted, 0, deadline)[0]
@@ -435,7 +427,6 @@ class Connection(Generic[Received]):
         return MeasurementError(f"cannot {verb} {self.peer}: {error.strerror}")
 
     def _drop(self) -> None:
-        """Drop a partial message, and close its descriptors."""
         fds, self._fds, self._bytes = self._fds, [], bytearray()
         for fd in fds:
             with contextlib.suppress(OSError):

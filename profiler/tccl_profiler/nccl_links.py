@@ -58,13 +58,8 @@ class Memory(Protocol):
 class Communicators:
     """Makes and keeps the communicators of a device; a `LinkSet`.
 
-    Methods raise LinkLost if NCCL fails, is late, or damages bytes.
-
-    Args:
-        device: the device's name, `G0`.
-        gpu: NCCL's number of the GPU.
-        memory: of the device.
-        library: loads NCCL at first use.
+    Methods raise LinkLost if NCCL fails, is late, or damages bytes. `gpu` is NCCL's number of the
+    GPU; `library` loads NCCL at first use.
     """
 
     def __init__(
@@ -147,13 +142,11 @@ class Communicators:
         self._making = link, _Making(lambda: self._member(link, unique_id, rank), limit_s)
 
     def _settle(self) -> None:
-        """Wait for the communicator that is being made."""
         if self._making is not None:
             (link, making), self._making = self._making, None
             self._made[link] = making.ended(link)
 
     def _member(self, link: Link, unique_id: bytes, rank: int) -> int:
-        """Make a communicator, and move some bytes over it."""
         assert link.carrier is not None
         library, sends = self._loaded(), rank == _SENDER
         self._memory.enter()
@@ -173,7 +166,6 @@ class Communicators:
         return made
 
     def _try(self, made: int, library: Library, *, seed: int, sends: bool) -> None:
-        """Check that bytes arrive as they were sent."""
         memory, size = self._memory, min(_FIRST_BYTES, self._memory.size)
         pattern = np.zeros(size, np.uint8)
         write_pattern(pattern.ctypes.data, size, seed, 0)
@@ -210,9 +202,8 @@ class _Making:
     def ended(self, link: Link) -> int:
         """Return the communicator.
 
-        Raises:
-            LinkLost: it could not be made, and why.
-            RuntimeError: the thread still waits within NCCL, and the process is of no more use.
+        Raises LinkLost if it could not be made; RuntimeError if the thread still waits within NCCL,
+        and the process is of no more use.
         """
         self._thread.join(self._limit_s)
         if self._thread.is_alive():
@@ -246,9 +237,7 @@ _RING, _TREE = (0, 4), (1, 3)
 def process_variables(links: Collection[Link]) -> dict[str, str]:
     """Return the variables of every worker that carries these links; none without NCCL.
 
-    Raises:
-        MeasurementError: the flows would need several processes on a GPU: FIFOs of several sizes,
-            or GPUDirect for some NICs only.
+    Raises MeasurementError if the flows would need several processes on a GPU.
     """
     carriers = sorted({link.carrier for link in links if link.carrier is not None})
     if not carriers:

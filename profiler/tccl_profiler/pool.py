@@ -59,11 +59,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 class Links:
     """A `LinkSet` over parts (workers or hosts) with the ends of links.
 
-    Steps raise LinkLost, with both names, and WorkerLost.
-
-    Args:
-        ask: sends steps to parts, all at once, and returns the answers.
-        part_of: the part with the end of a link at this device.
+    Steps raise LinkLost, with both names, and WorkerLost. `ask` sends steps to parts, all at once;
+    `part_of` returns the part with a link's end at a device.
     """
 
     def __init__(
@@ -123,14 +120,9 @@ class Pool(Links):
     """Worker processes for some devices of this host, and their shared memory.
 
     Links to NICs of remote hosts are kept from set to set. Methods raise WorkerLost if a worker
-    died or hangs (the next use starts all anew), and MeasurementError if devices refuse.
-
-    Args:
-        backend: `cuda` or `host`, of all devices but NICs.
-        devices: what to measure.
-        numa_ids: by host space (`C0`), the system's number of the NUMA node, or None.
-        memory: per device.
-        timeouts: of every wait.
+    died or hangs (the next use starts all anew), and MeasurementError if devices refuse. `backend`
+    is that of all devices but NICs; `numa_ids` has, by host space (`C0`), the system's number of
+    the NUMA node, or None.
     """
 
     def __init__(
@@ -225,7 +217,6 @@ class Pool(Links):
         worker.ask(message, fds, limit_s=self._timeouts.answer_s)
 
     def _introduce(self) -> None:
-        """Tell every worker of the others' arenas; a NIC has none."""
         gpus = [worker for worker in self.workers if not is_nic(worker.spec.device)]
         for worker in self.workers:
             others = [gpu for gpu in gpus if gpu is not worker]
@@ -246,8 +237,7 @@ class Pool(Links):
     def close(self, *, hurry: bool = False) -> None:
         """End the workers and give all memory back; closing twice does nothing more.
 
-        Args:
-            hurry: kill what does not end at once, because this process was told to end.
+        `hurry` kills what does not end at once, because this process was told to end.
         """
         try:
             self._broken = self._broken or hurry
@@ -295,8 +285,7 @@ class Pool(Links):
     def restart(self, variables: Mapping[str, str] | None = None) -> None:
         """Give up all workers and start new ones.
 
-        Args:
-            variables: their environment beside this process's; None is as before.
+        `variables` are their environment beside this process's; None is as before.
         """
         if variables is not None:
             self._variables = variables
@@ -305,7 +294,6 @@ class Pool(Links):
         self.start()
 
     def _ready(self) -> Control:
-        """Stop an unfinished execution, and restart if needed."""
         if self._execution is not None:
             self._execution.abort()
             self._broken = self._broken or self._execution.lost
@@ -332,10 +320,7 @@ class Pool(Links):
     ) -> Execution:
         """Queue all repeats of this host's share; the caller goes on from stage to stage.
 
-        Args:
-            program: a program, or a host's share of one.
-            spec: its repeats.
-            meanwhile: called now and then while a stage waits; an exception ends the wait.
+        `meanwhile` is called now and then while a stage waits; an exception ends the wait.
         """
         control = self._ready()
         self._prepare(control, program, spec.repeats)
@@ -357,7 +342,6 @@ class Pool(Links):
         return execution
 
     def _prepare(self, control: Control, program: HostProgram, repeats: int) -> None:
-        """Refuse programs that do not fit; reset counters and flag."""
         if not 1 <= repeats <= MAX_REPEATS:
             raise MeasurementError(f"{repeats} repeats at once: 1 to {MAX_REPEATS} are right")
         for device, share in program.devices.items():
@@ -381,7 +365,6 @@ class Pool(Links):
         control.clear()
 
     def _share(self, space: str, segment: Segment) -> None:
-        """Have every worker map host memory in place of what had this name."""
         with self._breaking():
             for worker in self.workers:
                 self._ask_worker(worker, Share(space=space, size=segment.size), (segment.fd,))
@@ -403,7 +386,6 @@ class Pool(Links):
         return tuple({link for links in self.usable_by(devices).values() for link in links})
 
     def _link_end(self, link: Link, end: str) -> str:
-        """Return the NIC of this pool that has an end, or the GPU of a link by NCCL."""
         device = local(end)
         known = [spec.device for spec in self._specs if is_nic(spec.device) != bool(link.carrier)]
         if device not in known:

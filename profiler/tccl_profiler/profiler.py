@@ -91,13 +91,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class Profiler:
     """Measures transfer sets through the pools of one host or several; a `BandwidthSource`.
 
-    `notices` are sentences for the user about the measurements, in order, each once.
-
-    Args:
-        pool: started; the profiler neither starts nor closes it.
-        options: how carefully.
-        source: the origin of the measurements, kept with each.
-        clock: seconds, from any origin.
+    `notices` are sentences for the user about the measurements, in order, each once. The pool is
+    started, and closed, by the caller; `clock` tells seconds.
     """
 
     simulated = False
@@ -300,7 +295,6 @@ class Profiler:
         return bool(seen) and (late or stopping.enough(_rows(seen)))
 
     def _trial(self, program: Program) -> tuple[Window, tuple[ChannelRate, ...]]:
-        """Return a set's window and channels, from a short trial that also warms up."""
         # The few slices that a copy moves in a trial may all end within a warm-up.
         copies = any(share.copies for share in program.devices.values())
         for trial_ms in _TRIALS_MS:
@@ -399,5 +393,4 @@ def _start_error(samples: Sequence[Sample]) -> float:
 
 
 def _rows(samples: Sequence[Sample]) -> tuple[tuple[float, ...], ...]:
-    """Return each flow's bandwidths, one a repeat."""
     return tuple(zip(*(sample.gbps for sample in samples), strict=True))

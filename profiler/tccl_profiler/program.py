@@ -197,7 +197,6 @@ class Program(HostProgram, frozen=True, kw_only=True):
 
 
 def _localized(value: Any) -> Any:
-    """Replace the addresses in a struct by those on their own host."""
     if isinstance(value, Address):
         return Address(local(value.space), value.offset)
     if isinstance(value, tuple):

@@ -57,12 +57,7 @@ def sample_of(
 ) -> Sample:
     """Work out a repeat's bandwidths, 0 for a flow without progress in the window.
 
-    Args:
-        program: of the set.
-        result: records and stamps.
-        spec: of the run.
-        to_host: each device's clock.
-        uncontended: GB/s of a flow's channel among few, where known.
+    `uncontended`: GB/s of a flow's channel among few, where known.
     """
     known = uncontended or {}
     gbps: list[float] = []
@@ -187,9 +182,7 @@ def with_few(flow: Flow) -> Flow:
 def uncontended_gbps(program: Program, channels: Sequence[ChannelRate]) -> Mapping[Flow, float]:
     """Return the median channel's GB/s of each flow that shares links.
 
-    Args:
-        program: of a set with few channels.
-        channels: in the order of `Sample.channels`.
+    `channels` are those of a set with few channels, in the order of `Sample.channels`.
     """
     rates = iter([channel.gbps for channel in channels])
     found: dict[Flow, list[float]] = {}
@@ -245,7 +238,6 @@ def _copy_rate(part: Part, result: RunResult, number: int, spec: RunSpec) -> flo
 def _in_window(
     stamps: npt.NDArray[np.uint64], spec: RunSpec, *, piped: bool
 ) -> npt.NDArray[np.int64]:
-    """Return the stamps of groups that ended between the warm-up and the window's end."""
     times = stamps[stamps > 0].astype(np.int64)
     since = times - times[0]
     warm_ns, end_ns = spec.warm_us * 1e3, (spec.warm_us + spec.window_us) * 1e3
@@ -266,7 +258,6 @@ def _ended_early(part: Part, result: RunResult, spec: RunSpec) -> bool:
 
 
 def _span(part: Part, result: RunResult, spec: RunSpec) -> tuple[int, int, int]:
-    """Return first start, last start and last end of a part, in its device's nanoseconds."""
     if part.kind == "copy":
         rows = [result.stamps[part.device][number] for number in part.numbers]
         starts = [int(row[0]) for row in rows]

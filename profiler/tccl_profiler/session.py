@@ -27,13 +27,7 @@ HOST_MEMORY = Memory(arena_bytes=128 << 20, user_bytes=64 << 20)
 class Session:
     """Measures a machine: `profiler` is its BandwidthSource while the session is open.
 
-    Args:
-        machine: this host, as discovered, or the host backend's stand-in.
-        fingerprint: identifies the machine in journals.
-        backend: `cuda` or `host`.
-        gpus: indices of the devices to measure; None is all.
-        options: how carefully.
-        memory: what each device gives.
+    `machine` is this host or the host backend's stand-in; `gpus` None is all.
     """
 
     def __init__(
@@ -84,7 +78,6 @@ class Session:
             self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        """End the watch and the pool."""
         watch, self._watch = self._watch, None
         with contextlib.ExitStack() as stack:
             stack.callback(
@@ -94,7 +87,6 @@ class Session:
                 stack.push(watch)
 
     def _begin_watch(self) -> None:
-        """Look at the GPUs at rest and, with links awake, under load."""
         self._watch = Watch(self._gpus, self.pool.pids).__enter__()
         at_rest = self._watch.look()
         busy = parse_set(" ".join(f"G{i}->G{i}->C0 C0->G{i}->G{i}" for i in self._gpus))

@@ -51,11 +51,7 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int, size: int, label: str) -> Segment:
-        """Map another process's segment; the descriptor belongs to the result, or is closed.
-
-        Raises:
-            MeasurementError: the descriptor is no memory of that size.
-        """
+        """Map another process's segment; the descriptor belongs to the result, or is closed."""
         try:
             segment = cls(fd, size, label)
         except (OSError, ValueError, OverflowError) as error:
@@ -79,11 +75,7 @@ class Segment:
         return self._address
 
     def array(self, dtype: npt.DTypeLike, offset: int, count: int) -> npt.NDArray[Any]:
-        """Return a writable view of `count` elements from byte `offset`.
-
-        Raises:
-            MeasurementError: they are not inside the segment.
-        """
+        """Return a writable view of `count` elements from byte `offset`."""
         mapping, kind = self._open(), np.dtype(dtype)
         if offset < 0 or count < 0 or offset + count * kind.itemsize > self.size:
             raise MeasurementError(
@@ -118,10 +110,8 @@ class Segment:
 def create_segment(size: int, *, numa_id: int | None, label: str) -> Segment:
     """Make zeroed shared memory, every page faulted in and on this node (None: any).
 
-    Where a container refuses mbind, a thread on the node's CPUs touches the pages first.
-
-    Raises:
-        MeasurementError: no such node, not enough memory, pages lie elsewhere, or unknown where.
+    Where a container refuses mbind, a thread on the node's CPUs touches the pages first. Raises
+    MeasurementError if there is no such node or not enough memory, or pages lie elsewhere.
     """
     place = "any NUMA node" if numa_id is None else f"NUMA node {numa_id}"
     try:
@@ -209,7 +199,6 @@ def _fault_in(segment: Segment) -> None:
 
 
 def _reason(error: OSError | MeasurementError) -> str:
-    """Return why memory cannot be had."""
     if isinstance(error, MeasurementError):
         return str(error)
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT):
@@ -373,6 +362,5 @@ def _fill(packs: npt.NDArray[np.uint32], seed: int, number: int) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _pack_words(packs: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
-    """Return the parts of each pack's first and second word that depend on its place."""
     numbers = np.arange(packs, dtype=np.uint64)
     return (numbers * _PACK_LOW).astype(np.uint32), numbers * _PACK_HIGH

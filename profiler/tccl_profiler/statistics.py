@@ -27,13 +27,10 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Interval:
     """Return the confidence interval of the median, for any distribution.
 
-    The ends are order statistics: the number of n samples below the median is binomial with
-    p = 1/2 (Hoefler & Belli, SC15; Hunold & Carpen-Amarie, TPDS 2016). Between two ranks they are
+    The ends are order statistics: the number of n samples below the median is binomial with p = 1/2
+    (Hoefler & Belli, SC15; Hunold & Carpen-Amarie, TPDS 2016). Between two ranks they are
     interpolated after Hettmansperger & Sheather (1986), so that the width shrinks with every
     sample. Below 6 samples no pair of order statistics holds the median with 95 %.
-
-    Raises:
-        MeasurementError: a sample is not finite.
     """
     ordered = _checked(samples)
     ranks = _ranks(len(ordered), confidence)
@@ -103,9 +100,7 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 class Sentinel:
     """A set measured repeatedly during a run, to detect drift of the machine.
 
-    Args:
-        transfers: the set's text, for notices.
-        tolerance: relative change of a median that is ignored.
+    `tolerance` is the relative change of a median that is ignored.
     """
 
     def __init__(self, *, transfers: str, tolerance: float = 0.02) -> None:
@@ -182,7 +177,6 @@ def _repeats(samples_by_flow: Sequence[Sequence[float]]) -> int:
 
 
 def _checked(samples: Sequence[float]) -> list[float]:
-    """Return the samples in order, if all are finite."""
     for index, sample in enumerate(samples):
         if not math.isfinite(sample):
             raise MeasurementError(f"sample {index} is {sample}; a rate is a finite number")

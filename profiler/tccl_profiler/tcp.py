@@ -107,14 +107,7 @@ class NicDevice(ThreadedDevice):
 class TcpLane:
     """A lane of one repeat over one link.
 
-    Args:
-        link: the link's name.
-        sock: the link's socket.
-        end: the FIFO or memory beside the NIC.
-        slice_bytes: size of a slice.
-        sends: whether slices go out.
-        repeat: the repeat's number, equal at both ends.
-        check: write the pattern into plain memory, or compare.
+    `repeat` is equal at both ends; `check` writes the pattern into plain memory, or compares.
     """
 
     link: Link
@@ -149,9 +142,6 @@ class TcpLane:
 
         The peer is taken for lost halfway between `stop_at` and `given_up_at`: sooner than the
         controller gives up, which could only say which NIC is late.
-
-        Raises:
-            LinkLost: the peer has gone, stalls, or is out of step.
         """
         self._given_up_at = (stop_at + given_up_at) // 2
         return self._send(warm_at, stop_at) if self.sends else self._receive(warm_at, stop_at)
@@ -191,7 +181,6 @@ class TcpLane:
             number += 1
 
     def _ready(self, stop_at: int) -> Generator[bool, None, bool]:
-        """Wait for a slice to send or room to receive one; return False when the time is over."""
         while time.monotonic_ns() < stop_at:
             if self._end.ready():
                 return True
@@ -199,7 +188,6 @@ class TcpLane:
         return False
 
     def _announced(self, number: int) -> Generator[bool, None, bool]:
-        """Return whether another slice comes, and not the end of the repeat."""
         header = bytearray(_HEADER.size)
         yield from self._pull(memoryview(header))
         repeat, size, said = _HEADER.unpack(header)
@@ -211,7 +199,6 @@ class TcpLane:
         return bool(size)
 
     def _push(self, *parts: memoryview) -> Iterator[bool]:
-        """Send all bytes."""
         left = list(parts)
         while left:
             try:
@@ -240,7 +227,6 @@ class TcpLane:
             yield True
 
     def _check(self, error: OSError, what: str) -> None:
-        """Go on after a call that would block, unless the other end is given up."""
         if not isinstance(error, BlockingIOError):
             raise LinkLost(f"{self.link} was lost: {error.strerror}") from error
         if time.monotonic_ns() > self._given_up_at:
@@ -252,16 +238,8 @@ class NicLinks:
 
     Both ends are bound to the address of their NIC, so that a link leaves by the right NIC. The
     first bytes are a random token of the listener: callers without a token are dropped. Methods
-    raise LinkLost, with both NICs' names.
-
-    Args:
-        device: the NIC's name in messages.
-        address: the NIC's IP address on this host.
-        interface: a name as in `ip link`, or "". Where permitted, traffic is bound to the
-            interface: by the address alone, a route may lead out of another NIC.
-
-    Raises:
-        MeasurementError: no such address or interface here.
+    raise LinkLost, with both NICs' names. Where permitted, traffic is bound to the interface: by
+    the address alone, a route may lead out of another NIC.
     """
 
     def __init__(self, device: str, address: str, interface: str) -> None:
@@ -428,7 +406,6 @@ class NicLinks:
 
 
 def _resolved(address: str, port: int) -> tuple[int, tuple[str, int] | tuple[str, int, int, int]]:
-    """Return the family of an IP address, and the argument of `bind` and `connect`."""
     found = socket.getaddrinfo(
         address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
     )
@@ -437,7 +414,6 @@ def _resolved(address: str, port: int) -> tuple[int, tuple[str, int] | tuple[str
 
 
 def _is_quiet(sock: socket.socket) -> bool:
-    """Return whether the peer is alive and no bytes are left."""
     try:
         sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

@@ -87,15 +87,8 @@ Conditions = tuple[GpuConditions, ...]
 class Watch:
     """Asks NVML about GPUs; a context manager, because NVML is opened and closed.
 
-    Args:
-        gpus: NVML's indices, in the order of bus ids; CUDA counts alike with
-            CUDA_DEVICE_ORDER=PCI_BUS_ID and no CUDA_VISIBLE_DEVICES.
-        own_pids: our own processes; read at every look, so that the set may grow.
-        nvml: the `pynvml` module, or a stand-in.
-        proc: where procfs is.
-
-    Raises:
-        MeasurementError: on entry and at every look, no driver, or a GPU that fails, by its index.
+    `gpus` are NVML's indices, in the order of bus ids (CUDA_DEVICE_ORDER=PCI_BUS_ID); `own_pids`
+    may grow. Raises MeasurementError without a driver, and for a GPU that fails.
     """
 
     def __init__(
@@ -133,7 +126,6 @@ class Watch:
         self._nvml.nvmlShutdown()
 
     def _constant(self, gpu: int) -> tuple[Any, GpuConditions]:
-        """Return a GPU's handle, and the conditions that do not change."""
         try:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(gpu)
         except self._nvml.NVMLError as error:
@@ -184,10 +176,6 @@ class Watch:
         )
 
     def _answer(self, gpu: int, names: Iterable[str], *arguments: Any) -> Any:
-        """Return the first answer of equivalent functions, None if the question does not apply.
-
-        Drivers lack newer functions, and pynvml lacks some of any age.
-        """
         for name in names:
             question = getattr(self._nvml, name, None)
             if question is None:
@@ -223,16 +211,8 @@ def warmed(
 
     The loop also ends when no link has risen for half a second, or at the limit, exceeded by at
     most one `load`. `load` runs at least once: clocks rise with load, while links may be silent
-    (virtual machines).
-
-    Args:
-        look: `Watch.look`.
-        load: a short burst of transfers over all links, some 10 ms long.
-        limit_s: time limit, in seconds.
-        clock: seconds, from any origin.
-
-    Returns:
-        The last look, for `warnings(..., loaded=True)`, and the seconds taken.
+    (virtual machines). `load` is a burst of some 10 ms over all links. Returns the last look, for
+    `warnings(..., loaded=True)`, and the seconds taken.
     """
     begun = risen = clock()
     best: dict[int, int] = {}
@@ -281,7 +261,6 @@ def _others(
 
 
 def _in_container(proc: Path) -> bool:
-    """Return whether pids here are not the host's, also if unknown."""
     try:
         return str((proc / "self" / "ns" / "pid").readlink()) != _HOST_PIDS
     except OSError:
@@ -289,7 +268,6 @@ def _in_container(proc: Path) -> bool:
 
 
 def _name(proc: Path, pid: int) -> str | None:
-    """Return the process's name, printable."""
     try:
         text = (proc / str(pid) / "comm").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -333,10 +311,8 @@ def throttling_names(bits: int) -> tuple[str, ...]:
 def warnings(conditions: Sequence[GpuConditions], *, loaded: bool) -> tuple[str, ...]:
     """Return sentences on what spoils measurements under these conditions.
 
-    Args:
-        conditions: one look.
-        loaded: whether transfers ran meanwhile. An idle GPU lowers its PCIe generation and may sit
-            at its power cap without fault.
+    `loaded`: transfers ran meanwhile. An idle GPU lowers its PCIe generation and may sit at its
+    power cap without fault.
     """
     return tuple(
         f"GPU {seen.gpu}: {sentence}"
@@ -372,9 +348,6 @@ def changes(before: Sequence[GpuConditions], after: Sequence[GpuConditions]) -> 
 
     Both looks are to be under load, or links and clocks differ by nature. Values that one look
     lacks are not compared.
-
-    Raises:
-        ValueError: the looks are of different GPUs.
     """
     if [seen.gpu for seen in before] != [seen.gpu for seen in after]:
         raise ValueError("only looks at the same GPUs in the same order can be compared")
@@ -450,7 +423,6 @@ def conditions_note(conditions: Sequence[GpuConditions]) -> str:
 
 
 def _note_of_link(seen: GpuConditions) -> str:
-    """Return `5 x16`, or `1 x16 of 5 x16`."""
     now = f"{seen.pcie_generation or '?'} x{seen.pcie_width or '?'}"
     best = f"{seen.pcie_generation_max or '?'} x{seen.pcie_width_max or '?'}"
     return now if best in (now, "? x?") else f"{now} of {best}"
@@ -461,7 +433,6 @@ def _note_of_throttling(seen: GpuConditions) -> str:
 
 
 def _by_gpu(conditions: Sequence[GpuConditions], text: Callable[[GpuConditions], str]) -> str:
-    """Return the text that all GPUs share, or each text with its GPUs."""
     groups: dict[str, list[str]] = {}
     for seen in conditions:
         groups.setdefault(text(seen), []).append(str(seen.gpu))
@@ -471,7 +442,6 @@ def _by_gpu(conditions: Sequence[GpuConditions], text: Callable[[GpuConditions],
 
 
 def _span(values: Iterator[int | None]) -> str:
-    """Return `41` or `41-47`; `?` if no GPU told it."""
     known = [value for value in values if value is not None]
     if not known:
         return "?"

@@ -93,9 +93,6 @@ def choose_window(
        half the maximum: a channel that fills an empty FIFO is not slowed by the reader yet.
     3. Neither part is shorter than in `at_least`, the previous window, so that a set whose channels
        take turns in being slow does not alternate.
-
-    Raises:
-        MeasurementError: no channels, or an invalid start error.
     """
     if not channels or not 0 <= start_error_us < math.inf:
         what = f"window for {len(channels)} channels that start within {start_error_us} us"
@@ -166,7 +163,6 @@ def paces_for(
 
 
 def _pace(part: Part, gbps: float, lasting_us: float, most: int) -> Pace:
-    """Return groups so long that stamps cost nothing, and a few more than the window needs."""
     if not gbps:
         return Pace(groups=min(2 * part.slices + _TRIAL_GROUPS, most))
     slice_us, wanted_us = part.slice_bytes / (gbps * 1e3), 1.1 * lasting_us

@@ -136,7 +136,6 @@ def _device(backend: str) -> Device:
 
 
 def _answer(connection: Connection[ToWorker], device: Device) -> bool:
-    """Answer one message; return False after the last."""
     message, descriptors = connection.receive(None)
     try:
         if isinstance(message, Run):

@@ -106,7 +106,6 @@ class WorkerProcess:
             os.close(self.arena_fd)
 
     def _death(self) -> str:
-        """Return how the worker ended, with its last line on stderr."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
         code = self.process.returncode
@@ -123,8 +122,7 @@ class WorkerProcess:
 def spawned(slot: int, spec: DeviceSpec, variables: Mapping[str, str]) -> WorkerProcess:
     """Start a worker's process with these variables; it waits for Start.
 
-    Raises:
-        OSError: no process, descriptor or memory is left; nothing remains.
+    Raises OSError if no process, descriptor or memory is left; nothing remains then.
     """
     with contextlib.ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -167,7 +165,6 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _by_name(device: str, what: str) -> str:
-    """Return a worker's message with its device's name."""
     names = rf"\b({device}|GPU {device[1:]})\b"
     return what if re.search(names, what) else f"{device}: {what}"
 

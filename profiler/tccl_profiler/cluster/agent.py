@@ -68,14 +68,7 @@ class Terminated(BaseException):
 
 
 class Agent:
-    """Serves one controller; it owns this host's pool.
-
-    Args:
-        messenger: the connection to the controller.
-        name: the host's; None is gethostname(2).
-        now_ns: CLOCK_MONOTONIC, or a stand-in.
-        silence_s: how long the controller may be silent.
-    """
+    """Serves one controller; it owns this host's pool. `name` None is gethostname(2)."""
 
     def __init__(
         self,
@@ -117,8 +110,7 @@ class Agent:
     def serve(self) -> int:
         """Carry out requests until told to stop; return the exit code.
 
-        Raises:
-            ControllerLost: it closed its end, sends invalid messages, or is silent for long.
+        Raises ControllerLost if it closed its end, sends invalid messages, or is silent for long.
         """
         heart = HeartbeatThread(lambda: self._messenger.send(0, say.Heartbeat()))
         heart.start()
@@ -164,14 +156,12 @@ class Agent:
             pool.close()
 
     def _polled(self) -> Envelope | None:
-        """Return the next message if there is one."""
         envelope = self._messenger.poll()
         if envelope is None and time.monotonic() - self._messenger.heard_s > self._silence_s:
             raise ControllerLost(f"the controller has said nothing for {self._silence_s:g} s")
         return envelope
 
     def _next(self, limit_s: float | None = None) -> Envelope:
-        """Wait for the next message."""
         if self._waiting:
             return self._waiting.popleft()
         until = None if limit_s is None else time.monotonic() + limit_s
@@ -194,7 +184,6 @@ class Agent:
         self._messenger.send(number, message)
 
     def _done(self, envelope: Envelope) -> Message:
-        """Carry out a request; return its answer."""
         number, message = envelope.number, envelope.message
         try:
             if isinstance(message, say.Begin):
@@ -237,7 +226,6 @@ class Agent:
         return self._pool
 
     def _open(self, message: say.Open) -> Message:
-        """Start workers for these devices, in the place of those before."""
         self.close()
         if not message.devices:
             return say.Opened(lanes={})
@@ -252,7 +240,6 @@ class Agent:
         return say.Opened(lanes=self._pool.lanes, warnings=self._warnings(message.devices))
 
     def _warnings(self, devices: tuple[str, ...]) -> tuple[str, ...]:
-        """Return what spoils measurements by this host's GPUs, whose links still sleep."""
         gpus = [int(name[1:]) for name in devices if name.startswith("G")]
         if self._backend != "cuda" or not gpus:
             return ()
@@ -264,7 +251,6 @@ class Agent:
     # One run
 
     def _run(self, number: int, begin: say.Begin) -> say.Ran:
-        """Run a program's share, each repeat released when the controller says."""
         results: list[RunResult] = []
         early: list[int] = []
         pool = self._opened()
@@ -288,7 +274,6 @@ class Agent:
         return say.Ran(results=packed, early_ns=tuple(early))
 
     def _release(self, number: int, repeat: int) -> say.Release:
-        """Wait to be told when to release a repeat."""
         while True:
             envelope = self._next(_RELEASE_S)
             message = envelope.message
@@ -303,7 +288,6 @@ class Agent:
                 return message
 
     def _look(self, number: int) -> None:
-        """Check whether the controller gives up a run."""
         envelope = self._polled()
         if envelope is None:
             return
@@ -317,11 +301,7 @@ class Agent:
 def pool_of_host(
     facts: HostFacts, backend: str, ids: tuple[str, ...], memory: Memory | None
 ) -> Pool:
-    """Return the pool for some of a host's devices, not started.
-
-    Raises:
-        MeasurementError: an unknown device, or a NIC without an address.
-    """
+    """Return the pool for some of a host's devices, not started."""
     nics = {}
     for name in ids:
         if name not in facts.devices:
@@ -355,11 +335,7 @@ class RankTasks:
         return say.RendezvousOpen(addresses=addresses(), ports=ports)
 
     def run(self, tasks: Sequence[Task], meanwhile: Callable[[], None]) -> say.RanksLeft:
-        """Run fresh processes until they have ended; an exception of `meanwhile` ends them.
-
-        Raises:
-            RanksError: a rank failed, or the time was up.
-        """
+        """Run fresh processes until they have ended; an exception of `meanwhile` ends them."""
         linux.leave_binding()
         try:
             left = run_tasks(

@@ -43,12 +43,8 @@ class HostLost(SourceLostError):  # noqa: N818 - says what happened
 class Agents:
     """All agents of a job.
 
-    Methods raise HostLost if a host is gone or silent.
-
-    Args:
-        messengers: the connection to each host's agent.
-        timeouts: how long to wait for what.
-        lost: called with the host when one is lost, before the error is raised.
+    Methods raise HostLost if a host is gone or silent. `lost` is called with the host when one is
+    lost, before the error is raised.
     """
 
     def __init__(
@@ -134,7 +130,6 @@ class Agents:
                 raise self._gone(host, f"has not answered for {limit_s:g} s")
 
     def _died(self, host: str) -> BaseException:
-        """Return the error for a closed connection: the host died, or the launcher ends the job."""
         for peer, messenger in {host: self._messengers[host], **self._messengers}.items():
             if messenger.has_died():
                 return self._gone(peer, "its agent has died")
@@ -174,7 +169,6 @@ class Agents:
         return offset_from_pings(asked, there, seen)
 
     def _pong(self, host: str, number: int) -> tuple[int, int]:
-        """Return the host's time, and when its answer was seen; polls without naps at first."""
         until = time.monotonic() + _PING_LIMIT_S
         while time.monotonic() < until:
             message = self._polled(host, number)
@@ -187,9 +181,8 @@ class Agents:
 def checked(answers: Mapping[str, Message], kind: type[Answer]) -> dict[str, Answer]:
     """Return the answers, if all are of this type.
 
-    Raises:
-        InputError, WorkerLost, LinkLost, MeasurementError: the failure that says most, with its
-            host: bad input before lost workers, refusals and links.
+    Else raise the failure that says most, with its host: bad input before lost workers, refusals
+    and links.
     """
     failed = {host: answer for host, answer in answers.items() if isinstance(answer, Failed)}
     for wanted in ("input", "lost", "refused", "link"):
@@ -209,10 +202,6 @@ class RankJobs:
     """Runs jobs of fresh rank processes over the hosts of an MPI job; each agent starts its own.
 
     Methods raise HostLost if a host is gone.
-
-    Args:
-        job: the launcher's ranks.
-        timeouts: how long hosts are waited for.
     """
 
     def __init__(self, job: Job, *, timeouts: HostTimeouts | None = None) -> None:
@@ -230,11 +219,7 @@ class RankJobs:
         return {host: described.facts for host, described in found.items()}
 
     def surroundings(self, *, modules: tuple[str, ...] = ()) -> dict[str, dict[str, str]]:
-        """Return the environment of each host's agent.
-
-        Args:
-            modules: imports of the ranks' program.
-        """
+        """Return the environment of each host's agent."""
         questions = dict.fromkeys(self._agents.hosts, say.AskEnvironment(modules=modules))
         found = self._agents.ask(questions, say.Environment)
         for host, environment in found.items():

@@ -73,14 +73,8 @@ def host_facts(
 ) -> HostFacts:
     """Discover this host.
 
-    Args:
-        name: the host's.
-        backend: `cuda`, or `host` for a stand-in machine.
-        devices: how many devices the stand-in has.
-        interfaces: NICs to use; none are the machine's own.
-
-    Raises:
-        InputError: no GPU, a missing interface, or more; names the host.
+    `devices` is the number of devices of the stand-in (backend `host`); without `interfaces` NICs
+    are the machine's own. InputError names the host.
     """
     try:
         machine, knowledge, fingerprint = _discovered(backend, devices)
@@ -149,15 +143,8 @@ def check_hosts(
 ) -> None:
     """Refuse hosts that cannot be one cluster.
 
-    Args:
-        hosts: present hosts.
-        expected: names in a list of hosts; empty without a list.
-        interfaces: named by the user; a named interface must be up.
-        addressed: whether NICs need addresses for TCP.
-
-    Raises:
-        InputError: fewer than two hosts, a host too many or too few, different versions, a NIC
-            down; names the host.
+    `expected` are names in a list of hosts, empty without a list; interfaces named by the user must
+    be up; `addressed`: NICs need addresses for TCP. InputError names the host.
     """
     names = [host.name for host in hosts]
     for name in expected:
@@ -282,7 +269,6 @@ def _is_device(name: str, sysfs: Path = SYSFS) -> bool:
 
 
 def _ioctl(question: int, name: str) -> bytes:
-    """Return the 16 bytes of the answer to an ioctl about an interface, b"" without answer."""
     request = array.array("B", struct.pack("40s", name.encode()))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
@@ -309,9 +295,6 @@ def with_interfaces(
 
     NICs of the machine keep their place; virtual interfaces, and all of a stand-in machine's, hang
     from the first NUMA node.
-
-    Raises:
-        InputError: none exists.
     """
     own = {name: nic for nic in machine.nics for name in (_interface_of(nic, sysfs), nic.name)}
     nics: list[Nic] = []
@@ -330,7 +313,6 @@ def with_interfaces(
 
 
 def _with_own_nics(machine: Machine, *, sysfs: Path = SYSFS) -> Machine:
-    """Return a stand-in machine with the NICs of this host below their NUMA nodes."""
     nodes = {node.numa_id: node.id for node in machine.numa_nodes}
     first = machine.numa_nodes[0].id
     nics: list[Nic] = []
@@ -346,7 +328,6 @@ def _with_own_nics(machine: Machine, *, sysfs: Path = SYSFS) -> Machine:
 
 
 def _unused_interfaces() -> list[str]:
-    """Return the interfaces of devices that are down, or have no carrier."""
     found = (interface(name) for name in _names() if _is_device(name))
     return sorted(seen.name for seen in found if seen is not None and not seen.up)
 

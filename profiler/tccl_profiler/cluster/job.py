@@ -108,9 +108,8 @@ def own_info() -> PeerInfo:
 def rendezvous(bootstrap: Bootstrap, *, join_s: float = JOIN_S) -> Rendezvous:
     """Connect all ranks to the controller, and end the bootstrap.
 
-    Raises:
-        InputError: a rank is missing, or cannot connect; the controller names its host.
-        MeasurementError: the controller cannot be reached from here.
+    Raises InputError if a rank is missing or cannot connect, MeasurementError if the controller
+    cannot be reached from here.
     """
     if bootstrap.rank == CONTROLLER:
         found = _gathered(bootstrap, join_s)
@@ -138,7 +137,6 @@ def _waited(bootstrap: Bootstrap, rank: int, until: float) -> bytes | None:
 
 
 def _gathered(bootstrap: Bootstrap, join_s: float) -> Rendezvous:
-    """Gather the ranks on the controller: hear all, send all the address, accept all."""
     peers = {CONTROLLER: own_info()}
     until = time.monotonic() + join_s
     for rank in range(1, bootstrap.size):
@@ -166,7 +164,6 @@ def _gathered(bootstrap: Bootstrap, join_s: float) -> Rendezvous:
 
 
 def _allow_descriptors(ranks: int) -> None:
-    """Raise the limit of open files to a connection per rank and some more, if permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ranks + _SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -207,7 +204,6 @@ def _accepted(
 
 
 def _rank_of(sock: socket.socket, token: bytes) -> int:
-    """Return the rank that a caller says it is, -1 without the token."""
     sock.settimeout(_TRY_S)
     said, wanted = b"", len(token) + 4
     with contextlib.suppress(OSError):
@@ -219,7 +215,6 @@ def _rank_of(sock: socket.socket, token: bytes) -> int:
 
 
 def _connected(address: ListenAddress, rank: int) -> socket.socket:
-    """Connect to the first of the controller's addresses that answers."""
     for host in address.addresses:
         with contextlib.suppress(OSError):
             sock = socket.create_connection((host, address.port), _TRY_S)
@@ -243,11 +238,7 @@ class HostRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job:
-    """This rank's part in a job; a context manager that ends the job where the controller leaves.
-
-    Args:
-        ranks: the result of the rendezvous.
-    """
+    """This rank's part in a job; ends the job where the controller leaves."""
 
     def __init__(self, ranks: Rendezvous) -> None:
         self.rank, self.size = ranks.rank, ranks.size
@@ -318,7 +309,6 @@ class Job:
                 messenger.send(0, Heartbeat())
 
     def _end_all(self, code: int) -> None:
-        """Tell all ranks to end, and wait until they have ended their workers."""
         waiting = self._messengers()
         for messenger in waiting:
             with contextlib.suppress(PeerGone):
@@ -376,11 +366,7 @@ class Job:
 
 
 def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], Messenger]:
-    """Start an agent on this host, in a process of its own, and connect to it.
-
-    Args:
-        name: the host's; None is gethostname(2).
-    """
+    """Start an agent on this host, in a process of its own, and connect to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     arguments = [str(theirs.fileno()), *([] if name is None else [name])]
     with theirs:
@@ -397,7 +383,6 @@ def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], Mes
 
 
 def _seats(peers: Mapping[int, PeerInfo]) -> tuple[HostRanks, ...]:
-    """Return the hosts of the ranks."""
     ranks: dict[str, list[int]] = {}
     machines: dict[str, str] = {}
     for rank, peer in sorted(peers.items()):
@@ -413,7 +398,6 @@ def _seats(peers: Mapping[int, PeerInfo]) -> tuple[HostRanks, ...]:
 
 
 def _has_ended(messenger: Messenger) -> bool:
-    """Return whether an agent has ended, or is gone."""
     try:
         envelope = messenger.poll()
     except TcclError:
@@ -422,7 +406,6 @@ def _has_ended(messenger: Messenger) -> bool:
 
 
 def _code_of(error: BaseException | None) -> int:
-    """Return the exit code of the command that an exception passes through."""
     if error is None:
         return 0
     if isinstance(error, TcclError | OSError):

@@ -266,11 +266,7 @@ class Messenger:
         self.leaving = False
 
     def send(self, number: int, message: Message) -> None:
-        """Send a message; safe beside another thread that sends.
-
-        Raises:
-            PeerGone: the peer is gone.
-        """
+        """Send a message; safe beside another thread that sends. Raises PeerGone."""
         try:
             with self._sending:
                 self._connection.send(Envelope(number, message), (), _SEND_S)
@@ -280,9 +276,8 @@ class Messenger:
     def poll(self) -> Envelope | None:
         """Return the next message, if any; Heartbeat and Leaving are noted only.
 
-        Raises:
-            PeerGone: the peer is gone, and all its messages have been received.
-            MeasurementError: the message is invalid, and is dropped.
+        Raises PeerGone after all messages of a peer that is gone; MeasurementError if a message is
+        invalid, and dropped.
         """
         while True:
             try:
@@ -337,9 +332,7 @@ class Backoff:
 class HeartbeatThread:
     """A thread that sends heartbeats until it is stopped.
 
-    Args:
-        beat: sends a heartbeat to all peers; MeasurementErrors are ignored.
-        every_s: how often.
+    `beat` sends to all peers; its MeasurementErrors are ignored.
     """
 
     def __init__(self, beat: Callable[[], None], every_s: float = HEARTBEAT_S) -> None:

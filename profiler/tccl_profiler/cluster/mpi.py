@@ -97,12 +97,7 @@ def _rank(environment: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def mpi_job() -> Iterator[Job]:
-    """Join an MPI job; all ranks end when the controller leaves.
-
-    Raises:
-        InputError: MPI does not start, a rank is missing, or the launcher started tasks that know
-            nothing of each other.
-    """
+    """Join an MPI job; all ranks end when the controller leaves."""
     # Most processes that ask whether they are in a job are not.
     from tccl_profiler.cluster.job import Job, rendezvous  # noqa: PLC0415
 
@@ -142,7 +137,6 @@ class _MpiBootstrap:
         return waiting.popleft() if waiting else None
 
     def _progress(self) -> None:
-        """Forget messages that have left, and take in those that have come."""
         self._leaving = [(request, data) for request, data in self._leaving if not request.Test()]
         status = self._mpi.Status()
         while (message := self._world.Improbe(self._mpi.ANY_SOURCE, _TAG, status)) is not None:
@@ -183,7 +177,6 @@ def _limited(limit_s: float, call: str, environment: Mapping[str, str]) -> Itera
 
 
 def _started() -> _MpiBootstrap:
-    """Load and start MPI."""
     try:
         import mpi4py  # noqa: PLC0415
 

@@ -54,14 +54,8 @@ class ClusterPool:
     """Measures several hosts for a Profiler; see `execution.Runner`.
 
     Methods raise WorkerLost if a worker died or hangs, MeasurementError if devices refuse, both
-    with the host's name, and SourceLostError if a host is gone or a clock jumped.
-
-    Args:
-        agents: of all hosts.
-        clocks: of the hosts.
-        devices: what to start, by host.
-        memory: per device; None is the backend's default.
-        nccl_variables: NCCL settings beside those of a program.
+    with the host's name, and SourceLostError if a host is gone or a clock jumped. `devices`: what
+    to start, by host. `memory` None is the backend's default.
     """
 
     def __init__(
@@ -184,7 +178,6 @@ class ClusterPool:
     # One run
 
     def _attempt(self, program: Program, spec: RunSpec) -> tuple[list[RunResult], bool]:
-        """Return all results, and whether a host was released too late for them to count."""
         number, hosts = self._agents.number(), program.hosts
         try:
             for host in hosts:
@@ -209,7 +202,6 @@ class ClusterPool:
     def _answers(
         self, number: int, hosts: Collection[str], kind: type[Answer], spec: RunSpec
     ) -> dict[str, Answer]:
-        """Return an answer of each host."""
         limit_s = self._agents.timeouts.answer_s + spec.lasting_s
         answers = self._agents.heard(number, hosts, limit_s)
         ended = {host: a for host, a in answers.items() if not isinstance(a, kind)}
@@ -218,7 +210,6 @@ class ClusterPool:
         return checked(answers, kind)
 
     def _give_up(self, number: int, hosts: Collection[str]) -> dict[str, say.Message]:
-        """Stop a run on some hosts, and return how it ended on each."""
         for host in hosts:
             self._agents.tell(host, number, say.Abort())
         ended: dict[str, say.Message] = {}
@@ -230,7 +221,6 @@ class ClusterPool:
         return ended
 
     def _judged(self, ran: Mapping[str, say.Ran], spec: RunSpec) -> tuple[list[RunResult], bool]:
-        """Return the results over all hosts; learn from them how far ahead to agree."""
         earliest_ns = min(early for host in ran.values() for early in host.early_ns)
         took_ns = self._ahead_ns - earliest_ns
         self._ahead_ns = min(_FURTHEST_NS, max(2 * took_ns + _LITTLE_NS, self._ahead_ns // 2))
@@ -260,12 +250,7 @@ def joined(results: Mapping[str, RunResult]) -> RunResult:
 
 
 class HostClock:
-    """One host's CLOCK_MONOTONIC on the controller's, as `clock.Clock` fits a device's.
-
-    Args:
-        host: its name.
-        now_ns: the controller's CLOCK_MONOTONIC.
-    """
+    """One host's CLOCK_MONOTONIC on the controller's, as `clock.Clock` fits a device's."""
 
     def __init__(self, host: str, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.host = host
@@ -277,8 +262,7 @@ class HostClock:
     def add(self, reading: ClockReading) -> None:
         """Add a reading, host minus controller; begin a new fit if the clock's rate was corrected.
 
-        Raises:
-            SourceLostError: the clock jumped.
+        Raises SourceLostError if the clock jumped.
         """
         if self._read_ns:
             at_ns, error_ns = self._clock.host_ns(reading.at_ns + reading.offset_ns)

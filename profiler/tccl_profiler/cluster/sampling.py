@@ -104,20 +104,9 @@ def links_check(
     """Measure one pair of hosts for each kind of pair, further pairs at random, and find odd hosts.
 
     A kind is the classes of both hosts and whether a switch is shared. Pairs go from host memory to
-    host memory by every NIC in turn, or by NCCL from the GPU beside the NIC.
-
-    Args:
-        source: measures sets across these hosts.
-        hosts: all hosts.
-        classes: the class number of each host.
-        switches: by host, the switch if known.
-        spot_checks: number of further pairs at most; hosts without pairs come first.
-        seed: of the choice.
-        network: the carrier.
-
-    Raises:
-        MeasurementError: a pair cannot be measured.
-        SourceLostError: a host is gone.
+    host memory by every NIC in turn, or by NCCL from the GPU beside the NIC. `classes` has the
+    class number of each host; `switches`, by host, its switch if known. Of at most `spot_checks`
+    further pairs, hosts without pairs come first.
     """
     sample = _PairSample(source, hosts, classes, switches or {}, network)
     chooser = random.Random(seed)
@@ -210,14 +199,11 @@ class _PairSample:
         return True
 
     def _nics(self, host: HostFacts) -> list[int]:
-        """Return the NICs to sample: NCCL needs no address of ours."""
         if self._network == "nccl":
             return [nic.index for nic in host.machine.nics]
         return sorted(host.addresses)
 
     def _deviation(self, rate: PairRate) -> _Deviation:
-        """Return a pair's deviation from its kind, and whether it exceeds the noise."""
-
         def key(pair: PairRate) -> tuple[object, ...]:
             return self._kind(pair.sender, pair.receiver), pair.nic, pair.receiver_nic
 

@@ -40,18 +40,10 @@ class ClusterSession:
     """Measures the hosts of a job; a context manager, on the controlling rank.
 
     Entering discovers the hosts, and refuses hosts that cannot be one cluster. Workers start with
-    the first measured set. Methods raise SourceLostError if a host is gone.
-
-    Args:
-        job: this rank's part in the job; the caller enters and leaves the job.
-        backend: `cuda` or `host`.
-        devices: number of devices of a host backend's stand-in.
-        interfaces: NICs to use on every host; none are each machine's own.
-        expected: names of a host list; none are all hosts.
-        only: devices to start, by host; None is all. A host that is left out has none.
-        options: how carefully; None is the default, with LIMITS.
-        timeouts: of waits for hosts.
-        gid_index: NCCL_IB_GID_INDEX, where NCCL carries flows from host to host.
+    the first measured set. Methods raise SourceLostError if a host is gone. `devices` is the number
+    of devices of a host backend's stand-in; `interfaces` are NICs to use on every host, none each
+    machine's own; `expected` the names of a host list; `only` the devices to start by host (None:
+    all; a host that is left out has none).
     """
 
     def __init__(
@@ -137,7 +129,6 @@ class ClusterSession:
             self._agents.ask(questions, say.Opened)
 
     def _devices(self, host: HostFacts) -> Collection[str]:
-        """Return the devices that a host is to start; NCCL opens NICs itself."""
         if self.only is not None:
             return self.only.get(host.name, frozenset())
         carried = self.network == "nccl"

@@ -222,7 +222,6 @@ class CudaDevice:
         kernel((len(run.program.lanes),), (_THREADS,), arguments, stream=self._stream)
 
     def _words(self, lane: Lane, lanes: int, number: int) -> Sequence[int]:
-        """Return a lane as the kernel's struct Lane."""
         slices = max(1, self._start.user_bytes // lanes // lane.slice_bytes)
         if lane.slice_bytes > self._start.user_bytes:
             raise MeasurementError(
@@ -278,7 +277,6 @@ class CudaDevice:
                     self._stamp(stamps + 16 + 8 * group, stream)
 
     def _queue_group(self, copy: Copy, pace: Pace, group: int, stream: Any, shift: int) -> None:
-        """Queue the slices between two stamps: all at once, where NCCL carries them."""
         if copy.link:
             size = pace.slices * copy.slice_bytes
             self.links.move(copy.link, size, stream.ptr, sends=copy.sends)
@@ -287,7 +285,6 @@ class CudaDevice:
             self._queue_slice(copy, stream, i, shift)
 
     def _queue_slice(self, copy: Copy, stream: Any, i: int, shift: int) -> None:
-        """Queue slice i: wait for its counter, copy, post."""
         end = copy.source or copy.destination
         assert end is not None
         if end.wait:
@@ -352,15 +349,7 @@ class CudaDevice:
 
 
 class CudaMemory:
-    """GPU memory as communicators use it; a `nccl_links.Memory`.
-
-    Args:
-        cupy: the module.
-        number: CUDA's number of the GPU.
-        sent: address of the bytes that are sent.
-        kept: address where received bytes go.
-        size: bytes at each address.
-    """
+    """GPU memory as communicators use it; a `nccl_links.Memory`."""
 
     def __init__(self, cupy: Any, number: int, *, sent: int, kept: int, size: int) -> None:
         self._runtime, self._number = cupy.cuda.runtime, number
@@ -395,20 +384,12 @@ class CudaMemory:
 
 
 def stream_waits(stream: int, address: int, value: int) -> None:
-    """Hold the stream's next work until the 64-bit word is `value` or more.
-
-    Raises:
-        MeasurementError: the driver refuses.
-    """
+    """Hold the stream's next work until the 64-bit word is `value` or more."""
     _call("cuStreamWaitValue64", stream, address, value, _WAIT_UNTIL_AT_LEAST)
 
 
 def stream_writes(stream: int, address: int, value: int) -> None:
-    """Write a 64-bit word when all earlier work of the stream has been done.
-
-    Raises:
-        MeasurementError: the driver refuses.
-    """
+    """Write a 64-bit word when all earlier work of the stream has been done."""
     _call("cuStreamWriteValue64", stream, address, value, 0)
 
 

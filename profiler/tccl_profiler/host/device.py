@@ -58,7 +58,6 @@ class ThreadedDevice:
         self._stopping = False
 
     def _open(self, start: Start, control: Control) -> None:
-        """Pin the calling thread and those it starts."""
         if start.cpus:
             linux.pin_to_cpus(start.cpus)
         self._start, self._control = start, control
@@ -95,7 +94,6 @@ class ThreadedDevice:
         self._thread.start()
 
     def _lanes(self, run: Run, repeat: int) -> Sequence[RunningLane]:
-        """Return the lanes of a repeat."""
         raise NotImplementedError
 
     def _begin(self, run: Run) -> None:
@@ -133,7 +131,6 @@ class ThreadedDevice:
         return control.stamps(start.slot, repeat, paces)
 
     def _run_all(self, run: Run, repeats: Sequence[Sequence[RunningLane]]) -> None:
-        """Run the repeats in order: the thread's body."""
         well = False
         try:
             linux.precise_sleeps()
@@ -320,12 +317,7 @@ def _as_lane(copy: Copy) -> Lane:
 
 
 class HostMemory:
-    """Host memory as communicators use it; a `nccl_links.Memory`.
-
-    Args:
-        sent: bytes that are sent.
-        kept: where received bytes go, of the same length.
-    """
+    """Host memory as communicators use it; a `nccl_links.Memory`."""
 
     def __init__(self, sent: npt.NDArray[np.uint8], kept: npt.NDArray[np.uint8]) -> None:
         self._arrays = {array.ctypes.data: array for array in (sent, kept)}

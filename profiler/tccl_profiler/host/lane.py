@@ -84,15 +84,8 @@ class HostEnd:
 class HostLane:
     """A lane of one repeat; or a copy, with one end here and perhaps a pace.
 
-    Args:
-        share: slice size, coupling and cycle.
-        incoming: source of slices.
-        outgoing: destination of slices.
-        user: addresses of the bytes sent and of the bytes kept.
-        user_slices: slices in each of the two.
-        check: write the pattern and compare.
-        pace: number of slices; None lets the clock stop the lane.
-        stamps: with a pace: queued, released, and one per group of slices.
+    `user` are addresses of the bytes sent and kept, `user_slices` each. A pace is a number of
+    slices (None: the clock stops the lane), with stamps: queued, released, and one per group.
     """
 
     share: Lane
@@ -169,7 +162,6 @@ class HostLane:
         return self._out.done - done >= CHUNK, True
 
     def _move(self, takes: bool, puts: bool) -> None:
-        """Make one pass: keep, forward, or send own bytes."""
         incoming, outgoing, size = self._in, self._out, self._slice_bytes
         source = incoming.data + incoming.done % incoming.slices * size
         target = outgoing.data + outgoing.done % outgoing.slices * size
@@ -194,9 +186,6 @@ class MappedSpaces:
     """The mapped spaces of a process, with their segments.
 
     Methods raise MeasurementError for memory that is not mapped.
-
-    Args:
-        device: the process's device, for messages.
     """
 
     def __init__(self, device: str) -> None:

@@ -30,16 +30,9 @@ def host_machine(
     """Return a stand-in for this host: `C` places are its NUMA nodes, `G` places are cores.
 
     Cores are picked evenly over the NUMA nodes; with more devices than cores, devices share cores.
-    Bus ids are made up, with the core's number as domain.
-
-    Args:
-        devices: how many; None is one per core, at least `least` and at most 8.
-        cpus: cores to use; None is all cores of this process.
-        sysfs: where sysfs is.
-        least: fewest devices: 2 in a machine, 1 in a node of several.
-
-    Raises:
-        InputError: too few or too many devices, or an unknown core.
+    Bus ids are made up, with the core's number as domain. `devices` None is one per core, at least
+    `least` (2 in a machine, 1 in a node of several) and at most 8; `cpus` None is all cores of this
+    process.
     """
     nodes = sysfs / "devices" / "system" / "node"
     ids = numa.online_nodes(nodes)
