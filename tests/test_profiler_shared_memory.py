@@ -53,7 +53,7 @@ def two_nodes(monkeypatch):
 
 @pytest.fixture
 def kernel_tells():
-    """Skip where a container refuses both ways to ask where pages are."""
+    """Skip where a container hides where pages are."""
     with create_segment(PAGE, numa_id=None, label="probe") as segment:
         try:
             numa.pages_by_node(segment.address, segment.size)
@@ -126,14 +126,6 @@ def test_the_kernel_binds_to_node_0_and_says_that_all_pages_are_there(
         assert any(f"{segment.address:x} bind:0" in line for line in lines)
 
 
-def test_move_pages_and_numa_maps_agree(monkeypatch, kernel_tells):
-    with create_segment(33 * PAGE, numa_id=None, label="both") as segment:
-        by_call = numa.pages_by_node(segment.address, segment.size)
-        monkeypatch.setattr(numa, "nodes_of_pages", refuse(errno.EPERM))
-        assert numa.pages_by_node(segment.address, segment.size) == by_call
-        assert sum(by_call.values()) == 33
-
-
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
 def test_where_mbind_is_refused_a_thread_on_the_node_touches_the_pages(
     two_nodes, kernel_tells, monkeypatch, code
@@ -204,21 +196,20 @@ def test_a_single_page_elsewhere_is_enough(two_nodes, monkeypatch, seen, sentenc
     assert open_fds() == before
 
 
-def refuse_both_queries(monkeypatch, tmp_path):
+def hide_numa_maps(monkeypatch, tmp_path):
     honest = numa.pages_by_node
-    monkeypatch.setattr(numa, "nodes_of_pages", refuse(errno.EPERM))
     monkeypatch.setattr(numa, "pages_by_node", lambda *a: honest(*a, numa_maps=tmp_path / "none"))
 
 
 def test_where_nothing_tells_the_node_the_segment_is_refused(two_nodes, monkeypatch, tmp_path):
-    refuse_both_queries(monkeypatch, tmp_path)
+    hide_numa_maps(monkeypatch, tmp_path)
     with pytest.raises(MeasurementError) as caught:
         create_segment(PAGE, numa_id=0, label="x")
     assert "bytes on NUMA node" in str(caught.value)
 
 
 def test_with_one_node_only_there_is_nothing_to_check(monkeypatch, tmp_path):
-    refuse_both_queries(monkeypatch, tmp_path)
+    hide_numa_maps(monkeypatch, tmp_path)
     monkeypatch.setattr(numa, "online_nodes", lambda: (0,))
     create_segment(PAGE, numa_id=0, label="x").close()
 
@@ -309,15 +300,6 @@ def test_a_view_outside_the_segment_is_refused(offset, count):
         segment.array(np.float64, offset, count)
 
 
-def test_large_segments_are_sampled_with_both_ends():
-    pages = 1_000_003
-    asked = numa.sampled_pages(PAGE, pages * PAGE - 5)
-    assert len(set(asked)) == numa.MOST_PAGES_ASKED
-    assert (asked[0], asked[-1]) == (PAGE, pages * PAGE)
-    assert {step // PAGE for step in np.diff(asked)} <= {244, 245}
-    assert numa.sampled_pages(0, 2 * PAGE + 1) == [0, PAGE, 2 * PAGE]
-
-
 def test_pages_not_faulted_in_are_on_no_node(kernel_tells):
     fd = os.memfd_create("sparse")
     os.ftruncate(fd, 3 * PAGE)
@@ -335,13 +317,15 @@ NUMA_MAPS = """\
 """
 
 
-def test_numa_maps_is_read_for_the_mapping_that_contains_the_address():
-    assert numa.pages_in_numa_maps(NUMA_MAPS, 0x20000, 4 * PAGE) == {0: 1, 1: 3}
-    assert numa.pages_in_numa_maps(NUMA_MAPS, 0x21000, 6 * PAGE) == {0: 1, 1: 3, numa.NO_NODE: 2}
-    assert numa.pages_in_numa_maps(NUMA_MAPS, 0x10000, PAGE) == {0: 4}
+def test_numa_maps_is_read_for_the_mapping_that_contains_the_address(tmp_path):
+    path = tmp_path / "numa_maps"
+    path.write_text(NUMA_MAPS)
+    assert numa.pages_by_node(0x20000, 4 * PAGE, path) == {0: 1, 1: 3}
+    assert numa.pages_by_node(0x21000, 6 * PAGE, path) == {0: 1, 1: 3, numa.NO_NODE: 2}
+    assert numa.pages_by_node(0x10000, PAGE, path) == {0: 4}
     for address in (0x0, 0x90000):
-        with pytest.raises(LookupError):
-            numa.pages_in_numa_maps(NUMA_MAPS, address, PAGE)
+        with pytest.raises(MeasurementError):
+            numa.pages_by_node(address, PAGE, path)
 
 
 def test_nodes_and_their_cpus_and_memory_are_read_from_sysfs(tmp_path):

@@ -87,11 +87,6 @@ class Clock:
         self._readings = (*self._readings, reading)[-KEPT:]
         self._line = _Line(self._readings, self.tolerance_ns)
 
-    @property
-    def drift_ppm(self) -> float:
-        """The device's rate beyond the host's, in parts per million."""
-        return self._fitted().slope * 1e6
-
     def host_ns(self, device_ns: int) -> tuple[int, int]:
         """Return the host time of a device's stamp and its error bound, both in ns.
 

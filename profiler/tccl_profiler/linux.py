@@ -13,11 +13,8 @@ import mmap
 import os
 import platform
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import numpy as np
 
 from tccl_py.errors import MeasurementError
 
@@ -27,13 +24,9 @@ MEMINFO = Path("/proc/meminfo")
 _PROC = Path("/proc")
 
 NO_NODE = -1  # a page that is in no node's memory: not faulted in, or swapped out
-MOST_PAGES_ASKED = 4096  # per query; a wrong binding moves far more than one page in 4096
 
 # arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux.
-SYSCALLS = {
-    "x86_64": {"mbind": 237, "move_pages": 279},
-    "aarch64": {"mbind": 235, "move_pages": 239},
-}
+MBIND = {"x86_64": 237, "aarch64": 235}
 MPOL_BIND = 2  # include/uapi/linux/mempolicy.h
 MADV_POPULATE_WRITE = 23  # include/uapi/asm-generic/mman-common.h; since Linux 5.14
 _PR_SET_TIMERSLACK = 29  # include/uapi/linux/prctl.h
@@ -135,7 +128,13 @@ def bind(address: int, size: int, node: int) -> None:
     mask[node // _WORD_BITS] = 1 << (node % _WORD_BITS)
     bits = ctypes.c_ulong(words * _WORD_BITS + 1)  # the kernel takes 1 off before it reads the mask
     where = ctypes.c_void_p(address), ctypes.c_ulong(size)
-    _syscall("mbind", *where, ctypes.c_int(MPOL_BIND), mask, bits, ctypes.c_uint(0))
+    number = MBIND.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "mbind")
+    policy = ctypes.c_int(MPOL_BIND), mask, bits, ctypes.c_uint(0)
+    if _libc.syscall(ctypes.c_long(number), *where, *policy) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), "mbind")
 
 
 def populate(address: int, size: int) -> None:
@@ -151,75 +150,23 @@ def populate(address: int, size: int) -> None:
 
 
 def pages_by_node(address: int, size: int, numa_maps: Path = NUMA_MAPS) -> dict[int, int]:
-    """Return how many pages of a mapping, of those asked about, lie on each node (or NO_NODE).
+    """Return how many pages of a mapping lie on each node (or NO_NODE); see proc_pid_numa_maps(5).
 
-    move_pages(2) is asked about at most MOST_PAGES_ASKED pages; where it is refused,
-    /proc/self/numa_maps about all of the mapping.
+    Lines have no end address, so the mapping is the last that begins at or below the address.
     """
     try:
-        return dict(Counter(nodes_of_pages(sampled_pages(address, size))))
+        lines = [line.split() for line in numa_maps.read_text().splitlines() if line]
     except OSError as error:
-        refusal = f"move_pages: {error.strerror}"
-    try:
-        return pages_in_numa_maps(numa_maps.read_text(), address, size)
-    except OSError as error:
-        refusal += f", {numa_maps}: {error.strerror}"
-    except LookupError as error:
-        refusal += f", {numa_maps}: {error.args[0]}"
-    raise MeasurementError(
-        f"nothing here tells which NUMA node pages lie on ({refusal}); "
-        "allow move_pages (docker run --cap-add SYS_NICE)"
-    )
-
-
-def sampled_pages(address: int, size: int) -> list[int]:
-    """Return addresses of the pages to ask about: all, or evenly spaced with first and last.
-
-    >>> len(sampled_pages(0, 1 << 30))
-    4096
-    """
-    pages = -(-size // mmap.PAGESIZE)
-    numbers = np.linspace(0, pages - 1, min(pages, MOST_PAGES_ASKED)).round().astype(np.int64)
-    return [address + int(number) * mmap.PAGESIZE for number in numbers]
-
-
-def pages_in_numa_maps(text: str, address: int, size: int) -> dict[int, int]:
-    """Return pages by node that numa_maps gives for the mapping that contains an address.
-
-    Lines have no end address, so the mapping is the last that begins at or below it. Raises
-    LookupError if the text does not tell.
-    """
-    lines = [line.split() for line in text.splitlines() if line]
+        raise MeasurementError(f"NUMA nodes of pages: {numa_maps}: {error.strerror}") from error
     below = [fields for fields in lines if int(fields[0], 16) <= address]
-    if not below:
-        raise LookupError(f"no mapping contains {address:#x}")
-    fields = max(below, key=lambda fields: int(fields[0], 16))
+    fields = max(below, key=lambda fields: int(fields[0], 16), default=[])
     # The counts are behind the file's name, which is free text without blanks (escaped as \040).
     counts = [re.fullmatch(r"N(\d+)=(\d+)", field) for field in fields[2:]]
     found = {int(match[1]): int(match[2]) for match in counts if match}
     if not found:
-        raise LookupError(f"no page counts for the mapping at {address:#x}")
+        raise MeasurementError(f"{numa_maps} does not tell the NUMA nodes of pages at {address:#x}")
     missing = -(-size // mmap.PAGESIZE) - sum(found.values())
     return found | {NO_NODE: missing} if missing > 0 else found
-
-
-def nodes_of_pages(addresses: list[int]) -> list[int]:
-    """Return the node of each page by move_pages(2), NO_NODE for one that is in no memory."""
-    count = len(addresses)
-    pages = (ctypes.c_void_p * count)(*addresses)
-    status = (ctypes.c_int * count)()
-    # No target nodes: nothing is moved, `status` gets nodes, or minus an errno.
-    _syscall("move_pages", ctypes.c_int(0), ctypes.c_ulong(count), pages, None, status, 0)
-    return [node if node >= 0 else NO_NODE for node in status]
-
-
-def _syscall(name: str, *arguments: object) -> None:
-    number = SYSCALLS.get(platform.machine(), {}).get(name)
-    if number is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), name)
-    if _libc.syscall(ctypes.c_long(number), *arguments) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), name)
 
 
 def precise_sleeps() -> None:

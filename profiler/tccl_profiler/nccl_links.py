@@ -8,10 +8,10 @@ of a set must agree on the workers' variables.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -29,27 +29,29 @@ _LIMIT_S = 60.0
 """NCCL loads, discovers the machine and connects within seconds; a busy one takes longer."""
 
 
-class Memory(Protocol):
-    """Device memory for communicators: bytes to send, and bytes to keep.
+class Memory:
+    """Host memory for communicators: addresses of `size` bytes to send, and as many to keep.
 
     The threads that make communicators call these while nothing else runs on the device.
     """
 
-    sent: int
-    kept: int
-    size: int
+    def __init__(self, sent: int, kept: int, size: int) -> None:
+        self.sent, self.kept, self.size = sent, kept, size
 
     def enter(self) -> None:
         """Make the device the calling thread's."""
 
     def write(self, address: int, data: bytes) -> None:
         """Write bytes."""
+        ctypes.memmove(address, data, len(data))
 
     def read(self, address: int, size: int) -> bytes:
         """Read bytes."""
+        return ctypes.string_at(address, size)
 
     def stream(self) -> int:
-        """Return a stream on which nothing is queued."""
+        """Return a stream on which nothing is queued; host memory has none."""
+        return 0
 
     def settle(self) -> None:
         """Wait until that stream has done everything."""

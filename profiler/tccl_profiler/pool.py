@@ -10,7 +10,7 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -143,29 +143,20 @@ class Pool(Links):
         self._memory = memory or Memory()
         self._timeouts = timeouts or Timeouts()
         self.workers: list[WorkerProcess] = []
-        self._started: dict[str, Started] = {}
+        self.started: dict[str, Started] = {}
         self.control: Control | None = None
         self._lifeline: tuple[int, int] | None = None
         self._epoch = 0
         self._broken = False
         self._execution: Execution | None = None
-        self._pids: set[int] = set()
+        # Process ids of all workers so far.
+        self.pids: set[int] = set()
         self._variables: Mapping[str, str] = {}
 
     @property
     def lanes(self) -> Mapping[str, int]:
         """How many blocks each device runs at once, by name, as of the last start."""
-        return {device: started.lanes for device, started in self._started.items()}
-
-    @property
-    def pids(self) -> Set[int]:
-        """Process ids of all workers so far; the set grows on its own."""
-        return self._pids
-
-    @property
-    def started(self) -> Mapping[str, Started]:
-        """The Started message of each device, by name."""
-        return self._started
+        return {device: started.lanes for device, started in self.started.items()}
 
     def __enter__(self) -> Pool:
         self.start()
@@ -187,7 +178,7 @@ class Pool(Links):
             for worker in self.workers:
                 started, fds = worker.received(Started, deadline - time.monotonic())
                 worker.arena_fd = fds[0] if fds else -1
-                self._started[worker.spec.device] = started
+                self.started[worker.spec.device] = started
             self._introduce()
             self._broken = False
         except BaseException:
@@ -200,7 +191,7 @@ class Pool(Links):
         assert self._lifeline is not None and self.control is not None
         worker = spawned(slot, spec, self._variables)
         self.workers.append(worker)
-        self._pids.add(worker.process.pid)
+        self.pids.add(worker.process.pid)
         start = Start(
             backend="network" if is_nic(spec.device) else self._backend,
             slot=slot,
@@ -224,8 +215,8 @@ class Pool(Links):
             peers = tuple(
                 Peer(
                     space=gpu.spec.device,
-                    handle=self._started[gpu.spec.device].handle,
-                    size=self._started[gpu.spec.device].arena_bytes,
+                    handle=self.started[gpu.spec.device].handle,
+                    size=self.started[gpu.spec.device].arena_bytes,
                     descriptor=fds.index(gpu.arena_fd) if gpu.arena_fd >= 0 else -1,
                 )
                 for gpu in others
@@ -345,9 +336,9 @@ class Pool(Links):
         if not 1 <= repeats <= MAX_REPEATS:
             raise MeasurementError(f"{repeats} repeats at once: 1 to {MAX_REPEATS} are right")
         for device, share in program.devices.items():
-            if device not in self._started:
+            if device not in self.started:
                 raise MeasurementError(
-                    f"{device} is no device of this pool; it has {', '.join(self._started)}"
+                    f"{device} is no device of this pool; it has {', '.join(self.started)}"
                 )
             if len(share.lanes) + len(share.copies) > MAX_LANES:
                 raise MeasurementError(f"{device} would do more than {MAX_LANES} things at once")

@@ -125,7 +125,7 @@ def pool_of(
     machine: Machine,
     backend: str,
     devices: Sequence[str],
-    memory: Memory | None,
+    memory: Memory | None = None,
     nics: Mapping[str, DeviceSpec] | None = None,
 ) -> Pool:
     """Return a pool, not started, for some GPUs of a machine and NICs, by device name.

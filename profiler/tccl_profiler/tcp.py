@@ -244,6 +244,7 @@ class NicLinks:
 
     def __init__(self, device: str, address: str, interface: str) -> None:
         self._device, self._address, self._interface = device, address, interface
+        self.name = f"{interface} {address}".strip()
         self._sockets: dict[Link, socket.socket] = {}
         self._expected: dict[bytes, Link] = {}
         self._listener: socket.socket | None = None
@@ -257,11 +258,6 @@ class NicLinks:
                     f"{device}: this host has no interface {interface}"
                 ) from error
         self._bound().close()
-
-    @property
-    def name(self) -> str:
-        """Interface and address."""
-        return f"{self._interface} {self._address}".strip()
 
     def socket_of(self, link: Link) -> socket.socket:
         """Return the link's socket, which does not block."""

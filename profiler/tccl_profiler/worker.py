@@ -11,24 +11,19 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tccl_profiler.messages import (
     Connection,
     ConnectionClosed,
     Done,
     Failed,
-    LinkSet,
     LinkStep,
     Meet,
-    Peer,
     Ping,
-    Pinged,
     Run,
     Share,
     Start,
-    Started,
     Stop,
     ToWorker,
     take_step,
@@ -36,40 +31,15 @@ from tccl_profiler.messages import (
 from tccl_profiler.shared_memory import Control, Segment
 from tccl_py.errors import MeasurementError
 
+if TYPE_CHECKING:
+    from tccl_profiler.cuda.device import CudaDevice
+    from tccl_profiler.host.device import HostDevice
+    from tccl_profiler.tcp import NicDevice
+
+    Device = HostDevice | CudaDevice | NicDevice
+
 _ORPHANED = 3
 """Exit code of a worker whose controller went away."""
-
-
-class Device(Protocol):
-    """The device of a worker process. Every method may raise MeasurementError."""
-
-    @property
-    def links(self) -> LinkSet:
-        """The device's links to other hosts, made by TCP or NCCL."""
-
-    def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
-        """Set up memory and kernels; return descriptors to send along too."""
-
-    def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
-        """Map the other devices' arenas, by space, each with its descriptor or None.
-
-        A peer that cannot be reached is refused when a program names it.
-        """
-
-    def share(self, space: str, segment: Segment) -> None:
-        """Map host memory in place of the space of this name."""
-
-    def queue(self, run: Run) -> None:
-        """Clear the device's own counters and queue all repeats; return before they have run."""
-
-    def finish(self) -> None:
-        """Wait until everything queued has run."""
-
-    def ping(self, count: int) -> Pinged:
-        """Compare the device's clock with CLOCK_MONOTONIC, while nothing else runs."""
-
-    def close(self) -> None:
-        """Give everything back."""
 
 
 def main() -> None:

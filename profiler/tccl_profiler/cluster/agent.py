@@ -31,7 +31,7 @@ from tccl_profiler.cluster.messages import (
 )
 from tccl_profiler.execution import RunResult
 from tccl_profiler.messages import Connection, Done, Failed, LinkStep, Ping, Stop, take_step
-from tccl_profiler.pool import Memory, Pool
+from tccl_profiler.pool import Pool
 from tccl_profiler.session import pool_of
 from tccl_profiler.watch import Watch, warnings
 from tccl_profiler.workers import DeviceSpec
@@ -231,7 +231,7 @@ class Agent:
             return say.Opened(lanes={})
         if self._facts is None:
             raise MeasurementError(f"host {self._name}: asked to start workers for nothing known")
-        self._pool = pool_of_host(self._facts, self._backend, message.devices, message.memory)
+        self._pool = pool_of_host(self._facts, self._backend, message.devices)
         try:
             self._pool.start()
         except BaseException:
@@ -298,9 +298,7 @@ class Agent:
             raise _Aborted
 
 
-def pool_of_host(
-    facts: HostFacts, backend: str, ids: tuple[str, ...], memory: Memory | None
-) -> Pool:
+def pool_of_host(facts: HostFacts, backend: str, ids: tuple[str, ...]) -> Pool:
     """Return the pool for some of a host's devices, not started."""
     nics = {}
     for name in ids:
@@ -310,7 +308,7 @@ def pool_of_host(
         if name.startswith("N"):
             nic = facts.addresses[int(name[1:])]
             nics[name] = DeviceSpec(device=name, address=nic.address, interface=nic.interface)
-    return pool_of(facts.machine, backend, ids, memory, nics)
+    return pool_of(facts.machine, backend, ids, nics=nics)
 
 
 class RankTasks:

@@ -54,7 +54,7 @@ class Agents:
         timeouts: HostTimeouts | None = None,
         lost: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._messengers = dict(messengers)
+        self._messengers, self.hosts = dict(messengers), tuple(messengers)
         self.timeouts = timeouts or HostTimeouts()
         self._lost = lost
         self._number = 0
@@ -68,11 +68,6 @@ class Agents:
             timeouts=timeouts,
             lost=lambda _: setattr(job, "broken", True),
         )
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The hosts' names, in rank order."""
-        return tuple(self._messengers)
 
     def number(self) -> int:
         """Return a number for a new question."""
@@ -206,11 +201,7 @@ class RankJobs:
 
     def __init__(self, job: Job, *, timeouts: HostTimeouts | None = None) -> None:
         self._agents = Agents.of(job, timeouts)
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The hosts' names, in the order of the launcher's ranks."""
-        return self._agents.hosts
+        self.hosts = self._agents.hosts
 
     def described(self, backend: str, *, interfaces: Sequence[str] = ()) -> dict[str, HostFacts]:
         """Return the hosts' facts by name; `interfaces` are their NICs, if not their own."""

@@ -242,6 +242,7 @@ class Job:
 
     def __init__(self, ranks: Rendezvous) -> None:
         self.rank, self.size = ranks.rank, ranks.size
+        self.is_controller = ranks.rank == CONTROLLER
         self._peers = ranks.peers
         self._ranks = {rank: Messenger(end) for rank, end in ranks.connections.items()}
         self._seats: tuple[HostRanks, ...] = ()
@@ -249,11 +250,6 @@ class Job:
         self._heart = HeartbeatThread(self._beat)
         self._usual: Any = signal.SIG_DFL
         self.broken = False
-
-    @property
-    def is_controller(self) -> bool:
-        """Whether this rank controls the others."""
-        return self.rank == CONTROLLER
 
     def __enter__(self) -> Job:
         if self.is_controller:

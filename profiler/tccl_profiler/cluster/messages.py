@@ -30,7 +30,6 @@ from tccl_profiler.messages import (
     Pinged,
     Stop,
 )
-from tccl_profiler.pool import Memory
 from tccl_profiler.program import HostProgram
 from tccl_profiler.shared_memory import RECORD
 from tccl_py.errors import MeasurementError
@@ -61,7 +60,6 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Start workers for these GPUs and NICs, in place of those before; none if it is empty."""
 
     devices: tuple[str, ...]
-    memory: Memory | None = None
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):

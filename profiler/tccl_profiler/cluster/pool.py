@@ -28,7 +28,7 @@ from tccl_profiler.messages import (
     WorkerLost,
 )
 from tccl_profiler.nccl_links import process_variables
-from tccl_profiler.pool import Links, Memory
+from tccl_profiler.pool import Links
 from tccl_profiler.program import Link, Program, host_of
 from tccl_py.errors import SourceLostError
 
@@ -55,7 +55,7 @@ class ClusterPool:
 
     Methods raise WorkerLost if a worker died or hangs, MeasurementError if devices refuse, both
     with the host's name, and SourceLostError if a host is gone or a clock jumped. `devices`: what
-    to start, by host. `memory` None is the backend's default.
+    to start, by host.
     """
 
     def __init__(
@@ -64,31 +64,22 @@ class ClusterPool:
         clocks: Mapping[str, HostClock],
         devices: Mapping[str, Collection[str]],
         *,
-        memory: Memory | None = None,
         nccl_variables: Mapping[str, str] | None = None,
     ) -> None:
         self._nccl_variables = nccl_variables or {}
         self._agents = agents
         self._clocks = dict(clocks)
         self._devices = {host: tuple(sorted(ids)) for host, ids in devices.items() if ids}
-        self._memory = memory
-        self._lanes: dict[str, int] = {}
+        self.lanes: dict[str, int] = {}
         self._variables: Mapping[str, str] = {}
         self._ahead_ns = _AHEAD_NS
         self._links = Links(self._link_steps, lambda _, device: host_of(device))
         self.warnings: list[str] = []
         self.late = 0
 
-    @property
-    def lanes(self) -> Mapping[str, int]:
-        """How many blocks each device runs at once, by name (`h1.G0`)."""
-        return self._lanes
-
     def start(self) -> None:
         """Start all workers."""
-        questions = {
-            host: say.Open(devices=ids, memory=self._memory) for host, ids in self._devices.items()
-        }
+        questions = {host: say.Open(devices=ids) for host, ids in self._devices.items()}
         self._opened(self._agents.ask(questions, say.Opened, self._agents.timeouts.start_s))
         self.read_clocks(FIRST_PINGS)
 
@@ -99,7 +90,7 @@ class ClusterPool:
 
     def _opened(self, answers: Mapping[str, say.Opened]) -> None:
         for host, opened in answers.items():
-            self._lanes |= {f"{host}.{name}": count for name, count in opened.lanes.items()}
+            self.lanes |= {f"{host}.{name}": count for name, count in opened.lanes.items()}
             self.warnings += [f"host {host}: {text}" for text in opened.warnings]
 
     def read_clocks(self, count: int = PINGS) -> None:

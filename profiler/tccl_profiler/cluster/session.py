@@ -145,11 +145,6 @@ class ClusterSession:
         return self._backend == "cuda" and self.network == "tcp"
 
     @property
-    def is_open(self) -> bool:
-        """Whether workers were started."""
-        return self._profiler is not None
-
-    @property
     def conditions(self) -> str:
         """The error bound of the hosts' clocks, in one line."""
         worst = max(self.clocks.values(), key=lambda clock: clock.error_ns)

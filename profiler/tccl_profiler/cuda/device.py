@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
-from tccl_profiler.nccl_links import Communicators
+from tccl_profiler.nccl_links import Communicators, Memory
 from tccl_profiler.program import (
     COUNTER_AREA_BYTES,
     COUNTER_BYTES,
@@ -348,13 +348,13 @@ class CudaDevice:
         self._opened, self._allocated = [], []
 
 
-class CudaMemory:
-    """GPU memory as communicators use it; a `nccl_links.Memory`."""
+class CudaMemory(Memory):
+    """GPU memory for communicators."""
 
     def __init__(self, cupy: Any, number: int, *, sent: int, kept: int, size: int) -> None:
         self._runtime, self._number = cupy.cuda.runtime, number
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self.sent, self.kept, self.size = sent, kept, size
+        super().__init__(sent, kept, size)
 
     def enter(self) -> None:
         """Make the GPU the calling thread's."""

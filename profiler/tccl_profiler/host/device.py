@@ -22,7 +22,7 @@ from tccl_profiler import linux
 from tccl_profiler.host.lane import HostLane, MappedSpaces, own_clock, pause, released
 from tccl_profiler.host.machine import cpu_model
 from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
-from tccl_profiler.nccl_links import Communicators
+from tccl_profiler.nccl_links import Communicators, Memory
 from tccl_profiler.program import COUNTER_AREA_BYTES, Copy, Lane
 from tccl_profiler.shared_memory import ABORT, MAX_LANES, Control, Segment, create_segment
 from tccl_py.errors import MeasurementError
@@ -196,7 +196,7 @@ class HostDevice(ThreadedDevice):
         self._spaces.put(start.device, arena)
         # Written, so that every page is there and on this core's node before anything is timed.
         self._user, self._keep = (np.full(start.user_bytes, 1, np.uint8) for _ in range(2))
-        memory = HostMemory(self._user, self._keep)
+        memory = Memory(self._user.ctypes.data, self._keep.ctypes.data, start.user_bytes)
         self._links = Communicators(start.device, int(start.device[1:]), memory)
         started = Started(
             name=cpu_model(),
@@ -314,29 +314,3 @@ class HostDevice(ThreadedDevice):
 
 def _as_lane(copy: Copy) -> Lane:
     return Lane(incoming=copy.source, outgoing=copy.destination, slice_bytes=copy.slice_bytes)
-
-
-class HostMemory:
-    """Host memory as communicators use it; a `nccl_links.Memory`."""
-
-    def __init__(self, sent: npt.NDArray[np.uint8], kept: npt.NDArray[np.uint8]) -> None:
-        self._arrays = {array.ctypes.data: array for array in (sent, kept)}
-        self.sent, self.kept, self.size = sent.ctypes.data, kept.ctypes.data, len(sent)
-
-    def enter(self) -> None:
-        """Do nothing: all threads share memory."""
-
-    def write(self, address: int, data: bytes) -> None:
-        """Write bytes at the begin of what is sent or kept."""
-        self._arrays[address][: len(data)] = np.frombuffer(data, np.uint8)
-
-    def read(self, address: int, size: int) -> bytes:
-        """Return the first bytes of what is sent or kept."""
-        return self._arrays[address][:size].tobytes()
-
-    def stream(self) -> int:
-        """Return no stream: calls return when their work is done."""
-        return 0
-
-    def settle(self) -> None:
-        """Do nothing: no work is under way."""
