@@ -16,15 +16,11 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 (n
 _ROOT = os.path.dirname(_PACKAGE)  # noqa: PTH120
 _SEARCHED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
-_ORPHANED = 3
-"""Exit code of a child whose parent ended before the kernel was told to watch it."""
+_ORPHANED = 3  # Exit code of a child whose parent ended before the kernel was told to watch it
 
 
 def search_path() -> list[str]:
-    """Return sys.path without the current directory, which `python -m` and empty entries add.
-
-    A current directory in PYTHONPATH, or with this package, stays.
-    """
+    """Return sys.path without the current directory, unless PYTHONPATH or this package is there."""
     try:
         here = os.getcwd()  # noqa: PTH109
     except FileNotFoundError:
@@ -37,8 +33,8 @@ def search_path() -> list[str]:
 def child_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module as a program in a child process.
 
-    The kernel kills the child at the end of the starting thread. Only children of the main thread
-    are bound in this way, as further threads may end long before the process.
+    The kernel kills the child at the end of the starting thread, so only children of the main
+    thread are bound: further threads may end long before the process.
     """
     import threading  # noqa: PLC0415 (a child that only begins needs none of it)
 
@@ -66,7 +62,6 @@ def end_with(parent: int) -> None:
 
 
 def _become() -> None:
-    """Run the module that the command line names."""
     # At the end is the place from which a parent has this package, installed or not.
     sys.path[:] = [*(folder for folder in sys.path if folder != _PACKAGE), _ROOT]
     parent = int(sys.argv[1])

@@ -17,13 +17,7 @@ class TcclError(Exception):
 
 
 class InputError(TcclError):
-    """Unusable input; exit code 2 on the command line.
-
-    Args:
-        where: file and place, option, or name (`topo.xml:12 <pci>`).
-        what: the fault.
-        right: the right form.
-    """
+    """Unusable input, exit code 2: where (file, option, name), the fault, the right form."""
 
     def __init__(self, where: str, what: str, right: str) -> None:
         super().__init__(f"{where}: {what}; {right}")
@@ -60,11 +54,7 @@ _REFUSED = (os.strerror(errno.EAGAIN), "can't start new thread")
 
 
 def check_limits() -> None:
-    """Raise low limits as far as this process may.
-
-    Raises:
-        InputError: a limit stays too low.
-    """
+    """Raise low limits as far as this process may; InputError if a limit stays too low."""
     for limit in (_FILES, _PROCESSES, _MEMORY):
         if limit is _PROCESSES and os.geteuid() == 0:
             # The kernel counts no processes of root.

@@ -20,22 +20,16 @@ import msgspec
 
 from tccl_py.errors import InputError, limit_reached
 
-MAX_INPUT_BYTES = 32 * 1024 * 1024
-"""No description of one machine, plan or graph comes near this; larger input is refused unread."""
+MAX_INPUT_BYTES = 32 * 1024 * 1024  # Larger input is refused unread
 
 T = TypeVar("T")
 Text = TypeVar("Text", bound="TextValue")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
-_TERMINAL = re.compile("[\x7f-\x9f]")
-"""Control characters that JSON lets stand as they are."""
+_TERMINAL = re.compile("[\x7f-\x9f]")  # Control characters that JSON lets stand as they are
 
 
 def read_text(path: Path, *, limit: int = MAX_INPUT_BYTES) -> str:
-    """Read a UTF-8 text file of at most `limit` bytes.
-
-    Raises:
-        InputError: missing, unreadable, a directory or device, too large, or not UTF-8.
-    """
+    """Read a UTF-8 text file of at most `limit` bytes; InputError as `read_bytes`, or not UTF-8."""
     try:
         return read_bytes(path, limit=limit).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -45,11 +39,7 @@ def read_text(path: Path, *, limit: int = MAX_INPUT_BYTES) -> str:
 
 
 def read_bytes(path: Path, *, limit: int = MAX_INPUT_BYTES) -> bytes:
-    """Read a file of at most `limit` bytes.
-
-    Raises:
-        InputError: missing, unreadable, a directory or device, or too large.
-    """
+    """Read a file of at most `limit` bytes; InputError as `reading`, or too large."""
     with reading(path) as handle:
         data = handle.read(limit + 1)
     if len(data) > limit:
@@ -59,11 +49,7 @@ def read_bytes(path: Path, *, limit: int = MAX_INPUT_BYTES) -> bytes:
 
 @contextmanager
 def reading(path: Path) -> Iterator[BufferedReader]:
-    """Open a file to read its bytes.
-
-    Raises:
-        InputError: missing, unreadable, a directory or device.
-    """
+    """Open a file to read its bytes; InputError if it is missing, unreadable or no regular file."""
     try:
         if path.exists() and not path.is_file():
             raise InputError(str(path), "is not a regular file", "name a file")
@@ -80,10 +66,7 @@ def reading(path: Path) -> Iterator[BufferedReader]:
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` beside `path` and rename it into place; on failure nothing is left behind.
 
-    A replaced file keeps its permissions; a new file gets the umask's.
-
-    Raises:
-        InputError: the place is a directory or cannot be written (no space, no permission).
+    A replaced file keeps its permissions. InputError: a directory, or not to be written.
     """
     try:
         if path.is_dir():
@@ -104,12 +87,7 @@ def write_atomically(path: Path, text: str) -> None:
 def replacement(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a new file to replace `path` in one step at the end of a block without errors.
 
-    Args:
-        path: the place; the next call removes files of killed runs.
-        mode: the new file's permissions, less the umask.
-
-    Raises:
-        OSError: the system refuses; nothing is left behind.
+    The next call for `path` removes files of killed runs. `mode` is the new file's, less the umask.
     """
     sweep_beside(path)
     descriptor, temporary = _opened_beside(path, mode)
@@ -126,7 +104,6 @@ def replacement(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def _opened_beside(path: Path, mode: int) -> tuple[int, Path]:
-    """Open a new file, locked against `sweep` until it is closed."""
     while True:
         temporary = path.with_name(_beside(path) + os.urandom(4).hex())
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -169,12 +146,9 @@ def _remove_unlocked(left: Path) -> None:
 
 
 def lock(descriptor: int, path: Path) -> bool:
-    """Lock an open file or directory against further runs until the descriptor is closed.
+    """Lock an open file or directory until the descriptor is closed; False without locks.
 
-    Return False on a file system without locks.
-
-    Raises:
-        InputError: another run has the lock; the message names `path`.
+    InputError, with `path`: another run has the lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,11 +162,7 @@ def lock(descriptor: int, path: Path) -> bool:
 
 
 def check_path(path: PurePath) -> None:
-    """Check that a job's environment can name a path.
-
-    Raises:
-        InputError: control characters, or bytes that are not UTF-8.
-    """
+    """Check that a job's environment can name a path: no control characters, and UTF-8."""
     text = str(path)
     if _CONTROL.search(text):
         raise InputError(
@@ -215,11 +185,7 @@ class TextValue:
 
     @classmethod
     def from_text(cls: type[Text], text: str) -> Text:
-        """Parse the text form.
-
-        Raises:
-            InputError: the text has no such value.
-        """
+        """Parse the text form; InputError if the text has no such value."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -246,11 +212,7 @@ def written(value: object) -> str:
 
 
 def parsed(kind: type[Any], value: object) -> Any:
-    """Parse a TextValue (msgspec's `dec_hook`).
-
-    Raises:
-        ValueError: no such text, or the same value has another text in files.
-    """
+    """Parse a TextValue (msgspec's `dec_hook`); ValueError unless in canonical form."""
     if not issubclass(kind, TextValue):
         raise NotImplementedError(f"{kind.__name__} has no form in files")
     if not isinstance(value, str):
@@ -265,11 +227,7 @@ def parsed(kind: type[Any], value: object) -> Any:
 
 
 def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
-    """Decode JSON into a msgspec type, strictly; messages call it `name`.
-
-    Raises:
-        InputError: not JSON, nested too deep, or not of `kind`; names the place in the document.
-    """
+    """Decode JSON into a msgspec type, strictly (InputError); messages call the type `name`."""
     try:
         return msgspec.json.decode(text.encode(), type=kind, dec_hook=parsed)
     except RecursionError as error:
@@ -283,10 +241,7 @@ def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
 
 
 def encode_json(value: Any) -> str:
-    """Encode as indented JSON in declared field order, with a final newline.
-
-    Control characters are escaped.
-    """
+    """Encode as indented JSON in field order; control characters are escaped."""
     text = msgspec.json.format(encode_line(value)[:-1], indent=1).decode() + "\n"
     return _TERMINAL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
@@ -316,10 +271,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
     A killed program leaves the folder. The folder is locked while the program lives, and a marker
     names the process: the next call with the prefix removes marked folders without lock and
-    process. A folder without marker is the user's own.
-
-    Raises:
-        InputError: the system refuses the folder, or a write in the block, as with a full disk.
+    process. InputError: the system refuses the folder, or a write in the block.
     """
     _sweep(prefix)
     with _named(), tempfile.TemporaryDirectory(prefix=prefix) as name, _held(Path(name)):
@@ -362,7 +314,6 @@ def _held(folder: Path) -> Iterator[bool]:
 
 
 def _sweep(prefix: str) -> None:
-    """Remove this user's folders whose marker names a process that is gone."""
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError, ValueError):
             if not stat.S_ISDIR(_owned(path)) or not stat.S_ISREG(_owned(path / _MARKER)):
@@ -389,6 +340,5 @@ def _lives(owner: _Owner) -> bool:
 
 
 def _started(pid: int) -> int:
-    """Return the start of a process in ticks since boot."""
     text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     return int(text.rpartition(")")[2].split()[19])

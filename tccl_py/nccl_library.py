@@ -1,8 +1,7 @@
 """NCCL's library: places, installed versions, and the functions needed here.
 
-torch's wheels need a package with the library, or contain NCCL. The package's version is the
-library's, unless two packages share the file. A separate process asks the library for the version,
-so that neither torch nor CUDA is loaded here.
+torch's wheels need a package with the library, or contain NCCL. A separate process asks a library
+for its version, so that neither torch nor CUDA is loaded here.
 """
 
 from __future__ import annotations
@@ -24,20 +23,16 @@ from tccl_py.errors import MeasurementError, limit_reached
 
 NAME = "libnccl.so.2"
 ID_BYTES = 128
-_PACKAGE_PLACE = Path("nvidia", "nccl", "lib")
-"""Folder of the library in NVIDIA's Python packages, below site-packages."""
+_PACKAGE_PLACE = Path("nvidia", "nccl", "lib")  # below site-packages
 _PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _NEEDED = re.compile(r"nvidia[-_]nccl[-_]cu[0-9]{1,3}", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}(?:\.[0-9]{1,3})?", re.ASCII)
-_TIMEOUT_S = 60.0
-"""To import torch from a cold network file system takes long."""
-_TORCH = "torch"
-"""Stands for torch's NCCL in place of a library."""
+_TIMEOUT_S = 60.0  # To import torch from a cold network file system takes long
+_TORCH = "torch"  # Stands for torch's NCCL in place of a library
 _UINT8 = 1
 _UNDEFINED = -(1 << 31)
 _MAGIC = 0xCAFEBEEF
-_CONFIG_VERSION = 21800
-"""NCCL 2.18 and later read a configuration by its own size and version."""
+_CONFIG_VERSION = 21800  # NCCL 2.18 and later read a configuration by its own size and version
 _OLDEST = 21800
 
 
@@ -62,14 +57,7 @@ class _Config(ctypes.Structure):
 
 
 class Library:
-    """NCCL in this process; errors are MeasurementErrors with NCCL's words.
-
-    Args:
-        path: the library's file; None is the result of `find_library`.
-
-    Raises:
-        MeasurementError: the library does not load, or is older than 2.18.
-    """
+    """NCCL in this process, 2.18 or later; errors are MeasurementErrors with NCCL's words."""
 
     def __init__(self, path: str | None = None) -> None:
         try:
@@ -88,9 +76,6 @@ class Library:
 
         NVIDIA's packages contain a CUDA runtime inside NCCL, which takes the driver's current
         context; a shared runtime is called directly.
-
-        Raises:
-            MeasurementError: no driver, or an error of the driver.
         """
         runtime = getattr(self._library, "cudaSetDevice", None)
         if runtime is not None:
@@ -116,17 +101,7 @@ class Library:
     def communicator(
         self, unique_id: bytes, *, rank: int, ranks: int = 2, channels: int | None = None
     ) -> int:
-        """Become a rank of a communicator, on the current GPU; waits for the other ranks.
-
-        Args:
-            unique_id: the same for all ranks.
-            rank: the number of this rank.
-            ranks: the number of ranks.
-            channels: the number of channels; None leaves the number to NCCL.
-
-        Raises:
-            MeasurementError: an error of NCCL.
-        """
+        """Become a rank of a communicator, on the current GPU; waits for the other ranks."""
         found = ctypes.c_void_p()
         config = _Config(
             size=ctypes.sizeof(_Config),
@@ -194,8 +169,7 @@ def _check_cuda(name: str, code: int) -> None:
 def find_library() -> str:
     """Return a job's library, as a path or as a name for the loader.
 
-    The folders of LD_LIBRARY_PATH come first, then the package of this Python (a dependency
-    of torch), then the system's places.
+    LD_LIBRARY_PATH comes first, then this Python's package (of torch), then the system's places.
     """
     told = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
     places = (Path(folder) / NAME for folder in told)
@@ -203,15 +177,12 @@ def find_library() -> str:
 
 
 def _packaged() -> str:
-    """Return the library of this Python's packages, or its name for the loader."""
     places = (Path(folder) / _PACKAGE_PLACE / NAME for folder in sys.path)
     return next((str(place) for place in places if place.is_file()), NAME)
 
 
 def version_text(number: int) -> str:
-    """Return the version of ncclGetVersion's number.
-
-    NCCL_VERSION(X, Y, Z) in nccl.h is X * 10000 + Y * 100 + Z since 2.9, X * 1000 + ... before.
+    """Return the version of ncclGetVersion's number (NCCL_VERSION in nccl.h).
 
     >>> version_text(22809), version_text(2708)
     ('2.28.9', '2.7.8')
@@ -265,7 +236,6 @@ def _of_torch(torch: metadata.Distribution) -> InstalledNccl | None:
 
 
 def _of_packages(names: Sequence[str]) -> InstalledNccl | None:
-    """Return the NCCL of the first of these packages that is installed."""
     for name in names:
         package = _distribution(name)
         if package is None:
@@ -288,11 +258,7 @@ def _distribution(name: str) -> metadata.Distribution | None:
 
 
 def _told(library: str) -> str:
-    """Return the version of a library, or of torch's NCCL, by a separate process; "" if unknown.
-
-    Raises:
-        InputError: no process can be started, because a limit is reached.
-    """
+    """Return the version of a library or torch's NCCL, by a separate process; "" if unknown."""
     try:
         done = subprocess.run(
             child_command("tccl_py.nccl_library", library),
@@ -312,7 +278,6 @@ def _told(library: str) -> str:
 
 
 def _version_of(library: str) -> str:
-    """Load a library, or torch, and return its version of NCCL."""
     if library == _TORCH:
         import torch  # noqa: PLC0415 (only in a process of its own)
 

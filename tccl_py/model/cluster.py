@@ -17,14 +17,10 @@ from tccl_py.model.knowledge import Knowledge, check_knowledge
 from tccl_py.model.machine import Gpu, Machine, Nic, PciBridge, check
 
 FORMAT_VERSION = 1
-MAX_HOSTS = 65_536
-"""As many as SLURM takes in one range (MAX_RANGE)."""
-MAX_NAME = 240
-"""With `.xml` and a temporary suffix, a file name of at most the 255 bytes that file systems take;
-the domain name system takes 253 (RFC 1035, 3.1)."""
+MAX_HOSTS = 65_536  # As many as SLURM takes in one range (MAX_RANGE)
+MAX_NAME = 240  # a file name with .xml fits 255 bytes
 MAX_CLASS_NAME = 64
-Rails = Literal["any", "only"]
-"""Whether NIC i of a host reaches any NIC of another host, or NIC i only."""
+Rails = Literal["any", "only"]  # only: NIC i reaches NIC i of another host
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _SHOWN = 40
@@ -38,14 +34,7 @@ def shown(text: str) -> str:
 
 
 def check_host_name(name: str, *, where: str) -> str:
-    """Return `name` if it can name a host or switch in files, file names and places (`node1.G0`).
-
-    >>> check_host_name("gpu-01.cluster", where="hosts")
-    'gpu-01.cluster'
-
-    Raises:
-        InputError: empty, too long, or with other characters.
-    """
+    """Return `name` if it can name a host or switch in files, file names and places."""
     if len(name) > MAX_NAME:
         what = f"the name {shown(name)} has {len(name)} characters"
         raise InputError(where, what, f"at most {MAX_NAME} are possible")
@@ -56,11 +45,7 @@ def check_host_name(name: str, *, where: str) -> str:
 
 
 def check_host_names(names: Iterable[str], *, where: str, kind: str = "host") -> tuple[str, ...]:
-    """Return the names of hosts (or another `kind`) if each is fit and none is doubled.
-
-    Raises:
-        InputError: as `check_host_name`, or a doubled name.
-    """
+    """Return the names of hosts (or another `kind`) if each is fit and none is doubled."""
     seen: dict[str, None] = {}
     for name in names:
         if check_host_name(name, where=where) in seen:
@@ -110,13 +95,7 @@ class SwitchTree(msgspec.Struct, frozen=True, kw_only=True):
 def restricted(tree: SwitchTree, hosts: Iterable[str], *, where: str = "switch tree") -> SwitchTree:
     """Return the tree with these hosts only, and without switches that lead to no host.
 
-    >>> leaf = SwitchTree(name="leaf", hosts=("a", "b"))
-    >>> tree = SwitchTree(name="", switches=(leaf, SwitchTree(name="other", hosts=("c",))))
-    >>> restricted(tree, ["b"])
-    SwitchTree(name='leaf', hosts=('b',), switches=(), uplink_gbps=None)
-
-    Raises:
-        InputError: a host outside the tree, at two switches, or named twice; or no host at all.
+    InputError: a host outside the tree, at two switches, or named twice; or no host at all.
     """
     names = check_host_names(hosts, where="hosts of the job")
     if not names:
@@ -267,8 +246,7 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
 def classes_of(reports: Sequence[HostReport]) -> tuple[tuple[NodeClass, ...], tuple[int, ...]]:
     """Return the classes of these hosts' machines, and the position of each host's class.
 
-    Classes are in the order of first hosts. A class has the first host's machine, and a name made
-    from the machine's name.
+    Classes are in the order of first hosts, and have the first host's machine.
     """
     numbers: dict[bytes, int] = {}  # of machines as reported, and in the form that is compared
     classes: list[NodeClass] = []
@@ -313,12 +291,7 @@ def cluster_of(
 
 
 def check_cluster(cluster: Cluster, *, where: str) -> Cluster:
-    """Return `cluster` if its parts fit together.
-
-    Raises:
-        InputError: no host or too many, unfit or doubled names, an unknown class, a class without
-            GPU, a wrong number of ranks, a host at no switch or at an unknown switch.
-    """
+    """Return `cluster` if its parts fit together (InputError)."""
     if cluster.format_version != FORMAT_VERSION:
         what = f"has format version {cluster.format_version}"
         raise InputError(where, what, f"this program reads version {FORMAT_VERSION}")

@@ -60,11 +60,7 @@ def _nvlinked(machine: Machine, source: str, target: str) -> bool:
 
 
 def check_knowledge(knowledge: Knowledge, machine: Machine, *, where: str) -> Knowledge:
-    """Return `knowledge` if it names this machine's devices only.
-
-    Raises:
-        InputError: an unknown GPU or an unknown end of a hidden link.
-    """
+    """Return `knowledge` if it names this machine's devices only (InputError)."""
     for fact in knowledge.peer_access:
         for index in (fact.source, fact.target):
             if index not in machine.gpu_indices:

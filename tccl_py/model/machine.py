@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 FORMAT_VERSION = 1
-MAX_GPUS = 64
-"""NCCL's own limit is 64 GPUs a node (NCCL_TOPO_MAX_NODES is 576); more is a malformed file."""
+MAX_GPUS = 64  # NCCL's own limit a node; more is a malformed file
 _BUS_ID = re.compile(
     r"([0-9a-fA-F]{1,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-9a-fA-F])", re.ASCII
 )
@@ -130,11 +129,7 @@ Device = NumaNode | PciBridge | Gpu | Nic | NvSwitch
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """A node's structure: a PCI tree below NUMA nodes, and NVLinks.
-
-    Raises:
-        InputError: from `check`, if ids repeat, parents are missing or turn in a circle.
-    """
+    """A node's structure: a PCI tree below NUMA nodes, and NVLinks; `check` holds it together."""
 
     name: str
     numa_nodes: tuple[NumaNode, ...]
@@ -189,11 +184,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return _graph(self)
 
     def gpu(self, index: int) -> Gpu:
-        """Return the GPU with this NVML index.
-
-        Raises:
-            InputError: no such GPU; the message names the known indices.
-        """
+        """Return the GPU with this NVML index; the InputError names the known indices."""
         for gpu in self.gpus:
             if gpu.index == index:
                 return gpu
@@ -231,15 +222,7 @@ def _graph(machine: Machine) -> nx.Graph:
 
 
 def check(machine: Machine, *, where: str) -> Machine:
-    """Return `machine` if its parts fit together.
-
-    Args:
-        machine: read from a file or the system.
-        where: file name for the message.
-
-    Raises:
-        InputError: too few or many GPUs, repeated ids, missing parents, circles, wrong links.
-    """
+    """Return `machine` if its parts fit together (InputError)."""
     _check_counts(machine, where)
     _check_ids(machine, where)
     _check_tree(machine, where)
@@ -305,9 +288,7 @@ def _check_links(machine: Machine, where: str) -> None:
 
 
 def normal_bus_id(text: str) -> str | None:
-    """Return the canonical spelling of a bus id; None for any other text.
-
-    NVML writes domains with eight digits, the kernel with four or more.
+    """Return the canonical spelling of a bus id (domains of any width); None for any other text.
 
     >>> normal_bus_id("00000000:1A:00.0")
     '0000:1a:00.0'

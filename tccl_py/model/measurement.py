@@ -13,10 +13,8 @@ from tccl_py.model.transfer import Flow, TransferSet
 
 Value = TypeVar("Value")
 
-MAX_GBPS = 1e6
-"""A petabyte a second, far above any memory or link; a higher rate is damage."""
-TOGETHER = 0.9
-"""The least overlap of a set's measurement."""
+MAX_GBPS = 1e6  # A petabyte a second, far above any memory or link; a higher rate is damage
+TOGETHER = 0.9  # The least overlap of a set's measurement
 
 
 class NoRateError(MeasurementError):

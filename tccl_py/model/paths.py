@@ -45,10 +45,7 @@ def path_type(machine: Machine, a: str, b: str) -> PathType:
 
     Settings and bandwidths are left out, and NVLinks between GPUs win over PCI; NCCL may prefer a
     PCI path as short as a path over a GPU, or reach another socket's CPU through an NVLinked GPU.
-    One-way NVLinks do not count.
-
-    Raises:
-        InputError: a device that is no GPU, NIC or NUMA node of the machine.
+    One-way NVLinks do not count. InputError: no such device.
     """
     _check_known(machine, a)
     _check_known(machine, b)
@@ -60,8 +57,7 @@ def path_type(machine: Machine, a: str, b: str) -> PathType:
 def merged_bridges(machine: Machine) -> dict[str, str]:
     """Return Broadcom sub-switches -> the switch above, into which NCCL merges them.
 
-    PEX switches show a single crossbar as two levels of bridges. NCCL merges two levels, once: a
-    third level stays (ncclTopoFlattenBcmSwitches).
+    NCCL merges two levels of bridges, once: a third level stays (ncclTopoFlattenBcmSwitches).
     """
     kinds = {bridge.id: _broadcom(bridge) for bridge in machine.bridges}
     merged: dict[str, str] = {}
@@ -128,7 +124,6 @@ def _returns(ways: set[tuple[str, str]], gpu: str, target: str) -> bool:
 
 
 def _over_tree(machine: Machine, a: str, b: str) -> PathType:
-    """Return the type of the path over PCI bridges and CPUs."""
     merged = merged_bridges(machine)
     above, below = _way_up(machine, merged, a), _way_up(machine, merged, b)
     common = next((device for device in above if device in below), None)
@@ -146,7 +141,6 @@ def _way_up(machine: Machine, merged: Mapping[str, str], device: str) -> tuple[s
 
 
 def _over_cpu(machine: Machine, cpu: str, a: str, b: str) -> PathType:
-    """Return PHB unless NVLinks or C2C lead to the CPU."""
     kinds = {(link.source, link.target): link.kind for link in machine.nvlinks}
     legs = set()
     for device in (a, b):

@@ -20,10 +20,7 @@ class Hop(msgspec.Struct, frozen=True, order=True):
 
 
 class HopSpace(msgspec.Struct, frozen=True, kw_only=True):
-    """The hops a runtime allows between each ordered pair of GPUs; pairs may have no hop.
-
-    `name` is the runtime with the settings.
-    """
+    """The hops a runtime, `name`, allows between ordered pairs of GPUs; pairs may have no hop."""
 
     name: str
     gpus: tuple[int, ...]
@@ -70,11 +67,7 @@ class RingSet(msgspec.Struct, frozen=True, order=True):
 
 
 def ring(hops: Sequence[Hop]) -> Ring:
-    """Return the ring of these hops, beginning at the lowest GPU index.
-
-    Raises:
-        SearchError: the hops do not close, or visit a GPU twice.
-    """
+    """Return the ring of these hops, beginning at the lowest GPU index, or raise a SearchError."""
     sources = [hop.source for hop in hops]
     targets = [hop.target for hop in hops]
     if len(set(sources)) != len(sources) or targets != sources[1:] + sources[:1]:
@@ -89,11 +82,7 @@ def ring_set(rings: Sequence[Ring]) -> RingSet:
 
 
 def ring_like(space: HopSpace, known: Ring) -> Ring:
-    """Return the ring over the same GPUs and NICs, each hop by the space's mechanism.
-
-    Raises:
-        SearchError: the space has no hop for a pair of neighbours.
-    """
+    """Return the ring over the same GPUs and NICs, each hop by the space's mechanism."""
     hops = []
     for hop in known.hops:
         choices = space.between(hop.source, hop.target)
@@ -111,11 +100,7 @@ def nics_of(hop: Hop) -> tuple[int | None, int | None]:
 
 
 def ring_from_order(space: HopSpace, order: Sequence[int]) -> Ring:
-    """Return the ring over `order`, each hop by the space's first mechanism.
-
-    Raises:
-        SearchError: the space has no hop for a pair of neighbours.
-    """
+    """Return the ring over `order`, each hop by the space's first mechanism, or a SearchError."""
     hops = []
     for source, target in zip(order, [*order[1:], order[0]], strict=True):
         choices = space.between(source, target)

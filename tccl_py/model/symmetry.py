@@ -24,15 +24,14 @@ from tccl_py.model.transfer import Flow, Place, elsewhere
 
 Permutation = dict[str, str]
 
-MAX_ELEMENTS = 8_192
-"""Mappings listed one by one; of a larger group a subgroup of at most this size is used."""
+MAX_ELEMENTS = 8_192  # Mappings listed; of a larger group a subgroup is used
 
 
 class Symmetry(msgspec.Struct, frozen=True, kw_only=True):
     """A group of relabellings: row r maps `points[i]` to `points[elements[r, i]]`.
 
-    `order` is the size of the whole group; `elements` lists the group or, if that is too long,
-    a subgroup. Row 0 is the identity. `generators` always generate the whole group.
+    `order` is the size of the whole group; `elements` lists the group or, if that is too long, a
+    subgroup, the identity first. `generators` always generate the whole group.
     """
 
     points: tuple[str, ...]
@@ -66,10 +65,7 @@ def _automorphisms(
 
 
 def keeping(symmetry: Symmetry, keep: npt.NDArray[np.bool_]) -> Symmetry:
-    """Return the subgroup of the listed elements for which `keep` is true.
-
-    `keep` must select a group; the row of the identity is always kept.
-    """
+    """Return the subgroup of the listed elements for which `keep`, a group, is true."""
     chosen = keep.copy()
     chosen[0] = True
     elements = symmetry.elements[chosen]
@@ -213,19 +209,11 @@ def _listed(levels: Sequence[_Level], points: Sequence[str]) -> npt.NDArray[np.i
 
 
 def relabelled(flow: Flow, names: Mapping[str, str]) -> Flow:
-    """Return the flow under a relabelling of devices; a copy engine moves with its GPU.
-
-    >>> from tccl_py.model.transfer import direct_write
-    >>> str(relabelled(direct_write(0, 1), {"G0": "G3", "G1": "G2"}))
-    'G3->G3->G2'
-    """
+    """Return the flow under a relabelling of devices; a copy engine moves with its GPU."""
     return elsewhere(flow, lambda p: Place(p.kind, int(names[p.device][1:]), p.host))
 
 
 def relabelled_hop(hop: Hop, names: Mapping[str, str]) -> Hop:
-    """Return the hop under a relabelling of devices.
-
-    An end without a name stays: the world outside, of chains.
-    """
+    """Return the hop under a relabelling; an end without a name (the world, of chains) stays."""
     source, target = (int(names.get(f"G{gpu}", f"G{gpu}")[1:]) for gpu in (hop.source, hop.target))
     return Hop(source, target, relabelled(hop.flow, names))

@@ -32,13 +32,10 @@ Side = Literal["sender", "receiver"]
 
 _Kind = Literal["bounce", "direct", "plain", "network"]
 
-DEFAULT_FIFO_BYTES = 4 * 1024 * 1024
-"""NCCL_BUFFSIZE's default for the Simple protocol."""
-FIFO_SLOTS = 8
-"""NCCL_STEPS: a FIFO is eight slots of NCCL_BUFFSIZE / 8."""
+DEFAULT_FIFO_BYTES = 4 * 1024 * 1024  # NCCL_BUFFSIZE's default for the Simple protocol
+FIFO_SLOTS = 8  # NCCL_STEPS: a FIFO is eight slots of NCCL_BUFFSIZE / 8
 MAX_FIFO_BYTES = 1 << 30
-MAX_BLOCKS = 64
-"""NCCL's MAXCHANNELS: one block a channel."""
+MAX_BLOCKS = 64  # NCCL's MAXCHANNELS: one block a channel
 
 _PLACE = re.compile(r"(?:(?P<host>[A-Za-z0-9_.-]+)\.)?(?P<kind>[GCDN])(?P<index>0|[1-9][0-9]{0,4})")
 _SIZE = re.compile(r"(?P<number>[1-9][0-9]{0,9})(?P<unit>[KM]?)")
@@ -374,7 +371,6 @@ def _parse_size(name: str, text: str, high: int, where: str) -> int:
 
 
 def _flow(*places: Place, blocks: int | None, fifo: Fifo | None) -> Flow:
-    """Return the flow through these places, in the order of the text form."""
     starts = range(0, len(places) - 2, 2)
     return Flow(tuple(Transfer(*places[at : at + 3]) for at in starts), blocks, fifo)
 
@@ -412,9 +408,7 @@ def leaving(
     blocks: int | None = None,
     fifo: Fifo | None = None,
 ) -> Flow:
-    """Return GPU `gpu` sending by NIC `nic`.
-
-    The bytes go through host memory of NUMA node `through`, or the memory of GPU `relay`, if given.
+    """Return GPU `gpu` sending by NIC `nic`, through NUMA node `through` or GPU `relay` if given.
 
     >>> str(leaving(3, 0)), str(leaving(3, 0, through=1)), str(leaving(3, 0, relay=2))
     ('G3->N0->N0', 'G3->G3->C1->N0->N0', 'G3->G3->G2->N0->N0')
@@ -448,8 +442,6 @@ def entering(
 def joined(out: Flow, into: Flow, *, sender: str, receiver: str) -> Flow:
     """Return the flow over the network that is `out` on host `sender`, `into` on `receiver`.
 
-    Blocks and FIFO are the sender's.
-
     >>> str(joined(leaving(3, 0), entering(1, 0), sender="h0", receiver="h1"))
     'h0.G3->h0.N0->h1.N1->h1.N1->h1.G0'
     """
@@ -473,11 +465,7 @@ def elsewhere(flow: Flow, moved: Callable[[Place], Place]) -> Flow:
 
 
 def sending_nic(flow: Flow) -> int | None:
-    """Return the NIC by which a flow leaves a node, or None.
-
-    >>> sending_nic(leaving(3, 1, through=0)), sending_nic(entering(1, 3))
-    (1, None)
-    """
+    """Return the NIC by which a flow leaves a node, or None."""
     return _nic_that(flow, "read")
 
 

@@ -10,8 +10,7 @@ from xml.parsers import expat
 from tccl_py.errors import InputError
 
 MAX_DEPTH = 64
-MAX_ELEMENTS = 10_000
-"""NCCL itself stops at 256 elements in a topology and 4096 in a graph."""
+MAX_ELEMENTS = 10_000  # NCCL itself stops at 256 elements in a topology and 4096 in a graph
 
 _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]{1,15}|0|[1-9][0-9]{0,17})", re.ASCII)
 _SHOWN = 40
@@ -40,11 +39,7 @@ class Element:
     def integer(
         self, name: str, *, default: int | None = None, least: int = 0, most: int = 2**31 - 1
     ) -> int:
-        """Return an attribute as an integer, decimal or 0x..; required if there is no default.
-
-        Raises:
-            InputError: missing, no integer, or not within `least` and `most`.
-        """
+        """Return an attribute as an integer, decimal or 0x..; required without `default`."""
         if name not in self.attributes and default is not None:
             return default
         text = self.text(name)
@@ -55,22 +50,14 @@ class Element:
         return value
 
     def matching(self, name: str, pattern: re.Pattern[str], meaning: str) -> str:
-        """Return an attribute of this pattern, `meaning` in messages; "" if missing or empty.
-
-        Raises:
-            InputError: the attribute does not match.
-        """
+        """Return an attribute of this pattern, `meaning` in messages; "" if missing or empty."""
         value = self.attributes.get(name, "")
         if value and not pattern.fullmatch(value):
             raise self.refused(f'has {name}="{shortened(value)}"', meaning)
         return value
 
     def only(self, *tags: str) -> Iterator[Element]:
-        """Yield the children, each with a tag among `tags`.
-
-        Raises:
-            InputError: another element; the message names it and the right tags.
-        """
+        """Yield the children, each with a tag among `tags`; any other element is an InputError."""
         for child in self.children:
             if child.tag not in tags:
                 allowed = ", ".join(f"<{tag}>" for tag in tags) or "nothing"
@@ -78,7 +65,7 @@ class Element:
             yield child
 
     def only_none(self) -> None:
-        """Raise InputError if the element has children."""
+        """Refuse children."""
         list(self.only())
 
 
@@ -94,17 +81,10 @@ def parse_elements(
     most: int = MAX_ELEMENTS,
     right: str = "give the file NCCL wrote",
 ) -> Element:
-    """Parse XML text into elements.
+    """Parse XML text into elements; `right` is the advice about text that is no XML.
 
-    Args:
-        text: the whole document.
-        where: file name for messages.
-        most: the largest number of elements.
-        right: the right input, for messages about text that is no XML.
-
-    Raises:
-        InputError: not well-formed, a document type or entities, text between elements, deeper
-            than `MAX_DEPTH` or more elements than `most`.
+    InputError: not well-formed, a document type or entities, text between elements, deeper than
+    `MAX_DEPTH`, or more elements than `most`.
     """
     parser = expat.ParserCreate()
     top = Element(tag="", attributes={}, where=where)

@@ -22,16 +22,12 @@ from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.model.cluster import MAX_HOSTS, check_host_name, shown
 
-MAX_PARTS = 64
-"""Parts of one name: brackets, and texts between them."""
+MAX_PARTS = 64  # Parts of one name: brackets, and texts between them
 MAX_SLOTS = 4_096
 MAX_RANKS = 1_048_576
-MAX_BYTES = 16 * 1024 * 1024
-"""More than a line for each of MAX_HOSTS x 8 ranks; larger files are refused unread."""
-MAX_LINE = 2 * 1024 * 1024
-"""Room for MAX_HOSTS names with their domains, apart by commas."""
-NODE_NAME = "SLURMD_NODENAME"
-"""SLURM's name for the node that a task runs on, which can differ from the host's own name."""
+MAX_BYTES = 16 * 1024 * 1024  # More than a line for each of MAX_HOSTS x 8 ranks
+MAX_LINE = 2 * 1024 * 1024  # Room for MAX_HOSTS names with their domains, apart by commas
+NODE_NAME = "SLURMD_NODENAME"  # SLURM's name of a task's node; can differ from the host's
 _MAX_WORDS = 64
 
 _SEPARATORS = re.compile(r"[,\s]+")
@@ -54,15 +50,11 @@ _LINE = "a line is NAME, NAME:8, NAME slots=8, or a SLURM expression such as gpu
 def expand(expression: str, *, where: str = "host list") -> tuple[str, ...]:
     """Return the hosts of a SLURM host list expression, in order and with repetitions.
 
-    Brackets may stand anywhere in a name, several times too; SLURM wants the last at the end.
-    A number is as wide as the first of the range.
+    Brackets may stand anywhere; a number is as wide as the first of its range. InputError:
+    wrong brackets or ranges, more than MAX_HOSTS hosts, or unfit names.
 
     >>> expand("gpu[08-10],login1"), expand("r[1-2]n[0-1]")
     (('gpu08', 'gpu09', 'gpu10', 'login1'), ('r1n0', 'r1n1', 'r2n0', 'r2n1'))
-
-    Raises:
-        InputError: unmatched or empty brackets, wrong ranges, more than MAX_HOSTS hosts, or unfit
-            names.
     """
     hosts: list[str] = []
     for entry in _entries(expression, where=where):
@@ -91,7 +83,6 @@ def compress(names: Iterable[str]) -> str:
 
 
 def _group_text(prefix: str, digits: Sequence[str]) -> str:
-    """Return names with a common prefix, several names in brackets."""
     if not digits[0]:
         return ",".join(prefix for _ in digits)
     runs: list[list[str]] = []
@@ -117,8 +108,7 @@ def _entries(expression: str, *, where: str) -> Iterator[str]:
         at = match.end()
 
 
-_Runs = list[tuple[range, str]]
-"""Numbers in a row, and the format of each."""
+_Runs = list[tuple[range, str]]  # Numbers in a row, and the format of each
 
 
 def _parts(entry: str, where: str) -> list[_Runs]:
@@ -147,10 +137,7 @@ def _run(text: str, entry: str, where: str) -> tuple[range, str]:
 
 
 class HostSlots(msgspec.Struct, frozen=True):
-    """A host of a list, and the number of ranks; None if not in the list.
-
-    `times` counts the lines about the host, except by rank.
-    """
+    """A host of a list, its number of ranks or None, and the number of lines (not by rank)."""
 
     name: str
     slots: int | None = None
@@ -158,20 +145,12 @@ class HostSlots(msgspec.Struct, frozen=True):
 
 
 def read_host_list(path: Path) -> tuple[HostSlots, ...]:
-    """Read a list of hosts, or a rankfile.
-
-    Raises:
-        InputError: as `parse_host_list`, or the file cannot be read.
-    """
+    """Read a list of hosts, or a rankfile."""
     return parse_host_list(read_list(path), where=str(path))
 
 
 def read_list(path: Path) -> str:
-    """Return the text of a file about a cluster's hosts.
-
-    Raises:
-        InputError: the file cannot be read, or is larger than MAX_BYTES.
-    """
+    """Return the text of a file about a cluster's hosts, of at most MAX_BYTES."""
     if path.is_file() and path.stat().st_size > MAX_BYTES:
         right = "give a list of hosts or switches"
         raise InputError(str(path), f"is larger than {MAX_BYTES} bytes", right)
@@ -190,11 +169,7 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
         rank 3=node1 slot=0-7           Open MPI's rankfile, all lines then
 
     Lines of a host add up: a bare name adds a slot, `:8` adds eight, and a single bare name leaves
-    the slots open. `slots=` after earlier lines of the host is refused, as by Open MPI since
-    version 2.
-
-    Raises:
-        InputError: no host, too many, or a line of another form; the message names the line.
+    the slots open. `slots=` after earlier lines of the host is refused, as by Open MPI.
     """
     first = next(_lines(text, where), None)
     if first is not None and first[1].startswith("rank "):
@@ -222,11 +197,7 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
 
 
 def parse_rankfile(text: str, *, where: str) -> tuple[str, ...]:
-    """Return the host of each rank of Open MPI's rankfile (`rank 3=node1 slot=0-7`).
-
-    Raises:
-        InputError: a line of another form, a missing or doubled rank, or no rank.
-    """
+    """Return the host of each rank of Open MPI's rankfile, from rank 0 on without a gap."""
     hosts: dict[int, str] = {}
     for place, content in _lines(text, where):
         match = _RANK.fullmatch(content)
@@ -333,7 +304,6 @@ def _options(options: list[str], place: str) -> tuple[int | None, int | None]:
 
 
 def _without_user(entry: str) -> str:
-    """Return a host without the user (`user@node1`) that Open MPI would log in as."""
     return entry.rpartition("@")[2]
 
 

@@ -33,8 +33,7 @@ from tccl_py.readers.sysfs import (
     system_numa_ids,
 )
 
-_WITHOUT_GPU_DIRECT = ("GeForce", "TITAN")
-"""Product lines without GPUDirect RDMA, says docs.nvidia.com/cuda/gpudirect-rdma."""
+_WITHOUT_GPU_DIRECT = ("GeForce", "TITAN")  # says docs.nvidia.com/cuda/gpudirect-rdma
 _DMA_BUF_SINCE = (5, 12)
 _HERE = "this machine"
 
@@ -157,10 +156,7 @@ def _virtual_switch_links(bridges: Iterable[PciBridge], sysfs: Path) -> Iterator
 
 
 def _gpu_direct_modules(sysfs: Path, proc: Path) -> bool:
-    """Return whether the kernel offers RDMA cards GPU memory: nvidia-peermem, or DMA-BUF.
-
-    DMA-BUF needs the open driver and Linux 5.12.
-    """
+    """Return whether the kernel offers RDMA cards GPU memory: nvidia-peermem, or DMA-BUF."""
     if any((sysfs / "module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem")):
         return True
     opened = "Open Kernel Module" in read_word(proc / "driver" / "nvidia" / "version")

@@ -34,11 +34,9 @@ _HEX = re.compile(r"(0[xX])?[0-9a-fA-F]{1,16}", re.ASCII)
 _CPU_MASK = re.compile(r"[0-9a-fA-Fx,]{1,4096}", re.ASCII)
 _SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,3})?) GT/s(?: PCIe)?", re.ASCII)
 _UNKNOWN_SPEEDS = ("", "Unknown", "Unknown speed")
-_UNKNOWN_WIDTHS = (0, 255)
-"""NCCL writes 0 if sysfs says nothing; the kernel itself says 255."""
+_UNKNOWN_WIDTHS = (0, 255)  # NCCL writes 0 if sysfs says nothing; the kernel itself says 255
 _GPU_VENDORS = ("", "0x10de", "0x1002")
-_VERSIONS = ("1", "2")
-"""NCCL writes 1, RCCL 2."""
+_VERSIONS = ("1", "2")  # NCCL writes 1, RCCL 2
 
 _LinkKind = Literal["nvlink", "xgmi", "c2c"]
 
@@ -66,27 +64,16 @@ class _Found:
 
 
 def read_nccl_topology(path: Path) -> Machine:
-    """Read a topology file; the machine is named after it.
-
-    Raises:
-        InputError: as `parse_nccl_topology`, or the file cannot be read.
-    """
+    """Read a topology file; the machine is named after it."""
     return parse_nccl_topology(read_text(path), where=str(path))
 
 
 def parse_nccl_topology(text: str, *, where: str) -> Machine:
-    """Turn topology XML into a Machine.
+    """Turn topology XML into a Machine; the stem of `where` is its name.
 
     GPUs and NICs without elements below `<pci>` (in Azure's files) are numbered by bus id, as in
-    NVML and the IB plugin. All NVLink switches of a file are a single `NvSwitch`.
-
-    Args:
-        text: the XML.
-        where: file name for messages; its stem is the machine's name.
-
-    Raises:
-        InputError: no topology, or an unknown element or value; unknown attributes are ignored, as
-            by NCCL.
+    NVML and the IB plugin. All NVLink switches of a file are a single `NvSwitch`. InputError: no
+    topology, or an unknown element or value; unknown attributes are ignored, as by NCCL.
     """
     root = parse_elements(text, where=where)
     _check_root(root)
@@ -137,7 +124,6 @@ def _cpus_in_order(root: Element) -> list[Element]:
 def _by_number(
     elements: Iterable[Element], name: str, right: str, *, least: int = 0, most: int = 2**31 - 1
 ) -> dict[int, Element]:
-    """Return elements by the number in an attribute; `right` is for repeated numbers."""
     numbered: dict[int, Element] = {}
     for element in elements:
         number = element.integer(name, least=least, most=most)
@@ -361,7 +347,6 @@ def _target(link: Element, numa: str, by_bus_id: dict[str, str]) -> str | None:
 
 
 def _nvswitches(links: Iterable[NvLink], gpus: Iterable[_Device]) -> tuple[NvSwitch, ...]:
-    """Return the file's single switch, if any link leads to a switch."""
     if not any(link.target == "S0" for link in links):
         return ()
     targets = {

@@ -39,10 +39,8 @@ from tccl_py.model.paths import joined_groups
 from tccl_py.readers.elements import shortened
 
 MAX_DEVICES = 256
-MAX_NVLINKS = 18
-"""NVML_NVLINK_MAX_LINKS: no GPU has more."""
-LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""Relations on PCI, from near to far."""
+MAX_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS: no GPU has more
+LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")  # Relations on PCI, from near to far
 _MAX_CPUS = 8192
 _CPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 _GPU_LABEL = re.compile(r"GPU([0-9]{1,3})", re.ASCII)
@@ -50,13 +48,11 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NIC_NAME = re.compile(r"(NIC[0-9]{1,3}): *(\S{1,64})", re.ASCII)
 _TITLES = re.compile(r"(CPU Affinity|NUMA Affinity|GPU NUMA ID)")
 _NVLINKED = re.compile(r"NV([1-9][0-9]{0,2})", re.ASCII)
-_OLD_NAMES = {"SOC": "SYS"}
-"""Names by drivers before 2017."""
+_OLD_NAMES = {"SOC": "SYS"}  # Names by drivers before 2017
 _SELF = "X"
 _WHOLE = "give the whole output of `nvidia-smi topo -m`"
 
-_Groups = list[list[int]]
-"""Row numbers of devices that belong together, in order."""
+_Groups = list[list[int]]  # Row numbers of devices that belong together, in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,24 +103,15 @@ class _Matrix:
 
 
 def read_nvidia_smi(path: Path) -> Machine:
-    """Read a file with the output of `nvidia-smi topo -m`; the machine is named after it.
-
-    Raises:
-        InputError: as `parse_nvidia_smi`, or the file cannot be read.
-    """
+    """Read a file with the output of `nvidia-smi topo -m`; the machine is named after it."""
     return parse_nvidia_smi(read_text(path), where=str(path))
 
 
 def parse_nvidia_smi(text: str, *, where: str) -> Machine:
-    """Turn the text of `nvidia-smi topo -m` into a Machine; colours and lost tabs do not matter.
+    """Turn the text of `nvidia-smi topo -m`, with or without a prompt or colours, into a Machine.
 
-    Args:
-        text: the output, possibly with a prompt before it.
-        where: file name for messages; its stem is the machine's name.
-
-    Raises:
-        InputError: no matrix, a matrix cut off or not symmetric, or relations of no PCI tree; the
-            message names the two devices.
+    InputError: no matrix, one cut off or not symmetric, or relations of no PCI tree (names the two
+    devices). The stem of `where` is the machine's name.
     """
     matrix = _parse_matrix(text, where=where)
     _check_symmetry(matrix)
@@ -199,8 +186,7 @@ def _row(
 def _affinities(words: Sequence[str], titles: Sequence[str]) -> dict[str, str]:
     """Return the words under the titles; empty places cannot be seen, so the first come first.
 
-    GPU NUMA ID, where a GPU's own memory lies (Grace), is always written and always last; a Machine
-    has no place for it.
+    GPU NUMA ID (Grace) is always written and always last; a Machine has no place for it.
     """
     if "GPU NUMA ID" in titles:
         words, titles = words[:-1], [title for title in titles if title != "GPU NUMA ID"]
@@ -208,7 +194,6 @@ def _affinities(words: Sequence[str], titles: Sequence[str]) -> dict[str, str]:
 
 
 def _check_symmetry(matrix: _Matrix) -> None:
-    """Refuse a matrix that is not the same both ways, by the two devices."""
     for index, row in enumerate(matrix.rows):
         for column, cell in enumerate(row.cells):
             if (cell == _SELF) != (index == column):
@@ -229,7 +214,6 @@ def _near(level: str) -> tuple[str, ...]:
 
 
 def _groups(matrix: _Matrix, level: str) -> _Groups:
-    """Return devices joined by relations up to `level`."""
     near = _near(level)
     joined = (pair for pair in matrix.pairs() if matrix.relation(*pair) in near)
     return joined_groups(joined, range(len(matrix.rows)))
@@ -303,7 +287,6 @@ def _build(matrix: _Matrix, levels: dict[str, _Groups]) -> Machine:
 
 
 def _hang(groups: _Groups, parent: str, bridges: list[PciBridge], parents: dict[int, str]) -> None:
-    """Hang groups of PIX neighbours from `parent`: a bridge each, below a common bridge."""
     if len(groups) > 1:
         parent = _new_bridge(bridges, parent)
     for group in groups:

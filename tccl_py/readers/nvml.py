@@ -18,13 +18,10 @@ NOT_ANSWERED = (2, 3, 4, 6, 13)
 """NVML_ERROR_ INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, FUNCTION_NOT_FOUND: the
 question does not apply to this GPU, driver or container. Any other error is a fault."""
 _MAX_LINKS = 18
-_REMOTE_SWITCH = 2
-"""NVML_NVLINK_DEVICE_TYPE_SWITCH."""
+_REMOTE_SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
 _CAPABILITY_P2P = 0
-_P2P_READ, _P2P_WRITE = 0, 1
-"""Written out because pynvml has NVML_P2P_CAPS_INDEX_READ as a tuple."""
-_C2C_LINK_COUNT = 170
-"""NVML_FI_DEV_C2C_LINK_COUNT."""
+_P2P_READ, _P2P_WRITE = 0, 1  # Written out because pynvml has NVML_P2P_CAPS_INDEX_READ as a tuple
+_C2C_LINK_COUNT = 170  # NVML_FI_DEV_C2C_LINK_COUNT
 _HERE = "this machine"
 _INSTEAD = (
     "`tccl discover --nccl-topology FILE` and `tccl discover --nvidia-smi FILE` describe a machine "
@@ -55,13 +52,9 @@ class DriverFacts:
 
 
 def driver_facts(nvml: Any = None) -> DriverFacts:
-    """Ask NVML for all GPUs, NVLinks, and peer access of GPU pairs.
+    """Ask NVML (`pynvml`, or a substitute) for all GPUs, NVLinks, and peer access of GPU pairs.
 
-    Args:
-        nvml: the `pynvml` module, or a substitute.
-
-    Raises:
-        InputError: no driver or library, no GPU, or a GPU without answers, by index.
+    InputError: no driver or library, no GPU, or a GPU without answers, by index.
     """
     with _initialised(nvml) as opened:
         asked = opened.nvmlDeviceGetHandleByIndex
@@ -83,21 +76,13 @@ def driver_version() -> str:
 
 
 def gpu_count(nvml: Any = None) -> int:
-    """Return the number of GPUs; NVML indices count from 0.
-
-    Args:
-        nvml: the `pynvml` module, or a substitute.
-
-    Raises:
-        InputError: no driver or library answers, or there is no GPU.
-    """
+    """Return the number of GPUs (InputError without any); NVML indices count from 0."""
     with _initialised(nvml) as opened:
         return _count(opened)
 
 
 @contextmanager
 def _initialised(nvml: Any) -> Iterator[Any]:
-    """Yield `nvml`, or pynvml, initialised for the time of the block."""
     if nvml is None:
         try:
             import pynvml  # noqa: PLC0415 (only live discovery needs it)
@@ -157,8 +142,7 @@ def _links(nvml: Any, who: str, handle: Any) -> dict[str, int]:
 def _remote(nvml: Any, who: str, handle: Any, link: int) -> str | None:
     """Return the far end's bus id, "" for a switch, None if unknown to NVML.
 
-    For drivers without device types the bus id decides: an end outside this host's GPUs is a
-    switch, hidden in virtual machines (as NCCL concludes).
+    For drivers without device types an end outside this host's GPUs is a switch (as in NCCL).
     """
     pci = _maybe(nvml, who, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
     if pci is None:
@@ -168,7 +152,6 @@ def _remote(nvml: Any, who: str, handle: Any, link: int) -> str | None:
 
 
 def _c2c_links(nvml: Any, who: str, handle: Any) -> int:
-    """Return the number of chip-to-chip links to the CPU (Grace); 0 if the driver has none."""
     field = getattr(nvml, "NVML_FI_DEV_C2C_LINK_COUNT", _C2C_LINK_COUNT)
     values = _maybe(nvml, who, nvml.nvmlDeviceGetFieldValues, handle, [field])
     return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else 0
@@ -195,7 +178,6 @@ def _peer_access(nvml: Any, handles: list[Any]) -> Iterator[PeerAccess]:
 
 
 def _answer(nvml: Any, who: str, question: Callable[..., Any], *arguments: Any) -> Any:
-    """Return NVML's answer; every driver can answer."""
     try:
         return question(*arguments)
     except nvml.NVMLError as error:
@@ -222,10 +204,7 @@ def visible_indices(machine: Machine, uuids: Sequence[str], text: str | None) ->
     """Return the NVML indices in CUDA_VISIBLE_DEVICES, ascending; all if the variable is not set.
 
     As in CUDA: indices or beginnings of UUIDs with commas between, up to the first entry of another
-    form.
-
-    Raises:
-        InputError: no GPU is left.
+    form. InputError: no GPU is left.
     """
     if text is None:
         return machine.gpu_indices

@@ -47,8 +47,7 @@ from tccl_py.readers.hosts import expand, read_list
 
 MAX_SWITCHES = 65_536
 MAX_LEVELS = 32
-MAX_NAMES = 2 * MAX_HOSTS
-"""Hosts and switches that the switches of one file have below them, all together."""
+MAX_NAMES = 2 * MAX_HOSTS  # Below the switches of one file, all together
 MAX_DEPTH = 64
 MAX_VALUES = 500_000
 
@@ -99,25 +98,13 @@ def read_switches(path: Path, hosts: Iterable[str] | None = None) -> Network:
 def parse_slurm_topology(
     text: str, *, where: str, hosts: Iterable[str] | None = None
 ) -> SwitchTree:
-    """Return the tree of a topology.conf.
-
-    LinkSpeed has no unit and no use in SLURM, so uplinks have no limit.
-
-    Raises:
-        InputError: an unknown line, or switches that form no tree; with `hosts`, a host at no
-            switch.
-    """
+    """Return the tree of a topology.conf; LinkSpeed has no unit, so uplinks have no limit."""
     lines = (_slurm_line(_pairs(content, place), place) for place, content in _lines(text, where))
     return _joined(lines, where=where, hosts=hosts)
 
 
 def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = None) -> Network:
-    """Return the network of the YAML form, or of SLURM's topology.yaml.
-
-    Raises:
-        InputError: not YAML, unknown fields or values, or switches that form no tree; with
-            `hosts`, a host at no switch.
-    """
+    """Return the network of the YAML form, or of SLURM's topology.yaml."""
     document = _plain_yaml(text, where)
     if isinstance(document, list):
         lines = _topology_lines(_converted(document, list[_Topology], where), where)
@@ -182,7 +169,6 @@ class _Loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader)):  # type: ignore[mi
 
 
 def _plain_yaml(text: str, where: str) -> Any:
-    """Return the texts, lists and mappings of one YAML document."""
     try:
         _check_events(text, where)
         return yaml.load(text, Loader=_Loader)
@@ -321,12 +307,7 @@ def _slurm_line(pairs: dict[str, str], place: str) -> _Line:
 
 
 def _joined(lines: Iterable[_Line], *, where: str, hosts: Iterable[str] | None) -> SwitchTree:
-    """Return the tree of all these switches, or of the switches above `hosts`.
-
-    Raises:
-        InputError: doubled or unknown names, a switch below two switches or below itself, a host
-            at two switches, too many switches or levels; with `hosts`, as `restricted`.
-    """
+    """Return the tree of all these switches, or of the switches above `hosts`."""
     by_name: dict[str, _Line] = {}
     names = 0
     for line in lines:
@@ -351,7 +332,6 @@ def _joined(lines: Iterable[_Line], *, where: str, hosts: Iterable[str] | None) 
 
 
 def _above(by_name: dict[str, _Line]) -> dict[str, str]:
-    """Return the switch above each switch."""
     above: dict[str, str] = {}
     for line in by_name.values():
         for name in line.switches:
@@ -366,7 +346,6 @@ def _above(by_name: dict[str, _Line]) -> dict[str, str]:
 
 
 def _check_levels(by_name: dict[str, _Line], above: dict[str, str]) -> None:
-    """Refuse switches that are below themselves, or below too many."""
     for line in by_name.values():
         name, passed = line.name, {line.name}
         while name in above:

@@ -18,8 +18,7 @@ _SHORT_BUS_ID = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", re.
 _SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9]{0,3})?) GT/s", re.ASCII)
 _GIGABITS = re.compile(r"([0-9]{1,5}(?:\.[0-9]{1,3})?) Gb/sec", re.ASCII)
 _MAX_TEXT = 4096
-_ARCHITECTURES = {"aarch64": "arm64", "ppc64le": "ppc64"}
-"""Names of Python and the kernel -> NCCL's names."""
+_ARCHITECTURES = {"aarch64": "arm64", "ppc64le": "ppc64"}  # Kernel's -> NCCL's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +38,7 @@ class PciTree:
     bridges: dict[str, tuple[Attachment, Path]] = field(default_factory=dict)
 
     def attach(self, bus_id: str) -> Attachment:
-        """Walk up from a device, noting the bridges above it.
-
-        A device missing in sysfs hangs from NUMA node -1, as in NCCL.
-        """
+        """Walk up from a device, noting the bridges above it; NUMA node -1 if not in sysfs."""
         link = self.sysfs / "bus" / "pci" / "devices" / bus_id
         if not link.exists():
             return Attachment(bridge="", numa_id=-1, link=PciLink())
@@ -78,8 +74,7 @@ class PciTree:
 def _bridge_above(path: Path) -> Path | None:
     """Return the bridge NCCL shows above a device: two levels up, or none below the root.
 
-    A switch is two bridges in sysfs, the port towards the device and the port towards the CPU; NCCL
-    shows the second. A root port stands alone and is left out.
+    A switch is two bridges in sysfs; NCCL shows the port towards the CPU. A root port is left out.
     """
     port = path.parent
     shown = _SHORT_BUS_ID.fullmatch(port.name) and _SHORT_BUS_ID.fullmatch(port.parent.name)
@@ -151,7 +146,6 @@ def _node_path(sysfs: Path, numa_id: int) -> Path:
 
 
 def _socket(sysfs: Path, numa_id: int, system: tuple[int, ...]) -> int | None:
-    """Return the physical package of a node's first CPU."""
     if numa_id == -1 and len(system) == 1:
         numa_id = system[0]
     first = re.match(r"[0-9]+", read_word(_node_path(sysfs, numa_id) / "cpulist"))
@@ -163,7 +157,6 @@ def _socket(sysfs: Path, numa_id: int, system: tuple[int, ...]) -> int | None:
 
 
 def _cpu_entries(proc: Path) -> dict[str, str]:
-    """Return the first processor's entries in /proc/cpuinfo."""
     first = read_word(proc / "cpuinfo").partition("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, colon, value in pairs if colon}
@@ -188,9 +181,8 @@ class Port:
 def network_ports(sysfs: Path) -> tuple[Port, ...]:
     """Return RDMA ports, then Ethernet interfaces of other cards; each group in natural order.
 
-    Inactive ports and interfaces are left out, as by NCCL. NCCL uses a single transport, so on a
-    host with RDMA ports the first group has NCCL's device numbers. Virtual interfaces (bridges,
-    tunnels, `lo`) have no device and are left out.
+    Inactive ports are left out, as by NCCL, and virtual interfaces (bridges, tunnels, `lo`). NCCL
+    uses a single transport, so the first group has NCCL's device numbers on a host with RDMA.
     """
     rdma = tuple(_rdma_ports(sysfs / "class" / "infiniband"))
     cards = {_card(port) for port in rdma if port.bus_id}
@@ -199,7 +191,6 @@ def network_ports(sysfs: Path) -> tuple[Port, ...]:
 
 
 def _card(port: Port) -> str:
-    """Return a bus id without the function, which tells the ports of a card apart."""
     return port.bus_id.rpartition(".")[0]
 
 
@@ -216,7 +207,6 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _bus_id(entry: Path) -> str:
-    """Return the PCI device behind a class entry, or ""."""
     device = entry / "device"
     return (normal_bus_id(device.resolve().name) or "") if device.exists() else ""
 

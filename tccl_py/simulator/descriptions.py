@@ -29,18 +29,14 @@ from tccl_py.simulator.model import (
 
 GEN5_GTS = 32.0
 DEFAULT_WIDTH = 16
-_SM_LINK_GTS = ((90, 32.0), (80, 16.0), (0, 8.0))
-"""PCIe signalling by compute capability, for virtual machines that report no link speed."""
+_SM_LINK_GTS = ((90, 32.0), (80, 16.0), (0, 8.0))  # PCIe by sm, where none is reported
 _NVLINK_RELATIVE = ((100, 2.0), (90, 1.0), (87, 1.0), (86, 0.5625), (70, 1.0), (0, 0.8))
 """One NVLink of a GPU relative to the 25 GB/s each way of NVLink 2 to 4: data sheets by sm."""
 _XGMI_RELATIVE = 1.5
-_C2C_RELATIVE = 1.8
-"""Infinity Fabric at 37 GB/s, NVLink-C2C at 45 GB/s a link each way."""
-_MEMORY_RELATIVE = ((32.0, 1.0), (16.0, 0.6), (0.0, 0.35))
-"""Host memory by the PCIe generation it came with: DDR5 of eight channels, then DDR4."""
+_C2C_RELATIVE = 1.8  # Infinity Fabric at 37 GB/s, NVLink-C2C at 45 GB/s a link each way
+_MEMORY_RELATIVE = ((32.0, 1.0), (16.0, 0.6), (0.0, 0.35))  # By PCIe generation
 _FASTEST_PORT_MBPS = 100_000_000
-_DEVICE_CACHE_VENDORS = frozenset({"GenuineIntel"})
-"""CPUs whose last-level cache takes device writes without being asked (Intel's DDIO)."""
+_DEVICE_CACHE_VENDORS = frozenset({"GenuineIntel"})  # Intel's DDIO
 
 
 def assumed(parameter: str, scale: float = 1.0) -> Figure:
@@ -60,9 +56,6 @@ def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineMo
     """Return a model of `machine` from data sheets and measurements of other machines.
 
     All figures are `assumed`, and so are all measurements. There are no congestion rules.
-
-    Raises:
-        InputError: a link too slow or too fast for a figure.
     """
     model = MachineModel(
         format_version=MODEL_VERSION,
@@ -99,7 +92,6 @@ def pci_capacities(machine: Machine) -> Iterable[Capacity]:
 
 
 def _lanes(machine: Machine, link: PciLink) -> float:
-    """Return a link's signalling relative to Gen5 x16; virtual machines may report neither."""
     speed = link.speed_gts or _usual_speed(machine)
     return speed * (link.width or DEFAULT_WIDTH) / (GEN5_GTS * DEFAULT_WIDTH)
 
@@ -139,7 +131,6 @@ def _fabric(machine: Machine) -> Iterable[Capacity]:
 
 
 def _nvlinks(machine: Machine) -> Iterable[Capacity]:
-    """Yield a capacity for every pair of devices that NVLinks join, each direction alike."""
     counts: dict[tuple[str, str], float] = {}
     for link in machine.nvlinks:
         ends = (link.source, link.target)
@@ -255,11 +246,7 @@ def bundled_names() -> tuple[str, ...]:
 
 
 def load_bundled(name: str) -> MachineModel:
-    """Return the bundled model of this name.
-
-    Raises:
-        InputError: no such model; the message names all models.
-    """
+    """Return the bundled model of this name; the InputError names all models."""
     if name not in bundled_names():
         known = ", ".join(bundled_names())
         raise InputError(f"machine {name[:60]!r}", "is not bundled", f"there are {known}")
@@ -300,11 +287,7 @@ def _exists(path: Path) -> bool:
 
 
 def read_description(path: Path) -> Description:
-    """Read a machine from a file of any form.
-
-    Raises:
-        InputError: unreadable, none of the forms, or parts that do not fit together.
-    """
+    """Read a machine from a file of any form."""
     where = str(path)
     text = read_text(path)
     start = text.lstrip("\ufeff \t\r\n")[:1]
@@ -335,10 +318,6 @@ def _from_json(text: str, where: str) -> Description:
 
 
 def model_from_json(text: str, *, where: str) -> MachineModel:
-    """Decode and check a model; figures may name the bundled shared parameters.
-
-    Raises:
-        InputError: not JSON, unknown fields, or parts that do not fit together.
-    """
+    """Decode and check a model; figures may name the bundled shared parameters."""
     model = decode_json(text, MachineModel, where=where)
     return check_model(model, bundled_parameters(), where=where)

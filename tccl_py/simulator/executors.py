@@ -88,18 +88,15 @@ def _block_rate(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
 # Max-min fair sharing: no flow can get more without taking from a flow that has less.
 
 
-Bound = dict[int, float]
-"""Flow -> the part of the bound that one GB/s of it takes; their sum is at most 1."""
+Bound = dict[int, float]  # Flow -> the bound's part that 1 GB/s takes; their sum is at most 1
 
-_TIE = 1.0 + 1e-12
-"""Bounds that tighten at the same rate but for rounding are one bottleneck."""
+_TIE = 1.0 + 1e-12  # Bounds that tighten at the same rate but for rounding are one bottleneck
 
 
 def max_min_rates(count: int, bounds: Sequence[Bound]) -> list[float]:
     """Return the rates of `count` flows under bounds, by progressive filling; inf without a bound.
 
-    Exact up to rounding. O(bottlenecks x bounds) time; the slowest rate is
-    min(1 / sum of a bound's shares), so a further flow or bound never raises it.
+    The slowest rate is min(1 / sum of a bound's shares), so a further flow never raises it.
     """
     bounds = _tightest(bounds)
     rates = [math.inf] * count
@@ -129,7 +126,6 @@ def max_min_rates(count: int, bounds: Sequence[Bound]) -> list[float]:
 
 
 def _tightest(bounds: Sequence[Bound]) -> list[Bound]:
-    """Return the bounds, with only the tightest bound on each flow alone."""
     alone: dict[int, float] = {}
     shared = []
     for bound in bounds:

@@ -23,8 +23,7 @@ from tccl_py.model.machine import Machine, check
 MODEL_VERSION = 1
 PARAMETERS_VERSION = 1
 PARAMETERS_FILE = "parameters.json"
-MAX_FIGURE = 1e6
-"""A petabyte a second; more is a malformed file."""
+MAX_FIGURE = 1e6  # A petabyte a second; more is a malformed file
 MIN_FIGURE = 1e-6
 MAX_ENTRIES = 10_000
 MAX_SHARPNESS = 64.0
@@ -270,12 +269,7 @@ def figures_in(part: Capacity | Member | ExecutorLimit | FifoCache) -> dict[str,
 
 
 def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> MachineModel:
-    """Return `model` if its parts fit together.
-
-    Raises:
-        InputError: another version, a machine or knowledge that does not hold together, unknown
-            devices or parameters, too many entries, or a figure that is missing or out of range.
-    """
+    """Return `model` if its parts fit together (InputError)."""
     if model.format_version != MODEL_VERSION:
         what = f"has format version {model.format_version}"
         raise InputError(where, what, f"this program reads version {MODEL_VERSION}")
@@ -303,7 +297,6 @@ def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> M
 
 
 def _check_figure(figure: Figure, figures: Figures, place: str) -> None:
-    """Check that a figure has exactly one origin and a usable value."""
     if (figure.value is None) == (figure.parameter is None):
         raise InputError(place, "needs a value or a parameter", "give exactly one of the two")
     try:

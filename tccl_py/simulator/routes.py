@@ -12,8 +12,7 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import Flow, Place, Transfer
 from tccl_py.simulator.model import Key, MachineModel
 
-Edge = tuple[str, str]
-"""A link in one direction, from device to device."""
+Edge = tuple[str, str]  # A link in one direction, from device to device
 
 _COST = {"nvlink": 0.1, "xgmi": 0.1, "c2c": 0.1, "hidden": 1.0, "pci": 1.0, "smp": 1.0}
 """NVLink wins over PCI where it exists; else the path over the fewest links does."""
@@ -79,11 +78,7 @@ class Network:
         return one is None or other is None or one != other
 
     def path(self, source: str, destination: str) -> tuple[Edge, ...]:
-        """Return the links from one device to another, in order.
-
-        Raises:
-            MeasurementError: no path.
-        """
+        """Return the links from one device to another; MeasurementError without a path."""
         if source not in self._paths:
             self._paths[source] = self._search(source)
         previous = self._paths[source]
@@ -116,9 +111,7 @@ class Network:
 def legs_of(network: Network, flow: Flow) -> tuple[Leg, ...]:
     """Return the legs of a flow, a leg for each transfer.
 
-    Raises:
-        InputError: the machine has no such GPU, NUMA node or NIC.
-        MeasurementError: another host, or GPUs without direct access.
+    InputError: no such GPU, NUMA node or NIC. MeasurementError: another host, no direct access.
     """
     return tuple(_leg(network, flow, transfer) for transfer in flow.transfers)
 

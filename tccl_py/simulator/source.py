@@ -102,9 +102,7 @@ class Engine:
     def rates(self, transfers: TransferSet) -> Rates:
         """Return the rates of the set's flows, in its order.
 
-        Raises:
-            InputError: a place the machine does not have.
-            MeasurementError: another host, no direct access, no route, or no figure on a route.
+        InputError, MeasurementError: as `legs_of`; MeasurementError: no figure on a route.
         """
         uses = [self.use(flow) for flow in transfers.flows]
         caps: list[Bound] = [{i: 1 / use.cap} for i, use in enumerate(uses) if use.cap < math.inf]
@@ -125,7 +123,6 @@ class Engine:
         return use
 
     def _capped(self, flow: Flow, use: Use) -> Use:
-        """Return the use with its executors' limits under the current parameters."""
         limits = [(number, self.model.executors[number]) for number in use.limits]
         figures = [figure for _, x in limits for figure in figures_used(x, flow)]
         alone = {number: unbent(x, self.figures, flow) for number, x in limits}
@@ -223,7 +220,6 @@ class Engine:
         return bounds, assumed
 
     def _cached_cost(self, value: float, field: str, share: float) -> float:
-        """Return the part of a memory bound for a GB/s with a cached `share`."""
         cache = self.model.fifo_cache
         assert cache is not None  # or nothing would be cached
         inside = self.figures.value(cache.write if field.startswith("write") else cache.read)
@@ -256,7 +252,6 @@ def _buffer(flow: Flow, legs: tuple[Leg, ...]) -> str:
 
 
 def _buffer_mib(flow: Flow, blocks: int) -> float:
-    """Return the size of a flow's FIFOs, or of its buffer, in MiB."""
     if flow.buffer is not None:
         return flow.buffer / MIB
     return blocks * flow.fifo.bytes / MIB if flow.fifo is not None else 0.0
@@ -312,8 +307,7 @@ def _is_inner(device: str, other: str, parents: dict[str, str]) -> bool:
     return parents.get(device) == other or (device[0] == "G" and parents.get(other) != device)
 
 
-NOISY_REPEATS = 9
-"""Default repeats of a noisy measurement; without noise the default is one."""
+NOISY_REPEATS = 9  # Default repeats of a noisy measurement; without noise the default is one
 
 
 class Simulator:
@@ -360,12 +354,7 @@ class Simulator:
         self._before = times
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Answer each set, in the order given.
-
-        Raises:
-            InputError: a set names a place the machine does not have.
-            MeasurementError: a set cannot run: another host, no direct access, no known figure.
-        """
+        """Answer each set, in the order given; errors as `Engine.rates`."""
         return [self._measure(transfers) for transfers in sets]
 
     def _measure(self, transfers: TransferSet) -> Measurement:

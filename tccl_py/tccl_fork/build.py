@@ -44,23 +44,18 @@ from tccl_py.tccl_fork.search import (
     landings,
 )
 
-MOST_CHANNELS = 15
-"""The fork gives its rings channels of their own beside NCCL's, and has 32 less one for both."""
+MOST_CHANNELS = 15  # Besides NCCL's own: the fork has 32 less one for both
 DEFAULT_MAX_SETS = 10_000
-EVERY_LANDING_UP_TO = 50_000
-"""Chains that a file may list; above that only the best chain of each set of GPUs is searched."""
-MOST_MEMORY, MUCH_MEMORY = 1 << 34, 1 << 30
-"""A larger table of chains is useless; more than the second in every process gets a note."""
+EVERY_LANDING_UP_TO = 50_000  # Chains of a file; above only the best of each set
+MOST_MEMORY, MUCH_MEMORY = 1 << 34, 1 << 30  # Of the table of chains: useless, noted
 _PROVEN = 1.01
-_NAMED = 3
-"""Sets of GPUs without a ring or chain that are named."""
+_NAMED = 3  # Sets of GPUs without a ring or chain that are named
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a database.
+    """Options of a database; `nic` None is the best port.
 
-    `subsets` are the sets of GPUs that jobs use besides all GPUs, None being all subsets; `nic` the
-    index of the network port, None being the best; `max_sets` limits the sets measured.
+    `subsets` are the sets of GPUs that jobs use besides all GPUs, None being all subsets.
     """
 
     subsets: tuple[Order, ...] | None = None
@@ -85,17 +80,8 @@ def make_database(
 ) -> MadeDatabase:
     """Search rings and chains for every set of a plan's GPUs, each hop by its fastest mechanism.
 
-    Args:
-        plan: of one machine, or of equal hosts.
-        source: answers transfer sets of that machine.
-        export: options.
-        reporter: watches the searches.
-
-    Raises:
-        InputError: hosts of several classes, a cluster that was measured, unknown GPUs or NIC, or
-            indices too large for the fork.
-        SourceLostError: the source has no answers any more.
-        KeyboardInterrupt: interrupted.
+    InputError: hosts of several classes, a cluster that was measured, unknown GPUs or NIC, or
+    indices too large for the fork.
     """
     export = export or Export()
     check_plan_for_fork(plan)
@@ -138,11 +124,7 @@ def make_database(
 
 
 def check_plan_for_fork(plan: Plan, *, where: str = "plan") -> None:
-    """Refuse a plan that one database cannot serve, or whose further sets nobody can measure.
-
-    Raises:
-        InputError: hosts of several classes, or several hosts that were measured.
-    """
+    """Refuse a plan that one database cannot serve, or whose further sets nobody can measure."""
     if len(plan.cluster.classes) > 1:
         raise InputError(
             where,
@@ -235,7 +217,6 @@ def _no_chains(task: DatabaseTask, nic: Nic | None, memory: int) -> str:
 
 
 def _listed_chains(task: DatabaseTask, nic: Nic) -> int:
-    """Return the number of chains in a file with every pair of landings here and elsewhere."""
     places = len(landings(task, nic, task.gpus))
     own = sum(sum(1 for _ in all_ends(task, nic, gpus)) for gpus in task.sets_of_gpus(least=1))
     return own * places**2

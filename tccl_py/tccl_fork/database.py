@@ -37,8 +37,7 @@ CROSSING_CODES: dict[CrossingType, int] = {
     "CPU_GPU_INTER": 2,
     "CPU_CPU_INTER": 3,
 }
-TABLE_CELLS = 2**31
-"""The fork counts its table's cells in 32 bits with a sign."""
+TABLE_CELLS = 2**31  # The fork counts its table's cells in 32 bits with a sign
 _TYPES: dict[tuple[str, str], str] = {
     ("write", "GG"): "GPU_WRITE_GPUMEM",
     ("read", "GG"): "GPU_READ_GPUMEM",
@@ -176,10 +175,7 @@ def crossing(*, leaves_gpu: bool, source: int, lands_in_gpu: bool, destination: 
 
 
 def numa_ids(machine: Machine) -> dict[int, int]:
-    """Return the system's number of each NUMA node, by index: the fork hands it to the kernel.
-
-    Indices stand where the system has no number for each node, as in virtual machines.
-    """
+    """Return the system's number of each NUMA node, for the kernel; indices where it has none."""
     ids = {node.index: node.numa_id for node in machine.numa_nodes}
     known = min(ids.values()) >= 0 and len(set(ids.values())) == len(ids)
     return ids if known else {index: index for index in ids}
@@ -191,13 +187,6 @@ def typed_transfers(flow: Flow, numa: Mapping[int, int]) -> tuple[TypedTransfer,
     >>> from tccl_py.model.transfer import parse_flow
     >>> [str(one) for one in typed_transfers(parse_flow("G0->G0->C1->G4->G4"), {1: 1})]
     ['GPU_WRITE_CPUMEM_KERNEL 0 to 1', 'GPU_READ_CPUMEM_KERNEL 1 to 4']
-
-    Args:
-        flow: between memories of GPUs and of the host.
-        numa: numbers of NUMA nodes, by index.
-
-    Raises:
-        InputError: a NIC moves the flow, or it goes to another host.
     """
     return tuple(typed_transfer(transfer, numa) for transfer in flow.transfers)
 

@@ -35,13 +35,10 @@ from tccl_py.search.problem import Budget, Reporter, SearchProblem
 from tccl_py.search.strategies import AGREEMENT, find_rings
 from tccl_py.sources.memory import RememberingSource
 
-ALL_SETS_UP_TO = 8
-"""8 GPUs have 247 sets of two or more; of more GPUs only the requested sets are searched."""
-LEAST_IDLE = 10
-"""Sets without a better ring that any search may measure before it gives up."""
+ALL_SETS_UP_TO = 8  # 8 GPUs have 247 sets of two or more; above only requested sets
+LEAST_IDLE = 10  # Sets without a better ring that any search may measure before it gives up
 LARGE_BUDGET, SMALL_BUDGET = Budget(sets=2000, idle_sets=100), Budget(sets=1000, idle_sets=50)
-WORTH = 1.01
-"""A known ring gives way to a ring that is faster by more than this factor."""
+WORTH = 1.01  # A known ring gives way to a ring that is faster by more than this factor
 
 
 class Landing(msgspec.Struct, frozen=True, order=True):
@@ -52,7 +49,7 @@ class Landing(msgspec.Struct, frozen=True, order=True):
 
     @property
     def point(self) -> str:
-        """Return the device's name in symmetries."""
+        """The device's name in symmetries."""
         return f"{'G' if self.in_gpu else 'C'}{self.index}"
 
 
@@ -65,7 +62,7 @@ class Ends(msgspec.Struct, frozen=True, order=True):
 
     @property
     def points(self) -> tuple[list[str], list[str], list[str]]:
-        """Return the devices of the three parts, as symmetries name them."""
+        """The devices of the three parts, as symmetries name them."""
         far = ([place.point for place in places] for places in (self.entries, self.exits))
         return [f"G{gpu}" for gpu in self.gpus], *far  # type: ignore[return-value]
 
@@ -142,16 +139,7 @@ def free_hop_space(
 ) -> HopSpace:
     """Return direct writes and reads where access is possible, and bounces by each NUMA node.
 
-    Args:
-        machine: where the GPUs are.
-        knowledge: which pairs can access each other.
-        gpus: NVML indices; None is all.
-        blocks: thread blocks that move each hop.
-        fifo_bytes: size of a hop's FIFO for one block.
-        direct: pairs that may access each other; None is every pair that can.
-
-    Raises:
-        InputError: an unknown GPU.
+    `direct` are the pairs that may access each other, None being every pair that can.
     """
     order = tuple(sorted(machine.gpu(gpu).index for gpu in gpus or machine.gpu_indices))
     fifo = Fifo() if fifo_bytes is None else Fifo(bytes=fifo_bytes)
@@ -187,13 +175,12 @@ def all_ends(task: DatabaseTask, nic: Nic, gpus: Order) -> Iterator[Ends]:
 
 
 class DatabaseSearch:
-    """Search rings and chains; ends that a symmetry exchanges share one search.
+    """Search rings, and chains by `nic`; ends that a symmetry exchanges share one search.
 
     The image of a result under a symmetry is measured before it is used.
     """
 
     def __init__(self, task: DatabaseTask, nic: Nic | None = None) -> None:
-        """Begin with no results; chains go in and out by `nic`."""
         self.rings: dict[Order, Found] = {}
         self.best: dict[Order, Found] = {}
         self.between: dict[Ends, Found] = {}
@@ -211,12 +198,7 @@ class DatabaseSearch:
         return self.between or {found.ends: found for found in self.best.values()}
 
     def find_rings(self) -> None:
-        """Find a ring over each set of GPUs.
-
-        Raises:
-            SourceLostError: the source has no answers any more.
-            KeyboardInterrupt: interrupted; half a database would fail jobs.
-        """
+        """Find a ring over each set of GPUs; interrupts go on: half a database fails jobs."""
         for gpus in self._task.sets_of_gpus(least=2):
             try:
                 self.rings[gpus] = self._find(Ends(gpus))
@@ -224,12 +206,7 @@ class DatabaseSearch:
                 self.missing_rings[gpus] = str(error)
 
     def find_chains(self, nic: Nic, *, every_landing: bool) -> None:
-        """Find the best chain over each set of GPUs, and one for each pair of landings if wanted.
-
-        Raises:
-            SourceLostError: the source has no answers any more.
-            KeyboardInterrupt: interrupted; half a database would fail jobs.
-        """
+        """Find the best chain of each set of GPUs, and one for each pair of landings if wanted."""
         for gpus in self._task.sets_of_gpus(least=1):
             places = tuple(sorted(landings(self._task, nic, gpus)))
             try:
