@@ -11,10 +11,32 @@ from tccl_py.tccl_fork.database import (
     NodeChain,
     NodeChains,
     TypedTransfer,
-    crossing,
-    gpus_of,
     index_bits,
 )
+
+CODES = ("GPU_GPU_INTER", "GPU_CPU_INTER", "CPU_GPU_INTER", "CPU_CPU_INTER")
+
+
+def gpus_of(mask):
+    """The GPUs of a bit mask, ascending."""
+    return tuple(gpu for gpu in range(mask.bit_length()) if mask >> gpu & 1)
+
+
+def leaves_gpu(crossing):
+    return crossing.type.startswith("GPU_")
+
+
+def lands_in_gpu(crossing):
+    return crossing.type.endswith("_GPU_INTER")
+
+
+def kind(from_gpu, to_gpu):
+    return f"{'GPU' if from_gpu else 'CPU'}_{'GPU' if to_gpu else 'CPU'}_INTER"
+
+
+def encoded(crossing, bits):
+    """The fork's number of a crossing, with `bits` bits per index: 29 for GPU_CPU 3 to 1 by 2."""
+    return CODES.index(crossing.type) | crossing.source << 2 | crossing.destination << (2 + bits)
 
 
 def move(name, source, destination):
@@ -94,18 +116,8 @@ def chain(draw, mask, num_gpus, num_numa):
     if not leaves:
         inside = (*inside, move(f"{'' if draw(kernel) else 'copy '}write cpu", order[-1], way_out))
     return NodeChain(
-        head=crossing(
-            leaves_gpu=far_out,
-            source=draw(gpu if far_out else numa),
-            lands_in_gpu=lands,
-            destination=entry,
-        ),
-        tail=crossing(
-            leaves_gpu=leaves,
-            source=way_out,
-            lands_in_gpu=far_in,
-            destination=draw(gpu if far_in else numa),
-        ),
+        head=Crossing(kind(far_out, lands), draw(gpu if far_out else numa), entry),
+        tail=Crossing(kind(leaves, far_in), way_out, draw(gpu if far_in else numa)),
         gbps=draw(RATES),
         transfers=inside,
     )

@@ -25,9 +25,9 @@ from tccl_py.tccl_fork.database import (
     NodeChain,
     NodeChains,
     TypedTransfer,
-    gpus_of,
     table_cells,
 )
+from tests.tccl_databases import encoded, gpus_of, lands_in_gpu, leaves_gpu
 
 MAX_GBPS = 1e6
 
@@ -67,7 +67,8 @@ def check_database(database: Database) -> Database:
         _refuse(f"chains of gpus={part.mask}", mask_fault(database, part.mask, least=1))
         ends = Counter((chain.head, chain.tail) for chain in part.chains)
         for chain in part.chains:
-            where = f"chain of gpus={part.mask} from {chain.head}, leaving by {chain.tail}"
+            ends_text = f"from {_text(chain.head)}, leaving by {_text(chain.tail)}"
+            where = f"chain of gpus={part.mask} {ends_text}"
             if ends[chain.head, chain.tail] > 1:
                 _refuse(where, Fault("is there twice", "one for each head and tail"))
             _refuse(where, chain_fault(database, part.mask, chain))
@@ -123,15 +124,19 @@ def chain_fault(database: Database, mask: int, chain: NodeChain) -> Fault | None
     fault = fault or _common_fault(database, chain.gbps, chain.transfers)
     if fault is not None:
         return fault
-    start = _Memory(head.lands_in_gpu, head.destination)
-    end = _Memory(tail.leaves_gpu, tail.source)
-    entered = (head.destination,) if head.lands_in_gpu else ()
+    start = _Memory(lands_in_gpu(head), head.destination)
+    end = _Memory(leaves_gpu(tail), tail.source)
+    entered = (head.destination,) if lands_in_gpu(head) else ()
     return _way_fault(mask, chain.transfers, start, end, entered=entered)
+
+
+def _text(crossing: Crossing) -> str:
+    return f"{crossing.type} {crossing.source} to {crossing.destination}"
 
 
 def _crossing_faults(database: Database, head: Crossing, tail: Crossing) -> Iterator[Fault]:
     for name, one in (("head", head), ("tail", tail)):
-        ends = (one.leaves_gpu, one.source), (one.lands_in_gpu, one.destination)
+        ends = (leaves_gpu(one), one.source), (lands_in_gpu(one), one.destination)
         for (is_gpu, index), end in zip(ends, ("src", "dst"), strict=True):
             count = database.num_gpus if is_gpu else database.num_numa
             most = min(count, 2**database.num_bits)
@@ -281,7 +286,7 @@ class NodePart(msgspec.Struct, frozen=True, kw_only=True):
         if self.head is None:
             # A ring comes back to where it began.
             return (*lands[-1:], *lands[:-1])
-        return (self.head.destination, *lands) if self.head.lands_in_gpu else tuple(lands)
+        return (self.head.destination, *lands) if lands_in_gpu(self.head) else tuple(lands)
 
 
 class FoundRing(msgspec.Struct, frozen=True, kw_only=True):
@@ -353,7 +358,7 @@ class _Tables:
             for part in database.inter
         }
         used = {end for chains in self._chains.values() for pair in chains for end in pair}
-        self.crossings = sorted(used, key=lambda one: one.encoded(database.num_bits))
+        self.crossings = sorted(used, key=lambda one: encoded(one, database.num_bits))
         self._at = {one: at for at, one in enumerate(self.crossings)}
 
     def chains(self, mask: int) -> dict[tuple[Crossing, Crossing], NodeChain]:

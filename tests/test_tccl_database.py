@@ -27,7 +27,6 @@ from tccl_py.tccl_fork.database import (
     Database,
     NodeChain,
     NodeChains,
-    gpus_of,
     mask_of,
     numa_ids,
     tccl_xml,
@@ -36,7 +35,7 @@ from tccl_py.tccl_fork.database import (
 from tccl_py.tccl_fork.search import DatabaseSearch, DatabaseTask, Landing, all_ends
 from tests.fakes import SharedResources
 from tests.planned import PCIE, SMALL, plan_of, with_parts
-from tests.tccl_databases import small_database
+from tests.tccl_databases import encoded, gpus_of, small_database
 from tests.tccl_runtime import check_database, found_ring, parse_tccl_xml
 from tests.toy import toy_machine
 
@@ -305,11 +304,11 @@ def test_of_equal_rings_the_solver_takes_the_crossing_with_the_lowest_number():
     between = {(one.head, one.tail): one for one in chains_of(database, 3)}
     assert len(between) == len(chains_of(database, 3))
     closed = {
-        head.encoded(database.num_bits)
+        encoded(head, database.num_bits)
         for (head, tail), one in between.items()
         if (tail, head) in between and min(one.gbps, between[tail, head].gbps) == found.gbps
     }
-    assert found.nodes[0].head.encoded(database.num_bits) == min(closed)
+    assert encoded(found.nodes[0].head, database.num_bits) == min(closed)
 
 
 @pytest.mark.parametrize(

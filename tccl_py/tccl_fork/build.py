@@ -9,11 +9,11 @@ import msgspec
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.rings import Hop, Ring, ring
+from tccl_py.model.rings import ring
 from tccl_py.model.transfer import leaving, transfer_set
 from tccl_py.nccl.pinned_env import pinned_level
 from tccl_py.nccl.settings import final_channels
-from tccl_py.plan.plan import Plan, PlanChain
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Order
 from tccl_py.search.problem import Reporter, SilentReporter
 from tccl_py.sources.memory import RememberingSource
@@ -25,7 +25,6 @@ from tccl_py.tccl_fork.database import (
     NodeChain,
     NodeChains,
     TypedTransfer,
-    crossing,
     index_bits,
     mask_of,
     numa_ids,
@@ -94,7 +93,10 @@ def make_database(
     search.find_rings()
     no_chains = _no_chains(task, nic, table_bytes(count, bits))
     if nic is not None and not no_chains:
-        search.find_chains(nic, every_landing=_listed_chains(task, nic) <= EVERY_LANDING_UP_TO)
+        # A file has every pair of landings here, with every pair elsewhere.
+        own = sum(len([*all_ends(task, nic, gpus)]) for gpus in task.sets_of_gpus(least=1))
+        listed = own * len(landings(task, nic, task.gpus)) ** 2
+        search.find_chains(nic, every_landing=listed <= EVERY_LANDING_UP_TO)
     elif table_bytes(count, bits) > MUCH_MEMORY:
         # No crossing is encoded then: indices of one bit keep the fork's table small.
         bits = 1
@@ -106,7 +108,6 @@ def make_database(
             transfers=ring_transfers(found.ring.hops, numa),
         )
         for gpus, found in search.rings.items()
-        if found.rate_gbps > 0
     ]
     database = Database(
         num_gpus=count,
@@ -115,9 +116,8 @@ def make_database(
         intra=tuple(sorted(intra, key=lambda entry: entry.mask)),
         inter=tuple(sorted(_inter(search, numa), key=lambda entry: entry.mask)),
     )
-    notes = _notes(
-        plan, task, search, nic=nic, no_chains=no_chains, memory=table_bytes(count, bits)
-    )
+    memory = table_bytes(count, bits)
+    notes = _notes(plan, task, search, nic=nic, no_chains=no_chains, memory=memory)
     return MadeDatabase(
         database=database, notes=tuple(notes), sets_measured=task.source.sets_measured
     )
@@ -126,27 +126,20 @@ def make_database(
 def check_plan_for_fork(plan: Plan, *, where: str = "plan") -> None:
     """Refuse a plan that one database cannot serve, or whose further sets nobody can measure."""
     if len(plan.cluster.classes) > 1:
-        raise InputError(
-            where,
-            f"has hosts of {len(plan.cluster.classes)} classes",
-            "the fork has one database for all nodes: plan hosts of one class",
-        )
+        what = f"has hosts of {len(plan.cluster.classes)} classes"
+        right = "the fork has one database for all nodes: plan hosts of one class"
+        raise InputError(where, what, right)
     if plan.is_cluster and not plan.simulated:
-        raise InputError(
-            where,
-            "was measured over several hosts, and the file needs other sets",
-            "plan one of the hosts alone: that plan's file has rings for jobs of one node",
-        )
+        what = "was measured over several hosts, and the file needs other sets"
+        right = "plan one of the hosts alone: that plan's file has rings for jobs of one node"
+        raise InputError(where, what, right)
 
 
 def _task(plan: Plan, source: BandwidthSource, export: Export, reporter: Reporter) -> DatabaseTask:
     (node,), (gpus,) = plan.cluster.classes, plan.class_gpus
     if table_cells(max(gpus) + 1, 1) >= TABLE_CELLS:
-        raise InputError(
-            f"GPU {max(gpus)}",
-            "is too high an index for the fork",
-            "0 to 21: it makes a table of all sets of GPUs and counts its cells in 32 bits",
-        )
+        right = "0 to 21: it makes a table of all sets of GPUs and counts its cells in 32 bits"
+        raise InputError(f"GPU {max(gpus)}", "is too high an index for the fork", right)
     for gpu in (gpu for subset in export.subsets or () for gpu in subset):
         if gpu not in gpus:
             known = ", ".join(map(str, gpus))
@@ -164,20 +157,18 @@ def _task(plan: Plan, source: BandwidthSource, export: Export, reporter: Reporte
         reporter=reporter,
         p2p_level=pinned_level(plan.pinned_env),
     )
-    known_rings = () if plan.is_cluster else plan.rings
-    rings = tuple(found for planned in known_rings for found in _same_ring(task, planned))
-    return msgspec.structs.replace(task, rings=rings)
-
-
-def _same_ring(task: DatabaseTask, planned: PlanChain) -> Iterator[Ring]:
-    """Yield a ring of the plan with the fork's number of blocks, if the fork can use the ring."""
-    space = task.hop_space(task.gpus)
-    hops: list[Hop] = []
-    for hop in planned.hops:
-        choices = space.between(hop.source, hop.target)
-        hops += [choice for choice in choices if choice.flow.transfers == hop.flow.transfers]
-    if len(hops) == len(planned.hops):
-        yield ring(hops)
+    # The plan's rings with the fork's number of blocks, where the fork can use them.
+    space, rings = task.hop_space(task.gpus), []
+    for planned in () if plan.is_cluster else plan.rings:
+        ways = (
+            (hop, choice)
+            for hop in planned.hops
+            for choice in space.between(hop.source, hop.target)
+        )
+        hops = [way for hop, way in ways if way.flow.transfers == hop.flow.transfers]
+        if len(hops) == len(planned.hops):
+            rings.append(ring(hops))
+    return msgspec.structs.replace(task, rings=tuple(rings))
 
 
 def plan_channels(plan: Plan) -> int:
@@ -190,13 +181,11 @@ def plan_channels(plan: Plan) -> int:
 def _nic(machine: Machine, wanted: int | None) -> Nic | None:
     """Return the requested NIC, or the fastest, with GPUDirect if there is one."""
     if wanted is not None:
-        found = [nic for nic in machine.nics if nic.index == wanted]
-        if not found:
-            known = ", ".join(str(nic.index) for nic in machine.nics) or "none"
-            raise InputError(
-                f"NIC {wanted}", f"is not in machine {machine.name}", f"it has {known}"
-            )
-        return found[0]
+        found = {nic.index: nic for nic in machine.nics}
+        if wanted not in found:
+            right = f"it has {', '.join(map(str, found)) or 'none'}"
+            raise InputError(f"NIC {wanted}", f"is not in machine {machine.name}", right)
+        return found[wanted]
     return max(machine.nics, key=lambda nic: (nic.speed_mbps, nic.gdr, -nic.index), default=None)
 
 
@@ -216,12 +205,6 @@ def _no_chains(task: DatabaseTask, nic: Nic | None, memory: int) -> str:
     return ""
 
 
-def _listed_chains(task: DatabaseTask, nic: Nic) -> int:
-    places = len(landings(task, nic, task.gpus))
-    own = sum(sum(1 for _ in all_ends(task, nic, gpus)) for gpus in task.sets_of_gpus(least=1))
-    return own * places**2
-
-
 def _inter(search: DatabaseSearch, numa: Mapping[int, int]) -> Iterator[NodeChains]:
     """Yield every chain with each landing that its bytes may come from and go to on other nodes.
 
@@ -239,7 +222,7 @@ def _inter(search: DatabaseSearch, numa: Mapping[int, int]) -> Iterator[NodeChai
                 transfers=_chain_transfers(chain, numa),
             )
             for ends, chain in listed.items()
-            if ends.gpus == gpus and chain.rate_gbps > 0
+            if ends.gpus == gpus
             for before in exits
             for behind in entries
         ]
@@ -252,15 +235,10 @@ def _gbps(rate: float) -> float:
 
 
 def _crossing(leaves: Landing, lands: Landing, numa: Mapping[int, int]) -> Crossing:
-    source, destination = (
-        place.index if place.in_gpu else numa[place.index] for place in (leaves, lands)
-    )
-    return crossing(
-        leaves_gpu=leaves.in_gpu,
-        source=source,
-        lands_in_gpu=lands.in_gpu,
-        destination=destination,
-    )
+    places = (leaves, lands)
+    numbers = (place.index if place.in_gpu else numa[place.index] for place in places)
+    kinds = ("GPU" if place.in_gpu else "CPU" for place in places)
+    return Crossing(f"{'_'.join(kinds)}_INTER", *numbers)  # type: ignore[arg-type]
 
 
 def _chain_transfers(found: Found, numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:

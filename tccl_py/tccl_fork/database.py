@@ -15,7 +15,7 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import Hop
-from tccl_py.model.transfer import Flow, Place, Transfer
+from tccl_py.model.transfer import Flow, Transfer
 
 TransferType = Literal[
     "GPU_WRITE_GPUMEM_KERNEL",
@@ -31,12 +31,6 @@ TransferType = Literal[
 CrossingType = Literal["GPU_GPU_INTER", "GPU_CPU_INTER", "CPU_GPU_INTER", "CPU_CPU_INTER"]
 """Memory that a crossing between nodes leaves, and memory where it lands."""
 
-CROSSING_CODES: dict[CrossingType, int] = {
-    "GPU_GPU_INTER": 0,
-    "GPU_CPU_INTER": 1,
-    "CPU_GPU_INTER": 2,
-    "CPU_CPU_INTER": 3,
-}
 TABLE_CELLS = 2**31  # The fork counts its table's cells in 32 bits with a sign
 _TYPES: dict[tuple[str, str], str] = {
     ("write", "GG"): "GPU_WRITE_GPUMEM",
@@ -63,27 +57,6 @@ class Crossing(msgspec.Struct, frozen=True, order=True):
     type: CrossingType
     source: int
     destination: int
-
-    @property
-    def leaves_gpu(self) -> bool:
-        """Return whether the NIC takes the bytes from GPU memory."""
-        return self.type.startswith("GPU_")
-
-    @property
-    def lands_in_gpu(self) -> bool:
-        """Return whether the NIC puts the bytes into GPU memory."""
-        return self.type.endswith("_GPU_INTER")
-
-    def encoded(self, bits: int) -> int:
-        """Return the fork's number of the crossing, with `bits` bits per index.
-
-        >>> Crossing("GPU_CPU_INTER", 3, 1).encoded(2)
-        29
-        """
-        return CROSSING_CODES[self.type] | self.source << 2 | self.destination << (2 + bits)
-
-    def __str__(self) -> str:
-        return f"{self.type} {self.source} to {self.destination}"
 
 
 class GpuRing(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,15 +102,6 @@ def mask_of(gpus: Iterable[int]) -> int:
     return sum(1 << gpu for gpu in set(gpus))
 
 
-def gpus_of(mask: int) -> tuple[int, ...]:
-    """Return the GPUs of a bit mask, ascending.
-
-    >>> gpus_of(37)
-    (0, 2, 5)
-    """
-    return tuple(gpu for gpu in range(mask.bit_length()) if mask >> gpu & 1)
-
-
 def index_bits(num_gpus: int, num_numa: int) -> int:
     """Return the bits of an index in a crossing: ceil(log2(max(num_gpus, num_numa))), at least 1.
 
@@ -161,17 +125,6 @@ def table_bytes(num_gpus: int, num_bits: int) -> int:
     # A cell is a struct of 24 bytes and 2 x GPUs transfers of 12 bytes; malloc adds 8.
     transfers = -(-(2 * num_gpus * 12 + 8) // 16) * 16
     return table_cells(num_gpus, num_bits) * (24 + transfers)
-
-
-def crossing(*, leaves_gpu: bool, source: int, lands_in_gpu: bool, destination: int) -> Crossing:
-    """Return the crossing from one memory to another."""
-    kinds: dict[tuple[bool, bool], CrossingType] = {
-        (True, True): "GPU_GPU_INTER",
-        (True, False): "GPU_CPU_INTER",
-        (False, True): "CPU_GPU_INTER",
-        (False, False): "CPU_CPU_INTER",
-    }
-    return Crossing(kinds[leaves_gpu, lands_in_gpu], source, destination)
 
 
 def numa_ids(machine: Machine) -> dict[int, int]:
@@ -201,61 +154,41 @@ def typed_transfer(transfer: Transfer, numa: Mapping[int, int]) -> TypedTransfer
     source, destination = transfer.source, transfer.destination
     name = _TYPES.get((transfer.operation, f"{source.kind}{destination.kind}"))
     if name is None or source.host or destination.host:
-        raise InputError(
-            f"transfer {str(transfer)[:60]!r}",
-            "is none that the TCCL fork has a name for",
-            "GPUs of one node write or read GPU memory, write host memory, or read it",
-        )
+        right = "GPUs of one node write or read GPU memory, write host memory, or read it"
+        what = "is none that the TCCL fork has a name for"
+        raise InputError(f"transfer {str(transfer)[:60]!r}", what, right)
     executor = "MEMCPY" if transfer.uses_copy_engine else "KERNEL"
-    kind: TransferType = f"{name}_{executor}"  # type: ignore[assignment]
-    return TypedTransfer(kind, _number(source, numa), _number(destination, numa))
-
-
-def _number(place: Place, numa: Mapping[int, int]) -> int:
-    return numa[place.index] if place.kind == "C" else place.index
+    ends = [numa[end.index] if end.kind == "C" else end.index for end in (source, destination)]
+    return TypedTransfer(f"{name}_{executor}", *ends)  # type: ignore[arg-type]
 
 
 def tccl_xml(database: Database, *, notes: Sequence[str] = ()) -> str:
     """Return the text of a database's file; `notes` stand in comments on top."""
-    return "".join(_lines(database, notes))
+    sizes = (database.num_gpus, database.num_numa, database.num_bits)
+    lines = ["<root>", *(f"  <!-- {_comment(note)} -->" for note in notes)]
+    lines.append('  <metadata num_gpus="{}" num_numa="{}" num_bits_idx="{}"/>'.format(*sizes))
+    rings = [(ring.mask, (ring,)) for ring in database.intra]
+    lines += ["  <intra>", *_subsets(rings), "  </intra>", "  <inter>"]
+    lines += [*_subsets((part.mask, part.chains) for part in database.inter), "  </inter>"]
+    return "\n".join([*lines, "</root>\n"])
 
 
-def _lines(database: Database, notes: Sequence[str]) -> Iterator[str]:
-    yield "<root>\n"
-    yield from (f"  <!-- {_comment(note)} -->\n" for note in notes)
-    yield (
-        f'  <metadata num_gpus="{database.num_gpus}" num_numa="{database.num_numa}" '
-        f'num_bits_idx="{database.num_bits}"/>\n  <intra>\n'
-    )
-    for ring in database.intra:
-        yield f'    <subset gpus="{ring.mask}">\n'
-        yield from _way(ring, "")
-        yield "    </subset>\n"
-    yield "  </intra>\n  <inter>\n"
-    for part in database.inter:
-        yield f'    <subset gpus="{part.mask}">\n'
-        for chain in part.chains:
-            yield from _way(chain, _end("head", chain.head) + _end("tail", chain.tail))
-        yield "    </subset>\n"
-    yield "  </inter>\n</root>\n"
+def _subsets(parts: Iterable[tuple[int, Sequence[GpuRing | NodeChain]]]) -> Iterator[str]:
+    for mask, ways in parts:
+        yield f'    <subset gpus="{mask}">'
+        for way in ways:
+            ends = {"head_": way.head, "tail_": way.tail} if isinstance(way, NodeChain) else {}
+            texts = (f" {_moved(end, name)}" for name, end in ends.items())
+            # repr is the shortest text that is read as the same number.
+            yield f'      <transfers gbps="{way.gbps!r}"{"".join(texts)}>'
+            yield from (f"        <transfer {_moved(moved)}/>" for moved in way.transfers)
+            yield "      </transfers>"
+        yield "    </subset>"
 
 
-def _way(way: GpuRing | NodeChain, ends: str) -> Iterator[str]:
-    # repr is the shortest text that is read as the same number.
-    yield f'      <transfers gbps="{way.gbps!r}"{ends}>\n'
-    for moved in way.transfers:
-        yield (
-            f'        <transfer type="{moved.type}" src_idx="{moved.source}" '
-            f'dst_idx="{moved.destination}"/>\n'
-        )
-    yield "      </transfers>\n"
-
-
-def _end(name: str, end: Crossing) -> str:
-    return (
-        f' {name}_type="{end.type}" {name}_src_idx="{end.source}" '
-        f'{name}_dst_idx="{end.destination}"'
-    )
+def _moved(moved: TypedTransfer | Crossing, name: str = "") -> str:
+    values = {"type": moved.type, "src_idx": moved.source, "dst_idx": moved.destination}
+    return " ".join(f'{name}{key}="{value}"' for key, value in values.items())
 
 
 def _comment(note: str) -> str:

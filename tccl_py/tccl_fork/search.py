@@ -300,31 +300,25 @@ class DatabaseSearch:
         if nic is None or not ends.entries:
             return inside
         more = {"blocks": self._task.blocks, "fifo": Fifo(bytes=self._task.fifo_bytes)}
+        entries = [(gpu, node) for gpu in ends.gpus for node in _ways(gpu, ends.entries)]
+        exits = [(gpu, node) for gpu in ends.gpus for node in _ways(gpu, ends.exits)]
         return chain_space(
             inside,
-            [
-                entry(gpu, entering(nic.index, gpu, through=node, **more))  # type: ignore[arg-type]
-                for gpu in ends.gpus
-                for node in _ways(gpu, ends.entries)
-            ],
-            [
-                leave(gpu, leaving(gpu, nic.index, through=node, **more))  # type: ignore[arg-type]
-                for gpu in ends.gpus
-                for node in _ways(gpu, ends.exits)
-            ],
+            [entry(g, entering(nic.index, g, through=n, **more)) for g, n in entries],  # type: ignore[arg-type]
+            [leave(g, leaving(g, nic.index, through=n, **more)) for g, n in exits],  # type: ignore[arg-type]
         )
 
     def _known_orders(self, ends: Ends) -> tuple[tuple[Order, ...], ...]:
         """Return known orders over more GPUs, without the GPUs that are missing here."""
         task, gpus = self._task, ends.gpus
         if ends.entries:
-            known = [one for one in (self.best.get(gpus), self.best.get(task.gpus)) if one][:1]
-            orders = [tuple(gpu for gpu in one.chain.gpus if gpu in gpus) for one in known]
+            found = self.best.get(gpus) or self.best.get(task.gpus)
+            orders = [tuple(gpu for gpu in found.chain.gpus if gpu in gpus)] if found else []
             return tuple(((WORLD, *order),) for order in (*orders, gpus))
         whole = self.rings.get(task.gpus)
         rings = [*task.rings, *([whole.ring] if whole else [])]
-        orders = [tuple(gpu for gpu in one.gpus if gpu in gpus) for one in rings]
-        return tuple((one,) for one in dict.fromkeys(orders) if len(one) == len(gpus))
+        orders = [tuple(gpu for gpu in known.gpus if gpu in gpus) for known in rings]
+        return tuple((order,) for order in dict.fromkeys(orders) if len(order) == len(gpus))
 
 
 def fixing(symmetry: Symmetry, points: Sequence[str]) -> Symmetry:
@@ -351,7 +345,7 @@ def images(ends: Ends, found: Ring, symmetry: Symmetry) -> Iterator[tuple[Ends, 
 
 
 def _landing(flow: Flow, gpu: int) -> Landing:
-    hosts = [p.index for t in flow.transfers for p in (t.source, t.destination) if p.kind == "C"]
+    hosts = [place.index for place in flow.places if place.kind == "C"]
     return Landing(False, hosts[0]) if hosts else Landing(True, gpu)
 
 
