@@ -97,11 +97,7 @@ class Builder:
         return "simulated" if self.prober.source.simulated else "measured"
 
     def finding(self, cause: Cause) -> Finding:
-        """Return a finding about a set that is slow together.
-
-        Raises:
-            BudgetSpentError, MeasurementError: a rate is neither known nor can be measured.
-        """
+        """Return a finding about a set that is slow together."""
         flows = sorted(cause.flows, key=str)
         alone = [self.prober.best([flow]).gbps for flow in flows]
         together = self.prober.best(flows)
@@ -162,10 +158,8 @@ class Builder:
         return _kinds(flows), tuple(shared.kind for shared in self.sharing.shared(flows))
 
     def suspects(self, flows: Flows) -> tuple[Shared, ...]:
-        """Return the shared places, without those that equal mechanisms share unharmed.
-
-        Raises:
-            BudgetSpentError, MeasurementError: the flows were not measured.
+        """Return the shared places, without those that equal mechanisms share unharmed. Raises
+        BudgetSpentError, MeasurementError: the flows were not measured.
         """
         key = tuple(flows)
         if key not in self._suspects:
@@ -179,7 +173,6 @@ class Builder:
         return self._suspects[key]
 
     def _innocent(self, kinds: Kinds, above: float) -> set[str]:
-        """Return the kinds of places that known sets of these mechanisms share at a high rate."""
         known = len(self.prober.known)
         for seen in self.known_sets(self._looked_at):
             places = (*self.sharing.shared(seen.flows), *busy(self.node.machine, seen.flows))
@@ -283,7 +276,6 @@ def _kinds(flows: Flows) -> Kinds:
 
 
 def _each(flows: Flows, rate: Rate) -> tuple[float, ...]:
-    """Return each flow's rate; the slowest's for all if only an image was measured."""
     if sorted(flows) != sorted(flow for flow, _ in rate.each):
         return (rate.gbps,) * len(flows)
     waiting = dealt((flow for flow, _ in rate.each), (gbps for _, gbps in rate.each))

@@ -120,7 +120,6 @@ class _Level:
         self._counted: set[TransferSet] = set()
 
     def _remember_known(self) -> None:
-        """Take the known rates of parts of the whole."""
         whole = Counter(self._flows)
         for known in self._prober.known:
             if whole.keys() >= set(known.flows) and Counter(known.flows) <= whole:
@@ -154,7 +153,6 @@ class _Level:
         return tuple(flow for i, flow in enumerate(self._flows) if i not in removed)
 
     def _greedy_rest(self) -> tuple[Flow, ...]:
-        """Return the whole without a flow of every part found."""
         removed: set[int] = set()
         for part in self._parts:
             if not part & removed:
@@ -162,7 +160,6 @@ class _Level:
         return self._without(frozenset(removed))
 
     def _least_needed_first(self, part: Part) -> list[int]:
-        """Return a part's flows; the last is in most parts found, so it is removed first."""
         return sorted(part, key=lambda flow: (sum(flow in found for found in self._parts), flow))
 
     def _part_without(self, removed: Part) -> Part | None:
@@ -222,7 +219,6 @@ class _Level:
         return None
 
     def _slow(self, part: Sequence[int]) -> bool:
-        """Return whether a part is slow, by a known rate of it, a part or a whole of it if any."""
         if len(part) < 2:
             return False
         flows = Counter(self._flows[i] for i in part)
@@ -233,7 +229,6 @@ class _Level:
         return self._measured_slow(part, exact=False)
 
     def _measured_slow(self, part: Sequence[int], *, exact: bool) -> bool:
-        """Return whether a measurement says slow; an uncertain one is repeated."""
         flows = [self._flows[i] for i in part]
         rate = self._prober.exact(flows) if exact else self._prober.rate(flows)
         for _ in range(AGAIN - 1):
@@ -244,7 +239,6 @@ class _Level:
         return bool(rate.gbps <= self.limit)
 
     def _smallest_known(self) -> list[Cause]:
-        """Return the smallest part known to be slow, if it is not the whole."""
         slow = [known for known, gbps in self._rates if gbps <= self.limit]
         smallest = min(slow, key=lambda known: known.total(), default=None)
         if smallest is None or smallest.total() >= len(self._flows):

@@ -173,7 +173,6 @@ def _ring(builder: Builder, subject: Subject, most: int, plan: Plan) -> RingExpl
 
 
 def _causes(builder: Builder, subject: Subject, most: int) -> tuple[Causes, str]:
-    """Return the causes, and an error, or ""."""
     related, label = builder.sharing.related, builder.label
     try:
         found = find_causes(builder.prober, subject.flows, most=most, related=related, label=label)

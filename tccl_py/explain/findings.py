@@ -105,20 +105,12 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def save_explanation(explanation: Explanation, directory: Path) -> Explanation:
-    """Write `explanation.json` beside its plan; return the explanation as written.
-
-    Raises:
-        InputError: the place cannot be written.
-    """
+    """Write `explanation.json` beside its plan; return the explanation as written."""
     return keep_beside_plan(explanation, directory / EXPLANATION_FILE)
 
 
 def load_explanation(directory: Path) -> Explanation | None:
-    """Return the explanation of the plan in `directory`; None if there is none of this plan.
-
-    Raises:
-        InputError: the file is damaged or of another format version.
-    """
+    """Return the explanation of the plan in `directory`; None if there is none of this plan."""
     path = directory / EXPLANATION_FILE
     if not path.is_file():
         return None

@@ -145,12 +145,7 @@ class Prober:
             self._share = self.sets_measured + left // parts
 
     def exact(self, flows: Flows) -> Rate:
-        """Return the rate of exactly these flows.
-
-        Raises:
-            BudgetSpentError: the budget allows no measurement.
-            MeasurementError: the source cannot measure it.
-        """
+        """Return the rate of exactly these flows."""
         wanted = transfer_set(flows)
         if wanted not in self._times:
             self._measure(wanted)
@@ -159,11 +154,7 @@ class Prober:
         return self._rates[wanted]
 
     def rate(self, flows: Flows) -> Rate:
-        """Return the rate of these flows, or of a known image if theirs is unknown.
-
-        Raises:
-            BudgetSpentError, MeasurementError: as `exact`.
-        """
+        """Return the rate of these flows, or of a known image if theirs is unknown."""
         return self.exact(self._image(flows) or flows)
 
     def best(self, flows: Flows) -> Rate:
@@ -183,11 +174,7 @@ class Prober:
         return min((self.rate([flow]) for flow in flows), key=lambda rate: rate.gbps)
 
     def again(self, flows: Flows) -> Rate:
-        """Measure exactly these flows once more, and return the rate over all measurements.
-
-        Raises:
-            BudgetSpentError, MeasurementError: as `exact`.
-        """
+        """Measure exactly these flows once more, and return the rate over all measurements."""
         wanted = transfer_set(flows)
         self._measure(wanted)
         self._rates[wanted] = self._pooled(wanted)

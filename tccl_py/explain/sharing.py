@@ -130,7 +130,6 @@ class Sharing:
         return Place("uplink", child, f"the uplink of switch {child}{upper}")
 
     def _between_nodes(self, edge: Edge) -> Place:
-        """Return a link between CPUs; its two directions are different places."""
         sockets = {node.id: node.socket for node in self.machine.numa_nodes}
         start, end = edge
         if self._network.between_sockets(edge):
@@ -167,7 +166,6 @@ def busy(machine: Machine, flows: Sequence[Flow]) -> Iterator[Shared]:
 
 
 def _task(machine: Machine, part: Transfer) -> str:
-    """Return the work of a transfer's executor."""
     verb, other = "reads", part.source
     if part.operation == "write":
         verb, other = "writes into", part.destination

@@ -83,7 +83,6 @@ def translating(host: Host) -> bool | None:
 
 
 def _group_type(host: Host, bus_id: str) -> str:
-    """Return the type of a device's IOMMU domain, `identity`, `DMA` or `DMA-FQ`; "" if none."""
     link = host.real(f"sys/bus/pci/devices/{bus_id}/iommu_group")
     return host.text(f"sys/kernel/iommu_groups/{link.name}/type") if link else ""
 
@@ -131,7 +130,6 @@ def check_links(host: Host) -> Found:
 
 
 def _uplinks(host: Host, gpu: str) -> Iterator[tuple[str, str]]:
-    """Yield (port above, switch) for each link between a switch and its parent."""
     ports = host.ports_above(gpu)
     # A root port, then a switch's two ports each: the links above upstream ports are cables or
     # lanes, those between the two ports of one switch are inside the chip.
@@ -182,7 +180,6 @@ def check_peers(host: Host) -> Found:
 
 
 def _offers_gpu_memory(host: Host) -> bool:
-    """Return whether NICs reach GPU memory: nvidia-peermem, or DMA-BUF since Linux 5.12."""
     if any(host.has(f"sys/module/{name}") for name in ("nvidia_peermem", "nv_peer_mem")):
         return True
     opened = "Open Kernel Module" in host.text("proc/driver/nvidia/version")
@@ -239,7 +236,6 @@ def shared_memory_needed(gpus: int) -> int:
 
 
 def _mib(count: int) -> str:
-    """Return a number of bytes as text in MiB."""
     return f"{count / 1024**2:,.6g} MiB"
 
 
@@ -306,7 +302,6 @@ def check_limits(host: Host) -> Found:
 
 
 def _limit(limits: str, name: str) -> int | None:
-    """Return the soft limit in bytes; None if unlimited."""
     found = re.search(rf"^{name}\s+([0-9]{{1,19}})\s", limits, re.MULTILINE)
     return int(found[1]) if found else None
 

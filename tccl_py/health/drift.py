@@ -218,7 +218,6 @@ def _confirmed(
 
 
 def _both(first: Comparison, second: Comparison | None) -> Comparison:
-    """Return the first comparison with the larger p of both; an unconfirmed change has p = 1."""
     if not first.alarming:
         return first
     if second is None or (second.ratio > 1) != (first.ratio > 1):

@@ -30,11 +30,7 @@ class CheckRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep_check(drift: Drift, directory: Path, header: JournalHeader, *, ended: float) -> Path:
-    """Append a check to a plan's directory, whole or not at all; return the file.
-
-    Raises:
-        InputError: the file is in use, no regular file, or cannot be written.
-    """
+    """Append a check to a plan's directory, whole or not at all; return the file."""
     record = CheckRecord(
         ended=ended, header=header, drifted=drift.drifted, measurements=drift.measurements
     )
@@ -55,7 +51,6 @@ def keep_check(drift: Drift, directory: Path, header: JournalHeader, *, ended: f
 
 
 def _append(descriptor: int, data: bytes) -> None:
-    """Write all of `data`, or take back the part that fitted on a full disk."""
     before = os.fstat(descriptor).st_size
     try:
         rest = memoryview(data)

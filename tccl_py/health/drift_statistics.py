@@ -110,7 +110,6 @@ def common_spread(groups: Iterable[Sequence[float]]) -> Spread:
 
 
 def _inverse_trigamma(value: float) -> float:
-    """Solve trigamma(y) = value; 1 / y + 1 / (2 y^2) < trigamma(y) < 1 / y + 1 / y^2 bracket y."""
 
     def beyond(y: float) -> float:
         return float(scipy.special.polygamma(1, y)) - value

@@ -115,7 +115,6 @@ def why_not_alike(plan: Plan, directory: Path, here: Fingerprint, gpus: Sequence
 
 
 def _planned(plan: Plan, directory: Path) -> Fingerprint | str:
-    """Return the fingerprint of the plan's host, or the reason why a plan fits (not) without."""
     if plan.simulated:
         return ""
     found = planned_fingerprint(plan, directory)

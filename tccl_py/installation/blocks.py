@@ -88,11 +88,7 @@ def without_block(data: bytes, *, heads: tuple[str, ...], where: str) -> bytes |
 
 
 def has_block(data: bytes, *, where: str) -> bool:
-    """Return whether our block is in a file.
-
-    Raises:
-        InputError: the markers are damaged.
-    """
+    """Return whether our block is in a file. Raises InputError: the markers are damaged."""
     return _find(data, where) is not None
 
 
@@ -130,10 +126,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def real_path(path: Path) -> Path:
-    """Return the absolute path behind symbolic links.
-
-    Raises:
-        InputError: circular links, or a path that no text file can name.
+    """Return the absolute path behind symbolic links. Raises InputError: circular links, or a path
+    that no text file can name.
     """
     check_path(path.absolute())
     try:
@@ -143,11 +137,9 @@ def real_path(path: Path) -> Path:
 
 
 def read_own(path: Path) -> bytes | None:
-    """Return a file that may be changed; None for a new file.
-
-    Raises:
-        InputError: the file or its directory belongs to another user or is not writable, or the
-            file is not regular, has hard links, or is too large.
+    """Return a file that may be changed; None for a new file. Raises InputError: the file or its
+    directory belongs to another user or is not writable, or the file is not regular, has hard
+    links, or is too large.
     """
     with refused(path, "cannot be changed", _OWN):
         parent = path.parent
@@ -172,11 +164,7 @@ def read_own(path: Path) -> bytes | None:
 
 
 def apply_changes(changes: Sequence[Change]) -> None:
-    """Make all changes, or none.
-
-    Raises:
-        InputError: a file changed since it was read, or cannot be written; all are as before then.
-    """
+    """Make all changes, or none."""
     done: list[Change] = []
     try:
         for change in changes:

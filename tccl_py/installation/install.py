@@ -109,11 +109,7 @@ def install(plan: Installed, targets: Mapping[Kind, Path], *, dry_run: bool) -> 
 
 
 def removal(paths: Sequence[Path] = ()) -> Removal:
-    """Return the changes of `uninstall` in all recorded files, or in these.
-
-    Raises:
-        InputError: a file cannot be changed, or its markers are damaged.
-    """
+    """Return the changes of `uninstall` in all recorded files, or in these."""
     found = paths or [Path(file.path) for file in load_record(state_directory()).files]
     changes, untouched = [], []
     for path in dict.fromkeys(map(real_path, found)):
@@ -127,11 +123,7 @@ def removal(paths: Sequence[Path] = ()) -> Removal:
 
 
 def uninstall(paths: Sequence[Path] = ()) -> Removal:
-    """Remove our block from all recorded files, or from these.
-
-    Raises:
-        InputError: as `removal`; nothing is changed then.
-    """
+    """Remove our block from all recorded files, or from these."""
     directory = state_directory()
     with _opened_record(directory) as record:
         found = removal(paths)
@@ -156,7 +148,6 @@ def _change(plan: Installed, kind: Kind, path: Path) -> Change:
 
 
 def _check_others(plan: Installed, kind: Kind, others: bytes, where: str, form: Form) -> None:
-    """Refuse a file in which our lines would have no effect, or do harm."""
     if kind == "conf":
         _check_conf(plan, others, where)
     elif kind == "slurm-prolog":
@@ -189,11 +180,7 @@ def state_directory() -> Path:
 
 
 def load_record(directory: Path) -> Record:
-    """Return the record, empty if there is none.
-
-    Raises:
-        InputError: the record is unreadable, damaged, or of another version.
-    """
+    """Return the record, empty if there is none."""
     path = directory / RECORD_FILE
     if not path.exists():
         return Record()
@@ -208,10 +195,8 @@ def load_record(directory: Path) -> Record:
 def _opened_record(directory: Path) -> Iterator[Record]:
     """Lock the record, in an existing directory, until the block ends.
 
-    New directories are removed if nothing is recorded in the end.
-
-    Raises:
-        InputError: another run holds the record, or the record is unreadable.
+    New directories are removed if nothing is recorded in the end. Raises InputError: another run
+    holds the record, or the record is unreadable.
     """
     made: list[Path] = []
     with refused(directory, "cannot be made", "name a writable place by XDG_STATE_HOME"):
@@ -234,11 +219,7 @@ def _opened_record(directory: Path) -> Iterator[Record]:
 
 
 def _save_record(record: Record, directory: Path) -> None:
-    """Write the record; without files, remove it and the directories made for it.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write the record; without files, remove it and the directories made for it."""
     if record.files:
         write_atomically(directory / RECORD_FILE, encode_json(record))
         return

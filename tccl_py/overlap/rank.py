@@ -250,7 +250,6 @@ class Copies:
 
 
 def _buffer(torch: Any, spec: OverlapSpec, place: int, value: int) -> Any:
-    """Return a message's bytes at a place; gloo has one device for all."""
     device = torch.device("cuda", place) if spec.backend == "nccl" else torch.device("cpu")
     return torch.full((spec.message_bytes,), value, dtype=torch.uint8, device=device)
 

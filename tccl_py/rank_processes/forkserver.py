@@ -82,11 +82,7 @@ class ForkServer:
         self.close()
 
     def start(self, program: Program, listener: socket.socket | None = None) -> ForkedRank:
-        """Start a rank that inherits `listener`.
-
-        Raises:
-            TcclError: the server ended before the fork.
-        """
+        """Start a rank that inherits `listener`."""
         environment = child_environment(program.environment)
         program = msgspec.structs.replace(program, environment=environment)
         control = self._ready(program)
@@ -148,7 +144,6 @@ class ForkServer:
         return ours
 
     def _forked(self, deadline: float) -> int:
-        """Return the pid of the next fork; record exit codes on the way."""
         while True:
             event = self._event(max(0.0, deadline - time.monotonic()))
             if event is None:

@@ -112,11 +112,7 @@ def _store(dist: Any, rendezvous: Rendezvous, rank: int, world: int) -> Any:
 
 
 def _reachable(rendezvous: Rendezvous) -> str:
-    """Return the first address that answers: some networks of a host may be out of reach.
-
-    Raises:
-        InputError: no address answers.
-    """
+    """Return the first address that answers: some networks of a host may be out of reach."""
     for address in rendezvous.addresses:
         try:
             with socket.create_connection((address, rendezvous.port), _CONNECT_S):

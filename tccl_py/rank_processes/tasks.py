@@ -139,11 +139,7 @@ def _program(task: Task, folder: Path, rank: int) -> Program:
 
 
 def decoded(output: RankOutput, ranks: Sequence[int], kind: type[T]) -> tuple[T, ...]:
-    """Return the ranks' results as objects.
-
-    Raises:
-        InputError: a result is something else.
-    """
+    """Return the ranks' results as objects. Raises InputError: a result is something else."""
     return tuple(
         decode_json(text, kind, where=f"result of rank {rank}")
         for rank, text in zip(ranks, output.results, strict=True)
@@ -151,11 +147,7 @@ def decoded(output: RankOutput, ranks: Sequence[int], kind: type[T]) -> tuple[T,
 
 
 def _wait(started: Sequence[_Rank], timeout: float, meanwhile: Callable[[], None]) -> None:
-    """Wait until all ranks ended well.
-
-    Raises:
-        RanksError: one failed, or the time was up.
-    """
+    """Wait until all ranks ended well. Raises RanksError: one failed, or the time was up."""
     deadline = time.monotonic() + timeout
     failed_at = None
     while True:
@@ -194,7 +186,6 @@ def _failure(failed: Sequence[tuple[_Rank, int]]) -> RanksError:
 
 
 def _said(folder: Path, rank: int) -> str:
-    """Return the last line of a rank's output with a cause, else the last line."""
     lines = _lines(folder, rank)
     last = (_causes(lines) or lines)[-1:]
     return last[0][-_TAIL:] if last else ""

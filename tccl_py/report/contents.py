@@ -34,11 +34,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_contents(directory: Path) -> Contents:
-    """Read the files of a report; only the plan must be there.
-
-    Raises:
-        InputError: no directory, no plan in it, or a file in it is damaged.
-    """
+    """Read the files of a report; only the plan must be there."""
     check_plan_directory(directory)
     plan = load_plan(directory)
     journal, notices = _journal(directory / JOURNAL_FILE, plan)

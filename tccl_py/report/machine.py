@@ -327,7 +327,6 @@ def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
 def _ports(
     pairs: Sequence[tuple[str, str]], layout: Layout
 ) -> dict[tuple[tuple[str, str], str], float]:
-    """Return the x at which each pair's line leaves each GPU: side by side below its middle."""
     ports = {}
     for gpu in {end for pair in pairs for end in pair}:
         own = [pair for pair in pairs if gpu in pair]

@@ -69,11 +69,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_html(contents: Contents) -> str:
-    """Return the report on a plan's directory, as one HTML document.
-
-    Raises:
-        InputError: the plan's settings are none that its version of NCCL has.
-    """
+    """Return the report on a plan's directory, as one HTML document."""
     plan, found = contents.plan, contents.explanation
     nodes = [_node(contents, number) for number in range(len(plan.cluster.classes))]
     return (
@@ -156,7 +152,6 @@ def _templates() -> jinja2.Environment:
 
 
 def _visible(value: Any) -> Any:
-    """Escape control characters of expressions: names come from files, and must not act."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return "\n".join(shown(line) for line in value.split("\n"))
     return value

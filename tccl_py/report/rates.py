@@ -235,7 +235,6 @@ def _singles(journal: Journal, hosts: Hosts) -> Iterator[tuple[Flow, float]]:
 
 
 def _beside(journal: Journal, hosts: Hosts) -> Iterator[Reading]:
-    """Yield each flow of each set of two, beside the other."""
     for transfers, measured in journal.items():
         if len(transfers) != 2 or not _joins_gpus(transfers, hosts):
             continue
@@ -247,7 +246,6 @@ def _beside(journal: Journal, hosts: Hosts) -> Iterator[Reading]:
 
 
 def _joins_gpus(transfers: TransferSet, hosts: Hosts) -> bool:
-    """Return whether all flows of a set join two GPUs of one and the same of these hosts."""
     used = {host for flow in transfers.flows for host in flow.hosts}
     ends = [(flow.source, flow.destination) for flow in transfers.flows]
     gpus = all(source.kind == target.kind == "G" for source, target in ends)
@@ -255,6 +253,5 @@ def _joins_gpus(transfers: TransferSet, hosts: Hosts) -> bool:
 
 
 def _rates(measured: Sequence[Measurement]) -> list[float]:
-    """Return the median rate of each flow over all repeats of all measurements, GB/s."""
     rows = zip(*(measurement.samples_gbps for measurement in measured), strict=True)
     return [float(np.median([rate for row in pooled for rate in row])) for pooled in rows]

@@ -62,9 +62,7 @@ class ProcessState:
 
     def check(self, variables: Mapping[str, str], where: str) -> None:
         """Refuse a plan's settings if they differ from the process's; the error names `where`.
-
-        Raises:
-            InputError: communicators of this process were made with other settings.
+        Raises InputError: communicators of this process were made with other settings.
         """
         if self._settings is not None and self._settings != variables:
             what = f"needs {_listed(variables)}, and this process has {_listed(self._settings)}"
@@ -302,7 +300,6 @@ def _agree(
 
 
 def _other_plan(torch: Any, job: _Job, plan_dir: str | Path) -> _PlanInUse:
-    """Return another plan than the default group's; all ranks exchange on its first use."""
     name = str(plan_dir)
     if name not in job.others:
         assert job.rendezvous is not None

@@ -101,7 +101,6 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
         return name if f"nccl/{name}" in self.files else None
 
     def _host_graph(self, members: Sequence[Member], own: Member) -> str | None:
-        """Return a host's file if the group has all ranks of the plan, hosts in its order."""
         wanted = [(host.name, sorted(self.plan.gpus_of(host))) for host in self.plan.hosts]
         found = []
         for _, ranks in groupby(members, key=lambda member: member.host):
@@ -111,11 +110,7 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_plan(directory: Path) -> OpenPlan:
-    """Read a plan's directory.
-
-    Raises:
-        InputError: no plan, changed or missing files, or a path unfit for an environment variable.
-    """
+    """Read a plan's directory."""
     directory = directory.absolute()
     check_path(directory)
     check_plan_directory(directory)
@@ -140,10 +135,8 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def look(ordinal: int, nccl: str) -> Here:
-    """Identify the GPU of CUDA device `ordinal` by its bus id, as NCCL does.
-
-    Raises:
-        InputError: the driver does not answer, or NVML lacks the GPU.
+    """Identify the GPU of CUDA device `ordinal` by its bus id, as NCCL does. Raises InputError: the
+    driver does not answer, or NVML lacks the GPU.
     """
     facts = driver_facts()
     bus_id = _bus_id(ordinal)
@@ -226,11 +219,7 @@ def member_of(
 
 
 def _misfit(opened: OpenPlan, here: Here, name: str) -> str:
-    """Return why a plan does not fit this rank, as a clause; "" if it does.
-
-    Raises:
-        InputError: the plan's directory is damaged.
-    """
+    """Return why a plan does not fit this rank, as a clause; "" if it does."""
     settings = opened.plan.job_settings
     found = _other_host(opened, here, name) or why_not_with(settings, here.nccl)
     if found:

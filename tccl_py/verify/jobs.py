@@ -65,11 +65,7 @@ class Runner(Protocol):
         """Open the rendezvous of the next jobs at the first ranks' host."""
 
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> Mapping[str, Sequence[RankOutput]]:
-        """Run each host's ranks, of one job or of several at once.
-
-        Raises:
-            MeasurementError: ranks failed, or the time was up.
-        """
+        """Run each host's ranks, of one job or of several at once."""
 
 
 class LocalRunner:
@@ -108,12 +104,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
     program: str = RANK_PROGRAM
 
     def run(self, arms: Sequence[Arm], spec: JobSpec) -> tuple[Outcome, ...]:
-        """Run a job of each arm, all at once, with their timed batches interleaved.
-
-        Raises:
-            JobError: a job failed, of several an unknown one.
-            SourceLostError: a host is gone.
-        """
+        """Run a job of each arm, all at once, with their timed batches interleaved."""
         begun = time.monotonic()
         world = sum(len(host.ranks) for host in self.hosts)
         rendezvous = self.runner.rendezvous(self.hosts[0].name, len(arms))

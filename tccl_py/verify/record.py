@@ -88,10 +88,8 @@ def compare(
 ) -> tuple[Compared, ...]:
     """Compare rows of seconds, one value a round, with the baseline's rows.
 
-    p values are adjusted for all rows: pass those of all arms in one call.
-
-    Raises:
-        ValueError: fewer than LEAST_ROUNDS rounds, more than MAX_ROUNDS, or unequal lengths.
+    p values are adjusted for all rows: pass those of all arms in one call. Raises ValueError: fewer
+    than LEAST_ROUNDS rounds, more than MAX_ROUNDS, or unequal lengths.
     """
     logs = [
         [math.log(b / a) for a, b in zip(row, base, strict=True)]
@@ -199,7 +197,6 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def _mean(rows: Sequence[Row], chosen: Sequence[int]) -> list[float]:
-    """Return the geometric mean of the chosen rows' seconds in each round."""
     return [geometric_mean(job) for job in zip(*(rows[at].seconds for at in chosen), strict=True)]
 
 
@@ -305,20 +302,12 @@ def groups_text(groups: Groups) -> str:
 
 
 def keep_verification(found: Verification, directory: Path) -> Verification:
-    """Write verify.json beside a plan, whole or not at all, and return its content.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write verify.json beside a plan, whole or not at all, and return its content."""
     return keep_beside_plan(found, directory / VERIFICATION_FILE)
 
 
 def load_verification(directory: Path) -> Verification | None:
-    """Return the verification of the plan in a directory; None if none, or of an earlier plan.
-
-    Raises:
-        InputError: the file is unreadable, of another version, or damaged.
-    """
+    """Return the verification of the plan in a directory; None if none, or of an earlier plan."""
     path = directory / VERIFICATION_FILE
     if not path.exists():
         return None
@@ -326,11 +315,7 @@ def load_verification(directory: Path) -> Verification | None:
 
 
 def why_not_verified(directory: Path) -> str:
-    """Return why a plan does not count as verified, as a predicate; "" if it does.
-
-    Raises:
-        InputError: verify.json is unreadable or damaged.
-    """
+    """Return why a plan does not count as verified, as a predicate; "" if it does."""
     if not (directory / VERIFICATION_FILE).exists():
         return "was not verified"
     found = load_verification(directory)

@@ -99,7 +99,6 @@ def rings_found(
 
 
 def _expected(plan: Plan, version: str, variables: Mapping[str, str]) -> Rings:
-    """Return the ring of each final channel on a single host."""
     sms = [sm for gpu in plan.gpus if (sm := plan.machine.gpu(gpu).sm) is not None]
     orders = plan.channel_rings
     sm = min(sms, default=None)

@@ -109,11 +109,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.only or self.arm(self.plan.recommended).name
 
     def narrowed(self, name: ChoiceName) -> Target:
-        """Return default NCCL against one choice.
-
-        Raises:
-            InputError: the choice has default NCCL's environment.
-        """
+        """Return default NCCL against one choice."""
         if self.arm(name) is self.arms[0]:
             what = "sets nothing that default NCCL has not"
             raise InputError(f"--choice {name}", what, "leave it out")
@@ -189,11 +185,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return name != "graph" or not self.hosts or keeps_rings(self.plan, settings)
 
     def retuned(self, changes: Choices, rates: Rates | None = None) -> Target:
-        """Return the plan with other settings of some choices, and with the rates of their jobs.
-
-        Raises:
-            InputError: settings that the version does not have.
-        """
+        """Return the plan with other settings of some choices, and with the rates of their jobs."""
         plan, variables, rates = self.plan, self.plan.variables, rates or {}
         replace = msgspec.structs.replace
         if "variables" in changes:
@@ -235,16 +227,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def _equal(self, default: float | None) -> float | None:
-        """Return default NCCL's bandwidth if variables set nothing else."""
         return default if self.arm("variables") is self.arms[0] else None
 
     def write(self) -> None:
-        """Replace the plan in its directory.
-
-        Raises:
-            InputError: a machine's file is damaged, or a file cannot be written; the directory is
-                as before.
-        """
+        """Replace the plan in its directory."""
         models = planned_models(self.plan, self.directory)
         fingerprint = None
         if not models and not self.hosts:
@@ -253,11 +239,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def read_target(plan: Plan, directory: Path) -> Target:
-    """Return a plan with the graph files of its directory.
-
-    Raises:
-        InputError: a file is missing.
-    """
+    """Return a plan with the graph files of its directory. Raises InputError: a file is missing."""
     names = {THIS_HOST: GRAPH_FILE}
     if plan.is_cluster:
         names = {host.name: host_graph_file(host.name) for host in plan.hosts}

@@ -127,7 +127,6 @@ def run_tuning(
 
 
 def _judged_by_winner(found: Verification) -> Verification:
-    """Judge the choice that the plan will recommend."""
     return msgspec.structs.replace(found, recommended=found.winner, chosen=found.winner)
 
 
@@ -237,11 +236,7 @@ class Sweep:
         return max(1, self._jobs.at_once - 1)
 
     def run(self, candidates: Sequence[Candidate]) -> list[Trial]:
-        """Run a job of each candidate.
-
-        Raises:
-            JobError: the baseline job failed.
-        """
+        """Run a job of each candidate. Raises JobError: the baseline job failed."""
         named = (f"{c.name} of {c.settings.buffsize >> 10} KiB" for c in candidates)
         self._watch(f"trying {', '.join(named)}")
         targets = [self._changed(candidate) for candidate in candidates]

@@ -95,10 +95,8 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
 def verify_target(
     target: Target, launcher: Launcher, budget: RunBudget, *, watch: Watcher = lambda _: None
 ) -> Verification:
-    """Run real collectives in every arm of a plan.
-
-    Raises:
-        JobError: a job of default NCCL failed, so nothing can be said of the others.
+    """Run real collectives in every arm of a plan. Raises JobError: a job of default NCCL failed,
+    so nothing can be said of the others.
     """
     begun = time.monotonic()
     # 1. Check values, where every arm may fail.
@@ -169,7 +167,6 @@ def verify_target(
 def _rings(
     target: Target, launcher: Launcher, arm: Arm, outcomes: Sequence[Outcome], *, checks: bool
 ) -> RingsFound | None:
-    """Compare NCCL's logs under a graph file with the plan; return the first that differs."""
     if launcher.backend != "cuda" or arm.name != "graph":
         return None
     # Without checks the first job moves nothing, and NCCL connects nothing in it.
@@ -197,7 +194,6 @@ def _rows(target: Target, spec: JobSpec, rounds: Rounds, arm: Arm) -> tuple[Row,
 
 
 def _raw(rounds: Rounds) -> tuple[tuple[tuple[tuple[float, ...], ...], ...], ...]:
-    """Return the timings of each job, in the order of the runs: by row, rank and batch."""
     jobs = {name: iter(outcomes) for name, outcomes in rounds.outcomes.items()}
     return tuple(
         tuple(zip(*(rank.timings for rank in next(jobs[name]).results), strict=True))
@@ -223,10 +219,8 @@ def run_rounds(
 ) -> Rounds:
     """Run rounds of jobs until the verdicts are clear or the time is up.
 
-    An arm of which a job fails leaves the comparison with all its jobs.
-
-    Raises:
-        JobError: a job of the first arm, the baseline, failed.
+    An arm of which a job fails leaves the comparison with all its jobs. Raises JobError: a job of
+    the first arm, the baseline, failed.
     """
     jobs = ConcurrentJobs(launcher, spec.sizes)
     found: dict[ChoiceName, list[Outcome]] = {arm.name: [] for arm in arms}
