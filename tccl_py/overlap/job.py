@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -25,18 +26,14 @@ _PAIR = re.compile(r"G([0-9]{1,4})->G([0-9]{1,4})", re.ASCII)
 _MOST_PAIRS = 8
 
 
-class Pair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Pair(NamedTuple):
     """A transfer between two of the job's GPUs, numbered from 0."""
 
     source: int
     target: int
 
     def text(self, gpus: Sequence[int]) -> str:
-        """Return the pair by indices of GPUs.
-
-        >>> Pair(source=0, target=2).text([4, 5, 6])
-        'G4->G6'
-        """
+        """Return the pair by indices of GPUs, as `G4->G6`."""
         return f"G{gpus[self.source]}->G{gpus[self.target]}"
 
 
@@ -130,7 +127,7 @@ def default_sets(places: int) -> tuple[Pairs, ...]:
         chosen += [((0, 1), (0, 2)), ((1, 0), (2, 0)), ((1, 0), (0, 2))]
     if places > 3:
         chosen.append(((0, 1), (2, 3)))
-    return tuple(tuple(Pair(source=a, target=b) for a, b in pairs) for pairs in chosen)
+    return tuple(tuple(itertools.starmap(Pair, pairs)) for pairs in chosen)
 
 
 def parse_sets(texts: Sequence[str], gpus: Sequence[int]) -> tuple[Pairs, ...]:
@@ -138,9 +135,6 @@ def parse_sets(texts: Sequence[str], gpus: Sequence[int]) -> tuple[Pairs, ...]:
 
     >>> parse_sets(["G4->G6"], (4, 6))
     ((Pair(source=0, target=1),),)
-
-    Raises:
-        InputError: a malformed set, too many pairs, or an unknown GPU.
     """
     return tuple(_parse_set(text, gpus) for text in texts)
 
@@ -156,13 +150,13 @@ def _parse_set(text: str, gpus: Sequence[int]) -> Pairs:
         if match is None:
             raise InputError(where, f"has {word[:30]!r}", "write pairs of GPUs, as G0->G1")
         ends = [int(end) for end in match.groups()]
-        for gpu in ends:
-            if gpu not in gpus:
-                known = ", ".join(map(str, gpus))
-                raise InputError(where, f"names GPU {gpu}", f"the job has {known}")
+        unknown = [gpu for gpu in ends if gpu not in gpus]
+        if unknown:
+            known = f"the job has {', '.join(map(str, gpus))}"
+            raise InputError(where, f"names GPU {unknown[0]}", known)
         if ends[0] == ends[1]:
             raise InputError(where, f"has {word}", "a transfer joins two GPUs")
-        pairs.append(Pair(source=gpus.index(ends[0]), target=gpus.index(ends[1])))
+        pairs.append(Pair(*map(gpus.index, ends)))
     return tuple(pairs)
 
 
@@ -174,17 +168,9 @@ def run_job(
     program: str = RANK_PROGRAM,
     server: ForkServer | None = None,
 ) -> tuple[OverlapResult, ...]:
-    """Run a job; return its ranks' results, in order.
+    """Run a job for at most `timeout` seconds; return its ranks' results, in order.
 
-    Args:
-        spec: the job.
-        environment: the whole environment of each rank.
-        timeout: seconds for the whole job.
-        program: the module of a rank.
-        server: starts the ranks, see `run_tasks`.
-
-    Raises:
-        MeasurementError: a rank failed, or the time was up.
+    `environment` is the whole environment of each rank; MeasurementError if a rank fails.
     """
     ranks = tuple(range(spec.world))
     task = Task(
@@ -213,21 +199,14 @@ def span(samples: Iterable[float]) -> Span:
 def rows_of(
     by: str, spec: OverlapSpec, results: Sequence[OverlapResult], gpus: Sequence[int]
 ) -> tuple[tuple[PairRow, ...], tuple[ProductRow, ...]]:
-    """Return a job's rows.
+    """Return a job's rows; `by` is `nccl`, `gloo` or `memcpy`, `gpus` the index of each place.
 
-    Args:
-        by: `nccl`, `gloo` or `memcpy`.
-        spec: the job.
-        results: of all ranks.
-        gpus: NVML index of each place.
-
-    Raises:
-        MeasurementError: a rank received wrong bytes.
+    Wrong bytes are a MeasurementError.
     """
     wrong = [str(result.rank) for result in results if not result.right]
     if wrong:
-        ranks = ", ".join(wrong)
-        raise MeasurementError(f"transfers by {by}: gave rank {ranks} wrong bytes: times are void")
+        what = f"gave rank {', '.join(wrong)} wrong bytes: times are void"
+        raise MeasurementError(f"transfers by {by}: {what}")
     pairs = [
         _pair_row(by, spec, number, [result.sets[number][mode] for result in results], gpus)
         for number in range(len(results[0].sets))
@@ -245,9 +224,8 @@ def _pair_row(
     by: str, spec: OverlapSpec, number: int, ranks: Sequence[Timing], gpus: Sequence[int]
 ) -> PairRow:
     pairs, mode = spec.sets[number], ranks[0].mode
-    each = [
-        next(rank.works_ms[at] for rank in ranks if rank.works_ms[at]) for at in range(len(pairs))
-    ]
+    by_work = zip(*(rank.works_ms for rank in ranks), strict=True)
+    each = [next(filter(None, times)) for times in by_work]
     join = sum if mode == "sequential" else max
     return PairRow(
         by=by,

@@ -32,29 +32,24 @@ def main() -> None:
 
     cuda = spec.backend == "nccl"
     device = rank_device(torch, spec.backend, rank)
-    mover: Messages | Copies
     if spec.kind == "messages":
         join_group(dist, spec.backend, folder, rank=rank, world=spec.world, device=device)
-        mover = Messages(torch, dist, spec, rank)
+        mover: Copies = Messages(torch, dist, spec, rank)
     else:
         mover = Copies(torch, spec)
-    # A rank with messages opens no GPU but its own.
-    places = [rank] if spec.kind == "messages" else range(spec.places)
-    devices = [torch.device("cuda", place) for place in places]
+    devices = [torch.device("cuda", place) for place in mover.places]
     watch = CudaStopwatch(torch, devices) if cuda else ThreadStopwatch()
     timer = Timer(mover, watch, spec.repeats)
-    sets = tuple(
-        timer.time(mover.works(number), [mover.reports(pair) for pair in pairs])
-        for number, pairs in enumerate(spec.sets)
-    )
-    products = tuple(_time_products(torch, device, timer, mover))
     result = OverlapResult(
         rank=rank,
         torch=str(torch.__version__),
         device=torch.cuda.get_device_name(device) if cuda else "",
+        sets=tuple(
+            timer.time(mover.works(number), [mover.reports(pair) for pair in pairs])
+            for number, pairs in enumerate(spec.sets)
+        ),
+        products=tuple(_time_products(torch, device, timer, mover)),
         right=mover.right(),
-        sets=sets,
-        products=products,
     )
     if spec.kind == "messages":
         dist.destroy_process_group()
@@ -80,27 +75,21 @@ class CudaStopwatch:
         self._wait()
         begun = cuda.Event(enable_timing=True)
         begun.record(cuda.current_stream(self._devices[0]))
-        ends = [
-            self._run(streams, work, begun)
-            for streams, work in zip(self._streams, works, strict=False)
-        ]
+        ends = []
+        for streams, work in zip(self._streams, works, strict=False):
+            with contextlib.ExitStack() as current:
+                # Entered last, so that the first device is the current one.
+                for stream in reversed(streams):
+                    stream.wait_event(begun)
+                    current.enter_context(cuda.stream(stream))
+                work()
+            first, *others = streams
+            for stream in others:
+                first.wait_stream(stream)
+            ends.append(cuda.Event(enable_timing=True))
+            ends[-1].record(first)
         self._wait()
         return tuple(begun.elapsed_time(end) for end in ends)
-
-    def _run(self, streams: Sequence[Any], work: Work, begun: Any) -> Any:
-        cuda = self._torch.cuda
-        with contextlib.ExitStack() as current:
-            # Entered last, so that the first device is the current one.
-            for stream in reversed(streams):
-                stream.wait_event(begun)
-                current.enter_context(cuda.stream(stream))
-            work()
-        first, *others = streams
-        for stream in others:
-            first.wait_stream(stream)
-        end = cuda.Event(enable_timing=True)
-        end.record(first)
-        return end
 
     def _wait(self) -> None:
         for device in self._devices:
@@ -127,47 +116,101 @@ class ThreadStopwatch:
             return tuple((end.result() - begun) * 1e3 for end in ends)
 
 
-class Messages:
+class Copies:
+    """Transfers by one process that copies between devices, by their copy engines."""
+
+    def __init__(self, torch: Any, spec: OverlapSpec) -> None:
+        self._torch, self._spec = torch, spec
+        self._sent = {place: self._buffer(place, place + 1) for place in self.places}
+        self._got: dict[tuple[int, Pair], Any] = {}
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Return the GPUs that this process opens."""
+        return range(self._spec.places)
+
+    def align(self) -> None:
+        """Wait for all devices, and all ranks."""
+        if self._spec.backend == "nccl":
+            for place in self.places:
+                self._torch.cuda.synchronize(place)
+
+    def works(self, number: int) -> dict[int, Work]:
+        """Return this rank's part of a set, by the pair's place in it."""
+        return {
+            place: self._work(number, place, pair)
+            for place, pair in enumerate(self._spec.sets[number])
+            if {pair.source, pair.target} & set(self.places)
+        }
+
+    def _work(self, number: int, place: int, pair: Pair) -> Work:  # noqa: ARG002
+        source, held, count = self._sent[pair.source], self._held(place, pair), self._spec.messages
+
+        def run() -> None:
+            for _ in range(count):
+                held.copy_(source, non_blocking=True)
+
+        return run
+
+    def _held(self, place: int, pair: Pair) -> Any:
+        if (place, pair) not in self._got:
+            self._got[place, pair] = self._buffer(pair.target, 0)
+        return self._got[place, pair]
+
+    def _buffer(self, place: int, value: int) -> Any:
+        torch = self._torch
+        cuda = self._spec.backend == "nccl"
+        device = torch.device("cuda", place) if cuda else torch.device("cpu")
+        return torch.full((self._spec.message_bytes,), value, dtype=torch.uint8, device=device)
+
+    def reports(self, pair: Pair) -> bool:
+        """Return whether this rank's time counts: the receiver's, who has all bytes."""
+        return pair.target in self.places
+
+    def transfers(self) -> Iterator[tuple[Pair | None, Work | None]]:
+        """Yield the transfers beside a GEMM; the work is None on a rank without a part."""
+        yield self._spec.sets[0][0], self.works(0).get(0)
+
+    def agreed(self, count: int) -> int:
+        """Return rank 0's number on all ranks."""
+        return count
+
+    def right(self) -> bool:
+        """Return whether all received bytes equal the sent bytes."""
+        return all(bool((held == pair.source + 1).all()) for (_, pair), held in self._got.items())
+
+
+class Messages(Copies):
     """Transfers by torch.distributed; each pair has a group, and so a communicator, of its own.
 
     In one group two transfers would be queued one behind the other.
     """
 
     def __init__(self, torch: Any, dist: Any, spec: OverlapSpec, rank: int) -> None:
-        self._torch, self._dist, self._spec, self._rank = torch, dist, spec, rank
+        self._dist, self._rank = dist, rank
         # Every rank makes every group, in the same order.
         self._groups = [
-            [dist.new_group(sorted({pair.source, pair.target})) for pair in pairs]
-            for pairs in spec.sets
+            [dist.new_group(sorted(set(pair))) for pair in pairs] for pairs in spec.sets
         ]
-        self._sent = _buffer(torch, spec, rank, rank + 1)
-        self._got: dict[tuple[int, int], Any] = {}
-        self._summed = _buffer(torch, spec, rank, 0).view(torch.float32)
+        super().__init__(torch, spec)
+        self._summed = self._buffer(rank, 0).view(torch.float32)
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Return this rank's GPU."""
+        return [self._rank]
 
     def align(self) -> None:
         """Wait for all ranks and their devices."""
-        if self._spec.backend == "nccl":
-            self._dist.barrier(device_ids=[self._rank])
-            self._torch.cuda.synchronize()
-        else:
-            self._dist.barrier()
+        cuda = self._spec.backend == "nccl"
+        self._dist.barrier(**({"device_ids": [self._rank]} if cuda else {}))
+        super().align()
 
-    def works(self, number: int) -> dict[int, Work]:
-        """Return this rank's part of a set, by the pair's place in it."""
-        return {
-            place: self._transfer(number, place, pair)
-            for place, pair in enumerate(self._spec.sets[number])
-            if self._rank in (pair.source, pair.target)
-        }
-
-    def _transfer(self, number: int, place: int, pair: Pair) -> Work:
+    def _work(self, number: int, place: int, pair: Pair) -> Work:
         group, count = self._groups[number][place], self._spec.messages
-        if self._rank == pair.source:
-            call, held, peer = self._dist.isend, self._sent, pair.target
-        else:
-            buffer = _buffer(self._torch, self._spec, self._rank, 0)
-            held = self._got.setdefault((place, pair.source), buffer)
-            call, peer = self._dist.irecv, pair.source
+        call, held, peer = self._dist.isend, self._sent[self._rank], pair.target
+        if self._rank == pair.target:
+            call, held, peer = self._dist.irecv, self._held(place, pair), pair.source
 
         def run() -> None:
             for _ in range(count):
@@ -175,13 +218,9 @@ class Messages:
 
         return run
 
-    def reports(self, pair: Pair) -> bool:
-        """Return whether this rank's time counts: the receiver's, who has all bytes."""
-        return self._rank == pair.target
-
     def transfers(self) -> Iterator[tuple[Pair | None, Work | None]]:
-        """Yield the transfers beside a GEMM; the work is None on a rank without a part."""
-        yield self._spec.sets[0][0], self.works(0).get(0)
+        """Yield a message and an all-reduce."""
+        yield from super().transfers()
         yield None, self._all_reduce
 
     def _all_reduce(self) -> None:
@@ -190,89 +229,31 @@ class Messages:
 
     def agreed(self, count: int) -> int:
         """Return rank 0's number on all ranks."""
-        device = self._sent.device
-        shared = self._torch.tensor([count], device=device)
+        shared = self._torch.tensor([count], device=self._sent[self._rank].device)
         self._dist.broadcast(shared, src=0)
         return int(shared.item())
-
-    def right(self) -> bool:
-        """Return whether all received bytes equal the sent bytes."""
-        return all(bool((held == source + 1).all()) for (_, source), held in self._got.items())
-
-
-class Copies:
-    """Transfers by one process that copies between devices, by their copy engines."""
-
-    def __init__(self, torch: Any, spec: OverlapSpec) -> None:
-        self._torch, self._spec = torch, spec
-        self._from = [_buffer(torch, spec, place, place + 1) for place in range(spec.places)]
-        self._to: dict[tuple[int, Pair], Any] = {}
-
-    def align(self) -> None:
-        """Wait for all devices."""
-        if self._spec.backend == "nccl":
-            for place in range(self._spec.places):
-                self._torch.cuda.synchronize(place)
-
-    def works(self, number: int) -> dict[int, Work]:
-        """Return a set's copies, by the pair's place in it."""
-        return {
-            place: self._copy(place, pair) for place, pair in enumerate(self._spec.sets[number])
-        }
-
-    def _copy(self, place: int, pair: Pair) -> Work:
-        source, count = self._from[pair.source], self._spec.messages
-        if (place, pair) not in self._to:
-            self._to[place, pair] = _buffer(self._torch, self._spec, pair.target, 0)
-        held = self._to[place, pair]
-
-        def run() -> None:
-            for _ in range(count):
-                held.copy_(source, non_blocking=True)
-
-        return run
-
-    def reports(self, pair: Pair) -> bool:  # noqa: ARG002 (as Messages has it)
-        """Return true: the one process has all times."""
-        return True
-
-    def transfers(self) -> Iterator[tuple[Pair | None, Work | None]]:
-        """Yield one copy beside a GEMM."""
-        yield self._spec.sets[0][0], self.works(0)[0]
-
-    def agreed(self, count: int) -> int:
-        """Return the number."""
-        return count
-
-    def right(self) -> bool:
-        """Return whether all received bytes equal the sent bytes."""
-        return all(bool((to == pair.source + 1).all()) for (_, pair), to in self._to.items())
-
-
-def _buffer(torch: Any, spec: OverlapSpec, place: int, value: int) -> Any:
-    device = torch.device("cuda", place) if spec.backend == "nccl" else torch.device("cpu")
-    return torch.full((spec.message_bytes,), value, dtype=torch.uint8, device=device)
 
 
 class Timer:
     """Times works one after the other and together, in turn, so that drift favours neither."""
 
-    def __init__(
-        self, mover: Messages | Copies, watch: CudaStopwatch | ThreadStopwatch, repeats: int
-    ) -> None:
+    def __init__(self, mover: Copies, watch: CudaStopwatch | ThreadStopwatch, repeats: int) -> None:
         self._mover, self._watch, self._repeats = mover, watch, repeats
 
     def time(self, works: Mapping[int, Work], reported: Sequence[bool]) -> tuple[Timing, ...]:
-        """Return timings by mode.
+        """Return timings by mode of this rank's works by number.
 
-        Args:
-            works: this rank's works by number; ranks without a work still wait for its ranks.
-            reported: for each work of the job whether this rank reports its time.
+        Ranks without a work still wait for its ranks; `reported` tells for each work of the job
+        whether this rank reports its time.
         """
         samples: dict[Mode, list[tuple[dict[int, float], float]]] = {mode: [] for mode in MODES}
         for _ in range(_WARM_UPS + self._repeats):
-            samples["sequential"].append(self._sequential(works, len(reported)))
-            samples["concurrent"].append(self._concurrent(works))
+            each = {number: self.single(works.get(number)) for number in range(len(reported))}
+            samples["sequential"].append((each, sum(each.values())))
+            self._mover.align()
+            times = self._watch.together(list(works.values()))
+            both = dict(zip(works, times, strict=True)), max(times, default=0.0)
+            samples["concurrent"].append(both)
         return tuple(
             Timing(
                 mode=mode,
@@ -285,15 +266,6 @@ class Timer:
             for mode, rows in samples.items()
         )
 
-    def _concurrent(self, works: Mapping[int, Work]) -> tuple[dict[int, float], float]:
-        self._mover.align()
-        times = self._watch.together(list(works.values()))
-        return dict(zip(works, times, strict=True)), max(times, default=0.0)
-
-    def _sequential(self, works: Mapping[int, Work], count: int) -> tuple[dict[int, float], float]:
-        each = {number: self.single(works.get(number)) for number in range(count)}
-        return each, sum(each.values())
-
     def single(self, work: Work | None) -> float:
         """Align the ranks, run a work, and return its ms; 0 on a rank without it."""
         self._mover.align()
@@ -301,7 +273,7 @@ class Timer:
 
 
 def _time_products(
-    torch: Any, device: Any, timer: Timer, mover: Messages | Copies
+    torch: Any, device: Any, timer: Timer, mover: Copies
 ) -> Iterator[tuple[Pair | None, tuple[Timing, ...]]]:
     """Time each transfer beside GEMMs that take about as long."""
     cuda = device.type == "cuda"
