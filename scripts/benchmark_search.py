@@ -25,16 +25,17 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.choices import own_choices
 from tccl_py.plan.planner import DEFAULT_BUDGET, FEW_RING_COUNTS, RING_COUNTS, make_plan
 from tccl_py.plan.tasks import Stock, Task
-from tccl_py.search.problem import Budget, SearchProblem, SilentReporter
-from tccl_py.search.strategies import SkippedError, find_rings
-from tccl_py.search.tccl_paper import count_ring_sets
+from tccl_py.search.problem import Budget, SearchProblem, SilentReporter, count_ring_sets
+from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.memory import RememberingSource
+from tests.reference_strategies import SkippedError, brute_force, tccl
 
 SETTINGS = Settings(p2p_level="SYS", channels=8)
 FEW_GPUS = 8
+REFERENCES = {"tccl": tccl, "brute-force": brute_force}
 LEAST_GAIN = {"asus-esc8000a-e13p": 1.25}
 """Least rate of a plan over default NCCL's; 1 elsewhere."""
 COLUMNS = {
@@ -167,7 +168,7 @@ class Bench:
         began, cpu = time.monotonic(), time.process_time()
         problem = self._problem(counts, stock, budget)
         try:
-            result = find_rings(problem, strategy=strategy)
+            result = find_rings(problem, strategy=REFERENCES.get(strategy, strategy))
         except SkippedError as error:
             return self._row(**row, note=f"skipped: {error.states} states")
         except SearchError as error:

@@ -117,12 +117,12 @@ def test_every_file_of_the_directory_says_that_it_is_simulated(directory):
 def test_the_options_of_plan_reach_the_plan(tmp_path):
     done(
         *("plan", "-o", tmp_path, "--simulate", PCIE, "--gpus", "3,0-1", "--nccl", "2.18"),
-        *("--rings", "1", "--strategy", "tccl", "--max-sets", "50"),
+        *("--rings", "1", "--strategy", "nccl-order", "--max-sets", "50"),
     )
     plan = load_plan(tmp_path)
     assert plan.gpus == (0, 1, 3)
     assert plan.settings.version == "2.18"
-    assert plan.strategy == "tccl"
+    assert plan.strategy == "nccl-order"
     assert len(plan.rings) == 1
 
 
@@ -152,7 +152,10 @@ BAD = {
     "no sets": (("--max-sets", "0"), "--max-sets: is 0; measure at least one set"),
     "NaN seconds": (("--max-seconds", "nan"), "--max-seconds: is nan; a number of seconds above"),
     "NaN noise": (("--noise", "nan"), "noise: is nan; 0 to 1, the standard deviation"),
-    "a strategy": (("--strategy", "x"), "strategy 'x': is not known; there are best-first, tccl"),
+    "a strategy": (
+        ("--strategy", "x"),
+        "strategy 'x': is not known; there are best-first",
+    ),
     "a version": (("--nccl", "new"), "NCCL version 'new': is no version; give a number"),
 }
 

@@ -31,6 +31,7 @@ from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.networked import MadeUp
 from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of
+from tests.reference_strategies import brute_force
 from tests.toy import toy_machine
 
 VERSIONS = known_versions()
@@ -294,14 +295,13 @@ def test_one_gpu_is_too_few_to_plan_for():
 
 def test_an_unknown_strategy_lists_the_right_ones():
     model = load_bundled(SMALL)
-    with pytest.raises(InputError, match="there are best-first, tccl, brute-force, nccl-order"):
+    with pytest.raises(InputError, match="there are best-first, nccl-order"):
         make_plan(model.machine, model.knowledge, Simulator(model), strategy="magic")
 
 
-@pytest.mark.parametrize("strategy", ["tccl", "brute-force", "nccl-order"])
-def test_the_other_strategies_plan_too(strategy):
-    plan = plan_of("intel-v100", strategy=strategy, ring_counts=(1,), gpus=(0, 1, 2))
-    assert plan.strategy == strategy
+def test_the_other_strategy_plans_too():
+    plan = plan_of("intel-v100", strategy="nccl-order", ring_counts=(1,), gpus=(0, 1, 2))
+    assert plan.strategy == "nccl-order"
     assert plan.rate_gbps >= plan.stock.rate_gbps
 
 
@@ -481,6 +481,6 @@ def test_whenever_a_search_is_interrupted_its_bound_is_true_under_the_plans_sett
         source=source,
         symmetry=automorphisms(model.machine, model.knowledge),
     )
-    best = find_rings(problem, strategy="brute-force").rate_gbps
+    best = find_rings(problem, strategy=brute_force).rate_gbps
     assert plan.bound_gbps is None or plan.bound_gbps >= best
     assert plan.cancelled or plan.bound_gbps is not None

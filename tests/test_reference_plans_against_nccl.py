@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tccl_py.nccl.settings import environment
-from tccl_py.nccl.topology_writer import topology_xml
 from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import load_plan
 from tests.graph_judge import judged, needs_judge
 from tests.nccl_cases import CASES
+from tests.topology_writer import topology_xml
 
 PLANS = Path(__file__).parents[1] / "plans"
 RECORDED = CASES / "reference-plans-by-nccl.json"

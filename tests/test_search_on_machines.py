@@ -10,12 +10,12 @@ from tccl_py.model.symmetry import automorphisms
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
-from tccl_py.search.problem import SearchProblem
+from tccl_py.search.problem import SearchProblem, count_ring_sets
 from tccl_py.search.strategies import find_rings
-from tccl_py.search.tccl_paper import count_ring_sets
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.tccl_fork.search import free_hop_space
+from tests.reference_strategies import brute_force, tccl
 
 FOUR_GPUS = ("amd-3090", "amd-v100", "h200x4-vm", "intel-v100")
 EIGHT_GPUS = ("asus-esc8000a-e13p", "nvswitch-8gpu-8nic", "supermicro-h12dsg-8x3090")
@@ -84,7 +84,7 @@ def test_the_machines_tested_here_are_the_bundled_ones_of_their_size():
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", FOUR_GPUS)
 def test_best_first_equals_brute_force_on_four_gpus_under_settings_of_nccl(name, choice):
-    best, brute = in_nccl(name, choice, "best-first"), in_nccl(name, choice, "brute-force")
+    best, brute = in_nccl(name, choice, "best-first"), in_nccl(name, choice, brute_force)
     assert best.rate_gbps == pytest.approx(brute.rate_gbps)
     assert best.bound_gbps >= brute.rate_gbps * (1 - 1e-9)
     assert best.proven
@@ -104,7 +104,7 @@ def test_best_first_equals_brute_force_if_every_hop_may_choose(name):
     assert len(followed) >= 2
     for space in followed:
         problem = problem_of(name, {1: space})
-        best, brute = find_rings(problem), find_rings(problem, strategy="brute-force")
+        best, brute = find_rings(problem), find_rings(problem, strategy=brute_force)
         assert best.rate_gbps == pytest.approx(brute.rate_gbps)
         assert best.bound_gbps >= brute.rate_gbps * (1 - 1e-9)
         assert best.sets_measured < brute.sets_measured
@@ -114,7 +114,7 @@ def test_best_first_equals_brute_force_if_every_hop_may_choose(name):
 def test_with_five_percent_noise_the_true_rate_is_never_five_percent_below_brute_force(name):
     settings = CHOICES[NOISY[name]]
     problem = problem_of(name, nccl_spaces(name, settings, (1, 2)), noise=NOISE)
-    right = in_nccl(name, NOISY[name], "brute-force").rate_gbps
+    right = in_nccl(name, NOISY[name], brute_force).rate_gbps
     for seed in SEEDS:
         source = Simulator(model_of(name), noise=NOISE, seed=seed)
         found = find_rings(msgspec.structs.replace(problem, source=source))
@@ -125,7 +125,7 @@ def test_with_five_percent_noise_the_true_rate_is_never_five_percent_below_brute
 def test_the_noise_of_samples_is_enough_to_know_if_the_problem_does_not_state_it(name):
     settings = CHOICES[NOISY[name]]
     problem = problem_of(name, nccl_spaces(name, settings, (1, 2)))
-    right = in_nccl(name, NOISY[name], "brute-force").rate_gbps
+    right = in_nccl(name, NOISY[name], brute_force).rate_gbps
     for seed in SEEDS[:5]:
         source = Simulator(model_of(name), noise=NOISE, seed=seed)
         found = find_rings(msgspec.structs.replace(problem, source=source))
@@ -136,8 +136,7 @@ def test_the_noise_of_samples_is_enough_to_know_if_the_problem_does_not_state_it
 def test_best_first_measures_a_tenth_of_what_tccl_does_on_eight_gpus(name):
     spaces = nccl_spaces(name, CHOICES["P2P everywhere"], (1,))
     best, eager = (
-        find_rings(problem_of(name, spaces), strategy=strategy)
-        for strategy in ("best-first", "tccl")
+        find_rings(problem_of(name, spaces), strategy=strategy) for strategy in ("best-first", tccl)
     )
     assert best.sets_measured * 10 <= eager.sets_measured
     assert best.rate_gbps >= eager.rate_gbps * (1 - 1e-9)

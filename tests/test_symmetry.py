@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tccl_py.model.knowledge import HiddenLink, Knowledge, PeerAccess
 from tccl_py.model.symmetry import automorphisms, keeping
-from tccl_py.search.tccl_paper import interchangeable
+from tests.reference_strategies import interchangeable
 from tests.toy import no_symmetry, toy_machine
 
 

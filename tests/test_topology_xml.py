@@ -11,11 +11,11 @@ from tccl_py.model.machine import Nic, NvLink, NvSwitch
 from tccl_py.nccl.default_rings import default_choice
 from tccl_py.nccl.graph_file import read_elements
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.topology_writer import topology_xml
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import view
 from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
 from tccl_py.simulator.descriptions import load_bundled
+from tests.topology_writer import topology_xml
 from tests.toy import toy_machine
 
 CASES = Path(__file__).parent / "cases"

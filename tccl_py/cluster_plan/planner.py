@@ -60,7 +60,7 @@ def make_cluster_plan(
             only the host's part: `G3->N0->N0` leaves it, `N0->N0->G0` enters it.
         version: NCCL's version.
         ring_counts: possible numbers of rings; None is 1, 2 and 4, and one for each NIC.
-        strategy: a name in `tccl_py.search.strategies.STRATEGIES`; not `tccl`.
+        strategy: a name in `tccl_py.search.strategies.STRATEGIES`.
         budget: for each class, shared out between settings. The rest, but half of it at least, is
             for chains shared by all classes. Tuning settings and measuring the result come on top.
         keep_order: leave the hosts in the given order.
@@ -75,7 +75,7 @@ def make_cluster_plan(
         MeasurementError: a source cannot measure a needed set.
     """
     gpus = _gpus(cluster)
-    check_strategy(strategy, not_for_chains=True)
+    check_strategy(strategy)
     pinned = pinned_values(pinned_env or {}, where="pinned environment")
     level = pinned_level(pinned)
     check_settings(Settings(version=version, p2p_level=level))

@@ -136,16 +136,15 @@ def _chosen(machine: Machine, gpus: Sequence[int] | None) -> tuple[int, ...]:
     return chosen
 
 
-def check_strategy(strategy: str, *, not_for_chains: bool = False) -> str:
-    """Return the name of a strategy if it is usable.
+def check_strategy(strategy: str) -> str:
+    """Return the name of a known strategy.
 
     Raises:
-        InputError: an unknown name, or a strategy for rings within one machine only.
+        InputError: an unknown name.
     """
-    names = [name for name in STRATEGIES if not (not_for_chains and name == "tccl")]
-    if strategy not in names:
-        what = "is not known" if strategy not in STRATEGIES else "knows no network"
-        raise InputError(f"strategy {strategy[:40]!r}", what, f"there are {', '.join(names)}")
+    if strategy not in STRATEGIES:
+        right = f"there are {', '.join(STRATEGIES)}"
+        raise InputError(f"strategy {strategy[:40]!r}", "is not known", right)
     return strategy
 
 

@@ -25,8 +25,7 @@ from tccl_py.search.bounds import (
     crossings,
 )
 from tccl_py.search.evaluator import BudgetSpentError, Evaluator, Incumbent, smallest_slow_part
-from tccl_py.search.problem import HopIndex, SetRule
-from tccl_py.search.tccl_paper import admitted, all_ring_sets
+from tccl_py.search.problem import HopIndex, SetRule, admitted, all_ring_sets
 
 MAX_STATES = 10_000
 """States visited for one ring count before the search gives up on a proof."""

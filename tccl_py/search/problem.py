@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -310,3 +312,38 @@ def _touched(flow: Flow) -> tuple[str, ...]:
 def _shape(flow: Flow) -> _Shape:
     kinds = tuple(place.kind for transfer in flow.transfers for place in _ends(transfer))
     return _Shape(kinds, flow.blocks, str(flow.fifo))
+
+
+# All ring sets of small machines.
+
+
+def count_ring_sets(space: HopSpace, rings: int) -> int:
+    """Return an upper limit on the sets of `rings` rings: all orders, all mechanisms."""
+    widest = max((len(choices) for choices in space.hops.values()), default=0)
+    single = math.factorial(len(space.gpus) - 1) * widest ** len(space.gpus)
+    return math.comb(single + rings - 1, rings)
+
+
+def all_rings(index: HopIndex) -> Iterator[Hops]:
+    """Yield every ring once, as hop numbers from the first GPU on."""
+    first, *rest = range(len(index.gpus))
+    for order in itertools.permutations(rest):
+        pairs = itertools.pairwise((first, *order, first))
+        choices = [[hop for hop in index.pair[pair].tolist() if hop >= 0] for pair in pairs]
+        yield from itertools.product(*choices)
+
+
+def all_ring_sets(
+    index: HopIndex, rings: int, rule: SetRule | None = None
+) -> Iterator[tuple[Hops, ...]]:
+    """Yield every set of `rings` rings that the rule admits, once."""
+    for found in itertools.combinations_with_replacement(all_rings(index), rings):
+        if admitted(index, found, rule):
+            yield found
+
+
+def admitted(index: HopIndex, rings: Sequence[Sequence[int]], rule: SetRule | None) -> bool:
+    """Return whether the rule admits these rings; the last ring may be unfinished."""
+    if rule is None:
+        return True
+    return rule.admits([[index.hops[number] for number in ring] for ring in rings])

@@ -26,21 +26,14 @@ from tccl_py.search.problem import (
     SearchProblem,
     SearchResult,
     SilentReporter,
-    check_problem,
-)
-from tccl_py.search.tccl_paper import (
     admitted,
-    all_ring_sets,
+    check_problem,
     count_ring_sets,
-    eager_rings,
-    interchangeable,
 )
 
 Strategy = Callable[["Run"], None]
 _Known = TypeVar("_Known")
 
-MAX_BRUTE_FORCE = 200_000
-"""Ring sets that brute force measures at most; more are skipped, with their number."""
 FEW_RING_SETS = 150
 """So few ring sets are measured one by one: bounds would cost more."""
 SPOT_CHECKS = 2
@@ -49,14 +42,6 @@ AGREEMENT = 0.03
 """A rate by symmetry may differ this much (relative) from the set's own measurement."""
 CONFIRMATIONS = 4
 """Fresh measurements of a finalist in each round; each round the better half stays."""
-
-
-class SkippedError(SearchError):
-    """A strategy would need too many states; `states` is their number."""
-
-    def __init__(self, strategy: str, states: int) -> None:
-        super().__init__(f"{strategy} skipped: {states} states")
-        self.states = states
 
 
 class Run:
@@ -161,7 +146,6 @@ def find_rings(
     Raises:
         SearchError: unknown strategy (the names are listed), no ring possible, or none found yet
             when the budget was spent.
-        SkippedError: brute force over too many states.
     """
     name, search = _named(strategy)
     check_problem(problem)
@@ -327,32 +311,6 @@ def _score(candidate: Candidate, rates: Sequence[float]) -> float:
     return len(candidate.sequences) * float(np.mean(rates))
 
 
-def _tccl(run: Run) -> None:
-    """Measure every child of a state at once; interchangeable GPUs share results."""
-    for count in sorted(run.problem.spaces):
-        run.begin(count)
-        eager_rings(
-            run.evaluator,
-            run.incumbent,
-            run.plain_index(count),
-            count=count,
-            classes=interchangeable(run.problem.symmetry, run.problem.gpus),
-        )
-
-
-def _brute_force(run: Run) -> None:
-    """Measure every ring set."""
-    states = sum(count_ring_sets(space, count) for count, space in run.problem.spaces.items())
-    if states > MAX_BRUTE_FORCE:
-        raise SkippedError("brute-force", states)
-    for count in run.problem.spaces:
-        run.begin(count)
-        index = run.plain_index(count)
-        for sequences in all_ring_sets(index, count, run.problem.rules.get(count)):
-            run.offer(index, sequences)
-        run.bounds[count] = run.incumbent.score
-
-
 def _nccl_order(run: Run) -> None:
     """Measure the rings that the problem knows (NCCL's own), or the ascending order."""
     run.offer_known()
@@ -362,7 +320,5 @@ def _nccl_order(run: Run) -> None:
 
 STRATEGIES: dict[str, Strategy] = {
     "best-first": _best_first,
-    "tccl": _tccl,
-    "brute-force": _brute_force,
     "nccl-order": _nccl_order,
 }

@@ -14,11 +14,11 @@ from tccl_py.model.machine import PciLink
 from tccl_py.nccl.default_rings import default_choice
 from tccl_py.nccl.log import same_rings
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.topology_writer import topology_xml
 from tccl_py.nccl.view import view
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.gpu.test_nccl_loads_plans import run_ranks, tccl
+from tests.topology_writer import topology_xml
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
 PAIRS = int(os.environ.get("TCCL_PAIRS", "3"))
