@@ -22,7 +22,7 @@ from tccl_py.nccl.graph_file import Graph, parse_graph_file
 from tccl_py.nccl.log import parse_log, same_rings, transport_of
 from tccl_py.nccl.settings import HOST_VARIABLES, Settings, environment
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
-from tccl_py.nccl.validator import Verdict
+from tccl_py.nccl.validator import Verdict, VerdictKind
 from tccl_py.nccl.versions import RING
 from tccl_py.nccl.view import view
 from tccl_py.nccl_library import find_library
@@ -62,9 +62,9 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 class NcclAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One communicator of the installed NCCL.
 
-    `rings` has the GPU order of each final channel, from rank 0 on. `graph` is the ring graph
-    searched or loaded, before channels are doubled. `ways` are the hops of all rings; empty without
-    connections. `fallback` is true where the search found nothing and NCCL took its simple order.
+    `rings` has each final channel's GPU order, `graph` the ring graph searched or loaded, before
+    channels are doubled. `ways` are the hops of all rings; empty without connections. `fallback` is
+    true where NCCL took its simple order.
     """
 
     version: str
@@ -76,12 +76,9 @@ class NcclAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RefusedError(MeasurementError):
-    """NCCL does not start with a graph file, and starts without it.
+    """NCCL does not start with the graph file of question number `question`, but without it.
 
-    Args:
-        question: index of the question with the file.
-        how: NCCL's failure and message.
-        crash: whether a process crashed or never ended.
+    `how` is NCCL's message; `crash` is true if a process crashed or never ended.
     """
 
     def __init__(self, question: int, how: str, *, crash: bool) -> None:
@@ -110,17 +107,11 @@ def ask_each(
     connect: bool = True,
     timeout: float = TIMEOUT_S,
 ) -> tuple[NcclAnswer, ...]:
-    """Return the installed NCCL's answer for each of several communicators.
+    """Return the installed NCCL's answer for each communicator, made one after another.
 
-    The same processes make all communicators, one after another, under one set of variables. Each
-    process takes some 0.5 GiB of its GPU; none is left afterwards.
-
-    Args:
-        variables: NCCL's, in place of the caller's.
-        questions: the communicators; GPUs are NVML indices.
-        library: file of NCCL's library; None is the installed one.
-        connect: whether NCCL connects the GPUs, which shows transports and takes longer.
-        timeout: seconds for the first communicator; each further one adds 10.
+    Each process takes some 0.5 GiB of its GPU. `variables` replace the caller's; `connect` shows
+    transports and takes longer; `timeout` is seconds for the first communicator, each further one
+    adds 10.
 
     Raises:
         RefusedError: a graph file keeps NCCL from starting.
@@ -150,28 +141,17 @@ def ask_each(
 
 def rank_environment(variables: Mapping[str, str], *, connect: bool) -> dict[str, str]:
     """Return the environment of the ranks: the caller's without its NCCL settings."""
-    found = {
-        name: value
-        for name, value in os.environ.items()
-        if name in HOST_VARIABLES or not name.startswith("NCCL_")
-    }
+    host = (n for n in os.environ if n in HOST_VARIABLES or not n.startswith("NCCL_"))
+    found = {name: os.environ[name] for name in host}
     # /etc/nccl.conf holds for every job; a user's own file does not.
     found["NCCL_CONF_FILE"] = "/dev/null"
     found |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": _LOGGED}
-    if connect:
-        found["NCCL_RUNTIME_CONNECT"] = "0"
-    return {**found, **variables}
+    return {**found, **({"NCCL_RUNTIME_CONNECT": "0"} if connect else {}), **variables}
 
 
 def _run(
     environment: Mapping[str, str], questions: Sequence[Question], library: str, seconds: float
 ) -> tuple[NcclAnswer, ...]:
-    """Run the ranks, and read NCCL's logs.
-
-    Raises:
-        RanksError: a rank failed, or timed out.
-        MeasurementError: the logs are incomplete.
-    """
     gpus = tuple(dict.fromkeys(gpu for question in questions for gpu in question.gpus))
     files = {f"graph-{n}.xml": q.graph for n, q in enumerate(questions) if q.graph is not None}
     spec = JobSpec(
@@ -241,7 +221,6 @@ def read_answer(question: Question, logs: Sequence[CommunicatorLog], version: st
 
 
 def _failure(error: RanksError) -> str:
-    """Return the failure and message of ranks, without the communicator's number."""
     said = error.said
     numbered = _NUMBERED.match(said)
     words = (numbered["words"] or "") if numbered is not None else said.removeprefix("error: ")
@@ -268,9 +247,7 @@ def judged(
     library: str | None = None,
     timeout: float = TIMEOUT_S,
 ) -> Verdict:
-    """Return the installed NCCL's verdict on a graph file.
-
-    Arguments are as of `ask_nccl`; `where` is the file's name for messages.
+    """Return the installed NCCL's verdict on a graph file; `where` names the file.
 
     Raises:
         MeasurementError: NCCL cannot be asked.
@@ -286,27 +263,25 @@ def verdict_on(found: NcclAnswer, text: str, *, where: str) -> Verdict:
     """Return the verdict on a graph file with which NCCL started; rings are rank orders."""
     rings = tuple(tuple(found.gpus.index(gpu) for gpu in ring) for ring in found.rings)
     name, final = f"NCCL {found.version}", len(found.rings)
+
+    def verdict(kind: VerdictKind, reason: str) -> Verdict:
+        return Verdict(verdict=kind, reason=reason, rings=rings)
+
     try:
         file = parse_graph_file(text, where=where, version=minor_version(found.version)).graph(RING)
     except InputError as error:
-        reason = f"{name} starts with it, but not every NCCL does: {error}"
-        return Verdict(verdict="rejected", reason=reason, rings=rings)
+        return verdict("rejected", f"{name} starts with it, but not every NCCL does: {error}")
     if file is None or file.nchannels < 1:
-        reason = f"the file has no channels of graph {RING}: {name} searches for itself"
-        return Verdict(verdict="ignored", reason=reason, rings=rings)
+        return verdict("ignored", f"the file has no channels of graph {RING}: {name} searches")
     if not _same_graph(found.graph, file):
-        reason = f"{name} took other rings than the file's: it searched for itself"
-        return Verdict(verdict="ignored", reason=reason, rings=rings)
-    count = file.nchannels
-    as_written = all(
-        same_rings(ring, file.channels[number % count].gpus)
-        for number, ring in enumerate(found.rings)
-    )
+        return verdict("ignored", f"{name} took other rings than the file's: it searched")
+    count, orders = file.nchannels, [channel.gpus for channel in file.channels]
+    as_written = all(same_rings(r, orders[n % count]) for n, r in enumerate(found.rings))
     if not as_written or final < count:
         reason = f"{name} loads the file's {count} channels, and runs {final} other ones"
-        return Verdict(verdict="clipped", reason=reason, rings=rings)
+        return verdict("clipped", reason)
     channels = f"{count} channel{'s' * (count != 1)} of the file"
-    return Verdict(verdict="used", reason=f"{channels}, {final} in {name}", rings=rings)
+    return verdict("used", f"{channels}, {final} in {name}")
 
 
 def _same_graph(dumped: Graph, file: Graph) -> bool:
@@ -323,17 +298,10 @@ def _same_graph(dumped: Graph, file: Graph) -> bool:
 
 
 class InstalledRings:
-    """Default NCCL's rings under settings: the installed NCCL's answer where it can be asked.
+    """Default NCCL's rings under settings: the emulation's choice, corrected by the installed NCCL.
 
-    A call with settings returns the emulation's choice, corrected by the installed NCCL. Each
-    choice of settings is asked for once. `notices` tell where the two differ, or why NCCL was not
-    asked; `able` is whether it can be asked.
-
-    Args:
-        machine: this machine, for the emulation.
-        knowledge: peer access of its GPUs.
-        gpus: NVML indices of the communicator's GPUs.
-        library: file of NCCL's library; None is the installed one.
+    NCCL is asked once for each choice of settings. `notices` tell where the two differ, or why
+    NCCL was not asked; `able` is whether it can be asked.
     """
 
     def __init__(
@@ -351,11 +319,7 @@ class InstalledRings:
         self._known: dict[Settings, DefaultChoice] = {}
 
     def __call__(self, settings: Settings) -> DefaultChoice:
-        """Return default NCCL's choice under settings of transports.
-
-        Raises:
-            InputError: from the emulation.
-        """
+        """Return default NCCL's choice under settings of transports."""
         if settings not in self._known:
             emulated = default_choice(
                 view(self._machine, self._knowledge, settings, gpus=self._gpus)
@@ -416,7 +380,6 @@ class InstalledRings:
         )
 
     def _compare_ways(self, found: NcclAnswer, settings: Settings, under: str) -> None:
-        """Add a notice on hops whose transport is not the emulation's."""
         seen = view(self._machine, self._knowledge, settings, gpus=self._gpus)
         different = [
             f"GPU {way.source} -> {way.target} by {way.via}, not {expected}"

@@ -40,19 +40,10 @@ def expressible(version: str = LATEST, *, p2p_level: Level | None = None) -> tup
     engines = list(_ENGINES) if facts.shm_copy_engine else [None]
     copies = (False, True) if facts.p2p_copy_engine else (False,)
     levels = _LEVELS if p2p_level is None else (p2p_level,)
+    fields = "p2p_level p2p_read p2p_copy_engine shm_locality shm_copy_engine net_disable_intra"
     choices = product(levels, (None, True, False), copies, _SIDES, engines, (False, True))
-    return tuple(
-        Settings(
-            version=version,
-            p2p_level=level,
-            p2p_read=read,
-            p2p_copy_engine=copy,
-            shm_locality=side,
-            shm_copy_engine=engine,
-            net_disable_intra=disabled,
-        )
-        for level, read, copy, side, engine, disabled in choices
-    )
+    each = (dict(zip(fields.split(), choice, strict=True)) for choice in choices)
+    return tuple(msgspec.convert({"version": version, **chosen}, Settings) for chosen in each)
 
 
 def candidates(
@@ -67,9 +58,8 @@ def candidates(
 ) -> tuple[Settings, ...]:
     """Return settings under which the pairs' mechanisms differ, for every number of channels.
 
-    Of settings with equal outcome (sides of a bounce on one NUMA node, for example) the first is
-    returned, which departs least from NCCL's defaults; FIFO sizes vary only where a pair bounces.
-    `p2p_level` fixes the level (None: any).
+    Of settings with equal outcome the first is returned, which departs least from NCCL's defaults;
+    FIFO sizes vary only where a pair bounces. `p2p_level` fixes the level (None: any).
 
     Raises:
         InputError: unknown GPUs, or channels or sizes out of range.

@@ -75,10 +75,7 @@ def conf_lines(data: bytes, *, where: str) -> tuple[ConfLine, ...]:
 def settings_of_files(
     environment: Mapping[str, str] = os.environ, *, files: Sequence[Path] | None = None
 ) -> dict[str, ConfLine]:
-    """Return the variables that NCCL's files set in a process with this environment, by name.
-
-    Missing and unreadable files set nothing, as for NCCL.
-    """
+    """Return the variables that NCCL's readable files set in this environment, by name."""
     found: dict[str, ConfLine] = {}
     for path in files if files is not None else (user_file(environment), HOST_FILE):
         try:
@@ -98,53 +95,35 @@ def job_environment(settings: Settings, *, graph: PurePosixPath | None = None) -
     """Return all variables of a job: the settings', and NCCL_GRAPH_FILE if given.
 
     Raises:
-        InputError: settings the version does not have, or a path that is not absolute or cannot be
-            named here.
+        InputError: settings the version does not have, or a path that is not absolute.
     """
     variables = environment(settings)
     if graph is not None:
         check_path(graph)
         if not graph.is_absolute():
-            raise InputError(
-                f"graph file {str(graph)[:80]!r}",
-                "is no absolute path",
-                "jobs start in other directories: give a path from the root",
-            )
+            right = "jobs start in other directories: give a path from the root"
+            raise InputError(f"graph file {str(graph)[:80]!r}", "is no absolute path", right)
         variables["NCCL_GRAPH_FILE"] = str(graph)
     return variables
 
 
 def nccl_conf(settings: Settings) -> str:
-    """Return the text of an nccl.conf: NAME=value lines, which NCCL takes literally.
-
-    Raises:
-        InputError: as `job_environment`.
-    """
+    """Return the text of an nccl.conf: NAME=value lines, which NCCL takes literally."""
     return "".join(f"{name}={value}\n" for name, value in environment(settings).items())
 
 
 def env_sh(settings: Settings, *, graph: PurePosixPath | None = None) -> str:
-    """Return the text of a script to source: one quoted export a line.
-
-    Raises:
-        InputError: as `job_environment`.
-    """
+    """Return the text of a script to source: one quoted export a line."""
     return export_lines(job_environment(settings, graph=graph))
 
 
 def export_lines(variables: Mapping[str, str]) -> str:
-    """Return `export NAME=value` lines, quoted for any shell.
-
-    zsh replaces `=mlx5_0` at the start of a value by the path of a program, unlike the shells of
-    `shlex.quote`.
+    """Return `export NAME=value` lines, quoted for any shell: zsh expands a leading `=mlx5_0`.
 
     >>> print(export_lines({"NCCL_IB_HCA": "=mlx5_0:1", "NCCL_CROSS_NIC": "1"}), end="")
     export NCCL_IB_HCA='=mlx5_0:1'
     export NCCL_CROSS_NIC=1
     """
-    return "".join(f"export {name}={_quoted(value)}\n" for name, value in variables.items())
-
-
-def _quoted(value: str) -> str:
-    text = shlex.quote(value)
-    return f"'{value}'" if text == value and "=" in value else text
+    plain = {name: shlex.quote(value) for name, value in variables.items()}
+    quoted = {n: f"'{v}'" if v == variables[n] and "=" in v else v for n, v in plain.items()}
+    return "".join(f"export {name}={value}\n" for name, value in quoted.items())

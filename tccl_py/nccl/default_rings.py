@@ -45,9 +45,8 @@ class DefaultChains(msgspec.Struct, frozen=True, kw_only=True):
     """Default NCCL's choice on each of several equal nodes.
 
     `chains` has one for every searched channel that runs; the final `channels` repeat them. Rates
-    are what NCCL expects of a channel, GB/s, inside a node and between nodes; types are the
-    farthest paths allowed. Other fields are as in `DefaultChoice`. `assumed_sys` is true where
-    `default_chains_or_sys` assumed NCCL_P2P_LEVEL=SYS because the search found nothing.
+    are GB/s of a channel inside a node and between nodes. `assumed_sys` is true where the
+    search found nothing without NCCL_P2P_LEVEL=SYS.
     """
 
     chains: tuple[DefaultChain, ...]
@@ -65,8 +64,7 @@ class DefaultChains(msgspec.Struct, frozen=True, kw_only=True):
 def default_choice(seen: NcclView, *, nodes: int = 1) -> DefaultChoice:
     """Return default NCCL's choice for a communicator over these GPUs of each of `nodes` nodes.
 
-    Settings count only for paths and transports; channels and buffer size do not. Cost: at worst a
-    few seconds on nodes of tens of GPUs.
+    Settings count only for paths and transports; channels and buffer size do not.
     """
     return _choice(seen.machine, seen.knowledge, seen.settings, seen.gpus, nodes)
 
@@ -105,9 +103,6 @@ def _choice(
 
 def default_chains(seen: NcclView, *, nodes: int) -> DefaultChains:
     """Return default NCCL's choice on each of `nodes` equal nodes, NICs included.
-
-    Settings count as for `default_choice`, and for NICs. Nodes that differ search each for
-    themselves, and run the fewest channels of all: see `validate_cluster`.
 
     Raises:
         InputError: one node, or no NIC that NCCL may use.
@@ -151,9 +146,7 @@ def default_chains(seen: NcclView, *, nodes: int) -> DefaultChains:
 def default_chains_or_sys(seen: NcclView, *, nodes: int) -> DefaultChains:
     """Return the chains of a plan's baseline: under NCCL_P2P_LEVEL=SYS where only that helps.
 
-    The view's settings are a job's necessities, such as its NICs; a P2P level among them stays. A
-    search that falls back because the network is too slow for any rate falls back under SYS too,
-    and stays.
+    A P2P level among the view's settings stays.
 
     Raises:
         InputError: as `default_chains`.

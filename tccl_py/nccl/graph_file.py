@@ -52,8 +52,8 @@ class GraphCrashError(InputError):
 class Channel(msgspec.Struct, frozen=True):
     """One channel: GPU devices in order, NICs in order (entry, then exit).
 
-    `ranks` holds the rank of each GPU in NCCL's own dumps, by position; this package never writes
-    ranks, because a newer NCCL trusts them more than the device.
+    `ranks` holds the rank of each GPU in NCCL's dumps; this package never writes ranks, because a
+    newer NCCL trusts them more than the device.
     """
 
     gpus: tuple[int, ...]
@@ -272,10 +272,9 @@ class NodeRings:
 
 
 def connect(nodes: Sequence[NodeRings], *, channels: int) -> list[Ranks]:
-    """Return the first `channels` rings as rank orders from rank 0 on.
+    """Return the first `channels` rings as rank orders from rank 0 on, nodes in rank order.
 
-    A ring visits the nodes in rank order. With crossed NICs odd nodes swap the channels of each
-    pair, if all channels are in pairs.
+    With crossed NICs odd nodes swap the channels of each pair, if all channels are in pairs.
     """
     rings = []
     for channel in range(channels):

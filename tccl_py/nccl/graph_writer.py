@@ -27,13 +27,11 @@ _MAX_DEVICE = 255
 class GraphRings(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a graph file for one node.
 
-    `orders` has one order of GPU indices (NVML) for each channel. `speed_gbps` is the rate of one
-    channel; types are the farthest paths used. NCCL's tuner believes them: they must be true.
-
-    `nets` has for each channel the device numbers of its entry NIC and exit NIC; none for a single
-    node. `speed_inter_gbps` is a channel's rate between nodes (None: the same). `tree_nets` and
-    `tree_type_inter` are the tree's, by default the rings' entries. With `tree_spreads` the first
-    two GPUs of the tree talk to other nodes, else only the first.
+    `orders` has GPU indices (NVML) for each channel, `speed_gbps` a channel's rate; types are the
+    farthest paths used. NCCL's tuner believes them: they must be true. `nets` has each channel's
+    entry and exit NIC (device numbers; none for a single node), `speed_inter_gbps` its rate between
+    nodes (None: the same). `tree_nets` and `tree_type_inter` are the tree's, by default the rings'
+    entries. With `tree_spreads` the tree's first two GPUs talk to other nodes, else only the first.
     """
 
     orders: tuple[tuple[int, ...], ...]
@@ -57,12 +55,12 @@ def node_rings(
 ) -> GraphRings:
     """Return the file's content for channels over `orders` between entry and exit NICs `ends`.
 
-    The tree goes along the same GPUs and uses the ring's entry in both directions, as in NCCL's own
-    dumps; it spreads to the second GPU where this GPU is as near to the NIC.
+    The tree uses the ring's entry in both directions, as in NCCL's own dumps; it spreads to the
+    second GPU where this GPU is as near to the NIC.
 
     Raises:
-        InputError: channels that change NICs where the settings forbid it, a pair without a path,
-            or as `net_buffer_numa` for an unknown NIC or GPU.
+        InputError: channels that change NICs where the settings forbid it, an unknown NIC or
+            GPU, or a pair without a path.
     """
     settings = seen.settings
     if not may_change_rails(settings) and any(entry != leave for entry, leave in ends):
@@ -97,7 +95,6 @@ def node_rings(
 
 
 def _farthest(kinds: Sequence[PathType], settings: Settings) -> str:
-    """Return the nearest type name of this version that covers all types."""
     farthest = max(kinds, default=PathType.LOC)
     unknown = version_facts(settings.version).unknown_levels
     for name in TYPES:
@@ -108,10 +105,6 @@ def _farthest(kinds: Sequence[PathType], settings: Settings) -> str:
 
 def graph_xml(rings: GraphRings, *, version: str = LATEST) -> str:
     """Return the text of a graph file with a ring and a tree graph over the same orders.
-
-    Args:
-        rings: the content; every order holds the same GPUs.
-        version: NCCL's, which limits the number of channels.
 
     Raises:
         InputError: orders that differ in their GPUs, too many channels, or facts out of range.

@@ -54,10 +54,7 @@ class InitLog(msgspec.Struct, frozen=True, kw_only=True):
     connections: tuple[Connection, ...]
 
     def rings_over(self, ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Return the rings of the first communicator with this many ranks.
-
-        () without such a communicator, or if a ring does not have every rank once.
-        """
+        """Return the first rings over this many ranks; () unless every ring has each rank once."""
         rings = next((found for found in self.communicators if len(found[0]) == ranks), ())
         every = list(range(ranks))
         return rings if all(sorted(ring) == every for ring in rings) else ()
@@ -66,8 +63,7 @@ class InitLog(msgspec.Struct, frozen=True, kw_only=True):
 def parse_log(text: str, *, where: str) -> InitLog:
     """Read final channels and connections from an INFO log of one or more ranks.
 
-    A communicator begins with its channel 0 and ends with the last; lines of further ranks in
-    between do not matter, since only rank 0 prints the orders.
+    Only rank 0 prints orders; a communicator begins with its channel 0 and ends with the last.
 
     Raises:
         InputError: channels of a communicator are missing.

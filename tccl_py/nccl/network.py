@@ -31,17 +31,12 @@ _GDR_LEVELS: tuple[Level | None, ...] = (None, "SYS", "PHB", "PXB", "PIX", "LOC"
 def net_buffer_numa(seen: NcclView, gpu: int, nic: int, direction: Direction) -> int | None:
     """Return the NUMA node of the host buffer between a GPU and a NIC; None with GPU direct RDMA.
 
-    GPU direct needs support of both, a path within NCCL_NET_GDR_LEVEL (PXB by default, since 2.27
-    also P2C, over C2C to a NIC of the same CPU), and for sending NCCL_NET_GDR_READ: by default
-    where sm >= 80, or with an NVLink to another GPU of the communicator, or with no other GPU in
-    it. If a relay sends for this GPU (see `relay`), the relay's path counts, and in both
-    directions: the NIC then writes to this GPU's memory over any distance.
+    GPU direct needs support of both, a path within NCCL_NET_GDR_LEVEL, and for sending
+    NCCL_NET_GDR_READ. If a relay sends for this GPU, the relay's path counts, in both directions.
 
-    A host buffer comes from ncclCudaHostCalloc in the proxy thread (sendProxyConnect,
-    recvProxyConnect), pinned where the thread runs: it starts while its rank is bound to the CPUs
-    nearest to its GPU (ncclTopoGetCpuAffinity), so the buffer is on the GPU's own NUMA node (the
-    relay's, if a relay sends). Only NCCL_IGNORE_CPU_AFFINITY, NCCL_PROXY_CPUSET or a rank bound
-    elsewhere change this. Flushes after receiving (ncclTopoNeedFlush) move no data.
+    The proxy thread allocates a host buffer while its rank is bound to the CPUs nearest to its GPU
+    (ncclTopoGetCpuAffinity), so the buffer is on the GPU's own NUMA node (the relay's, if a relay
+    sends). NCCL_IGNORE_CPU_AFFINITY, NCCL_PROXY_CPUSET or a rank bound elsewhere change this.
 
     Raises:
         InputError: a GPU outside the communicator, or a NIC that NCCL would not use.
@@ -66,11 +61,8 @@ def net_buffer_numa(seen: NcclView, gpu: int, nic: int, direction: Direction) ->
 def relay(seen: NcclView, gpu: int, nic: int) -> int | None:
     """Return the GPU that sends for `gpu` by this NIC (PXN); None if `gpu` sends by itself.
 
-    Rings use PXN whenever the path to the NIC is PXN: the GPU's kernel writes into a buffer in the
-    memory of the GPU beside the NIC, over NVLink, and the NIC reads the buffer there. Both GPUs
-    have NVLink, and the relay's path to the NIC is wider or avoids the CPU. NCCL receives without
-    PXN. NCCL_PXN_DISABLE=1, which no Settings choose, turns PXN off; NCCL_P2P_PXN_LEVEL is for send
-    and receive only.
+    The GPU's kernel writes over NVLink into the memory of the GPU beside the NIC, where the NIC
+    reads. NCCL receives without PXN. No Settings choose NCCL_PXN_DISABLE=1.
 
     Raises:
         InputError: as `net_buffer_numa`.
@@ -81,11 +73,7 @@ def relay(seen: NcclView, gpu: int, nic: int) -> int | None:
 
 
 def net_path(seen: NcclView, gpu: int, nic: int, direction: Direction) -> PathType:
-    """Return the type of the path between a GPU and a NIC, as a graph's typeinter counts it.
-
-    Raises:
-        InputError: as `net_buffer_numa`.
-    """
+    """Return the type of the path between a GPU and a NIC, as a graph's typeinter counts it."""
     name, port = _ends(seen, gpu, nic)
     pair = (name, port) if direction == "send" else (port, name)
     return seen.paths.get(pair, DISCONNECTED).type
@@ -95,11 +83,9 @@ def _ends(seen: NcclView, gpu: int, nic: int) -> tuple[str, str]:
     name, port = f"G{gpu}", f"N{nic}"
     if name not in seen.system.sm or port not in seen.system.nets:
         gpus, nets = ", ".join(seen.system.gpus), ", ".join(seen.system.nets)
-        raise InputError(
-            f"end of a ring at GPU {gpu} and NIC {nic}",
-            f"is not on machine {seen.machine.name}, or not for this job",
-            f"there are {gpus} and {nets or 'no NICs'}",
-        )
+        what = f"is not on machine {seen.machine.name}, or not for this job"
+        right = f"there are {gpus} and {nets or 'no NICs'}"
+        raise InputError(f"end of a ring at GPU {gpu} and NIC {nic}", what, right)
     return name, port
 
 
@@ -108,9 +94,6 @@ def exit_flow(seen: NcclView, gpu: int, nic: int, *, blocks: int) -> Flow:
 
     With a relay, the flow goes through the relay's memory, `G3->G3->G0->N0->N0`; a host buffer is
     the relay's, without its GPU memory.
-
-    Raises:
-        InputError: settings the version does not have, or as `net_buffer_numa`.
     """
     fifo = Fifo(bytes=check_settings(seen.settings).buffsize)
     through, over = net_buffer_numa(seen, gpu, nic, "send"), relay(seen, gpu, nic)
@@ -118,30 +101,21 @@ def exit_flow(seen: NcclView, gpu: int, nic: int, *, blocks: int) -> Flow:
 
 
 def entry_flow(seen: NcclView, nic: int, gpu: int, *, blocks: int) -> Flow:
-    """Return the flow by which a ring enters a node by NIC `nic` at GPU `gpu`.
-
-    Raises:
-        InputError: as `exit_flow`.
-    """
+    """Return the flow by which a ring enters a node by NIC `nic` at GPU `gpu`."""
     fifo = Fifo(bytes=check_settings(seen.settings).buffsize)
     through = net_buffer_numa(seen, gpu, nic, "receive")
     return entering(nic, gpu, through=through, blocks=blocks, fifo=fifo)
 
 
 def may_change_rails(settings: Settings) -> bool:
-    """Return whether a ring may leave a node by another NIC than its entry's (NCCL_CROSS_NIC).
-
-    NCCL does not check the NICs of a file's channels; but a graph with crossnic 1 is ignored under
-    NCCL_CROSS_NIC=0.
-    """
+    """Return whether a ring may leave a node by another NIC than its entry (NCCL_CROSS_NIC)."""
     return settings.cross_nic != 0
 
 
 def leaves_as_named(gpus: Sequence[int], entry: int, leave: int) -> bool:
     """Return whether a channel leaves by the NIC that a file names, on a node with these GPUs.
 
-    The GPU of a one-GPU node is the first of every channel, and ncclTopoGetNetDev gives the first
-    GPU the entry's NIC for both directions: the exit in the file is not used.
+    ncclTopoGetNetDev gives a channel's first GPU the entry's NIC for both directions.
 
     >>> leaves_as_named([0], 0, 1), leaves_as_named([0], 1, 1), leaves_as_named([0, 1], 0, 1)
     (False, True, True)
@@ -157,14 +131,8 @@ def chain_hop_space(
 ) -> HopSpace:
     """Return one hop per pair of GPUs, and one between each GPU and the world by every NIC.
 
-    Nearest NICs come first, so that NCCL's own choice is tried first. NCCL takes any NIC that a
-    graph file names, however far. As in `hop_space`, the final channels' blocks are shared evenly
-    by the chains of a set.
-
-    Args:
-        seen: the node.
-        nics: indices of the NICs to use; None is all that the settings let NCCL use.
-        chains_in_set: how many chains run together.
+    Nearest NICs come first; `nics` None is all that the settings allow. The final channels' blocks
+    are shared evenly by the `chains_in_set` chains of a set.
 
     Raises:
         InputError: settings the version does not have.
@@ -175,9 +143,7 @@ def chain_hop_space(
     blocks = max(1, channels // chains_in_set)
     ends = [(gpu, nic) for gpu in seen.gpus for nic in seen.nics if nics is None or nic in nics]
     if not ends:
-        raise SearchError(
-            f"machine {seen.machine.name} has no NIC for a chain to enter or leave by"
-        )
+        raise SearchError(f"machine {seen.machine.name} has no NIC for chains")
 
     def nearest(direction: Direction) -> list[tuple[int, int]]:
         def distance(end: tuple[int, int]) -> tuple[PathType, int, int]:
@@ -193,14 +159,9 @@ def chain_hop_space(
 
 
 def farthest_end(seen: NcclView, ends: Sequence[tuple[int, int, int, int]]) -> PathType:
-    """Return the farthest path between NIC and GPU at chains' ends, as typeinter counts it.
-
-    An end is (first GPU, entry NIC, last GPU, exit NIC).
-    """
-    types: list[PathType] = []
-    for first, into, last, out in ends:
-        types += net_path(seen, first, into, "receive"), net_path(seen, last, out, "send")
-    return max(types)
+    """Return the farthest path at chains' ends: (first GPU, entry NIC, last GPU, exit NIC)."""
+    into = [net_path(seen, first, nic, "receive") for first, nic, _, _ in ends]
+    return max(into + [net_path(seen, last, nic, "send") for _, _, last, nic in ends])
 
 
 def chains_as_rings(
@@ -211,35 +172,28 @@ def chains_as_rings(
     Raises:
         SearchError: the space lacks a hop of a chain.
     """
-    return tuple(_as_ring(space, *chain) for chain in chains)
-
-
-def _as_ring(space: HopSpace, entered: int, gpus: Sequence[int], left: int) -> Ring:
-    into = [hop for hop in space.between(WORLD, gpus[0]) if entry_nic(hop) == entered]
-    out = [hop for hop in space.between(gpus[-1], WORLD) if exit_nic(hop) == left]
-    inner = [space.between(*pair)[:1] for pair in pairwise(gpus)]
-    if not into or not out or not all(inner):
-        raise SearchError(f"{space.name}: no chain by NIC {entered}, GPUs {gpus}, NIC {left}")
-    return ring([into[0], *(choices[0] for choices in inner), out[0]])
+    rings = []
+    for entered, gpus, left in chains:
+        into = [hop for hop in space.between(WORLD, gpus[0]) if entry_nic(hop) == entered]
+        out = [hop for hop in space.between(gpus[-1], WORLD) if exit_nic(hop) == left]
+        choices = [into, *(space.between(*pair) for pair in pairwise(gpus)), out]
+        if not all(choices):
+            raise SearchError(f"{space.name}: no chain by NIC {entered}, GPUs {gpus}, NIC {left}")
+        rings.append(ring([hops[0] for hops in choices]))
+    return tuple(rings)
 
 
 def gdr_variants(seen: NcclView, *, nics: Sequence[int]) -> tuple[Settings, ...]:
     """Return settings that differ from the view's in the placement of NIC buffers alone.
 
-    Of settings with equal placements the first is returned, which departs least from NCCL's
-    defaults; settings with the placements of the view are left out.
+    Of settings with equal placements the first is returned, which departs least from the defaults.
     """
     distinct: dict[tuple[Flow, ...], Settings] = {}
     for level, read in product(_GDR_LEVELS, (None, True, False)):
         changed = msgspec.structs.replace(seen.settings, net_gdr_level=level, net_gdr_read=read)
         under = view(seen.machine, seen.knowledge, changed, gpus=seen.gpus)
-        ends = tuple(
-            flow
-            for gpu, nic in product(seen.gpus, nics)
-            for flow in (
-                entry_flow(under, nic, gpu, blocks=1),
-                exit_flow(under, gpu, nic, blocks=1),
-            )
-        )
-        distinct.setdefault(ends, changed)
+        ends = list(product(seen.gpus, nics))
+        flows = [entry_flow(under, nic, gpu, blocks=1) for gpu, nic in ends]
+        flows += [exit_flow(under, gpu, nic, blocks=1) for gpu, nic in ends]
+        distinct.setdefault(tuple(flows), changed)
     return tuple(distinct.values())[1:]
