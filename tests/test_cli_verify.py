@@ -118,7 +118,7 @@ def test_json_has_the_keys_that_the_help_lists(place, jobs):
         assert list(arm) == ARM_KEYS
         assert [list(one) for one in arm["sizes"]] == [SIZE_KEYS] * 2
         assert [list(one) for one in arm["groups"]] == [["groups", *SIZE_KEYS]] * len(arm["groups"])
-    assert [len(one["groups"]) for one in arms.values()] == [3, 3, 0]
+    assert [len(one["groups"]) for one in arms.values()] == [4, 4, 0]
     assert (found["accepted"], found["winner"]) == (False, "default")
     assert arms["variables"]["not_recommended"] == [4096, 64 << 20]
     listed = tccl("verify", "--help").stdout

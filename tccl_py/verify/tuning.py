@@ -16,11 +16,11 @@ from statistics import median
 import msgspec
 
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
-from tccl_py.nccl.settings import Settings, check_settings
+from tccl_py.nccl.settings import Settings, check_settings, environment
 from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.plan import CHOICES, ChoiceName
 from tccl_py.verify.jobs import ConcurrentJobs, JobError, Launcher, Outcome
-from tccl_py.verify.record import SMALLEST_EFFECT, Tried, Verification
+from tccl_py.verify.record import SMALLEST_EFFECT, Tried, Verification, sizes_text
 from tccl_py.verify.spec import JobSpec, bus_gbps, large_gbps
 from tccl_py.verify.target import Target
 from tccl_py.verify.verify import RunBudget, Watcher, row_seconds, verify_target
@@ -89,7 +89,7 @@ def run_tuning(
     tried = sweep.records(trials)
     # 2. Compare the best of each choice in rounds; the second best where those are no better.
     careful = msgspec.structs.replace(budget, training=True)
-    best_plan, best = plan, _judged_by_winner(first)
+    best_plan, best, rejected = plan, _judged_by_winner(first), list[str]()
     for _ in range(ATTEMPTS):
         fastest = {name: _fastest(trials, name, sweep) for name in plan.choices}
         found = {name: trial for name, trial in fastest.items() if trial is not None}
@@ -111,6 +111,7 @@ def run_tuning(
         if _better(again, best):
             best_plan, best = changed, again
             break
+        rejected += _rejections(again)
         if time.monotonic() - begun + again.seconds > WHOLE_SECONDS:
             break
         # The number of channels is what mostly harms small messages, or training.
@@ -120,10 +121,23 @@ def run_tuning(
         ]
     # 3. Keep the plan where neither its settings nor its recommendation change.
     if best_plan is plan and best.chosen == first.recommended:
-        return Tuned(plan=plan, verification=msgspec.structs.replace(first, tried=tried))
+        notices = (*first.notices, *rejected)
+        kept = msgspec.structs.replace(first, tried=tried, notices=notices)
+        return Tuned(plan=plan, verification=kept)
     return Tuned(
-        plan=best_plan.settled(best), verification=msgspec.structs.replace(best, tried=tried)
+        plan=best_plan.settled(best),
+        verification=msgspec.structs.replace(best, tried=tried, notices=(*best.notices, *rejected)),
     )
+
+
+def _rejections(found: Verification) -> Iterator[str]:
+    """Yield why the tuned settings of each choice are not used."""
+    for arm in found.arms[1:]:
+        sizes = sizes_text([row.bytes for row in arm.losses])
+        why = "; ".join(arm.objections) or (f"slower at {sizes}" if sizes else "no clear gain")
+        lead = f"{arm.large.ratio:.2f}x default NCCL at large sizes"
+        variables = " ".join(f"{key}={value}" for key, value in environment(arm.settings).items())
+        yield f"tuned {arm.name} not used ({variables}): {lead}, but {why}"
 
 
 def _judged_by_winner(found: Verification) -> Verification:

@@ -37,7 +37,7 @@ from tccl_py.verify.target import Target
 DEFAULT_ROUNDS = 10
 DEFAULT_SECONDS = 300.0
 """Three arms have some 30 rows: with fewer than 11 rounds no verdict is beyond chance."""
-FEW_SIZES = (16 << 10, 1 << 20, 64 << 20, 256 << 20)
+FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
 """Sizes of the sweep's jobs and, except the largest, of smaller communicators."""
 _NARROW = 1 << 20
 """From this size on ratios have to be known to 1 %; smaller calls take microseconds."""
@@ -72,7 +72,7 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
         return JobSpec(
             sizes=self.sizes,
             groups=groups,
-            group_sizes=self.few_sizes[:3],
+            group_sizes=self.few_sizes[:4],
             collective=self.collective,
             training=self.training,
         )
