@@ -132,11 +132,7 @@ def env(
 
 
 def _print(
-    plan: Plan,
-    subject: Mapping[str, object],
-    variables: Mapping[str, str],
-    *,
-    json: bool,
+    plan: Plan, subject: Mapping[str, object], variables: Mapping[str, str], *, json: bool
 ) -> None:
     """Print a job's variables; NCCL_GRAPH_FILE is unset unless they have it."""
     if json:

@@ -53,8 +53,7 @@ def explain(
         int, typer.Option(metavar="N", help="Different slow sets to find at most, for all rings.")
     ] = MOST_FINDINGS,
     no_measure: Annotated[
-        bool,
-        typer.Option("--no-measure", help="Measure nothing: use the plan's journal alone."),
+        bool, typer.Option("--no-measure", help="Measure nothing: use the plan's journal alone.")
     ] = False,
     backend: BackendOption = None,
     devices: DevicesOption = None,

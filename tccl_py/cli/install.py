@@ -103,11 +103,7 @@ def install(
     check_files(directory)
     _check(plan, directory, force=force, alike=alike)
     installed = _installed(plan, directory, alike=alike)
-    named: dict[Kind, Path | None] = {
-        "conf": conf,
-        "slurm-prolog": slurm_prolog,
-        "module": module,
-    }
+    named: dict[Kind, Path | None] = {"conf": conf, "slurm-prolog": slurm_prolog, "module": module}
     targets = {kind: path for kind, path in named.items() if path is not None}
     if conf is not None and str(conf) == _PRINTED:
         raise InputError("--conf -", "names no file", "`tccl export DIR -o OUT` writes nccl.conf")
@@ -136,10 +132,7 @@ def _installed(plan: Plan, directory: Path, *, alike: bool) -> Installed:
     place = directory.resolve()
     check_path(place)
     found = Installed(
-        directory=place,
-        settings=plan.job_settings,
-        provenance=plan.provenance,
-        alike=alike,
+        directory=place, settings=plan.job_settings, provenance=plan.provenance, alike=alike
     )
     if plan.is_cluster or plan.simulated:
         return found

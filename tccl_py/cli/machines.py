@@ -18,11 +18,7 @@ from tccl_py.model.machine import Machine, PciDevice, PciLink
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.readers.nvidia_smi import read_nvidia_smi
-from tccl_py.simulator.descriptions import (
-    bundled_names,
-    load_bundled,
-    load_machine,
-)
+from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
 from tccl_py.simulator.model import MachineModel, figures_of
 
 
@@ -35,8 +31,7 @@ def discover(
         ),
     ] = None,
     nvidia_smi: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Read what `nvidia-smi topo -m` printed."),
+        Path | None, typer.Option(metavar="FILE", help="Read what `nvidia-smi topo -m` printed.")
     ] = None,
     output: Annotated[
         Path | None,

@@ -90,8 +90,7 @@ def measure(
     journal: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="Keep measurements in FILE; sets that it holds are not repeated.",
+            metavar="FILE", help="Keep measurements in FILE; sets that it holds are not repeated."
         ),
     ] = None,
     json: JsonOption = False,

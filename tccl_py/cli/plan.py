@@ -433,12 +433,7 @@ class _Here(_Subject):
         with self.source as source:
             rings = rings_here(place, self.task["gpus"])
             made = make_plan(
-                place.machine,
-                place.knowledge,
-                source,
-                reporter=line,
-                own_rings=rings,
-                **self.task,
+                place.machine, place.knowledge, source, reporter=line, own_rings=rings, **self.task
             )
             conditions = source.conditions
         noticed = source.profiled.summary(conditions) if source.profiled is not None else ()
