@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.cli.options import gpus_argument, parse_gpus
-from tccl_py.cli.streams import provenance
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.report.words import mark as provenance
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
 from tests.nccl_cases import CASES
 from tests.toy import toy_machine

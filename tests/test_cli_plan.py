@@ -149,8 +149,8 @@ BAD = {
     "rings of words": (("--rings", "many"), "--rings 'many': is no list of numbers; write 1,2,4"),
     "no rings": (("--rings", "0"), "--rings '0': is out of range; 1 to 16 rings"),
     "10^9 rings": (("--rings", "9" * 9), "--rings '999999999': is out of range; 1 to 16 rings"),
-    "no sets": (("--max-sets", "0"), "--max-sets: is 0; measure at least one set"),
-    "NaN seconds": (("--max-seconds", "nan"), "--max-seconds: is nan; a number of seconds above"),
+    "no sets": (("--max-sets", "0"), "--max-sets: is 0; 1 to"),
+    "NaN seconds": (("--max-seconds", "nan"), "--max-seconds: is nan; above 0"),
     "NaN noise": (("--noise", "nan"), "noise: is nan; 0 to 1, the standard deviation"),
     "a strategy": (
         ("--strategy", "x"),

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tccl_py.cli.interrupts import interrupts_put_off
 from tccl_py.cli.measure import planned_hosts
-from tccl_py.cli.options import DirectoryArgument, in_range
+from tccl_py.cli.options import DirectoryArgument, JsonOption, flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.streams import ANSWER_IS_NO, notice, notice_each, write_result
 from tccl_py.cluster_plan.job import class_sources, journal_by_class
@@ -54,38 +54,25 @@ _SHOWN_FLOWS = 3
 def check(
     directory: DirectoryArgument,
     *,
-    max_seconds: Annotated[
-        float, typer.Option(metavar="S", help="Seconds to spend at most, all measurements.")
-    ] = 120.0,
+    max_seconds: Annotated[float, opt("S", "Seconds of all measurements at most.")] = 120.0,
     seed: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Which sets the random sample has; by a model, the noise as well. Another each "
-            "day sees more of the machine.",
-        ),
+        int, opt("N", "Seed of the random sample of sets; another each day sees more of them.")
     ] = 0,
     prometheus: Annotated[
-        bool,
-        typer.Option("--prometheus", metavar=" ", help="Print metrics in Prometheus' text format."),
+        bool, flag("--prometheus", "Print metrics in Prometheus' text format.")
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(
+        opt(
+            "FILE",
+            "With --json or --prometheus: write to FILE, whole or not at all, as the node "
+            "exporter's textfile collector needs it.",
             "-o",
             "--output",
-            metavar="FILE",
-            help="With --json or --prometheus: write to FILE, whole or not at all, as the node "
-            "exporter's textfile collector needs it.",
         ),
     ] = None,
-    keep: Annotated[
-        bool,
-        typer.Option("--keep", metavar=" ", help="Append what was measured to DIR/checks.jsonl."),
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", metavar=" ", help="Print JSON instead of text.")
-    ] = False,
+    keep: Annotated[bool, flag("--keep", "Append the measurements to DIR/checks.jsonl.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """See whether a machine has drifted since its plan was measured, within two minutes.
 
@@ -127,13 +114,11 @@ def check(
     effort = Effort(seconds=max_seconds / len(plan.cluster.classes), seed=seed)
     with interrupts_put_off(), ExitStack() as stack:
         source, known, sources = _sources(plan, directory, journal, seed, stack)
-        drift = joined(
-            plan,
-            [
-                find_drift(plan, known[number], one, number=number, effort=effort)
-                for number, one in enumerate(sources)
-            ],
-        )
+        found = [
+            find_drift(plan, known[number], each, number=number, effort=effort)
+            for number, each in enumerate(sources)
+        ]
+        drift = joined(plan, found)
     notice_each(source.notices)
     ended = time.time()
     if keep:
@@ -183,11 +168,7 @@ def _model(plan: Plan, directory: Path, header: JournalHeader, seed: int) -> Ope
 
 
 def _here(plan: Plan, directory: Path, header: JournalHeader) -> MeasuredMachine:
-    """Return this machine, if the plan was measured on it.
-
-    Raises:
-        InputError: it is another machine, by GPUs, driver or NUMA nodes.
-    """
+    """Return this machine, if the plan was measured on it, by GPUs, driver and NUMA nodes."""
     planned = known_fingerprint(plan, directory)
     host = is_dry_run(header)
     try:

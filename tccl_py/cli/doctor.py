@@ -12,7 +12,7 @@ import typer
 from rich.padding import Padding
 
 from tccl_py.cli.nccl_here import asked_here
-from tccl_py.cli.options import JsonOption
+from tccl_py.cli.options import JsonOption, opt
 from tccl_py.cli.output import grid, results
 from tccl_py.cli.streams import ANSWER_IS_NO, print_json
 from tccl_py.errors import InputError, MeasurementError
@@ -32,11 +32,7 @@ def doctor(
     *,
     root: Annotated[
         Path | None,
-        typer.Option(
-            "--root",
-            metavar="DIR",
-            help="Look at a copy of another host's /sys, /proc, /etc and /dev below DIR.",
-        ),
+        opt("DIR", "Look at a copy of another host's /sys, /proc, /etc and /dev below DIR."),
     ] = None,
     json: JsonOption = False,
 ) -> None:

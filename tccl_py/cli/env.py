@@ -11,7 +11,14 @@ from typing import Annotated
 
 import typer
 
-from tccl_py.cli.options import OF_CLUSTER, DirectoryArgument, JsonOption, gpus_argument, refuse
+from tccl_py.cli.options import (
+    OF_CLUSTER,
+    DirectoryArgument,
+    JsonOption,
+    gpus_argument,
+    opt,
+    refuse,
+)
 from tccl_py.cli.streams import ANSWER_IS_NO, notice, print_json
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import (
@@ -40,29 +47,17 @@ def env(
     directory: DirectoryArgument,
     *,
     gpus: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="The job's GPUs (NVML indices), as 0,2,5 or 0-3."),
+        str | None, opt("LIST", "The job's GPUs (NVML indices), as 0,2,5 or 0-3.")
     ] = None,
     host: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Of a cluster's plan: the host to print for; this one by default."
-        ),
+        str | None, opt("NAME", "Of a cluster's plan: the host to print for; this one by default.")
     ] = None,
     nccl: Annotated[
-        str | None,
-        typer.Option(
-            metavar="VERSION",
-            help="The job's version of NCCL, if it is not the installed one; a measured plan is "
-            "disabled for other versions than its own.",
-        ),
+        str | None, opt("VERSION", "The job's version of NCCL; the installed one if not given.")
     ] = None,
     choice: Annotated[
         Choice | None,
-        typer.Option(
-            metavar="NAME",
-            help="default, variables or graph; the plan's recommended one if not given.",
-        ),
+        opt("NAME", "default, variables or graph; the plan's recommended one if not given."),
     ] = None,
     alike: Annotated[
         bool,
@@ -70,7 +65,7 @@ def env(
             "--alike",
             metavar=" ",
             envvar=ALIKE_VARIABLE,
-            help="Take the plan of another host that is like this one: the GPUs' UUIDs may differ.",
+            help="Take the plan of another host that is like this one: GPUs' UUIDs may differ.",
         ),
     ] = False,
     json: JsonOption = False,
@@ -145,11 +140,7 @@ def _print(
 
 
 def _leave_disabled(plan: Plan, subject: Mapping[str, object], why: str, *, json: bool) -> None:
-    """Say that a plan is disabled, and end; nothing if `why` is "".
-
-    Raises:
-        typer.Exit: the plan is disabled.
-    """
+    """Say that a plan is disabled, and end; nothing if `why` is ""."""
     if not why:
         return
     if json:
@@ -177,10 +168,7 @@ def _why_disabled(plan: Plan, directory: Path, nccl: str | None, *, alike: bool)
 def why_elsewhere(plan: Plan, directory: Path, *, alike: bool) -> str:
     """Return why this is not the machine of a measured plan, as clauses; "" also without a driver.
 
-    Args:
-        plan: the plan.
-        directory: where it is.
-        alike: whether equal GPUs with other UUIDs will do.
+    With `alike` equal GPUs with other UUIDs will do.
     """
     try:
         facts = driver_facts()
@@ -196,13 +184,7 @@ def why_elsewhere(plan: Plan, directory: Path, *, alike: bool) -> str:
 def _graph_file(
     plan: Plan, directory: Path, gpus: tuple[int, ...], manifest: Manifest
 ) -> PurePosixPath | None:
-    """Return the graph file for a communicator over exactly these GPUs, or None.
-
-    Only files of the manifest belong to the plan, whatever their names.
-
-    Raises:
-        InputError: the model is damaged.
-    """
+    """Return the graph file of the manifest for a communicator over exactly these GPUs, or None."""
     name = f"nccl/{GRAPH_FILE if gpus == plan.gpus else subset_file(gpus)}"
     known = name in manifest.digests
     if known or (len(gpus) > 1 and plan.simulated and _plan_now(plan, directory, gpus, manifest)):
@@ -230,12 +212,7 @@ def _plan_now(plan: Plan, directory: Path, gpus: tuple[int, ...], manifest: Mani
 
 
 def _env_of_host(directory: Path, host: str | None, choice: Choice | None, *, json: bool) -> None:
-    """Print the settings of a host of a cluster's plan; None is this host.
-
-    Raises:
-        InputError: no plan, or a file of the plan is missing or was changed.
-        typer.Exit: the plan lacks this host, or was made for other GPUs.
-    """
+    """Print the settings of a host of a cluster's plan; None is this host."""
     plan = load_plan(directory)
     check_files(directory)
     name = planned_host(plan, host)
@@ -246,11 +223,10 @@ def _env_of_host(directory: Path, host: str | None, choice: Choice | None, *, js
             disabled = ""
             notice(f"whether this host has the plan's GPUs was not checked: {error.what}")
         _leave_disabled(plan, {"host": name}, disabled, json=json)
-    place = directory.resolve() / "nccl"
     taken = plan.recommended if choice is None else choice.value
     graph = None
     if name is not None and taken == "graph":
-        graph = PurePosixPath(place / host_graph_file(name))
+        graph = PurePosixPath(directory.resolve() / "nccl" / host_graph_file(name))
     variables = job_environment(plan.choices[taken].settings, graph=graph)
     _print(plan, {"host": name, "choice": taken}, variables, json=json)
     if name is None:
@@ -262,11 +238,6 @@ def _env_of_host(directory: Path, host: str | None, choice: Choice | None, *, js
 
 
 def planned_host(plan: Plan, host: str | None) -> str | None:
-    """Return the plan's name for a host, with or without domain; None if the plan lacks it.
-
-    Args:
-        plan: of a cluster.
-        host: a name; None is this host.
-    """
+    """Return a cluster plan's name for a host (None: this); None if the plan lacks it."""
     names = names_of_this_host() if host is None else iter((host, host.partition(".")[0]))
     return next((name for name in names if name in plan.cluster.host_classes), None)

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -19,11 +18,13 @@ from tccl_py.cli.options import (
     DirectoryArgument,
     JsonOption,
     TargetOption,
+    flag,
     in_range,
+    opt,
     refuse,
 )
 from tccl_py.cli.output import ProgressLine, grid, results
-from tccl_py.cli.streams import notice, notice_each, print_json, provenance
+from tccl_py.cli.streams import notice, notice_each, print_json
 from tccl_py.cluster_plan.job import class_sources, journal_sources
 from tccl_py.errors import InputError
 from tccl_py.explain.explain import DEFAULT_BUDGET, MOST_FINDINGS
@@ -33,6 +34,7 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, known_model
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
+from tccl_py.report.words import mark as provenance
 from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.memory import RememberingSource
@@ -46,14 +48,13 @@ def explain(
     directory: DirectoryArgument,
     *,
     max_sets: Annotated[
-        int,
-        typer.Option(metavar="N", help="Sets to measure at most that the journal does not hold."),
+        int, opt("N", "Sets to measure at most that the journal does not hold.")
     ] = DEFAULT_BUDGET.sets or 200,
     max_causes: Annotated[
-        int, typer.Option(metavar="N", help="Different slow sets to find at most, for all rings.")
+        int, opt("N", "Different slow sets to find at most, for all rings.")
     ] = MOST_FINDINGS,
     no_measure: Annotated[
-        bool, typer.Option("--no-measure", help="Measure nothing: use the plan's journal alone.")
+        bool, flag("--no-measure", "Measure nothing: use the plan's journal alone.")
     ] = False,
     backend: BackendOption = None,
     devices: DevicesOption = None,

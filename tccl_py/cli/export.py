@@ -6,10 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from tccl_py.cli.interrupts import interrupts_put_off
-from tccl_py.cli.options import in_range, parse_gpus, refuse
+from tccl_py.cli.options import PlanArgument, in_range, opt, parse_gpus, refuse
 from tccl_py.cli.output import ProgressLine
 from tccl_py.cli.streams import notice, notice_each, write_result
 from tccl_py.errors import InputError
@@ -35,57 +33,38 @@ RUNTIMES = ("nccl", "tccl")
 
 
 def export(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A plan's directory, or its plan.json.")
-    ],
+    directory: PlanArgument,
     *,
     runtime: Annotated[
-        str,
-        typer.Option(
-            metavar="nccl|tccl",
-            help="The runtime to write for: unmodified NCCL, or the fork of NCCL 2.18 that TCCL's "
-            "authors made.",
-        ),
+        str, opt("nccl|tccl", "Unmodified NCCL, or the fork of NCCL 2.18 by TCCL's authors.")
     ] = "nccl",
     output: Annotated[
         Path | None,
-        typer.Option(
+        opt(
+            "DIR|FILE",
+            "A new directory for nccl, a new file for tccl; else it is printed.",
             "-o",
             "--output",
-            metavar="DIR|FILE",
-            help="A new directory for nccl, a new file for tccl; without it the graph, or that "
-            "file, is printed.",
         ),
     ] = None,
     nccl: Annotated[
-        str | None,
-        typer.Option(
-            metavar="VERSION", help="Write for this version of NCCL; the plan's if not given."
-        ),
+        str | None, opt("VERSION", "Write for this version of NCCL; the plan's if not given.")
     ] = None,
     subsets: Annotated[
         str | None,
-        typer.Option(
-            metavar="LISTS",
-            help="For tccl: the sets of GPUs that jobs use besides all of them, apart by spaces, "
-            "as '0-3 4-7 0,4'. All sets if not given, and above 8 GPUs none.",
+        opt(
+            "LISTS",
+            "For tccl: the sets of GPUs that jobs use besides all of them, apart by spaces, as "
+            "'0-3 4-7 0,4'. All sets if not given, and above 8 GPUs none.",
         ),
     ] = None,
     nic: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="For tccl: the NIC that nodes are joined by, as N0 is 0; the fastest if not "
-            "given.",
-        ),
+        opt("N", "For tccl: the NIC that joins nodes, as N0 is 0; the fastest if not given."),
     ] = None,
     max_sets: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help=f"For tccl: sets to measure at most before searches are cut short; "
-            f"{DEFAULT_MAX_SETS} if not given.",
-        ),
+        opt("N", f"For tccl: sets to measure at most; {DEFAULT_MAX_SETS} if not given."),
     ] = None,
 ) -> None:
     """Write the files that a runtime reads, or print the main one.
@@ -134,11 +113,7 @@ def export(
 
 
 def _gpu_sets(text: str | None) -> tuple[tuple[int, ...], ...] | None:
-    """Parse sets of GPUs, as `0-3 4-7 0,4`; None stays None.
-
-    Raises:
-        InputError: no set, or one of them is no list of GPUs.
-    """
+    """Parse sets of GPUs, as `0-3 4-7 0,4`; None stays None."""
     if text is None:
         return None
     lists = text.split()
@@ -148,12 +123,7 @@ def _gpu_sets(text: str | None) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _export_tccl(directory: Path, output: Path | None, wanted: Export) -> None:
-    """Write the file of the TCCL fork's runtime to the new file `output`, or print it.
-
-    Raises:
-        InputError: no plan or place, a plan of unequal nodes, or options that do not fit the plan.
-        SourceLostError: a set is needed that nobody here can measure.
-    """
+    """Write the file of the TCCL fork's runtime to the new file `output`, or print it."""
     if output is not None and (output.is_file() or output.is_dir()):
         raise InputError(str(output), "already exists", "name a new file")
     place = directory if directory.is_dir() else directory.parent

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from tccl_py.cli.env import why_elsewhere
-from tccl_py.cli.options import DirectoryArgument
+from tccl_py.cli.options import DirectoryArgument, DryRunOption, flag, opt
 from tccl_py.cli.streams import notice
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
@@ -33,52 +33,26 @@ def install(
     *,
     conf: Annotated[
         Path | None,
-        typer.Option(
-            "--conf",
-            metavar="PATH",
-            help="The file that NCCL reads in every process of yours: NCCL_CONF_FILE, or "
-            "~/.nccl.conf if that is not set. This one if no other option names a file.",
+        opt(
+            "PATH",
+            "The file that NCCL reads in every process of yours: NCCL_CONF_FILE, or ~/.nccl.conf. "
+            "This one if no other option names a file.",
         ),
     ] = None,
     slurm_prolog: Annotated[
-        Path | None,
-        typer.Option(
-            "--slurm-prolog",
-            metavar="PATH",
-            help="A script for SLURM's TaskProlog; - prints its lines.",
-        ),
+        Path | None, opt("PATH", "A script for SLURM's TaskProlog; - prints its lines.")
     ] = None,
     module: Annotated[
         Path | None,
-        typer.Option(
-            "--module",
-            metavar="PATH",
-            help="An environment module, in Lua for Lmod if it ends with .lua, else in Tcl; - "
-            "prints one.",
-        ),
+        opt("PATH", "An environment module, in Lua for Lmod if .lua, else in Tcl; - prints one."),
     ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", metavar=" ", help="Say what would be written, and write nothing."
-        ),
-    ] = False,
+    dry_run: DryRunOption = False,
     alike: Annotated[
-        bool,
-        typer.Option(
-            "--alike",
-            metavar=" ",
-            help="For hosts that are like the plan's: GPUs with other UUIDs do not switch it off.",
-        ),
+        bool, flag("--alike", "For hosts like the plan's: GPUs may have other UUIDs.")
     ] = False,
     force: Annotated[
         bool,
-        typer.Option(
-            "--force",
-            metavar=" ",
-            help="Install a plan that is simulated, not verified, worse than default NCCL, or of "
-            "another machine.",
-        ),
+        flag("--force", "Also if simulated, not verified, worse than NCCL, or of another machine."),
     ] = False,
 ) -> None:
     """Put a verified plan's settings where jobs find them.
@@ -99,7 +73,7 @@ def install(
         tccl install my-plan --slurm-prolog - --force
     """
     check_plan_directory(directory)
-    plan = _plan(directory)
+    plan = load_plan(directory)
     check_files(directory)
     _check(plan, directory, force=force, alike=alike)
     installed = _installed(plan, directory, alike=alike)
@@ -122,10 +96,6 @@ def install(
             "the settings hold for all NCCL jobs of yours, on every host that has "
             f"{files['conf']}; one that runs now keeps what it has"
         )
-
-
-def _plan(directory: Path) -> Plan:
-    return load_plan(directory)
 
 
 def _installed(plan: Plan, directory: Path, *, alike: bool) -> Installed:
@@ -171,10 +141,7 @@ def uninstall(
         typer.Argument(metavar="FILE", help="Files to take it out of; all recorded if none."),
     ] = None,
     *,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", metavar=" ", help="Say what would change, and change nothing."),
-    ] = False,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Take out the lines of `tccl install`; files that it made are removed.
 
@@ -188,14 +155,12 @@ def uninstall(
     """
     found = removal(files or ()) if dry_run else take_out(files or ())
     for change in found.changes:
-        notice(_removed(change, dry_run=dry_run))
+        if change.after is None:
+            done = "would remove" if dry_run else "removed"
+            notice(f"{done} {change.path}, which was new")
+        else:
+            notice(f"{'would restore' if dry_run else 'restored'} {change.path}")
     for path in found.untouched:
         notice(f"{path} has no lines of a plan")
     if not found.changes and not found.untouched:
         notice("nothing is installed")
-
-
-def _removed(change: Change, *, dry_run: bool) -> str:
-    if change.after is None:
-        return f"{'would remove' if dry_run else 'removed'} {change.path}, which was new"
-    return f"{'would restore' if dry_run else 'restored'} {change.path}"

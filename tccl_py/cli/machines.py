@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tccl_py.cli.options import JsonOption
+from tccl_py.cli.options import JsonOption, opt
 from tccl_py.cli.output import grid, results
 from tccl_py.cli.streams import notice, print_json, write_result
 from tccl_py.errors import InputError
@@ -25,17 +25,13 @@ from tccl_py.simulator.model import MachineModel, figures_of
 def discover(
     *,
     nccl_topology: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Read an NCCL topology XML, as NCCL_TOPO_DUMP_FILE writes it."
-        ),
+        Path | None, opt("FILE", "Read an NCCL topology XML, as NCCL_TOPO_DUMP_FILE writes it.")
     ] = None,
     nvidia_smi: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Read what `nvidia-smi topo -m` printed.")
+        Path | None, opt("FILE", "Read what `nvidia-smi topo -m` printed.")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write to FILE, whole or not at all."),
+        Path | None, opt("FILE", "Write to FILE, whole or not at all.", "-o", "--output")
     ] = None,
 ) -> None:
     """Describe a machine's GPUs, NUMA nodes, PCI tree, NVLinks and NICs as JSON.
@@ -72,11 +68,7 @@ def _found(
 def machines(
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="MACHINE",
-            help="A machine to show in detail; without it, a list.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="MACHINE", help="A machine to show in detail; without it, a list."),
     ] = None,
     json: JsonOption = False,
 ) -> None:

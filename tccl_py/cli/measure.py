@@ -11,7 +11,6 @@ import typer
 from rich.table import Table
 
 from tccl_py.cli.options import (
-    MACHINE_HELP,
     OUTSIDE_JOB,
     WITH_MODEL,
     WITHOUT_MODEL,
@@ -22,16 +21,20 @@ from tccl_py.cli.options import (
     NetworkOption,
     NoiseOption,
     SeedOption,
+    SimulateOption,
     TargetOption,
     check_quoted,
+    flag,
+    opt,
     refuse,
 )
 from tccl_py.cli.output import ProgressLine, results
-from tccl_py.cli.streams import notice, notice_each, print_json, provenance
+from tccl_py.cli.streams import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.model.measurement import Measurement, dealt
 from tccl_py.model.transfer import TransferSet, parse_flow, parse_set
 from tccl_py.plan.plan import Plan
+from tccl_py.report.words import mark as provenance
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.hosts import HostsSource, in_job, join_job, open_hosts
@@ -64,34 +67,27 @@ def measure(
         ),
     ],
     *,
-    simulate: Annotated[
-        str | None,
-        typer.Option(metavar="MACHINE", help=f"Ask a model instead of hardware. {MACHINE_HELP}"),
-    ] = None,
+    simulate: SimulateOption = None,
     backend: BackendOption = None,
     devices: DevicesOption = None,
     target: TargetOption = None,
     meeting: Annotated[
         str | None,
-        typer.Option(
-            metavar="pass-on|independent",
-            help="Coupling of flows that meet at a GPU: it passes data on, as in a ring (the "
-            "default), or each flow goes at its own pace.",
+        opt(
+            "pass-on|independent",
+            "Flows that meet at a GPU: data is passed on, as in a ring (the default), or each flow "
+            "goes at its own pace.",
         ),
     ] = None,
     check: Annotated[
-        bool,
-        typer.Option("--check", help="Compare the data of every repeat, not once for each flow."),
+        bool, flag("--check", "Compare the data of every repeat, not once for each flow.")
     ] = False,
     interfaces: InterfacesOption = None,
     network: NetworkOption = None,
     noise: NoiseOption = None,
     seed: SeedOption = None,
     journal: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Keep measurements in FILE; sets that it holds are not repeated."
-        ),
+        Path | None, opt("FILE", "Keep measurements in FILE; sets in it are not repeated.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -136,16 +132,9 @@ def measure(
                 source = open_source(place, gpus=gpus, options=options)
                 title = place.machine.name
             else:
-                source = stack.enter_context(
-                    open_hosts(
-                        job,
-                        backend=backend,
-                        devices=devices,
-                        interfaces=interfaces,
-                        network=network,
-                        options=options,
-                    )
-                )
+                ways: dict[str, Any] = {"backend": backend, "devices": devices}
+                ways |= {"interfaces": interfaces, "network": network, "options": options}
+                source = stack.enter_context(open_hosts(job, **ways))
                 title = f"hosts {', '.join(source.use_only(wanted))}"
         with source:
             found = _measured(source, wanted, journal)
@@ -164,12 +153,7 @@ def measure(
 
 @contextmanager
 def controlled_job() -> Iterator[Job]:
-    """Join this MPI job; on all ranks but the controller, serve it and leave.
-
-    Raises:
-        InputError: mpi4py is not installed, or the ranks do not find each other.
-        typer.Exit: this rank was not the controller.
-    """
+    """Join this MPI job; on all ranks but the controller, serve it and leave."""
     with join_job() as job:
         if not job.is_controller:
             raise typer.Exit(job.serve())
@@ -187,11 +171,7 @@ def planned_hosts(
 ) -> HostsSource:
     """Join this MPI job, and return a source over its hosts, on which a plan was measured.
 
-    Args:
-        plan: of several hosts.
-        journal: the header of the plan's journal.
-        stack: leaves the job.
-        backend, devices, target: as in `open_hosts`; None is as the plan was measured.
+    `stack` leaves the job; `backend`, `devices` and `target` are as the plan was measured if None.
 
     Raises:
         InputError: this is no MPI job, or the plan was measured on other hosts.
@@ -253,25 +233,13 @@ def in_given_order(
 
 def _entry(text: str, measurement: Measurement) -> dict[str, Any]:
     gbps = in_given_order(text, measurement)
-    entry: dict[str, Any] = {
-        "set": text,
-        "gbps": gbps,
-        "total_gbps": sum(gbps),
-        "simulated": measurement.simulated,
-        "assumed": measurement.assumed,
-    }
+    entry: dict[str, Any] = {"set": text, "gbps": gbps, "total_gbps": sum(gbps)}
+    told = ["simulated", "assumed"]
     if not measurement.simulated:
-        entry |= {
-            "skew_us": measurement.skew_us,
-            "skew_error_us": measurement.skew_error_us,
-            "overlap": measurement.overlap,
-            "overlap_at_least": measurement.overlap_at_least,
-            "spread": in_given_order(text, measurement, relative_intervals(measurement)),
-            "repeats": len(measurement.samples_gbps[0]),
-            "settled": measurement.settled,
-            "outliers": measurement.outliers,
-        }
-    return entry
+        told += ["skew_us", "skew_error_us", "overlap", "overlap_at_least", "settled", "outliers"]
+        entry["spread"] = in_given_order(text, measurement, relative_intervals(measurement))
+        entry["repeats"] = len(measurement.samples_gbps[0])
+    return entry | {name: getattr(measurement, name) for name in told}
 
 
 def _doubts(text: str, measurement: Measurement) -> Iterator[str]:

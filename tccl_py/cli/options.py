@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,54 +15,53 @@ from tccl_py.model.machine import MAX_GPUS, Machine
 MACHINE_HELP = (
     "A bundled name (see `tccl machines`), a JSON file this program wrote, or an NCCL topology XML."
 )
+
+
+def opt(metavar: str, text: str, *names: str) -> Any:
+    """Return an option with a value."""
+    return typer.Option(*names, metavar=metavar, help=text)
+
+
+def flag(name: str, text: str) -> Any:
+    """Return an option without a value."""
+    return typer.Option(name, metavar=" ", help=text)
+
+
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")]
-JsonOption = Annotated[bool, typer.Option("--json", metavar=" ", help="Print JSON, not a table.")]
+PlanArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A plan's directory, or its plan.json.")
+]
+JsonOption = Annotated[bool, flag("--json", "Print JSON, not text.")]
+DryRunOption = Annotated[bool, flag("--dry-run", "Say what would change, and change nothing.")]
+SimulateOption = Annotated[
+    str | None, opt("MACHINE", f"Take rates from a model, not from hardware. {MACHINE_HELP}")
+]
 BackendOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="cuda|host",
-        help="What runs: this machine's GPUs (the default), or, as a dry run, processes in host "
-        "memory in each GPU's place.",
-    ),
+    opt("cuda|host", "GPUs (the default), or processes in host memory in their place: a dry run."),
 ]
 DevicesOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Devices of the host backend; if not given one a core, 2 to 8."),
+    int | None, opt("N", "Devices of the host backend; if not given one a core, 2 to 8.")
 ]
 TargetOption = Annotated[
     float | None,
-    typer.Option(
-        metavar="F",
-        help="Repeat a set until the 95 % interval of every flow's rate is narrower than this "
-        "share of it, at most 30 times (a plan's search 10); 0.01 by default.",
+    opt(
+        "F",
+        "Repeat a set until the 95 % interval of every flow's rate is narrower than this share of "
+        "it, at most 30 times (a plan's search 10); 0.01 by default.",
     ),
 ]
 InterfacesOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="LIST",
-        help="Network interfaces to use as NICs N0, N1 ..., where a host has them, as eth0,eth1; "
-        "if not given, all ports of the network cards.",
-    ),
+    opt("LIST", "Network interfaces that are NICs N0, N1 ..., as eth0,eth1; all if not given."),
 ]
 NetworkOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="tcp|nccl",
-        help="What moves bytes from a GPU to another host's: NCCL, by InfiniBand or RoCE where "
-        "there is, or TCP between host memories. The default is nccl, on the host backend tcp.",
-    ),
+    opt("tcp|nccl", "Between hosts: NCCL, or TCP between host memories, as the host backend does."),
 ]
-NoiseOption = Annotated[
-    float | None, typer.Option(metavar="F", help="Spread of simulated samples, 0 to 1.")
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Seed of the noise; the same gives the same samples."),
-]
-GpusOption = Annotated[
-    str | None, typer.Option(metavar="LIST", help="GPUs, as 0,2,5 or 0-3; all if not given.")
-]
+NoiseOption = Annotated[float | None, opt("F", "Spread of simulated samples, 0 to 1.")]
+SeedOption = Annotated[int | None, opt("N", "Seed of the noise.")]
+GpusOption = Annotated[str | None, opt("LIST", "GPUs, as 0,2,5 or 0-3; all if not given.")]
 
 WITH_MODEL = ("beside --simulate", "is about hardware", "leave one of the two out")
 WITHOUT_MODEL = ("without --simulate", "is about models", "add --simulate MACHINE")
@@ -73,26 +72,14 @@ _GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 
 
 def refuse(options: Mapping[str, object], why: tuple[str, str, str]) -> None:
-    """Refuse options that are given; None and False mean "not given".
-
-    Args:
-        options: values by name.
-        why: the contradicting option, the reason, and the remedy.
-
-    Raises:
-        InputError: an option is given.
-    """
+    """Refuse given options (not None or False) for: a contradicting option, reason, remedy."""
     for name, value in options.items():
         if value is not None and value is not False:
             raise InputError(f"{name} {why[0]}".rstrip(), *why[1:])
 
 
 def refuse_cluster(directory: Path, right: str) -> None:
-    """Refuse a cluster's plan; whatever else may be wrong, loading it says.
-
-    Raises:
-        InputError: it is one; `right` is the remedy.
-    """
+    """Refuse a cluster's plan; `right` is the remedy."""
     from tccl_py.plan.load import is_cluster_plan  # noqa: PLC0415
 
     if is_cluster_plan(directory):
@@ -100,11 +87,7 @@ def refuse_cluster(directory: Path, right: str) -> None:
 
 
 def in_range(name: str, value: float, most: float, *, least: float = 1) -> None:
-    """Check an option's number.
-
-    Raises:
-        InputError: it is not in `least` to `most` (a `least` of 0 is excluded).
-    """
+    """Check that an option's number is in `least` to `most` (a `least` of 0 is excluded)."""
     # The comparison is written so that NaN fails it.
     if not (value > 0 if least == 0 else least <= value) or not value <= most:
         right = f"above 0, at most {most:.12g}" if least == 0 else f"{least:.12g} to {most:.12g}"
@@ -112,11 +95,7 @@ def in_range(name: str, value: float, most: float, *, least: float = 1) -> None:
 
 
 def gpus_argument(text: str | None, machine: Machine) -> tuple[int, ...] | None:
-    """Parse a list of a machine's GPUs, in the order given; None stays None.
-
-    Raises:
-        InputError: no such list, a GPU twice, or one that the machine does not have.
-    """
+    """Parse a list of a machine's GPUs, in the order given; None stays None."""
     if text is None:
         return None
     indices = parse_gpus(text)
@@ -130,38 +109,27 @@ def parse_gpus(text: str) -> tuple[int, ...]:
 
     >>> parse_gpus("4,0-2")
     (4, 0, 1, 2)
-
-    Raises:
-        InputError: empty, not numbers, a range that goes down or is too long, or a GPU twice.
     """
     where = f"GPU list {text[:60]!r}"
     indices: list[int] = []
-    for part in text.split(","):
-        indices += _gpu_range(part.strip(), where)
+    for part in map(str.strip, text.split(",")):
+        match = _GPU_RANGE.fullmatch(part)
+        if match is None:
+            raise InputError(where, f"{part[:20]!r} is no GPU", "write indices, as 0,2,5 or 0-3")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise InputError(where, f"{part!r} goes down", f"write {last}-{first}")
+        if last - first >= MAX_GPUS:
+            raise InputError(where, f"{part!r} is too long", f"a node has at most {MAX_GPUS} GPUs")
+        indices += range(first, last + 1)
     twice = next((index for index in indices if indices.count(index) > 1), None)
     if twice is not None:
         raise InputError(where, f"names GPU {twice} twice", "every GPU stands once")
     return tuple(indices)
 
 
-def _gpu_range(part: str, where: str) -> Sequence[int]:
-    match = _GPU_RANGE.fullmatch(part)
-    if match is None:
-        raise InputError(where, f"{part[:20]!r} is no GPU", "write indices, as 0,2,5 or 0-3")
-    first, last = int(match[1]), int(match[2] or match[1])
-    if last < first:
-        raise InputError(where, f"{part!r} goes down", f"write {last}-{first}")
-    if last - first >= MAX_GPUS:
-        raise InputError(where, f"{part!r} is too long", f"a node has at most {MAX_GPUS} GPUs")
-    return range(first, last + 1)
-
-
 def check_quoted(sets: Iterable[str], example: str) -> None:
-    """Refuse a set that the shell has cut: `->` without quotes writes to a file.
-
-    Raises:
-        InputError: a set ends where its first `>` was.
-    """
+    """Refuse a set that the shell has cut: `->` without quotes writes to a file."""
     for text in sets:
         if text.endswith("-"):
             raise InputError(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import msgspec
 import typer
 from rich.table import Table
 
 from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, interrupts_put_off
-from tccl_py.cli.options import JsonOption, check_quoted, gpus_argument
+from tccl_py.cli.options import GpusOption, JsonOption, check_quoted, gpus_argument, in_range, opt
 from tccl_py.cli.output import results
 from tccl_py.cli.streams import print_json
 from tccl_py.errors import InputError
@@ -52,22 +52,14 @@ def overlap(
     ] = None,
     *,
     backend: Annotated[
-        str,
-        typer.Option(metavar="nccl|gloo", help="nccl on GPUs; gloo is a dry run in host memory."),
+        str, opt("nccl|gloo", "nccl on GPUs; gloo is a dry run in host memory.")
     ] = "nccl",
-    gpus: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="GPUs to use, as 0,2,5 or 0-3; all if not given."),
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(metavar="N", help="With gloo: how many ranks; 2 if not given.")
-    ] = None,
-    size: Annotated[int, typer.Option(metavar="MIB", help="Size of one message in MiB.")] = 64,
-    messages: Annotated[int, typer.Option(metavar="N", help="Messages of one transfer.")] = 5,
-    repeats: Annotated[int, typer.Option(metavar="N", help="How often all is timed.")] = 11,
-    timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long each of the two jobs may take.")
-    ] = 300.0,
+    gpus: GpusOption = None,
+    ranks: Annotated[int | None, opt("N", "With gloo: how many ranks; 2 if not given.")] = None,
+    size: Annotated[int, opt("MIB", "Size of one message in MiB.")] = 64,
+    messages: Annotated[int, opt("N", "Messages of one transfer.")] = 5,
+    repeats: Annotated[int, opt("N", "How often all is timed.")] = 11,
+    timeout: Annotated[float, opt("SECONDS", "How long each of the two jobs may take.")] = 300.0,
     json: JsonOption = False,
 ) -> None:
     """Time transfers one after the other and together, and beside a matrix multiplication (GEMM).
@@ -85,11 +77,14 @@ def overlap(
         tccl overlap 'G0->G2 G0->G3' 'G2->G0 G0->G3' --size 64
         tccl overlap --backend gloo --size 4
     """
-    chosen = _backend(backend)
-    _in_range({"--size": size}, _MOST_MIB)
-    _in_range({"--messages": messages, "--repeats": repeats}, 1000)
-    if not 1 <= timeout <= 86_400:
-        raise InputError("--timeout", f"is {timeout:g}", "1 to 86400 seconds")
+    if backend not in get_args(Backend):
+        where = f"--backend {backend[:20]!r}"
+        raise InputError(where, "is not known", "nccl, or gloo for a dry run")
+    chosen = cast(Backend, backend)
+    in_range("--size", size, _MOST_MIB)
+    in_range("--messages", messages, 1000)
+    in_range("--repeats", repeats, 1000)
+    in_range("--timeout", timeout, 86_400)
     places = _places(chosen, gpus, ranks)
     check_quoted(sets or (), "G0->G1")
     wanted = parse_sets(sets, places) if sets else default_sets(len(places))
@@ -131,27 +126,13 @@ def overlap(
         _print(head, pairs, products)
 
 
-def _backend(text: str) -> Backend:
-    for known in get_args(Backend):
-        if text == known:
-            return known  # type: ignore[no-any-return]
-    raise InputError(f"--backend {text[:20]!r}", "is not known", "nccl, or gloo for a dry run")
-
-
-def _in_range(options: Mapping[str, int], most: int) -> None:
-    for name, value in options.items():
-        if not 1 <= value <= most:
-            raise InputError(name, f"is {value}", f"1 to {most}")
-
-
 def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int, ...]:
     """Return NVML indices of the GPUs; for a dry run just numbers."""
     if backend == "gloo":
         if gpus is not None:
             raise InputError("--gpus", "is for nccl", "gloo has --ranks")
         count = 2 if ranks is None else ranks
-        if not 2 <= count <= _MOST_RANKS:
-            raise InputError("--ranks", f"is {count}", f"2 to {_MOST_RANKS}")
+        in_range("--ranks", count, _MOST_RANKS, least=2)
         return tuple(range(count))
     if ranks is not None:
         raise InputError("--ranks", "is for gloo", "nccl has --gpus")

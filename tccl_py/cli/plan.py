@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -21,19 +23,23 @@ from tccl_py.cli.interrupts import (
 from tccl_py.cli.measure import controlled_job, measurement_options
 from tccl_py.cli.nccl_here import graph_file_notices, rings_here, version_here, version_of_hosts
 from tccl_py.cli.options import (
-    MACHINE_HELP,
     OUTSIDE_JOB,
     WITH_MODEL,
     WITHOUT_MODEL,
     BackendOption,
     DevicesOption,
+    GpusOption,
     InterfacesOption,
     JsonOption,
     NetworkOption,
     NoiseOption,
     SeedOption,
+    SimulateOption,
     TargetOption,
+    flag,
     gpus_argument,
+    in_range,
+    opt,
     refuse,
 )
 from tccl_py.cli.output import ProgressLine, results
@@ -43,7 +49,6 @@ from tccl_py.cli.verify import check_tuning, tuned_hosts, tuned_plan
 from tccl_py.cluster_plan.job import cluster_of_job, plan_job, simulated_cluster
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.errors import InputError
-from tccl_py.model.cluster import Cluster
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.nccl.pinned_env import PINNABLE, check_pinnable, pinned_level, pinned_values
 from tccl_py.nccl.settings import MAX_GID_INDEX
@@ -58,23 +63,15 @@ from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.hosts import HostsSource, in_job, open_hosts
 from tccl_py.sources.opening import OpenedSource, open_source
-from tccl_py.sources.profiled import (
-    SEARCH_REPEATS,
-    MeasuredMachine,
-    MeasurementOptions,
-    measured_machine,
-)
+from tccl_py.sources.profiled import SEARCH_REPEATS, measured_machine
 
 if TYPE_CHECKING:
     from tccl_py.sources.hosts import Job
 
 _MAX_RINGS = 16
 _IN_JOB = ("under mpirun or srun", "needs no ranks", "start the command by itself")
-_FOR_ONE = (
-    "",
-    "is about several nodes",
-    "add --simulate MACHINE --nodes N, or start the command under mpirun or srun",
-)
+_UNDER_MPI = "start the command under mpirun or srun"
+_FOR_ONE = ("", "is about several nodes", f"add --simulate MACHINE --nodes N, or {_UNDER_MPI}")
 _BY_RANKS = (
     "for several nodes",
     "is about one machine",
@@ -83,90 +80,60 @@ _BY_RANKS = (
 _BY_HOSTS = (
     "for nodes that are simulated",
     "runs collectives on the hosts",
-    "leave it out, or measure them: start the command by mpirun or srun",
+    f"leave it out, or measure them: {_UNDER_MPI}",
 )
 
 
 def plan(
-    output: Annotated[
-        Path,
-        typer.Option("-o", "--output", metavar="DIR", help="Where the plan's files go; a new one."),
-    ],
+    output: Annotated[Path, opt("DIR", "Where the plan's files go; a new one.", "-o", "--output")],
     *,
-    simulate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MACHINE", help=f"Plan by a model's rates, not by measuring. {MACHINE_HELP}"
-        ),
-    ] = None,
+    simulate: SimulateOption = None,
     backend: BackendOption = None,
     devices: DevicesOption = None,
     target: TargetOption = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="GPUs to join, as 0,2,5 or 0-3; all if not given."),
-    ] = None,
+    gpus: GpusOption = None,
     nccl: Annotated[
         str | None,
-        typer.Option(
-            metavar="VERSION",
-            help="The jobs' version of NCCL. If not given, it is the installed one where GPUs are "
-            f"measured, else {LATEST}; {', '.join(known_versions())} were checked.",
+        opt(
+            "VERSION",
+            "The jobs' version of NCCL. If not given, the installed one where GPUs are measured, "
+            f"else {LATEST}; {', '.join(known_versions())} were checked.",
         ),
     ] = None,
     rings: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="How many rings together, as 1,2,4; 1,2,4 by default."),
+        str | None, opt("LIST", "How many rings together, as 1,2,4; 1,2,4 by default.")
     ] = None,
-    strategy: Annotated[
-        str, typer.Option(metavar="NAME", help=f"One of {', '.join(STRATEGIES)}.")
-    ] = "best-first",
+    strategy: Annotated[str, opt("NAME", f"One of {', '.join(STRATEGIES)}.")] = "best-first",
     max_sets: Annotated[
         int,
-        typer.Option(
-            metavar="N",
-            help="Sets to measure at most while settings and rings are searched, on a cluster for "
-            "each class of hosts; tuning channels, subsets, and chains that all classes need "
-            "together take some more.",
+        opt(
+            "N",
+            "Sets to measure at most while settings and rings are searched, on a cluster for each "
+            "class of hosts; channels, subsets and common chains take some more.",
         ),
     ] = DEFAULT_BUDGET.sets or 1000,
-    max_seconds: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds to spend at most on one search.")
-    ] = None,
+    max_seconds: Annotated[float | None, opt("S", "Seconds of a single search at most.")] = None,
     noise: NoiseOption = None,
     seed: SeedOption = None,
-    nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="How many equal nodes to simulate.")
-    ] = None,
+    nodes: Annotated[int | None, opt("N", "How many equal nodes to simulate.")] = None,
     hosts: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The hosts there should be: a hostfile of Open MPI, MPICH or SLURM, or a list.",
-        ),
+        opt("FILE", "The hosts expected: a hostfile of Open MPI, MPICH or SLURM, or a list."),
     ] = None,
     switches: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Switches between the hosts: SLURM's topology.conf or topology.yaml, or our YAML.",
-        ),
+        opt("FILE", "Switches between hosts: SLURM's topology.conf or topology.yaml, or our YAML."),
     ] = None,
-    keep_order: Annotated[
-        bool, typer.Option("--keep-order", help="Leave the hosts in the order they are given in.")
-    ] = False,
+    keep_order: Annotated[bool, flag("--keep-order", "Keep the order of the hosts.")] = False,
     gid_index: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="NCCL_IB_GID_INDEX of RoCE ports; NCCL's choice if not."),
+        int | None, opt("N", "NCCL_IB_GID_INDEX of RoCE ports; NCCL's choice if not given.")
     ] = None,
     interfaces: InterfacesOption = None,
     network: NetworkOption = None,
     pin_env: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NCCL_NAME",
-            help="A variable of yours that all jobs have, with the plan or without: "
-            "NCCL_P2P_DISABLE or NCCL_P2P_LEVEL; may be repeated.",
+        opt(
+            "NCCL_NAME", "NCCL_P2P_DISABLE or NCCL_P2P_LEVEL, if all jobs set it; may be repeated."
         ),
     ] = None,
     tune: Annotated[
@@ -177,9 +144,7 @@ def plan(
             "between hosts that talk over sockets, where one thread serves a GPU's connections.",
         ),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a plan that is already in DIR.")
-    ] = False,
+    force: Annotated[bool, flag("--force", "Replace a plan that is already in DIR.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Find the best rings for a machine or a cluster, and write the files that make NCCL use them.
@@ -209,27 +174,12 @@ def plan(
         NCCL_P2P_DISABLE=1 tccl plan -o my-plan --pin-env NCCL_P2P_DISABLE
         mpirun -N 1 tccl plan -o my-plan --switches topology.conf
     """
-    asked = _Asked(
-        simulate=simulate,
-        backend=backend,
-        devices=devices,
-        target=target,
-        gpus=gpus,
-        nccl=nccl,
-        noise=noise,
-        seed=seed,
-        nodes=nodes,
-        hosts=hosts,
-        switches=switches,
-        keep_order=keep_order,
-        gid_index=gid_index,
-        interfaces=interfaces,
-        network=network,
-        pin_env=tuple(pin_env or ()),
-        tune=bool(tune),
-        in_job=in_job(),
+    asked = SimpleNamespace(**locals())
+    asked.in_job, asked.pin_env = in_job(), pin_env or ()
+    asked.several = not asked.in_job and (
+        nodes not in (None, 1) or (simulate is not None and hosts is not None)
     )
-    asked.check()
+    _check(asked)
     task: dict[str, Any] = {
         "version": LATEST if nccl is None else nccl,
         "pinned_env": _pinned_here(asked.pin_env),
@@ -243,198 +193,106 @@ def plan(
             with _planning(journal, output), ProgressLine() as line:
                 subject.source.watch(line.measured)
                 notice_each(subject.source.keep_in(journal, replace=force))
-                made = subject.plan(line)
+                made = subject.search(line)
             if not made.cancelled:
+                # Equal nodes have one model.
+                model, classes = subject.model, made.cluster.classes
+                models = {} if model is None else {known.name: model for known in classes}
                 with undisturbed():
-                    models, fingerprint = subject.models, subject.fingerprint
-                    write_plan(made, output, models=models, fingerprint=fingerprint)
-                if subject.is_tuned(made, tune):
-                    made = subject.tuned(made, output)
-    _finish(made, output, json=json)
+                    write_plan(made, output, models=models, fingerprint=subject.fingerprint)
+                made = _tuned(made, output, subject, tune)
+    if made.cancelled:
+        notice(f"interrupted: the best so far follows; the same command resumes from {output}")
+    if json:
+        print_json(plan_json(made))
+    else:
+        print_plan(made, results())
+    if made.cancelled:
+        raise typer.Exit(INTERRUPTED)
+    notice(f"wrote {output}")
 
 
-class _Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """The options that say what is planned for, and how it is measured."""
-
-    simulate: str | None
-    backend: str | None
-    devices: int | None
-    target: float | None
-    gpus: str | None
-    nccl: str | None
-    noise: float | None
-    seed: int | None
-    nodes: int | None
-    hosts: Path | None
-    switches: Path | None
-    keep_order: bool
-    gid_index: int | None
-    interfaces: str | None
-    network: str | None
-    pin_env: tuple[str, ...]
-    tune: bool
-    in_job: bool
-
-    @property
-    def several(self) -> bool:
-        """Whether several hosts are simulated."""
-        listed = self.simulate is not None and self.hosts is not None
-        return not self.in_job and (self.nodes not in (None, 1) or listed)
-
-    @property
-    def options(self) -> MeasurementOptions:
-        """Options of measurements."""
-        return measurement_options(target=self.target, repeats=SEARCH_REPEATS)
-
-    def check(self) -> None:
-        """Refuse options that contradict each other.
-
-        Raises:
-            InputError: the first of them.
-        """
-        of_job = {"--interfaces": self.interfaces, "--network": self.network}
-        if self.simulate is not None:
-            hardware = {"--backend": self.backend, "--devices": self.devices}
-            refuse({**hardware, "--target": self.target, **of_job}, WITH_MODEL)
-        else:
-            refuse({"--noise": self.noise, "--seed": self.seed}, WITHOUT_MODEL)
-        # Its value is checked.
-        _ = self.options
-        if self.gid_index is not None and not 0 <= self.gid_index <= MAX_GID_INDEX:
-            raise InputError("--gid-index", f"is {self.gid_index}", f"0 to {MAX_GID_INDEX}")
-        if self.in_job or self.several:
-            refuse({"--gpus": self.gpus}, _BY_RANKS)
-        else:
-            listed = {"--hosts": self.hosts, "--switches": self.switches}
-            order = {"--keep-order": self.keep_order, "--gid-index": self.gid_index}
-            refuse({**listed, **order}, _FOR_ONE)
-        if self.in_job:
-            refuse({"--simulate": self.simulate, "--nodes": self.nodes}, _IN_JOB)
-            return
-        refuse(of_job, OUTSIDE_JOB)
-        if self.several:
-            refuse({"--tune": self.tune}, _BY_HOSTS)
-        if self.several and self.simulate is None:
-            right = "add --simulate MACHINE, or start the command under mpirun or srun"
+def _check(asked: SimpleNamespace) -> None:
+    """Refuse options that contradict each other."""
+    of_job = {"--interfaces": asked.interfaces, "--network": asked.network}
+    if asked.simulate is not None:
+        hardware = {"--backend": asked.backend, "--devices": asked.devices}
+        refuse({**hardware, "--target": asked.target, **of_job}, WITH_MODEL)
+    else:
+        refuse({"--noise": asked.noise, "--seed": asked.seed}, WITHOUT_MODEL)
+    asked.options = measurement_options(target=asked.target, repeats=SEARCH_REPEATS)
+    if asked.gid_index is not None and not 0 <= asked.gid_index <= MAX_GID_INDEX:
+        raise InputError("--gid-index", f"is {asked.gid_index}", f"0 to {MAX_GID_INDEX}")
+    if asked.in_job or asked.several:
+        refuse({"--gpus": asked.gpus}, _BY_RANKS)
+    else:
+        listed = {"--hosts": asked.hosts, "--switches": asked.switches}
+        order = {"--keep-order": asked.keep_order, "--gid-index": asked.gid_index}
+        refuse({**listed, **order}, _FOR_ONE)
+    if asked.in_job:
+        refuse({"--simulate": asked.simulate, "--nodes": asked.nodes}, _IN_JOB)
+        return
+    refuse(of_job, OUTSIDE_JOB)
+    if asked.several:
+        refuse({"--tune": asked.tune}, _BY_HOSTS)
+        if asked.simulate is None:
+            right = f"add --simulate MACHINE, or {_UNDER_MPI}"
             raise InputError("--nodes", "is about models", right)
 
 
-def _subject(asked: _Asked, task: dict[str, Any], stack: ExitStack) -> _Subject:
-    """Open what is planned for: a job's hosts, a model, or this machine.
+class _Subject(NamedTuple):
+    """What is planned for: a source, and the search by it, which closes the source's journal."""
 
-    Raises:
-        InputError: there is no such machine, or another job than asked for.
-    """
-    of_cluster = {"keep_order": asked.keep_order, "ib_gid_index": asked.gid_index}
+    source: OpenedSource
+    search: Callable[[ProgressLine], Plan]
+    model: MachineModel | None = None
+    fingerprint: Fingerprint | None = None
+    job: tuple[HostsSource, Job] | None = None
+
+
+def _subject(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> _Subject:
+    """Open what is planned for: a job's hosts, a model, or this machine."""
+    if asked.in_job or asked.several:
+        task |= {"keep_order": asked.keep_order, "ib_gid_index": asked.gid_index}
     if asked.in_job:
-        return _job(asked, {**task, **of_cluster}, stack)
+        return _job(asked, task, stack)
     if asked.tune:
         check_tuning()
-    if asked.simulate is not None:
-        model = load_machine(asked.simulate)
-        source = open_source(model, noise=asked.noise or 0.0, seed=asked.seed or 0)
-        if asked.several:
-            cluster = simulated_cluster(model, asked.nodes, asked.hosts, asked.switches)
-            return _Simulated(source, model, cluster, {**task, **of_cluster})
+    return _here(asked, task) if asked.simulate is None else _model(asked, task)
+
+
+def _model(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
+    model = load_machine(asked.simulate)
+    source = open_source(model, noise=asked.noise or 0.0, seed=asked.seed or 0)
+    make: Callable[..., Plan]
+    if asked.several:
+        cluster = simulated_cluster(model, asked.nodes, asked.hosts, asked.switches)
+        make = partial(make_cluster_plan, cluster, [source], **task)
+    else:
         gpus = gpus_argument(asked.gpus, model.machine)
-        return _Simulated(source, model, None, {**task, "gpus": gpus})
+        make = partial(make_plan, model.machine, model.knowledge, source, gpus=gpus, **task)
+
+    def search(line: ProgressLine) -> Plan:
+        with source:
+            return make(reporter=line)
+
+    return _Subject(source, search, model=model)
+
+
+def _here(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
+    """Open this machine; the plan has the notices of measuring."""
     place = measured_machine(asked.backend, asked.devices)
     # No NCCL runs where the host's memory is measured.
     if asked.backend != "host":
-        task = {**task, "version": version_here(asked.nccl)}
+        task["version"] = version_here(asked.nccl)
         notice_each(not_pinned(asked.pin_env))
-    gpus = gpus_argument(asked.gpus, place.machine)
+    gpus = task["gpus"] = gpus_argument(asked.gpus, place.machine)
     source = open_source(place, gpus=gpus, options=asked.options)
-    return _Here(source, place, {**task, "gpus": gpus})
 
-
-def _job(asked: _Asked, task: dict[str, Any], stack: ExitStack) -> _Job:
-    """Join this MPI job, and find out what its hosts are."""
-    listed = read_host_list(asked.hosts) if asked.hosts is not None else ()
-    job = stack.enter_context(controlled_job())
-    source = open_hosts(
-        job,
-        backend=asked.backend,
-        devices=asked.devices,
-        interfaces=asked.interfaces,
-        network=asked.network,
-        gid_index=asked.gid_index,
-        options=asked.options,
-        expected=[host.name for host in listed],
-    )
-    stack.enter_context(source)
-    if asked.tune:
-        check_tuning(job)
-    if asked.backend != "host":
-        installed = source.session.hosts[0].software.nccl
-        task = {**task, "version": version_of_hosts(asked.nccl, installed)}
-    return _Job(source, cluster_of_job(source, asked.switches), task, job)
-
-
-class _Subject:
-    """What is planned for: a source, and the task for the planner."""
-
-    fingerprint: Fingerprint | None = None
-
-    def __init__(self, source: OpenedSource, task: dict[str, Any]) -> None:
-        self.source, self.task = source, task
-        self.models: dict[str, MachineModel] = {}
-
-    def plan(self, line: ProgressLine) -> Plan:
-        """Plan by the source, which has its journal; the source is closed then."""
-        raise NotImplementedError
-
-    def is_tuned(self, made: Plan, asked: bool | None) -> bool:  # noqa: ARG002
-        """Return whether to tune the plan; `asked` is None where the user did not say."""
-        return bool(asked)
-
-    def tuned(self, made: Plan, output: Path) -> Plan:
-        """Verify the plan that was written to `output`, tune it, and return it."""
-        return tuned_plan(made, output)
-
-
-class _Simulated(_Subject):
-    """A model of one machine, or of each host of a cluster."""
-
-    def __init__(
-        self,
-        source: OpenedSource,
-        model: MachineModel,
-        cluster: Cluster | None,
-        task: dict[str, Any],
-    ) -> None:
-        super().__init__(source, task)
-        self._model, self._cluster = model, cluster
-
-    def plan(self, line: ProgressLine) -> Plan:
-        """Plan by simulation."""
-        with self.source as source:
-            if self._cluster is None:
-                model = self._model
-                made = make_plan(model.machine, model.knowledge, source, reporter=line, **self.task)
-            else:
-                made = make_cluster_plan(self._cluster, [source], reporter=line, **self.task)
-        # Equal nodes have one model.
-        self.models = {known.name: self._model for known in made.cluster.classes}
-        return made
-
-
-class _Here(_Subject):
-    """This machine."""
-
-    def __init__(self, source: OpenedSource, place: MeasuredMachine, task: dict[str, Any]) -> None:
-        super().__init__(source, task)
-        self._place = place
-        self.fingerprint = place.fingerprint
-
-    def plan(self, line: ProgressLine) -> Plan:
-        """Plan by measurements; the plan has the notices of measuring."""
-        place = self._place
-        with self.source as source:
-            rings = rings_here(place, self.task["gpus"])
-            made = make_plan(
-                place.machine, place.knowledge, source, reporter=line, own_rings=rings, **self.task
-            )
+    def search(line: ProgressLine) -> Plan:
+        with source:
+            rings = task["own_rings"] = rings_here(place, gpus)
+            made = make_plan(place.machine, place.knowledge, source, reporter=line, **task)
             conditions = source.conditions
         noticed = source.profiled.summary(conditions) if source.profiled is not None else ()
         if rings is not None:
@@ -442,38 +300,48 @@ class _Here(_Subject):
             noticed = (*rings.notices, *tried, *noticed)
         return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 
+    return _Subject(source, search, fingerprint=place.fingerprint)
 
-class _Job(_Subject):
-    """The hosts of an MPI job."""
 
-    def __init__(
-        self, source: HostsSource, cluster: Cluster, task: dict[str, Any], job: Job
-    ) -> None:
-        super().__init__(source, task)
-        self._hosts, self._cluster, self._job = source, cluster, job
+def _job(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> _Subject:
+    """Join this MPI job, and find out what its hosts are."""
+    listed = read_host_list(asked.hosts) if asked.hosts is not None else ()
+    job = stack.enter_context(controlled_job())
+    named = ("backend", "devices", "interfaces", "network", "gid_index", "options")
+    given = {name: getattr(asked, name) for name in named}
+    source = open_hosts(job, expected=[host.name for host in listed], **given)
+    stack.enter_context(source)
+    if asked.tune:
+        check_tuning(job)
+    if asked.backend != "host":
+        installed = source.session.hosts[0].software.nccl
+        task["version"] = version_of_hosts(asked.nccl, installed)
+    cluster = cluster_of_job(source, asked.switches)
 
-    def plan(self, line: ProgressLine) -> Plan:
-        """Plan by measurements on the hosts."""
+    def search(line: ProgressLine) -> Plan:
         try:
-            return plan_job(self._hosts, self._cluster, say=notice_each, reporter=line, **self.task)
+            return plan_job(source, cluster, say=notice_each, reporter=line, **task)
         finally:
-            self._hosts.close()
+            source.close()
 
-    def is_tuned(self, made: Plan, asked: bool | None) -> bool:
-        """Return whether to tune the plan: between sockets jobs alone tell the bandwidth."""
-        if asked is not None or self._hosts.dry_run or not made.settings.socket_ifname:
-            return bool(asked)
+    return _Subject(source, search, job=(source, job))
+
+
+def _tuned(made: Plan, output: Path, subject: _Subject, tune: bool | None) -> Plan:
+    """Verify and tune a written plan if asked; between sockets jobs alone tell the bandwidth."""
+    if subject.job is None:
+        return tuned_plan(output) if tune else made
+    hosts, job = subject.job
+    if tune is None and not hosts.dry_run and made.settings.socket_ifname:
         try:
-            check_tuning(self._job)
+            check_tuning(job)
+            tune = True
         except InputError as error:
             notice(f"predicted bandwidth over sockets may be too high: no job checked it ({error})")
-            return False
-        return True
-
-    def tuned(self, made: Plan, output: Path) -> Plan:  # noqa: ARG002 (it is read from `output`)
-        """Tune the plan by jobs of the hosts, whose workers end first."""
-        self._hosts.session.end_workers()
-        return tuned_hosts(output, self._job, "host" if self._hosts.dry_run else "cuda")
+    if not tune:
+        return made
+    hosts.session.end_workers()
+    return tuned_hosts(output, job, "host" if hosts.dry_run else "cuda")
 
 
 @contextmanager
@@ -493,29 +361,8 @@ def _planning(journal: Path, output: Path) -> Iterator[None]:
         raise
 
 
-def _finish(made: Plan, output: Path, *, json: bool) -> None:
-    """Print a plan, and whether it was written.
-
-    Raises:
-        typer.Exit: it was interrupted, and so was not.
-    """
-    if made.cancelled:
-        notice(f"interrupted: the best so far follows; the same command resumes from {output}")
-    if json:
-        print_json(plan_json(made))
-    else:
-        print_plan(made, results())
-    if made.cancelled:
-        raise typer.Exit(INTERRUPTED)
-    notice(f"wrote {output}")
-
-
 def _pinned_here(names: Sequence[str]) -> dict[str, str]:
-    """Return the variables of these names as they are set here, and as NCCL reads them.
-
-    Raises:
-        InputError: plans cannot be made under one, or it is not set, or says nothing to NCCL.
-    """
+    """Return the variables of these names as they are set here, and as NCCL reads them."""
     for name in names:
         check_pinnable(name, where="--pin-env")
         if name not in os.environ:
@@ -537,19 +384,18 @@ def not_pinned(names: Sequence[str]) -> tuple[str, ...]:
 def _ring_counts(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    parts = text.split(",")
-    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
-        raise InputError(f"--rings {text[:40]!r}", "is no list of numbers", "write 1,2,4")
-    counts = tuple(sorted({int(part) for part in parts if len(part) < 6}))
-    if not counts or counts[0] < 1 or counts[-1] > _MAX_RINGS:
-        raise InputError(f"--rings {text[:40]!r}", "is out of range", f"1 to {_MAX_RINGS} rings")
+    parts = [part.strip() for part in text.split(",")]
+    where = f"--rings {text[:40]!r}"
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise InputError(where, "is no list of numbers", "write 1,2,4")
+    counts = tuple(sorted({int(part[:6]) for part in parts}))
+    if counts[0] < 1 or counts[-1] > _MAX_RINGS:
+        raise InputError(where, "is out of range", f"1 to {_MAX_RINGS} rings")
     return counts
 
 
 def _budget(sets: int, seconds: float | None) -> Budget:
-    if sets < 1:
-        raise InputError("--max-sets", f"is {sets}", "measure at least one set")
-    # The comparison is written so that NaN fails it.
-    if seconds is not None and not 0 < seconds < float("inf"):
-        raise InputError("--max-seconds", f"is {seconds}", "a number of seconds above 0")
+    in_range("--max-sets", sets, 1_000_000_000)
+    if seconds is not None:
+        in_range("--max-seconds", seconds, 1_000_000_000, least=0)
     return Budget(sets=sets, seconds=seconds, idle_sets=DEFAULT_BUDGET.idle_sets)

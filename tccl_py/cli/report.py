@@ -6,9 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from tccl_py.cli.options import DirectoryArgument
+from tccl_py.cli.options import DirectoryArgument, flag, opt
 from tccl_py.cli.streams import notice, write_result
 from tccl_py.errors import InputError
 
@@ -20,12 +18,9 @@ def report(
     directory: DirectoryArgument,
     *,
     output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help=f"DIR/{REPORT_FILE} if not given."),
+        Path | None, opt("FILE", f"DIR/{REPORT_FILE} if not given.", "-o", "--output")
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace FILE even if it is no report.")
-    ] = False,
+    force: Annotated[bool, flag("--force", "Replace FILE even if it is no report.")] = False,
 ) -> None:
     """Write a plan as one HTML page: machine, rings, rates, settings, and how to use them.
 
@@ -52,11 +47,7 @@ def report(
 
 
 def _check_replaceable(target: Path, mark: str, *, inside: bool) -> None:
-    """Check that a file may be replaced: it is empty, or a report.
-
-    Raises:
-        InputError: it is another file, or cannot be read.
-    """
+    """Check that a file may be replaced: it is empty, or a report."""
     try:
         if not target.is_file():
             return

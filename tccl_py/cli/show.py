@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from tccl_py.cli.options import JsonOption
+from tccl_py.cli.options import JsonOption, PlanArgument, flag
 from tccl_py.cli.output import grid, results
 from tccl_py.cli.streams import print_json
 from tccl_py.nccl.pinned_env import pinned_env_text
@@ -29,11 +27,9 @@ _MOST_ORDER = 1000
 
 
 def show(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A plan's directory, or its plan.json.")
-    ],
+    directory: PlanArgument,
     *,
-    hops: Annotated[bool, typer.Option("--hops", help="List every hop with its rate.")] = False,
+    hops: Annotated[bool, flag("--hops", "List every hop with its rate.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Show a plan: rings, rates, the slowest hop, the bound, settings, and default NCCL.

@@ -51,23 +51,8 @@ def print_json(value: Any) -> None:
     print(encode_json(value), end="")
 
 
-def provenance(*, simulated: bool, assumed: bool) -> str:
-    """Return the mark that goes beside every rate.
-
-    >>> provenance(simulated=True, assumed=True)
-    'simulated from assumed figures'
-    """
-    if not simulated:
-        return "measured"
-    return "simulated from assumed figures" if assumed else "simulated"
-
-
 def write_result(text: str, output: Path | None) -> None:
-    """Write a result to `output`, whole or not at all, or to stdout if that is None.
-
-    Raises:
-        InputError: the place cannot be written.
-    """
+    """Write a result to `output`, whole or not at all, or to stdout if that is None."""
     if output is None:
         print(text, end="")
         return

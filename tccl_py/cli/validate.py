@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tccl_py.cli.nccl_here import verdict_here
-from tccl_py.cli.options import MACHINE_HELP, JsonOption, gpus_argument, refuse
+from tccl_py.cli.options import MACHINE_HELP, JsonOption, gpus_argument, opt, refuse
 from tccl_py.cli.output import results
 from tccl_py.cli.streams import ANSWER_IS_NO, notice, print_json
 from tccl_py.errors import InputError
@@ -34,34 +34,18 @@ def validate(
     *,
     machine: Annotated[
         str | None,
-        typer.Option(
-            metavar="MACHINE",
-            help="What every node is like; without it the NCCL that is installed here is asked. "
-            f"{MACHINE_HELP}",
-        ),
+        opt("MACHINE", f"What every node is; if not given, NCCL here is asked. {MACHINE_HELP}"),
     ] = None,
     gpus: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST", help="The job's GPUs on every node in rank order, as 0,2,5 or 0-3."
-        ),
+        str | None, opt("LIST", "The job's GPUs on every node in rank order, as 0,2,5 or 0-3.")
     ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="How many equal nodes; one if not given.")
-    ] = None,
+    nodes: Annotated[int | None, opt("N", "How many equal nodes; one if not given.")] = None,
     nccl: Annotated[
         str | None,
-        typer.Option(
-            metavar="VERSION",
-            help=f"NCCL's version, {LATEST} if not given; {', '.join(known_versions())} were "
-            "checked.",
-        ),
+        opt("VERSION", f"{LATEST} if not given; {', '.join(known_versions())} were checked."),
     ] = None,
     env: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE", help="An environment variable of the job; can be repeated."
-        ),
+        list[str] | None, opt("NAME=VALUE", "A variable of the job; can be repeated.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -123,11 +107,7 @@ def _by_rules(
 
 
 def _as_told(machine: Machine, path: str) -> Machine:
-    """The machine as NCCL sees it by a topology file; as it is if `path` is "".
-
-    Raises:
-        InputError: the file is none, or describes other GPUs.
-    """
+    """The machine as NCCL sees it by a topology file; as it is if `path` is ""."""
     if not path:
         return machine
     told = read_nccl_topology(Path(path))
@@ -142,9 +122,6 @@ def variables(settings: Sequence[str]) -> dict[str, str]:
 
     >>> variables(["NCCL_ALGO=Ring"])
     {'NCCL_ALGO': 'Ring'}
-
-    Raises:
-        InputError: not NAME=VALUE, or one name with two values.
     """
     found: dict[str, str] = {}
     for text in settings:

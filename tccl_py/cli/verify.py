@@ -6,16 +6,25 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 import typer
 
 from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
 from tccl_py.cli.measure import controlled_job
-from tccl_py.cli.options import BackendOption, DirectoryArgument, in_range, refuse_cluster
+from tccl_py.cli.options import (
+    BackendOption,
+    DirectoryArgument,
+    JsonOption,
+    flag,
+    in_range,
+    opt,
+    refuse,
+    refuse_cluster,
+)
 from tccl_py.cli.output import notices, results
 from tccl_py.cli.streams import ANSWER_IS_NO, notice, notice_each, print_json
 from tccl_py.cli.verify_text import print_verification, verification_json
@@ -35,7 +44,13 @@ from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification, keep_v
 from tccl_py.verify.spec import COLLECTIVES, SIZES, Collective
 from tccl_py.verify.target import Target, read_target
 from tccl_py.verify.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
-from tccl_py.verify.verify import DEFAULT_ROUNDS, DEFAULT_SECONDS, RunBudget, Watcher, verify_target
+from tccl_py.verify.verify import (
+    DEFAULT_ROUNDS,
+    DEFAULT_SECONDS,
+    RunBudget,
+    Watcher,
+    verify_target,
+)
 
 if TYPE_CHECKING:
     from tccl_py.sources.hosts import HostFacts, Job
@@ -57,60 +72,43 @@ def verify(
     directory: DirectoryArgument,
     *,
     choice: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="variables or graph: compare default NCCL with this choice alone."
-        ),
+        str | None, opt("NAME", "variables or graph: compare default NCCL with this choice alone.")
     ] = None,
     rounds: Annotated[
         int,
-        typer.Option(
-            metavar="N",
-            help=f"Rounds with a job of each choice; {LEAST_ROUNDS} or more. Fewer are run "
-            "where all is clear before, up to four times as many where a verdict is open.",
+        opt(
+            "N",
+            f"Rounds with a job of each choice; {LEAST_ROUNDS} or more. Fewer are run where all is "
+            "clear before, up to four times as many where a verdict is open.",
         ),
     ] = DEFAULT_ROUNDS,
     sizes: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Sizes to time, as 4K,1M,256M; 1K to 1G by default."),
+        str | None, opt("LIST", "Sizes to time, as 4K,1M,256M; 1K to 1G by default.")
     ] = None,
     seconds: Annotated[
-        float,
-        typer.Option(
-            metavar="S", help=f"After this no round begins, but {LEAST_ROUNDS} are always run."
-        ),
+        float, opt("S", f"After this no round begins, but {LEAST_ROUNDS} are always run.")
     ] = DEFAULT_SECONDS,
     collective: Annotated[
-        str, typer.Option(metavar="NAME", help=f"What to time: {', '.join(COLLECTIVES)}.")
+        str, opt("NAME", f"What to time: {', '.join(COLLECTIVES)}.")
     ] = "all_reduce",
     training: Annotated[
-        bool,
-        typer.Option(
-            "--training", help="Also time steps of a small model, eager and in a CUDA graph."
-        ),
+        bool, flag("--training", "Also time steps of a small model, eager and in a CUDA graph.")
     ] = False,
     tune: Annotated[
         bool,
-        typer.Option(
-            "--tune",
-            help="Then try other settings by jobs, for variables alone and for the graph file, and "
-            "rewrite the plan where another choice is better.",
+        flag(
+            "--tune", "Then try other settings by jobs, and rewrite the plan where one is better."
         ),
     ] = False,
     no_checks: Annotated[
-        bool, typer.Option("--no-checks", help="Do not compare the values that collectives give.")
+        bool, flag("--no-checks", "Do not compare the values that collectives give.")
     ] = False,
     pin_env: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NCCL_NAME",
-            help="A variable of yours that all jobs get, as NCCL_P2P_DISABLE; may be repeated.",
-        ),
+        opt("NCCL_NAME", "A variable of yours that all jobs get; may be repeated."),
     ] = None,
     backend: BackendOption = None,
-    json: Annotated[
-        bool, typer.Option("--json", metavar=" ", help="Print JSON instead of text.")
-    ] = False,
+    json: JsonOption = False,
 ) -> None:
     """Run real collectives by default NCCL and by the plan's choices, and name the winner.
 
@@ -157,40 +155,40 @@ def verify(
     """
     in_range("--rounds", rounds, MAX_ROUNDS // 2, least=LEAST_ROUNDS)
     in_range("--seconds", seconds, 86_400, least=0)
+    if collective not in COLLECTIVES:
+        where = f"--collective {collective[:20]!r}"
+        raise InputError(where, "is not known", f"one of {', '.join(COLLECTIVES)}")
     budget = RunBudget(
         rounds=rounds,
         sizes=_sizes(sizes),
         seconds=seconds,
-        collective=_collective(collective),
+        collective=cast(Collective, collective),
         checks=not no_checks,
         training=training,
     )
     kind = check_backend(backend)
-    _check_pinned(pin_env or ())
-    pinned = tuple(pin_env or ())
-    only = _choice(choice, tune=tune)
-    if in_job():
-        if only is not None:
-            raise InputError("--choice", "is for the plan of one machine", "leave it out")
-        with controlled_job() as job:
+    pinned = _pinned(pin_env or ())
+    if choice not in (None, "variables", "graph"):
+        raise InputError(f"--choice {choice[:20]!r}", "is not known", "variables or graph")
+    if choice is not None and tune:
+        raise InputError("--choice with --tune", "contradict", "--tune compares all choices")
+    only = cast("ChoiceName | None", choice)
+    job = None
+    with ExitStack() as stack:
+        if in_job():
+            refuse({"--choice": choice}, ("", "is for the plan of one machine", "leave it out"))
+            job = stack.enter_context(controlled_job())
             check_plan_directory(directory)
             if not is_cluster_plan(directory):
-                raise InputError(
-                    str(directory),
-                    "is the plan of one machine",
-                    "start the command by itself there",
-                )
-            # A plan that is written into it meanwhile would get the verdict of another one.
-            with locked(directory):
-                found = _verified_hosts(directory, job, budget, kind, pinned, tune=tune)
-    else:
-        check_plan_directory(directory)
-        refuse_cluster(directory, "start the command by mpirun or srun, with a rank on each host")
-        with locked(directory):
-            plan = load_plan(directory)
-            check_files(directory)
-            launcher = machine_launcher(plan, directory, kind, pinned)
-            found = _verified_machine(plan, directory, launcher, budget, only=only, tune=tune)
+                right = "start the command by itself there"
+                raise InputError(str(directory), "is the plan of one machine", right)
+        else:
+            check_plan_directory(directory)
+            right = "start the command by mpirun or srun, with a rank on each host"
+            refuse_cluster(directory, right)
+        # A plan that is written into it meanwhile would get the verdict of another one.
+        stack.enter_context(locked(directory))
+        found = _verified(directory, job, budget, kind, pinned, tune=tune, only=only)
     if json:
         print_json(verification_json(found))
     else:
@@ -201,10 +199,7 @@ def verify(
 
 
 def check_tuning(job: Job | None = None) -> None:
-    """Check that collectives can run, before anything is planned.
-
-    Args:
-        job: the MPI job whose hosts are to run them; None is this host alone.
+    """Check that collectives can run by the hosts of an MPI job, or here, before planning.
 
     Raises:
         InputError: no torch, or no GPU.
@@ -223,10 +218,9 @@ def check_tuning(job: Job | None = None) -> None:
         ) from error
 
 
-def tuned_plan(plan: Plan, directory: Path) -> Plan:
-    """Verify a plan that was just written, tune it, and return it."""
-    launcher = machine_launcher(plan, directory, "cuda", ())
-    found = _verified_machine(plan, directory, launcher, RunBudget(), tune=True)
+def tuned_plan(directory: Path) -> Plan:
+    """Verify a machine's plan that was just written, tune it, and return it."""
+    found = _verified(directory, None, RunBudget(), "cuda", tune=True)
     print_verification(found, notices())
     return load_plan(directory)
 
@@ -239,40 +233,32 @@ def tuned_hosts(directory: Path, job: Job, backend: Backend) -> Plan:
     rate = load_plan(directory).rate_gbps
     sizes = tuple(size for size in SIZES if 2 * size / (rate * 1e9) <= _LONGEST_S) or SIZES[:1]
     budget = RunBudget(sizes=sizes, seconds=_TUNING_S)
-    found = _verified_hosts(directory, job, budget, backend, (), tune=True)
-    print_verification(found, notices())
+    print_verification(_verified(directory, job, budget, backend, tune=True), notices())
     return load_plan(directory)
 
 
-def _verified_machine(
-    plan: Plan,
+def _verified(
     directory: Path,
-    launcher: Launcher,
-    budget: RunBudget,
-    *,
-    only: ChoiceName | None = None,
-    tune: bool,
-) -> Verification:
-    target = read_target(plan, directory)
-    with ForkServer() as server:
-        launcher = msgspec.structs.replace(launcher, runner=LocalRunner(server))
-        return verified(target, directory, launcher, budget, only=only, tune=tune)
-
-
-def _verified_hosts(
-    directory: Path,
-    job: Job,
+    job: Any,
     budget: RunBudget,
     backend: Backend,
-    pinned: tuple[str, ...],
+    pinned: tuple[str, ...] = (),
     *,
     tune: bool,
+    only: ChoiceName | None = None,
 ) -> Verification:
+    """Verify a plan on this machine, or a cluster's on the hosts of an MPI job."""
     plan = load_plan(directory)
     check_files(directory)
-    target = read_target(plan, directory)
-    launcher = hosts_launcher(plan, job, backend, pinned)
-    return verified(target, directory, launcher, budget, tune=tune)
+    with ExitStack() as stack:
+        if plan.is_cluster:
+            launcher = hosts_launcher(plan, job, backend, pinned)
+        else:
+            launcher = machine_launcher(plan, directory, backend, pinned)
+            runner = LocalRunner(stack.enter_context(ForkServer()))
+            launcher = msgspec.structs.replace(launcher, runner=runner)
+        target = read_target(plan, directory)
+        return verified(target, directory, launcher, budget, only=only, tune=tune)
 
 
 def verified(
@@ -317,8 +303,19 @@ def verified(
 
 
 def _kept(found: Verification, directory: Path, *, tuned: Target | None = None) -> Verification:
-    """Write the result, after the plan if that was tuned."""
-    found = _with_notices(found)
+    """Write the result with versions and notices, after the plan if that was tuned."""
+    cuda = found.backend == "cuda"
+    versions = {**found.versions, **({"driver": driver_version()} if cuda else {})}
+    nccl = found.versions.get("nccl", "")
+    said = [*found.notices]
+    if not cuda:
+        said.append("a dry run over gloo: its rates say nothing about GPUs or NCCL")
+    elif other := (why_not_with(found.judged.settings, nccl) if nccl else ""):
+        said.append(f"jobs here get default NCCL instead of the plan: {other}")
+    if cuda and _SYSTEM_CONF.exists():
+        said.append(f"{_SYSTEM_CONF} holds for all arms, default NCCL as well")
+    notice_each(said)
+    found = msgspec.structs.replace(found, versions=versions, notices=tuple(said))
     with undisturbed():
         if tuned is not None:
             tuned.write()
@@ -337,35 +334,14 @@ def _watcher() -> Iterator[Watcher]:
         yield status.update
 
 
-def _check_pinned(names: Sequence[str]) -> None:
-    """Check the names of --pin-env.
-
-    Raises:
-        InputError: no NCCL variable, or the one that is compared.
-    """
+def _pinned(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if _NAME.fullmatch(name) is None:
-            raise InputError(
-                f"--pin-env {name[:40]!r}", "is no NCCL variable", "a name such as NCCL_P2P_DISABLE"
-            )
+            where = f"--pin-env {name[:40]!r}"
+            raise InputError(where, "is no NCCL variable", "a name such as NCCL_P2P_DISABLE")
         if name == "NCCL_GRAPH_FILE":
             raise InputError(f"--pin-env {name}", "is what is compared", "leave it out")
-
-
-def _with_notices(found: Verification) -> Verification:
-    """Add versions and notices to a result, and print the notices."""
-    cuda = found.backend == "cuda"
-    versions = {**found.versions, **({"driver": driver_version()} if cuda else {})}
-    nccl = found.versions.get("nccl", "")
-    said = [*found.notices]
-    if not cuda:
-        said.append("a dry run over gloo: its rates say nothing about GPUs or NCCL")
-    elif other := (why_not_with(found.judged.settings, nccl) if nccl else ""):
-        said.append(f"jobs here get default NCCL instead of the plan: {other}")
-    if cuda and _SYSTEM_CONF.exists():
-        said.append(f"{_SYSTEM_CONF} holds for all arms, default NCCL as well")
-    notice_each(said)
-    return msgspec.structs.replace(found, versions=versions, notices=tuple(said))
+    return tuple(names)
 
 
 def machine_launcher(
@@ -385,11 +361,7 @@ def machine_launcher(
 
 
 def check_torch() -> None:
-    """Check that torch is installed.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Check that torch is installed."""
     if importlib.util.find_spec("torch") is None:
         raise InputError("torch", "is not installed", "`pip install torch`")
 
@@ -407,22 +379,16 @@ def _here(plan: Plan) -> MeasuredMachine:
 
 
 def _check_here(plan: Plan, directory: Path, here: MeasuredMachine) -> None:
-    """Check that a plan was made for this machine.
-
-    Raises:
-        InputError: another machine was measured, or a GPU of the plan is missing here.
-    """
-    where = str(directory)
-    right = "plan this machine, or verify it where it belongs"
+    """Check that a plan was made for this machine: its GPUs, and what was measured."""
+    where, right = str(directory), "plan this machine, or verify it where it belongs"
     for index in plan.gpus:
         planned = plan.machine.gpu(index)
         found = next((gpu for gpu in here.machine.gpus if gpu.index == index), None)
         if found is None:
             raise InputError(where, f"is for GPU {index}, which is not here", right)
         if None not in (planned.sm, found.sm) and planned.sm != found.sm:
-            raise InputError(
-                where, f"is for a GPU {index} of sm {planned.sm}, here it has sm {found.sm}", right
-            )
+            what = f"is for a GPU {index} of sm {planned.sm}, here it has sm {found.sm}"
+            raise InputError(where, what, right)
         if plan.simulated and planned.bus_id != found.bus_id:
             notice(f"GPU {index} is {planned.bus_id} in the plan and {found.bus_id} here")
     if plan.simulated:
@@ -440,51 +406,33 @@ def hosts_launcher(plan: Plan, job: Job, backend: Backend, pinned: tuple[str, ..
         InputError: other hosts or GPUs than the plan's, or a host without torch.
     """
     jobs = rank_jobs(job)
-    _check_hosts(plan, jobs.hosts)
+    for host in plan.host_order:
+        if host not in jobs.hosts:
+            raise InputError(f"host {host}", "is in the plan, and no rank runs there", _OTHERS)
+    for host in jobs.hosts:
+        if host not in plan.host_order:
+            raise InputError(f"host {host}", "runs a rank and is not in the plan", _OTHERS)
     facts = jobs.described(backend, interfaces=plan.settings.socket_ifname)
     callers = jobs.surroundings(modules=_NEEDED)
     parts = []
-    for host in plan.hosts:
-        number = plan.class_number(host)
+    for place in plan.hosts:
+        name, number = place.name, plan.class_number(place)
         gpus = plan.class_gpus[number]
         if backend == "cuda":
-            _check_gpus(plan, number, facts[host.name])
-        variables = {} if backend == "cuda" else _gloo(facts[host.name], callers[host.name])
-        parts.append(
-            HostRanks(
-                name=host.name,
-                ranks=tuple(range(host.first_rank, host.first_rank + len(gpus))),
-                gpus=gpus,
-                environment={**callers[host.name], **variables},
-            )
-        )
+            _check_gpus(plan, number, facts[name])
+        variables = {} if backend == "cuda" else _gloo(facts[name], callers[name])
+        ranks = tuple(range(place.first_rank, place.first_rank + len(gpus)))
+        environment = {**callers[name], **variables}
+        parts.append(HostRanks(name=name, ranks=ranks, gpus=gpus, environment=environment))
     return Launcher(backend=backend, hosts=tuple(parts), keep=pinned, runner=jobs)
 
 
-def _check_hosts(plan: Plan, there: Sequence[str]) -> None:
-    """Check that a job runs on the plan's hosts.
-
-    Raises:
-        InputError: one too few or too many.
-    """
-    for host in plan.host_order:
-        if host not in there:
-            raise InputError(f"host {host}", "is in the plan, and no rank runs there", _OTHERS)
-    for host in there:
-        if host not in plan.host_order:
-            raise InputError(f"host {host}", "runs a rank and is not in the plan", _OTHERS)
-
-
 def _check_gpus(plan: Plan, number: int, facts: HostFacts) -> None:
-    """Check that a host has the plan's GPUs.
-
-    Raises:
-        InputError: one is missing, or of another kind.
-    """
+    """Check that a host has the plan's GPUs."""
     here = {gpu.index: gpu.name for gpu in facts.machine.gpus}
     planned = plan.cluster.classes[number].machine
+    where = f"host {facts.name}"
     for index in plan.class_gpus[number]:
-        where = f"host {facts.name}"
         if index not in here:
             raise InputError(where, f"lacks GPU {index}, which the plan is for", _OTHERS)
         name = planned.gpu(index).name
@@ -493,11 +441,7 @@ def _check_gpus(plan: Plan, number: int, facts: HostFacts) -> None:
 
 
 def _gloo(facts: HostFacts, caller: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable with gloo's interface: the caller's, or that of the first NIC.
-
-    Raises:
-        InputError: none is known.
-    """
+    """Return the variable with gloo's interface: the caller's, or that of the first NIC."""
     name = "GLOO_SOCKET_IFNAME"
     if caller.get(name):
         return {}
@@ -519,24 +463,6 @@ def _size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     size = int(match["number"]) * _UNITS[match["unit"].lower()] if match else 0
     if not 4 <= size <= _MAX_BYTES:
-        raise InputError(
-            f"--sizes: {text[:20]!r}", "is no size", "bytes, as 4096, 4K, 1M or 1G; 4 to 16G"
-        )
+        right = "bytes, as 4096, 4K, 1M or 1G; 4 to 16G"
+        raise InputError(f"--sizes: {text[:20]!r}", "is no size", right)
     return size
-
-
-def _collective(text: str) -> Collective:
-    if text not in COLLECTIVES:
-        raise InputError(
-            f"--collective {text[:20]!r}", "is not known", f"one of {', '.join(COLLECTIVES)}"
-        )
-    found: Collective = msgspec.convert(text, Collective)
-    return found
-
-
-def _choice(text: str | None, *, tune: bool) -> ChoiceName | None:
-    if text not in (None, "variables", "graph"):
-        raise InputError(f"--choice {text[:20]!r}", "is not known", "variables or graph")
-    if text is not None and tune:
-        raise InputError("--choice with --tune", "contradict", "--tune compares all choices")
-    return "variables" if text == "variables" else "graph" if text else None
