@@ -23,6 +23,7 @@ from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings, final_channels
 from tccl_py.nccl.view import view
+from tccl_py.plan.tasks import Task
 from tccl_py.search.chains import Pairing
 from tccl_py.search.problem import Budget, SilentReporter
 from tccl_py.simulator.descriptions import load_bundled, model_for
@@ -46,14 +47,18 @@ def cluster_with(machines, *, rails="any", switches=None, slots=None):
 def node_of(node_class, source, nodes, *, budget=SMALL):
     return HostClass(
         node_class,
-        source,
-        gpus=node_class.machine.gpu_indices,
+        Task(
+            machine=node_class.machine,
+            knowledge=node_class.knowledge,
+            source=source,
+            gpus=node_class.machine.gpu_indices,
+            version=SETTINGS.version,
+            ring_counts=(1,),
+            strategy="best-first",
+            budget=budget,
+            reporter=SilentReporter(),
+        ),
         nodes=nodes,
-        version=SETTINGS.version,
-        ring_counts=(1,),
-        strategy="best-first",
-        budget=budget,
-        reporter=SilentReporter(),
     )
 
 

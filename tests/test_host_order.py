@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tccl_py.plan.host_order import (
+from tccl_py.plan.files import (
     HOSTS,
     MPICH_MACHINEFILE,
     OPEN_MPI_HOSTFILE,
@@ -21,9 +21,6 @@ from tccl_py.plan.host_order import (
     HostOrder,
     host_order_files,
     launch_notes,
-    open_mpi_hostfile,
-    open_mpi_rankfile,
-    rank_map_json,
 )
 from tccl_py.readers.hosts import HostSlots, parse_host_list, parse_rankfile
 
@@ -48,6 +45,7 @@ def orders(draw) -> HostOrder:
 
 
 def test_the_files():
+    rank_map = host_order_files(ORDER)[RANK_MAP]
     assert host_order_files(ORDER) == {
         OPEN_MPI_HOSTFILE: "# tccl plan of plans/x, simulated\n"
         "gpu3 slots=2\ngpu1 slots=1\ngpu10.cluster slots=2\n",
@@ -56,10 +54,10 @@ def test_the_files():
         "rank 3=gpu10.cluster slot=0\nrank 4=gpu10.cluster slot=1\n",
         MPICH_MACHINEFILE: "# tccl plan of plans/x, simulated\ngpu3:2\ngpu1:1\ngpu10.cluster:2\n",
         SLURM_HOSTFILE: "gpu3\ngpu3\ngpu1\ngpu10.cluster\ngpu10.cluster\n",
-        RANK_MAP: rank_map_json(ORDER),
+        RANK_MAP: rank_map,
         HOSTS: "gpu3\ngpu1\ngpu10.cluster\n",
     }
-    found = msgspec.json.decode(rank_map_json(ORDER))
+    found = msgspec.json.decode(host_order_files(ORDER)[RANK_MAP])
     assert found["ranks"][3] == {"rank": 3, "host": "gpu10.cluster", "gpu": 1}
     assert found["provenance"] == ORDER.provenance
 
@@ -68,29 +66,29 @@ def test_the_files():
 def test_every_file_is_read_back(order):
     ranks = dict(zip(order.hosts, map(len, order.gpus), strict=True))
     for text in (
-        open_mpi_hostfile(order),
+        host_order_files(order)[OPEN_MPI_HOSTFILE],
         host_order_files(order)[MPICH_MACHINEFILE],
-        open_mpi_rankfile(order),
+        host_order_files(order)[OPEN_MPI_RANKFILE],
     ):
         found = parse_host_list(text, where="file")
         assert found == tuple(HostSlots(host, count) for host, count in ranks.items())
     per_rank = tuple(host for host, count in ranks.items() for _ in range(count))
-    assert parse_rankfile(open_mpi_rankfile(order), where="file") == per_rank
+    assert parse_rankfile(host_order_files(order)[OPEN_MPI_RANKFILE], where="file") == per_rank
     assert tuple(host_order_files(order)[SLURM_HOSTFILE].splitlines()) == per_rank
     # A host that is named once only leaves its slots open.
     tasks = parse_host_list(host_order_files(order)[SLURM_HOSTFILE], where="file")
     assert [(one.name, one.slots or 1) for one in tasks] == [*ranks.items()]
     plain = parse_host_list(host_order_files(order)[HOSTS], where="file")
     assert [(one.name, one.slots) for one in plain] == [(host, None) for host in order.hosts]
-    found = json.loads(rank_map_json(order))["ranks"]
-    assert [one["rank"] for one in found] == list(range(order.ranks))
+    found = json.loads(host_order_files(order)[RANK_MAP])["ranks"]
+    assert [one["rank"] for one in found] == list(range(sum(map(len, order.gpus))))
     assert tuple(one["host"] for one in found) == per_rank
     assert [one["gpu"] for one in found] == [gpu for gpus in order.gpus for gpu in gpus]
 
 
 def test_the_provenance_stays_in_its_line():
     order = HostOrder(hosts=("a",), gpus=((0,),), provenance="x\nevil slots=8\r\n\x1b[31m\u2028y")
-    assert open_mpi_hostfile(order) == "# x evil slots=8 [31m y\na slots=1\n"
+    assert host_order_files(order)[OPEN_MPI_HOSTFILE] == "# x evil slots=8 [31m y\na slots=1\n"
     assert host_order_files(order)[MPICH_MACHINEFILE].splitlines()[1:] == ["a:1"]
 
 

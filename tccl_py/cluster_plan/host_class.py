@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -10,20 +10,18 @@ from tccl_py.cluster_plan.nic_maps import initial_chains, paired_chain_set
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
-from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.measurement import Measurement
 from tccl_py.model.paths import natural_cuts
 from tccl_py.model.rings import RingSet
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.nccl.default_rings import DefaultChains, default_chains, default_chains_or_sys
 from tccl_py.nccl.network import chains_as_rings, gdr_variants
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.settings_search import WORTH, SettingsSearch
 from tccl_py.plan.tasks import (
     Choice,
     NetworkUse,
-    Rings,
     Stock,
     Task,
     choice_found,
@@ -35,7 +33,7 @@ from tccl_py.plan.tasks import (
     space_under,
 )
 from tccl_py.search.chains import Chain, NicPair, Pairing, chains_of, paired_chains
-from tccl_py.search.problem import Budget, Reporter, SearchResult
+from tccl_py.search.problem import SearchResult
 from tccl_py.sources.memory import RememberingSource
 
 SLOW_NIC = 0.5
@@ -75,47 +73,22 @@ class HostClass:
     the reason why they have no rate.
     """
 
-    def __init__(
-        self,
-        node_class: NodeClass,
-        source: BandwidthSource,
-        *,
-        gpus: Sequence[int],
-        nodes: int,
-        version: str,
-        ring_counts: Sequence[int],
-        strategy: str,
-        budget: Budget,
-        reporter: Reporter,
-        p2p_level: Level | None = None,
-    ) -> None:
+    def __init__(self, node_class: NodeClass, task: Task, *, nodes: int) -> None:
         self.node_class = node_class
-        self.machine = node_class.machine
-        self.knowledge = node_class.knowledge
-        self.gpus = tuple(gpus)
+        self.machine, self.knowledge, self.gpus = task.machine, task.knowledge, task.gpus
         self.nics = used_nics(self.machine)
         # A journal remembers by itself, and must hear of it when a set is wanted once more.
+        source = task.source
         self.source = source if isinstance(source, RememberingSource) else RememberingSource(source)
         self.cancelled = False
         self.sets_by_symmetry = 0
-        self._task = Task(
-            machine=self.machine,
-            knowledge=self.knowledge,
-            source=self.source,
-            gpus=self.gpus,
-            version=version,
-            ring_counts=tuple(ring_counts),
-            strategy=strategy,
-            budget=budget,
-            reporter=reporter,
-            # Between the one GPU of a node and the network NCCL uses the NIC it came in by.
-            network=NetworkUse(nodes=nodes, nics=self.nics, same_nic=len(self.gpus) == 1),
-            p2p_level=p2p_level,
-        )
+        # Between the one GPU of a node and the network NCCL uses the NIC it came in by.
+        network = NetworkUse(nodes=nodes, nics=self.nics, same_nic=len(self.gpus) == 1)
+        self._task = msgspec.structs.replace(task, source=self.source, network=network)
         self.default_settings = default_settings(self._task)
         self._nodes = nodes
         self.choices: list[Choice] = []
-        self._left = budget.sets
+        self._left = task.budget.sets
         self._paired_chains: dict[tuple[Settings, Pairing], HostChains | None] = {}
         self._best: dict[tuple[Settings, int], Choice | None] = {}
 
@@ -127,10 +100,17 @@ class HostClass:
             MeasurementError: the source cannot measure them.
         """
         own = default_chains_or_sys(self._default_view, nodes=self._nodes)
-        self.stock = self._rated_own(own)
+        try:
+            self.stock = self._rated(own, _graph_settings(own))
+        except SearchError:
+            # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
+            settings = msgspec.structs.replace(_graph_settings(own), net_disable_intra=True)
+            self.stock = self._rated(own, settings)
         self.plain = self._default(own)
         search = SettingsSearch(self._task, self.stock.as_choice)
-        search.offer(list(self._seeds(search.best)))
+        space = space_under(self._task, search.best.settings, 1)
+        for count in self._task.ring_counts:
+            search.offer(list(initial_chains(space, self.nics, count)))
         search.run(sets=self._task.budget.sets or 1)
         self.cancelled = search.cancelled
         found = [search.best, *search.searched, self.stock.as_choice]
@@ -139,7 +119,12 @@ class HostClass:
         for choice in found:
             self.sets_by_symmetry += choice.result.sets_by_symmetry if choice.result else 0
         self.choices = sorted(found, key=lambda one: -one.rate_gbps)
-        self._set_aside(found)
+        # The rest of the budget is for chains shared by all classes, half of it at least.
+        total = self._task.budget.sets
+        if total is not None:
+            for result in {id(one.result): one.result for one in found}.values():
+                self._spend(result)
+            self._left = max(self._left or 0, total // 2)
 
     @property
     def _default_view(self) -> NcclView:
@@ -157,16 +142,6 @@ class HostClass:
         except MeasurementError as error:
             return f"not rated: {error}"
 
-    def _rated_own(self, own: DefaultChains) -> Stock:
-        """Rate NCCL's own chains, GPUs of a host joined without NICs where NCCL would use them."""
-        settings = _graph_settings(own)
-        try:
-            return self._rated(own, settings)
-        except SearchError:
-            # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
-            settings = msgspec.structs.replace(settings, net_disable_intra=True)
-            return self._rated(own, settings)
-
     def _rated(self, own: DefaultChains, settings: Settings) -> Stock:
         chains = [(one.entry, one.gpus, one.exit) for one in own.chains]
         # NCCL may use NICs that we leave alone.
@@ -176,19 +151,6 @@ class HostClass:
         rings = rings_under(task, settings, distinct)
         measurement = measured_well(self.source, rings)
         return Stock(choice=own, rings=rings, settings=settings, measurement=measurement)
-
-    def _seeds(self, first: Choice) -> Iterator[Rings]:
-        """Sets of chains to try first."""
-        for count in self._task.ring_counts:
-            yield from initial_chains(space_under(self._task, first.settings, 1), self.nics, count)
-
-    def _set_aside(self, found: Sequence[Choice]) -> None:
-        """Keep the rest of the budget for chains shared by all classes, half of it at least."""
-        total = self._task.budget.sets
-        if total is not None:
-            for result in {id(one.result): one.result for one in found}.values():
-                self._spend(result)
-            self._left = max(self._left or 0, total // 2)
 
     def _spend(self, result: SearchResult | None) -> None:
         # What the journal answers counts as well: a resumed run goes the same way.
@@ -203,9 +165,8 @@ class HostClass:
     def _gdr_choices(self, best: Choice) -> list[Choice]:
         """The best chains with other NIC buffer placements."""
         found = []
-        for settings in gdr_variants(
-            view(self.machine, self.knowledge, best.settings, gpus=self.gpus), nics=self.nics
-        ):
+        seen = view(self.machine, self.knowledge, best.settings, gpus=self.gpus)
+        for settings in gdr_variants(seen, nics=self.nics):
             try:
                 result = search_under(
                     self._task,

@@ -26,9 +26,10 @@ from tccl_py.plan.planner import (
     is_proven,
     other_count_notices,
     plan_chains,
+    version_notices,
 )
-from tccl_py.plan.settings_search import WORTH
-from tccl_py.plan.tasks import Stock
+from tccl_py.plan.settings_search import WORTH, preferred
+from tccl_py.plan.tasks import Stock, Task
 from tccl_py.plan.variants import ends_as_measured, path_types
 from tccl_py.search.problem import Budget, Reporter, SilentReporter
 
@@ -83,17 +84,21 @@ def make_cluster_plan(
     nodes = [
         HostClass(
             one,
-            source,
-            gpus=gpus[number],
+            Task(
+                machine=one.machine,
+                knowledge=one.knowledge,
+                source=source,
+                gpus=of_class,
+                version=version,
+                ring_counts=tuple(counts),
+                strategy=strategy,
+                budget=budget,
+                reporter=reporter or SilentReporter(),
+                p2p_level=level,
+            ),
             nodes=len(cluster.hosts),
-            version=version,
-            ring_counts=counts,
-            strategy=strategy,
-            budget=budget,
-            reporter=reporter or SilentReporter(),
-            p2p_level=level,
         )
-        for number, (one, source) in enumerate(zip(cluster.classes, sources, strict=True))
+        for one, source, of_class in zip(cluster.classes, sources, gpus, strict=True)
     ]
     best: ClusterRings | None = None
     cancelled = False
@@ -104,7 +109,7 @@ def make_cluster_plan(
             if best is not None and promise <= best.rate_gbps * (1 + WORTH):
                 break
             found = _realisable(cluster, nodes, settings, count, keep_order=keep_order)
-            if found is not None and (best is None or _better(found, best)):
+            if found is not None and (best is None or _preferred(found, best)):
                 best = found
     except KeyboardInterrupt:
         if best is None:
@@ -190,24 +195,19 @@ def _realisable(
     Between hosts NCCL doubles few and quick channels once more. Then the file asks for as many.
     """
     seen = [view(one.machine, one.knowledge, settings, gpus=one.gpus) for one in nodes]
-    sm = min(one.system.sm_min for one in seen)
+    sm, hosts = min(one.system.sm_min for one in seen), len(cluster.hosts)
     while True:
         found = cluster_rings(cluster, nodes, settings, count, keep_order=keep_order)
-        if found is None:
-            return None
-        hosts = len(cluster.hosts)
-        if ends_as_measured(settings, sm=sm, hosts=hosts, rate_gbps=found.rate_gbps):
+        if found is None or ends_as_measured(
+            settings, sm=sm, hosts=hosts, rate_gbps=found.rate_gbps
+        ):
             return found
         settings = msgspec.structs.replace(settings, channels=2 * settings.channels)
 
 
-def _better(one: ClusterRings, other: ClusterRings) -> bool:
-    """Return whether `one` is clearly faster, or as fast with fewer rings or channels."""
-    if one.rate_gbps > other.rate_gbps * (1 + WORTH):
-        return True
-    if one.rate_gbps < other.rate_gbps * (1 - WORTH / 2):
-        return False
-    return (one.rings, one.settings.channels) < (other.rings, other.settings.channels)
+def _preferred(one: ClusterRings, other: ClusterRings) -> bool:
+    less = (one.rings, one.settings.channels) < (other.rings, other.settings.channels)
+    return preferred(one.rate_gbps, other.rate_gbps, less=less)
 
 
 def _assembled(
@@ -234,18 +234,16 @@ def _assembled(
     settings = _with_nics(best.settings, nodes, paths, ib_gid_index)
     measured = [each.measurement for each in best.chains]
     stock, variables = _own_choices(cluster, nodes)
-    bound = best.bound_gbps
-    facts = version_facts(settings.version)
     return Plan(
         cluster=cluster,
         class_gpus=gpus,
         hosts=tuple(hosts),
         paths=tuple(paths),
         settings=settings,
-        settings_verified=facts.verified,
+        settings_verified=version_facts(settings.version).verified,
         rate_gbps=best.rate_gbps,
-        bound_gbps=bound,
-        proven=is_proven(best.rate_gbps, bound),
+        bound_gbps=best.bound_gbps,
+        proven=is_proven(best.rate_gbps, best.bound_gbps),
         simulated=any(one.simulated for one in measured),
         assumed=any(one.assumed for one in measured),
         strategy=strategy,
@@ -296,11 +294,10 @@ def _own_choices(cluster: Cluster, nodes: Sequence[HostClass]) -> tuple[PlanChoi
     rated without variables.
     """
     variables = _own_choice(cluster, nodes, [node.stock for node in nodes])
-    plain = [node.plain for node in nodes]
-    rated = [stock for stock in plain if isinstance(stock, Stock)]
+    rated = [node.plain for node in nodes if isinstance(node.plain, Stock)]
     if len(rated) == len(nodes):
         return _own_choice(cluster, nodes, rated), variables
-    note = next(stock for stock in plain if isinstance(stock, str))
+    note = next(node.plain for node in nodes if isinstance(node.plain, str))
     settings = nodes[0].default_settings
     default = PlanChoice(settings=settings, rings=variables.rings, rate_gbps=None, note=note)
     return default, variables
@@ -340,15 +337,14 @@ def _own_rings(
     ]
     ranks = [{gpu: at for at, gpu in enumerate(node.gpus)} for node in nodes]
     firsts = [0, *accumulate(host.slots for host in cluster.hosts)][:-1]
-    rings = [
+    return tuple(
         tuple(
             first + ranks[host.node_class][gpu]
             for host, first, channels in zip(cluster.hosts, firsts, chains, strict=True)
             for gpu in channels[channel].gpus
         )
         for channel in range(min(map(len, chains)))
-    ]
-    return tuple(rings)
+    )
 
 
 def _chains_on(own: DefaultChains, number: int) -> tuple[DefaultChain, ...]:
@@ -367,12 +363,9 @@ def _notices(best: ClusterRings, nodes: Sequence[HostClass], settings: Settings)
     for node in nodes:
         found = [choice.result for choice in node.choices if choice.result is not None]
         yield from dict.fromkeys(note for result in found for note in result.notices)
-        left = [nic.id for nic in node.machine.nics if nic.index not in node.nics]
-        if left:
-            names = ", ".join(left)
+        names = ", ".join(nic.id for nic in node.machine.nics if nic.index not in node.nics)
+        if names:
             yield f"{node.node_class.name}: {names} left out, as too slow or of another kind"
     if not best.order_proven:
         yield "another order of the hosts may be better: not all could be ruled out"
-    if not version_facts(settings.version).verified:
-        name = version_facts(settings.version).name
-        yield f"NCCL {settings.version} is taken for {name}, the nearest version that was checked"
+    yield from version_notices(settings.version)

@@ -1,4 +1,8 @@
-"""The files of a plan for NCCL and launchers, each with its provenance on top."""
+"""The files of a plan for NCCL and launchers, each with its provenance on top.
+
+NCCL joins nodes in the order in which ranks first name them, and no file can change that: so the
+order in which a job starts its ranks is part of a plan.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,27 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
+import msgspec
+
 from tccl_py.errors import InputError
-from tccl_py.files import check_path
+from tccl_py.files import check_path, encode_json
 from tccl_py.nccl.conf import env_sh, nccl_conf
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView, view
-from tccl_py.plan.host_order import HostOrder, host_order_files, launch_notes
 from tccl_py.plan.plan import HostPath, Plan, SubsetRings, per_channel
 
 GRAPH_FILE = "graph.xml"
 HOSTS_FOLDER = "hosts"
 ORDER_FOLDER = "order"
 LAUNCH_NOTES = "launch.txt"
+OPEN_MPI_HOSTFILE = "hostfile.openmpi"
+OPEN_MPI_RANKFILE = "rankfile.openmpi"
+MPICH_MACHINEFILE = "hostfile.mpich"
+SLURM_HOSTFILE = "hostfile.slurm"
+RANK_MAP = "rank-map.json"
+HOSTS = "hosts.txt"
+MASTER_PORT = 29500
+"""torchrun's own default."""
 
 
 def subset_file(gpus: Sequence[int]) -> str:
@@ -37,29 +50,24 @@ def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
         InputError: chains that NCCL would not take as meant, or a directory whose path cannot stand
             in an environment variable.
     """
-    provenance = plan.provenance
     place = PurePosixPath(directory.resolve() / "nccl")
-    graph = plan.recommended == "graph"
     files: dict[str, str] = {}
     if plan.is_cluster:
-        files |= {host_graph_file(name): text for name, text in host_graphs(plan).items()}
-        files["env.sh"] = cluster_env_text(
-            plan.job_settings, place / HOSTS_FOLDER if graph else None, provenance=provenance
-        )
         order = host_order(plan)
-        for name, text in host_order_files(order).items():
-            files[f"{ORDER_FOLDER}/{name}"] = text
         notes = launch_notes(order, directory=str(place / ORDER_FOLDER))
-        files[f"{ORDER_FOLDER}/{LAUNCH_NOTES}"] = notes
+        files |= {host_graph_file(name): text for name, text in host_graphs(plan).items()}
+        for name, text in (host_order_files(order) | {LAUNCH_NOTES: notes}).items():
+            files[f"{ORDER_FOLDER}/{name}"] = text
+        text_of, named = cluster_env_text, place / HOSTS_FOLDER
     else:
         known = plan.choices["graph"].best_known_gbps or plan.rate_gbps
         files[GRAPH_FILE] = _graph(plan, plan.channel_rings, known, plan.paths[0].type_intra)
         for subset in plan.subsets:
             files[subset_file(subset.gpus)] = subset_graph(plan, subset)
-        files["env.sh"] = env_text(
-            plan.job_settings, place / GRAPH_FILE if graph else None, provenance=provenance
-        )
-    files["nccl.conf"] = conf_text(plan.job_settings, provenance=provenance)
+        text_of, named = env_text, place / GRAPH_FILE
+    graph = named if plan.recommended == "graph" else None
+    files["env.sh"] = text_of(plan.job_settings, graph, provenance=plan.provenance)
+    files["nccl.conf"] = conf_text(plan.job_settings, provenance=plan.provenance)
     return files
 
 
@@ -92,12 +100,9 @@ def host_graphs(plan: Plan) -> dict[str, str]:
     Raises:
         InputError: chains that NCCL would not take as meant.
     """
-    texts = {number: _path_text(plan, plan.paths[number]) for number in _used_paths(plan)}
+    used = {host.path for host in plan.hosts}
+    texts = {number: _path_text(plan, plan.paths[number]) for number in sorted(used)}
     return {host.name: texts[host.path] for host in plan.hosts}
-
-
-def _used_paths(plan: Plan) -> list[int]:
-    return sorted({host.path for host in plan.hosts})
 
 
 def _path_text(plan: Plan, path: HostPath) -> str:
@@ -112,15 +117,6 @@ def _path_text(plan: Plan, path: HostPath) -> str:
         # Rings are as fast as the slowest host lets them be, and NCCL takes the least of all.
         rate_gbps=plan.choices["graph"].best_known_gbps or plan.rate_gbps,
         provenance=plan.provenance,
-    )
-
-
-def host_order(plan: Plan) -> HostOrder:
-    """Return the plan's order of hosts, with the GPU of each rank."""
-    return HostOrder(
-        hosts=plan.host_order,
-        gpus=tuple(map(plan.gpus_of, plan.hosts)),
-        provenance=f"tccl-py, rates {plan.provenance}",
     )
 
 
@@ -156,9 +152,8 @@ def node_graph_text(
     *,
     rate_gbps: float,
     provenance: str,
-    network_gbps: float | None = None,
 ) -> str:
-    """The graph file of every node of one class, for a communicator over several nodes.
+    """Return the graph file of every node of one class, for a communicator over several nodes.
 
     Args:
         seen: the node under the job's settings, with the communicator's GPUs on it.
@@ -166,21 +161,14 @@ def node_graph_text(
         ends: the numbers of the NICs by which each channel enters and leaves.
         rate_gbps: of all channels together; they share it evenly.
         provenance: of that rate.
-        network_gbps: what all channels carry between nodes, if that is known and more.
 
     Raises:
         InputError: orders or NICs that NCCL would not take, or not as they are meant.
     """
-    count = len(orders)
     from tccl_py.nccl.graph_writer import graph_xml, node_rings  # noqa: PLC0415 (slow)
 
-    rings = node_rings(
-        seen,
-        orders,
-        ends,
-        speed_gbps=rate_gbps / count,
-        speed_inter_gbps=(rate_gbps if network_gbps is None else network_gbps) / count,
-    )
+    speed = rate_gbps / len(orders)
+    rings = node_rings(seen, orders, ends, speed_gbps=speed, speed_inter_gbps=speed)
     gpus = ", ".join(str(gpu) for gpu in sorted(orders[0]))
     note = f"rates {provenance}; for one node of several, with exactly these GPUs of it: {gpus}"
     return f"<!-- tccl-py: {note} -->\n" + graph_xml(rings, version=seen.settings.version)
@@ -196,12 +184,7 @@ def conf_text(settings: Settings, *, provenance: str) -> str:
     return head + nccl_conf(settings)
 
 
-def env_text(
-    settings: Settings,
-    graph: PurePosixPath | None,
-    *,
-    provenance: str,
-) -> str:
+def env_text(settings: Settings, graph: PurePosixPath | None, *, provenance: str) -> str:
     """Return a script to source in a job over all GPUs of the plan, or in any job without a graph.
 
     Raises:
@@ -213,9 +196,6 @@ def env_text(
     head = f"# tccl-py, rates {provenance}. {whose}\n"
     lines = env_sh(settings, graph=graph)
     return head + lines + ("unset NCCL_GRAPH_FILE\n" if graph is None else "")
-
-
-# What a plan of several hosts becomes beside its graph files: env.sh, which finds a host's own.
 
 
 # Read by whatever shell a job has: POSIX only, no function, all names its own. `hostname -f` asks
@@ -251,29 +231,116 @@ def host_graph_file(host: str) -> str:
     return f"{HOSTS_FOLDER}/{host}.xml"
 
 
-def cluster_env_text(settings: Settings, hosts: PurePosixPath | None, *, provenance: str) -> str:
+def cluster_env_text(settings: Settings, graph: PurePosixPath | None, *, provenance: str) -> str:
     """Return a script to source on every host of a job; it names the graph file of its host.
 
     Files are found by SLURM's name of the host, then by its own name as it is, without its domain,
-    and with it. Without a file no graph is named, and stderr says so.
-
-    Args:
-        settings: of the job.
-        hosts: the absolute folder of the graph files; None names no graph.
-        provenance: of the plan's rates.
+    and with it. Without a file no graph is named, and stderr says so. `graph` is the absolute
+    folder of the graph files; None names no graph.
 
     Raises:
         InputError: the folder is not absolute or cannot be named in an environment, or settings
             that the version does not have.
     """
-    if hosts is None:
+    if graph is None:
         return env_text(settings, None, provenance=provenance)
-    check_path(hosts)
-    if not hosts.is_absolute():
+    check_path(graph)
+    if not graph.is_absolute():
         right = "jobs start in other directories: give a path from the root"
-        raise InputError(f"folder {str(hosts)[:80]!r}", "is no absolute path", right)
+        raise InputError(f"folder {str(graph)[:80]!r}", "is no absolute path", right)
     head = (
         f"# tccl-py, rates {provenance}. For jobs over all hosts and GPUs of the plan, with ranks\n"
         f"# in its order of hosts ({ORDER_FOLDER}/{LAUNCH_NOTES}); to be sourced on each host.\n"
     )
-    return head + env_sh(settings) + _CHOICE.format(hosts=shlex.quote(str(hosts)))
+    return head + env_sh(settings) + _CHOICE.format(hosts=shlex.quote(str(graph)))
+
+
+# The order of hosts, as the files that launchers take it from.
+
+
+class HostOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Hosts in ring order, each with a GPU for each of its ranks, in rank order."""
+
+    hosts: tuple[str, ...]
+    gpus: tuple[tuple[int, ...], ...]
+    provenance: str = ""
+
+
+def host_order(plan: Plan) -> HostOrder:
+    """Return the plan's order of hosts, with the GPU of each rank."""
+    return HostOrder(
+        hosts=plan.host_order,
+        gpus=tuple(map(plan.gpus_of, plan.hosts)),
+        provenance=f"tccl-py, rates {plan.provenance}",
+    )
+
+
+def host_order_files(order: HostOrder) -> dict[str, str]:
+    """Return the text of every launcher's file, by its name.
+
+    A rankfile (`mpirun --map-by rankfile:FILE=`) binds each rank to its slots, here a core each,
+    and Open MPI refuses it without them. SLURM documents its hostfile (srun(1)) as names only, a
+    line for each task, so it has no comment. `hosts.txt` is for programs that take a line for a
+    host.
+    """
+    ranks = list(zip(order.hosts, map(len, order.gpus), strict=True))
+    slots = [(host, slot) for host, count in ranks for slot in range(count)]
+    pairs = [
+        (host, gpu) for host, gpus in zip(order.hosts, order.gpus, strict=True) for gpu in gpus
+    ]
+    mapped = [{"rank": rank, "host": host, "gpu": gpu} for rank, (host, gpu) in enumerate(pairs)]
+    # No character of the provenance ends the comment.
+    provenance = "".join(c if c.isprintable() else " " for c in order.provenance).split()
+    comment = [f"# {' '.join(provenance)}"] if provenance else []
+    found = {
+        OPEN_MPI_HOSTFILE: [*comment, *(f"{host} slots={count}" for host, count in ranks)],
+        OPEN_MPI_RANKFILE: [
+            *comment,
+            *(f"rank {rank}={host} slot={slot}" for rank, (host, slot) in enumerate(slots)),
+        ],
+        # For `mpiexec -machinefile` of MPICH and Intel MPI (Hydra).
+        MPICH_MACHINEFILE: [*comment, *(f"{host}:{count}" for host, count in ranks)],
+        SLURM_HOSTFILE: [host for host, _ in slots],
+        HOSTS: order.hosts,
+    }
+    rank_map = {"format_version": 1, "provenance": " ".join(provenance), "ranks": mapped}
+    return {name: "".join(f"{line}\n" for line in lines) for name, lines in found.items()} | {
+        RANK_MAP: encode_json(rank_map)
+    }
+
+
+def launch_notes(order: HostOrder, *, directory: str = ".") -> str:
+    """Return the commands that start a job in this order; `directory` is where the files are."""
+
+    def at(name: str) -> str:
+        return shlex.quote(f"{directory}/{name}")
+
+    counts = list(map(len, order.gpus))
+    ranks = sum(counts)
+    each = str(counts[0]) if len(set(counts)) == 1 else "RANKS_OF_THIS_HOST"
+    torchrun = (
+        f"torchrun --nnodes={len(order.hosts)} --nproc-per-node={each} --node-rank=$K "
+        f"--master-addr={order.hosts[0]} --master-port={MASTER_PORT} SCRIPT"
+    )
+    line_of = f'$(( $(grep -nxF -- "$HOST" {at(HOSTS)} | cut -d: -f1) - 1 ))'
+    hosts = f"{len(order.hosts)} host{'s' * (len(order.hosts) != 1)}"
+    return f"""\
+NCCL joins hosts in the order of their ranks; each rank uses the GPU that {RANK_MAP} has for it.
+To start {ranks} ranks on {hosts} in this order:
+
+Open MPI:
+    mpirun --hostfile {at(OPEN_MPI_HOSTFILE)} --map-by slot --bind-to none -n {ranks} PROGRAM
+MPICH, Intel MPI:
+    mpiexec -machinefile {at(MPICH_MACHINEFILE)} -n {ranks} PROGRAM
+SLURM, in an allocation of these hosts (without --nodes, which it refuses here):
+    SLURM_HOSTFILE={at(SLURM_HOSTFILE)} srun --distribution=arbitrary --ntasks={ranks} PROGRAM
+torchrun, on each host; K is the line of its name in {HOSTS}, from 0; -1 is none:
+    HOST=$(hostname); K={line_of}
+    {torchrun}
+    (under srun --ntasks-per-node=1, HOST=$SLURMD_NODENAME; not with --rdzv-backend=c10d, which
+    numbers hosts itself)
+
+Where ranks need CPUs of their own, Open MPI takes them from a rankfile, and binds to them:
+    mpirun --hostfile {at(OPEN_MPI_HOSTFILE)} --map-by rankfile:FILE={at(OPEN_MPI_RANKFILE)} PROGRAM
+    (version 4: --rankfile {at(OPEN_MPI_RANKFILE)})
+"""

@@ -154,11 +154,11 @@ def _assembled(
     best, measurement = _final(task, own.rated[0], search.best)
     subsets: tuple[SubsetRings, ...] = ()
     cancelled = search.cancelled
-    if not cancelled:
-        try:
+    try:
+        if not cancelled:
             subsets = subset_rings(task, best.settings, best.orders)
-        except KeyboardInterrupt:
-            cancelled = True
+    except KeyboardInterrupt:
+        cancelled = True
     results = [one.result for one in (*search.searched, best) if one.result is not None]
     cluster = single_host(task.machine, task.knowledge, task.gpus)
     path = HostPath(
@@ -232,11 +232,9 @@ def _alternatives(searched: Sequence[Choice]) -> tuple[Alternative, ...]:
     """All settings that were searched, best first."""
     return tuple(
         Alternative(
-            settings=choice.settings,
-            rings_in_set=len(choice.rings.rings),
-            rate_gbps=choice.rate_gbps,
+            settings=one.settings, rings_in_set=len(one.rings.rings), rate_gbps=one.rate_gbps
         )
-        for choice in sorted(searched, key=lambda choice: -choice.rate_gbps)
+        for one in sorted(searched, key=lambda choice: -choice.rate_gbps)
     )
 
 
@@ -252,10 +250,7 @@ def plan_chains(chains: Sequence[Sequence[Hop]], measurement: Measurement) -> tu
     for hops in chains:
         planned = tuple(
             PlanHop(
-                source=hop.source,
-                target=hop.target,
-                flow=hop.flow,
-                gbps=waiting[hop.flow].pop(),
+                source=hop.source, target=hop.target, flow=hop.flow, gbps=waiting[hop.flow].pop()
             )
             for hop in hops
         )
@@ -272,10 +267,12 @@ def _farthest(task: Task, best: Choice) -> str:
 
 
 def _notices(task: Task, results: Sequence[SearchResult]) -> tuple[str, ...]:
-    notices = list(dict.fromkeys(note for result in results for note in result.notices))
-    facts = version_facts(task.version)
-    if not facts.verified:
-        notices.append(
-            f"NCCL {task.version} is taken for {facts.name}, the nearest version that was checked"
-        )
-    return tuple(notices)
+    found = dict.fromkeys(note for result in results for note in result.notices)
+    return (*found, *version_notices(task.version))
+
+
+def version_notices(version: str) -> tuple[str, ...]:
+    """Return a notice where the rules of another version of NCCL stand for this version's."""
+    facts = version_facts(version)
+    known = f"NCCL {version} is taken for {facts.name}, the nearest version that was checked"
+    return () if facts.verified else (known,)

@@ -182,12 +182,8 @@ def _tuned(task: Task, choice: Choice) -> Choice:
             except MeasurementError:
                 # Many channels of large FIFOs may be more than hardware has room for.
                 continue
-            tried = Choice(
-                settings=settings,
-                rings=rings,
-                rate_gbps=rings.rate(measurement),
-                result=choice.result,
-                searched=choice.searched,
+            tried = msgspec.structs.replace(
+                choice, settings=settings, rings=rings, rate_gbps=rings.rate(measurement)
             )
             if _preferred(tried, best):
                 best = tried
@@ -195,13 +191,10 @@ def _tuned(task: Task, choice: Choice) -> Choice:
 
 
 def _preferred(one: Choice, other: Choice) -> bool:
-    """Return whether `one` is clearly faster, or as fast with fewer rings or channels."""
-    if one.rate_gbps > other.rate_gbps * (1 + WORTH):
-        return True
-    if one.rate_gbps < other.rate_gbps * (1 - WORTH / 2):
-        return False
-    return (len(one.orders), one.settings.channels, -one.settings.buffsize) < (
-        len(other.orders),
-        other.settings.channels,
-        -other.settings.buffsize,
-    )
+    costs = [(len(c.orders), c.settings.channels, -c.settings.buffsize) for c in (one, other)]
+    return preferred(one.rate_gbps, other.rate_gbps, less=costs[0] < costs[1])
+
+
+def preferred(rate: float, than: float, *, less: bool) -> bool:
+    """Return whether a rate is clearly higher, or as high with fewer rings or channels (`less`)."""
+    return rate > than * (1 + WORTH) or (less and rate >= than * (1 - WORTH / 2))
