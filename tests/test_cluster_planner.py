@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from tccl_profiler.compiler import program_for
 from tccl_profiler.nccl_links import process_variables
 from tccl_py.cluster_plan.host_class import HostClass, used_nics
-from tccl_py.cluster_plan.nic_maps import rail_tuples
 from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.cluster_plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring
-from tccl_py.cluster_plan.rings import cluster_rings
+from tccl_py.cluster_plan.rings import cluster_rings, rail_tuples
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import HostReport, SwitchTree, cluster_of

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import msgspec
 
-from tccl_py.cluster_plan.nic_maps import initial_chains, paired_chain_set
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.paths import natural_cuts
-from tccl_py.model.rings import RingSet
+from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.nccl.default_rings import DefaultChains, default_chains, default_chains_or_sys
 from tccl_py.nccl.network import chains_as_rings, gdr_variants
@@ -32,7 +32,16 @@ from tccl_py.plan.tasks import (
     search_under,
     space_under,
 )
-from tccl_py.search.chains import Chain, NicPair, Pairing, chains_of, paired_chains
+from tccl_py.search.chains import (
+    WORLD,
+    Chain,
+    NicPair,
+    Pairing,
+    chains_of,
+    entry_nic,
+    exit_nic,
+    paired_chains,
+)
 from tccl_py.search.problem import SearchResult
 from tccl_py.sources.memory import RememberingSource
 
@@ -254,3 +263,67 @@ def _graph_settings(own: DefaultChains) -> Settings:
 def nic_pairs(rings: RingSet) -> tuple[NicPair, ...]:
     """Return the NIC pairs of a set of chains, in order, as `pairing_of`."""
     return tuple(sorted((one.entry_nic, one.exit_nic) for one in chains_of(rings)))
+
+
+# Chains to start a search from: where NICs and GPUs are alike, they are often the best.
+
+
+def initial_chains(space: HopSpace, nics: Sequence[int], count: int) -> Iterator[tuple[Ring, ...]]:
+    """Yield sets of `count` chains, each entered at a GPU near its NIC and left near another NIC's.
+
+    Chain c is entered by NIC c and left by NIC c + shift: a shift of 0 keeps to one NIC, others
+    spare the path back through the host. GPUs between are visited in ascending order from the first
+    GPU on, so that equal hops of the chains are spread.
+    """
+    for shift in sorted({0, 1, len(nics) // 2, len(nics) - 1} & set(range(len(nics)))):
+        ends = [(nics[c % len(nics)], nics[(c + shift) % len(nics)]) for c in range(count)]
+        chains = paired_chain_set(space, ends)
+        if chains:
+            yield chains
+
+
+def paired_chain_set(space: HopSpace, pairs: Sequence[NicPair]) -> tuple[Ring, ...]:
+    """Return a chain for each pair of entry and exit NIC, near both; () without such a set."""
+    chains: list[Ring] = []
+    for number, (entered, left) in enumerate(pairs):
+        turn = [pair[0] for pair in pairs[:number]].count(entered)
+        entries = _nearest(space, entered, into=True)
+        # The last GPUs of the chains differ as far as they can.
+        taken = [chain.hops[-1].source for chain in chains]
+        exits = _nearest(space, left, into=False)
+        exits.sort(key=lambda hop: taken.count(hop.source))
+        chain = _chain(space, entries, exits, turn=turn)
+        if chain is None:
+            return ()
+        chains.append(chain)
+    return tuple(chains)
+
+
+def _nearest(space: HopSpace, nic: int, *, into: bool) -> list[Hop]:
+    """Return the hops of a NIC, nearest first: by their place among the hops of their GPU."""
+    found = []
+    for gpu in space.gpus:
+        if gpu != WORLD:
+            choices = space.between(WORLD, gpu) if into else space.between(gpu, WORLD)
+            for place, hop in enumerate(choices):
+                if (entry_nic(hop) if into else exit_nic(hop)) == nic:
+                    found.append((place, gpu, hop))
+    return [hop for _, _, hop in sorted(found, key=lambda near: near[:2])]
+
+
+def _chain(space: HopSpace, entries: list[Hop], exits: list[Hop], *, turn: int) -> Ring | None:
+    """The chain from the nearest GPU of the entry NIC to the nearest other GPU of the exit NIC."""
+    inner = [gpu for gpu in space.gpus if gpu != WORLD]
+    if not entries or not exits:
+        return None
+    begin = entries[turn] if turn < len(entries) else entries[0]
+    end = next((hop for hop in exits if hop.source != begin.target or len(inner) == 1), None)
+    if end is None:
+        return None
+    at = inner.index(begin.target)
+    between = [gpu for gpu in inner[at + 1 :] + inner[:at] if gpu != end.source]
+    stations = [begin.target, *between, *([end.source] if len(inner) > 1 else [])]
+    choices = [space.between(source, target) for source, target in pairwise(stations)]
+    if not all(choices):
+        return None
+    return ring([begin, *(choice[0] for choice in choices), end])

@@ -1,14 +1,18 @@
-"""Rings over all hosts under one choice of settings, and with one number of rings."""
+"""Rings over all hosts under one choice of settings, and with one number of rings.
+
+A NIC map is a pair of NIC tuples, the exits of a host and the entries of the next, with an element
+for each ring. On a network of rails NIC i reaches only NIC i, so both tuples are the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import combinations, islice
 
 import msgspec
 import numpy as np
 
 from tccl_py.cluster_plan.host_class import HostChains, HostClass, nic_pairs
-from tccl_py.cluster_plan.nic_maps import NicMap, free_maps, pairing_of, rail_maps
 from tccl_py.errors import SearchError
 from tccl_py.merge.rings import (
     ChainTable,
@@ -22,7 +26,103 @@ from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.settings_search import WORTH
 from tccl_py.plan.tasks import Choice
-from tccl_py.search.chains import Pairing
+from tccl_py.search.chains import NicPair, Pairing
+
+Nics = tuple[int, ...]
+"""A NIC for each ring."""
+
+MANY_TUPLES = 24
+"""Up to so many even tuples are all tried; of more, those that the best chains lead to."""
+
+
+class NicMap(msgspec.Struct, frozen=True, order=True):
+    """From a host to the next: out by `exits`, in by `entries`."""
+
+    exits: Nics
+    entries: Nics
+
+
+def pairing_of(entries: Nics, exits: Nics) -> Pairing:
+    """Return the NIC pairs of a host's chains, whichever ring takes which.
+
+    >>> pairing_of((1, 0), (0, 1)).pairs
+    ((0, 1), (1, 0))
+    """
+    return Pairing(tuple(sorted(zip(entries, exits, strict=True))))
+
+
+def free_maps(pairings: Sequence[Sequence[NicPair]]) -> tuple[NicMap, ...]:
+    """Return the NIC maps from the best chains of each class to those of each class.
+
+    Any NIC reaches any other, so every host can have its best chains.
+    """
+    exits = [tuple(pair[1] for pair in sorted(pairs)) for pairs in pairings]
+    entries = [tuple(pair[0] for pair in sorted(pairs)) for pairs in pairings]
+    return tuple(dict.fromkeys(NicMap(out, into) for out in exits for into in entries))
+
+
+def rail_tuples(
+    pairings: Sequence[Sequence[NicPair]], nics: Sequence[Sequence[int]]
+) -> tuple[Nics, ...]:
+    """Return the NIC tuples of rings on rails between hosts.
+
+    `pairings` has the NIC pairs of the best chains of each class, `nics` the NICs of each. All even
+    tuples are taken where there are no more than MANY_TUPLES of them; else those to which the best
+    chains of any class lead, from the first class's on.
+
+    >>> rail_tuples([[(0, 1), (1, 0)]], [(0, 1)])
+    ((0, 1), (1, 0))
+    """
+    rings = len(pairings[0])
+    even = {found for each in set(map(tuple, nics)) for found in _even_tuples(each, rings)}
+    if len(even) <= MANY_TUPLES:
+        return tuple(sorted(even))
+    known = list(dict.fromkeys(tuple(sorted(pair[0] for pair in pairs)) for pairs in pairings))
+    for entered in known:
+        for pairs in pairings:
+            for image in (_led(entered, pairs), _led(entered, [(b, a) for a, b in pairs])):
+                if image is not None and image not in known and len(known) < MANY_TUPLES:
+                    known.append(image)
+    return tuple(known)
+
+
+def _even_tuples(nics: Sequence[int], rings: int) -> Iterator[Nics]:
+    """Tuples in which no NIC comes twice more often than another; at most MANY_TUPLES and one."""
+    least, more = divmod(rings, len(nics))
+    several = (
+        permutation
+        for extra in combinations(nics, more)
+        for permutation in multiset_permutations([*nics] * least + [*extra])
+    )
+    return islice(several, MANY_TUPLES + 1)
+
+
+def multiset_permutations(items: Sequence[int]) -> Iterator[Nics]:
+    """Yield every different order of these items, lazily: there may be very many.
+
+    >>> list(multiset_permutations([0, 1, 0]))
+    [(0, 0, 1), (0, 1, 0), (1, 0, 0)]
+    """
+    if not items:
+        yield ()
+    for first in sorted(set(items)):
+        rest = list(items)
+        rest.remove(first)
+        for others in multiset_permutations(rest):
+            yield (first, *others)
+
+
+def _led(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
+    """The exits of chains with these NIC pairs for rings that enter by `nics`; None if none fit."""
+    left = sorted(pairs)
+    out = []
+    for nic in nics:
+        taken = next((pair for pair in left if pair[0] == nic), None)
+        if taken is None:
+            return None
+        left.remove(taken)
+        out.append(taken[1])
+    return tuple(out)
 
 
 class ClusterRings(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,17 +163,10 @@ def cluster_rings(
         return None
     pairs = [nic_pairs(choice.rings) for choice in found]
     ceiling = min(choice.rate_gbps for choice in found)
-    bounds = [choice.bound_gbps for choice in found]
-    limits = [bound for bound in bounds if bound is not None]
+    limits = [choice.bound_gbps for choice in found if choice.bound_gbps is not None]
     bound = min(limits) if len(limits) == len(nodes) else None
-    merged = _merged(
-        cluster,
-        nodes,
-        settings,
-        found,
-        rail_maps(pairs, [node.nics for node in nodes]),
-        keep_order=keep_order,
-    )
+    rails = [NicMap(nics, nics) for nics in rail_tuples(pairs, [node.nics for node in nodes])]
+    merged = _merged(cluster, nodes, settings, found, rails, keep_order=keep_order)
     if cluster.rails == "any" and (merged is None or merged[0].rate_gbps < ceiling * (1 - WORTH)):
         free = _merged(cluster, nodes, settings, found, free_maps(pairs), keep_order=keep_order)
         if free is not None and (

@@ -6,7 +6,7 @@ ring over all hosts. So NCCL's rings are checked part by part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.paths import PathType
 from tccl_py.model.transfer import receiving_nic, sending_nic
 from tccl_py.nccl.pinned_env import check_pinned_env
-from tccl_py.nccl.settings import Settings, check_settings
+from tccl_py.nccl.settings import check_settings
 from tccl_py.nccl.view import usable_nics
 from tccl_py.plan.plan import FORMAT_VERSION, WORLD, HostPath, Plan, PlanChain, PlanHop
 from tccl_py.plan.staging import PLAN_FILE, check_if_listed, settle
@@ -28,8 +28,6 @@ _AGAIN = "plan it again"
 
 
 class _HeadOfCluster(msgspec.Struct):
-    """The number of hosts."""
-
     hosts: tuple[msgspec.Raw, ...]
 
 
@@ -102,90 +100,83 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
             not lead along their chain, NICs that NCCL would not use so, or rates out of range.
     """
     check_cluster(plan.cluster, where=where)
-    for settings in _all_settings(plan):
+    searched = (plan.settings, plan.variables.settings, *(a.settings for a in plan.alternatives))
+    for settings in (*searched, plan.stock.settings):
         try:
             check_settings(settings)
         except InputError as error:
             raise InputError(f"{where} {error.where}", error.what, error.right) from error
-    choices = (plan.settings, plan.variables.settings)
-    check_pinned_env(
-        plan.pinned_env, (*choices, *(one.settings for one in plan.alternatives)), where
-    )
+    check_pinned_env(plan.pinned_env, searched, where)
     _check_gpus(plan, where)
     _check_paths(plan, where)
     _check_hosts(plan, where)
-    if plan.cluster.rails == "only" and plan.off_rails:
-        right = "on this network a NIC reaches only the same NIC of other hosts"
-        raise InputError(where, "has rings that change NICs between hosts", right)
+    right = "on this network a NIC reaches only the same NIC of other hosts"
+    on_rails = plan.cluster.rails != "only" or not plan.off_rails
+    _need(on_rails, where, "has rings that change NICs between hosts", right)
     _check_orders(plan, where)
     _check_rates(plan, where)
     return plan
 
 
-def _all_settings(plan: Plan) -> Iterator[Settings]:
-    yield from (plan.settings, plan.stock.settings, plan.variables.settings)
-    yield from (one.settings for one in plan.alternatives)
+def _need(fits: bool, where: str, what: str, right: str) -> None:
+    if not fits:
+        raise InputError(where, what, right)
 
 
 def _check_gpus(plan: Plan, where: str) -> None:
-    classes = plan.cluster.classes
-    if len(plan.class_gpus) != len(classes):
-        what = f"has GPUs for {len(plan.class_gpus)} classes of hosts"
-        raise InputError(where, what, f"there are {len(classes)}")
+    classes, known = plan.cluster.classes, len(plan.class_gpus)
+    what = f"has GPUs for {known} classes of hosts"
+    _need(known == len(classes), where, what, f"there are {len(classes)}")
     for one, gpus in zip(classes, plan.class_gpus, strict=True):
         _check_some(gpus, one.machine.gpu_indices, f"{where}: class {one.name}")
 
 
 def _check_some(gpus: Sequence[int], known: Sequence[int], where: str) -> None:
-    if list(gpus) != sorted(set(gpus)) or not set(gpus) <= set(known):
-        right = f"some of {_few(known)}, each once and in ascending order"
-        raise InputError(where, f"is for GPUs {_few(gpus)}", right)
+    fits = list(gpus) == sorted(set(gpus)) and set(gpus) <= set(known)
+    right = f"some of {_few(known)}, each once and in ascending order"
+    _need(fits, where, f"is for GPUs {_few(gpus)}", right)
 
 
 def _check_paths(plan: Plan, where: str) -> None:
-    if not plan.paths:
-        raise InputError(where, "has no paths through its hosts", _AGAIN)
+    _need(bool(plan.paths), where, "has no paths through its hosts", _AGAIN)
     for number, path in enumerate(plan.paths):
-        place = f"{where}: path {number}"
-        if not 0 <= path.node_class < len(plan.cluster.classes):
-            right = f"there are {len(plan.cluster.classes)} classes, counted from 0"
-            raise InputError(place, f"is of class {_number(path.node_class)}", right)
-        if len(path.chains) != plan.ring_count:
-            what = f"has {len(path.chains)} chains, path 0 has {plan.ring_count}"
-            raise InputError(place, what, "every ring has a chain in each")
-        types = (path.type_intra, *([path.type_inter] if plan.is_cluster else []))
-        for name in types:
-            if name not in PathType.__members__:
-                known = ", ".join(PathType.__members__)
-                raise InputError(place, f"has path type {shown(name)}", f"one of {known}")
+        place, count = f"{where}: path {number}", len(plan.cluster.classes)
+        fits, what = 0 <= path.node_class < count, f"is of class {_number(path.node_class)}"
+        _need(fits, place, what, f"there are {count} classes, counted from 0")
+        what = f"has {len(path.chains)} chains, path 0 has {plan.ring_count}"
+        fits = len(path.chains) == plan.ring_count
+        _need(fits, place, what, "every ring has a chain in each")
+        for name in (path.type_intra, *([path.type_inter] if plan.is_cluster else [])):
+            right = f"one of {', '.join(PathType.__members__)}"
+            _need(name in PathType.__members__, place, f"has path type {shown(name)}", right)
         for ring, chain in enumerate(path.chains):
             _check_chain(plan, path, chain, f"{place}, chain {ring}")
     _check_count(plan.ring_count, plan.settings.channels, where)
 
 
 def _check_count(rings: int, channels: int, where: str) -> None:
-    if rings < 1 or channels % rings:
-        what = f"has {rings} rings for {channels} channels"
-        raise InputError(where, what, "every ring has as many channels as any other")
+    fits, what = rings > 0 and channels % rings == 0, f"has {rings} rings for {channels} channels"
+    _need(fits, where, what, "every ring has as many channels as any other")
 
 
 def _check_chain(plan: Plan, path: HostPath, chain: PlanChain, where: str) -> None:
     """Check each hop of a chain, its NICs, and that it visits the GPUs of its class once."""
     gpus = plan.class_gpus[path.node_class]
     machine = plan.cluster.classes[path.node_class].machine
-    if not gpus or sorted(chain.gpus) != list(gpus):
-        what = f"visits GPUs {_few(chain.gpus)}"
-        raise InputError(where, what, f"those of its class are {_few(gpus)}, each once")
+    right = f"those of its class are {_few(gpus)}, each once"
+    fits = bool(gpus) and sorted(chain.gpus) == list(gpus)
+    _need(fits, where, f"visits GPUs {_few(chain.gpus)}", right)
     sources = [hop.source for hop in chain.hops]
-    if [hop.target for hop in chain.hops] != [*sources[1:], sources[0]]:
-        raise InputError(where, f"the hops over GPUs {_few(chain.gpus)} do not meet", _AGAIN)
+    fits = [hop.target for hop in chain.hops] == [*sources[1:], sources[0]]
+    _need(fits, where, f"the hops over GPUs {_few(chain.gpus)} do not meet", _AGAIN)
     for hop in chain.hops:
         _check_hop(hop, chain, machine, where)
         _check_rate(hop.gbps, where)
     if plan.is_cluster:
         _check_open(plan, chain, machine, where)
-    elif WORLD in sources or chain.entry_nic is not None or chain.exit_nic is not None:
-        raise InputError(where, "leaves the only host", "rings of one host close inside it")
+    else:
+        fits = WORLD not in sources and chain.entry_nic is None and chain.exit_nic is None
+        _need(fits, where, "leaves the only host", "rings of one host close inside it")
 
 
 def _check_hop(hop: PlanHop, chain: PlanChain, machine: Machine, where: str) -> None:
@@ -198,9 +189,9 @@ def _check_hop(hop: PlanHop, chain: PlanChain, machine: Machine, where: str) -> 
     }
     for one in flow.transfers:
         for place in (one.source, one.executor, one.destination):
-            if str(place) not in known:
-                what = f"has flow {shown(str(flow))}, and no {shown(str(place))}"
-                raise InputError(where, what, f"name what machine {shown(machine.name)} has")
+            what = f"has flow {shown(str(flow))}, and no {shown(str(place))}"
+            right = f"name what machine {shown(machine.name)} has"
+            _need(str(place) in known, where, what, right)
     nics = receiving_nic(flow), sending_nic(flow)
     if hop.source == WORLD:
         fits = nics == (chain.entry_nic, None) and str(flow.destination) == f"G{hop.target}"
@@ -212,8 +203,7 @@ def _check_hop(hop: PlanHop, chain: PlanChain, machine: Machine, where: str) -> 
         ends = (str(flow.source), str(flow.destination))
         fits = nics == (None, None) and ends == (f"G{hop.source}", f"G{hop.target}")
         right = f"it goes from GPU {_number(hop.source)} to GPU {_number(hop.target)}"
-    if not fits:
-        raise InputError(where, f"has a hop with flow {shown(str(flow))}", right)
+    _need(fits, where, f"has a hop with flow {shown(str(flow))}", right)
 
 
 def _check_open(plan: Plan, chain: PlanChain, machine: Machine, where: str) -> None:
@@ -225,14 +215,13 @@ def _check_open(plan: Plan, chain: PlanChain, machine: Machine, where: str) -> N
 
     nics = usable_nics(machine, plan.settings)
     for nic in (chain.entry_nic, chain.exit_nic):
-        if nic not in nics:
-            right = f"the settings let NCCL use {_few(nics)}"
-            raise InputError(where, f"uses NIC {_number(nic)}", right)
+        right = f"the settings let NCCL use {_few(nics)}"
+        _need(nic in nics, where, f"uses NIC {_number(nic)}", right)
     ends = f"is entered by NIC {chain.entry_nic} and left by NIC {chain.exit_nic}"
-    if not leaves_as_named(chain.gpus, chain.entry_nic, chain.exit_nic):
-        raise InputError(where, ends, "NCCL leaves one GPU by the NIC that it enters by")
-    if chain.entry_nic != chain.exit_nic and not may_change_rails(plan.settings):
-        raise InputError(where, ends, "with NCCL_CROSS_NIC=0 both are the same")
+    fits = leaves_as_named(chain.gpus, chain.entry_nic, chain.exit_nic)
+    _need(fits, where, ends, "NCCL leaves one GPU by the NIC that it enters by")
+    fits = chain.entry_nic == chain.exit_nic or may_change_rails(plan.settings)
+    _need(fits, where, ends, "with NCCL_CROSS_NIC=0 both are the same")
 
 
 def _check_hosts(plan: Plan, where: str) -> None:
@@ -242,33 +231,24 @@ def _check_hosts(plan: Plan, where: str) -> None:
     rank = 0
     for host in plan.hosts:
         place = f"{where}: host {shown(host.name)}"
-        if host.name not in slots:
-            raise InputError(place, "is not in the cluster", "name its hosts")
-        if host.name in seen:
-            raise InputError(place, "is in the order twice", "once is right")
+        _need(host.name in slots, place, "is not in the cluster", "name its hosts")
+        _need(host.name not in seen, place, "is in the order twice", "once is right")
         seen.add(host.name)
-        if not 0 <= host.path < len(plan.paths):
-            right = f"there are {len(plan.paths)}, counted from 0"
-            raise InputError(place, f"has path {_number(host.path)}", right)
-        number = plan.class_number(host)
-        if number != classes[host.name]:
-            what = f"has a path of class {plan.cluster.classes[number].name}"
-            right = f"it is of class {plan.cluster.classes[classes[host.name]].name}"
-            raise InputError(place, what, right)
+        right = f"there are {len(plan.paths)}, counted from 0"
+        _need(0 <= host.path < len(plan.paths), place, f"has path {_number(host.path)}", right)
+        number, own = plan.class_number(host), classes[host.name]
+        what = f"has a path of class {plan.cluster.classes[number].name}"
+        _need(number == own, place, what, f"it is of class {plan.cluster.classes[own].name}")
         gpus = plan.class_gpus[number]
-        if slots[host.name] != len(gpus):
-            what = f"has {slots[host.name]} ranks for GPUs {_few(gpus)}"
-            raise InputError(place, what, "a GPU has one rank")
-        if host.first_rank != rank:
-            what = f"begins with rank {_number(host.first_rank)}"
-            raise InputError(place, what, f"the hosts before it have {rank} ranks")
+        what = f"has {slots[host.name]} ranks for GPUs {_few(gpus)}"
+        _need(slots[host.name] == len(gpus), place, what, "a GPU has one rank")
+        what = f"begins with rank {_number(host.first_rank)}"
+        _need(host.first_rank == rank, place, what, f"the hosts before it have {rank} ranks")
         rank += len(gpus)
-    missing = [name for name in slots if name not in seen]
-    if missing:
-        right = "the order has every host of the cluster"
-        raise InputError(where, f"host {missing[0]} is missing from the order", right)
-    if rank < 2:
-        raise InputError(where, f"is for {rank} GPU", "a ring joins 2 or more")
+    missing = next((name for name in slots if name not in seen), None)
+    right = "the order has every host of the cluster"
+    _need(missing is None, where, f"host {missing} is missing from the order", right)
+    _need(rank >= 2, where, f"is for {rank} GPU", "a ring joins 2 or more")
 
 
 def _check_orders(plan: Plan, where: str) -> None:
@@ -285,8 +265,8 @@ def _check_orders(plan: Plan, where: str) -> None:
 
 
 def _check_order(order: Sequence[int], gpus: Sequence[int], where: str) -> None:
-    if sorted(order) != sorted(gpus):
-        raise InputError(where, f"ring {_few(order)} does not visit {_few(gpus)} once", _AGAIN)
+    what = f"ring {_few(order)} does not visit {_few(gpus)} once"
+    _need(sorted(order) == sorted(gpus), where, what, _AGAIN)
 
 
 def _check_rates(plan: Plan, where: str) -> None:
@@ -297,18 +277,16 @@ def _check_rates(plan: Plan, where: str) -> None:
     for rate in rates:
         if rate is not None:
             _check_rate(rate, where)
-    if plan.bound_gbps is not None and not plan.rate_gbps <= plan.bound_gbps < MAX_GBPS:
-        what = f"has rate {plan.rate_gbps} and bound {plan.bound_gbps}"
-        raise InputError(where, what, "a bound is never below what was found")
-    counts = (plan.sets_measured, plan.sets_remembered, plan.sets_by_symmetry)
-    if min(counts) < 0:
-        raise InputError(where, f"has {_number(min(counts))} sets", "a count is 0 or more")
+    fits = plan.bound_gbps is None or plan.rate_gbps <= plan.bound_gbps < MAX_GBPS
+    what = f"has rate {plan.rate_gbps} and bound {plan.bound_gbps}"
+    _need(fits, where, what, "a bound is never below what was found")
+    least = min(plan.sets_measured, plan.sets_remembered, plan.sets_by_symmetry)
+    _need(least >= 0, where, f"has {_number(least)} sets", "a count is 0 or more")
 
 
 def _check_rate(rate: float, where: str) -> None:
-    # The comparison is written so that NaN fails it.
-    if not 0 < rate < MAX_GBPS:
-        raise InputError(where, f"has a rate of {rate} GB/s", "rates are above 0, and finite")
+    fits, right = 0 < rate < MAX_GBPS, "rates are above 0, and finite"
+    _need(fits, where, f"has a rate of {rate} GB/s", right)
 
 
 def _number(value: int) -> str:
