@@ -4,9 +4,11 @@ import functools
 
 import msgspec
 
+from tccl_py.files import encode_json
+from tccl_py.model.cluster import class_name
 from tccl_py.plan.plan import single_host
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
-from tccl_py.plan.staging import MANIFEST_FILE, manifest_of, manifest_text, read_manifest
+from tccl_py.plan.staging import MANIFEST_FILE, manifest_of, read_manifest
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
@@ -59,4 +61,9 @@ def rebind(directory):
     """Give a plan's directory, whose files a test has changed, the manifest of these files."""
     names = [name for name in read_manifest(directory).files if (directory / name).is_file()]
     manifest = manifest_of({name: (directory / name).read_text() for name in names})
-    (directory / MANIFEST_FILE).write_text(manifest_text(manifest))
+    (directory / MANIFEST_FILE).write_text(encode_json(manifest))
+
+
+def as_only(model):
+    """A model as that of the only class of a plan's hosts."""
+    return {class_name(model.machine.name): model}

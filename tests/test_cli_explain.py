@@ -19,7 +19,7 @@ from tccl_py.sources import profiled
 from tccl_py.sources.journal import JournalFile, JournalHeader
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import simulation_header
-from tests.planned import rebind
+from tests.planned import as_only, rebind
 from tests.sessions import Fake, measures_by
 
 PLANS = Path(__file__).parent.parent / "plans"
@@ -47,7 +47,7 @@ def refused(*arguments):
 @pytest.fixture
 def directory(tmp_path):
     """A simulated plan with a journal that holds nothing yet."""
-    write_plan(load_plan(PLANS / f"{NAME}.json"), tmp_path, model=load_bundled(NAME))
+    write_plan(load_plan(PLANS / f"{NAME}.json"), tmp_path, models=as_only(load_bundled(NAME)))
     model = load_bundled(NAME)
     with RememberingSource(
         Simulator(model),

@@ -16,7 +16,7 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.sources import profiled
 from tccl_py.sources.journal import JournalFile, JournalHeader
 from tccl_py.sources.memory import RememberingSource
-from tests.planned import SMALL, plan_of, rebind
+from tests.planned import SMALL, as_only, plan_of, rebind
 from tests.sessions import Fake, measures_by
 from tests.tccl_runtime import found_ring, parse_tccl_xml, read_tccl_xml
 
@@ -46,7 +46,7 @@ def directory(tmp_path):
     """A simulated plan with its model."""
     place = tmp_path / "plan"
     place.mkdir()
-    write_plan(plan_of(SMALL), place, model=load_bundled(SMALL))
+    write_plan(plan_of(SMALL), place, models=as_only(load_bundled(SMALL)))
     return place
 
 

@@ -19,6 +19,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.report.words import mark as provenance
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
 from tests.nccl_cases import CASES
+from tests.planned import as_only
 from tests.toy import toy_machine
 
 TOPOLOGY = CASES / "topologies" / "h200x4-vm.xml"
@@ -399,7 +400,7 @@ finally:
 @pytest.mark.parametrize("arguments", [("--version",), ("env", "{}")])
 def test_the_start_of_a_job_loads_no_numerical_library(arguments, tmp_path):
     model = load_bundled("intel-v100")
-    write_plan(load_plan(PLANS / "intel-v100.json"), tmp_path, model=model)
+    write_plan(load_plan(PLANS / "intel-v100.json"), tmp_path, models=as_only(model))
     words = [word.format(tmp_path) for word in arguments]
     result = subprocess.run(
         [sys.executable, "-c", LOADED, *words],

@@ -21,7 +21,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import per_channel
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.sources.journal import read_journal
-from tests.planned import ASUS, PCIE, SMALL, WRX, plan_of
+from tests.planned import ASUS, PCIE, SMALL, WRX, as_only, plan_of
 
 KEYS = ["rings", "rate_gbps", "bound_gbps", "proven", "sets_measured", "simulated", "settings"]
 
@@ -40,7 +40,7 @@ def done(*arguments):
 def directory(tmp_path_factory):
     """A plan of four GPUs, in a place whose name a shell must be kept from reading."""
     place = tmp_path_factory.mktemp("plans") / 'it\'s $HOME; "my" plan'
-    write_plan(plan_of(PCIE), place_of(place), model=load_bundled(PCIE))
+    write_plan(plan_of(PCIE), place_of(place), models=as_only(load_bundled(PCIE)))
     return place
 
 
@@ -53,7 +53,7 @@ def place_of(place):
 def eight(tmp_path_factory):
     """A plan that recommends a graph file."""
     place = tmp_path_factory.mktemp("eight")
-    write_plan(plan_of(ASUS), place, model=load_bundled(ASUS))
+    write_plan(plan_of(ASUS), place, models=as_only(load_bundled(ASUS)))
     return place
 
 
@@ -61,7 +61,7 @@ def eight(tmp_path_factory):
 def sixteen(tmp_path_factory):
     """A plan of sixteen GPUs, which has no rings for subsets."""
     place = tmp_path_factory.mktemp("sixteen")
-    write_plan(plan_of(WRX), place, model=load_bundled(WRX))
+    write_plan(plan_of(WRX), place, models=as_only(load_bundled(WRX)))
     return place
 
 

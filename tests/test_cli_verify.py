@@ -16,6 +16,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify.record import load_verification
 from tccl_py.verify.spec import WrongValue
+from tests.planned import as_only
 from tests.verified import FakeJobs, by_plan
 
 NAME = "intel-v100"
@@ -49,7 +50,7 @@ def place(planned, tmp_path):
     directory = tmp_path / "plan"
     directory.mkdir()
     shutil.copy(planned / "measurements.jsonl", directory)
-    write_plan(load_plan(planned), directory, model=load_bundled(NAME))
+    write_plan(load_plan(planned), directory, models=as_only(load_bundled(NAME)))
     return directory
 
 

@@ -20,7 +20,7 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify.target import Target
 from tests.cluster_plans import equal_hosts, mixed
 from tests.killed import killed_at, killed_at_each
-from tests.planned import PCIE, SMALL, plan_of
+from tests.planned import PCIE, SMALL, as_only, plan_of
 
 FINDING = "verify.json"
 
@@ -114,7 +114,7 @@ def test_tuning_that_is_killed_leaves_the_plan_as_it_was_or_tuned(tmp_path):
     def begin():
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
-        write_plan(plan, place, model=load_bundled(SMALL))
+        write_plan(plan, place, models=as_only(load_bundled(SMALL)))
 
     for _ in killed_at_each(begin, Target(plan=tuned, directory=place, graphs={}).write):
         with locked(place):

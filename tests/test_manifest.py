@@ -19,7 +19,7 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.torch.members import open_plan
 from tests.cluster_plans import mixed
 from tests.killed import killed_at_each
-from tests.planned import SMALL, plan_of, rebind
+from tests.planned import SMALL, as_only, plan_of, rebind
 
 
 def tccl(*arguments):
@@ -31,7 +31,7 @@ def place(tmp_path):
     """The directory of a simulated plan with subsets."""
     directory = tmp_path / "plan"
     directory.mkdir()
-    write_plan(plan_of(SMALL), directory, model=load_bundled(SMALL))
+    write_plan(plan_of(SMALL), directory, models=as_only(load_bundled(SMALL)))
     return directory
 
 
@@ -122,7 +122,7 @@ def test_a_graph_file_that_is_not_the_plans_is_never_used(tmp_path):
     assert "NCCL_GRAPH_FILE=" not in result.stdout
     assert "nccl/subsets/graph-0-1.xml" not in open_plan(tmp_path).files
     # With a model rings are planned, and theirs are replaced.
-    write_plan(plan, tmp_path, model=load_bundled(SMALL))
+    write_plan(plan, tmp_path, models=as_only(load_bundled(SMALL)))
     theirs.parent.mkdir(exist_ok=True)
     theirs.write_text("<graphs/>")
     result = tccl("env", tmp_path, "--gpus", "0,1", "--choice", "graph")
@@ -136,7 +136,7 @@ def test_a_graph_file_that_is_not_the_plans_is_never_used(tmp_path):
 def test_what_was_verified_holds_for_all_files_and_outlives_graphs_made_on_demand(tmp_path):
     plan = plan_of(SMALL)
     bare = msgspec.structs.replace(plan, subsets=())
-    write_plan(bare, tmp_path, model=load_bundled(SMALL))
+    write_plan(bare, tmp_path, models=as_only(load_bundled(SMALL)))
     identity = read_manifest(tmp_path).identity
     write_subset_graph(bare, plan.subsets[0], tmp_path, read_manifest(tmp_path))
     assert read_manifest(tmp_path).identity == identity

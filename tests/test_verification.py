@@ -27,7 +27,7 @@ from tccl_py.verify.spec import WrongValue, bus_gbps
 from tccl_py.verify.target import read_target
 from tccl_py.verify.verify import RunBudget, round_order
 from tests.nccl_cases import torn
-from tests.planned import SMALL, plan_of, rebind
+from tests.planned import SMALL, as_only, plan_of, rebind
 from tests.verified import (
     FakeJobs,
     by_plan,
@@ -47,7 +47,7 @@ def plan():
 
 @pytest.fixture
 def place(plan, tmp_path):
-    write_plan(plan, tmp_path, model=load_bundled(SMALL))
+    write_plan(plan, tmp_path, models=as_only(load_bundled(SMALL)))
     return tmp_path
 
 
@@ -61,7 +61,7 @@ def boxed():
 def box(boxed, tmp_path):
     place = tmp_path / "box"
     place.mkdir()
-    write_plan(boxed, place, model=load_bundled("intel-v100"))
+    write_plan(boxed, place, models=as_only(load_bundled("intel-v100")))
     return place
 
 
@@ -195,7 +195,7 @@ def test_three_arms_run_in_every_round_and_equal_environments_are_one_arm(boxed,
     # Variables of the other plan are those of default NCCL.
     place = box.parent / "other"
     place.mkdir()
-    write_plan(plan, place, model=load_bundled(SMALL))
+    write_plan(plan, place, models=as_only(load_bundled(SMALL)))
     assert [one.name for one in read_target(plan, place).arms] == ["default", "graph"]
     with pytest.raises(InputError, match="--choice variables"):
         read_target(plan, place).narrowed("variables")
@@ -292,7 +292,7 @@ def test_every_arm_has_what_all_jobs_of_the_plans_hosts_have(plan, tmp_path):
         pinned_env={"NCCL_P2P_DISABLE": "1"},
         alternatives=(),
     )
-    write_plan(bounced, tmp_path, model=load_bundled(SMALL))
+    write_plan(bounced, tmp_path, models=as_only(load_bundled(SMALL)))
     jobs = FakeJobs(by_plan(lambda _: 1.0))
     found = run_verification(
         bounced, tmp_path, dry_run(plan, jobs), RunBudget(sizes=(4096,)), choice="graph"
@@ -478,7 +478,7 @@ def test_without_checks_the_log_is_that_of_a_timing_job(on_two, tmp_path, checks
             moves = spec.checks or spec.sizes
             return changed(outcome, log=LOG.read_text() if moves else "")
 
-    write_plan(on_two, tmp_path, model=load_bundled(SMALL))
+    write_plan(on_two, tmp_path, models=as_only(load_bundled(SMALL)))
     jobs = Logging(by_plan(lambda _: 1.0))
     place = changed(dry_run(on_two, jobs), backend="cuda")
     effort = RunBudget(sizes=(1 << 20,), checks=checks)

@@ -28,15 +28,15 @@ from tccl_py.plan.staging import (
     MANIFEST_FILE,
     PATIENCE_S,
     PLAN_FILE,
+    SPACE,
     Manifest,
     check_if_listed,
+    digest,
     locked,
     make,
-    manifest_text,
     read_manifest,
     refused,
     unmake,
-    write_file,
     write_new_directory,
     write_with_plan,
 )
@@ -96,20 +96,18 @@ def holds_measurements(journal: Path) -> bool:
 
 def _check_held(directory: Path, *, force: bool) -> None:
     held = {entry.name for entry in directory.iterdir()}
+    where = str(directory)
     if PLAN_FILE in held:
         if not force:
-            raise InputError(str(directory), "already holds a plan", "add --force to replace it")
+            raise InputError(where, "already holds a plan", "add --force to replace it")
         return
     if held - {JOURNAL_FILE} and not force:
-        raise InputError(
-            str(directory), "is not empty", "name a new directory, or add --force to use this one"
-        )
+        right = "name a new directory, or add --force to use this one"
+        raise InputError(where, "is not empty", right)
     # Without a plan beside them these are not ours to replace.
-    theirs = sorted(held & set(FOLDERS))
-    if theirs:
-        raise InputError(
-            str(directory / theirs[0]), "belongs to no plan", "name a directory without it"
-        )
+    for name in sorted(held & set(FOLDERS)):
+        where = str(directory / name)
+        raise InputError(where, "belongs to no plan", "name a directory without it")
 
 
 def check_plan_directory(directory: Path) -> None:
@@ -140,8 +138,8 @@ def planned_model(plan: Plan, directory: Path, number: int = 0) -> MachineModel 
     if not path.is_file():
         return None
     one, found = plan.cluster.classes[number], read_description(path)
-    other = found.model is not None and found.knowledge != one.knowledge
-    if found.machine != one.machine or other:
+    learnt = found.model is not None and found.knowledge != one.knowledge
+    if found.machine != one.machine or learnt:
         raise InputError(str(path), "is not the plan's machine", "plan it again")
     return found.model
 
@@ -152,12 +150,11 @@ def planned_models(plan: Plan, directory: Path) -> dict[str, MachineModel]:
     Raises:
         InputError: as `planned_model`.
     """
-    found = {}
-    for number, one in enumerate(plan.cluster.classes):
-        model = planned_model(plan, directory, number)
-        if model is not None:
-            found[one.name] = model
-    return found
+    found = {
+        one.name: planned_model(plan, directory, number)
+        for number, one in enumerate(plan.cluster.classes)
+    }
+    return {name: model for name, model in found.items() if model is not None}
 
 
 def known_model(plan: Plan, directory: Path, *, otherwise: str = "") -> MachineModel:
@@ -205,7 +202,6 @@ def write_plan(
     plan: Plan,
     directory: Path,
     *,
-    model: MachineModel | None = None,
     models: Mapping[str, MachineModel] | None = None,
     fingerprint: Fingerprint | None = None,
 ) -> None:
@@ -214,20 +210,16 @@ def write_plan(
     Args:
         plan: the plan.
         directory: an existing directory.
-        model: the model behind the rates of a simulated plan of one host, written in the machine's
-            place, so that more can be planned by it.
-        models: the same of several hosts, by the names of their classes.
+        models: the models behind the rates of a simulated plan, by the names of its classes,
+            written in the machines' place, so that more can be planned by them.
         fingerprint: the measured host, written beside the machine.
 
     Raises:
         InputError: a file cannot be written; the earlier files are still there.
     """
-    known = dict(models or {})
-    if model is not None:
-        known[plan.cluster.classes[0].name] = model
     files = _below_nccl(plan, directory)
     for number, one in enumerate(plan.cluster.classes):
-        found = known.get(one.name)
+        found = (models or {}).get(one.name)
         files[str(machine_file(plan, Path(), number))] = (
             description_to_json(one.machine, one.knowledge, fingerprint)
             if found is None
@@ -264,12 +256,13 @@ def write_subset_graph(
         now = read_manifest(directory)
         if now.identity != manifest.identity:
             raise InputError(str(directory), "holds another plan by now", "run the command again")
+        with refused(directory / name, "cannot be written", SPACE):
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
         # Unlisted, the file is nobody's; a run that is killed between makes it again.
-        write_file(directory / name, text)
-        write_atomically(directory / MANIFEST_FILE, manifest_text(now.with_added(name, text)))
-
-
-# Findings that are kept beside a plan, and are of that plan alone: they have its digest.
+        write_atomically(directory / name, text)
+        added = now.added | {name: digest(text.encode())}
+        listed = encode_json(msgspec.structs.replace(now, added=added))
+        write_atomically(directory / MANIFEST_FILE, listed)
 
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -314,8 +307,7 @@ def read_beside_plan(path: Path, kind: type[S], *, version: int) -> S | None:
     text = read_text(path)
     head = decode_json(text, _Head, where=str(path), name=kind.__name__)
     if head.format_version != version:
-        raise InputError(
-            str(path), f"has format version {head.format_version}", f"this program reads {version}"
-        )
+        what = f"has format version {head.format_version}"
+        raise InputError(str(path), what, f"this program reads {version}")
     found = decode_json(text, kind, where=str(path))
     return found if head.plan_digest == plan_digest(path.parent) else None

@@ -27,11 +27,7 @@ from tccl_py.files import (
     read_text,
     sweep,
     sweep_beside,
-    write_atomically,
 )
-
-# The manifest of a plan's directory: which files are the plan's, and the digest of each.
-
 
 PLAN_FILE = "plan.json"
 MANIFEST_FILE = "manifest.json"
@@ -54,17 +50,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def identity(self) -> str:
         """The digest of the whole plan, whatever was added since."""
-        return hashlib.sha256(msgspec.json.encode(sorted(self.files.items()))).hexdigest()
+        return digest(msgspec.json.encode(sorted(self.files.items())))
 
-    def with_added(self, name: str, text: str) -> Manifest:
-        """Return the manifest with another file, made on demand."""
-        added = self.added | {name: _digest(text.encode())}
-        return msgspec.structs.replace(self, added=added)
+
+def digest(data: bytes) -> str:
+    """Return the SHA-256 digest of a file."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def manifest_of(files: Mapping[str, str]) -> Manifest:
     """Return the manifest of these texts by file name."""
-    return Manifest(files={name: _digest(text.encode()) for name, text in files.items()})
+    return Manifest(files={name: digest(text.encode()) for name, text in files.items()})
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -88,11 +84,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, names: Iterable[str] | None = None) -> Manifest:
-    """Check files of a plan's directory against its manifest, which is returned.
-
-    Args:
-        directory: of a plan.
-        names: which files; all in the manifest if None.
+    """Check files (None: all) of a plan's directory against its manifest, which is returned.
 
     Raises:
         InputError: a file is missing, was changed, or is not in the manifest; or as
@@ -101,13 +93,15 @@ def check_files(directory: Path, names: Iterable[str] | None = None) -> Manifest
     manifest = read_manifest(directory)
     digests = manifest.digests
     for name in digests if names is None else names:
-        path, right = directory / name, f"restore it, or {_AGAIN}"
+        path, what = directory / name, ""
         if name not in digests:
-            raise InputError(str(path), f"is not in the plan's {MANIFEST_FILE}", right)
-        if not path.exists():
-            raise InputError(str(path), "is missing", right)
-        if _digest(read_bytes(path)) != digests[name]:
-            raise InputError(str(path), "was changed since the plan was written", right)
+            what = f"is not in the plan's {MANIFEST_FILE}"
+        elif not path.exists():
+            what = "is missing"
+        elif digest(read_bytes(path)) != digests[name]:
+            what = "was changed since the plan was written"
+        if what:
+            raise InputError(str(path), what, f"restore it, or {_AGAIN}")
     return manifest
 
 
@@ -119,15 +113,6 @@ def check_if_listed(directory: Path, name: str) -> None:
     """
     if (directory / MANIFEST_FILE).exists():
         check_files(directory, [name])
-
-
-def manifest_text(manifest: Manifest) -> str:
-    """Return a manifest as the text of its file."""
-    return encode_json(manifest)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 FINDINGS = ("verify.json", "explanation.json", "report.html")
@@ -145,7 +130,7 @@ _REPLACING_S = 2.0
 _NAP_S = 0.01
 _PARTS = (*FOLDERS, PLAN_FILE, MANIFEST_FILE)
 _WRITERS = 16
-_SPACE = "choose a writable place with free space"
+SPACE = "choose a writable place with free space"
 
 
 def write_with_plan(
@@ -161,17 +146,16 @@ def write_with_plan(
     Raises:
         InputError: a file cannot be written; the earlier files are still there.
     """
-    manifest = manifest_text(manifest_of(files))
-    with refused(directory, "cannot be written", _SPACE):
+    with refused(directory, "cannot be written", SPACE):
         _tidy(directory)
-    staged = {**files, MANIFEST_FILE: manifest, _MARK: ""}
+    staged = {**files, MANIFEST_FILE: encode_json(manifest_of(files)), _MARK: ""}
     with _staged(staged, directory, STAGING, directory) as staging:
         try:
             check(staging)
         except InputError as error:
             what = f"the plan could not be read again, so none was written ({error.what})"
             raise InputError(str(directory), what, f"{error.right}; report this fault") from error
-        with refused(directory, "cannot be written", _SPACE):
+        with refused(directory, "cannot be written", SPACE):
             _replace(staging, directory)
 
 
@@ -228,7 +212,7 @@ def write_new_directory(output: Path, files_of: Callable[[Path], Mapping[str, st
     Raises:
         InputError: it exists, or cannot be written; nothing is left then.
     """
-    with refused(output, "cannot be written", _SPACE):
+    with refused(output, "cannot be written", SPACE):
         check_path(output.absolute())
         if output.exists() or output.is_symlink():
             raise InputError(str(output), "already exists", "name a new directory")
@@ -243,17 +227,6 @@ def write_new_directory(output: Path, files_of: Callable[[Path], Mapping[str, st
             unmake(made)
             raise
     return len(files)
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a file, and make its folders.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    with refused(path, "cannot be written", _SPACE):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text)
 
 
 @contextmanager
@@ -287,25 +260,18 @@ def unmake(made: Sequence[Path]) -> None:
 def _staged(files: Mapping[str, str], directory: Path, prefix: str, target: Path) -> Iterator[Path]:
     """Make a new folder in `directory` with these files, removed at the end unless it was moved.
 
-    Its name begins with `prefix`. Remains of killed runs with such names are swept.
-
-    Raises:
-        InputError: a file cannot be written; names `target`, as the folder is gone by then.
+    Remains of killed runs with its `prefix` are swept. Errors name `target`: the folder is gone.
     """
     sweep(directory, prefix)
     staging = directory / (prefix + os.urandom(4).hex())
-    with refused(target, "cannot be written", _SPACE):
+    with refused(target, "cannot be written", SPACE):
         staging.mkdir()
         descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
     try:
         lock(descriptor, staging)
         # Each file waits for the disk, which takes many at once as well as one.
-        with (
-            refused(target, "cannot be written", _SPACE),
-            ThreadPoolExecutor(_WRITERS) as writers,
-        ):
-            for _ in writers.map(_write_new, (staging / name for name in files), files.values()):
-                pass
+        with refused(target, "cannot be written", SPACE), ThreadPoolExecutor(_WRITERS) as writers:
+            list(writers.map(_write_new, (staging / name for name in files), files.values()))
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -330,11 +296,11 @@ def _replace(staging: Path, directory: Path) -> None:
     try:
         for name in FINDINGS:
             if (directory / name).is_file():
-                (directory / name).rename(_old(moving, name))
+                (directory / name).rename(moving / f"old-{name}")
         for name in _PARTS:
             place = directory / name
             if os.path.lexists(place):
-                place.rename(_old(moving, name))
+                place.rename(moving / f"old-{name}")
             (moving / name).rename(place)
         # From here on it cannot be undone.
         moving.rename(staging)
@@ -357,7 +323,7 @@ def _undo(directory: Path) -> None:
     if not _is_replaced(directory):
         return
     for name in reversed((*FINDINGS, *_PARTS)):
-        place, old = directory / name, _old(moving, name)
+        place, old = directory / name, moving / f"old-{name}"
         if name in _PARTS and os.path.lexists(place) and not os.path.lexists(moving / name):
             place.rename(moving / name)
         if os.path.lexists(old):
@@ -369,7 +335,3 @@ def _undo(directory: Path) -> None:
 
 def _is_replaced(directory: Path) -> bool:
     return (directory / REPLACING / _MARK).is_file()
-
-
-def _old(moving: Path, name: str) -> Path:
-    return moving / f"old-{name}"
