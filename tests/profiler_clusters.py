@@ -88,3 +88,16 @@ def agent_in_thread(host, *, now_ns=time.monotonic_ns, silence_s=30.0):
         ours.close()
         thread.join(20)
         assert not thread.is_alive()
+
+
+class Checked:
+    """A BandwidthSource over a session that refuses sets before workers start."""
+
+    simulated = False
+
+    def __init__(self, session):
+        self.session = session
+
+    def measure(self, sets):
+        self.session.check_sets(sets)
+        return self.session.profiler.measure(sets)

@@ -48,7 +48,7 @@ from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.model.knowledge import Fingerprint, Knowledge
 from tccl_py.model.machine import Nic
 from tccl_py.model.transfer import parse_set
-from tests.profiler_clusters import agent_in_thread, agents_in_processes, pair
+from tests.profiler_clusters import Checked, agent_in_thread, agents_in_processes, pair
 from tests.profiler_pools import measured_or_failed, stopping
 from tests.toy import toy_machine
 
@@ -493,7 +493,7 @@ def session():
 
 
 def test_sets_that_span_hosts_are_measured(session):
-    (measurement,) = session.source.measure([parse_set(ACROSS)])
+    (measurement,) = Checked(session).measure([parse_set(ACROSS)])
     assert measurement.gbps[0] > 0
     assert measurement.skew_error_us > 0
     assert str(measurement.transfers) == str(parse_set(ACROSS))
@@ -502,7 +502,7 @@ def test_sets_that_span_hosts_are_measured(session):
 def measured_unless_busy(session, text):
     """A set of both hosts, whose workers are more than there may be cores."""
     try:
-        (measurement,) = session.source.measure([parse_set(text)])
+        (measurement,) = Checked(session).measure([parse_set(text)])
     except MeasurementError:
         session.notices.clear()
         if os.getloadavg()[0] > len(os.sched_getaffinity(0)):
@@ -559,25 +559,25 @@ def test_a_session_says_whose_its_measurements_are(session):
 )
 def test_places_that_are_not_there_are_refused(session, text, sentence):
     with pytest.raises(InputError) as caught:
-        session.source.measure([parse_set(text)])
+        Checked(session).measure([parse_set(text)])
     assert str(caught.value) == sentence
 
 
 def test_what_one_host_refuses_is_given_up_on_the_others(session):
     huge = "h0.G0->h0.G0->h0.G1{blocks=2,fifo=512M}"
     with pytest.raises(MeasurementError, match=r"^host h0: G1 would"):
-        session.source.measure([parse_set(f"{huge} {INSIDE.replace('h0', 'h1')}")])
-    (measurement,) = session.source.measure([parse_set(ACROSS)])
+        Checked(session).measure([parse_set(f"{huge} {INSIDE.replace('h0', 'h1')}")])
+    (measurement,) = Checked(session).measure([parse_set(ACROSS)])
     assert measurement.gbps[0] > 0
 
 
 def test_a_lost_worker_is_replaced_and_its_set_measured_again(session):
-    (before,) = session.source.measure([parse_set(ACROSS)])
+    (before,) = Checked(session).measure([parse_set(ACROSS)])
     victim = next(pid for agent in _children(os.getpid()) for pid in _children(agent))
     timer = threading.Timer(0.05, os.kill, (victim, signal.SIGKILL))
     timer.start()
     # New, so that it takes long enough for the worker to die in the midst of it.
-    (after,) = session.source.measure([parse_set(ACROSS.replace("64K", "128K"))])
+    (after,) = Checked(session).measure([parse_set(ACROSS.replace("64K", "128K"))])
     timer.join()
     assert all((*before.gbps, *after.gbps))
     assert any("all workers were started" in text for text in session.notices)
@@ -589,20 +589,20 @@ def test_a_host_that_stands_still_in_the_middle_of_a_set_makes_no_answer(
     session, for_s, times, tmp_path
 ):
     transfers = parse_set(ACROSS.replace("64K", "96K"))
-    (before,) = session.source.measure([parse_set(ACROSS)])
+    (before,) = Checked(session).measure([parse_set(ACROSS)])
     agent = _children(os.getpid())[-1]
     with stopping([agent, *_children(agent)], for_s=for_s, times=times):
-        measured_or_failed(session.source, transfers, tmp_path / "journal.jsonl")
-    (after,) = session.source.measure([parse_set(ACROSS)])
+        measured_or_failed(Checked(session), transfers, tmp_path / "journal.jsonl")
+    (after,) = Checked(session).measure([parse_set(ACROSS)])
     assert min(*before.gbps, *after.gbps) > 0
     session.notices.clear()
 
 
 def test_workers_that_were_ended_start_again_with_the_next_set(session):
-    session.source.measure([parse_set(ACROSS)])
+    Checked(session).measure([parse_set(ACROSS)])
     session.end_workers()
     assert not [pid for agent in _children(os.getpid()) for pid in _children(agent)]
-    (measurement,) = session.source.measure([parse_set(ACROSS)])
+    (measurement,) = Checked(session).measure([parse_set(ACROSS)])
     assert measurement.gbps[0] > 0
 
 

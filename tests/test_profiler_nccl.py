@@ -28,7 +28,7 @@ from tccl_py.search.problem import Budget
 from tccl_py.sources.hosts import HostsSource
 from tccl_py.sources.profiled import MeasurementOptions
 from tests.nccl_cases import read_graph_file
-from tests.profiler_clusters import agents_in_processes
+from tests.profiler_clusters import Checked, agents_in_processes
 
 pytestmark = pytest.mark.timeout(180)
 SOURCE = Path(__file__).with_name("stand_in_nccl.c")
@@ -244,9 +244,9 @@ def test_sets_are_measured_over_communicators_made_once_for_each_link(stand_in):
         ) as session,
     ):
         sets = [parse_set(text) for text in (STAGED, f"{BACK} {STAGED}", BACK)]
-        over, both, back = session.source.measure(sets)
+        over, both, back = Checked(session).measure(sets)
         inside = "h0.G0->h0.G0->h0.C0{blocks=1}"
-        (mixed,) = session.source.measure([parse_set(f"{inside} {STAGED}")])
+        (mixed,) = Checked(session).measure([parse_set(f"{inside} {STAGED}")])
     for found in (over, both, back, mixed):
         assert min(min(row) for row in found.samples_gbps) > 0
         assert not found.simulated
@@ -273,8 +273,8 @@ def test_fifos_of_another_size_are_other_processes(stand_in):
             job, backend="host", devices=1, interfaces=("lo",), options=OPTIONS, only=ONLY
         ) as session,
     ):
-        session.source.measure([parse_set(STAGED)])
-        session.source.measure([parse_set(small)])
+        Checked(session).measure([parse_set(STAGED)])
+        Checked(session).measure([parse_set(small)])
         assert not session.notices
     pids = {}
     for path in stand_in.iterdir():
@@ -296,7 +296,7 @@ def test_what_nccl_refuses_is_named_with_its_link_and_words(stand_in, monkeypatc
             match=r"link 0 from h0\.G0",
         ),
     ):
-        session.source.measure([parse_set(STAGED)])
+        Checked(session).measure([parse_set(STAGED)])
 
 
 def test_a_nic_that_the_host_has_not_is_refused(stand_in):
@@ -307,7 +307,7 @@ def test_a_nic_that_the_host_has_not_is_refused(stand_in):
         ) as session,
         pytest.raises(InputError, match=r"h0\.N7: is not on"),
     ):
-        session.source.measure([parse_set(STAGED.replace("h0.N0", "h0.N7"))])
+        Checked(session).measure([parse_set(STAGED.replace("h0.N0", "h0.N7"))])
 
 
 # Planning by it

@@ -1,7 +1,6 @@
-"""Device clocks on the host's CLOCK_MONOTONIC, with error bounds.
+"""Device clocks on the host's CLOCK_MONOTONIC, with error bounds; an offset is device minus host.
 
-An offset is a device's counter minus the host's clock at the same moment. Stamps are about 10^18
-ns, where float64 steps by 128 ns: only differences to a reference reading become floats.
+Stamps are about 10^18 ns, where float64 steps by 128 ns: only differences become floats.
 """
 
 from __future__ import annotations
@@ -71,9 +70,8 @@ def _offset_bounds(ping: tuple[int, int, int], at: int, resolution_ns: int) -> t
 
 
 class Clock:
-    """Offset and drift of one device, fitted to its readings.
+    """Offset and drift of one device, fitted to its readings; ask `jumped` before `add`.
 
-    Ask `jumped` before `add`; after a jump, discard what was stamped since, and begin a new Clock.
     `tolerance_ns`: deviation of a reading beyond all errors that is not called a jump.
     """
 
@@ -118,8 +116,7 @@ class Clock:
 class _Line:
     """A line of offset over host time about a reference reading, in ns and ns/ns.
 
-    Its errors are bounds, not standard deviations: a way back that is always longer does not
-    average away.
+    Errors are bounds: a way back that is always longer does not average away.
     """
 
     def __init__(self, readings: Sequence[ClockReading], tolerance_ns: int) -> None:

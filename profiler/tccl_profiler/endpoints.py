@@ -1,8 +1,6 @@
 """The endpoints of a flow on its devices, and the shared memory of endpoints.
 
-A direct flow or a bounce has an endpoint at each GPU. A flow over the network has up to four: a
-kernel fills a FIFO, a NIC sends slices; at the remote host a NIC receives slices into a FIFO, a
-kernel empties the FIFO. A flow that NCCL carries has an endpoint at each GPU.
+A flow has an endpoint at each GPU, and at each NIC unless NCCL carries the flow.
 """
 
 from __future__ import annotations
@@ -81,10 +79,7 @@ class BufferLayout:
         return Address(space, offset)
 
     def buffer(self, space: str, size: int, *, writes: bool) -> Address:
-        """Return the buffer of a plain write or read; a read shares a write's of equal size.
-
-        As in a FIFO, the read then finds bytes that were just written, perhaps still in a cache.
-        """
+        """Return the buffer of a plain write or read; a read shares a write's of equal size."""
         users = self._buffers.setdefault((space, size), {True: [], False: []})
         own, shared = users[writes], users[not writes]
         own.append(shared[len(own)] if len(own) < len(shared) else self.memory(space, size))

@@ -1,8 +1,4 @@
-"""The execution of a program on this host's devices, stage by stage, and its specification.
-
-A caller that drives several hosts waits until a repeat is resident on each, and has all release it
-at one time.
-"""
+"""The execution of a program on this host's devices, stage by stage, and its specification."""
 
 from __future__ import annotations
 
@@ -95,9 +91,8 @@ class Runner(Protocol):
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     """How long the pool waits, in seconds.
 
-    `start_s` is for devices to be set up, a first compilation included; `answer_s` for an answer;
-    `lanes_s` for lanes to be resident, to be released, and to end after their window; `stop_s` for
-    workers to end.
+    `start_s` is for devices to be set up; `answer_s` for an answer; `lanes_s` for lanes to be
+    resident, to be released, and to end after their window; `stop_s` for workers to end.
     """
 
     start_s: float = 120.0
@@ -161,11 +156,9 @@ class HostBuffers:
 class Execution:
     """The repeats of a program, queued on this host's devices; `Pool.begin` makes it.
 
-    Call the stages in order: for each repeat `wait_resident`, `release`, `collect`; then `finish`.
-    Left earlier, as a context manager or by `abort`, all lanes are stopped. After `lost` the pool
-    starts new workers. Stages raise WorkerLost if a worker died or hangs, and MeasurementError if a
-    device refuses. `epoch` is the first repeat's. `meanwhile` is called now and then during waits;
-    an exception ends the wait.
+    Call for each repeat `wait_resident`, `release`, `collect`; then `finish`. Left earlier, all
+    lanes are stopped. After `lost` the pool starts new workers. Stages raise WorkerLost and
+    MeasurementError. `meanwhile` is called now and then during waits; an exception ends the wait.
     """
 
     control: Control
@@ -229,10 +222,7 @@ class Execution:
         self._until(resident, self.timeouts.lanes_s, "did not get its part of a set running")
 
     def release(self, repeat: int, at_ns: int | None = None) -> int:
-        """Release a repeat by one store, at `at_ns` of CLOCK_MONOTONIC or now.
-
-        Returns the time after the store; a process that was descheduled stores late.
-        """
+        """Release a repeat at `at_ns` of CLOCK_MONOTONIC or now; return the time after."""
         if at_ns is not None:
             ahead_s = (at_ns - time.monotonic_ns()) / 1e9
             if ahead_s > self.timeouts.lanes_s:

@@ -284,9 +284,8 @@ class Connection(Generic[Received]):
     ) -> None:
         """Send a message; the peer gets duplicates of the descriptors.
 
-        Raises ConnectionClosed if the peer is gone (what it sent before can still be received),
-        ConnectionTimeout if it does not read (half a message may be out: this end closes),
-        MeasurementError if nothing was sent.
+        Raises ConnectionClosed; ConnectionTimeout, after which this end is closed; MeasurementError
+        if nothing was sent.
         """
         deadline = _deadline(timeout_s)
         body = msgspec.msgpack.encode(message)
@@ -304,10 +303,8 @@ class Connection(Generic[Received]):
     def receive(self, timeout_s: float | None) -> tuple[Received, tuple[int, ...]]:
         """Wait for the next message (None: for ever); the caller owns its descriptors.
 
-        Raises ConnectionClosed when all messages of a peer that is gone were received;
-        ConnectionTimeout if no whole message came (a later call goes on from here);
-        MeasurementError for an invalid message, which is dropped (this end closes if the next
-        cannot be found).
+        Raises ConnectionClosed after the last message, ConnectionTimeout (a later call goes on from
+        here), and MeasurementError for an invalid message, which is dropped.
         """
         deadline = _deadline(timeout_s)
         self._fill(_HEADER.size, deadline)

@@ -1,7 +1,6 @@
 """The pool: one worker process per device of this host runs all sets.
 
-Sockets between controller and workers serve for setup only. Lanes are released by one store into
-shared memory, where their records are read.
+Lanes are released by one store into shared memory, where their records are read.
 """
 
 from __future__ import annotations
@@ -119,10 +118,9 @@ class Links:
 class Pool(Links):
     """Worker processes for some devices of this host, and their shared memory.
 
-    Links to NICs of remote hosts are kept from set to set. Methods raise WorkerLost if a worker
-    died or hangs (the next use starts all anew), and MeasurementError if devices refuse. `backend`
-    is that of all devices but NICs; `numa_ids` has, by host space (`C0`), the system's number of
-    the NUMA node, or None.
+    Methods raise WorkerLost if a worker died or hangs (the next use starts all anew), and
+    MeasurementError if devices refuse. `backend` is that of all devices but NICs; `numa_ids` has,
+    by host space (`C0`), the system's number of the NUMA node, or None.
     """
 
     def __init__(
@@ -226,10 +224,7 @@ class Pool(Links):
             worker.done(self._timeouts.start_s)
 
     def close(self, *, hurry: bool = False) -> None:
-        """End the workers and give all memory back; closing twice does nothing more.
-
-        `hurry` kills what does not end at once, because this process was told to end.
-        """
+        """End the workers and give all memory back; `hurry` kills what does not end at once."""
         try:
             self._broken = self._broken or hurry
             self._end()
@@ -274,10 +269,7 @@ class Pool(Links):
             self._lifeline = None
 
     def restart(self, variables: Mapping[str, str] | None = None) -> None:
-        """Give up all workers and start new ones.
-
-        `variables` are their environment beside this process's; None is as before.
-        """
+        """Give up all workers and start new ones, with these variables from now on."""
         if variables is not None:
             self._variables = variables
         self._broken = True
@@ -309,10 +301,7 @@ class Pool(Links):
     def begin(
         self, program: HostProgram, spec: RunSpec, *, meanwhile: Callable[[], None] | None = None
     ) -> Execution:
-        """Queue all repeats of this host's share; the caller goes on from stage to stage.
-
-        `meanwhile` is called now and then while a stage waits; an exception ends the wait.
-        """
+        """Queue all repeats; `meanwhile` is called in waits, and an exception ends them."""
         control = self._ready()
         self._prepare(control, program, spec.repeats)
         execution = Execution(

@@ -62,11 +62,9 @@ _Found = TypeVar("_Found")
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How carefully sets are measured.
 
-    Repeats go on until every flow's 95 % interval is narrower than `stopping.target`, or to its
-    limit; a set that has taken `seconds_per_set` gets no repeats beyond `stopping.minimum`. `check`
+    A set that has taken `seconds_per_set` gets no repeats beyond `stopping.minimum`. `check`
     compares each flow's data once or with every set. Every `sentinel_every` sets (0: never) the
-    first set is measured again to detect drift. `network` is the carrier between hosts; NCCL's
-    links are checked when they are made.
+    first set is measured again to detect drift. `network` is the carrier between hosts.
     """
 
     stopping: Stopping = msgspec.field(default_factory=Stopping)
@@ -91,8 +89,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class Profiler:
     """Measures transfer sets through the pools of one host or several; a `BandwidthSource`.
 
-    `notices` are sentences for the user about the measurements, in order, each once. The pool is
-    started, and closed, by the caller; `clock` tells seconds.
+    `notices` are sentences for the user, each once. The pool is started and closed by the caller.
     """
 
     simulated = False
@@ -218,8 +215,7 @@ class Profiler:
     def _uncontended_of(self, transfers: TransferSet) -> Mapping[Flow, float]:
         """Return GB/s of each flow's channel among few, if its channels share links.
 
-        Sets that differ only in channel counts share one measurement. Without it, no channel of a
-        set is taken to go faster than the fastest.
+        Sets that differ only in channel counts share one measurement.
         """
         few = with_few_channels(transfers)
         if few is None:
@@ -249,8 +245,7 @@ class Profiler:
         """Repeat a set until that is enough or takes too long; return window and samples.
 
         Repeats are discarded if the window turns out too short, or if a copy ended within it. Both
-        end: windows grow by a quarter at least, up to their limit. A repeat in which a flow moved
-        nothing, or flows ran apart, never counts.
+        end: windows grow by a quarter at least, up to their limit.
         """
         limits, begun, pacings, uncounted = self.options.limits, self._now(), 0, 0
         window, channels = self._windows.get(program.transfers) or self._trial(program)

@@ -2,10 +2,7 @@
 
 A lane is one thread block, and takes slices from one FIFO, puts slices into another, or both. A
 FIFO is bytes and two counters: slices written and slices read. A copy does the same with a copy
-engine. A NIC's lane moves slices between a FIFO and a link. Where NCCL carries a flow over the
-network, the flow is a copy at each of its two GPUs, joined by a link, and no NIC has a lane.
-
-Devices have the names of places: `G0`, `N0`; in a program for several hosts, `h1.G0`.
+engine. A NIC's lane moves slices between a FIFO and a link. Devices have the names of places.
 """
 
 from __future__ import annotations

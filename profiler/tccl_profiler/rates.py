@@ -2,9 +2,8 @@
 
 NCCL gives every channel the same number of bytes, and a collective ends with its last channel. On
 NVLink, channels of one kernel are served unequally: of 24 between two H200, the slowest seven had
-10.5 GB/s each, the fastest 18.8. When those end, the slow channels speed up, but none beyond an
-uncontended channel: of eight, each had 20.6 to 21.1 there. That bound is measured by the same set
-with few channels.
+10.5 GB/s each, the fastest 18.8. When those end, slow channels speed up to an uncontended channel's
+rate at most, which the same set with few channels has.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ Floats = npt.NDArray[np.float64]
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one repeat of a set.
 
-    `gbps[i]` is flow i's bandwidth over the window, `straggler_gbps` between GPUs. `skew_us` is the
-    time from the first start to the last, +- `skew_error_us`; `overlap` is (first end - last start)
-    over (last end - first start). `wrong[i]` counts flow i's damaged packs of 16 bytes in a check.
-    `ended_early`: a copy ran out of bytes within the window.
+    `gbps[i]` is flow i's bandwidth, `straggler_gbps` between GPUs; `overlap` is (first end - last
+    start) over (last end - first start); `wrong[i]` counts flow i's damaged packs of 16 bytes in a
+    check. `ended_early`: a copy ran out of bytes within the window.
     """
 
     gbps: tuple[float, ...]
@@ -55,10 +53,7 @@ def sample_of(
     *,
     uncontended: Mapping[Flow, float] | None = None,
 ) -> Sample:
-    """Work out a repeat's bandwidths, 0 for a flow without progress in the window.
-
-    `uncontended`: GB/s of a flow's channel among few, where known.
-    """
+    """Work out a repeat's bandwidths; `uncontended` is GB/s of a flow's channel among few."""
     known = uncontended or {}
     gbps: list[float] = []
     channels: list[ChannelRate] = []
@@ -93,10 +88,7 @@ def sample_of(
 
 
 def hides_overlap(program: Program) -> bool:
-    """Return whether copies and kernels share a device.
-
-    A copy's stamps are small kernels that wait for foreign writes: a lower bound of the end.
-    """
+    """Return whether copies share a device with kernels, so that stamps bound their end only."""
     return any(share.lanes and share.copies for share in program.devices.values())
 
 
@@ -149,10 +141,7 @@ def straggler_gbps(rates: Floats, most: float | None = None) -> float:
 
 
 def shares_links(flow: Flow) -> bool:
-    """Return whether a flow's channels share the links between two GPUs.
-
-    Through host memory channels are served alike: NCCL got the sum there.
-    """
+    """Return whether a flow's channels share links; host memory serves channels alike."""
     return (
         len(flow.transfers) == 1
         and not flow.transfers[0].uses_copy_engine
@@ -180,10 +169,7 @@ def with_few(flow: Flow) -> Flow:
 
 
 def uncontended_gbps(program: Program, channels: Sequence[ChannelRate]) -> Mapping[Flow, float]:
-    """Return the median channel's GB/s of each flow that shares links.
-
-    `channels` are those of a set with few channels, in the order of `Sample.channels`.
-    """
+    """Return the median channel's GB/s of each flow that shares links, from `Sample.channels`."""
     rates = iter([channel.gbps for channel in channels])
     found: dict[Flow, list[float]] = {}
     for flow, part in zip(program.transfers.flows, program.counted, strict=True):

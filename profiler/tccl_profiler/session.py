@@ -108,10 +108,7 @@ class Session:
 
     @property
     def header(self) -> JournalHeader:
-        """Journal header: the machine, driver and options these measurements are valid for.
-
-        It names the whole machine, so that sets of some of its GPUs share a journal with others.
-        """
+        """Journal header: the whole machine, driver and options of these measurements."""
         print_ = self._fingerprint
         identity = (
             f"GPUs {', '.join(print_.gpu_uuids)}; driver {print_.driver}; kernel {print_.kernel}; "
@@ -128,10 +125,7 @@ def pool_of(
     memory: Memory | None = None,
     nics: Mapping[str, DeviceSpec] | None = None,
 ) -> Pool:
-    """Return a pool, not started, for some GPUs of a machine and NICs, by device name.
-
-    A GPU's worker is pinned to its core (host backend) or to its NUMA node's CPUs.
-    """
+    """Return a pool for some GPUs of a machine (pinned to their core or node) and NICs, by name."""
     cores = cpus_of_devices(machine) if backend == "host" else {}
 
     def spec(name: str) -> DeviceSpec:

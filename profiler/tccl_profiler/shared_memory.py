@@ -1,8 +1,7 @@
 """Shared memory: segments on NUMA nodes, the control segment, and the check pattern.
 
-A segment is a memfd without a name in a file system, so no memory outlives its processes. Remote
-processes get the descriptor over a socket. The layout of a record and the pattern are those of
-cuda/pump.cu, so that a backend can compare bytes of another backend.
+A segment is a memfd, so no memory outlives its processes. Records and pattern are those of
+cuda/pump.cu.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ _NAME_BYTES = 200  # memfd_create takes up to 249
 
 
 class Segment:
-    """Shared memory mapped into this process; it owns the descriptor and the mapping.
-
-    Made by `create_segment`, or by `attach` from another process's descriptor. Python's mmap keeps
-    a duplicate of the descriptor, so a segment costs two.
-    """
+    """Shared memory mapped into this process; it owns the descriptor and the mapping."""
 
     def __init__(self, fd: int, size: int, label: str) -> None:
         self._fd = fd
@@ -110,8 +105,7 @@ class Segment:
 def create_segment(size: int, *, numa_id: int | None, label: str) -> Segment:
     """Make zeroed shared memory, every page faulted in and on this node (None: any).
 
-    Where a container refuses mbind, a thread on the node's CPUs touches the pages first. Raises
-    MeasurementError if there is no such node or not enough memory, or pages lie elsewhere.
+    Where a container refuses mbind, a thread on the node's CPUs touches the pages first.
     """
     place = "any NUMA node" if numa_id is None else f"NUMA node {numa_id}"
     try:

@@ -119,10 +119,7 @@ class Sentinel:
         self._newest, self._times = samples_by_flow, self._times + 1
 
     def drift(self) -> str | None:
-        """Return a notice of the flow that moved furthest, None if none moved.
-
-        A flow moved if neither the tolerance nor the 95 % intervals explain the change.
-        """
+        """Return a notice of the flow that moved furthest beyond what is tolerated, or None."""
         pairs = list(zip(self._first, self._newest, strict=True))
         changes = [_certain_change(*pair) for pair in pairs]
         flow = max(range(len(changes)), key=lambda i: abs(changes[i]), default=0)
@@ -137,10 +134,7 @@ class Sentinel:
 
 
 def _certain_change(first: Sequence[float], newest: Sequence[float]) -> float:
-    """Return the relative change of the median, 0 if both intervals explain it.
-
-    Only the facing sides matter; independent errors add as squares.
-    """
+    """Return the median's relative change, 0 if facing sides of the intervals explain it."""
     before, after = float(np.median(first)), float(np.median(newest))
     old, new = median_interval(first), median_interval(newest)
     fell = math.hypot(before - old.low, new.high - after)

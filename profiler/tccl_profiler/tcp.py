@@ -1,11 +1,8 @@
 """NICs as devices: one thread per NIC moves slices between host memory and TCP connections.
 
-NCCL's socket transport works alike: proxy threads move slices between FIFOs and sockets.
-
-On the wire each slice follows a header with repeat, number and length; a header of length 0 ends a
-repeat. Both ends stop by their own clocks, but not within a slice: the sender completes the current
-slice and then sends the end; the receiver drops late slices, up to the end. So the link is clean
-for the next repeat, and neither end waits for a stopped peer.
+On the wire each slice follows a header with repeat, number and length; length 0 ends a repeat. Both
+ends stop by their own clocks, but not within a slice: the sender completes the current slice and
+sends the end; the receiver drops late slices. So the link is clean for the next repeat.
 """
 
 from __future__ import annotations
@@ -140,8 +137,7 @@ class TcpLane:
     def turns(self, warm_at: int, stop_at: int, given_up_at: int) -> Iterator[bool]:
         """Move bytes without blocking, and yield whether any moved; leave the link clean.
 
-        The peer is taken for lost halfway between `stop_at` and `given_up_at`: sooner than the
-        controller gives up, which could only say which NIC is late.
+        The peer is taken for lost halfway to `given_up_at`: the controller could not name it.
         """
         self._given_up_at = (stop_at + given_up_at) // 2
         return self._send(warm_at, stop_at) if self.sends else self._receive(warm_at, stop_at)
@@ -234,12 +230,10 @@ class TcpLane:
 
 
 class NicLinks:
-    """The TCP links of one NIC, kept for later sets; a `LinkSet`.
+    """The TCP links of one NIC, kept for later sets; a `LinkSet`. Methods raise LinkLost.
 
-    Both ends are bound to the address of their NIC, so that a link leaves by the right NIC. The
-    first bytes are a random token of the listener: callers without a token are dropped. Methods
-    raise LinkLost, with both NICs' names. Where permitted, traffic is bound to the interface: by
-    the address alone, a route may lead out of another NIC.
+    Both ends are bound to the address of their NIC and, where permitted, to its interface. The
+    first bytes are a random token of the listener: callers without a token are dropped.
     """
 
     def __init__(self, device: str, address: str, interface: str) -> None:

@@ -59,10 +59,8 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
 class GpuConditions(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU at one moment; None where the driver does not answer.
 
-    Clocks are in MHz; `sm_set_mhz` is the application clock. `throttling` has the names of
-    nvidia-smi's clocks_event_reasons, without the settings idle and application clocks.
-    `pcie_generation_max` and `pcie_width_max` are the best of GPU and slot together. Uncorrected
-    ECC errors count since the driver was loaded. `other_processes` leaves out our own.
+    Clocks are in MHz; `sm_set_mhz` is the application clock. `throttling` has nvidia-smi's names;
+    `pcie_..._max` are the best of GPU and slot together.
     """
 
     gpu: int
@@ -85,11 +83,7 @@ Conditions = tuple[GpuConditions, ...]
 
 
 class Watch:
-    """Asks NVML about GPUs; a context manager, because NVML is opened and closed.
-
-    `gpus` are NVML's indices, in the order of bus ids (CUDA_DEVICE_ORDER=PCI_BUS_ID); `own_pids`
-    may grow. Raises MeasurementError without a driver, and for a GPU that fails.
-    """
+    """Asks NVML about GPUs, by its indices (the order of bus ids); `own_pids` may grow."""
 
     def __init__(
         self,
@@ -145,12 +139,7 @@ class Watch:
         )
 
     def look(self) -> Conditions:
-        """Return the conditions of all GPUs, in the order given.
-
-        Cost: 8 NVML calls a GPU (up to 3 more with drivers that answer an older or newer name), and
-        two small reads of /proc for each process of others. Some calls go to the GPU's own
-        processor, so look between timed transfers and never during them.
-        """
+        """Return the conditions of all GPUs; look between timed transfers and never during them."""
         if len(self._constants) < len(self._gpus):
             raise RuntimeError("a Watch looks only inside its `with` block")
         return tuple(map(self._conditions, self._gpus))
@@ -207,12 +196,10 @@ def warmed(
     limit_s: float = 2.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Conditions, float]:
-    """Run `load` until every PCIe link runs at the best generation.
+    """Run `load`, some 10 ms over all links, until every PCIe link runs at the best generation.
 
-    The loop also ends when no link has risen for half a second, or at the limit, exceeded by at
-    most one `load`. `load` runs at least once: clocks rise with load, while links may be silent
-    (virtual machines). `load` is a burst of some 10 ms over all links. Returns the last look, for
-    `warnings(..., loaded=True)`, and the seconds taken.
+    The loop also ends when no link has risen for half a second, or at the limit. Returns the last
+    look, for `warnings(..., loaded=True)`, and the seconds taken.
     """
     begun = risen = clock()
     best: dict[int, int] = {}
@@ -309,11 +296,7 @@ def throttling_names(bits: int) -> tuple[str, ...]:
 
 
 def warnings(conditions: Sequence[GpuConditions], *, loaded: bool) -> tuple[str, ...]:
-    """Return sentences on what spoils measurements under these conditions.
-
-    `loaded`: transfers ran meanwhile. An idle GPU lowers its PCIe generation and may sit at its
-    power cap without fault.
-    """
+    """Return sentences on what spoils measurements; only loaded GPUs raise clocks and links."""
     return tuple(
         f"GPU {seen.gpu}: {sentence}"
         for seen in conditions
@@ -344,11 +327,7 @@ def _warnings(seen: GpuConditions, *, loaded: bool) -> Iterator[str]:
 
 
 def changes(before: Sequence[GpuConditions], after: Sequence[GpuConditions]) -> tuple[str, ...]:
-    """Return sentences on what makes rates from before and after incomparable.
-
-    Both looks are to be under load, or links and clocks differ by nature. Values that one look
-    lacks are not compared.
-    """
+    """Return sentences on what makes rates incomparable between two looks, both under load."""
     if [seen.gpu for seen in before] != [seen.gpu for seen in after]:
         raise ValueError("only looks at the same GPUs in the same order can be compared")
     return tuple(

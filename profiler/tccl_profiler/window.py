@@ -1,8 +1,6 @@
 """Measurement windows and copy paces: as long as the slowest channel needs, and no longer.
 
-A channel is one thread block of one flow: a loop that moves a slice and counts. A repeat has a
-warm-up and a window; bandwidth is taken between slices that end within the window. A kernel stops
-by the clock; a copy engine's work is queued beforehand, so its pace must last as long.
+A kernel stops by the clock; a copy engine's work is queued beforehand, so its pace must last.
 """
 
 from __future__ import annotations
@@ -48,10 +46,8 @@ class WindowLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of a window.
 
     `slices` of the slowest channel bound the granularity of its rate: ten give 10 % in one repeat
-    at worst, and medians of repeats are finer. `start_error_share` is the share of the window that
-    may pass before all channels run. The minimum keeps clock errors of microseconds out of a rate;
-    the maximum keeps a stalled channel from holding up a search. Beyond the maximum, up to
-    `longest_ms`, windows grow only where flows do not run together, as on busy cores.
+    at worst. `start_error_share` is the share of the window that may pass before all channels run.
+    Beyond the maximum, up to `longest_ms`, windows grow only where flows do not run together.
     """
 
     minimum_ms: float = 2.0
@@ -123,11 +119,7 @@ def needs_longer(
     start_error_us: float,
     limits: WindowLimits | None = None,
 ) -> bool:
-    """Return whether the window was clearly too short for these channels.
-
-    Choose again with `at_least=window` then: both parts only grow, one by a quarter or more, so
-    this ends after a few choices, at the maximum at the latest.
-    """
+    """Return whether the window was clearly too short; choose again with `at_least=window` then."""
     wanted = choose_window(channels=channels, start_error_us=start_error_us, limits=limits)
     too_short = wanted.window_us > LONGER * window.window_us
     return too_short or wanted.warm_us > LONGER * window.warm_us
@@ -142,10 +134,7 @@ def stretched(window: Window, limits: WindowLimits) -> Window:
 def paces_for(
     program: Program, channels: Sequence[ChannelRate] | None, lasting_us: float
 ) -> dict[str, tuple[Pace, ...]]:
-    """Return each copy's pace by device, so that it lasts the window; a flow's ends move as much.
-
-    `channels` are in the order of `Sample.channels`, or None before the first run.
-    """
+    """Return each copy's pace by device, to last the window; a flow's ends move as much."""
     shares = {device: share.copies for device, share in program.devices.items() if share.copies}
     paces: dict[str, dict[int, Pace]] = {device: {} for device in shares}
     rates = iter(() if channels is None else [channel.gbps for channel in channels])

@@ -120,10 +120,7 @@ class WorkerProcess:
 
 
 def spawned(slot: int, spec: DeviceSpec, variables: Mapping[str, str]) -> WorkerProcess:
-    """Start a worker's process with these variables; it waits for Start.
-
-    Raises OSError if no process, descriptor or memory is left; nothing remains then.
-    """
+    """Start a worker's process with these variables; it waits for Start."""
     with contextlib.ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         undo.enter_context(ours)

@@ -7,7 +7,7 @@ from tccl_profiler.cluster.session import LIMITS, ClusterSession
 from tccl_profiler.profiler import Options
 from tccl_profiler.statistics import Stopping
 from tccl_py.model.transfer import parse_set
-from tests.profiler_clusters import agents_in_processes
+from tests.profiler_clusters import Checked, agents_in_processes
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(240)]
 QUICK = Options(stopping=Stopping(limit=6), limits=LIMITS, check="every", sentinel_every=0)
@@ -25,7 +25,7 @@ def test_gpus_of_two_hosts_send_to_each_other_and_start_together():
         ) as session,
     ):
         sets = [parse_set(text) for text in (OVER, f"{OVER} {BACK}", INSIDE)]
-        over, ring, inside = session.source.measure(sets)
+        over, ring, inside = Checked(session).measure(sets)
         assert over.gbps[0] > 0.5
         assert min(ring.gbps) > 0.3
         assert min(inside.gbps) > 5
@@ -44,7 +44,7 @@ def test_nccl_carries_flows_between_gpus_of_two_hosts():
         ) as session,
     ):
         sets = [parse_set(text) for text in (OVER, f"{OVER} {BACK}", f"{OVER} {INSIDE}")]
-        over, ring, mixed = session.source.measure(sets)
+        over, ring, mixed = Checked(session).measure(sets)
     print(over.gbps, ring.gbps, mixed.gbps, over.skew_us, mixed.overlap, session.notices)
     assert over.gbps[0] > 0.5
     assert min(ring.gbps) > 0.3

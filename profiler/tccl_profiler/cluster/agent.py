@@ -1,7 +1,6 @@
 """A host agent: serves the controller's requests by a pool of workers of this host.
 
-On the controller's host the agent is started as `tccl_profiler.cluster.agent DESCRIPTOR [NAME]`, a
-connected Unix socket; on remote hosts a rank of the job is the agent.
+On the controller's host it is the process `tccl_profiler.cluster.agent DESCRIPTOR [NAME]`.
 """
 
 from __future__ import annotations
@@ -108,10 +107,7 @@ class Agent:
         }
 
     def serve(self) -> int:
-        """Carry out requests until told to stop; return the exit code.
-
-        Raises ControllerLost if it closed its end, sends invalid messages, or is silent for long.
-        """
+        """Carry out requests until told to stop; return the exit code. Raises ControllerLost."""
         heart = HeartbeatThread(lambda: self._messenger.send(0, say.Heartbeat()))
         heart.start()
         try:

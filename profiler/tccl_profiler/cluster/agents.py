@@ -41,10 +41,9 @@ class HostLost(SourceLostError):  # noqa: N818 - says what happened
 
 
 class Agents:
-    """All agents of a job.
+    """All agents of a job. Methods raise HostLost if a host is gone or silent.
 
-    Methods raise HostLost if a host is gone or silent. `lost` is called with the host when one is
-    lost, before the error is raised.
+    `lost` is called with the host before.
     """
 
     def __init__(
@@ -82,10 +81,7 @@ class Agents:
             raise self._died(host) from error
 
     def heard(self, number: int, hosts: Iterable[str], limit_s: float) -> dict[str, Message]:
-        """Return one message with this number of each host; unrelated messages are dropped.
-
-        After a failure of a host, hosts without an answer yet are left out.
-        """
+        """Return one message with this number of each host, fewer after a failure of a host."""
         waiting, found = dict.fromkeys(hosts), dict[str, Message]()
         begun = looked = time.monotonic()
         self._backoff.reset()
@@ -174,11 +170,7 @@ class Agents:
 
 
 def checked(answers: Mapping[str, Message], kind: type[Answer]) -> dict[str, Answer]:
-    """Return the answers, if all are of this type.
-
-    Else raise the failure that says most, with its host: bad input before lost workers, refusals
-    and links.
-    """
+    """Return the answers, all of this type, or raise the failure that says most, with its host."""
     failed = {host: answer for host, answer in answers.items() if isinstance(answer, Failed)}
     for wanted in ("input", "lost", "refused", "link"):
         for host, failure in failed.items():

@@ -73,8 +73,7 @@ def host_facts(
 ) -> HostFacts:
     """Discover this host.
 
-    `devices` is the number of devices of the stand-in (backend `host`); without `interfaces` NICs
-    are the machine's own. InputError names the host.
+    `devices` of the stand-in; without `interfaces` NICs are the machine's own.
     """
     try:
         machine, knowledge, fingerprint = _discovered(backend, devices)
@@ -143,8 +142,7 @@ def check_hosts(
 ) -> None:
     """Refuse hosts that cannot be one cluster.
 
-    `expected` are names in a list of hosts, empty without a list; interfaces named by the user must
-    be up; `addressed`: NICs need addresses for TCP. InputError names the host.
+    `expected` are names in a list of hosts; `addressed`: NICs need addresses for TCP.
     """
     names = [host.name for host in hosts]
     for name in expected:
@@ -225,10 +223,7 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def interface(name: str, *, sysfs: Path = SYSFS, proc: Path = PROC) -> Interface | None:
-    """Return an interface as the kernel describes it, or None.
-
-    An IPv4 address goes before an IPv6 address; link-local addresses do not count.
-    """
+    """Return an interface, or None; an IPv4 address goes before a global IPv6 address."""
     if not 1 <= len(name.encode()) <= _LONGEST or name not in _names():
         return None
     flags = _ioctl(_SIOCGIFFLAGS, name)
@@ -293,8 +288,7 @@ def with_interfaces(
 ) -> Machine:
     """Return the machine with the existing interfaces of a list as NICs.
 
-    NICs of the machine keep their place; virtual interfaces, and all of a stand-in machine's, hang
-    from the first NUMA node.
+    Interfaces that are no NICs of the machine hang from the first NUMA node.
     """
     own = {name: nic for nic in machine.nics for name in (_interface_of(nic, sysfs), nic.name)}
     nics: list[Nic] = []

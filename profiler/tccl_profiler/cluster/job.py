@@ -1,12 +1,8 @@
 """A job of several ranks: rendezvous, the controller, the host agents, and the end of all.
 
-Rank 0 is the controller. The lowest rank of each host is the host's agent, further ranks wait; on
-the controller's host the agent is a separate process, so that the controller's work does not
-disturb the measurement. Hosts are told apart by gethostname(2).
-
-MPI carries only the messages of the rendezvous: when a rank dies, an MPI library ends all ranks
-within MPI calls (Open MPI's TCP transport with "Socket closed"), and no rank is left to name the
-host. A TCP connection ends visibly, and waiting takes no core.
+Rank 0 is the controller. The lowest rank of each host is its agent; on the controller's host the
+agent is a separate process. MPI carries only the rendezvous: when a rank dies, MPI ends all ranks
+within MPI calls, and no rank is left to name the host. A TCP connection ends visibly.
 """
 
 from __future__ import annotations
@@ -108,8 +104,7 @@ def own_info() -> PeerInfo:
 def rendezvous(bootstrap: Bootstrap, *, join_s: float = JOIN_S) -> Rendezvous:
     """Connect all ranks to the controller, and end the bootstrap.
 
-    Raises InputError if a rank is missing or cannot connect, MeasurementError if the controller
-    cannot be reached from here.
+    Raises InputError for a rank that is missing or cannot connect.
     """
     if bootstrap.rank == CONTROLLER:
         found = _gathered(bootstrap, join_s)
@@ -326,10 +321,7 @@ class Job:
             process.wait()
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Handle SIGTERM: the launcher ends the job, because a rank died or on request.
-
-        A live rank is told as well, and says so before its connection ends.
-        """
+        """Handle SIGTERM: the launcher ends the job, because a rank died or on request."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.broken:
             # The cause is known, and is being printed.

@@ -1,8 +1,7 @@
 """Messages between the controller and host agents, and the waits of both.
 
-An agent answers the workers' Ping, LinkStep and Stop for the whole host. Every message travels in
-an Envelope; an answer carries the question's number, so that late answers are recognised. Neither
-sending nor polling waits for a peer: waits are made of naps, with a limit, and watch all peers.
+An answer carries the question's number, so that late answers are recognised. Neither sending nor
+polling waits for a peer: waits are made of naps, with a limit, and watch all peers.
 """
 
 from __future__ import annotations
@@ -253,8 +252,7 @@ class PeerGone(MeasurementError):  # noqa: N818 - says what happened
 class Messenger:
     """One end of the connection between the controller and a rank's agent.
 
-    `heard_s` is when anything last came from the peer, on this process's CLOCK_MONOTONIC; `leaving`
-    whether the peer has said that its launcher tells it to end.
+    `heard_s` is when anything last came; `leaving` that the peer's launcher tells it to end.
     """
 
     def __init__(self, connection: Connection[Envelope]) -> None:
@@ -272,11 +270,7 @@ class Messenger:
             raise PeerGone(str(error)) from error
 
     def poll(self) -> Envelope | None:
-        """Return the next message, if any; Heartbeat and Leaving are noted only.
-
-        Raises PeerGone after all messages of a peer that is gone; MeasurementError if a message is
-        invalid, and dropped.
-        """
+        """Return the next message, if any; Heartbeat and Leaving are noted. Raises PeerGone."""
         while True:
             try:
                 envelope, _ = self._connection.receive(0)

@@ -1,7 +1,6 @@
 """MPI: detection of a job, and its rendezvous. Only here mpi4py is imported.
 
-Messages go by Isend and matched probes, never by a collective, so that a missing rank hangs no
-rank. After the rendezvous MPI is ended: see `job`.
+Messages go by Isend and matched probes, never by a collective: a missing rank hangs no rank.
 """
 
 from __future__ import annotations

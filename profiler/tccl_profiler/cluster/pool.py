@@ -1,8 +1,7 @@
 """The pools of several hosts as one: each host runs a share of a program, released together.
 
-All hosts report resident lanes; then the controller sets a time, far enough ahead for the slowest
-message, at which each host releases its lanes by its own clock. (Windows and not a barrier: S.
-Hunold and A. Carpen-Amarie, Reproducible MPI Benchmarking, TPDS 2016.)
+When all lanes are resident, the controller sets a time at which each host releases its lanes by its
+own clock. (S. Hunold and A. Carpen-Amarie, Reproducible MPI Benchmarking, TPDS 2016.)
 """
 
 from __future__ import annotations
@@ -53,9 +52,8 @@ _OFTEN_S = 0.05
 class ClusterPool:
     """Measures several hosts for a Profiler; see `execution.Runner`.
 
-    Methods raise WorkerLost if a worker died or hangs, MeasurementError if devices refuse, both
-    with the host's name, and SourceLostError if a host is gone or a clock jumped. `devices`: what
-    to start, by host.
+    Methods raise WorkerLost if a worker died or hangs, MeasurementError if devices refuse, and
+    SourceLostError if a host is gone or a clock jumped.
     """
 
     def __init__(
@@ -251,10 +249,7 @@ class HostClock:
         self._read_ns = 0
 
     def add(self, reading: ClockReading) -> None:
-        """Add a reading, host minus controller; begin a new fit if the clock's rate was corrected.
-
-        Raises SourceLostError if the clock jumped.
-        """
+        """Add a reading, host minus controller; begin a new fit if the rate was corrected."""
         if self._read_ns:
             at_ns, error_ns = self._clock.host_ns(reading.at_ns + reading.offset_ns)
             off_ns, allowed_ns = at_ns - reading.at_ns, error_ns + reading.error_ns

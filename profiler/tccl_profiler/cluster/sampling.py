@@ -1,7 +1,6 @@
 """Network bandwidth between hosts by sample: a pair per kind of pair, and the odd hosts.
 
-Equal hosts at equal places of a network have equal bandwidth, so a few pairs stand for all. Spot
-checks of other pairs test that, and name a host that is slower or faster than its like.
+Equal hosts at equal places have equal bandwidth; spot checks of other pairs test that.
 """
 
 from __future__ import annotations
@@ -104,9 +103,8 @@ def links_check(
     """Measure one pair of hosts for each kind of pair, further pairs at random, and find odd hosts.
 
     A kind is the classes of both hosts and whether a switch is shared. Pairs go from host memory to
-    host memory by every NIC in turn, or by NCCL from the GPU beside the NIC. `classes` has the
-    class number of each host; `switches`, by host, its switch if known. Of at most `spot_checks`
-    further pairs, hosts without pairs come first.
+    host memory by every NIC in turn, or by NCCL from the GPU beside the NIC. Of at most
+    `spot_checks` further pairs, hosts without pairs come first.
     """
     sample = _PairSample(source, hosts, classes, switches or {}, network)
     chooser = random.Random(seed)
@@ -266,10 +264,7 @@ def between(sender: str, nic: int, receiver: str, receiver_nic: int) -> Flow:
 
 
 def between_gpus(sender: HostFacts, nic: int, receiver: HostFacts, receiver_nic: int) -> Flow:
-    """Return a flow between the GPUs beside two NICs, through host memory on both sides.
-
-    Every NIC reaches host memory, so that hosts can be compared.
-    """
+    """Return a flow between the GPUs beside two NICs, through host memory on both sides."""
     ends = []
     for host, port in ((sender, nic), (receiver, receiver_nic)):
         nics = [own.index for own in host.machine.nics]

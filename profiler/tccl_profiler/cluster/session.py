@@ -20,7 +20,6 @@ from tccl_profiler.session import Backend
 from tccl_profiler.shared_memory import MAX_LANES
 from tccl_profiler.window import WindowLimits
 from tccl_py.errors import InputError
-from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, Place, TransferSet
 from tccl_py.sources.journal import JournalHeader
 
@@ -39,11 +38,8 @@ start a millisecond apart need no window of a tenth of a second: bytes count aft
 class ClusterSession:
     """Measures the hosts of a job; a context manager, on the controlling rank.
 
-    Entering discovers the hosts, and refuses hosts that cannot be one cluster. Workers start with
-    the first measured set. Methods raise SourceLostError if a host is gone. `devices` is the number
-    of devices of a host backend's stand-in; `interfaces` are NICs to use on every host, none each
-    machine's own; `expected` the names of a host list; `only` the devices to start by host (None:
-    all; a host that is left out has none).
+    Workers start with the first measured set. `devices` is the number of a host backend's devices,
+    `expected` a host list, `only` the devices to start by host (a host that is left out has none).
     """
 
     def __init__(
@@ -73,7 +69,6 @@ class ClusterSession:
         self.hosts: tuple[HostFacts, ...] = ()
         self.clocks: dict[str, HostClock] = {}
         self.notices: list[str] = []
-        self.source = ClusterSource(self)
 
     def __enter__(self) -> ClusterSession:
         job = self._job
@@ -197,17 +192,3 @@ class ClusterSession:
 def _check_name(place: Place, host: HostFacts, there: Sequence[str]) -> None:
     if local(device_of(place)) not in there:
         raise InputError(f"{place}", f"is not on host {host.name}", f"it has {', '.join(there)}")
-
-
-class ClusterSource:
-    """The BandwidthSource of a session."""
-
-    simulated = False
-
-    def __init__(self, session: ClusterSession) -> None:
-        self._session = session
-
-    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Measure each set; results are in the order given."""
-        self._session.check_sets(sets)
-        return self._session.profiler.measure(sets)

@@ -68,11 +68,7 @@ def load_kernels(cupy: Any) -> dict[str, Any]:
 
 
 class CudaDevice:
-    """One GPU as a `Device`.
-
-    GPU memory is the arena that peers write to and read from, the bytes that are sent or added, and
-    the bytes that are kept. Host memory is the controller's, registered. CUDA takes 0.5 GiB more.
-    """
+    """One GPU as a `Device`; CUDA takes 0.5 GiB beside what is allocated."""
 
     def __init__(self) -> None:
         import cupy  # noqa: PLC0415 (only where there are GPUs)

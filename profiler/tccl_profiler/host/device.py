@@ -1,8 +1,7 @@
 """Cores of this host as devices: shared memory as device memory, copies by the core as lanes.
 
-A worker process is one device, pinned to its core; one thread runs all lanes in turn, a slice at a
-time. FIFOs, counters, the flag, clocks and records are those of cuda/pump.cu, so that all code
-above the device is exercised, and the bandwidth of this host's memory is really measured.
+A worker is one device, pinned to its core; one thread runs all lanes in turn, a slice at a time.
+FIFOs, counters, the flag, clocks and records are those of cuda/pump.cu.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Lanes of the host backend, by memcpy between mapped spaces; see a block of cuda/pump.cu.
 
-The core makes no sums: where a GPU adds incoming data to its own and sends the sum, the core
-forwards incoming data, and reads one stream less than a reduction.
+The core makes no sums: it forwards incoming data, and reads one stream less than a reduction.
 """
 
 from __future__ import annotations
@@ -33,11 +32,8 @@ class HostEnd:
     """One end of a lane in this process's addresses, with progress; `data` 0 is no end.
 
     `ahead` is how many slices the end may be beyond its counter: a FIFO's length for the writer, 0
-    for the reader.
-
-    A counter is one aligned store of 8 bytes. x86 keeps the store behind the slice's own stores. On
-    aarch64 the interpreter's lock keeps the order: the lock is released and taken again around each
-    memmove, two barriers for a store to the counter.
+    for the reader. x86 keeps a counter's store behind the slice's own stores; on aarch64 the
+    interpreter's lock does, which is released and taken again around each memmove.
     """
 
     data: int = 0
