@@ -16,10 +16,10 @@ from tccl_py.errors import MeasurementError
 
 DRIFT_LIMIT_PPM = 500
 """Bound of two clocks' drift: crystals differ by 100 ppm, NTP slews by up to 500."""
-WANDER_PPM = 1.0
-"""Assumed deviation of a clock's rate from the fit, as devices warm up."""
-KEPT = 32
-"""Readings in a fit; older ones say little of a clock that wanders."""
+WANDER_PPM = 1.0  # assumed deviation of a clock's rate from the fit, as devices warm up
+KEPT = 32  # readings in a fit; older ones say little of a clock that wanders
+
+_TOLERANCE_NS = 2_000  # deviation of a reading beyond all errors that is no jump
 
 _Floats = NDArray[np.float64]
 
@@ -70,20 +70,17 @@ def _offset_bounds(ping: tuple[int, int, int], at: int, resolution_ns: int) -> t
 
 
 class Clock:
-    """Offset and drift of one device, fitted to its readings; ask `jumped` before `add`.
+    """Offset and drift of one device, fitted to its readings; ask `jumped` before `add`."""
 
-    `tolerance_ns`: deviation of a reading beyond all errors that is not called a jump.
-    """
-
-    def __init__(self, *, device: str = "device", tolerance_ns: int = 2_000) -> None:
-        self.device, self.tolerance_ns = device, tolerance_ns
+    def __init__(self, *, device: str = "device") -> None:
+        self.device = device
         self._readings: tuple[ClockReading, ...] = ()
         self._line: _Line | None = None
 
     def add(self, reading: ClockReading) -> None:
         """Add a reading to the fit; the oldest beyond 32 are dropped."""
         self._readings = (*self._readings, reading)[-KEPT:]
-        self._line = _Line(self._readings, self.tolerance_ns)
+        self._line = _Line(self._readings)
 
     def host_ns(self, device_ns: int) -> tuple[int, int]:
         """Return the host time of a device's stamp and its error bound, both in ns.
@@ -100,7 +97,7 @@ class Clock:
     def jumped(self, reading: ClockReading) -> str | None:
         """Return a notice if a new reading contradicts the fit beyond errors and tolerance."""
         off, allowed = self._line.misses(reading) if self._line else (0.0, 0.0)
-        if abs(off) <= allowed + self.tolerance_ns:
+        if abs(off) <= allowed + _TOLERANCE_NS:
             return None
         return (
             f"{self.device}: its clock jumped by {off / 1e3:+,.1f} us against the host's, of which "
@@ -119,7 +116,7 @@ class _Line:
     Errors are bounds: a way back that is always longer does not average away.
     """
 
-    def __init__(self, readings: Sequence[ClockReading], tolerance_ns: int) -> None:
+    def __init__(self, readings: Sequence[ClockReading]) -> None:
         # The reading in the middle is no outlier, so all that count are near it.
         middle = sorted(readings, key=lambda reading: reading.offset_ns)[len(readings) // 2]
         self.at_ns, self._offset_ns = middle.at_ns, middle.offset_ns
@@ -128,7 +125,7 @@ class _Line:
         offsets = np.array([float(reading.offset_ns - self._offset_ns) for reading in readings])
         errors = np.array([float(max(reading.error_ns, 1)) for reading in readings])
         start, slope = _robust_line(times, offsets, errors)
-        near = np.abs(offsets - start - slope * times) <= errors + tolerance_ns
+        near = np.abs(offsets - start - slope * times) <= errors + _TOLERANCE_NS
         self._fit(times[near], offsets[near], errors[near])
 
     def _fit(self, times: _Floats, offsets: _Floats, errors: _Floats) -> None:

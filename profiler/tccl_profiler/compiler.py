@@ -34,16 +34,13 @@ from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, tra
 FlowCoupling = Literal["pass-on", "independent"]
 """Flows through one GPU: forwarded from one to the next as in a ring, or each at its own pace."""
 
-FREE_BLOCKS = 32
-"""Thread blocks of a flow that names no number: enough for NVLink, cheap for PCIe."""
-FEW_BLOCKS = 4
-"""Blocks of a check, and FIFOs of a copy engine, if a flow names no number."""
+FREE_BLOCKS = 32  # thread blocks of a flow that names no number: enough for NVLink, cheap for PCIe
+FEW_BLOCKS = 4  # blocks of a check, and FIFOs of a copy engine, if a flow names no number
 NETWORK_BLOCKS = 2
 """Channels of a flow over the network that names no number; NCCL has at least two."""
 CARRIED_GROUP_US = 5_000.0
 """An NCCL collective begins tens of microseconds after the previous one has ended."""
-COPIED_GROUP_US = 500.0
-"""A stamp is a kernel between copies and costs them about ten microseconds."""
+COPIED_GROUP_US = 500.0  # a stamp is a kernel between copies and costs them about ten microseconds
 LEAST_COUPLED_SLICES = 3
 """A closed ring needs room beside the chunk of two slices that each lane begins with."""
 

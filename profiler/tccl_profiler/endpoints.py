@@ -6,6 +6,7 @@ A flow has an endpoint at each GPU, and at each NIC unless NCCL carries the flow
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -22,13 +23,10 @@ from tccl_profiler.program import (
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer
 
-SLICES = 4
-"""NCCL posts a FIFO of eight slots by two slots at a time."""
-FREE_BYTES = 64 * 1024 * 1024
-"""Memory that a flow without a FIFO cycles through."""
+SLICES = 4  # NCCL posts a FIFO of eight slots by two slots at a time
+FREE_BYTES = 64 * 1024 * 1024  # memory that a flow without a FIFO cycles through
 FREE_SLICE_BYTES = 256 * 1024
-COPY_BYTES = 64 * 1024 * 1024
-"""One request to a copy engine, where no FIFO sets the size."""
+COPY_BYTES = 64 * 1024 * 1024  # one request to a copy engine, where no FIFO sets the size
 CARRIED_BYTES = 1024 * 1024
 """The unit in which NCCL's bytes are counted; the pace sets how many NCCL is given at once."""
 
@@ -168,21 +166,11 @@ def _piped(
         strict=True,
     )
 
-    def endpoint(
-        device: Place, kind: Direction, ends: tuple[End, ...], copies: bool
-    ) -> FlowEndpoint:
-        return FlowEndpoint(
-            flow=number,
-            device=str(device),
-            kind=kind,
-            ends=ends,
-            slice_bytes=slice_bytes,
-            engine=flow.is_bounce and copies,
-        )
-
+    endpoint = partial(FlowEndpoint, flow=number, slice_bytes=slice_bytes)
+    engines = [flow.is_bounce and part.uses_copy_engine for part in (first, last)]
     return (
-        endpoint(source, "outgoing", writers, first.uses_copy_engine),
-        endpoint(target, "incoming", readers, last.uses_copy_engine),
+        endpoint(device=str(source), kind="outgoing", ends=writers, engine=engines[0]),
+        endpoint(device=str(target), kind="incoming", ends=readers, engine=engines[1]),
     )
 
 

@@ -28,15 +28,11 @@ from tccl_profiler.shared_memory import MAX_STAMPS, Control, Segment, create_seg
 from tccl_profiler.workers import WorkerProcess
 from tccl_py.errors import MeasurementError
 
-_LOOK_S = 0.02
-"""How often a wait checks that all workers live."""
-_SPIN_NS = 100_000
-"""Time before a release during which the core is kept: a sleep may end that late."""
-_EARLY_S = 0.0005
-"""Time before its lanes should end at which a repeat is polled."""
+_LOOK_S = 0.02  # how often a wait checks that all workers live
+_SPIN_NS = 100_000  # time before a release during which the core is kept: a sleep may end that late
+_EARLY_S = 0.0005  # time before its lanes should end at which a repeat is polled
 _SMALLEST = 64 << 20
-_COUNTERS_BYTES = COUNTERS * COUNTER_BYTES
-"""The counters of one repeat."""
+_COUNTERS_BYTES = COUNTERS * COUNTER_BYTES  # the counters of one repeat
 
 Stamps = npt.NDArray[np.uint64]
 

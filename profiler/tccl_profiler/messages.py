@@ -25,8 +25,7 @@ import msgspec
 from tccl_profiler.program import DeviceProgram, Link
 from tccl_py.errors import InputError, MeasurementError, TcclError, limit_reached
 
-LINK_S = 10.0
-"""Seconds for a link to be made."""
+LINK_S = 10.0  # seconds for a link to be made
 
 
 class WorkerLost(MeasurementError):  # noqa: N818 - says what happened
@@ -240,7 +239,6 @@ def link_names(links: Sequence[Link]) -> str:
 # Framing
 
 LARGEST_BODY = 64 << 20  # bytes
-MOST_FDS = 250  # Linux sends 253 at once (SCM_MAX_FD in include/net/scm.h)
 _HEADER = struct.Struct("!IH")
 _READ_BYTES = 1 << 20
 _FD_BYTES = array("i").itemsize
@@ -289,7 +287,9 @@ class Connection(Generic[Received]):
         """
         deadline = _deadline(timeout_s)
         body = msgspec.msgpack.encode(message)
-        self._check_sendable(body, fds)
+        if len(body) > LARGEST_BODY:
+            what = f"{len(body)} message bytes to {self.peer}"
+            raise MeasurementError(f"{what}; at most {LARGEST_BODY} are right")
         try:
             data = memoryview(_HEADER.pack(len(body), len(fds)) + body)
             while data:
@@ -345,22 +345,6 @@ class Connection(Generic[Received]):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _check_sendable(self, body: bytes, fds: Sequence[int]) -> None:
-        """Refuse before the first byte what would break off within a message."""
-        for size, most, what in (
-            (len(body), LARGEST_BODY, "message bytes"),
-            (len(fds), MOST_FDS, "file descriptors"),
-        ):
-            if size > most:
-                raise MeasurementError(f"{size} {what} to {self.peer}; at most {most} are right")
-        for fd in fds:
-            try:
-                os.fstat(fd)
-            except OSError as error:
-                raise MeasurementError(
-                    f"file descriptor {fd} to {self.peer}: {error.strerror}"
-                ) from error
 
     def _send_some(
         self, data: bytes | memoryview, fds: Sequence[int], deadline: float | None

@@ -232,8 +232,7 @@ _CHANNEL = """    <channel>
       <net dev="{nic:#x}"/>
     </channel>
 """
-_RING, _TREE = (0, 4), (1, 3)
-"""Id and pattern; a communicator has no more channels than its tree."""
+_RING, _TREE = (0, 4), (1, 3)  # id and pattern; a communicator has no more channels than its tree
 
 
 def process_variables(links: Collection[Link]) -> dict[str, str]:

@@ -42,10 +42,8 @@ from tccl_profiler.shared_memory import MAX_DEVICES, MAX_LANES, Control, Segment
 from tccl_profiler.workers import DeviceSpec, WorkerProcess, spawned
 from tccl_py.errors import MeasurementError
 
-_BROKEN_STOP_S = 0.5
-"""Time for workers that are given up to end by themselves."""
-_KILL_S = 5.0
-"""A process within a driver's call may take a while to die."""
+_BROKEN_STOP_S = 0.5  # time for workers that are given up to end by themselves
+_KILL_S = 5.0  # a process within a driver's call may take a while to die
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):

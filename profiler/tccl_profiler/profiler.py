@@ -44,14 +44,10 @@ from tccl_py.model.transfer import Flow, TransferSet
 
 _TRIALS_MS = (1.0, 8.0, 40.0)
 """Windows of trials and checks, until bytes have moved in every channel."""
-_PACINGS = 3
-"""How often repeats may be discarded because a copy ended before their window did."""
-_MORE = 4
-"""Repeats that are added where the first were not enough."""
-_UNCOUNTED = 6
-"""Invalid repeats of the longest window that, being the majority, fail the set."""
-_FEW_REPEATS = Stopping(minimum=3, limit=3)
-"""Repeats of a set with few channels, which are alike."""
+_PACINGS = 3  # how often repeats may be discarded because a copy ended before their window did
+_MORE = 4  # repeats that are added where the first were not enough
+_UNCOUNTED = 6  # invalid repeats of the longest window that, being the majority, fail the set
+_FEW_REPEATS = Stopping(minimum=3, limit=3)  # repeats of a set with few channels, which are alike
 _EXERCISE_US = 20_000.0
 _PINGS = 16
 _PING_EVERY_S = 0.05
@@ -253,20 +249,13 @@ class Profiler:
         while not self._enough(stopping, seen, self._now() - begun):
             # 1. Some more repeats, not beyond the limit.
             wanted = min(_MORE, stopping.limit - len(seen)) if seen else stopping.minimum
-            samples = self._run(
-                program,
-                window,
-                channels,
-                repeats=min(wanted, MAX_REPEATS),
-                uncontended=uncontended,
-            )
+            repeats = min(wanted, MAX_REPEATS)
+            samples = self._run(program, window, channels, repeats=repeats, uncontended=uncontended)
             channels, start_error_us = median_channels(samples), _start_error(samples)
             # 2. Begin again if these repeats are of little use.
             faults = [why_uncounted(program, sample) for sample in samples]
-            if needs_longer(
-                window, channels=channels, start_error_us=start_error_us, limits=limits
-            ):
-                window, seen = self._chosen(channels, start_error_us, window), []
+            if needs_longer(window, channels, start_error_us, limits):
+                window, seen = choose_window(channels, start_error_us, limits, window), []
             elif pacings < _PACINGS and any(sample.ended_early for sample in samples):
                 pacings += 1
             elif any(faults) and (longer := stretched(window, limits)) != window:
@@ -298,17 +287,7 @@ class Profiler:
             channels = median_channels(samples)
             if all(channel.gbps for channel in channels):
                 break
-        return self._chosen(channels, _start_error(samples), None), channels
-
-    def _chosen(
-        self, channels: Sequence[ChannelRate], start_error_us: float, at_least: Window | None
-    ) -> Window:
-        return choose_window(
-            channels=channels,
-            start_error_us=start_error_us,
-            limits=self.options.limits,
-            at_least=at_least,
-        )
+        return choose_window(channels, _start_error(samples), self.options.limits), channels
 
     def _run(
         self,

@@ -14,12 +14,9 @@ import msgspec
 
 from tccl_py.model.transfer import TransferSet
 
-COUNTER_BYTES = 128
-"""A counter has its own cache line and the line that is prefetched with it."""
-MAX_REPEATS = 12
-"""Repeats that are queued together."""
-COUNTERS = 4096
-"""Counters of one space for one repeat."""
+COUNTER_BYTES = 128  # a counter has its own cache line and the line that is prefetched with it
+MAX_REPEATS = 12  # repeats that are queued together
+COUNTERS = 4096  # counters of one space for one repeat
 COUNTER_AREA_BYTES = COUNTERS * COUNTER_BYTES * MAX_REPEATS
 """Offset of a space's first FIFO: the counters come first."""
 MAX_COPIES = 16

@@ -226,15 +226,11 @@ RECORD = np.dtype(
 )
 """A lane's record, times in the device's nanoseconds; written by the device alone."""
 
-ABORT = 2**64 - 1
-"""In place of an epoch: every lane stops at once."""
+ABORT = 2**64 - 1  # in place of an epoch: every lane stops at once
 MAX_DEVICES = 64
-MAX_LANES = 256
-"""Lanes and copies of one device."""
-MAX_STAMPS = 2048
-"""Stamps of all copies of one device in one repeat."""
-FLAG_AT = 0
-"""Offset of the flag: lanes of epoch e start when it is e or more."""
+MAX_LANES = 256  # lanes and copies of one device
+MAX_STAMPS = 2048  # stamps of all copies of one device in one repeat
+FLAG_AT = 0  # offset of the flag: lanes of epoch e start when it is e or more
 _WORDS_AT = 4096
 _WORD_BYTES = 256
 _RECORDS_AT = 64 * 1024

@@ -11,10 +11,9 @@ import numpy as np
 
 from tccl_py.errors import InputError, MeasurementError
 
-OUTLIER_SCORE = 3.5
-"""Modified z-score beyond which a sample is flagged (Iglewicz & Hoaglin 1993)."""
-MAD_FLOOR = 0.001
-"""Share of the median below which a spread is the timer's step."""
+OUTLIER_SCORE = 3.5  # modified z-score beyond which a sample is flagged (Iglewicz & Hoaglin 1993)
+MAD_FLOOR = 0.001  # share of the median below which a spread is the timer's step
+_DRIFT = 0.02  # relative change of a median that is ignored
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,13 +97,10 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sentinel:
-    """A set measured repeatedly during a run, to detect drift of the machine.
+    """A set measured repeatedly during a run, to detect drift of the machine."""
 
-    `tolerance` is the relative change of a median that is ignored.
-    """
-
-    def __init__(self, *, transfers: str, tolerance: float = 0.02) -> None:
-        self.transfers, self.tolerance = transfers, tolerance
+    def __init__(self, *, transfers: str) -> None:
+        self.transfers = transfers
         self._times = 0
         self._first: Sequence[Sequence[float]] = ()
         self._newest: Sequence[Sequence[float]] = ()
@@ -123,7 +119,7 @@ class Sentinel:
         pairs = list(zip(self._first, self._newest, strict=True))
         changes = [_certain_change(*pair) for pair in pairs]
         flow = max(range(len(changes)), key=lambda i: abs(changes[i]), default=0)
-        if not changes or abs(changes[flow]) <= self.tolerance:
+        if not changes or abs(changes[flow]) <= _DRIFT:
             return None
         before, after = (float(np.median(row)) for row in pairs[flow])
         return (

@@ -24,11 +24,9 @@ from tccl_profiler.program import Lane, Link
 from tccl_profiler.shared_memory import Control, differing, write_pattern
 from tccl_py.errors import MeasurementError
 
-_HEADER = struct.Struct("!IIQ")
-"""Repeat, bytes of the slice (0: the end), number of the slice."""
+_HEADER = struct.Struct("!IIQ")  # repeat, bytes of the slice (0: the end), number of the slice
 _TOKEN_BYTES = 16
-_HELLO_S = 1.0
-"""Time for a caller to send its token."""
+_HELLO_S = 1.0  # time for a caller to send its token
 UNSENT_BYTES = 512 * 1024
 """Bytes that a socket holds beyond those under way. The end of a repeat waits for all of them to
 arrive, and the default may be megabytes; with much less, a fast link would wait for the sender."""

@@ -13,11 +13,9 @@ import msgspec
 from tccl_py.errors import MeasurementError
 from tccl_py.readers.nvml import NOT_ANSWERED
 
-CLOCK_DROP = 0.10
-"""A clock that fell by more than this share makes rates incomparable."""
+CLOCK_DROP = 0.10  # a clock that fell by more than this share makes rates incomparable
 _AGAIN = "measure again what was measured before"
-_NOT_ANSWERED = (*NOT_ANSWERED, 22, 26)
-"""Also NVML_ERROR_VGPU_ECC_NOT_SUPPORTED and _DEPRECATED."""
+_NOT_ANSWERED = (*NOT_ANSWERED, 22, 26)  # also NVML_ERROR_VGPU_ECC_NOT_SUPPORTED and _DEPRECATED
 _GRAPHICS_CLOCK, _SM_CLOCK, _MEMORY_CLOCK = 0, 1, 2
 _GPU_SENSOR = 0
 _UNCORRECTED, _VOLATILE = 1, 0
@@ -38,8 +36,7 @@ _PROCESSES = (
 Graphics are not asked for: an X server keeps a few MiB on every GPU and copies nothing."""
 _HOST_PIDS = "pid:[4026531836]"
 """The first PID namespace of every Linux (PROC_PID_INIT_INO in the kernel's proc_ns.h)."""
-_SETTLED_S = 0.5
-"""Links that have not risen for so long under load will not rise."""
+_SETTLED_S = 0.5  # links that have not risen for so long under load will not rise
 _SHOWN = "see whether nvidia-smi shows all GPUs well"
 
 
@@ -284,8 +281,7 @@ _REASONS = (
     _Reason(0x400, "reliability", "never"),
 )
 """nvml.h: nvmlClocksEventReason..., and nvmlClocksThrottleReason... with the same bits."""
-_SETTINGS = 0x1 | 0x2
-"""Idle and application clocks: no throttling."""
+_SETTINGS = 0x1 | 0x2  # idle and application clocks: no throttling
 
 
 def throttling_names(bits: int) -> tuple[str, ...]:

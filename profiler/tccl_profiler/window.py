@@ -15,12 +15,10 @@ from tccl_profiler.program import Part, Program
 from tccl_profiler.shared_memory import MAX_STAMPS
 from tccl_py.errors import InputError, MeasurementError
 
-STRETCH = 4
-"""Factor of the next window, if not every repeat in this one counts."""
+STRETCH = 4  # factor of the next window, if not every repeat in this one counts
 LONGER = 1.25
 """Least factor between the window needed and the window used that makes a new choice worth it."""
-_TRIAL_GROUPS = 6
-"""Slices of a copy in a trial, after it has filled its FIFO twice."""
+_TRIAL_GROUPS = 6  # slices of a copy in a trial, after it has filled its FIFO twice
 _MOST_GROUPS, _MOST_SLICES = 120, 200
 
 
@@ -76,7 +74,6 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_window(
-    *,
     channels: Sequence[ChannelRate],
     start_error_us: float,
     limits: WindowLimits | None = None,
@@ -114,13 +111,12 @@ def choose_window(
 
 def needs_longer(
     window: Window,
-    *,
     channels: Sequence[ChannelRate],
     start_error_us: float,
     limits: WindowLimits | None = None,
 ) -> bool:
     """Return whether the window was clearly too short; choose again with `at_least=window` then."""
-    wanted = choose_window(channels=channels, start_error_us=start_error_us, limits=limits)
+    wanted = choose_window(channels, start_error_us, limits)
     too_short = wanted.window_us > LONGER * window.window_us
     return too_short or wanted.warm_us > LONGER * window.warm_us
 

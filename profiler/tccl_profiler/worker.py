@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
     Device = HostDevice | CudaDevice | NicDevice
 
-_ORPHANED = 3
-"""Exit code of a worker whose controller went away."""
+_ORPHANED = 3  # exit code of a worker whose controller went away
 
 
 def main() -> None:

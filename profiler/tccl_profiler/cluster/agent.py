@@ -39,14 +39,10 @@ from tccl_py.errors import MeasurementError, TcclError
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.tasks import Task, run_tasks
 
-SILENCE_S = 30.0
-"""The controller is lost after so long without a message."""
-_RELEASE_S = 10.0
-"""Lanes that wait to be released give up after as long; see Timeouts."""
-_STARTED_S = 200e-6
-"""Time from the release of lanes to their start."""
-_LAST_S = 15.0
-"""How long an agent that has ended its workers waits for the end of the controller."""
+SILENCE_S = 30.0  # the controller is lost after so long without a message
+_RELEASE_S = 10.0  # lanes that wait to be released give up after as long; see Timeouts
+_STARTED_S = 200e-6  # time from the release of lanes to their start
+_LAST_S = 15.0  # how long an agent that has ended its workers waits for the end of the controller
 _BOUND = (
     "the launcher bound this process to {before} of {now} CPUs; measured with all, "
     "for NCCL's threads need them: start jobs unbound as well (mpirun --bind-to none)"

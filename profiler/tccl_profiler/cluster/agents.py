@@ -22,8 +22,7 @@ from tccl_py.rank_processes.tasks import RankOutput, Task
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 _LOOK_S = 0.2
 _PING_LIMIT_S = 0.1
-_SPARE_S = 30.0
-"""Time after the ranks' own timeout in which an agent reports it."""
+_SPARE_S = 30.0  # time after the ranks' own timeout in which an agent reports it
 _GRACE_S = 2.0
 """When one host's ranks have failed, those of others may have as well, and know the cause."""
 

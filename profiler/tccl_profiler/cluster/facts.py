@@ -28,8 +28,7 @@ PROC = Path("/proc")
 _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913  # include/uapi/linux/sockios.h
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40  # include/uapi/linux/if.h
 _GLOBAL_SCOPE = "00"
-_LONGEST = 15
-"""IFNAMSIZ less the zero byte."""
+_LONGEST = 15  # IFNAMSIZ less the zero byte
 _NONE = "none"
 _GPUS = "start ranks where GPUs are, or add --backend host for a dry run on the hosts' memory"
 
@@ -83,7 +82,15 @@ def host_facts(
         machine = with_interfaces(machine, interfaces, host=name)
     addresses: dict[int, NicAddress] = {}
     # Discovery leaves out what is down; another host may have the same interface up.
-    down = [] if interfaces else list(_unused_interfaces())
+    down = (
+        []
+        if interfaces
+        else [
+            seen.name
+            for name in sorted(_names())
+            if _is_device(name) and (seen := interface(name)) is not None and not seen.up
+        ]
+    )
     for nic in machine.nics:
         found = interface(_interface_of(nic))
         if found is not None and not found.up:
@@ -319,11 +326,6 @@ def _with_own_nics(machine: Machine, *, sysfs: Path = SYSFS) -> Machine:
             parent = nodes.get(int(node), first) if node.isdecimal() else first
             nics.append(msgspec.structs.replace(nic, parent=parent, speed_mbps=port.speed_mbps))
     return msgspec.structs.replace(machine, nics=tuple(nics))
-
-
-def _unused_interfaces() -> list[str]:
-    found = (interface(name) for name in _names() if _is_device(name))
-    return sorted(seen.name for seen in found if seen is not None and not seen.up)
 
 
 def _interface_of(nic: Nic, sysfs: Path = SYSFS) -> str:

@@ -39,15 +39,13 @@ from tccl_py.errors import InputError, MeasurementError, SourceLostError, TcclEr
 from tccl_py.model.cluster import check_host_name
 
 CONTROLLER = 0
-JOIN_S = 60.0
-"""Time for ranks to arrive: the first has waited for the last to load its libraries."""
+JOIN_S = 60.0  # time for ranks to arrive: the first has waited for the last to load its libraries
 NOT_USABLE, INTERRUPTED = 2, 130
 CONNECT_S = 20.0
 _TRY_S = 3.0
 _SPARE_DESCRIPTORS = 256
 _PROC = Path("/proc")
-_GOODBYE_S = 10.0
-"""Time for agents to end their workers."""
+_GOODBYE_S = 10.0  # time for agents to end their workers
 _LAST_WORDS_S = 0.1
 """A launcher that ends a job may wait for less than half a second before it kills the rest."""
 

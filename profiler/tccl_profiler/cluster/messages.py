@@ -35,8 +35,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.rank_processes.tasks import RankOutput, Task
 
 HEARTBEAT_S = 1.0
-_SEND_S = 5.0
-"""How long a peer's socket may be full before the peer is given up."""
+_SEND_S = 5.0  # how long a peer's socket may be full before the peer is given up
 _HOT_S, _WARM_S = 0.003, 0.5
 _SHORT_NAP_S, _NAP_S, _LONG_NAP_S = 20e-6, 1e-3, 5e-3
 

@@ -37,10 +37,8 @@ _RANKS = (
     "PALS_RANKID",
     "SLURM_PROCID",
 )
-_JOBS = ("measure", "plan", "verify")
-"""Commands that several ranks run together."""
-_ALONE = ("--simulate", "--help", "-h")
-"""Options with which every rank runs by itself."""
+_JOBS = ("measure", "plan", "verify")  # commands that several ranks run together
+_ALONE = ("--simulate", "--help", "-h")  # options with which every rank runs by itself
 
 
 def only_serves(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:

@@ -45,8 +45,7 @@ JUMP_NS = 1_000_000
 """More than this beyond all errors is a jump; below, NTP may have corrected a clock's rate."""
 _LOOSE = 2.0
 _SLACK_NS = 10_000
-_OFTEN_S = 0.05
-"""A clock that cannot be read any better is not read more often."""
+_OFTEN_S = 0.05  # a clock that cannot be read any better is not read more often
 
 
 class ClusterPool:

@@ -29,10 +29,8 @@ from tccl_py.model.transfer import (
 )
 
 CHECK_BLOCKS = 4
-CHECK_FIFO = Fifo(bytes=512 << 10)
-"""Small enough that a slow network moves slices often."""
-_LEAST_OFF = 0.1
-"""A smaller deviation of a host is not reported, however certain."""
+CHECK_FIFO = Fifo(bytes=512 << 10)  # small enough that a slow network moves slices often
+_LEAST_OFF = 0.1  # a smaller deviation of a host is not reported, however certain
 _DEVIATIONS = 5.0
 _LEAST_NOISE = 1e-3
 _MAD_TO_SIGMA = 1.4826

@@ -57,6 +57,7 @@ class ClusterSession:
     ) -> None:
         self._nccl_variables = {} if gid_index is None else {"NCCL_IB_GID_INDEX": str(gid_index)}
         self.options = options or Options(limits=LIMITS)
+        self.network: Network = self.options.network
         self._job = job
         self._backend = backend
         self._describe = say.Describe(
@@ -128,11 +129,6 @@ class ClusterSession:
             return self.only.get(host.name, frozenset())
         carried = self.network == "nccl"
         return [name for name in host.devices if not (carried and is_nic(name))]
-
-    @property
-    def network(self) -> Network:
-        """The carrier between hosts."""
-        return self.options.network
 
     @property
     def over_sockets(self) -> bool:

@@ -40,8 +40,7 @@ NAMES = ("pump", "pump_check", "echo", "stamp")
 SOURCE_NAME = "pump.cu"
 OPTIONS = ("-std=c++17",)
 _WORKERS = 512
-_THREADS = _WORKERS + 32
-"""NCCL's Simple protocol: 512 threads that copy, and a warp that posts."""
+_THREADS = _WORKERS + 32  # NCCL's Simple protocol: 512 threads that copy, and a warp that posts
 _LANE_WORDS = 2 * 5 + 6
 _TIMING = np.dtype([("words", np.uint64, 6)])
 _AFTER_RELEASE_NS = 15_000

@@ -26,8 +26,7 @@ from tccl_profiler.program import COUNTER_AREA_BYTES, Copy, Lane
 from tccl_profiler.shared_memory import ABORT, MAX_LANES, Control, Segment, create_segment
 from tccl_py.errors import MeasurementError
 
-LANES = 64
-"""NCCL has no more channels than this; a thread runs any number in turn."""
+LANES = 64  # NCCL has no more channels than this; a thread runs any number in turn
 
 Stamps = npt.NDArray[np.uint64]
 
@@ -271,7 +270,7 @@ class HostDevice(ThreadedDevice):
         """Return one repeat's lanes, then its copies, which are lanes with one end here."""
         program = run.program
         own = [copy.link is None for copy in program.copies]
-        shares = [*program.lanes, *(_as_lane(copy) for copy in compress(program.copies, own))]
+        shares = [*program.lanes, *map(_as_lane, compress(program.copies, own))]
         # The clock stops a lane; a copy may have a pace, and stamps.
         paces: list[Pace | None] = [None] * len(program.lanes)
         stamps: list[Stamps | None] = [None] * len(program.lanes)

@@ -19,8 +19,7 @@ from tccl_profiler.program import COUNTER_BYTES, COUNTERS, Address, End, Lane
 from tccl_profiler.shared_memory import ABORT, Segment, differing, write_pattern
 from tccl_py.errors import MeasurementError
 
-CHUNK = 2
-"""Slices of a chunk, as in pump.cu."""
+CHUNK = 2  # slices of a chunk, as in pump.cu
 SPINS = 500
 """Rounds without progress, each of which yields the core, before a thread naps between them."""
 NAP_S = 20e-6

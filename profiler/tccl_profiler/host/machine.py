@@ -16,8 +16,7 @@ from tccl_py.model.machine import MAX_GPUS, Gpu, Machine, NumaNode, check
 
 SYSFS = Path("/sys")
 ROOT = Path("/")
-DEVICES = 8
-"""Default number of devices: the usual size of a node."""
+DEVICES = 8  # default number of devices: the usual size of a node
 
 
 def host_machine(
