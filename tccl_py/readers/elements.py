@@ -74,17 +74,11 @@ def shortened(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def parse_elements(
-    text: str,
-    *,
-    where: str,
-    most: int = MAX_ELEMENTS,
-    right: str = "give the file NCCL wrote",
-) -> Element:
-    """Parse XML text into elements; `right` is the advice about text that is no XML.
+def parse_elements(text: str, *, where: str) -> Element:
+    """Parse XML text into elements.
 
     InputError: not well-formed, a document type or entities, text between elements, deeper than
-    `MAX_DEPTH`, or more elements than `most`.
+    `MAX_DEPTH`, or more elements than `MAX_ELEMENTS`.
     """
     parser = expat.ParserCreate()
     top = Element(tag="", attributes={}, where=where)
@@ -95,8 +89,9 @@ def parse_elements(
         count += 1
         place = f"{where}:{parser.CurrentLineNumber} <{shortened(tag)}>"
         element = Element(tag=tag, attributes=attributes, where=place)
-        if count > most:
-            raise element.refused(f"is element number {count}", f"one machine has at most {most}")
+        if count > MAX_ELEMENTS:
+            right = f"one machine has at most {MAX_ELEMENTS}"
+            raise element.refused(f"is element number {count}", right)
         if len(path) > MAX_DEPTH:
             raise element.refused("is nested too deep", f"at most {MAX_DEPTH} levels")
         path[-1].children.append(element)
@@ -121,7 +116,7 @@ def parse_elements(
     try:
         parser.Parse(text, True)
     except expat.ExpatError as error:
-        what = f"is not well-formed XML ({error})"
+        what, right = f"is not well-formed XML ({error})", "give the file NCCL wrote"
         raise InputError(f"{where}:{error.lineno}", what, right) from error
     except (ValueError, LookupError) as error:
         raise InputError(where, f"is not XML text ({error})", "save it as UTF-8") from error

@@ -101,8 +101,7 @@ def _entries(expression: str, *, where: str) -> Iterator[str]:
     while at < len(expression):
         match = _SEPARATORS.match(expression, at) or _HOST_ENTRY.match(expression, at)
         if match is None:
-            what = f"brackets do not match at {shown(expression[at:])}"
-            raise InputError(where, what, _RANGE)
+            raise InputError(where, f"brackets do not match at {shown(expression[at:])}", _RANGE)
         if match.re is _HOST_ENTRY:
             yield match[0]
         at = match.end()
@@ -182,7 +181,9 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
         slots, limit = _options(options, place)
         for name, count, counted in _named(entry, place):
             tally = found.setdefault(name, _Tally(name))
-            tally.mention(count, given=counted)
+            tally.times += 1
+            tally.given = tally.given or counted or tally.slots > 0
+            tally.slots += count
             tally.set(slots, limit, place)
             mentions += 1
             if len(found) > MAX_HOSTS or mentions > MAX_RANKS:
@@ -227,21 +228,16 @@ class _Tally:
     limit: int = MAX_SLOTS
     times: int = 0
 
-    def mention(self, count: int, *, given: bool) -> None:
-        self.times += 1
-        self.given = self.given or given or self.slots > 0
-        self.slots += count
-
     def set(self, slots: int | None, limit: int | None, place: str) -> None:
         if slots is not None and self.given:
-            what = f"{self.name} has slots= after another line"
-            raise InputError(place, what, "give all slots of a host on one line")
+            right = "give all slots of a host on one line"
+            raise InputError(place, f"{self.name} has slots= after another line", right)
         if slots is not None or (limit is not None and not self.given):
             self.slots, self.given = slots or limit or 0, True
         self.limit = limit or self.limit
         if self.slots > self.limit:
-            what = f"{self.name} has {self.slots} slots"
-            raise InputError(place, what, f"at most {self.limit} are possible")
+            right = f"at most {self.limit} are possible"
+            raise InputError(place, f"{self.name} has {self.slots} slots", right)
 
 
 def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
@@ -278,8 +274,8 @@ def _named(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:
             raise InputError(place, f"{shown(part)} depends on an allocation", right)
         count = int(match["count"] or 1)
         if not 0 < count <= MAX_SLOTS:
-            what = f"{shown(part)} stands for {count} slots"
-            raise InputError(place, what, f"1 to {MAX_SLOTS} are possible")
+            right = f"1 to {MAX_SLOTS} are possible"
+            raise InputError(place, f"{shown(part)} stands for {count} slots", right)
         for name in expand(match["names"], where=place):
             yield name, count, match["count"] is not None
 
@@ -296,10 +292,7 @@ def _options(options: list[str], place: str) -> tuple[int | None, int | None]:
             raise InputError(place, f"{shown(option)} is not understood after a host", _LINE)
         if not re.fullmatch(r"[0-9]{1,6}", value, re.ASCII) or not 0 < int(value) <= MAX_SLOTS:
             raise InputError(place, f"has {shown(option)}", f"1 to {MAX_SLOTS} are possible")
-        if key in _SLOTS:
-            slots = int(value)
-        else:
-            limit = int(value)
+        slots, limit = (int(value), limit) if key in _SLOTS else (slots, int(value))
     return slots, limit
 
 

@@ -58,11 +58,8 @@ def discover_machine(
     machine = check(_machine(facts, sysfs, proc), where=_HERE)
     links = tuple(_virtual_switch_links(machine.bridges, sysfs))
     knowledge = Knowledge(peer_access=facts.peer_access, hidden_links=links)
-    return (
-        machine,
-        check_knowledge(knowledge, machine, where=_HERE),
-        fingerprint_of(facts, sysfs=sysfs, proc=proc),
-    )
+    check_knowledge(knowledge, machine, where=_HERE)
+    return machine, knowledge, fingerprint_of(facts, sysfs=sysfs, proc=proc)
 
 
 def _machine(facts: DriverFacts, sysfs: Path, proc: Path) -> Machine:
@@ -81,7 +78,18 @@ def _machine(facts: DriverFacts, sysfs: Path, proc: Path) -> Machine:
         name=_name(facts),
         numa_nodes=nodes,
         bridges=tree.built(names),
-        gpus=tuple(_gpu(g, p, names) for g, p in zip(facts.gpus, gpu_places, strict=True)),
+        gpus=tuple(
+            Gpu(
+                index=gpu.index,
+                bus_id=gpu.bus_id,
+                parent=place.bridge or names[place.numa_id],
+                link=place.link,
+                sm=gpu.sm,
+                name=gpu.name,
+                gdr=not any(line in gpu.name for line in _WITHOUT_GPU_DIRECT),
+            )
+            for gpu, place in zip(facts.gpus, gpu_places, strict=True)
+        ),
         nics=tuple(_nic(index, port, place, names, gdr=gdr) for index, (port, place) in nics),
         nvswitches=(NvSwitch(index=0),) if any(link.target == "S0" for link in links) else (),
         nvlinks=links,
@@ -93,18 +101,6 @@ def _name(facts: DriverFacts) -> str:
     kinds = list(dict.fromkeys(gpu.name for gpu in facts.gpus))
     model = re.sub(r"[^a-z0-9]+", "-", kinds[0].lower()).strip("-") or "gpu"
     return f"{len(facts.gpus)}x-{model}" + ("-and-others" if len(kinds) > 1 else "")
-
-
-def _gpu(gpu: GpuFacts, place: Attachment, names: dict[int, str]) -> Gpu:
-    return Gpu(
-        index=gpu.index,
-        bus_id=gpu.bus_id,
-        parent=place.bridge or names[place.numa_id],
-        link=place.link,
-        sm=gpu.sm,
-        name=gpu.name,
-        gdr=not any(line in gpu.name for line in _WITHOUT_GPU_DIRECT),
-    )
 
 
 def _nic(

@@ -76,16 +76,14 @@ def parse_nccl_topology(text: str, *, where: str) -> Machine:
     topology, or an unknown element or value; unknown attributes are ignored, as by NCCL.
     """
     root = parse_elements(text, where=where)
-    _check_root(root)
-    found = _Found()
-    nodes = []
+    found, nodes = _Found(), []
     for index, cpu in enumerate(_cpus_in_order(root)):
         nodes.append(_numa_node(cpu, index))
+        parent = f"C{index}"
         for child in cpu.only("pci", "nic"):
             if child.tag == "pci":
-                _walk_pci(child, "", f"C{index}", found)
+                _walk_pci(child, "", parent, found)
             else:
-                parent = f"C{index}"
                 _note_nets(child, _Device(bus_id="", parent=parent, numa=parent), found)
     gpus = _numbered_gpus(found)
     links = _nvlinks(gpus)
@@ -101,19 +99,16 @@ def parse_nccl_topology(text: str, *, where: str) -> Machine:
     return check(machine, where=where)
 
 
-def _check_root(root: Element) -> None:
+def _cpus_in_order(root: Element) -> list[Element]:
+    """Return the `<cpu>` elements by numaid: NUMA node 1 is C1 on a machine that has all."""
     if root.tag == "graphs":
-        what = "is an NCCL graph (rings), not a topology"
-        raise root.refused(what, "give what NCCL_TOPO_DUMP_FILE wrote")
+        right = "give what NCCL_TOPO_DUMP_FILE wrote"
+        raise root.refused("is an NCCL graph (rings), not a topology", right)
     if root.tag != "system":
         raise root.refused("is no NCCL topology", "the outermost element is <system>")
     version = root.text("version")
     if version not in _VERSIONS:
         raise root.refused(f"has version {version}", f"version {' or '.join(_VERSIONS)}")
-
-
-def _cpus_in_order(root: Element) -> list[Element]:
-    """Return the `<cpu>` elements by numaid: NUMA node 1 is C1 on a machine that has all."""
     cpus = list(root.only("cpu"))
     if len({cpu.attributes.get("host_hash", "") for cpu in cpus}) > 1:
         raise root.refused("describes several hosts", "give the file of one host")
@@ -134,16 +129,13 @@ def _by_number(
 
 
 def _numa_node(cpu: Element, index: int) -> NumaNode:
-    def number(name: str) -> int | None:
-        return cpu.integer(name) if name in cpu.attributes else None
-
     return NumaNode(
         index=index,
         numa_id=cpu.integer("numaid", least=-1),
         arch=cpu.text("arch", default="x86_64"),
         vendor=cpu.text("vendor", default=""),
-        family=number("familyid"),
-        model=number("modelid"),
+        family=cpu.integer("familyid") if "familyid" in cpu.attributes else None,
+        model=cpu.integer("modelid") if "modelid" in cpu.attributes else None,
         affinity=cpu.matching("affinity", _CPU_MASK, "a hexadecimal mask such as 0000ffff"),
     )
 
@@ -153,7 +145,9 @@ def _walk_pci(pci: Element, above: str, numa: str, found: _Found) -> None:
     kind = _kind(pci)
     bus_id, link, parent = _bus_id(pci, found), _link(pci), above or numa
     if kind == "bridge":
-        found.bridges.append(_bridge(pci, bus_id, parent, link))
+        names = ("vendor", "device", "subsystem_vendor", "subsystem_device")
+        ids = {n: pci.matching(n, _HEX, "hexadecimal such as 0x1000").lower() for n in names}
+        found.bridges.append(PciBridge(bus_id=bus_id, parent=parent, link=link, **ids))
         for child in pci.only("pci", "pcilink"):
             # A <pcilink> joins two virtual switches of one chip; it is Knowledge, not structure.
             if child.tag == "pci":
@@ -161,7 +155,13 @@ def _walk_pci(pci: Element, above: str, numa: str, found: _Found) -> None:
         return
     device = _Device(bus_id=bus_id, parent=parent, link=link, numa=numa)
     if kind == "gpu":
-        _note_gpu(pci, device, found)
+        elements = list(pci.only("gpu"))
+        if len(elements) > 1:
+            raise elements[1].refused("is a second GPU at one bus id", "one <gpu> per <pci>")
+        if elements:
+            found.gpus.append(replace(device, element=elements[0]))
+        elif pci.attributes.get("vendor", "").lower() in _GPU_VENDORS:
+            found.bare_gpus.append(replace(device, element=pci))
     elif kind == "nic":
         if not pci.children:
             found.nics.append(device)
@@ -217,22 +217,6 @@ def _link(pci: Element) -> PciLink:
     )
 
 
-def _bridge(pci: Element, bus_id: str, parent: str, link: PciLink) -> PciBridge:
-    names = ("vendor", "device", "subsystem_vendor", "subsystem_device")
-    numbers = {n: pci.matching(n, _HEX, "hexadecimal such as 0x1000").lower() for n in names}
-    return PciBridge(bus_id=bus_id, parent=parent, link=link, **numbers)
-
-
-def _note_gpu(pci: Element, device: _Device, found: _Found) -> None:
-    elements = list(pci.only("gpu"))
-    if len(elements) > 1:
-        raise elements[1].refused("is a second GPU at one bus id", "one <gpu> per <pci>")
-    if elements:
-        found.gpus.append(replace(device, element=elements[0]))
-    elif pci.attributes.get("vendor", "").lower() in _GPU_VENDORS:
-        found.bare_gpus.append(replace(device, element=pci))
-
-
 def _note_nets(nic: Element, device: _Device, found: _Found) -> None:
     """Note each `<net>`: the ports of a card are separate NICs with the same bus id."""
     for net in nic.only("net", "gin", "rma"):
@@ -276,8 +260,8 @@ def _gpu(index: int, gpu: _Device) -> Gpu:
 
 def _nics(nics: list[_Device]) -> tuple[Nic, ...]:
     """Return NICs by `dev`; NICs without one take the free numbers in order of bus id."""
-    told = [nic for nic in nics if nic.element is not None and "dev" in nic.element.attributes]
-    elements = [nic.element for nic in told if nic.element is not None]
+    elements = [nic.element for nic in nics if nic.element and "dev" in nic.element.attributes]
+    told = [nic for nic in nics if nic.element and "dev" in nic.element.attributes]
     by_dev = _by_number(elements, "dev", "every net has its own dev")
     numbered = dict(zip(by_dev, told, strict=True))
     rest = [nic for nic in nics if nic not in told]
@@ -342,8 +326,7 @@ def _target(link: Element, numa: str, by_bus_id: dict[str, str]) -> str | None:
         return known
     if code.startswith("0x0680"):
         return numa if code.startswith("0x068001") else "S0"
-    right = "0x03.... (a GPU), 0x068000 (a switch) or 0x068001 (a CPU)"
-    raise link.refused(f'has tclass="{code}"', right)
+    raise link.refused(f'has tclass="{code}"', "0x03.. (GPU), 0x068000 (switch) or 0x068001 (CPU)")
 
 
 def _nvswitches(links: Iterable[NvLink], gpus: Iterable[_Device]) -> tuple[NvSwitch, ...]:

@@ -84,17 +84,18 @@ class _Matrix:
         return int(match[1]) if match else 0
 
     @property
-    def gpu_rows(self) -> tuple[int, ...]:
-        """The rows of GPUs; all further rows are NICs."""
-        return tuple(i for i, row in enumerate(self.rows) if _GPU_LABEL.fullmatch(row.label))
-
-    def gpu_index(self, row: int) -> int:
-        """Return the NVML index in a GPU's label."""
-        return int(self.rows[row].label[len("GPU") :])
+    def gpu_rows(self) -> dict[int, int]:
+        """The rows of GPUs, and the NVML index of each; all further rows are NICs."""
+        labels = [_GPU_LABEL.fullmatch(row.label) for row in self.rows]
+        return {i: int(label[1]) for i, label in enumerate(labels) if label is not None}
 
     def pairs(self) -> Iterator[tuple[int, int]]:
         """Return each two rows once."""
         return combinations(range(len(self.rows)), 2)
+
+    def told(self, group: Sequence[int]) -> set[str]:
+        """Return the NUMA affinities of a group's devices."""
+        return {self.rows[row].numa for row in group if self.rows[row].numa}
 
     def refused(self, one: int, other: int, relation: str, right: str) -> InputError:
         """Return the error about the relation of two devices."""
@@ -122,7 +123,9 @@ def parse_nvidia_smi(text: str, *, where: str) -> Machine:
 
 def _parse_matrix(text: str, *, where: str) -> _Matrix:
     lines = [(n, _COLOUR.sub("", line)) for n, line in enumerate(text.splitlines(), start=1)]
-    start = next((i for i, (_, line) in enumerate(lines) if _is_header(line)), None)
+    words = ([*line.split(), "", ""] for _, line in lines)
+    headers = (_GPU_LABEL.fullmatch(found[0]) and not _is_relation(found[1]) for found in words)
+    start = next((i for i, header in enumerate(headers) if header), None)
     if start is None:
         raise InputError(where, "has no line that begins with GPU0", "give `nvidia-smi topo -m`")
     number, header = lines[start]
@@ -136,12 +139,6 @@ def _parse_matrix(text: str, *, where: str) -> _Matrix:
         raise InputError(where, f"has {len(rows)} rows for {len(labels)} devices", _WHOLE)
     names = {match[1]: match[2] for match in _NIC_NAME.finditer(text)}
     return _Matrix(rows=tuple(rows), nic_names=names, where=where)
-
-
-def _is_header(line: str) -> bool:
-    words = line.split()
-    relation = len(words) > 1 and _is_relation(words[1])
-    return bool(words) and _GPU_LABEL.fullmatch(words[0]) is not None and not relation
 
 
 def _is_relation(word: str) -> bool:
@@ -160,6 +157,9 @@ def _header(line: str, where: str) -> tuple[list[str], list[str]]:
     for label in labels:
         if labels.count(label) > 1:
             raise InputError(where, f"names {label} twice", "every device has one column")
+        index = _GPU_LABEL.fullmatch(label)
+        if index is not None and int(index[1]) >= MAX_DEVICES:
+            raise InputError(where, f"names {label}", f"GPUs are numbered below {MAX_DEVICES}")
     return labels, titles
 
 
@@ -172,33 +172,25 @@ def _row(
         raise InputError(where, f"begins with {found}", f"the row of {label} comes here")
     cells = [_OLD_NAMES.get(word, word) for word in words[1 : len(labels) + 1]]
     if len(cells) < len(labels):
-        what = f"has {len(cells)} of {label}'s {len(labels)} relations"
-        raise InputError(where, what, _WHOLE)
+        raise InputError(where, f"has {len(cells)} of {label}'s {len(labels)} relations", _WHOLE)
     for column, cell in zip(labels, cells, strict=True):
         if not _is_relation(cell):
             what = f'relates {label} and {column} by "{shortened(cell)}"'
             raise InputError(where, what, f"{', '.join((_SELF, *LEVELS))} or NV#")
-    told = _affinities(words[len(labels) + 1 :], titles)
+    # Empty places cannot be seen, so the first words come first. GPU NUMA ID (Grace) is always
+    # written and always last; a Machine has no place for it.
+    words = words[len(labels) + 1 : -1 if "GPU NUMA ID" in titles else None]
+    names = [title for title in titles if title != "GPU NUMA ID"]
+    told = {name: "" if word == "N/A" else word for name, word in zip(names, words, strict=False)}
     cpus, numa = (told.get(title, "") for title in ("CPU Affinity", "NUMA Affinity"))
     return _Row(label=label, cells=tuple(cells), cpus=cpus, numa=numa)
-
-
-def _affinities(words: Sequence[str], titles: Sequence[str]) -> dict[str, str]:
-    """Return the words under the titles; empty places cannot be seen, so the first come first.
-
-    GPU NUMA ID (Grace) is always written and always last; a Machine has no place for it.
-    """
-    if "GPU NUMA ID" in titles:
-        words, titles = words[:-1], [title for title in titles if title != "GPU NUMA ID"]
-    return {t: "" if word == "N/A" else word for t, word in zip(titles, words, strict=False)}
 
 
 def _check_symmetry(matrix: _Matrix) -> None:
     for index, row in enumerate(matrix.rows):
         for column, cell in enumerate(row.cells):
             if (cell == _SELF) != (index == column):
-                right = f"{_SELF} stands on the diagonal only"
-                raise matrix.refused(index, column, cell, right)
+                raise matrix.refused(index, column, cell, f"{_SELF} stands on the diagonal only")
     gpus = matrix.gpu_rows
     for a, b in matrix.pairs():
         if matrix.nvlinks(a, b) and not (a in gpus and b in gpus):
@@ -235,28 +227,20 @@ def _numa_groups(matrix: _Matrix, groups: _Groups) -> _Groups:
     for group in groups:
         for known in merged:
             hidden = not any(matrix.relation(a, b) for a in known for b in group)
-            affinities = [_affinities_of(matrix, rows) for rows in (known, group)]
+            affinities = [matrix.told(rows) for rows in (known, group)]
             if hidden and (not all(affinities) or affinities[0] == affinities[1]):
                 known.extend(group)
                 break
         else:
             merged.append(list(group))
-    numas = {min(group): _numa_id(matrix, group) for group in merged}
-
-    def order(group: list[int]) -> tuple[int, int]:
-        numa = numas[min(group)]
-        return (numa if numa >= 0 else MAX_DEVICES, min(group))
-
-    return sorted(merged, key=order)
-
-
-def _affinities_of(matrix: _Matrix, group: Sequence[int]) -> set[str]:
-    return {matrix.rows[row].numa for row in group if matrix.rows[row].numa}
+    # Unknown NUMA nodes (-1) come last.
+    unknown = 2 * MAX_DEVICES
+    return sorted(merged, key=lambda group: (_numa_id(matrix, group) % unknown, min(group)))
 
 
 def _numa_id(matrix: _Matrix, group: Sequence[int]) -> int:
     """Return the system's number of a group's NUMA node; -1 if none or several are named."""
-    told = _affinities_of(matrix, group)
+    told = matrix.told(group)
     (text,) = told if len(told) == 1 else ("",)
     known = re.fullmatch(r"[0-9]{1,3}", text, re.ASCII) and int(text) < MAX_DEVICES
     return int(text) if known else -1
@@ -279,7 +263,10 @@ def _build(matrix: _Matrix, levels: dict[str, _Groups]) -> Machine:
         name=Path(matrix.where).stem,
         numa_nodes=tuple(nodes),
         bridges=tuple(bridges),
-        gpus=tuple(_gpu(matrix, row, parents[row]) for row in matrix.gpu_rows),
+        gpus=tuple(
+            Gpu(index=index, bus_id=f"ffff:{index:02x}:00.0", parent=parents[row])
+            for row, index in matrix.gpu_rows.items()
+        ),
         nics=_nics(matrix, parents),
         nvswitches=switches,
         nvlinks=links,
@@ -302,20 +289,12 @@ def _new_bridge(bridges: list[PciBridge], parent: str) -> str:
     return bus_id
 
 
-def _gpu(matrix: _Matrix, row: int, parent: str) -> Gpu:
-    index = matrix.gpu_index(row)
-    if index >= MAX_DEVICES:
-        right = f"GPUs are numbered below {MAX_DEVICES}"
-        raise InputError(matrix.where, f"names GPU {index}", right)
-    return Gpu(index=index, bus_id=f"ffff:{index:02x}:00.0", parent=parent)
-
-
 def _nics(matrix: _Matrix, parents: dict[int, str]) -> tuple[Nic, ...]:
-    others = [row for row in range(len(matrix.rows)) if row not in matrix.gpu_rows]
-    labels = [matrix.rows[row].label for row in others]
+    gpus = matrix.gpu_rows
+    others = [(i, row.label) for i, row in enumerate(matrix.rows) if i not in gpus]
     return tuple(
         Nic(index=index, name=matrix.nic_names.get(label, label), parent=parents[row])
-        for index, (row, label) in enumerate(zip(others, labels, strict=True))
+        for index, (row, label) in enumerate(others)
     )
 
 
@@ -327,7 +306,7 @@ def _nvlinks(matrix: _Matrix) -> tuple[tuple[NvLink, ...], tuple[NvSwitch, ...]]
     for island in joined_groups(linked, matrix.gpu_rows):
         counts = {matrix.nvlinks(a, b) for a in island for b in island if a != b}
         count = max(counts, default=0)
-        names = {row: f"G{matrix.gpu_index(row)}" for row in island}
+        names = {row: f"G{matrix.gpu_rows[row]}" for row in island}
         if len(counts) == 1 and count * (len(island) - 1) > MAX_NVLINKS:
             switch = NvSwitch(index=len(switches))
             switches.append(switch)
@@ -343,29 +322,17 @@ def _nvlinks(matrix: _Matrix) -> tuple[tuple[NvLink, ...], tuple[NvSwitch, ...]]
 
 
 def _affinity(matrix: _Matrix, group: Sequence[int]) -> str:
-    """Return the CPUs of a group's GPUs as the kernel's mask, "" if the GPUs differ.
-
-    >>> _mask("0-3,8")
-    '0000010f'
-    """
+    """Return the CPUs of a group's GPUs as the kernel's mask; "" if the GPUs differ."""
     told = {matrix.rows[row].cpus for row in group if matrix.rows[row].cpus}
     if len(told) != 1:
         return ""
     (cpus,) = told
-    mask = _mask(cpus)
-    if mask is None:
-        raise InputError(matrix.where, f"names CPUs {cpus[:40]}", "a list such as 0-15,32-47")
-    return mask
-
-
-def _mask(cpus: str) -> str | None:
-    """Return the kernel's mask of `0-3,8`, 32 bits a group; None if `cpus` is no list."""
     bits = 0
     for part in cpus.split(","):
         match = _CPU_RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last < _MAX_CPUS:
-            return None
+            raise InputError(matrix.where, f"names CPUs {cpus[:40]}", "a list such as 0-15,32-47")
         bits |= ((1 << (last - first + 1)) - 1) << first
     digits = f"{bits:x}"
     digits = digits.zfill(-(-len(digits) // 8) * 8)

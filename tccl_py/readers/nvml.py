@@ -114,6 +114,8 @@ def _gpu(nvml: Any, index: int, handle: Any) -> GpuFacts:
     if bus_id is None:
         raise InputError(who, f"has bus id {found[:40]!r}", "a bus id such as 00000000:1A:00.0")
     major, minor = _answer(nvml, who, nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    c2c_count = getattr(nvml, "NVML_FI_DEV_C2C_LINK_COUNT", _C2C_LINK_COUNT)
+    c2c = _maybe(nvml, who, nvml.nvmlDeviceGetFieldValues, handle, [c2c_count])
     return GpuFacts(
         index=index,
         bus_id=bus_id,
@@ -121,7 +123,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> GpuFacts:
         name=_text(_answer(nvml, who, nvml.nvmlDeviceGetName, handle)),
         sm=major * 10 + minor,
         links=_links(nvml, who, handle),
-        c2c_links=_c2c_links(nvml, who, handle),
+        c2c_links=int(c2c[0].value.uiVal) if c2c and c2c[0].nvmlReturn == 0 else 0,
     )
 
 
@@ -151,12 +153,6 @@ def _remote(nvml: Any, who: str, handle: Any, link: int) -> str | None:
     return "" if kind == _REMOTE_SWITCH else normal_bus_id(_text(pci.busId)) or ""
 
 
-def _c2c_links(nvml: Any, who: str, handle: Any) -> int:
-    field = getattr(nvml, "NVML_FI_DEV_C2C_LINK_COUNT", _C2C_LINK_COUNT)
-    values = _maybe(nvml, who, nvml.nvmlDeviceGetFieldValues, handle, [field])
-    return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else 0
-
-
 def _peer_access(nvml: Any, handles: list[Any]) -> Iterator[PeerAccess]:
     """Yield reported peer access of each ordered pair; pairs without an answer are left out."""
     for source, sender in enumerate(handles):
@@ -164,16 +160,11 @@ def _peer_access(nvml: Any, handles: list[Any]) -> Iterator[PeerAccess]:
             if source == target:
                 continue
             who, asked = f"GPUs {source} and {target}", nvml.nvmlDeviceGetP2PStatus
-            answers = [
-                _maybe(nvml, who, asked, sender, receiver, direction)
-                for direction in (_P2P_READ, _P2P_WRITE)
-            ]
+            ways = (_P2P_READ, _P2P_WRITE)
+            answers = [_maybe(nvml, who, asked, sender, receiver, way) for way in ways]
             if None not in answers:
                 yield PeerAccess(
-                    source=source,
-                    target=target,
-                    supported=not any(answers),
-                    provenance="reported",
+                    source=source, target=target, supported=not any(answers), provenance="reported"
                 )
 
 
@@ -210,22 +201,18 @@ def visible_indices(machine: Machine, uuids: Sequence[str], text: str | None) ->
         return machine.gpu_indices
     found: set[int] = set()
     for part in (piece.strip() for piece in text.split(",")):
-        index = _index(machine, uuids, part)
-        if index is None:
+        if part.isascii() and part.isdigit() and len(part) < 6:
+            named = [int(part)] if int(part) in machine.gpu_indices else []
+        else:
+            known = zip(machine.gpu_indices, uuids, strict=False)
+            named = [index for index, uuid in known if len(part) > 4 and uuid.startswith(part)]
+        if len(named) != 1:
             break
-        found.add(index)
+        found.update(named)
     if not found:
-        known = ", ".join(map(str, machine.gpu_indices))
-        raise InputError(VARIABLE, f"is {text[:40]!r}, which is no GPU here", f"there are {known}")
+        right = f"there are {', '.join(map(str, machine.gpu_indices))}"
+        raise InputError(VARIABLE, f"is {text[:40]!r}, which is no GPU here", right)
     return tuple(sorted(found))
-
-
-def _index(machine: Machine, uuids: Sequence[str], part: str) -> int | None:
-    if part.isascii() and part.isdigit() and len(part) < 6:
-        return int(part) if int(part) in machine.gpu_indices else None
-    known = zip(machine.gpu_indices, uuids, strict=False)
-    named = [index for index, uuid in known if len(part) > 4 and uuid.startswith(part)]
-    return named[0] if len(named) == 1 else None
 
 
 def only_gpus(

@@ -135,8 +135,8 @@ class _SlurmSwitch(msgspec.Struct, forbid_unknown_fields=True):
     """A switch of a topology.yaml; lists are expressions."""
 
     switch: _Text
-    nodes: _Text | msgspec.UnsetType = msgspec.UNSET
-    children: _Text | msgspec.UnsetType = msgspec.UNSET
+    nodes: _Text | None = None
+    children: _Text | None = None
 
 
 class _SlurmTree(msgspec.Struct, forbid_unknown_fields=True):
@@ -178,8 +178,7 @@ def _plain_yaml(text: str, where: str) -> Any:
         right = "correct it there; a name with brackets wants quotes"
         raise InputError(place, f"is not YAML ({error.problem})", right) from error
     except yaml.YAMLError as error:
-        right = "save it as plain text"
-        raise InputError(where, "has characters that YAML does not allow", right) from error
+        raise InputError(where, "has characters not allowed in YAML", "save it as text") from error
 
 
 def _check_events(text: str, where: str) -> None:
@@ -229,13 +228,13 @@ def _expanded(expressions: Iterable[str], where: str) -> tuple[str, ...]:
     names: list[str] = []
     for expression in expressions:
         names += expand(expression, where=where)
-        _check_count(len(names), where)
+        if len(names) > MAX_NAMES:
+            raise _too_many(where)
     return tuple(names)
 
 
-def _check_count(names: int, where: str) -> None:
-    if names > MAX_NAMES:
-        raise InputError(where, f"makes it more than {MAX_NAMES} names", "describe one cluster")
+def _too_many(where: str) -> InputError:
+    return InputError(where, f"makes it more than {MAX_NAMES} names", "describe one cluster")
 
 
 def _topology_lines(topologies: Sequence[_Topology], where: str) -> Iterator[_Line]:
@@ -247,9 +246,9 @@ def _topology_lines(topologies: Sequence[_Topology], where: str) -> Iterator[_Li
         raise InputError(where, f"has {len(trees)} topologies that are a tree", right)
     (chosen,) = default or trees
     for i, switch in enumerate(_converted(chosen.tree, _SlurmTree, f"{where} tree").switches):
-        given = {"nodes": switch.nodes, "switches": switch.children}
-        pairs = {key: text for key, text in given.items() if isinstance(text, str)}
-        yield _slurm_line({"switchname": switch.switch, **pairs}, f"{where} switches[{i}]")
+        given = {"nodes": switch.nodes, "switches": switch.children, "switchname": switch.switch}
+        pairs = {key: text for key, text in given.items() if text is not None}
+        yield _slurm_line(pairs, f"{where} switches[{i}]")
 
 
 def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
@@ -277,11 +276,9 @@ def _pairs(content: str, place: str) -> dict[str, str]:
         if match is None:
             raise InputError(place, f"{shown(content[at:].strip())} is not understood", _RIGHT)
         key = match["key"].lower()
-        if key == "blockname":
-            what = "describes blocks (topology/block), which are no tree of switches"
-            raise InputError(place, what, _RIGHT)
         if key not in _KEYS:
-            raise InputError(place, f"{shown(match['key'])} is unknown", _RIGHT)
+            blocks = " (topology/block is no tree of switches)" if key == "blockname" else ""
+            raise InputError(place, f"{shown(match['key'])} is unknown{blocks}", _RIGHT)
         if key in pairs:
             raise InputError(place, f"{shown(match['key'])} is there twice", "once is right")
         pairs[key] = match["plain"] or match["quoted"] or ""
@@ -294,8 +291,7 @@ def _slurm_line(pairs: dict[str, str], place: str) -> _Line:
         raise InputError(place, "has no SwitchName", _RIGHT)
     name = check_host_name(pairs["switchname"], where=place)
     if "nodes" in pairs and "switches" in pairs:
-        what = f"switch {name} has both nodes and switches"
-        raise InputError(place, what, "SLURM takes one of them")
+        raise InputError(place, f"switch {name} has both nodes and switches", "one is right")
     if not re.fullmatch(r"[0-9]{1,10}", pairs.get("linkspeed", "1"), re.ASCII):
         raise InputError(place, f"LinkSpeed is {shown(pairs['linkspeed'])}", "it is a whole number")
     return _Line(
@@ -312,7 +308,8 @@ def _joined(lines: Iterable[_Line], *, where: str, hosts: Iterable[str] | None) 
     names = 0
     for line in lines:
         names += len(line.hosts) + len(line.switches)
-        _check_count(names, line.where)
+        if names > MAX_NAMES:
+            raise _too_many(line.where)
         if line.name in by_name:
             what = f"switch {shown(line.name)} is also at {by_name[line.name].where}"
             raise InputError(line.where, what, "describe each switch once")
@@ -322,7 +319,17 @@ def _joined(lines: Iterable[_Line], *, where: str, hosts: Iterable[str] | None) 
     if not by_name:
         raise InputError(where, "has no switch", "describe one at least")
     above = _above(by_name)
-    _check_levels(by_name, above)
+    for line in by_name.values():
+        name, passed = line.name, {line.name}
+        while name in above:
+            name = above[name]
+            if name in passed:
+                what = f"switch {shown(name)} is below itself"
+                raise InputError(by_name[name].where, what, "every switch hangs from a root")
+            passed.add(name)
+            if len(passed) > MAX_LEVELS:
+                what = f"switch {shown(line.name)} is below {MAX_LEVELS} others or more"
+                raise InputError(line.where, what, f"at most {MAX_LEVELS} levels are read")
     tops = tuple(_tree(by_name, name) for name in by_name if name not in above)
     tree = tops[0] if len(tops) == 1 else SwitchTree(name="", switches=tops)
     if hosts is not None:
@@ -336,27 +343,12 @@ def _above(by_name: dict[str, _Line]) -> dict[str, str]:
     for line in by_name.values():
         for name in line.switches:
             if name not in by_name:
-                what = f"there is no switch {shown(name)}"
-                raise InputError(line.where, what, "describe it, or leave it out")
+                raise InputError(line.where, f"there is no switch {shown(name)}", "describe it")
             if name in above:
                 what = f"switch {shown(name)} is also below {shown(above[name])}"
                 raise InputError(line.where, what, "a switch is below one other at most")
             above[name] = line.name
     return above
-
-
-def _check_levels(by_name: dict[str, _Line], above: dict[str, str]) -> None:
-    for line in by_name.values():
-        name, passed = line.name, {line.name}
-        while name in above:
-            name = above[name]
-            if name in passed:
-                what = f"switch {shown(name)} is below itself"
-                raise InputError(by_name[name].where, what, "every switch hangs from a root")
-            passed.add(name)
-            if len(passed) > MAX_LEVELS:
-                what = f"switch {shown(line.name)} is below {MAX_LEVELS} others or more"
-                raise InputError(line.where, what, f"at most {MAX_LEVELS} levels are read")
 
 
 def _tree(by_name: dict[str, _Line], name: str) -> SwitchTree:

@@ -110,10 +110,8 @@ def integer_in(path: Path) -> int | None:
 def system_numa_ids(sysfs: Path) -> tuple[int, ...]:
     """Return the system's NUMA nodes that have CPUs (not GPU or CXL memory), in order."""
     nodes = (sysfs / "devices" / "system" / "node").glob("node[0-9]*")
-    numbers = ((node.name[len("node") :], node) for node in nodes)
-    return tuple(
-        sorted(int(n) for n, node in numbers if n.isdecimal() and read_word(node / "cpulist"))
-    )
+    numbers = (node.name[len("node") :] for node in nodes if read_word(node / "cpulist"))
+    return tuple(sorted(int(number) for number in numbers if number.isdecimal()))
 
 
 def numa_nodes(used: Iterable[int], *, sysfs: Path, proc: Path) -> tuple[NumaNode, ...]:
@@ -124,7 +122,10 @@ def numa_nodes(used: Iterable[int], *, sysfs: Path, proc: Path) -> tuple[NumaNod
     system, wanted = system_numa_ids(sysfs), set(used)
     if -1 not in wanted or len(system) > 1:
         wanted.update(system)
-    cpu = _cpu_entries(proc)
+    # The first processor's entries.
+    first = read_word(proc / "cpuinfo").partition("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    cpu = {name.strip(): value.strip() for name, colon, value in pairs if colon}
     arch = platform.machine()
     return tuple(
         NumaNode(
@@ -154,12 +155,6 @@ def _socket(sysfs: Path, numa_id: int, system: tuple[int, ...]) -> int | None:
     cpu = sysfs / "devices" / "system" / "cpu" / f"cpu{first[0]}"
     package = integer_in(cpu / "topology" / "physical_package_id")
     return package if package is not None and package >= 0 else None
-
-
-def _cpu_entries(proc: Path) -> dict[str, str]:
-    first = read_word(proc / "cpuinfo").partition("\n\n")[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, colon, value in pairs if colon}
 
 
 def _number(text: str) -> int | None:
@@ -194,14 +189,13 @@ def _card(port: Port) -> str:
     return port.bus_id.rpartition(".")[0]
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
-    pieces = re.findall(r"[0-9]+|[^0-9]+", path.name)
-    return [(int(p), "") if p.isdecimal() else (-1, p) for p in pieces]
-
-
 def _entries(directory: Path) -> list[Path]:
+    def natural(path: Path) -> list[tuple[int, str]]:
+        pieces = re.findall(r"[0-9]+|[^0-9]+", path.name)
+        return [(int(p), "") if p.isdecimal() else (-1, p) for p in pieces]
+
     try:
-        return sorted(directory.iterdir(), key=_natural)
+        return sorted(directory.iterdir(), key=natural)
     except OSError:
         return []
 

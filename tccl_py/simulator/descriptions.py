@@ -16,6 +16,7 @@ from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.simulator.model import (
     MODEL_VERSION,
     Capacity,
+    Crosses,
     ExecutorLimit,
     FifoCache,
     Figure,
@@ -32,23 +33,20 @@ DEFAULT_WIDTH = 16
 _SM_LINK_GTS = ((90, 32.0), (80, 16.0), (0, 8.0))  # PCIe by sm, where none is reported
 _NVLINK_RELATIVE = ((100, 2.0), (90, 1.0), (87, 1.0), (86, 0.5625), (70, 1.0), (0, 0.8))
 """One NVLink of a GPU relative to the 25 GB/s each way of NVLink 2 to 4: data sheets by sm."""
-_XGMI_RELATIVE = 1.5
-_C2C_RELATIVE = 1.8  # Infinity Fabric at 37 GB/s, NVLink-C2C at 45 GB/s a link each way
+_RELATIVE = {"xgmi": 1.5, "c2c": 1.8}  # Infinity Fabric at 37 GB/s, NVLink-C2C at 45 each way
 _MEMORY_RELATIVE = ((32.0, 1.0), (16.0, 0.6), (0.0, 0.35))  # By PCIe generation
 _FASTEST_PORT_MBPS = 100_000_000
 _DEVICE_CACHE_VENDORS = frozenset({"GenuineIntel"})  # Intel's DDIO
 
 
-def assumed(parameter: str, scale: float = 1.0) -> Figure:
+def _assumed(parameter: str, scale: float = 1.0) -> Figure:
     """Return a shared parameter as used on a machine without measurements."""
     return Figure(parameter=parameter, scale=scale, provenance="assumed")
 
 
-def shared_capacity(
-    name: str, at: Links, figure: Figure, counts: Traffic | None = None
-) -> Capacity:
+def _shared(name: str, at: Links, figure: Figure, crosses: Crosses = "any") -> Capacity:
     """Return a capacity that writes and reads share alike."""
-    counts = counts or Traffic()
+    counts = Traffic(crosses=crosses)
     return Capacity(name=name, at=at, counts=counts, write=figure, read=figure, mixed=figure)
 
 
@@ -57,6 +55,7 @@ def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineMo
 
     All figures are `assumed`, and so are all measurements. There are no congestion rules.
     """
+    intel = {node.vendor for node in machine.numa_nodes} & _DEVICE_CACHE_VENDORS
     model = MachineModel(
         format_version=MODEL_VERSION,
         name=machine.name,
@@ -64,40 +63,35 @@ def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineMo
         machine=machine,
         knowledge=knowledge or Knowledge(),
         capacities=(
-            *pci_capacities(machine),
+            *_pci_capacities(machine),
             *_fabric(machine),
             *_nvlinks(machine),
             *_nics(machine),
-            host_memory(machine),
+            _host_memory(machine),
         ),
-        executors=kernel_limits(),
-        fifo_cache=fifo_cache(machine),
+        executors=_KERNEL_LIMITS,
+        fifo_cache=_FIFO_CACHE if intel else None,
     )
     return check_model(model, bundled_parameters(), where=machine.name)
 
 
-def pci_capacities(machine: Machine) -> Iterable[Capacity]:
+def _pci_capacities(machine: Machine) -> Iterable[Capacity]:
     """Yield capacities one way and both ways for each speed of PCI link."""
     classes: dict[float, list[str]] = {}
     for device, link in machine.links.items():
         classes.setdefault(_lanes(machine, link), []).append(device)
     for share, devices in sorted(classes.items()):
-        at = Links(kinds=("pci",), devices=tuple(devices))
-        one_way = assumed("pcie5_x16_one_way", share)
-        both = msgspec.structs.replace(at, way="both")
-        both_ways = assumed("pcie5_x16_both_ways", share)
         name = f"PCI link, {share * GEN5_GTS * DEFAULT_WIDTH:g} GT/s over all lanes"
-        yield shared_capacity(f"{name}, one way", at, one_way)
-        yield shared_capacity(f"{name}, both ways", both, both_ways)
+        at = Links(kinds=("pci",), devices=tuple(devices))
+        both = msgspec.structs.replace(at, way="both")
+        yield _shared(f"{name}, one way", at, _assumed("pcie5_x16_one_way", share))
+        yield _shared(f"{name}, both ways", both, _assumed("pcie5_x16_both_ways", share))
 
 
 def _lanes(machine: Machine, link: PciLink) -> float:
-    speed = link.speed_gts or _usual_speed(machine)
+    usual = _by_threshold(_SM_LINK_GTS, max((gpu.sm or 0) for gpu in machine.gpus))
+    speed = link.speed_gts or usual
     return speed * (link.width or DEFAULT_WIDTH) / (GEN5_GTS * DEFAULT_WIDTH)
-
-
-def _usual_speed(machine: Machine) -> float:
-    return _by_threshold(_SM_LINK_GTS, max((gpu.sm or 0) for gpu in machine.gpus))
 
 
 def _by_threshold(table: tuple[tuple[float, float], ...], value: float) -> float:
@@ -112,22 +106,12 @@ def _fabric(machine: Machine) -> Iterable[Capacity]:
     if len(machine.numa_nodes) < 2:
         return
     speed = _fastest(machine)
-    yield shared_capacity(
-        "a root port's traffic across sockets",
-        Links(kinds=("pci",), position="root_port"),
-        assumed("socket_crossing_port", speed),
-        counts=Traffic(crosses="socket"),
-    )
-    yield shared_capacity(
-        "link between sockets, one way",
-        Links(kinds=("smp",), span="socket"),
-        assumed("socket_crossing_port", speed * 2.0),
-    )
-    yield shared_capacity(
-        "link between NUMA nodes of a socket, one way",
-        Links(kinds=("smp",), span="numa"),
-        assumed("socket_crossing_port", speed * 3.0),
-    )
+    port, socket, inner = (_assumed("socket_crossing_port", speed * n) for n in (1.0, 2.0, 3.0))
+    ports = Links(kinds=("pci",), position="root_port")
+    yield _shared("a root port's traffic across sockets", ports, port, "socket")
+    yield _shared("link between sockets, one way", Links(kinds=("smp",), span="socket"), socket)
+    name = "link between NUMA nodes of a socket, one way"
+    yield _shared(name, Links(kinds=("smp",), span="numa"), inner)
 
 
 def _nvlinks(machine: Machine) -> Iterable[Capacity]:
@@ -139,20 +123,14 @@ def _nvlinks(machine: Machine) -> Iterable[Capacity]:
     for pair in sorted(kinds, key=sorted):
         one, other = sorted(pair)
         share = max(counts.get((one, other), 0.0), counts.get((other, one), 0.0))
-        yield shared_capacity(
-            f"{kinds[pair]} {one} - {other}, one way",
-            Links(kinds=(kinds[pair],), between=(one, other)),
-            assumed("nvlink4_link_one_way", share),
-        )
+        at = Links(kinds=(kinds[pair],), between=(one, other))
+        name = f"{kinds[pair]} {one} - {other}, one way"
+        yield _shared(name, at, _assumed("nvlink4_link_one_way", share))
 
 
 def _relative(machine: Machine, kind: str, ends: tuple[str, str]) -> float:
-    if kind == "xgmi":
-        return _XGMI_RELATIVE
-    if kind == "c2c":
-        return _C2C_RELATIVE
     sms = [gpu.sm for gpu in machine.gpus if gpu.id in ends and gpu.sm is not None]
-    return _by_threshold(_NVLINK_RELATIVE, min(sms, default=90))
+    return _RELATIVE.get(kind) or _by_threshold(_NVLINK_RELATIVE, min(sms, default=90))
 
 
 def _nics(machine: Machine) -> Iterable[Capacity]:
@@ -161,10 +139,10 @@ def _nics(machine: Machine) -> Iterable[Capacity]:
             gbps = min(nic.speed_mbps, _FASTEST_PORT_MBPS) / 8000.0
             at = Links(kinds=("pci",), devices=(nic.id,))
             figure = Figure(value=gbps, provenance="assumed")
-            yield shared_capacity(f"{nic.id}, its network port, one way", at, figure)
+            yield _shared(f"{nic.id}, its network port, one way", at, figure)
 
 
-def host_memory(machine: Machine) -> Capacity:
+def _host_memory(machine: Machine) -> Capacity:
     """Return the memory's capacity of a NUMA node; split sockets share theirs out."""
     sockets = {node.socket for node in machine.numa_nodes if node.socket is not None}
     parts = len(machine.numa_nodes) / len(sockets) if sockets else 1.0
@@ -172,50 +150,43 @@ def host_memory(machine: Machine) -> Capacity:
     return Capacity(
         name="host memory of a NUMA node",
         at=Memory(),
-        write=assumed("host_write", scale),
-        read=assumed("host_read", scale),
-        write_in_mix=assumed("host_write_in_mix", scale),
-        read_in_mix=assumed("host_read_in_mix", scale),
+        write=_assumed("host_write", scale),
+        read=_assumed("host_read", scale),
+        write_in_mix=_assumed("host_write_in_mix", scale),
+        read_in_mix=_assumed("host_read_in_mix", scale),
     )
 
 
-def kernel_limits() -> tuple[ExecutorLimit, ...]:
-    """Return the limits of NCCL's blocks: a direct rate, and a FIFO's window for bounces."""
-    return (
-        ExecutorLimit(
-            name="blocks of a direct kernel",
-            executor="kernel",
-            path="direct",
-            per_block=assumed("kernel_block"),
-        ),
-        ExecutorLimit(
-            name="blocks of a bouncing kernel",
-            executor="kernel",
-            path="bounce",
-            per_block=assumed("fifo_block"),
-            latency_us=assumed("fifo_latency_us"),
-            ceiling=assumed("fifo_ceiling"),
-            sharpness=3.0,
-        ),
-        ExecutorLimit(
-            name="slots of a bounce by copy engines",
-            executor="copy_engine",
-            path="bounce",
-            per_block=assumed("pcie5_x16_one_way"),
-            latency_us=assumed("copy_engine_slot_us"),
-        ),
-    )
-
-
-def fifo_cache(machine: Machine) -> FifoCache | None:
-    """Return the FIFO footprint rule, where the CPUs let devices write into their cache."""
-    if not {node.vendor for node in machine.numa_nodes} & _DEVICE_CACHE_VENDORS:
-        return None
-    return FifoCache(
-        cache_mib=assumed("fifo_cache_mib"),
-        write=assumed("fifo_in_cache"),
-        read=assumed("fifo_in_cache"),
-    )
+# The limits of NCCL's blocks: a direct rate, and a FIFO's window for bounces.
+_KERNEL_LIMITS = (
+    ExecutorLimit(
+        name="blocks of a direct kernel",
+        executor="kernel",
+        path="direct",
+        per_block=_assumed("kernel_block"),
+    ),
+    ExecutorLimit(
+        name="blocks of a bouncing kernel",
+        executor="kernel",
+        path="bounce",
+        per_block=_assumed("fifo_block"),
+        latency_us=_assumed("fifo_latency_us"),
+        ceiling=_assumed("fifo_ceiling"),
+        sharpness=3.0,
+    ),
+    ExecutorLimit(
+        name="slots of a bounce by copy engines",
+        executor="copy_engine",
+        path="bounce",
+        per_block=_assumed("pcie5_x16_one_way"),
+        latency_us=_assumed("copy_engine_slot_us"),
+    ),
+)
+_FIFO_CACHE = FifoCache(
+    cache_mib=_assumed("fifo_cache_mib"),
+    write=_assumed("fifo_in_cache"),
+    read=_assumed("fifo_in_cache"),
+)
 
 
 _MODELS = resources.files("tccl_py.simulator").joinpath("machines")
@@ -229,10 +200,6 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     knowledge: Knowledge
     model: MachineModel | None = None
-
-    def with_model(self) -> MachineModel:
-        """Return the file's model, or a model of assumed figures only."""
-        return self.model or model_for(self.machine, self.knowledge)
 
 
 def bundled_names() -> tuple[str, ...]:
@@ -270,20 +237,18 @@ def load_machine(name: str) -> MachineModel:
     if name in bundled_names():
         return load_bundled(name)
     path = Path(name)
-    if name and _exists(path):
-        return read_description(path).with_model()
+    try:
+        there = bool(name) and path.exists()
+    except (OSError, ValueError):
+        there = False
+    if there:
+        found = read_description(path)
+        return found.model or model_for(found.machine, found.knowledge)
     known = ", ".join(bundled_names())
     if path.suffix or "/" in name:
         raise InputError(name[:200], "does not exist", f"name a file or one of {known}")
     where = f"machine {name[:60]!r}"
     raise InputError(where, "is neither bundled nor a file", f"there are {known}")
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
 
 
 def read_description(path: Path) -> Description:

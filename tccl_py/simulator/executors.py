@@ -54,7 +54,16 @@ def unbent(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
     blocks = _blocks(limit, flow)
     if blocks is None or limit.per_block is None:
         return math.inf
-    return blocks * _block_rate(limit, figures, flow)
+    rate = figures.value(limit.per_block)
+    # A direct flow's FIFO lies in GPU memory: its size is not known to matter.
+    if limit.latency_us is None or flow.fifo is None or limit.path != "bounce":
+        return blocks * rate
+    size = flow.fifo.bytes
+    if limit.executor == "copy_engine":
+        size = max(1, size // flow.fifo.slots)
+    # 1 GB/s is 1000 bytes a microsecond.
+    micros = figures.value(limit.latency_us) + size / (rate * 1000.0)
+    return blocks * (size / micros / 1000.0)
 
 
 def bent(limit: ExecutorLimit, figures: Figures, together: float) -> float:
@@ -70,19 +79,6 @@ def bent(limit: ExecutorLimit, figures: Figures, together: float) -> float:
 
 def _blocks(limit: ExecutorLimit, flow: Flow) -> int | None:
     return 1 if limit.executor == "copy_engine" else flow.blocks
-
-
-def _block_rate(limit: ExecutorLimit, figures: Figures, flow: Flow) -> float:
-    assert limit.per_block is not None
-    rate = figures.value(limit.per_block)
-    # A direct flow's FIFO lies in GPU memory: its size is not known to matter.
-    if limit.latency_us is None or flow.fifo is None or limit.path != "bounce":
-        return rate
-    size = flow.fifo.bytes
-    if limit.executor == "copy_engine":
-        size = max(1, size // flow.fifo.slots)
-    # 1 GB/s is 1000 bytes a microsecond.
-    return size / (figures.value(limit.latency_us) + size / (rate * 1000.0)) / 1000.0
 
 
 # Max-min fair sharing: no flow can get more without taking from a flow that has less.

@@ -28,6 +28,7 @@ MIN_FIGURE = 1e-6
 MAX_ENTRIES = 10_000
 MAX_SHARPNESS = 64.0
 
+Crosses = Literal["any", "socket", "numa", "nothing"]
 LinkKind = Literal["pci", "smp", "nvlink", "xgmi", "c2c", "hidden"]
 Key = Literal[
     "transfer", "source_gpu", "source_uplink", "destination_root", "memory", "executor_gpu"
@@ -66,7 +67,7 @@ class Traffic(_Data, frozen=True, kw_only=True):
 
     operation: Literal["any", "write", "read"] = "any"
     path: Literal["any", "peer", "host", "bounce", "network"] = "any"
-    crosses: Literal["any", "socket", "numa", "nothing"] = "any"
+    crosses: Crosses = "any"
     memory: Literal["any", "own", "other"] = "any"
     executor: Literal["any", "kernel", "copy_engine"] = "any"
 
@@ -94,6 +95,11 @@ class Memory(_Data, frozen=True, kw_only=True, tag="memory"):
     """Host memory, one place a NUMA node; empty `numa_nodes` is all."""
 
     numa_nodes: tuple[int, ...] = ()
+
+    @property
+    def devices(self) -> list[str]:
+        """The named NUMA nodes' ids."""
+        return [f"C{index}" for index in self.numa_nodes]
 
 
 class Capacity(_Data, frozen=True, kw_only=True):
@@ -252,8 +258,7 @@ class Figures:
 
 def figures_of(model: MachineModel) -> Iterator[tuple[str, Figure]]:
     """Yield every figure of a model, with its place for messages."""
-    parts: list[tuple[str, Capacity | Member | ExecutorLimit | FifoCache]] = []
-    parts += [(f"capacity {capacity.name!r}", capacity) for capacity in model.capacities]
+    parts: list[tuple[str, _Data]] = [(f"capacity {x.name!r}", x) for x in model.capacities]
     parts += [(f"congestion {r.name!r}", member) for r in model.congestion for member in r.members]
     parts += [(f"executor limit {limit.name!r}", limit) for limit in model.executors]
     parts += [("fifo_cache", model.fifo_cache)] if model.fifo_cache is not None else []
@@ -262,7 +267,7 @@ def figures_of(model: MachineModel) -> Iterator[tuple[str, Figure]]:
             yield f"{place} {name}", figure
 
 
-def figures_in(part: Capacity | Member | ExecutorLimit | FifoCache) -> dict[str, Figure]:
+def figures_in(part: _Data) -> dict[str, Figure]:
     """Return the figures of a part of a model, by the names of its fields."""
     values = {name: getattr(part, name) for name in part.__struct_fields__}
     return {name: value for name, value in values.items() if isinstance(value, Figure)}
@@ -283,11 +288,21 @@ def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> M
         if len(entries) > MAX_ENTRIES:
             raise InputError(where, f"has {len(entries)} {kind}", f"at most {MAX_ENTRIES}")
     for capacity in model.capacities:
-        _check_devices(capacity, model, f"{where} capacity {capacity.name!r}")
+        at = capacity.at
+        named = [*at.devices, *(at.between or ())] if isinstance(at, Links) else at.devices
+        for device in named:
+            if device not in model.machine.graph:
+                place, right = f"{where} capacity {capacity.name!r}", model.machine.name
+                raise InputError(place, f"speaks of {device}", f"name a device of {right}")
     for rule in model.congestion:
         _check_rule(rule, f"{where} congestion {rule.name!r}")
     for limit in model.executors:
-        _check_limit(limit, f"{where} executor limit {limit.name!r}")
+        place = f"{where} executor limit {limit.name!r}"
+        # The comparison is written so that NaN fails it.
+        if not 1 <= limit.sharpness <= MAX_SHARPNESS:
+            raise InputError(place, f"has sharpness {limit.sharpness}", f"1 to {MAX_SHARPNESS:.0f}")
+        if limit.per_block is None and limit.ceiling is None:
+            raise InputError(place, "bounds nothing", "give per_block or ceiling")
     if model.fifo_cache is not None and not 1 <= model.fifo_cache.default_blocks <= MAX_ENTRIES:
         raise InputError(where, "fifo_cache has no default_blocks", f"1 to {MAX_ENTRIES}")
     figures = Figures(parameters)
@@ -309,17 +324,6 @@ def _check_figure(figure: Figure, figures: Figures, place: str) -> None:
         raise InputError(place, f"comes to {value}", f"{MIN_FIGURE} to {MAX_FIGURE:.0f}")
 
 
-def _check_devices(capacity: Capacity, model: MachineModel, place: str) -> None:
-    at = capacity.at
-    if isinstance(at, Links):
-        named = [*at.devices, *(at.between or ())]
-    else:
-        named = [f"C{index}" for index in at.numa_nodes]
-    unknown = [device for device in named if device not in model.machine.graph]
-    if unknown:
-        raise InputError(place, f"speaks of {unknown[0]}", f"name a device of {model.machine.name}")
-
-
 def _check_rule(rule: Congestion, place: str) -> None:
     if not 1 <= len(rule.members) <= MAX_ENTRIES:
         raise InputError(place, f"has {len(rule.members)} members", f"1 to {MAX_ENTRIES}")
@@ -328,11 +332,3 @@ def _check_rule(rule: Congestion, place: str) -> None:
     for key, count in rule.at_least.items():
         if not 1 <= count <= MAX_ENTRIES:
             raise InputError(place, f"asks for {count} of {key}", f"1 to {MAX_ENTRIES}")
-
-
-def _check_limit(limit: ExecutorLimit, place: str) -> None:
-    # The comparison is written so that NaN fails it.
-    if not 1 <= limit.sharpness <= MAX_SHARPNESS:
-        raise InputError(place, f"has sharpness {limit.sharpness}", f"1 to {MAX_SHARPNESS:.0f}")
-    if limit.per_block is None and limit.ceiling is None:
-        raise InputError(place, "bounds nothing", "give per_block or ceiling")

@@ -14,15 +14,10 @@ from tccl_py.simulator.model import Key, MachineModel
 
 Edge = tuple[str, str]  # A link in one direction, from device to device
 
+# NVLink wins over PCI where it exists; else the path over the fewest links does.
 _COST = {"nvlink": 0.1, "xgmi": 0.1, "c2c": 0.1, "hidden": 1.0, "pci": 1.0, "smp": 1.0}
-"""NVLink wins over PCI where it exists; else the path over the fewest links does."""
-
-
-_EXECUTORS: dict[str, Literal["kernel", "copy_engine", "nic"]] = {
-    "G": "kernel",
-    "D": "copy_engine",
-    "N": "nic",
-}
+_Executor = Literal["kernel", "copy_engine", "nic"]
+_EXECUTORS: dict[str, _Executor] = {"G": "kernel", "D": "copy_engine", "N": "nic"}
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +38,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     path: Literal["peer", "host", "bounce", "network"]
     crosses: Literal["socket", "numa", "nothing"]
     memory: Literal["own", "other", ""]
-    executor: Literal["kernel", "copy_engine", "nic"]
+    executor: _Executor
     keys: dict[Key, str]
 
 
@@ -54,21 +49,16 @@ class Network:
         self.model = model
         self.machine: Machine = model.machine
         self.kinds: dict[Edge, str] = {}
-        for a, b, kind in self.machine.graph.edges(data="kind"):
-            self._add(a, b, kind)
-        for hidden in model.knowledge.hidden_links:
-            self._add(hidden.one, hidden.other, "hidden")
+        hidden = [(link.one, link.other, "hidden") for link in model.knowledge.hidden_links]
+        for a, b, kind in (*self.machine.graph.edges(data="kind"), *hidden):
+            self.kinds[a, b] = self.kinds[b, a] = kind
         self._neighbours: dict[str, list[str]] = {}
         for a, b in sorted(self.kinds):
             self._neighbours.setdefault(a, []).append(b)
         self.roots = frozenset(node.id for node in self.machine.numa_nodes)
-        gpus, nics = self.machine.gpus, self.machine.nics
-        self._ends = frozenset([gpu.id for gpu in gpus] + [nic.id for nic in nics])
+        self._ends = frozenset(end.id for end in (*self.machine.gpus, *self.machine.nics))
         self._sockets = {node.id: node.socket for node in self.machine.numa_nodes}
         self._paths: dict[str, dict[str, str]] = {}
-
-    def _add(self, one: str, other: str, kind: str) -> None:
-        self.kinds[one, other] = self.kinds[other, one] = kind
 
     def between_sockets(self, edge: Edge) -> bool:
         """Return whether a link joins two sockets; NUMA nodes of unknown socket have their own."""
@@ -119,13 +109,15 @@ def legs_of(network: Network, flow: Flow) -> tuple[Leg, ...]:
 def _leg(network: Network, flow: Flow, transfer: Transfer) -> Leg:
     source, destination = (_device(network, p) for p in (transfer.source, transfer.destination))
     _device(network, transfer.executor)
-    if transfer.source.kind == transfer.destination.kind == "G":
+    kinds = transfer.source.kind + transfer.destination.kind
+    if kinds == "GG":
         _check_access(network, transfer)
     edges = network.path(source, destination)
+    halfway: Literal["bounce", "host"] = "bounce" if len(flow.transfers) > 1 else "host"
     return Leg(
         edges=edges,
         operation=transfer.operation,
-        path=_path_kind(flow, transfer),
+        path="network" if "N" in kinds else halfway if "C" in kinds else "peer",
         crosses=_crossing(network, edges),
         memory=_memory(network.machine, transfer),
         executor=_EXECUTORS[transfer.executor.kind],
@@ -157,15 +149,6 @@ def _check_access(network: Network, transfer: Transfer) -> None:
             f"{transfer}: GPU {reach[0]} has no direct access to GPU {reach[1]} on "
             f"{network.machine.name}; bounce through host memory instead"
         )
-
-
-def _path_kind(flow: Flow, transfer: Transfer) -> Literal["peer", "host", "bounce", "network"]:
-    kinds = transfer.source.kind + transfer.destination.kind
-    if "N" in kinds:
-        return "network"
-    if "C" not in kinds:
-        return "peer"
-    return "bounce" if len(flow.transfers) > 1 else "host"
 
 
 def _crossing(network: Network, edges: tuple[Edge, ...]) -> Literal["socket", "numa", "nothing"]:

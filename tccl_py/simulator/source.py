@@ -159,8 +159,16 @@ class Engine:
         legs = legs_of(self.network, flow)
         cache = self.model.fifo_cache
         blocks = flow.blocks or (cache.default_blocks if cache is not None else 1)
+        mib = blocks * flow.fifo.bytes if flow.fifo is not None else 0.0
+        mib = flow.buffer if flow.buffer is not None else mib
         return Use(
-            loads=tuple(load for leg in legs for load in self._loads(leg)),
+            loads=tuple(
+                Load(number, place, leg.operation == "write")
+                for leg in legs
+                for number, capacity in enumerate(self.model.capacities)
+                if matches(capacity.counts, leg)
+                for place in _places(capacity, leg, self.network)
+            ),
             roles=tuple(
                 (number, *role)
                 for number, leg in enumerate(legs)
@@ -168,21 +176,13 @@ class Engine:
             ),
             legs=legs,
             buffer=_buffer(flow, legs) if cache is not None else "",
-            buffer_mib=_buffer_mib(flow, blocks),
+            buffer_mib=mib / MIB,
             limits=tuple(
                 number
                 for number, limit in enumerate(self.model.executors)
                 if applies(limit, self.network, flow, legs)
             ),
         )
-
-    def _loads(self, leg: Leg) -> list[Load]:
-        return [
-            Load(number, place, leg.operation == "write")
-            for number, capacity in enumerate(self.model.capacities)
-            if matches(capacity.counts, leg)
-            for place in _places(capacity, leg, self.network)
-        ]
 
     def _congestion_bounds(self, uses: list[Use]) -> tuple[list[Bound], bool]:
         """Return the bounds of the rules that hold for this set, and whether any is assumed."""
@@ -251,12 +251,6 @@ def _buffer(flow: Flow, legs: tuple[Leg, ...]) -> str:
     return next((leg.keys["memory"] for leg in legs if "memory" in leg.keys), "")
 
 
-def _buffer_mib(flow: Flow, blocks: int) -> float:
-    if flow.buffer is not None:
-        return flow.buffer / MIB
-    return blocks * flow.fifo.bytes / MIB if flow.fifo is not None else 0.0
-
-
 def _sides(
     reading: Bound, writing: Bound, values: dict[str, tuple[float, bool]]
 ) -> list[tuple[Bound, str]]:
@@ -278,8 +272,7 @@ def _places(capacity: Capacity, leg: Leg, network: Network) -> list[str]:
     at = capacity.at
     if isinstance(at, Memory):
         place = leg.keys.get("memory")
-        named = place is not None and (not at.numa_nodes or int(place[1:]) in at.numa_nodes)
-        return [place] if place is not None and named else []
+        return [place] if place and (not at.numa_nodes or place in at.devices) else []
     edges = (edge for edge in leg.edges if _selected(at, edge, network))
     return [">".join(sorted(edge) if at.way == "both" else edge) for edge in edges]
 
@@ -288,8 +281,10 @@ def _selected(links: Links, edge: Edge, network: Network) -> bool:
     kind = network.kinds[edge]
     if kind not in links.kinds:
         return False
-    parents = network.machine.parents
-    inner = edge[0] if _is_inner(edge[0], edge[1], parents) else edge[1]
+    parents, (near, far) = network.machine.parents, edge
+    # `out` leaves the inner end of a link: the child, or the GPU.
+    leaves = parents.get(near) == far or (near[0] == "G" and parents.get(far) != near)
+    inner = near if leaves else far
     named = (inner,) if kind == "pci" else edge
     at_root = kind == "pci" and parents[inner] in network.roots
     span = "socket" if network.between_sockets(edge) else "numa"
@@ -300,11 +295,6 @@ def _selected(links: Links, edge: Edge, network: Network) -> bool:
         and (links.position == "any" or at_root)
         and (links.span in ("any", span) or kind != "smp")
     )
-
-
-def _is_inner(device: str, other: str, parents: dict[str, str]) -> bool:
-    """Return whether `out` leaves this end of a link: the child, or the GPU."""
-    return parents.get(device) == other or (device[0] == "G" and parents.get(other) != device)
 
 
 NOISY_REPEATS = 9  # Default repeats of a noisy measurement; without noise the default is one
@@ -355,17 +345,18 @@ class Simulator:
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set, in the order given; errors as `Engine.rates`."""
-        return [self._measure(transfers) for transfers in sets]
-
-    def _measure(self, transfers: TransferSet) -> Measurement:
-        rates = self._engine.rates(transfers)
-        return Measurement(
-            transfers=transfers,
-            samples_gbps=self._samples(transfers, rates.gbps),
-            simulated=True,
-            assumed=rates.assumed,
-            source=f"simulator:{self.model.name}",
-        )
+        answers = []
+        for transfers in sets:
+            rates = self._engine.rates(transfers)
+            found = Measurement(
+                transfers=transfers,
+                samples_gbps=self._samples(transfers, rates.gbps),
+                simulated=True,
+                assumed=rates.assumed,
+                source=f"simulator:{self.model.name}",
+            )
+            answers.append(found)
+        return answers
 
     def _samples(
         self, transfers: TransferSet, gbps: tuple[float, ...]
