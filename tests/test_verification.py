@@ -14,7 +14,7 @@ from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.verify.jobs import JobError, pinned_variables, rank_environment
+from tccl_py.verify.jobs import Arm, HostRanks, JobError, Launcher, rank_environment
 from tccl_py.verify.record import (
     FALSE_RATE,
     Compared,
@@ -450,7 +450,10 @@ def test_what_the_caller_set_for_nccl_is_not_used_but_for_what_is_kept():
     assert (found["NCCL_NVLS_ENABLE"], found["NCCL_P2P_DISABLE"]) == ("0", "1")
     assert found["NCCL_BUFFSIZE"] == "524288"
     assert not {"NCCL_ALGO", "RANK", "MASTER_PORT"} & set(found)
-    assert pinned_variables(caller) == {"NCCL_NVLS_ENABLE": "0"}
+    host = HostRanks(ranks=(0,), gpus=(0,), environment=caller)
+    arm = Arm(name="variables", variables=variables, settings=Settings())
+    found = Launcher(backend="cuda", hosts=(host,)).variables(arm)
+    assert found == {"NCCL_NVLS_ENABLE": "0", **variables}
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ _TRIED = 40
 """Sets of the journal that are examined closely."""
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
+class Node(msgspec.Struct, frozen=True):
     """A machine of a plan, or of one class of its hosts: structure, GPUs, pinned environment."""
 
     machine: Machine
@@ -77,12 +77,7 @@ class _Known(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Builder:
-    """Makes findings about one node.
-
-    Args:
-        node: the machine of the flows.
-        prober: gives their rates.
-    """
+    """Makes findings about one node, with rates from `prober`."""
 
     def __init__(self, node: Node, prober: Prober) -> None:
         self.node, self.prober = node, prober

@@ -65,18 +65,10 @@ def find_causes(
 ) -> Causes:
     """Find up to `most` different causes for flows that are slower together than alone.
 
-    Flows without the first causes have a higher rate, whose causes are found next.
-
-    Args:
-        prober: answers sets within its budget.
-        flows: the flows that run together.
-        most: the number of causes.
-        related: how much two flows share; pairs that share most are measured first.
-        label: parts of one rate with one label are one cause; by default the symmetry key.
-
-    Raises:
-        MeasurementError: the source cannot measure a part.
-        ContradictionError: measurements contradict each other, twice.
+    Flows without the first causes have a higher rate, whose causes are found next. Pairs that
+    share most by `related` are measured first; parts of one rate with one `label` (by default the
+    symmetry key) are one cause. Raises MeasurementError or ContradictionError: a part cannot be
+    measured, or measurements contradict each other, twice.
     """
     found: list[Cause] = []
     rest, spent = tuple(flows), False

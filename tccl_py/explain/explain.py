@@ -79,9 +79,7 @@ def _default(plan: Plan) -> Subject | None:
 def node_of(plan: Plan, number: int = 0) -> Node:
     """Return the machine of a plan, or of a class of its hosts."""
     part, gpus = plan.cluster.classes[number], plan.class_gpus[number]
-    return Node(
-        machine=part.machine, knowledge=part.knowledge, gpus=gpus, pinned_env=plan.pinned_env
-    )
+    return Node(part.machine, part.knowledge, gpus, plan.pinned_env)
 
 
 def explain(
@@ -91,17 +89,12 @@ def explain(
     budget: Budget = DEFAULT_BUDGET,
     most: int = MOST_FINDINGS,
 ) -> Explanation:
-    """Find the smallest sets of transfers that show each slowdown.
+    """Find the smallest sets of transfers that show each slowdown of a plan's and default's rings.
 
-    Args:
-        plan: the plan whose rings, and whose default NCCL's rings, are explained.
-        source: answers sets, or one source for each class of hosts, whose flows over the network
-            are those of one host; a RememberingSource's known sets are not measured again.
-        budget: `sets` to measure beyond these, and `seconds`.
-        most: findings at most for each set of rings.
-
-    Raises:
-        MeasurementError: the source cannot measure the rings themselves.
+    `source` answers sets, or one source for each class of hosts, whose flows over the network are
+    those of one host; a RememberingSource's known sets are not measured again. `budget` limits sets
+    beyond these, `most` the findings for each set of rings. Raises MeasurementError: the source
+    cannot measure the rings themselves.
     """
     sources = source if isinstance(source, Sequence) else [source]
     builders = [_builder(plan, number, one, budget) for number, one in enumerate(sources)]
@@ -160,7 +153,11 @@ def _ring(builder: Builder, subject: Subject, most: int, plan: Plan) -> RingExpl
         hurt = is_hurt(prober, flows)
     except BudgetSpentError:
         return found
-    causes, trouble = _causes(builder, subject, most)
+    related, label, trouble = builder.sharing.related, builder.label, ""
+    try:
+        causes = find_causes(prober, flows, most=most, related=related, label=label)
+    except (ContradictionError, MeasurementError) as error:
+        causes, trouble = Causes(found=(), rest=flows, spent=False), str(error)
     findings, open_question = _findings(builder, causes)
     return msgspec.structs.replace(
         found,
@@ -170,15 +167,6 @@ def _ring(builder: Builder, subject: Subject, most: int, plan: Plan) -> RingExpl
         unexplained=trouble or open_question or _left(builder, causes),
         sentence=_hurting(builder, slowest, findings) if hurt else _as_alone(builder, slowest),
     )
-
-
-def _causes(builder: Builder, subject: Subject, most: int) -> tuple[Causes, str]:
-    related, label = builder.sharing.related, builder.label
-    try:
-        found = find_causes(builder.prober, subject.flows, most=most, related=related, label=label)
-    except (ContradictionError, MeasurementError) as error:
-        return Causes(found=(), rest=subject.flows, spent=False), str(error)
-    return found, ""
 
 
 def _findings(builder: Builder, causes: Causes) -> tuple[tuple[Finding, ...], str]:

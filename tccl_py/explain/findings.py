@@ -138,12 +138,7 @@ def kind_of(flow: Flow) -> str:
 
 
 def short(flow: Flow) -> str:
-    """Return a flow's text without options, which are equal in a ring set.
-
-    >>> from tccl_py.model.transfer import parse_flow
-    >>> short(parse_flow("G0->G0->G4{blocks=2}"))
-    'G0->G0->G4'
-    """
+    """Return a flow's text without options, which are equal in a ring set: G0->G0->G4."""
     return str(flow).partition("{")[0]
 
 

@@ -101,11 +101,8 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
 class Prober:
     """Asks a source for sets within a budget, and remembers the answers.
 
-    Args:
-        source: answers; remembered sets cost nothing.
-        symmetry: keys of sets with equal rates.
-        budget: limits of the number of sets and of seconds.
-        network: whether the rings use NICs; else sets with NICs, as for a cluster, are ignored.
+    `symmetry` has keys of sets with equal rates. Without `network`, for rings without NICs, sets
+    with NICs, as for a cluster, are ignored.
     """
 
     def __init__(
@@ -187,9 +184,8 @@ class Prober:
         return None if image is None else image.flows
 
     def _measure(self, wanted: TransferSet) -> None:
-        if self._share is not None and self.sets_measured >= self._share:
-            raise BudgetSpentError
-        if time.monotonic() > self._until:
+        spent = self._share is not None and self.sets_measured >= self._share
+        if spent or time.monotonic() > self._until:
             raise BudgetSpentError
         times = self._times.get(wanted, 0) + 1
         self.source.measure([wanted] * times)

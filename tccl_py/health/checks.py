@@ -74,8 +74,7 @@ def check_acs(host: Host) -> Found:
 
 def translating(host: Host) -> bool | None:
     """Return whether an IOMMU translates GPUs' addresses; None if unknown."""
-    types = [kind for gpu in host.gpus if (kind := _group_type(host, gpu))]
-    if types:
+    if types := [kind for gpu in host.gpus if (kind := _group_type(host, gpu))]:
         return any(kind.startswith("DMA") for kind in types)
     if not host.entries("sys/class/iommu"):
         return False if host.has("sys/bus/pci/devices") else None
@@ -113,7 +112,10 @@ def check_links(host: Host) -> Found:
             own, slot = (_speed(host, end, "max_link_speed") for end in (gpu, above[-1]))
             if 0 < slot < own:
                 yield defect("slot", who, measured=f"{slot:g} GT/s", expected=f"{own:g} GT/s")
-    uplinks = {switch: port for gpu in host.gpus for port, switch in _uplinks(host, gpu)}
+    # A root port, then a switch's two ports each: the links above upstream ports are cables or
+    # lanes, those between the two ports of one switch are inside the chip.
+    chains = [host.ports_above(gpu) for gpu in host.gpus]
+    uplinks = {chain[at]: chain[at - 1] for chain in chains for at in range(1, len(chain) - 1, 2)}
     for switch, port in uplinks.items():
         who = f"the switch at {switch}, below {port}"
         yield from _width(host, switch, port, who)
@@ -127,14 +129,6 @@ def check_links(host: Host) -> Found:
             what="the PCIe generation of GPUs under load",
             why="idle GPUs lower it to save power; `tccl measure` says so if it stays low",
         )
-
-
-def _uplinks(host: Host, gpu: str) -> Iterator[tuple[str, str]]:
-    ports = host.ports_above(gpu)
-    # A root port, then a switch's two ports each: the links above upstream ports are cables or
-    # lanes, those between the two ports of one switch are inside the chip.
-    for place in range(1, len(ports) - 1, 2):
-        yield ports[place - 1], ports[place]
 
 
 def _width(host: Host, device: str, above: str, who: str) -> Iterator[Finding]:
@@ -200,8 +194,7 @@ def check_gpus(host: Host) -> Found:
         what = "clocks, heat, persistence mode and other processes of the GPUs"
         yield Unseen(what=what, why=state.unseen)
         return
-    disabled = [f"GPU {gpu.index}" for gpu in state.gpus if gpu.persistence is False]
-    if disabled:
+    if disabled := [f"GPU {gpu.index}" for gpu in state.gpus if gpu.persistence is False]:
         yield defect("no-persistence", listed(disabled))
     for gpu in state.gpus:
         where = f"GPU {gpu.index}"
@@ -316,8 +309,8 @@ def sockets_of_nodes(host: Host) -> dict[int, set[int]]:
     found = {}
     for node in host.numa_nodes():
         # The first CPU of each range is enough.
-        listed_cpus = host.text(f"{_BASE}/node/node{node}/cpulist")
-        cpus = re.findall(r"(?:^|,)([0-9]{1,6})", listed_cpus, re.ASCII)
+        ranges = host.text(f"{_BASE}/node/node{node}/cpulist")
+        cpus = re.findall(r"(?:^|,)([0-9]{1,6})", ranges, re.ASCII)
         ids = [host.number(f"{_BASE}/cpu/cpu{cpu}/topology/physical_package_id") for cpu in cpus]
         found[node] = {package for package in ids if package is not None and package >= 0}
     return found
@@ -357,11 +350,10 @@ def _lost_gpus(host: Host) -> Iterator[Finding]:
         return
     changes = {}
     if host.virtual:
-        changes["effect"] = ": the virtual machine hides it"
-        changes["fix"] = (
-            "give the virtual machine the host's NUMA topology (libvirt: numatune, pcie expander "
-            "buses)"
-        )
+        changes = {
+            "effect": ": the virtual machine hides it",
+            "fix": "give it the host's NUMA topology (libvirt: numatune, pcie expander buses)",
+        }
     harmless = host.virtual or len(host.numa_nodes()) == 1
     yield defect("lost-gpus", listed(lost), severity="note" if harmless else None, **changes)
 

@@ -27,7 +27,6 @@ from tccl_py.nccl.versions import version_facts
 
 # Checks of NCCL: variables in force, lines of nccl.conf that NCCL misreads, version and rings.
 
-
 _ENVIRONMENT = "the environment"
 _SHOWN = 60
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
@@ -64,7 +63,12 @@ def check_settings(host: Host) -> Found:
             yield defect("graph", where, what=f"{what} for all jobs of this host", fix=_HOST_FIX)
     for name, rule in rules().items():
         if name in in_force and in_force[name].value != rule.harmless:
-            yield _in_force(in_force[name])
+            line = in_force[name]
+            scope, fix = "it holds for every job that does not set it itself", "remove the line"
+            if line.where == _ENVIRONMENT:
+                scope, fix = "it overrides a plan's setting", f"unset {name}"
+            what = f"{name}={_cut(line.value)} is set"
+            yield defect(name, line.where, what=what, effect=f"; {scope}", fix=fix)
 
 
 def _misread(line: ConfLine) -> Found:
@@ -73,9 +77,8 @@ def _misread(line: ConfLine) -> Found:
         return
     if _NAME.fullmatch(line.name) is None:
         what = f"NCCL takes '{_cut(line.name)}' for the name, which it does not know"
-        yield defect(
-            "misread", line.where, what=what, fix="write NAME=VALUE without blanks or export"
-        )
+        fix = "write NAME=VALUE without blanks or export"
+        yield defect("misread", line.where, what=what, fix=fix)
     elif line.value != line.value.strip() or re.search(r"""^["']|["']$|\s#""", line.value):
         what = f"NCCL takes '{_cut(line.value)}' for the value of {line.name}"
         fix = "write no quotes, no blanks, no comment behind it, Unix line ends"
@@ -83,14 +86,6 @@ def _misread(line: ConfLine) -> Found:
     elif line.cut:
         what = f"NCCL cuts the value of {line.name} after {len(line.value)} characters"
         yield defect("misread", line.where, what=what, fix="write a shorter value")
-
-
-def _in_force(line: ConfLine) -> Finding:
-    scope, fix = "it holds for every job that does not set it itself", "remove the line"
-    if line.where == _ENVIRONMENT:
-        scope, fix = "it overrides a plan's setting", f"unset {line.name}"
-    what = f"{line.name}={_cut(line.value)} is set"
-    return defect(line.name, line.where, what=what, effect=f"; {scope}", fix=fix)
 
 
 def _cut(text: str) -> str:

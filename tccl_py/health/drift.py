@@ -81,23 +81,12 @@ def find_drift(
     effort: Effort | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Drift:
-    """Compare new measurements by `source` with a plan's journal, on hosts of one class.
+    """Compare new measurements by `source` with a plan's journal, on hosts of class `number`.
 
     A set is reported as changed if the chance of any such alarm on an unchanged machine is at
     most `FALSE_ALARM_RATE`, all flows compared together, and if new measurements of it confirm the
-    change by themselves. The rate is shared among the classes of a cluster.
-
-    Args:
-        plan: of one host or several.
-        journal: the measurements of the class; flows over the network are those of one host.
-        source: answers such sets.
-        number: of the class.
-        effort: limits of the check.
-        clock: seconds.
-
-    Raises:
-        InputError: the journal is empty, or the time is too short to measure a set twice.
-        SourceLostError: nothing can be measured any more.
+    change by themselves. The rate is shared among the classes of a cluster, whose flows over the
+    network are those of one host. Raises InputError: the journal is empty, or the time too short.
     """
     effort = effort or Effort()
     chosen = chosen_sets(plan, journal, number=number, most=effort.sets, seed=effort.seed)
@@ -200,13 +189,8 @@ def _confirmed(
     classes: int,
 ) -> list[Comparison]:
     """Return all comparisons; alarms hold by the first measurements and by new ones alone."""
-    groups = [
-        logs
-        for part in (journal, now)
-        for found in part.values()
-        for logs in log_rates(found).values()
-    ]
-    spread = common_spread(groups)
+    measured = (*journal.values(), *now.values())
+    spread = common_spread([logs for found in measured for logs in log_rates(found).values()])
     rows = compared(journal, now, spread, families=classes)
     alarmed = {row.transfers for row in rows if row.alarming}
     fresh = bench.again([one for one in chosen if one in alarmed])
@@ -214,15 +198,13 @@ def _confirmed(
     second = {
         (row.transfers, row.flow): row for row in compared(journal, again, spread, families=classes)
     }
-    return [_both(row, second.get((row.transfers, row.flow))) for row in rows]
-
-
-def _both(first: Comparison, second: Comparison | None) -> Comparison:
-    if not first.alarming:
-        return first
-    if second is None or (second.ratio > 1) != (first.ratio > 1):
-        return msgspec.structs.replace(first, p=1.0)
-    return msgspec.structs.replace(first, p=max(first.p, second.p))
+    found = []
+    for row in rows:
+        new = second.get((row.transfers, row.flow))
+        same = new is not None and (new.ratio > 1) == (row.ratio > 1)
+        p = max(row.p, new.p) if new is not None and same else 1.0
+        found.append(msgspec.structs.replace(row, p=p) if row.alarming else row)
+    return found
 
 
 # The selection: few sets, among them one for every part that may change.
@@ -239,18 +221,13 @@ def chosen_sets(
     """
     often = sorted(journal, key=lambda one: (-len(journal[one]), len(one), str(one)))
     small = sorted(often, key=len)
-    order = dict.fromkeys(
-        transfers
-        for part in (
-            _of_the_plan(plan, number),
-            _one_of_each_kind(plan.cluster.classes[number].machine, small),
-            _each_gpu(plan.class_gpus[number], small),
-            random.Random(seed).sample(sorted(often, key=str), len(often)),
-        )
-        for transfers in part
+    order = (
+        *_of_the_plan(plan, number),
+        *_one_of_each_kind(plan.cluster.classes[number].machine, small),
+        *_each_gpu(plan.class_gpus[number], small),
+        *random.Random(seed).sample(sorted(often, key=str), len(often)),
     )
-    known = set(journal)
-    return tuple(transfers for transfers in order if transfers in known)[:most]
+    return tuple(transfers for transfers in dict.fromkeys(order) if transfers in journal)[:most]
 
 
 def _of_the_plan(plan: Plan, number: int) -> Iterator[TransferSet]:

@@ -12,11 +12,11 @@ from tccl_py.errors import InputError
 from tccl_py.files import encode_line, lock
 from tccl_py.health.drift import Drift
 from tccl_py.model.measurement import Measurement
+from tccl_py.plan.staging import refused
 from tccl_py.sources.journal import JournalHeader
 
 FILE = "checks.jsonl"
 FORMAT_VERSION = 1
-_SPACE = "choose a writable place with free space"
 
 
 class CheckRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ def keep_check(drift: Drift, directory: Path, header: JournalHeader, *, ended: f
         ended=ended, header=header, drifted=drift.drifted, measurements=drift.measurements
     )
     path = directory / FILE
-    try:
+    with refused(path, "cannot be written", "choose a writable place with free space"):
         if path.exists() and not path.is_file():
             raise InputError(str(path), "is not a regular file", "move it away")
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -44,9 +44,6 @@ def keep_check(drift: Drift, directory: Path, header: JournalHeader, *, ended: f
             _append(descriptor, encode_line(record))
         finally:
             os.close(descriptor)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(str(path), f"cannot be written ({reason})", _SPACE) from error
     return path
 
 
@@ -59,10 +56,6 @@ def _append(descriptor: int, data: bytes) -> None:
     except OSError:
         os.ftruncate(descriptor, before)
         raise
-
-
-Values = Iterable[tuple[Mapping[str, str], float]]
-"""Labels, and the value with these labels."""
 
 
 def prometheus_text(drift: Drift, *, machine: str, simulated: bool, now: float) -> str:
@@ -94,7 +87,7 @@ def prometheus_text(drift: Drift, *, machine: str, simulated: bool, now: float) 
     )
 
 
-def _metric(name: str, words: str, values: Values) -> str:
+def _metric(name: str, words: str, values: Iterable[tuple[Mapping[str, str], float]]) -> str:
     lines = [f"tccl_check_{name}{_labels(labels)} {value:.10g}" for labels, value in values]
     if not lines:
         return ""
@@ -103,11 +96,6 @@ def _metric(name: str, words: str, values: Values) -> str:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    """Return labels with special characters escaped, and control characters replaced.
-
-    >>> _labels({"machine": "box", "set": "G0->G0->G1"})
-    '{machine="box",set="G0->G0->G1"}'
-    """
     return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
 
 

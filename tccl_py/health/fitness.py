@@ -73,18 +73,11 @@ _VERSION = re.compile(r"v?([0-9]{1,3})\.([0-9]{1,3})(?![0-9])")
 def why_not_here(plan: Plan, directory: Path, here: Fingerprint) -> str:
     """Return why a plan's rates do not hold on this host, in clauses; "" if they hold.
 
-    A simulated plan belongs to no host, so nothing speaks against it.
-
-    Args:
-        plan: of one machine.
-        directory: the plan's directory.
-        here: the host's present fingerprint.
-
-    Raises:
-        InputError: the plan was measured and its machine's file is gone or damaged.
+    A simulated plan belongs to no host, so nothing speaks against it. `here` is the host's present
+    fingerprint.
     """
     planned = _planned(plan, directory)
-    if not isinstance(planned, Fingerprint):
+    if isinstance(planned, str):
         return planned
     return "; ".join(differences(plan.machine, planned, here, gpus=plan.gpus).another)
 
@@ -93,16 +86,7 @@ def why_not_alike(plan: Plan, directory: Path, here: Fingerprint, gpus: Sequence
     """Return why a host differs from the plan's in more than GPU UUIDs, in clauses; "" if not.
 
     For the plan of one of many equal hosts: GPUs of the same kinds at the same places, the same
-    driver and NUMA nodes.
-
-    Args:
-        plan: of one machine.
-        directory: the plan's directory.
-        here: the host's present fingerprint.
-        gpus: the host's GPUs.
-
-    Raises:
-        InputError: the plan was measured and its machine's file is gone or damaged.
+    driver and NUMA nodes. `here` and `gpus` are the host's present fingerprint and GPUs.
     """
     planned = _planned(plan, directory)
     if not isinstance(planned, Fingerprint):
@@ -124,13 +108,8 @@ def _planned(plan: Plan, directory: Path) -> Fingerprint | str:
 def why_not_of_class(plan: Plan, host: str, gpus: Sequence[GpuFacts]) -> str:
     """Return which of a host's GPUs are of other kinds than a cluster plan's, in clauses; or "".
 
-    Hosts of a class share the measurements of one of them, so no host's UUIDs are known. A
-    simulated plan belongs to no host.
-
-    Args:
-        plan: of several hosts.
-        host: the plan's name for one of them.
-        gpus: the host's present GPUs.
+    Hosts of a class share the measurements of one of them, so no host's UUIDs are known. `host` is
+    the plan's name for a host, `gpus` are its present GPUs. A simulated plan belongs to no host.
     """
     if plan.simulated:
         return ""
@@ -151,20 +130,13 @@ def _changed(was: Mapping[int, str], now: Mapping[int, str], gpus: Sequence[int]
 def why_not_with(settings: Settings, nccl: str) -> str:
     """Return why a plan's settings are for another version of NCCL, in a clause; "" if they fit.
 
-    >>> from tccl_py.nccl.settings import Settings
-    >>> why_not_with(Settings(version="2.28"), "2.28.9")
-    ''
     >>> why_not_with(Settings(version="2.30"), "2.28.9")
     'it is for NCCL 2.30 and this is 2.28.9 (plan again with --nccl 2.28)'
-
-    Raises:
-        InputError: `nccl` is no version.
     """
     planned, used = _VERSION.match(settings.version), _VERSION.match(nccl)
     if used is None:
-        raise InputError(
-            f"NCCL version {nccl[:40]!r}", "is no version", "give a number such as 2.28.9"
-        )
+        where = f"NCCL version {nccl[:40]!r}"
+        raise InputError(where, "is no version", "give a number such as 2.28.9")
     if planned is not None and planned.groups() == used.groups():
         return ""
     again = ".".join(used.groups())

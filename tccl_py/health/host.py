@@ -101,11 +101,7 @@ def defect(
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join names with commas, the first few of many.
-
-    >>> listed(["GPU 0", "GPU 1"])
-    'GPU 0, GPU 1'
-    """
+    """Join names with commas, the first few of many."""
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -137,17 +133,11 @@ class DriverState:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host to examine.
+    """A host to examine: `root` has its `sys`, `proc`, `etc` and `dev`; `home` is a path of it.
 
-    Args:
-        root: the directory with the host's `sys`, `proc`, `etc` and `dev`; `/` for this host.
-        home: the user's home directory, as a path of the host.
-        environment: the user's variables.
-        driver: the facts from NVML, where it was asked.
-        shm_free: free bytes of /dev/shm; None if not asked.
-        nccl: the installed versions of NCCL, torch's first; None if not asked.
-        own_rings: the rings that default NCCL takes over all GPUs, or why it was not asked; "" for
-            fewer than two GPUs.
+    `environment` is the user's, `driver` the facts from NVML, `shm_free` the free bytes of
+    /dev/shm, `nccl` the installed versions, torch's first, each None if not asked. `own_rings` are
+    default NCCL's over all GPUs, or why it was not asked; "" for fewer than two GPUs.
     """
 
     root: Path = Path("/")

@@ -42,21 +42,14 @@ class _Block(NamedTuple):
 
 
 def with_block(data: bytes | None, body: str, *, comment: Comment, head: str, where: str) -> bytes:
-    """Return a file with our block in place, or added at the end.
+    """Return a file (`data`, None for a new one) with our block in place, or added at the end.
 
-    Args:
-        data: the file; None for a new file.
-        body: lines of the block.
-        comment: start of a comment in such a file.
-        head: text before the block in a new file.
-        where: the file's name for messages.
-
-    Raises:
-        InputError: the markers in the file are damaged.
+    `head` stands before the block in a new file, `comment` begins the markers, `where` is the
+    file's name for messages. Raises InputError: the markers are damaged.
     """
     block = _find(data or b"", where)
     if data is not None and block is not None:
-        return _replaced(data, block.inside, body.encode())
+        return data[: block.inside[0]] + body.encode() + data[block.inside[1] :]
     before: Before = "made" if data is None else "kept"
     start = head.encode() if data is None else data
     if data and not data.endswith(b"\n"):
@@ -68,18 +61,13 @@ def with_block(data: bytes | None, body: str, *, comment: Comment, head: str, wh
 def without_block(data: bytes, *, heads: tuple[str, ...], where: str) -> bytes | None:
     """Return the file without our block, with all other lines; None if the file was new.
 
-    Args:
-        data: the file.
-        heads: texts that may stand before the block in a file that we made.
-        where: the file's name for messages.
-
-    Raises:
-        InputError: the markers are damaged.
+    `heads` may stand before the block in a file that we made. Raises InputError: the markers are
+    damaged.
     """
     block = _find(data, where)
     if block is None:
         return data
-    rest = _replaced(data, (block.start, block.end), b"")
+    rest = data[: block.start] + data[block.end :]
     if block.before == "made" and rest in [head.encode() for head in heads]:
         return None
     # The newline that we added goes, unless somebody has written behind it.
@@ -90,10 +78,6 @@ def without_block(data: bytes, *, heads: tuple[str, ...], where: str) -> bytes |
 def has_block(data: bytes, *, where: str) -> bool:
     """Return whether our block is in a file. Raises InputError: the markers are damaged."""
     return _find(data, where) is not None
-
-
-def _replaced(data: bytes, span: tuple[int, int], middle: bytes) -> bytes:
-    return data[: span[0]] + middle + data[span[1] :]
 
 
 def _find(data: bytes, where: str) -> _Block | None:

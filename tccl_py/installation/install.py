@@ -70,16 +70,11 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def install(plan: Installed, targets: Mapping[Kind, Path], *, dry_run: bool) -> tuple[Change, ...]:
-    """Put a plan into these files, beside their other content.
+    """Put a plan into these files, one of each kind, beside their other content.
 
-    Args:
-        plan: settings and directory for jobs.
-        targets: a file for each kind; files need not exist, directories do.
-        dry_run: only return the changes.
-
-    Raises:
-        InputError: a file that may not or cannot change, with damaged markers, or with other lines
-            that contradict the plan. No file is changed then.
+    Files need not exist, directories do; with `dry_run`, only return the changes. Raises
+    InputError, with no file changed: a file may not or cannot change, has damaged markers, or has
+    other lines that contradict the plan.
     """
     changes = tuple(_change(plan, kind, path) for kind, path in targets.items())
     paths = {str(change.path) for change in changes}

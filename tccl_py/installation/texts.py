@@ -8,7 +8,6 @@ tccl_py.torch finds the graph file of each group.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -71,10 +70,12 @@ def form_of(plan: Installed, kind: Kind, path: Path) -> Form:
         return Form(body=conf_text(plan.settings, provenance=plan.provenance))
     if kind == "slurm-prolog":
         return Form(body=_prolog(plan), head="#!/bin/sh\n", mode=0o755)
-    said = plan.environment
+    said, first = plan.environment.items(), f" tccl-py, rates {plan.provenance}.\n"
     if path.suffix == ".lua":
-        return Form(body=_lua(said, plan.provenance), comment="--")
-    return Form(body=_tcl(said, plan.provenance), head="#%Module1.0\n")
+        lines = [f"setenv({_lua_string(name)}, {_lua_string(text)})\n" for name, text in said]
+        return Form(body=f"--{first}{''.join(lines)}", comment="--")
+    lines = [f"setenv {name} {_tcl_word(value)}\n" for name, value in said]
+    return Form(body=f"#{first}{''.join(lines)}", head="#%Module1.0\n")
 
 
 def _prolog(plan: Installed) -> str:
@@ -116,11 +117,6 @@ def _guard(plan: Installed) -> str:
     )
 
 
-def _tcl(said: Mapping[str, str], provenance: str) -> str:
-    lines = [f"setenv {name} {_tcl_word(value)}\n" for name, value in said.items()]
-    return f"# tccl-py, rates {provenance}.\n" + "".join(lines)
-
-
 def _tcl_word(text: str) -> str:
     r"""Return a Tcl word for any text.
 
@@ -128,11 +124,6 @@ def _tcl_word(text: str) -> str:
     '/a\\ b/\\$x'
     """
     return "".join(char if char.isalnum() or char in _PLAIN else f"\\{char}" for char in text)
-
-
-def _lua(said: Mapping[str, str], provenance: str) -> str:
-    lines = [f"setenv({_lua_string(name)}, {_lua_string(text)})\n" for name, text in said.items()]
-    return f"-- tccl-py, rates {provenance}.\n" + "".join(lines)
 
 
 def _lua_string(text: str) -> str:

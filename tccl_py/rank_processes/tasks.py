@@ -38,11 +38,8 @@ T = TypeVar("T")
 class RanksError(MeasurementError):
     """Ranks failed or ran out of time.
 
-    Args:
-        ranks: the ranks' numbers.
-        what: the failure, as "ended with code 1".
-        said: the last line of output with a cause, or "".
-        late: whether the time was up.
+    `what` is the failure, as "ended with code 1", `said` the last line of output with a cause, or
+    "", `late` whether the time was up.
     """
 
     def __init__(self, ranks: Sequence[int], what: str, said: str, *, late: bool = False) -> None:
@@ -92,16 +89,10 @@ def run_tasks(
 ) -> tuple[RankOutput, ...]:
     """Run a host's ranks of a job, or of several at once; no process or file stays behind.
 
-    Concurrent jobs share a file of time slots (`rank.time_slots`).
-
-    Args:
-        tasks: a task for each job; the longest timeout holds for all.
-        listeners: the rendezvous socket of each job, for the first rank here.
-        meanwhile: called while ranks run; an exception from it ends them.
-        server: starts the ranks; None for a temporary server.
-
-    Raises:
-        RanksError: a rank failed, or the time was up.
+    Concurrent jobs share a file of time slots (`rank.time_slots`), and the longest timeout holds
+    for all. `listeners` are each job's rendezvous socket, for the first rank here. `meanwhile` is
+    called while ranks run; an exception from it ends them. Without `server` a temporary one starts
+    the ranks. Raises RanksError: a rank failed, or the time was up.
     """
     with ExitStack() as stack:
         whole = stack.enter_context(temporary_folder("tccl-ranks-"))

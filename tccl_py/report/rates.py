@@ -186,9 +186,8 @@ def fastest_alone(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
     """Return the fastest flow of each ordered pair of GPUs that was measured alone."""
     found: Readings = {}
     for flow, gbps in _singles(journal, hosts):
-        pair = (flow.source.index, flow.destination.index)
-        if pair not in found or gbps > found[pair].gbps:
-            found[pair] = Reading(flow=flow, gbps=gbps)
+        reading = Reading(flow=flow, gbps=gbps)
+        found.setdefault((flow.source.index, flow.destination.index), reading)
     return found
 
 
@@ -196,19 +195,17 @@ def fastest_bounces(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
     """Return the fastest bounce alone through each NUMA node from each GPU."""
     found: Readings = {}
     for flow, gbps in _singles(journal, hosts):
-        key = (flow.transfers[0].destination.index, flow.source.index)
-        if flow.is_bounce and (key not in found or gbps > found[key].gbps):
-            found[key] = Reading(flow=flow, gbps=gbps)
+        if flow.is_bounce:
+            key = (flow.transfers[0].destination.index, flow.source.index)
+            found.setdefault(key, Reading(flow=flow, gbps=gbps))
     return found
 
 
 def slowest_together(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
     """Return the slowest flow of each ordered pair of GPUs beside one other flow between GPUs."""
     found: Readings = {}
-    for reading in _beside(journal, hosts):
-        pair = (reading.flow.source.index, reading.flow.destination.index)
-        if pair not in found or reading.gbps < found[pair].gbps:
-            found[pair] = reading
+    for reading in sorted(_beside(journal, hosts), key=lambda reading: reading.gbps):
+        found.setdefault((reading.flow.source.index, reading.flow.destination.index), reading)
     return found
 
 
@@ -220,18 +217,22 @@ def worst_pairs(
     Two flows are listed once, with the blocks and FIFOs with which they slow each other most.
     """
     worst: dict[frozenset[object], Reading] = {}
-    for reading in _beside(journal, hosts):
-        key = frozenset(flow.transfers for flow in (reading.flow, reading.beside) if flow)
-        if key not in worst or reading.share < worst[key].share:
-            worst[key] = reading
-    slowed = [reading for reading in worst.values() if reading.share < _SLOWED]
-    return sorted(slowed, key=lambda one: (one.share, str(one.flow), str(one.beside)))[:count]
+    readings = [reading for reading in _beside(journal, hosts) if reading.share < _SLOWED]
+    readings.sort(key=lambda one: (one.share, str(one.flow), str(one.beside)))
+    for reading in readings:
+        flows = (reading.flow, reading.beside)
+        worst.setdefault(frozenset(flow.transfers for flow in flows if flow), reading)
+    return list(worst.values())[:count]
 
 
-def _singles(journal: Journal, hosts: Hosts) -> Iterator[tuple[Flow, float]]:
-    for transfers, measured in journal.items():
-        if len(transfers) == 1 and _joins_gpus(transfers, hosts):
-            yield transfers.flows[0], _rates(measured)[0]
+def _singles(journal: Journal, hosts: Hosts) -> list[tuple[Flow, float]]:
+    """Return single flows and their rates, the fastest first."""
+    found = [
+        (transfers.flows[0], _rates(measured)[0])
+        for transfers, measured in journal.items()
+        if len(transfers) == 1 and _joins_gpus(transfers, hosts)
+    ]
+    return sorted(found, key=lambda single: -single[1])
 
 
 def _beside(journal: Journal, hosts: Hosts) -> Iterator[Reading]:

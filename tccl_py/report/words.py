@@ -50,11 +50,7 @@ def gpu_list(gpus: Sequence[int]) -> str:
 
 
 def host_list(names: Sequence[str], most: int = 4) -> str:
-    """Return host names with commas, the first few of many.
-
-    >>> host_list(["a", "b", "c"], most=2)
-    'a, b and 1 more'
-    """
+    """Return host names with commas, the first few of many."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -66,11 +62,7 @@ def plan_name(plan: Plan) -> str:
 
 
 def order_words(ring: Sequence[int]) -> str:
-    """Return a ring's GPUs, back to the first.
-
-    >>> order_words((0, 2, 1))
-    '0 → 2 → 1 → 0'
-    """
+    """Return a ring's GPUs, back to the first: 0 → 2 → 1 → 0."""
     return " → ".join(str(gpu) for gpu in (*ring, ring[0]))
 
 

@@ -166,8 +166,7 @@ def _bus_id(ordinal: int) -> str | None:
 
 def host_identity(environment: Mapping[str, str] = os.environ) -> str:
     """Return NCCL's identity of this host: NCCL_HOSTID, or the host name and the boot id."""
-    named = environment.get("NCCL_HOSTID", "")
-    if named:
+    if named := environment.get("NCCL_HOSTID", ""):
         return named
     try:
         boot = _BOOT_ID.read_text(encoding="ascii").strip()
@@ -181,11 +180,8 @@ def member_of(
 ) -> tuple[Member, OpenPlan | None]:
     """Return a rank's report, with errors as text, and the plan.
 
-    Args:
-        directory: the plan's; None for the one in TCCL_PLAN, if set.
-        ordinal: the rank's CUDA device.
-        nccl: torch's NCCL version.
-        check: refuses settings other than the process's.
+    `directory` is the plan's, None for the one in TCCL_PLAN, if set; `ordinal` the rank's CUDA
+    device, `nccl` torch's version. `check` refuses settings other than the process's.
     """
     member = Member(host=host_identity())
     named = directory or (Path(text) if (text := os.environ.get(PLAN_VARIABLE, "")) else None)
@@ -225,10 +221,8 @@ def _misfit(opened: OpenPlan, here: Here, name: str) -> str:
     if found:
         return found
     given = {name: line.value for name, line in settings_of_files().items()} | dict(os.environ)
-    names = env_conflicts(settings, given)
-    if names:
-        return f"{', '.join(names)} is set to something else than the plan's settings"
-    return ""
+    names = ", ".join(env_conflicts(settings, given))
+    return f"{names} is set to something else than the plan's settings" if names else ""
 
 
 def _other_host(opened: OpenPlan, here: Here, name: str) -> str:

@@ -26,7 +26,13 @@ _GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
 _REMOVED = ("NCCL_", "TORCH_NCCL_", "MASTER_", "TORCHELASTIC_")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables by which a launcher describes another job."""
-_DEBUG_SUBSYSTEMS = "INIT,GRAPH,P2P,SHM,NET"
+_RANK_VARIABLES = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "NCCL_CONF_FILE": "/dev/null",
+    "NCCL_GRAPH_REGISTER": "0",
+    "NCCL_DEBUG": "INFO",
+    "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,P2P,SHM,NET",
+}
 _CONCURRENT = 4
 _CONCURRENT_BYTES = 4 << 30
 """Limit of the buffers of concurrent jobs on a device, which may have few GiB."""
@@ -139,7 +145,8 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
 
     def variables(self, arm: Arm) -> dict[str, str]:
         """Return all NCCL variables of an arm's jobs."""
-        return {**pinned_variables(self.hosts[0].environment, self.keep), **arm.variables}
+        caller, names = self.hosts[0].environment, sorted({*HOST_VARIABLES, *self.keep})
+        return {name: caller[name] for name in names if name in caller} | arm.variables
 
     def _task(self, host: HostRanks, arm: Arm, spec: JobSpec, slot: JobSlot) -> Task:
         variables, files = dict(arm.variables), {}
@@ -147,9 +154,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
             variables[_GRAPH_VARIABLE] = f"{FOLDER}/{GRAPH_FILE}"
             files[GRAPH_FILE] = arm.graphs[host.name]
         gpus = host.gpus if self.backend == "cuda" else None
-        environment = rank_environment(
-            host.environment, gpus=gpus, variables=variables, keep=self.keep
-        )
+        environment = rank_environment(host.environment, gpus, variables, self.keep)
         own = msgspec.structs.replace(spec, first_rank=host.ranks[0], slot=slot)
         return Task(
             program=self.program,
@@ -190,7 +195,6 @@ class ConcurrentJobs:
 
 def rank_environment(
     caller: Mapping[str, str],
-    *,
     gpus: Sequence[int] | None,
     variables: Mapping[str, str],
     keep: Iterable[str] = (),
@@ -211,17 +215,7 @@ def rank_environment(
         # The host's name may resolve to an address of no local interface.
         found.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return {**found, **variables}
+    # The plan's indices are in NVML's order. CUDA graphs stand for single calls, for which NCCL
+    # registers no buffers.
     found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    # The plan's indices are in NVML's order.
-    found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    found["NCCL_CONF_FILE"] = "/dev/null"
-    # CUDA graphs stand for single calls, for which NCCL registers no buffers.
-    found["NCCL_GRAPH_REGISTER"] = "0"
-    found["NCCL_DEBUG"] = "INFO"
-    found["NCCL_DEBUG_SUBSYS"] = _DEBUG_SUBSYSTEMS
-    return {**found, **variables}
-
-
-def pinned_variables(caller: Mapping[str, str], keep: Iterable[str] = ()) -> dict[str, str]:
-    """Return the caller's NCCL variables that jobs get."""
-    return {name: caller[name] for name in sorted({*HOST_VARIABLES, *keep}) if name in caller}
+    return {**found, **_RANK_VARIABLES, **variables}

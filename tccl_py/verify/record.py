@@ -62,21 +62,12 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
         return self.high < 1 and self.ratio <= 1 - SMALLEST_EFFECT
 
     @property
-    def half_width(self) -> float:
-        """Return half the width of the interval, relative to the ratio."""
-        return (self.high - self.low) / 2 / self.ratio
-
-    @property
     def open(self) -> bool:
-        """Return whether more rounds might change the verdict.
-
-        The interval excludes 1, or is wider than the smallest effect, without a verdict.
-        """
-        if self.verdict != "same":
-            return False
+        """Return whether the interval excludes 1, or is wide, without a verdict."""
         edge = 1 + SMALLEST_EFFECT
         leaning = not self.low <= 1 <= self.high and not 1 / edge < self.ratio < edge
-        return leaning or self.half_width > SMALLEST_EFFECT
+        wide = (self.high - self.low) / 2 / self.ratio > SMALLEST_EFFECT
+        return self.verdict == "same" and (leaning or wide)
 
 
 EQUAL = Compared(ratio=1.0, low=1.0, high=1.0, p=1.0)
@@ -190,14 +181,10 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def over(self, other: ArmResult) -> Compared:
         """Compare the large sizes (the largest size if none is large) with another arm's."""
-        sizes = [row.bytes for row in self.sizes]
-        large = [at for at, size in enumerate(sizes) if is_large(size)] or [-1]
-        (found,) = compare([_mean(self.sizes, large)], [_mean(other.sizes, large)])
-        return found
-
-
-def _mean(rows: Sequence[Row], chosen: Sequence[int]) -> list[float]:
-    return [geometric_mean(job) for job in zip(*(rows[at].seconds for at in chosen), strict=True)]
+        large = [at for at, row in enumerate(self.sizes) if is_large(row.bytes)] or [-1]
+        rows = ([arm.sizes[at].seconds for at in large] for arm in (self, other))
+        means = [list(map(geometric_mean, zip(*row, strict=True))) for row in rows]
+        return compare(means[:1], means[1:])[0]
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -288,7 +275,7 @@ def find_winner(arms: Sequence[ArmResult]) -> ChoiceName:
 
 
 def sizes_text(sizes: Sequence[int]) -> str:
-    """Return a list of sizes in bytes as text."""
+    """Return sizes in bytes with their units."""
     return ", ".join(map(size_text, sizes))
 
 

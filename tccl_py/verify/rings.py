@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -58,15 +59,10 @@ class _Seat(NamedTuple):
 def rings_found(
     plan: Plan, graphs: Mapping[str, str], log: str, variables: Mapping[str, str]
 ) -> RingsFound:
-    """Compare the log of a job with its plan.
+    """Compare the log of a job, all ranks' with NCCL_DEBUG=INFO, with its plan.
 
     Ranks are the GPUs of a single host in ascending order, or follow the plan's order of hosts.
-
-    Args:
-        plan: of the job.
-        graphs: the text of each graph file, by host; not needed for a single host.
-        log: all ranks' output with NCCL_DEBUG=INFO.
-        variables: the job's NCCL variables.
+    `graphs` are the texts of graph files by host, `variables` the job's NCCL variables.
     """
     seats = tuple(
         _Seat(host.name, at, plan.class_number(host), gpu)
@@ -107,18 +103,17 @@ def _expected(plan: Plan, version: str, variables: Mapping[str, str]) -> Rings:
 
 
 def _nodes(plan: Plan, graphs: Mapping[str, str]) -> list[NodeJob]:
-    found = []
-    for host in plan.hosts:
-        node = plan.cluster.classes[plan.class_number(host)]
-        job = NodeJob(
+    return [
+        NodeJob(
             machine=node.machine,
             knowledge=node.knowledge,
             gpus=plan.gpus_of(host),
             graph=graphs[host.name],
             where=f"graph file of {host.name}",
         )
-        found.append(job)
-    return found
+        for host in plan.hosts
+        for node in (plan.cluster.classes[plan.class_number(host)],)
+    ]
 
 
 def _file_differences(plan: Plan, judged: Verdict) -> Iterator[str]:
@@ -136,18 +131,19 @@ def _ring_differences(expected: Rings, found: Rings) -> Iterator[str]:
         yield f"NCCL uses {len(found)} channels, the plan comes to {len(expected)}"
     pairs = enumerate(zip(found, expected, strict=False))
     wrong = [(number, *rings) for number, rings in pairs if not same_rings(*rings)]
-    for number, logged, planned in wrong[:_SHOWN]:
-        yield f"channel {number} is {_order(logged)}, planned was {_order(planned)}"
+    for number, *rings in wrong[:_SHOWN]:
+        logged, planned = (" ".join(map(str, ring)) for ring in rings)
+        yield f"channel {number} is {logged}, planned was {planned}"
     if len(wrong) > _SHOWN:
         yield f"and {len(wrong) - _SHOWN} more channels have another ring"
 
 
 def _links(log: InitLog, names: tuple[int, ...]) -> tuple[Link, ...]:
-    counted: dict[tuple[int, int, str], int] = {}
-    for connection in log.connections:
-        if max(connection.source, connection.target) < len(names):
-            key = (names[connection.source], names[connection.target], connection.via)
-            counted[key] = counted.get(key, 0) + 1
+    counted = Counter(
+        (names[found.source], names[found.target], found.via)
+        for found in log.connections
+        if max(found.source, found.target) < len(names)
+    )
     return tuple(
         Link(source=source, target=target, via=via, channels=count)
         for (source, target, via), count in sorted(counted.items())
@@ -219,7 +215,3 @@ def _nics(
 def neighbours(ring: Ring) -> Iterator[tuple[int, int]]:
     """Return each place of a ring with the next one."""
     return zip(ring, (*ring[1:], ring[0]), strict=True)
-
-
-def _order(ring: Ring) -> str:
-    return " ".join(map(str, ring))

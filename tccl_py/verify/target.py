@@ -93,15 +93,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             )
             arms.setdefault(tuple(sorted(variables.items())), arm)
         found = tuple(arms.values())
-        return found if self.only is None else (found[0], self._arm(found, self.only))
+        if self.only is None:
+            return found
+        return found[0], next((arm for arm in found if arm.name == self.only), found[0])
 
     def arm(self, name: ChoiceName) -> Arm:
         """Return the arm of a choice: default NCCL's where the choice sets nothing else."""
-        return self._arm(self.arms, name)
-
-    @staticmethod
-    def _arm(arms: Sequence[Arm], name: ChoiceName) -> Arm:
-        return next((arm for arm in arms if arm.name == name), arms[0])
+        return next((arm for arm in self.arms if arm.name == name), self.arms[0])
 
     @property
     def chosen(self) -> ChoiceName:
@@ -203,7 +201,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             plan = replace(plan, stock=replace(plan.stock, achieved_gbps=default))
         # The limit was measured under the settings before.
         plan = replace(plan, variables=variables, limit_gbps=None)
-        return replace(self, plan=plan, graphs=_graphs(plan, self.directory))
+        graphs = host_graphs(plan) if plan.is_cluster else None
+        graphs = graphs or {THIS_HOST: nccl_files(plan, self.directory)[GRAPH_FILE]}
+        return replace(self, plan=plan, graphs=graphs)
 
     def settled(self, found: Verification) -> Target:
         """Return the plan with the rates of a comparison, and the winner as its choice.
@@ -214,7 +214,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if self.hosts:
             plan, replace = self.plan, msgspec.structs.replace
             default = rates.get("default")
-            variables = rates.get("variables", self._equal(default))
+            # Variables that set nothing else have default NCCL's bandwidth.
+            equal = default if self.arm("variables") is self.arms[0] else None
+            variables = rates.get("variables", equal)
             plan = replace(
                 plan,
                 stock=replace(plan.stock, achieved_gbps=default),
@@ -226,15 +228,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             self, plan=msgspec.structs.replace(plan, winner=found.winner)
         )
 
-    def _equal(self, default: float | None) -> float | None:
-        return default if self.arm("variables") is self.arms[0] else None
-
     def write(self) -> None:
         """Replace the plan in its directory."""
         models = planned_models(self.plan, self.directory)
-        fingerprint = None
-        if not models and not self.hosts:
-            fingerprint = planned_fingerprint(self.plan, self.directory)
+        bare = not models and not self.hosts
+        fingerprint = planned_fingerprint(self.plan, self.directory) if bare else None
         write_plan(self.plan, self.directory, models=models, fingerprint=fingerprint)
 
 
@@ -250,9 +248,3 @@ def read_target(plan: Plan, directory: Path) -> Target:
             raise InputError(str(file), "is missing", "plan again, or `tccl export` it")
         graphs[host] = read_text(file)
     return Target(plan=plan, directory=directory, graphs=graphs)
-
-
-def _graphs(plan: Plan, directory: Path) -> dict[str, str]:
-    if plan.is_cluster:
-        return host_graphs(plan)
-    return {THIS_HOST: nccl_files(plan, directory)[GRAPH_FILE]}

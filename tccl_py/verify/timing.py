@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tccl_py.rank_processes.rank import TimeSlot
@@ -107,14 +108,8 @@ def time_size(
 ) -> tuple[float, ...]:
     """Return the seconds per call of BATCHES batches that together take about `seconds`.
 
-    Ranks outside the communicator join the barriers of the whole job.
-
-    Args:
-        communicator: the ranks.
-        collective: what is timed.
-        size: bytes of the whole buffer, rounded up to whole elements for each rank.
-        seconds: for all batches; every batch has at least one call.
-        slot: time slots; the set-up and every batch have one each.
+    `size` is bytes of the whole buffer; the set-up and every batch have a time slot each. Ranks
+    outside the communicator join the barriers of the whole job.
     """
     with ExitStack() as stack:
         with slot():
@@ -137,8 +132,9 @@ def _batch_of(
     # 1. Connect the ranks by a first call.
     call()
     # 2. Time single calls if both of two take longer than a batch; the barrier alone aligns ranks.
-    if all(communicator.maximum(_time(communicator, _nothing, call)) > seconds for _ in range(2)):
-        return lambda: _time(communicator, _nothing, call)
+    single = partial(_time, communicator, lambda: None, call)
+    if all(communicator.maximum(single()) > seconds for _ in range(2)):
+        return single
     # 3. Choose the number of calls from a probe.
     probed = communicator.maximum(_time(communicator, call, _times(call, _PROBED))) / _PROBED
     calls = max(1, min(MAX_CALLS, int(seconds / max(probed, 1e-7))))
@@ -152,10 +148,6 @@ def _batch_of(
     replays = max(1, int(seconds / max(probed, 1e-7)))
     again = _times(replay, replays)
     return lambda: _time(communicator, replay, again) / (calls * replays)
-
-
-def _nothing() -> None:
-    """Do nothing, as the lead of a call so long that the barrier alone aligns the ranks."""
 
 
 def _call(communicator: Communicator, collective: Collective, size: int) -> Call:
@@ -215,27 +207,25 @@ def time_training(communicator: Communicator, slot: TimeSlot) -> dict[str, tuple
     """
     # All jobs make their models at the same time, which takes longer than the steps: an empty slot
     # before and after it keeps that away from timed work.
-    _pass_slot(slot)
+    with slot():
+        pass
     if not communicator.cuda:
         step = _training_step(communicator)
-        _pass_slot(slot)
+        with slot():
+            pass
         return {"eager": _time_steps(communicator, step, slot)}
     # Work that a graph replays must be made on another stream than the default one.
     stream = communicator.torch.cuda.Stream()
     with communicator.torch.cuda.stream(stream):
         step = _training_step(communicator)
-        _pass_slot(slot)
+        with slot():
+            pass
         eager = _time_steps(communicator, step, slot)
     with ExitStack() as stack:
         with slot():
             communicator.wait()
             replay = stack.enter_context(communicator.graphed(step, stream=stream))
         return {"eager": eager, "graph": _time_steps(communicator, replay, slot)}
-
-
-def _pass_slot(slot: TimeSlot) -> None:
-    with slot():
-        pass
 
 
 def _training_step(communicator: Communicator) -> Call:

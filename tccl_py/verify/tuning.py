@@ -65,22 +65,10 @@ def run_tuning(
     seconds: float = SWEEP_SECONDS,
     watch: Watcher = lambda _: None,
 ) -> Tuned:
-    """Try other settings for a verified plan; its directory does not change.
+    """Try other settings for a plan, verified by `first`; its directory does not change.
 
     The best settings are compared with training steps as well: more channels can be faster alone
-    and take from computation at the same time.
-
-    Args:
-        plan: the start.
-        launcher: runs the jobs.
-        budget: of each comparison.
-        first: verification of `plan`.
-        seconds: limit of the sweep.
-        watch: receives progress.
-
-    Raises:
-        JobError: a baseline job failed.
-        SourceLostError: a host is gone.
+    and take from computation at the same time. The sweep ends after `seconds`.
     """
     begun = time.monotonic() - first.seconds
     # 1. Try candidates, one job each.
@@ -220,12 +208,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 class Sweep:
     """Runs one job for each candidate, interleaved with a baseline job, and rates them.
 
-    Args:
-        target: the plan whose choices are tried.
-        launcher: runs the jobs.
-        budget: of the comparison that follows; trials have some of its sizes.
-        first: verification of the plan, for the slowest baseline job at each size.
-        watch: receives progress.
+    `first`, the verification of the plan, has the slowest baseline job at each size; trials have
+    some sizes of `budget`.
     """
 
     def __init__(
@@ -253,11 +237,13 @@ class Sweep:
         """Run a job of each candidate. Raises JobError: the baseline job failed."""
         named = (f"{c.name} of {c.settings.buffsize >> 10} KiB" for c in candidates)
         self._watch(f"trying {', '.join(named)}")
-        targets = [self._changed(candidate) for candidate in candidates]
-        arms = [
-            target.arm(candidate.name)
-            for target, candidate in zip(targets, candidates, strict=True)
+        targets = [
+            self._target
+            if candidate.settings == self._target.choices[candidate.name]
+            else self._target.retuned({candidate.name: candidate.settings})
+            for candidate in candidates
         ]
+        arms = [target.arm(each.name) for target, each in zip(targets, candidates, strict=True)]
         with_default = self._jobs.at_once > 1 or not self._default
         outcomes = self._jobs.run([targets[0].arms[0]] * with_default + arms, self._spec)
         if with_default:
@@ -276,11 +262,6 @@ class Sweep:
         else:
             failed, seconds = "", self._seconds(outcome)
         return Trial(candidate=candidate, seconds=seconds, default=self._default, failed=failed)
-
-    def _changed(self, candidate: Candidate) -> Target:
-        if candidate.settings == self._target.choices[candidate.name]:
-            return self._target
-        return self._target.retuned({candidate.name: candidate.settings})
 
     def gbps(self, seconds: Sequence[float] | None) -> float:
         """Return the bus bandwidth at the large sizes; 0 if the job failed."""
