@@ -70,12 +70,10 @@ class ChainTable(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class MergedRing(msgspec.Struct, frozen=True, kw_only=True):
-    """A ring over hosts, and an upper bound.
+    """A ring over hosts, and an upper bound for all orders of hosts, or the order that was given.
 
     `order[n]` is the class of the n-th host and `crossings[n]` leads from it to the next, cyclic;
-    `hosts` are host names, if there are any. `rate_gbps` is the rate of the slowest chain or
-    uplink. No ring over the tables' chains is above `bound_gbps`, in any order of hosts, or in the
-    order that was given.
+    `hosts` are names, if there are any. `rate_gbps` is the rate of the slowest chain or uplink.
     """
 
     rate_gbps: float
@@ -383,7 +381,6 @@ def _closed(relations: Relation, classes: Sequence[int], root: Group) -> Decisio
 
 
 def _stacked(tables: Sequence[ChainTable]) -> Rates:
-    """Return all rates, class x entry x exit."""
     if not tables:
         raise InputError("chain tables", "there are none", "one for each node class is needed")
     first = tables[0]
@@ -402,7 +399,6 @@ def _ring_rate(rates: Rates, order: Sequence[int], crossings: Sequence[int]) -> 
 
 
 def _no_ring(tables: Sequence[ChainTable], used: Sequence[int], why: str) -> SearchError:
-    """Return the error for a cluster without a ring; a class without any chain is named first."""
     for number in used:
         if not tables[number].rates.any():
             return SearchError(f"no ring: node class {tables[number].name} has no chain at all")

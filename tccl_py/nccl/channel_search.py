@@ -48,8 +48,7 @@ _NO_ANSWER_FROM = 80
 class Graph(msgspec.Struct, frozen=True, kw_only=True):
     """A graph as NCCL's search requests and returns it: GPU ids and NIC ports per channel.
 
-    Rates are GB/s of a channel. Ports are "" on one node. With `cross_nic` 2, odd nodes swap the
-    channels of each pair.
+    Rates are GB/s of a channel; ports are "" on one node.
     """
 
     pattern: Pattern
@@ -89,13 +88,7 @@ class _Course(NamedTuple):
 
 
 class ChannelSearch:
-    """The searches over one communicator's machine.
-
-    Args:
-        system: the communicator's machine.
-        paths: with policy applied.
-        inter: whether channels begin and end at NICs, as over several nodes.
-    """
+    """The searches over one communicator's machine; with `inter` channels lead between NICs."""
 
     def __init__(self, system: System, paths: Paths, *, inter: bool) -> None:
         self._system, self._paths, self._inter = system, paths, inter
@@ -109,9 +102,8 @@ class ChannelSearch:
     def run(self, wanted: Graph, best: Graph, steps: int) -> tuple[Graph, int]:
         """Search for `wanted` in at most `steps` steps.
 
-        Returns:
-            The better of `best` and the result, and the steps left: -1 if no search can find more
-            channels, 0 if the search was cut short.
+        Return the better of `best` and the result, and the steps left: -1 if no search can find
+        more channels, 0 if the search was cut short.
         """
         if self._walked * self._count > _MOST_TRIED:
             steps = min(steps, _FEW_STEPS)
@@ -223,11 +215,7 @@ class ChannelSearch:
 
     def _way(self, source: str, target: str, limit: PathType, rate: float) -> Step | None:
         limit = min(limit, PathType.NET)
-        ways = (
-            [(source, target)]
-            if self._wanted.pattern == "ring"
-            else [(source, target), (target, source)]
-        )
+        ways = [(source, target), (target, source)][: 2 - (self._wanted.pattern == "ring")]
         if any(self._paths.get(pair, DISCONNECTED).type > limit for pair in ways):
             return None
         return self._use(source, target, rate)
@@ -301,7 +289,6 @@ class ChannelSearch:
         self._ports_left.update(ports_left)
 
     def _enter(self, state: int, gpu: int, course: _Course, hops: int) -> None:
-        """Begin a channel at `gpu`, coming from a NIC port."""
         way = self._inward[course.port][gpu]
         if way is not None and (state - way[0]) & self._guards == self._guards:
             self._visit(state - way[0], gpu, 1 << gpu, course, hops + way[1])
@@ -315,7 +302,11 @@ class ChannelSearch:
         if known is not None:
             steps, channels, hops_below = known
             if not self._better(channels, hops + hops_below):
-                self._skip(steps)
+                # The subtree's steps count all the same.
+                if steps > self._left:
+                    self._left = 0
+                    raise _OutOfStepsError
+                self._left -= steps
                 return
         copies, left, outside = self._copies, self._left, self._peak
         self._peak = _NOTHING
@@ -323,13 +314,6 @@ class ChannelSearch:
         if self._copies == copies:
             self._known[key] = (left - self._left, self._peak[0], -self._peak[1] - hops)
         self._peak = max(outside, self._peak)
-
-    def _skip(self, steps: int) -> None:
-        """Count the steps of a subtree without improvement."""
-        if steps > self._left:
-            self._left = 0
-            raise _OutOfStepsError
-        self._left -= steps
 
     def _better(self, channels: int, hops: int) -> bool:
         wanted, best = self._wanted, self._best

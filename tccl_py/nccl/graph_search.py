@@ -126,7 +126,7 @@ class _Compute:
         return self.clock != -1 and total < self.total
 
     def _key(self) -> tuple[object, ...]:
-        """Return the parameters of a search: a repeated search finds nothing better."""
+        # Repeated with these parameters, a search finds nothing better.
         trial = self.trial
         near = sum(kind <= trial.type_intra for kind in self.types_intra)
         out = sum(kind <= trial.type_inter for kind in self.types_inter)
@@ -176,9 +176,8 @@ class _Compute:
 
     def _slower(self) -> bool:
         step, best = self.step + 1, self.best
-        if step >= len(self.speeds):
-            return False
-        if best.orders and self.speeds[step] / best.rate_inter <= _SLOWER_IS_NO_HELP:
+        slower = self.speeds[step : step + 1]
+        if not slower or (best.orders and slower[0] / best.rate_inter <= _SLOWER_IS_NO_HELP):
             return False
         self.step = step
         self._set_rates(self.speeds[step])

@@ -64,11 +64,8 @@ def node_rings(
     """
     settings = seen.settings
     if not may_change_rails(settings) and any(entry != leave for entry, leave in ends):
-        raise InputError(
-            "channels over several nodes",
-            "leave by other NICs than they enter by, with NCCL_CROSS_NIC=0",
-            "choose cross_nic 1 or 2, or None",
-        )
+        what = "leave by other NICs than they enter by, with NCCL_CROSS_NIC=0"
+        raise InputError("channels over several nodes", what, "choose cross_nic 1, 2 or None")
     intra = [PathType[pair_mechanism(seen, *p).path] for order in orders for p in pairwise(order)]
     inter: list[PathType] = []
     first: list[PathType] = []
@@ -153,24 +150,17 @@ def _check(rings: GraphRings, version: str) -> None:
     facts = version_facts(version)
     count = len(rings.orders)
     if not 1 <= count <= facts.max_channels:
-        raise InputError(
-            "graph file",
-            f"would have {count} channels",
-            f"NCCL {version} takes 1 to {facts.max_channels}, more overflow its memory",
-        )
+        right = f"NCCL {version} takes 1 to {facts.max_channels}, more overflow its memory"
+        raise InputError("graph file", f"would have {count} channels", right)
     for nets in (rings.nets, rings.tree_nets):
         if nets and len(nets) != count:
-            raise InputError(
-                "graph file", f"has NICs for {len(nets)} of {count} channels", "one pair for each"
-            )
+            what = f"has NICs for {len(nets)} of {count} channels"
+            raise InputError("graph file", what, "one pair for each")
     _check_orders(rings, facts.max_children)
     elements = 1 + 2 * (1 + count * (1 + len(rings.orders[0]) + 2 * bool(rings.nets)))
     if elements > facts.max_elements:
-        raise InputError(
-            "graph file",
-            f"would have {elements} elements",
-            f"NCCL {version} takes {facts.max_elements}: use fewer channels",
-        )
+        right = f"NCCL {version} takes {facts.max_elements}: use fewer channels"
+        raise InputError("graph file", f"would have {elements} elements", right)
     _check_facts(rings)
 
 
@@ -178,32 +168,24 @@ def _check_orders(rings: GraphRings, most: int) -> None:
     first = rings.orders[0]
     for order in rings.orders:
         if not order or len(set(order)) != len(order) or set(order) != set(first):
-            raise InputError(
-                "graph file",
-                f"channel {list(order)} does not visit each GPU of {sorted(first)} once",
-                "NCCL fails at init unless every channel does",
-            )
+            what = f"channel {list(order)} does not visit each GPU of {sorted(first)} once"
+            raise InputError("graph file", what, "NCCL fails at init unless every channel does")
     if len(first) + 2 > most:
         raise InputError("graph file", f"has {len(first)} GPUs a channel", f"at most {most - 2}")
     if len(first) == 1 and any(entry != leave for entry, leave in rings.nets):
-        raise InputError(
-            "graph file",
-            "leaves a node of one GPU by another NIC than it enters by",
-            "NCCL leaves it by the first NIC of the channel: name that twice",
-        )
+        what = "leaves a node of one GPU by another NIC than it enters by"
+        right = "NCCL leaves it by the first NIC of the channel: name that twice"
+        raise InputError("graph file", what, right)
     devices = [*first, *(net for pair in (*rings.nets, *rings.tree_nets) for net in pair)]
     if not all(0 <= device <= _MAX_DEVICE for device in devices):
         raise InputError("graph file", f"names devices {devices}", f"0 to {_MAX_DEVICE}")
 
 
 def _check_facts(rings: GraphRings) -> None:
-    speeds = [rings.speed_gbps]
-    if rings.speed_inter_gbps is not None:
-        speeds.append(rings.speed_inter_gbps)
+    speeds = [s for s in (rings.speed_gbps, rings.speed_inter_gbps) if s is not None]
     if not all(math.isfinite(speed) and 0 < speed < 100_000 for speed in speeds):
         raise InputError("graph file", f"has speeds {speeds}", "GB/s of one channel, above 0")
     for kind in (rings.type_intra, rings.type_inter, rings.tree_type_inter or "LOC"):
         if kind not in TYPES:
-            raise InputError(
-                "graph file", f"has path type {kind[:20]!r}", f"one of {', '.join(TYPES)}"
-            )
+            what = f"has path type {kind[:20]!r}"
+            raise InputError("graph file", what, f"one of {', '.join(TYPES)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NoReturn
 
@@ -48,10 +47,10 @@ class ChannelNics(msgspec.Struct, frozen=True, kw_only=True):
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict on the graph files of a job.
 
-    `used`: NCCL runs the files' channels. `clipped`: NCCL loads a file but runs fewer or other
-    channels, or only some nodes use their files. `ignored`: NCCL searches for itself. `rejected`:
-    init fails, or the file has a form that not every NCCL reads. `crash`: NCCL segfaults, corrupts
-    memory, or starts and then hangs or gives wrong sums.
+    `used`: NCCL runs the files' channels. `clipped`: fewer or other channels, or only some nodes
+    use their files. `ignored`: NCCL searches for itself. `rejected`: init fails, or the file has a
+    form that not every NCCL reads. `crash`: NCCL segfaults, corrupts memory, hangs or gives wrong
+    sums.
 
     `rings` are the final channels' rank orders, each from rank 0 on; empty where init fails, and
     for a node that NCCL cuts in parts. `nics` has a row for each of `rings` with one entry a node,
@@ -104,15 +103,10 @@ def validate_cluster(
     version: str = LATEST,
     environment: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """Return the verdict on the graph files of a job whose nodes may all differ.
+    """Return the verdict on the graph files of a job whose nodes, in rank order, may all differ.
 
-    Every rank of a node has the node's file. Nodes that share their Machine, Knowledge and file are
-    judged once. Cost: ranks times channels.
-
-    Args:
-        nodes: in rank order; each has the ranks after those of the nodes before it.
-        version: NCCL's.
-        environment: other NCCL variables of the job.
+    Every rank of a node has the node's file; `environment` has the job's other NCCL variables.
+    Nodes that share their Machine, Knowledge and file are judged once.
 
     Raises:
         InputError: unknown GPUs, no nodes or too many, or a file larger than any NCCL reads.
@@ -143,15 +137,7 @@ class _Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NodeGraphs:
-    """The ring and tree of one node in a communicator over `nodes` nodes.
-
-    Args:
-        seen: the node under the job's settings.
-        gpus: its GPUs in rank order.
-        nodes: number of nodes.
-        variables: the job's environment.
-        file: the content of its graph file.
-        where: the file's name for messages.
+    """The ring and tree of one node with GPUs in rank order, in a communicator over `nodes` nodes.
 
     Raises:
         GraphRejectedError: init fails on this node.
@@ -162,8 +148,8 @@ class _NodeGraphs:
         self,
         seen: NcclView,
         gpus: Sequence[int],
-        *,
         nodes: int,
+        *,
         variables: Mapping[str, str],
         file: GraphFile,
         where: str,
@@ -180,13 +166,15 @@ class _NodeGraphs:
                 self._check(graph)
         self.ring = self._loaded(RING) or self._searched_ring()
         self._tree = self._loaded(TREE)
-        self.trees = self._tree.channels if self._tree else self._searched_trees()
+        if self._tree is None:
+            self.trees = len(search_tree(seen, nodes=nodes, channels=self.ring.channels).orders)
+        else:
+            self.trees = self._tree.channels
 
     def _gated(self, graph: Graph) -> bool:
         return graph.crossnic == 1 and integer(self._variables.get("NCCL_CROSS_NIC")) == 0
 
     def _loaded(self, number: int) -> _Loaded | None:
-        """Return the file's graph with this id, if NCCL uses it."""
         graph = self._file.graph(number)
         if graph is None or graph.nchannels == 0 or self._gated(graph):
             return None
@@ -210,9 +198,6 @@ class _NodeGraphs:
         return _Loaded(
             channels=len(orders), rate=found.rate_intra, orders=orders, crossnic=found.cross_nic
         )
-
-    def _searched_trees(self) -> int:
-        return len(search_tree(self._seen, nodes=self._nodes, channels=self.ring.channels).orders)
 
     # Graphs with which NCCL does not start
 
@@ -266,10 +251,7 @@ class _NodeGraphs:
                 self._reject(graph, what, "NCCL fails when it connects")
 
     def check_ranks(self, start: int) -> None:
-        """Check the ranks that the file gives GPUs, if this NCCL believes them.
-
-        Args:
-            start: the node's first rank.
+        """Check ranks given to GPUs, from rank `start` on, if this NCCL believes them.
 
         Raises:
             GraphRejectedError: a rank is another GPU's.
@@ -296,10 +278,9 @@ class _NodeGraphs:
         return NodeRings(orders, crossnic=self.ring.crossnic)
 
     def nic(self, channel: int, place: int) -> int | None:
-        """Return the NIC by which a channel reaches the node's GPU at `place` in rank order.
+        """Return the NIC by which a channel reaches the node's GPU at `place`; None without a NIC.
 
-        The channel's first GPU has the first NIC named, any other GPU the second
-        (ncclTopoGetNetDev). None where the node has no NIC.
+        The channel's first GPU has the first NIC named, any other the second (ncclTopoGetNetDev).
         """
         order = self.ring.orders[channel]
         end = 0 if order.gpus[:1] == (self._gpus[place],) else 1
@@ -322,7 +303,10 @@ class _NodeGraphs:
         ends = [channel.nets[:2] for channel in used if len(channel.nets) >= 2]
         if nodes > 1 and not all(leaves_as_named(self._gpus, *pair) for pair in ends):
             found.append("the node has one GPU: channels leave by the NIC that they enter by")
-        if self._hangs_from_a_second_gpu():
+        tree = self._tree.graph if self._tree is not None else None
+        balanced = tree is not None and tree.pattern == _BALANCED_TREE
+        # NCCL then reads beyond the last channel's GPU (ncclTopoPreset).
+        if nodes > _ONE_LINK and self.size == 1 and balanced:
             found.append(
                 "the node has one GPU: a tree of pattern 1 hangs other nodes from a second"
             )
@@ -335,16 +319,6 @@ class _NodeGraphs:
         if channels < own:
             found.append(f"another node has {channels} of {own} channels")
         return found
-
-    def _hangs_from_a_second_gpu(self) -> bool:
-        """Return whether a balanced tree needs a second GPU, which the node does not have.
-
-        NCCL then reads beyond the last channel's GPU (ncclTopoPreset). On two nodes it looks at the
-        first GPU only.
-        """
-        tree = self._tree.graph if self._tree is not None else None
-        several = self._nodes > _ONE_LINK
-        return several and self.size == 1 and tree is not None and tree.pattern == _BALANCED_TREE
 
     def why_ignored(self) -> str:
         """Return why NCCL does not use the node's file."""
@@ -360,19 +334,9 @@ class _NodeGraphs:
 
 
 class _FaultError(Exception):
-    """Init fails or NCCL breaks."""
-
     def __init__(self, verdict: VerdictKind, reason: str) -> None:
         super().__init__(reason)
         self.verdict, self.reason = verdict, reason
-
-
-@dataclass(slots=True)
-class _Class:
-    """Equal nodes, by number, and the graphs of each."""
-
-    numbers: list[int]
-    graphs: _NodeGraphs
 
 
 class _Job:
@@ -381,21 +345,22 @@ class _Job:
     def __init__(self, nodes: Sequence[NodeJob], variables: dict[str, str], version: str) -> None:
         self._variables, self._version, self._count = variables, version, len(nodes)
         self._classes = self._grouped(nodes)
-        by_number = {n: each.graphs for each in self._classes for n in each.numbers}
+        by_number = {n: graphs for numbers, graphs in self._classes for n in numbers}
         self._nodes = [by_number[number] for number in range(self._count)]
         self._starts = [0, *accumulate(graphs.size for graphs in self._nodes)]
 
-    def _grouped(self, nodes: Sequence[NodeJob]) -> list[_Class]:
+    def _grouped(self, nodes: Sequence[NodeJob]) -> list[tuple[list[int], _NodeGraphs]]:
+        """Return equal nodes, by number, and the graphs of each."""
         # By identity: comparing machines costs more than judging them.
         equal: dict[tuple[int, int, tuple[int, ...] | None, str, str], list[int]] = {}
         for number, node in enumerate(nodes):
             key = id(node.machine), id(node.knowledge), node.gpus, node.graph, node.where
             equal.setdefault(key, []).append(number)
-        classes: list[_Class] = []
+        classes: list[tuple[list[int], _NodeGraphs]] = []
         faults: list[_FaultError] = []
         for numbers in equal.values():
             try:
-                classes.append(_Class(numbers, self._load(nodes[numbers[0]])))
+                classes.append((numbers, self._load(nodes[numbers[0]])))
             except (GraphRejectedError, GraphCrashError) as error:
                 kind: VerdictKind = "crash" if isinstance(error, GraphCrashError) else "rejected"
                 faults.append(_FaultError(kind, _said_of(numbers, str(error), len(equal))))
@@ -407,18 +372,13 @@ class _Job:
         gpus = tuple(sorted(node.machine.gpu_indices)) if node.gpus is None else node.gpus
         settings = settings_from_environment(self._variables, version=self._version)
         seen = view(node.machine, node.knowledge, settings, gpus=gpus)
-        return _NodeGraphs(
-            seen,
-            gpus,
-            nodes=self._count,
-            variables=self._variables,
-            file=parse_graph_file(node.graph, where=node.where, version=self._version),
-            where=node.where,
-        )
+        file = parse_graph_file(node.graph, where=node.where, version=self._version)
+        variables, where = self._variables, node.where
+        return _NodeGraphs(seen, gpus, self._count, variables=variables, file=file, where=where)
 
     def judge(self) -> Verdict:
         """Connect the rings and compare them with the files."""
-        each = [node_class.graphs for node_class in self._classes]
+        each = [graphs for _, graphs in self._classes]
         channels = min(min(graphs.ring.channels, graphs.trees) for graphs in each)
         rings = self._connected(channels)
         final = final_channels(
@@ -464,9 +424,10 @@ class _Job:
         return tuple(ChannelNics(entry=entries[n], exit=exits[n]) for n in range(self._count))
 
     def _verdict(self, channels: int, final: int) -> tuple[VerdictKind, str]:
-        if all(each.graphs.ring.graph is None for each in self._classes):
-            return "ignored", self._joined([[each.graphs.why_ignored()] for each in self._classes])
-        reason = self._joined([each.graphs.differences(channels) for each in self._classes])
+        every = [graphs for _, graphs in self._classes]
+        if all(graphs.ring.graph is None for graphs in every):
+            return "ignored", self._joined([[graphs.why_ignored()] for graphs in every])
+        reason = self._joined([graphs.differences(channels) for graphs in every])
         if final < channels:
             clip = f"NCCL_MAX_NCHANNELS leaves {final} of {channels} channels"
             reason = f"{reason}; {clip}" if reason else clip
@@ -478,8 +439,8 @@ class _Job:
 
     def _joined(self, texts: Sequence[list[str]]) -> str:
         return "; ".join(
-            _said_of(each.numbers, "; ".join(found), len(self._classes))
-            for each, found in zip(self._classes, texts, strict=True)
+            _said_of(numbers, "; ".join(found), len(self._classes))
+            for (numbers, _), found in zip(self._classes, texts, strict=True)
             if found
         )
 

@@ -60,9 +60,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 class RingSetSearch:
     """The search for sets of `count` rings; shares evaluator and incumbent with other counts.
 
-    The order of calls: 1. `dive` for a good answer; 2. `enumerate_all` where ring sets are few,
-    else `relax` and `run` until nothing can beat the incumbent. Each raises BudgetSpentError when
-    the budget is used up; `bound_gbps` holds all the same.
+    Call `dive`, then `enumerate_all` where ring sets are few, else `relax` and `run`. Each raises
+    BudgetSpentError when the budget is used up; `bound_gbps` holds all the same.
     """
 
     def __init__(
@@ -76,15 +75,11 @@ class RingSetSearch:
         idle_sets: int | None = None,
         rule: SetRule | None = None,
     ) -> None:
-        self.index = index
-        self._rule = rule
-        self.count = count
+        self.index, self._rule, self.count = index, rule, count
         self.bounds = Bounds(index, copies=count)
         self._bounces: list[int] = index.bounces.astype(int).tolist()
-        self._evaluator = evaluator
-        self._incumbent = incumbent
-        self._tolerance = tolerance
-        self._idle_sets = idle_sets
+        self._evaluator, self._incumbent = evaluator, incumbent
+        self._tolerance, self._idle_sets = tolerance, idle_sets
         self._queue: list[tuple[tuple[float, ...], State]] = []
         self._serial = itertools.count()
         self._discarded_bound = 0.0
@@ -151,10 +146,7 @@ class RingSetSearch:
         self._incumbent.offer(self.count * rate, self.index, sequences, at=at)
 
     def _classes(self) -> list[tuple[int, ...]]:
-        """List one hop of each kind; for several rings also one pair of each kind, if few.
-
-        Contention between pairs decides most about several rings, and little about one.
-        """
+        """List one hop of each kind; for several rings also one pair of each kind, if few."""
         hops = np.unique(self.index.images.min(axis=0))
         kinds: list[tuple[int, ...]] = [(int(hop),) for hop in hops]
         count = len(self.index.hops)
@@ -224,7 +216,6 @@ class RingSetSearch:
         return self._evaluator.upper(self.index, hops) <= self._enough
 
     def _rebounded(self, state: State) -> State:
-        """Return the state with its bound from everything known by now."""
         hops = state.all_hops
         bound = min(state.bound, self.bounds.bound(hops) if hops else np.inf)
         if bound > self._enough and len(state.rings) < self.count:
@@ -267,14 +258,12 @@ class RingSetSearch:
         children = []
         for hop in hops.tolist():
             rings = (*state.rings, (*state.hops, hop))
-            if self._in_order(rings) and admitted(self.index, rings, self._rule):
+            # Rings ascend, so that a set is built once.
+            ascending = len(rings) < 2 or rings[-1] >= rings[-2][: len(rings[-1])]
+            if ascending and admitted(self.index, rings, self._rule):
                 bound = min(state.bound, float(beside[hop]))
                 children.append(self._child(state, hop, bound))
         return [child for child in children if child.bound > 0]
-
-    def _in_order(self, rings: Sequence[tuple[int, ...]]) -> bool:
-        """Return whether rings ascend, so that a set is built once."""
-        return len(rings) < 2 or rings[-1] >= rings[-2][: len(rings[-1])]
 
     def _child(self, state: State, hop: int, bound: float) -> State:
         target = int(self.index.target[hop])

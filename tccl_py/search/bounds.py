@@ -8,6 +8,7 @@ bit masks, one bit for each copy of a hop that a set may hold.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -21,15 +22,11 @@ Masks = npt.NDArray[np.uint64]
 
 
 class Bounds:
-    """Upper bounds for the hops of one index, for ring sets of `copies` rings.
-
-    `version` grows with every new bound, so that states can tell outdated bounds.
-    """
+    """Upper bounds for sets of `copies` rings; `version` grows with every new bound."""
 
     def __init__(self, index: HopIndex, *, copies: int) -> None:
         count = len(index.hops)
-        self._index = index
-        self._copies = copies
+        self._index, self._copies = index, copies
         self._words = -(-count * copies // 64)
         self.single: Floats = np.full(count, np.inf)
         self.pair: Floats = np.full((count, count), np.inf)
@@ -53,13 +50,10 @@ class Bounds:
                 self.pair[cells] = np.minimum(self.pair[cells], upper)
                 self.pair_known[cells] = True
         else:
-            self._learn_pattern(orbit, upper)
-
-    def _learn_pattern(self, orbit: npt.NDArray[np.int32], upper: float) -> None:
-        masks = self._masks_of_many(orbit.astype(np.int64))
-        self._masks = np.concatenate([self._masks, masks])
-        self._rates = np.concatenate([self._rates, np.full(len(masks), upper)])
-        self._with_hop = [None] * len(self._index.hops)
+            masks = self._masks_of_many(orbit.astype(np.int64))
+            self._masks = np.concatenate([self._masks, masks])
+            self._rates = np.concatenate([self._rates, np.full(len(masks), upper)])
+            self._with_hop = [None] * len(self._index.hops)
 
     def mask(self, hops: Sequence[int]) -> Masks:
         """Return the bits of `hops`: the second copy of a hop has a bit of its own."""
@@ -102,10 +96,8 @@ class Bounds:
     def pair_bounds(self, sets: npt.NDArray[np.int64]) -> Floats:
         """Return an upper bound for each row of hop numbers from singles and pairs alone, GB/s."""
         least: Floats = self.single[sets].min(axis=1)
-        width = sets.shape[1]
-        for i in range(width):
-            for j in range(i + 1, width):
-                np.minimum(least, self.pair[sets[:, i], sets[:, j]], out=least)
+        for i, j in itertools.combinations(range(sets.shape[1]), 2):
+            np.minimum(least, self.pair[sets[:, i], sets[:, j]], out=least)
         return least
 
     def _masks_of_many(self, sets: npt.NDArray[np.int64]) -> Masks:
@@ -125,8 +117,7 @@ class Bounds:
         """Return each hop's upper bound beside `hops`, from singles and pairs, GB/s."""
         if not hops:
             return self.single
-        beside: Floats = self.pair[list(hops)].min(axis=0)
-        np.minimum(beside, self.single, out=beside)
+        beside: Floats = np.minimum(self.pair[list(hops)].min(axis=0), self.single)
         return beside
 
 
@@ -142,7 +133,7 @@ Choices = npt.NDArray[np.int64]
 
 def crossings(index: HopIndex, group: Iterable[int], rings: int) -> list[Choices]:
     """List the hops by which `rings` rings can leave, enter, or do both at a group of GPUs."""
-    inside = np.isin(index.gpu_positions, list(group))
+    inside = np.isin(np.arange(len(index.gpus)), list(group))
     out = np.flatnonzero(inside[index.source] & ~inside[index.target])
     back = np.flatnonzero(~inside[index.source] & inside[index.target])
     leaving, entering = _choices(out, rings), _choices(back, rings)
@@ -156,16 +147,9 @@ def crossings(index: HopIndex, group: Iterable[int], rings: int) -> list[Choices
 
 def _choices(hops: npt.NDArray[np.int64], count: int) -> Choices:
     """Return multisets of `count` hops, or of as many as MAX_CHOICES allows."""
-    while count > 1 and _multisets(len(hops), count) > MAX_CHOICES:
+    while count > 1 and math.comb(len(hops) + count - 1, count) > MAX_CHOICES:
         count -= 1
     return np.array(list(itertools.combinations_with_replacement(hops.tolist(), count)))
-
-
-def _multisets(kinds: int, count: int) -> float:
-    total = 1.0
-    for i in range(count):
-        total *= (kinds + i) / (i + 1)
-    return total
 
 
 def crossing_bound(
@@ -176,14 +160,10 @@ def crossing_bound(
     measure: Callable[[Sequence[int]], float],
     limit: int,
 ) -> float:
-    """Return an upper bound on all sets that contain one of the choices, GB/s.
+    """Return an upper bound on all sets with one of the choices (rows of hop numbers), GB/s.
 
-    Args:
-        choices: rows of hop numbers.
-        bounds: grows as choices are measured.
-        enough: at or below this bound no more is measured.
-        measure: gives an upper bound on the rate of hops by measuring them.
-        limit: choices measured at most; explaining a slow choice takes further sets.
+    `measure` gives an upper bound on the rate of hops, for at most `limit` choices (explaining a
+    slow choice takes further sets) and none once the bound is `enough`; `bounds` grows.
     """
     least = bounds.pair_bounds(choices)
     exact: set[int] = set()

@@ -76,11 +76,7 @@ def leave(gpu: int, flow: Flow) -> Hop:
 
 
 def entry_nic(hop: Hop) -> int:
-    """Return the index of an entry's NIC.
-
-    Raises:
-        SearchError: the hop is no entry.
-    """
+    """Return the index of an entry's NIC; SearchError if the hop is no entry."""
     nic = receiving_nic(hop.flow)
     if nic is None:
         raise SearchError(f"{hop.flow} does not come from the network")
@@ -88,11 +84,7 @@ def entry_nic(hop: Hop) -> int:
 
 
 def exit_nic(hop: Hop) -> int:
-    """Return the index of an exit's NIC.
-
-    Raises:
-        SearchError: the hop is no exit.
-    """
+    """Return the index of an exit's NIC; SearchError if the hop is no exit."""
     nic = sending_nic(hop.flow)
     if nic is None:
         raise SearchError(f"{hop.flow} does not go to the network")
@@ -100,32 +92,20 @@ def exit_nic(hop: Hop) -> int:
 
 
 def chain_space(inner: HopSpace, entries: Iterable[Hop], exits: Iterable[Hop]) -> HopSpace:
-    """Return the hops inside a node, and between the node and the world.
+    """Return the hops inside a node (a node of one GPU has none), and to and from the world.
 
-    Args:
-        inner: hops between the node's GPUs; a node of one GPU has none.
-        entries: hops from WORLD, several to a GPU reached by several NICs; the first are tried
-            first.
-        exits: hops to WORLD.
+    `entries` are hops from WORLD, several to a GPU reached by several NICs; the first are tried
+    first. `exits` are hops to WORLD.
     """
-    hops: dict[tuple[int, int], list[Hop]] = {
-        pair: list(choices) for pair, choices in inner.hops.items()
-    }
+    hops = dict(inner.hops)
     for hop in (*entries, *exits):
-        hops.setdefault((hop.source, hop.target), []).append(hop)
-    return HopSpace(
-        name=f"{inner.name}, with the network",
-        gpus=(WORLD, *inner.gpus),
-        hops={pair: tuple(choices) for pair, choices in hops.items()},
-    )
+        pair = hop.source, hop.target
+        hops[pair] = (*hops.get(pair, ()), hop)
+    return HopSpace(name=f"{inner.name}, with the network", gpus=(WORLD, *inner.gpus), hops=hops)
 
 
 def chain_of(ring: Ring) -> Chain:
-    """Return a ring through the world as a chain.
-
-    Raises:
-        SearchError: the ring does not lead through the world.
-    """
+    """Return a ring through the world as a chain; SearchError for another ring."""
     first, *hops, last = ring.hops
     if first.source != WORLD or last.target != WORLD:
         raise SearchError(f"the ring over {ring.gpus} does not lead through the network")
@@ -190,10 +170,10 @@ class Pairing(msgspec.Struct, frozen=True):
         """Return whether these rings can be among the chains."""
         left = Counter(self.pairs)
         begun: list[int] = []
-        for ring in rings:
-            if ring and ring[-1].target == WORLD:
+        for ring in filter(None, rings):
+            if ring[-1].target == WORLD:
                 left[entry_nic(ring[0]), exit_nic(ring[-1])] -= 1
-            elif ring:
+            else:
                 begun.append(entry_nic(ring[0]))
         if min(left.values()) < 0:
             return False

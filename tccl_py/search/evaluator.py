@@ -38,11 +38,8 @@ class BudgetSpentError(Exception):
 class Evaluator:
     """Measures sets of hops by a source, remembers the results, and counts the cost.
 
-    Args:
-        source: measures; a source that remembers sets itself counts them in `sets_remembered`.
-        budget: for the whole search.
-        noise: relative standard deviation of a measurement that does not state its own.
-        measured: called after each measurement.
+    `noise` is the relative standard deviation of a measurement that does not state its own;
+    `measured` is called after each measurement.
     """
 
     def __init__(
@@ -53,14 +50,11 @@ class Evaluator:
         noise: float,
         measured: Callable[[], None] = lambda: None,
     ) -> None:
-        self._source = source
+        self._source, self._noise, self._measured = source, noise, measured
         self._budget = self._allotted = budget
-        self._noise = noise
-        self._measured = measured
         self._known: dict[str, Measurement] = {}
         self._started = time.monotonic()
-        self.sets_measured = 0
-        self.sets_by_symmetry = 0
+        self.sets_measured = self.sets_by_symmetry = 0
         self.assumed = False
         self._remembered_before = self._remembered
 
@@ -78,11 +72,6 @@ class Evaluator:
         """The part of `sets_measured` that the source remembered."""
         return self._remembered - self._remembered_before
 
-    @property
-    def simulated(self) -> bool:
-        """Whether the source is a model."""
-        return self._source.simulated
-
     def allot(self, parts: int) -> None:
         """Limit spending, from here on, to one of `parts` equal parts of the remaining budget."""
         sets, seconds = self._budget.sets, self._budget.seconds
@@ -97,17 +86,8 @@ class Evaluator:
         """Whether the allotted seconds are over."""
         return self._allotted.seconds is not None and self.seconds >= self._allotted.seconds
 
-    def _check_budget(self) -> None:
-        sets = self._allotted.sets
-        if self.out_of_time or (sets is not None and self.sets_measured >= sets):
-            raise BudgetSpentError
-
     def rate(self, index: HopIndex, hops: Sequence[int]) -> float:
-        """Return the slowest hop's rate with all `hops` running, GB/s.
-
-        Raises:
-            BudgetSpentError: the set is unknown and may not be measured.
-        """
+        """Return the slowest hop's rate with all `hops` running, GB/s."""
         return self.measurement(index, hops).rate_gbps
 
     def upper(self, index: HopIndex, hops: Sequence[int]) -> float:
@@ -130,7 +110,9 @@ class Evaluator:
         """Return the measurement of `hops` themselves, not of an image."""
         key = index.text(hops)
         if key not in self._known:
-            self._check_budget()
+            sets = self._allotted.sets
+            if self.out_of_time or (sets is not None and self.sets_measured >= sets):
+                raise BudgetSpentError
             (measurement,) = self._source.measure([index.transfer_set(hops)])
             self._known[key] = measurement
             self.sets_measured += 1
@@ -153,11 +135,7 @@ def checked_index(
 ) -> HopIndex:
     """Index the space under the part of the symmetry that measurements of single hops confirm.
 
-    Args:
-        space: the hops.
-        symmetry: automorphisms of the machine as described.
-        evaluator: measures one hop of each class, and `checks` more members of the class.
-        checks: None checks every member.
+    One hop of each class is measured, and `checks` more members of the class (None: all).
     """
     index = HopIndex(space, symmetry)
     rates = np.full(len(index.hops), np.nan)
@@ -275,8 +253,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 class Incumbent:
     """The best candidate and the runners-up.
 
-    `error` is the largest relative standard error of a score; `floor` is a score that is reached
-    elsewhere; `improved_at` is the number of sets measured when the best was found.
+    `error` is the largest relative standard error of a score; `floor` is a score reached elsewhere;
+    `improved_at` is the number of sets measured when the best was found.
     """
 
     def __init__(self, *, error: float = 0.0, floor: float = 0.0) -> None:

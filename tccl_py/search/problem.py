@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Literal, Protocol
 
 import msgspec
@@ -16,7 +15,7 @@ from tccl_py.errors import SearchError
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring, ring_set
 from tccl_py.model.symmetry import Symmetry
-from tccl_py.model.transfer import Flow, Place, Transfer, TransferSet
+from tccl_py.model.transfer import Flow, Place, TransferSet
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,12 +44,11 @@ class SearchProblem(msgspec.Struct, frozen=True, kw_only=True):
     """Find the ring set with the highest score: k x the slowest transfer of all k rings together.
 
     `spaces[k]` holds the hops open to each ring of a set of k; `rules[k]` is the rule for such a
-    set, which `symmetry` must respect. `orders` (GPU orders, such as NCCL's own choice) and `known`
-    (rings of another space) are measured first, so that the answer is never below them. `cuts`
-    are groups of GPUs with a shared exit, for upper bounds: any groups are valid, good ones shorten
-    proofs. Scores up to `floor_gbps` are not searched for. `tolerance` is the relative gap at which
-    an answer counts as proven. `noise` is the relative standard deviation of one measurement, where
-    measurements do not state their own.
+    set, which `symmetry` must respect. `orders` (GPU orders, such as NCCL's own) and `known` (rings
+    of another space) are measured first, so that the answer is never below them. `cuts` are groups
+    of GPUs for upper bounds: any are valid, good ones shorten proofs. Scores up to `floor_gbps` are
+    not searched for. `tolerance` is the relative gap at which an answer counts as proven, `noise`
+    the relative standard deviation of a measurement that does not state its own.
     """
 
     spaces: Mapping[int, HopSpace]
@@ -75,9 +73,9 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The best ring set found, and an upper bound.
 
     `rate_gbps` is the score of `rings`, GB/s; no ring set of the searched sizes is above
-    `bound_gbps`, as far as measurements and symmetries hold (None: unknown); `proven` means within
-    the tolerance. `sets_measured` counts new measurements, `sets_remembered` sets from a journal
-    or an earlier search, `sets_by_symmetry` sets known by an image or a repetition.
+    `bound_gbps` (None: unknown); `proven` means within the tolerance. `sets_measured` counts new
+    measurements, `sets_remembered` those of a journal or an earlier search, `sets_by_symmetry` sets
+    known by an image or a repetition.
     """
 
     strategy: str
@@ -206,7 +204,7 @@ class HopIndex:
     def _images(self, symmetry: Symmetry, elements: npt.NDArray[np.int16]) -> npt.NDArray[np.int32]:
         """Return the image of each hop under each element, -1 if the space lacks the image."""
         points = {point: i for i, point in enumerate(symmetry.points)}
-        alike: dict[tuple[_Shape, tuple[int, ...]], list[int]] = {}
+        alike: dict[tuple[object, ...], list[int]] = {}
         places: list[list[int]] = []
         for number, hop in enumerate(self.hops):
             touched = [points[name] for name in _touched(hop.flow)]
@@ -227,11 +225,6 @@ class HopIndex:
             table[:, numbers] = np.where(known, np.array(numbers)[order][found], -1)
         return table
 
-    @cached_property
-    def gpu_positions(self) -> npt.NDArray[np.int64]:
-        """0 .. number of GPUs - 1."""
-        return np.arange(len(self.gpus))
-
     def transfer_set(self, hops: Sequence[int]) -> TransferSet:
         """Return the flows of `hops`, all together."""
         # Numbers are in the order of the texts, which is a set's order.
@@ -249,9 +242,8 @@ class HopIndex:
             if self._moves is not None and len(key) <= MAX_CLOSED:
                 rows = [tuple(row) for row in self.orbit(key).tolist()]
                 self._smallest.update(dict.fromkeys(rows, rows[0]))
-            else:
-                self._smallest[key] = self._smallest_listed(key)
-            smallest = self._smallest[key]
+                return rows[0]
+            smallest = self._smallest[key] = self._smallest_listed(key)
         return smallest
 
     def _smallest_listed(self, key: Hops) -> Hops:
@@ -291,27 +283,18 @@ class HopIndex:
         return ring([self.hops[number] for number in sequence])
 
 
-class _Shape(msgspec.Struct, frozen=True):
-    """A flow without its device numbers."""
-
-    kinds: tuple[str, ...]
-    blocks: int | None
-    fifo: str
-
-
-def _ends(transfer: Transfer) -> tuple[Place, Place, Place]:
-    return (transfer.source, transfer.executor, transfer.destination)
+def _places(flow: Flow) -> list[Place]:
+    return [p for t in flow.transfers for p in (t.source, t.executor, t.destination)]
 
 
 def _touched(flow: Flow) -> tuple[str, ...]:
     """Return the symmetry's points in a flow; a copy engine moves with its GPU."""
-    places = [place for transfer in flow.transfers for place in _ends(transfer)]
-    return tuple(f"{'G' if p.kind == 'D' else p.kind}{p.index}" for p in places)
+    return tuple(f"{'G' if p.kind == 'D' else p.kind}{p.index}" for p in _places(flow))
 
 
-def _shape(flow: Flow) -> _Shape:
-    kinds = tuple(place.kind for transfer in flow.transfers for place in _ends(transfer))
-    return _Shape(kinds, flow.blocks, str(flow.fifo))
+def _shape(flow: Flow) -> tuple[object, ...]:
+    """Return a flow without its device numbers."""
+    return (*(place.kind for place in _places(flow)), flow.blocks, str(flow.fifo))
 
 
 # All ring sets of small machines.

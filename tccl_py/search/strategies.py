@@ -188,7 +188,7 @@ def _result(run: Run, *, cancelled: bool) -> SearchResult:
         sets_remembered=run.evaluator.sets_remembered,
         sets_by_symmetry=run.evaluator.sets_by_symmetry,
         seconds=run.evaluator.seconds,
-        simulated=run.evaluator.simulated,
+        simulated=run.problem.source.simulated,
         assumed=run.evaluator.assumed,
         cancelled=cancelled,
         notices=tuple(run.notices),
