@@ -37,27 +37,23 @@ if TYPE_CHECKING:
     from tccl_py.simulator.source import Simulator
     from tccl_py.sources.opening import open_source
 
-_HOMES = {
-    "Cluster": "model.cluster",
-    "HostReport": "model.cluster",
-    "InputError": "errors",
-    "Plan": "plan.plan",
-    "Simulator": "simulator.source",
-    "TcclError": "errors",
-    "bundled_names": "simulator.descriptions",
-    "cluster_of": "model.cluster",
-    "discover_machine": "readers.live",
-    "find_rings": "search.strategies",
-    "load_machine": "simulator.descriptions",
-    "load_plan": "plan.load",
-    "make_cluster_plan": "cluster_plan.planner",
-    "make_plan": "plan.planner",
-    "open_source": "sources.opening",
-    "parse_flow": "model.transfer",
-    "parse_set": "model.transfer",
-    "read_switches": "readers.switches",
-    "write_plan": "plan.directory",
+_NAMES = {
+    "cluster_plan.planner": "make_cluster_plan",
+    "errors": "InputError TcclError",
+    "model.cluster": "Cluster HostReport cluster_of",
+    "model.transfer": "parse_flow parse_set",
+    "plan.directory": "write_plan",
+    "plan.load": "load_plan",
+    "plan.plan": "Plan",
+    "plan.planner": "make_plan",
+    "readers.live": "discover_machine",
+    "readers.switches": "read_switches",
+    "search.strategies": "find_rings",
+    "simulator.descriptions": "bundled_names load_machine",
+    "simulator.source": "Simulator",
+    "sources.opening": "open_source",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "Cluster",

@@ -33,9 +33,8 @@ def read_text(path: Path, *, limit: int = MAX_INPUT_BYTES) -> str:
     try:
         return read_bytes(path, limit=limit).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} byte {error.start}", "is not UTF-8 text", "save it as UTF-8"
-        ) from error
+        where = f"{path} byte {error.start}"
+        raise InputError(where, "is not UTF-8 text", "save it as UTF-8") from error
 
 
 def read_bytes(path: Path, *, limit: int = MAX_INPUT_BYTES) -> bytes:
@@ -57,10 +56,9 @@ def reading(path: Path) -> Iterator[BufferedReader]:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as handle:
             yield handle
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise limit_reached(error) or InputError(
-            str(path), f"cannot be read ({reason})", "name a readable file"
-        ) from error
+        what = f"cannot be read ({error.strerror or error})"
+        reached = limit_reached(error)
+        raise reached or InputError(str(path), what, "name a readable file") from error
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -77,10 +75,9 @@ def write_atomically(path: Path, text: str) -> None:
             if held is not None:
                 os.fchmod(handle.fileno(), held)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise limit_reached(error) or InputError(
-            str(path), f"cannot be written ({reason})", "choose a writable place with free space"
-        ) from error
+        what = f"cannot be written ({error.strerror or error})"
+        right = "choose a writable place with free space"
+        raise limit_reached(error) or InputError(str(path), what, right) from error
 
 
 @contextmanager
@@ -129,20 +126,11 @@ def sweep(directory: Path, prefix: str) -> None:
     with suppress(OSError):
         for path in directory.iterdir():
             if path.name.startswith(prefix):
-                _remove_unlocked(path)
-
-
-def _remove_unlocked(left: Path) -> None:
-    with suppress(OSError):
-        descriptor = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink()
-        finally:
-            os.close(descriptor)
+                with suppress(OSError), _held(path, os.O_NONBLOCK) as unused:
+                    if unused and path.is_dir():
+                        shutil.rmtree(path, ignore_errors=True)
+                    elif unused:
+                        path.unlink()
 
 
 def lock(descriptor: int, path: Path) -> bool:
@@ -153,9 +141,8 @@ def lock(descriptor: int, path: Path) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise InputError(
-            str(path), "is in use by another run", "wait for its end, or name another"
-        ) from error
+        right = "wait for its end, or name another"
+        raise InputError(str(path), "is in use by another run", right) from error
     except OSError:
         return False
     return True
@@ -165,9 +152,8 @@ def check_path(path: PurePath) -> None:
     """Check that a job's environment can name a path: no control characters, and UTF-8."""
     text = str(path)
     if _CONTROL.search(text):
-        raise InputError(
-            repr(text), "has control characters", "a job's environment names files in it"
-        )
+        right = "a job's environment names files in it"
+        raise InputError(repr(text), "has control characters", right)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -230,14 +216,10 @@ def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
     """Decode JSON into a msgspec type, strictly (InputError); messages call the type `name`."""
     try:
         return msgspec.json.decode(text.encode(), type=kind, dec_hook=parsed)
-    except RecursionError as error:
-        raise InputError(where, "is nested too deep", "give a file this program wrote") from error
-    except msgspec.MsgspecError as error:
-        raise InputError(
-            where,
-            f"does not fit {name or kind.__name__} ({error})",
-            "give a file this program wrote",
-        ) from error
+    except (RecursionError, msgspec.MsgspecError) as error:
+        deep = isinstance(error, RecursionError)
+        what = "is nested too deep" if deep else f"does not fit {name or kind.__name__} ({error})"
+        raise InputError(where, what, "give a file this program wrote") from error
 
 
 def encode_json(value: Any) -> str:
@@ -298,17 +280,15 @@ def _named() -> Iterator[None]:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[bool]:
-    """Lock a folder; yield False if another process has the lock, or without locks at all."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _held(path: Path, flags: int = os.O_DIRECTORY) -> Iterator[bool]:
+    """Lock a file or folder; yield False if another process has the lock, or without locks."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | flags)
     try:
-        try:
+        locked = False
+        with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            # Another process has it, or the file system has no locks.
-            yield False
-            return
-        yield True
+            locked = True
+        yield locked
     finally:
         os.close(descriptor)
 

@@ -282,7 +282,7 @@ BARE = NodeClass(name="bare", machine=replace(toy_machine(gpus=1), gpus=()))
         ({"classes": (replace(BOX, name="../x"),)}, ["'../x'"]),
         ({"switches": leaf()}, ["host a is at no switch"]),
         ({"switches": leaf("a", "b")}, ["host 'b' of the switches is unknown"]),
-        ({"switches": leaf("a", "a")}, ["host a is at two switches"]),
+        ({"switches": leaf("a", "a")}, ["host a is at the switches"]),
         (
             {"switches": SwitchTree(name="leaf", switches=(leaf("a"),))},
             ["switch leaf is named twice"],

@@ -118,9 +118,8 @@ def check_hosts_once(tree: SwitchTree, wanted: set[str], where: str) -> None:
     for switch in tree.all_switches:
         for host in switch.hosts:
             if host in found and host in wanted:
-                both = f"{shown(found[host])} and {shown(switch.name)}"
-                what = f"host {host} is at the switches {both}"
-                raise InputError(where, what, "a host is at one switch, once")
+                what = f"host {host} is at the switches {shown(found[host])} and "
+                raise InputError(where, what + shown(switch.name), "a host is at one switch, once")
             found[host] = switch.name
 
 
@@ -151,11 +150,9 @@ def canonical(machine: Machine, knowledge: Knowledge) -> tuple[Machine, Knowledg
             for bridge in sorted(bridges, key=lambda bridge: names[bridge.id])
         ),
         nics=tuple(
-            moved(nic, bus_id="", guid="") for nic in sorted(machine.nics, key=lambda n: n.index)
+            moved(n, bus_id="", guid="") for n in sorted(machine.nics, key=lambda n: n.index)
         ),
-        nvswitches=tuple(
-            msgspec.structs.replace(switch, bus_id="") for switch in machine.nvswitches
-        ),
+        nvswitches=tuple(msgspec.structs.replace(s, bus_id="") for s in machine.nvswitches),
         nvlinks=tuple(sorted(machine.nvlinks, key=lambda x: (x.source, x.target, x.kind))),
     )
     return form, _canonical_knowledge(machine, knowledge, names)
@@ -298,25 +295,20 @@ def check_cluster(cluster: Cluster, *, where: str) -> Cluster:
     if not 0 < len(cluster.hosts) <= MAX_HOSTS:
         raise InputError(where, f"has {len(cluster.hosts)} hosts", f"1 to {MAX_HOSTS} are possible")
     check_host_names(cluster.names, where=where)
-    _check_classes(cluster, where)
-    for host in cluster.hosts:
-        _check_host(host, cluster, where)
-    if cluster.switches is not None:
-        _check_switches(cluster, cluster.switches, where)
-    return cluster
-
-
-def _check_classes(cluster: Cluster, where: str) -> None:
     taken: set[str] = set()
     for known in cluster.classes:
         place = f"{where}: node class {shown(known.name)}"
-        check_host_name(known.name, where=place)
-        if known.name in taken:
+        if check_host_name(known.name, where=place) in taken:
             raise InputError(place, "is there twice", "classes have different names")
         taken.add(known.name)
         if known.machine.gpus:  # without, a host of the class is named
             check(known.machine, where=place)
             check_knowledge(known.knowledge, known.machine, where=place)
+    for host in cluster.hosts:
+        _check_host(host, cluster, where)
+    if cluster.switches is not None:
+        _check_switches(cluster, cluster.switches, where)
+    return cluster
 
 
 def _check_host(host: Host, cluster: Cluster, where: str) -> None:
@@ -336,14 +328,11 @@ def _check_host(host: Host, cluster: Cluster, where: str) -> None:
 def _check_switches(cluster: Cluster, tree: SwitchTree, where: str) -> None:
     named = [switch.name for switch in tree.all_switches if switch.name or switch is not tree]
     check_host_names(named, where=where, kind="switch")
-    there: set[str] = set()
-    for name in tree.all_hosts:
-        if name not in cluster.host_classes:
-            right = "cut the tree down to the cluster's hosts"
-            raise InputError(where, f"host {shown(name)} of the switches is unknown", right)
-        if name in there:
-            raise InputError(where, f"host {name} is at two switches", "a host is at one, once")
-        there.add(name)
+    there = set(tree.all_hosts)
+    for name in there.difference(cluster.host_classes):
+        right = "cut the tree down to the cluster's hosts"
+        raise InputError(where, f"host {shown(name)} of the switches is unknown", right)
+    check_hosts_once(tree, there, where)
     for name in cluster.names:
         if name not in there:
             right = "every host is at one of the switches"

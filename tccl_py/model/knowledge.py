@@ -50,13 +50,11 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for fact in self.peer_access:
             if (fact.source, fact.target) == (source, target):
                 return fact.supported
-        return self.peer_access_default or _nvlinked(machine, f"G{source}", f"G{target}")
-
-
-def _nvlinked(machine: Machine, source: str, target: str) -> bool:
-    direct = {frozenset((link.source, link.target)) for link in machine.nvlinks}
-    paths = [{frozenset((end, s.id)) for end in (source, target)} for s in machine.nvswitches]
-    return frozenset((source, target)) in direct or any(path <= direct for path in paths)
+        ends = (f"G{source}", f"G{target}")
+        linked = {frozenset((link.source, link.target)) for link in machine.nvlinks}
+        paths = [{frozenset((end, s.id)) for end in ends} for s in machine.nvswitches]
+        nvlinked = frozenset(ends) in linked or any(path <= linked for path in paths)
+        return self.peer_access_default or nvlinked
 
 
 def check_knowledge(knowledge: Knowledge, machine: Machine, *, where: str) -> Knowledge:

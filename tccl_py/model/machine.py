@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import cached_property
+from itertools import combinations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
@@ -181,7 +182,29 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @cached_property
     def graph(self) -> nx.Graph:
         """Undirected graph of all devices; edges carry `kind` (pci, smp, nvlink, xgmi, c2c)."""
-        return _graph(self)
+        import networkx as nx  # noqa: PLC0415 (slow to import, and few commands need it)
+
+        graph = nx.Graph()
+        colours: list[tuple[Device, tuple[object, ...]]] = [
+            *((node, ("numa", node.arch, node.vendor, node.model)) for node in self.numa_nodes),
+            *((bridge, ("bridge", bridge.vendor, bridge.device)) for bridge in self.bridges),
+            *((gpu, ("gpu", gpu.sm, gpu.name, gpu.gdr)) for gpu in self.gpus),
+            *((nic, ("nic", nic.speed_mbps, nic.gdr)) for nic in self.nics),
+            *((switch, ("nvswitch",)) for switch in self.nvswitches),
+        ]
+        for device, colour in colours:
+            graph.add_node(device.id, kind=colour[0], colour=colour)
+        for child, link in self.links.items():
+            colour = ("pci", link.speed_gts, link.width)
+            graph.add_edge(child, self.parents[child], kind="pci", colour=colour)
+        for node, peer in combinations(self.numa_nodes, 2):
+            same = node.socket is not None and node.socket == peer.socket
+            graph.add_edge(node.id, peer.id, kind="smp", colour=("smp", same))
+        for nvlink in self.nvlinks:
+            # A device may have a PCI edge and a C2C link to its CPU: the graph keeps the faster.
+            kind = nvlink.kind
+            graph.add_edge(nvlink.source, nvlink.target, kind=kind, colour=(kind, nvlink.count))
+        return graph
 
     def gpu(self, index: int) -> Gpu:
         """Return the GPU with this NVML index; the InputError names the known indices."""
@@ -192,39 +215,14 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         raise InputError(f"GPU {index}", f"is not in machine {self.name}", f"it has {known}")
 
 
-def _graph(machine: Machine) -> nx.Graph:
-    import networkx as nx  # noqa: PLC0415 (slow to import, and few commands need it)
-
-    graph = nx.Graph()
-    for node in machine.numa_nodes:
-        graph.add_node(node.id, kind="numa", colour=("numa", node.arch, node.vendor, node.model))
-    for bridge in machine.bridges:
-        graph.add_node(bridge.id, kind="bridge", colour=("bridge", bridge.vendor, bridge.device))
-    for gpu in machine.gpus:
-        graph.add_node(gpu.id, kind="gpu", colour=("gpu", gpu.sm, gpu.name, gpu.gdr))
-    for nic in machine.nics:
-        graph.add_node(nic.id, kind="nic", colour=("nic", nic.speed_mbps, nic.gdr))
-    for switch in machine.nvswitches:
-        graph.add_node(switch.id, kind="nvswitch", colour=("nvswitch",))
-    for device, parent in machine.parents.items():
-        link = machine.links[device]
-        graph.add_edge(device, parent, kind="pci", colour=("pci", link.speed_gts, link.width))
-    nodes = machine.numa_nodes
-    for i, node in enumerate(nodes):
-        for peer in nodes[i + 1 :]:
-            same = node.socket is not None and node.socket == peer.socket
-            graph.add_edge(node.id, peer.id, kind="smp", colour=("smp", same))
-    for nvlink in machine.nvlinks:
-        # A device may have both a PCI edge and a C2C link to its CPU: the graph keeps the faster.
-        colour = (nvlink.kind, nvlink.count)
-        graph.add_edge(nvlink.source, nvlink.target, kind=nvlink.kind, colour=colour)
-    return graph
-
-
 def check(machine: Machine, *, where: str) -> Machine:
     """Return `machine` if its parts fit together (InputError)."""
     _check_counts(machine, where)
-    _check_ids(machine, where)
+    bus_ids = [b.bus_id for b in machine.bridges] + [g.bus_id for g in machine.gpus]
+    for ids, kind in (([d.id for d in machine.devices], "device"), (bus_ids, "bus id")):
+        name, times = Counter(ids).most_common(1)[0]
+        if times > 1:
+            raise InputError(where, f"names {kind} {name} twice", "every name is used once")
     _check_tree(machine, where)
     _check_links(machine, where)
     return machine
@@ -245,14 +243,6 @@ def _check_counts(machine: Machine, where: str) -> None:
         raise InputError(where, "has a negative device index", "indices count from 0")
 
 
-def _check_ids(machine: Machine, where: str) -> None:
-    bus_ids = [b.bus_id for b in machine.bridges] + [g.bus_id for g in machine.gpus]
-    for ids, kind in (([d.id for d in machine.devices], "device"), (bus_ids, "bus id")):
-        name, times = Counter(ids).most_common(1)[0]
-        if times > 1:
-            raise InputError(where, f"names {kind} {name} twice", "every name is used once")
-
-
 def _check_tree(machine: Machine, where: str) -> None:
     inner = {n.id for n in machine.numa_nodes} | {b.id for b in machine.bridges}
     for device, parent in machine.parents.items():
@@ -264,8 +254,8 @@ def _check_tree(machine: Machine, where: str) -> None:
         while at in machine.parents:
             at = machine.parents[at]
             if at in seen:
-                what = f"the PCI tree turns in a circle at {at}"
-                raise InputError(where, what, "every branch ends at a CPU")
+                right = "every branch ends at a CPU"
+                raise InputError(where, f"the PCI tree turns in a circle at {at}", right)
             seen.add(at)
 
 

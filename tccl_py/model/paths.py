@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, PciBridge
+from tccl_py.model.machine import Machine, PciBridge
 
 T = TypeVar("T", int, str)
 
@@ -47,9 +47,13 @@ def path_type(machine: Machine, a: str, b: str) -> PathType:
     PCI path as short as a path over a GPU, or reach another socket's CPU through an NVLinked GPU.
     One-way NVLinks do not count. InputError: no such device.
     """
-    _check_known(machine, a)
-    _check_known(machine, b)
-    if a == b or _same_card(machine, a, b):
+    known = [end.id for end in (*machine.gpus, *machine.nics, *machine.numa_nodes)]
+    for device in (a, b):
+        if device not in known:
+            what = f"is no GPU, NIC or NUMA node of machine {machine.name}"
+            raise InputError(device, what, f"it has {', '.join(known)}")
+    cards = {nic.id: nic.bus_id for nic in machine.nics}
+    if a == b or (cards.get(a) and cards.get(a) == cards.get(b)):
         return PathType.LOC
     return min(_over_nvlinks(machine, a, b), _over_tree(machine, a, b))
 
@@ -87,40 +91,18 @@ def _broadcom(bridge: PciBridge) -> tuple[int, int] | None:
     return None
 
 
-def _check_known(machine: Machine, device: str) -> None:
-    ends: tuple[Gpu | Nic | NumaNode, ...] = (*machine.gpus, *machine.nics, *machine.numa_nodes)
-    known = [end.id for end in ends]
-    if device not in known:
-        raise InputError(
-            device,
-            f"is no GPU, NIC or NUMA node of machine {machine.name}",
-            f"it has {', '.join(known)}",
-        )
-
-
-def _same_card(machine: Machine, a: str, b: str) -> bool:
-    cards = {nic.id: nic.bus_id for nic in machine.nics}
-    return bool(cards.get(a)) and cards.get(a) == cards.get(b)
-
-
 def _over_nvlinks(machine: Machine, a: str, b: str) -> PathType:
     """Return NVL between GPUs directly or by a switch or CPU, NVB through a GPU, else DIS."""
     if (a[0], b[0]) != ("G", "G"):
         return PathType.DIS
     ways = {(link.source, link.target) for link in machine.nvlinks if link.kind != "c2c"}
     # Links to switches and CPUs are described by the GPU alone, those between GPUs by both.
-    near, far = (
-        {target for source, target in ways if source == gpu and _returns(ways, gpu, target)}
-        for gpu in (a, b)
-    )
+    both = {(gpu, end) for gpu, end in ways if end[0] != "G" or (end, gpu) in ways}
+    near, far = ({end for source, end in both if source == gpu} for gpu in (a, b))
     common = near & far
     if b in near or any(device[0] != "G" for device in common):
         return PathType.NVL
     return PathType.NVB if common else PathType.DIS
-
-
-def _returns(ways: set[tuple[str, str]], gpu: str, target: str) -> bool:
-    return target[0] != "G" or (target, gpu) in ways
 
 
 def _over_tree(machine: Machine, a: str, b: str) -> PathType:

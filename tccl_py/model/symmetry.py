@@ -54,12 +54,11 @@ def _automorphisms(
     graph = _coloured_graph(machine, knowledge, gpus)
     base = [gpu.id for gpu in machine.gpus]
     levels = _stabiliser_chain(graph, base)
-    points = _points(machine)
-    generators = [g for level in levels for g in level.generators]
+    points = tuple(end.id for end in (*machine.gpus, *machine.numa_nodes, *machine.nics))
     return Symmetry(
         points=points,
         elements=_listed(levels, points),
-        generators=tuple(generators),
+        generators=tuple(mapping for level in levels for mapping in level.generators),
         order=math.prod(len(level.transversal) for level in levels),
     )
 
@@ -68,8 +67,7 @@ def keeping(symmetry: Symmetry, keep: npt.NDArray[np.bool_]) -> Symmetry:
     """Return the subgroup of the listed elements for which `keep`, a group, is true."""
     chosen = keep.copy()
     chosen[0] = True
-    elements = symmetry.elements[chosen]
-    points = symmetry.points
+    elements, points = symmetry.elements[chosen], symmetry.points
     generators = tuple(
         {points[i]: points[int(image)] for i, image in enumerate(row)} for row in elements[1:257]
     )
@@ -82,12 +80,6 @@ class _Level(msgspec.Struct, frozen=True):
     point: str
     generators: tuple[Permutation, ...]
     transversal: Mapping[str, Permutation]
-
-
-def _points(machine: Machine) -> tuple[str, ...]:
-    gpus = tuple(gpu.id for gpu in machine.gpus)
-    nodes = tuple(node.id for node in machine.numa_nodes)
-    return (*gpus, *nodes, *(nic.id for nic in machine.nics))
 
 
 def _coloured_graph(machine: Machine, knowledge: Knowledge, gpus: Sequence[int] | None) -> nx.Graph:
@@ -152,10 +144,6 @@ def _mapping(graph: nx.Graph, fixed: Sequence[str], one: str, other: str) -> Per
     return None if found is None else {names[a]: names[b] for a, b in found.items()}
 
 
-def _compose(first: Permutation, then: Permutation) -> Permutation:
-    return {point: then[image] for point, image in first.items()}
-
-
 def _transversal(
     point: str, generators: Iterable[Permutation], identity: Permutation
 ) -> dict[str, Permutation]:
@@ -165,7 +153,7 @@ def _transversal(
         at = queue.pop()
         for move in moves:
             if move[at] not in found:
-                found[move[at]] = _compose(found[at], move)
+                found[move[at]] = {start: move[image] for start, image in found[at].items()}
                 queue.append(move[at])
     return found
 

@@ -254,11 +254,8 @@ def parse_flow(text: str) -> Flow:
     if network:
         _check_network(places, where)
     elif len(places) not in (3, 5):
-        raise InputError(
-            where,
-            f"has {len(places)} place{'s' * (len(places) != 1)}",
-            "a transfer is SRC->EXE->DST, a bounce SRC->EXE->HOST->EXE->DST",
-        )
+        right = "a transfer is SRC->EXE->DST, a bounce SRC->EXE->HOST->EXE->DST"
+        raise InputError(where, f"has {len(places)} place{'s' * (len(places) != 1)}", right)
     starts = range(0, len(places) - 2, 2)
     transfers = tuple(_parse_transfer(*places[at : at + 3], where=where) for at in starts)
     if len(places) == 5 and not network:
@@ -283,9 +280,8 @@ def parse_set(text: str) -> TransferSet:
 def _parse_place(text: str, where: str) -> Place:
     match = _PLACE.fullmatch(text)
     if match is None:
-        raise InputError(
-            where, f"{text[:40]!r} names no place", "places are G2, D2, C1, N0 or, elsewhere, h3.G2"
-        )
+        right = "places are G2, D2, C1, N0 or, elsewhere, h3.G2"
+        raise InputError(where, f"{text[:40]!r} names no place", right)
     return Place(match["kind"], int(match["index"]), match["host"] or "")  # type: ignore[arg-type]
 
 
@@ -350,12 +346,11 @@ def _with_options(transfers: tuple[Transfer, ...], text: str, where: str) -> Flo
         elif name == "side" and kind == "bounce" and value in get_args(Side):
             side = value  # type: ignore[assignment]
         else:
-            raise InputError(
-                where,
-                f"option {item[:40]!r} is not known here",
+            right = (
                 "blocks=N for all flows; fifo=SIZE, slots=N where kernels move bytes from GPU to "
-                "GPU; side=sender|receiver for bounces; buffer=SIZE where there is no FIFO",
+                "GPU; side=sender|receiver for bounces; buffer=SIZE where there is no FIFO"
             )
+            raise InputError(where, f"option {item[:40]!r} is not known here", right)
     fifo = Fifo(given.get("fifo", DEFAULT_FIFO_BYTES), given.get("slots", FIFO_SLOTS), side)
     if kind == "direct" and fifo != Fifo() and "blocks" not in given:
         raise InputError(where, "has a FIFO but no blocks", "add blocks=N: each has a FIFO")

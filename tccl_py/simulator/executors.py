@@ -153,13 +153,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 def matches(traffic: Traffic, leg: Leg) -> bool:
     """Return whether a leg is of this traffic."""
-    return (
-        traffic.operation in ("any", leg.operation)
-        and traffic.path in ("any", leg.path)
-        and traffic.crosses in ("any", leg.crosses)
-        and traffic.memory in ("any", leg.memory)
-        and traffic.executor in ("any", leg.executor)
-    )
+    fields = traffic.__struct_fields__
+    return all(getattr(traffic, name) in ("any", getattr(leg, name)) for name in fields)
 
 
 def roles(rules: Sequence[Congestion], leg: Leg) -> tuple[tuple[int, int, str], ...]:

@@ -127,10 +127,8 @@ def _leg(network: Network, flow: Flow, transfer: Transfer) -> Leg:
 
 def _device(network: Network, place: Place) -> str:
     if place.host:
-        raise MeasurementError(
-            f"{place} is on another host; the simulator simulates one, so leave {place.host}. out, "
-            "and name of a way over the network this node's part, as G0->N0->N0"
-        )
+        right = "name of a way over the network this node's part, as G0->N0->N0"
+        raise MeasurementError(f"{place} is on another host; leave {place.host}. out, and {right}")
     device = place.device
     if device not in network.machine.graph:
         alike = [name for name in network.machine.graph if name[0] == device[0]]

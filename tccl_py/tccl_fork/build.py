@@ -238,7 +238,7 @@ def _crossing(leaves: Landing, lands: Landing, numa: Mapping[int, int]) -> Cross
     places = (leaves, lands)
     numbers = (place.index if place.in_gpu else numa[place.index] for place in places)
     kinds = ("GPU" if place.in_gpu else "CPU" for place in places)
-    return Crossing(f"{'_'.join(kinds)}_INTER", *numbers)  # type: ignore[arg-type]
+    return Crossing(f"{'_'.join(kinds)}_INTER", *numbers)
 
 
 def _chain_transfers(found: Found, numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:

@@ -7,7 +7,6 @@ GPU with NVML index i. The fork checks little of its file; tests hold databases 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
 from xml.sax.saxutils import escape
 
 import msgspec
@@ -16,20 +15,6 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import Hop
 from tccl_py.model.transfer import Flow, Transfer
-
-TransferType = Literal[
-    "GPU_WRITE_GPUMEM_KERNEL",
-    "GPU_READ_GPUMEM_KERNEL",
-    "GPU_WRITE_CPUMEM_KERNEL",
-    "GPU_READ_CPUMEM_KERNEL",
-    "GPU_WRITE_GPUMEM_MEMCPY",
-    "GPU_READ_GPUMEM_MEMCPY",
-    "GPU_WRITE_CPUMEM_MEMCPY",
-    "GPU_READ_CPUMEM_MEMCPY",
-]
-"""Executor and memory of a transfer; KERNEL is by multiprocessors, MEMCPY by a copy engine."""
-CrossingType = Literal["GPU_GPU_INTER", "GPU_CPU_INTER", "CPU_GPU_INTER", "CPU_CPU_INTER"]
-"""Memory that a crossing between nodes leaves, and memory where it lands."""
 
 TABLE_CELLS = 2**31  # The fork counts its table's cells in 32 bits with a sign
 _TYPES: dict[tuple[str, str], str] = {
@@ -41,9 +26,13 @@ _TYPES: dict[tuple[str, str], str] = {
 
 
 class TypedTransfer(msgspec.Struct, frozen=True, order=True):
-    """A transfer inside a node; indices are of a GPU or, in host memory, of a NUMA node."""
+    """A transfer inside a node; indices are of a GPU or, in host memory, of a NUMA node.
 
-    type: TransferType
+    `type` is as `GPU_WRITE_CPUMEM_KERNEL`: READ or WRITE, of GPUMEM or CPUMEM, by a KERNEL or a
+    copy engine (MEMCPY).
+    """
+
+    type: str
     source: int
     destination: int
 
@@ -51,12 +40,8 @@ class TypedTransfer(msgspec.Struct, frozen=True, order=True):
         return f"{self.type} {self.source} to {self.destination}"
 
 
-class Crossing(msgspec.Struct, frozen=True, order=True):
-    """A transfer to the next node: `source` on the sending node, `destination` on the next."""
-
-    type: CrossingType
-    source: int
-    destination: int
+class Crossing(TypedTransfer, frozen=True, order=True):
+    """A transfer to the next node, as `GPU_CPU_INTER` from GPU memory to host memory there."""
 
 
 class GpuRing(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,7 +144,7 @@ def typed_transfer(transfer: Transfer, numa: Mapping[int, int]) -> TypedTransfer
         raise InputError(f"transfer {str(transfer)[:60]!r}", what, right)
     executor = "MEMCPY" if transfer.uses_copy_engine else "KERNEL"
     ends = [numa[end.index] if end.kind == "C" else end.index for end in (source, destination)]
-    return TypedTransfer(f"{name}_{executor}", *ends)  # type: ignore[arg-type]
+    return TypedTransfer(f"{name}_{executor}", *ends)
 
 
 def tccl_xml(database: Database, *, notes: Sequence[str] = ()) -> str:
