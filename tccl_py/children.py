@@ -31,11 +31,7 @@ def search_path() -> list[str]:
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module as a program in a child process.
-
-    The kernel kills the child at the end of the starting thread, so only children of the main
-    thread are bound: further threads may end long before the process.
-    """
+    """Return the command of a module as a child process; from the main thread, ended with it."""
     import threading  # noqa: PLC0415 (a child that only begins needs none of it)
 
     bound = threading.current_thread() is threading.main_thread()

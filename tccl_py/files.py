@@ -82,10 +82,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def replacement(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a new file to replace `path` in one step at the end of a block without errors.
-
-    The next call for `path` removes files of killed runs. `mode` is the new file's, less the umask.
-    """
+    """Open a new file to replace `path` in one step at the end of a block without errors."""
     sweep_beside(path)
     descriptor, temporary = _opened_beside(path, mode)
     try:
@@ -134,10 +131,7 @@ def sweep(directory: Path, prefix: str) -> None:
 
 
 def lock(descriptor: int, path: Path) -> bool:
-    """Lock an open file or directory until the descriptor is closed; False without locks.
-
-    InputError, with `path`: another run has the lock.
-    """
+    """Lock an open file or directory; False without locks, InputError if another run has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -161,10 +155,7 @@ def check_path(path: PurePath) -> None:
 
 
 class TextValue:
-    """An immutable value compared, hashed and stored in files as a text.
-
-    A subclass sets `_text` in `__init__`, and parses texts in `from_text`.
-    """
+    """A value compared, hashed and stored as `_text`, set in `__init__`; see `from_text`."""
 
     __slots__ = ("_text",)
     _text: str
@@ -265,7 +256,6 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Turn errors of the system in the block into InputErrors with place and remedy."""
     try:
         yield
     except OSError as error:
@@ -308,7 +298,6 @@ def _sweep(prefix: str) -> None:
 
 
 def _owned(path: Path) -> int:
-    """Return the mode of a path without following links; 0 if owned by another user."""
     found = path.lstat()
     return found.st_mode if found.st_uid == os.geteuid() else 0
 

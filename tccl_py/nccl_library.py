@@ -72,11 +72,7 @@ class Library:
             raise MeasurementError(f"NCCL {name} is too old; install 2.18 or later")
 
     def use_gpu(self, number: int) -> None:
-        """Make a GPU (CUDA's number) current in this thread, for NCCL's functions.
-
-        NVIDIA's packages contain a CUDA runtime inside NCCL, which takes the driver's current
-        context; a shared runtime is called directly.
-        """
+        """Make a GPU (CUDA's number) current in this thread, by NCCL's runtime or the driver."""
         runtime = getattr(self._library, "cudaSetDevice", None)
         if runtime is not None:
             _check_cuda("cudaSetDevice", runtime(ctypes.c_int(number)))
@@ -167,10 +163,7 @@ def _check_cuda(name: str, code: int) -> None:
 
 
 def find_library() -> str:
-    """Return a job's library, as a path or as a name for the loader.
-
-    LD_LIBRARY_PATH comes first, then this Python's package (of torch), then the system's places.
-    """
+    """Return a job's library: of LD_LIBRARY_PATH, this Python's packages, or the loader's name."""
     told = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
     places = (Path(folder) / NAME for folder in told)
     return next((str(place) for place in places if place.is_file()), _packaged())

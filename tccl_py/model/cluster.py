@@ -69,10 +69,7 @@ def class_name(text: str, taken: Container[str] = ()) -> str:
 
 
 class SwitchTree(msgspec.Struct, frozen=True, kw_only=True):
-    """A switch, the hosts at the switch, and the switches below.
-
-    `uplink_gbps` is the rate of the link above in each direction, GB/s; None is "no limit".
-    """
+    """A switch, its hosts, and the switches below; `uplink_gbps` is of the link above, or None."""
 
     name: str
     hosts: tuple[str, ...] = ()
@@ -159,10 +156,7 @@ def canonical(machine: Machine, knowledge: Knowledge) -> tuple[Machine, Knowledg
 
 
 def _bridge_names(machine: Machine) -> dict[str, str]:
-    """Return a name for each bridge above a GPU or NIC, made from the devices below it.
-
-    No two bridges lead to the same devices and are as many steps away from the root.
-    """
+    """Return a name for each bridge above a GPU or NIC: steps from the root, devices below."""
     below: dict[str, set[str]] = {}
     steps: dict[str, int] = {}
     for device in [gpu.id for gpu in machine.gpus] + [nic.id for nic in machine.nics]:
@@ -241,10 +235,7 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def classes_of(reports: Sequence[HostReport]) -> tuple[tuple[NodeClass, ...], tuple[int, ...]]:
-    """Return the classes of these hosts' machines, and the position of each host's class.
-
-    Classes are in the order of first hosts, and have the first host's machine.
-    """
+    """Return the classes of these machines, by first hosts, and the position of each host's."""
     numbers: dict[bytes, int] = {}  # of machines as reported, and in the form that is compared
     classes: list[NodeClass] = []
     members: list[int] = []

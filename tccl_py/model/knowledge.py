@@ -43,10 +43,7 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hidden_links: tuple[HiddenLink, ...] = ()
 
     def can_access(self, machine: Machine, source: int, target: int) -> bool:
-        """Return whether GPU `source` can read and write GPU `target`'s memory directly.
-
-        NVLinked neighbours always can, whatever the default is.
-        """
+        """Return whether a GPU can use another's memory directly; NVLinked ones always can."""
         for fact in self.peer_access:
             if (fact.source, fact.target) == (source, target):
                 return fact.supported
@@ -80,10 +77,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class DiscoveredMachine(Machine, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """A Machine with Knowledge and Fingerprint: the file format of `tccl discover`.
-
-    A plain Machine's file lacks the two keys.
-    """
+    """A Machine with Knowledge and Fingerprint: the file format of `tccl discover`."""
 
     knowledge: Knowledge | msgspec.UnsetType = msgspec.UNSET
     fingerprint: Fingerprint | msgspec.UnsetType = msgspec.UNSET

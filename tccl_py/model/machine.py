@@ -46,10 +46,7 @@ class _Numbered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class NumaNode(_Numbered, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A NUMA node: a CPU (or part of a CPU) and memory.
-
-    `numa_id` is the system's number; -1, as virtual machines report, is kept.
-    """
+    """A NUMA node: a CPU, or part of one, and memory; `numa_id` -1 is of virtual machines."""
 
     _letter = "C"
     numa_id: int
@@ -278,11 +275,7 @@ def _check_links(machine: Machine, where: str) -> None:
 
 
 def normal_bus_id(text: str) -> str | None:
-    """Return the canonical spelling of a bus id (domains of any width); None for any other text.
-
-    >>> normal_bus_id("00000000:1A:00.0")
-    '0000:1a:00.0'
-    """
+    """Return the canonical spelling of a bus id (domains of any width); None for other text."""
     match = _BUS_ID.fullmatch(text)
     if match is None:
         return None

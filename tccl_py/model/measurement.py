@@ -38,8 +38,6 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     duration of a repeat; `settled` means a 95 % interval as narrow as asked; `outliers` are
     suspect repeats, not left out.
 
-    Raises:
-        MeasurementError: a rate is not above 0.
     """
 
     transfers: TransferSet
@@ -88,10 +86,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def relative_error(self) -> float:
-        """Relative standard error of the slowest flow's median; 0 with one sample.
-
-        The median of n normal samples spreads sqrt(pi/2) times as far as the mean.
-        """
+        """Relative standard error of the slowest flow's median; 0 with one sample."""
         slowest = min(self.samples_gbps, key=_median)
         middle = _median(slowest)
         if len(slowest) < 2 or middle <= 0:
@@ -103,7 +98,6 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def _median(samples: Sequence[float]) -> float:
-    """Return the median of a few samples, many times faster than numpy."""
     ordered = sorted(samples)
     half = len(ordered) // 2
     return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)

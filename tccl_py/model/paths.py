@@ -59,10 +59,7 @@ def path_type(machine: Machine, a: str, b: str) -> PathType:
 
 
 def merged_bridges(machine: Machine) -> dict[str, str]:
-    """Return Broadcom sub-switches -> the switch above, into which NCCL merges them.
-
-    NCCL merges two levels of bridges, once: a third level stays (ncclTopoFlattenBcmSwitches).
-    """
+    """Return Broadcom sub-switches -> the switch above: NCCL merges two levels, once."""
     kinds = {bridge.id: _broadcom(bridge) for bridge in machine.bridges}
     merged: dict[str, str] = {}
     for bridge in sorted(kinds, key=lambda bridge: len(machine.ancestors(bridge))):
@@ -137,10 +134,7 @@ def _over_cpu(machine: Machine, cpu: str, a: str, b: str) -> PathType:
 def natural_cuts(
     machine: Machine, knowledge: Knowledge, *, gpus: Sequence[int]
 ) -> tuple[frozenset[int], ...]:
-    """Return the groups of `gpus` that share a bridge, chip, NUMA node, socket or NVLinks.
-
-    The links out of a group bound ring sets. Smallest groups first.
-    """
+    """Return groups of `gpus` that share a bridge, chip, node, socket or NVLinks, small first."""
     below: dict[str, set[int]] = {}
     for gpu in machine.gpus:
         if gpu.index in gpus:

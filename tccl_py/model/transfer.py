@@ -87,11 +87,7 @@ class Transfer(msgspec.Struct, frozen=True, order=True):
 
 
 class Fifo(msgspec.Struct, frozen=True, order=True):
-    """The buffer of one block between a flow's writer and its reader.
-
-    A bounce's FIFO lies in host memory, allocated by `side`; a direct flow's FIFO lies in the
-    memory of the GPU without the kernel, and ignores `side`.
-    """
+    """A block's buffer between writer and reader; `side` is where a bounce's is allocated."""
 
     bytes: int = DEFAULT_FIFO_BYTES
     slots: int = FIFO_SLOTS
@@ -99,15 +95,10 @@ class Fifo(msgspec.Struct, frozen=True, order=True):
 
 
 class Flow(TextValue):
-    """The bytes of a hop: a transfer, or linked transfers with FIFOs between.
+    """The bytes of a hop: a transfer, or linked transfers in order with FIFOs between.
 
-    Args:
-        transfers: in the order of the bytes.
-        blocks: the number of thread blocks (NCCL: channels); None is "as many as needed".
-        fifo: for each block of a bounce or network flow, and of a direct flow between GPUs with
-            given blocks. None for a direct flow's default FIFO, and for a plain transfer.
-        buffer: the buffer of a plain transfer in bytes, all blocks together, used cyclically;
-            None leaves the size to the source.
+    `blocks` are thread blocks (NCCL: channels), None "as many as needed"; `fifo` is each block's,
+    None for a direct flow's default and for plain transfers; `buffer` a plain transfer's bytes.
     """
 
     __slots__ = ("blocks", "buffer", "fifo", "transfers")

@@ -241,10 +241,7 @@ class _Tally:
 
 
 def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
-    """Yield each line's place and content, without comments and space around =.
-
-    One at a time: millions of short lines together take hundreds of times the file's size.
-    """
+    """Yield places and contents without comments, one at a time: millions of lines take much."""
     start = 0
     for number in itertools.count(1):
         end = text.find("\n", start)
@@ -281,7 +278,6 @@ def _named(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:
 
 
 def _options(options: list[str], place: str) -> tuple[int | None, int | None]:
-    """Return the slots and the limit, by a line's words after the first."""
     slots = limit = None
     for option in options:
         key, _, value = option.partition("=")

@@ -46,11 +46,6 @@ def discover_machine(
     GPUs and NICs without a NUMA node (virtual machines) hang from NUMA node -1, as in NCCL.
     `Gpu.gdr` follows the product line and `Nic.gdr` the loaded kernel modules; neither is tried.
 
-    Args:
-        sysfs: where sysfs is mounted.
-        proc: where procfs is mounted.
-        nvml: the `pynvml` module, or a substitute.
-
     Raises:
         InputError: no NVIDIA driver answers, or the answers fit no machine.
     """
@@ -140,7 +135,6 @@ def _nvlinks(gpus: Iterable[GpuFacts], cpus: list[str]) -> Iterator[NvLink]:
 
 
 def _virtual_switch_links(bridges: Iterable[PciBridge], sysfs: Path) -> Iterator[HiddenLink]:
-    """Yield pairs of Broadcom's virtual switches on a common chip, by the driver."""
     known = {bridge.id for bridge in bridges}
     for bridge in sorted(known):
         peers = sysfs / "kernel" / "pci_switch_link" / "virtual_switch_links" / bridge
@@ -152,7 +146,6 @@ def _virtual_switch_links(bridges: Iterable[PciBridge], sysfs: Path) -> Iterator
 
 
 def _gpu_direct_modules(sysfs: Path, proc: Path) -> bool:
-    """Return whether the kernel offers RDMA cards GPU memory: nvidia-peermem, or DMA-BUF."""
     if any((sysfs / "module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem")):
         return True
     opened = "Open Kernel Module" in read_word(proc / "driver" / "nvidia" / "version")

@@ -218,7 +218,6 @@ def _link(pci: Element) -> PciLink:
 
 
 def _note_nets(nic: Element, device: _Device, found: _Found) -> None:
-    """Note each `<net>`: the ports of a card are separate NICs with the same bus id."""
     for net in nic.only("net", "gin", "rma"):
         net.only_none()
         # gin and rma are further faces of a net; net="0" marks a port fused into another NIC.
@@ -227,10 +226,7 @@ def _note_nets(nic: Element, device: _Device, found: _Found) -> None:
 
 
 def _numbered_gpus(found: _Found) -> dict[int, _Device]:
-    """Return GPUs by `dev`, or by bus id if no GPU of the file has one.
-
-    A bare display device beside real `<gpu>` elements is no GPU of the job: NCCL passes over it.
-    """
+    """Return GPUs by `dev` or bus id; bare display devices beside real `<gpu>`s are none."""
     gpus = found.gpus or found.bare_gpus
     elements = [gpu.element for gpu in gpus if gpu.element is not None]
     if len(gpus) > MAX_GPUS:

@@ -146,7 +146,6 @@ def _is_relation(word: str) -> bool:
 
 
 def _header(line: str, where: str) -> tuple[list[str], list[str]]:
-    """Return the devices of the columns, and the titles of the columns after them."""
     pieces = _TITLES.split(line)
     labels, titles = pieces[0].split(), pieces[1::2]
     gpus = [label for label in labels if _GPU_LABEL.fullmatch(label)]
@@ -212,7 +211,6 @@ def _groups(matrix: _Matrix, level: str) -> _Groups:
 
 
 def _check_tree(matrix: _Matrix, levels: dict[str, _Groups]) -> None:
-    """Check that relations nest: devices joined through a third device are related as near."""
     for level, groups in levels.items():
         for pair in (pair for group in groups for pair in combinations(group, 2)):
             relation = matrix.relation(*pair)
@@ -239,7 +237,6 @@ def _numa_groups(matrix: _Matrix, groups: _Groups) -> _Groups:
 
 
 def _numa_id(matrix: _Matrix, group: Sequence[int]) -> int:
-    """Return the system's number of a group's NUMA node; -1 if none or several are named."""
     told = matrix.told(group)
     (text,) = told if len(told) == 1 else ("",)
     known = re.fullmatch(r"[0-9]{1,3}", text, re.ASCII) and int(text) < MAX_DEVICES

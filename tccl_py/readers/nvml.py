@@ -52,10 +52,7 @@ class DriverFacts:
 
 
 def driver_facts(nvml: Any = None) -> DriverFacts:
-    """Ask NVML (`pynvml`, or a substitute) for all GPUs, NVLinks, and peer access of GPU pairs.
-
-    InputError: no driver or library, no GPU, or a GPU without answers, by index.
-    """
+    """Ask NVML (`pynvml`, or a substitute) for all GPUs, NVLinks, and peer access of GPU pairs."""
     with _initialised(nvml) as opened:
         asked = opened.nvmlDeviceGetHandleByIndex
         handles = [_answer(opened, f"GPU {i}", asked, i) for i in range(_count(opened))]
@@ -142,10 +139,7 @@ def _links(nvml: Any, who: str, handle: Any) -> dict[str, int]:
 
 
 def _remote(nvml: Any, who: str, handle: Any, link: int) -> str | None:
-    """Return the far end's bus id, "" for a switch, None if unknown to NVML.
-
-    For drivers without device types an end outside this host's GPUs is a switch (as in NCCL).
-    """
+    """Return the far end's bus id, "" for a switch (as in NCCL, any end outside this host)."""
     pci = _maybe(nvml, who, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
     if pci is None:
         return None
@@ -154,7 +148,6 @@ def _remote(nvml: Any, who: str, handle: Any, link: int) -> str | None:
 
 
 def _peer_access(nvml: Any, handles: list[Any]) -> Iterator[PeerAccess]:
-    """Yield reported peer access of each ordered pair; pairs without an answer are left out."""
     for source, sender in enumerate(handles):
         for target, receiver in enumerate(handles):
             if source == target:
@@ -177,7 +170,6 @@ def _answer(nvml: Any, who: str, question: Callable[..., Any], *arguments: Any) 
 
 
 def _maybe(nvml: Any, who: str, question: Callable[..., Any], *arguments: Any) -> Any:
-    """Return NVML's answer, or None if the question does not apply there."""
     try:
         return _answer(nvml, who, question, *arguments)
     except InputError as error:
@@ -187,7 +179,6 @@ def _maybe(nvml: Any, who: str, question: Callable[..., Any], *arguments: Any) -
 
 
 def _text(value: Any) -> str:
-    """Return a text of pynvml, bytes or str depending on the version."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 

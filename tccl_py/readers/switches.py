@@ -238,7 +238,6 @@ def _too_many(where: str) -> InputError:
 
 
 def _topology_lines(topologies: Sequence[_Topology], where: str) -> Iterator[_Line]:
-    """Yield the switches of a topology.yaml's only tree, or default tree."""
     trees = [topology for topology in topologies if topology.tree is not msgspec.UNSET]
     default = [tree for tree in trees if tree.cluster_default in _TRUE]
     if len(default or trees) != 1:

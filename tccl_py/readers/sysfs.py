@@ -72,10 +72,7 @@ class PciTree:
 
 
 def _bridge_above(path: Path) -> Path | None:
-    """Return the bridge NCCL shows above a device: two levels up, or none below the root.
-
-    A switch is two bridges in sysfs; NCCL shows the port towards the CPU. A root port is left out.
-    """
+    """Return the bridge NCCL shows: a switch's port towards the CPU, never a root port."""
     port = path.parent
     shown = _SHORT_BUS_ID.fullmatch(port.name) and _SHORT_BUS_ID.fullmatch(port.parent.name)
     return port.parent if shown else None
@@ -115,10 +112,7 @@ def system_numa_ids(sysfs: Path) -> tuple[int, ...]:
 
 
 def numa_nodes(used: Iterable[int], *, sysfs: Path, proc: Path) -> tuple[NumaNode, ...]:
-    """Return the machine's NUMA nodes: the system's, and -1 if among the devices' nodes (`used`).
-
-    On a system with a single node, as in virtual machines, -1 replaces the node.
-    """
+    """Return the system's NUMA nodes; -1 (if `used`) joins them, or replaces a single one."""
     system, wanted = system_numa_ids(sysfs), set(used)
     if -1 not in wanted or len(system) > 1:
         wanted.update(system)

@@ -40,21 +40,16 @@ _DEVICE_CACHE_VENDORS = frozenset({"GenuineIntel"})  # Intel's DDIO
 
 
 def _assumed(parameter: str, scale: float = 1.0) -> Figure:
-    """Return a shared parameter as used on a machine without measurements."""
     return Figure(parameter=parameter, scale=scale, provenance="assumed")
 
 
 def _shared(name: str, at: Links, figure: Figure, crosses: Crosses = "any") -> Capacity:
-    """Return a capacity that writes and reads share alike."""
     counts = Traffic(crosses=crosses)
     return Capacity(name=name, at=at, counts=counts, write=figure, read=figure, mixed=figure)
 
 
 def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineModel:
-    """Return a model of `machine` from data sheets and measurements of other machines.
-
-    All figures are `assumed`, and so are all measurements. There are no congestion rules.
-    """
+    """Return a model of `machine` by data sheets and other machines: `assumed`, without rules."""
     intel = {node.vendor for node in machine.numa_nodes} & _DEVICE_CACHE_VENDORS
     model = MachineModel(
         format_version=MODEL_VERSION,
@@ -76,7 +71,6 @@ def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineMo
 
 
 def _pci_capacities(machine: Machine) -> Iterable[Capacity]:
-    """Yield capacities one way and both ways for each speed of PCI link."""
     classes: dict[float, list[str]] = {}
     for device, link in machine.links.items():
         classes.setdefault(_lanes(machine, link), []).append(device)
@@ -143,7 +137,6 @@ def _nics(machine: Machine) -> Iterable[Capacity]:
 
 
 def _host_memory(machine: Machine) -> Capacity:
-    """Return the memory's capacity of a NUMA node; split sockets share theirs out."""
     sockets = {node.socket for node in machine.numa_nodes if node.socket is not None}
     parts = len(machine.numa_nodes) / len(sockets) if sockets else 1.0
     scale = _by_threshold(_MEMORY_RELATIVE, _fastest(machine) * GEN5_GTS) / parts

@@ -21,10 +21,7 @@ from tccl_py.simulator.routes import Leg, Network
 
 
 def applies(limit: ExecutorLimit, network: Network, flow: Flow, legs: tuple[Leg, ...]) -> bool:
-    """Return whether a limit is about this flow; of a bounce, about either half.
-
-    A kernel at a NIC's FIFO in host memory waits as a bounce's kernel does.
-    """
+    """Return whether a limit is about this flow; a NIC's FIFO in host memory is as a bounce."""
     piped = flow.is_bounce or (flow.is_network and any("memory" in leg.keys for leg in legs))
     if (limit.path == "bounce") != piped:
         return False
@@ -90,10 +87,7 @@ _TIE = 1.0 + 1e-12  # Bounds that tighten at the same rate but for rounding are 
 
 
 def max_min_rates(count: int, bounds: Sequence[Bound]) -> list[float]:
-    """Return the rates of `count` flows under bounds, by progressive filling; inf without a bound.
-
-    The slowest rate is min(1 / sum of a bound's shares), so a further flow never raises it.
-    """
+    """Return the rates of `count` flows under bounds, by progressive filling; inf without any."""
     bounds = _tightest(bounds)
     rates = [math.inf] * count
     room = [1.0] * len(bounds)

@@ -198,10 +198,7 @@ class MachineModel(_Data, frozen=True, kw_only=True):
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fitted `value`, and the `prior` that the fit starts from and is held to.
-
-    `spread` is the prior's standard deviation in log terms (0.2: about 20 % either way).
-    """
+    """A fitted `value`, and the `prior` that the fit is held to; `spread` is its log deviation."""
 
     name: str
     value: float
@@ -218,16 +215,6 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     parameters: tuple[Parameter, ...]
     format_version: int = PARAMETERS_VERSION
 
-    @property
-    def values(self) -> dict[str, float]:
-        """Name -> fitted value."""
-        return {parameter.name: parameter.value for parameter in self.parameters}
-
-    @property
-    def assumed(self) -> frozenset[str]:
-        """Names of parameters that are nobody's measurement."""
-        return frozenset(p.name for p in self.parameters if p.provenance == "assumed")
-
 
 @cache
 def bundled_parameters() -> Parameters:
@@ -240,8 +227,8 @@ class Figures:
     """Values and provenance of figures under one set of parameters."""
 
     def __init__(self, parameters: Parameters) -> None:
-        self._values = parameters.values
-        self._assumed = parameters.assumed
+        self._values = {part.name: part.value for part in parameters.parameters}
+        self._assumed = {p.name for p in parameters.parameters if p.provenance == "assumed"}
 
     def value(self, figure: Figure) -> float:
         """Return the figure's value, in its own unit."""

@@ -99,10 +99,7 @@ class Network:
 
 
 def legs_of(network: Network, flow: Flow) -> tuple[Leg, ...]:
-    """Return the legs of a flow, a leg for each transfer.
-
-    InputError: no such GPU, NUMA node or NIC. MeasurementError: another host, no direct access.
-    """
+    """Return a leg for each transfer; InputError: no such device, MeasurementError: no access."""
     return tuple(_leg(network, flow, transfer) for transfer in flow.transfers)
 
 

@@ -79,10 +79,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine:
-    """A model made ready to answer sets: routes found once, figures resolved once.
-
-    A set of 16 flows takes well below a millisecond, one of 64 below three.
-    """
+    """A model made ready to answer sets: routes found once, figures resolved once."""
 
     def __init__(self, model: MachineModel, parameters: Parameters) -> None:
         self.model = model
@@ -100,10 +97,7 @@ class Engine:
         ]
 
     def rates(self, transfers: TransferSet) -> Rates:
-        """Return the rates of the set's flows, in its order.
-
-        InputError, MeasurementError: as `legs_of`; MeasurementError: no figure on a route.
-        """
+        """Return the rates of the set's flows, in order; errors as `legs_of`, or no figure."""
         uses = [self.use(flow) for flow in transfers.flows]
         caps: list[Bound] = [{i: 1 / use.cap} for i, use in enumerate(uses) if use.cap < math.inf]
         rules, assumed = self._congestion_bounds(uses)
@@ -185,7 +179,6 @@ class Engine:
         )
 
     def _congestion_bounds(self, uses: list[Use]) -> tuple[list[Bound], bool]:
-        """Return the bounds of the rules that hold for this set, and whether any is assumed."""
         parts = [
             Part(rule=rule, member=member, group=group, flow=flow, leg=leg, keys=use.legs[leg].keys)
             for flow, use in enumerate(uses)
@@ -306,13 +299,9 @@ class Simulator:
     Args:
         model: the machine and the capacities of its parts.
         noise: standard deviation of a sample in log terms, 0.05 being about 5 %.
-        seed: the same seed gives the n-th measurement of a set the same samples, whatever was
-            measured before; measuring a set again gives new samples.
+        seed: gives the n-th measurement of a set the same samples, whatever was measured before.
         repeats: samples a flow; 1 without noise, else 9, unless given.
         parameters: values of the shared parameters, the bundled ones unless given.
-
-    Raises:
-        InputError: noise, seed or repeats out of range.
     """
 
     simulated = True

@@ -52,10 +52,7 @@ _NAMED = 3  # Sets of GPUs without a ring or chain that are named
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a database; `nic` None is the best port.
-
-    `subsets` are the sets of GPUs that jobs use besides all GPUs, None being all subsets.
-    """
+    """Sets of GPUs that jobs use (None: all), the NIC (None: the best), most sets measured."""
 
     subsets: tuple[Order, ...] | None = None
     nic: int | None = None
@@ -179,7 +176,6 @@ def plan_channels(plan: Plan) -> int:
 
 
 def _nic(machine: Machine, wanted: int | None) -> Nic | None:
-    """Return the requested NIC, or the fastest, with GPUDirect if there is one."""
     if wanted is not None:
         found = {nic.index: nic for nic in machine.nics}
         if wanted not in found:
@@ -190,7 +186,6 @@ def _nic(machine: Machine, wanted: int | None) -> Nic | None:
 
 
 def _no_chains(task: DatabaseTask, nic: Nic | None, memory: int) -> str:
-    """Return why there can be no chains, or ""."""
     if nic is None:
         return f"{task.machine.name} has no NIC"
     if memory > MOST_MEMORY:
@@ -206,10 +201,7 @@ def _no_chains(task: DatabaseTask, nic: Nic | None, memory: int) -> str:
 
 
 def _inter(search: DatabaseSearch, numa: Mapping[int, int]) -> Iterator[NodeChains]:
-    """Yield every chain with each landing that its bytes may come from and go to on other nodes.
-
-    Nodes are equal, so these are the landings where chains of the database begin and end.
-    """
+    """Yield every chain with each landing on other nodes, which are as those here."""
     listed = search.listed
     entries = sorted({ends.entries[0] for ends in listed})
     exits = sorted({ends.exits[0] for ends in listed})
@@ -230,7 +222,6 @@ def _inter(search: DatabaseSearch, numa: Mapping[int, int]) -> Iterator[NodeChai
 
 
 def _gbps(rate: float) -> float:
-    """Round a rate to six digits: no measurement has more."""
     return float(f"{rate:.6g}")
 
 
@@ -242,7 +233,6 @@ def _crossing(leaves: Landing, lands: Landing, numa: Mapping[int, int]) -> Cross
 
 
 def _chain_transfers(found: Found, numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:
-    """Return the transfers inside the node, without the NICs' own."""
     chain = found.chain
     into = (typed_transfer(part, numa) for part in chain.entry.flow.transfers[1:])
     out = (typed_transfer(part, numa) for part in chain.exit.flow.transfers[:-1])
@@ -306,7 +296,6 @@ def _notes(
 
 
 def _unproven(kind: str, found: Sequence[Found]) -> Iterator[str]:
-    """Yield what the limits of the search may have cost."""
     shares = [one.rate_gbps / one.bound_gbps for one in found if one.bound_gbps is not None]
     low = [share for share in shares if share * _PROVEN * (1 + 1e-9) < 1]
     if low:

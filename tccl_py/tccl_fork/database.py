@@ -79,29 +79,17 @@ class Database(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mask_of(gpus: Iterable[int]) -> int:
-    """Return the bit mask of a set of GPUs.
-
-    >>> mask_of((0, 2, 5))
-    37
-    """
+    """Return the bit mask of a set of GPUs."""
     return sum(1 << gpu for gpu in set(gpus))
 
 
 def index_bits(num_gpus: int, num_numa: int) -> int:
-    """Return the bits of an index in a crossing: ceil(log2(max(num_gpus, num_numa))), at least 1.
-
-    >>> index_bits(4, 2), index_bits(1, 1), index_bits(5, 8)
-    (2, 1, 3)
-    """
+    """Return the bits of an index in a crossing, at least 1."""
     return max(1, (max(num_gpus, num_numa) - 1).bit_length())
 
 
 def table_cells(num_gpus: int, num_bits: int) -> int:
-    """Return the cells of the table that the fork makes in every process: set x head x tail.
-
-    >>> table_cells(4, 2), table_cells(8, 3)
-    (65536, 16777216)
-    """
+    """Return the cells of the table that the fork makes in every process: set x head x tail."""
     return int(2**num_gpus * 2 ** (2 * (2 + 2 * num_bits)))
 
 

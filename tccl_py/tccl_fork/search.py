@@ -137,10 +137,7 @@ def free_hop_space(
     fifo_bytes: int | None = None,
     direct: frozenset[tuple[int, int]] | None = None,
 ) -> HopSpace:
-    """Return direct writes and reads where access is possible, and bounces by each NUMA node.
-
-    `direct` are the pairs that may access each other, None being every pair that can.
-    """
+    """Return direct writes and reads of `direct` pairs (None: all possible), and all bounces."""
     order = tuple(sorted(machine.gpu(gpu).index for gpu in gpus or machine.gpu_indices))
     fifo = Fifo() if fifo_bytes is None else Fifo(bytes=fifo_bytes)
 
@@ -175,10 +172,7 @@ def all_ends(task: DatabaseTask, nic: Nic, gpus: Order) -> Iterator[Ends]:
 
 
 class DatabaseSearch:
-    """Search rings, and chains by `nic`; ends that a symmetry exchanges share one search.
-
-    The image of a result under a symmetry is measured before it is used.
-    """
+    """Search rings, and chains by `nic`; symmetric results are measured before they are used."""
 
     def __init__(self, task: DatabaseTask, nic: Nic | None = None) -> None:
         self.rings: dict[Order, Found] = {}
@@ -221,9 +215,6 @@ class DatabaseSearch:
                 except (SearchError, MeasurementError):
                     continue
 
-    def _symmetry(self, ends: Ends) -> Symmetry:
-        return self._through if ends.entries else self._inside
-
     def _find(self, ends: Ends) -> Found:
         image = self._images.get(ends)
         if image is not None:
@@ -233,15 +224,14 @@ class DatabaseSearch:
             if abs(measured.rate_gbps - image.rate_gbps) <= allowed * image.rate_gbps:
                 return msgspec.structs.replace(image, rate_gbps=measured.rate_gbps)
         # 2. Search, and keep the result for all images of these ends.
-        alone = len(ends.gpus) == 1
-        found = self._over_one(ends) if alone else self._searched(ends)
-        for there, ring_there in images(ends, found.ring, self._symmetry(ends)):
+        symmetry = self._through if ends.entries else self._inside
+        found = self._over_one(ends) if len(ends.gpus) == 1 else self._searched(ends, symmetry)
+        for there, ring_there in images(ends, found.ring, symmetry):
             self._images.setdefault(there, msgspec.structs.replace(found, ring=ring_there))
         return found
 
-    def _searched(self, ends: Ends) -> Found:
+    def _searched(self, ends: Ends, symmetry: Symmetry) -> Found:
         task = self._task
-        symmetry = self._symmetry(ends)
         for points in ends.points:
             symmetry = fixing(symmetry, sorted(points))
         large = ends.gpus == task.gpus if not ends.entries else len(ends.entries) > 1
@@ -282,7 +272,6 @@ class DatabaseSearch:
         return result
 
     def _over_one(self, ends: Ends) -> Found:
-        """Return the best way in and out of one GPU: few enough to measure all."""
         (gpu,), space = ends.gpus, self._space(ends)
         found = []
         for into, out in itertools.product(space.between(WORLD, gpu), space.between(gpu, WORLD)):
@@ -350,6 +339,5 @@ def _landing(flow: Flow, gpu: int) -> Landing:
 
 
 def _ways(gpu: int, places: Sequence[Landing]) -> list[int | None]:
-    """Return NUMA nodes through which a GPU is reached by these landings; None is directly."""
     direct: list[int | None] = [None] if Landing(True, gpu) in places else []
     return direct + [place.index for place in places if not place.in_gpu]
