@@ -259,7 +259,7 @@ def test_variables_that_slow_smaller_communicators_are_not_accepted_by_name(boxe
     assert (found.winner, found.accepted) == ("default", False)
     assert len(variables.objections) == 1
     assert "0,1 and 2,3" in variables.objections[0]
-    assert [one.bytes for one in default.groups] == [16 << 10, 1 << 20]
+    assert [one.bytes for one in default.groups] == [16 << 10, 256 << 10, 1 << 20]
     assert graph.groups == ()
     # Two of the four GPUs are in a communicator.
     assert default.groups[1].gbps == pytest.approx(
