@@ -316,7 +316,7 @@ print(took_s, int(peak.split()[1]) << 10)
 
 @pytest.mark.parametrize("text", ["G0->G0->G1", "G30000->G30000->G{}{{blocks={}}}"])
 def test_a_journal_of_many_lines_takes_microseconds_and_a_few_bytes_a_line(text, path):
-    """The same set, or different ones. A million lines take at most 10 s of a core and 300 MB:
+    """The same set, or different ones. A million lines take at most 20 s of a core and 300 MB:
 
     TCCL_JOURNAL_LINES=1000000 python -m pytest tests/test_journal_damage.py -k many_lines
     """
@@ -330,7 +330,7 @@ def test_a_journal_of_many_lines_takes_microseconds_and_a_few_bytes_a_line(text,
     command = [sys.executable, "-c", READING, str(path), texts[0], texts[-1]]
     child = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
     took_s, used_bytes = map(float, child.stdout.split())
-    assert took_s < 0.5 + 9.5e-6 * LINES
+    assert took_s < 0.5 + 19e-6 * LINES
     assert used_bytes < (100 << 20) + 180 * LINES
 
 

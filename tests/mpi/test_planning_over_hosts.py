@@ -86,7 +86,7 @@ def test_every_set_was_measured_on_hosts_by_their_names(planned):
 def test_the_plan_is_explained_and_checked_on_its_hosts(planned, namespaces):  # noqa: F811
     _, directory = planned
     plan = load_plan(directory)
-    ran = namespaces.run("explain", str(directory), "--json", "--max-sets", "3", hosts=GIVEN)
+    ran = namespaces.run("explain", str(directory), "--json", "--max-sets", "12", hosts=GIVEN)
     assert ran.code == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert not found["simulated"]
