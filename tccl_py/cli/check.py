@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from tccl_py.cli.interrupts import interrupts_put_off
-from tccl_py.cli.measure import planned_hosts
+from tccl_py.cli.measure import journal_of_plan, planned_hosts
 from tccl_py.cli.options import DirectoryArgument, JsonOption, flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.streams import ANSWER_IS_NO, notice, notice_each, write_result
@@ -25,18 +25,12 @@ from tccl_py.health.drift_record import keep_check, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.fitness import differences
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.directory import (
-    JOURNAL_FILE,
-    check_plan_directory,
-    known_fingerprint,
-    known_model,
-)
+from tccl_py.plan.directory import check_plan_directory, known_fingerprint, known_model
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.report.words import plan_name
-from tccl_py.sources.journal import JournalContents, JournalHeader, read_journal
+from tccl_py.sources.journal import JournalContents, JournalHeader
 from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
-from tccl_py.sources.planned import journal_of
 from tccl_py.sources.profiled import (
     SEARCH_REPEATS,
     MeasuredMachine,
@@ -105,12 +99,7 @@ def check(
         raise InputError("--seed", f"is {seed}", "0 or more")
     check_plan_directory(directory)
     plan = load_plan(directory)
-    if plan.is_cluster and not plan.simulated:
-        journal = read_journal(directory / JOURNAL_FILE)
-    else:
-        first = plan.cluster.classes[0].machine
-        journal = journal_of(directory / JOURNAL_FILE, first, simulated=plan.simulated)
-    notice_each(journal.notices)
+    journal = journal_of_plan(plan, directory)
     effort = Effort(seconds=max_seconds / len(plan.cluster.classes), seed=seed)
     with interrupts_put_off(), ExitStack() as stack:
         source, known, sources = _sources(plan, directory, journal, seed, stack)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tccl_py.cli.interrupts import interrupts_put_off
-from tccl_py.cli.measure import planned_hosts
+from tccl_py.cli.measure import journal_of_plan, planned_hosts
 from tccl_py.cli.options import (
     BackendOption,
     DevicesOption,
@@ -30,16 +30,14 @@ from tccl_py.errors import InputError
 from tccl_py.explain.explain import DEFAULT_BUDGET, MOST_FINDINGS
 from tccl_py.explain.explain import explain as explanation_of
 from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
-from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, known_model
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.report.words import mark as provenance
 from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import read_journal
-from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import OpenedSource
-from tccl_py.sources.planned import journal_alone, journal_source, measured_again, simulated_again
+from tccl_py.sources.planned import journal_source, measured_again, simulated_again
 
 _WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
 
@@ -88,7 +86,11 @@ def explain(
     with interrupts_put_off(), ExitStack() as stack:
         line = stack.enter_context(ProgressLine())
         if no_measure:
-            source, sources = _journal_alone(plan, journal)
+            contents = journal_of_plan(plan, directory)
+            source = journal_source(contents)
+            sources = [source] * len(plan.cluster.classes)
+            if plan.is_cluster and not plan.simulated:
+                sources = journal_sources(plan, contents)
         elif plan.is_cluster and not plan.simulated:
             header = read_journal(journal).header
             hosts = planned_hosts(plan, header, stack, **asked)
@@ -109,20 +111,6 @@ def explain(
         print_json(found)
     else:
         _print(found, plan, results())
-
-
-def _journal_alone(
-    plan: Plan, journal: Path
-) -> tuple[RememberingSource, Sequence[BandwidthSource]]:
-    """Return the journal as a source, and a source for each class of hosts."""
-    if plan.is_cluster and not plan.simulated:
-        contents = read_journal(journal)
-        notice_each(contents.notices)
-        return journal_source(contents), journal_sources(plan, contents)
-    machine = plan.cluster.classes[0].machine
-    source, notices = journal_alone(journal, machine, simulated=plan.simulated)
-    notice_each(notices)
-    return source, [source] * len(plan.cluster.classes)
 
 
 def _again(plan: Plan, directory: Path, line: ProgressLine, **asked: Any) -> OpenedSource:

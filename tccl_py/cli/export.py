@@ -19,7 +19,7 @@ from tccl_py.plan.variants import for_version
 from tccl_py.search.problem import Reporter, SilentReporter
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import open_source
-from tccl_py.sources.planned import ElsewhereError, journal_alone, measured_again
+from tccl_py.sources.planned import ElsewhereError, journal_of, journal_source, measured_again
 from tccl_py.tccl_fork.build import (
     DEFAULT_MAX_SETS,
     Export,
@@ -158,9 +158,8 @@ def _made(plan: Plan, directory: Path, wanted: Export) -> MadeDatabase:
                 )
                 source.watch(line.measured)
             except ElsewhereError as why:
-                source, notices = journal_alone(
-                    journal, plan.machine, simulated=False, elsewhere=why
-                )
+                contents = journal_of(journal, plan.machine, simulated=False)
+                source, notices = journal_source(contents, elsewhere=why), contents.notices
         notice_each(notices)
         with source:
             made = make_database(plan, source, export=wanted, reporter=reporter)

@@ -33,13 +33,15 @@ from tccl_py.cli.streams import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.model.measurement import Measurement, dealt
 from tccl_py.model.transfer import TransferSet, parse_flow, parse_set
+from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.plan import Plan
 from tccl_py.report.words import mark as provenance
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.hosts import HostsSource, in_job, join_job, open_hosts
-from tccl_py.sources.journal import JournalHeader
+from tccl_py.sources.journal import JournalContents, JournalHeader, read_journal
 from tccl_py.sources.opening import OpenedSource, open_source
+from tccl_py.sources.planned import journal_of
 from tccl_py.sources.profiled import (
     SEARCH_REPEATS,
     MeasurementOptions,
@@ -194,6 +196,17 @@ def planned_hosts(
         found = f"was measured on other hosts ({journal.identity}) than these"
         raise InputError(what, f"{found} ({source.header.identity})", "plan these hosts")
     return source
+
+
+def journal_of_plan(plan: Plan, directory: Path) -> JournalContents:
+    """Read the journal of a plan, and print notices on it."""
+    path, machine = directory / JOURNAL_FILE, plan.cluster.classes[0].machine
+    if plan.is_cluster and not plan.simulated:
+        contents = read_journal(path)
+    else:
+        contents = journal_of(path, machine, simulated=plan.simulated)
+    notice_each(contents.notices)
+    return contents
 
 
 def measurement_options(*, target: float | None = None, **options: Any) -> MeasurementOptions:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -28,16 +28,7 @@ if TYPE_CHECKING:
     from tccl_profiler.cluster.session import ClusterSession
 
 Network = Literal["tcp", "nccl"]
-__all__ = [
-    "HostFacts",
-    "HostsSource",
-    "Job",
-    "in_job",
-    "join_job",
-    "open_hosts",
-    "rank_jobs",
-    "sampled_links",
-]
+__all__ = ["HostFacts", "Job"]
 
 
 def in_job() -> bool:
@@ -47,17 +38,11 @@ def in_job() -> bool:
     return in_mpi_job()
 
 
-@contextmanager
-def join_job() -> Iterator[Job]:
-    """Join this MPI job; all ranks but `job.is_controller` are to call `job.serve()` at once.
-
-    Raises:
-        InputError: mpi4py is not installed, or the ranks do not find each other.
-    """
+def join_job() -> AbstractContextManager[Job]:
+    """Join this MPI job; all ranks but `job.is_controller` are to call `job.serve()` at once."""
     from tccl_profiler.cluster.mpi import mpi_job  # noqa: PLC0415
 
-    with mpi_job() as job:
-        yield job
+    return mpi_job()
 
 
 def open_hosts(
@@ -75,8 +60,7 @@ def open_hosts(
 
     Args:
         job: joined, on the controller.
-        backend: `cuda` (the default), or `host` for a dry run in host memory.
-        devices: number of devices of each host, for the host backend.
+        backend, devices: of each host, as `measured_machine` takes them.
         interfaces: names of network interfaces, as `eth0,eth1`, to use as NICs; None is all ports
             of the network cards.
         network: `nccl` or `tcp` between hosts; None is nccl, on the host backend tcp.
@@ -106,11 +90,6 @@ def open_hosts(
 
 
 def _network(asked: str | None, backend: Backend) -> Network:
-    """Return the network of a name; None is the backend's usual one.
-
-    Raises:
-        InputError: an unknown one, or NCCL without GPUs.
-    """
     if asked not in (None, "tcp", "nccl"):
         raise InputError(f"--network {asked[:20]!r}", "is not known", "one of tcp, nccl")
     if asked == "nccl" and backend == "host":
@@ -139,12 +118,7 @@ class HostsSource(OpenedSource):
         return self
 
     def use_only(self, sets: Sequence[TransferSet]) -> tuple[str, ...]:
-        """Limit devices to those of some sets; return their hosts.
-
-        Raises:
-            InputError: an unknown place, or a place without host.
-            MeasurementError: a set cannot be measured.
-        """
+        """Limit devices to those of some sets; return their hosts."""
         self.session.only = self.session.check_sets(sets)
         return tuple(self.session.only)
 

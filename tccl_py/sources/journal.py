@@ -152,8 +152,13 @@ def read_journal(path: Path) -> JournalContents:
         raise InputError(str(path), "has no header line", "name a journal this program wrote")
     if len(torn) == MAX_LINE_BYTES:
         raise InputError(f"{path}:{number}", f"is longer than {MAX_LINE_BYTES} bytes", _RIGHT)
-    notices = [_ignored_notice(path, ignored)] if ignored else []
-    notices += [_torn_notice(path, torn)] if torn else []
+    notices = [_torn_notice(path, torn)] if torn else []
+    if ignored:
+        notices.insert(
+            0,
+            f"{path}: ignored {ignored} line{'s' * (ignored != 1)} without a measurement (a rate of "
+            "0 GB/s, or flows that did not run together); what is needed is measured again",
+        )
     return JournalContents(
         header=header,
         measurements=JournalLines(path, hashes, places),
@@ -179,11 +184,7 @@ def _text(line: bytes, where: str) -> str:
 
 
 def _measurement(line: bytes, header: JournalHeader, path: Path, number: int) -> Measurement | None:
-    """Decode a line; None for a record of earlier versions that is no measurement.
-
-    Raises:
-        InputError: the line is damaged.
-    """
+    """Decode a line; None for a record of earlier versions that is no measurement."""
     try:
         measurement = _DECODER.decode(line)
         fault = next(faults(measurement), None)
@@ -201,14 +202,6 @@ def _measurement(line: bytes, header: JournalHeader, path: Path, number: int) ->
     if fault is not None:
         raise InputError(f"{path}:{number}", fault, _RIGHT)
     return measurement if measurement.is_together else None
-
-
-def _ignored_notice(path: Path, count: int) -> str:
-    lines = "1 line, which is" if count == 1 else f"{count} lines, which are"
-    return (
-        f"{path}: ignored {lines} no measurement (a rate of 0 GB/s, or flows that did not run "
-        "together); what is needed of it is measured again"
-    )
 
 
 def _torn_notice(path: Path, torn: bytes) -> str:
@@ -246,7 +239,9 @@ class JournalFile:
         if self._path.is_file():
             with reading(self._path) as file:
                 first = file.readline(MAX_LINE_BYTES)
-        if not first or _is_torn_header(first):
+        # A torn header has nothing worth keeping.
+        torn = not first.endswith(b"\n") and first.startswith(_HEADER_START[: len(first)])
+        if not first or torn:
             if first:
                 self.notices = (_torn_notice(self._path, first),)
                 self._truncate(0)
@@ -323,11 +318,6 @@ def _is_resumable(path: Path, header: JournalHeader) -> bool:
         return read_journal(path).header == header
     except InputError:
         return False
-
-
-def _is_torn_header(line: bytes) -> bool:
-    """Return whether a first line is the beginning of a header, with nothing worth keeping."""
-    return not line.endswith(b"\n") and line.startswith(_HEADER_START[: len(line)])
 
 
 def _described(header: JournalHeader) -> str:

@@ -20,16 +20,10 @@ if TYPE_CHECKING:
 class RememberingSource:
     """A source with a memory, shared by several searches; a context manager.
 
-    `sets_measured` counts sets that the wrapped source measured, `sets_remembered` sets answered
-    from memory. The wrapped source measures a single set at a time, so that a failure loses little.
-    Hardware measures in random order, so that drift favours no place in a list.
-
-    Args:
-        source: measures unknown sets.
-        known: earlier measurements by set.
-        journal: an open journal, whose measurements are known. New measurements are appended before
-            use. Closed with this source.
-        seed: of the random order.
+    `source` measures sets that neither `known` nor the open `journal` has, each by itself, hardware
+    in random order (of `seed`), so that drift favours no place in a list. New measurements are
+    appended to the journal, which is closed with this source. `sets_measured` counts sets that the
+    wrapped source measured, `sets_remembered` sets answered from memory.
     """
 
     def __init__(
@@ -74,16 +68,24 @@ class RememberingSource:
         Raises:
             MeasurementError: the source fails, or the flows of a set did not run together.
         """
-        missing = self._missing(sets)
+        missing = []
+        wanted = Counter[TransferSet]()
+        for key in sets:
+            wanted[key] += 1
+            if wanted[key] > self.times_of(key):
+                missing.append(key)
         self.sets_remembered += len(sets) - len(missing)
         if not self.simulated:
             self._random.shuffle(missing)
-        for transfers in missing:
-            self._remember(transfers)
+        for key in missing:
+            self._remember(key)
         given = Counter[TransferSet]()
         answers = []
         for key in sets:
-            answers.append(self._answer(key, given[key]))
+            number = given[key]
+            if (key, number) not in self._answers:
+                self._answers[key, number] = self._before[key][number]
+            answers.append(self._answers[key, number])
             given[key] += 1
         return answers
 
@@ -100,25 +102,11 @@ class RememberingSource:
         self._times[transfers] = times + 1
         self.sets_measured += 1
 
-    def _answer(self, key: TransferSet, number: int) -> Measurement:
-        if (key, number) not in self._answers:
-            self._answers[key, number] = self._before[key][number]
-        return self._answers[key, number]
-
     def times_of(self, key: TransferSet) -> int:
         """Return how often a set was measured."""
         if key not in self._times:
             self._times[key] = len(self._before.get(key, ()))
         return self._times[key]
-
-    def _missing(self, sets: Sequence[TransferSet]) -> list[TransferSet]:
-        wanted = Counter[TransferSet]()
-        missing = []
-        for transfers in sets:
-            wanted[transfers] += 1
-            if wanted[transfers] > self.times_of(transfers):
-                missing.append(transfers)
-        return missing
 
     def __enter__(self) -> Self:
         return self

@@ -55,12 +55,10 @@ def open_source(
     Args:
         machine: a model to simulate (a bundled name, a file, or a MachineModel), or what
             `measured_machine` gave; None is this host.
-        backend: of this host: `cuda` (the default), or `host` for a dry run in host memory.
-        devices: number of devices of the host backend.
+        backend, devices: of this host, as `measured_machine` takes them.
         gpus: indices of the GPUs that sets will name; None is all.
         options: of measurements.
-        noise: standard deviation of simulated samples, relative, 0 to 1.
-        seed: of the noise.
+        noise, seed: relative standard deviation of simulated samples, 0 to 1, and its seed.
         journal: a file of measurements; sets in it are not measured again, new ones are added.
 
     Raises:
@@ -85,11 +83,7 @@ def open_source(
 def open_session(
     place: MeasuredMachine, gpus: Sequence[int] | None, options: MeasurementOptions
 ) -> Session:
-    """Return the session that measures a machine; entering it starts the workers.
-
-    Raises:
-        InputError: a GPU that the machine does not have.
-    """
+    """Return the session that measures a machine; entering it starts the workers."""
     from tccl_profiler.session import Session  # noqa: PLC0415
 
     return Session(
@@ -127,9 +121,7 @@ class OpenedSource(RememberingSource):
     def keep_in(self, path: Path, *, replace: bool = False) -> tuple[str, ...]:
         """Answer from a journal file, and append new measurements; return notices on the file.
 
-        Args:
-            path: the file; made if missing.
-            replace: put a journal of another machine aside, as `PATH.old`.
+        A missing file is made; `replace` puts a journal of another machine aside, as `PATH.old`.
 
         Raises:
             InputError: the file belongs to another machine, is damaged, or cannot be written.

@@ -10,13 +10,12 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.journal import JournalContents, JournalHeader, read_journal
+from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
 from tccl_py.sources.profiled import (
     DEFAULT_TARGET,
     SEARCH_REPEATS,
-    MeasuredMachine,
     MeasurementOptions,
     is_dry_run,
     measured_machine,
@@ -35,12 +34,7 @@ class _NoSource:
         self._why = elsewhere
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Fail.
-
-        Raises:
-            MeasurementError: the journal does not have the set, and need not.
-            SourceLostError: only another machine can measure it.
-        """
+        """Raise MeasurementError, or SourceLostError where only another machine can measure."""
         if self._why is None:
             raise MeasurementError(f"{sets[0]} is not in the journal")
         raise SourceLostError(
@@ -49,37 +43,19 @@ class _NoSource:
         )
 
 
-def journal_alone(
-    journal: Path, machine: Machine, *, simulated: bool, elsewhere: ElsewhereError | None = None
-) -> tuple[RememberingSource, tuple[str, ...]]:
-    """Return a source that has the measurements of a plan's journal, and notices on the file.
+def journal_source(
+    contents: JournalContents, *, elsewhere: ElsewhereError | None = None
+) -> RememberingSource:
+    """Return a source with the measurements of a journal, which fails for every other set.
 
-    Args:
-        journal: the file.
-        machine: the plan's.
-        simulated: whether the plan is.
-        elsewhere: why nothing can be measured; a set that is missing ends the work then.
-
-    Raises:
-        InputError: the journal is missing, damaged, or of another machine.
+    `elsewhere` says why nothing can be measured; a set that is missing ends the work then.
     """
-    contents = journal_of(journal, machine, simulated=simulated)
-    source = _NoSource(simulated=simulated, elsewhere=elsewhere)
-    return RememberingSource(source, contents.measurements), contents.notices
-
-
-def journal_source(contents: JournalContents) -> RememberingSource:
-    """Return a source with the measurements of a journal, which fails for every other set."""
-    none = _NoSource(simulated=contents.header.simulated, elsewhere=None)
+    none = _NoSource(simulated=contents.header.simulated, elsewhere=elsewhere)
     return RememberingSource(none, contents.measurements)
 
 
 def journal_of(journal: Path, machine: Machine, *, simulated: bool) -> JournalContents:
-    """Read the journal of a plan of a machine.
-
-    Raises:
-        InputError: it is missing, damaged, or of another machine.
-    """
+    """Read the journal of a plan of a machine; refuse that of another machine."""
     if not journal.is_file():
         raise InputError(str(journal), "does not exist", "plan again: it has the measurements")
     contents = read_journal(journal)
@@ -94,12 +70,9 @@ def journal_of(journal: Path, machine: Machine, *, simulated: bool) -> JournalCo
 def simulated_again(
     model: MachineModel, journal: Path, *, otherwise: str = ""
 ) -> tuple[OpenedSource, tuple[str, ...]]:
-    """Return a simulated plan's source with its journal, and notices on the file.
+    """Return a simulated plan's source with its journal (made if missing), and notices on the file.
 
-    Args:
-        model: saved with the plan.
-        journal: the plan's; its header has the noise and the seed. A missing file is made.
-        otherwise: another remedy than planning again, for messages.
+    `otherwise` is another remedy than planning again.
 
     Raises:
         InputError: the journal is of another model or of other parameters.
@@ -125,50 +98,29 @@ def measured_again(
 ) -> tuple[OpenedSource, tuple[str, ...]]:
     """Return a source over this host, if the plan was measured on it, and notices on its journal.
 
-    Args:
-        journal: a measured plan's.
-        machine, gpus: the plan's.
-        otherwise: the remedy if this is another machine.
-        backend, devices: as in `open_source`; None is as the plan was measured.
-        target: of the measurements.
+    `otherwise` is the remedy on another machine; `backend` and `devices` None are the plan's.
 
     Raises:
         ElsewhereError: this is another machine.
         InputError: the journal is missing, damaged, or another machine's.
     """
     header = journal_of(journal, machine, simulated=False).header
-    place = _same_backend(machine, header, backend, devices, otherwise)
-    target = DEFAULT_TARGET if target is None else target
-    options = MeasurementOptions(repeats=SEARCH_REPEATS, target=target)
-    source = open_source(place, gpus=gpus, options=options)
-    if source.header != header:
-        there = f"this is {place.machine.name} ({source.header.identity})"
-        raise _elsewhere(machine, header, there, otherwise)
-    return source, source.keep_in(journal)
-
-
-def _same_backend(
-    machine: Machine,
-    header: JournalHeader,
-    backend: str | None,
-    devices: int | None,
-    otherwise: str,
-) -> MeasuredMachine:
-    """Return this host's machine, by the backend of the journal unless options name another."""
     if is_dry_run(header) and backend is None:
         backend, devices = "host", len(machine.gpus) if devices is None else devices
     try:
-        return measured_machine(backend, devices)
+        place = measured_machine(backend, devices)
     except InputError as error:
         if backend is not None or devices is not None:
             raise
-        raise _elsewhere(machine, header, f"{error.where} {error.what}", otherwise) from error
-
-
-def _elsewhere(
-    machine: Machine, header: JournalHeader, here: str, otherwise: str
-) -> ElsewhereError:
-    return ElsewhereError(
+        here = f"{error.where} {error.what}"
+    else:
+        target = DEFAULT_TARGET if target is None else target
+        options = MeasurementOptions(repeats=SEARCH_REPEATS, target=target)
+        source = open_source(place, gpus=gpus, options=options)
+        if source.header == header:
+            return source, source.keep_in(journal)
+        here = f"this is {place.machine.name} ({source.header.identity})"
+    raise ElsewhereError(
         f"the plan of {machine.name}",
         f"was measured on other GPUs or with other software ({header.identity}) than there are "
         f"here: {here}",

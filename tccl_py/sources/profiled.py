@@ -69,9 +69,6 @@ class MeasurementOptions(msgspec.Struct, frozen=True, kw_only=True):
     A set is repeated until the 95 % interval of every rate is narrower than `target` (a share of
     the rate), at most `repeats` times. `meeting` says whether flows that meet at a GPU pass data on
     or run independently. With `check` the data of every repeat are compared, not of one alone.
-
-    Raises:
-        InputError: a target that is not in (0, 1], or another word for `meeting`.
     """
 
     target: float = DEFAULT_TARGET
@@ -114,11 +111,9 @@ def measured_machine(backend: str | None = None, devices: int | None = None) -> 
         from tccl_profiler.host.machine import host_fingerprint, host_machine  # noqa: PLC0415
 
         machine = host_machine(devices)
+        fingerprint = host_fingerprint(machine)
         return MeasuredMachine(
-            backend="host",
-            machine=machine,
-            knowledge=Knowledge(),
-            fingerprint=host_fingerprint(machine),
+            backend="host", machine=machine, knowledge=Knowledge(), fingerprint=fingerprint
         )
     try:
         machine, knowledge, fingerprint = discover_machine()
@@ -130,11 +125,7 @@ def measured_machine(backend: str | None = None, devices: int | None = None) -> 
 
 
 def check_backend(backend: str | None, devices: int | None = None) -> Backend:
-    """Return the backend of a name; None is `cuda`.
-
-    Raises:
-        InputError: an unknown backend, or a number of devices beside GPUs.
-    """
+    """Return the backend of a name; None is `cuda`. Refuse a number of devices beside GPUs."""
     if backend not in (None, *get_args(Backend)):
         known = ", ".join(get_args(Backend))
         raise InputError(f"--backend {str(backend)[:20]!r}", "is not known", f"one of {known}")
@@ -162,10 +153,9 @@ def gpus_of(machine: Machine, sets: Sequence[TransferSet]) -> tuple[int, ...]:
     # How many blocks a GPU runs at once is known when it is open; this is the limit for all GPUs.
     lanes = {f"G{i}": MAX_LANES for i in machine.gpu_indices}
     for transfers in sets:
-        for flow in transfers.flows:
-            for part in flow.transfers:
-                for place in (part.source, part.executor, part.destination):
-                    used.update(_gpu_of(machine, place))
+        for part in (part for flow in transfers.flows for part in flow.transfers):
+            for place in (part.source, part.executor, part.destination):
+                used.update(_gpu_of(machine, place))
         check_places(transfers, lanes=lanes)
     return tuple(sorted(used))
 
@@ -186,15 +176,9 @@ def _gpu_of(machine: Machine, place: Place) -> tuple[int, ...]:
 class ProfiledSource:
     """A BandwidthSource over hardware; a context manager.
 
-    Workers start with the first set: a journal may have all the answers. `count` sets were measured
-    so far; `on_set` is called with the count before and after each.
-
-    Args:
-        session: of this host, or, entered already, of a job's hosts.
-        options: as the session's.
-        notices: limits of every rate measured here, for the user.
-        check: refuses sets that cannot be measured here.
-        entered: whether the session is.
+    Workers start with the first set, unless the session (of this host or of a job's hosts) is
+    `entered` already. `count` sets were measured so far; `on_set` is called with the count before
+    and after each. `notices` tell limits of every rate measured here; `check` refuses sets.
     """
 
     simulated = False
@@ -236,11 +220,7 @@ class ProfiledSource:
         return self.session.conditions if self.count else ""
 
     def summary(self, conditions: str) -> tuple[str, ...]:
-        """Return notices on all measurements, for a plan that was made of them.
-
-        Args:
-            conditions: the property's value from before the source was closed.
-        """
+        """Return notices for a plan of the measurements; `conditions` are from before closing."""
         notices = list(self.notices)
         if conditions:
             notices.append(f"while it was measured: {conditions}")
@@ -324,11 +304,7 @@ def relative_intervals(measurement: Measurement) -> tuple[float, ...]:
 
 
 def conditions_of(gpus: Sequence[int]) -> list[tuple[GpuConditions, tuple[str, ...]]]:
-    """Return the state of each GPU now, with sentences on what would spoil measurements.
-
-    Raises:
-        MeasurementError: the driver does not answer.
-    """
+    """Return the state of each GPU now, with sentences on what would spoil measurements."""
     from tccl_profiler.watch import Watch, warnings  # noqa: PLC0415
 
     with Watch(gpus, frozenset()) as watch:
@@ -337,11 +313,7 @@ def conditions_of(gpus: Sequence[int]) -> list[tuple[GpuConditions, tuple[str, .
 
 
 def users_of(gpus: Sequence[int]) -> str:
-    """Return which other process uses one of these GPUs now; "" if none does.
-
-    Raises:
-        MeasurementError: the driver does not answer.
-    """
+    """Return which other process uses one of these GPUs now; "" if none does."""
     users = (
         f"process {process.pid} ({process.name or 'name unknown'}) uses GPU {state.gpu}"
         for state, _ in conditions_of(gpus)
