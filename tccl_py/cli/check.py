@@ -183,14 +183,8 @@ def _json(plan: Plan, drift: Drift) -> dict[str, Any]:
         "sets_compared": len(drift.sets),
         "false_alarm_rate": drift.false_alarm_rate,
         "changes": [
-            {
-                "set": str(row.transfers),
-                "flow": str(row.flow),
-                "was_gbps": row.was_gbps,
-                "is_gbps": row.is_gbps,
-                "ratio": row.ratio,
-                "p": row.p,
-            }
+            {"set": str(row.transfers), "flow": str(row.flow)}
+            | {name: getattr(row, name) for name in ("was_gbps", "is_gbps", "ratio", "p")}
             for row in drift.changes
         ],
         "points_to": drift.points_to,

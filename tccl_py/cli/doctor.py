@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from tccl_py.cli.output import grid, results
 from tccl_py.cli.streams import ANSWER_IS_NO, print_json
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.doctor import Diagnosis, examine
-from tccl_py.health.host import DriverState, Finding, GpuState, Host
+from tccl_py.health.host import DriverState, GpuState, Host
 from tccl_py.nccl_library import installed_nccls
 from tccl_py.readers.nvml import DriverFacts, driver_facts
 from tccl_py.sources.profiled import conditions_of
@@ -25,6 +26,7 @@ from tccl_py.sources.profiled import conditions_of
 _SHM = "/dev/shm"
 _ROOT = "name one with sys, proc, etc and dev in it"
 _COPIED = DriverState(unseen="a copy of a host has no driver to ask")
+_INDENT = (0, 0, 0, 6)
 _WORDS = {"hang": "HANG", "slow": "SLOW", "note": "note"}
 
 
@@ -71,37 +73,28 @@ def doctor(
 
 def this_host() -> Host:
     """Return this host, with the answers of its driver and of the installed NCCL."""
-    try:
+    free = None
+    with suppress(OSError):
         shm = os.statvfs(_SHM)
-        free: int | None = shm.f_bavail * shm.f_frsize
-    except OSError:
-        free = None
-    driver = _driver()
+        free = shm.f_bavail * shm.f_frsize
+    # NCCL finds the home directory so, whatever HOME says.
+    home = "/"
+    with suppress(KeyError):
+        home = pwd.getpwuid(os.getuid()).pw_dir
+    try:
+        facts = driver_facts()
+        driver = DriverState(gpus=_states(facts), peer_access=facts.peer_access)
+    except (InputError, MeasurementError) as error:
+        driver = DriverState(unseen=error.what if isinstance(error, InputError) else str(error))
     gpus = [gpu.index for gpu in driver.gpus]
     return Host(
-        home=_home(),
+        home=home,
         environment=dict(os.environ),
         driver=driver,
         shm_free=free,
         nccl=tuple(installed_nccls()),
         own_rings=asked_here(gpus) if len(gpus) > 1 else "",
     )
-
-
-def _home() -> str:
-    """The user's home directory as NCCL finds it, whatever HOME says."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:
-        return "/"
-
-
-def _driver() -> DriverState:
-    try:
-        facts = driver_facts()
-        return DriverState(gpus=_states(facts), peer_access=facts.peer_access)
-    except (InputError, MeasurementError) as error:
-        return DriverState(unseen=error.what if isinstance(error, InputError) else str(error))
 
 
 def _states(facts: DriverFacts) -> tuple[GpuState, ...]:
@@ -134,32 +127,22 @@ def _print(found: Diagnosis) -> None:
         said = ", ".join(value for value in values if value)
         what = f"{finding.what}: {said}" if said else finding.what
         console.print(f"{_WORDS[finding.severity]}  {what}")
-        console.print(_indented(_lines(finding)))
+        lines = [("at", finding.where), ("why", finding.why), ("source", finding.source)]
+        lines += [("fix", finding.fix)] if finding.fix else []
+        console.print(Padding(grid(lines), _INDENT))
         console.print()
     if found.unseen:
         console.print("Not seen:")
-        for unseen in found.unseen:
-            console.print(_indented([("-", f"{unseen.what}: {unseen.why}")]))
+        unseen = [("-", f"{unseen.what}: {unseen.why}") for unseen in found.unseen]
+        console.print(Padding(grid(unseen), _INDENT))
         console.print()
     console.print(_verdict(found))
 
 
-def _indented(lines: list[tuple[str, str]]) -> Padding:
-    return Padding(grid(lines), (0, 0, 0, 6))
-
-
-def _lines(finding: Finding) -> list[tuple[str, str]]:
-    fix = [("fix", finding.fix)] if finding.fix else []
-    said = [("why", finding.why), ("source", finding.source)]
-    return [("at", finding.where), *said, *fix]
-
-
 def _verdict(found: Diagnosis) -> str:
-    counts = Counter(finding.severity for finding in found.findings)
-    parts = [
-        f"{counts['hang']} may hang NCCL" if counts["hang"] else "",
-        f"{counts['slow']} may slow it" if counts["slow"] else "",
-    ]
-    bad = ", ".join(part for part in parts if part) or "nothing that hangs or slows NCCL"
+    counts: Counter[str] = Counter(finding.severity for finding in found.findings)
+    said = {"hang": "may hang NCCL", "slow": "may slow it"}
+    parts = [f"{counts[kind]} {words}" for kind, words in said.items() if counts[kind]]
+    bad = ", ".join(parts) or "nothing that hangs or slows NCCL"
     notes = f", {counts['note']} to know of" if counts["note"] else ""
     return f"Found: {bad}{notes}."

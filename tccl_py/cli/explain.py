@@ -30,12 +30,14 @@ from tccl_py.errors import InputError
 from tccl_py.explain.explain import DEFAULT_BUDGET, MOST_FINDINGS
 from tccl_py.explain.explain import explain as explanation_of
 from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
+from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, known_model
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.report.words import mark as provenance
 from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import read_journal
+from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import OpenedSource
 from tccl_py.sources.planned import journal_source, measured_again, simulated_again
 
@@ -87,10 +89,10 @@ def explain(
         line = stack.enter_context(ProgressLine())
         if no_measure:
             contents = journal_of_plan(plan, directory)
-            source = journal_source(contents)
-            sources = [source] * len(plan.cluster.classes)
+            source: RememberingSource = journal_source(contents)
+            sources: Sequence[BandwidthSource] = [source] * len(plan.cluster.classes)
             if plan.is_cluster and not plan.simulated:
-                sources = journal_sources(plan, contents)
+                sources = [*journal_sources(plan, contents)]
         elif plan.is_cluster and not plan.simulated:
             header = read_journal(journal).header
             hosts = planned_hosts(plan, header, stack, **asked)
@@ -105,7 +107,6 @@ def explain(
     try:
         found = save_explanation(found, directory)
     except InputError as error:
-        # A directory that cannot be written spoils nothing.
         notice(f"not kept: {error}")
     if json:
         print_json(found)
@@ -140,12 +141,10 @@ def _print(found: Explanation, plan: Plan, console: Console) -> None:
     for ring in found.rings:
         _print_ring(ring, mark, console)
     if found.pitfalls:
-        console.print()
-        console.print("Worst sets of other rings in the search, for other reasons than above:")
+        console.print("\nWorst sets of other rings in the search, for other reasons than above:")
         console.print(_listed(found.pitfalls))
     word = "simulated" if found.simulated else "measured"
-    console.print()
-    console.print(f"cost  {found.sets_measured} sets {word} for this beyond the plan's journal")
+    console.print(f"\ncost  {found.sets_measured} sets {word} for this beyond the plan's journal")
     for text in found.notices:
         console.print(f"note: {text}")
 
@@ -153,8 +152,7 @@ def _print(found: Explanation, plan: Plan, console: Console) -> None:
 def _print_ring(ring: RingExplanation, mark: str, console: Console) -> None:
     many = f", {ring.rings} rings of {ring.rate_gbps / ring.rings:.2f}" if ring.rings > 1 else ""
     whose = _WHOSE[ring.name] + (f" on {ring.node_class}" if ring.node_class else "")
-    console.print()
-    console.print(f"{whose}: {ring.rate_gbps:.2f} GB/s ({mark}){many}")
+    console.print(f"\n{whose}: {ring.rate_gbps:.2f} GB/s ({mark}){many}")
     if ring.sentence:
         console.print(ring.sentence)
     if ring.findings:

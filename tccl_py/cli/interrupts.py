@@ -36,8 +36,7 @@ _AGAIN_S = 0.005
 def interrupts_put_off(kinds: _Kinds = CTRL_C) -> Iterator[None]:
     """Raise exceptions for these signals within the block, inside numpy a moment later.
 
-    Does nothing where signals cannot be handled (outside of the main thread), and leaves signals
-    alone that the caller ignores or handles.
+    Signals that the caller ignores or handles are left alone, and all outside of the main thread.
     """
     usual = _usual(kinds)
     if not usual:

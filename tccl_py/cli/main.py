@@ -92,11 +92,7 @@ class _Command(TyperCommand):
     """One command; it adds to what typer checks of a command line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse `args` into the context.
-
-        Raises:
-            InputError: a FILE or DIR with the empty name, which Path takes for the current one.
-        """
+        """Parse `args`; refuse the empty name, which Path takes for the current directory."""
         try:
             given = self.make_parser(ctx).parse_args(args=list(args))[0]
         except _UsageError as error:
@@ -122,7 +118,10 @@ def load_command(name: str) -> Any:
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, _UsageError):
-        return _usage(error)
+        context: Any = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "tccl"
+        message = " ".join(error.format_message().split()).rstrip(".")
+        return f"{message}; see '{path} --help'"
     if isinstance(error, UnicodeEncodeError):
         return "a file name: holds bytes that are not UTF-8; rename the file"
     if isinstance(error, OSError):
@@ -134,13 +133,6 @@ def _sentence(error: Exception) -> str:
         place = error.filename or "standard output"
         return f"{place}: failed ({error.strerror or error}); it must be usable"
     return str(error)
-
-
-def _usage(error: Any) -> str:
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "tccl"
-    message = " ".join(error.format_message().split()).rstrip(".")
-    return f"{message}; see '{path} --help'"
 
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}

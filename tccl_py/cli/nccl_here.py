@@ -30,34 +30,28 @@ from tccl_py.sources.profiled import MeasuredMachine, users_of
 _DESCRIBED = "give --machine MACHINE for a verdict by NCCL's rules"
 _MOST_FILES = 16
 """Of more graph files one for each number of GPUs is loaded."""
-_OTHER = "--nccl VERSION plans for another"
 
 
 def version_here(asked: str | None) -> str:
     """Return the version of NCCL to plan this machine for, with a notice if none was named."""
-    if asked is not None:
-        return asked
-    found = installed_nccl()
-    if found is None:
-        return _newest("none was found here")
-    notice(f"planned for NCCL {found.minor}: {found.version} is here, {found.source}; {_OTHER}")
-    return found.minor
+    found = installed_nccl() if asked is None else None
+    here = f"{found.version} is here, {found.source}" if found is not None else ""
+    return asked or _told(found, here, "none was found here")
 
 
 def version_of_hosts(asked: str | None, told: str) -> str:
     """Return the version of NCCL to plan a job's hosts for; `told` is that of all, or "none"."""
-    if asked is not None:
-        return asked
-    if told == "none":
-        return _newest("the hosts have none that was found")
-    found = InstalledNccl(version=told, source="on all hosts")
-    notice(f"planned for NCCL {found.minor}: {told} is on all hosts; {_OTHER}")
+    found = None if told == "none" else InstalledNccl(version=told, source="on all hosts")
+    return asked or _told(found, f"{told} is on all hosts", "the hosts have none that was found")
+
+
+def _told(found: InstalledNccl | None, here: str, none: str) -> str:
+    other = "--nccl VERSION plans for another"
+    if found is None:
+        notice(f"planned for NCCL {LATEST}, the newest known: {none}; {other}")
+        return LATEST
+    notice(f"planned for NCCL {found.minor}: {here}; {other}")
     return found.minor
-
-
-def _newest(why: str) -> str:
-    notice(f"planned for NCCL {LATEST}, the newest known: {why}; {_OTHER}")
-    return LATEST
 
 
 def why_not_asked(gpus: Sequence[int]) -> str:
@@ -81,9 +75,7 @@ def rings_here(place: MeasuredMachine, gpus: Sequence[int] | None) -> InstalledR
 
 
 def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
-    """Load a plan's graph files in the installed NCCL; return notices on rings that differ.
-
-    Nothing is loaded where NCCL was not asked for its rings.
+    """Load a plan's graph files in the NCCL here, if it was asked; return notices on rings.
 
     Raises:
         MeasurementError: NCCL does not start with a graph file.
@@ -106,15 +98,12 @@ def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
         ) from error
     except MeasurementError as error:
         return (f"the graph files were not tried in the NCCL here: {error}",)
-    verdicts = [
-        (name, verdict_on(answer, texts[name], where=f"nccl/{name}"))
-        for name, answer in zip(names, answers, strict=True)
-    ]
-    return tuple(
-        f"nccl/{name}: {one.verdict} by the NCCL here: {one.reason}"
-        for name, one in verdicts
-        if one.verdict != "used"
-    )
+    notices = []
+    for name, answer in zip(names, answers, strict=True):
+        found = verdict_on(answer, texts[name], where=f"nccl/{name}")
+        if found.verdict != "used":
+            notices.append(f"nccl/{name}: {found.verdict} by the NCCL here: {found.reason}")
+    return tuple(notices)
 
 
 def asked_here(gpus: Sequence[int]) -> NcclAnswer | str:
@@ -128,13 +117,7 @@ def asked_here(gpus: Sequence[int]) -> NcclAnswer | str:
 def verdict_here(
     text: str, gpus: str | None, variables: Mapping[str, str], *, where: str
 ) -> Verdict:
-    """Return the verdict of the installed NCCL on a graph file over GPUs of this machine.
-
-    Args:
-        text: the file.
-        gpus: a list of GPUs in rank order; None is all.
-        variables: NCCL's in the job.
-        where: the file's name for messages.
+    """Return the verdict of the installed NCCL on a graph file over a list of GPUs (None: all).
 
     Raises:
         InputError: no GPU, unknown ones, GPUs that others use, or no NCCL that starts.

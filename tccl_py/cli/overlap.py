@@ -91,6 +91,7 @@ def overlap(
     if importlib.util.find_spec("torch") is None:
         raise InputError("tccl overlap", "needs torch", "`pip install torch`")
     environment = _environment(chosen, places)
+    counted = {"message_bytes": size * MIB, "messages": messages, "repeats": repeats}
     pairs: list[PairRow] = []
     products: list[ProductRow] = []
     job_results: tuple[OverlapResult, ...] = ()
@@ -98,28 +99,15 @@ def overlap(
     with ForkServer() as server:
         for by, kind in kinds:
             spec = OverlapSpec(
-                backend=chosen,
-                kind=kind,
-                places=len(places),
-                sets=wanted,
-                message_bytes=size * MIB,
-                messages=messages,
-                repeats=repeats,
+                backend=chosen, kind=kind, places=len(places), sets=wanted, **counted
             )
             with interrupts_put_off(CTRL_C_AND_SIGTERM):
                 job_results = run_job(spec, environment, timeout=timeout, server=server)
             found = rows_of(by, spec, job_results, places)
             pairs += found[0]
             products += found[1]
-    head = {
-        "backend": chosen,
-        "gpus": places,
-        "gpu": job_results[0].device,
-        "torch": job_results[0].torch,
-        "message_bytes": size * MIB,
-        "messages": messages,
-        "repeats": repeats,
-    }
+    first = job_results[0]
+    head = {"backend": chosen, "gpus": places, "gpu": first.device, "torch": first.torch, **counted}
     if json:
         print_json({**head, "pairs": pairs, "products": products})
     else:

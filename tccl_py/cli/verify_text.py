@@ -35,36 +35,25 @@ _WINS: dict[ChoiceName, str] = {
 
 def verification_json(found: Verification) -> dict[str, Any]:
     """Return what `verify --json` prints; verify.json has all timings beside."""
-    return {
-        "machine": found.machine,
-        "accepted": found.accepted,
-        "winner": found.winner,
-        "recommended": found.recommended,
-        "chosen": found.chosen,
-        "arms": [_arm_json(arm) for arm in found.arms],
-        "simulated": found.simulated,
-        "tried": found.tried,
-        "rounds": found.rounds,
-        "seconds": found.seconds,
-        "hosts": found.hosts,
-    }
+    head = ("machine", "accepted", "winner", "recommended", "chosen")
+    rest = ("simulated", "tried", "rounds", "seconds", "hosts")
+    arms = {"arms": [_arm_json(arm) for arm in found.arms]}
+    return {**_picked(found, head), **arms, **_picked(found, rest)}
+
+
+def _picked(record: object, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
 def _arm_json(arm: ArmResult) -> dict[str, Any]:
     rings = arm.rings
     return {
-        "name": arm.name,
-        "accepted": arm.accepted,
-        "objections": arm.objections,
-        "gbps": arm.gbps,
-        **_compared_json(arm.large),
-        "predicted_gbps": arm.predicted_gbps,
-        "environment": arm.environment,
+        **_picked(arm, ("name", "accepted", "objections", "gbps")),
+        **_picked(arm.large, ("ratio", "low", "high")),
+        **_picked(arm, ("predicted_gbps", "environment")),
         "settings": msgspec.to_builtins(arm.settings),
         "sizes": [{"bytes": row.bytes, **_row_json(row)} for row in arm.sizes],
-        "groups": [
-            {"groups": row.groups, "bytes": row.bytes, **_row_json(row)} for row in arm.groups
-        ],
+        "groups": [{**_picked(row, ("groups", "bytes")), **_row_json(row)} for row in arm.groups],
         "training": [{"mode": row.mode, **_row_json(row)} for row in arm.training],
         "not_recommended": arm.worse_sizes,
         "checked": arm.checked,
@@ -75,16 +64,8 @@ def _arm_json(arm: ArmResult) -> dict[str, Any]:
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    return {
-        "us": _us(row),
-        "gbps": row.gbps,
-        **_compared_json(row.compared),
-        "verdict": row.verdict,
-    }
-
-
-def _compared_json(ratio: Compared) -> dict[str, float]:
-    return {"ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
+    compared = _picked(row.compared, ("ratio", "low", "high"))
+    return {"us": _us(row), "gbps": row.gbps, **compared, "verdict": row.verdict}
 
 
 def _us(row: Row) -> float:

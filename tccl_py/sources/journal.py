@@ -110,11 +110,7 @@ def _changed(path: Path) -> InputError:
 
 
 class JournalContents(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of a journal file; `notices` are sentences for the user.
-
-    A set may have several measurements, in the order of the file. `whole_bytes` is the length of
-    the file up to its last whole line.
-    """
+    """The contents of a journal file, with its length up to the last whole line."""
 
     header: JournalHeader
     measurements: JournalLines
@@ -123,9 +119,7 @@ class JournalContents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_journal(path: Path) -> JournalContents:
-    """Read a journal; a last line without its newline is dropped with a notice.
-
-    Lines with a rate of 0 or of flows that did not run together are ignored, with one notice.
+    """Read a journal; notices tell of a torn last line, and of ignored lines.
 
     Raises:
         InputError: no header, another format version, or a damaged line before the last.
@@ -154,11 +148,9 @@ def read_journal(path: Path) -> JournalContents:
         raise InputError(f"{path}:{number}", f"is longer than {MAX_LINE_BYTES} bytes", _RIGHT)
     notices = [_torn_notice(path, torn)] if torn else []
     if ignored:
-        notices.insert(
-            0,
-            f"{path}: ignored {ignored} line{'s' * (ignored != 1)} without a measurement (a rate of "
-            "0 GB/s, or flows that did not run together); what is needed is measured again",
-        )
+        what = f"ignored {ignored} line{'s' * (ignored != 1)} without a measurement"
+        why = "a rate of 0 GB/s, or flows that did not run together"
+        notices.insert(0, f"{path}: {what} ({why}); what is needed is measured again")
     return JournalContents(
         header=header,
         measurements=JournalLines(path, hashes, places),
@@ -210,13 +202,9 @@ def _torn_notice(path: Path, torn: bytes) -> str:
 
 
 class JournalFile:
-    """A journal open for appending, locked until it is closed.
+    """A journal open for appending, locked until it is closed, with `measurements` of earlier runs.
 
-    `measurements` are of earlier runs, and `notices` sentences on dropped lines. With `replace` the
-    journal of another machine, or a damaged file, is put aside as `PATH.old`.
-
-    Raises:
-        InputError: the file is in use, damaged, of another machine, or cannot be written.
+    With `replace` the journal of another machine, or a damaged file, is put aside as `PATH.old`.
     """
 
     def __init__(self, path: Path, header: JournalHeader, *, replace: bool = False) -> None:
@@ -260,12 +248,7 @@ class JournalFile:
         return contents.measurements
 
     def append(self, measurement: Measurement) -> None:
-        """Append a measurement, and hand it to the system.
-
-        Raises:
-            MeasurementError: the measurement could not be read back.
-            InputError: the file cannot be written.
-        """
+        """Append a measurement that can be read back, and hand it to the system."""
         fault = next(faults(measurement), None)
         if fault is not None:
             raise MeasurementError(f"{measurement.transfers}: its measurement {fault}")
