@@ -71,10 +71,9 @@ def check(
     """See whether a machine has drifted since its plan was measured, within two minutes.
 
     Measures some sets of the plan's journal again, three times each: the plan's rings, the slowest
-    hop, a set of each class of links, some for every GPU, and a random sample. Nothing else should
-    use the GPUs. Names rates that changed by more than 3 % and by more than noise explains, worst
-    first, and the suspected part. Changes are measured again before the report; at most
-    1 of 100 checks of an unchanged machine reports a change. The plan's journal stays as it is.
+    hop, a set of each class of links, some for every GPU, and a random sample. The GPUs should be
+    idle. Names rates that changed by more than 3 % and by more than noise explains, worst first,
+    and the suspected part. At most 1 of 100 checks of an unchanged machine reports a change.
 
     Exit codes: 0 nothing changed, 1 something did, 2 this is another machine or nothing could be
     measured.

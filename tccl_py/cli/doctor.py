@@ -42,10 +42,9 @@ def doctor(
 
     Looks at ACS and the IOMMU, PCIe links, P2P and GPU-direct, GPU conditions, NUMA, /dev/shm,
     limits, NCCL's version, settings and files, containers and virtual machines. Where two GPUs or
-    more are idle, NCCL is started on them for some seconds, and its rings are read from the log.
-    All else is only read; neither a plan nor a GPU is needed; root sees more. The fix of a finding
-    is printed, never run. HANG: NCCL hangs or fails. SLOW: NCCL, or a measurement, gets less than
-    the machine has. Notes are worth knowing.
+    more are idle, NCCL is started on them for its rings. All else is only read; root sees more. The
+    fix of a finding is printed, never run. HANG: NCCL hangs or fails. SLOW: NCCL, or a measurement,
+    gets less than the machine has.
 
     Exit codes: 0 nothing but notes, 1 something hangs or slows NCCL, 2 wrong use.
 

@@ -77,16 +77,14 @@ def env(
     does not apply: to these GPUs, this machine or this NCCL.
 
     A graph file is named only for exactly these GPUs: any other would fail the job. If a simulated
-    plan has none, rings are planned now and the file is kept in DIR. Without a graph file, the
-    variables of the plan's second choice are printed, with exit code 1 after --choice graph. A job
-    with communicators over fewer of the GPUs must not use the graph file for all of them;
-    `tccl_py.torch` gives each communicator its own.
+    plan has none, rings are planned now and the file is kept in DIR. Otherwise the variables of the
+    second choice are printed, with exit code 1 after --choice graph. `tccl_py.torch` gives
+    communicators over fewer of the GPUs a graph file each.
 
-    If the GPUs, the driver's major version or the NUMA layout differ from the plan's, or NCCL's
-    version (of torch here, of the system without torch, or --nccl), a measured plan is disabled:
-    only `unset NCCL_GRAPH_FILE` is printed, stderr says why, and the exit code is 1. With --alike
-    (or TCCL_ALIKE=1) GPUs of the same kinds at the same places will do, for equal hosts that share
-    a plan.
+    If the GPUs, the driver's major version, the NUMA layout or NCCL's version differ from the
+    plan's, a measured plan is disabled: only `unset NCCL_GRAPH_FILE` is printed, stderr says why,
+    and the exit code is 1. With --alike (or TCCL_ALIKE=1) GPUs of the same kinds at the same places
+    will do.
 
     The environment of a cluster's plan is that of a single host, for a job over all hosts and GPUs
     of the plan with ranks in its order (DIR/nccl/order). The exit code is 1 for a host outside of

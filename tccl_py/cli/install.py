@@ -13,7 +13,6 @@ from tccl_py.cli.options import DirectoryArgument, DryRunOption, flag, opt
 from tccl_py.cli.streams import notice
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
-from tccl_py.installation.blocks import Change
 from tccl_py.installation.install import install as put
 from tccl_py.installation.install import removal
 from tccl_py.installation.install import uninstall as take_out
@@ -57,14 +56,13 @@ def install(
 ) -> None:
     """Put a verified plan's settings where jobs find them.
 
-    Existing lines of a file stay, byte for byte: the plan's lines stand between two marker lines,
-    and `tccl uninstall` removes the lines. No graph file is named: communicators over other GPUs
-    would fail. Jobs get graph files from `tccl env`, or from `tccl_py.torch`, which finds the plan
-    by TCCL_PLAN; the prolog and the module set TCCL_PLAN as well.
+    The plan's lines stand between two marker lines; others stay, byte for byte. No graph file is
+    named: communicators over other GPUs would fail. Jobs get graph files from `tccl env`, or from
+    `tccl_py.torch`, which finds the plan by TCCL_PLAN of the prolog and the module.
 
     NCCL reads a file of the user's, then /etc/nccl.conf, and takes the first line of a name; the
-    environment comes before both. The file holds on every host where it is seen. The prolog sets
-    nothing on hosts with other GPUs, driver or NUMA nodes, and no variable that the job has set.
+    environment comes before both. The prolog sets nothing on hosts with other GPUs, driver or NUMA
+    nodes, and no variable that the job has set.
 
     Examples:
 
@@ -89,8 +87,10 @@ def install(
     for kind in printed:
         form = form_of(installed, kind, Path())
         print(form.head + form.body, end="")
+    made, changed = ("would make", "would change") if dry_run else ("made", "changed")
     for kind, change in zip(files, changes, strict=True):
-        notice(_said(kind, change, dry_run=dry_run))
+        done = f"{made if change.before is None else changed} {change.path} ({kind})"
+        notice(done if change.needed else f"{change.path} has the plan's lines already")
     if "conf" in files and not dry_run:
         notice(
             "the settings hold for all NCCL jobs of yours, on every host that has "
@@ -125,14 +125,6 @@ def _check(plan: Plan, directory: Path, *, force: bool, alike: bool) -> None:
     if not force:
         raise InputError(str(directory), why, "measure and `tccl verify` it first, or add --force")
     notice(f"{directory} {why}: installed because of --force")
-
-
-def _said(kind: Kind, change: Change, *, dry_run: bool) -> str:
-    if not change.needed:
-        return f"{change.path} has the plan's lines already"
-    new = "make" if change.before is None else "change"
-    done = f"would {new}" if dry_run else "made" if change.before is None else "changed"
-    return f"{done} {change.path} ({kind})"
 
 
 def uninstall(

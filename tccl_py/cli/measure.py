@@ -235,24 +235,24 @@ def _measured(
 def in_given_order(
     text: str, measurement: Measurement, values: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """Return the rates of a set's flows in the order of `text`; measurements have their own order.
-
-    Equal flows get theirs in turn. `values` replace the rates, in the measurement's order.
-    """
+    """Return rates, or `values`, in the order of `text`; measurements have their own order."""
     found = measurement.gbps if values is None else values
     waiting = dealt(measurement.transfers.flows, found)
     return tuple(waiting[parse_flow(part)].pop(0) for part in text.split())
 
 
 def _entry(text: str, measurement: Measurement) -> dict[str, Any]:
+    def told(*names: str) -> dict[str, Any]:
+        return {name: getattr(measurement, name) for name in names}
+
     gbps = in_given_order(text, measurement)
-    entry: dict[str, Any] = {"set": text, "gbps": gbps, "total_gbps": sum(gbps)}
-    told = ["simulated", "assumed"]
+    entry = {"set": text, "gbps": gbps, "total_gbps": sum(gbps), **told("simulated", "assumed")}
     if not measurement.simulated:
-        told += ["skew_us", "skew_error_us", "overlap", "overlap_at_least", "settled", "outliers"]
+        entry |= told("skew_us", "skew_error_us", "overlap", "overlap_at_least")
         entry["spread"] = in_given_order(text, measurement, relative_intervals(measurement))
         entry["repeats"] = len(measurement.samples_gbps[0])
-    return entry | {name: getattr(measurement, name) for name in told}
+        entry |= told("settled", "outliers")
+    return entry
 
 
 def _doubts(text: str, measurement: Measurement) -> Iterator[str]:
@@ -261,10 +261,10 @@ def _doubts(text: str, measurement: Measurement) -> Iterator[str]:
         return
     repeats, far = len(measurement.samples_gbps[0]), len(measurement.outliers)
     if not measurement.settled:
+        width = _half(max(relative_intervals(measurement)))
         yield (
-            f"{text}: rates vary: after {repeats} repeats the 95 % interval is still "
-            f"{_half(max(relative_intervals(measurement)))} wide; other work on this machine, "
-            "clocks or heat may disturb it, and a larger --target accepts it"
+            f"{text}: rates vary: after {repeats} repeats the 95 % interval is still {width} wide; "
+            "other work, clocks or heat may disturb it; a larger --target accepts it"
         )
     if far > repeats * _MANY:
         yield f"{text}: repeats far from the others: {far} of {repeats}; they count as well"

@@ -155,16 +155,14 @@ def plan(
     from a model. Ctrl-C prints the best so far and keeps the journal; the same command resumes
     there, measures nothing twice, and writes the plan.
 
-    A plan is for a single version of NCCL. Without --nccl, where GPUs are measured, it is the
-    version loaded by torch here, else an nvidia-nccl package's, else the system's libnccl.so.2, and
-    under mpirun the version on all hosts; with a model it is the newest known. stderr names it.
+    A plan is for a single version of NCCL. Without --nccl, where GPUs are measured, it is that of
+    torch here, else an nvidia-nccl package's, else of the system's libnccl.so.2, and under mpirun
+    that of all hosts; with a model the newest known.
 
     Under mpirun or srun, with a rank or more on each host, the job's hosts are planned for
-    together. NCCL joins nodes in the order of ranks, so the order is part of the plan: nccl/order
-    has files for launchers.
+    together. NCCL joins nodes in the order of ranks: nccl/order has files for launchers.
 
-    With --pin-env the plan is for hosts where every job sets NCCL_P2P_LEVEL or NCCL_P2P_DISABLE: so
-    do all settings tried, and default NCCL in the comparison.
+    With --pin-env all settings tried, and default NCCL in the comparison, have your variable too.
 
     Examples:
 
@@ -346,10 +344,7 @@ def _tuned(made: Plan, output: Path, subject: _Subject, tune: bool | None) -> Pl
 
 @contextmanager
 def _planning(journal: Path, output: Path) -> Iterator[None]:
-    """Within the block a plan is searched; an end without one is explained.
-
-    SIGTERM ends it at once, and so does Ctrl-C where nothing was found yet.
-    """
+    """Explain the end of a search without a plan, by SIGTERM or an early Ctrl-C as well."""
     try:
         with interrupts_put_off(CTRL_C_AND_SIGTERM):
             yield

@@ -16,7 +16,7 @@ from tccl_py.cli.streams import print_json
 from tccl_py.nccl.pinned_env import pinned_env_text
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import ChoiceName, Plan, PlanChain, PlanChoice, proof_text
+from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, proof_text
 from tccl_py.readers.hosts import compress
 from tccl_py.report.words import CHOICE_WORDS
 
@@ -53,11 +53,7 @@ def show(
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return the JSON of `plan --json` and `show --json`.
-
-    A ring is a list of GPU indices for each channel, of a cluster's plan of global ranks; `hosts`
-    are names in the order of ranks.
-    """
+    """Return the JSON of `plan --json` and `show --json`; a cluster's rings are of global ranks."""
     if plan.is_cluster:
         subject: dict[str, Any] = {"kind": "cluster", "hosts": plan.host_order}
         limit = {"whole_ring_gbps": plan.whole_ring_gbps}
@@ -125,7 +121,11 @@ def _summary(plan: Plan) -> Iterator[tuple[str, str]]:
     mark = plan.provenance
     if plan.is_cluster:
         changed = "another order than given" if plan.order_changed else "as given"
-        yield "host order", f"{changed}: {_order(plan)}"
+        order = compress(plan.host_order)
+        if len(order) > _MOST_ORDER:
+            begin = order[:_MOST_ORDER].rpartition(",")[0]
+            order = f"{begin}, ... (nccl/order/hosts.txt has all)"
+        yield "host order", f"{changed}: {order}"
         count = plan.ring_count
         counted = f"{count} ring{'s' * (count != 1)} over {_channels(plan.settings.channels)}"
         yield "rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), {counted}"
@@ -185,14 +185,6 @@ def _numbers(values: tuple[int, ...], between: str = " ") -> str:
     return between.join(map(str, values))
 
 
-def _order(plan: Plan) -> str:
-    text = compress(plan.host_order)
-    if len(text) <= _MOST_ORDER:
-        return text
-    begin = text[:_MOST_ORDER].rpartition(",")[0]
-    return f"{begin}, ... (nccl/order/hosts.txt has all)"
-
-
 def _hops_table(plan: Plan) -> Table:
     """Return a table of every hop of every ring with its rate beside all others."""
     table = Table("ring", "from", "to", "GB/s", "flow")
@@ -248,12 +240,8 @@ def _paths_table(plan: Plan) -> Table:
         name = plan.cluster.classes[path.node_class].name
         for ring, chain in enumerate(path.chains):
             first = (f"{name} ({number})", str(hosts)) if ring == 0 else ("", "")
-            table.add_row(*first, str(ring), *_chain(chain))
+            way = f"N{chain.entry_nic}", _numbers(chain.gpus), f"N{chain.exit_nic}"
+            slowest = f"{chain.rate:.2f}", str(chain.bottleneck.flow)
+            table.add_row(*first, str(ring), *way, *slowest)
         table.add_section()
     return table
-
-
-def _chain(chain: PlanChain) -> tuple[str, ...]:
-    ends = f"N{chain.entry_nic}", f"N{chain.exit_nic}"
-    slowest = str(chain.bottleneck.flow)
-    return ends[0], _numbers(chain.gpus), ends[1], f"{chain.rate:.2f}", slowest

@@ -68,19 +68,16 @@ def validate(
         refuse({"--nodes": nodes, "--nccl": nccl}, _OF_MACHINES)
         verdict = verdict_here(read_text(graph), gpus, variables(env or ()), where=str(graph))
     else:
-        verdict = _by_rules(
-            graph,
-            machine,
-            gpus=gpus,
-            nodes=1 if nodes is None else nodes,
-            nccl=LATEST if nccl is None else nccl,
-            env=env or (),
-        )
+        count, version = 1 if nodes is None else nodes, LATEST if nccl is None else nccl
+        verdict = _by_rules(graph, machine, gpus=gpus, nodes=count, nccl=version, env=env or ())
     if json:
         keys = ("verdict", "reason", "rings")
         print_json({key: getattr(verdict, key) for key in keys})
     else:
-        _print_verdict(graph, verdict)
+        out = results()
+        out.print(f"{graph}: {verdict.verdict}", style="bold", soft_wrap=True)
+        for line in (verdict.reason, *ring_lines(verdict.rings)):
+            out.print(line, soft_wrap=True)
     if verdict.verdict != "used":
         raise typer.Exit(ANSWER_IS_NO)
 
@@ -133,14 +130,6 @@ def variables(settings: Sequence[str]) -> dict[str, str]:
         if found.setdefault(name, value) != value:
             raise InputError(where, f"sets {name} a second time", "give it one value")
     return found
-
-
-def _print_verdict(graph: Path, verdict: Verdict) -> None:
-    out = results()
-    out.print(f"{graph}: {verdict.verdict}", style="bold", soft_wrap=True)
-    out.print(verdict.reason, soft_wrap=True)
-    for line in ring_lines(verdict.rings):
-        out.print(line, soft_wrap=True)
 
 
 def ring_lines(rings: Sequence[tuple[int, ...]]) -> list[str]:

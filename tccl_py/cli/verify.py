@@ -112,29 +112,24 @@ def verify(
 ) -> None:
     """Run real collectives by default NCCL and by the plan's choices, and name the winner.
 
-    A machine's plan has up to three arms: default NCCL, variables alone (NCCL_GRAPH_FILE unset),
-    and the graph file with its variables. Choices of equal environment share an arm. First the
-    values of broadcast, scatter, reduce, gather, all-reduce, all-gather, reduce-scatter, all-to-all
-    and send/recv are compared with computed values. Then jobs of fresh processes, one a GPU, time
-    all-reduce from 1 KiB to 1 GiB in interleaved rounds. A size is better or worse than default
-    NCCL if the difference is beyond chance and more than 1 %. Variables hold for all communicators
-    of a process: with three GPUs or more, pairs and halves of GPUs are timed as well. Last, the
-    rings and transports of NCCL's log are compared with the graph file's. Needs torch. Nothing else
-    should use the GPUs.
+    Arms of a machine's plan are default NCCL, variables alone, and the graph file with its
+    variables; choices of equal environment share an arm. First the values of all collectives are
+    compared with computed values. Then jobs of fresh processes, one a GPU, time all-reduce from
+    1 KiB to 1 GiB in interleaved rounds, with three GPUs or more over pairs and halves of GPUs as
+    well. A size is better or worse than default NCCL if the difference is beyond chance and more
+    than 1 %. Last, the rings of NCCL's log are compared with the graph file's. Needs torch and idle
+    GPUs.
 
     The winner is the smallest intervention (default, then variables, then graph) whose bandwidth at
     64 MiB and above is within 1 % of the best, or within a wider interval, and which loses at no
     size.
 
-    The plan of a cluster is verified under mpirun or srun, with a rank on each of the hosts, from a
-    directory that the first rank sees: each job starts fresh processes on every host, with the
-    host's graph file or without. With --tune all hosts try one choice of settings at a time, the
-    placement of NIC buffers among them.
+    A cluster's plan is verified under mpirun or srun, with a rank on each host, from a directory
+    that the first rank sees.
 
     Your own NCCL_ variables are not used, except NCCL_NVLS_ENABLE, names of interfaces, and
     variables of --pin-env. With --tune the best other settings are verified as well, and written to
-    DIR if better, with the winner as recommendation. DIR/verify.json has all results afterwards,
-    and `tccl report` shows them.
+    DIR if better. DIR/verify.json has all results.
 
     Exit codes: 0 the recommended choice, or that of --choice, may be used; 1 no (it is worse at a
     size or in smaller communicators, has other rings than planned or wrong values, or its job
@@ -199,11 +194,7 @@ def verify(
 
 
 def check_tuning(job: Job | None = None) -> None:
-    """Check that collectives can run by the hosts of an MPI job, or here, before planning.
-
-    Raises:
-        InputError: no torch, or no GPU.
-    """
+    """Check for torch on the hosts of an MPI job, or for torch and GPUs here, before planning."""
     if job is not None:
         rank_jobs(job).surroundings(modules=_NEEDED)
         return
@@ -226,10 +217,7 @@ def tuned_plan(directory: Path) -> Plan:
 
 
 def tuned_hosts(directory: Path, job: Job, backend: Backend) -> Plan:
-    """Verify a cluster's new plan by a job of its hosts, tune it, and return it.
-
-    Sizes that take long at the plan's rate are left out.
-    """
+    """Verify and tune a cluster's new plan on its hosts, without sizes that take long; return it."""
     rate = load_plan(directory).rate_gbps
     sizes = tuple(size for size in SIZES if 2 * size / (rate * 1e9) <= _LONGEST_S) or SIZES[:1]
     budget = RunBudget(sizes=sizes, seconds=_TUNING_S)
@@ -270,10 +258,7 @@ def verified(
     tune: bool,
     only: ChoiceName | None = None,
 ) -> Verification:
-    """Verify all choices, or `only` a single choice, tune if asked to, and keep the result.
-
-    An interrupt or an error of tuning leaves the plan and the verification of it in place.
-    """
+    """Verify all choices, or `only` one; tune if asked to, unless that fails; keep the result."""
     if tune:
         budget = msgspec.structs.replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
     with _watcher() as watch, interrupts_put_off(CTRL_C_AND_SIGTERM):
@@ -347,11 +332,7 @@ def _pinned(names: Sequence[str]) -> tuple[str, ...]:
 def machine_launcher(
     plan: Plan, directory: Path, backend: Backend, pinned: tuple[str, ...]
 ) -> Launcher:
-    """Return the launcher of a plan's jobs on this machine.
-
-    Raises:
-        InputError: no torch, or a plan of another machine.
-    """
+    """Return the launcher of a plan's jobs on this machine, if the plan is for it."""
     if backend == "cuda":
         _check_here(plan, directory, _here(plan))
     check_torch()
@@ -400,11 +381,7 @@ def _check_here(plan: Plan, directory: Path, here: MeasuredMachine) -> None:
 
 
 def hosts_launcher(plan: Plan, job: Job, backend: Backend, pinned: tuple[str, ...]) -> Launcher:
-    """Return the launcher of a plan's jobs on the hosts of an MPI job.
-
-    Raises:
-        InputError: other hosts or GPUs than the plan's, or a host without torch.
-    """
+    """Return the launcher of a plan's jobs on the hosts of an MPI job, if they are the plan's."""
     jobs = rank_jobs(job)
     for host in plan.host_order:
         if host not in jobs.hosts:
