@@ -217,7 +217,7 @@ def tuned_plan(directory: Path) -> Plan:
 
 
 def tuned_hosts(directory: Path, job: Job, backend: Backend) -> Plan:
-    """Verify and tune a cluster's new plan on its hosts, without sizes that take long; return it."""
+    """Verify and tune a cluster's new plan on its hosts, without sizes that take long."""
     rate = load_plan(directory).rate_gbps
     sizes = tuple(size for size in SIZES if 2 * size / (rate * 1e9) <= _LONGEST_S) or SIZES[:1]
     budget = RunBudget(sizes=sizes, seconds=_TUNING_S)
