@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tccl_py.cli.interrupts import interrupts_put_off
 from tccl_py.cli.measure import journal_of_plan, planned_hosts
-from tccl_py.cli.options import DirectoryArgument, JsonOption, flag, in_range, opt
+from tccl_py.cli.options import DirectoryArgument, JsonOption, OutputOption, flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.streams import ANSWER_IS_NO, notice, notice_each, write_result
 from tccl_py.cluster_plan.job import class_sources, journal_by_class
@@ -55,16 +55,7 @@ def check(
     prometheus: Annotated[
         bool, flag("--prometheus", "Print metrics in Prometheus' text format.")
     ] = False,
-    output: Annotated[
-        Path | None,
-        opt(
-            "FILE",
-            "With --json or --prometheus: write to FILE, whole or not at all, as the node "
-            "exporter's textfile collector needs it.",
-            "-o",
-            "--output",
-        ),
-    ] = None,
+    output: OutputOption = None,
     keep: Annotated[bool, flag("--keep", "Append the measurements to DIR/checks.jsonl.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -112,8 +103,8 @@ def check(
     if keep:
         notice(f"kept in {keep_check(drift, directory, source.header, ended=ended)}")
     if prometheus:
-        machine, simulated = plan_name(plan), plan.simulated
-        text = prometheus_text(drift, machine=machine, simulated=simulated, now=ended)
+        name = plan_name(plan)
+        text = prometheus_text(drift, machine=name, simulated=plan.simulated, now=ended)
         write_result(text, output)
     elif json:
         write_result(encode_json(_json(plan, drift)), output)

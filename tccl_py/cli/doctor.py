@@ -135,13 +135,9 @@ def _print(found: Diagnosis) -> None:
         unseen = [("-", f"{unseen.what}: {unseen.why}") for unseen in found.unseen]
         console.print(Padding(grid(unseen), _INDENT))
         console.print()
-    console.print(_verdict(found))
-
-
-def _verdict(found: Diagnosis) -> str:
     counts: Counter[str] = Counter(finding.severity for finding in found.findings)
-    said = {"hang": "may hang NCCL", "slow": "may slow it"}
-    parts = [f"{counts[kind]} {words}" for kind, words in said.items() if counts[kind]]
+    words = {"hang": "may hang NCCL", "slow": "may slow it"}
+    parts = [f"{counts[kind]} {text}" for kind, text in words.items() if counts[kind]]
     bad = ", ".join(parts) or "nothing that hangs or slows NCCL"
     notes = f", {counts['note']} to know of" if counts["note"] else ""
-    return f"Found: {bad}{notes}."
+    console.print(f"Found: {bad}{notes}.")

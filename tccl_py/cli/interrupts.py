@@ -9,9 +9,8 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any
 
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended."""
@@ -51,54 +50,47 @@ def interrupts_put_off(kinds: _Kinds = CTRL_C) -> Iterator[None]:
         late.append(kind)
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
 
-    before = signal.signal(signal.SIGALRM, arrived)
-    for number in usual:
-        signal.signal(number, arrived)
-    try:
-        yield
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with _handled((signal.SIGALRM,), arrived):
+        try:
+            with _handled(usual, arrived):
+                yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Within the block Ctrl-C and SIGTERM wait for its end, for steps that belong together."""
     waiting: list[int] = []
-    usual = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in CTRL_C_AND_SIGTERM:
-            usual[number] = signal.signal(number, lambda sent, _: waiting.append(sent))
+    main = threading.current_thread() is threading.main_thread()
     try:
-        yield
+        with _handled(CTRL_C_AND_SIGTERM if main else (), lambda sent, _: waiting.append(sent)):
+            yield
     finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
         for sent in waiting[:1]:
             signal.raise_signal(sent)
 
 
-@contextlib.contextmanager
-def left_at_once() -> Iterator[None]:
+def left_at_once() -> contextlib.AbstractContextManager[None]:
     """Within the block Ctrl-C ends the process: imports take exceptions for missing libraries."""
-    usual = _usual(CTRL_C)
-    for number in usual:
-        signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+    return _handled(_usual(CTRL_C), lambda *_: os._exit(INTERRUPTED))
+
+
+@contextlib.contextmanager
+def _handled(numbers: Iterable[signal.Signals], handler: Callable[..., object]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
+        for number, usual in before.items():
+            signal.signal(number, usual)
 
 
-def _usual(kinds: _Kinds) -> dict[signal.Signals, Any]:
-    """Return the handlers of these signals, where nobody has set others."""
+def _usual(kinds: _Kinds) -> list[signal.Signals]:
+    """Return the signals for which nobody has set a handler."""
     if threading.current_thread() is not threading.main_thread():
-        return {}
-    found = {number: signal.getsignal(number) for number in kinds}
-    return {number: handler for number, handler in found.items() if handler in _USUAL}
+        return []
+    return [number for number in kinds if signal.getsignal(number) in _USUAL]
 
 
 def _inside_numpy(frame: FrameType | None) -> bool:

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tccl_py.cli.options import JsonOption, opt
+from tccl_py.cli.options import JsonOption, OutputOption, opt
 from tccl_py.cli.output import grid, results
 from tccl_py.cli.streams import notice, print_json, write_result
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Fingerprint, Knowledge, description_to_json
-from tccl_py.model.machine import Machine, PciDevice, PciLink
+from tccl_py.model.knowledge import description_to_json
+from tccl_py.model.machine import Machine, PciDevice
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.readers.nvidia_smi import read_nvidia_smi
@@ -30,9 +30,7 @@ def discover(
     nvidia_smi: Annotated[
         Path | None, opt("FILE", "Read what `nvidia-smi topo -m` printed.")
     ] = None,
-    output: Annotated[
-        Path | None, opt("FILE", "Write to FILE, whole or not at all.", "-o", "--output")
-    ] = None,
+    output: OutputOption = None,
 ) -> None:
     """Describe a machine's GPUs, NUMA nodes, PCI tree, NVLinks and NICs as JSON.
 
@@ -45,24 +43,19 @@ def discover(
         tccl discover -o box.json
         tccl validate graph.xml --machine box.json
     """
-    machine, knowledge, fingerprint = _found(nccl_topology, nvidia_smi)
+    if nccl_topology is not None and nvidia_smi is not None:
+        what = "has both --nccl-topology and --nvidia-smi"
+        raise InputError("discover", what, "give one file to read")
+    knowledge = fingerprint = None
+    if nccl_topology is not None:
+        machine = read_nccl_topology(nccl_topology)
+    elif nvidia_smi is not None:
+        machine = read_nvidia_smi(nvidia_smi)
+    else:
+        machine, knowledge, fingerprint = discover_machine()
     write_result(description_to_json(machine, knowledge, fingerprint), output)
     if output is not None:
         notice(f"wrote {output}: {machine.name} with {len(machine.gpus)} GPUs")
-
-
-def _found(
-    nccl_topology: Path | None, nvidia_smi: Path | None
-) -> tuple[Machine, Knowledge | None, Fingerprint | None]:
-    if nccl_topology is not None and nvidia_smi is not None:
-        raise InputError(
-            "discover", "has both --nccl-topology and --nvidia-smi", "give one file to read"
-        )
-    if nccl_topology is not None:
-        return read_nccl_topology(nccl_topology), None, None
-    if nvidia_smi is not None:
-        return read_nvidia_smi(nvidia_smi), None, None
-    return discover_machine()
 
 
 def machines(
@@ -163,10 +156,7 @@ def _devices(machine: Machine) -> Table:
     for device in devices:
         node = f"C{machine.numa_of(device.id)}"
         bridges = " < ".join(machine.ancestors(device.id)[:-1])
-        table.add_row(device.id, getattr(device, "name", ""), node, _link(device.link), bridges)
+        link = f"{device.link.speed_gts:g} GT/s" if device.link.speed_gts else "speed unknown"
+        link += f" x{device.link.width}" if device.link.width else ""
+        table.add_row(device.id, getattr(device, "name", ""), node, link, bridges)
     return table
-
-
-def _link(link: PciLink) -> str:
-    speed = f"{link.speed_gts:g} GT/s" if link.speed_gts else "speed unknown"
-    return speed + (f" x{link.width}" if link.width else "")

@@ -33,6 +33,9 @@ PlanArgument = Annotated[
 ]
 JsonOption = Annotated[bool, flag("--json", "Print JSON, not text.")]
 DryRunOption = Annotated[bool, flag("--dry-run", "Say what would change, and change nothing.")]
+OutputOption = Annotated[
+    Path | None, opt("FILE", "Write to FILE, whole or not at all.", "-o", "--output")
+]
 SimulateOption = Annotated[
     str | None, opt("MACHINE", f"Take rates from a model, not from hardware. {MACHINE_HELP}")
 ]

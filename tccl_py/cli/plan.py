@@ -178,12 +178,16 @@ def plan(
         nodes not in (None, 1) or (simulate is not None and hosts is not None)
     )
     _check(asked)
+    in_range("--max-sets", max_sets, 1_000_000_000)
+    if max_seconds is not None:
+        in_range("--max-seconds", max_seconds, 1_000_000_000, least=0)
+    idle = DEFAULT_BUDGET.idle_sets
     task: dict[str, Any] = {
         "version": LATEST if nccl is None else nccl,
         "pinned_env": _pinned_here(asked.pin_env),
         "ring_counts": _ring_counts(rings),
         "strategy": strategy,
-        "budget": _budget(max_sets, max_seconds),
+        "budget": Budget(sets=max_sets, seconds=max_seconds, idle_sets=idle),
     }
     with ExitStack() as stack:
         subject = _subject(asked, task, stack)
@@ -387,10 +391,3 @@ def _ring_counts(text: str | None) -> tuple[int, ...] | None:
     if counts[0] < 1 or counts[-1] > _MAX_RINGS:
         raise InputError(where, "is out of range", f"1 to {_MAX_RINGS} rings")
     return counts
-
-
-def _budget(sets: int, seconds: float | None) -> Budget:
-    in_range("--max-sets", sets, 1_000_000_000)
-    if seconds is not None:
-        in_range("--max-seconds", seconds, 1_000_000_000, least=0)
-    return Budget(sets=sets, seconds=seconds, idle_sets=DEFAULT_BUDGET.idle_sets)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from tccl_py.cli.options import DirectoryArgument, flag, opt
+from tccl_py.cli.options import DirectoryArgument, OutputOption, flag
 from tccl_py.cli.streams import notice, write_result
 from tccl_py.errors import InputError
 
@@ -17,16 +17,14 @@ _HEAD_BYTES = 2000
 def report(
     directory: DirectoryArgument,
     *,
-    output: Annotated[
-        Path | None, opt("FILE", f"DIR/{REPORT_FILE} if not given.", "-o", "--output")
-    ] = None,
+    output: OutputOption = None,
     force: Annotated[bool, flag("--force", "Replace FILE even if it is no report.")] = False,
 ) -> None:
     """Write a plan as one HTML page: machine, rings, rates, settings, and how to use them.
 
-    The page needs no network and no other file. Rates of single hops and of pairs come from the
-    journal in DIR; a saved result of `tccl explain` is shown. An earlier report is replaced, any
-    other file only with --force.
+    The page, DIR/report.html if not named, needs no network and no other file. Rates of single hops
+    and of pairs come from the journal in DIR; a saved result of `tccl explain` is shown. An earlier
+    report is replaced, any other file only with --force.
 
     Example:
 

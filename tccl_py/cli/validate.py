@@ -141,12 +141,9 @@ def ring_lines(rings: Sequence[tuple[int, ...]]) -> list[str]:
     channels: dict[tuple[int, ...], list[str]] = {}
     for channel, ring in enumerate(rings):
         channels.setdefault(ring, []).append(str(channel))
-    return [
-        f"channel{'s' if len(numbers) > 1 else ''} {' '.join(numbers)}: {_ranks(ring)}"
-        for ring, numbers in channels.items()
-    ]
-
-
-def _ranks(ring: tuple[int, ...]) -> str:
-    shown = " ".join(str(rank) for rank in ring[:_SHOWN_RANKS])
-    return shown + (f" ... ({len(ring)} ranks)" if len(ring) > _SHOWN_RANKS else "")
+    lines = []
+    for ring, numbers in channels.items():
+        shown = " ".join(map(str, ring[:_SHOWN_RANKS]))
+        more = f" ... ({len(ring)} ranks)" if len(ring) > _SHOWN_RANKS else ""
+        lines.append(f"channel{'s' * (len(numbers) > 1)} {' '.join(numbers)}: {shown}{more}")
+    return lines

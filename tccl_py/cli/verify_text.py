@@ -18,7 +18,6 @@ from tccl_py.verify.record import (
     ArmResult,
     Compared,
     Row,
-    Tried,
     Verification,
     groups_text,
     sizes_text,
@@ -145,7 +144,12 @@ def _facts(found: Verification) -> list[str]:
     lines = [line for arm in found.arms for line in _arm_facts(found, arm)]
     left_out = found.left_out
     lines += [f"not in this backend: {', '.join(left_out)}"] if left_out else []
-    lines += [_tried(trial) for trial in found.tried]
+    for trial in found.tried:
+        told = f"failed: {trial.failed}"
+        if not trial.failed:
+            worst = f"{trial.worst_ratio:.3f} of default NCCL at its worst size"
+            told = f"{trial.gbps:.2f} GB/s, {worst}"
+        lines.append(f"tried {choice_words(trial.arm, trial.settings)}: {told}")
     if found.rounds:
         at_once = f", {found.at_once} jobs at once," if found.at_once > 1 else ""
         lines.append(
@@ -182,11 +186,3 @@ def _arm_facts(found: Verification, arm: ArmResult) -> list[str]:
         lines.append(f"communicators over {groups_text(groups)}: {told}")
     lines += [f"a training step, {row.mode}: {_verdict(row)}" for row in arm.training]
     return [f"{arm.name}: {line}" for line in lines]
-
-
-def _tried(trial: Tried) -> str:
-    name = choice_words(trial.arm, trial.settings)
-    if trial.failed:
-        return f"tried {name}: failed: {trial.failed}"
-    worst = f"{trial.worst_ratio:.3f} of default NCCL at its worst size"
-    return f"tried {name}: {trial.gbps:.2f} GB/s, {worst}"
