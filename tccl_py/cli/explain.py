@@ -141,10 +141,12 @@ def _print(found: Explanation, plan: Plan, console: Console) -> None:
     for ring in found.rings:
         _print_ring(ring, mark, console)
     if found.pitfalls:
-        console.print("\nWorst sets of other rings in the search, for other reasons than above:")
+        console.print()
+        console.print("Worst sets of other rings in the search, for other reasons than above:")
         console.print(_listed(found.pitfalls))
     word = "simulated" if found.simulated else "measured"
-    console.print(f"\ncost  {found.sets_measured} sets {word} for this beyond the plan's journal")
+    console.print()
+    console.print(f"cost  {found.sets_measured} sets {word} for this beyond the plan's journal")
     for text in found.notices:
         console.print(f"note: {text}")
 
@@ -152,7 +154,8 @@ def _print(found: Explanation, plan: Plan, console: Console) -> None:
 def _print_ring(ring: RingExplanation, mark: str, console: Console) -> None:
     many = f", {ring.rings} rings of {ring.rate_gbps / ring.rings:.2f}" if ring.rings > 1 else ""
     whose = _WHOSE[ring.name] + (f" on {ring.node_class}" if ring.node_class else "")
-    console.print(f"\n{whose}: {ring.rate_gbps:.2f} GB/s ({mark}){many}")
+    console.print()
+    console.print(f"{whose}: {ring.rate_gbps:.2f} GB/s ({mark}){many}")
     if ring.sentence:
         console.print(ring.sentence)
     if ring.findings:
