@@ -33,11 +33,7 @@ class ClockReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def offset_from_pings(
-    t0_ns: Sequence[int],
-    d_ns: Sequence[int],
-    t1_ns: Sequence[int],
-    *,
-    resolution_ns: int = 1,
+    t0_ns: Sequence[int], d_ns: Sequence[int], t1_ns: Sequence[int], *, resolution_ns: int = 1
 ) -> ClockReading:
     """Return the reading of one burst: ping i left at t0, was stamped d, and was back at t1.
 

@@ -65,12 +65,7 @@ class Communicators:
     """
 
     def __init__(
-        self,
-        device: str,
-        gpu: int,
-        memory: Memory,
-        *,
-        library: Callable[[], Library] = Library,
+        self, device: str, gpu: int, memory: Memory, *, library: Callable[[], Library] = Library
     ) -> None:
         self._device, self._gpu, self._memory = device, gpu, memory
         self._load = library

@@ -30,14 +30,7 @@ from tccl_profiler.messages import (
     Stop,
     WorkerLost,
 )
-from tccl_profiler.program import (
-    COUNTER_AREA_BYTES,
-    MAX_REPEATS,
-    HostProgram,
-    Link,
-    is_nic,
-    local,
-)
+from tccl_profiler.program import COUNTER_AREA_BYTES, MAX_REPEATS, HostProgram, Link, is_nic, local
 from tccl_profiler.shared_memory import MAX_DEVICES, MAX_LANES, Control, Segment, control_bytes
 from tccl_profiler.workers import DeviceSpec, WorkerProcess, spawned
 from tccl_py.errors import MeasurementError

@@ -44,11 +44,7 @@ class NicDevice(ThreadedDevice):
         self._open(start, control)
         self._nic = NicLinks(start.device, start.address, start.interface)
         started = Started(
-            name=self._nic.name,
-            lanes=LANES,
-            arena_bytes=0,
-            handle=b"",
-            memory_bytes=0,
+            name=self._nic.name, lanes=LANES, arena_bytes=0, handle=b"", memory_bytes=0
         )
         return started, ()
 

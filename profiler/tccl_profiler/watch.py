@@ -28,10 +28,7 @@ _CLOCK_REASONS = (
 """The second is the older name (drivers before 535)."""
 _TEMPERATURE = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
 """The first goes with CUDA 14."""
-_PROCESSES = (
-    "nvmlDeviceGetComputeRunningProcesses_v3",
-    "nvmlDeviceGetComputeRunningProcesses_v2",
-)
+_PROCESSES = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
 """By version, because pynvml's function without a version turns a missing _v3 into another error.
 Graphics are not asked for: an X server keeps a few MiB on every GPU and copies nothing."""
 _HOST_PIDS = "pid:[4026531836]"

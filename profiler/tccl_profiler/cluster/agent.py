@@ -329,10 +329,7 @@ class RankTasks:
         linux.leave_binding()
         try:
             left = run_tasks(
-                tasks,
-                listeners=self._listeners,
-                meanwhile=meanwhile,
-                server=self._fork_server,
+                tasks, listeners=self._listeners, meanwhile=meanwhile, server=self._fork_server
             )
             return say.RanksLeft(left=left)
         finally:

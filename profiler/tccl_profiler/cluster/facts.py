@@ -154,24 +154,16 @@ def check_hosts(
     names = [host.name for host in hosts]
     for name in expected:
         if name not in names:
-            raise InputError(
-                f"host {name}",
-                "is in the list of hosts, and no rank runs there",
-                "start a rank on it, or take it out of the list",
-            )
+            what = "is in the list of hosts, and no rank runs there"
+            raise InputError(f"host {name}", what, "start a rank on it, or take it out of the list")
     for name in names:
         if expected and name not in expected:
-            raise InputError(
-                f"host {name}",
-                "runs a rank and is not in the list of hosts",
-                "add it to the list, or start no rank on it",
-            )
+            what = "runs a rank and is not in the list of hosts"
+            raise InputError(f"host {name}", what, "add it to the list, or start no rank on it")
     if len(hosts) < 2:
-        raise InputError(
-            "this MPI job",
-            f"has {len(hosts)} host{'s' * (len(hosts) != 1)} ({', '.join(names)})",
-            "start ranks on 2 hosts at least, or leave mpirun out",
-        )
+        what = f"has {len(hosts)} host{'s' * (len(hosts) != 1)} ({', '.join(names)})"
+        right = "start ranks on 2 hosts at least, or leave mpirun out"
+        raise InputError("this MPI job", what, right)
     _check_software(hosts)
     found = {nic.interface for host in hosts for nic in host.addresses.values()}
     for name in interfaces:
@@ -188,11 +180,8 @@ def _check_software(hosts: Sequence[HostFacts]) -> None:
         for host in hosts[1:]:
             here, there = getattr(first.software, field), getattr(host.software, field)
             if here != there:
-                raise InputError(
-                    f"host {host.name}",
-                    f"has {what} {there}, host {first.name} has {here}",
-                    "install the same on all hosts",
-                )
+                which = f"has {what} {there}, host {first.name} has {here}"
+                raise InputError(f"host {host.name}", which, "install the same on all hosts")
 
 
 def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> None:
@@ -202,19 +191,15 @@ def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> 
         for name in host.down:
             if named or name in up:
                 elsewhere = f", on host {up[name]} it is up" if name in up else ""
-                raise InputError(
-                    f"host {host.name}",
-                    f"interface {name} is down{elsewhere}",
-                    "bring it up, or name the interfaces to use",
-                )
+                what = f"interface {name} is down{elsewhere}"
+                right = "bring it up, or name the interfaces to use"
+                raise InputError(f"host {host.name}", what, right)
         if not addressed and not host.machine.nics:
             raise InputError(f"host {host.name}", "has no NIC", "leave it out of the job")
         if addressed and not host.addresses:
-            raise InputError(
-                f"host {host.name}",
-                "has no NIC with an address that other hosts could reach",
-                "bring one up, or name the interfaces to use, as --interfaces eth0",
-            )
+            what = "has no NIC with an address that other hosts could reach"
+            right = "bring one up, or name the interfaces to use, as --interfaces eth0"
+            raise InputError(f"host {host.name}", what, right)
 
 
 # Network interfaces of this network namespace

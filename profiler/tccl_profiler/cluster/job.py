@@ -135,20 +135,16 @@ def _gathered(bootstrap: Bootstrap, join_s: float) -> Rendezvous:
     for rank in range(1, bootstrap.size):
         data = _waited(bootstrap, rank, max(until, time.monotonic() + 0.01))
         if data is None:
-            raise InputError(
-                "this MPI job",
-                f"rank {rank} has said nothing for {join_s:g} s",
-                "start one tccl command with the same arguments on all hosts",
-            )
+            what = f"rank {rank} has said nothing for {join_s:g} s"
+            right = "start one tccl command with the same arguments on all hosts"
+            raise InputError("this MPI job", what, right)
         peers[rank] = msgspec.msgpack.decode(data, type=PeerInfo)
     connections: dict[int, Connection[Envelope]] = {}
     if bootstrap.size > 1:
         _allow_descriptors(bootstrap.size)
         with listening() as listener:
             address = ListenAddress(
-                addresses=addresses(),
-                port=listener.getsockname()[1],
-                token=secrets.token_bytes(16),
+                addresses=addresses(), port=listener.getsockname()[1], token=secrets.token_bytes(16)
             )
             for rank in range(1, bootstrap.size):
                 bootstrap.send(rank, msgspec.msgpack.encode(address))
@@ -330,13 +326,8 @@ class Job:
         dead = [rank for rank, messenger in self._ranks.items() if messenger.has_died()]
         if not dead:
             raise KeyboardInterrupt
-        raise SourceLostError(
-            "; ".join(
-                f"host {self._peers[rank].host}: its rank {rank} has died, and the launcher ends "
-                "the job"
-                for rank in dead
-            )
-        )
+        died = [f"host {self._peers[rank].host}: its rank {rank} has died" for rank in dead]
+        raise SourceLostError("; ".join(f"{text}, and the launcher ends the job" for text in died))
 
     # The other ranks' side
 
@@ -374,11 +365,9 @@ def _seats(peers: Mapping[int, PeerInfo]) -> tuple[HostRanks, ...]:
     for rank, peer in sorted(peers.items()):
         check_host_name(peer.host, where=f"host {peer.host[:40]!r}, rank {rank}")
         if machines.setdefault(peer.host, peer.machine) != peer.machine:
-            raise InputError(
-                f"host {peer.host}",
-                f"is the name of two machines, of ranks {ranks[peer.host][0]} and {rank}",
-                "give each a name of its own (hostnamectl)",
-            )
+            what = f"is the name of two machines, of ranks {ranks[peer.host][0]} and {rank}"
+            right = "give each a name of its own (hostnamectl)"
+            raise InputError(f"host {peer.host}", what, right)
         ranks.setdefault(peer.host, []).append(rank)
     return tuple(HostRanks(host=host, ranks=tuple(found)) for host, found in ranks.items())
 

@@ -101,12 +101,9 @@ def mpi_job() -> Iterator[Job]:
     bootstrap = _started()
     wanted = _wanted_size(os.environ)
     if bootstrap.size == 1 and wanted > 1:
-        raise InputError(
-            "this MPI job",
-            f"has {wanted} tasks that know nothing of each other",
-            "start them by the launcher of the MPI that mpi4py was built for, as mpirun or "
-            "srun --mpi=pmix",
-        )
+        what = f"has {wanted} tasks that know nothing of each other"
+        right = "launcher of the MPI that mpi4py was built for, as mpirun or srun --mpi=pmix"
+        raise InputError("this MPI job", what, f"start them by the {right}")
     with Job(rendezvous(bootstrap)) as job:
         yield job
 
@@ -182,11 +179,9 @@ def _started() -> _MpiBootstrap:
         mpi4py.rc.finalize = False
         from mpi4py import MPI  # noqa: PLC0415
     except (ImportError, RuntimeError) as error:
-        raise InputError(
-            "this MPI job",
-            f"cannot load MPI ({' '.join(str(error).split())[:200]})",
-            "`pip install mpi4py` beside the MPI that launched it",
-        ) from error
+        what = f"cannot load MPI ({' '.join(str(error).split())[:200]})"
+        right = "`pip install mpi4py` beside the MPI that launched it"
+        raise InputError("this MPI job", what, right) from error
     with _limited(_INIT_S, "MPI_Init", os.environ):
         MPI.Init_thread(MPI.THREAD_FUNNELED)
     return _MpiBootstrap(MPI)

@@ -17,15 +17,7 @@ from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agents import Agents, checked
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.linux import realtime
-from tccl_profiler.messages import (
-    LINK_S,
-    LinkEnds,
-    LinkLost,
-    LinkStep,
-    Ping,
-    Pinged,
-    WorkerLost,
-)
+from tccl_profiler.messages import LINK_S, LinkEnds, LinkLost, LinkStep, Ping, Pinged, WorkerLost
 from tccl_profiler.nccl_links import process_variables
 from tccl_profiler.pool import Links
 from tccl_profiler.program import Link, Program, host_of

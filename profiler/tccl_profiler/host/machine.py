@@ -45,12 +45,7 @@ def host_machine(
     name = cpu_model()
     picked = [usable[i * len(usable) // count] for i in range(count)]
     gpus = tuple(
-        Gpu(
-            index=i,
-            bus_id=f"{core:04x}:{i + 1:02x}:00.0",
-            parent=f"C{node_of[core]}",
-            name=name,
-        )
+        Gpu(index=i, bus_id=f"{core:04x}:{i + 1:02x}:00.0", parent=f"C{node_of[core]}", name=name)
         for i, core in enumerate(picked)
     )
     arch = platform.machine()
