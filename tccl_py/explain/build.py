@@ -146,8 +146,6 @@ class Builder:
                 continue
         return tuple(found)
 
-    # Places that may be the cause
-
     def label(self, flows: Flows) -> object:
         """Return equal labels for sets with the same mechanisms and kinds of shared places."""
         return _kinds(flows), tuple(shared.kind for shared in self.sharing.shared(flows))
@@ -187,8 +185,6 @@ class Builder:
             if len(rates) == len(known):
                 rate = self.prober.exact(known.flows)
                 yield _Known(flows=known.flows, rate=rate, share=rate.gbps / min(rates))
-
-    # Pitfalls: slow sets of other rings in the journal
 
     def pitfalls(self, told: Sequence[Finding], *, most: int) -> tuple[Finding, ...]:
         """Return the worst sets of the journal, each for another reason than `told` findings.

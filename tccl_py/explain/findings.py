@@ -117,9 +117,6 @@ def load_explanation(directory: Path) -> Explanation | None:
     return read_beside_plan(path, Explanation, version=FORMAT_VERSION)
 
 
-# Sentences
-
-
 def kind_of(flow: Flow) -> str:
     """Return a flow's mechanism.
 

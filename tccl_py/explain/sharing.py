@@ -123,8 +123,8 @@ class Sharing:
 
     def _pci_link(self, child: str) -> Place:
         if child[0] in "GN":
-            device = f"GPU {child[1:]}" if child[0] == "G" else f"NIC {child[1:]}"
-            return Place("own", child, f"{device}'s own PCIe link")
+            kind = "GPU" if child[0] == "G" else "NIC"
+            return Place("own", child, f"{kind} {child[1:]}'s own PCIe link")
         above = self.machine.parents[child]
         upper = "" if above[0] == "C" else f" to {above}"
         return Place("uplink", child, f"the uplink of switch {child}{upper}")

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 from tccl_py.health.host import Finding, Found, Host, Unseen, defect, listed
 
-# Access Control Services and the IOMMU
-
 _EXTENDED, _LENGTH = 0x100, 4096
 _ACS = 0x000D
 _REDIRECTS = {0x04: "request redirect", 0x08: "completion redirect", 0x20: "egress control"}
@@ -97,8 +95,6 @@ def check_iommu(host: Host) -> Found:
         yield Unseen(what="whether the IOMMU translates the addresses of GPUs", why=why)
 
 
-# PCIe links
-
 _SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9])?) GT/s", re.ASCII)
 
 
@@ -151,9 +147,6 @@ def _speed(host: Host, device: str, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-# Peer access
-
-
 def check_peers(host: Host) -> Found:
     """Find pairs of GPUs without P2P, and RDMA NICs without GPUDirect."""
     if host.driver.unseen and len(host.gpus) > 1:
@@ -179,9 +172,6 @@ def _offers_gpu_memory(host: Host) -> bool:
     opened = "Open Kernel Module" in host.text("proc/driver/nvidia/version")
     release = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", host.text("proc/sys/kernel/osrelease"))
     return opened and release is not None and (int(release[1]), int(release[2])) >= (5, 12)
-
-
-# GPU conditions
 
 
 def check_gpus(host: Host) -> Found:
@@ -299,8 +289,6 @@ def _limit(limits: str, name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-# NUMA nodes
-
 _BASE = "sys/devices/system"
 
 
@@ -357,8 +345,6 @@ def _lost_gpus(host: Host) -> Iterator[Finding]:
     harmless = host.virtual or len(host.numa_nodes()) == 1
     yield defect("lost-gpus", listed(lost), severity="note" if harmless else None, **changes)
 
-
-# Containers and virtual machines
 
 _CUMEM_HOST_SINCE = 560
 """The driver branch of CUDA 12.6."""

@@ -93,9 +93,6 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-# The installed NCCL
-
-
 def check_nccl(host: Host) -> Found:
     """Report the versions of NCCL that programs load here, torch's first."""
     if host.nccl is None:

@@ -99,7 +99,7 @@ def find_drift(
         raise InputError(
             "--max-seconds", "is too short to measure one set twice", "give it more seconds"
         )
-    rows = _confirmed(bench, chosen, journal, now, classes=len(plan.cluster.classes))
+    rows = _confirmed(bench, chosen, journal, now, len(plan.cluster.classes))
     return Drift(
         rows=tuple(rows),
         changes=tuple(worst_of_each_set(row for row in rows if row.alarming)),
@@ -181,12 +181,7 @@ class _Bench:
 
 
 def _confirmed(
-    bench: _Bench,
-    chosen: Sequence[TransferSet],
-    journal: Journal,
-    now: Journal,
-    *,
-    classes: int,
+    bench: _Bench, chosen: Sequence[TransferSet], journal: Journal, now: Journal, classes: int
 ) -> list[Comparison]:
     """Return all comparisons; alarms hold by the first measurements and by new ones alone."""
     measured = (*journal.values(), *now.values())
@@ -195,9 +190,8 @@ def _confirmed(
     alarmed = {row.transfers for row in rows if row.alarming}
     fresh = bench.again([one for one in chosen if one in alarmed])
     again = {one: new for one, new in fresh.items() if new}
-    second = {
-        (row.transfers, row.flow): row for row in compared(journal, again, spread, families=classes)
-    }
+    confirming = compared(journal, again, spread, families=classes)
+    second = {(row.transfers, row.flow): row for row in confirming}
     found = []
     for row in rows:
         new = second.get((row.transfers, row.flow))
@@ -205,9 +199,6 @@ def _confirmed(
         p = max(row.p, new.p) if new is not None and same else 1.0
         found.append(msgspec.structs.replace(row, p=p) if row.alarming else row)
     return found
-
-
-# The selection: few sets, among them one for every part that may change.
 
 
 def chosen_sets(

@@ -160,9 +160,6 @@ def _p(before: Sequence[float], after: Sequence[float], spread: Spread) -> float
     return float(min(1.0, tails.sum()))
 
 
-# The part of a machine that changed sets have in common.
-
-
 _EVEN = 0.1
 """Changes whose ratios differ by no more than this share are equal."""
 _NEARLY_ALL = 0.8
@@ -218,9 +215,8 @@ def points_to(machine: Machine, rows: Sequence[Comparison]) -> str:
     used = len(users[best[0]])
     if used == 1:
         return f"{words}: the changed set uses it, and no other measured set does"
-    return (
-        f"{words}: all sets that changed use it, and {len(hit)} of the {used} that use it changed"
-    )
+    share_text = f"{len(hit)} of the {used} that use it changed"
+    return f"{words}: all sets that changed use it, and {share_text}"
 
 
 def _sets_by_part(machine: Machine, rows: Sequence[Comparison]) -> dict[Part, set[TransferSet]]:
@@ -250,9 +246,8 @@ def _parts(machine: Machine, flow: Flow) -> Iterator[Part]:
 
 
 def _of_gpu(gpu: str, nvlinked: bool, direction: str) -> Iterator[Part]:
-    link, doubt = (
-        (f"{gpu}'s NVLinks", "") if nvlinked else (f"{gpu}'s PCIe link", " (downtrained?)")
-    )
+    link = f"{gpu}'s {'NVLinks' if nvlinked else 'PCIe link'}"
+    doubt = "" if nvlinked else " (downtrained?)"
     yield Part(link, gpu, 0, doubt)
     yield Part(f"{link}, the way {direction}", gpu, 1)
     yield Part(f"{gpu}, by any way", gpu, 2, " (its clocks, power limit or heat?)")

@@ -148,8 +148,6 @@ class Host:
     nccl: tuple[InstalledNccl, ...] | None = None
     own_rings: NcclAnswer | str = ""
 
-    # Files
-
     def real(self, name: str) -> Path | None:
         """Return a path of the host with links resolved; None if missing or outside the root."""
         try:
@@ -200,8 +198,6 @@ class Host:
     def has(self, name: str) -> bool:
         """Return whether a file or directory exists."""
         return self.real(name) is not None
-
-    # Facts for several checks
 
     def pci(self, bus_id: str, name: str) -> str:
         """Return an attribute of a PCI device."""

@@ -209,7 +209,7 @@ def _opened_record(directory: Path) -> Iterator[Record]:
         yield record
     finally:
         if made and not (directory / RECORD_FILE).exists():
-            _remove_folders(tuple(map(str, made)))
+            _remove_folders(made)
         os.close(descriptor)
 
 
@@ -223,7 +223,7 @@ def _save_record(record: Record, directory: Path) -> None:
     _remove_folders(record.made)
 
 
-def _remove_folders(made: Sequence[str]) -> None:
+def _remove_folders(made: Sequence[str | Path]) -> None:
     for folder in reversed(made):
         with suppress(OSError):
             Path(folder).rmdir()

@@ -112,9 +112,7 @@ def run_tasks(
                 started.append(_Rank(folder, rank, process))
         _wait(started, max(task.timeout for task in tasks), meanwhile)
         return tuple(
-            RankOutput(
-                results=tuple(_result(folder, rank) for rank in task.ranks), log=_log(folder)
-            )
+            RankOutput(results=tuple(_result(folder, n) for n in task.ranks), log=_log(folder))
             for task, folder in zip(tasks, folders, strict=True)
         )
 
@@ -163,15 +161,9 @@ def _wait(started: Sequence[_Rank], timeout: float, meanwhile: Callable[[], None
 
 def _failure(failed: Sequence[tuple[_Rank, int]]) -> RanksError:
     """Blame the rank whose last output names a cause, else the first with any output."""
-    rank, code = next(
-        (
-            (rank, code)
-            for lines in (_causes, list)
-            for rank, code in failed
-            if lines(_lines(rank.folder, rank.number))
-        ),
-        failed[0],
-    )
+    lines = [_lines(rank.folder, rank.number) for rank, _ in failed]
+    said = [at for kind in (_causes, list) for at, own in enumerate(lines) if kind(own)]
+    rank, code = failed[said[0] if said else 0]
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     return RanksError([rank.number], how, _said(rank.folder, rank.number))
 

@@ -74,7 +74,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
     label_x: float
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class Layout(msgspec.Struct, frozen=True):
     """A drawn machine: frames behind the links, links, and the boxes of devices by id.
 
     `bottom` is below all of them.
@@ -150,12 +150,9 @@ def lay_out(machine: Machine, gpus: Collection[int] | None = None) -> Layout:
             box = tree.boxes[device]
             left, right = link_words(machine.links[device])
             top = tree.boxes[parent].bottom
-            lines.append(
-                Line(kind="pci", x=box.middle, top=top, bottom=box.y, left=left, right=right)
-            )
-    return Layout(
-        frames=tuple(frames), lines=tuple(lines), boxes=tree.boxes, width=width, bottom=bottom
-    )
+            x, y = box.middle, box.y
+            lines.append(Line(kind="pci", x=x, top=top, bottom=y, left=left, right=right))
+    return Layout(tuple(frames), tuple(lines), tree.boxes, width, bottom)
 
 
 class _Tree:
@@ -172,9 +169,8 @@ class _Tree:
             for device in (name, *machine.ancestors(name)):
                 self._first[device] = min(self._first.get(device, math.inf), index)
         self._children: dict[str, list[str]] = {}
-        for device in sorted(
-            (one for one in machine.parents if one in self._first), key=self.order
-        ):
+        drawn = (device for device in machine.parents if device in self._first)
+        for device in sorted(drawn, key=self.order):
             self._children.setdefault(machine.parents[device], []).append(device)
         self.depth = 1 + max((len(machine.ancestors(one)) - 1 for one in self._leaves), default=0)
         self.boxes: dict[str, Box] = {}
@@ -276,7 +272,7 @@ def depth(found: Sequence[Wire]) -> float:
     return LANE * (1 + max((wire.lane for wire in found), default=-1))
 
 
-class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
+class NvLinks(msgspec.Struct, frozen=True):
     """The NVLinks of a machine below its drawing: between GPUs in lanes, to CPUs and switches."""
 
     wires: tuple[tuple[Wire, int], ...]
@@ -315,13 +311,9 @@ def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
         label = f"{switch.id} · NVLink switch"
         switches.append(Box(kind="nvswitch", x=2, y=top, width=width, height=height, label=label))
         y = switches[-1].bottom
-    return NvLinks(
-        wires=tuple(zip(found, counts.values(), strict=True)),
-        lines=tuple(lines),
-        switches=tuple(switches),
-        top=layout.boxes[machine.gpus[0].id].bottom,
-        bottom=y,
-    )
+    pairs = tuple(zip(found, counts.values(), strict=True))
+    start = layout.boxes[machine.gpus[0].id].bottom
+    return NvLinks(pairs, tuple(lines), tuple(switches), start, y)
 
 
 def _ports(

@@ -100,15 +100,10 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
     fit one of them (other GPUs, driver, NUMA nodes or NCCL, or other settings in the environment),
     rank 0 says why on stderr, and all groups use default NCCL.
 
-    Args:
-        plan_dir: a plan's directory; None for the one in TCCL_PLAN, if set.
-        backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id:
-            as in torch.
-
-    Raises:
-        InputError: the same on all ranks: no plan, a damaged one, or one with other settings than
-            this process has already; a file of NCCL's that names a graph for all communicators; or
-            torch is missing.
+    `plan_dir` is a plan's directory, None for the one in TCCL_PLAN, if set; the rest is torch's.
+    Raises InputError, the same on all ranks: no plan, a damaged one, or one with other settings
+    than this process has already; a file of NCCL's that names a graph for all communicators; or
+    torch is missing.
     """
     torch = import_torch()
     dist = torch.distributed
@@ -167,13 +162,8 @@ def new_group(  # noqa: PLR0917 (torch's own order)
     Without rings for exactly these GPUs, the group uses default NCCL. The communicator exists on
     return.
 
-    Args:
-        ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id,
-            sort_ranks: as in torch.
-        plan_dir: another plan with the default group's settings; all ranks name it.
-
-    Raises:
-        InputError: the default group was not made here, or something is wrong with `plan_dir`.
+    `plan_dir` is another plan with the default group's settings, named by all ranks; the rest is
+    torch's. Raises InputError: the default group was not made here, or `plan_dir` is no such plan.
     """
     torch, job = import_torch(), _current_job()
     options = _given(
@@ -211,12 +201,8 @@ def split_group(
 
     Each part has the rings planned for the part's GPUs, or default NCCL's.
 
-    Args:
-        parent_pg, split_ranks, timeout, pg_options, group_desc: as in torch; `split_ranks` has
-            ranks of the parent.
-
-    Raises:
-        InputError: the default group was not made here.
+    Arguments are torch's; `split_ranks` has ranks of the parent. Raises InputError: the default
+    group was not made here.
     """
     torch, job = import_torch(), _current_job()
     dist = torch.distributed

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -240,16 +240,6 @@ def _other_host(opened: OpenPlan, here: Here, name: str) -> str:
     return why_not_of_class(plan, name, here.gpus)
 
 
-class Store(Protocol):
-    """The part of torch.distributed's stores in use; `get` waits for the key."""
-
-    def set(self, key: str, value: str) -> Any:
-        """Set a key for all ranks."""
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key."""
-
-
 class Roster(msgspec.Struct, frozen=True, kw_only=True):
     """All ranks' reports, and the conclusion: `off` says why no rank uses the plan, else "".
 
@@ -266,8 +256,11 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return next((member.wrong for member in self.members if member.wrong), "")
 
 
-def exchange(store: Store, rank: int, size: int, own: Member) -> Roster:
-    """Exchange the reports of all `size` ranks by way of rank 0, two messages a rank."""
+def exchange(store: Any, rank: int, size: int, own: Member) -> Roster:
+    """Exchange the reports of all `size` ranks by way of rank 0, two messages a rank.
+
+    `store` is a store of torch.distributed, whose `get` waits for the key.
+    """
     if rank != 0:
         store.set(f"member/{rank}", msgspec.json.encode(own).decode())
     else:

@@ -8,7 +8,7 @@ shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -48,8 +48,14 @@ class _Case(msgspec.Struct, frozen=True):
 def run_checks(communicator: Communicator) -> Checked:
     """Run all cases of all collectives; a wrong case does not end the rest."""
     checked, wrong, left_out = 0, [], set()
+    cases = [
+        _Case(dtype, count, asynchronous)
+        for count in COUNTS
+        for dtype in (DTYPES if count < _LARGE else _LARGE_DTYPES)
+        for asynchronous in (False, True)
+    ]
     for name, check in COLLECTIVE_CHECKS.items():
-        for case in _cases():
+        for case in cases:
             try:
                 what = check(_Tensors(communicator, case))
             except Exception as error:
@@ -60,16 +66,8 @@ def run_checks(communicator: Communicator) -> Checked:
                 what = text.splitlines()[0][:300]
             checked += 1
             if what:
-                case_text = f"{name}, {case}"
-                wrong.append(WrongValue(case=case_text, rank=communicator.rank, what=what))
+                wrong.append(WrongValue(case=f"{name}, {case}", rank=communicator.rank, what=what))
     return Checked(checked=checked, wrong=tuple(wrong), left_out=tuple(sorted(left_out)))
-
-
-def _cases() -> Iterator[_Case]:
-    for count in COUNTS:
-        for dtype in DTYPES if count < _LARGE else _LARGE_DTYPES:
-            for asynchronous in (False, True):
-                yield _Case(dtype, count, asynchronous)
 
 
 class _Tensors:

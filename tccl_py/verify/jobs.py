@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -74,11 +74,10 @@ class Runner(Protocol):
         """Run each host's ranks, of one job or of several at once."""
 
 
-class LocalRunner:
+class LocalRunner(NamedTuple):
     """Runs ranks on this host."""
 
-    def __init__(self, server: ForkServer | None = None) -> None:
-        self._server = server
+    server: ForkServer | None = None
 
     def rendezvous(self, host: str, count: int) -> Sequence[Rendezvous | None]:  # noqa: ARG002
         """Return none: ranks of one host meet in a file."""
@@ -87,7 +86,7 @@ class LocalRunner:
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> Mapping[str, Sequence[RankOutput]]:
         """Run the ranks; see `Runner`."""
         ((host, own),) = tasks.items()
-        return {host: run_tasks(own, server=self._server)}
+        return {host: run_tasks(own, server=self.server)}
 
 
 class HostRanks(msgspec.Struct, frozen=True, kw_only=True):

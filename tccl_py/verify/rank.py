@@ -60,10 +60,8 @@ def run_spec(spec: JobSpec, communicator: Communicator, slot: TimeSlot) -> JobRe
         device=torch.cuda.get_device_name(communicator.device) if cuda else "",
     )
     if spec.checks:
-        found = run_checks(communicator)
-        result = msgspec.structs.replace(
-            result, checked=found.checked, wrong=found.wrong, left_out=found.left_out
-        )
+        found = msgspec.structs.asdict(run_checks(communicator))
+        result = msgspec.structs.replace(result, **found)
     if spec.rows:
         warm_up(communicator)
         timings = tuple(_timings(spec, communicator, slot))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -61,14 +62,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def rows(self) -> tuple[TimedRow, ...]:
         """Return the rows of collectives in the order of their timing."""
-        return (
-            *(TimedRow(bytes=size) for size in self.sizes),
-            *(
-                TimedRow(bytes=size, groups=groups)
-                for groups in self.groups
-                for size in self.group_sizes
-            ),
-        )
+        whole = [TimedRow(bytes=size) for size in self.sizes]
+        pairs = itertools.product(self.groups, self.group_sizes)
+        return (*whole, *(TimedRow(bytes=size, groups=groups) for groups, size in pairs))
 
 
 class WrongValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

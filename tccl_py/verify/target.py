@@ -50,8 +50,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     graphs: Mapping[str, str]
     only: ChoiceName | None = None
 
-    # Verification.
-
     @property
     def name(self) -> str:
         """Return the name of the machine, or the number of hosts."""
@@ -116,8 +114,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def find_rings(self, log: str, variables: Mapping[str, str]) -> RingsFound:
         """Compare NCCL's log of a job with these NCCL variables with the planned rings."""
         return rings_found(self.plan, self.graphs, log, variables)
-
-    # Tuning.
 
     @property
     def choices(self) -> Choices:
