@@ -11,6 +11,7 @@ from tccl_py.errors import SearchError
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.rings import ring
 from tccl_py.model.symmetry import automorphisms
+from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.network import chain_hop_space, chains_as_rings, gdr_variants
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
@@ -19,7 +20,6 @@ from tccl_py.search.chains import (
     Pairing,
     chain_of,
     chains_of,
-    flows_of,
     paired_chains,
     ring_of,
     symmetry_keeping,
@@ -84,6 +84,11 @@ def test_chains_together_use_every_nic_once_in_each_direction():
     assert sorted(chain.exit_nic for chain in chains) == list(nics)
 
 
+def together(source, chains):
+    flows = transfer_set(hop.flow for chain in chains for hop in chain.all_hops)
+    return source.measure([flows])[0].rate_gbps
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_chains_with_given_nics_are_the_best_of_all_such_sets(seed):
     machine = networked_machine(gpus=2, nics=2)
@@ -92,7 +97,7 @@ def test_chains_with_given_nics_are_the_best_of_all_such_sets(seed):
     result = paired_chains(space, pairing, source=source, symmetry=automorphisms(machine))
     chains = [chain_of(ring(hops)) for hops in all_chains(space)]
     rates = [
-        source.measure([flows_of(pair)])[0].rate_gbps
+        together(source, pair)
         for pair in itertools.combinations_with_replacement(chains, 2)
         if sorted((one.entry_nic, one.exit_nic) for one in pair) == list(pairing.pairs)
     ]

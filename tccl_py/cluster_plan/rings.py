@@ -17,7 +17,6 @@ from tccl_py.errors import SearchError
 from tccl_py.merge.rings import (
     ChainTable,
     MergedRing,
-    least_passes_limit,
     merge_with_switches,
     passes,
     uplink_limit,
@@ -180,7 +179,7 @@ def cluster_rings(
     carried = most = np.inf
     if cluster.switches is not None:
         carried = uplink_limit(cluster.switches, ring.hosts)
-        most = least_passes_limit(cluster.switches)
+        most = uplink_limit(cluster.switches, tuple(cluster.switches.all_hosts))
     rate = min(ring.rate_gbps, carried, *(one.rate_gbps for one in chains))
     return ClusterRings(
         settings=settings,

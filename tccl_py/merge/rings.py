@@ -222,11 +222,6 @@ def uplink_limit(tree: SwitchTree, order: Sequence[str]) -> float:
     return _uplink_share(_group(tree, order), range(len(order)))
 
 
-def least_passes_limit(tree: SwitchTree) -> float:
-    """Return the ring rate that uplinks allow in any order, GB/s: one pass of each at least."""
-    return uplink_limit(tree, tuple(tree.all_hosts))
-
-
 def passes(tree: SwitchTree, order: Sequence[str]) -> int:
     """Count the steps of the ring that leave a switch, over all switches."""
     groups = _group(tree, order).all_groups

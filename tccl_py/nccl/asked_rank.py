@@ -82,11 +82,7 @@ def main() -> None:
 def _made(
     library: Library, communicator: Communicator, number: int, rank: int, folder: Path
 ) -> CommunicatorLog:
-    """Make one communicator with the other ranks, end it, and return its log.
-
-    Raises:
-        MeasurementError: NCCL refuses.
-    """
+    """Make one communicator with the other ranks, end it, and return its log."""
     place = communicator.ranks.index(rank)
     dump, log = folder / f"dump-{number}.xml", folder / f"nccl-{rank}"
     # 1. Name the files that NCCL reads and writes with every communicator.

@@ -60,9 +60,6 @@ def candidates(
 
     Of settings with equal outcome the first is returned, which departs least from NCCL's defaults;
     FIFO sizes vary only where a pair bounces. `p2p_level` fixes the level (None: any).
-
-    Raises:
-        InputError: unknown GPUs, or channels or sizes out of range.
     """
     distinct: dict[tuple[Mechanism, ...], Settings] = {}
     known: dict[tuple[Level | None, bool], _Pairs] = {}

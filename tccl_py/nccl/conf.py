@@ -92,11 +92,7 @@ def settings_of_files(
 
 
 def job_environment(settings: Settings, *, graph: PurePosixPath | None = None) -> dict[str, str]:
-    """Return all variables of a job: the settings', and NCCL_GRAPH_FILE if given.
-
-    Raises:
-        InputError: settings the version does not have, or a path that is not absolute.
-    """
+    """Return all variables of a job: the settings', and NCCL_GRAPH_FILE if given."""
     variables = environment(settings)
     if graph is not None:
         check_path(graph)

@@ -102,11 +102,7 @@ def _choice(
 
 
 def default_chains(seen: NcclView, *, nodes: int) -> DefaultChains:
-    """Return default NCCL's choice on each of `nodes` equal nodes, NICs included.
-
-    Raises:
-        InputError: one node, or no NIC that NCCL may use.
-    """
+    """Return default NCCL's choice on each of `nodes` equal nodes, NICs included."""
     if nodes < 2 or not seen.system.nets:
         raise InputError(
             f"default NCCL on {nodes} nodes of {seen.machine.name}",
@@ -147,9 +143,6 @@ def default_chains_or_sys(seen: NcclView, *, nodes: int) -> DefaultChains:
     """Return the chains of a plan's baseline: under NCCL_P2P_LEVEL=SYS where only that helps.
 
     A P2P level among the view's settings stays.
-
-    Raises:
-        InputError: as `default_chains`.
     """
     chains = default_chains(seen, nodes=nodes)
     if not chains.fallback or seen.settings.p2p_level is not None:

@@ -57,10 +57,6 @@ def node_rings(
 
     The tree uses the ring's entry in both directions, as in NCCL's own dumps; it spreads to the
     second GPU where this GPU is as near to the NIC.
-
-    Raises:
-        InputError: channels that change NICs where the settings forbid it, an unknown NIC or
-            GPU, or a pair without a path.
     """
     settings = seen.settings
     if not may_change_rails(settings) and any(entry != leave for entry, leave in ends):
@@ -101,11 +97,7 @@ def _farthest(kinds: Sequence[PathType], settings: Settings) -> str:
 
 
 def graph_xml(rings: GraphRings, *, version: str = LATEST) -> str:
-    """Return the text of a graph file with a ring and a tree graph over the same orders.
-
-    Raises:
-        InputError: orders that differ in their GPUs, too many channels, or facts out of range.
-    """
+    """Return the text of a graph file with a ring and a tree graph over the same orders."""
     _check(rings, version)
     inter = rings.speed_gbps if rings.speed_inter_gbps is None else rings.speed_inter_gbps
     # A single node's tree uses no NIC, whatever its pattern.

@@ -64,9 +64,6 @@ def parse_log(text: str, *, where: str) -> InitLog:
     """Read final channels and connections from an INFO log of one or more ranks.
 
     Only rank 0 prints orders; a communicator begins with its channel 0 and ends with the last.
-
-    Raises:
-        InputError: channels of a communicator are missing.
     """
     if len(text) > MAX_LOG_CHARACTERS:
         raise InputError(where, "is too large", f"at most {MAX_LOG_CHARACTERS} characters")

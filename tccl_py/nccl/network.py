@@ -37,9 +37,6 @@ def net_buffer_numa(seen: NcclView, gpu: int, nic: int, direction: Direction) ->
     The proxy thread allocates a host buffer while its rank is bound to the CPUs nearest to its GPU
     (ncclTopoGetCpuAffinity), so the buffer is on the GPU's own NUMA node (the relay's, if a relay
     sends). NCCL_IGNORE_CPU_AFFINITY, NCCL_PROXY_CPUSET or a rank bound elsewhere change this.
-
-    Raises:
-        InputError: a GPU outside the communicator, or a NIC that NCCL would not use.
     """
     name, port = _ends(seen, gpu, nic)
     path = seen.paths.get((name, port), DISCONNECTED)
@@ -63,9 +60,6 @@ def relay(seen: NcclView, gpu: int, nic: int) -> int | None:
 
     The GPU's kernel writes over NVLink into the memory of the GPU beside the NIC, where the NIC
     reads. NCCL receives without PXN. No Settings choose NCCL_PXN_DISABLE=1.
-
-    Raises:
-        InputError: as `net_buffer_numa`.
     """
     pair = _ends(seen, gpu, nic)
     over = relay_of(seen.system, seen.paths.get(pair, DISCONNECTED))

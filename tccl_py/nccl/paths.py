@@ -29,8 +29,8 @@ class GpuDirectRule:
     """GPU direct RDMA under settings and a version.
 
     `level` is the farthest path; `read` whether NICs may read GPU memory, which sending needs
-    (None: NCCL decides). `relays_need_it` is whether only GPUs with GPU direct relay. `over_c2c` is
-    whether a NIC below the CPU of a GPU's C2C link counts as near.
+    (None: NCCL decides). With `relays_need_it` only GPUs with GPU direct relay; with `over_c2c` a
+    NIC below the CPU of a GPU's C2C link counts as near.
     """
 
     level: PathType
@@ -50,13 +50,8 @@ class GpuDirectRule:
     ) -> bool:
         """Return whether port `net` reaches the memory of `gpu`.
 
-        Args:
-            system: of the communicator.
-            gpu: a GPU of the communicator.
-            net: a usable port.
-            distance: the type of their path, or of the relay's path.
-            direction: `send` if the NIC reads the memory.
-            nvlinked: the GPUs with an NVLink to another GPU.
+        `distance` is the type of their path, or of the relay's path; `direction` is `send` if the
+        NIC reads the memory; `nvlinked` are the GPUs with an NVLink to another GPU.
         """
         if (gpu, net) not in system.gpu_direct or distance > self.level:
             return False
@@ -173,13 +168,9 @@ def with_policy(
     direct: frozenset[tuple[str, str]],
     rule: GpuDirectRule,
 ) -> Paths:
-    """Return paths with policy: pairs without P2P go over a CPU, NICs are reached as by NCCL.
+    """Return `shortest_paths` with policy: pairs without P2P go over a CPU, NICs as by NCCL.
 
-    Args:
-        system: the system of the paths.
-        paths: from `shortest_paths`; unchanged.
-        direct: pairs of GPUs that may talk without the CPU.
-        rule: for NICs and the memory of GPUs.
+    `direct` are the pairs of GPUs that may talk without the CPU; `rule` is for NICs and GPU memory.
     """
     result = dict(paths)
     for target in system.gpus:
@@ -234,13 +225,9 @@ class _NetPolicy:
     nvlinked: frozenset[str]
 
     def _allows(self, gpu: str, net: str, distance: PathType, direction: Direction) -> bool:
+        ends = self.system, gpu, net
         return self.rule.allows(
-            self.system,
-            gpu,
-            net,
-            distance=distance,
-            direction=direction,
-            nvlinked=self.nvlinked,
+            *ends, distance=distance, direction=direction, nvlinked=self.nvlinked
         )
 
     def send_by_relay(self, gpu: str, net: str) -> None:
@@ -285,27 +272,20 @@ def nearest(paths: Paths, source: str, targets: tuple[str, ...]) -> tuple[str, .
 def local_nets(system: System, paths: Paths, gpu: str) -> tuple[str, ...]:
     """Return the NIC ports that a GPU prefers, in the order of its channels.
 
-    GPUs with several equally near ports begin at different ports, by NVML index: see
-    `shares_nets_by_place` of GraphRules.
+    GPUs with several equally near ports begin at different ports (`shares_nets_by_place`).
     """
     nets = nearest(paths, gpu, system.nets)
     if not nets:
         return ()
     sharers = nearest(paths, nets[0], system.gpus)
-    count = len(nets)
-    start = int(gpu[1:])
+    count, start = len(nets), int(gpu[1:])
     if system.rules.shares_nets_by_place:
         start %= max(1, len(sharers))
-    if count & (count - 1) == 0:
-        start = _mirrored(start, count)
+    if count > 1 and count & (count - 1) == 0:
+        # Bits in reverse.
+        start = int(format(start & (count - 1), f"0{count.bit_length() - 1}b")[::-1], 2)
     per_gpu = -(-count // max(1, len(sharers)))
     return tuple(nets[(start + step) % count] for step in range(per_gpu))
-
-
-def _mirrored(value: int, power: int) -> int:
-    bits = power.bit_length() - 1
-    low = value & (power - 1)
-    return int(format(low, f"0{bits}b")[::-1], 2) if bits else 0
 
 
 def local_gpu(system: System, paths: Paths, net: str) -> str | None:
@@ -320,10 +300,7 @@ def local_gpu(system: System, paths: Paths, net: str) -> str | None:
 
 
 class NetPorts:
-    """The NIC ports of one machine, in the order of NCCL's channel search.
-
-    `gbps` is each port's bandwidth in GB/s, `names` are all names of the same port.
-    """
+    """The NIC ports of one machine in NCCL's order; `gbps` and `names` (aliases) by port."""
 
     def __init__(self, system: System, paths: Paths) -> None:
         self._system, self._paths = system, paths
@@ -343,17 +320,12 @@ class NetPorts:
 
     def _select(self, limit: int, gpu: str | None) -> tuple[str, ...]:
         """Return the ports that the GPUs prefer, then further ports by path type up to `limit`."""
-        gpus = self._system.gpus if gpu is None else (gpu,)
-        chosen: dict[str, None] = {}
-        for name in gpus:
-            chosen.update(dict.fromkeys(local_nets(self._system, self._paths, name)))
+        gpus, nets = self._system.gpus if gpu is None else (gpu,), self._system.nets
+        chosen = [net for name in gpus for net in local_nets(self._system, self._paths, name)]
         for kind in range(limit + 1):
-            for name in gpus:
-                ways = {
-                    net: self._paths.get((name, net), DISCONNECTED) for net in self._system.nets
-                }
-                chosen.update((net, None) for net, way in ways.items() if way.type == kind)
-        return tuple(chosen)
+            ends = ((name, net) for name in gpus for net in nets)
+            chosen += [end[1] for end in ends if self._paths.get(end, DISCONNECTED).type == kind]
+        return tuple(dict.fromkeys(chosen))
 
     def _locals(self, port: str) -> tuple[int, ...]:
         """Return the positions of the GPUs that begin a channel from this port."""

@@ -16,38 +16,14 @@ _RIGHT = {
     "NCCL_P2P_DISABLE": "1 would; leave it out otherwise",
     "NCCL_P2P_LEVEL": "a path type would, as SYS, PHB, PIX or LOC; leave it out otherwise",
 }
-_ALWAYS = (
-    "p2p_level",
-    "p2p_read",
-    "p2p_copy_engine",
-    "shm_locality",
-    "shm_copy_engine",
-    "shm_disable",
-    "net_disable_intra",
-    "buffsize",
-)
-_IF_PLANNED = (
-    "min_channels",
-    "max_channels",
-    "algo",
-    "net_gdr_level",
-    "net_gdr_read",
-    "cross_nic",
-    "ib_hca",
-    "ib_gid_index",
-    "socket_ifname",
-    "socket_threads",
-    "sockets_per_thread",
-)
-"""Settings that change a ring's transfers; the second kind counts only if the plan chose them."""
+_BY_P2P = ("p2p_level", "p2p_read", "p2p_copy_engine")
+_BY_MEMORY = ("shm_locality", "shm_copy_engine", "shm_disable", "buffsize")
+_ALWAYS = (*_BY_P2P, *_BY_MEMORY, "net_disable_intra")
+"""Settings that always change a ring's transfers; all others count only if the plan chose them."""
 
 
 def check_pinnable(name: str, *, where: str) -> None:
-    """Check that plans can be made under a variable.
-
-    Raises:
-        InputError: the variable is not in PINNABLE.
-    """
+    """Check that plans can be made under a variable."""
     if name not in PINNABLE:
         what = "is no variable that plans can be made under"
         raise InputError(f"{where} {name[:40]!r}", what, " or ".join(PINNABLE))
@@ -58,9 +34,6 @@ def pinned_values(variables: Mapping[str, str], *, where: str) -> dict[str, str]
 
     >>> pinned_values({"NCCL_P2P_LEVEL": "1"}, where="--pin-env")
     {'NCCL_P2P_LEVEL': 'PIX'}
-
-    Raises:
-        InputError: another variable, or a value without meaning to NCCL.
     """
     found = {}
     for name, value in sorted(variables.items()):
@@ -89,11 +62,7 @@ def direct_pairs(
 
 
 def check_pinned_env(pinned: Mapping[str, str], under: Iterable[Settings], where: str) -> None:
-    """Check a plan's pinned environment against the plan's settings.
-
-    Raises:
-        InputError: a variable that no plan is made under, or settings of another P2P level.
-    """
+    """Check a plan's pinned environment against the plan's settings."""
     if not pinned:
         return
     if pinned_values(pinned, where=f"{where} pinned_env") != pinned:
@@ -127,11 +96,8 @@ def env_conflicts(settings: Settings, given: Mapping[str, str]) -> tuple[str, ..
     wanted = environment(settings)
     if not _differ(settings, {**wanted, **given}):
         return ()
-    named = [
-        name
-        for name in sorted(given)
-        if name.startswith("NCCL_") and _differ(settings, {**wanted, name: given[name]})
-    ]
+    nccl = (name for name in sorted(given) if name.startswith("NCCL_"))
+    named = [name for name in nccl if _differ(settings, {**wanted, name: given[name]})]
     return tuple(named) or ("its NCCL variables",)
 
 
@@ -139,8 +105,8 @@ def _differ(settings: Settings, variables: Mapping[str, str]) -> bool:
     read = settings_from_environment(
         variables, version=settings.version, channels=settings.channels
     )
-    default = Settings()
-    planned = [
-        field for field in _IF_PLANNED if getattr(settings, field) != getattr(default, field)
-    ]
-    return any(getattr(read, f) != getattr(settings, f) for f in (*_ALWAYS, *planned))
+    return any(
+        getattr(read, field) != getattr(settings, field)
+        for field in Settings.__struct_fields__
+        if field in _ALWAYS or getattr(settings, field) != getattr(Settings(), field)
+    )

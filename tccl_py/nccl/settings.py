@@ -45,17 +45,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Settings of one NCCL process; None is NCCL's own default.
 
     `p2p_level` LOC lets no pair talk directly. `p2p_read` None reads on NVLink between two sm 80
-    GPUs and writes elsewhere. `channels` are ring channels in the graph file; a communicator ends
-    up with more, see `final_channels`. `buffsize` is one channel's FIFO in bytes. `shm_disable`
-    sends pairs without P2P over NICs; no plan chooses it. `min_channels` and `max_channels` bound
-    the final number of channels.
+    GPUs and writes elsewhere. `channels` are ring channels in the graph file; the final number is
+    more (`final_channels`), within `min_channels` and `max_channels`. `buffsize` is a channel's
+    FIFO in bytes. `shm_disable` sends pairs without P2P over NICs; no plan chooses it.
 
-    Of the network: NICs reach GPU memory up to `net_gdr_level` (LOC: never), when sending only if
-    `net_gdr_read` lets them (None: not below sm 80 without NVLink). `cross_nic` 0 keeps a ring on
-    one rail, 1 lets it change rails, 2 (NCCL's default) where that helps. `ib_hca` are NICs by
-    exact names, with or without a port (`mlx5_0:1`), `socket_ifname` interfaces; () is all. Each
-    connection over sockets has `socket_threads` helper threads with `sockets_per_thread` sockets
-    each (None: one of each, except on NICs of some clouds; net_socket.cc).
+    NICs reach GPU memory up to `net_gdr_level` (LOC: never), when sending only if `net_gdr_read`
+    lets them (None: not below sm 80 without NVLink). `cross_nic` 0 keeps a ring on one rail, 1 lets
+    it change rails, 2 (NCCL's default) where that helps. `ib_hca` are NICs by exact names, with or
+    without a port (`mlx5_0:1`), `socket_ifname` interfaces; () is all. A connection over sockets
+    has `socket_threads` helper threads with `sockets_per_thread` sockets each.
     """
 
     version: str = LATEST
@@ -82,12 +80,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def check_settings(settings: Settings) -> Settings:
-    """Return `settings` if their version of NCCL can follow them.
-
-    Raises:
-        InputError: a choice this version does not have, a number out of range, or names of NICs
-            that NCCL would misread.
-    """
+    """Return `settings` if their version of NCCL can follow them."""
     facts = version_facts(settings.version)
     where = f"settings for NCCL {settings.version}"
     if settings.shm_copy_engine is not None and not facts.shm_copy_engine:
@@ -142,9 +135,6 @@ def environment(settings: Settings) -> dict[str, str]:
 
     >>> environment(Settings(p2p_level="LOC", buffsize=524288))
     {'NCCL_P2P_DISABLE': '1', 'NCCL_BUFFSIZE': '524288'}
-
-    Raises:
-        InputError: from `check_settings`.
     """
     check_settings(settings)
     level, mode = settings.p2p_level, settings.shm_copy_engine
@@ -185,8 +175,8 @@ def settings_from_environment(
 ) -> Settings:
     """Return the settings that NCCL reads from variables; values without meaning count as unset.
 
-    Copy-engine bounces are dropped for a version without them. Lists of NICs or interfaces count
-    only with exact names (`=mlx5_0,mlx5_1`): prefixes and exclusions depend on the host.
+    Lists of NICs or interfaces count only with exact names (`=mlx5_0,mlx5_1`): prefixes and
+    exclusions depend on the host.
     """
     number = {name: integer(value) for name, value in variables.items()}
     facts = version_facts(version)
@@ -235,23 +225,17 @@ def settings_from_environment(
 
 
 def _level(text: str | None) -> Level | None:
-    for name in get_args(Level):
-        if text == name:
-            return name  # type: ignore[no-any-return]
+    if text in get_args(Level):
+        return text  # type: ignore[return-value]
     old = integer(text)
-    if old is None or old < 0:
-        return None
-    return _OLD_LEVELS[min(old, len(_OLD_LEVELS) - 1)]
+    return None if old is None or old < 0 else _OLD_LEVELS[min(old, len(_OLD_LEVELS) - 1)]
 
 
 def _exact_names(text: str | None, form: re.Pattern[str], most: int) -> tuple[str, ...]:
-    """Return the names of a list such as `=mlx5_0:1,mlx5_1`; () for any other form."""
     if text is None or not text.startswith("="):
         return ()
     names = tuple(dict.fromkeys(name for name in text[1:].split(",") if name))
-    if len(names) > most or any(form.fullmatch(name) is None for name in names):
-        return ()
-    return names
+    return names if len(names) <= most and all(map(form.fullmatch, names)) else ()
 
 
 def listed(names: tuple[str, ...], name: str, port: int) -> bool:
@@ -271,11 +255,8 @@ def integer(text: str | None) -> int | None:
 
 def settings_channels(settings: Settings, *, sm: int | None) -> int:
     """Return the final number of channels on one node under these settings."""
-    limits = {
-        "NCCL_MIN_NCHANNELS": settings.min_channels,
-        "NCCL_MAX_NCHANNELS": settings.max_channels,
-    }
-    variables = {name: str(count) for name, count in limits.items() if count is not None}
+    limits = {"MIN": settings.min_channels, "MAX": settings.max_channels}
+    variables = {f"NCCL_{end}_NCHANNELS": str(n) for end, n in limits.items() if n is not None}
     return final_channels(settings.channels, sm=sm, variables=variables, version=settings.version)
 
 

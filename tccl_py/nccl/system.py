@@ -56,8 +56,8 @@ class Node:
 class System:
     """The nodes of a machine seen by a communicator over some of its GPUs.
 
-    `gpus` are ids in NCCL's own order (that of the PCI tree), `nets` and `cpus` likewise.
-    `gpu_direct` are the pairs of GPU and port that support GPU direct RDMA.
+    `gpus`, `nets` and `cpus` are ids in the order of the PCI tree; `gpu_direct` the pairs of GPU
+    and port that support GPU direct RDMA.
     """
 
     machine: Machine
@@ -88,7 +88,7 @@ class System:
 
     def _cpus_are(self, vendor: str) -> bool:
         first = next(node for node in self.machine.numa_nodes if node.id == self.cpus[0])
-        return is_x86(first.arch) and first.vendor == vendor
+        return first.arch in ("x86_64", "x86", "amd64") and first.vendor == vendor
 
     def connect(self, source: str, target: str, kind: PathType, gbps: float) -> None:
         """Add a link, or widen an existing link; a node's links stay sorted, widest first."""
@@ -106,11 +106,6 @@ class System:
         links.insert(place, found)
 
 
-def is_x86(arch: str) -> bool:
-    """Return whether NCCL calls this architecture x86_64."""
-    return arch in ("x86_64", "x86", "amd64")
-
-
 def build_system(
     machine: Machine,
     *,
@@ -118,16 +113,9 @@ def build_system(
     nics: Sequence[int] | None = None,
     version: str = LATEST,
 ) -> System:
-    """Return NCCL's view of `machine` for a communicator over `gpus` (NVML indices; None: all).
+    """Return NCCL's view of `machine` for ranks on `gpus` (NVML indices), with usable NICs `nics`.
 
-    Args:
-        machine: the machine.
-        gpus: the ranks' GPUs, in rank order.
-        nics: numbers of the usable NICs; None is all.
-        version: NCCL's.
-
-    Raises:
-        InputError: no GPU, an unknown or doubled GPU, or an NVLink in one direction only.
+    None is all, of both.
     """
     chosen = _checked(machine, gpus)
     ports = [nic for nic in machine.nics if nics is None or nic.index in nics]
@@ -138,7 +126,9 @@ def build_system(
     for cpu in system.cpus:
         _add_below(system, cpu, flat)
     _add_nvlinks(system)
-    _connect_cpus(system)
+    numa = {node.id: node for node in machine.numa_nodes}
+    for source, target in permutations(system.cpus, 2):
+        system.connect(source, target, PathType.SYS, between_cpus_gbps(numa[source]))
     for cpu in system.cpus:
         _sort_links(system, cpu, None)
     _check_both_ways(system)
@@ -274,12 +264,6 @@ def _add_nvlinks(system: System) -> None:
             system.connect(target, source, kind, link.count * each)
 
 
-def _connect_cpus(system: System) -> None:
-    nodes = {node.id: node for node in system.machine.numa_nodes}
-    for source, target in permutations(system.cpus, 2):
-        system.connect(source, target, PathType.SYS, between_cpus_gbps(nodes[source]))
-
-
 def _sort_links(system: System, name: str, up: str | None) -> None:
     """Move the link to the parent behind all siblings, at every level."""
     links = system.nodes[name].links
@@ -295,8 +279,6 @@ def _check_both_ways(system: System) -> None:
     ways = {(link.source, link.target, link.type) for link in system.links}
     for source, target, kind in ways:
         if (target, source, kind) not in ways:
-            raise InputError(
-                f"machine {system.machine.name}",
-                f"an NVLink goes from {source} to {target} but not back",
-                "NCCL fails at init unless both directions are described",
-            )
+            what = f"an NVLink goes from {source} to {target} but not back"
+            right = "NCCL fails at init unless both directions are described"
+            raise InputError(f"machine {system.machine.name}", what, right)

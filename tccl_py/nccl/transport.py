@@ -25,10 +25,10 @@ _READS_ON_NVLINK = 80
 
 
 class Mechanism(msgspec.Struct, frozen=True, kw_only=True):
-    """How NCCL moves bytes from one GPU to the next.
+    """How NCCL moves bytes from one GPU to the next; `network` is a pair sent over NICs.
 
     `side` is the end that holds a bounce's buffer; `copy_engines` are the ends that use a copy
-    engine. `path` and `gbps` are NCCL's model of the path. `network` is a pair sent over NICs.
+    engine. `path` and `gbps` are NCCL's model of the path.
     """
 
     kind: MechanismKind
@@ -44,19 +44,12 @@ class Mechanism(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pair_mechanism(seen: NcclView, source: int, target: int) -> Mechanism:
-    """Return how NCCL connects GPU `source` to GPU `target`.
-
-    Raises:
-        InputError: a GPU outside the communicator, or the same GPU twice.
-    """
+    """Return how NCCL connects GPU `source` to GPU `target`."""
     pair = (f"G{source}", f"G{target}")
     system, settings = seen.system, seen.settings
     if source == target or not all(gpu in system.sm for gpu in pair):
-        raise InputError(
-            f"hop from GPU {source} to GPU {target}",
-            "is no pair of the communicator's GPUs",
-            f"choose two of {', '.join(system.gpus)}",
-        )
+        what, right = "is no pair of the communicator's GPUs", ", ".join(system.gpus)
+        raise InputError(f"hop from GPU {source} to GPU {target}", what, f"choose two of {right}")
     path = seen.paths[pair]
     name, gbps = path.type.name, path.gbps
     if pair in seen.by_network:
@@ -65,11 +58,8 @@ def pair_mechanism(seen: NcclView, source: int, target: int) -> Mechanism:
         if settings.p2p_copy_engine:
             return Mechanism(kind="write", path=name, gbps=gbps, copy_engines=("sender",))
         return Mechanism(kind="read" if _reads(seen, pair) else "write", path=name, gbps=gbps)
-    engines: tuple[Side, ...] = ()
-    if settings.shm_copy_engine == "both":
-        engines = ("sender", "receiver")
-    elif settings.shm_copy_engine is not None:
-        engines = (settings.shm_copy_engine,)
+    sides: tuple[Side, ...] = ("sender", "receiver")
+    engines = tuple(side for side in sides if settings.shm_copy_engine in (side, "both"))
     return Mechanism(
         kind="bounce", path=name, gbps=gbps, side=settings.shm_locality, copy_engines=engines
     )
@@ -85,12 +75,8 @@ def _reads(seen: NcclView, pair: tuple[str, str]) -> bool:
 def hop_space(seen: NcclView, *, rings_in_set: int = 1) -> HopSpace:
     """Return one hop per ordered pair, by the mechanism the settings give the pair.
 
-    The space is empty where NCCL would send any pair over NICs: NCCL may then cut the node in parts
-    (`NcclView.parts`), by the order in which it found the GPUs. Every hop is moved by the final
-    channels' blocks, shared evenly by the rings of a set.
-
-    Raises:
-        InputError: settings the version does not have, or no ring.
+    The space is empty where NCCL would send any pair over NICs: it may then cut the node in parts.
+    Every hop is moved by the final channels' blocks, shared evenly by the rings of a set.
     """
     settings = check_settings(seen.settings)
     if rings_in_set < 1:

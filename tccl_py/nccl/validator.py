@@ -107,9 +107,6 @@ def validate_cluster(
 
     Every rank of a node has the node's file; `environment` has the job's other NCCL variables.
     Nodes that share their Machine, Knowledge and file are judged once.
-
-    Raises:
-        InputError: unknown GPUs, no nodes or too many, or a file larger than any NCCL reads.
     """
     _check_count(len(nodes))
     try:

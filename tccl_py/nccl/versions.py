@@ -28,13 +28,12 @@ class GraphRules(msgspec.Struct, frozen=True, kw_only=True):
     """How a version builds and searches its graph of a machine (src/graph of NCCL's releases).
 
     With `fuses_topologies` each rank looks only at its own GPU and all NICs, and the views are
-    fused in rank order; else each rank looks at all GPUs. With `device_nodes` every GPU is two
-    nodes, a device and a rank's GPU. With `nearer_wins` a path of a nearer type replaces another,
-    else only a wider path that is not longer. With `shares_nets_by_place` a GPU's first NIC follows
-    from its number among the GPUs that share the NICs, else from its NVML index alone. Where a
-    search finds nothing, `falls_back_to_local_nets` takes the NICs that the first and the last GPU
-    prefer, else NIC 0. With `old_gpus_leave_over_sys` trees of GPUs before sm 90 may reach NICs
-    over any path. `more_sm100_rates`, `rate_80` and `rate_86` add rates to the tables.
+    fused in rank order. With `device_nodes` every GPU is two nodes, a device and a rank's GPU. With
+    `nearer_wins` a path of a nearer type replaces another, else only a wider path that is not
+    longer. With `shares_nets_by_place` a GPU's first NIC follows from its number among the GPUs
+    that share the NICs, else from its NVML index. A search without result takes local NICs with
+    `falls_back_to_local_nets`, else NIC 0. With `old_gpus_leave_over_sys` trees of GPUs before sm
+    90 may reach NICs over any path.
     """
 
     fuses_topologies: bool
@@ -89,7 +88,6 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     children_checked: bool = True
     max_elements: int = 65536
     max_attributes: int = 16
-    max_value: int = 254
     rank_overrides_dev: bool = False
     p2p_copy_engine: bool = True
     shm_copy_engine: bool = True
@@ -132,9 +130,6 @@ def version_facts(version: str) -> VersionFacts:
 
     >>> version_facts("2.28.9").verified, version_facts("2.21").name, version_facts("2.21").verified
     (True, '2.18', False)
-
-    Raises:
-        InputError: not a version number.
     """
     wanted = _number(version)[:2]
     nearest = min(_KNOWN, key=lambda facts: _distance(facts.name, wanted))
@@ -148,9 +143,6 @@ def graph_rules(version: str) -> GraphRules:
 
     >>> graph_rules("2.30.4").nearer_wins, graph_rules("2.30").nearer_wins
     (False, True)
-
-    Raises:
-        InputError: not a version number.
     """
     number = _number(version)
     return GraphRules(**{rule: number >= first for rule, first in _RULES_SINCE.items()})
@@ -182,21 +174,14 @@ DEFAULT_WIDTH = 16
 
 _PCI_LANE = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
 """GT/s -> what NCCL counts a lane as, in 100 Mb/s (80 of them are 1 GB/s)."""
-_DEFAULT_LANE = 60
 
 _NVLINK = ((100, 40.1), (90, 20.6), (87, 20.0), (86, 12.0), (70, 20.0), (60, 18.0))
 """From this sm on, one NVLink's GB/s; older or unknown counts as sm 80."""
-_DEFAULT_NVLINK = 20.0
 
-_INTEL_FAMILY = 6
 _INTEL = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))
 """From this model on, GB/s between sockets: Emerald Rapids, Sapphire Rapids, Skylake."""
-_INTEL_OLD = 6.0
-_AMD = 16.0
 _ZHAOXIN = ("CentaurHauls", "  Shanghai  ")
 _ZHAOXIN_YONGFENG = (7, 0x5B)
-_POWER = 32.0
-_ARM = 6.0
 
 _INTRA = (40.0, 30.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0)
 _INTER = (48.0, 30.0, 28.0, 24.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0)
@@ -214,39 +199,29 @@ def pci_gbps(link: PciLink) -> float:
     >>> pci_gbps(PciLink(speed_gts=32.0)), pci_gbps(PciLink(speed_gts=8.0, width=8))
     (48.0, 6.0)
     """
-    lane = _PCI_LANE.get(link.speed_gts or 0.0, _DEFAULT_LANE)
+    lane = _PCI_LANE.get(link.speed_gts or 0.0, 60)
     return (link.width or DEFAULT_WIDTH) * lane / 80.0
 
 
 def nvlink_gbps(sm: int | None) -> float:
     """Return the bandwidth of one NVLink of a GPU of this sm."""
-    for first, gbps in _NVLINK:
-        if (sm or 0) >= first:
-            return gbps
-    return _DEFAULT_NVLINK
+    return next((gbps for first, gbps in _NVLINK if (sm or 0) >= first), 20.0)
 
 
 def between_cpus_gbps(node: NumaNode) -> float:
     """Return the bandwidth between NUMA nodes, by architecture, vendor and model."""
     if node.arch.startswith("ppc"):
-        return _POWER
+        return 32.0
     if node.arch.startswith(("arm", "aarch")):
-        return _ARM
+        return 6.0
     if node.vendor == "GenuineIntel":
-        return _intel(node.family, node.model)
+        known = _INTEL if node.family == 6 else ()
+        return next((gbps for first, gbps in known if (node.model or 0) >= first), 6.0)
     if node.vendor == "AuthenticAMD":
-        return _AMD
+        return 16.0
     if node.vendor in _ZHAOXIN:
         return 9.0 if (node.family, node.model) == _ZHAOXIN_YONGFENG else 6.0
     return LOCAL_GBPS
-
-
-def _intel(family: int | None, model: int | None) -> float:
-    if family == _INTEL_FAMILY:
-        for first, gbps in _INTEL:
-            if (model or 0) >= first:
-                return gbps
-    return _INTEL_OLD
 
 
 def speeds(sm: int, *, nodes: int, rules: GraphRules) -> Sequence[float]:

@@ -17,7 +17,6 @@ from tccl_py.model.paths import PathType
 from tccl_py.nccl.paths import (
     DISCONNECTED,
     GpuDirectRule,
-    Path,
     Paths,
     gpu_direct_rule,
     nvlinked,
@@ -37,8 +36,7 @@ class Reach:
 
     `direct` are the pairs that talk without the CPU, `by_network` the pairs that NCCL sends over
     NICs, `nvlinked` the GPUs with an NVLink to another GPU. `parts` are the GPUs in NCCL's order:
-    more than one part is a node that NCCL cuts at init, because too many pairs would go over NICs.
-    Each part is then a node of its own, and a graph file over all GPUs is refused.
+    more than one part is a node that NCCL cuts at init, and a graph file over all GPUs is refused.
     """
 
     paths: Paths
@@ -83,40 +81,23 @@ def view(
     """Return NCCL's view for a communicator over `gpus` (NVML indices; None is all GPUs).
 
     Views share systems and paths: planning asks under hundreds of settings.
-
-    Raises:
-        InputError: unknown GPUs, or a machine on which NCCL fails at init.
     """
     settings = settings or Settings()
     order = tuple(sorted(machine.gpu_indices if gpus is None else gpus))
-    survey = _Survey(machine, order, usable_nics(machine, settings), settings.version)
-    system, plain = _surveyed(survey)
-    policy = _Policy(
-        knowledge=knowledge,
-        level=p2p_level(system, settings),
-        rule=gpu_direct_rule(settings),
-        network=not settings.net_disable_intra,
-        shared_memory=not settings.shm_disable,
-    )
-    reach = _reach(survey, policy)
-    return NcclView(
-        system=system,
-        knowledge=knowledge,
-        settings=settings,
-        plain=plain,
-        paths=reach.paths,
-        direct=reach.direct,
-        by_network=reach.by_network,
-        parts=reach.parts,
-        nvlinked=reach.nvlinked,
-    )
+    # No other setting changes a communicator's system, or its paths and transports.
+    survey = machine, order, usable_nics(machine, settings), settings.version
+    system, plain = _surveyed(*survey)
+    level, rule = p2p_level(system, settings), gpu_direct_rule(settings)
+    off = settings.net_disable_intra, settings.shm_disable
+    reach = _reach(survey, knowledge, level, rule, off)
+    own = {name: getattr(reach, name) for name in Reach.__slots__}
+    return NcclView(system=system, knowledge=knowledge, settings=settings, plain=plain, **own)
 
 
 def usable_nics(machine: Machine, settings: Settings) -> tuple[int, ...]:
     """Return the numbers of the NICs that NCCL uses under these settings, in order.
 
-    NCCL_IB_HCA chooses among RDMA ports, which count from 1; NCCL_SOCKET_IFNAME among interfaces,
-    which have no port. A machine's NICs are of one kind: NCCL uses interfaces only without RDMA.
+    NCCL_IB_HCA chooses among RDMA ports, NCCL_SOCKET_IFNAME among interfaces, which have no port.
     """
     chosen = (
         nic
@@ -129,8 +110,7 @@ def usable_nics(machine: Machine, settings: Settings) -> tuple[int, ...]:
 def net_devices(machine: Machine, settings: Settings) -> dict[int, int]:
     """Return NIC number -> NCCL's device number under these settings.
 
-    A graph file names devices. NCCL counts only usable NICs: where some are left out, later NICs
-    move up; where none is, the numbers are the machine's own.
+    NCCL counts only usable NICs; where none is left out, numbers are the machine's own.
     """
     nics = usable_nics(machine, settings)
     if len(nics) == len(machine.nics):
@@ -148,49 +128,33 @@ def p2p_level(system: System, settings: Settings) -> PathType:
     return PathType[facts.default_p2p_level]
 
 
-@dataclass(frozen=True, slots=True)
-class _Survey:
-    """A communicator's GPUs, NICs and version: no other setting changes its system."""
-
-    machine: Machine
-    gpus: tuple[int, ...]
-    nics: tuple[int, ...]
-    version: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Policy:
-    """The settings and knowledge that paths and transports depend on."""
-
-    knowledge: Knowledge
-    level: PathType
-    rule: GpuDirectRule
-    network: bool
-    shared_memory: bool
-
-
 @lru_cache(maxsize=64)
-def _surveyed(survey: _Survey) -> tuple[System, Paths]:
-    system = build_system(
-        survey.machine, gpus=survey.gpus, nics=survey.nics, version=survey.version
-    )
+def _surveyed(
+    machine: Machine, gpus: tuple[int, ...], nics: tuple[int, ...], version: str
+) -> tuple[System, Paths]:
+    system = build_system(machine, gpus=gpus, nics=nics, version=version)
     return system, shortest_paths(system)
 
 
 @lru_cache(maxsize=256)
-def _reach(survey: _Survey, policy: _Policy) -> Reach:
-    system, plain = _surveyed(survey)
+def _reach(
+    survey: tuple[Machine, tuple[int, ...], tuple[int, ...], str],
+    knowledge: Knowledge,
+    level: PathType,
+    rule: GpuDirectRule,
+    off: tuple[bool, bool],
+) -> Reach:
+    system, plain = _surveyed(*survey)
+    no_network, no_shared_memory = off
     pairs = list(permutations(system.gpus, 2))
-    direct = frozenset(
-        pair for pair in pairs if _direct(system, policy.knowledge, plain, policy.level, pair)
-    )
-    paths = with_policy(system, plain, direct=direct, rule=policy.rule)
+    direct = frozenset(pair for pair in pairs if _direct(system, knowledge, plain, level, pair))
+    paths = with_policy(system, plain, direct=direct, rule=rule)
     # NCCL decides this before it knows which NICs reach GPU memory: by the plain paths.
-    net_gbps = _net_gbps(system, plain) if policy.network else {}
+    net_gbps = {} if no_network else _net_gbps(system, plain)
     by_network = frozenset(
         pair
         for pair in pairs
-        if not (policy.shared_memory or pair in direct)
+        if (no_shared_memory and pair not in direct)
         or min(net_gbps.get(gpu, 0.0) for gpu in pair) > paths[pair].gbps
     )
     return Reach(
@@ -220,16 +184,12 @@ def _direct(
     path = paths.get(pair, DISCONNECTED)
     if path.type > level:
         return False
-    stops = [pair[0], *_gpus_between(system, path), pair[1]]
+    between = [link.target for link in path.links[:-1]]
+    stops = [pair[0], *(name for name in between if system.nodes[name].kind == "gpu"), pair[1]]
     return all(
         knowledge.can_access(system.machine, int(source[1:]), int(target[1:]))
         for source, target in pairwise(stops)
     )
-
-
-def _gpus_between(system: System, path: Path) -> list[str]:
-    inner = [link.target for link in path.links[:-1]]
-    return [name for name in inner if system.nodes[name].kind == "gpu"]
 
 
 def _net_gbps(system: System, paths: Paths) -> Mapping[str, float]:

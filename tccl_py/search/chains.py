@@ -62,7 +62,7 @@ class Chain(msgspec.Struct, frozen=True, order=True):
     @property
     def flows(self) -> TransferSet:
         """All flows of the chain on this node, which run together."""
-        return flows_of([self])
+        return transfer_set(hop.flow for hop in self.all_hops)
 
 
 def entry(gpu: int, flow: Flow) -> Hop:
@@ -120,11 +120,6 @@ def ring_of(chain: Chain) -> Ring:
 def chains_of(rings: RingSet) -> tuple[Chain, ...]:
     """Return a set of rings through the world as chains, in order."""
     return tuple(chain_of(ring) for ring in rings.rings)
-
-
-def flows_of(chains: Sequence[Chain]) -> TransferSet:
-    """Return the flows of all chains, all at the same time."""
-    return transfer_set(hop.flow for chain in chains for hop in chain.all_hops)
 
 
 # Rules for the NICs of a set of chains.
