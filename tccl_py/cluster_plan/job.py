@@ -55,10 +55,9 @@ def simulated_cluster(
     """
     listed = _listed(nodes, hosts)
     _check_even(listed, len(model.machine.gpus), where=str(hosts))
+    machine, known = model.machine, model.knowledge
     reports = [
-        HostReport(
-            host=host.name, machine=model.machine, knowledge=model.knowledge, slots=host.slots
-        )
+        HostReport(host=host.name, machine=machine, knowledge=known, slots=host.slots)
         for host in listed
     ]
     return _cluster(reports, switches, where=str(hosts) if hosts is not None else "cluster")
@@ -90,22 +89,14 @@ def _listed(nodes: int | None, path: Path | None) -> tuple[HostSlots, ...]:
 
 
 def _check_even(hosts: Sequence[HostSlots], gpus: int, *, where: str) -> None:
-    """Check that equal machines have equal numbers of ranks, also those listed repeatedly.
-
-    Raises:
-        InputError: a host has other numbers of ranks than others, by being listed again.
-    """
+    """Check that equal machines have equal numbers of ranks, also those listed repeatedly."""
     ranks = {host.name: gpus if host.slots is None else host.slots for host in hosts}
     for host in hosts:
         uneven = next((name for name, count in ranks.items() if count != ranks[host.name]), None)
         if host.times > 1 and uneven is not None:
-            raise InputError(
-                where,
-                f"names {host.name} {host.times} times, which makes {ranks[host.name]} ranks, and "
-                f"{uneven} has {ranks[uneven]}",
-                f"a host that is named once has one for each of its {gpus} GPUs: name each once, "
-                "or give all as many",
-            )
+            what = f"names {host.name} {host.times} times, which makes {ranks[host.name]} ranks"
+            right = f"named once it has {gpus}, one for each GPU: name each once, or all as often"
+            raise InputError(where, f"{what}, and {uneven} has {ranks[uneven]}", right)
 
 
 def cluster_of_job(source: HostsSource, switches: Path | None) -> Cluster:
@@ -132,11 +123,7 @@ def plan_job(
 ) -> Plan:
     """Plan for the hosts of a job by measuring them; the plan has the notices of measuring.
 
-    Args:
-        source: the hosts, with a journal.
-        cluster: of `cluster_of_job`.
-        say: is told at once what is odd about hosts.
-        task: as `make_cluster_plan` takes it.
+    `say` is told at once what is odd about hosts; `task` is as `make_cluster_plan` takes it.
 
     Raises:
         SourceLostError: a host is gone.
@@ -162,12 +149,9 @@ def plan_job(
 def class_sources(source: HostsSource, cluster: Cluster) -> list[PlacedSource]:
     """Return a source for each class of hosts, over one host of it and a partner."""
     session = source.session
-    places = placements(
-        cluster,
-        over_sockets=session.over_sockets,
-        addressed={host.name: tuple(host.addresses) for host in session.hosts},
-        carried=session.network == "nccl",
-    )
+    addressed = {host.name: tuple(host.addresses) for host in session.hosts}
+    carried, tcp = session.network == "nccl", session.over_sockets
+    places = placements(cluster, over_sockets=tcp, addressed=addressed, carried=carried)
     return [PlacedSource(source, place) for place in places]
 
 

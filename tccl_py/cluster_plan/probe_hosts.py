@@ -96,7 +96,10 @@ class PlacedSource:
         left = [one for one in wanted.flows if one not in taken]
         flows = [self._placed(one, left) for one in left]
         if not flows:
-            return _of_node(wanted, [], _nothing(self._source), taken)
+            nothing = Measurement(
+                transfers=TransferSet(()), samples_gbps=(), simulated=self.simulated
+            )
+            return _of_node(wanted, [], nothing, taken)
         placed = transfer_set(flows)
         self._asked[placed] += 1
         # A journal below gives its n-th measurement of a set for the n-th time it is listed.
@@ -164,11 +167,6 @@ def _is_relayed(flow: Flow) -> bool:
     return any(place.kind == "G" and place not in ends for place in places)
 
 
-def _nothing(source: BandwidthSource) -> Measurement:
-    """The measurement of a set without flows."""
-    return Measurement(transfers=TransferSet(()), samples_gbps=(), simulated=source.simulated)
-
-
 def _of_node(
     wanted: TransferSet, placed: Sequence[Flow], answer: Measurement, taken: Mapping[Flow, float]
 ) -> Measurement:
@@ -183,12 +181,8 @@ def _of_node(
         (taken[flow],) * repeats if flow in taken else rows[next(there)].pop(0)
         for flow in wanted.flows
     )
-    return msgspec.structs.replace(
-        answer,
-        transfers=wanted,
-        samples_gbps=samples,
-        assumed=answer.assumed or bool(taken),
-    )
+    assumed = answer.assumed or bool(taken)
+    return msgspec.structs.replace(answer, transfers=wanted, samples_gbps=samples, assumed=assumed)
 
 
 def placements(
@@ -209,10 +203,11 @@ def placements(
         InputError: a class without NIC.
     """
     found = []
-    for number in range(len(cluster.classes)):
+    for number, own in enumerate(cluster.classes):
         host = next(one.name for one in cluster.hosts if one.node_class == number)
         others = [one.name for one in cluster.hosts if one.name != host]
-        near = _same_switch(cluster, host)
+        switches = cluster.switches.all_switches if cluster.switches is not None else ()
+        near = next((switch.hosts for switch in switches if host in switch.hosts), ())
         partner = min(
             others,
             key=lambda name: (
@@ -223,25 +218,16 @@ def placements(
         )
         placement = _placement(cluster, host, partner, carried=carried)
         if over_sockets or carried:
-            nics = cluster.classes[number].machine.nics
-            speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in nics if nic.speed_mbps > 0}
+            nics = [nic for nic in own.machine.nics if nic.speed_mbps > 0]
+            speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in nics}
             placement = msgspec.structs.replace(placement, unmeasured=speeds)
-        if over_sockets:
-            unreached = _unreached(placement, addressed)
+        if over_sockets and addressed is not None:
+            here, there = addressed[host], addressed[partner]
+            ends = placement.ends.items()
+            unreached = frozenset(n for n, (end, _) in ends if n not in here or end not in there)
             placement = msgspec.structs.replace(placement, unreached=unreached)
         found.append(placement)
     return tuple(found)
-
-
-def _unreached(
-    placement: Placement, addressed: Mapping[str, Collection[int]] | None
-) -> frozenset[int]:
-    """NICs of the host that have no address, or whose partner's has none."""
-    if addressed is None:
-        return frozenset()
-    mine, theirs = addressed[placement.host], addressed[placement.partner]
-    ends = placement.ends.items()
-    return frozenset(nic for nic, (other, _) in ends if nic not in mine or other not in theirs)
 
 
 def _placement(cluster: Cluster, host: str, partner: str, *, carried: bool) -> Placement:
@@ -255,15 +241,6 @@ def _placement(cluster: Cluster, host: str, partner: str, *, carried: bool) -> P
     beside = gpus_beside_nics(theirs, known) if carried else {}
     gpus = {nic: beside[other] for nic, (other, _) in ends.items() if carried}
     return Placement(host=host, partner=partner, ends=ends, gpus=gpus)
-
-
-def _same_switch(cluster: Cluster, host: str) -> frozenset[str]:
-    if cluster.switches is None:
-        return frozenset()
-    for switch in cluster.switches.all_switches:
-        if host in switch.hosts:
-            return frozenset(switch.hosts)
-    return frozenset()
 
 
 def whole_ring(plan: Plan) -> TransferSet:
@@ -291,9 +268,6 @@ def whole_ring_rate(plan: Plan, source: BandwidthSource) -> float:
     """
     (answer,) = source.measure([whole_ring(plan)])
     return plan.ring_count * answer.rate_gbps
-
-
-# Uplinks of switches.
 
 
 def estimate_uplinks(tree: SwitchTree, pairs: Sequence[PairRate]) -> SwitchTree:

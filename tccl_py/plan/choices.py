@@ -72,10 +72,9 @@ def own_choices(task: Task) -> OwnChoices:
     """
     settings = default_settings(task)
     found = own_rings(task, settings)
-    if task.own_rings is not None:
-        # An installed NCCL is asked now: later the source may have the GPUs to itself.
-        for one in mechanisms(task):
-            own_rings(task, one)
+    # An installed NCCL is asked now: later the source may have the GPUs to itself.
+    for one in mechanisms(task) if task.own_rings is not None else ():
+        own_rings(task, one)
     default, note = _default(task, settings, found)
     unrated = PlanChoice(settings=settings, rings=found.rings, rate_gbps=None, note=note)
     tried = [] if default is None else [default]
@@ -141,7 +140,7 @@ def _try_variables(task: Task, tried: list[Stock]) -> None:
         before = len(tried)
         _rate_all(task, plain, found, counts[:1] + counts[1:][-1:], tried)
         if tried[before:]:
-            compared.append((max(map(_rate, tried[before:])), before, plain))
+            compared.append((max(one.rate_gbps for one in tried[before:]), before, plain))
     # 2. Try all numbers of channels and FIFO sizes with the best mechanisms.
     compared.sort(key=lambda one: -one[0])
     for _, place, plain in compared[:FINALISTS]:
@@ -152,13 +151,9 @@ def _try_variables(task: Task, tried: list[Stock]) -> None:
             _rate_all(task, sized, found, _counts(found), tried)
 
 
-def _rate(one: Stock) -> float:
-    return one.rate_gbps
-
-
 def _least(tried: Sequence[Stock]) -> Stock:
     """Return the choice within 1 % of the best that sets the fewest variables."""
-    best = max(map(_rate, tried))
+    best = max(one.rate_gbps for one in tried)
     near = [one for one in tried if one.rate_gbps * (1 + WORTH) >= best]
     return min(near, key=lambda one: (len(environment(one.settings)), one.choice.channels))
 
@@ -172,11 +167,7 @@ def _counts(found: DefaultChoice) -> list[int]:
 
 
 def _rate_all(
-    task: Task,
-    settings: Settings,
-    found: DefaultChoice,
-    counts: Sequence[int],
-    tried: list[Stock],
+    task: Task, settings: Settings, found: DefaultChoice, counts: Sequence[int], tried: list[Stock]
 ) -> None:
     """Rate NCCL's own rings with these numbers of final channels, as far as that is possible."""
     for count in counts:
@@ -192,18 +183,10 @@ def _rated(
     channels: int | None = None,
     well: bool = False,
 ) -> Stock:
-    """Rate NCCL's own rings.
+    """Rate NCCL's own rings, `found` under the settings.
 
-    Args:
-        task: the GPUs and the source of rates.
-        settings: settings of the job.
-        found: NCCL's choice under the settings.
-        channels: final channels, by NCCL_MIN_NCHANNELS; None is NCCL's own number.
-        well: repeat a measurement whose samples spread.
-
-    Raises:
-        SearchError: NCCL gives a hop no mechanism of this node.
-        MeasurementError: the source cannot measure the rings.
+    `channels` are final channels, by NCCL_MIN_NCHANNELS; None is NCCL's own number. With `well` a
+    measurement whose samples spread is repeated.
     """
     more = channels is not None and channels > found.channels
     # A graph file's channels are doubled, and so are those of NCCL's search.

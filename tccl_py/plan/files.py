@@ -105,13 +105,17 @@ def host_graphs(plan: Plan) -> dict[str, str]:
     return {host.name: texts[host.path] for host in plan.hosts}
 
 
+def class_view(plan: Plan, number: int, settings: Settings) -> NcclView:
+    """Return NCCL's view of a host of a class, with the plan's GPUs of it."""
+    one = plan.cluster.classes[number]
+    return view(one.machine, one.knowledge, settings, gpus=plan.class_gpus[number])
+
+
 def _path_text(plan: Plan, path: HostPath) -> str:
-    one = plan.cluster.classes[path.node_class]
-    gpus = plan.class_gpus[path.node_class]
     dealt = [path.chains[at % len(path.chains)] for at in range(plan.settings.channels)]
     ends = [(chain.entry_nic, chain.exit_nic) for chain in dealt]
     return node_graph_text(
-        view(one.machine, one.knowledge, plan.settings, gpus=gpus),
+        class_view(plan, path.node_class, plan.settings),
         [chain.gpus for chain in dealt],
         [(into, out) for into, out in ends if into is not None and out is not None],
         # Rings are as fast as the slowest host lets them be, and NCCL takes the least of all.

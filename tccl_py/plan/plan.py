@@ -187,8 +187,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cancelled: bool = False
     winner: ChoiceName | None = None
 
-    # The single host, where there is one.
-
     @property
     def is_cluster(self) -> bool:
         """Return whether the plan is for several hosts."""
@@ -229,8 +227,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The rings of the single host."""
         self.check_single("plan", "name one of its paths")
         return self.paths[0].chains
-
-    # All hosts.
 
     @property
     def ring_count(self) -> int:
@@ -288,14 +284,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def bottleneck(self) -> tuple[str, PlanHop]:
         """The slowest hop of all, and the class that it is in."""
-        slowest = [
-            (self.cluster.classes[path.node_class].name, chain.bottleneck)
-            for path in self.paths
-            for chain in path.chains
-        ]
-        return min(slowest, key=lambda found: found[1].gbps)
-
-    # What to do with it.
+        slowest = [(path.node_class, one.bottleneck) for path in self.paths for one in path.chains]
+        number, hop = min(slowest, key=lambda found: found[1].gbps)
+        return self.cluster.classes[number].name, hop
 
     @property
     def provenance(self) -> str:

@@ -59,7 +59,7 @@ def plan_subset(
         task, gpus=gpus, ring_counts=SUBSET_RING_COUNTS, budget=SUBSET_BUDGET
     )
     # The whole machine's rings without the GPUs that are missing are a good beginning.
-    known = [tuple(_without(order, gpus) for order in orders)]
+    known = [tuple(tuple(gpu for gpu in order if gpu in gpus) for order in orders)]
     try:
         result = search_under(part, settings, orders=known, floor=0.0, sets=SUBSET_BUDGET.sets or 1)
     except (SearchError, MeasurementError):
@@ -75,10 +75,7 @@ def subset_on_demand(
 ) -> SubsetRings | None:
     """Return rings over some of a plan's GPUs, under its settings; None where they allow none.
 
-    Args:
-        plan: of all the GPUs.
-        source: answers transfer sets of the plan's machine.
-        subset: two or more of the GPUs.
+    `source` answers transfer sets of the plan's machine; `subset` has two or more of its GPUs.
     """
     task = Task(
         machine=plan.machine,
@@ -93,10 +90,6 @@ def subset_on_demand(
         p2p_level=pinned_level(plan.pinned_env),
     )
     return plan_subset(task, plan.settings, [ring.gpus for ring in plan.rings], subset)
-
-
-def _without(order: Order, gpus: Sequence[int]) -> Order:
-    return tuple(gpu for gpu in order if gpu in gpus)
 
 
 def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings]:
@@ -119,13 +112,8 @@ def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings
 def limit_gbps(source: BandwidthSource, rings: RingSet, *, assumed: bool) -> float | None:
     """Measure bare copies over the hops of a ring set, by copy engines and by kernels.
 
-    Args:
-        source: of the rings' own rates, too.
-        rings: the rings of a plan's recommended choice.
-        assumed: whether assumed values may lie behind the limit, as they do behind the plan.
-
-    Returns:
-        The better of the two in GB/s, scored as the rings are; None if neither can be measured.
+    Return the better of the two in GB/s, scored as the rings are; None if neither can be measured.
+    With `assumed` assumed values may lie behind the limit, as they do behind the plan.
     """
     rates = []
     for copy_engine in (True, False):

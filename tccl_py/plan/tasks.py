@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from math import gcd
 from typing import TypeVar
 
@@ -111,13 +111,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 def choice_found(settings: Settings, result: SearchResult) -> Choice:
     """Return the result of a search under these settings as a choice."""
-    return Choice(
-        settings=settings,
-        rings=result.rings,
-        rate_gbps=result.rate_gbps,
-        result=result,
-        searched=settings,
-    )
+    rings, rate = result.rings, result.rate_gbps
+    return Choice(settings=settings, rings=rings, rate_gbps=rate, result=result, searched=settings)
 
 
 class Stock(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,28 +160,13 @@ def space_under(task: Task, settings: Settings, count: int) -> HopSpace:
     """Return the hops open to each ring of a set of `count`, with those of the network if any."""
     key = (settings, count, task.gpus, task.network)
     if key not in task.spaces:
-        task.spaces[key] = _space(task, settings, count)
-    return task.spaces[key]
-
-
-def _space(task: Task, settings: Settings, count: int) -> HopSpace:
-    if task.network is None:
-        return hop_space(
-            view(task.machine, task.knowledge, settings, gpus=task.gpus), rings_in_set=count
+        seen, network = view(task.machine, task.knowledge, settings, gpus=task.gpus), task.network
+        task.spaces[key] = (
+            hop_space(seen, rings_in_set=count)
+            if network is None
+            else chain_hop_space(seen, nics=network.nics, chains_in_set=count)
         )
-    return chain_hop_space(
-        view(task.machine, task.knowledge, settings, gpus=task.gpus),
-        nics=task.network.nics,
-        chains_in_set=count,
-    )
-
-
-def rules_under(task: Task, counts: Sequence[int]) -> dict[int, SetRule]:
-    """Return the rules for rings of a set, by the size of the set."""
-    network = task.network
-    if network is None:
-        return {}
-    return {one: EvenUse(network.nics, one, same=network.same_nic) for one in counts}
+    return task.spaces[key]
 
 
 def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:
@@ -204,22 +184,13 @@ def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:
     again = source.measure([rings.flows] * CAREFUL)
     rows = zip(*(one.samples_gbps for one in again), strict=True)
     samples = tuple(tuple(chain.from_iterable(row)) for row in rows)
+    # Suspect repeats are numbered through.
+    firsts = accumulate((len(one.samples_gbps[0]) for one in again), initial=0)
+    outliers = [at + o for at, one in zip(firsts, again, strict=False) for o in one.outliers]
+    settled = all(one.settled for one in again)
     return msgspec.structs.replace(
-        first,
-        samples_gbps=samples,
-        settled=all(one.settled for one in again),
-        outliers=_outliers(again),
+        first, samples_gbps=samples, settled=settled, outliers=tuple(outliers)
     )
-
-
-def _outliers(measurements: Sequence[Measurement]) -> tuple[int, ...]:
-    """The suspect repeats of several measurements, numbered through."""
-    found: list[int] = []
-    before = 0
-    for one in measurements:
-        found += [before + repeat for repeat in one.outliers]
-        before += len(one.samples_gbps[0])
-    return tuple(found)
 
 
 def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
@@ -262,13 +233,16 @@ def search_under(
         sets: the limit of measured sets.
     """
     counts = [count for count in task.ring_counts if settings.channels % count == 0]
+    network, rules = task.network, dict[int, SetRule]()
+    if network is not None:
+        rules = {one: EvenUse(network.nics, one, same=network.same_nic) for one in counts}
     problem = SearchProblem(
         spaces={count: space_under(task, settings, count) for count in counts},
         source=task.source,
         symmetry=automorphisms(task.machine, task.knowledge, gpus=task.gpus),
         orders=tuple(tuple(one) for one in orders),
         known=tuple(tuple(one) for one in known),
-        rules=rules_under(task, counts),
+        rules=rules,
         cuts=natural_cuts(task.machine, task.knowledge, gpus=task.gpus),
         floor_gbps=floor,
         budget=msgspec.structs.replace(task.budget, sets=sets),

@@ -14,7 +14,8 @@ from tccl_py.nccl.network import gdr_variants as gdr_settings
 from tccl_py.nccl.settings import Settings, check_settings, final_channels
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import version_facts
-from tccl_py.nccl.view import NcclView, view
+from tccl_py.nccl.view import NcclView
+from tccl_py.plan.files import class_view
 from tccl_py.plan.plan import HostPath, Plan, PlanChain
 
 PathFlows = tuple[tuple[Flow, ...], ...]
@@ -57,9 +58,8 @@ def path_flows(plan: Plan, path: HostPath, settings: Settings) -> PathFlows:
     Raises:
         SearchError: a pair of its GPUs, or a GPU and a NIC, has no hop then.
     """
-    one, gpus = plan.cluster.classes[path.node_class], plan.class_gpus[path.node_class]
     count = len(path.chains)
-    seen = view(one.machine, one.knowledge, settings, gpus=gpus)
+    seen = class_view(plan, path.node_class, settings)
     if plan.is_cluster:
         space = chain_hop_space(seen, chains_in_set=count)
         rings = chains_as_rings(
@@ -96,13 +96,12 @@ def gdr_variants(plan: Plan, settings: Settings) -> tuple[Settings, ...]:
 
 def _gdr_of_classes(plan: Plan, settings: Settings) -> Iterator[Settings]:
     """Settings that change the placement for some GPU and NIC of some class."""
-    for number, one in enumerate(plan.cluster.classes):
+    for number in range(len(plan.cluster.classes)):
         chains = [c for path in plan.paths if path.node_class == number for c in path.chains]
         ends = {nic for chain in chains for nic in (chain.entry_nic, chain.exit_nic)}
         nics = sorted(nic for nic in ends if nic is not None)
         if nics:
-            seen = view(one.machine, one.knowledge, settings, gpus=plan.class_gpus[number])
-            yield from gdr_settings(seen, nics=nics)
+            yield from gdr_settings(class_view(plan, number, settings), nics=nics)
 
 
 def retuned(plan: Plan, settings: Settings, *, achieved_gbps: float | None = None) -> Plan:
@@ -136,8 +135,6 @@ def retuned(plan: Plan, settings: Settings, *, achieved_gbps: float | None = Non
 
 
 def _moved(plan: Plan, path: HostPath, settings: Settings, flows: PathFlows) -> HostPath:
-    one = plan.cluster.classes[path.node_class]
-    seen = view(one.machine, one.knowledge, settings, gpus=plan.class_gpus[path.node_class])
     replace = msgspec.structs.replace
     chains = tuple(
         replace(
@@ -146,7 +143,7 @@ def _moved(plan: Plan, path: HostPath, settings: Settings, flows: PathFlows) -> 
         )
         for chain, new in zip(path.chains, flows, strict=True)
     )
-    type_intra, type_inter = path_types(seen, chains)
+    type_intra, type_inter = path_types(class_view(plan, path.node_class, settings), chains)
     return replace(path, chains=chains, type_intra=type_intra, type_inter=type_inter)
 
 
@@ -159,13 +156,9 @@ def _best_known(plan: Plan) -> float:
 
 
 def _as_measured(plan: Plan, settings: Settings, rate_gbps: float) -> bool:
-    found = []
-    for number in {path.node_class for path in plan.paths}:
-        one = plan.cluster.classes[number]
-        seen = view(one.machine, one.knowledge, settings, gpus=plan.class_gpus[number])
-        found.append(seen.system.sm_min)
-    hosts = len(plan.hosts)
-    return ends_as_measured(settings, sm=min(found), hosts=hosts, rate_gbps=rate_gbps)
+    classes = {path.node_class for path in plan.paths}
+    sm = min(class_view(plan, number, settings).system.sm_min for number in classes)
+    return ends_as_measured(settings, sm=sm, hosts=len(plan.hosts), rate_gbps=rate_gbps)
 
 
 def for_version(plan: Plan, version: str) -> Plan:
