@@ -25,8 +25,9 @@ from tccl_py.health.drift_record import keep_check, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.fitness import differences
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.directory import check_plan_directory, known_fingerprint, known_model
+from tccl_py.plan.directory import check_plan_directory, known_fingerprint
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.models import known_model
 from tccl_py.plan.plan import Plan
 from tccl_py.report.words import plan_name
 from tccl_py.sources.journal import JournalContents, JournalHeader

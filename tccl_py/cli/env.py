@@ -193,7 +193,8 @@ def _graph_file(
 def _plan_now(plan: Plan, directory: Path, gpus: tuple[int, ...], manifest: Manifest) -> bool:
     """Write a graph file for some GPUs of a simulated plan; return whether there is one now."""
     # Planning loads numerical libraries.
-    from tccl_py.plan.directory import planned_model, write_subset_graph  # noqa: PLC0415
+    from tccl_py.plan.directory import write_subset_graph  # noqa: PLC0415
+    from tccl_py.plan.models import planned_model  # noqa: PLC0415
     from tccl_py.plan.subsets import subset_on_demand  # noqa: PLC0415
     from tccl_py.simulator.source import Simulator  # noqa: PLC0415
 

@@ -31,8 +31,9 @@ from tccl_py.explain.explain import DEFAULT_BUDGET, MOST_FINDINGS
 from tccl_py.explain.explain import explain as explanation_of
 from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, known_model
+from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.models import known_model
 from tccl_py.plan.plan import Plan
 from tccl_py.report.words import mark as provenance
 from tccl_py.search.problem import Budget

@@ -11,9 +11,10 @@ from tccl_py.cli.options import PlanArgument, in_range, opt, parse_gpus, refuse
 from tccl_py.cli.output import ProgressLine
 from tccl_py.cli.streams import notice, notice_each, write_result
 from tccl_py.errors import InputError
-from tccl_py.plan.directory import JOURNAL_FILE, known_model, write_nccl_files
+from tccl_py.plan.directory import JOURNAL_FILE, write_nccl_files
 from tccl_py.plan.files import GRAPH_FILE, nccl_files
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.models import known_model
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.variants import for_version
 from tccl_py.search.problem import Reporter, SilentReporter

@@ -95,7 +95,7 @@ def _check_even(hosts: Sequence[HostSlots], gpus: int, *, where: str) -> None:
         uneven = next((name for name, count in ranks.items() if count != ranks[host.name]), None)
         if host.times > 1 and uneven is not None:
             what = f"names {host.name} {host.times} times, which makes {ranks[host.name]} ranks"
-            right = f"named once it has {gpus}, one for each GPU: name each once, or all as often"
+            right = f"a host that is named once has {gpus}: name each once, or all as often"
             raise InputError(where, f"{what}, and {uneven} has {ranks[uneven]}", right)
 
 
