@@ -60,9 +60,9 @@ def test_a_measured_plan_is_nowhere_slower_and_faster_at_large_sizes():
     assert min(one.compared.low for one in sizes) >= 0.97
     large = [one for one in sizes if one.bytes >= 64 << 20]
     assert all(one.verdict == "better" and one.compared.low >= 1.01 for one in large)
-    assert max(one.compared.half_width for one in large) <= 0.01
+    assert max((one.compared.high - one.compared.low) / 2 for one in large) <= 0.01
     # What is open is known to a few percent: jobs come in two kinds, 2 us apart.
-    assert max(one.compared.half_width for one in sizes) < 0.05
+    assert max((one.compared.high - one.compared.low) / 2 for one in sizes) < 0.05
 
 
 def test_a_plan_for_jobs_without_p2p_is_faster_by_two_fifths_when_tuned():
