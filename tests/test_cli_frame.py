@@ -85,7 +85,7 @@ BAD = {
     ),
     "another host": (
         ("measure", "h3.G0->h3.G0->h3.G1", *ON),
-        "h3.G0 is on another host; the simulator simulates one, so leave h3. out",
+        "h3.G0 is on another host",
     ),
     "NaN noise": (
         ("measure", SET, *ON, "--noise", "nan"),
