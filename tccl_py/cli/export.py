@@ -64,8 +64,7 @@ def export(
         opt("N", "For tccl: the NIC that joins nodes, as N0 is 0; the fastest if not given."),
     ] = None,
     max_sets: Annotated[
-        int | None,
-        opt("N", f"For tccl: sets to measure at most; {DEFAULT_MAX_SETS} if not given."),
+        int | None, opt("N", f"For tccl: sets to measure at most; {DEFAULT_MAX_SETS} if not given.")
     ] = None,
 ) -> None:
     """Write the files that a runtime reads, or print the main one.

@@ -44,13 +44,7 @@ from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification, keep_v
 from tccl_py.verify.spec import COLLECTIVES, SIZES, Collective
 from tccl_py.verify.target import Target, read_target
 from tccl_py.verify.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
-from tccl_py.verify.verify import (
-    DEFAULT_ROUNDS,
-    DEFAULT_SECONDS,
-    RunBudget,
-    Watcher,
-    verify_target,
-)
+from tccl_py.verify.verify import DEFAULT_ROUNDS, DEFAULT_SECONDS, RunBudget, Watcher, verify_target
 
 if TYPE_CHECKING:
     from tccl_py.sources.hosts import HostFacts, Job

@@ -13,14 +13,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import (
-    decode_json,
-    encode_json,
-    lock,
-    read_text,
-    sweep_beside,
-    write_atomically,
-)
+from tccl_py.files import decode_json, encode_json, lock, read_text, sweep_beside, write_atomically
 from tccl_py.installation.blocks import (
     Change,
     apply_changes,

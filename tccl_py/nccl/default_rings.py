@@ -71,11 +71,7 @@ def default_choice(seen: NcclView, *, nodes: int = 1) -> DefaultChoice:
 
 @functools.lru_cache(maxsize=64)  # plans, explanations and subsets ask for the same choices
 def _choice(
-    machine: Machine,
-    knowledge: Knowledge,
-    settings: Settings,
-    gpus: tuple[int, ...],
-    nodes: int,
+    machine: Machine, knowledge: Knowledge, settings: Settings, gpus: tuple[int, ...], nodes: int
 ) -> DefaultChoice:
     seen = view(machine, knowledge, settings, gpus=gpus)
     ring = search_ring(seen, nodes=nodes)

@@ -162,11 +162,7 @@ def by_way_of(paths: Paths, source: str, middle: str, target: str) -> Path:
 
 
 def with_policy(
-    system: System,
-    paths: Paths,
-    *,
-    direct: frozenset[tuple[str, str]],
-    rule: GpuDirectRule,
+    system: System, paths: Paths, *, direct: frozenset[tuple[str, str]], rule: GpuDirectRule
 ) -> Paths:
     """Return `shortest_paths` with policy: pairs without P2P go over a CPU, NICs as by NCCL.
 

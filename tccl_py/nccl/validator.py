@@ -98,10 +98,7 @@ def validate(
 
 
 def validate_cluster(
-    nodes: Sequence[NodeJob],
-    *,
-    version: str = LATEST,
-    environment: Mapping[str, str] | None = None,
+    nodes: Sequence[NodeJob], *, version: str = LATEST, environment: Mapping[str, str] | None = None
 ) -> Verdict:
     """Return the verdict on the graph files of a job whose nodes, in rank order, may all differ.
 

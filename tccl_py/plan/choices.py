@@ -191,9 +191,7 @@ def _rated(
     more = channels is not None and channels > found.channels
     # A graph file's channels are doubled, and so are those of NCCL's search.
     settings = msgspec.structs.replace(
-        settings,
-        channels=max(1, found.channels // 2),
-        min_channels=channels if more else None,
+        settings, channels=max(1, found.channels // 2), min_channels=channels if more else None
     )
     rings = orders_under(task, settings, condensed(found.rings))
     measurement = (

@@ -30,13 +30,7 @@ from tccl_py.plan.plan import (
 )
 from tccl_py.plan.settings_search import SettingsSearch
 from tccl_py.plan.subsets import ALL_SUBSETS_UP_TO, limit_gbps, subset_rings
-from tccl_py.plan.tasks import (
-    Choice,
-    Stock,
-    Task,
-    default_settings,
-    measured_well,
-)
+from tccl_py.plan.tasks import Choice, Stock, Task, default_settings, measured_well
 from tccl_py.search.problem import Budget, Reporter, SearchResult, SilentReporter
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.memory import RememberingSource

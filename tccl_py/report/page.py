@@ -16,14 +16,7 @@ from tccl_py.nccl.pinned_env import pinned_env_text
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.plan import Plan, proof_text
 from tccl_py.report.contents import Contents, plan_files, rate_sources
-from tccl_py.report.machine import (
-    Layout,
-    NvLinks,
-    lay_out,
-    link_words,
-    machine_sentence,
-    nvlinks,
-)
+from tccl_py.report.machine import Layout, NvLinks, lay_out, link_words, machine_sentence, nvlinks
 from tccl_py.report.rates import (
     HeatMap,
     Reading,

@@ -318,7 +318,4 @@ def _nccl_order(run: Run) -> None:
         run.offer_orders(run.problem.orders or [(run.problem.gpus,)])
 
 
-STRATEGIES: dict[str, Strategy] = {
-    "best-first": _best_first,
-    "nccl-order": _nccl_order,
-}
+STRATEGIES: dict[str, Strategy] = {"best-first": _best_first, "nccl-order": _nccl_order}
