@@ -12,6 +12,15 @@ import resource
 from typing import NamedTuple
 
 
+def visible(text: str) -> str:
+    r"""Escape the characters that a terminal or a page would act on or not show.
+
+    >>> print(visible("a\x1b[31m"))
+    a\x1b[31m
+    """
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 class TcclError(Exception):
     """Base of every error this package raises on purpose."""
 

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.cli.streams import visible
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, visible
 from tccl_py.files import encode_json
 from tccl_py.plan.directory import machine_file, output_directory, write_nccl_files, write_plan
 from tccl_py.plan.load import load_plan

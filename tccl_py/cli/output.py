@@ -12,7 +12,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from tccl_py.cli.streams import visible
+from tccl_py.errors import visible
 from tccl_py.search.problem import Progress
 
 _PIPED_WIDTH = 120

@@ -9,21 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, visible
 from tccl_py.files import encode_json, write_atomically
 
 ANSWER_IS_NO = 1
 NOT_USABLE = 2
 NO_READER = 141
-
-
-def visible(text: str) -> str:
-    r"""Escape the characters that a terminal would act on or not show.
-
-    >>> print(visible("a\x1b[31m"))
-    a\x1b[31m
-    """
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def notice(text: str) -> None:

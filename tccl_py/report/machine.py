@@ -14,8 +14,8 @@ from itertools import pairwise
 
 import msgspec
 
+from tccl_py.errors import visible
 from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, PciLink
-from tccl_py.report.words import shown
 
 LANE = 36.0
 """Height of a lane: a rate above its line, a word below it."""
@@ -98,7 +98,7 @@ def fitted(text: str, width: float, size: float) -> str:
     >>> fitted("0000:03:00.0", 60, 10)
     '0000:03:0…'
     """
-    text = shown(text)
+    text = visible(text)
     fits = max(1, int(width / (size * _CHARACTER)))
     return text if len(text) <= fits else text[: fits - 1] + "…"
 

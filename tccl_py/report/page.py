@@ -10,6 +10,7 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
+from tccl_py.errors import visible
 from tccl_py.model.machine import Machine
 from tccl_py.nccl.conf import env_sh
 from tccl_py.nccl.pinned_env import pinned_env_text
@@ -36,7 +37,6 @@ from tccl_py.report.words import (
     order_words,
     plan_name,
     settings_words,
-    shown,
 )
 
 _MOST_HOSTS = 64
@@ -146,7 +146,7 @@ def _templates() -> jinja2.Environment:
 
 def _visible(value: Any) -> Any:
     if isinstance(value, str) and not isinstance(value, Markup):
-        return "\n".join(shown(line) for line in value.split("\n"))
+        return "\n".join(visible(line) for line in value.split("\n"))
     return value
 
 

@@ -14,15 +14,6 @@ CHOICE_WORDS: dict[ChoiceName, str] = {
 }
 
 
-def shown(text: str) -> str:
-    r"""Return `text` with characters escaped that a page would not show, or act on.
-
-    >>> print(shown("a\x1b[31m"))
-    a\x1b[31m
-    """
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
 def mark(*, simulated: bool, assumed: bool) -> str:
     """Return the mark beside every block of rates.
 
