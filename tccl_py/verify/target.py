@@ -144,8 +144,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         for path in plan.paths:
             node, gpus = plan.cluster.classes[path.node_class], plan.class_gpus[path.node_class]
             seen = view(node.machine, node.knowledge, settings, gpus=gpus)
-            pairs = [pair for chain in path.chains for pair in pairwise(chain.gpus)]
-            if not self.hosts:
+            if self.hosts:
+                pairs = [pair for chain in path.chains for pair in pairwise(chain.gpus)]
+            else:
                 pairs = [pair for ring in plan.choices[name].rings for pair in neighbours(ring)]
             found |= {pair_mechanism(seen, *pair).kind for pair in pairs}
         return found
@@ -191,15 +192,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if "graph" in changes or rates:
             settings = changes.get("graph", plan.settings)
             plan = retuned(plan, settings, achieved_gbps=rates.get("graph"))
-        if rates:
-            default = rates["default"]
-            equal = default if variables.settings == plan.stock.settings else None
-            variables = replace(variables, achieved_gbps=rates.get("variables", equal))
-            plan = replace(plan, stock=replace(plan.stock, achieved_gbps=default))
         # The limit was measured under the settings before.
         plan = replace(plan, variables=variables, limit_gbps=None)
-        graphs = host_graphs(plan) if plan.is_cluster else None
-        graphs = graphs or {THIS_HOST: nccl_files(plan, self.directory)[GRAPH_FILE]}
+        if rates:
+            plan = _achieved(plan, rates, equal=variables.settings == plan.stock.settings)
+        if self.hosts:
+            graphs = host_graphs(plan)
+        else:
+            graphs = {THIS_HOST: nccl_files(plan, self.directory)[GRAPH_FILE]}
         return replace(self, plan=plan, graphs=graphs)
 
     def settled(self, found: Verification) -> Target:
@@ -209,16 +209,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         rates = {arm.name: arm.gbps for arm in found.arms if arm.gbps is not None}
         if self.hosts:
-            plan, replace = self.plan, msgspec.structs.replace
-            default = rates.get("default")
-            # Variables that set nothing else have default NCCL's bandwidth.
-            equal = default if self.arm("variables") is self.arms[0] else None
-            variables = rates.get("variables", equal)
-            plan = replace(
-                plan,
-                stock=replace(plan.stock, achieved_gbps=default),
-                variables=replace(plan.variables, achieved_gbps=variables),
-            )
+            plan = _achieved(self.plan, rates, equal=self.arm("variables") is self.arms[0])
         else:
             plan = self.retuned({}, rates).plan
         return msgspec.structs.replace(
@@ -245,3 +236,17 @@ def read_target(plan: Plan, directory: Path) -> Target:
             raise InputError(str(file), "is missing", "plan again, or `tccl export` it")
         graphs[host] = read_text(file)
     return Target(plan=plan, directory=directory, graphs=graphs)
+
+
+def _achieved(plan: Plan, rates: Rates, *, equal: bool) -> Plan:
+    """Return the plan with what jobs without graph files achieved.
+
+    Variables that are `equal` to default NCCL's have its bandwidth.
+    """
+    replace, default = msgspec.structs.replace, rates.get("default")
+    variables = rates.get("variables", default if equal else None)
+    return replace(
+        plan,
+        stock=replace(plan.stock, achieved_gbps=default),
+        variables=replace(plan.variables, achieved_gbps=variables),
+    )
