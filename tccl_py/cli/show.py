@@ -14,7 +14,7 @@ from tccl_py.cli.options import JsonOption, PlanArgument, flag
 from tccl_py.cli.output import grid, results
 from tccl_py.cli.streams import print_json
 from tccl_py.nccl.pinned_env import pinned_env_text
-from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.settings import environment, environment_text
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, proof_text
 from tccl_py.readers.hosts import compress
@@ -143,7 +143,7 @@ def _summary(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.limit_text:
         yield "limit", f"{plan.limit_gbps:.2f} GB/s ({mark}): {plan.limit_text}"
     unchecked = "" if plan.settings_verified else " (this version was not checked)"
-    variables = _words(plan.settings) or "defaults"
+    variables = environment_text(plan.settings) or "defaults"
     more = f": {variables}" if plan.is_cluster else ""
     yield "NCCL", f"{plan.settings.version}{unchecked}{more}"
     if plan.pinned_env:
@@ -160,7 +160,7 @@ def _choice_text(plan: Plan, name: ChoiceName, choice: PlanChoice, mark: str) ->
         rate += f", {choice.achieved_gbps:.2f} achieved"
     gain = plan.gain(name)
     times = f", {gain:.2f}x default" if gain is not None and name != "default" else ""
-    variables = _words(choice.settings)
+    variables = environment_text(choice.settings)
     how = {
         "default": "NCCL as it runs here",
         "variables": f"with {variables}" if variables else "no variable helps",
@@ -170,11 +170,6 @@ def _choice_text(plan: Plan, name: ChoiceName, choice: PlanChoice, mark: str) ->
     note = f"; {choice.note}" if choice.note else ""
     here = " <- recommended" if name == plan.recommended else ""
     return f"{rate}{times}: {how}{note}{here}"
-
-
-def _words(settings: Settings) -> str:
-    """Return the variables that make these settings, "" for none."""
-    return " ".join(f"{name}={value}" for name, value in environment(settings).items())
 
 
 def _channels(count: int) -> str:

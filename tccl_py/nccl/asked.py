@@ -20,7 +20,7 @@ from tccl_py.nccl.asked_rank import Communicator, CommunicatorLog, JobSpec, Rank
 from tccl_py.nccl.default_rings import DefaultChoice, default_choice
 from tccl_py.nccl.graph_file import Graph, parse_graph_file
 from tccl_py.nccl.log import parse_log, same_rings, transport_of
-from tccl_py.nccl.settings import HOST_VARIABLES, Settings, environment
+from tccl_py.nccl.settings import HOST_VARIABLES, Settings, environment, environment_text
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.validator import Verdict, VerdictKind
 from tccl_py.nccl.versions import RING
@@ -352,8 +352,8 @@ class InstalledRings:
     def _corrected(
         self, emulated: DefaultChoice, found: NcclAnswer, settings: Settings
     ) -> DefaultChoice:
-        named = " ".join(f"{name}={value}" for name, value in environment(settings).items())
-        under = f"NCCL {found.version} with {named or 'its defaults'}"
+        named = environment_text(settings) or "its defaults"
+        under = f"NCCL {found.version} with {named}"
         self._compare_ways(found, settings, under)
         # Final channels are the searched channels twice, and no more than the tree has.
         rings = found.rings[: max(1, len(found.rings) // 2)]

@@ -170,6 +170,11 @@ def environment(settings: Settings) -> dict[str, str]:
     }
 
 
+def environment_text(settings: Settings) -> str:
+    """Return the variables that make these settings as `NAME=VALUE ...`, "" for none."""
+    return " ".join(f"{name}={value}" for name, value in environment(settings).items())
+
+
 def settings_from_environment(
     variables: Mapping[str, str], *, version: str = LATEST, channels: int = 1
 ) -> Settings:

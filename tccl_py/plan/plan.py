@@ -20,7 +20,7 @@ from tccl_py.model.cluster import Cluster, HostReport, NodeClass, class_name, cl
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import Flow
-from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.settings import Settings, environment_text
 
 FORMAT_VERSION = 2
 AS_GOOD = 0.01
@@ -340,7 +340,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The recommendation, in a sentence or two."""
         name, gain = self.recommended, self.gain(self.recommended)
         times = "" if gain is None else f": {gain:.2f}x default NCCL ({self.expected})"
-        variables = " ".join(f"{k}={v}" for k, v in environment(self.job_settings).items())
+        variables = environment_text(self.job_settings)
         file = "graph files" if self.is_cluster else "graph file"
         if name == "default":
             return f"Leave NCCL as it is. No variable or {file} is clearly faster."

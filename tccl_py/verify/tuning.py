@@ -16,7 +16,7 @@ from statistics import median
 import msgspec
 
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
-from tccl_py.nccl.settings import Settings, check_settings, environment
+from tccl_py.nccl.settings import Settings, check_settings, environment_text
 from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.plan import CHOICES, ChoiceName
 from tccl_py.verify.jobs import ConcurrentJobs, JobError, Launcher, Outcome
@@ -124,7 +124,7 @@ def _rejections(found: Verification) -> Iterator[str]:
         sizes = sizes_text([row.bytes for row in arm.losses])
         why = "; ".join(arm.objections) or (f"slower at {sizes}" if sizes else "no clear gain")
         lead = f"{arm.large.ratio:.2f}x default NCCL at large sizes"
-        variables = " ".join(f"{key}={value}" for key, value in environment(arm.settings).items())
+        variables = environment_text(arm.settings)
         yield f"tuned {arm.name} not used ({variables}): {lead}, but {why}"
 
 
