@@ -22,10 +22,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tccl_py.cluster_plan.planner import make_cluster_plan
     from tccl_py.errors import InputError, TcclError
     from tccl_py.model.cluster import Cluster, HostReport, cluster_of
     from tccl_py.model.transfer import parse_flow, parse_set
+    from tccl_py.plan.cluster_planner import make_cluster_plan
     from tccl_py.plan.directory import write_plan
     from tccl_py.plan.load import load_plan
     from tccl_py.plan.plan import Plan
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tccl_py.sources.opening import open_source
 
 _NAMES = {
-    "cluster_plan.planner": "make_cluster_plan",
+    "plan.cluster_planner": "make_cluster_plan",
     "errors": "InputError TcclError",
     "model.cluster": "Cluster HostReport cluster_of",
     "model.transfer": "parse_flow parse_set",

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.errors import SearchError
 from tccl_py.model.cluster import HostReport, cluster_of
 from tccl_py.model.knowledge import Knowledge
 from tccl_py.nccl.settings import environment, final_channels
 from tccl_py.nccl.validator import NodeJob, validate_cluster
+from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.files import nccl_files
 from tccl_py.plan.plan import per_channel
 from tccl_py.plan.planner import make_plan

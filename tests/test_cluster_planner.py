@@ -10,10 +10,6 @@ from hypothesis import strategies as st
 
 from tccl_profiler.compiler import program_for
 from tccl_profiler.nccl_links import process_variables
-from tccl_py.cluster_plan.host_class import HostClass, used_nics
-from tccl_py.cluster_plan.planner import make_cluster_plan
-from tccl_py.cluster_plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring
-from tccl_py.cluster_plan.rings import cluster_rings, rail_tuples
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import HostReport, SwitchTree, cluster_of
@@ -22,6 +18,10 @@ from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings, final_channels
 from tccl_py.nccl.view import view
+from tccl_py.plan.cluster_planner import make_cluster_plan
+from tccl_py.plan.cluster_rings import cluster_rings, rail_tuples
+from tccl_py.plan.host_class import HostClass, used_nics
+from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring
 from tccl_py.plan.tasks import Task
 from tccl_py.search.chains import Pairing
 from tccl_py.search.problem import Budget, SilentReporter

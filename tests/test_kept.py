@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.cli.plan import not_pinned
-from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.explain.build import by_mechanism
 from tccl_py.explain.explain import explain, node_of, subjects
@@ -27,6 +26,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.view import view
+from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan

@@ -20,10 +20,10 @@ from tccl_profiler.profiler import Options
 from tccl_profiler.program import Carrier, Link, is_nic
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
-from tccl_py.cluster_plan.job import cluster_of_job, plan_job
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.transfer import entering, joined, leaving, parse_set, transfer_set
 from tccl_py.nccl_library import Library
+from tccl_py.plan.job import cluster_of_job, plan_job
 from tccl_py.search.problem import Budget
 from tccl_py.sources.hosts import HostsSource
 from tccl_py.sources.profiled import MeasurementOptions

@@ -17,7 +17,6 @@ from tccl_py.cli.measure import journal_of_plan, planned_hosts
 from tccl_py.cli.options import DirectoryArgument, JsonOption, OutputOption, flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.streams import ANSWER_IS_NO, notice, notice_each, write_result
-from tccl_py.cluster_plan.job import class_sources, journal_by_class
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.health.drift import Drift, Effort, Journal, find_drift, joined
@@ -26,6 +25,7 @@ from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.fitness import differences
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.directory import check_plan_directory, known_fingerprint
+from tccl_py.plan.job import class_sources, journal_by_class
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.models import known_model
 from tccl_py.plan.plan import Plan

@@ -25,13 +25,13 @@ from tccl_py.cli.options import (
 )
 from tccl_py.cli.output import ProgressLine, grid, results
 from tccl_py.cli.streams import notice, notice_each, print_json
-from tccl_py.cluster_plan.job import class_sources, journal_sources
 from tccl_py.errors import InputError
 from tccl_py.explain.explain import DEFAULT_BUDGET, MOST_FINDINGS
 from tccl_py.explain.explain import explain as explanation_of
 from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory
+from tccl_py.plan.job import class_sources, journal_sources
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.models import known_model
 from tccl_py.plan.plan import Plan

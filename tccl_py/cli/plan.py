@@ -46,14 +46,14 @@ from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.show import plan_json, print_plan
 from tccl_py.cli.streams import notice, notice_each, print_json
 from tccl_py.cli.verify import check_tuning, tuned_hosts, tuned_plan
-from tccl_py.cluster_plan.job import cluster_of_job, plan_job, simulated_cluster
-from tccl_py.cluster_plan.planner import make_cluster_plan
 from tccl_py.errors import InputError
 from tccl_py.model.knowledge import Fingerprint
 from tccl_py.nccl.pinned_env import PINNABLE, check_pinnable, pinned_level, pinned_values
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import LATEST, known_versions
+from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.directory import holds_measurements, output_directory, write_plan
+from tccl_py.plan.job import cluster_of_job, plan_job, simulated_cluster
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.readers.hosts import read_host_list

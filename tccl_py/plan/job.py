@@ -10,18 +10,13 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.cluster_plan.planner import make_cluster_plan
-from tccl_py.cluster_plan.probe_hosts import (
-    PlacedSource,
-    estimate_uplinks,
-    placements,
-    whole_ring_rate,
-)
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.cluster import Cluster, HostReport, cluster_of
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.transfer import TransferSet, transfer_set
+from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring_rate
 from tccl_py.readers.hosts import HostSlots, read_host_list
 from tccl_py.readers.switches import read_switches
 from tccl_py.simulator.model import MachineModel

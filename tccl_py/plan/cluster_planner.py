@@ -7,8 +7,6 @@ from itertools import accumulate
 
 import msgspec
 
-from tccl_py.cluster_plan.host_class import HostChains, HostClass, used_nics
-from tccl_py.cluster_plan.rings import ClusterRings, cluster_rings
 from tccl_py.errors import InputError, SearchError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import Cluster
@@ -19,6 +17,8 @@ from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.versions import LATEST, SWAPPING, version_facts
 from tccl_py.nccl.view import view
 from tccl_py.plan.choices import interval
+from tccl_py.plan.cluster_rings import ClusterRings, cluster_rings
+from tccl_py.plan.host_class import HostChains, HostClass, used_nics
 from tccl_py.plan.plan import HostPath, Plan, PlanChoice, PlannedHost
 from tccl_py.plan.planner import (
     DEFAULT_BUDGET,

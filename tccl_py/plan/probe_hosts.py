@@ -13,7 +13,6 @@ from statistics import median
 
 import msgspec
 
-from tccl_py.cluster_plan.host_class import used_nics
 from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.model.knowledge import gpus_beside_nics
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
@@ -30,6 +29,7 @@ from tccl_py.model.transfer import (
     sending_nic,
     transfer_set,
 )
+from tccl_py.plan.host_class import used_nics
 from tccl_py.plan.plan import Plan
 
 SLOWER = 0.9
