@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 
 import tccl_py
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine, PciLink
+from tccl_py.model.machine import Knowledge, Machine, PciLink
 from tccl_py.readers.nvidia_smi import read_nvidia_smi
 from tccl_py.simulator.descriptions import model_for
 

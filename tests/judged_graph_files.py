@@ -14,7 +14,7 @@ import msgspec
 
 from tccl_py.errors import SearchError
 from tccl_py.model.cluster import HostReport, cluster_of
-from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.settings import environment, final_channels
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.cluster_planner import make_cluster_plan

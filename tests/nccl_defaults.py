@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.channel_search import Graph
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import final_channels, settings_from_environment

@@ -5,8 +5,7 @@ import itertools
 
 import msgspec
 
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Nic, check
+from tccl_py.model.machine import Knowledge, Nic, check
 from tccl_py.model.measurement import Measurement
 from tests.toy import toy_machine
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from tccl_py.errors import MeasurementError
-from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.machine import Fingerprint
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import opening

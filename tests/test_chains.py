@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import SearchError
-from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Knowledge
 from tccl_py.model.rings import ring
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import transfer_set

@@ -9,7 +9,7 @@ from tccl_py.health.drift import Effort, chosen_sets, find_drift, gpus_of, link_
 from tccl_py.health.drift_record import prometheus_text
 from tccl_py.health.drift_statistics import Comparison, common_spread, compared, points_to
 from tccl_py.health.fitness import differences
-from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.machine import Fingerprint
 from tccl_py.model.transfer import parse_flow, parse_set, transfer_set
 from tccl_py.simulator.source import Simulator
 from tests.drifting import checked, exact_rates, journalled, with_slower_link

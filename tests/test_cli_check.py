@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.files import decode_json, encode_json, encode_line
 from tccl_py.health.drift_record import CheckRecord
-from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.machine import Fingerprint
 from tccl_py.model.transfer import direct_write, transfer_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import (
+from tccl_py.model.machine import (
     Fingerprint,
     HiddenLink,
     Knowledge,

@@ -20,8 +20,17 @@ from tccl_py.model.cluster import (
     classes_of,
     cluster_of,
 )
-from tccl_py.model.knowledge import HiddenLink, Knowledge, PeerAccess
-from tccl_py.model.machine import Machine, Nic, NvLink, PciBridge, PciLink, check
+from tccl_py.model.machine import (
+    HiddenLink,
+    Knowledge,
+    Machine,
+    Nic,
+    NvLink,
+    PciBridge,
+    PciLink,
+    PeerAccess,
+    check,
+)
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tests.effort import soon
 from tests.toy import toy_machine

@@ -9,7 +9,7 @@ import pytest
 from tccl_py.health.checks import acs_control, shared_memory_needed
 from tccl_py.health.doctor import examine
 from tccl_py.health.host import DriverState, GpuState, Host, rules
-from tccl_py.model.knowledge import PeerAccess
+from tccl_py.model.machine import PeerAccess
 from tests.recorded_hosts import config_space, link, pci, recorded, write
 
 ROOT = "0000:00:01.1"

@@ -16,7 +16,7 @@ from tccl_py.explain.explain import explain
 from tccl_py.explain.findings import kind_of, load_explanation, save_explanation, short
 from tccl_py.explain.probing import Prober, SymmetryKeys
 from tccl_py.explain.sharing import Sharing
-from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Knowledge
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import direct_write, parse_set, transfer_set
 from tccl_py.plan.load import load_plan

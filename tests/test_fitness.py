@@ -15,7 +15,7 @@ from tccl_py.health.fitness import (
     why_not_here,
     why_not_with,
 )
-from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import machine_file, planned_fingerprint, write_plan
 from tccl_py.readers.nvml import GpuFacts

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import hop_space, pair_mechanism
 from tccl_py.nccl.validator import validate

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Fingerprint, HiddenLink
-from tccl_py.model.machine import Machine, Nic, NvLink, PciLink
+from tccl_py.model.machine import Fingerprint, HiddenLink, Machine, Nic, NvLink, PciLink
 from tccl_py.model.paths import PathType, path_type
 from tccl_py.readers.live import discover_machine
 

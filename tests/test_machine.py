@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json, read_text, write_atomically
-from tccl_py.model.knowledge import HiddenLink, Knowledge, PeerAccess, check_knowledge
 from tccl_py.model.machine import (
+    HiddenLink,
+    Knowledge,
     NvLink,
     PciLink,
+    PeerAccess,
     check,
+    check_knowledge,
 )
 from tccl_py.model.paths import natural_cuts
 from tests.toy import machine_from_json, toy_machine

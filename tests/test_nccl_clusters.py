@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.default_rings import default_chains
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import NvLink
+from tccl_py.model.machine import Knowledge, NvLink
 from tccl_py.nccl.network import (
     entry_flow,
     exit_flow,

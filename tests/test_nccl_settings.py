@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.candidates import candidates, expressible
 from tccl_py.nccl.settings import Settings, environment, final_channels, settings_from_environment
 from tccl_py.nccl.transport import hop_space

@@ -3,7 +3,7 @@
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.default_rings import (
     DefaultChain,
     default_chains,

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge, PeerAccess
-from tccl_py.model.machine import Machine, Nic, NvLink, PciBridge, PciLink
+from tccl_py.model.machine import Knowledge, Machine, Nic, NvLink, PciBridge, PciLink, PeerAccess
 from tccl_py.nccl.paths import shortest_paths
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.system import build_system

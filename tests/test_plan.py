@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import MAX_INPUT_BYTES, encode_json
-from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Knowledge
 from tccl_py.model.paths import PathType
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import transfer_set

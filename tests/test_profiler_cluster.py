@@ -45,8 +45,7 @@ from tccl_profiler.shared_memory import RECORD
 from tccl_profiler.statistics import Stopping
 from tccl_profiler.window import WindowLimits
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
-from tccl_py.model.knowledge import Fingerprint, Knowledge
-from tccl_py.model.machine import Nic
+from tccl_py.model.machine import Fingerprint, Knowledge, Nic
 from tccl_py.model.transfer import parse_set
 from tests.profiler_clusters import Checked, agent_in_thread, agents_in_processes, pair
 from tests.profiler_pools import measured_or_failed, stopping

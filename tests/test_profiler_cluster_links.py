@@ -8,8 +8,7 @@ import pytest
 
 from tccl_profiler.cluster.facts import HostFacts, NicAddress, Software
 from tccl_profiler.cluster.sampling import links_check
-from tccl_py.model.knowledge import Fingerprint, Knowledge
-from tccl_py.model.machine import Nic
+from tccl_py.model.machine import Fingerprint, Knowledge, Nic
 from tccl_py.model.measurement import Measurement
 from tests.toy import toy_machine
 

@@ -11,7 +11,7 @@ from tccl_profiler.program import COUNTER_AREA_BYTES
 from tccl_profiler.rates import sample_of
 from tccl_profiler.session import Session
 from tccl_py.errors import MeasurementError
-from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.machine import Fingerprint
 from tccl_py.model.measurement import BandwidthSource, faults
 from tccl_py.model.transfer import parse_set
 from tests.profiler_pools import (

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_py.model.knowledge import HiddenLink, Knowledge, PeerAccess
+from tccl_py.model.machine import HiddenLink, Knowledge, PeerAccess
 from tccl_py.model.symmetry import automorphisms, keeping
 from tests.reference_strategies import interchangeable
 from tests.toy import no_symmetry, toy_machine

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Nic, check
+from tccl_py.model.machine import Knowledge, Nic, check
 from tccl_py.model.rings import ring, ring_set
 from tccl_py.model.transfer import Fifo, Flow, entering, leaving, transfer_set
 from tccl_py.plan.planner import make_plan

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Nic, NvLink, NvSwitch
+from tccl_py.model.machine import Knowledge, Nic, NvLink, NvSwitch
 from tccl_py.nccl.default_rings import default_choice
 from tccl_py.nccl.graph_file import read_elements
 from tccl_py.nccl.settings import Settings

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import tccl_py.torch
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Fingerprint
+from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.directory import write_plan
 from tccl_py.torch import groups

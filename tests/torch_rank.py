@@ -38,7 +38,7 @@ def main():
 
 def as_nccl(torch, dist, rank, seen):
     """Let torch take a CPU for a GPU, numbered backwards, and note what collectives see."""
-    from tccl_py.model.knowledge import Fingerprint  # noqa: PLC0415
+    from tccl_py.model.machine import Fingerprint  # noqa: PLC0415
     from tccl_py.torch import groups, members  # noqa: PLC0415
 
     none = Fingerprint(gpu_uuids=(), driver="", numa_count=1, kernel="")

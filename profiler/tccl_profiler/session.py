@@ -13,8 +13,7 @@ from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.watch import Conditions, Watch, changes, conditions_note, warmed, warnings
 from tccl_profiler.workers import DeviceSpec
-from tccl_py.model.knowledge import Fingerprint
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Fingerprint, Machine
 from tccl_py.model.transfer import parse_set
 from tccl_py.sources.journal import JournalHeader
 

@@ -13,8 +13,7 @@ from tccl_py.cli.options import JsonOption, OutputOption, opt
 from tccl_py.cli.output import grid, results
 from tccl_py.cli.streams import notice, print_json, write_result
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import description_to_json
-from tccl_py.model.machine import Machine, PciDevice
+from tccl_py.model.machine import Machine, PciDevice, description_to_json
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.readers.nvidia_smi import read_nvidia_smi

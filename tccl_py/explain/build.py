@@ -21,8 +21,7 @@ from tccl_py.explain.findings import (
 )
 from tccl_py.explain.probing import Flows, Key, Prober, Rate
 from tccl_py.explain.sharing import Shared, Sharing, busy
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import dealt
 from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write
 from tccl_py.nccl.pinned_env import direct_pairs, pinned_level

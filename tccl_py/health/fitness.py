@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Fingerprint
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Fingerprint, Machine
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import machine_file, planned_fingerprint
 from tccl_py.plan.plan import Plan

@@ -19,8 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from tccl_py.model.knowledge import PeerAccess
-from tccl_py.model.machine import bus_order, normal_bus_id
+from tccl_py.model.machine import PeerAccess, bus_order, normal_bus_id
 from tccl_py.nccl.asked import NcclAnswer
 from tccl_py.nccl_library import InstalledNccl
 

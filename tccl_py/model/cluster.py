@@ -13,8 +13,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge, check_knowledge
-from tccl_py.model.machine import Gpu, Machine, Nic, PciBridge, check
+from tccl_py.model.machine import Gpu, Knowledge, Machine, Nic, PciBridge, check, check_knowledge
 
 FORMAT_VERSION = 1
 MAX_HOSTS = 65_536  # As many as SLURM takes in one range (MAX_RANGE)

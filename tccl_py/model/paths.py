@@ -11,8 +11,7 @@ from enum import IntEnum
 from typing import TypeVar
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine, PciBridge
+from tccl_py.model.machine import Knowledge, Machine, PciBridge
 
 T = TypeVar("T", int, str)
 

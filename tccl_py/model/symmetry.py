@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from networkx.algorithms.isomorphism import GraphMatcher
 
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import Hop
 from tccl_py.model.transfer import Flow, Place, elsewhere
 

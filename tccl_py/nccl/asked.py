@@ -14,8 +14,7 @@ import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_json
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.asked_rank import Communicator, CommunicatorLog, JobSpec, RankResult
 from tccl_py.nccl.default_rings import DefaultChoice, default_choice
 from tccl_py.nccl.graph_file import Graph, parse_graph_file

@@ -7,8 +7,7 @@ from itertools import permutations, product
 
 import msgspec
 
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, Side
 from tccl_py.nccl.settings import CopyEngineSide, Settings, check_settings
 from tccl_py.nccl.transport import Mechanism, pair_mechanism

@@ -10,8 +10,7 @@ import functools
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings, final_channels
 from tccl_py.nccl.view import NcclView, view

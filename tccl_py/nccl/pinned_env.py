@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.settings import Settings, environment, settings_from_environment
 from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import view

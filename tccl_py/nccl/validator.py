@@ -9,8 +9,7 @@ from typing import Literal, NoReturn
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.graph_file import (
     Channel,
     Graph,

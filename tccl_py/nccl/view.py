@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, permutations
 
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.paths import PathType
 from tccl_py.nccl.paths import (
     DISCONNECTED,

@@ -19,7 +19,7 @@ from tccl_py.files import (
     read_text,
     write_atomically,
 )
-from tccl_py.model.knowledge import DiscoveredMachine, Fingerprint, description_to_json
+from tccl_py.model.machine import DiscoveredMachine, Fingerprint, description_to_json
 from tccl_py.plan.files import nccl_files, subset_file, subset_graph
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan, SubsetRings

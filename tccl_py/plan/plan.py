@@ -17,8 +17,7 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json, write_atomically
 from tccl_py.model.cluster import Cluster, HostReport, NodeClass, class_name, cluster_of
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings, environment_text
 

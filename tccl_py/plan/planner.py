@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.rings import Hop, RingSet
 from tccl_py.model.transfer import receiving_nic, sending_nic

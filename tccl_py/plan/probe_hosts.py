@@ -14,7 +14,7 @@ from statistics import median
 import msgspec
 
 from tccl_py.model.cluster import Cluster, SwitchTree
-from tccl_py.model.knowledge import gpus_beside_nics
+from tccl_py.model.machine import gpus_beside_nics
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.transfer import (
     Flow,

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.paths import natural_cuts
 from tccl_py.model.rings import (

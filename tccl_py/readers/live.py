@@ -11,15 +11,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tccl_py.model.knowledge import Fingerprint, HiddenLink, Knowledge, check_knowledge
 from tccl_py.model.machine import (
+    Fingerprint,
     Gpu,
+    HiddenLink,
+    Knowledge,
     Machine,
     Nic,
     NvLink,
     NvSwitch,
     PciBridge,
     check,
+    check_knowledge,
     normal_bus_id,
 )
 from tccl_py.readers.nvml import DriverFacts, GpuFacts, driver_facts

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge, PeerAccess
-from tccl_py.model.machine import Machine, normal_bus_id
+from tccl_py.model.machine import Knowledge, Machine, PeerAccess, normal_bus_id
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 NOT_ANSWERED = (2, 3, 4, 6, 13)

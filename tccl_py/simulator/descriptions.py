@@ -10,8 +10,14 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, read_text
-from tccl_py.model.knowledge import DiscoveredMachine, Knowledge, check_knowledge
-from tccl_py.model.machine import Machine, PciLink, check
+from tccl_py.model.machine import (
+    DiscoveredMachine,
+    Knowledge,
+    Machine,
+    PciLink,
+    check,
+    check_knowledge,
+)
 from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.simulator.model import (
     MODEL_VERSION,

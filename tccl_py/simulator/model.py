@@ -17,8 +17,7 @@ from typing import Literal
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Knowledge, Provenance, check_knowledge
-from tccl_py.model.machine import Machine, check
+from tccl_py.model.machine import Knowledge, Machine, Provenance, check, check_knowledge
 
 MODEL_VERSION = 1
 PARAMETERS_VERSION = 1

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
-from tccl_py.model.knowledge import Fingerprint, Knowledge
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Fingerprint, Knowledge, Machine
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Place, TransferSet
 from tccl_py.readers.live import discover_machine

@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.model.knowledge import Knowledge
-from tccl_py.model.machine import Machine, Nic
+from tccl_py.model.machine import Knowledge, Machine, Nic
 from tccl_py.model.paths import natural_cuts
 from tccl_py.model.rings import Hop, HopSpace, Ring, ring, ring_set
 from tccl_py.model.symmetry import Symmetry, automorphisms, keeping, relabelled_hop

@@ -26,8 +26,7 @@ from tccl_py.health.fitness import (
     why_not_with,
 )
 from tccl_py.installation.texts import PLAN_VARIABLE
-from tccl_py.model.knowledge import Fingerprint
-from tccl_py.model.machine import normal_bus_id
+from tccl_py.model.machine import Fingerprint, normal_bus_id
 from tccl_py.nccl.conf import job_environment, settings_of_files
 from tccl_py.nccl.pinned_env import env_conflicts
 from tccl_py.plan.directory import check_plan_directory

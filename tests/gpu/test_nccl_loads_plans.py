@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Knowledge
 from tccl_py.model.paths import PathType, path_type
 from tccl_py.nccl.log import parse_log, same_rings
 from tccl_py.nccl.settings import Settings, environment, final_channels

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.model.knowledge import Knowledge
+from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.default_rings import default_chains
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.log import parse_log, same_rings

@@ -17,8 +17,7 @@ import msgspec
 
 from tccl_profiler.host.machine import host_fingerprint, host_machine
 from tccl_py.errors import InputError
-from tccl_py.model.knowledge import Fingerprint, Knowledge
-from tccl_py.model.machine import Machine, Nic
+from tccl_py.model.machine import Fingerprint, Knowledge, Machine, Nic
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.readers.nvml import VARIABLE, only_gpus, visible_indices
 from tccl_py.readers.sysfs import network_ports

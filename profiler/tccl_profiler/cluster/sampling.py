@@ -15,7 +15,7 @@ import msgspec
 
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.endpoints import Network
-from tccl_py.model.knowledge import gpus_beside_nics
+from tccl_py.model.machine import gpus_beside_nics
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.transfer import (
     Fifo,

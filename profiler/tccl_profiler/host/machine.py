@@ -11,8 +11,7 @@ from pathlib import Path
 
 from tccl_profiler import linux as numa
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.model.knowledge import Fingerprint
-from tccl_py.model.machine import MAX_GPUS, Gpu, Machine, NumaNode, check
+from tccl_py.model.machine import MAX_GPUS, Fingerprint, Gpu, Machine, NumaNode, check
 
 SYSFS = Path("/sys")
 ROOT = Path("/")
