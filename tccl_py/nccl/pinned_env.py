@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from tccl_py.errors import InputError
-from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.settings import Settings, environment, settings_from_environment
 from tccl_py.nccl.versions import Level
-from tccl_py.nccl.view import view
 
 PINNABLE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
 _RIGHT = {
@@ -48,16 +46,6 @@ def pinned_values(variables: Mapping[str, str], *, where: str) -> dict[str, str]
 def pinned_level(variables: Mapping[str, str]) -> Level | None:
     """Return the P2P level of these variables (LOC: no P2P); None is NCCL's default."""
     return settings_from_environment(variables).p2p_level
-
-
-def direct_pairs(
-    machine: Machine, knowledge: Knowledge, level: Level | None, *, gpus: Sequence[int]
-) -> frozenset[tuple[int, int]] | None:
-    """Return the pairs of GPUs that a level lets talk directly; None is all pairs."""
-    if level is None:
-        return None
-    seen = view(machine, knowledge, Settings(p2p_level=level), gpus=gpus)
-    return frozenset((int(source[1:]), int(target[1:])) for source, target in seen.direct)
 
 
 def check_pinned_env(pinned: Mapping[str, str], under: Iterable[Settings], where: str) -> None:

@@ -24,7 +24,7 @@ from tccl_py.nccl.paths import (
 )
 from tccl_py.nccl.settings import Settings, listed
 from tccl_py.nccl.system import System, build_system
-from tccl_py.nccl.versions import version_facts
+from tccl_py.nccl.versions import Level, version_facts
 
 Pairs = frozenset[tuple[str, str]]
 
@@ -91,6 +91,16 @@ def view(
     reach = _reach(survey, knowledge, level, rule, off)
     own = {name: getattr(reach, name) for name in Reach.__slots__}
     return NcclView(system=system, knowledge=knowledge, settings=settings, plain=plain, **own)
+
+
+def direct_pairs(
+    machine: Machine, knowledge: Knowledge, level: Level | None, *, gpus: Sequence[int]
+) -> frozenset[tuple[int, int]] | None:
+    """Return the pairs of GPUs that a level lets talk directly; None is all pairs."""
+    if level is None:
+        return None
+    seen = view(machine, knowledge, Settings(p2p_level=level), gpus=gpus)
+    return frozenset((int(source[1:]), int(target[1:])) for source, target in seen.direct)
 
 
 def usable_nics(machine: Machine, settings: Settings) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from tccl_py.model.paths import natural_cuts
 from tccl_py.model.rings import Hop, HopSpace, Ring, ring, ring_set
 from tccl_py.model.symmetry import Symmetry, automorphisms, keeping, relabelled_hop
 from tccl_py.model.transfer import Fifo, Flow, bounce, direct_read, direct_write, entering, leaving
-from tccl_py.nccl.pinned_env import direct_pairs
 from tccl_py.nccl.versions import Level
+from tccl_py.nccl.view import direct_pairs
 from tccl_py.plan.tasks import Order, measured_well
 from tccl_py.search.chains import WORLD, Chain, chain_of, chain_space, entry, leave, ring_of
 from tccl_py.search.problem import Budget, Reporter, SearchProblem
