@@ -19,12 +19,17 @@ from tccl_py.model.cluster import HostReport, cluster_of
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.transfer import direct_write
-from tccl_py.nccl.candidates import candidates, expressible
 from tccl_py.nccl.default_rings import default_chains_or_sys, default_choice
-from tccl_py.nccl.pinned_env import pinned_level, pinned_values
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism
+from tccl_py.nccl.transport import (
+    candidates,
+    expressible,
+    hop_space,
+    mechanism_flow,
+    pair_mechanism,
+)
 from tccl_py.nccl.validator import validate
+from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.view import direct_pairs, view
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.files import nccl_files

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge
-from tccl_py.nccl.candidates import candidates, expressible
 from tccl_py.nccl.settings import Settings, environment, final_channels, settings_from_environment
-from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.transport import candidates, expressible, hop_space
 from tccl_py.nccl.versions import known_versions, version_facts
 from tccl_py.nccl.view import view
 from tests.nccl_cases import machine

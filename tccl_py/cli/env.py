@@ -29,7 +29,7 @@ from tccl_py.health.fitness import (
     why_not_with,
 )
 from tccl_py.model.cluster import shown
-from tccl_py.nccl.conf import export_lines, job_environment
+from tccl_py.nccl.variables import export_lines, job_environment
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.directory import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file

@@ -17,7 +17,7 @@ from tccl_py.installation.install import install as put
 from tccl_py.installation.install import removal
 from tccl_py.installation.install import uninstall as take_out
 from tccl_py.installation.texts import Installed, Kind, form_of
-from tccl_py.nccl.conf import user_file
+from tccl_py.nccl.variables import user_file
 from tccl_py.plan.directory import check_plan_directory, planned_fingerprint
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan

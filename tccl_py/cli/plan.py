@@ -48,8 +48,8 @@ from tccl_py.cli.streams import notice, notice_each, print_json
 from tccl_py.cli.verify import check_tuning, tuned_hosts, tuned_plan
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
-from tccl_py.nccl.pinned_env import PINNABLE, check_pinnable, pinned_level, pinned_values
 from tccl_py.nccl.settings import MAX_GID_INDEX
+from tccl_py.nccl.variables import PINNABLE, check_pinnable, pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, known_versions
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.directory import holds_measurements, output_directory, write_plan

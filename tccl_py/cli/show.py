@@ -13,8 +13,8 @@ from rich.table import Column, Table
 from tccl_py.cli.options import JsonOption, PlanArgument, flag
 from tccl_py.cli.output import grid, results
 from tccl_py.cli.streams import print_json
-from tccl_py.nccl.pinned_env import pinned_env_text
 from tccl_py.nccl.settings import environment, environment_text
+from tccl_py.nccl.variables import pinned_env_text
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, proof_text
 from tccl_py.readers.hosts import compress

@@ -24,7 +24,7 @@ from tccl_py.explain.sharing import Shared, Sharing, busy
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import dealt
 from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write
-from tccl_py.nccl.pinned_env import pinned_level
+from tccl_py.nccl.variables import pinned_level
 from tccl_py.nccl.view import direct_pairs
 from tccl_py.search.evaluator import BudgetSpentError
 

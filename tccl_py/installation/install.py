@@ -24,8 +24,7 @@ from tccl_py.installation.blocks import (
     without_block,
 )
 from tccl_py.installation.texts import HEADS, Form, Installed, Kind, form_of
-from tccl_py.nccl.conf import conf_lines
-from tccl_py.nccl.pinned_env import env_conflicts
+from tccl_py.nccl.variables import conf_lines, env_conflicts
 from tccl_py.plan.staging import make, refused
 
 FORMAT_VERSION = 1

@@ -16,8 +16,8 @@ import msgspec
 from tccl_py.health.fitness import ALIKE_VARIABLE
 from tccl_py.installation.blocks import Comment
 from tccl_py.model.machine import Fingerprint
-from tccl_py.nccl.conf import job_environment
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.variables import job_environment
 from tccl_py.plan.files import conf_text
 
 Kind = Literal["conf", "slurm-prolog", "module"]

@@ -12,8 +12,8 @@ from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.default_rings import DefaultChain, DefaultChains
-from tccl_py.nccl.pinned_env import pinned_level, pinned_values
 from tccl_py.nccl.settings import Settings, check_settings
+from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, SWAPPING, version_facts
 from tccl_py.nccl.view import view
 from tccl_py.plan.choices import interval

@@ -15,8 +15,8 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import check_path, encode_json
-from tccl_py.nccl.conf import env_sh, nccl_conf
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.variables import env_sh, nccl_conf
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.plan import HostPath, Plan, SubsetRings, per_channel
 

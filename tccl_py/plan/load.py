@@ -17,8 +17,8 @@ from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
 from tccl_py.model.paths import PathType
 from tccl_py.model.transfer import receiving_nic, sending_nic
-from tccl_py.nccl.pinned_env import check_pinned_env
 from tccl_py.nccl.settings import check_settings
+from tccl_py.nccl.variables import check_pinned_env
 from tccl_py.nccl.view import usable_nics
 from tccl_py.plan.plan import FORMAT_VERSION, WORLD, HostPath, Plan, PlanChain, PlanHop
 from tccl_py.plan.staging import PLAN_FILE, check_if_listed, settle

@@ -8,8 +8,8 @@ import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
-from tccl_py.nccl.candidates import candidates
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import candidates
 from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.plan import AS_GOOD
 from tccl_py.plan.tasks import (

@@ -14,8 +14,8 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import RingSet
 from tccl_py.model.symmetry import Symmetry, automorphisms
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
-from tccl_py.nccl.pinned_env import pinned_level
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.variables import pinned_level
 from tccl_py.plan.plan import Plan, SubsetRings
 from tccl_py.plan.tasks import Order, Task, search_under
 from tccl_py.search.problem import Budget, SilentReporter

@@ -12,9 +12,8 @@ from markupsafe import Markup
 
 from tccl_py.errors import visible
 from tccl_py.model.machine import Machine
-from tccl_py.nccl.conf import env_sh
-from tccl_py.nccl.pinned_env import pinned_env_text
 from tccl_py.nccl.settings import environment
+from tccl_py.nccl.variables import env_sh, pinned_env_text
 from tccl_py.plan.plan import Plan, proof_text
 from tccl_py.report.contents import Contents, plan_files, rate_sources
 from tccl_py.report.machine import Layout, NvLinks, lay_out, link_words, machine_sentence, nvlinks

@@ -11,8 +11,8 @@ from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import ring
 from tccl_py.model.transfer import leaving, transfer_set
-from tccl_py.nccl.pinned_env import pinned_level
 from tccl_py.nccl.settings import final_channels
+from tccl_py.nccl.variables import pinned_level
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Order
 from tccl_py.search.problem import Reporter, SilentReporter

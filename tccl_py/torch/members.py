@@ -27,8 +27,7 @@ from tccl_py.health.fitness import (
 )
 from tccl_py.installation.texts import PLAN_VARIABLE
 from tccl_py.model.machine import Fingerprint, normal_bus_id
-from tccl_py.nccl.conf import job_environment, settings_of_files
-from tccl_py.nccl.pinned_env import env_conflicts
+from tccl_py.nccl.variables import env_conflicts, job_environment, settings_of_files
 from tccl_py.plan.directory import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.load import load_plan

@@ -13,11 +13,9 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
-from tccl_py.nccl.candidates import candidates
-from tccl_py.nccl.conf import job_environment
-from tccl_py.nccl.pinned_env import pinned_level
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.transport import pair_mechanism
+from tccl_py.nccl.transport import candidates, pair_mechanism
+from tccl_py.nccl.variables import job_environment, pinned_level
 from tccl_py.nccl.view import view
 from tccl_py.plan.choices import own_rings
 from tccl_py.plan.directory import planned_fingerprint, write_plan

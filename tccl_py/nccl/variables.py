@@ -1,4 +1,4 @@
-"""NCCL's configuration files, their parser, and the texts of nccl.conf and env.sh.
+"""Variables of NCCL: configuration files and their parser, files' texts, pinned environments.
 
 NCCL 2.30.7, misc/param.cc: NCCL reads NCCL_CONF_FILE (since 2.23) or, where that is unset or empty,
 `.nccl.conf` in the home directory of the password file, then /etc/nccl.conf. Each line that does
@@ -11,14 +11,15 @@ from __future__ import annotations
 import os
 import pwd
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import check_path, read_bytes
-from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.settings import Settings, environment, settings_from_environment
+from tccl_py.nccl.versions import Level
 
 CONF_VARIABLE = "NCCL_CONF_FILE"
 HOST_FILE = Path("/etc/nccl.conf")
@@ -123,3 +124,97 @@ def export_lines(variables: Mapping[str, str]) -> str:
     plain = {name: shlex.quote(value) for name, value in variables.items()}
     quoted = {n: f"'{v}'" if v == variables[n] and "=" in v else v for n, v in plain.items()}
     return "".join(f"export {name}={value}\n" for name, value in quoted.items())
+
+
+# The pinned environment of a plan (variables of all its jobs), and conflicts with settings.
+
+
+PINNABLE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
+_RIGHT = {
+    "NCCL_P2P_DISABLE": "1 would; leave it out otherwise",
+    "NCCL_P2P_LEVEL": "a path type would, as SYS, PHB, PIX or LOC; leave it out otherwise",
+}
+_BY_P2P = ("p2p_level", "p2p_read", "p2p_copy_engine")
+_BY_MEMORY = ("shm_locality", "shm_copy_engine", "shm_disable", "buffsize")
+_ALWAYS = (*_BY_P2P, *_BY_MEMORY, "net_disable_intra")
+"""Settings that always change a ring's transfers; all others count only if the plan chose them."""
+
+
+def check_pinnable(name: str, *, where: str) -> None:
+    """Check that plans can be made under a variable."""
+    if name not in PINNABLE:
+        what = "is no variable that plans can be made under"
+        raise InputError(f"{where} {name[:40]!r}", what, " or ".join(PINNABLE))
+
+
+def pinned_values(variables: Mapping[str, str], *, where: str) -> dict[str, str]:
+    """Return the variables with the values that NCCL reads; each must set a P2P level.
+
+    >>> pinned_values({"NCCL_P2P_LEVEL": "1"}, where="--pin-env")
+    {'NCCL_P2P_LEVEL': 'PIX'}
+    """
+    found = {}
+    for name, value in sorted(variables.items()):
+        check_pinnable(name, where=where)
+        level = pinned_level({name: value})
+        if level is None:
+            what = f"is {value[:20]!r}, which says nothing to NCCL"
+            raise InputError(f"{where} {name}", what, _RIGHT[name])
+        found[name] = "1" if name == "NCCL_P2P_DISABLE" else str(level)
+    return found
+
+
+def pinned_level(variables: Mapping[str, str]) -> Level | None:
+    """Return the P2P level of these variables (LOC: no P2P); None is NCCL's default."""
+    return settings_from_environment(variables).p2p_level
+
+
+def check_pinned_env(pinned: Mapping[str, str], under: Iterable[Settings], where: str) -> None:
+    """Check a plan's pinned environment against the plan's settings."""
+    if not pinned:
+        return
+    if pinned_values(pinned, where=f"{where} pinned_env") != pinned:
+        raise InputError(f"{where} pinned_env", "has values that no plan has", "plan it again")
+    level = pinned_level(pinned)
+    for settings in under:
+        if settings.p2p_level != level:
+            what = f"is for jobs with {_shell(pinned)} and has p2p_level {settings.p2p_level}"
+            raise InputError(where, what, f"it is {level} there; plan it again")
+
+
+def _shell(pinned: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in pinned.items())
+
+
+def pinned_env_text(pinned: Mapping[str, str]) -> str:
+    """Return the jobs that a plan is for.
+
+    >>> pinned_env_text({"NCCL_P2P_DISABLE": "1"})
+    'for jobs with NCCL_P2P_DISABLE=1, default NCCL included'
+    """
+    return f"for jobs with {_shell(pinned)}, default NCCL included"
+
+
+def env_conflicts(settings: Settings, given: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of variables in an environment that contradict these settings.
+
+    >>> env_conflicts(Settings(p2p_level="SYS"), {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"})
+    ('NCCL_P2P_DISABLE',)
+    """
+    wanted = environment(settings)
+    if not _differ(settings, {**wanted, **given}):
+        return ()
+    nccl = (name for name in sorted(given) if name.startswith("NCCL_"))
+    named = [name for name in nccl if _differ(settings, {**wanted, name: given[name]})]
+    return tuple(named) or ("its NCCL variables",)
+
+
+def _differ(settings: Settings, variables: Mapping[str, str]) -> bool:
+    read = settings_from_environment(
+        variables, version=settings.version, channels=settings.channels
+    )
+    return any(
+        getattr(read, field) != getattr(settings, field)
+        for field in Settings.__struct_fields__
+        if field in _ALWAYS or getattr(settings, field) != getattr(Settings(), field)
+    )
