@@ -2,10 +2,12 @@
 
 import contextlib
 
+from tccl_profiler.cluster.agent import take_step
 from tccl_profiler.cluster.pool import joined
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import Timeouts
 from tccl_profiler.host.machine import cpus_of_devices, host_machine
+from tccl_profiler.messages import LinkStep
 from tccl_profiler.pool import Pool
 from tccl_profiler.program import host_of
 from tccl_profiler.workers import DeviceSpec
@@ -26,6 +28,12 @@ def host_pool(gpus, addresses, **more):
     ]
     numa_ids = {f"C{node.index}": node.numa_id for node in machine.numa_nodes}
     return Pool("host", specs, numa_ids, **{"memory": SMALL, "timeouts": PATIENCE, **more})
+
+
+def step(pool, name, ends=()):
+    """A step for links, or for links with their endpoints; the links and endpoints after it."""
+    links, endpoints = tuple(ends), tuple(ends.values()) if isinstance(ends, dict) else ()
+    return take_step(pool, LinkStep(step=name, links=links, endpoints=endpoints, limit_s=LINK_S))
 
 
 class Hosts:
@@ -71,7 +79,7 @@ class Hosts:
         return program_for(transfers, lanes=self.lanes, **more)
 
     def missing(self, program):
-        have = {host: set(pool.usable()) for host, pool in self.pools.items()}
+        have = {host: set(step(pool, "usable").links) for host, pool in self.pools.items()}
         return [
             link
             for link in program.links
@@ -84,13 +92,13 @@ class Hosts:
         ends = {}
         for host, pool in self.pools.items():
             here = [one for one in missing if host_of(one.receiver) == host]
-            ends |= dict(zip(here, pool.listen(here), strict=True))
+            ends |= dict(zip(here, step(pool, "listen", here).endpoints, strict=True))
         ends = {link: self.relay(link, end) for link, end in ends.items()}
         for host, pool in self.pools.items():
             there = {one: end for one, end in ends.items() if host_of(one.sender) == host}
-            pool.connect(there, LINK_S)
+            step(pool, "connect", there)
         for host, pool in self.pools.items():
-            pool.accept([one for one in missing if host_of(one.receiver) == host], LINK_S)
+            step(pool, "accept", [one for one in missing if host_of(one.receiver) == host])
         self.made += missing
         return len(missing)
 

@@ -22,7 +22,7 @@ from tccl_profiler.tcp import NicDevice, NicLinks
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import faults
 from tccl_py.model.transfer import parse_set
-from tests.profiler_hosts import LINK_S, Hosts, host_pool
+from tests.profiler_hosts import Hosts, host_pool, step
 from tests.profiler_pools import descriptors, options, shared_mappings, until, workers_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -218,17 +218,17 @@ def test_a_link_to_where_nobody_listens_is_named_with_both_ends(hosts):
         port = idle.getsockname()[1]
         end = Endpoint(address="127.0.0.13", port=port, token=b"x" * 16)
         with pytest.raises(LinkLost) as caught:
-            hosts.pools["h0"].connect({Link("h0.N0", "h7.N3", 2): end}, LINK_S)
+            step(hosts.pools["h0"], "connect", {Link("h0.N0", "h7.N3", 2): end})
     assert "cannot be reached from" in str(caught.value)
     assert readings(hosts, HOST_TO_HOST)
 
 
 def test_a_sender_that_never_comes_is_named_and_no_port_stays_open(hosts):
     missing, pool = Link("h9.N0", "h1.N0", 0), hosts.pools["h1"]
-    (end,) = pool.listen([missing])
+    (end,) = step(pool, "listen", [missing]).endpoints
     begun = time.monotonic()
     with pytest.raises(LinkLost) as caught:
-        pool.accept([missing], LINK_S)
+        step(pool, "accept", [missing])
     assert "link 0 from h9.N0" in str(caught.value)
     assert 1.5 < time.monotonic() - begun < 50
     with pytest.raises(ConnectionRefusedError):
@@ -238,15 +238,15 @@ def test_a_sender_that_never_comes_is_named_and_no_port_stays_open(hosts):
 
 def test_a_stranger_is_not_taken_for_a_link(hosts):
     link = Link("h0.N1", "h1.N1", 40)
-    (end,) = hosts.pools["h1"].listen([link])
+    (end,) = step(hosts.pools["h1"], "listen", [link]).endpoints
     with socket.create_connection((end.address, end.port), timeout=50) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        hosts.pools["h0"].connect({link: end}, LINK_S)
-        hosts.pools["h1"].accept([link], LINK_S)
+        step(hosts.pools["h0"], "connect", {link: end})
+        step(hosts.pools["h1"], "accept", [link])
         stranger.settimeout(5)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    assert link in set(hosts.pools["h0"].usable()) & set(hosts.pools["h1"].usable())
+    assert all(link in step(pool, "usable").links for pool in hosts.pools.values())
 
 
 class Relay:
@@ -299,7 +299,7 @@ def test_a_link_that_breaks_amid_a_flow_is_named_and_made_again(hosts, how):
             relays[0].stalled = True
 
     pids = {pid for pool in hosts.pools.values() for pid in pool.pids}
-    hosts.pools["h1"].listen([LINK])  # so that it is made anew, through the relay
+    step(hosts.pools["h1"], "listen", [LINK])  # so that it is made anew, through the relay
     hosts.relay, hosts.between = relay, harm
     program = hosts.program(parse_set(GPU_TO_GPU))
     window_us = 60e6 if how == "cut" else 0.1e6
@@ -346,9 +346,9 @@ def test_a_program_whose_links_were_not_made_is_refused(hosts):
 
 def test_a_link_of_no_nic_here_is_refused(hosts):
     with pytest.raises(MeasurementError, match=r"N7 is no NIC"):
-        hosts.pools["h0"].listen([Link("h1.N0", "h0.N7", 0)])
+        step(hosts.pools["h0"], "listen", [Link("h1.N0", "h0.N7", 0)])
     with pytest.raises(MeasurementError, match=r"G0 is no NIC"):
-        hosts.pools["h0"].listen([Link("h1.N0", "h0.G0", 0)])
+        step(hosts.pools["h0"], "listen", [Link("h1.N0", "h0.G0", 0)])
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import socket
 import struct
 import time
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -141,6 +141,29 @@ class LinkStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     endpoints: tuple[Endpoint, ...] = ()
     limit_s: float = LINK_S
 
+    def shares(self, part_of: Callable[[Link, str], str]) -> dict[str, LinkStep]:
+        """Split the step; `part_of` names the worker or host with a link's end at a device."""
+        numbers: dict[str, list[int]] = {}
+        for number, link in enumerate(self.links):
+            end = link.sender if self.step == "connect" else link.receiver
+            numbers.setdefault(part_of(link, end), []).append(number)
+        return {
+            part: msgspec.structs.replace(
+                self,
+                links=tuple(self.links[number] for number in own),
+                endpoints=tuple(self.endpoints[number] for number in own if self.endpoints),
+            )
+            for part, own in numbers.items()
+        }
+
+    def joined(self, answers: Iterable[LinkEnds]) -> LinkEnds:
+        """Return the answer to the step from the answers to its shares."""
+        where: dict[Link, Endpoint] = {}
+        for answer in answers:
+            where |= zip(answer.links, answer.endpoints, strict=False)
+        endpoints = tuple(where[link] for link in self.links if link in where)
+        return LinkEnds(links=self.links, endpoints=endpoints)
+
 
 class LinkEnds(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The links of a step; after `listen`, where each is awaited."""
@@ -193,37 +216,6 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 ToWorker = Start | Meet | Share | Run | Ping | LinkStep | Stop
 FromWorker = Started | Done | Pinged | LinkEnds | Failed
-
-
-class LinkSet(Protocol):
-    """Links to other hosts, of a device, a host or a cluster; kept between runs."""
-
-    def usable(self) -> tuple[Link, ...]:
-        """Return the links that a run can use."""
-
-    def listen(self, links: Sequence[Link]) -> tuple[Endpoint, ...]:
-        """Begin to await links, and return where."""
-
-    def connect(self, ends: Mapping[Link, Endpoint], limit_s: float) -> None:
-        """Make links to where they are awaited."""
-
-    def accept(self, links: Sequence[Link], limit_s: float) -> None:
-        """Wait until awaited links have come."""
-
-
-def take_step(links: LinkSet, message: LinkStep) -> LinkEnds:
-    """Carry out one step, and return the answer."""
-    if message.step == "usable":
-        return LinkEnds(links=links.usable())
-    endpoints: tuple[Endpoint, ...] = ()
-    if message.step == "listen":
-        endpoints = links.listen(message.links)
-    elif message.step == "connect":
-        ends = dict(zip(message.links, message.endpoints, strict=True))
-        links.connect(ends, message.limit_s)
-    else:
-        links.accept(message.links, message.limit_s)
-    return LinkEnds(links=message.links, endpoints=endpoints)
 
 
 def link_names(links: Sequence[Link]) -> str:

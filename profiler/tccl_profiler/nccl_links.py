@@ -211,8 +211,6 @@ class _Making:
         return self._found
 
 
-_DROPPED = ("NCCL_GRAPH_FILE", "NCCL_IB_HCA", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
-"""A graph file's NICs are counted among those that NCCL uses: it must use all."""
 _FARTHEST, _NEVER = "SYS", "LOC"
 _GRAPHS = """<graphs version="1">
 {ring}{tree}</graphs>
@@ -259,11 +257,6 @@ def process_variables(links: Collection[Link]) -> dict[str, str]:
         "NCCL_PXN_DISABLE": "1",
         "NCCL_CROSS_NIC": "1",
     }
-
-
-def without_disturbance(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables that contradict a worker's settings of NCCL."""
-    return {name: value for name, value in environment.items() if name not in _DROPPED}
 
 
 def graph_text(gpu: int, carrier: Carrier, *, sends: bool) -> str:

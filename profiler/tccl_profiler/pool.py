@@ -9,17 +9,13 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from tccl_profiler.execution import Execution, HostBuffers, RunResult, RunSpec, Timeouts
 from tccl_profiler.messages import (
-    LINK_S,
-    Endpoint,
-    LinkEnds,
-    LinkStep,
+    Done,
     Meet,
     Peer,
     Ping,
@@ -30,9 +26,9 @@ from tccl_profiler.messages import (
     Stop,
     WorkerLost,
 )
-from tccl_profiler.program import COUNTER_AREA_BYTES, MAX_REPEATS, HostProgram, Link, is_nic, local
+from tccl_profiler.program import COUNTER_AREA_BYTES, MAX_REPEATS, HostProgram, is_nic
 from tccl_profiler.shared_memory import MAX_DEVICES, MAX_LANES, Control, Segment, control_bytes
-from tccl_profiler.workers import DeviceSpec, WorkerProcess, spawned
+from tccl_profiler.workers import Answer, DeviceSpec, WorkerProcess, spawned
 from tccl_py.errors import MeasurementError
 
 _BROKEN_STOP_S = 0.5  # time for workers that are given up to end by themselves
@@ -46,67 +42,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     user_bytes: int = 256 << 20
 
 
-class Links:
-    """A `LinkSet` over parts (workers or hosts) with the ends of links.
-
-    Steps raise LinkLost, with both names, and WorkerLost. `ask` sends steps to parts, all at once;
-    `part_of` returns the part with a link's end at a device.
-    """
-
-    def __init__(
-        self,
-        ask: Callable[[Mapping[str, LinkStep]], Mapping[str, LinkEnds]],
-        part_of: Callable[[Link, str], str],
-    ) -> None:
-        self._ask, self._part_of = ask, part_of
-
-    def usable_by(self, parts: Collection[str]) -> dict[str, set[Link]]:
-        """Return the links that each of these parts can use."""
-        answers = self._ask({part: LinkStep(step="usable") for part in parts})
-        return {part: set(answer.links) for part, answer in answers.items()}
-
-    def listen(self, links: Sequence[Link]) -> tuple[Endpoint, ...]:
-        """Have receivers await links, in place of namesakes, and return where."""
-        answers = self._step("listen", dict.fromkeys(links), LINK_S)
-        where = {
-            link: endpoint
-            for answer in answers
-            for link, endpoint in zip(answer.links, answer.endpoints, strict=True)
-        }
-        return tuple(where[link] for link in links)
-
-    def connect(self, ends: Mapping[Link, Endpoint], limit_s: float) -> None:
-        """Have senders make awaited links."""
-        self._step("connect", dict(ends), limit_s)
-
-    def accept(self, links: Sequence[Link], limit_s: float) -> None:
-        """Wait until awaited links have come."""
-        self._step("accept", dict.fromkeys(links), limit_s)
-
-    def _step(
-        self,
-        step: Literal["listen", "connect", "accept"],
-        ends: Mapping[Link, Endpoint | None],
-        limit_s: float,
-    ) -> Collection[LinkEnds]:
-        shares: dict[str, list[Link]] = {}
-        for link in ends:
-            part = self._part_of(link, link.sender if step == "connect" else link.receiver)
-            shares.setdefault(part, []).append(link)
-        return self._ask(
-            {
-                part: LinkStep(
-                    step=step,
-                    links=tuple(share),
-                    endpoints=tuple(end for link in share if (end := ends[link]) is not None),
-                    limit_s=limit_s,
-                )
-                for part, share in shares.items()
-            }
-        ).values()
-
-
-class Pool(Links):
+class Pool:
     """Worker processes for some devices of this host, and their shared memory.
 
     Methods raise WorkerLost if a worker died or hangs (the next use starts all anew), and
@@ -125,7 +61,6 @@ class Pool(Links):
     ) -> None:
         if not 1 <= len(devices) <= MAX_DEVICES:
             raise MeasurementError(f"{len(devices)} devices: 1 to {MAX_DEVICES} can be measured")
-        super().__init__(self._link_steps, self._link_end)
         self._backend = backend
         self._specs = tuple(devices)
         self.host = HostBuffers(numa_ids)
@@ -336,11 +271,10 @@ class Pool(Links):
         control.clear()
 
     def _share(self, space: str, segment: Segment) -> None:
+        share = Share(space=space, size=segment.size)
+        # After a refusal only some workers have the memory.
         with self._breaking():
-            for worker in self.workers:
-                self._ask_worker(worker, Share(space=space, size=segment.size), (segment.fd,))
-            for worker in self.workers:
-                worker.done(self._timeouts.answer_s)
+            self._asked(dict.fromkeys(self.started, share), Done, (segment.fd,))
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -351,33 +285,32 @@ class Pool(Links):
             self._broken = True
             raise
 
-    def usable(self) -> tuple[Link, ...]:
-        """Return the clean links of devices here."""
-        devices = [spec.device for spec in self._specs]
-        return tuple({link for links in self.usable_by(devices).values() for link in links})
-
-    def _link_end(self, link: Link, end: str) -> str:
-        device = local(end)
-        known = [spec.device for spec in self._specs if is_nic(spec.device) != bool(link.carrier)]
-        if device not in known:
-            kind, others = "GPU" if link.carrier else "NIC", ", ".join(known) or "none"
-            raise MeasurementError(f"{link}: {device} is no {kind} of this pool; it has {others}")
-        return device
-
-    def _link_steps(self, steps: Mapping[str, LinkStep]) -> dict[str, LinkEnds]:
-        """Ask workers at once, and hear all of them, also after a refusal."""
+    def ask(
+        self, requests: Mapping[str, msgspec.Struct], kind: type[Answer], limit_s: float = 0.0
+    ) -> dict[str, Answer]:
+        """Ask workers, all at once; answers may take `limit_s` longer than usual."""
         self._ready()
-        workers = [worker for worker in self.workers if worker.spec.device in steps]
-        answers: dict[str, LinkEnds] = {}
+        return self._asked(requests, kind, limit_s=limit_s)
+
+    def _asked(
+        self,
+        requests: Mapping[str, msgspec.Struct],
+        kind: type[Answer],
+        fds: Sequence[int] = (),
+        *,
+        limit_s: float = 0.0,
+    ) -> dict[str, Answer]:
+        """Ask workers, and hear all of them, also after a refusal."""
+        workers = [worker for worker in self.workers if worker.spec.device in requests]
+        answers: dict[str, Answer] = {}
         refused: MeasurementError | None = None
         with self._breaking():
             for worker in workers:
-                self._ask_worker(worker, steps[worker.spec.device])
+                self._ask_worker(worker, requests[worker.spec.device], fds)
             for worker in workers:
-                device = worker.spec.device
-                limit_s = steps[device].limit_s + self._timeouts.answer_s
                 try:
-                    answers[device] = worker.received(LinkEnds, limit_s)[0]
+                    answer, _ = worker.received(kind, limit_s + self._timeouts.answer_s)
+                    answers[worker.spec.device] = answer
                 except WorkerLost:
                     raise
                 except MeasurementError as error:
@@ -388,10 +321,7 @@ class Pool(Links):
 
     def ping(self, count: int = 16) -> Mapping[str, Pinged]:
         """Compare each device's clock with CLOCK_MONOTONIC, one after the other."""
-        self._ready()
-        answers = {}
-        with self._breaking():
-            for worker in self.workers:
-                self._ask_worker(worker, Ping(count=count))
-                answers[worker.spec.device], _ = worker.received(Pinged, self._timeouts.answer_s)
+        answers: dict[str, Pinged] = {}
+        for device in self.started:
+            answers |= self.ask({device: Ping(count=count)}, Pinged)
         return answers

@@ -17,7 +17,9 @@ from tccl_profiler.messages import (
     Connection,
     ConnectionClosed,
     Done,
+    Endpoint,
     Failed,
+    LinkEnds,
     LinkStep,
     Meet,
     Ping,
@@ -26,7 +28,6 @@ from tccl_profiler.messages import (
     Start,
     Stop,
     ToWorker,
-    take_step,
 )
 from tccl_profiler.shared_memory import Control, Segment
 from tccl_py.errors import MeasurementError
@@ -34,7 +35,8 @@ from tccl_py.errors import MeasurementError
 if TYPE_CHECKING:
     from tccl_profiler.cuda.device import CudaDevice
     from tccl_profiler.host.device import HostDevice
-    from tccl_profiler.tcp import NicDevice
+    from tccl_profiler.nccl_links import Communicators
+    from tccl_profiler.tcp import NicDevice, NicLinks
 
     Device = HostDevice | CudaDevice | NicDevice
 
@@ -121,11 +123,25 @@ def _answer(connection: Connection[ToWorker], device: Device) -> bool:
             device.meet({peer.space: (peer, fds[peer.descriptor]) for peer in message.peers})
             connection.send(Done())
         elif isinstance(message, LinkStep):
-            connection.send(take_step(device.links, message))
+            connection.send(_take_step(device.links, message))
     except MeasurementError as error:
         # The device itself is sound: it refused, or a link was lost.
         connection.send(Failed.of(error))
     return not isinstance(message, Stop)
+
+
+def _take_step(links: NicLinks | Communicators, message: LinkStep) -> LinkEnds:
+    endpoints: tuple[Endpoint, ...] = ()
+    if message.step == "usable":
+        return LinkEnds(links=links.usable())
+    if message.step == "listen":
+        endpoints = links.listen(message.links)
+    elif message.step == "connect":
+        ends = dict(zip(message.links, message.endpoints, strict=True))
+        links.connect(ends, message.limit_s)
+    else:
+        links.accept(message.links, message.limit_s)
+    return LinkEnds(links=message.links, endpoints=endpoints)
 
 
 if __name__ == "__main__":

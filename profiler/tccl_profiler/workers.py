@@ -23,11 +23,12 @@ from tccl_profiler.messages import (
     FromWorker,
     WorkerLost,
 )
-from tccl_profiler.nccl_links import without_disturbance
 from tccl_py.children import child_command, child_environment, search_path
 from tccl_py.errors import MeasurementError
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
+_DROPPED = ("NCCL_GRAPH_FILE", "NCCL_IB_HCA", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
+"""A graph file's NICs are counted among those that NCCL uses: it must use all."""
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +145,11 @@ def spawned(slot: int, spec: DeviceSpec, variables: Mapping[str, str]) -> Worker
         )
         undo.pop_all()
     return worker
+
+
+def without_disturbance(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables that contradict a worker's settings of NCCL."""
+    return {name: value for name, value in environment.items() if name not in _DROPPED}
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:

@@ -29,8 +29,9 @@ from tccl_profiler.cluster.messages import (
     PeerGone,
 )
 from tccl_profiler.execution import RunResult
-from tccl_profiler.messages import Connection, Done, Failed, LinkStep, Ping, Stop, take_step
+from tccl_profiler.messages import Connection, Done, Failed, LinkEnds, LinkStep, Ping, Stop
 from tccl_profiler.pool import Pool
+from tccl_profiler.program import Link, is_nic, local
 from tccl_profiler.session import pool_of
 from tccl_profiler.watch import Watch, warnings
 from tccl_profiler.workers import DeviceSpec
@@ -301,6 +302,23 @@ def pool_of_host(facts: HostFacts, backend: str, ids: tuple[str, ...]) -> Pool:
             nic = facts.addresses[int(name[1:])]
             nics[name] = DeviceSpec(device=name, address=nic.address, interface=nic.interface)
     return pool_of(facts.machine, backend, ids, nics=nics)
+
+
+def take_step(pool: Pool, step: LinkStep) -> LinkEnds:
+    """Take one step for links with ends at devices of this host."""
+
+    def device_of(link: Link, end: str) -> str:
+        device = local(end)
+        known = [name for name in pool.lanes if is_nic(name) != bool(link.carrier)]
+        if device not in known:
+            kind, there = "GPU" if link.carrier else "NIC", ", ".join(known) or "none"
+            raise MeasurementError(f"{link}: {device} is no {kind} of this pool; it has {there}")
+        return device
+
+    if step.step == "usable":
+        answers = pool.ask(dict.fromkeys(pool.lanes, step), LinkEnds)
+        return LinkEnds(links=tuple({link for ends in answers.values() for link in ends.links}))
+    return step.joined(pool.ask(step.shares(device_of), LinkEnds, step.limit_s).values())
 
 
 class RankTasks:

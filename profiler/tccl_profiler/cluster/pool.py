@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -17,9 +17,8 @@ from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agents import Agents, checked
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.linux import realtime
-from tccl_profiler.messages import LINK_S, LinkEnds, LinkLost, LinkStep, Ping, Pinged, WorkerLost
+from tccl_profiler.messages import Endpoint, LinkEnds, LinkLost, LinkStep, Ping, Pinged, WorkerLost
 from tccl_profiler.nccl_links import process_variables
-from tccl_profiler.pool import Links
 from tccl_profiler.program import Link, Program, host_of
 from tccl_py.errors import SourceLostError
 
@@ -62,7 +61,6 @@ class ClusterPool:
         self.lanes: dict[str, int] = {}
         self._variables: Mapping[str, str] = {}
         self._ahead_ns = _AHEAD_NS
-        self._links = Links(self._link_steps, lambda _, device: host_of(device))
         self.warnings: list[str] = []
         self.late = 0
 
@@ -120,9 +118,6 @@ class ClusterPool:
 
     # Links
 
-    def _link_steps(self, steps: Mapping[str, LinkStep]) -> dict[str, LinkEnds]:
-        return self._agents.ask(steps, LinkEnds)
-
     def _connect(self, program: Program) -> None:
         """Make the links of a program that are not there."""
         if not program.links:
@@ -134,7 +129,7 @@ class ClusterPool:
             self._variables = variables
             self.restart()
         hosts = {host_of(end) for link in program.links for end in (link.sender, link.receiver)}
-        have = self._links.usable_by(hosts)
+        have = self._usable(hosts)
         missing = [
             link
             for link in program.links
@@ -147,13 +142,20 @@ class ClusterPool:
             if link.carrier is not None:
                 self._make([link])
                 # Its sender has only begun.
-                self._links.usable_by([host_of(link.sender)])
+                self._usable([host_of(link.sender)])
+
+    def _usable(self, hosts: Collection[str]) -> dict[str, set[Link]]:
+        answers = self._agents.ask(dict.fromkeys(hosts, LinkStep(step="usable")), LinkEnds)
+        return {host: set(answer.links) for host, answer in answers.items()}
 
     def _make(self, links: list[Link]) -> None:
         """Open links in three phases: receivers listen, senders connect, receivers accept."""
-        endpoints = self._links.listen(links)
-        self._links.connect(dict(zip(links, endpoints, strict=True)), LINK_S)
-        self._links.accept(links, LINK_S)
+        endpoints: tuple[Endpoint, ...] = ()
+        steps: tuple[Literal["listen", "connect", "accept"], ...] = ("listen", "connect", "accept")
+        for name in steps:
+            step = LinkStep(step=name, links=tuple(links), endpoints=endpoints)
+            shares = step.shares(lambda _, device: host_of(device))
+            endpoints = step.joined(self._agents.ask(shares, LinkEnds).values()).endpoints
 
     # One run
 
