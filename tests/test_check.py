@@ -5,8 +5,14 @@ import numpy as np
 import pytest
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.health.drift import Effort, chosen_sets, find_drift, gpus_of, link_class
-from tccl_py.health.drift_record import prometheus_text
+from tccl_py.health.drift import (
+    Effort,
+    chosen_sets,
+    find_drift,
+    gpus_of,
+    link_class,
+    prometheus_text,
+)
 from tccl_py.health.drift_statistics import Comparison, common_spread, compared, points_to
 from tccl_py.health.fitness import differences
 from tccl_py.model.machine import Fingerprint

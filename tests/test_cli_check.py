@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.files import decode_json, encode_json, encode_line
-from tccl_py.health.drift_record import CheckRecord
+from tccl_py.files import encode_json, encode_line
 from tccl_py.model.machine import Fingerprint
 from tccl_py.model.transfer import direct_write, transfer_set
 from tccl_py.plan.directory import write_plan
@@ -122,19 +121,6 @@ def test_noise_that_is_no_number_makes_the_journal_another_models(noise, plan):
     result = tccl("check", plan)
     assert result.exit_code in (0, 1)
     assert "plan was simulated with" in result.stderr
-
-
-def test_kept_checks_are_appended_and_the_journal_stays(plan):
-    journal = (plan / "measurements.jsonl").read_bytes()
-    assert tccl("check", plan, "--keep").exit_code == 0
-    result = tccl("check", plan, "--keep", "--seed", "3")
-    assert result.stderr == f"tccl: kept in {plan}/checks.jsonl\n"
-    lines = (plan / "checks.jsonl").read_bytes().splitlines()
-    one, other = (decode_json(line.decode(), CheckRecord, where="line") for line in lines)
-    assert one.header.identity.endswith("noise 0.02, seed 1")
-    assert other.header.identity.endswith("noise 0.02, seed 4")
-    assert len(one.measurements) >= 3 * 24
-    assert (plan / "measurements.jsonl").read_bytes() == journal
 
 
 BAD = {

@@ -35,7 +35,6 @@ from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
-from tccl_py.plan.subsets import subset_on_demand
 from tccl_py.plan.tasks import condensed
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
@@ -262,13 +261,6 @@ def test_every_subset_bounces_too_and_gets_what_the_simulator_says(name):
         (measured,) = Simulator(model).measure([rings.flows])
         rate = len(subset.rings) * measured.rate_gbps
         assert subset.rate_gbps == pytest.approx(rate)
-
-
-def test_a_subset_on_demand_keeps_to_the_plan():
-    plan = kept_plan(SMALL)
-    found = subset_on_demand(plan, Simulator(load_bundled(SMALL)), (0, 2, 3))
-    planned = plan.subset((0, 2, 3))
-    assert found.rate_gbps == pytest.approx(planned.rate_gbps, rel=0.01)
 
 
 def sets_of_orders(gpus, count):

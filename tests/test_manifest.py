@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import stat
 
 import msgspec
@@ -11,14 +10,12 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.plan.directory import plan_digest, write_plan, write_subset_graph
-from tccl_py.plan.files import subset_graph
+from tccl_py.plan.directory import plan_digest, write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.staging import MANIFEST_FILE, check_files, locked, read_manifest
+from tccl_py.plan.staging import MANIFEST_FILE, check_files, read_manifest
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.torch.members import open_plan
 from tests.cluster_plans import mixed
-from tests.killed import killed_at_each
 from tests.planned import SMALL, as_only, plan_of, rebind
 
 
@@ -93,7 +90,7 @@ def test_whatever_stands_in_a_files_place_is_one_sentence(how, name, place):
 def test_a_manifest_that_names_other_places_is_refused(place):
     found = json.loads((place / MANIFEST_FILE).read_text())
     for name in ("../x", "/etc/passwd", "nccl/../../x"):
-        (place / MANIFEST_FILE).write_text(json.dumps(found | {"added": {name: "0"}}))
+        (place / MANIFEST_FILE).write_text(json.dumps(found | {"files": {name: "0"}}))
         with pytest.raises(InputError, match="which is elsewhere; plan again"):
             check_files(place)
 
@@ -121,81 +118,16 @@ def test_a_graph_file_that_is_not_the_plans_is_never_used(tmp_path):
     assert result.exit_code == 1
     assert "NCCL_GRAPH_FILE=" not in result.stdout
     assert "nccl/subsets/graph-0-1.xml" not in open_plan(tmp_path).files
-    # With a model rings are planned, and theirs are replaced.
-    write_plan(plan, tmp_path, models=as_only(load_bundled(SMALL)))
-    theirs.parent.mkdir(exist_ok=True)
-    theirs.write_text("<graphs/>")
-    result = tccl("env", tmp_path, "--gpus", "0,1", "--choice", "graph")
-    assert f"export NCCL_GRAPH_FILE={theirs}\n" in result.stdout
-    assert "tccl-py" in theirs.read_text()
-    check_files(tmp_path)
-    theirs.write_text("<graphs/>")
-    assert tccl("env", tmp_path, "--gpus", "0,1").exit_code == 2
 
 
-def test_what_was_verified_holds_for_all_files_and_outlives_graphs_made_on_demand(tmp_path):
+def test_what_was_verified_holds_for_all_files(tmp_path):
     plan = plan_of(SMALL)
-    bare = msgspec.structs.replace(plan, subsets=())
-    write_plan(bare, tmp_path, models=as_only(load_bundled(SMALL)))
+    write_plan(plan, tmp_path, models=as_only(load_bundled(SMALL)))
     identity = read_manifest(tmp_path).identity
-    write_subset_graph(bare, plan.subsets[0], tmp_path, read_manifest(tmp_path))
-    assert read_manifest(tmp_path).identity == identity
     assert plan_digest(tmp_path) == identity
     (tmp_path / "nccl" / "graph.xml").write_text("another")
     rebind(tmp_path)
     assert read_manifest(tmp_path).identity != identity
-
-
-def test_graphs_made_on_demand_at_once_are_all_listed(tmp_path):
-    plan = plan_of(SMALL)
-    bare = msgspec.structs.replace(plan, subsets=())
-    write_plan(bare, tmp_path)
-    manifest = read_manifest(tmp_path)
-    children = []
-    for subset in plan.subsets:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                write_subset_graph(bare, subset, tmp_path, manifest)
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
-    assert len(check_files(tmp_path).added) == len(plan.subsets)
-    other = msgspec.structs.replace(manifest, files={})
-    with pytest.raises(InputError, match="holds another plan by now"):
-        write_subset_graph(bare, plan.subsets[0], tmp_path, other)
-
-
-def test_a_graph_whose_making_was_killed_is_made_again(tmp_path):
-    plan, place = plan_of(SMALL), tmp_path / "plan"
-    bare, subset = msgspec.structs.replace(plan, subsets=()), plan.subsets[0]
-
-    def begin():
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
-        write_plan(bare, place)
-
-    def made():
-        write_subset_graph(bare, subset, place, read_manifest(place))
-
-    for _ in killed_at_each(begin, made):
-        assert len(check_files(place).added) <= 1
-        made()
-        assert len(check_files(place).added) == 1
-        (graph,) = (place / "nccl" / "subsets").iterdir()
-        assert graph.read_text() == subset_graph(bare, subset)
-        assert not [one for one in place.iterdir() if one.name.startswith(".")]
-
-
-def test_no_graph_is_added_while_another_run_has_the_directory(tmp_path, monkeypatch):
-    plan = plan_of(SMALL)
-    monkeypatch.setattr("tccl_py.plan.directory.PATIENCE_S", 0.05)
-    write_plan(plan, tmp_path)
-    with locked(tmp_path), pytest.raises(InputError, match="is in use by another run"):
-        write_subset_graph(plan, plan.subsets[0], tmp_path, read_manifest(tmp_path))
 
 
 def test_a_hosts_file_that_was_changed_is_refused(tmp_path):

@@ -19,8 +19,7 @@ from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.streams import ANSWER_IS_NO, notice, notice_each, write_result
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
-from tccl_py.health.drift import Drift, Effort, Journal, find_drift, joined
-from tccl_py.health.drift_record import keep_check, prometheus_text
+from tccl_py.health.drift import Drift, Effort, Journal, find_drift, joined, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.fitness import differences
 from tccl_py.model.measurement import BandwidthSource
@@ -57,7 +56,6 @@ def check(
         bool, flag("--prometheus", "Print metrics in Prometheus' text format.")
     ] = False,
     output: OutputOption = None,
-    keep: Annotated[bool, flag("--keep", "Append the measurements to DIR/checks.jsonl.")] = False,
     json: JsonOption = False,
 ) -> None:
     """See whether a machine has drifted since its plan was measured, within two minutes.
@@ -101,8 +99,6 @@ def check(
         drift = joined(plan, found)
     notice_each(source.notices)
     ended = time.time()
-    if keep:
-        notice(f"kept in {keep_check(drift, directory, source.header, ended=ended)}")
     if prometheus:
         name = plan_name(plan)
         text = prometheus_text(drift, machine=name, simulated=plan.simulated, now=ended)

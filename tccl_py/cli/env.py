@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,9 +33,9 @@ from tccl_py.nccl.variables import export_lines, job_environment
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.directory import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
-from tccl_py.plan.load import is_cluster_plan, load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import CHOICES, Plan
-from tccl_py.plan.staging import Manifest, check_files
+from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
 from tccl_py.readers.live import fingerprint_of
 from tccl_py.readers.nvml import driver_facts
@@ -76,10 +76,9 @@ def env(
     with the settings needed beside. The exit code is 0 for each of these, and 1 only if the plan
     does not apply: to these GPUs, this machine or this NCCL.
 
-    A graph file is named only for exactly these GPUs: any other would fail the job. If a simulated
-    plan has none, rings are planned now and the file is kept in DIR. Otherwise the variables of the
-    second choice are printed, with exit code 1 after --choice graph. `tccl_py.torch` gives
-    communicators over fewer of the GPUs a graph file each.
+    A graph file is named only for exactly these GPUs: any other would fail the job. If the plan has
+    none, the variables of the second choice are printed, with exit code 1 after --choice graph.
+    `tccl_py.torch` gives communicators over fewer of the GPUs a graph file each.
 
     If the GPUs, the driver's major version, the NUMA layout or NCCL's version differ from the
     plan's, a measured plan is disabled: only `unset NCCL_GRAPH_FILE` is printed, stderr says why,
@@ -96,57 +95,69 @@ def env(
         eval "$(tccl env my-cluster --host gpu07)"
     """
     check_plan_directory(directory)
-    if is_cluster_plan(directory):
-        refuse({"--gpus": gpus, "--nccl": nccl}, OF_CLUSTER)
-        _env_of_host(directory, host, choice, json=json)
-        return
-    refuse({"--host": host}, ("", "is for the plan of a cluster", "leave it out"))
     plan = load_plan(directory)
-    manifest = check_files(directory)
-    chosen = tuple(sorted(gpus_argument(gpus, plan.machine) or plan.gpus))
-    listed = ",".join(map(str, chosen))
-    if set(chosen) <= set(plan.gpus):
-        disabled = _why_disabled(plan, directory, nccl, alike=alike)
+    if plan.is_cluster:
+        refuse({"--gpus": gpus, "--nccl": nccl}, OF_CLUSTER)
     else:
+        refuse({"--host": host}, ("", "is for the plan of a cluster", "leave it out"))
+    listed = check_files(directory).files
+    if plan.is_cluster:
+        name = planned_host(plan, host)
+        subject: dict[str, Any] = {"host": name}
+        disabled = _why_not_on(plan, name) if name is not None and host is None else ""
+        file = "" if name is None else host_graph_file(name)
+    else:
+        chosen = tuple(sorted(gpus_argument(gpus, plan.machine) or plan.gpus))
+        subject = {"gpus": chosen}
         disabled = f"it is for GPUs {','.join(map(str, plan.gpus))}"
-    _leave_disabled(plan, {"gpus": chosen}, disabled, json=json)
+        if set(chosen) <= set(plan.gpus):
+            disabled = _why_disabled(plan, directory, nccl, alike=alike)
+        file = GRAPH_FILE if chosen == plan.gpus else subset_file(chosen)
+    if disabled:
+        subject["off"] = disabled
+        _print(plan, {}, subject, json=json)
+        notice(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
+        raise typer.Exit(ANSWER_IS_NO)
     taken = plan.recommended if choice is None else choice.value
-    graph = _graph_file(plan, directory, chosen, manifest) if taken == "graph" else None
-    missing = taken == "graph" and graph is None
+    missing = f"nccl/{file}" not in listed and (taken == "graph" or not file)
     if missing:
-        notice(f"no graph file for GPUs {listed}: variables alone")
-        if not plan.simulated and len(chosen) > 1:
-            notice(f"to measure rings for them: `tccl plan -o DIR --gpus {listed}`")
+        notice(_lacking(host, subject))
+    if missing and not plan.is_cluster:
         taken = "variables"
+    graph = None
+    if taken == "graph" and not missing:
+        graph = PurePosixPath(directory.resolve() / "nccl" / file)
     variables = job_environment(plan.choices[taken].settings, graph=graph)
-    _print(plan, {"gpus": chosen, "choice": taken}, variables, json=json)
-    if missing and choice is not None:
+    _print(plan, variables, {**subject, "choice": taken}, json=json)
+    if missing and (plan.is_cluster or choice is not None):
         raise typer.Exit(ANSWER_IS_NO)
 
 
 def _print(
-    plan: Plan, subject: Mapping[str, object], variables: Mapping[str, str], *, json: bool
+    plan: Plan, variables: Mapping[str, str], subject: Mapping[str, object], *, json: bool
 ) -> None:
     """Print a job's variables; NCCL_GRAPH_FILE is unset unless they have it."""
     if json:
         print_json({**subject, "environment": variables, "simulated": plan.simulated})
         return
-    print(f"# tccl-py, rates {plan.provenance}")
-    print(export_lines(variables), end="")
+    if "off" not in subject:
+        print(f"# tccl-py, rates {plan.provenance}")
+        print(export_lines(variables), end="")
     if "NCCL_GRAPH_FILE" not in variables:
         print("unset NCCL_GRAPH_FILE")
 
 
-def _leave_disabled(plan: Plan, subject: Mapping[str, object], why: str, *, json: bool) -> None:
-    """Say that a plan is disabled, and end; nothing if `why` is ""."""
-    if not why:
-        return
-    if json:
-        print_json({**subject, "environment": {}, "simulated": plan.simulated, "off": why})
-    else:
-        print("unset NCCL_GRAPH_FILE")
-    notice(f"the plan is disabled, NCCL chooses its own rings: {why}")
-    raise typer.Exit(ANSWER_IS_NO)
+def _lacking(host: str | None, subject: Mapping[str, Any]) -> str:
+    """Return a notice on GPUs or a host without a graph file in the plan."""
+    if "gpus" in subject:
+        gpus = ",".join(map(str, subject["gpus"]))
+        again = f"; to plan rings for them: `tccl plan -o DIR --gpus {gpus}`"
+        more = again if len(subject["gpus"]) > 1 else ""
+        return f"no graph file for GPUs {gpus}: variables alone{more}"
+    asked = host if host is not None else socket.gethostname()
+    node = os.environ.get(NODE_NAME, "") if host is None else ""
+    also = f" (SLURM's {shown(node)})" if node not in ("", asked) else ""
+    return f"no graph file for host {shown(asked)}{also}: NCCL chooses its own rings"
 
 
 def _why_disabled(plan: Plan, directory: Path, nccl: str | None, *, alike: bool) -> str:
@@ -179,61 +190,15 @@ def why_elsewhere(plan: Plan, directory: Path, *, alike: bool) -> str:
     return why_not_here(plan, directory, here)
 
 
-def _graph_file(
-    plan: Plan, directory: Path, gpus: tuple[int, ...], manifest: Manifest
-) -> PurePosixPath | None:
-    """Return the graph file of the manifest for a communicator over exactly these GPUs, or None."""
-    name = f"nccl/{GRAPH_FILE if gpus == plan.gpus else subset_file(gpus)}"
-    known = name in manifest.digests
-    if known or (len(gpus) > 1 and plan.simulated and _plan_now(plan, directory, gpus, manifest)):
-        return PurePosixPath(directory.resolve() / name)
-    return None
-
-
-def _plan_now(plan: Plan, directory: Path, gpus: tuple[int, ...], manifest: Manifest) -> bool:
-    """Write a graph file for some GPUs of a simulated plan; return whether there is one now."""
-    # Planning loads numerical libraries.
-    from tccl_py.plan.directory import write_subset_graph  # noqa: PLC0415
-    from tccl_py.plan.models import planned_model  # noqa: PLC0415
-    from tccl_py.plan.subsets import subset_on_demand  # noqa: PLC0415
-    from tccl_py.simulator.source import Simulator  # noqa: PLC0415
-
-    model = planned_model(plan, directory)
-    subset = None if model is None else subset_on_demand(plan, Simulator(model), gpus)
-    if subset is None:
-        return False
+def _why_not_on(plan: Plan, name: str) -> str:
+    """Return which GPUs of this host are not as in a cluster's plan, as clauses; "" if all are."""
+    if plan.simulated:
+        return ""
     try:
-        write_subset_graph(plan, subset, directory, manifest)
+        return why_not_of_class(plan, name, driver_facts().gpus)
     except InputError as error:
-        notice(str(error))
-        return False
-    return True
-
-
-def _env_of_host(directory: Path, host: str | None, choice: Choice | None, *, json: bool) -> None:
-    """Print the settings of a host of a cluster's plan; None is this host."""
-    plan = load_plan(directory)
-    check_files(directory)
-    name = planned_host(plan, host)
-    if name is not None and host is None and not plan.simulated:
-        try:
-            disabled = why_not_of_class(plan, name, driver_facts().gpus)
-        except InputError as error:
-            disabled = ""
-            notice(f"whether this host has the plan's GPUs was not checked: {error.what}")
-        _leave_disabled(plan, {"host": name}, disabled, json=json)
-    taken = plan.recommended if choice is None else choice.value
-    graph = None
-    if name is not None and taken == "graph":
-        graph = PurePosixPath(directory.resolve() / "nccl" / host_graph_file(name))
-    variables = job_environment(plan.choices[taken].settings, graph=graph)
-    _print(plan, {"host": name, "choice": taken}, variables, json=json)
-    if name is None:
-        asked = host if host is not None else socket.gethostname()
-        node = os.environ.get(NODE_NAME, "") if host is None else ""
-        also = f" (SLURM's {shown(node)})" if node not in ("", asked) else ""
-        notice(f"no graph file for host {shown(asked)}{also}: NCCL chooses its own rings")
-        raise typer.Exit(ANSWER_IS_NO)
+        notice(f"whether this host has the plan's GPUs was not checked: {error.what}")
+        return ""
 
 
 def planned_host(plan: Plan, host: str | None) -> str | None:

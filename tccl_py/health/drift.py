@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -57,7 +57,6 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
     points_to: str
     lost: dict[TransferSet, str]
     skipped: tuple[TransferSet, ...]
-    measurements: tuple[Measurement, ...]
     seconds: float
     false_alarm_rate: float = FALSE_ALARM_RATE
 
@@ -106,7 +105,6 @@ def find_drift(
         points_to=points_to(plan.cluster.classes[number].machine, rows),
         lost=bench.lost,
         skipped=tuple(one for one in chosen if one not in {*now, *bench.lost}),
-        measurements=tuple(one for found in bench.found.values() for one in found),
         seconds=bench.elapsed,
     )
 
@@ -124,7 +122,6 @@ def joined(plan: Plan, found: Sequence[Drift]) -> Drift:
         points_to="; ".join(f"on {name} to {cause}" for name, cause in causes if cause),
         lost={one: why for drift in found for one, why in drift.lost.items()},
         skipped=tuple(one for drift in found for one in drift.skipped),
-        measurements=tuple(one for drift in found for one in drift.measurements),
         seconds=sum(drift.seconds for drift in found),
     )
 
@@ -266,3 +263,49 @@ def gpus_of(transfers: TransferSet) -> set[int]:
     """Return the indices of the GPUs at the ends of a set's flows."""
     ends = (place for flow in transfers.flows for place in (flow.source, flow.destination))
     return {place.index for place in ends if place.kind == "G"}
+
+
+def prometheus_text(drift: Drift, *, machine: str, simulated: bool, now: float) -> str:
+    """Return a check in Prometheus' text format; `now` is its end, in seconds since 1970.
+
+    The node exporter's textfile collector takes it. Source of the format:
+    prometheus.io/docs/instrumenting/exposition_formats.
+    """
+    own = {"machine": machine, "simulated": str(simulated).lower()}
+    changed = {row.transfers for row in drift.changes} | drift.lost.keys()
+    sets = {one: {**own, "set": str(one)} for one in (*drift.sets, *drift.lost)}
+    totals = (
+        ("drifted", "Whether rates differ from the plan's (1) or not (0).", drift.drifted),
+        ("sets_compared", "Transfer sets that were compared.", len(drift.sets)),
+        ("sets_lost", "Transfer sets that cannot be measured any more.", len(drift.lost)),
+        ("false_alarm_rate", "Chance of an alarm on an unchanged machine, at most.",
+         drift.false_alarm_rate),
+        ("duration_seconds", "Duration of the check.", drift.seconds),
+        ("timestamp_seconds", "End of the check, in seconds since 1970.", now),
+    )  # fmt: skip
+    ratios = [(sets[one], row.ratio) for one, row in drift.sets.items()]
+    flags = [(labels, one in changed) for one, labels in sets.items()]
+    return "".join(
+        (
+            *(_metric(name, text, [(own, value)]) for name, text, value in totals),
+            _metric("set_rate_ratio", "Rate of the flow that fell most, now over then.", ratios),
+            _metric("set_changed", "Whether the set changed beyond noise (1) or not (0).", flags),
+        )
+    )
+
+
+def _metric(name: str, words: str, values: Iterable[tuple[Mapping[str, str], float]]) -> str:
+    lines = [f"tccl_check_{name}{_labels(labels)} {value:.10g}" for labels, value in values]
+    if not lines:
+        return ""
+    head = f"# HELP tccl_check_{name} {words}\n# TYPE tccl_check_{name} gauge\n"
+    return head + "\n".join(lines) + "\n"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(text: str) -> str:
+    plain = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return "".join(char if char.isprintable() else "?" for char in plain)

@@ -20,18 +20,14 @@ from tccl_py.files import (
     write_atomically,
 )
 from tccl_py.model.machine import DiscoveredMachine, Fingerprint, description_to_json
-from tccl_py.plan.files import nccl_files, subset_file, subset_graph
+from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import Plan, SubsetRings
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import (
     FOLDERS,
     MANIFEST_FILE,
-    PATIENCE_S,
     PLAN_FILE,
-    SPACE,
-    Manifest,
     check_if_listed,
-    digest,
     locked,
     make,
     read_manifest,
@@ -193,29 +189,6 @@ def write_nccl_files(plan: Plan, output: Path) -> int:
         InputError: it exists, or cannot be written; nothing is left then.
     """
     return write_new_directory(output, lambda place: _below_nccl(plan, place))
-
-
-def write_subset_graph(
-    plan: Plan, subset: SubsetRings, directory: Path, manifest: Manifest
-) -> None:
-    """Write another graph file below a plan's directory, and add it to the plan's manifest.
-
-    Raises:
-        InputError: it cannot be written, another run has the directory, or the directory holds
-            another plan than that of `manifest` by now.
-    """
-    name, text = f"nccl/{subset_file(subset.gpus)}", subset_graph(plan, subset)
-    with locked(directory, patience_s=PATIENCE_S):
-        now = read_manifest(directory)
-        if now.identity != manifest.identity:
-            raise InputError(str(directory), "holds another plan by now", "run the command again")
-        with refused(directory / name, "cannot be written", SPACE):
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        # Unlisted, the file is nobody's; a run that is killed between makes it again.
-        write_atomically(directory / name, text)
-        added = now.added | {name: digest(text.encode())}
-        listed = encode_json(msgspec.structs.replace(now, added=added))
-        write_atomically(directory / MANIFEST_FILE, listed)
 
 
 S = TypeVar("S", bound=msgspec.Struct)

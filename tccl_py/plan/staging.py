@@ -35,21 +35,15 @@ FORMAT_VERSION = 1
 _AGAIN = "plan again with --force, which measures nothing twice"
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """SHA-256 digests by file name: `files` of the plan, `added` of graph files made on demand."""
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """SHA-256 digests of a plan's files by file name."""
 
     files: dict[str, str]
-    added: dict[str, str] = {}
     format_version: int = FORMAT_VERSION
 
     @property
-    def digests(self) -> dict[str, str]:
-        """All digests by file name."""
-        return self.files | self.added
-
-    @property
     def identity(self) -> str:
-        """The digest of the whole plan, whatever was added since."""
+        """The digest of the whole plan."""
         return digest(msgspec.json.encode(sorted(self.files.items())))
 
 
@@ -77,7 +71,7 @@ def read_manifest(directory: Path) -> Manifest:
     if found.format_version != FORMAT_VERSION:
         what = f"has format version {found.format_version}"
         raise InputError(str(path), what, f"this program reads version {FORMAT_VERSION}")
-    for name in found.digests:
+    for name in found.files:
         if name != PLAN_FILE and (name[:1] == "/" or ".." in name.split("/")):
             raise InputError(str(path), f"names {name[:60]!a}, which is elsewhere", _AGAIN)
     return found
@@ -91,7 +85,7 @@ def check_files(directory: Path, names: Iterable[str] | None = None) -> Manifest
             `read_manifest`.
     """
     manifest = read_manifest(directory)
-    digests = manifest.digests
+    digests = manifest.files
     for name in digests if names is None else names:
         path, what = directory / name, ""
         if name not in digests:
@@ -172,18 +166,18 @@ def settle(directory: Path) -> None:
 
 
 @contextmanager
-def locked(directory: Path, *, patience_s: float = 0.0) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """Hold `directory` against other runs; the system releases it however this run ends.
 
     The remains of a killed run are undone or swept first.
 
     Raises:
-        InputError: another run has it, for longer than `patience_s`, or it cannot be opened.
+        InputError: another run has it, or it cannot be opened.
     """
     with refused(directory, "cannot be opened", "name a readable place"):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if not _hold(descriptor, directory, patience_s):
+        if not lock(descriptor, directory):
             # No locks here: a run that still replaces its plan by then was killed.
             end = time.monotonic() + _REPLACING_S
             while _is_replaced(directory) and time.monotonic() < end:
@@ -193,17 +187,6 @@ def locked(directory: Path, *, patience_s: float = 0.0) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _hold(descriptor: int, directory: Path, patience_s: float) -> bool:
-    end = time.monotonic() + patience_s
-    while True:
-        try:
-            return lock(descriptor, directory)
-        except InputError:
-            if time.monotonic() >= end:
-                raise
-            time.sleep(_NAP_S)
 
 
 def write_new_directory(output: Path, files_of: Callable[[Path], Mapping[str, str]]) -> int:

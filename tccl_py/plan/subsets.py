@@ -15,14 +15,12 @@ from tccl_py.model.rings import RingSet
 from tccl_py.model.symmetry import Symmetry, automorphisms
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.variables import pinned_level
-from tccl_py.plan.plan import Plan, SubsetRings
+from tccl_py.plan.plan import SubsetRings
 from tccl_py.plan.tasks import Order, Task, search_under
-from tccl_py.search.problem import Budget, SilentReporter
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.search.problem import Budget
 
 ALL_SUBSETS_UP_TO = 8
-"""Machines with more GPUs have too many subsets: theirs are planned when they are asked for."""
+"""Machines with more GPUs have too many subsets."""
 SUBSET_BUDGET = Budget(sets=60, idle_sets=15)
 SUBSET_RING_COUNTS = (1, 2)
 
@@ -68,28 +66,6 @@ def plan_subset(
         raise KeyboardInterrupt
     rings = tuple(one.gpus for one in result.rings.rings)
     return SubsetRings(gpus=gpus, rings=rings, rate_gbps=result.rate_gbps)
-
-
-def subset_on_demand(
-    plan: Plan, source: BandwidthSource, subset: Sequence[int]
-) -> SubsetRings | None:
-    """Return rings over some of a plan's GPUs, under its settings; None where they allow none.
-
-    `source` answers transfer sets of the plan's machine; `subset` has two or more of its GPUs.
-    """
-    task = Task(
-        machine=plan.machine,
-        knowledge=plan.knowledge,
-        source=RememberingSource(source),
-        gpus=plan.gpus,
-        version=plan.settings.version,
-        ring_counts=SUBSET_RING_COUNTS,
-        strategy="best-first",
-        budget=SUBSET_BUDGET,
-        reporter=SilentReporter(),
-        p2p_level=pinned_level(plan.pinned_env),
-    )
-    return plan_subset(task, plan.settings, [ring.gpus for ring in plan.rings], subset)
 
 
 def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings]:

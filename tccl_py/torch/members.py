@@ -118,7 +118,7 @@ def open_plan(directory: Path) -> OpenPlan:
     return OpenPlan(
         directory=directory,
         plan=plan,
-        files=frozenset(manifest.digests),
+        files=frozenset(manifest.files),
         identity=manifest.identity,
     )
 
