@@ -1,8 +1,6 @@
 """Rank program of `tccl overlap`: times concurrent transfers, and transfers beside a GEMM.
 
 usage: python -m tccl_py.overlap.rank SPEC.json RANK
-
-Only rank programs import torch.
 """
 
 from __future__ import annotations
@@ -15,10 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tccl_py.overlap.job import MODES, Mode, OverlapResult, OverlapSpec, Pair, Timing
-from tccl_py.rank_processes.rank import join_group, rank_device, read_spec, write_result
+from tccl_py.rank_processes.rank import Communicator, join, read_spec, write_result
 
 _WARM_UPS = 2
-_MATRIX_ON_GPU, _MATRIX_ON_CPU = 4096, 256
 _MOST_PRODUCTS = 10_000
 
 Work = Callable[[], None]
@@ -27,32 +24,22 @@ Work = Callable[[], None]
 def main() -> None:
     """Run the specification of the command line as rank RANK."""
     spec, rank, folder = read_spec(OverlapSpec)
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
-
-    cuda = spec.backend == "nccl"
-    device = rank_device(torch, spec.backend, rank)
-    if spec.kind == "messages":
-        join_group(dist, spec.backend, folder, rank=rank, world=spec.world, device=device)
-        mover: Copies = Messages(torch, dist, spec, rank)
-    else:
-        mover = Copies(torch, spec)
-    devices = [torch.device("cuda", place) for place in mover.places]
-    watch = CudaStopwatch(torch, devices) if cuda else ThreadStopwatch()
+    joined = join(spec.backend, folder, rank=rank, world=spec.world, local_rank=rank)
+    mover = Messages(joined, spec) if spec.kind == "messages" else Copies(joined, spec)
+    watch = CudaStopwatch(joined.torch, mover.devices) if joined.cuda else ThreadStopwatch()
     timer = Timer(mover, watch, spec.repeats)
     result = OverlapResult(
         rank=rank,
-        torch=str(torch.__version__),
-        device=torch.cuda.get_device_name(device) if cuda else "",
+        torch=str(joined.torch.__version__),
+        device=joined.device_name,
         sets=tuple(
-            timer.time(mover.works(number), [mover.reports(pair) for pair in pairs])
+            timer.time(mover.works(number), [pair.target in mover.devices for pair in pairs])
             for number, pairs in enumerate(spec.sets)
         ),
-        products=tuple(_time_products(torch, device, timer, mover)),
+        products=tuple(_time_products(joined, timer, mover)),
         right=mover.right(),
     )
-    if spec.kind == "messages":
-        dist.destroy_process_group()
+    joined.dist.destroy_process_group()
     write_result(folder, rank, result)
 
 
@@ -63,7 +50,7 @@ class CudaStopwatch:
     copy between devices on both: on shared streams two opposite copies would wait for each other.
     """
 
-    def __init__(self, torch: Any, devices: Sequence[Any]) -> None:
+    def __init__(self, torch: Any, devices: Sequence[int]) -> None:
         self._torch, self._devices = torch, devices
         self._streams: list[list[Any]] = []
 
@@ -117,30 +104,30 @@ class ThreadStopwatch:
 
 
 class Copies:
-    """Transfers by one process that copies between devices, by their copy engines."""
+    """Transfers by one process that copies between devices, by their copy engines.
 
-    def __init__(self, torch: Any, spec: OverlapSpec) -> None:
-        self._torch, self._spec = torch, spec
-        self._sent = {place: self._buffer(place, place + 1) for place in self.places}
-        self._got: dict[tuple[int, Pair], Any] = {}
+    `devices` are the GPUs that this process opens. The time of a transfer is its receiver's.
+    """
 
-    @property
-    def places(self) -> Sequence[int]:
-        """Return the GPUs that this process opens."""
-        return range(self._spec.places)
+    def __init__(self, joined: Communicator, spec: OverlapSpec) -> None:
+        self._joined, self._spec = joined, spec
+        alone = spec.kind == "messages"
+        self.devices = (joined.rank,) if alone else tuple(range(spec.places))
+        self._sent = {place: self._buffer(place, place + 1) for place in self.devices}
+        self._received: dict[tuple[int, Pair], Any] = {}
 
     def align(self) -> None:
-        """Wait for all devices, and all ranks."""
-        if self._spec.backend == "nccl":
-            for place in self.places:
-                self._torch.cuda.synchronize(place)
+        """Wait for all ranks and devices."""
+        self._joined.dist.barrier()
+        for place in self.devices if self._joined.cuda else ():
+            self._joined.torch.cuda.synchronize(place)
 
     def works(self, number: int) -> dict[int, Work]:
         """Return this rank's part of a set, by the pair's place in it."""
         return {
             place: self._work(number, place, pair)
             for place, pair in enumerate(self._spec.sets[number])
-            if {pair.source, pair.target} & set(self.places)
+            if {pair.source, pair.target} & set(self.devices)
         }
 
     def _work(self, number: int, place: int, pair: Pair) -> Work:  # noqa: ARG002
@@ -153,31 +140,23 @@ class Copies:
         return run
 
     def _held(self, place: int, pair: Pair) -> Any:
-        if (place, pair) not in self._got:
-            self._got[place, pair] = self._buffer(pair.target, 0)
-        return self._got[place, pair]
+        if (place, pair) not in self._received:
+            self._received[place, pair] = self._buffer(pair.target, 0)
+        return self._received[place, pair]
 
     def _buffer(self, place: int, value: int) -> Any:
-        torch = self._torch
-        cuda = self._spec.backend == "nccl"
-        device = torch.device("cuda", place) if cuda else torch.device("cpu")
+        torch = self._joined.torch
+        device = torch.device("cuda", place) if self._joined.cuda else self._joined.device
         return torch.full((self._spec.message_bytes,), value, dtype=torch.uint8, device=device)
-
-    def reports(self, pair: Pair) -> bool:
-        """Return whether this rank's time counts: the receiver's, who has all bytes."""
-        return pair.target in self.places
 
     def transfers(self) -> Iterator[tuple[Pair | None, Work | None]]:
         """Yield the transfers beside a GEMM; the work is None on a rank without a part."""
         yield self._spec.sets[0][0], self.works(0).get(0)
 
-    def agreed(self, count: int) -> int:
-        """Return rank 0's number on all ranks."""
-        return count
-
     def right(self) -> bool:
         """Return whether all received bytes equal the sent bytes."""
-        return all(bool((held == pair.source + 1).all()) for (_, pair), held in self._got.items())
+        found = self._received.items()
+        return all(bool((held == pair.source + 1).all()) for (_, pair), held in found)
 
 
 class Messages(Copies):
@@ -186,31 +165,19 @@ class Messages(Copies):
     In one group two transfers would be queued one behind the other.
     """
 
-    def __init__(self, torch: Any, dist: Any, spec: OverlapSpec, rank: int) -> None:
-        self._dist, self._rank = dist, rank
+    def __init__(self, joined: Communicator, spec: OverlapSpec) -> None:
+        super().__init__(joined, spec)
         # Every rank makes every group, in the same order.
         self._groups = [
-            [dist.new_group(sorted(set(pair))) for pair in pairs] for pairs in spec.sets
+            [joined.dist.new_group(sorted(set(pair))) for pair in pairs] for pairs in spec.sets
         ]
-        super().__init__(torch, spec)
-        self._summed = self._buffer(rank, 0).view(torch.float32)
-
-    @property
-    def places(self) -> Sequence[int]:
-        """Return this rank's GPU."""
-        return [self._rank]
-
-    def align(self) -> None:
-        """Wait for all ranks and their devices."""
-        cuda = self._spec.backend == "nccl"
-        self._dist.barrier(**({"device_ids": [self._rank]} if cuda else {}))
-        super().align()
 
     def _work(self, number: int, place: int, pair: Pair) -> Work:
         group, count = self._groups[number][place], self._spec.messages
-        call, held, peer = self._dist.isend, self._sent[self._rank], pair.target
-        if self._rank == pair.target:
-            call, held, peer = self._dist.irecv, self._held(place, pair), pair.source
+        call, peer = self._joined.dist.isend, pair.target
+        held = self._sent[self._joined.rank]
+        if self._joined.rank == pair.target:
+            call, held, peer = self._joined.dist.irecv, self._held(place, pair), pair.source
 
         def run() -> None:
             for _ in range(count):
@@ -221,17 +188,13 @@ class Messages(Copies):
     def transfers(self) -> Iterator[tuple[Pair | None, Work | None]]:
         """Yield a message and an all-reduce."""
         yield from super().transfers()
-        yield None, self._all_reduce
+        summed = self._buffer(self._joined.rank, 0).view(self._joined.torch.float32)
 
-    def _all_reduce(self) -> None:
-        for _ in range(self._spec.messages):
-            self._dist.all_reduce(self._summed, async_op=True).wait()
+        def all_reduce() -> None:
+            for _ in range(self._spec.messages):
+                self._joined.dist.all_reduce(summed, async_op=True).wait()
 
-    def agreed(self, count: int) -> int:
-        """Return rank 0's number on all ranks."""
-        shared = self._torch.tensor([count], device=self._sent[self._rank].device)
-        self._dist.broadcast(shared, src=0)
-        return int(shared.item())
+        yield None, all_reduce
 
 
 class Timer:
@@ -273,12 +236,12 @@ class Timer:
 
 
 def _time_products(
-    torch: Any, device: Any, timer: Timer, mover: Copies
+    joined: Communicator, timer: Timer, mover: Copies
 ) -> Iterator[tuple[Pair | None, tuple[Timing, ...]]]:
     """Time each transfer beside GEMMs that take about as long."""
-    cuda = device.type == "cuda"
-    size, kind = (_MATRIX_ON_GPU, torch.bfloat16) if cuda else (_MATRIX_ON_CPU, torch.float32)
-    left, right = (torch.ones(size, size, dtype=kind, device=device) for _ in range(2))
+    torch = joined.torch
+    size, kind = (4096, torch.bfloat16) if joined.cuda else (256, torch.float32)
+    left, right = (torch.ones(size, size, dtype=kind, device=joined.device) for _ in range(2))
     result = torch.empty_like(left)
 
     def multiply(count: int = 1) -> None:
@@ -290,7 +253,7 @@ def _time_products(
         for _ in range(_WARM_UPS + 1):
             transfer_ms, product_ms = timer.single(transfer), timer.single(multiply)
         wanted = round(transfer_ms / max(product_ms, 1e-3))
-        count = mover.agreed(max(1, min(_MOST_PRODUCTS, wanted)))
+        count = int(joined.maximum(max(1, min(_MOST_PRODUCTS, wanted))))
         works: dict[int, Work] = {0: lambda count=count: multiply(count)}  # type: ignore[misc]
         if transfer is not None:
             works[1] = transfer

@@ -1,6 +1,6 @@
-"""Parts of rank programs: specification, device, rendezvous, time slots and result.
+"""Parts of rank programs: specification, communicator, time slots and result.
 
-Rank programs alone import torch, and pass it to these functions.
+Only rank programs import torch, by `join`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,26 +72,71 @@ def read_spec(kind: type[T]) -> tuple[T, int, Path]:
     return spec, int(sys.argv[2]), file.parent
 
 
-def rank_device(torch: Any, backend: str, local_rank: int) -> Any:
-    """Return a rank's device; for `nccl` make the visible GPU of this number current."""
-    if backend == "nccl":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        return device
-    # Ranks on one host share its cores.
-    torch.set_num_threads(1)
-    return torch.device("cpu")
+@dataclass(frozen=True)
+class Communicator:
+    """A communicator of `world` ranks as one rank sees it; `world` is 1 for a rank outside.
 
-
-def join_group(
-    dist: Any, backend: str, where: Path | Rendezvous, *, rank: int, world: int, device: Any
-) -> None:
-    """Join the job's process group.
-
-    Ranks of one host use a file in the folder, because a free port may be taken before use. Over
-    several hosts rank 0 has inherited an open listening socket.
+    `torch` and `dist` are torch and torch.distributed, `group` the process group (None over all
+    ranks of the job), `root` its first rank.
     """
-    more = {"device_id": device} if backend == "nccl" else {}
+
+    torch: Any
+    dist: Any
+    rank: int
+    world: int
+    device: Any
+    group: Any = None
+    root: int = 0
+
+    @property
+    def cuda(self) -> bool:
+        """Return whether the group uses NCCL."""
+        return bool(self.device.type == "cuda")
+
+    @property
+    def device_name(self) -> str:
+        """Return the GPU's name, "" in host memory."""
+        return str(self.torch.cuda.get_device_name(self.device)) if self.cuda else ""
+
+    def wait(self) -> None:
+        """Wait for this rank's device."""
+        if self.cuda:
+            self.torch.cuda.synchronize(self.device)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """Make all of `groups`, as every rank must, and return this rank's communicator."""
+        found = replace(self, world=1)
+        for members in groups:
+            group = self.dist.new_group(list(members))
+            if self.rank in members:
+                found = replace(self, world=len(members), group=group, root=members[0])
+        return found
+
+    def maximum(self, value: float) -> float:
+        """Return the largest `value` of all the job's ranks: loops need one count everywhere."""
+        shared = self.torch.tensor([value], dtype=self.torch.float64, device=self.device)
+        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MAX)
+        return float(shared.item())
+
+
+def join(
+    backend: str, where: Path | Rendezvous, *, rank: int, world: int, local_rank: int
+) -> Communicator:
+    """Join the job's process group, over `nccl` with the visible GPU `local_rank`, or over `gloo`.
+
+    Ranks of one host use a file in the folder `where`, because a free port may be taken before use.
+    Over several hosts rank 0 has inherited an open listening socket.
+    """
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    device, more = torch.device("cpu"), dict[str, Any]()
+    if backend == "nccl":
+        more["device_id"] = device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        # Ranks on one host share its cores.
+        torch.set_num_threads(1)
     if isinstance(where, Rendezvous):
         more["store"] = _store(dist, where, rank, world)
     else:
@@ -98,6 +144,7 @@ def join_group(
     dist.init_process_group(
         backend, rank=rank, world_size=world, timeout=_RENDEZVOUS_TIMEOUT, **more
     )
+    return Communicator(torch=torch, dist=dist, rank=rank, world=world, device=device)
 
 
 def _store(dist: Any, rendezvous: Rendezvous, rank: int, world: int) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.verify.spec import WrongValue
-from tccl_py.verify.timing import Communicator
+from tccl_py.rank_processes.rank import Communicator
+from tccl_py.verify.spec import JobResult, WrongValue
 
 COUNTS = (1, 3, 1027, 65_537, 1_048_583)
 """Elements per rank; odd, so that no protocol's block is full, and in the range of every one."""
@@ -24,14 +24,6 @@ _LARGE = 100_000
 _LARGE_DTYPES = ("float32", "bfloat16")
 _ABSENT = ("not support", "not implemented", "unsupported", "not currently supported")
 """Words of torch's errors for a collective or dtype that the backend lacks."""
-
-
-class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of compared cases, the wrong ones, and those that the backend lacks."""
-
-    checked: int
-    wrong: tuple[WrongValue, ...]
-    left_out: tuple[str, ...]
 
 
 class _Case(msgspec.Struct, frozen=True):
@@ -45,8 +37,11 @@ class _Case(msgspec.Struct, frozen=True):
         return f"{self.dtype} x {self.count}{', async' if self.asynchronous else ''}"
 
 
-def run_checks(communicator: Communicator) -> Checked:
-    """Run all cases of all collectives; a wrong case does not end the rest."""
+def run_checks(communicator: Communicator, result: JobResult) -> JobResult:
+    """Run all cases of all collectives, and add the findings to this rank's result.
+
+    A wrong case does not end the rest.
+    """
     checked, wrong, left_out = 0, [], set()
     cases = [
         _Case(dtype, count, asynchronous)
@@ -67,7 +62,9 @@ def run_checks(communicator: Communicator) -> Checked:
             checked += 1
             if what:
                 wrong.append(WrongValue(case=f"{name}, {case}", rank=communicator.rank, what=what))
-    return Checked(checked=checked, wrong=tuple(wrong), left_out=tuple(sorted(left_out)))
+    return msgspec.structs.replace(
+        result, checked=checked, wrong=tuple(wrong), left_out=tuple(sorted(left_out))
+    )
 
 
 class _Tensors:
