@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from tccl_py.errors import InputError, SearchError
 from tccl_py.tccl_fork.database import (
-    TABLE_CELLS,
     Crossing,
     Database,
     GpuRing,
@@ -87,7 +86,7 @@ def metadata_fault(database: Database) -> Fault | None:
         return Fault(
             f"has num_gpus, num_numa and num_bits_idx of {counts}", "each of them is 1 or more"
         )
-    if table_cells(database.num_gpus, database.num_bits) >= TABLE_CELLS:
+    if table_cells(database.num_gpus, database.num_bits) >= 2**31:
         return Fault(
             f"makes a table for {database.num_gpus} GPUs and indices of {database.num_bits} bits",
             "the fork counts its cells in 32 bits: 10 GPUs with 4 bits, 16 with 2",

@@ -238,7 +238,7 @@ def test_a_plan_of_equal_nodes_is_exported_with_the_ring_over_them(cluster, tmp_
 
 
 def test_a_plan_of_equal_nodes_whose_jobs_are_left_out_says_so(cluster, monkeypatch):
-    monkeypatch.setattr("tccl_py.tccl_fork.build.MOST_MEMORY", 0)
+    monkeypatch.setattr("tccl_py.tccl_fork.database.MOST_MEMORY", 0)
     result = exported(cluster)
     assert "a job of several nodes fails" in result.stderr
 

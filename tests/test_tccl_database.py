@@ -19,19 +19,25 @@ from tccl_py.search.problem import Budget, SilentReporter
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.memory import RememberingSource
-from tccl_py.tccl_fork import build as databases_of_plans
-from tccl_py.tccl_fork.build import MOST_CHANNELS, Export, make_database, plan_channels
 from tccl_py.tccl_fork.database import (
     Crossing,
     Database,
     NodeChain,
     NodeChains,
+    make_database,
     mask_of,
     numa_ids,
     tccl_xml,
     typed_transfers,
 )
-from tccl_py.tccl_fork.search import DatabaseSearch, DatabaseTask, Landing, all_ends
+from tccl_py.tccl_fork.search import (
+    MOST_CHANNELS,
+    DatabaseSearch,
+    DatabaseTask,
+    Export,
+    plan_channels,
+    throughs,
+)
 from tests.fakes import SharedResources
 from tests.planned import PCIE, SMALL, plan_of, with_parts
 from tests.tccl_databases import encoded, gpus_of, small_database
@@ -118,26 +124,23 @@ def best_rate(source, rings):
     return max(source.measure([ring_set([one]).flows])[0].rate_gbps for one in rings)
 
 
-def all_chains(task, nic, ends):
-    """Every chain between two landings, as rings through the world."""
-    fifo = Fifo(bytes=task.fifo_bytes)
-    how = {"blocks": task.blocks, "fifo": fifo}
-    space = task.hop_space(ends.gpus)
-
-    def through(place):
-        return None if place.in_gpu else place.index
-
-    (lands,), (leaves,) = ends.entries, ends.exits
-    for order in itertools.permutations(ends.gpus):
-        if lands.in_gpu and order[0] != lands.index:
-            continue
-        if leaves.in_gpu and order[-1] != leaves.index:
-            continue
-        first = entry(order[0], entering(nic.index, order[0], through=through(lands), **how))
-        last = leave(order[-1], leaving(order[-1], nic.index, through=through(leaves), **how))
+def all_chains(task, nic, gpus):
+    """Every chain over these GPUs that the fork can set up, as rings through the world."""
+    how = {"blocks": task.blocks, "fifo": Fifo(bytes=task.fifo_bytes)}
+    space = task.hop_space(gpus)
+    for order in itertools.permutations(gpus):
+        first = [
+            entry(order[0], entering(nic.index, order[0], through=node, **how))
+            for node in throughs(task, nic, order[0])
+        ]
+        last = [
+            leave(order[-1], leaving(order[-1], nic.index, through=node, **how))
+            for node in throughs(task, nic, order[-1])
+        ]
         choices = [space.between(*pair) for pair in itertools.pairwise(order)]
-        for hops in itertools.product(*choices):
-            yield ring_of(Chain(first, hops, last))
+        for into, out, *hops in itertools.product(first, last, *choices):
+            if len(gpus) > 1 or into.flow.transfers[1:] or out.flow.transfers[1:]:
+                yield ring_of(Chain(into, tuple(hops), out))
 
 
 # Against brute force
@@ -171,43 +174,21 @@ def test_rings_of_a_machine_of_which_nothing_is_like_another_are_the_best(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_chains_between_all_landings_are_the_best_of_all(seed):
-    machine = unlike(with_nics(toy_machine(gpus=3, numa_nodes=2), "C1"))
+@pytest.mark.parametrize("gdr", [True, False])
+def test_chains_are_the_best_of_all(seed, gdr):
+    machine = unlike(with_nics(toy_machine(gpus=3, numa_nodes=2), "C1", gdr=gdr))
     source = random_resources(seed)
     task = task_of(machine, source)
     (nic,) = machine.nics
-    wanted = task.sets_of_gpus(least=1)
-    found = DatabaseSearch(task, nic)
-    found.find_chains(nic, every_landing=True)
+    found = DatabaseSearch(task)
+    found.find_chains(nic)
     assert not found.missing_chains
-    rates = {}
-    for ends in (ends for gpus in wanted for ends in all_ends(task, nic, gpus)):
-        rates[ends] = best_rate(source, all_chains(task, nic, ends))
-        assert found.between[ends].ends == ends
-        assert found.between[ends].rate_gbps >= rates[ends] / 1.0101
-    for gpus, one in found.best.items():
-        best = max(rate for ends, rate in rates.items() if ends.gpus == gpus)
-        assert one.rate_gbps >= best / 1.0101
-
-
-def test_landings_of_one_gpu_and_of_several():
-    machine = with_nics(toy_machine(gpus=2, numa_nodes=2), "C0")
-    task = task_of(machine, Simulator(model_for(machine)))
-    (nic,) = machine.nics
-    gpu, other, near, far = Landing(True, 0), Landing(True, 1), Landing(False, 0), Landing(False, 1)
-    alone = {(one.entries[0], one.exits[0]) for one in all_ends(task, nic, (0,))}
-    assert alone == set(itertools.product((gpu, near, far), repeat=2)) - {(gpu, gpu)}
-    both = {(one.entries[0], one.exits[0]) for one in all_ends(task, nic, (0, 1))}
-    every = set(itertools.product((gpu, other, near, far), repeat=2))
-    assert both == every - {(gpu, gpu), (other, other)}
-
-
-def test_a_nic_that_reaches_no_gpu_lands_in_host_memory():
-    machine = with_nics(toy_machine(gpus=2), "C0", gdr=False)
-    task = task_of(machine, Simulator(model_for(machine)))
-    assert {one.entries[0] for one in all_ends(task, machine.nics[0], (0, 1))} == {
-        Landing(False, 0)
-    }
+    assert set(found.chains) == set(task.sets_of_gpus(least=1))
+    for gpus, one in found.chains.items():
+        assert tuple(sorted(one.chain.gpus)) == gpus
+        assert one.rate_gbps == best_rate(source, [one.ring])
+        assert one.rate_gbps >= best_rate(source, all_chains(task, nic, gpus)) / 1.0101
+        assert gdr or {place.kind for place in one.landings} == {"C"}
 
 
 def test_subsets_that_look_the_same_are_searched_once_and_each_is_measured():
@@ -345,9 +326,23 @@ def test_every_set_of_gpus_of_a_machine_has_its_ring_and_its_chains():
     assert (database.num_gpus, database.num_numa, database.num_bits) == (4, 4, 2)
     assert [one.mask for one in database.intra] == [m for m in range(16) if len(gpus_of(m)) > 1]
     assert [part.mask for part in database.inter] == list(range(1, 16))
-    # 4 GPUs and 4 NUMA nodes on either side of 4 x 4 + 4 x 4 x 2 + 4 x 3 pairs of landings.
-    assert len(chains_of(database, 15)) == (16 + 32 + 12) * 8 * 8
+    # Each set's best chain, with every landing of all best chains before and behind it.
+    entries, exits = (
+        len({side(one) for part in database.inter for one in part.chains})
+        for side in (
+            lambda one: (one.head.destination, one.head.type[4:7]),
+            lambda one: (one.tail.source, one.tail.type[:3]),
+        )
+    )
+    assert all(len(part.chains) == entries * exits for part in database.inter)
     assert parse_tccl_xml(tccl_xml(database), where="db.xml") == database
+
+
+def test_a_ring_over_nodes_has_the_rate_of_the_worst_of_each_nodes_best_chains():
+    database = exported(PCIE)
+    for masks in [(15, 15), (1, 2), (8, 15, 1), (3, 12), (5, 5, 10), (7, 14), (4, 4), (9, 6, 15)]:
+        best = min(max(one.gbps for one in chains_of(database, mask)) for mask in masks)
+        assert found_ring(database, masks).gbps == best
 
 
 def test_a_free_choice_of_mechanisms_is_faster():
@@ -367,7 +362,7 @@ def test_the_runtime_takes_the_plans_ring_unless_another_is_better(name):
     for one in plan.rings:
         flows = [Flow(flow.transfers, blocks, flow.fifo) for flow in flows_of(one)]
         rate = source.measure([transfer_set(flows)])[0].rate_gbps
-        planned[tuple(t for flow in flows for t in typed_transfers(flow, numa))] = rate
+        planned[tuple(t for flow in flows for t in typed_transfers(flow.transfers, numa))] = rate
     if found.nodes[0].transfers in planned:
         assert found.gbps == pytest.approx(planned[found.nodes[0].transfers], rel=1e-5)
     else:
@@ -380,7 +375,9 @@ def test_with_no_sets_left_to_measure_the_plans_ring_is_exported_as_it_is():
     found = make_database(plan, Simulator(load_bundled(PCIE)), export=export)
     (planned,) = plan.rings
     wanted = tuple(
-        t for flow in flows_of(planned) for t in typed_transfers(flow, numa_ids(plan.machine))
+        t
+        for flow in flows_of(planned)
+        for t in typed_transfers(flow.transfers, numa_ids(plan.machine))
     )
     (part,) = found_ring(found.database, [15]).nodes
     assert (part.gpus, part.transfers) == (planned.gpus, wanted)
@@ -389,18 +386,6 @@ def test_with_no_sets_left_to_measure_the_plans_ring_is_exported_as_it_is():
 
 def flows_of(planned):
     return [one.flow for one in planned.hops]
-
-
-def test_the_best_landings_alone_give_the_same_rings_as_all(monkeypatch):
-    whole = exported(PCIE)
-    monkeypatch.setattr(databases_of_plans, "EVERY_LANDING_UP_TO", 0)
-    plan = plan_of(PCIE)
-    found = make_database(plan, Simulator(load_bundled(PCIE)))
-    best = found.database
-    assert sum(len(part.chains) for part in best.inter) < 1000
-    assert any("the chain between its best landings only" in note for note in found.notes)
-    for masks in [(15, 15), (1, 2), (8, 15, 1), (3, 12), (5, 5, 10), (7, 14), (4, 4), (9, 6, 15)]:
-        assert found_ring(best, masks).gbps == pytest.approx(found_ring(whole, masks).gbps)
 
 
 def test_eight_gpus_and_two_nics_take_few_sets():
@@ -544,7 +529,4 @@ def test_an_index_that_the_forks_table_cannot_hold_is_refused():
     plan = make_plan(machine, Knowledge(), source, gpus=(0, 23), budget=budget)
     with pytest.raises(InputError) as caught:
         make_database(plan, source)
-    assert str(caught.value) == (
-        "GPU 23: is too high an index for the fork; "
-        "0 to 21: it makes a table of all sets of GPUs and counts its cells in 32 bits"
-    )
+    assert (caught.value.where, caught.value.right[:8]) == ("GPU 23", "0 to 21:")

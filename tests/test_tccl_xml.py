@@ -84,13 +84,13 @@ def test_a_file_on_disk_is_read(tmp_path):
     ],
 )
 def test_flows_become_typed_transfers(flow, types):
-    assert [str(one) for one in typed_transfers(parse_flow(flow), {1: 7})] == types
+    assert [str(one) for one in typed_transfers(parse_flow(flow).transfers, {1: 7})] == types
 
 
 @pytest.mark.parametrize("flow", ["G0->N0->N0", "h0.G0->h0.G0->h0.G1"])
 def test_flows_that_leave_the_node_have_no_type(flow):
     with pytest.raises(InputError, match="is none that the TCCL fork has a name for"):
-        typed_transfers(parse_flow(flow), {})
+        typed_transfers(parse_flow(flow).transfers, {})
 
 
 # The rules of the fork's parser, and of what it does with what it parsed

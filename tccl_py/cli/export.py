@@ -21,14 +21,8 @@ from tccl_py.search.problem import Reporter, SilentReporter
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.planned import ElsewhereError, journal_of, journal_source, measured_again
-from tccl_py.tccl_fork.build import (
-    DEFAULT_MAX_SETS,
-    Export,
-    MadeDatabase,
-    check_plan_for_fork,
-    make_database,
-)
-from tccl_py.tccl_fork.database import tccl_xml
+from tccl_py.tccl_fork.database import MadeDatabase, make_database, tccl_xml
+from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, Export, check_plan_for_fork
 
 RUNTIMES = ("nccl", "tccl")
 

@@ -1,4 +1,4 @@
-"""Database of the TCCL fork's runtime: a ring and chains for every set of GPUs, and its XML file.
+"""Database of the TCCL fork's runtime, made from a plan: rings and chains for sets of GPUs.
 
 The fork (NCCL 2.18) reads the file behind TCCL_XML_FILE. A set of GPUs is a bit mask; bit i is the
 GPU with NVML index i. The fork checks little of its file; tests hold databases to its demands.
@@ -11,12 +11,29 @@ from xml.sax.saxutils import escape
 
 import msgspec
 
-from tccl_py.errors import InputError
-from tccl_py.model.machine import Machine
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.model.machine import Machine, Nic
+from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop
-from tccl_py.model.transfer import Flow, Transfer
+from tccl_py.model.transfer import Place, Transfer, leaving, transfer_set
+from tccl_py.plan.plan import Plan
+from tccl_py.search.problem import Reporter, SilentReporter
+from tccl_py.tccl_fork.search import (
+    ALL_SETS_UP_TO,
+    MOST_CHANNELS,
+    DatabaseSearch,
+    DatabaseTask,
+    Export,
+    Found,
+    check_plan_for_fork,
+    plan_channels,
+    task_of,
+    throughs,
+)
 
-TABLE_CELLS = 2**31  # The fork counts its table's cells in 32 bits with a sign
+MOST_MEMORY, MUCH_MEMORY = 1 << 34, 1 << 30  # Of the table of chains: useless, noted
+_PROVEN = 1.01
+_NAMED = 3  # Sets of GPUs without a ring or chain that are named
 _TYPES: dict[tuple[str, str], str] = {
     ("write", "GG"): "GPU_WRITE_GPUMEM",
     ("read", "GG"): "GPU_READ_GPUMEM",
@@ -107,23 +124,20 @@ def numa_ids(machine: Machine) -> dict[int, int]:
     return ids if known else {index: index for index in ids}
 
 
-def typed_transfers(flow: Flow, numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:
-    """Return the transfers of one flow inside a node; a bounce is two.
+def typed_transfers(
+    transfers: Iterable[Transfer], numa: Mapping[int, int]
+) -> tuple[TypedTransfer, ...]:
+    """Return the fork's names of transfers inside a node, in order.
 
     >>> from tccl_py.model.transfer import parse_flow
-    >>> [str(one) for one in typed_transfers(parse_flow("G0->G0->C1->G4->G4"), {1: 1})]
+    >>> moved = parse_flow("G0->G0->C1->G4->G4").transfers
+    >>> [str(one) for one in typed_transfers(moved, {1: 1})]
     ['GPU_WRITE_CPUMEM_KERNEL 0 to 1', 'GPU_READ_CPUMEM_KERNEL 1 to 4']
     """
-    return tuple(typed_transfer(transfer, numa) for transfer in flow.transfers)
+    return tuple(_typed(transfer, numa) for transfer in transfers)
 
 
-def ring_transfers(hops: Iterable[Hop], numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:
-    """Return the transfers of several hops, in order."""
-    return tuple(moved for hop in hops for moved in typed_transfers(hop.flow, numa))
-
-
-def typed_transfer(transfer: Transfer, numa: Mapping[int, int]) -> TypedTransfer:
-    """Return the fork's name of one transfer; arguments and errors as `typed_transfers`."""
+def _typed(transfer: Transfer, numa: Mapping[int, int]) -> TypedTransfer:
     source, destination = transfer.source, transfer.destination
     name = _TYPES.get((transfer.operation, f"{source.kind}{destination.kind}"))
     if name is None or source.host or destination.host:
@@ -170,3 +184,194 @@ def _comment(note: str) -> str:
     while "--" in text:
         text = text.replace("--", "- -")
     return "".join(part if part.isprintable() else "?" for part in text).rstrip("-")
+
+
+# From a plan to its database, and notes on what the file lacks.
+
+
+class MadeDatabase(msgspec.Struct, frozen=True, kw_only=True):
+    """A database, and notes on what it lacks of the plan or of the best possible."""
+
+    database: Database
+    notes: tuple[str, ...]
+    sets_measured: int
+
+
+def make_database(
+    plan: Plan,
+    source: BandwidthSource,
+    *,
+    export: Export | None = None,
+    reporter: Reporter | None = None,
+) -> MadeDatabase:
+    """Search rings and chains for every set of a plan's GPUs, each hop by its fastest mechanism.
+
+    InputError: hosts of several classes, a cluster that was measured, unknown GPUs or NIC, or
+    indices too large for the fork.
+    """
+    export = export or Export()
+    check_plan_for_fork(plan)
+    task = task_of(plan, source, export, reporter or SilentReporter())
+    nic, count = _nic(task.machine, export.nic), max(task.gpus) + 1
+    numa = numa_ids(task.machine)
+    bits = index_bits(count, max(numa.values()) + 1)
+    # 1. Search rings, and chains where the network can be measured.
+    search = DatabaseSearch(task)
+    search.find_rings()
+    no_chains = _no_chains(task, nic, table_bytes(count, bits))
+    if nic is not None and not no_chains:
+        search.find_chains(nic)
+    elif table_bytes(count, bits) > MUCH_MEMORY:
+        # No crossing is encoded then: indices of one bit keep the fork's table small.
+        bits = 1
+    # 2. Write both in the fork's terms.
+    intra = [
+        GpuRing(
+            mask=mask_of(gpus),
+            gbps=_gbps(found.rate_gbps),
+            transfers=typed_transfers(_moves(found.ring.hops), numa),
+        )
+        for gpus, found in search.rings.items()
+    ]
+    database = Database(
+        num_gpus=count,
+        num_numa=max(numa.values()) + 1,
+        num_bits=bits,
+        intra=tuple(sorted(intra, key=lambda entry: entry.mask)),
+        inter=tuple(sorted(_inter(search, numa), key=lambda entry: entry.mask)),
+    )
+    memory = table_bytes(count, bits)
+    notes = _notes(plan, task, search, nic=nic, no_chains=no_chains, memory=memory)
+    return MadeDatabase(
+        database=database, notes=tuple(notes), sets_measured=task.source.sets_measured
+    )
+
+
+def _nic(machine: Machine, wanted: int | None) -> Nic | None:
+    if wanted is not None:
+        found = {nic.index: nic for nic in machine.nics}
+        if wanted not in found:
+            right = f"it has {', '.join(map(str, found)) or 'none'}"
+            raise InputError(f"NIC {wanted}", f"is not in machine {machine.name}", right)
+        return found[wanted]
+    return max(machine.nics, key=lambda nic: (nic.speed_mbps, nic.gdr, -nic.index), default=None)
+
+
+def _no_chains(task: DatabaseTask, nic: Nic | None, memory: int) -> str:
+    if nic is None:
+        return f"{task.machine.name} has no NIC"
+    if memory > MOST_MEMORY:
+        return f"for GPU indices up to {max(task.gpus)} the fork's table of chains is too large"
+    first = task.gpus[0]
+    through = throughs(task, nic, first)[0]
+    way_out = leaving(first, nic.index, through=through, blocks=task.blocks)
+    try:
+        task.source.measure([transfer_set([way_out])])
+    except MeasurementError as error:
+        return f"flows over the network cannot be measured here ({error})"
+    return ""
+
+
+def _inter(search: DatabaseSearch, numa: Mapping[int, int]) -> Iterator[NodeChains]:
+    """Yield every chain with each landing on other nodes, which are as those here."""
+    ends = [found.landings for found in search.chains.values()]
+    entries, exits = sorted({into for into, _ in ends}), sorted({out for _, out in ends})
+    for gpus, found in search.chains.items():
+        lands, leaves = found.landings
+        chains = [
+            NodeChain(
+                head=_crossing(before, lands, numa),
+                tail=_crossing(leaves, behind, numa),
+                gbps=_gbps(found.rate_gbps),
+                transfers=_chain_transfers(found, numa),
+            )
+            for before in exits
+            for behind in entries
+        ]
+        yield NodeChains(mask=mask_of(gpus), chains=tuple(chains))
+
+
+def _gbps(rate: float) -> float:
+    return float(f"{rate:.6g}")
+
+
+def _crossing(leaves: Place, lands: Place, numa: Mapping[int, int]) -> Crossing:
+    places = (leaves, lands)
+    numbers = (numa[place.index] if place.kind == "C" else place.index for place in places)
+    kinds = ("CPU" if place.kind == "C" else "GPU" for place in places)
+    return Crossing(f"{'_'.join(kinds)}_INTER", *numbers)
+
+
+def _chain_transfers(found: Found, numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:
+    chain = found.chain
+    into, out = chain.entry.flow.transfers[1:], chain.exit.flow.transfers[:-1]
+    return typed_transfers((*into, *_moves(chain.hops), *out), numa)
+
+
+def _moves(hops: Iterable[Hop]) -> Iterator[Transfer]:
+    return (transfer for hop in hops for transfer in hop.flow.transfers)
+
+
+def _notes(
+    plan: Plan,
+    task: DatabaseTask,
+    search: DatabaseSearch,
+    *,
+    nic: Nic | None,
+    no_chains: str,
+    memory: int,
+) -> Iterator[str]:
+    """Yield notes for the user and the file's readers, most important first."""
+    done = plan.provenance.partition(" ")[0].removesuffix(",")
+    yield (
+        f"rates {plan.provenance}, {task.source.sets_measured} sets {done} for this file; "
+        f"run it with NCCL_ALGO=TCCL,RING NCCL_MIN_NCHANNELS={task.blocks} "
+        f"NCCL_MAX_NCHANNELS={task.blocks} NCCL_BUFFSIZE={task.fifo_bytes}"
+    )
+    whole = search.rings.get(task.gpus)
+    if whole is not None and (plan.ring_count > 1 or task.blocks < plan_channels(plan)):
+        yield (
+            f"the plan's {plan.rate_gbps:.2f} GB/s are those of {plan.ring_count} rings and "
+            f"{plan_channels(plan)} channels; the fork has one ring and room for {MOST_CHANNELS} "
+            f"channels: the ring here has {whole.rate_gbps:.2f}"
+        )
+    total = 2 ** len(task.gpus) - len(task.gpus) - 1
+    left_out = total - len(search.rings) - len(search.missing_rings)
+    if left_out:
+        few = len(task.gpus) <= ALL_SETS_UP_TO
+        why = "as requested" if few else f"above {ALL_SETS_UP_TO} GPUs only requested sets are in"
+        yield (
+            f"{left_out} of the {total} sets of GPUs that jobs can have are left out, "
+            f"{why}: a job over such a set fails"
+        )
+    if no_chains:
+        yield f"{no_chains}: there are no chains, and a job of several nodes fails"
+    elif nic is not None and len(task.machine.nics) > 1:
+        yield f"the fork's database knows one NIC a node: run it with NCCL_IB_HCA={nic.name}"
+    for kind, missing in (("ring", search.missing_rings), ("chain", search.missing_chains)):
+        for gpus, why in list(missing.items())[:_NAMED]:
+            yield f"no {kind} over GPUs {', '.join(map(str, gpus))}, and a job fails there: {why}"
+        if len(missing) > _NAMED:
+            yield f"no {kind} over {len(missing) - _NAMED} more sets of GPUs"
+    yield from _unproven("rings", list(search.rings.values()))
+    yield from _unproven("chains", list(search.chains.values()))
+    if memory > MUCH_MEMORY:
+        yield (
+            f"the fork's runtime takes {memory / 2**30:.1f} GiB in every process for its table "
+            "of chains"
+        )
+
+
+def _unproven(kind: str, found: Sequence[Found]) -> Iterator[str]:
+    shares = [one.rate_gbps / one.bound_gbps for one in found if one.bound_gbps is not None]
+    low = [share for share in shares if share * _PROVEN * (1 + 1e-9) < 1]
+    if low:
+        yield (
+            f"{len(low)} of {len(found)} {kind} are not proven best; each has at least "
+            f"{100 * min(low):.0f} % of the bound"
+        )
+    if len(shares) < len(found):
+        yield (
+            f"{len(found) - len(shares)} of {len(found)} {kind} have no bound: the sets that may "
+            "be measured were used up"
+        )

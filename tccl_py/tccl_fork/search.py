@@ -7,55 +7,45 @@ its mechanisms, because the fork's runtime moves each hop as its file says.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
-from tccl_py.errors import MeasurementError, SearchError
+from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.machine import Knowledge, Machine, Nic
+from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.paths import natural_cuts
 from tccl_py.model.rings import Hop, HopSpace, Ring, ring, ring_set
 from tccl_py.model.symmetry import Symmetry, automorphisms, keeping, relabelled_hop
-from tccl_py.model.transfer import Fifo, Flow, bounce, direct_read, direct_write, entering, leaving
+from tccl_py.model.transfer import (
+    Fifo,
+    Flow,
+    Place,
+    bounce,
+    direct_read,
+    direct_write,
+    entering,
+    leaving,
+)
+from tccl_py.nccl.settings import final_channels
+from tccl_py.nccl.variables import pinned_level
 from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import direct_pairs
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Order, measured_well
 from tccl_py.search.chains import WORLD, Chain, chain_of, chain_space, entry, leave, ring_of
 from tccl_py.search.problem import Budget, Reporter, SearchProblem
 from tccl_py.search.strategies import AGREEMENT, find_rings
 from tccl_py.sources.memory import RememberingSource
 
+MOST_CHANNELS = 15  # Besides NCCL's own: the fork has 32 less one for both
+DEFAULT_MAX_SETS = 10_000
+LARGEST_INDEX = 21  # Of a GPU: the fork's table has 32-bit numbers
 ALL_SETS_UP_TO = 8  # 8 GPUs have 247 sets of two or more; above only requested sets
 LEAST_IDLE = 10  # Sets without a better ring that any search may measure before it gives up
 LARGE_BUDGET, SMALL_BUDGET = Budget(sets=2000, idle_sets=100), Budget(sets=1000, idle_sets=50)
 WORTH = 1.01  # A known ring gives way to a ring that is faster by more than this factor
-
-
-class Landing(msgspec.Struct, frozen=True, order=True):
-    """Memory that a NIC fills or empties: a GPU's, or a NUMA node's."""
-
-    in_gpu: bool
-    index: int
-
-    @property
-    def point(self) -> str:
-        """The device's name in symmetries."""
-        return f"{'G' if self.in_gpu else 'C'}{self.index}"
-
-
-class Ends(msgspec.Struct, frozen=True, order=True):
-    """A set of GPUs, and the memory where bytes may come in and go out; a ring has neither."""
-
-    gpus: Order
-    entries: tuple[Landing, ...] = ()
-    exits: tuple[Landing, ...] = ()
-
-    @property
-    def points(self) -> tuple[list[str], list[str], list[str]]:
-        """The devices of the three parts, as symmetries name them."""
-        far = ([place.point for place in places] for places in (self.entries, self.exits))
-        return [f"G{gpu}" for gpu in self.gpus], *far  # type: ignore[return-value]
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,11 +61,10 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         return chain_of(self.ring)
 
     @property
-    def ends(self) -> Ends:
-        """Return the set of GPUs of a chain, and the memory where it begins and ends."""
+    def landings(self) -> tuple[Place, Place]:
+        """Return the memory that the NIC fills for a chain, and the memory that the NIC empties."""
         into, out = self.chain.entry, self.chain.exit
-        landed = (_landing(into.flow, into.target), _landing(out.flow, out.source))
-        return Ends(tuple(sorted(self.chain.gpus)), landed[:1], landed[1:])
+        return _landing(into.flow, into.target), _landing(out.flow, out.source)
 
 
 class DatabaseTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,101 +137,180 @@ def free_hop_space(
     return HopSpace(name="tccl", gpus=order, hops=hops)
 
 
-def landings(task: DatabaseTask, nic: Nic, gpus: Sequence[int]) -> tuple[Landing, ...]:
-    """Return where a NIC can put bytes for some GPUs: GPU memory if both can, and host memory."""
-    direct = [Landing(True, gpu) for gpu in gpus if nic.gdr and task.machine.gpu(gpu).gdr]
-    return (*direct, *(Landing(False, node.index) for node in task.machine.numa_nodes))
+def throughs(task: DatabaseTask, nic: Nic, gpu: int) -> list[int | None]:
+    """Return the NUMA nodes through which a GPU can use a NIC; first None if it can directly."""
+    direct: list[int | None] = [None] if nic.gdr and task.machine.gpu(gpu).gdr else []
+    return direct + [node.index for node in task.machine.numa_nodes]
 
 
-def all_ends(task: DatabaseTask, nic: Nic, gpus: Order) -> Iterator[Ends]:
-    """Yield the pairs of landings that a chain over these GPUs can have and the fork can set up."""
-    for lands, leaves in itertools.product(landings(task, nic, gpus), repeat=2):
-        # Over one GPU such a chain would have no transfer; over more it would visit a GPU twice.
-        if not (lands.in_gpu and lands == leaves):
-            yield Ends(gpus, (lands,), (leaves,))
+class Export(msgspec.Struct, frozen=True, kw_only=True):
+    """Sets of GPUs that jobs use (None: all), the NIC (None: the best), most sets measured."""
+
+    subsets: tuple[Order, ...] | None = None
+    nic: int | None = None
+    max_sets: int = DEFAULT_MAX_SETS
+
+
+def check_plan_for_fork(plan: Plan, *, where: str = "plan") -> None:
+    """Refuse a plan that one database cannot serve, or whose further sets nobody can measure."""
+    if len(plan.cluster.classes) > 1:
+        what = f"has hosts of {len(plan.cluster.classes)} classes"
+        right = "the fork has one database for all nodes: plan hosts of one class"
+        raise InputError(where, what, right)
+    if plan.is_cluster and not plan.simulated:
+        what = "was measured over several hosts, and the file needs other sets"
+        right = "plan one of the hosts alone: that plan's file has rings for jobs of one node"
+        raise InputError(where, what, right)
+
+
+def task_of(
+    plan: Plan, source: BandwidthSource, export: Export, reporter: Reporter
+) -> DatabaseTask:
+    """Return the task of a plan's database; InputError as `make_database`."""
+    (node,), (gpus,) = plan.cluster.classes, plan.class_gpus
+    if max(gpus) > LARGEST_INDEX:
+        why = "it makes a table of all sets of GPUs and counts its cells in 32 bits"
+        raise InputError(
+            f"GPU {max(gpus)}", "is too high an index for the fork", f"0 to {LARGEST_INDEX}: {why}"
+        )
+    for gpu in (gpu for subset in export.subsets or () for gpu in subset):
+        if gpu not in gpus:
+            known = ", ".join(map(str, gpus))
+            raise InputError(f"GPU {gpu}", "is not in the plan", f"it has {known}")
+    task = DatabaseTask(
+        machine=node.machine,
+        knowledge=node.knowledge,
+        source=source if isinstance(source, RememberingSource) else RememberingSource(source),
+        gpus=gpus,
+        subsets=export.subsets,
+        blocks=min(plan_channels(plan), MOST_CHANNELS),
+        fifo_bytes=plan.settings.buffsize,
+        rings=(),
+        max_sets=export.max_sets,
+        reporter=reporter,
+        p2p_level=pinned_level(plan.pinned_env),
+    )
+    # The plan's rings with the fork's number of blocks, where the fork can use them.
+    space, rings = task.hop_space(task.gpus), []
+    for planned in () if plan.is_cluster else plan.rings:
+        ways = (
+            (hop, choice)
+            for hop in planned.hops
+            for choice in space.between(hop.source, hop.target)
+        )
+        hops = [way for hop, way in ways if way.flow.transfers == hop.flow.transfers]
+        if len(hops) == len(planned.hops):
+            rings.append(ring(hops))
+    return msgspec.structs.replace(task, rings=tuple(rings))
+
+
+def plan_channels(plan: Plan) -> int:
+    """Return the number of channels that NCCL has under the plan's settings."""
+    machine = plan.cluster.classes[0].machine
+    sm = min((machine.gpu(gpu).sm or 0 for gpu in plan.class_gpus[0]), default=0)
+    return final_channels(plan.settings.channels, sm=sm, version=plan.settings.version)
 
 
 class DatabaseSearch:
-    """Search rings, and chains by `nic`; symmetric results are measured before they are used."""
+    """Search rings and chains; symmetric results are measured before they are used.
 
-    def __init__(self, task: DatabaseTask, nic: Nic | None = None) -> None:
+    The fork takes all nodes for equal, so each set of GPUs needs the best of its chains only.
+    """
+
+    def __init__(self, task: DatabaseTask) -> None:
         self.rings: dict[Order, Found] = {}
-        self.best: dict[Order, Found] = {}
-        self.between: dict[Ends, Found] = {}
+        self.chains: dict[Order, Found] = {}
         self.missing_rings: dict[Order, str] = {}
         self.missing_chains: dict[Order, str] = {}
-        self._task, self._nic = task, nic
-        self._inside = self._through = automorphisms(task.machine, task.knowledge)
-        if nic is not None:
-            self._through = fixing(self._inside, [f"N{nic.index}"])
-        self._images: dict[Ends, Found] = {}
-
-    @property
-    def listed(self) -> dict[Ends, Found]:
-        """Return the chains between all landings if searched, else the best of each set."""
-        return self.between or {found.ends: found for found in self.best.values()}
+        self._task = task
+        self._symmetry = automorphisms(task.machine, task.knowledge)
 
     def find_rings(self) -> None:
         """Find a ring over each set of GPUs; interrupts go on: half a database fails jobs."""
-        for gpus in self._task.sets_of_gpus(least=2):
+        sets = self._task.sets_of_gpus(least=2)
+        self._find_all(sets, self._ring, self._symmetry, self.rings, self.missing_rings)
+
+    def find_chains(self, nic: Nic) -> None:
+        """Find the best chain by a NIC over each set of GPUs."""
+        symmetry = fixing(self._symmetry, [nic.id])
+
+        def search(gpus: Order) -> Found:
+            return self._chain(gpus, nic, symmetry)
+
+        sets = self._task.sets_of_gpus(least=1)
+        self._find_all(sets, search, symmetry, self.chains, self.missing_chains)
+
+    def _find_all(
+        self,
+        sets: Sequence[Order],
+        search: Callable[[Order], Found],
+        symmetry: Symmetry,
+        found: dict[Order, Found],
+        missing: dict[Order, str],
+    ) -> None:
+        known: dict[Order, Found] = {}
+        for gpus in sets:
             try:
-                self.rings[gpus] = self._find(Ends(gpus))
+                result = self._confirmed(known[gpus]) if gpus in known else None
+                if result is None:
+                    result = search(gpus)
+                    for image, there in images(gpus, result.ring, symmetry):
+                        known.setdefault(image, msgspec.structs.replace(result, ring=there))
+                found[gpus] = result
             except (SearchError, MeasurementError) as error:
-                self.missing_rings[gpus] = str(error)
+                missing[gpus] = str(error)
 
-    def find_chains(self, nic: Nic, *, every_landing: bool) -> None:
-        """Find the best chain of each set of GPUs, and one for each pair of landings if wanted."""
-        for gpus in self._task.sets_of_gpus(least=1):
-            places = tuple(sorted(landings(self._task, nic, gpus)))
-            try:
-                self.best[gpus] = self._find(Ends(gpus, places, places))
-            except (SearchError, MeasurementError) as error:
-                self.missing_chains[gpus] = str(error)
-                continue
-            for ends in all_ends(self._task, nic, gpus) if every_landing else ():
-                try:
-                    known = self.best[gpus]
-                    self.between[ends] = known if known.ends == ends else self._find(ends)
-                except (SearchError, MeasurementError):
-                    continue
+    def _confirmed(self, image: Found) -> Found | None:
+        """Return a symmetric result with its own rate; None if that is another."""
+        measured = measured_well(self._task.source, ring_set([image.ring]))
+        allowed = AGREEMENT + 6 * measured.relative_error
+        if abs(measured.rate_gbps - image.rate_gbps) > allowed * image.rate_gbps:
+            return None
+        return msgspec.structs.replace(image, rate_gbps=measured.rate_gbps)
 
-    def _find(self, ends: Ends) -> Found:
-        image = self._images.get(ends)
-        if image is not None:
-            # 1. A symmetric result counts if its own measurement agrees.
-            measured = measured_well(self._task.source, ring_set([image.ring]))
-            allowed = AGREEMENT + 6 * measured.relative_error
-            if abs(measured.rate_gbps - image.rate_gbps) <= allowed * image.rate_gbps:
-                return msgspec.structs.replace(image, rate_gbps=measured.rate_gbps)
-        # 2. Search, and keep the result for all images of these ends.
-        symmetry = self._through if ends.entries else self._inside
-        found = self._over_one(ends) if len(ends.gpus) == 1 else self._searched(ends, symmetry)
-        for there, ring_there in images(ends, found.ring, symmetry):
-            self._images.setdefault(there, msgspec.structs.replace(found, ring=ring_there))
-        return found
+    def _ring(self, gpus: Order) -> Found:
+        task, whole = self._task, self.rings.get(self._task.gpus)
+        known = [*task.rings, *([whole.ring] if whole else [])]
+        orders = [tuple(gpu for gpu in one.gpus if gpu in gpus) for one in known]
+        same = [order for order in dict.fromkeys(orders) if len(order) == len(gpus)]
+        space, budget = task.hop_space(gpus), LARGE_BUDGET if gpus == task.gpus else SMALL_BUDGET
+        best = self._searched(gpus, space, self._symmetry, same, budget)
+        for planned in task.rings:
+            if tuple(sorted(planned.gpus)) == gpus:
+                rate = measured_well(task.source, ring_set([planned])).rate_gbps
+                if rate * WORTH >= best.rate_gbps:
+                    best = msgspec.structs.replace(best, ring=planned, rate_gbps=rate)
+        return best
 
-    def _searched(self, ends: Ends, symmetry: Symmetry) -> Found:
+    def _chain(self, gpus: Order, nic: Nic, symmetry: Symmetry) -> Found:
+        space = self._chain_space(gpus, nic)
+        if len(gpus) == 1:
+            return self._over_one(gpus[0], space)
+        whole = self.chains.get(self._task.gpus)
+        known = [tuple(gpu for gpu in whole.chain.gpus if gpu in gpus)] if whole else []
+        orders = [(WORLD, *order) for order in (*known, gpus)]
+        return self._searched(gpus, space, symmetry, orders, LARGE_BUDGET)
+
+    def _searched(
+        self,
+        gpus: Order,
+        space: HopSpace,
+        symmetry: Symmetry,
+        orders: Sequence[Order],
+        budget: Budget,
+    ) -> Found:
         task = self._task
-        for points in ends.points:
-            symmetry = fixing(symmetry, sorted(points))
-        large = ends.gpus == task.gpus if not ends.entries else len(ends.entries) > 1
         problem = SearchProblem(
-            spaces={1: self._space(ends)},
+            spaces={1: space},
             source=task.source,
-            symmetry=symmetry,
-            orders=self._known_orders(ends),
-            cuts=natural_cuts(task.machine, task.knowledge, gpus=ends.gpus),
-            budget=LARGE_BUDGET if large else SMALL_BUDGET,
+            symmetry=fixing(symmetry, [f"G{gpu}" for gpu in gpus]),
+            orders=tuple((order,) for order in orders),
+            cuts=natural_cuts(task.machine, task.knowledge, gpus=gpus),
+            budget=budget,
         )
         result = self._limited(problem)
-        (best,) = result.rings.rings
         rate = measured_well(task.source, result.rings).rate_gbps
-        for known in task.rings:
-            if not ends.entries and tuple(sorted(known.gpus)) == ends.gpus:
-                other = measured_well(task.source, ring_set([known])).rate_gbps
-                if other * WORTH >= rate:
-                    best, rate = known, other
-        return Found(ring=best, rate_gbps=rate, bound_gbps=result.bound_gbps)
+        return Found(ring=result.rings.rings[0], rate_gbps=rate, bound_gbps=result.bound_gbps)
 
     def _limited(self, problem: SearchProblem):  # type: ignore[no-untyped-def]
         """Search with the sets that are left; without any, only known orders are rated."""
@@ -262,8 +330,7 @@ class DatabaseSearch:
             raise KeyboardInterrupt
         return result
 
-    def _over_one(self, ends: Ends) -> Found:
-        (gpu,), space = ends.gpus, self._space(ends)
+    def _over_one(self, gpu: int, space: HopSpace) -> Found:
         found = []
         for into, out in itertools.product(space.between(WORLD, gpu), space.between(gpu, WORLD)):
             # The fork sets up a GPU by the transfers that name the GPU: one is needed.
@@ -275,30 +342,20 @@ class DatabaseSearch:
             raise SearchError(f"GPU {gpu}: no chain has a transfer to set it up by")
         return max(found, key=lambda chain: chain.rate_gbps)
 
-    def _space(self, ends: Ends) -> HopSpace:
-        inside, nic = self._task.hop_space(ends.gpus), self._nic
-        if nic is None or not ends.entries:
-            return inside
-        more = {"blocks": self._task.blocks, "fifo": Fifo(bytes=self._task.fifo_bytes)}
-        entries = [(gpu, node) for gpu in ends.gpus for node in _ways(gpu, ends.entries)]
-        exits = [(gpu, node) for gpu in ends.gpus for node in _ways(gpu, ends.exits)]
+    def _chain_space(self, gpus: Order, nic: Nic) -> HopSpace:
+        task, fifo = self._task, Fifo(bytes=self._task.fifo_bytes)
+        ends = [(gpu, through) for gpu in gpus for through in throughs(task, nic, gpu)]
         return chain_space(
-            inside,
-            [entry(g, entering(nic.index, g, through=n, **more)) for g, n in entries],  # type: ignore[arg-type]
-            [leave(g, leaving(g, nic.index, through=n, **more)) for g, n in exits],  # type: ignore[arg-type]
+            task.hop_space(gpus),
+            [
+                entry(gpu, entering(nic.index, gpu, through=node, blocks=task.blocks, fifo=fifo))
+                for gpu, node in ends
+            ],
+            [
+                leave(gpu, leaving(gpu, nic.index, through=node, blocks=task.blocks, fifo=fifo))
+                for gpu, node in ends
+            ],
         )
-
-    def _known_orders(self, ends: Ends) -> tuple[tuple[Order, ...], ...]:
-        """Return known orders over more GPUs, without the GPUs that are missing here."""
-        task, gpus = self._task, ends.gpus
-        if ends.entries:
-            found = self.best.get(gpus) or self.best.get(task.gpus)
-            orders = [tuple(gpu for gpu in found.chain.gpus if gpu in gpus)] if found else []
-            return tuple(((WORLD, *order),) for order in (*orders, gpus))
-        whole = self.rings.get(task.gpus)
-        rings = [*task.rings, *([whole.ring] if whole else [])]
-        orders = [tuple(gpu for gpu in known.gpus if gpu in gpus) for known in rings]
-        return tuple((order,) for order in dict.fromkeys(orders) if len(order) == len(gpus))
 
 
 def fixing(symmetry: Symmetry, points: Sequence[str]) -> Symmetry:
@@ -308,27 +365,16 @@ def fixing(symmetry: Symmetry, points: Sequence[str]) -> Symmetry:
     return keeping(symmetry, (moved == np.sort(columns)).all(axis=1))
 
 
-def images(ends: Ends, found: Ring, symmetry: Symmetry) -> Iterator[tuple[Ends, Ring]]:
-    """Yield the images of a ring or chain, one for each image of its ends."""
-    at = {point: column for column, point in enumerate(symmetry.points)}
-    columns = [[at[point] for point in points] for points in ends.points]
-    moved = [np.sort(symmetry.elements[:, part], axis=1) for part in columns if part]
-    _, rows = np.unique(np.concatenate(moved, axis=1), axis=0, return_index=True)
+def images(gpus: Order, found: Ring, symmetry: Symmetry) -> Iterator[tuple[Order, Ring]]:
+    """Yield the images of a ring or chain over `gpus`, one for each image of this set."""
+    columns = [symmetry.points.index(f"G{gpu}") for gpu in gpus]
+    moved = np.sort(symmetry.elements[:, columns], axis=1)
+    _, rows = np.unique(moved, axis=0, return_index=True)
     for row in symmetry.elements[rows].tolist():
         names = {point: symmetry.points[to] for point, to in zip(symmetry.points, row, strict=True)}
-        gpus = tuple(sorted(int(names[point][1:]) for point in ends.points[0]))
-        far = [
-            tuple(sorted(Landing(place.in_gpu, int(names[place.point][1:])) for place in places))
-            for places in (ends.entries, ends.exits)
-        ]
-        yield Ends(gpus, *far), ring([relabelled_hop(hop, names) for hop in found.hops])
+        there = ring([relabelled_hop(hop, names) for hop in found.hops])
+        yield tuple(sorted(int(names[f"G{gpu}"][1:]) for gpu in gpus)), there
 
 
-def _landing(flow: Flow, gpu: int) -> Landing:
-    hosts = [place.index for place in flow.places if place.kind == "C"]
-    return Landing(False, hosts[0]) if hosts else Landing(True, gpu)
-
-
-def _ways(gpu: int, places: Sequence[Landing]) -> list[int | None]:
-    direct: list[int | None] = [None] if Landing(True, gpu) in places else []
-    return direct + [place.index for place in places if not place.in_gpu]
+def _landing(flow: Flow, gpu: int) -> Place:
+    return next((place for place in flow.places if place.kind == "C"), Place("G", gpu))
