@@ -147,6 +147,26 @@ def test_over_sockets_threads_of_connections_are_tried_and_need_no_graph_file(tm
     assert found.plan.plan.gain("variables") == pytest.approx(2.0, rel=0.05)
 
 
+def test_socket_threads_that_cost_small_messages_are_offered_and_not_recommended(tmp_path):
+    def seconds(size, task):
+        threaded = "NCCL_SOCKET_NTHREADS" in task.environment
+        # Waking a thread costs a tenth of a small message's time.
+        return by_sockets(size, task) + (1e-5 if threaded else 0.0)
+
+    plan = equal_hosts(3)
+    settings = msgspec.structs.replace(plan.settings, socket_ifname=("eth0",), ib_hca=())
+    over_sockets = msgspec.structs.replace(plan, settings=settings)
+    target = tuned(over_sockets, FakeHosts(seconds=seconds), tmp_path).plan
+    target.write()
+    found = load_plan(tmp_path)
+    assert found.recommended == "default"
+    assert found.variables.settings.socket_threads == 2
+    assert found.gain("variables") == pytest.approx(2.0, rel=0.1)
+    assert "16 KiB" in found.variables.note
+    assert found.variables.note in found.advice
+    assert "NCCL_SOCKET_NTHREADS=2" in found.advice
+
+
 def test_settings_that_are_slow_for_small_messages_are_left_out(tmp_path):
     def rate(size, channels, buffsize, variables):
         if channels == 8:

@@ -341,6 +341,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         times = "" if gain is None else f": {gain:.2f}x default NCCL ({self.expected})"
         variables = environment_text(self.job_settings)
         file = "graph files" if self.is_cluster else "graph file"
+        offered = self.gain("variables") if self.winner == name == "default" else None
+        if offered is not None and offered > 1 + AS_GOOD and self.variables.note:
+            variables = environment_text(self.variables.settings)
+            return (
+                f"Leave NCCL as it is, or set {variables} where large messages decide: "
+                f"{offered:.2f}x default NCCL ({self.expected}), but {self.variables.note}."
+            )
         if name == "default":
             return f"Leave NCCL as it is. No variable or {file} is clearly faster."
         if name == "variables":

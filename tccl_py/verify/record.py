@@ -158,13 +158,19 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple(row for row in self.rows if row.compared.loses)
 
     @property
-    def objections(self) -> tuple[str, ...]:
-        """Return why the arm may not be used: failed, wrong, not as planned, or slower."""
+    def faults(self) -> tuple[str, ...]:
+        """Return why the arm is of no use, at whatever speed: failed, wrong, not as planned."""
         if self.failure:
             return (f"its job failed: {self.failure}",)
         found = [f"{len(self.wrong)} values are wrong"] if self.wrong else []
         if self.rings is not None and not self.rings.same:
             found.append("NCCL does not do what was planned")
+        return tuple(found)
+
+    @property
+    def objections(self) -> tuple[str, ...]:
+        """Return why the arm may not be used: its faults, or slower than default NCCL."""
+        found = list(self.faults)
         if self.worse_sizes:
             found.append(f"it is slower than default NCCL at {sizes_text(self.worse_sizes)}")
         if any(row.verdict == "worse" for row in self.training):

@@ -24,7 +24,7 @@ from tccl_py.plan.models import planned_models
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.verify.jobs import THIS_HOST, Arm
-from tccl_py.verify.record import Verification
+from tccl_py.verify.record import Verification, sizes_text
 from tccl_py.verify.rings import RingsFound, neighbours, rings_found
 
 HOST_CHANNELS = (8, 16, 4, 32)
@@ -203,16 +203,20 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def settled(self, found: Verification) -> Target:
         """Return the plan with the rates of a comparison, and the winner as its choice.
 
-        Graph files of several hosts keep their rates, from which NCCL's channels follow.
+        Variables that lose at some size have a note. Graph files of several hosts keep their rates,
+        from which NCCL's channels follow.
         """
         rates = {arm.name: arm.gbps for arm in found.arms if arm.gbps is not None}
         if self.hosts:
             plan = _achieved(self.plan, rates, equal=self.arm("variables") is self.arms[0])
         else:
             plan = self.retuned({}, rates).plan
-        return msgspec.structs.replace(
-            self, plan=msgspec.structs.replace(plan, winner=found.winner)
-        )
+        replace, variables = msgspec.structs.replace, found.arm("variables")
+        if variables is not None and variables.losses:
+            sizes = sizes_text(sorted({row.bytes for row in variables.losses}))
+            note = f"slower than default NCCL at {sizes}"
+            plan = replace(plan, variables=replace(plan.variables, note=note))
+        return replace(self, plan=replace(plan, winner=found.winner))
 
     def write(self) -> None:
         """Replace the plan in its directory."""

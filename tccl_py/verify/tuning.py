@@ -78,6 +78,7 @@ def run_tuning(
     # 2. Compare the best of each choice in rounds; the second best where those are no better.
     careful = msgspec.structs.replace(budget, training=True)
     best_plan, best, rejected = plan, _judged_by_winner(first), list[str]()
+    offer: tuple[Target, Verification] | None = None
     for _ in range(ATTEMPTS):
         fastest = {name: _fastest(trials, name, sweep) for name in plan.choices}
         found = {name: trial for name, trial in fastest.items() if trial is not None}
@@ -100,6 +101,8 @@ def run_tuning(
             best_plan, best = changed, again
             break
         rejected += _rejections(again)
+        if offer is None and _faster_when_large(again):
+            offer = changed, again
         if time.monotonic() - begun + again.seconds > WHOLE_SECONDS:
             break
         # The number of channels is what mostly harms small messages, or training.
@@ -107,7 +110,10 @@ def run_tuning(
         trials = [
             trial for trial in trials if (trial.candidate.name, *_channels(trial)) not in harmful
         ]
-    # 3. Keep the plan where neither its settings nor its recommendation change.
+    # 3. Offer settings that only large messages gain from; they are not recommended.
+    if best_plan is plan and best.chosen == "default" and offer is not None:
+        best_plan, best = offer
+    # 4. Keep the plan where neither its settings nor its recommendation change.
     if best_plan is plan and best.chosen == first.recommended:
         notices = (*first.notices, *rejected)
         kept = msgspec.structs.replace(first, tried=tried, notices=notices)
@@ -126,6 +132,13 @@ def _rejections(found: Verification) -> Iterator[str]:
         lead = f"{arm.large.ratio:.2f}x default NCCL at large sizes"
         variables = environment_text(arm.settings)
         yield f"tuned {arm.name} not used ({variables}): {lead}, but {why}"
+
+
+def _faster_when_large(found: Verification) -> bool:
+    """Return whether jobs of all arms were right, and variables clearly gain at large sizes."""
+    variables = found.arm("variables")
+    right = not any(arm.faults for arm in found.arms)
+    return right and variables is not None and variables.large.low > 1 + SMALLEST_EFFECT
 
 
 def _judged_by_winner(found: Verification) -> Verification:

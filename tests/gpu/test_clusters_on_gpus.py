@@ -20,7 +20,7 @@ from tccl_py.nccl.settings import environment
 from tccl_py.plan.load import load_plan
 from tccl_py.verify.record import load_verification
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 REPOSITORY = Path(__file__).resolve().parents[2]
 INTERFACE = "lo"
 SIZES, REPEATS, PAIRS = (1 << 16, 1 << 20, 1 << 24, 1 << 26, 1 << 28), 5, 4
@@ -61,7 +61,7 @@ def planned(request, tmp_path_factory):
     command += [sys.executable, "-m", "tccl_py", "plan", "-o", directory, "--nccl", "2.28"]
     command += ["--interfaces", INTERFACE, "--network", network, "--max-sets", "200", "--json"]
     done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400, check=False
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=560, check=False
     )
     keep(folder, directory)
     print(done.stderr[-3000:])
@@ -158,8 +158,6 @@ def test_nccl_loads_the_graph_files_of_the_nodes(planned, tmp_path):
 def test_the_recommended_choice_is_no_slower_and_gets_what_the_plan_says(planned, tmp_path):
     nodes, plan, directory = planned
     name = plan.recommended
-    if name == "default":
-        pytest.skip("default NCCL is recommended: there is nothing to compare")
     ratios = {size: [] for size in SIZES}
     large = []
     for turn in range(PAIRS):
