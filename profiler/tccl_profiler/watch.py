@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,16 +21,27 @@ _GPU_SENSOR = 0
 _UNCORRECTED, _VOLATILE = 1, 0
 """NVML_CLOCK_GRAPHICS, _SM and _MEM, NVML_TEMPERATURE_GPU, NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
 NVML_VOLATILE_ECC."""
-_CLOCK_REASONS = (
-    "nvmlDeviceGetCurrentClocksEventReasons",
-    "nvmlDeviceGetCurrentClocksThrottleReasons",
-)
-"""The second is the older name (drivers before 535)."""
-_TEMPERATURE = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
-"""The first goes with CUDA 14."""
-_PROCESSES = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
-"""By version, because pynvml's function without a version turns a missing _v3 into another error.
-Graphics are not asked for: an X server keeps a few MiB on every GPU and copies nothing."""
+_CONSTANTS = {
+    "sm_max_mhz": ("GetMaxClockInfo", _SM_CLOCK),
+    "sm_set_mhz": ("GetApplicationsClock", _GRAPHICS_CLOCK),
+    "pcie_generation_max": ("GetMaxPcieLinkGeneration",),
+    "pcie_width_max": ("GetMaxPcieLinkWidth",),
+    "persistence": ("GetPersistenceMode",),
+}
+_STATE = {
+    "sm_mhz": ("GetClockInfo", _SM_CLOCK),
+    "memory_mhz": ("GetClockInfo", _MEMORY_CLOCK),
+    # Drivers before 535 know the second name only, CUDA 14 will know the second of temperature.
+    "throttling": ("GetCurrentClocksEventReasons|GetCurrentClocksThrottleReasons",),
+    "pcie_generation": ("GetCurrPcieLinkGeneration",),
+    "pcie_width": ("GetCurrPcieLinkWidth",),
+    "temperature_c": ("GetTemperature|GetTemperatureV", _GPU_SENSOR),
+    "ecc_uncorrected": ("GetTotalEccErrors", _UNCORRECTED, _VOLATILE),
+    # By version, because pynvml's function without a version turns a missing _v3 into another
+    # error. Graphics are not asked for: an X server keeps a few MiB on every GPU.
+    "other_processes": ("GetComputeRunningProcesses_v3|GetComputeRunningProcesses_v2",),
+}
+"""By field of GpuConditions, functions of NVML, less nvmlDevice, and their arguments."""
 _HOST_PIDS = "pid:[4026531836]"
 """The first PID namespace of every Linux (PROC_PID_INIT_INO in the kernel's proc_ns.h)."""
 _SETTLED_S = 0.5  # links that have not risen for so long under load will not rise
@@ -119,18 +130,10 @@ class Watch:
         except self._nvml.NVMLError as error:
             raise MeasurementError(f"GPU {gpu}: cannot be watched ({error}); {_SHOWN}") from error
 
-        def ask(name: str, *arguments: int) -> Any:
-            return self._answer(gpu, (name,), handle, *arguments)
-
-        persistence = ask("nvmlDeviceGetPersistenceMode")
-        return handle, GpuConditions(
-            gpu=gpu,
-            sm_max_mhz=ask("nvmlDeviceGetMaxClockInfo", _SM_CLOCK),
-            sm_set_mhz=ask("nvmlDeviceGetApplicationsClock", _GRAPHICS_CLOCK),
-            pcie_generation_max=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
-            pcie_width_max=ask("nvmlDeviceGetMaxPcieLinkWidth"),
-            persistence=None if persistence is None else bool(persistence),
-        )
+        known = self._answers(gpu, handle, _CONSTANTS)
+        if known["persistence"] is not None:
+            known["persistence"] = bool(known["persistence"])
+        return handle, GpuConditions(gpu=gpu, **known)
 
     def look(self) -> Conditions:
         """Return the conditions of all GPUs; look between timed transfers and never during them."""
@@ -141,26 +144,23 @@ class Watch:
     def _conditions(self, gpu: int) -> GpuConditions:
         handle, constant = self._constants[gpu]
 
-        def ask(*names: str, arguments: tuple[int, ...] = ()) -> Any:
-            return self._answer(gpu, names, handle, *arguments)
+        state = self._answers(gpu, handle, _STATE)
+        if state["throttling"] is not None:
+            state["throttling"] = throttling_names(state["throttling"])
+        state["other_processes"] = _others(state["other_processes"], self._own_pids, self._proc)
+        return msgspec.structs.replace(constant, **state)
 
-        reasons = ask(*_CLOCK_REASONS)
-        errors = ask("nvmlDeviceGetTotalEccErrors", arguments=(_UNCORRECTED, _VOLATILE))
-        return msgspec.structs.replace(
-            constant,
-            sm_mhz=ask("nvmlDeviceGetClockInfo", arguments=(_SM_CLOCK,)),
-            memory_mhz=ask("nvmlDeviceGetClockInfo", arguments=(_MEMORY_CLOCK,)),
-            throttling=None if reasons is None else throttling_names(reasons),
-            pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
-            pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
-            temperature_c=ask(*_TEMPERATURE, arguments=(_GPU_SENSOR,)),
-            ecc_uncorrected=errors,
-            other_processes=_others(ask(*_PROCESSES), self._own_pids, self._proc),
-        )
+    def _answers(
+        self, gpu: int, handle: Any, questions: Mapping[str, tuple[Any, ...]]
+    ) -> dict[str, Any]:
+        return {
+            field: self._answer(gpu, names.split("|"), handle, *arguments)
+            for field, (names, *arguments) in questions.items()
+        }
 
     def _answer(self, gpu: int, names: Iterable[str], *arguments: Any) -> Any:
         for name in names:
-            question = getattr(self._nvml, name, None)
+            question = getattr(self._nvml, f"nvmlDevice{name}", None)
             if question is None:
                 continue
             try:
@@ -168,7 +168,7 @@ class Watch:
             except self._nvml.NVMLError as error:
                 if getattr(error, "value", None) not in _NOT_ANSWERED:
                     raise MeasurementError(
-                        f"GPU {gpu}: does not answer {name} ({error}); {_SHOWN}"
+                        f"GPU {gpu}: does not answer nvmlDevice{name} ({error}); {_SHOWN}"
                     ) from error
         return None
 

@@ -79,15 +79,6 @@ class LinksReport(msgspec.Struct, frozen=True, kw_only=True):
     odd: tuple[OddHost, ...]
 
 
-class _Deviation(msgspec.Struct, frozen=True, kw_only=True):
-    """A pair compared with pairs of its kind."""
-
-    gbps: float
-    usual_gbps: float
-    deviations: float
-    is_odd: bool
-
-
 def links_check(
     source: BandwidthSource,
     hosts: Sequence[HostFacts],
@@ -117,7 +108,7 @@ def links_check(
         if not sample.measure(sender, receiver):
             break
     # 3. Each host of an odd pair with a third host, to find the cause.
-    for sender, receiver in list(sample.odd_pairs()):
+    for sender, receiver in sample.odd_pairs():
         well = sample.well(excluding=(sender, receiver))
         if well is not None:
             sample.measure(sender, well)
@@ -199,7 +190,9 @@ class _PairSample:
             return [nic.index for nic in host.machine.nics]
         return sorted(host.addresses)
 
-    def _deviation(self, rate: PairRate) -> _Deviation:
+    def _deviation(self, rate: PairRate) -> tuple[float, float]:
+        """Return the usual GB/s of such a pair, and an odd pair's deviations of the noise, or 0."""
+
         def key(pair: PairRate) -> tuple[object, ...]:
             return self._kind(pair.sender, pair.receiver), pair.nic, pair.receiver_nic
 
@@ -207,24 +200,19 @@ class _PairSample:
         # Of two, the quicker is usual: networks fail by being slow.
         usual = statistics.median_high(pair.gbps for pair in alike)
         if usual <= 0:
-            return _Deviation(gbps=rate.gbps, usual_gbps=usual, deviations=0.0, is_odd=False)
+            return usual, 0.0
         off = abs(rate.gbps / usual - 1)
         spread = _MAD_TO_SIGMA * statistics.median(abs(pair.gbps / usual - 1) for pair in alike)
         error = statistics.median(pair.relative_error for pair in alike)
         # Two or three pairs do not tell how much pairs differ.
         noise = math.hypot(error, spread if len(alike) > 3 else 0.0)
         deviations = off / max(noise, _LEAST_NOISE)
-        return _Deviation(
-            gbps=rate.gbps,
-            usual_gbps=usual,
-            deviations=deviations,
-            is_odd=off > _LEAST_OFF and deviations > _DEVIATIONS,
-        )
+        return usual, deviations if off > _LEAST_OFF and deviations > _DEVIATIONS else 0.0
 
-    def odd_pairs(self) -> Iterator[tuple[str, str]]:
-        """Yield odd pairs, each once."""
-        odd = (rate for rate in self.rates if self._deviation(rate).is_odd)
-        yield from dict.fromkeys((rate.sender, rate.receiver) for rate in odd)
+    def odd_pairs(self) -> list[tuple[str, str]]:
+        """Return odd pairs, each once."""
+        odd = (rate for rate in self.rates if self._deviation(rate)[1])
+        return list(dict.fromkeys((rate.sender, rate.receiver) for rate in odd))
 
     def well(self, *, excluding: tuple[str, str]) -> str | None:
         """Return a host without odd pairs, preferably of the class of an excluded host."""
@@ -237,14 +225,16 @@ class _PairSample:
     def odd_hosts(self) -> Iterator[OddHost]:
         """Yield hosts most of whose pairs are odd."""
         for name in self._hosts:
-            own = [self._deviation(r) for r in self.rates if name in (r.sender, r.receiver)]
-            odd = [deviation for deviation in own if deviation.is_odd]
+            own = [rate for rate in self.rates if name in (rate.sender, rate.receiver)]
+            found = [(rate.gbps, *self._deviation(rate)) for rate in own]
+            odd = [seen for seen in found if seen[2]]
             if odd and 2 * len(odd) > len(own):
+                gbps, usual_gbps, deviations = zip(*odd, strict=True)
                 yield OddHost(
                     host=name,
-                    gbps=statistics.median(deviation.gbps for deviation in odd),
-                    usual_gbps=statistics.median(deviation.usual_gbps for deviation in odd),
-                    deviations=min(deviation.deviations for deviation in odd),
+                    gbps=statistics.median(gbps),
+                    usual_gbps=statistics.median(usual_gbps),
+                    deviations=min(deviations),
                     pairs=len(odd),
                 )
 
