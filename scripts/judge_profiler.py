@@ -24,9 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "profiler")]
 
+from tccl_profiler.precision import Stopping  # noqa: E402
 from tccl_profiler.profiler import Options  # noqa: E402
 from tccl_profiler.session import Session  # noqa: E402
-from tccl_profiler.statistics import Stopping  # noqa: E402
 from tccl_py.model.rings import ring_from_order, ring_set  # noqa: E402
 from tccl_py.model.transfer import TransferSet, parse_set  # noqa: E402
 from tccl_py.nccl.log import parse_log  # noqa: E402

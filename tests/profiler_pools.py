@@ -7,11 +7,10 @@ import threading
 import time
 from pathlib import Path
 
-from tccl_profiler.host.machine import cpus_of_devices, host_machine
+from tccl_profiler.host_machine import cpus_of_devices, host_machine
 from tccl_profiler.pool import Memory, Pool, Timeouts
+from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options, Profiler
-from tccl_profiler.statistics import Stopping
-from tccl_profiler.window import WindowLimits
 from tccl_profiler.workers import DeviceSpec
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER

@@ -408,8 +408,8 @@ import tccl_py.plan.planner as planner
 import tccl_py.plan.settings_search as settings_search
 from tccl_profiler.profiler import Options
 from tccl_profiler.session import Session
-from tccl_profiler.statistics import Stopping
-from tccl_profiler.window import WindowLimits
+from tccl_profiler.precision import Stopping
+from tccl_profiler.precision import WindowLimits
 from tccl_py.cli.main import main
 
 def open_session(place, gpus, _):

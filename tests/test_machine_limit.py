@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Profiler
-from tccl_profiler.statistics import Stopping
-from tccl_profiler.window import WindowLimits
 from tccl_py.cli.main import app
 from tccl_py.cli.show import plan_json, print_plan
 from tccl_py.errors import MeasurementError

@@ -40,10 +40,9 @@ from tccl_profiler.messages import (
     Stop,
     WorkerLost,
 )
+from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options
 from tccl_profiler.shared_memory import RECORD
-from tccl_profiler.statistics import Stopping
-from tccl_profiler.window import WindowLimits
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.model.machine import Fingerprint, Knowledge, Nic
 from tccl_py.model.transfer import parse_set

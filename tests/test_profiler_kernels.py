@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tccl_profiler.cuda.device import NAMES, kernel_source
+from tccl_profiler.cuda_device import NAMES, kernel_source
 from tccl_py.errors import MeasurementError
 from tests import nvrtc
 from tests.nvrtc import KernelUse, compile_kernels, find_nvrtc

@@ -15,10 +15,9 @@ from tccl_profiler.nccl_links import (
     graph_text,
     process_variables,
 )
+from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options
 from tccl_profiler.program import Carrier, Link, is_nic
-from tccl_profiler.statistics import Stopping
-from tccl_profiler.window import WindowLimits
 from tccl_profiler.workers import without_disturbance
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.transfer import entering, joined, leaving, parse_set, transfer_set

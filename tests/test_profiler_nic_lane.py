@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from tccl_profiler.host.lane import HostEnd
+from tccl_profiler.host_lane import HostEnd
 from tccl_profiler.messages import LinkLost
 from tccl_profiler.program import Link
 from tccl_profiler.shared_memory import differing, write_pattern

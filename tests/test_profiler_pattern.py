@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tccl_profiler.shared_memory import differing, write_pattern
 
-PUMP = Path(__file__).parents[1] / "profiler/tccl_profiler/cuda/pump.cu"
+PUMP = Path(__file__).parents[1] / "profiler/tccl_profiler/pump.cu"
 SIZE = 4096
 
 

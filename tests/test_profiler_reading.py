@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.messages import Pace, WorkerLost
+from tccl_profiler.precision import ChannelRate, Stopping, WindowLimits, paces_for
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.rates import median_channels, sample_of
 from tccl_profiler.shared_memory import MAX_STAMPS, RECORD
-from tccl_profiler.statistics import Stopping
-from tccl_profiler.window import ChannelRate, WindowLimits, paces_for
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER
 from tccl_py.model.transfer import parse_set

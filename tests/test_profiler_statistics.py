@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import quantile_test
 
-from tccl_profiler.statistics import (
+from tccl_profiler.precision import (
     Interval,
     Sentinel,
     Stopping,

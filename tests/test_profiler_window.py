@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tccl_profiler.window import (
+from tccl_profiler.precision import (
     LONGER,
     ChannelRate,
     Window,

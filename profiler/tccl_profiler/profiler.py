@@ -16,6 +16,18 @@ from tccl_profiler.compiler import FlowCoupling, checkable, program_for
 from tccl_profiler.endpoints import Network
 from tccl_profiler.execution import Runner, RunSpec
 from tccl_profiler.messages import WorkerLost
+from tccl_profiler.precision import (
+    ChannelRate,
+    Sentinel,
+    Stopping,
+    Window,
+    WindowLimits,
+    choose_window,
+    needs_longer,
+    outliers,
+    paces_for,
+    stretched,
+)
 from tccl_profiler.program import MAX_REPEATS, Program
 from tccl_profiler.rates import (
     Sample,
@@ -27,16 +39,6 @@ from tccl_profiler.rates import (
     why_uncounted,
     with_few,
     with_few_channels,
-)
-from tccl_profiler.statistics import Sentinel, Stopping, outliers
-from tccl_profiler.window import (
-    ChannelRate,
-    Window,
-    WindowLimits,
-    choose_window,
-    needs_longer,
-    paces_for,
-    stretched,
 )
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER, Measurement

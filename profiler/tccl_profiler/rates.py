@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler.execution import RunResult, RunSpec
+from tccl_profiler.precision import ChannelRate
 from tccl_profiler.program import Part, Program, is_nic
-from tccl_profiler.window import ChannelRate
 from tccl_py.model.measurement import TOGETHER
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 

@@ -1,7 +1,7 @@
 """Shared memory: segments on NUMA nodes, the control segment, and the check pattern.
 
 A segment is a memfd, so no memory outlives its processes. Records and pattern are those of
-cuda/pump.cu.
+pump.cu.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tccl_profiler.host.device import LANES, RunningLane, ThreadedDevice
-from tccl_profiler.host.lane import HostEnd
+from tccl_profiler.host_device import LANES, RunningLane, ThreadedDevice
+from tccl_profiler.host_lane import HostEnd
 from tccl_profiler.messages import Endpoint, LinkLost, Run, Start, Started, link_names
 from tccl_profiler.program import Lane, Link
 from tccl_profiler.shared_memory import Control, differing, write_pattern

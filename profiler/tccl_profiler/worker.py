@@ -33,8 +33,8 @@ from tccl_profiler.shared_memory import Control, Segment
 from tccl_py.errors import MeasurementError
 
 if TYPE_CHECKING:
-    from tccl_profiler.cuda.device import CudaDevice
-    from tccl_profiler.host.device import HostDevice
+    from tccl_profiler.cuda_device import CudaDevice
+    from tccl_profiler.host_device import HostDevice
     from tccl_profiler.nccl_links import Communicators
     from tccl_profiler.tcp import NicDevice, NicLinks
 
@@ -92,11 +92,11 @@ def _die_with(lifeline: int) -> None:
 
 def _device(backend: str) -> Device:
     if backend == "host":
-        from tccl_profiler.host.device import HostDevice  # noqa: PLC0415 (one backend is loaded)
+        from tccl_profiler.host_device import HostDevice  # noqa: PLC0415 (one backend is loaded)
 
         return HostDevice()
     if backend == "cuda":
-        from tccl_profiler.cuda.device import CudaDevice  # noqa: PLC0415
+        from tccl_profiler.cuda_device import CudaDevice  # noqa: PLC0415
 
         return CudaDevice()
     if backend == "network":

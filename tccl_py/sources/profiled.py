@@ -57,7 +57,7 @@ class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True):
         """Limits of every rate that is measured here, for the user."""
         if self.backend == "cuda":
             return ()
-        from tccl_profiler.host.machine import shared_cores  # noqa: PLC0415
+        from tccl_profiler.host_machine import shared_cores  # noqa: PLC0415
 
         return (DRY_RUN, *shared_cores(self.machine))
 
@@ -86,8 +86,8 @@ class MeasurementOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def for_profiler(self) -> Options:
         """The same, as the profiler takes them."""
+        from tccl_profiler.precision import Stopping  # noqa: PLC0415
         from tccl_profiler.profiler import Options  # noqa: PLC0415
-        from tccl_profiler.statistics import Stopping  # noqa: PLC0415
 
         return Options(
             stopping=Stopping(target=self.target, limit=self.repeats),
@@ -107,7 +107,7 @@ def measured_machine(backend: str | None = None, devices: int | None = None) -> 
         InputError: an unknown backend, no GPU, or an impossible number of devices.
     """
     if check_backend(backend, devices) == "host":
-        from tccl_profiler.host.machine import host_fingerprint, host_machine  # noqa: PLC0415
+        from tccl_profiler.host_machine import host_fingerprint, host_machine  # noqa: PLC0415
 
         machine = host_machine(devices)
         fingerprint = host_fingerprint(machine)
@@ -296,7 +296,7 @@ def relative_intervals(measurement: Measurement) -> tuple[float, ...]:
 
     In the measurement's order of flows.
     """
-    from tccl_profiler.statistics import median_interval, relative_width  # noqa: PLC0415
+    from tccl_profiler.precision import median_interval, relative_width  # noqa: PLC0415
 
     rows = zip(measurement.samples_gbps, measurement.gbps, strict=True)
     return tuple(relative_width(median_interval(row), middle) for row, middle in rows)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tccl_profiler.pool import Memory
+from tccl_profiler.precision import Stopping
 from tccl_profiler.profiler import Options
 from tccl_profiler.session import Session
-from tccl_profiler.statistics import Stopping
 from tccl_profiler.watch import Watch
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import parse_set

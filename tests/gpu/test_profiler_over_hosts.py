@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from tccl_profiler.cluster.session import LIMITS, ClusterSession
+from tccl_profiler.precision import Stopping
 from tccl_profiler.profiler import Options
-from tccl_profiler.statistics import Stopping
 from tccl_py.model.transfer import parse_set
 from tests.profiler_clusters import Checked, agents_in_processes
 

@@ -13,12 +13,12 @@ from tccl_profiler.cluster.job import CONTROLLER, Job
 from tccl_profiler.cluster.pool import FIRST_PINGS, ClusterPool, HostClock, OwnClock
 from tccl_profiler.compiler import check_places
 from tccl_profiler.endpoints import Network, device_of, is_carried
-from tccl_profiler.host.machine import shared_cores
+from tccl_profiler.host_machine import shared_cores
+from tccl_profiler.precision import WindowLimits
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.program import is_nic, local
 from tccl_profiler.session import Backend
 from tccl_profiler.shared_memory import MAX_LANES
-from tccl_profiler.window import WindowLimits
 from tccl_py.errors import InputError
 from tccl_py.model.transfer import Flow, Place, TransferSet
 from tccl_py.sources.journal import JournalHeader

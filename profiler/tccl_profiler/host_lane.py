@@ -1,4 +1,4 @@
-"""Lanes of the host backend, by memcpy between mapped spaces; see a block of cuda/pump.cu.
+"""Lanes of the host backend, by memcpy between mapped spaces; see a block of pump.cu.
 
 The core makes no sums: it forwards incoming data, and reads one stream less than a reduction.
 """

@@ -1,7 +1,7 @@
 """Cores of this host as devices: shared memory as device memory, copies by the core as lanes.
 
 A worker is one device, pinned to its core; one thread runs all lanes in turn, a slice at a time.
-FIFOs, counters, the flag, clocks and records are those of cuda/pump.cu.
+FIFOs, counters, the flag, clocks and records are those of pump.cu.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler import linux
-from tccl_profiler.host.lane import HostLane, MappedSpaces, own_clock, pause, released
-from tccl_profiler.host.machine import cpu_model
+from tccl_profiler.host_lane import HostLane, MappedSpaces, own_clock, pause, released
+from tccl_profiler.host_machine import cpu_model
 from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
 from tccl_profiler.nccl_links import Communicators, Memory
 from tccl_profiler.program import COUNTER_AREA_BYTES, Copy, Lane

@@ -1,1 +1,0 @@
-"""The CUDA kernels, and the device that runs them."""
