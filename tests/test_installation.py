@@ -16,8 +16,16 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.installation.blocks import has_block, with_block, without_block
-from tccl_py.installation.install import install, load_record, removal, state_directory, uninstall
-from tccl_py.installation.texts import HEADS, Installed, form_of
+from tccl_py.installation.install import (
+    HEADS,
+    Installed,
+    form_of,
+    install,
+    load_record,
+    removal,
+    state_directory,
+    uninstall,
+)
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.variables import conf_lines, env_conflicts, settings_of_files
@@ -49,7 +57,7 @@ FILES = st.lists(PIECES, max_size=12).map(b"".join).filter(lambda data: b"tccl-p
 def _home(tmp_path, monkeypatch):
     """A home of the test's own, for the record too."""
     home = tmp_path / "home"
-    home.mkdir()
+    (home / ".local" / "state").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("NCCL_CONF_FILE", str(home / ".nccl.conf"))
@@ -215,16 +223,16 @@ def test_the_record_says_what_is_where_and_goes_with_the_last(tmp_path):
     uninstall([tmp_path / "conf"])
     assert [one.kind for one in load_record(state_directory()).files] == ["module"]
     uninstall()
-    assert list((tmp_path / "home").iterdir()) == []
+    assert list((tmp_path / "home" / ".local" / "state").iterdir()) == []
 
 
 def test_a_file_is_cleaned_without_a_record(tmp_path):
     install(PLAN, {"conf": tmp_path / "conf"}, dry_run=False)
-    shutil.rmtree(tmp_path / "home" / ".local")
+    shutil.rmtree(state_directory())
     assert removal().changes == ()
     uninstall([tmp_path / "conf"])
     assert list(tmp_path.iterdir()) == [tmp_path / "home"]
-    assert list((tmp_path / "home").iterdir()) == []
+    assert list((tmp_path / "home" / ".local" / "state").iterdir()) == []
 
 
 def test_a_file_that_somebody_deleted_is_forgotten(tmp_path):
@@ -232,7 +240,7 @@ def test_a_file_that_somebody_deleted_is_forgotten(tmp_path):
     (tmp_path / "conf").unlink()
     found = uninstall()
     assert (found.changes, found.untouched) == ((), (tmp_path / "conf",))
-    assert list((tmp_path / "home").iterdir()) == []
+    assert list((tmp_path / "home" / ".local" / "state").iterdir()) == []
 
 
 def test_a_file_that_fails_takes_all_others_back(tmp_path, monkeypatch):

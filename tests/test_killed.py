@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.installation.install import install, uninstall
-from tccl_py.installation.texts import Installed
+from tccl_py.installation.install import Installed, install, uninstall
 from tccl_py.plan.directory import output_directory, write_nccl_files, write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import MANIFEST_FILE, REPLACING, check_files, locked, settle

@@ -13,10 +13,9 @@ from tccl_py.cli.options import DirectoryArgument, DryRunOption, flag, opt
 from tccl_py.cli.streams import notice
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
+from tccl_py.installation.install import Installed, Kind, form_of, removal
 from tccl_py.installation.install import install as put
-from tccl_py.installation.install import removal
 from tccl_py.installation.install import uninstall as take_out
-from tccl_py.installation.texts import Installed, Kind, form_of
 from tccl_py.nccl.variables import user_file
 from tccl_py.plan.directory import check_plan_directory, planned_fingerprint
 from tccl_py.plan.load import load_plan

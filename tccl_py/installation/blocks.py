@@ -12,7 +12,7 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -23,22 +23,15 @@ from tccl_py.plan.staging import refused
 MAX_BYTES = 1024 * 1024
 _OWN = "name a file of your own in a directory that you can write to"
 
-Before = Literal["made", "kept", "unended"]
-"""No file; a file; a file whose last line had no newline, which we added."""
 Comment = Literal["#", "--"]
 
 _MENTION = re.compile(rb"(?:>>>|<<<) tccl-py")
-_BEGIN = re.compile(
-    rb"^(?:#|--) >>> tccl-py, taken out by tccl uninstall \((made|kept|unended)\) >>>\n", re.M
+# The state before: no file; a file; a file whose last line had no newline, which we added.
+_BLOCK = re.compile(
+    rb"^(?:#|--) >>> tccl-py, taken out by tccl uninstall \((made|kept|unended)\) >>>\n"
+    rb"(.*?)^(?:#|--) <<< tccl-py <<<(?:\n|\Z)",
+    re.M | re.S,
 )
-_END = re.compile(rb"^(?:#|--) <<< tccl-py <<<(?:\n|\Z)", re.M)
-
-
-class _Block(NamedTuple):
-    start: int
-    inside: tuple[int, int]
-    end: int
-    before: Before
 
 
 def with_block(data: bytes | None, body: str, *, comment: Comment, head: str, where: str) -> bytes:
@@ -49,8 +42,8 @@ def with_block(data: bytes | None, body: str, *, comment: Comment, head: str, wh
     """
     block = _find(data or b"", where)
     if data is not None and block is not None:
-        return data[: block.inside[0]] + body.encode() + data[block.inside[1] :]
-    before: Before = "made" if data is None else "kept"
+        return data[: block.start(2)] + body.encode() + data[block.end(2) :]
+    before = "made" if data is None else "kept"
     start = head.encode() if data is None else data
     if data and not data.endswith(b"\n"):
         before, start = "unended", data + b"\n"
@@ -67,12 +60,12 @@ def without_block(data: bytes, *, heads: tuple[str, ...], where: str) -> bytes |
     block = _find(data, where)
     if block is None:
         return data
-    rest = data[: block.start] + data[block.end :]
-    if block.before == "made" and rest in [head.encode() for head in heads]:
+    rest = data[: block.start()] + data[block.end() :]
+    if block[1] == b"made" and rest in [head.encode() for head in heads]:
         return None
     # The newline that we added goes, unless somebody has written behind it.
-    last = block.end == len(data) and rest.endswith(b"\n")
-    return rest[:-1] if block.before == "unended" and last else rest
+    last = block.end() == len(data) and rest.endswith(b"\n")
+    return rest[:-1] if block[1] == b"unended" and last else rest
 
 
 def has_block(data: bytes, *, where: str) -> bool:
@@ -80,19 +73,14 @@ def has_block(data: bytes, *, where: str) -> bool:
     return _find(data, where) is not None
 
 
-def _find(data: bytes, where: str) -> _Block | None:
+def _find(data: bytes, where: str) -> re.Match[bytes] | None:
     mentions = len(_MENTION.findall(data))
-    if not mentions:
-        return None
-    begins, ends = list(_BEGIN.finditer(data)), list(_END.finditer(data))
-    whole = len(begins) == len(ends) == 1 and begins[0].end() <= ends[0].start()
-    if not whole or mentions != 2:
+    block = _BLOCK.search(data)
+    if mentions and (block is None or mentions != 2):
         what = "has damaged marker lines of tccl-py"
         right = "one of each is right, the first before the second: fix or delete them by hand"
         raise InputError(where, what, right)
-    before: Before = begins[0][1].decode()  # type: ignore[assignment]
-    inside = (begins[0].end(), ends[0].start())
-    return _Block(begins[0].start(), inside, ends[0].end(), before)
+    return block
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,21 +1,29 @@
 """Installation of a plan's settings into files, and its removal, with a record of the files.
 
-The record is in the user's state directory (XDG_STATE_HOME, else ~/.local/state).
+The files are nccl.conf, a SLURM task prolog, and an environment module. None names a graph file,
+because they hold for all communicators of a job and a graph file for communicators over exactly its
+GPUs. They set the plan's settings; prolog and module also set TCCL_PLAN, by which tccl_py.torch
+finds the graph file of each group. The record is in the user's state directory (XDG_STATE_HOME,
+else ~/.local/state).
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json, lock, read_text, sweep_beside, write_atomically
+from tccl_py.health.fitness import ALIKE_VARIABLE
 from tccl_py.installation.blocks import (
     Change,
+    Comment,
     apply_changes,
     has_block,
     read_own,
@@ -23,14 +31,56 @@ from tccl_py.installation.blocks import (
     with_block,
     without_block,
 )
-from tccl_py.installation.texts import HEADS, Form, Installed, Kind, form_of
-from tccl_py.nccl.variables import conf_lines, env_conflicts
-from tccl_py.plan.staging import make, refused
+from tccl_py.model.machine import Fingerprint
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.variables import conf_lines, env_conflicts, job_environment
+from tccl_py.plan.files import conf_text
+from tccl_py.plan.staging import refused
 
+Kind = Literal["conf", "slurm-prolog", "module"]
+PLAN_VARIABLE = "TCCL_PLAN"
+HEADS = ("", "#!/bin/sh\n", "#%Module1.0\n")
+"""Heads of files that we made."""
+_PLAIN = "_-./+@%:,="
 FORMAT_VERSION = 1
 RECORD_FILE = "installed.json"
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh", "busybox")
 _GRAPH = "NCCL_GRAPH_FILE"
+
+
+class Installed(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan to install: its directory and settings, and the machine that it holds for.
+
+    `gpu_uuids` are the plan's GPUs, none if it holds for all hosts that are `alike`. `fingerprint`
+    is None for a plan without a measured machine, which holds wherever it is installed.
+    """
+
+    directory: Path
+    settings: Settings
+    provenance: str
+    fingerprint: Fingerprint | None = None
+    gpu_uuids: tuple[str, ...] = ()
+    alike: bool = False
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Return a job's settings."""
+        return job_environment(self.settings)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return a job's settings, and the variables by which tccl_py.torch finds the plan."""
+        more = {ALIKE_VARIABLE: "1"} if self.alike else {}
+        return {**self.variables, PLAN_VARIABLE: str(self.directory), **more}
+
+
+class Form(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of our block in a file: lines, comment mark, and the head and mode of a new file."""
+
+    body: str
+    comment: Comment = "#"
+    head: str = ""
+    mode: int = 0o644
 
 
 class InstalledFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,11 +91,10 @@ class InstalledFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     plan: str
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All files with our block, and the directories made for this record."""
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """All files with our block."""
 
     files: tuple[InstalledFile, ...] = ()
-    made: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
 
     def updated(self, paths: set[str], added: Sequence[InstalledFile] = ()) -> Record:
@@ -180,42 +229,95 @@ def load_record(directory: Path) -> Record:
 
 @contextmanager
 def _opened_record(directory: Path) -> Iterator[Record]:
-    """Lock the record, in an existing directory, until the block ends.
+    """Lock the record until the block ends; its directory goes if nothing is recorded then.
 
-    New directories are removed if nothing is recorded in the end. Raises InputError: another run
-    holds the record, or the record is unreadable.
+    Raises InputError: another run holds the record, or the record is unreadable.
     """
-    made: list[Path] = []
     with refused(directory, "cannot be made", "name a writable place by XDG_STATE_HOME"):
-        make(directory, made)
+        directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         lock(descriptor, directory)
         sweep_beside(directory / RECORD_FILE)
-        record = load_record(directory)
-        if not made and not any(directory.iterdir()):
-            # A run was killed before it recorded anything.
-            made.append(directory)
-        if made:
-            record = msgspec.structs.replace(record, made=tuple(map(str, made)))
-        yield record
+        yield load_record(directory)
     finally:
-        if made and not (directory / RECORD_FILE).exists():
-            _remove_folders(made)
+        # Refused where a record is left.
+        with suppress(OSError):
+            directory.rmdir()
         os.close(descriptor)
 
 
 def _save_record(record: Record, directory: Path) -> None:
-    """Write the record; without files, remove it and the directories made for it."""
+    """Write the record; without files, remove it."""
     if record.files:
         write_atomically(directory / RECORD_FILE, encode_json(record))
         return
     with refused(directory, "cannot be written", "make it writable"):
         (directory / RECORD_FILE).unlink(missing_ok=True)
-    _remove_folders(record.made)
 
 
-def _remove_folders(made: Sequence[str | Path]) -> None:
-    for folder in reversed(made):
-        with suppress(OSError):
-            Path(folder).rmdir()
+def form_of(plan: Installed, kind: Kind, path: Path) -> Form:
+    """Return the block for a file of this kind; a module with the suffix .lua is for Lmod."""
+    if kind == "conf":
+        return Form(body=conf_text(plan.settings, provenance=plan.provenance))
+    if kind == "slurm-prolog":
+        return Form(body=_prolog(plan), head="#!/bin/sh\n", mode=0o755)
+    said, first = plan.environment.items(), f" tccl-py, rates {plan.provenance}.\n"
+    if path.suffix == ".lua":
+        lines = [f"setenv({_lua_string(name)}, {_lua_string(text)})\n" for name, text in said]
+        return Form(body=f"--{first}{''.join(lines)}", comment="--")
+    lines = [f"setenv {name} {_tcl_word(value)}\n" for name, value in said]
+    return Form(body=f"#{first}{''.join(lines)}", head="#%Module1.0\n")
+
+
+def _prolog(plan: Installed) -> str:
+    """Return lines for a TaskProlog, whose output SLURM adds to the task's environment.
+
+    Variables that the job sets stay. The prolog runs before every task, so it needs no Python and
+    never fails, because SLURM would end the task.
+    """
+    exports = "".join(
+        f'    [ -n "${{{name}+x}}" ] || printf "%s\\n" {shlex.quote(f"export {name}={value}")}\n'
+        for name, value in plan.environment.items()
+    )
+    return (
+        f"# tccl-py, rates {plan.provenance}; for TaskProlog= in slurm.conf, or srun --task-prolog."
+        f"\n(\n{_guard(plan)}{exports}) || :\n"
+    )
+
+
+def _guard(plan: Installed) -> str:
+    """Return shell lines that exit on machines other than the plan's."""
+    measured = plan.fingerprint
+    if measured is None:
+        return ""
+    uuids = "".join(
+        f'    grep -qsF -- {shlex.quote(uuid)} "$gpus"/*/information || exit 0\n'
+        for uuid in plan.gpu_uuids
+    )
+    major = measured.driver.partition(".")[0]
+    pattern = shlex.quote(f"[[:space:]]{major}[.][0-9]")
+    return (
+        "    # Only with the GPUs, driver and NUMA nodes that the plan was measured on.\n"
+        f"    gpus=/proc/driver/nvidia/gpus\n{uuids}"
+        f"    grep -qs {pattern} /proc/driver/nvidia/version || exit 0\n"
+        "    nodes=0\n"
+        "    for list in /sys/devices/system/node/node[0-9]*/cpulist; do\n"
+        '        ! grep -qs "[0-9]" "$list" || nodes=$((nodes + 1))\n'
+        "    done\n"
+        f'    [ "$nodes" -eq {measured.numa_count} ] || exit 0\n'
+    )
+
+
+def _tcl_word(text: str) -> str:
+    r"""Return a Tcl word for any text.
+
+    >>> _tcl_word("/a b/$x")
+    '/a\\ b/\\$x'
+    """
+    return "".join(char if char.isalnum() or char in _PLAIN else f"\\{char}" for char in text)
+
+
+def _lua_string(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

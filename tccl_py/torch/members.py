@@ -25,7 +25,7 @@ from tccl_py.health.fitness import (
     why_not_of_class,
     why_not_with,
 )
-from tccl_py.installation.texts import PLAN_VARIABLE
+from tccl_py.installation.install import PLAN_VARIABLE
 from tccl_py.model.machine import Fingerprint, normal_bus_id
 from tccl_py.nccl.variables import env_conflicts, job_environment, settings_of_files
 from tccl_py.plan.directory import check_plan_directory
