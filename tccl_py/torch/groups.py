@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,62 +19,32 @@ from tccl_py.torch.members import GRAPH_VARIABLE, OpenPlan, Roster, exchange, me
 _LOCK = threading.RLock()
 
 
-class _PlanInUse(msgspec.Struct, frozen=True):
-    """A plan, None without one here, and the ranks' agreement."""
-
-    opened: OpenPlan | None
-    roster: Roster
-
-    def graph(self, ranks: Sequence[int], rank: int) -> Path | None:
-        """Return the graph file of a group of these ranks, in group order; None is default NCCL."""
-        if self.opened is None or self.roster.off:
-            return None
-        members = self.roster.members
-        return self.opened.graph([members[number] for number in ranks], members[rank])
-
-
-class _Rendezvous(msgspec.Struct, frozen=True):
-    """The store of the ranks, this rank's number, and the number of ranks."""
-
-    store: Any
-    rank: int
-    size: int
-
-
 class _Job(msgspec.Struct, kw_only=True):
-    """A job with a default group made here; `first` is None without NCCL."""
+    """A job with a default group made here; `roster` is None without NCCL, `plan` if not used."""
 
-    world: Any
+    world: Any = None
     rank: int
     device: Any = None
-    rendezvous: _Rendezvous | None = None
-    first: _PlanInUse | None = None
-    others: dict[str, _PlanInUse] = {}
+    plan: OpenPlan | None = None
+    roster: Roster | None = None
+
+    def graph(self, ranks: Sequence[int]) -> Path | None:
+        """Return the graph file of a group of these ranks, in group order; None is default NCCL."""
+        if self.plan is None or self.roster is None or self.rank not in ranks:
+            return None
+        members = self.roster.members
+        return self.plan.graph([members[number] for number in ranks], members[self.rank])
 
 
-class ProcessState:
-    """The job of this process, and its NCCL settings: NCCL reads them at the first communicator."""
+class ProcessState(msgspec.Struct):
+    """The job of this process, its NCCL settings, and the number of exchanges between its ranks.
 
-    def __init__(self) -> None:
-        self.job: _Job | None = None
-        self.exchanges = 0
-        self._settings: dict[str, str] | None = None
+    NCCL reads settings once, at the first communicator.
+    """
 
-    def check(self, variables: Mapping[str, str], where: str) -> None:
-        """Refuse a plan's settings if they differ from the process's; the error names `where`.
-        Raises InputError: communicators of this process were made with other settings.
-        """
-        if self._settings is not None and self._settings != variables:
-            what = f"needs {_listed(variables)}, and this process has {_listed(self._settings)}"
-            right = "NCCL reads settings once in a process: use plans of the same settings in it"
-            raise InputError(where, what, right)
-
-    def fix(self, variables: Mapping[str, str]) -> None:
-        """Set the variables for good, once in a process."""
-        with _LOCK:
-            if self._settings is None:
-                self._settings = dict(variables)
-                os.environ.update(variables)
+    job: _Job | None = None
+    settings: dict[str, str] | None = None
+    exchanges: int = 0
 
 
 STATE = ProcessState()
@@ -120,28 +90,28 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
         STATE.job = _Job(world=dist.group.WORLD, rank=dist.get_rank())
         return
     # 1. Let the ranks meet as torch does, but have the store before the group.
-    rendezvous = _Rendezvous(store, rank, world_size)
+    shared = own = store
     if store is None:
-        rendezvous = _rendezvous(dist, init_method, rendezvous, timeout)
+        method, more = init_method or "env://", _given(timeout=timeout)
+        shared, rank, world_size = next(iter(dist.rendezvous(method, rank, world_size, **more)))
+        if timeout is not None:
+            shared.set_timeout(timeout)
+        own = dist.PrefixStore("default_pg", shared)
     elif rank < 0 or world_size < 1 or init_method is not None:
         what = "is given beside another way to meet"
         raise InputError("store", what, "give rank and world_size, no init_method")
     # 2. Agree on the plan, and set its settings.
     device = device_of(torch, device_id)
-    first = _agree(torch, rendezvous, plan_dir, device)
-    _report(first.roster, rendezvous.rank)
-    enabled = first.opened is not None and not first.roster.off
-    STATE.fix(first.opened.variables if enabled and first.opened is not None else {})
+    plan, roster = _agreed(torch, shared, (rank, world_size), plan_dir, device)
 
     # 3. Make the default group.
     def create() -> Any:
-        own = store if store is not None else dist.PrefixStore("default_pg", rendezvous.store)
-        numbers = {"world_size": rendezvous.size, "rank": rendezvous.rank}
+        numbers = {"world_size": world_size, "rank": rank}
         dist.init_process_group(backend, store=own, **numbers, **options)
         return dist.group.WORLD
 
-    job = _Job(world=None, rank=rendezvous.rank, device=device, rendezvous=rendezvous, first=first)
-    job.world = _made(torch, job, first, range(rendezvous.size), create)
+    job = _Job(rank=rank, device=device, plan=plan, roster=roster)
+    job.world = _made(torch, job, range(world_size), create)
     STATE.job = job
 
 
@@ -154,16 +124,11 @@ def new_group(  # noqa: PLR0917 (torch's own order)
     group_desc: str | None = None,
     device_id: Any = None,
     sort_ranks: bool = True,
-    *,
-    plan_dir: str | Path | None = None,
 ) -> Any:
     """Make a group as torch.distributed.new_group does, with the rings planned for its GPUs.
 
     Without rings for exactly these GPUs, the group uses default NCCL. The communicator exists on
-    return.
-
-    `plan_dir` is another plan with the default group's settings, named by all ranks; the rest is
-    torch's. Raises InputError: the default group was not made here, or `plan_dir` is no such plan.
+    return. Arguments are torch's. Raises InputError: the default group was not made here.
     """
     torch, job = import_torch(), _current_job()
     options = _given(
@@ -179,15 +144,11 @@ def new_group(  # noqa: PLR0917 (torch's own order)
     def create() -> Any:
         return torch.distributed.new_group(ranks, **options)
 
-    if job.first is None or not wants_nccl(torch, backend or "nccl"):
+    if job.roster is None or not wants_nccl(torch, backend or "nccl"):
         with graph_file(None):
             return create()
-    if plan_dir is not None and use_local_synchronization:
-        what = "cannot be combined with use_local_synchronization"
-        raise InputError("plan_dir", what, "every rank must load the plan")
-    used = job.first if plan_dir is None else _other_plan(torch, job, plan_dir)
-    order = list(range(len(job.first.roster.members)) if ranks is None else ranks)
-    return _made(torch, job, used, sorted(order) if sort_ranks else order, create)
+    order = list(range(len(job.roster.members)) if ranks is None else ranks)
+    return _made(torch, job, sorted(order) if sort_ranks else order, create)
 
 
 def split_group(
@@ -211,13 +172,13 @@ def split_group(
     def create() -> Any:
         return dist.split_group(parent_pg, split_ranks, **options)
 
-    if job.first is None:
+    if job.roster is None:
         with graph_file(None):
             return create()
     parents = dist.get_process_group_ranks(job.world if parent_pg is None else parent_pg)
     parts = [[parents[number] for number in sorted(part)] for part in split_ranks or ()]
     own = next((part for part in parts if job.rank in part), [])
-    return _made(torch, job, job.first, own, create)
+    return _made(torch, job, own, create)
 
 
 def import_torch() -> Any:
@@ -251,59 +212,40 @@ def _set_graph(value: str | None) -> None:
     os.unsetenv(GRAPH_VARIABLE)
 
 
-def _made(
-    torch: Any, job: _Job, used: _PlanInUse, ranks: Sequence[int], create: Callable[[], Any]
-) -> Any:
+def _made(torch: Any, job: _Job, ranks: Sequence[int], create: Callable[[], Any]) -> Any:
     """Return a group of these ranks with an existing communicator."""
-    member = job.rank in ranks
-    with graph_file(used.graph(ranks, job.rank) if member else None):
+    with graph_file(job.graph(ranks)):
         made = create()
         # torch makes communicators with their first collective, or in the background: waiting for
         # a collective works in all versions.
-        if member and used.roster.distinct:
+        if job.rank in ranks and job.roster is not None and job.roster.distinct:
             token = torch.zeros(1, device=job.device)
             torch.distributed.all_reduce(token, group=made)
             torch.cuda.synchronize(job.device)
     return made
 
 
-def _agree(
-    torch: Any, rendezvous: _Rendezvous, plan_dir: str | Path | None, device: Any
-) -> _PlanInUse:
-    """Open a plan on all ranks, and exchange their findings."""
+def _agreed(
+    torch: Any, store: Any, place: tuple[int, int], plan_dir: str | Path | None, device: Any
+) -> tuple[OpenPlan | None, Roster]:
+    """Return the plan, None if it does not fit all ranks, and set its settings, once in a process.
+
+    `place` is this rank's number and the number of ranks.
+    """
     version = ".".join(map(str, torch.cuda.nccl.version()))
     directory = None if plan_dir is None else Path(plan_dir)
-    member, opened = member_of(directory, device.index, version, STATE.check)
+    member, plan = member_of(directory, device.index, version, STATE.settings)
     # Each exchange has keys of its own; all ranks make them in the same order.
-    own = torch.distributed.PrefixStore(f"tccl/{STATE.exchanges}", rendezvous.store)
+    own = torch.distributed.PrefixStore(f"tccl/{STATE.exchanges}", store)
     STATE.exchanges += 1
-    roster = exchange(own, rendezvous.rank, rendezvous.size, member)
-    if roster.wrong:
-        at = next(rank for rank, member in enumerate(roster.members) if member.wrong)
-        what, _, right = roster.wrong.rpartition("; ")
-        raise InputError(f"rank {at}", what, right)
-    return _PlanInUse(opened, roster)
-
-
-def _other_plan(torch: Any, job: _Job, plan_dir: str | Path) -> _PlanInUse:
-    name = str(plan_dir)
-    if name not in job.others:
-        assert job.rendezvous is not None
-        job.others[name] = _agree(torch, job.rendezvous, plan_dir, job.device)
-        _report(job.others[name].roster, job.rank)
-    return job.others[name]
-
-
-def _rendezvous(
-    dist: Any, init_method: str | None, asked: _Rendezvous, timeout: Any
-) -> _Rendezvous:
-    more = _given(timeout=timeout)
-    found = _Rendezvous(
-        *next(iter(dist.rendezvous(init_method or "env://", asked.rank, asked.size, **more)))
-    )
-    if timeout is not None:
-        found.store.set_timeout(timeout)
-    return found
+    roster = exchange(own, *place, member)
+    _report(roster, place[0])
+    plan = None if roster.off else plan
+    with _LOCK:
+        if STATE.settings is None:
+            STATE.settings = {} if plan is None else plan.variables
+            os.environ.update(STATE.settings)
+    return plan, roster
 
 
 def device_of(torch: Any, device_id: Any) -> Any:
@@ -343,7 +285,3 @@ def _current_job() -> _Job:
 
 def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _listed(variables: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={text}" for name, text in sorted(variables.items())) or "no settings"

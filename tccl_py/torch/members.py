@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,6 @@ from tccl_py.readers.nvml import GpuFacts, driver_facts
 
 GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-CheckSettings = Callable[[Mapping[str, str], str], None]
-"""Refuses settings by an InputError that names the second argument."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,12 +171,13 @@ def host_identity(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def member_of(
-    directory: Path | None, ordinal: int, nccl: str, check: CheckSettings
+    directory: Path | None, ordinal: int, nccl: str, settings: Mapping[str, str] | None
 ) -> tuple[Member, OpenPlan | None]:
     """Return a rank's report, with errors as text, and the plan.
 
     `directory` is the plan's, None for the one in TCCL_PLAN, if set; `ordinal` the rank's CUDA
-    device, `nccl` torch's version. `check` refuses settings other than the process's.
+    device, `nccl` torch's version, and `settings` this process's NCCL settings, None before the
+    first communicator.
     """
     member = Member(host=host_identity())
     named = directory or (Path(text) if (text := os.environ.get(PLAN_VARIABLE, "")) else None)
@@ -187,8 +185,11 @@ def member_of(
     # 1. Open the plan.
     try:
         opened = None if named is None else open_plan(named)
-        if opened is not None:
-            check(opened.variables, str(opened.directory))
+        if opened is not None and settings not in (None, opened.variables):
+            needed, present = map(_listed, (opened.variables, settings))
+            what = f"needs {needed}, and this process has {present}"
+            right = "NCCL reads settings once in a process: use plans of the same settings in it"
+            raise InputError(str(opened.directory), what, right)
         graph = settings_of_files().get(GRAPH_VARIABLE)
         if graph is not None:
             right = "take it out: it fails every communicator over other GPUs"
@@ -210,6 +211,11 @@ def member_of(
         return replace(member, off=_misfit(opened, here, name)), opened
     except InputError as error:
         return replace(member, wrong=str(error)), opened
+
+
+def _listed(settings: Mapping[str, str] | None) -> str:
+    found = sorted((settings or {}).items())
+    return " ".join(f"{name}={text}" for name, text in found) or "no settings"
 
 
 def _misfit(opened: OpenPlan, here: Here, name: str) -> str:
@@ -248,16 +254,12 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     off: str
     distinct: bool
 
-    @property
-    def wrong(self) -> str:
-        """Return the first mistake of a rank, or ""."""
-        return next((member.wrong for member in self.members if member.wrong), "")
-
 
 def exchange(store: Any, rank: int, size: int, own: Member) -> Roster:
     """Exchange the reports of all `size` ranks by way of rank 0, two messages a rank.
 
-    `store` is a store of torch.distributed, whose `get` waits for the key.
+    `store` is a store of torch.distributed, whose `get` waits for the key. Raises InputError, the
+    same on all ranks: a mistake of a rank.
     """
     if rank != 0:
         store.set(f"member/{rank}", msgspec.json.encode(own).decode())
@@ -267,15 +269,18 @@ def exchange(store: Any, rank: int, size: int, own: Member) -> Roster:
             for number in range(1, size)
         ]
         store.set("members", msgspec.json.encode([own, *others]).decode())
-    found = roster_of(msgspec.json.decode(store.get("members"), type=tuple[Member, ...]))
-    if found.wrong:
-        # All ranks end now, rank 0 last, because the store may end with it.
-        if rank != 0:
-            store.set(f"read/{rank}", "")
-        else:
-            for number in range(1, size):
-                store.get(f"read/{number}")
-    return found
+    members = msgspec.json.decode(store.get("members"), type=tuple[Member, ...])
+    wrong = next(((at, member.wrong) for at, member in enumerate(members) if member.wrong), None)
+    if wrong is None:
+        return roster_of(members)
+    # All ranks end now, rank 0 last, because the store may end with it.
+    if rank != 0:
+        store.set(f"read/{rank}", "")
+    else:
+        for number in range(1, size):
+            store.get(f"read/{number}")
+    what, _, right = wrong[1].rpartition("; ")
+    raise InputError(f"rank {wrong[0]}", what, right)
 
 
 def roster_of(members: Sequence[Member]) -> Roster:
