@@ -7,8 +7,8 @@ and parseStringList (misc/utils.cc) of NCCL 2.30.7.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -27,10 +27,13 @@ HOST_VARIABLES = (
     "NCCL_HOSTID",
 )
 """Variables for what a host has or forbids; the jobs of `tccl verify` inherit them."""
-_SHM_MODES: dict[CopyEngineSide, str] = {"sender": "1", "receiver": "2", "both": "3"}
+_SHM_COPY, _SHM_MODE = "NCCL_SHM_USE_CUDA_MEMCPY", "NCCL_SHM_MEMCPY_MODE"
+_SHM_MODES: dict[int, CopyEngineSide] = {1: "sender", 2: "receiver", 3: "both"}
 _OLD_LEVELS: tuple[Level, ...] = ("LOC", "PIX", "PXB", "PHB", "SYS", "SYS")
 """Meaning of NCCL_P2P_LEVEL=0, 1, ... before levels had names; larger numbers are SYS."""
 _INTEGER = re.compile(r"[ \t\n]*(?P<sign>[+-]?)(?P<digits>[0-9]{1,18})")
+UNSET = -2
+"""NCCL's own value of a variable without a number."""
 MAX_GID_INDEX = 255
 # Names of RDMA devices and interfaces that no list of NCCL's, no shell and no nccl.conf misreads.
 _HCA = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}(?::(?P<port>[1-9][0-9]{0,2}))?")
@@ -77,6 +80,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     socket_ifname: tuple[str, ...] = ()
     socket_threads: int | None = None
     sockets_per_thread: int | None = None
+
+
+_DEFAULTS = Settings()
 
 
 def check_settings(settings: Settings) -> Settings:
@@ -128,6 +134,65 @@ def _check_names(
         raise InputError(where, f"has {len(names)} names", f"NCCL takes {most}")
 
 
+def integer(text: str | None) -> int:
+    """Return the number at the start of a variable, as C reads it; UNSET if there is none."""
+    match = _INTEGER.match(text or "")
+    return UNSET if match is None else int(match["sign"] + match["digits"])
+
+
+# The variables of settings: how each value is read and written.
+
+
+Read = Callable[[str, int], object]
+"""From a variable's text and number: a value, or None without meaning to NCCL."""
+
+
+def _within(least: int, most: int) -> Read:
+    return lambda _, number: number if least <= number <= most else None
+
+
+def _at_one(value: object) -> Read:
+    return lambda _, number: value if number == 1 else None
+
+
+def _level(text: str, number: int) -> object:
+    old = _OLD_LEVELS[min(number, len(_OLD_LEVELS) - 1)] if number >= 0 else None
+    return text if text in get_args(Level) else old
+
+
+def _exact_names(form: re.Pattern[str], most: int) -> Read:
+    def read(text: str, _: int) -> tuple[str, ...] | None:
+        names = tuple(dict.fromkeys(name for name in text[1:].split(",") if name))
+        usable = len(names) <= most and all(map(form.fullmatch, names))
+        return names if text.startswith("=") and usable else None
+
+    return read
+
+
+_VARIABLES: dict[str, tuple[str, Read]] = {
+    "p2p_level": ("NCCL_P2P_LEVEL", _level),
+    "p2p_read": ("NCCL_P2P_READ_ENABLE", lambda _, n: None if n == UNSET else n != 0),
+    "p2p_copy_engine": ("NCCL_P2P_USE_CUDA_MEMCPY", _at_one(True)),
+    "shm_locality": ("NCCL_SHM_LOCALITY", _at_one("sender")),
+    "shm_copy_engine": (_SHM_MODE, lambda _, n: _SHM_MODES.get(n, "sender")),
+    "shm_disable": ("NCCL_SHM_DISABLE", _at_one(True)),
+    "net_disable_intra": ("NCCL_NET_DISABLE_INTRA", _at_one(True)),
+    "min_channels": ("NCCL_MIN_NCHANNELS", _within(1, 10**18)),
+    "max_channels": ("NCCL_MAX_NCHANNELS", _within(1, 10**18)),
+    "buffsize": ("NCCL_BUFFSIZE", _within(1024, MAX_FIFO_BYTES)),
+    "algo": ("NCCL_ALGO", lambda text, _: "Ring" if text.lower() == "ring" else None),
+    "net_gdr_level": ("NCCL_NET_GDR_LEVEL", _level),
+    "net_gdr_read": ("NCCL_NET_GDR_READ", lambda _, n: None if n < 0 else n != 0),
+    "cross_nic": ("NCCL_CROSS_NIC", _within(0, 2)),
+    "ib_hca": ("NCCL_IB_HCA", _exact_names(_HCA, _MAX_HCAS)),
+    "ib_gid_index": ("NCCL_IB_GID_INDEX", _within(0, MAX_GID_INDEX)),
+    "socket_ifname": ("NCCL_SOCKET_IFNAME", _exact_names(_INTERFACE, _MAX_INTERFACES)),
+    "socket_threads": ("NCCL_SOCKET_NTHREADS", _within(1, _MAX_SOCKET_THREADS)),
+    "sockets_per_thread": ("NCCL_NSOCKS_PERTHREAD", _within(1, _MAX_SOCKETS)),
+}
+"""Field of Settings -> variable and its reader."""
+
+
 def environment(settings: Settings) -> dict[str, str]:
     """Return the variables that differ from NCCL's defaults, without the graph file.
 
@@ -137,37 +202,23 @@ def environment(settings: Settings) -> dict[str, str]:
     {'NCCL_P2P_DISABLE': '1', 'NCCL_BUFFSIZE': '524288'}
     """
     check_settings(settings)
-    level, mode = settings.p2p_level, settings.shm_copy_engine
-    choices: dict[str, str | int | None] = {
-        "NCCL_P2P_DISABLE": 1 if level == "LOC" else None,
-        "NCCL_P2P_LEVEL": level if level != "LOC" else None,
-        "NCCL_P2P_READ_ENABLE": settings.p2p_read,
-        "NCCL_P2P_USE_CUDA_MEMCPY": settings.p2p_copy_engine or None,
-        "NCCL_SHM_LOCALITY": 1 if settings.shm_locality == "sender" else None,
-        "NCCL_SHM_USE_CUDA_MEMCPY": 1 if mode else None,
-        "NCCL_SHM_MEMCPY_MODE": _SHM_MODES[mode] if mode else None,
-        "NCCL_SHM_DISABLE": settings.shm_disable or None,
-        "NCCL_NET_DISABLE_INTRA": settings.net_disable_intra or None,
-        "NCCL_MIN_NCHANNELS": settings.min_channels,
-        "NCCL_MAX_NCHANNELS": settings.max_channels,
-        "NCCL_BUFFSIZE": None if settings.buffsize == DEFAULT_FIFO_BYTES else settings.buffsize,
-        "NCCL_ALGO": settings.algo,
-        "NCCL_NET_GDR_LEVEL": settings.net_gdr_level,
-        "NCCL_NET_GDR_READ": settings.net_gdr_read,
-        "NCCL_CROSS_NIC": settings.cross_nic,
-        "NCCL_IB_HCA": f"={','.join(settings.ib_hca)}" if settings.ib_hca else None,
-        "NCCL_IB_GID_INDEX": settings.ib_gid_index,
-        "NCCL_SOCKET_IFNAME": (
-            f"={','.join(settings.socket_ifname)}" if settings.socket_ifname else None
-        ),
-        "NCCL_SOCKET_NTHREADS": settings.socket_threads,
-        "NCCL_NSOCKS_PERTHREAD": settings.sockets_per_thread,
-    }
-    return {
-        name: value if isinstance(value, str) else str(int(value))
-        for name, value in choices.items()
-        if value is not None
-    }
+    found: dict[str, str] = {}
+    for field, (name, _) in _VARIABLES.items():
+        value = getattr(settings, field)
+        if value == getattr(_DEFAULTS, field):
+            continue
+        if (field, value) == ("p2p_level", "LOC"):
+            found["NCCL_P2P_DISABLE"] = "1"
+        elif field == "shm_locality":
+            found[name] = "1"
+        elif field == "shm_copy_engine":
+            mode = next(code for code, side in _SHM_MODES.items() if side == value)
+            found |= {_SHM_COPY: "1", _SHM_MODE: str(mode)}
+        elif isinstance(value, tuple):
+            found[name] = f"={','.join(value)}"
+        else:
+            found[name] = value if isinstance(value, str) else str(int(value))
+    return found
 
 
 def environment_text(settings: Settings) -> str:
@@ -183,64 +234,23 @@ def settings_from_environment(
     Lists of NICs or interfaces count only with exact names (`=mlx5_0,mlx5_1`): prefixes and
     exclusions depend on the host.
     """
-    number = {name: integer(value) for name, value in variables.items()}
     facts = version_facts(version)
-    engine: CopyEngineSide | None = None
-    if number.get("NCCL_SHM_USE_CUDA_MEMCPY") == 1 and facts.shm_copy_engine:
-        modes = {int(code): side for side, code in _SHM_MODES.items()}
-        engine = modes.get(number.get("NCCL_SHM_MEMCPY_MODE") or 1, "sender")
-    disabled = number.get("NCCL_P2P_DISABLE") == 1
-    read, gdr_read = number.get("NCCL_P2P_READ_ENABLE"), number.get("NCCL_NET_GDR_READ")
-    size = number.get("NCCL_BUFFSIZE") or 0
-    cross, gid = number.get("NCCL_CROSS_NIC"), number.get("NCCL_IB_GID_INDEX")
-
-    threads, sockets = number.get("NCCL_SOCKET_NTHREADS"), number.get("NCCL_NSOCKS_PERTHREAD")
-    threads = threads if threads and 1 <= threads <= _MAX_SOCKET_THREADS else None
-    most_sockets = _MAX_SOCKETS // (threads or 1)
-
-    def limit(name: str) -> int | None:
-        count = number.get(name)
-        return None if count is None or count < 1 else min(count, facts.max_final_channels)
-
-    return Settings(
-        version=version,
-        p2p_level="LOC" if disabled else _level(variables.get("NCCL_P2P_LEVEL")),
-        p2p_read=None if read is None else read != 0,
-        p2p_copy_engine=number.get("NCCL_P2P_USE_CUDA_MEMCPY") == 1,
-        shm_locality="sender" if number.get("NCCL_SHM_LOCALITY") == 1 else "receiver",
-        shm_copy_engine=engine,
-        shm_disable=number.get("NCCL_SHM_DISABLE") == 1,
-        net_disable_intra=number.get("NCCL_NET_DISABLE_INTRA") == 1,
-        channels=channels,
-        min_channels=limit("NCCL_MIN_NCHANNELS"),
-        max_channels=limit("NCCL_MAX_NCHANNELS"),
-        buffsize=size if 1024 <= size <= MAX_FIFO_BYTES else DEFAULT_FIFO_BYTES,
-        algo="Ring" if variables.get("NCCL_ALGO", "").lower() == "ring" else None,
-        net_gdr_level=_level(variables.get("NCCL_NET_GDR_LEVEL")),
-        net_gdr_read=None if gdr_read is None or gdr_read < 0 else gdr_read != 0,
-        cross_nic=cross if cross in (0, 1, 2) else None,  # type: ignore[arg-type]
-        ib_hca=_exact_names(variables.get("NCCL_IB_HCA"), _HCA, _MAX_HCAS),
-        ib_gid_index=gid if gid is not None and 0 <= gid <= MAX_GID_INDEX else None,
-        socket_ifname=_exact_names(
-            variables.get("NCCL_SOCKET_IFNAME"), _INTERFACE, _MAX_INTERFACES
-        ),
-        socket_threads=threads,
-        sockets_per_thread=sockets if sockets and 1 <= sockets <= most_sockets else None,
-    )
-
-
-def _level(text: str | None) -> Level | None:
-    if text in get_args(Level):
-        return text  # type: ignore[return-value]
-    old = integer(text)
-    return None if old is None or old < 0 else _OLD_LEVELS[min(old, len(_OLD_LEVELS) - 1)]
-
-
-def _exact_names(text: str | None, form: re.Pattern[str], most: int) -> tuple[str, ...]:
-    if text is None or not text.startswith("="):
-        return ()
-    names = tuple(dict.fromkeys(name for name in text[1:].split(",") if name))
-    return names if len(names) <= most and all(map(form.fullmatch, names)) else ()
+    found: dict[str, Any] = {}
+    for field, (name, read) in _VARIABLES.items():
+        text = variables.get(name)
+        if text is not None and (value := read(text, integer(text))) is not None:
+            found[field] = value
+    if integer(variables.get("NCCL_P2P_DISABLE")) == 1:
+        found["p2p_level"] = "LOC"
+    if facts.shm_copy_engine and integer(variables.get(_SHM_COPY)) == 1:
+        found.setdefault("shm_copy_engine", "sender")
+    else:
+        found.pop("shm_copy_engine", None)
+    for end in found.keys() & {"min_channels", "max_channels"}:
+        found[end] = min(found[end], facts.max_final_channels)
+    if found.get("sockets_per_thread", 0) * found.get("socket_threads", 1) > _MAX_SOCKETS:
+        del found["sockets_per_thread"]
+    return Settings(version=version, channels=channels, **found)
 
 
 def listed(names: tuple[str, ...], name: str, port: int) -> bool:
@@ -250,12 +260,6 @@ def listed(names: tuple[str, ...], name: str, port: int) -> bool:
     (False, True)
     """
     return not names or name in names or f"{name}:{port}" in names
-
-
-def integer(text: str | None) -> int | None:
-    """Return the decimal number at the start of a variable, as C's strtol reads it."""
-    match = _INTEGER.match(text or "")
-    return None if match is None else int(match["sign"] + match["digits"])
 
 
 def settings_channels(settings: Settings, *, sm: int | None) -> int:
@@ -286,8 +290,8 @@ def final_channels(
     count = min(channels * 2, limit)
     if (sm or 0) >= 90 and nodes > 1 and speed_intra > 45 and count < 16:
         count *= 2
-    low = integer((variables or {}).get("NCCL_MIN_NCHANNELS")) or 0
-    high = integer((variables or {}).get("NCCL_MAX_NCHANNELS"))
-    low = max(0, min(low, limit))
-    high = limit if high is None else max(1, min(high, limit), low)
+    ends = (integer((variables or {}).get(f"NCCL_{end}_NCHANNELS")) for end in ("MIN", "MAX"))
+    low, high = (min(end, limit) for end in ends)
+    low = max(0, low)
+    high = limit if high == UNSET else max(1, high, low)
     return max(min(count, high), low)

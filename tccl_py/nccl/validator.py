@@ -23,7 +23,7 @@ from tccl_py.nccl.graph_file import (
 )
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.network import leaves_as_named
-from tccl_py.nccl.settings import final_channels, integer, settings_from_environment
+from tccl_py.nccl.settings import final_channels, settings_from_environment
 from tccl_py.nccl.versions import LATEST, RING, TREE, VersionFacts, version_facts
 from tccl_py.nccl.view import NcclView, net_devices, view
 
@@ -143,12 +143,11 @@ class _NodeGraphs:
         gpus: Sequence[int],
         nodes: int,
         *,
-        variables: Mapping[str, str],
         file: GraphFile,
         where: str,
     ) -> None:
         self._seen, self._gpus, self._nodes = seen, tuple(gpus), nodes
-        self._variables, self._file, self._where = variables, file, where
+        self._file, self._where = file, where
         self._facts: VersionFacts = version_facts(seen.settings.version)
         self._devices = net_devices(seen.machine, seen.settings)
         self._nics = {device: nic for nic, device in self._devices.items()}
@@ -165,7 +164,7 @@ class _NodeGraphs:
             self.trees = self._tree.channels
 
     def _gated(self, graph: Graph) -> bool:
-        return graph.crossnic == 1 and integer(self._variables.get("NCCL_CROSS_NIC")) == 0
+        return graph.crossnic == 1 and self._seen.settings.cross_nic == 0
 
     def _loaded(self, number: int) -> _Loaded | None:
         graph = self._file.graph(number)
@@ -366,8 +365,7 @@ class _Job:
         settings = settings_from_environment(self._variables, version=self._version)
         seen = view(node.machine, node.knowledge, settings, gpus=gpus)
         file = parse_graph_file(node.graph, where=node.where, version=self._version)
-        variables, where = self._variables, node.where
-        return _NodeGraphs(seen, gpus, self._count, variables=variables, file=file, where=where)
+        return _NodeGraphs(seen, gpus, self._count, file=file, where=node.where)
 
     def judge(self) -> Verdict:
         """Connect the rings and compare them with the files."""
