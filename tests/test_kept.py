@@ -19,7 +19,7 @@ from tccl_py.model.cluster import HostReport, cluster_of
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.transfer import direct_write
-from tccl_py.nccl.default_rings import default_chains_or_sys, default_choice
+from tccl_py.nccl.default_rings import default_choice, default_choice_or_sys
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import (
     candidates,
@@ -207,7 +207,7 @@ def test_a_level_stays_though_the_search_falls_back_under_it():
     own = default_choice(view(model.machine, model.knowledge, Settings(p2p_level="LOC")))
     assert (own.fallback, own.settings.p2p_level) == (True, "LOC")
     slow = with_nics(toy_machine(gpus=2), {1: "G0", 0: "G1"}, speed_mbps=100)
-    chains = default_chains_or_sys(view(slow, Knowledge(), Settings(p2p_level="PIX")), nodes=2)
+    chains = default_choice_or_sys(view(slow, Knowledge(), Settings(p2p_level="PIX")), nodes=2)
     assert (chains.fallback, chains.settings.p2p_level) == (True, "PIX")
 
 

@@ -6,9 +6,8 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.default_rings import (
     DefaultChain,
-    default_chains,
-    default_chains_or_sys,
     default_choice,
+    default_choice_or_sys,
 )
 from tccl_py.nccl.graph_search import search_tree
 from tccl_py.nccl.settings import Settings, settings_from_environment
@@ -24,7 +23,7 @@ from tests.toy import toy_machine
 def test_channels_rate_type_and_rings_are_those_nccl_chose(choice):
     settings = settings_from_environment(choice["environment"])
     found = default_choice(view(machine(choice["topology"]), Knowledge(), settings))
-    assert found.nchannels == choice["nchannels"]
+    assert len(found.rings) == choice["nchannels"]
     assert round(found.bw_intra, 3) == choice["bw_intra"]
     assert found.type_intra == choice["type_intra"]
     rings = [list(ring) for ring in found.rings]
@@ -36,7 +35,7 @@ def test_four_h200_get_the_ring_and_the_tree_that_nccl_dumped():
     ring, tree = dump.graph(0), dump.graph(1)
     h200 = machine("h200x4-vm.xml")
     found = default_choice(view(h200, Knowledge(), Settings(version="2.28.9")))
-    assert (found.nchannels, found.bw_intra, found.type_intra, found.channels) == (
+    assert (len(found.rings), found.bw_intra, found.type_intra, found.channels) == (
         12,
         30,
         "NVL",
@@ -76,14 +75,14 @@ def test_one_gpu_alone_is_a_ring_of_itself():
 
 def test_several_nodes_are_searched_from_their_nics():
     found = default_choice(view(machine("e_hgx_h100.xml"), Knowledge()), nodes=2)
-    assert (found.nchannels, found.bw_intra, found.channels) == (8, 48.0, 16)
+    assert (len(found.rings), found.bw_intra, found.channels) == (8, 48.0, 16)
     assert all(len(set(ring)) == 8 for ring in found.rings)
 
 
 def test_half_of_each_of_two_nodes_finds_as_many_trees_as_rings():
     # The tree search climbs through every path type here.
     found = default_choice(view(machine("e_hgx_h100.xml"), Knowledge(), gpus=[0, 2, 4, 6]), nodes=2)
-    assert (found.nchannels, found.channels) == (8, 16)
+    assert (len(found.rings), found.channels) == (8, 16)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def ends(chains):
 
 
 def hgx(nodes=2, **settings):
-    return default_chains(
+    return default_choice(
         view(machine("e_hgx_h100.xml"), Knowledge(), Settings(**settings)), nodes=nodes
     )
 
@@ -155,7 +154,7 @@ def test_one_gpu_a_node_gets_what_a_log_of_three_such_nodes_shows():
     # "Pattern 4, crossNic 0, nChannels 1, bw 0.240000/0.240000, type LOC/PHB" and
     # "Pattern 3, crossNic 0, nChannels 1, bw 1.200000/0.240000, type LOC/PHB"
     node = with_nics(toy_machine(gpus=1), {0: "G0"}, speed_mbps=2500, gdr=False)
-    found = default_chains(view(node, Knowledge()), nodes=3)
+    found = default_choice(view(node, Knowledge()), nodes=3)
     assert ends(found.chains) == [(0, 0, 0, 0)]
     rates_and_types = found.bw_intra, found.bw_inter, found.type_intra, found.type_inter
     assert rates_and_types == (0.24, 0.24, "LOC", "PHB")
@@ -166,20 +165,20 @@ def test_one_gpu_a_node_gets_what_a_log_of_three_such_nodes_shows():
 @pytest.mark.parametrize(("version", "way_out"), [("2.30.7", 1), ("2.28.9", 0)])
 def test_a_network_slower_than_every_rate_of_the_search_gets_the_simple_order(version, way_out):
     node = with_nics(toy_machine(gpus=2), {1: "G0", 0: "G1"}, speed_mbps=100)
-    found = default_chains_or_sys(view(node, Knowledge(), Settings(version=version)), nodes=2)
+    found = default_choice_or_sys(view(node, Knowledge(), Settings(version=version)), nodes=2)
     assert (found.fallback, found.assumed_sys, found.bw_intra) == (True, False, 0.1)
     assert found.chains == (DefaultChain(entry=0, gpus=(0, 1), exit=way_out),)
 
 
 def test_pcie_machines_need_no_help_over_nodes_as_their_channels_are_open():
     node = with_nics(machine("asus-esc8000a-e13p.xml"), {0: "G0", 1: "G4"}, speed_mbps=400_000)
-    found = default_chains_or_sys(view(node, Knowledge()), nodes=2)
+    found = default_choice_or_sys(view(node, Knowledge()), nodes=2)
     assert (found.fallback, found.assumed_sys, found.bw_intra) == (False, False, 15.0)
     assert ends(found.chains) == [(0, 0, 7, 0)]
 
 
 def test_several_nodes_need_a_nic():
     with pytest.raises(InputError) as error:
-        default_chains(view(toy_machine(gpus=2), Knowledge()), nodes=2)
+        default_choice(view(toy_machine(gpus=2), Knowledge()), nodes=2)
     assert "2 nodes of toy" in error.value.where
     assert "no network" in error.value.what

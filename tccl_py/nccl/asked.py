@@ -371,7 +371,6 @@ class InstalledRings:
         return msgspec.structs.replace(
             emulated,
             rings=rings,
-            nchannels=found.graph.nchannels,
             bw_intra=found.graph.speedintra,
             type_intra=found.graph.typeintra,
             channels=len(found.rings),

@@ -6,8 +6,10 @@ Source: ncclTopoCompute (search.cc) and ncclTopoPostset (connect.cc) of NCCL 2.3
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
@@ -16,23 +18,7 @@ from tccl_py.nccl.settings import Settings, final_channels
 from tccl_py.nccl.view import NcclView, view
 
 
-class DefaultChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Default NCCL's choice; `rings` has one GPU order a searched channel, `bw_intra` GB/s of each.
-
-    `channels` is the final number: no more than the tree has, then doubled. `fallback` is true
-    where the search found nothing and NCCL took its simple order.
-    """
-
-    rings: tuple[tuple[int, ...], ...]
-    nchannels: int
-    bw_intra: float
-    type_intra: str
-    channels: int
-    settings: Settings
-    fallback: bool = False
-
-
-class DefaultChain(msgspec.Struct, frozen=True, kw_only=True):
+class DefaultChain(NamedTuple):
     """One channel on one node: in by NIC `entry`, along the GPUs, out by NIC `exit`."""
 
     entry: int
@@ -40,15 +26,17 @@ class DefaultChain(msgspec.Struct, frozen=True, kw_only=True):
     exit: int
 
 
-class DefaultChains(msgspec.Struct, frozen=True, kw_only=True):
-    """Default NCCL's choice on each of several equal nodes.
+class DefaultChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Default NCCL's choice on one node, or on each of several equal nodes.
 
-    `chains` has one for every searched channel that runs; the final `channels` repeat them. Rates
-    are GB/s of a channel inside a node and between nodes. `assumed_sys` is true where the
-    search found nothing without NCCL_P2P_LEVEL=SYS.
+    `rings` has one GPU order a searched channel, `chains` those of several nodes that run. The
+    final `channels` are no more than the tree has, then doubled. Rates are GB/s of a channel inside
+    a node and between nodes. `fallback` is true where the search found nothing and NCCL took its
+    simple order, `assumed_sys` where it found nothing without NCCL_P2P_LEVEL=SYS.
     """
 
-    chains: tuple[DefaultChain, ...]
+    rings: tuple[tuple[int, ...], ...]
+    chains: tuple[DefaultChain, ...] = ()
     bw_intra: float
     bw_inter: float
     type_intra: str
@@ -64,7 +52,13 @@ def default_choice(seen: NcclView, *, nodes: int = 1) -> DefaultChoice:
     """Return default NCCL's choice for a communicator over these GPUs of each of `nodes` nodes.
 
     Settings count only for paths and transports; channels and buffer size do not.
+
+    Raises:
+        InputError: several nodes without a NIC that the settings allow.
     """
+    if nodes > 1 and not seen.system.nets:
+        where = f"default NCCL on {nodes} nodes of {seen.machine.name}"
+        raise InputError(where, "has no network to use", "give a NIC that the settings allow")
     return _choice(seen.machine, seen.knowledge, seen.settings, seen.gpus, nodes)
 
 
@@ -77,71 +71,43 @@ def _choice(
     count = len(ring.orders)
     # A tree always has one channel: for one ring channel there is no need to search.
     trees = len(search_tree(seen, nodes=nodes, channels=count).orders) if count > 1 else 1
-    channels = final_channels(
-        min(count, trees),
-        sm=seen.system.sm_min,
-        nodes=nodes,
-        speed_intra=ring.rate_intra,
-        version=settings.version,
-    )
+    used = min(count, trees)
     rings = tuple(tuple(int(gpu[1:]) for gpu in order) for order in ring.orders)
+    ends = [(int(entry[1:]), int(leave[1:])) for entry, leave in ring.ports if nodes > 1][:used]
+    chains = tuple(
+        DefaultChain(entry, order, leave)
+        for order, (entry, leave) in zip(rings, ends, strict=False)
+    )
     return DefaultChoice(
         rings=rings,
-        nchannels=count,
-        bw_intra=ring.rate_intra,
-        type_intra=ring.type_intra.name,
-        channels=channels,
-        settings=settings,
-        fallback=ring.fallback,
-    )
-
-
-def default_chains(seen: NcclView, *, nodes: int) -> DefaultChains:
-    """Return default NCCL's choice on each of `nodes` equal nodes, NICs included."""
-    if nodes < 2 or not seen.system.nets:
-        raise InputError(
-            f"default NCCL on {nodes} nodes of {seen.machine.name}",
-            "has no network to use",
-            "give two nodes or more, with a NIC that the settings allow",
-        )
-    ring = search_ring(seen, nodes=nodes)
-    tree = search_tree(seen, nodes=nodes, channels=len(ring.orders))
-    count = min(len(ring.orders), len(tree.orders))
-    chains = tuple(
-        DefaultChain(
-            entry=int(ports[0][1:]),
-            gpus=tuple(int(gpu[1:]) for gpu in order),
-            exit=int(ports[1][1:]),
-        )
-        for order, ports in zip(ring.orders[:count], ring.ports, strict=False)
-    )
-    return DefaultChains(
-        chains=chains,
+        chains=tuple(
+            DefaultChain(pair[0], gpus, pair[1]) for gpus, pair in zip(rings, ends, strict=False)
+        ),
         bw_intra=ring.rate_intra,
         bw_inter=ring.rate_inter,
         type_intra=ring.type_intra.name,
         type_inter=ring.type_inter.name,
         cross_nic=ring.cross_nic,
         channels=final_channels(
-            count,
+            used,
             sm=seen.system.sm_min,
             nodes=nodes,
             speed_intra=ring.rate_intra,
-            version=seen.settings.version,
+            version=settings.version,
         ),
-        settings=seen.settings,
+        settings=settings,
         fallback=ring.fallback,
     )
 
 
-def default_chains_or_sys(seen: NcclView, *, nodes: int) -> DefaultChains:
-    """Return the chains of a plan's baseline: under NCCL_P2P_LEVEL=SYS where only that helps.
+def default_choice_or_sys(seen: NcclView, *, nodes: int) -> DefaultChoice:
+    """Return the choice of a plan's baseline: under NCCL_P2P_LEVEL=SYS where only that helps.
 
     A P2P level among the view's settings stays.
     """
-    chains = default_chains(seen, nodes=nodes)
-    if not chains.fallback or seen.settings.p2p_level is not None:
-        return chains
-    wider = msgspec.structs.replace(seen.settings, p2p_level="SYS")
-    wide = default_chains(view(seen.machine, seen.knowledge, wider, gpus=seen.gpus), nodes=nodes)
-    return chains if wide.fallback else msgspec.structs.replace(wide, assumed_sys=True)
+    choice = default_choice(seen, nodes=nodes)
+    if not choice.fallback or seen.settings.p2p_level is not None:
+        return choice
+    wider = replace(seen.settings, p2p_level="SYS")
+    wide = default_choice(view(seen.machine, seen.knowledge, wider, gpus=seen.gpus), nodes=nodes)
+    return choice if wide.fallback else replace(wide, assumed_sys=True)

@@ -100,7 +100,6 @@ def own_choices(task: Task) -> OwnChoices:
 
 
 def _plan_choice(own: Stock, note: str = "") -> PlanChoice:
-    assert isinstance(own.choice, DefaultChoice)
     return PlanChoice(
         settings=own.settings,
         rings=own.choice.rings,

@@ -11,7 +11,7 @@ from tccl_py.errors import InputError, SearchError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.nccl.default_rings import DefaultChain, DefaultChains
+from tccl_py.nccl.default_rings import DefaultChain, DefaultChoice
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, SWAPPING, version_facts
@@ -331,9 +331,7 @@ def _own_rings(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of NCCL's own rings for each channel that every class has."""
     chains = [
-        _chains_on(stock.choice, number)
-        for number, host in enumerate(cluster.hosts)
-        if isinstance((stock := own[host.node_class]).choice, DefaultChains)
+        _chains_on(own[host.node_class].choice, number) for number, host in enumerate(cluster.hosts)
     ]
     ranks = [{gpu: at for at, gpu in enumerate(node.gpus)} for node in nodes]
     firsts = [0, *accumulate(host.slots for host in cluster.hosts)][:-1]
@@ -347,7 +345,7 @@ def _own_rings(
     )
 
 
-def _chains_on(own: DefaultChains, number: int) -> tuple[DefaultChain, ...]:
+def _chains_on(own: DefaultChoice, number: int) -> tuple[DefaultChain, ...]:
     """Return NCCL's own chains on a host by its number in rank order.
 
     On odd hosts pairs of channels are swapped if they leave by another NIC than they enter by, so

@@ -14,7 +14,7 @@ from tccl_py.model.measurement import Measurement
 from tccl_py.model.paths import natural_cuts
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.nccl.default_rings import DefaultChains, default_chains, default_chains_or_sys
+from tccl_py.nccl.default_rings import DefaultChoice, default_choice, default_choice_or_sys
 from tccl_py.nccl.network import chains_as_rings, gdr_variants
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView, view
@@ -108,7 +108,7 @@ class HostClass:
             SearchError: no chains can be built.
             MeasurementError: the source cannot measure them.
         """
-        own = default_chains_or_sys(self._default_view, nodes=self._nodes)
+        own = default_choice_or_sys(self._default_view, nodes=self._nodes)
         try:
             self.stock = self._rated(own, _graph_settings(own))
         except SearchError:
@@ -139,11 +139,11 @@ class HostClass:
     def _default_view(self) -> NcclView:
         return view(self.machine, self.knowledge, self.default_settings, gpus=self.gpus)
 
-    def _default(self, own: DefaultChains) -> Stock | str:
+    def _default(self, own: DefaultChoice) -> Stock | str:
         """Rate default NCCL, or return why it has no rate."""
         if not own.assumed_sys and not self.stock.settings.net_disable_intra:
             return self.stock
-        found = default_chains(self._default_view, nodes=self._nodes)
+        found = default_choice(self._default_view, nodes=self._nodes)
         try:
             return self._rated(found, _graph_settings(found))
         except SearchError:
@@ -151,12 +151,11 @@ class HostClass:
         except MeasurementError as error:
             return f"not rated: {error}"
 
-    def _rated(self, own: DefaultChains, settings: Settings) -> Stock:
-        chains = [(one.entry, one.gpus, one.exit) for one in own.chains]
+    def _rated(self, own: DefaultChoice, settings: Settings) -> Stock:
         # NCCL may use NICs that we leave alone.
         nics = tuple(nic.index for nic in self.machine.nics)
         task = msgspec.structs.replace(self._task, network=NetworkUse(nodes=2, nics=nics))
-        distinct = condensed_rings(chains_as_rings(space_under(task, settings, 1), chains))
+        distinct = condensed_rings(chains_as_rings(space_under(task, settings, 1), own.chains))
         rings = rings_under(task, settings, distinct)
         measurement = measured_well(self.source, rings)
         return Stock(choice=own, rings=rings, settings=settings, measurement=measurement)
@@ -252,7 +251,7 @@ class HostClass:
         return HostChains(chains=chains_of(rings), rate_gbps=rate, measurement=measurement)
 
 
-def _graph_settings(own: DefaultChains) -> Settings:
+def _graph_settings(own: DefaultChoice) -> Settings:
     """Return NCCL's own settings as for a graph file.
 
     NCCL's doubling of its search's channels is undone: `hop_space` doubles a file's channels.

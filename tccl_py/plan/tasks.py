@@ -23,7 +23,7 @@ from tccl_py.model.rings import (
     ring_set,
 )
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.nccl.default_rings import DefaultChains, DefaultChoice
+from tccl_py.nccl.default_rings import DefaultChoice
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
@@ -117,7 +117,7 @@ def choice_found(settings: Settings, result: SearchResult) -> Choice:
 class Stock(msgspec.Struct, frozen=True, kw_only=True):
     """NCCL's own choice and its measurement."""
 
-    choice: DefaultChoice | DefaultChains
+    choice: DefaultChoice
     rings: RingSet
     settings: Settings
     measurement: Measurement

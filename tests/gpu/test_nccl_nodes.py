@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tccl_py.model.machine import Knowledge
-from tccl_py.nccl.default_rings import default_chains
+from tccl_py.nccl.default_rings import default_choice
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.log import parse_log, same_rings
 from tccl_py.nccl.settings import Settings, environment
@@ -148,7 +148,7 @@ def test_nccls_own_graphs_are_those_of_the_emulation(stock):
             (folder / f"graph{rank}.xml").read_text(), where="dump", version=version
         )
         chosen = settings(version=version)
-        ours = default_chains(view(node, Knowledge(), chosen, gpus=node.gpu_indices), nodes=NODES)
+        ours = default_choice(view(node, Knowledge(), chosen, gpus=node.gpu_indices), nodes=NODES)
         ring, tree = dump.graph(0), dump.graph(1)
         assert (ring.nchannels, ring.crossnic) == (len(ours.chains), ours.cross_nic)
         assert [channel.nets for channel in ring.channels] == [
