@@ -32,8 +32,8 @@ from tccl_py.nccl.asked import (
     judged,
 )
 from tccl_py.nccl.asked_rank import CommunicatorLog
-from tccl_py.nccl.default_rings import default_choice
 from tccl_py.nccl.graph_file import Channel, Graph
+from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.log import same_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view

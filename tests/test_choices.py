@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.rings import ring_from_order, ring_set
-from tccl_py.nccl.default_rings import default_choice
+from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view

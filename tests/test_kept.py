@@ -19,7 +19,7 @@ from tccl_py.model.cluster import HostReport, cluster_of
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.transfer import direct_write
-from tccl_py.nccl.default_rings import default_choice, default_choice_or_sys
+from tccl_py.nccl.graph_search import default_choice, default_choice_or_sys
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import (
     candidates,

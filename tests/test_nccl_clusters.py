@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge
-from tccl_py.nccl.default_rings import default_choice
 from tccl_py.nccl.graph_file import parse_graph_file
-from tccl_py.nccl.graph_search import search_ring, search_tree
+from tccl_py.nccl.graph_search import default_choice, search_ring, search_tree
 from tccl_py.nccl.graph_writer import node_rings
 from tccl_py.nccl.log import parse_log, same_rings
 from tccl_py.nccl.settings import Settings, environment

@@ -4,12 +4,12 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge
-from tccl_py.nccl.default_rings import (
+from tccl_py.nccl.graph_search import (
     DefaultChain,
     default_choice,
     default_choice_or_sys,
+    search_tree,
 )
-from tccl_py.nccl.graph_search import search_tree
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.view import view

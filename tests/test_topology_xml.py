@@ -7,8 +7,8 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Nic, NvLink, NvSwitch
-from tccl_py.nccl.default_rings import default_choice
 from tccl_py.nccl.graph_file import read_elements
+from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import view

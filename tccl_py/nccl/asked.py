@@ -16,8 +16,8 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_json
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.asked_rank import Communicator, CommunicatorLog, JobSpec, RankResult
-from tccl_py.nccl.default_rings import DefaultChoice, default_choice
 from tccl_py.nccl.graph_file import Graph, parse_graph_file
+from tccl_py.nccl.graph_search import DefaultChoice, default_choice
 from tccl_py.nccl.log import parse_log, same_rings, transport_of
 from tccl_py.nccl.settings import HOST_VARIABLES, Settings, environment, environment_text
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism

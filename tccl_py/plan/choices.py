@@ -14,7 +14,7 @@ import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.measurement import Measurement
-from tccl_py.nccl.default_rings import DefaultChoice, default_choice
+from tccl_py.nccl.graph_search import DefaultChoice, default_choice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan, PlanChoice

@@ -11,7 +11,7 @@ from tccl_py.errors import InputError, SearchError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.nccl.default_rings import DefaultChain, DefaultChoice
+from tccl_py.nccl.graph_search import DefaultChain, DefaultChoice
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, SWAPPING, version_facts

@@ -11,7 +11,7 @@ from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.rings import Hop, RingSet
 from tccl_py.model.transfer import receiving_nic, sending_nic
-from tccl_py.nccl.default_rings import DefaultChoice
+from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, version_facts

@@ -23,7 +23,7 @@ from tccl_py.model.rings import (
     ring_set,
 )
 from tccl_py.model.symmetry import automorphisms
-from tccl_py.nccl.default_rings import DefaultChoice
+from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space

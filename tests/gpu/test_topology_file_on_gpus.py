@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tccl_py.model.machine import PciLink
-from tccl_py.nccl.default_rings import default_choice
+from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.log import same_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
