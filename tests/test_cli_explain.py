@@ -126,11 +126,6 @@ def test_what_cannot_be_explained_is_refused(arguments, said, tmp_path, monkeypa
     assert refused("explain", *arguments) == f"tccl: {said}\n"
 
 
-def test_options_of_hardware_are_refused_for_a_simulated_plan(directory):
-    said = refused("explain", directory, "--backend", "host")
-    assert "--backend: is about hardware" in said
-
-
 def test_a_journal_of_another_model_is_refused(directory):
     journal = directory / "measurements.jsonl"
     journal.write_text(journal.read_text().replace("model ", "model 0"))

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli import verify
-from tccl_py.cli.interrupts import Terminated
 from tccl_py.cli.main import app
+from tccl_py.cli.process import Terminated
 from tccl_py.errors import InputError, SourceLostError
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tccl_py.cli.interrupts import interrupts_put_off
+from tccl_py.cli import options
 from tccl_py.cli.measure import journal_of_plan, planned_hosts
-from tccl_py.cli.options import DirectoryArgument, JsonOption, OutputOption, flag, in_range, opt
+from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, results
-from tccl_py.cli.streams import ANSWER_IS_NO, notice, notice_each, write_result
+from tccl_py.cli.process import ANSWER_IS_NO, interrupts_put_off, notice, notice_each, write_result
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.health.drift import Drift, Effort, Journal, find_drift, joined, prometheus_text
@@ -31,12 +31,11 @@ from tccl_py.plan.plan import Plan
 from tccl_py.report.words import plan_name
 from tccl_py.sources.journal import JournalContents, JournalHeader
 from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
+from tccl_py.sources.planned import measured_as
 from tccl_py.sources.profiled import (
     SEARCH_REPEATS,
     MeasuredMachine,
     MeasurementOptions,
-    is_dry_run,
-    measured_machine,
 )
 
 _MAX_SECONDS = 86_400
@@ -46,7 +45,7 @@ _SHOWN_FLOWS = 3
 
 
 def check(
-    directory: DirectoryArgument,
+    directory: options.Directory,
     *,
     max_seconds: Annotated[float, opt("S", "Seconds of all measurements at most.")] = 120.0,
     seed: Annotated[
@@ -55,8 +54,8 @@ def check(
     prometheus: Annotated[
         bool, flag("--prometheus", "Print metrics in Prometheus' text format.")
     ] = False,
-    output: OutputOption = None,
-    json: JsonOption = False,
+    output: options.Output = None,
+    json: options.Json = False,
 ) -> None:
     """See whether a machine has drifted since its plan was measured, within two minutes.
 
@@ -146,9 +145,8 @@ def _model(plan: Plan, directory: Path, header: JournalHeader, seed: int) -> Ope
 def _here(plan: Plan, directory: Path, header: JournalHeader) -> MeasuredMachine:
     """Return this machine, if the plan was measured on it, by GPUs, driver and NUMA nodes."""
     planned = known_fingerprint(plan, directory)
-    host = is_dry_run(header)
     try:
-        place = measured_machine("host" if host else None, len(plan.machine.gpus) if host else None)
+        place = measured_as(header, plan.machine)
     except InputError as error:
         raise InputError(error.where, error.what, "check it where it was measured") from error
     found = differences(plan.machine, planned, place.fingerprint, gpus=plan.gpus)

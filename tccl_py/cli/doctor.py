@@ -12,10 +12,11 @@ from typing import Annotated
 import typer
 from rich.padding import Padding
 
+from tccl_py.cli import options
 from tccl_py.cli.nccl_here import asked_here
-from tccl_py.cli.options import JsonOption, opt
+from tccl_py.cli.options import opt
 from tccl_py.cli.output import grid, results
-from tccl_py.cli.streams import ANSWER_IS_NO, print_json
+from tccl_py.cli.process import ANSWER_IS_NO, print_json
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.doctor import Diagnosis, examine
 from tccl_py.health.host import DriverState, GpuState, Host
@@ -36,7 +37,7 @@ def doctor(
         Path | None,
         opt("DIR", "Look at a copy of another host's /sys, /proc, /etc and /dev below DIR."),
     ] = None,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Look for causes on this host that hang NCCL, slow it, or spoil measurements.
 

@@ -11,15 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tccl_py.cli.options import (
-    OF_CLUSTER,
-    DirectoryArgument,
-    JsonOption,
-    gpus_argument,
-    opt,
-    refuse,
-)
-from tccl_py.cli.streams import ANSWER_IS_NO, notice, print_json
+from tccl_py.cli import options
+from tccl_py.cli.options import gpus_argument, opt, refuse
+from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import (
     ALIKE_VARIABLE,
@@ -44,7 +38,7 @@ Choice = Enum("Choice", {name: name for name in CHOICES})  # type: ignore[misc]
 
 
 def env(
-    directory: DirectoryArgument,
+    directory: options.Directory,
     *,
     gpus: Annotated[
         str | None, opt("LIST", "The job's GPUs (NVML indices), as 0,2,5 or 0-3.")
@@ -68,7 +62,7 @@ def env(
             help="Take the plan of another host that is like this one: GPUs' UUIDs may differ.",
         ),
     ] = False,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Print the environment for a job over these GPUs, as `export` lines to evaluate.
 
@@ -97,7 +91,7 @@ def env(
     check_plan_directory(directory)
     plan = load_plan(directory)
     if plan.is_cluster:
-        refuse({"--gpus": gpus, "--nccl": nccl}, OF_CLUSTER)
+        refuse({"--gpus": gpus, "--nccl": nccl}, options.OF_CLUSTER)
     else:
         refuse({"--host": host}, ("", "is for the plan of a cluster", "leave it out"))
     listed = check_files(directory).files

@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
 
-from tccl_py.cli.interrupts import interrupts_put_off
+from tccl_py.cli import options
 from tccl_py.cli.measure import journal_of_plan, planned_hosts
-from tccl_py.cli.options import (
-    BackendOption,
-    DevicesOption,
-    DirectoryArgument,
-    JsonOption,
-    TargetOption,
-    flag,
-    in_range,
-    opt,
-    refuse,
-)
+from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, grid, results
-from tccl_py.cli.streams import notice, notice_each, print_json
+from tccl_py.cli.process import interrupts_put_off, notice, notice_each, print_json
 from tccl_py.errors import InputError
 from tccl_py.explain.explain import DEFAULT_BUDGET, MOST_FINDINGS
 from tccl_py.explain.explain import explain as explanation_of
@@ -46,7 +36,7 @@ _WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
 
 
 def explain(
-    directory: DirectoryArgument,
+    directory: options.Directory,
     *,
     max_sets: Annotated[
         int, opt("N", "Sets to measure at most that the journal does not hold.")
@@ -57,10 +47,7 @@ def explain(
     no_measure: Annotated[
         bool, flag("--no-measure", "Measure nothing: use the plan's journal alone.")
     ] = False,
-    backend: BackendOption = None,
-    devices: DevicesOption = None,
-    target: TargetOption = None,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Explain a plan: which transfers hurt which, in its rings and in default NCCL's.
 
@@ -79,13 +66,8 @@ def explain(
     in_range("--max-sets", max_sets, 1_000_000)
     in_range("--max-causes", max_causes, 100)
     plan = load_plan(directory)
-    if plan.simulated or no_measure:
-        why = "the plan is simulated" if plan.simulated else "nothing is measured"
-        options = {"--backend": backend, "--devices": devices, "--target": target}
-        refuse(options, ("", f"is about hardware, but {why}", "leave it out"))
     budget = Budget(sets=0 if no_measure else max_sets)
     journal = directory / JOURNAL_FILE
-    asked: dict[str, Any] = {"backend": backend, "devices": devices, "target": target}
     with interrupts_put_off(), ExitStack() as stack:
         line = stack.enter_context(ProgressLine())
         if no_measure:
@@ -96,12 +78,12 @@ def explain(
                 sources = [*journal_sources(plan, contents)]
         elif plan.is_cluster and not plan.simulated:
             header = read_journal(journal).header
-            hosts = planned_hosts(plan, header, stack, **asked)
+            hosts = planned_hosts(plan, header, stack)
             hosts.watch(line.measured)
             notice_each(hosts.keep_in(journal))
             source, sources = hosts, class_sources(hosts, plan.cluster)
         else:
-            source = stack.enter_context(_again(plan, directory, line, **asked))
+            source = stack.enter_context(_again(plan, directory, line))
             sources = [source] * len(plan.cluster.classes)
         found = explanation_of(plan, sources, budget=budget, most=max_causes)
     notice_each(source.notices)
@@ -115,7 +97,7 @@ def explain(
         _print(found, plan, results())
 
 
-def _again(plan: Plan, directory: Path, line: ProgressLine, **asked: Any) -> OpenedSource:
+def _again(plan: Plan, directory: Path, line: ProgressLine) -> OpenedSource:
     """Return the source of a simulated plan, or of one host's plan, with its journal."""
     journal = directory / JOURNAL_FILE
     if plan.simulated:
@@ -124,9 +106,7 @@ def _again(plan: Plan, directory: Path, line: ProgressLine, **asked: Any) -> Ope
         source, notices = simulated_again(model, journal, otherwise=also)
     else:
         otherwise = "explain it there, or add --no-measure"
-        source, notices = measured_again(
-            journal, plan.machine, plan.gpus, otherwise=otherwise, **asked
-        )
+        source, notices = measured_again(journal, plan.machine, plan.gpus, otherwise=otherwise)
         source.watch(line.measured)
     notice_each(notices)
     return source

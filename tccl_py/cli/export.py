@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
-from tccl_py.cli.interrupts import interrupts_put_off
-from tccl_py.cli.options import PlanArgument, in_range, opt, parse_gpus, refuse
+from tccl_py.cli import options
+from tccl_py.cli.options import in_range, opt, parse_gpus, refuse
 from tccl_py.cli.output import ProgressLine
-from tccl_py.cli.streams import notice, notice_each, write_result
+from tccl_py.cli.process import interrupts_put_off, notice, notice_each, write_result
 from tccl_py.errors import InputError
 from tccl_py.plan.directory import JOURNAL_FILE, write_nccl_files
 from tccl_py.plan.files import GRAPH_FILE, nccl_files
@@ -28,7 +28,7 @@ RUNTIMES = ("nccl", "tccl")
 
 
 def export(
-    directory: PlanArgument,
+    directory: options.PlanPath,
     *,
     runtime: Annotated[
         str, opt("nccl|tccl", "Unmodified NCCL, or the fork of NCCL 2.18 by TCCL's authors.")

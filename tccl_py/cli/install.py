@@ -8,9 +8,10 @@ from typing import Annotated
 import msgspec
 import typer
 
+from tccl_py.cli import options
 from tccl_py.cli.env import why_elsewhere
-from tccl_py.cli.options import DirectoryArgument, DryRunOption, flag, opt
-from tccl_py.cli.streams import notice
+from tccl_py.cli.options import flag, opt
+from tccl_py.cli.process import notice
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
 from tccl_py.installation.install import Installed, Kind, form_of, removal
@@ -27,7 +28,7 @@ _PRINTED = "-"
 
 
 def install(
-    directory: DirectoryArgument,
+    directory: options.Directory,
     *,
     conf: Annotated[
         Path | None,
@@ -44,7 +45,7 @@ def install(
         Path | None,
         opt("PATH", "An environment module, in Lua for Lmod if .lua, else in Tcl; - prints one."),
     ] = None,
-    dry_run: DryRunOption = False,
+    dry_run: options.DryRun = False,
     alike: Annotated[
         bool, flag("--alike", "For hosts like the plan's: GPUs may have other UUIDs.")
     ] = False,
@@ -132,7 +133,7 @@ def uninstall(
         typer.Argument(metavar="FILE", help="Files to take it out of; all recorded if none."),
     ] = None,
     *,
-    dry_run: DryRunOption = False,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Take out the lines of `tccl install`; files that it made are removed.
 

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tccl_py.cli.options import JsonOption, OutputOption, opt
+from tccl_py.cli import options
+from tccl_py.cli.options import opt
 from tccl_py.cli.output import grid, results
-from tccl_py.cli.streams import notice, print_json, write_result
+from tccl_py.cli.process import notice, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Machine, PciDevice, description_to_json
 from tccl_py.readers.live import discover_machine
@@ -29,7 +30,7 @@ def discover(
     nvidia_smi: Annotated[
         Path | None, opt("FILE", "Read what `nvidia-smi topo -m` printed.")
     ] = None,
-    output: OutputOption = None,
+    output: options.Output = None,
 ) -> None:
     """Describe a machine's GPUs, NUMA nodes, PCI tree, NVLinks and NICs as JSON.
 
@@ -62,7 +63,7 @@ def machines(
         str | None,
         typer.Argument(metavar="MACHINE", help="A machine to show in detail; without it, a list."),
     ] = None,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """List the bundled machine models, or show one machine in detail.
 

@@ -15,8 +15,17 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info
 from typer.models import CommandInfo
 
-from tccl_py.cli.interrupts import INTERRUPTED, TERMINATED, Terminated, left_at_once
-from tccl_py.cli.streams import NO_READER, NOT_USABLE, complain, flush_output, silence_output
+from tccl_py.cli.process import (
+    INTERRUPTED,
+    NO_READER,
+    NOT_USABLE,
+    TERMINATED,
+    Terminated,
+    complain,
+    flush_output,
+    left_at_once,
+    silence_output,
+)
 from tccl_py.errors import InputError, TcclError, limit_reached
 
 COMMANDS = {
@@ -26,7 +35,7 @@ COMMANDS = {
     "plan": ("plan:plan", "Find the best rings for a machine or a cluster, and write the files."),
     "show": ("show:show", "Show a plan: rings, rates, bound, settings, and default NCCL."),
     "explain": ("explain:explain", "Explain a plan: which transfers slow each other down."),
-    "report": ("report:report", "Write a plan as one HTML page."),
+    "report": ("show:report", "Write a plan as one HTML page."),
     "env": ("env:env", "Print the environment for a job over some GPUs of a plan."),
     "export": ("export:export", "Write the files that a runtime reads, elsewhere."),
     "install": ("install:install", "Put a verified plan's settings where jobs find them."),

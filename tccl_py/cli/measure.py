@@ -10,26 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from tccl_py.cli.options import (
-    OUTSIDE_JOB,
-    WITH_MODEL,
-    WITHOUT_MODEL,
-    BackendOption,
-    DevicesOption,
-    InterfacesOption,
-    JsonOption,
-    NetworkOption,
-    NoiseOption,
-    SeedOption,
-    SimulateOption,
-    TargetOption,
-    check_quoted,
-    flag,
-    opt,
-    refuse,
-)
+from tccl_py.cli import options
+from tccl_py.cli.options import check_quoted, flag, opt, refuse
 from tccl_py.cli.output import ProgressLine, results
-from tccl_py.cli.streams import notice, notice_each, print_json
+from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.model.measurement import Measurement, dealt
 from tccl_py.model.transfer import TransferSet, parse_flow, parse_set
@@ -69,10 +53,10 @@ def measure(
         ),
     ],
     *,
-    simulate: SimulateOption = None,
-    backend: BackendOption = None,
-    devices: DevicesOption = None,
-    target: TargetOption = None,
+    simulate: options.Simulate = None,
+    backend: options.Backend = None,
+    devices: options.Devices = None,
+    target: options.Target = None,
     meeting: Annotated[
         str | None,
         opt(
@@ -84,14 +68,14 @@ def measure(
     check: Annotated[
         bool, flag("--check", "Compare the data of every repeat, not once for each flow.")
     ] = False,
-    interfaces: InterfacesOption = None,
-    network: NetworkOption = None,
-    noise: NoiseOption = None,
-    seed: SeedOption = None,
+    interfaces: options.Interfaces = None,
+    network: options.Network = None,
+    noise: options.Noise = None,
+    seed: options.Seed = None,
     journal: Annotated[
         Path | None, opt("FILE", "Keep measurements in FILE; sets in it are not repeated.")
     ] = None,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Measure how fast transfers are that run at the same time, in GB/s for each flow.
 
@@ -115,27 +99,28 @@ def measure(
         job = stack.enter_context(controlled_job()) if simulate is None and in_job() else None
         check_quoted(sets, "G0->G0->G1")
         wanted = [parse_set(text) for text in sets]
-        hardware = {"--backend": backend, "--devices": devices, "--target": target}
+        hardware: dict[str, Any] = {"--backend": backend, "--devices": devices, "--target": target}
         of_job = {"--interfaces": interfaces, "--network": network}
-        options = measurement_options(target=target, meeting=meeting, check=check)
+        how = measurement_options(target=target, meeting=meeting, check=check)
         if simulate is not None:
-            refuse({**hardware, "--meeting": meeting, "--check": check, **of_job}, WITH_MODEL)
+            hardware |= {"--meeting": meeting, "--check": check, **of_job}
+            refuse(hardware, options.WITH_MODEL)
             model = load_machine(simulate)
             # Sets that the machine cannot run are refused before the journal is touched.
             Simulator(model).measure(wanted)
             source: OpenedSource = open_source(model, noise=noise or 0.0, seed=seed or 0)
             title = model.name
         else:
-            refuse({"--noise": noise, "--seed": seed}, WITHOUT_MODEL)
+            refuse({"--noise": noise, "--seed": seed}, options.WITHOUT_MODEL)
             if job is None:
-                refuse(of_job, OUTSIDE_JOB)
+                refuse(of_job, options.OUTSIDE_JOB)
                 place = measured_machine(backend, devices)
                 gpus = gpus_of(place.machine, wanted)
-                source = open_source(place, gpus=gpus, options=options)
+                source = open_source(place, gpus=gpus, options=how)
                 title = place.machine.name
             else:
                 ways: dict[str, Any] = {"backend": backend, "devices": devices}
-                ways |= {"interfaces": interfaces, "network": network, "options": options}
+                ways |= {"interfaces": interfaces, "network": network, "options": how}
                 source = stack.enter_context(open_hosts(job, **ways))
                 title = f"hosts {', '.join(source.use_only(wanted))}"
         with source:
@@ -166,14 +151,10 @@ def planned_hosts(
     plan: Plan,
     journal: JournalHeader,
     stack: ExitStack,
-    *,
-    backend: str | None = None,
-    devices: int | None = None,
-    target: float | None = None,
 ) -> HostsSource:
     """Join this MPI job, and return a source over its hosts, on which a plan was measured.
 
-    `stack` leaves the job; `backend`, `devices` and `target` are as the plan was measured if None.
+    `stack` leaves the job.
 
     Raises:
         InputError: this is no MPI job, or the plan was measured on other hosts.
@@ -182,15 +163,12 @@ def planned_hosts(
     if not in_job():
         right = "start the command by mpirun or srun, with a rank on each host"
         raise InputError(what, "needs the hosts for measurements", right)
-    machine, interfaces = plan.cluster.classes[0].machine, None
+    machine, dry_run = plan.cluster.classes[0].machine, dict[str, Any]()
     if is_dry_run(journal):
-        backend, devices = backend or "host", devices or len(machine.gpus)
-        interfaces = ",".join(nic.name for nic in machine.nics)
-    options = measurement_options(repeats=SEARCH_REPEATS, target=target)
+        nics = ",".join(nic.name for nic in machine.nics)
+        dry_run = {"backend": "host", "devices": len(machine.gpus), "interfaces": nics}
     job = stack.enter_context(controlled_job())
-    source = open_hosts(
-        job, backend=backend, devices=devices, interfaces=interfaces, options=options
-    )
+    source = open_hosts(job, options=MeasurementOptions(repeats=SEARCH_REPEATS), **dry_run)
     stack.enter_context(source)
     if source.header != journal:
         found = f"was measured on other hosts ({journal.identity}) than these"

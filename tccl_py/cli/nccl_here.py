@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tccl_py.cli.options import parse_gpus
-from tccl_py.cli.streams import notice
+from tccl_py.cli.process import notice
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.nccl.asked import (
     InstalledRings,

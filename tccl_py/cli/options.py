@@ -27,26 +27,26 @@ def flag(name: str, text: str) -> Any:
     return typer.Option(name, metavar=" ", help=text)
 
 
-DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")]
-PlanArgument = Annotated[
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")]
+PlanPath = Annotated[
     Path, typer.Argument(metavar="DIR", help="A plan's directory, or its plan.json.")
 ]
-JsonOption = Annotated[bool, flag("--json", "Print JSON, not text.")]
-DryRunOption = Annotated[bool, flag("--dry-run", "Say what would change, and change nothing.")]
-OutputOption = Annotated[
+Json = Annotated[bool, flag("--json", "Print JSON, not text.")]
+DryRun = Annotated[bool, flag("--dry-run", "Say what would change, and change nothing.")]
+Output = Annotated[
     Path | None, opt("FILE", "Write to FILE, whole or not at all.", "-o", "--output")
 ]
-SimulateOption = Annotated[
+Simulate = Annotated[
     str | None, opt("MACHINE", f"Take rates from a model, not from hardware. {MACHINE_HELP}")
 ]
-BackendOption = Annotated[
+Backend = Annotated[
     str | None,
     opt("cuda|host", "GPUs (the default), or processes in host memory in their place: a dry run."),
 ]
-DevicesOption = Annotated[
+Devices = Annotated[
     int | None, opt("N", "Devices of the host backend; if not given one a core, 2 to 8.")
 ]
-TargetOption = Annotated[
+Target = Annotated[
     float | None,
     opt(
         "F",
@@ -54,17 +54,17 @@ TargetOption = Annotated[
         "it, at most 30 times (a plan's search 10); 0.01 by default.",
     ),
 ]
-InterfacesOption = Annotated[
+Interfaces = Annotated[
     str | None,
     opt("LIST", "Network interfaces that are NICs N0, N1 ..., as eth0,eth1; all if not given."),
 ]
-NetworkOption = Annotated[
+Network = Annotated[
     str | None,
     opt("tcp|nccl", "Between hosts: NCCL, or TCP between host memories, as the host backend does."),
 ]
-NoiseOption = Annotated[float | None, opt("F", "Spread of simulated samples, 0 to 1.")]
-SeedOption = Annotated[int | None, opt("N", "Seed of the noise.")]
-GpusOption = Annotated[str | None, opt("LIST", "GPUs, as 0,2,5 or 0-3; all if not given.")]
+Noise = Annotated[float | None, opt("F", "Spread of simulated samples, 0 to 1.")]
+Seed = Annotated[int | None, opt("N", "Seed of the noise.")]
+Gpus = Annotated[str | None, opt("LIST", "GPUs, as 0,2,5 or 0-3; all if not given.")]
 
 WITH_MODEL = ("beside --simulate", "is about hardware", "leave one of the two out")
 WITHOUT_MODEL = ("without --simulate", "is about models", "add --simulate MACHINE")

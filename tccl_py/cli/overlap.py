@@ -11,10 +11,10 @@ import msgspec
 import typer
 from rich.table import Table
 
-from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, interrupts_put_off
-from tccl_py.cli.options import GpusOption, JsonOption, check_quoted, gpus_argument, in_range, opt
+from tccl_py.cli import options
+from tccl_py.cli.options import check_quoted, gpus_argument, in_range, opt
 from tccl_py.cli.output import results
-from tccl_py.cli.streams import print_json
+from tccl_py.cli.process import CTRL_C_AND_SIGTERM, interrupts_put_off, print_json
 from tccl_py.errors import InputError
 from tccl_py.overlap.job import (
     Backend,
@@ -54,13 +54,13 @@ def overlap(
     backend: Annotated[
         str, opt("nccl|gloo", "nccl on GPUs; gloo is a dry run in host memory.")
     ] = "nccl",
-    gpus: GpusOption = None,
+    gpus: options.Gpus = None,
     ranks: Annotated[int | None, opt("N", "With gloo: how many ranks; 2 if not given.")] = None,
     size: Annotated[int, opt("MIB", "Size of one message in MiB.")] = 64,
     messages: Annotated[int, opt("N", "Messages of one transfer.")] = 5,
     repeats: Annotated[int, opt("N", "How often all is timed.")] = 11,
     timeout: Annotated[float, opt("SECONDS", "How long each of the two jobs may take.")] = 300.0,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Time transfers one after the other and together, and beside a matrix multiplication (GEMM).
 

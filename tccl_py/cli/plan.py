@@ -13,38 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 import typer
 
-from tccl_py.cli.interrupts import (
+from tccl_py.cli import options
+from tccl_py.cli.measure import controlled_job, measurement_options
+from tccl_py.cli.nccl_here import graph_file_notices, rings_here, version_here, version_of_hosts
+from tccl_py.cli.options import flag, gpus_argument, in_range, opt, refuse
+from tccl_py.cli.output import ProgressLine, results
+from tccl_py.cli.process import (
     CTRL_C_AND_SIGTERM,
     INTERRUPTED,
     Terminated,
     interrupts_put_off,
+    notice,
+    notice_each,
+    print_json,
     undisturbed,
 )
-from tccl_py.cli.measure import controlled_job, measurement_options
-from tccl_py.cli.nccl_here import graph_file_notices, rings_here, version_here, version_of_hosts
-from tccl_py.cli.options import (
-    OUTSIDE_JOB,
-    WITH_MODEL,
-    WITHOUT_MODEL,
-    BackendOption,
-    DevicesOption,
-    GpusOption,
-    InterfacesOption,
-    JsonOption,
-    NetworkOption,
-    NoiseOption,
-    SeedOption,
-    SimulateOption,
-    TargetOption,
-    flag,
-    gpus_argument,
-    in_range,
-    opt,
-    refuse,
-)
-from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.show import plan_json, print_plan
-from tccl_py.cli.streams import notice, notice_each, print_json
 from tccl_py.cli.verify import check_tuning, tuned_hosts, tuned_plan
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
@@ -87,11 +71,11 @@ _BY_HOSTS = (
 def plan(
     output: Annotated[Path, opt("DIR", "Where the plan's files go; a new one.", "-o", "--output")],
     *,
-    simulate: SimulateOption = None,
-    backend: BackendOption = None,
-    devices: DevicesOption = None,
-    target: TargetOption = None,
-    gpus: GpusOption = None,
+    simulate: options.Simulate = None,
+    backend: options.Backend = None,
+    devices: options.Devices = None,
+    target: options.Target = None,
+    gpus: options.Gpus = None,
     nccl: Annotated[
         str | None,
         opt(
@@ -113,8 +97,8 @@ def plan(
         ),
     ] = DEFAULT_BUDGET.sets or 1000,
     max_seconds: Annotated[float | None, opt("S", "Seconds of a single search at most.")] = None,
-    noise: NoiseOption = None,
-    seed: SeedOption = None,
+    noise: options.Noise = None,
+    seed: options.Seed = None,
     nodes: Annotated[int | None, opt("N", "How many equal nodes to simulate.")] = None,
     hosts: Annotated[
         Path | None,
@@ -128,8 +112,8 @@ def plan(
     gid_index: Annotated[
         int | None, opt("N", "NCCL_IB_GID_INDEX of RoCE ports; NCCL's choice if not given.")
     ] = None,
-    interfaces: InterfacesOption = None,
-    network: NetworkOption = None,
+    interfaces: options.Interfaces = None,
+    network: options.Network = None,
     pin_env: Annotated[
         list[str] | None,
         opt(
@@ -145,7 +129,7 @@ def plan(
         ),
     ] = None,
     force: Annotated[bool, flag("--force", "Replace a plan that is already in DIR.")] = False,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Find the best rings for a machine or a cluster, and write the files that make NCCL use them.
 
@@ -219,9 +203,9 @@ def _check(asked: SimpleNamespace) -> None:
     of_job = {"--interfaces": asked.interfaces, "--network": asked.network}
     if asked.simulate is not None:
         hardware = {"--backend": asked.backend, "--devices": asked.devices}
-        refuse({**hardware, "--target": asked.target, **of_job}, WITH_MODEL)
+        refuse({**hardware, "--target": asked.target, **of_job}, options.WITH_MODEL)
     else:
-        refuse({"--noise": asked.noise, "--seed": asked.seed}, WITHOUT_MODEL)
+        refuse({"--noise": asked.noise, "--seed": asked.seed}, options.WITHOUT_MODEL)
     asked.options = measurement_options(target=asked.target, repeats=SEARCH_REPEATS)
     if asked.gid_index is not None and not 0 <= asked.gid_index <= MAX_GID_INDEX:
         raise InputError("--gid-index", f"is {asked.gid_index}", f"0 to {MAX_GID_INDEX}")
@@ -234,7 +218,7 @@ def _check(asked: SimpleNamespace) -> None:
     if asked.in_job:
         refuse({"--simulate": asked.simulate, "--nodes": asked.nodes}, _IN_JOB)
         return
-    refuse(of_job, OUTSIDE_JOB)
+    refuse(of_job, options.OUTSIDE_JOB)
     if asked.several:
         refuse({"--tune": asked.tune}, _BY_HOSTS)
         if asked.simulate is None:

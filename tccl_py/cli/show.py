@@ -1,18 +1,22 @@
-"""`tccl show`, and plans as text for people and as JSON, whose keys are stable."""
+"""`tccl show` and `tccl report`: plans as text, as JSON, whose keys are stable, and as a page."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
-from tccl_py.cli.options import JsonOption, PlanArgument, flag
+from tccl_py.cli import options
+from tccl_py.cli.options import flag
 from tccl_py.cli.output import grid, results
-from tccl_py.cli.streams import print_json
+from tccl_py.cli.process import notice, print_json, write_result
+from tccl_py.errors import InputError
 from tccl_py.nccl.settings import environment, environment_text
 from tccl_py.nccl.variables import pinned_env_text
 from tccl_py.plan.load import load_plan
@@ -20,6 +24,8 @@ from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, proof_text
 from tccl_py.readers.hosts import compress
 from tccl_py.report.words import CHOICE_WORDS
 
+REPORT_FILE = "report.html"
+_HEAD_BYTES = 2000
 _MOST_PATHS = 16
 """Of a cluster whose hosts differ there can be hundreds; `--hops` lists them all."""
 _MOST_ORDER = 1000
@@ -27,10 +33,10 @@ _MOST_ORDER = 1000
 
 
 def show(
-    directory: PlanArgument,
+    directory: options.PlanPath,
     *,
     hops: Annotated[bool, flag("--hops", "List every hop with its rate.")] = False,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Show a plan: rings, rates, the slowest hop, the bound, settings, and default NCCL.
 
@@ -113,8 +119,8 @@ def print_plan(plan: Plan, console: Console) -> None:
             table.add_row(str(number), _numbers(ring.gpus), f"{ring.rate:.2f}", slowest)
         console.print(table)
     console.print(grid(_summary(plan)))
-    for notice in plan.notices:
-        console.print(f"note: {notice}")
+    for text in plan.notices:
+        console.print(f"note: {text}")
 
 
 def _summary(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -240,3 +246,48 @@ def _paths_table(plan: Plan) -> Table:
             table.add_row(*first, str(ring), *way, *slowest)
         table.add_section()
     return table
+
+
+def report(
+    directory: options.Directory,
+    *,
+    output: options.Output = None,
+    force: Annotated[bool, flag("--force", "Replace FILE even if it is no report.")] = False,
+) -> None:
+    """Write a plan as one HTML page: machine, rings, rates, settings, and how to use them.
+
+    The page, DIR/report.html if not named, needs no network and no other file. Rates of single hops
+    and of pairs come from the journal in DIR; a saved result of `tccl explain` is shown. An earlier
+    report is replaced, any other file only with --force.
+
+    Example:
+
+        tccl report my-plan
+    """
+    # Templates take long to load; no other command needs them.
+    from tccl_py.report.contents import read_contents  # noqa: PLC0415
+    from tccl_py.report.page import GENERATOR, report_html  # noqa: PLC0415
+
+    contents = read_contents(directory)
+    target = directory / REPORT_FILE if output is None else output
+    # Unlike Path.resolve, it bears links that lead in circles.
+    inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(directory))
+    if inside or not force:
+        _check_replaceable(target, GENERATOR, inside=inside)
+    write_result(report_html(contents), target)
+    notice(f"wrote {target}")
+
+
+def _check_replaceable(target: Path, mark: str, *, inside: bool) -> None:
+    """Check that a file may be replaced: it is empty, or a report."""
+    try:
+        if not target.is_file():
+            return
+        with target.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(str(target), f"cannot be read ({reason})", "name another file") from error
+    if head and mark.encode() not in head:
+        right = "name another file" if inside else "name another file, or add --force to replace it"
+        raise InputError(str(target), "is no report of tccl", right)

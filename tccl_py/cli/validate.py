@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
+from tccl_py.cli import options
 from tccl_py.cli.nccl_here import verdict_here
-from tccl_py.cli.options import MACHINE_HELP, JsonOption, gpus_argument, opt, refuse
+from tccl_py.cli.options import MACHINE_HELP, gpus_argument, opt, refuse
 from tccl_py.cli.output import results
-from tccl_py.cli.streams import ANSWER_IS_NO, notice, print_json
+from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.model.machine import Machine
@@ -47,7 +48,7 @@ def validate(
     env: Annotated[
         list[str] | None, opt("NAME=VALUE", "A variable of the job; can be repeated.")
     ] = None,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Say what NCCL will do with a graph file: use, ignore, clip or reject it, or crash.
 

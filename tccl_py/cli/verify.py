@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import msgspec
 import typer
 
-from tccl_py.cli.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
+from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
-from tccl_py.cli.options import (
-    BackendOption,
-    DirectoryArgument,
-    JsonOption,
-    flag,
-    in_range,
-    opt,
-    refuse,
-    refuse_cluster,
-)
+from tccl_py.cli.options import flag, in_range, opt, refuse, refuse_cluster
 from tccl_py.cli.output import notices, results
-from tccl_py.cli.streams import ANSWER_IS_NO, notice, notice_each, print_json
+from tccl_py.cli.process import (
+    ANSWER_IS_NO,
+    CTRL_C_AND_SIGTERM,
+    Terminated,
+    interrupts_put_off,
+    notice,
+    notice_each,
+    print_json,
+    undisturbed,
+)
 from tccl_py.cli.verify_text import print_verification, verification_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.health.fitness import differences, why_not_with
@@ -63,7 +63,7 @@ _OTHERS = "start a rank on each host that the plan has, or plan these hosts"
 
 
 def verify(
-    directory: DirectoryArgument,
+    directory: options.Directory,
     *,
     choice: Annotated[
         str | None, opt("NAME", "variables or graph: compare default NCCL with this choice alone.")
@@ -101,8 +101,8 @@ def verify(
         list[str] | None,
         opt("NCCL_NAME", "A variable of yours that all jobs get; may be repeated."),
     ] = None,
-    backend: BackendOption = None,
-    json: JsonOption = False,
+    backend: options.Backend = None,
+    json: options.Json = False,
 ) -> None:
     """Run real collectives by default NCCL and by the plan's choices, and name the winner.
 

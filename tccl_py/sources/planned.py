@@ -10,12 +10,12 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.journal import JournalContents, read_journal
+from tccl_py.sources.journal import JournalContents, JournalHeader, read_journal
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
 from tccl_py.sources.profiled import (
-    DEFAULT_TARGET,
     SEARCH_REPEATS,
+    MeasuredMachine,
     MeasurementOptions,
     is_dry_run,
     measured_machine,
@@ -86,37 +86,38 @@ def simulated_again(
     return source, source.keep_in(journal)
 
 
+def measured_as(header: JournalHeader, machine: Machine) -> MeasuredMachine:
+    """Return this host: its GPUs, or host memory if the plan's journal is of a dry run.
+
+    Raises:
+        InputError: there is no GPU.
+    """
+    devices = ("host", len(machine.gpus)) if is_dry_run(header) else ()
+    return measured_machine(*devices)
+
+
 def measured_again(
     journal: Path,
     machine: Machine,
     gpus: Sequence[int],
     *,
     otherwise: str,
-    backend: str | None = None,
-    devices: int | None = None,
-    target: float | None = None,
 ) -> tuple[OpenedSource, tuple[str, ...]]:
     """Return a source over this host, if the plan was measured on it, and notices on its journal.
 
-    `otherwise` is the remedy on another machine; `backend` and `devices` None are the plan's.
+    `otherwise` is the remedy on another machine.
 
     Raises:
         ElsewhereError: this is another machine.
         InputError: the journal is missing, damaged, or another machine's.
     """
     header = journal_of(journal, machine, simulated=False).header
-    if is_dry_run(header) and backend is None:
-        backend, devices = "host", len(machine.gpus) if devices is None else devices
     try:
-        place = measured_machine(backend, devices)
+        place = measured_as(header, machine)
     except InputError as error:
-        if backend is not None or devices is not None:
-            raise
         here = f"{error.where} {error.what}"
     else:
-        target = DEFAULT_TARGET if target is None else target
-        options = MeasurementOptions(repeats=SEARCH_REPEATS, target=target)
-        source = open_source(place, gpus=gpus, options=options)
+        source = open_source(place, gpus=gpus, options=MeasurementOptions(repeats=SEARCH_REPEATS))
         if source.header == header:
             return source, source.keep_in(journal)
         here = f"this is {place.machine.name} ({source.header.identity})"

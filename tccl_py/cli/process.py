@@ -1,6 +1,7 @@
-"""Exceptions for Ctrl-C and SIGTERM while a command works.
+"""The process of a command: exit codes, signals, and plain output.
 
-An interrupt inside numpy's code can come out as a TypeError; it is put off until numpy returns.
+Results go to stdout, notices and errors to stderr. An interrupt inside numpy's code can come out as
+a TypeError; it is put off until numpy returns.
 """
 
 from __future__ import annotations
@@ -8,13 +9,90 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from tccl_py.errors import InputError, visible
+from tccl_py.files import encode_json, write_atomically
+
+ANSWER_IS_NO = 1
+NOT_USABLE = 2
+NO_READER = 141
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended."""
 TERMINATED = 128 + signal.SIGTERM
+
+
+def notice(text: str) -> None:
+    """Print one sentence for the user on stderr, in one line that begins with `tccl:`."""
+    # Without a working stderr the exit code still tells.
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"tccl: {visible(' '.join(text.split()))}", file=sys.stderr, flush=True)
+
+
+def notice_each(texts: Iterable[str]) -> None:
+    """Print several sentences as `notice` does, in order."""
+    for text in texts:
+        notice(text)
+
+
+def complain(text: str) -> int:
+    """Print an error, and return its exit code."""
+    notice(text)
+    return NOT_USABLE
+
+
+def print_json(value: Any) -> None:
+    """Print `value` as JSON on stdout: keys as declared, no NaN (msgspec writes null)."""
+    print(encode_json(value), end="")
+
+
+def write_result(text: str, output: Path | None) -> None:
+    """Write a result to `output`, whole or not at all, or to stdout if that is None."""
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        target = output.resolve() if output.is_symlink() else output
+        if target.exists() and not target.is_file() and not target.is_dir():
+            # Renaming a file into the place of a device would take the device away.
+            target.write_text(text, encoding="utf-8")
+            return
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(
+            str(output), f"cannot be written ({reason})", "choose a writable place with free space"
+        ) from error
+    write_atomically(target, text)
+
+
+def flush_output(code: int) -> int:
+    """Hand everything printed to the system; return the exit code, another one if that fails."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        silence_output()
+        return NO_READER
+    except OSError as error:
+        silence_output()
+        return complain(
+            f"standard output: cannot be written ({error.strerror}); it needs free space"
+        )
+    return code
+
+
+def silence_output() -> None:
+    """Drop unwritten output, so that the interpreter's exit does not complain."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 class Terminated(BaseException):
