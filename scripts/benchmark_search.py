@@ -16,8 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from tccl_py.errors import InputError, SearchError
-from tccl_py.model.paths import natural_cuts
-from tccl_py.model.symmetry import automorphisms
+from tccl_py.model.symmetry import automorphisms, natural_cuts
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import LATEST

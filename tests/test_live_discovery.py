@@ -13,7 +13,8 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint, HiddenLink, Machine, Nic, NvLink, PciLink
-from tccl_py.model.paths import PathType, path_type
+from tccl_py.nccl.paths import path_types
+from tccl_py.nccl.system import PathType
 from tccl_py.readers.live import discover_machine
 
 GEN4 = PciLink(speed_gts=16.0, width=16)
@@ -229,8 +230,8 @@ def test_the_pci_tree_is_what_nccl_shows_ports_and_root_ports_left_out(host):
     assert (bridge.vendor, bridge.device, bridge.subsystem_device) == ("0x1000", "0xc030", "0x0000")
     assert [gpu.parent for gpu in machine.gpus] == [UP, UP, "C1"]
     assert [gpu.link for gpu in machine.gpus] == [GEN4] * 3
-    assert path_type(machine, "G0", "G1") is PathType.PIX
-    assert path_type(machine, "G0", "G2") is PathType.SYS
+    assert path_types(machine)["G0", "G1"] is PathType.PIX
+    assert path_types(machine)["G0", "G2"] is PathType.SYS
 
 
 def test_gpus_are_described_by_nvml(host):
@@ -262,7 +263,7 @@ def test_a_virtual_machine_with_gpus_on_the_root_bus_and_no_numa_works(host):
     # Above a device on the root bus there is no port to tell a width, so NCCL has none.
     assert machine.gpu(0).link == PciLink(speed_gts=16.0)
     assert machine.nvlinks == tuple(NvLink(source=f"G{i}", target="S0", count=18) for i in range(2))
-    assert path_type(machine, "G0", "G1") is PathType.NVL
+    assert path_types(machine)["G0", "G1"] is PathType.NVL
 
 
 def test_devices_without_a_node_stand_beside_the_nodes_of_a_larger_system(host):
@@ -329,7 +330,7 @@ def test_active_rdma_ports_come_first_and_their_interfaces_are_not_counted_twice
     )  # fmt: skip
     assert (machine.nics[2].parent, machine.nics[2].speed_mbps) == ("C1", 25000)
     assert machine.nics[2].gdr is False
-    assert path_type(machine, "G0", "N0") is PathType.PIX
+    assert path_types(machine)["G0", "N0"] is PathType.PIX
 
 
 def test_a_virtio_card_hangs_from_the_first_cpu_as_in_nccl(host):

@@ -20,7 +20,7 @@ from tccl_py.model.machine import (
     check,
     check_knowledge,
 )
-from tccl_py.model.paths import natural_cuts
+from tccl_py.model.symmetry import natural_cuts
 from tests.toy import machine_from_json, toy_machine
 
 

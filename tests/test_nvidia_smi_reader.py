@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.model.machine import Machine, NvLink
-from tccl_py.model.paths import PathType, path_type
+from tccl_py.nccl.paths import path_types
+from tccl_py.nccl.system import PathType
 from tccl_py.readers.nvidia_smi import parse_nvidia_smi, read_nvidia_smi
 from tests.effort import soon
 from tests.toy import machine_from_json
@@ -106,12 +107,12 @@ def test_nics_decide_where_nvlinked_gpus_lie_on_pci():
     machine = parse(A100)
     assert [nic.name for nic in machine.nics] == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_bond_0"]
     assert [node.numa_id for node in machine.numa_nodes] == [1, 3, -1]
-    assert path_type(machine, "G0", "N0") is PathType.PXB
-    assert path_type(machine, "N0", "N1") is PathType.PIX
-    assert path_type(machine, "G2", "N2") is PathType.PIX
-    assert path_type(machine, "G3", "N2") is PathType.PHB
-    assert path_type(machine, "N3", "G0") is PathType.SYS
-    assert path_type(machine, "G0", "G3") is PathType.NVL
+    assert path_types(machine)["G0", "N0"] is PathType.PXB
+    assert path_types(machine)["N0", "N1"] is PathType.PIX
+    assert path_types(machine)["G2", "N2"] is PathType.PIX
+    assert path_types(machine)["G3", "N2"] is PathType.PHB
+    assert path_types(machine)["N3", "G0"] is PathType.SYS
+    assert path_types(machine)["G0", "G3"] is PathType.NVL
     assert machine.numa_nodes[0].affinity == "ffff0000,00000000,00000000,00000000,ffff0000"
 
 
@@ -120,9 +121,9 @@ def test_old_output_with_nic_names_in_the_columns_is_read():
     assert [nic.name for nic in machine.nics] == ["mlx5_0"]
     assert NvLink(source="G1", target="G2", count=2) in machine.nvlinks
     assert len(machine.nvlinks) == 8
-    assert path_type(machine, "G2", "N0") is PathType.PIX
-    assert path_type(machine, "G0", "N0") is PathType.PHB
-    assert path_type(machine, "G0", "G3") is PathType.NVB
+    assert path_types(machine)["G2", "N0"] is PathType.PIX
+    assert path_types(machine)["G0", "N0"] is PathType.PHB
+    assert path_types(machine)["G0", "G3"] is PathType.NVB
     assert [machine.numa_of(f"G{i}") for i in range(4)] == [0, 0, 0, 1]
     assert [node.numa_id for node in machine.numa_nodes] == [-1, -1]
 
@@ -133,7 +134,7 @@ def test_old_output_with_nic_names_in_the_columns_is_read():
 )  # fmt: skip
 def test_two_gpus_get_the_path_type_the_text_tells(told, found):
     machine = parse(matrix({(0, 1): told}, 2))
-    assert path_type(machine, "G0", "G1").name == found
+    assert path_types(machine)["G0", "G1"].name == found
 
 
 def test_a_pair_with_one_gpu_is_read():
@@ -231,7 +232,7 @@ def test_the_tree_that_is_built_has_the_relations_that_were_told(tree):
     assert machine_from_json(encode_json(machine), where="json") == machine
     for (a, b), told in cells.items():
         expected = "PHB" if told == "NODE" else told
-        assert path_type(machine, f"G{a}", f"G{b}").name == expected
+        assert path_types(machine)[f"G{a}", f"G{b}"].name == expected
 
 
 @settings(max_examples=200, derandomize=True)

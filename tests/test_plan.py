@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import MAX_INPUT_BYTES, encode_json
 from tccl_py.model.machine import Knowledge
-from tccl_py.model.paths import PathType
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.settings import environment
+from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.versions import LATEST, known_versions

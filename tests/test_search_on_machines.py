@@ -5,8 +5,7 @@ import functools
 import msgspec
 import pytest
 
-from tccl_py.model.paths import natural_cuts
-from tccl_py.model.symmetry import automorphisms
+from tccl_py.model.symmetry import automorphisms, natural_cuts
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view

@@ -20,8 +20,8 @@ from tccl_py.health.drift_statistics import (
 )
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
-from tccl_py.model.paths import path_type
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
+from tccl_py.nccl.paths import path_types
 from tccl_py.plan.plan import Plan
 
 ROUNDS = 3
@@ -242,7 +242,7 @@ def link_class(machine: Machine, flow: Flow) -> str:
     mechanism: str = "bounce" if flow.is_bounce else flow.transfers[0].operation
     if flow.transfers[0].uses_copy_engine:
         mechanism += " by copy engine"
-    return f"{path_type(machine, str(flow.source), str(flow.destination)).name} {mechanism}"
+    return f"{path_types(machine)[str(flow.source), str(flow.destination)].name} {mechanism}"
 
 
 def _each_gpu(indices: Sequence[int], small: Sequence[TransferSet]) -> Iterator[TransferSet]:

@@ -19,8 +19,9 @@ import scipy  # whose parts load when they are first used, so that commands star
 
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import Measurement, dealt
-from tccl_py.model.paths import PathType, path_type
 from tccl_py.model.transfer import Flow, Place, TransferSet
+from tccl_py.nccl.paths import path_types
+from tccl_py.nccl.system import PathType
 from tccl_py.statistics import holm
 
 SMALLEST = 0.03
@@ -231,7 +232,7 @@ def _parts(machine: Machine, flow: Flow) -> Iterator[Part]:
     """Yield the links and memories on a flow's path."""
     for transfer in flow.transfers:
         source, destination = transfer.source, transfer.destination
-        nvlinked = path_type(machine, str(source), str(destination)) <= PathType.NVB
+        nvlinked = path_types(machine)[str(source), str(destination)] <= PathType.NVB
         for place, direction in ((source, "out of it"), (destination, "into it")):
             if place.kind == "N":
                 yield Part(f"NIC {place.index}", f"NIC {place.index}")

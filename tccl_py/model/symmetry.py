@@ -1,4 +1,4 @@
-"""Automorphisms of a machine: relabellings of devices that keep the structure.
+"""Automorphisms of a machine: relabellings of devices that keep the structure; and natural groups.
 
 A stabiliser chain is built from the bottom: for each GPU in turn, the images while all earlier GPUs
 stay. Colour refinement says "no" cheaply, networkx's VF2 gives a mapping for "yes"; orbits of known
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import networkx as nx
@@ -21,6 +22,7 @@ from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import Hop
 from tccl_py.model.transfer import Flow, Place, elsewhere
 
+T = TypeVar("T", int, str)
 Permutation = dict[str, str]
 
 MAX_ELEMENTS = 8_192  # Mappings listed; of a larger group a subgroup is used
@@ -204,3 +206,34 @@ def relabelled_hop(hop: Hop, names: Mapping[str, str]) -> Hop:
     """Return the hop under a relabelling; an end without a name (the world, of chains) stays."""
     source, target = (int(names.get(f"G{gpu}", f"G{gpu}")[1:]) for gpu in (hop.source, hop.target))
     return Hop(source, target, relabelled(hop.flow, names))
+
+
+def natural_cuts(
+    machine: Machine, knowledge: Knowledge, *, gpus: Sequence[int]
+) -> tuple[frozenset[int], ...]:
+    """Return groups of `gpus` that share a bridge, chip, node, socket or NVLinks, small first."""
+    below: dict[str, set[int]] = {}
+    for gpu in machine.gpus:
+        if gpu.index in gpus:
+            for ancestor in machine.ancestors(gpu.id):
+                below.setdefault(ancestor, set()).add(gpu.index)
+    for node in machine.numa_nodes:
+        if node.socket is not None:
+            below.setdefault(f"socket {node.socket}", set()).update(below.get(node.id, ()))
+    for chip in joined_groups((link.one, link.other) for link in knowledge.hidden_links):
+        together = set().union(*(below.get(part, set()) for part in chip))
+        below.setdefault(" ".join(chip), set()).update(together)
+    groups = {frozenset(group) for group in below.values()}
+    links = [link for link in machine.nvlinks if link.source[0] == link.target[0] == "G"]
+    bridged = joined_groups((int(link.source[1:]), int(link.target[1:])) for link in links)
+    groups |= {frozenset(group) & set(gpus) for group in bridged}
+    proper = [group for group in groups if 1 < len(group) < len(gpus)]
+    return tuple(sorted(proper, key=lambda group: (len(group), sorted(group))))
+
+
+def joined_groups(pairs: Iterable[tuple[T, T]], nodes: Iterable[T] = ()) -> list[list[T]]:
+    """Return the connected components of a graph, each sorted; `nodes` are in even without pair."""
+    graph = nx.Graph()
+    graph.add_nodes_from(nodes)
+    graph.add_edges_from(pairs)
+    return [sorted(group) for group in nx.connected_components(graph)]

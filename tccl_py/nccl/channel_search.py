@@ -22,9 +22,8 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from tccl_py.model.paths import PathType
 from tccl_py.nccl.paths import DISCONNECTED, NetPorts, Paths
-from tccl_py.nccl.system import Link, System
+from tccl_py.nccl.system import Link, PathType, System
 
 Pattern = Literal["ring", "balanced tree", "tree"]
 Order = Literal["free", "pci", "replay"]

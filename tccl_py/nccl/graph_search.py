@@ -13,11 +13,10 @@ from msgspec.structs import replace
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.paths import PathType
 from tccl_py.nccl.channel_search import ChannelSearch, Graph, Pattern, single
 from tccl_py.nccl.paths import DISCONNECTED, local_nets
 from tccl_py.nccl.settings import Settings, final_channels
-from tccl_py.nccl.system import System
+from tccl_py.nccl.system import PathType, System
 from tccl_py.nccl.versions import LOCAL_GBPS, speeds, version_facts
 from tccl_py.nccl.view import NcclView, view
 

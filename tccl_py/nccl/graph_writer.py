@@ -9,9 +9,9 @@ from itertools import pairwise
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.model.paths import PathType
 from tccl_py.nccl.network import may_change_rails, net_path
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.versions import LATEST, RING, TREE, TYPES, version_facts
 from tccl_py.nccl.view import NcclView, net_devices

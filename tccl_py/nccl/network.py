@@ -15,11 +15,11 @@ from itertools import pairwise, product
 import msgspec
 
 from tccl_py.errors import InputError, SearchError
-from tccl_py.model.paths import PathType
 from tccl_py.model.rings import HopSpace, Ring, ring
 from tccl_py.model.transfer import Fifo, Flow, entering, leaving
 from tccl_py.nccl.paths import DISCONNECTED, Direction, gpu_direct_rule, local_cpu, relay_of
 from tccl_py.nccl.settings import Settings, check_settings, final_channels
+from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import NcclView, view

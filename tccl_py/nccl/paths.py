@@ -6,13 +6,13 @@ Source: paths.cc of NCCL 2.30.7 (ncclTopoSetPaths, ncclTopoComputePaths).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import permutations
 from typing import Literal
 
-from tccl_py.model.paths import PathType
+from tccl_py.model.machine import Machine
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.system import Link, System
+from tccl_py.nccl.system import Link, PathType, System, build_system
 from tccl_py.nccl.versions import LOCAL_GBPS, version_facts
 
 # Whether a NIC reads and writes a GPU's memory itself: GPU direct RDMA, by NCCL's rule.
@@ -94,6 +94,12 @@ def shortest_paths(system: System) -> Paths:
         for device, path in _paths_to(system, base, reverse).items():
             paths[device, base] = path
     return paths
+
+
+@lru_cache(maxsize=16)
+def path_types(machine: Machine) -> dict[tuple[str, str], PathType]:
+    """Return the path type from each CPU, GPU and NIC to each, without settings and policy."""
+    return {pair: path.type for pair, path in shortest_paths(build_system(machine)).items()}
 
 
 def _paths_to(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from itertools import pairwise, permutations
 from typing import Literal
 
 from tccl_py.errors import InputError
-from tccl_py.model.machine import Machine, Nic
-from tccl_py.model.paths import PathType, merged_bridges
+from tccl_py.model.machine import Machine, Nic, PciBridge
 from tccl_py.nccl.versions import (
     C2C_GBPS,
     DEFAULT_NET_MBPS,
@@ -30,6 +30,29 @@ Kind = Literal["gpu", "pci", "nvs", "cpu", "nic", "net"]
 
 _UNKNOWN_SM = 80
 """A GPU whose sm nobody reported counts as this."""
+
+
+class PathType(IntEnum):
+    """The kinds of path, from near to far; comparable (`PathType.PIX < PathType.PHB`).
+
+    LOC the device itself; NVL NVLink; NVB NVLink through one GPU; C2C chip to chip; PIX one PCI
+    bridge; PXB several; P2C to a NIC over C2C; PXN to a NIC through an NVLinked GPU; PHB over the
+    CPU; SYS over two CPUs; NET over the network; DIS no path. Links have the same types, where one
+    PCI link is PIX and a NIC's port NET.
+    """
+
+    LOC = 0
+    NVL = 1
+    NVB = 2
+    C2C = 3
+    PIX = 4
+    PXB = 5
+    P2C = 6
+    PXN = 7
+    PHB = 8
+    SYS = 9
+    NET = 10
+    DIS = 11
 
 
 @dataclass(slots=True)
@@ -214,13 +237,43 @@ def _card(nic: Nic) -> str:
 
 def _flattened(machine: Machine, below: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Return the tree with the second level of Broadcom switches merged into the first."""
-    merged = merged_bridges(machine)
+    merged = _merged_bridges(machine)
     flat = {}
     for parent, children in below.items():
         inner = [child for child in children if child in merged]
         flat[parent] = [child for child in children if child not in merged]
         flat[parent] += [child for bridge in inner for child in below[bridge]]
     return flat
+
+
+def _merged_bridges(machine: Machine) -> dict[str, str]:
+    """Return Broadcom sub-switches -> the switch above: NCCL merges two levels, once."""
+    kinds = {bridge.id: _broadcom(bridge) for bridge in machine.bridges}
+    merged: dict[str, str] = {}
+    for bridge in sorted(kinds, key=lambda bridge: len(machine.ancestors(bridge))):
+        above = machine.parents[bridge]
+        top, low = kinds.get(above), kinds[bridge]
+        if top is None or low is None or above in merged or top[0] != low[0]:
+            continue
+        if top[1] in (-1, 0) and low[1] in (-1, 1):
+            merged[bridge] = above
+    return merged
+
+
+def _broadcom(bridge: PciBridge) -> tuple[int, int] | None:
+    """Return PCIe generation and level (0 upper, 1 lower, -1 either) of a PEX switch, or None."""
+    parts = (bridge.vendor, bridge.device, bridge.subsystem_vendor, bridge.subsystem_device)
+    try:
+        vendor, device, sub_vendor, sub_device = (int(part, 16) for part in parts)
+    except ValueError:
+        return None
+    if (vendor, sub_vendor) != (0x1000, 0x1000):
+        return None
+    if device == 0xC010 and sub_device >> 12 == 0xA:
+        return 4, -1
+    if device == 0xC030 and sub_device >> 12 in (0, 1):
+        return 5, sub_device >> 12
+    return None
 
 
 def _add_below(system: System, parent: str, below: Mapping[str, Sequence[str]]) -> None:

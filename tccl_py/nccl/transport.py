@@ -13,7 +13,6 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.paths import PathType
 from tccl_py.model.rings import Hop, HopSpace
 from tccl_py.model.transfer import (
     DEFAULT_FIFO_BYTES,
@@ -32,6 +31,7 @@ from tccl_py.nccl.settings import (
     environment,
     settings_channels,
 )
+from tccl_py.nccl.system import PathType
 from tccl_py.nccl.versions import LATEST, Level, version_facts
 from tccl_py.nccl.view import NcclView, view
 

@@ -12,7 +12,6 @@ from functools import lru_cache
 from itertools import pairwise, permutations
 
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.paths import PathType
 from tccl_py.nccl.paths import (
     DISCONNECTED,
     GpuDirectRule,
@@ -23,7 +22,7 @@ from tccl_py.nccl.paths import (
     with_policy,
 )
 from tccl_py.nccl.settings import Settings, listed
-from tccl_py.nccl.system import System, build_system
+from tccl_py.nccl.system import PathType, System, build_system
 from tccl_py.nccl.versions import Level, version_facts
 
 Pairs = frozenset[tuple[str, str]]

@@ -11,9 +11,8 @@ from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.paths import natural_cuts
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring
-from tccl_py.model.symmetry import automorphisms
+from tccl_py.model.symmetry import automorphisms, natural_cuts
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice, default_choice_or_sys
 from tccl_py.nccl.network import chains_as_rings, gdr_variants
 from tccl_py.nccl.settings import Settings

@@ -15,9 +15,9 @@ from tccl_py.errors import InputError
 from tccl_py.files import decode_json, read_text
 from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
-from tccl_py.model.paths import PathType
 from tccl_py.model.transfer import receiving_nic, sending_nic
 from tccl_py.nccl.settings import check_settings
+from tccl_py.nccl.system import PathType
 from tccl_py.nccl.variables import check_pinned_env
 from tccl_py.nccl.view import usable_nics
 from tccl_py.plan.plan import FORMAT_VERSION, WORLD, HostPath, Plan, PlanChain, PlanHop

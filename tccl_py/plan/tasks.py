@@ -12,7 +12,6 @@ import msgspec
 
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
-from tccl_py.model.paths import natural_cuts
 from tccl_py.model.rings import (
     HopSpace,
     Ring,
@@ -22,7 +21,7 @@ from tccl_py.model.rings import (
     ring_like,
     ring_set,
 )
-from tccl_py.model.symmetry import automorphisms
+from tccl_py.model.symmetry import automorphisms, natural_cuts
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings

@@ -35,7 +35,7 @@ from tccl_py.model.machine import (
     PciBridge,
     check,
 )
-from tccl_py.model.paths import joined_groups
+from tccl_py.model.symmetry import joined_groups
 from tccl_py.readers.elements import shortened
 
 MAX_DEVICES = 256

@@ -9,8 +9,8 @@ import msgspec
 
 from tccl_py.explain.findings import kind_of
 from tccl_py.model.machine import Machine
-from tccl_py.model.paths import path_type
 from tccl_py.model.transfer import Flow
+from tccl_py.nccl.paths import path_types
 from tccl_py.plan.plan import WORLD, Plan, PlanChain
 from tccl_py.report.machine import LANE, Layout, Wire, depth, wires
 from tccl_py.report.words import host_list, order_words
@@ -146,7 +146,7 @@ def _path(machine: Machine, flow: Flow) -> str:
     for part in flow.transfers[:-1]:
         if part.destination.kind == "C":
             return f"via {part.destination}"
-    return path_type(machine, str(flow.source), str(flow.destination)).name
+    return path_types(machine)[str(flow.source), str(flow.destination)].name
 
 
 def default_rings(plan: Plan) -> Counter[str]:

@@ -15,9 +15,8 @@ import numpy as np
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.machine import Knowledge, Machine, Nic
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.paths import natural_cuts
 from tccl_py.model.rings import Hop, HopSpace, Ring, ring, ring_set
-from tccl_py.model.symmetry import Symmetry, automorphisms, keeping, relabelled_hop
+from tccl_py.model.symmetry import Symmetry, automorphisms, keeping, natural_cuts, relabelled_hop
 from tccl_py.model.transfer import (
     Fifo,
     Flow,

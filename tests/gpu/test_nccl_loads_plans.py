@@ -14,9 +14,10 @@ import msgspec
 import pytest
 
 from tccl_py.model.machine import Knowledge
-from tccl_py.model.paths import PathType, path_type
 from tccl_py.nccl.log import parse_log, same_rings
+from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.settings import Settings, environment, final_channels
+from tccl_py.nccl.system import PathType
 from tccl_py.nccl.validator import validate
 from tccl_py.plan.files import graph_text
 from tccl_py.plan.load import load_plan
@@ -99,8 +100,8 @@ def test_the_discovered_machine_is_the_one_that_nccl_sees(here, tmp_path):
     ]
     for one in machine.gpu_indices:
         for other in machine.gpu_indices:
-            ours = path_type(machine, f"G{one}", f"G{other}")
-            assert ours == path_type(theirs, f"G{one}", f"G{other}")
+            ours = path_types(machine)[f"G{one}", f"G{other}"]
+            assert ours == path_types(theirs)[f"G{one}", f"G{other}"]
             if ours == PathType.NVL:
                 assert knowledge.can_access(machine, one, other)
     links = {link.source: link.count for link in machine.nvlinks}
