@@ -20,14 +20,13 @@ from tccl_py.nccl.settings import Settings, final_channels
 from tccl_py.nccl.view import view
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.cluster_rings import cluster_rings, rail_tuples
-from tccl_py.plan.host_class import HostClass, used_nics
+from tccl_py.plan.host_class import HostClass, HostTask, used_nics
 from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring
-from tccl_py.plan.tasks import Task
-from tccl_py.search.chains import Pairing
+from tccl_py.search.chains import Pairing, nic_pair
 from tccl_py.search.problem import Budget, SilentReporter
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.memory import RememberingSource, remembering
 from tests.networked import MadeUp, all_chains, networked_machine
 
 SETTINGS = Settings(channels=1)
@@ -46,16 +45,17 @@ def cluster_with(machines, *, rails="any", switches=None, slots=None):
 def node_of(node_class, source, nodes, *, budget=SMALL):
     return HostClass(
         node_class,
-        Task(
+        HostTask(
             machine=node_class.machine,
             knowledge=node_class.knowledge,
-            source=source,
+            source=remembering(source),
             gpus=node_class.machine.gpu_indices,
             version=SETTINGS.version,
             ring_counts=(1,),
             strategy="best-first",
             budget=budget,
             reporter=SilentReporter(),
+            nics=used_nics(node_class.machine),
         ),
         nodes=nodes,
     )
@@ -127,8 +127,8 @@ def test_rings_over_nodes_equal_brute_force_over_chains_crossings_and_orders(cas
         assert min(passage.rate_gbps for passage in found.chains) == found.rate_gbps
         for number, passage in enumerate(found.chains):
             (chain,) = passage.chains
-            assert chain.entry_nic == found.nic_maps[number - 1].entries[0]
-            assert chain.exit_nic == found.nic_maps[number].exits[0]
+            into, out = found.nic_maps[number - 1], found.nic_maps[number]
+            assert nic_pair(chain.hops) == (into.entries[0], out.exits[0])
 
 
 def best_of_all_orders_of_hosts(cluster, rates):
@@ -572,12 +572,12 @@ def test_chains_between_given_nics_share_what_is_left_of_the_budget():
     one = cluster_with([machine, machine]).classes[0]
     node = node_of(one, MadeUp(7), 2, budget=Budget(sets=100, idle_sets=40))
     node.explore()
-    before = node.source.sets_measured
+    before = node.task.source.sets_measured
     ends = itertools.combinations(itertools.product(range(4), repeat=2), 2)
     pairings = [Pairing(tuple(sorted(pair))) for pair in itertools.islice(ends, 40)]
     passages = [node.chains_with(node.choices[0].settings, pairing) for pairing in pairings]
     # A search that has nothing left measures one set, so that a plan is possible all the same.
-    assert node.source.sets_measured - before < 100 + len(pairings)
+    assert node.task.source.sets_measured - before < 100 + len(pairings)
     assert None not in passages
 
 

@@ -126,7 +126,7 @@ def test_choices_without_a_graph_file_run_the_rings_that_nccl_picks(name):
         assert own.measurement.simulated
         assert {one.gpus for one in own.rings.rings} <= {
             tuple(ring[(i + ring.index(min(ring))) % len(ring)] for i in range(len(ring)))
-            for ring in own.choice.rings
+            for ring in own.nccl.rings
         }
         graph = as_graph(own)
         assert graph.settings.channels % len(own.rings.rings) == 0

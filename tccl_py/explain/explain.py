@@ -29,7 +29,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import condensed
 from tccl_py.search.evaluator import BudgetSpentError
 from tccl_py.search.problem import Budget
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.memory import remembering
 
 DEFAULT_BUDGET = Budget(sets=200)
 MOST_FINDINGS = 4
@@ -125,13 +125,14 @@ def explain(
 
 
 def _builder(plan: Plan, number: int, source: BandwidthSource, budget: Budget) -> Builder:
-    remembering = source if isinstance(source, RememberingSource) else RememberingSource(source)
     node = node_of(plan, number)
     symmetry = SymmetryKeys(automorphisms(node.machine, node.knowledge, gpus=node.gpus))
     share = budget
     if budget.sets is not None:
         share = msgspec.structs.replace(budget, sets=budget.sets // len(plan.cluster.classes))
-    return Builder(node, Prober(remembering, symmetry, budget=share, network=plan.is_cluster))
+    return Builder(
+        node, Prober(remembering(source), symmetry, budget=share, network=plan.is_cluster)
+    )
 
 
 def _ring(builder: Builder, subject: Subject, most: int, plan: Plan) -> RingExplanation:

@@ -20,13 +20,12 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan, PlanChoice
 from tccl_py.plan.settings_search import BUFFSIZES, WORTH, mechanisms
 from tccl_py.plan.tasks import (
-    Choice,
     Stock,
     Task,
     condensed,
-    default_settings,
     measured_well,
     orders_under,
+    stock,
 )
 
 MOST_CHANNELS = 32
@@ -70,7 +69,7 @@ def own_choices(task: Task) -> OwnChoices:
         SearchError: no setting gives every hop a mechanism that can be rated.
         MeasurementError: the source cannot measure a needed set.
     """
-    settings = default_settings(task)
+    settings = task.default_settings
     found = own_rings(task, settings)
     # An installed NCCL is asked now: later the source may have the GPUs to itself.
     for one in mechanisms(task) if task.own_rings is not None else ():
@@ -89,8 +88,7 @@ def own_choices(task: Task) -> OwnChoices:
         raise SearchError("no settings of NCCL give every GPU a hop that can be measured")
     best = _least(tried)
     if best is not default and not cancelled:
-        measurement = measured_well(task.source, best.rings)
-        best = msgspec.structs.replace(best, measurement=measurement)
+        best = stock(best.nccl, best.settings, best.rings, measured_well(task.source, best.rings))
     return OwnChoices(
         default=unrated if default is None else _plan_choice(default, note),
         variables=_plan_choice(best),
@@ -99,13 +97,13 @@ def own_choices(task: Task) -> OwnChoices:
     )
 
 
-def _plan_choice(own: Stock, note: str = "") -> PlanChoice:
+def _plan_choice(found: Stock, note: str = "") -> PlanChoice:
     return PlanChoice(
-        settings=own.settings,
-        rings=own.choice.rings,
-        rate_gbps=own.rate_gbps,
-        error=interval(own.measurement),
-        assumed=own.measurement.assumed,
+        settings=found.settings,
+        rings=found.nccl.rings,
+        rate_gbps=found.rate_gbps,
+        error=interval(found.measurement),
+        assumed=found.measurement.assumed,
         note=note,
     )
 
@@ -117,7 +115,7 @@ def interval(measurement: Measurement) -> float:
 
 def _default(task: Task, settings: Settings, found: DefaultChoice) -> tuple[Stock | None, str]:
     """Rate NCCL as it runs without this project, with a note on anything special."""
-    by_network = view(task.machine, task.knowledge, settings, gpus=task.gpus).by_network
+    by_network = task.view(settings).by_network
     if by_network:
         one, other = min(by_network)
         return None, f"NCCL joins {one} and {other} over their NICs, at a rate that is not known"
@@ -154,7 +152,7 @@ def _least(tried: Sequence[Stock]) -> Stock:
     """Return the choice within 1 % of the best that sets the fewest variables."""
     best = max(one.rate_gbps for one in tried)
     near = [one for one in tried if one.rate_gbps * (1 + WORTH) >= best]
-    return min(near, key=lambda one: (len(environment(one.settings)), one.choice.channels))
+    return min(near, key=lambda one: (len(environment(one.settings)), one.nccl.channels))
 
 
 def _counts(found: DefaultChoice) -> list[int]:
@@ -196,14 +194,14 @@ def _rated(
     measurement = (
         measured_well(task.source, rings) if well else task.source.measure([rings.flows])[0]
     )
-    return Stock(choice=found, rings=rings, settings=settings, measurement=measurement)
+    return stock(found, settings, rings, measurement)
 
 
-def as_graph(own: Stock) -> Choice:
-    """Return NCCL's own rings as a choice for a graph file with as many final channels."""
+def as_graph(own: Stock) -> Stock:
+    """Return NCCL's own rings for a graph file with as many final channels."""
     settings = own.settings
-    if settings.min_channels is not None:
-        settings = msgspec.structs.replace(
-            settings, channels=settings.min_channels // 2, min_channels=None
-        )
-    return Choice(settings=settings, rings=own.rings, rate_gbps=own.rate_gbps)
+    if settings.min_channels is None:
+        return own
+    channels = settings.min_channels // 2
+    settings = msgspec.structs.replace(settings, channels=channels, min_channels=None)
+    return msgspec.structs.replace(own, settings=settings)

@@ -15,10 +15,9 @@ from tccl_py.nccl.graph_search import DefaultChain, DefaultChoice
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, SWAPPING, version_facts
-from tccl_py.nccl.view import view
 from tccl_py.plan.choices import interval
 from tccl_py.plan.cluster_rings import ClusterRings, cluster_rings
-from tccl_py.plan.host_class import HostChains, HostClass, used_nics
+from tccl_py.plan.host_class import HostChains, HostClass, HostTask, used_nics
 from tccl_py.plan.plan import HostPath, Plan, PlanChoice, PlannedHost
 from tccl_py.plan.planner import (
     DEFAULT_BUDGET,
@@ -29,9 +28,10 @@ from tccl_py.plan.planner import (
     version_notices,
 )
 from tccl_py.plan.settings_search import WORTH, preferred
-from tccl_py.plan.tasks import Stock, Task
+from tccl_py.plan.tasks import Stock
 from tccl_py.plan.variants import ends_as_measured, path_types
 from tccl_py.search.problem import Budget, Reporter, SilentReporter
+from tccl_py.sources.memory import remembering
 
 FEW_RINGS = 4
 """Beyond a ring for each NIC, sets of up to so many are tried."""
@@ -84,10 +84,11 @@ def make_cluster_plan(
     nodes = [
         HostClass(
             one,
-            Task(
+            HostTask(
                 machine=one.machine,
                 knowledge=one.knowledge,
-                source=source,
+                # A journal remembers, and must hear of it when a set is wanted once more.
+                source=remembering(source),
                 gpus=of_class,
                 version=version,
                 ring_counts=tuple(counts),
@@ -95,6 +96,7 @@ def make_cluster_plan(
                 budget=budget,
                 reporter=reporter or SilentReporter(),
                 p2p_level=level,
+                nics=used_nics(one.machine),
             ),
             nodes=len(cluster.hosts),
         )
@@ -194,8 +196,7 @@ def _realisable(
 
     Between hosts NCCL doubles few and quick channels once more. Then the file asks for as many.
     """
-    seen = [view(one.machine, one.knowledge, settings, gpus=one.gpus) for one in nodes]
-    sm, hosts = min(one.system.sm_min for one in seen), len(cluster.hosts)
+    sm, hosts = min(one.task.view(settings).system.sm_min for one in nodes), len(cluster.hosts)
     while True:
         found = cluster_rings(cluster, nodes, settings, count, keep_order=keep_order)
         if found is None or ends_as_measured(
@@ -247,8 +248,8 @@ def _assembled(
         simulated=any(one.simulated for one in measured),
         assumed=any(one.assumed for one in measured),
         strategy=strategy,
-        sets_measured=sum(node.source.sets_measured for node in nodes),
-        sets_remembered=sum(node.source.sets_remembered for node in nodes),
+        sets_measured=sum(node.task.source.sets_measured for node in nodes),
+        sets_remembered=sum(node.task.source.sets_remembered for node in nodes),
         sets_by_symmetry=sum(node.sets_by_symmetry for node in nodes),
         stock=stock,
         variables=variables,
@@ -260,9 +261,8 @@ def _host_path(
     node: HostClass, number: int, settings: Settings, host_chains: HostChains
 ) -> HostPath:
     """Return a path as it is saved, each hop with its rate with all others running."""
-    chains = plan_chains([chain.all_hops for chain in host_chains.chains], host_chains.measurement)
-    seen = view(node.machine, node.knowledge, settings, gpus=node.gpus)
-    type_intra, type_inter = path_types(seen, chains)
+    chains = plan_chains([chain.hops for chain in host_chains.chains], host_chains.measurement)
+    type_intra, type_inter = path_types(node.task.view(settings), chains)
     return HostPath(node_class=number, chains=chains, type_intra=type_intra, type_inter=type_inter)
 
 
@@ -273,7 +273,7 @@ def _with_nics(
     ib_gid_index: int | None,
 ) -> Settings:
     """Return the settings with the NICs for NCCL, and leave for rings to change NICs."""
-    nics = [nic for node in nodes for nic in node.machine.nics if nic.index in node.nics]
+    nics = [nic for node in nodes for nic in node.task.machine.nics if nic.index in node.task.nics]
     rdma = all(nic.rdma for nic in nics)
     names = dict.fromkeys(f"{nic.name}:{nic.port or 1}" if rdma else nic.name for nic in nics)
     changes = any(path.changes_nics for path in paths)
@@ -298,7 +298,7 @@ def _own_choices(cluster: Cluster, nodes: Sequence[HostClass]) -> tuple[PlanChoi
     if len(rated) == len(nodes):
         return _own_choice(cluster, nodes, rated), variables
     note = next(node.plain for node in nodes if isinstance(node.plain, str))
-    settings = nodes[0].default_settings
+    settings = nodes[0].task.default_settings
     default = PlanChoice(settings=settings, rings=variables.rings, rate_gbps=None, note=note)
     return default, variables
 
@@ -308,14 +308,14 @@ def _own_choice(cluster: Cluster, nodes: Sequence[HostClass], own: Sequence[Stoc
     rate = min(stock.rate_gbps for stock in own)
     if cluster.switches is not None:
         rate = min(rate, uplink_limit(cluster.switches, cluster.names))
-    settings = nodes[0].default_settings
+    settings = nodes[0].task.default_settings
     for stock in own:
         settings = msgspec.structs.replace(
             settings,
             p2p_level=stock.settings.p2p_level or settings.p2p_level,
             net_disable_intra=stock.settings.net_disable_intra or settings.net_disable_intra,
         )
-    fallback = any(stock.choice.fallback for stock in own)
+    fallback = any(stock.nccl.fallback for stock in own)
     return PlanChoice(
         settings=settings,
         rings=_own_rings(cluster, nodes, own),
@@ -331,9 +331,9 @@ def _own_rings(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of NCCL's own rings for each channel that every class has."""
     chains = [
-        _chains_on(own[host.node_class].choice, number) for number, host in enumerate(cluster.hosts)
+        _chains_on(own[host.node_class].nccl, number) for number, host in enumerate(cluster.hosts)
     ]
-    ranks = [{gpu: at for at, gpu in enumerate(node.gpus)} for node in nodes]
+    ranks = [{gpu: at for at, gpu in enumerate(node.task.gpus)} for node in nodes]
     firsts = [0, *accumulate(host.slots for host in cluster.hosts)][:-1]
     return tuple(
         tuple(
@@ -361,7 +361,9 @@ def _notices(best: ClusterRings, nodes: Sequence[HostClass], settings: Settings)
     for node in nodes:
         found = [choice.result for choice in node.choices if choice.result is not None]
         yield from dict.fromkeys(note for result in found for note in result.notices)
-        names = ", ".join(nic.id for nic in node.machine.nics if nic.index not in node.nics)
+        names = ", ".join(
+            nic.id for nic in node.task.machine.nics if nic.index not in node.task.nics
+        )
         if names:
             yield f"{node.node_class.name}: {names} left out, as too slow or of another kind"
     if not best.order_proven:

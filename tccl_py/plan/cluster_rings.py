@@ -19,7 +19,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.plan.host_class import HostChains, HostClass, nic_pairs
 from tccl_py.plan.settings_search import WORTH
 from tccl_py.plan.tasks import Choice
-from tccl_py.search.chains import NicPair, Pairing
+from tccl_py.search.chains import NicPair, Pairing, nic_pair
 
 Nics = tuple[int, ...]
 """A NIC for each ring."""
@@ -158,7 +158,7 @@ def cluster_rings(
     ceiling = min(choice.rate_gbps for choice in found)
     limits = [choice.bound_gbps for choice in found if choice.bound_gbps is not None]
     bound = min(limits) if len(limits) == len(nodes) else None
-    rails = [NicMap(nics, nics) for nics in rail_tuples(pairs, [node.nics for node in nodes])]
+    rails = [NicMap(nics, nics) for nics in rail_tuples(pairs, [node.task.nics for node in nodes])]
     merged = _merged(cluster, nodes, settings, found, rails, keep_order=keep_order)
     if cluster.rails == "any" and (merged is None or merged[0].rate_gbps < ceiling * (1 - WORTH)):
         free = _merged(cluster, nodes, settings, found, free_maps(pairs), keep_order=keep_order)
@@ -291,7 +291,7 @@ def _dealt(host_chains: HostChains, into: NicMap, out: NicMap) -> HostChains:
     left = list(host_chains.chains)
     chains = []
     for wanted in zip(into.entries, out.exits, strict=True):
-        chain = next(one for one in left if (one.entry_nic, one.exit_nic) == wanted)
+        chain = next(one for one in left if nic_pair(one.hops) == wanted)
         left.remove(chain)
         chains.append(chain)
     return msgspec.structs.replace(host_chains, chains=tuple(chains))

@@ -14,35 +14,32 @@ from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring
 from tccl_py.model.symmetry import automorphisms, natural_cuts
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice, default_choice_or_sys
-from tccl_py.nccl.network import chains_as_rings, gdr_variants
+from tccl_py.nccl.network import chain_hop_space, chains_as_rings, gdr_variants
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.view import NcclView, view
+from tccl_py.nccl.view import NcclView
 from tccl_py.plan.settings_search import WORTH, SettingsSearch
 from tccl_py.plan.tasks import (
     Choice,
-    NetworkUse,
     Stock,
     Task,
     choice_found,
     condensed_rings,
-    default_settings,
     measured_well,
     rings_under,
     search_under,
-    space_under,
+    stock,
 )
 from tccl_py.search.chains import (
     WORLD,
-    Chain,
+    EvenUse,
     NicPair,
     Pairing,
-    chains_of,
     entry_nic,
     exit_nic,
+    nic_pair,
     paired_chains,
 )
-from tccl_py.search.problem import SearchResult
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.search.problem import SearchResult, SetRule
 
 SLOW_NIC = 0.5
 """A NIC with less than this share of the fastest one's speed is no part of rings."""
@@ -50,10 +47,27 @@ PAIRED_SETS = 150
 """Sets that one search for chains with given NICs may measure, while the budget lasts."""
 
 
+class HostTask(Task, frozen=True, kw_only=True):
+    """Planning a host of several: rings are chains by `nics`, closed through the world outside."""
+
+    @property
+    def same_nic(self) -> bool:
+        """Return whether chains leave by the NIC of their entry, as NCCL does on hosts of a GPU."""
+        return len(self.gpus) == 1
+
+    def hops(self, seen: NcclView, count: int) -> HopSpace:
+        """Return the hops of a view, with those over the network."""
+        return chain_hop_space(seen, nics=self.nics, chains_in_set=count)
+
+    def rule(self, count: int, /) -> SetRule:
+        """Return the rule that NICs are used evenly."""
+        return EvenUse(self.nics, count, same=self.same_nic)
+
+
 class HostChains(msgspec.Struct, frozen=True, kw_only=True):
     """Chains that share a host, their bandwidth together, and the measurement of all at once."""
 
-    chains: tuple[Chain, ...]
+    chains: tuple[Ring, ...]
     rate_gbps: float
     measurement: Measurement
 
@@ -81,19 +95,10 @@ class HostClass:
     the reason why they have no rate.
     """
 
-    def __init__(self, node_class: NodeClass, task: Task, *, nodes: int) -> None:
-        self.node_class = node_class
-        self.machine, self.knowledge, self.gpus = task.machine, task.knowledge, task.gpus
-        self.nics = used_nics(self.machine)
-        # A journal remembers by itself, and must hear of it when a set is wanted once more.
-        source = task.source
-        self.source = source if isinstance(source, RememberingSource) else RememberingSource(source)
+    def __init__(self, node_class: NodeClass, task: HostTask, *, nodes: int) -> None:
+        self.node_class, self.task = node_class, task
         self.cancelled = False
         self.sets_by_symmetry = 0
-        # Between the one GPU of a node and the network NCCL uses the NIC it came in by.
-        network = NetworkUse(nodes=nodes, nics=self.nics, same_nic=len(self.gpus) == 1)
-        self._task = msgspec.structs.replace(task, source=self.source, network=network)
-        self.default_settings = default_settings(self._task)
         self._nodes = nodes
         self.choices: list[Choice] = []
         self._left = task.budget.sets
@@ -107,7 +112,7 @@ class HostClass:
             SearchError: no chains can be built.
             MeasurementError: the source cannot measure them.
         """
-        own = default_choice_or_sys(self._default_view, nodes=self._nodes)
+        own = default_choice_or_sys(self.task.view(self.task.default_settings), nodes=self._nodes)
         try:
             self.stock = self._rated(own, _graph_settings(own))
         except SearchError:
@@ -115,34 +120,30 @@ class HostClass:
             settings = msgspec.structs.replace(_graph_settings(own), net_disable_intra=True)
             self.stock = self._rated(own, settings)
         self.plain = self._default(own)
-        search = SettingsSearch(self._task, self.stock.as_choice)
-        space = space_under(self._task, search.best.settings, 1)
-        for count in self._task.ring_counts:
-            search.offer(list(initial_chains(space, self.nics, count)))
-        search.run(sets=self._task.budget.sets or 1)
+        search = SettingsSearch(self.task, self.stock)
+        space = self.task.space(search.best.settings, 1)
+        for count in self.task.ring_counts:
+            search.offer(list(initial_chains(space, self.task.nics, count)))
+        search.run(sets=self.task.budget.sets or 1)
         self.cancelled = search.cancelled
-        found = [search.best, *search.searched, self.stock.as_choice]
+        found = [search.best, *search.searched, self.stock]
         if not self.cancelled:
             found += self._gdr_choices(search.best)
         for choice in found:
             self.sets_by_symmetry += choice.result.sets_by_symmetry if choice.result else 0
         self.choices = sorted(found, key=lambda one: -one.rate_gbps)
         # The rest of the budget is for chains shared by all classes, half of it at least.
-        total = self._task.budget.sets
+        total = self.task.budget.sets
         if total is not None:
             for result in {id(one.result): one.result for one in found}.values():
                 self._spend(result)
             self._left = max(self._left or 0, total // 2)
 
-    @property
-    def _default_view(self) -> NcclView:
-        return view(self.machine, self.knowledge, self.default_settings, gpus=self.gpus)
-
     def _default(self, own: DefaultChoice) -> Stock | str:
         """Rate default NCCL, or return why it has no rate."""
         if not own.assumed_sys and not self.stock.settings.net_disable_intra:
             return self.stock
-        found = default_choice(self._default_view, nodes=self._nodes)
+        found = default_choice(self.task.view(self.task.default_settings), nodes=self._nodes)
         try:
             return self._rated(found, _graph_settings(found))
         except SearchError:
@@ -152,12 +153,11 @@ class HostClass:
 
     def _rated(self, own: DefaultChoice, settings: Settings) -> Stock:
         # NCCL may use NICs that we leave alone.
-        nics = tuple(nic.index for nic in self.machine.nics)
-        task = msgspec.structs.replace(self._task, network=NetworkUse(nodes=2, nics=nics))
-        distinct = condensed_rings(chains_as_rings(space_under(task, settings, 1), own.chains))
+        nics = tuple(nic.index for nic in self.task.machine.nics)
+        task = msgspec.structs.replace(self.task, nics=nics)
+        distinct = condensed_rings(chains_as_rings(task.space(settings, 1), own.chains))
         rings = rings_under(task, settings, distinct)
-        measurement = measured_well(self.source, rings)
-        return Stock(choice=own, rings=rings, settings=settings, measurement=measurement)
+        return stock(own, settings, rings, measured_well(self.task.source, rings))
 
     def _spend(self, result: SearchResult | None) -> None:
         # What the journal answers counts as well: a resumed run goes the same way.
@@ -172,11 +172,10 @@ class HostClass:
     def _gdr_choices(self, best: Choice) -> list[Choice]:
         """The best chains with other NIC buffer placements."""
         found = []
-        seen = view(self.machine, self.knowledge, best.settings, gpus=self.gpus)
-        for settings in gdr_variants(seen, nics=self.nics):
+        for settings in gdr_variants(self.task.view(best.settings), nics=self.task.nics):
             try:
                 result = search_under(
-                    self._task,
+                    self.task,
                     settings,
                     known=[best.rings.rings],
                     floor=best.rate_gbps * (1 + WORTH),
@@ -200,7 +199,7 @@ class HostClass:
                 return choice
         if settings.channels % count:
             return None
-        task = msgspec.structs.replace(self._task, ring_counts=(count,))
+        task = msgspec.structs.replace(self.task, ring_counts=(count,))
         known = [one.rings.rings for one in self.choices if len(one.rings.rings) == count]
         try:
             result = search_under(task, settings, known=known, floor=0.0, sets=self._few_sets)
@@ -219,35 +218,33 @@ class HostClass:
         return self._paired_chains[key]
 
     def _paired(self, settings: Settings, pairing: Pairing) -> HostChains | None:
-        network = self._task.network
-        assert network is not None
-        if not {nic for pair in pairing.pairs for nic in pair} <= set(self.nics):
+        if not {nic for pair in pairing.pairs for nic in pair} <= set(self.task.nics):
             return None
-        if network.same_nic and any(one != other for one, other in pairing.pairs):
+        if self.task.same_nic and any(one != other for one, other in pairing.pairs):
             return None
         best = self.best_under(settings, len(pairing.pairs))
         if best is not None and nic_pairs(best.rings) == pairing.pairs:
             return self.measured(best.rings)
-        space = space_under(self._task, settings, len(pairing.pairs))
+        space = self.task.space(settings, len(pairing.pairs))
         seed = paired_chain_set(space, pairing.pairs)
         found = paired_chains(
             space,
             pairing,
-            source=self.source,
-            symmetry=automorphisms(self.machine, self.knowledge, gpus=self.gpus),
-            cuts=natural_cuts(self.machine, self.knowledge, gpus=self.gpus),
+            source=self.task.source,
+            symmetry=automorphisms(self.task.machine, self.task.knowledge, gpus=self.task.gpus),
+            cuts=natural_cuts(self.task.machine, self.task.knowledge, gpus=self.task.gpus),
             known=[*([seed] if seed else []), *(one.rings.rings for one in self.choices)],
-            budget=msgspec.structs.replace(self._task.budget, sets=self._few_sets),
-            reporter=self._task.reporter,
+            budget=msgspec.structs.replace(self.task.budget, sets=self._few_sets),
+            reporter=self.task.reporter,
         )
         self._spend(found)
         return self.measured(found.rings) if found is not None else None
 
     def measured(self, rings: RingSet) -> HostChains:
         """Measure a set of chains well."""
-        measurement = measured_well(self.source, rings)
+        measurement = measured_well(self.task.source, rings)
         rate = rings.rate(measurement)
-        return HostChains(chains=chains_of(rings), rate_gbps=rate, measurement=measurement)
+        return HostChains(chains=rings.rings, rate_gbps=rate, measurement=measurement)
 
 
 def _graph_settings(own: DefaultChoice) -> Settings:
@@ -260,7 +257,7 @@ def _graph_settings(own: DefaultChoice) -> Settings:
 
 def nic_pairs(rings: RingSet) -> tuple[NicPair, ...]:
     """Return the NIC pairs of a set of chains, in order, as `pairing_of`."""
-    return tuple(sorted((one.entry_nic, one.exit_nic) for one in chains_of(rings)))
+    return tuple(sorted(nic_pair(one.hops) for one in rings.rings))
 
 
 # Chains to start a search from: where NICs and GPUs are alike, they are often the best.

@@ -15,7 +15,6 @@ from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, version_facts
-from tccl_py.nccl.view import view
 from tccl_py.plan.choices import OwnChoices, as_graph, interval, own_choices
 from tccl_py.plan.plan import (
     Alternative,
@@ -29,10 +28,10 @@ from tccl_py.plan.plan import (
 )
 from tccl_py.plan.settings_search import SettingsSearch
 from tccl_py.plan.subsets import ALL_SUBSETS_UP_TO, limit_gbps, subset_rings
-from tccl_py.plan.tasks import Choice, Stock, Task, default_settings, measured_well
+from tccl_py.plan.tasks import Choice, Stock, Task, measured_well
 from tccl_py.search.problem import Budget, Reporter, SearchResult, SilentReporter
 from tccl_py.search.strategies import STRATEGIES
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.memory import RememberingSource, remembering
 
 DEFAULT_BUDGET = Budget(sets=1000, idle_sets=100)
 RING_COUNTS = (1, 2, 4)
@@ -90,14 +89,13 @@ def make_plan(
         SearchError: no ring exists.
         MeasurementError: the source cannot measure what is needed.
     """
-    remembering = source if isinstance(source, RememberingSource) else RememberingSource(source)
     chosen = _chosen(machine, gpus)
     pinned = pinned_values(pinned_env or {}, where="pinned environment")
     usual = RING_COUNTS if len(chosen) <= ALL_SUBSETS_UP_TO else FEW_RING_COUNTS
     task = Task(
         machine=machine,
         knowledge=knowledge,
-        source=remembering,
+        source=remembering(source),
         gpus=chosen,
         version=version,
         ring_counts=tuple(ring_counts or usual),
@@ -107,14 +105,14 @@ def make_plan(
         p2p_level=pinned_level(pinned),
         own_rings=own_rings,
     )
-    check_settings(default_settings(task))
+    check_settings(task.default_settings)
     own = own_choices(task)
     search = SettingsSearch(task, as_graph(own.rated[0]))
     search.offer([one.rings.rings for one in own.rated[1:]])
     search.cancelled = own.cancelled
     if not own.cancelled:
         search.run(sets=budget.sets or DEFAULT_BUDGET.sets or 1)
-    plan = _assembled(task, remembering, own, search)
+    plan = _assembled(task, own, search)
     odd = other_count_notices(ring_counts or (), len(plan.rings))
     return msgspec.structs.replace(plan, notices=(*plan.notices, *odd), pinned_env=pinned)
 
@@ -141,9 +139,8 @@ def check_strategy(strategy: str) -> str:
     return strategy
 
 
-def _assembled(
-    task: Task, source: RememberingSource, own: OwnChoices, search: SettingsSearch
-) -> Plan:
+def _assembled(task: Task, own: OwnChoices, search: SettingsSearch) -> Plan:
+    source = task.source
     best, measurement = _final(task, own.rated[0], search.best)
     subsets: tuple[SubsetRings, ...] = ()
     cancelled = search.cancelled
@@ -254,7 +251,7 @@ def plan_chains(chains: Sequence[Sequence[Hop]], measurement: Measurement) -> tu
 
 def _farthest(task: Task, best: Choice) -> str:
     """Return the farthest path type of any hop, for NCCL's tuner."""
-    seen = view(task.machine, task.knowledge, best.settings, gpus=task.gpus)
+    seen = task.view(best.settings)
     pairs = {(hop.source, hop.target) for one in best.rings.rings for hop in one.hops}
     return max(seen.paths[f"G{i}", f"G{j}"].type for i, j in pairs).name
 

@@ -20,7 +20,6 @@ from tccl_py.plan.tasks import (
     condensed_rings,
     rings_under,
     search_under,
-    space_under,
 )
 from tccl_py.search.problem import SearchResult
 
@@ -133,7 +132,7 @@ def mechanisms(task: Task) -> tuple[Settings, ...]:
 def _promise(task: Task, settings: Settings, known: Sequence[Rings]) -> tuple[float, int]:
     """Return the best rough score of the known rings under these settings, and the bounces."""
     best = 0.0
-    bounces = sum(hop.flow.is_bounce for hop in space_under(task, settings, 1))
+    bounces = sum(hop.flow.is_bounce for hop in task.space(settings, 1))
     for rings in known:
         try:
             under = rings_under(task, settings, rings)
@@ -151,8 +150,8 @@ def _base_channels(task: Task) -> int:
 def _channel_counts(task: Task) -> tuple[int, ...]:
     """Return the numbers of channels worth trying: on a slow network many FIFOs only wait."""
     most = version_facts(task.version).max_channels
-    if task.network is not None:
-        speeds = [nic.speed_mbps for nic in task.machine.nics if nic.index in task.network.nics]
+    if task.nics:
+        speeds = [nic.speed_mbps for nic in task.machine.nics if nic.index in task.nics]
         if sum(speeds) < SLOW_NETWORK_MBPS:
             most = min(most, SLOW_NETWORK_CHANNELS)
     return tuple(count for count in CHANNELS if count <= most)

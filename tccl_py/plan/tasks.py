@@ -23,14 +23,13 @@ from tccl_py.model.rings import (
 )
 from tccl_py.model.symmetry import automorphisms, natural_cuts
 from tccl_py.nccl.graph_search import DefaultChoice
-from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import Level
-from tccl_py.nccl.view import view
-from tccl_py.search.chains import EvenUse
+from tccl_py.nccl.view import NcclView, view
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
 from tccl_py.search.strategies import find_rings
+from tccl_py.sources.memory import RememberingSource
 
 Order = tuple[int, ...]
 Rings = Sequence[Ring]
@@ -44,42 +43,51 @@ CAREFUL = 8
 """Measurements of stock's rings and of the plan's where samples spread."""
 
 
-class NetworkUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A host of several: rings are chains, closed through the world outside.
-
-    `nics` are the usable NICs, by index; with `same_nic` chains leave by the NIC of their entry.
-    """
-
-    nodes: int
-    nics: tuple[int, ...]
-    same_nic: bool = False
-
-
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The input of planning.
 
     `p2p_level` is pinned for all jobs, if set. `own_rings` returns NCCL's own rings under settings;
-    None computes them by NCCL's rules. `spaces` caches hop spaces.
+    None computes them by NCCL's rules. `nics` are those of chains over several hosts. `spaces`
+    caches hop spaces.
     """
 
     machine: Machine
     knowledge: Knowledge
-    source: BandwidthSource
+    source: RememberingSource
     gpus: tuple[int, ...]
     version: str
     ring_counts: tuple[int, ...]
     strategy: str
     budget: Budget
     reporter: Reporter
-    network: NetworkUse | None = None
+    nics: tuple[int, ...] = ()
     p2p_level: Level | None = None
     own_rings: Callable[[Settings], DefaultChoice] | None = None
     spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
 
+    @property
+    def default_settings(self) -> Settings:
+        """The settings of default NCCL: its defaults, and the pinned level."""
+        return Settings(version=self.version, p2p_level=self.p2p_level)
 
-def default_settings(task: Task) -> Settings:
-    """Return the settings of default NCCL: its defaults, and the pinned level."""
-    return Settings(version=task.version, p2p_level=task.p2p_level)
+    def view(self, settings: Settings) -> NcclView:
+        """Return NCCL's view of the machine under these settings."""
+        return view(self.machine, self.knowledge, settings, gpus=self.gpus)
+
+    def space(self, settings: Settings, count: int) -> HopSpace:
+        """Return the hops open to each ring of a set of `count`."""
+        key = (settings, count, self.gpus, self.nics)
+        if key not in self.spaces:
+            self.spaces[key] = self.hops(self.view(settings), count)
+        return self.spaces[key]
+
+    def hops(self, seen: NcclView, count: int) -> HopSpace:
+        """Return the hops of a view; a host of several adds those over its NICs."""
+        return hop_space(seen, rings_in_set=count)
+
+    def rule(self, _count: int, /) -> SetRule | None:
+        """Return the rule for sets of so many rings, if any."""
+        return None
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,23 +121,17 @@ def choice_found(settings: Settings, result: SearchResult) -> Choice:
     return Choice(settings=settings, rings=rings, rate_gbps=rate, result=result, searched=settings)
 
 
-class Stock(msgspec.Struct, frozen=True, kw_only=True):
-    """NCCL's own choice and its measurement."""
+class Stock(Choice, frozen=True, kw_only=True):
+    """NCCL's own choice with its rings, and their measurement."""
 
-    choice: DefaultChoice
-    rings: RingSet
-    settings: Settings
+    nccl: DefaultChoice
     measurement: Measurement
 
-    @property
-    def rate_gbps(self) -> float:
-        """The score of NCCL's own rings, GB/s."""
-        return self.rings.rate(self.measurement)
 
-    @property
-    def as_choice(self) -> Choice:
-        """NCCL's own rings as a choice, which no search found."""
-        return Choice(settings=self.settings, rings=self.rings, rate_gbps=self.rate_gbps)
+def stock(nccl: DefaultChoice, settings: Settings, rings: RingSet, found: Measurement) -> Stock:
+    """Return NCCL's own choice with the rate of its rings in a measurement."""
+    rate = rings.rate(found)
+    return Stock(nccl=nccl, settings=settings, rings=rings, rate_gbps=rate, measurement=found)
 
 
 def condensed(orders: Sequence[Alike]) -> tuple[Alike, ...]:
@@ -152,19 +154,6 @@ def condensed_rings(rings: Rings) -> tuple[Ring, ...]:
 def route(ring: Ring) -> tuple[tuple[object, ...], ...]:
     """Return a ring's GPUs in order and the NICs between, which settings do not change."""
     return tuple((hop.source, *nics_of(hop)) for hop in ring.hops)
-
-
-def space_under(task: Task, settings: Settings, count: int) -> HopSpace:
-    """Return the hops open to each ring of a set of `count`, with those of the network if any."""
-    key = (settings, count, task.gpus, task.network)
-    if key not in task.spaces:
-        seen, network = view(task.machine, task.knowledge, settings, gpus=task.gpus), task.network
-        task.spaces[key] = (
-            hop_space(seen, rings_in_set=count)
-            if network is None
-            else chain_hop_space(seen, nics=network.nics, chains_in_set=count)
-        )
-    return task.spaces[key]
 
 
 def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:
@@ -197,7 +186,7 @@ def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
     Raises:
         SearchError: a pair of neighbours has no hop.
     """
-    space = space_under(task, settings, len(rings))
+    space = task.space(settings, len(rings))
     return ring_set([ring_like(space, one) for one in rings])
 
 
@@ -207,7 +196,7 @@ def orders_under(task: Task, settings: Settings, orders: Sequence[Order]) -> Rin
     Raises:
         SearchError: a pair of neighbours has no hop.
     """
-    space = space_under(task, settings, len(orders))
+    space = task.space(settings, len(orders))
     return ring_set([ring_from_order(space, order) for order in orders])
 
 
@@ -231,11 +220,9 @@ def search_under(
         sets: the limit of measured sets.
     """
     counts = [count for count in task.ring_counts if settings.channels % count == 0]
-    network, rules = task.network, dict[int, SetRule]()
-    if network is not None:
-        rules = {one: EvenUse(network.nics, one, same=network.same_nic) for one in counts}
+    rules = {count: rule for count in counts if (rule := task.rule(count)) is not None}
     problem = SearchProblem(
-        spaces={count: space_under(task, settings, count) for count in counts},
+        spaces={count: task.space(settings, count) for count in counts},
         source=task.source,
         symmetry=automorphisms(task.machine, task.knowledge, gpus=task.gpus),
         orders=tuple(tuple(one) for one in orders),

@@ -14,55 +14,15 @@ import numpy as np
 
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet
+from tccl_py.model.rings import Hop, HopSpace, Ring
 from tccl_py.model.symmetry import Symmetry, keeping
-from tccl_py.model.transfer import Flow, TransferSet, receiving_nic, sending_nic, transfer_set
+from tccl_py.model.transfer import Flow, receiving_nic, sending_nic
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult
 from tccl_py.search.strategies import find_rings
 
 WORLD = -1
 """The vertex of all other nodes; lower than any GPU, so that rings begin at the world."""
 PAIRING_BUDGET = Budget(sets=200, idle_sets=40)
-
-
-class Chain(msgspec.Struct, frozen=True, order=True):
-    """An open sequence of hops over a node's GPUs, between an entry and an exit.
-
-    >>> from tccl_py.model.transfer import direct_write, entering, leaving
-    >>> between = Hop(0, 1, direct_write(0, 1))
-    >>> chain = Chain(entry(0, entering(2, 0)), (between,), leave(1, leaving(1, 3)))
-    >>> chain.gpus, chain.entry_nic, chain.exit_nic
-    ((0, 1), 2, 3)
-    """
-
-    entry: Hop
-    hops: tuple[Hop, ...]
-    exit: Hop
-
-    @property
-    def gpus(self) -> tuple[int, ...]:
-        """GPU indices in the order of the chain."""
-        return (self.entry.target, *(hop.target for hop in self.hops))
-
-    @property
-    def entry_nic(self) -> int:
-        """Index of the NIC at the entry."""
-        return entry_nic(self.entry)
-
-    @property
-    def exit_nic(self) -> int:
-        """Index of the NIC at the exit."""
-        return exit_nic(self.exit)
-
-    @property
-    def all_hops(self) -> tuple[Hop, ...]:
-        """Entry, hops and exit, in order."""
-        return (self.entry, *self.hops, self.exit)
-
-    @property
-    def flows(self) -> TransferSet:
-        """All flows of the chain on this node, which run together."""
-        return transfer_set(hop.flow for hop in self.all_hops)
 
 
 def entry(gpu: int, flow: Flow) -> Hop:
@@ -104,28 +64,16 @@ def chain_space(inner: HopSpace, entries: Iterable[Hop], exits: Iterable[Hop]) -
     return HopSpace(name=f"{inner.name}, with the network", gpus=(WORLD, *inner.gpus), hops=hops)
 
 
-def chain_of(ring: Ring) -> Chain:
-    """Return a ring through the world as a chain; SearchError for another ring."""
-    first, *hops, last = ring.hops
-    if first.source != WORLD or last.target != WORLD:
-        raise SearchError(f"the ring over {ring.gpus} does not lead through the network")
-    return Chain(first, tuple(hops), last)
+NicPair = tuple[int, int]
+"""A chain's entry NIC and exit NIC."""
 
 
-def ring_of(chain: Chain) -> Ring:
-    """Return a chain as a ring through the world."""
-    return Ring(chain.all_hops)
-
-
-def chains_of(rings: RingSet) -> tuple[Chain, ...]:
-    """Return a set of rings through the world as chains, in order."""
-    return tuple(chain_of(ring) for ring in rings.rings)
+def nic_pair(hops: Sequence[Hop]) -> NicPair:
+    """Return the entry NIC and the exit NIC of a chain; SearchError for a closed ring."""
+    return entry_nic(hops[0]), exit_nic(hops[-1])
 
 
 # Rules for the NICs of a set of chains.
-
-NicPair = tuple[int, int]
-"""A chain's entry NIC and exit NIC."""
 
 
 class EvenUse(msgspec.Struct, frozen=True):
@@ -144,7 +92,7 @@ class EvenUse(msgspec.Struct, frozen=True):
         entries = [entry_nic(ring[0]) for ring in rings if ring]
         whole = [ring for ring in rings if ring and ring[-1].target == WORLD]
         exits = [exit_nic(ring[-1]) for ring in whole]
-        if self.same and any(entry_nic(ring[0]) != exit_nic(ring[-1]) for ring in whole):
+        if self.same and any(into != out for into, out in map(nic_pair, whole)):
             return False
         return self.even(entries) and self.even(exits)
 
@@ -167,7 +115,7 @@ class Pairing(msgspec.Struct, frozen=True):
         begun: list[int] = []
         for ring in filter(None, rings):
             if ring[-1].target == WORLD:
-                left[entry_nic(ring[0]), exit_nic(ring[-1])] -= 1
+                left[nic_pair(ring)] -= 1
             else:
                 begun.append(entry_nic(ring[0]))
         if min(left.values()) < 0:

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from tccl_py.sources.journal import JournalFile
 
 
+def remembering(source: BandwidthSource) -> RememberingSource:
+    """Return a source that remembers: `source` itself if it does, as the source of a journal."""
+    return source if isinstance(source, RememberingSource) else RememberingSource(source)
+
+
 class RememberingSource:
     """A source with a memory, shared by several searches; a context manager.
 

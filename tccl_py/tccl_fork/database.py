@@ -303,9 +303,9 @@ def _crossing(leaves: Place, lands: Place, numa: Mapping[int, int]) -> Crossing:
 
 
 def _chain_transfers(found: Found, numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:
-    chain = found.chain
-    into, out = chain.entry.flow.transfers[1:], chain.exit.flow.transfers[:-1]
-    return typed_transfers((*into, *_moves(chain.hops), *out), numa)
+    first, *hops, last = found.ring.hops
+    into, out = first.flow.transfers[1:], last.flow.transfers[:-1]
+    return typed_transfers((*into, *_moves(hops), *out), numa)
 
 
 def _moves(hops: Iterable[Hop]) -> Iterator[Transfer]:

@@ -33,7 +33,7 @@ from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import direct_pairs
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Order, measured_well
-from tccl_py.search.chains import WORLD, Chain, chain_of, chain_space, entry, leave, ring_of
+from tccl_py.search.chains import WORLD, chain_space, entry, leave
 from tccl_py.search.problem import Budget, Reporter, SearchProblem
 from tccl_py.search.strategies import AGREEMENT, find_rings
 from tccl_py.sources.memory import RememberingSource
@@ -55,14 +55,9 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     bound_gbps: float | None
 
     @property
-    def chain(self) -> Chain:
-        """Return the chain, of a ring through the world."""
-        return chain_of(self.ring)
-
-    @property
     def landings(self) -> tuple[Place, Place]:
         """Return the memory that the NIC fills for a chain, and the memory that the NIC empties."""
-        into, out = self.chain.entry, self.chain.exit
+        into, out = self.ring.hops[0], self.ring.hops[-1]
         return _landing(into.flow, into.target), _landing(out.flow, out.source)
 
 
@@ -286,7 +281,7 @@ class DatabaseSearch:
         if len(gpus) == 1:
             return self._over_one(gpus[0], space)
         whole = self.chains.get(self._task.gpus)
-        known = [tuple(gpu for gpu in whole.chain.gpus if gpu in gpus)] if whole else []
+        known = [tuple(gpu for gpu in whole.ring.gpus if gpu in gpus)] if whole else []
         orders = [(WORLD, *order) for order in (*known, gpus)]
         return self._searched(gpus, space, symmetry, orders, LARGE_BUDGET)
 
@@ -334,7 +329,7 @@ class DatabaseSearch:
         for into, out in itertools.product(space.between(WORLD, gpu), space.between(gpu, WORLD)):
             # The fork sets up a GPU by the transfers that name the GPU: one is needed.
             if into.flow.transfers[1:] or out.flow.transfers[1:]:
-                closed = ring_of(Chain(into, (), out))
+                closed = Ring((into, out))
                 rate = measured_well(self._task.source, ring_set([closed])).rate_gbps
                 found.append(Found(ring=closed, rate_gbps=rate, bound_gbps=rate))
         if not found:
