@@ -155,7 +155,7 @@ def test_a_measured_plan_is_explained_on_its_machine(directory, monkeypatch):
     measured(directory)
     session = Fake(NAME, "G0 was warm")
     session.more = {}
-    measures_by(monkeypatch, session, "tccl_py.sources.planned")
+    measures_by(monkeypatch, session, "tccl_py.plan.again")
     result = done("explain", directory)
     assert "(measured)" in result.stdout
     assert "simulated" not in result.stdout

@@ -194,7 +194,7 @@ def on_the_machine(monkeypatch):
     """Let this machine be the one that the plan was measured on."""
     session = Fake(SMALL, "G0 was warm")
     session.more = {}
-    measures_by(monkeypatch, session, "tccl_py.sources.planned")
+    measures_by(monkeypatch, session, "tccl_py.plan.again")
 
 
 def test_on_its_own_machine_missing_sets_are_measured_and_kept(measured, monkeypatch, tmp_path):

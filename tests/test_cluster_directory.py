@@ -1,5 +1,6 @@
 """A cluster plan's directory: its files make NCCL run the planned rings, and appear together."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from tccl_py.nccl.settings import Settings, environment, settings_from_environme
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.versions import known_versions
 from tccl_py.plan.directory import machine_file, write_nccl_files, write_plan
-from tccl_py.plan.files import host_order, nccl_files
+from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import is_cluster_plan, load_plan
 from tccl_py.plan.variants import for_version
 from tccl_py.simulator.descriptions import model_for, read_description
@@ -27,7 +28,6 @@ from tests.effort import soon
 
 def judged(plan, files):
     """What NCCL does with the files, started as the rank map says."""
-    order = host_order(plan)
     one_of = {host.name: plan.cluster.classes[host.node_class] for host in plan.cluster.hosts}
     jobs = [
         NodeJob(
@@ -36,7 +36,7 @@ def judged(plan, files):
             gpus=gpus,
             graph=files[f"hosts/{host}.xml"],
         )
-        for host, gpus in zip(order.hosts, order.gpus, strict=True)
+        for host, gpus in ((one.name, plan.gpus_of(one)) for one in plan.hosts)
     ]
     variables = environment(plan.settings)
     return validate_cluster(jobs, version=plan.settings.version, environment=variables)
@@ -147,8 +147,8 @@ def test_ranks_take_the_gpus_that_are_planned_for(tmp_path):
     plan = cluster_plan(hosts, chains, gpus={"four": (1, 3)})
     assert plan.orders == ((1, 0, 3, 2),)
     files = nccl_files(plan, tmp_path)
-    order = host_order(plan)
-    assert order.gpus == ((1, 3), (1, 3))
+    ranks = json.loads(files["order/rank-map.json"])["ranks"]
+    assert [rank["gpu"] for rank in ranks] == [1, 3, 1, 3]
     check_run(plan, files)
 
 

@@ -18,35 +18,31 @@ from tccl_py.plan.files import (
     OPEN_MPI_RANKFILE,
     RANK_MAP,
     SLURM_HOSTFILE,
-    HostOrder,
     host_order_files,
     launch_notes,
 )
 from tccl_py.readers.hosts import HostSlots, parse_host_list, parse_rankfile
 
-ORDER = HostOrder(
-    hosts=("gpu3", "gpu1", "gpu10.cluster"),
-    gpus=((0, 1), (0,), (1, 0)),
-    provenance="tccl plan of plans/x, simulated",
-)
+ORDER = (("gpu3", (0, 1)), ("gpu1", (0,)), ("gpu10.cluster", (1, 0)))
+PROVENANCE = "tccl plan of plans/x, simulated"
 
 
 host_names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
 
 
 @st.composite
-def orders(draw) -> HostOrder:
+def orders(draw):
     hosts = draw(st.lists(host_names, min_size=1, max_size=8, unique=True))
     ranks = st.permutations(range(8)).flatmap(
         lambda gpus: st.integers(1, 8).map(lambda count: tuple(gpus[:count]))
     )
-    gpus = tuple(draw(ranks) for _ in hosts)
-    return HostOrder(hosts=tuple(hosts), gpus=gpus, provenance=draw(st.text(max_size=30)))
+    return [(host, draw(ranks)) for host in hosts]
 
 
 def test_the_files():
-    rank_map = host_order_files(ORDER)[RANK_MAP]
-    assert host_order_files(ORDER) == {
+    files = host_order_files(ORDER, provenance=PROVENANCE)
+    rank_map = files[RANK_MAP]
+    assert files == {
         OPEN_MPI_HOSTFILE: "# tccl plan of plans/x, simulated\n"
         "gpu3 slots=2\ngpu1 slots=1\ngpu10.cluster slots=2\n",
         OPEN_MPI_RANKFILE: "# tccl plan of plans/x, simulated\n"
@@ -57,46 +53,40 @@ def test_the_files():
         RANK_MAP: rank_map,
         HOSTS: "gpu3\ngpu1\ngpu10.cluster\n",
     }
-    found = msgspec.json.decode(host_order_files(ORDER)[RANK_MAP])
+    found = msgspec.json.decode(rank_map)
     assert found["ranks"][3] == {"rank": 3, "host": "gpu10.cluster", "gpu": 1}
-    assert found["provenance"] == ORDER.provenance
+    assert found["provenance"] == PROVENANCE
 
 
-@given(orders())
-def test_every_file_is_read_back(order):
-    ranks = dict(zip(order.hosts, map(len, order.gpus), strict=True))
-    for text in (
-        host_order_files(order)[OPEN_MPI_HOSTFILE],
-        host_order_files(order)[MPICH_MACHINEFILE],
-        host_order_files(order)[OPEN_MPI_RANKFILE],
-    ):
-        found = parse_host_list(text, where="file")
+@given(orders(), st.text(max_size=30))
+def test_every_file_is_read_back(order, provenance):
+    ranks = {host: len(gpus) for host, gpus in order}
+    files = host_order_files(order, provenance=provenance)
+    for name in (OPEN_MPI_HOSTFILE, MPICH_MACHINEFILE, OPEN_MPI_RANKFILE):
+        found = parse_host_list(files[name], where="file")
         assert found == tuple(HostSlots(host, count) for host, count in ranks.items())
     per_rank = tuple(host for host, count in ranks.items() for _ in range(count))
-    assert parse_rankfile(host_order_files(order)[OPEN_MPI_RANKFILE], where="file") == per_rank
-    assert tuple(host_order_files(order)[SLURM_HOSTFILE].splitlines()) == per_rank
+    assert parse_rankfile(files[OPEN_MPI_RANKFILE], where="file") == per_rank
+    assert tuple(files[SLURM_HOSTFILE].splitlines()) == per_rank
     # A host that is named once only leaves its slots open.
-    tasks = parse_host_list(host_order_files(order)[SLURM_HOSTFILE], where="file")
+    tasks = parse_host_list(files[SLURM_HOSTFILE], where="file")
     assert [(one.name, one.slots or 1) for one in tasks] == [*ranks.items()]
-    plain = parse_host_list(host_order_files(order)[HOSTS], where="file")
-    assert [(one.name, one.slots) for one in plain] == [(host, None) for host in order.hosts]
-    found = json.loads(host_order_files(order)[RANK_MAP])["ranks"]
-    assert [one["rank"] for one in found] == list(range(sum(map(len, order.gpus))))
+    plain = parse_host_list(files[HOSTS], where="file")
+    assert [(one.name, one.slots) for one in plain] == [(host, None) for host in ranks]
+    found = json.loads(files[RANK_MAP])["ranks"]
+    assert [one["rank"] for one in found] == list(range(len(per_rank)))
     assert tuple(one["host"] for one in found) == per_rank
-    assert [one["gpu"] for one in found] == [gpu for gpus in order.gpus for gpu in gpus]
+    assert [one["gpu"] for one in found] == [gpu for _, gpus in order for gpu in gpus]
 
 
 def test_the_provenance_stays_in_its_line():
-    order = HostOrder(hosts=("a",), gpus=((0,),), provenance="x\nevil slots=8\r\n\x1b[31m\u2028y")
-    assert host_order_files(order)[OPEN_MPI_HOSTFILE] == "# x evil slots=8 [31m y\na slots=1\n"
-    assert host_order_files(order)[MPICH_MACHINEFILE].splitlines()[1:] == ["a:1"]
+    files = host_order_files([("a", (0,))], provenance="x\nevil slots=8\r\n\x1b[31m\u2028y")
+    assert files[OPEN_MPI_HOSTFILE] == "# x evil slots=8 [31m y\na slots=1\n"
+    assert files[MPICH_MACHINEFILE].splitlines()[1:] == ["a:1"]
 
 
 def test_ten_thousand_hosts():
-    order = HostOrder(
-        hosts=tuple(f"gpu{n:05d}" for n in range(10_000)), gpus=(tuple(range(8)),) * 10_000
-    )
-    files = host_order_files(order)
+    files = host_order_files([(f"gpu{n:05d}", range(8)) for n in range(10_000)])
     assert len(parse_host_list(files[SLURM_HOSTFILE], where="file")) == 10_000
     assert len(parse_rankfile(files[OPEN_MPI_RANKFILE], where="file")) == 80_000
 
@@ -111,11 +101,11 @@ def test_the_notes_name_every_launcher_and_quote_the_directory():
         "--master-addr=gpu3 ",
     ):
         assert part in notes
-    equal = HostOrder(hosts=("a", "b"), gpus=((0, 1), (0, 1)))
+    equal = (("a", (0, 1)), ("b", (0, 1)))
     assert "--nproc-per-node=2 " in launch_notes(equal)
 
 
-@pytest.mark.parametrize(("position", "host"), list(enumerate(ORDER.hosts)))
+@pytest.mark.parametrize(("position", "host"), list(enumerate(host for host, _ in ORDER)))
 def test_the_node_rank_in_the_notes_is_the_place_in_the_order(position, host, tmp_path):
     for name, text in host_order_files(ORDER).items():
         (tmp_path / name).write_text(text)

@@ -20,17 +20,16 @@ from tccl_py.explain.explain import DEFAULT_BUDGET, MOST_FINDINGS
 from tccl_py.explain.explain import explain as explanation_of
 from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
 from tccl_py.model.measurement import BandwidthSource
+from tccl_py.plan.again import journal_source, known_model, measured_again, simulated_again
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory
 from tccl_py.plan.job import class_sources, journal_sources
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.models import known_model
 from tccl_py.plan.plan import Plan
 from tccl_py.report.words import mark as provenance
 from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import OpenedSource
-from tccl_py.sources.planned import journal_source, measured_again, simulated_again
 
 _WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
 

@@ -11,16 +11,21 @@ from tccl_py.cli.options import in_range, opt, parse_gpus, refuse
 from tccl_py.cli.output import ProgressLine
 from tccl_py.cli.process import interrupts_put_off, notice, notice_each, write_result
 from tccl_py.errors import InputError
+from tccl_py.plan.again import (
+    ElsewhereError,
+    journal_of,
+    journal_source,
+    known_model,
+    measured_again,
+)
 from tccl_py.plan.directory import JOURNAL_FILE, write_nccl_files
 from tccl_py.plan.files import GRAPH_FILE, nccl_files
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.models import known_model
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.variants import for_version
 from tccl_py.search.problem import Reporter, SilentReporter
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import open_source
-from tccl_py.sources.planned import ElsewhereError, journal_of, journal_source, measured_again
 from tccl_py.tccl_fork.database import MadeDatabase, make_database, tccl_xml
 from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, Export, check_plan_for_fork
 

@@ -17,15 +17,21 @@ from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.model.measurement import Measurement, dealt
 from tccl_py.model.transfer import TransferSet, parse_flow, parse_set
+from tccl_py.plan.again import journal_of
 from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.plan import Plan
 from tccl_py.report.words import mark as provenance
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.hosts import HostsSource, in_job, join_job, open_hosts
 from tccl_py.sources.journal import JournalContents, JournalHeader, read_journal
-from tccl_py.sources.opening import OpenedSource, open_source
-from tccl_py.sources.planned import journal_of
+from tccl_py.sources.opening import (
+    HostsSource,
+    OpenedSource,
+    in_job,
+    join_job,
+    open_hosts,
+    open_source,
+)
 from tccl_py.sources.profiled import (
     SEARCH_REPEATS,
     MeasurementOptions,
@@ -37,7 +43,7 @@ from tccl_py.sources.profiled import (
 )
 
 if TYPE_CHECKING:
-    from tccl_py.sources.hosts import Job
+    from tccl_py.sources.opening import Job
 
 _MANY = 0.2
 """A share of outliers (of all repeats) above this gets a notice."""

@@ -45,12 +45,11 @@ from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.hosts import HostsSource, in_job, open_hosts
-from tccl_py.sources.opening import OpenedSource, open_source
+from tccl_py.sources.opening import HostsSource, OpenedSource, in_job, open_hosts, open_source
 from tccl_py.sources.profiled import SEARCH_REPEATS, measured_machine
 
 if TYPE_CHECKING:
-    from tccl_py.sources.hosts import Job
+    from tccl_py.sources.opening import Job
 
 _MAX_RINGS = 16
 _IN_JOB = ("under mpirun or srun", "needs no ranks", "start the command by itself")

@@ -37,7 +37,7 @@ from tccl_py.plan.staging import check_files, locked
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.nvml import driver_version
 from tccl_py.report.words import choice_words
-from tccl_py.sources.hosts import in_job, rank_jobs
+from tccl_py.sources.opening import in_job, rank_jobs
 from tccl_py.sources.profiled import Backend, MeasuredMachine, check_backend, measured_machine
 from tccl_py.verify.jobs import HostRanks, Launcher, LocalRunner
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification, keep_verification
@@ -47,7 +47,7 @@ from tccl_py.verify.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
 from tccl_py.verify.verify import DEFAULT_ROUNDS, DEFAULT_SECONDS, RunBudget, Watcher, verify_target
 
 if TYPE_CHECKING:
-    from tccl_py.sources.hosts import HostFacts, Job
+    from tccl_py.sources.opening import HostFacts, Job
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SIZE = re.compile(r"(?P<number>[0-9]{1,12}) ?(?P<unit>[kmg]?)(?:i?b)?", re.ASCII | re.IGNORECASE)

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
-import msgspec
-
 from tccl_py.errors import InputError
 from tccl_py.files import check_path, encode_json
 from tccl_py.nccl.settings import Settings
@@ -53,11 +51,11 @@ def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
     place = PurePosixPath(directory.resolve() / "nccl")
     files: dict[str, str] = {}
     if plan.is_cluster:
-        order = host_order(plan)
-        notes = launch_notes(order, directory=str(place / ORDER_FOLDER))
+        hosts = [(host.name, plan.gpus_of(host)) for host in plan.hosts]
+        order = host_order_files(hosts, provenance=f"tccl-py, rates {plan.provenance}")
+        order[LAUNCH_NOTES] = launch_notes(hosts, directory=str(place / ORDER_FOLDER))
         files |= {host_graph_file(name): text for name, text in host_graphs(plan).items()}
-        for name, text in (host_order_files(order) | {LAUNCH_NOTES: notes}).items():
-            files[f"{ORDER_FOLDER}/{name}"] = text
+        files |= {f"{ORDER_FOLDER}/{name}": text for name, text in order.items()}
         text_of, named = cluster_env_text, place / HOSTS_FOLDER
     else:
         known = plan.choices["graph"].best_known_gbps or plan.rate_gbps
@@ -262,24 +260,11 @@ def cluster_env_text(settings: Settings, graph: PurePosixPath | None, *, provena
 # The order of hosts, as the files that launchers take it from.
 
 
-class HostOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Hosts in ring order, each with a GPU for each of its ranks, in rank order."""
-
-    hosts: tuple[str, ...]
-    gpus: tuple[tuple[int, ...], ...]
-    provenance: str = ""
+HostGpus = Sequence[tuple[str, Sequence[int]]]
+"""Hosts in ring order, each with a GPU for each of its ranks, in rank order."""
 
 
-def host_order(plan: Plan) -> HostOrder:
-    """Return the plan's order of hosts, with the GPU of each rank."""
-    return HostOrder(
-        hosts=plan.host_order,
-        gpus=tuple(map(plan.gpus_of, plan.hosts)),
-        provenance=f"tccl-py, rates {plan.provenance}",
-    )
-
-
-def host_order_files(order: HostOrder) -> dict[str, str]:
+def host_order_files(hosts: HostGpus, *, provenance: str = "") -> dict[str, str]:
     """Return the text of every launcher's file, by its name.
 
     A rankfile (`mpirun --map-by rankfile:FILE=`) binds each rank to its slots, here a core each,
@@ -287,47 +272,41 @@ def host_order_files(order: HostOrder) -> dict[str, str]:
     line for each task, so it has no comment. `hosts.txt` is for programs that take a line for a
     host.
     """
-    ranks = list(zip(order.hosts, map(len, order.gpus), strict=True))
-    slots = [(host, slot) for host, count in ranks for slot in range(count)]
-    pairs = [
-        (host, gpu) for host, gpus in zip(order.hosts, order.gpus, strict=True) for gpu in gpus
-    ]
-    mapped = [{"rank": rank, "host": host, "gpu": gpu} for rank, (host, gpu) in enumerate(pairs)]
+    ranks = [(host, slot, gpu) for host, gpus in hosts for slot, gpu in enumerate(gpus)]
     # No character of the provenance ends the comment.
-    provenance = "".join(c if c.isprintable() else " " for c in order.provenance).split()
-    comment = [f"# {' '.join(provenance)}"] if provenance else []
+    provenance = " ".join("".join(c if c.isprintable() else " " for c in provenance).split())
+    comment = [f"# {provenance}"] if provenance else []
+    bound = (f"rank {rank}={host} slot={slot}" for rank, (host, slot, _) in enumerate(ranks))
     found = {
-        OPEN_MPI_HOSTFILE: [*comment, *(f"{host} slots={count}" for host, count in ranks)],
-        OPEN_MPI_RANKFILE: [
-            *comment,
-            *(f"rank {rank}={host} slot={slot}" for rank, (host, slot) in enumerate(slots)),
-        ],
+        OPEN_MPI_HOSTFILE: [*comment, *(f"{host} slots={len(gpus)}" for host, gpus in hosts)],
+        OPEN_MPI_RANKFILE: [*comment, *bound],
         # For `mpiexec -machinefile` of MPICH and Intel MPI (Hydra).
-        MPICH_MACHINEFILE: [*comment, *(f"{host}:{count}" for host, count in ranks)],
-        SLURM_HOSTFILE: [host for host, _ in slots],
-        HOSTS: order.hosts,
+        MPICH_MACHINEFILE: [*comment, *(f"{host}:{len(gpus)}" for host, gpus in hosts)],
+        SLURM_HOSTFILE: [host for host, _, _ in ranks],
+        HOSTS: [host for host, _ in hosts],
     }
-    rank_map = {"format_version": 1, "provenance": " ".join(provenance), "ranks": mapped}
+    mapped = [{"rank": at, "host": host, "gpu": gpu} for at, (host, _, gpu) in enumerate(ranks)]
+    rank_map = {"format_version": 1, "provenance": provenance, "ranks": mapped}
     return {name: "".join(f"{line}\n" for line in lines) for name, lines in found.items()} | {
         RANK_MAP: encode_json(rank_map)
     }
 
 
-def launch_notes(order: HostOrder, *, directory: str = ".") -> str:
+def launch_notes(order: HostGpus, *, directory: str = ".") -> str:
     """Return the commands that start a job in this order; `directory` is where the files are."""
 
     def at(name: str) -> str:
         return shlex.quote(f"{directory}/{name}")
 
-    counts = list(map(len, order.gpus))
+    counts = [len(gpus) for _, gpus in order]
     ranks = sum(counts)
     each = str(counts[0]) if len(set(counts)) == 1 else "RANKS_OF_THIS_HOST"
     torchrun = (
-        f"torchrun --nnodes={len(order.hosts)} --nproc-per-node={each} --node-rank=$K "
-        f"--master-addr={order.hosts[0]} --master-port={MASTER_PORT} SCRIPT"
+        f"torchrun --nnodes={len(order)} --nproc-per-node={each} --node-rank=$K "
+        f"--master-addr={order[0][0]} --master-port={MASTER_PORT} SCRIPT"
     )
     line_of = f'$(( $(grep -nxF -- "$HOST" {at(HOSTS)} | cut -d: -f1) - 1 ))'
-    hosts = f"{len(order.hosts)} host{'s' * (len(order.hosts) != 1)}"
+    hosts = f"{len(order)} host{'s' * (len(order) != 1)}"
     return f"""\
 NCCL joins hosts in the order of their ranks; each rank uses the GPU that {RANK_MAP} has for it.
 To start {ranks} ranks on {hosts} in this order:

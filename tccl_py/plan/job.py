@@ -14,16 +14,16 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.cluster import Cluster, HostReport, cluster_of
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.transfer import TransferSet, transfer_set
+from tccl_py.plan.again import journal_source
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring_rate
 from tccl_py.readers.hosts import HostSlots, read_host_list
 from tccl_py.readers.switches import read_switches
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.hosts import HostsSource, sampled_links
 from tccl_py.sources.journal import JournalContents
 from tccl_py.sources.memory import RememberingSource
-from tccl_py.sources.planned import journal_source
+from tccl_py.sources.opening import HostsSource, sampled_links
 
 MANY_NODES = 16_384
 SPOT_CHECKS = 16
@@ -131,8 +131,8 @@ def plan_job(
     elif not made.cancelled:
         made = _with_whole_ring(made, source)
     # Answers of the journal were measured by an earlier run.
-    asked, count = made.sets_measured + made.sets_remembered, source.measuring.count
-    notices = (*made.notices, *odd, *source.measuring.summary(source.conditions))
+    asked, count = made.sets_measured + made.sets_remembered, source.profiled.count
+    notices = (*made.notices, *odd, *source.profiled.summary(source.conditions))
     return msgspec.structs.replace(
         made,
         sets_measured=count,

@@ -5,25 +5,40 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
+from tccl_py.errors import InputError
 from tccl_py.files import encode_json
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.transfer import TransferSet
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel, bundled_parameters
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalFile, JournalHeader
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.profiled import (
+    DRY_RUN,
+    Backend,
     MeasuredMachine,
     MeasurementOptions,
     ProfiledSource,
+    check_backend,
     measured_machine,
 )
 
 if TYPE_CHECKING:
+    from tccl_profiler.cluster.agents import RankJobs
+    from tccl_profiler.cluster.facts import HostFacts
+    from tccl_profiler.cluster.job import Job
+    from tccl_profiler.cluster.sampling import LinksReport
+    from tccl_profiler.cluster.session import ClusterSession
     from tccl_profiler.session import Session
 
+__all__ = ["HostFacts", "Job"]
 _NOISE = re.compile(
     r", noise ([0-9](?:\.[0-9]{1,12})?(?:e-[0-9]{1,3})?), seed (-?[0-9]{1,999})", re.ASCII
 )
@@ -50,7 +65,7 @@ def open_source(
     (39.6, True, 1)
 
     Without a machine, or with `backend="host"`, the profiler measures this host. The hosts of an
-    MPI job are measured by `tccl_py.sources.hosts.open_hosts`.
+    MPI job are measured by `tccl_py.sources.opening.open_hosts`.
 
     Args:
         machine: a model to simulate (a bundled name, a file, or a MachineModel), or what
@@ -68,12 +83,11 @@ def open_source(
     if isinstance(machine, (str, MachineModel)):
         model = load_machine(machine) if isinstance(machine, str) else machine
         source = Simulator(model, noise=noise, seed=seed)
-        header = simulation_header(model, noise=noise, seed=seed)
-        found = OpenedSource(source, header=header, model=model)
+        found = OpenedSource(source, simulation_header(model, noise=noise, seed=seed))
     else:
         place = machine or measured_machine(backend, devices)
         options = options or MeasurementOptions()
-        source = ProfiledSource(open_session(place, gpus, options), options, notices=place.notices)
+        source = ProfiledSource(open_session(place, gpus, options), options, place.notices)
         found = OpenedSource(source)
     if journal is not None:
         found.keep_in(journal)
@@ -96,27 +110,23 @@ def open_session(
 
 
 class OpenedSource(RememberingSource):
-    """A source of `open_source`: `profiled` measures, or `model` simulates; a context manager."""
+    """A source of `open_source`, `profiled` if hardware is measured; a context manager."""
+
+    profiled: ProfiledSource | None
 
     def __init__(
-        self,
-        source: Simulator | ProfiledSource,
-        *,
-        header: JournalHeader | None = None,
-        model: MachineModel | None = None,
+        self, source: Simulator | ProfiledSource, header: JournalHeader | None = None
     ) -> None:
         super().__init__(source)
-        self.model = model
         self._header = header
         self.profiled = source if isinstance(source, ProfiledSource) else None
 
     @property
     def header(self) -> JournalHeader:
         """Header of journals of these measurements."""
-        if self.profiled is not None:
-            return self.profiled.header
-        assert self._header is not None
-        return self._header
+        found = self._header if self.profiled is None else self.profiled.header
+        assert found is not None
+        return found
 
     def keep_in(self, path: Path, *, replace: bool = False) -> tuple[str, ...]:
         """Answer from a journal file, and append new measurements; return notices on the file.
@@ -167,3 +177,111 @@ def simulation_noise(header: JournalHeader) -> tuple[float, int]:
     if found is None or found.end() != len(header.identity):
         return (0.0, 0)
     return (float(found[1]), int(found[2]))
+
+
+# The hosts of an MPI job as a source, and as places for jobs of real collectives.
+
+Network = Literal["tcp", "nccl"]
+
+
+def in_job() -> bool:
+    """Return whether this process is one of several MPI ranks."""
+    from tccl_profiler.cluster.mpi import in_mpi_job  # noqa: PLC0415
+
+    return in_mpi_job()
+
+
+def join_job() -> AbstractContextManager[Job]:
+    """Join this MPI job; all ranks but `job.is_controller` are to call `job.serve()` at once."""
+    from tccl_profiler.cluster.mpi import mpi_job  # noqa: PLC0415
+
+    return mpi_job()
+
+
+def open_hosts(
+    job: Job,
+    *,
+    backend: str | None = None,
+    devices: int | None = None,
+    interfaces: str | None = None,
+    network: str | None = None,
+    options: MeasurementOptions | None = None,
+    expected: Sequence[str] = (),
+    gid_index: int | None = None,
+) -> HostsSource:
+    """Return a source over the hosts of a job; entering it finds out what the hosts are.
+
+    Args:
+        job: joined, on the controller.
+        backend, devices: of each host, as `measured_machine` takes them.
+        interfaces: names of network interfaces, as `eth0,eth1`, to use as NICs; None is all ports
+            of the network cards.
+        network: `nccl` or `tcp` between hosts; None is nccl, on the host backend tcp.
+        options: of measurements.
+        expected: names of the hosts in the job.
+        gid_index: NCCL_IB_GID_INDEX.
+
+    Raises:
+        InputError: an unknown backend or network, or a number of devices beside GPUs.
+    """
+    from tccl_profiler.cluster.session import LIMITS, ClusterSession  # noqa: PLC0415
+
+    kind = check_backend(backend, devices)
+    options = options or MeasurementOptions()
+    session = ClusterSession(
+        job,
+        backend=kind,
+        devices=devices,
+        interfaces=tuple(interfaces.split(",")) if interfaces else (),
+        expected=expected,
+        options=msgspec.structs.replace(
+            options.for_profiler, limits=LIMITS, network=_network(network, kind)
+        ),
+        gid_index=gid_index,
+    )
+    return HostsSource(session, options, dry_run=kind == "host")
+
+
+def _network(asked: str | None, backend: Backend) -> Network:
+    if asked not in (None, "tcp", "nccl"):
+        raise InputError(f"--network {asked[:20]!r}", "is not known", "one of tcp, nccl")
+    if asked == "nccl" and backend == "host":
+        raise InputError("--network nccl", "needs GPUs", "leave out --backend host, or it")
+    return "tcp" if asked == "tcp" or backend == "host" else "nccl"
+
+
+class HostsSource(OpenedSource):
+    """A source over the hosts of a job; `session` has the hosts."""
+
+    profiled: ProfiledSource
+
+    def __init__(
+        self, session: ClusterSession, options: MeasurementOptions, *, dry_run: bool
+    ) -> None:
+        self.session, self.dry_run = session, dry_run
+        notices = (DRY_RUN,) if dry_run else ()
+        check = session.check_sets
+        super().__init__(ProfiledSource(session, options, notices, check=check, entered=True))
+
+    def __enter__(self) -> HostsSource:
+        self.session.__enter__()
+        return self
+
+    def use_only(self, sets: Sequence[TransferSet]) -> tuple[str, ...]:
+        """Limit devices to those of some sets; return their hosts."""
+        self.session.only = self.session.check_sets(sets)
+        return tuple(self.session.only)
+
+
+def rank_jobs(job: Job) -> RankJobs:
+    """Return what starts jobs of ranks on the hosts of an MPI job."""
+    from tccl_profiler.cluster.agents import RankJobs  # noqa: PLC0415
+
+    return RankJobs(job)
+
+
+def sampled_links(source: BandwidthSource, *facts: Any, **options: Any) -> LinksReport:
+    """Measure some pairs of hosts, as `tccl_profiler.cluster.sampling.links_check`."""
+    from tccl_profiler.cluster.sampling import links_check  # noqa: PLC0415
+
+    return links_check(source, *facts, **options)

@@ -186,8 +186,8 @@ class ProfiledSource:
         self,
         session: Session | ClusterSession,
         options: MeasurementOptions,
-        *,
         notices: Sequence[str] = (),
+        *,
         check: Callable[[Sequence[TransferSet]], object] = lambda _: None,
         entered: bool = False,
     ) -> None:
