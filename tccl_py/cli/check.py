@@ -23,7 +23,7 @@ from tccl_py.health.drift import Drift, Effort, Journal, find_drift, joined, pro
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.fitness import differences
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.again import known_model
+from tccl_py.plan.again import known_model, measured_as
 from tccl_py.plan.directory import check_plan_directory, known_fingerprint
 from tccl_py.plan.job import class_sources, journal_by_class
 from tccl_py.plan.load import load_plan
@@ -31,7 +31,6 @@ from tccl_py.plan.plan import Plan
 from tccl_py.report.words import plan_name
 from tccl_py.sources.journal import JournalContents, JournalHeader
 from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
-from tccl_py.sources.planned import measured_as
 from tccl_py.sources.profiled import (
     SEARCH_REPEATS,
     MeasuredMachine,
