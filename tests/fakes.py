@@ -142,9 +142,9 @@ class FakePool:
         if fault is not None:
             raise fault
         (self.checked if timing.check else self.timings).append(timing)
-        return [self._outcome(program, timing) for _ in range(timing.repeats)]
+        return [self.outcome(program, timing) for _ in range(timing.repeats)]
 
-    def _outcome(self, program, timing):
+    def outcome(self, program, timing):
         text = str(program.transfers)
         rates = [10.0] * len(program.transfers) if timing.check else self.rates(text, self.repeats)
         self.repeats += not timing.check

@@ -132,7 +132,7 @@ def compile_kernels(source: str, *, sm: int, library: Path) -> Cubin:
             f" {', '.join(map(str, known))}; take the NVRTC of a CUDA that knows this GPU"
         )
     code, log = nvrtc.compile(source, sm)
-    return Cubin(code=code, sm=sm, nvrtc=version, log=log, kernels=_kernel_uses(log))
+    return Cubin(code=code, sm=sm, nvrtc=version, log=log, kernels=kernel_uses(log))
 
 
 class _Nvrtc:
@@ -172,7 +172,7 @@ class _Nvrtc:
             said = self._result(program, "ProgramLog").decode("utf-8", "replace")
             log = said.replace("\0", "\n").strip()
             if status:
-                reason = _first_error(log) or self._name_of(status)
+                reason = first_error(log) or self._name_of(status)
                 raise MeasurementError(f"kernels for sm {sm}: NVRTC {self.version()}: {reason}")
             return self._result(program, "CUBIN"), log
 
@@ -231,19 +231,19 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.nvrtcGetErrorString.restype = c_char_p
 
 
-def _first_error(log: str) -> str | None:
+def first_error(log: str) -> str | None:
     """Find the line to show; the ones after it are often its consequences.
 
-    >>> _first_error("pump.cu(1): warning: old\\npump.cu(7): error: no such thing\\n  x\\n")
+    >>> first_error("pump.cu(1): warning: old\\npump.cu(7): error: no such thing\\n  x\\n")
     'pump.cu(7): error: no such thing'
     """
     return next((line.strip() for line in log.splitlines() if _ERROR.search(line)), None)
 
 
-def _kernel_uses(log: str) -> tuple[KernelUse, ...]:
+def kernel_uses(log: str) -> tuple[KernelUse, ...]:
     """Read what ptxas says of each kernel, by name.
 
-    >>> [use] = _kernel_uses('''ptxas info    : Compiling entry function 'pump' for 'sm_90'
+    >>> [use] = kernel_uses('''ptxas info    : Compiling entry function 'pump' for 'sm_90'
     ... ptxas info    : Function properties for pump
     ... ptxas         .     8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
     ... ptxas info    : Used 96 registers, used 3 barriers, 224 bytes smem

@@ -166,7 +166,7 @@ def test_tuning_rewrites_a_plan_where_other_settings_are_faster(place, jobs):
         return default / (1.4 if small else 0.8)
 
     fake = jobs(lambda _: 1.0)
-    fake._seconds = seconds
+    fake.seconds = seconds
     before = load_plan(place)
     found = tccl("verify", place, "--backend", "host", "--tune")
     assert found.exit_code == 0, found.stdout
@@ -241,7 +241,7 @@ def test_tuning_takes_variables_where_they_are_as_fast_as_a_graph_file(place, jo
         return default / (1.4 if fast and many else 1.0)
 
     fake = jobs(lambda _: 1.0)
-    fake._seconds = seconds
+    fake.seconds = seconds
     found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
     assert found.exit_code == 0, found.stdout
     after = load_plan(place)
@@ -269,7 +269,7 @@ def test_copy_engines_that_lose_at_a_size_are_not_recommended(tmp_path, jobs):
         return default * (1.03 if size == 4096 else 0.5)
 
     fake = jobs(lambda _: 1.0, noise=0.001)
-    fake._seconds = seconds
+    fake.seconds = seconds
     found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
     kept = load_verification(place)
     engines = [one for one in kept.tried if one.settings.shm_copy_engine]
@@ -371,7 +371,7 @@ def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
         return (1e-4 + size / 1e10) / (1.3 if faster else 1.0)
 
     fake = jobs(lambda _: 1.0)
-    fake._seconds = seconds
+    fake.seconds = seconds
     # Where GPUs are missing: ranks are stand-ins, and so is their place.
     real = module.machine_launcher
     monkeypatch.setattr(module, "machine_launcher", lambda p, at, _, e: real(p, at, "host", e))

@@ -356,11 +356,11 @@ class Written:
 
     def __init__(self):
         self.sets = []
-        self._made_up = MadeUp(3)
+        self.made_up = MadeUp(3)
 
     def measure(self, sets):
         self.sets += [str(one) for one in sets]
-        return self._made_up.measure(sets)
+        return self.made_up.measure(sets)
 
 
 def test_a_set_that_is_asked_for_again_is_measured_again():
@@ -410,7 +410,7 @@ def test_a_nodes_set_is_measured_between_a_host_and_its_partner():
     rates = dict(zip(str(answer.transfers).split(), answer.gbps, strict=True))
     for there, here in placed.items():
         (flow,) = parse_set(there).flows
-        assert rates[here] == below._made_up.rate(flow)
+        assert rates[here] == below.made_up.rate(flow)
 
 
 class TcpOnly:
@@ -419,13 +419,13 @@ class TcpOnly:
     simulated = False
 
     def __init__(self):
-        self._made_up = MadeUp(5, high=40)
+        self.made_up = MadeUp(5, high=40)
 
     def measure(self, sets):
         for one in sets:
             if "G0->h0.N" in str(one) or "N0->h0.G" in str(one):
                 raise MeasurementError(f"{one}: TCP lands in host memory")
-        answers = self._made_up.measure(sets)
+        answers = self.made_up.measure(sets)
         return [msgspec.structs.replace(one, simulated=False) for one in answers]
 
 
@@ -490,9 +490,7 @@ class CarriedOnly(TcpOnly):
             assert len(links) == len(between)
             assert all(link.carrier for link in links)
             process_variables(links)
-        return [
-            msgspec.structs.replace(one, simulated=False) for one in self._made_up.measure(sets)
-        ]
+        return [msgspec.structs.replace(one, simulated=False) for one in self.made_up.measure(sets)]
 
 
 def test_where_nccl_carries_them_flows_end_in_gpus_of_the_partner_and_land_as_one_rule_has_it():

@@ -454,17 +454,17 @@ def test_how_far_ahead_to_agree_follows_what_messages_take():
     def judged(early_us):
         early_ns = tuple(round(one * 1e3) for one in early_us)
         ran = say.Ran(results=(), early_ns=early_ns)
-        return pool._judged({"h1": ran}, timing)[1]
+        return pool.judged({"h1": ran}, timing)[1]
 
-    ahead = [pool._ahead_ns]
+    ahead = [pool.ahead_ns]
     # 1. A message took 5 ms: the release was 2 ms late, which is a fifth of the window.
     assert judged([1000, -2000]) is True
-    ahead.append(pool._ahead_ns)
+    ahead.append(pool.ahead_ns)
     assert ahead[-1] > 2 * 5_000_000
     # 2. From then on messages take 200 us.
     for _ in range(20):
-        assert judged([pool._ahead_ns / 1e3 - 200]) is False
-        ahead.append(pool._ahead_ns)
+        assert judged([pool.ahead_ns / 1e3 - 200]) is False
+        ahead.append(pool.ahead_ns)
     assert 2 * 200_000 < ahead[-1] < 1_000_000
     assert pool.late == 1
 

@@ -43,9 +43,9 @@ class Network:
         self._random = random.Random(1)
 
     def measure(self, sets):
-        return [self._one(one) for one in sets]
+        return [self.one_of(one) for one in sets]
 
-    def _one(self, transfers):
+    def one_of(self, transfers):
         (flow,) = transfers.flows
         sender, receiver = flow.source.host, flow.destination.host
         self.asked.append((sender, receiver))
@@ -120,9 +120,9 @@ def test_pairs_by_nccl_go_from_gpu_to_gpu_by_nics_that_need_no_address():
     asked = []
 
     class Carried(Network):
-        def _one(self, transfers):
+        def one_of(self, transfers):
             asked.append(str(transfers))
-            return super()._one(transfers)
+            return super().one_of(transfers)
 
     nameless = [msgspec.structs.replace(one, addresses={}) for one in hosts(2, nics=2)]
     report = links_check(Carried({}), nameless, [0, 0], spot_checks=0, network="nccl")

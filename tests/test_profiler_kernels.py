@@ -82,7 +82,7 @@ def test_what_only_the_assembler_refuses_is_told():
 
 
 def test_an_error_that_the_log_does_not_tell_is_named(monkeypatch):
-    monkeypatch.setattr(nvrtc, "_first_error", lambda log: None)
+    monkeypatch.setattr(nvrtc, "first_error", lambda log: None)
     with pytest.raises(MeasurementError, match=r"NVRTC 12\.\d+: NVRTC_ERROR_COMPILATION$"):
         compile_kernels("nonsense", sm=90, library=library(12))
 
@@ -116,7 +116,7 @@ ptxas info    : Function properties for a
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 8 registers, 16 bytes smem, 344 bytes cmem[0]
 """
-    assert nvrtc._kernel_uses(log) == (
+    assert nvrtc.kernel_uses(log) == (
         KernelUse(name="a", registers=8, shared_bytes=16, stack_bytes=0, spilled_bytes=0),
         KernelUse(name="b", registers=40, shared_bytes=0, stack_bytes=408, spilled_bytes=16),
     )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tccl_profiler import session as session_module
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
 from tccl_profiler.host_machine import host_fingerprint, host_machine
@@ -10,6 +11,8 @@ from tccl_profiler.profiler import Profiler
 from tccl_profiler.program import COUNTER_AREA_BYTES
 from tccl_profiler.rates import sample_of
 from tccl_profiler.session import Session
+from tccl_profiler.watch import GpuConditions
+from tccl_profiler.workers import DeviceSpec
 from tccl_py.errors import MeasurementError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.model.measurement import BandwidthSource, faults
@@ -120,18 +123,23 @@ def test_a_set_listed_twice_is_measured_twice(profiler):
 
 def test_sets_are_run_in_random_order_and_answered_in_the_order_given(pool, monkeypatch):
     sets = [parse_set(f"G0->G0->G1{{blocks=1,fifo={i}K}}") for i in range(64, 72)]
-    run = []
+    run, started, orders = Pool.run, [], []
+
+    def recorded(self, program, timing):
+        started.append(str(program.transfers))
+        return run(self, program, timing)
+
+    monkeypatch.setattr(Pool, "run", recorded)
     for seed in (1, 2):
         profiler = Profiler(pool, options=options(seed=seed))
-        measured, order = profiler._measured, []
-        monkeypatch.setattr(
-            profiler, "_measured", lambda one, m=measured, o=order: (o.append(str(one)), m(one))[1]
-        )
+        started.clear()
         answers = profiler.measure(sets)
         assert [one.transfers for one in answers] == sets
-        run.append(order)
-    assert sorted(run[0]) == sorted(run[1]) == sorted(str(one) for one in sets)
-    assert len({tuple(order) for order in (*run, [str(one) for one in sets])}) == 3
+        # A set runs several times: a trial, and repeats.
+        orders.append(tuple(dict.fromkeys(started)))
+    given = tuple(map(str, sets))
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(given)
+    assert len({*orders, given}) == 3
 
 
 @pytest.mark.parametrize(("check", "checks"), [("once", 1), ("every", 3)])
@@ -261,7 +269,7 @@ def test_a_closed_pool_says_so():
 @pytest.mark.parametrize("devices", [0, 65])
 def test_so_many_devices_are_refused(devices):
     with pytest.raises(MeasurementError, match=rf"^{devices} devices: 1 to 64 can be measured$"):
-        Pool("host", [pool_of()._specs[0]] * devices, {})
+        Pool("host", [DeviceSpec(device="G0", bus_id="", cpus=(0,))] * devices, {})
 
 
 # Sessions.
@@ -269,8 +277,8 @@ def test_so_many_devices_are_refused(devices):
 
 def session_of(devices=2, **more):
     machine = host_machine(devices)
-    more = {"memory": SMALL, "options": options(), **more}
-    return Session(machine, host_fingerprint(machine), backend="host", **more)
+    more = {"memory": SMALL, "options": options(), "backend": "host", **more}
+    return Session(machine, host_fingerprint(machine), **more)
 
 
 def test_a_session_measures_and_leaves_nothing():
@@ -295,10 +303,15 @@ def test_a_session_ends_when_its_block_fails():
 class BrokenWatch:
     """A driver that has stopped answering."""
 
-    exits = 0
+    exits, broken = 0, False
+
+    def __enter__(self):
+        return self
 
     def look(self):
-        raise MeasurementError("GPU 0: does not answer")
+        if self.broken:
+            raise MeasurementError("GPU 0: does not answer")
+        return (GpuConditions(gpu=0),)
 
     def __exit__(self, *exception):
         self.exits += 1
@@ -307,10 +320,15 @@ class BrokenWatch:
 @pytest.mark.parametrize(
     ("error", "seen"), [(None, MeasurementError), (KeyboardInterrupt, KeyboardInterrupt)]
 )
-def test_a_session_whose_watch_fails_ends_the_watch_and_the_workers(error, seen):
+def test_a_session_whose_watch_fails_ends_the_watch_and_the_workers(error, seen, monkeypatch):
     before, watch = workers_of(), BrokenWatch()
-    with pytest.raises(seen), session_of() as session:
-        session._watch = watch
+    monkeypatch.setattr(session_module, "Watch", lambda gpus, own_pids: watch)
+    # Conditions are watched on GPUs alone.
+    monkeypatch.setattr(
+        session_module, "Pool", lambda backend, *given, **more: Pool("host", *given, **more)
+    )
+    with pytest.raises(seen), session_of(backend="cuda") as session:
+        watch.broken = True
         if error:
             raise error
     assert (workers_of(), watch.exits) == (before, 1)

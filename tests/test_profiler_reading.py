@@ -46,7 +46,7 @@ def outcome(records, stamps=None):
     )
 
 
-def bounce_outcome(**more):
+def bounceoutcome(**more):
     """Two blocks: one moves 100 slices in 8 ms, the other 50 in 4 ms."""
     sending = [
         record("out", first=6 * MS, last=14 * MS, count=101),
@@ -60,7 +60,7 @@ def bounce_outcome(**more):
 
 
 def test_a_flows_rate_is_what_arrives_between_two_ends_of_slices():
-    reading = sample_of(program_of(BOUNCE), bounce_outcome(), TIMING, SAME_CLOCK)
+    reading = sample_of(program_of(BOUNCE), bounceoutcome(), TIMING, SAME_CLOCK)
     each = 100 * SLICE / (8 * MS)
     assert reading.gbps == pytest.approx((2 * each,))
     assert [lane.gbps for lane in reading.channels] == pytest.approx([each, each])
@@ -98,7 +98,7 @@ def test_a_lane_that_moved_nothing_in_its_window_has_rate_0(count):
 def test_skew_and_overlap_are_on_the_hosts_clock():
     ahead = {"G0": lambda stamp: (stamp - 1000, 100), "G1": lambda stamp: (stamp + 2000, 300)}
     for to_host, shift_us in ((SAME_CLOCK, 0.0), (ahead, 3.0)):
-        reading = sample_of(program_of(BOUNCE), bounce_outcome(), TIMING, to_host)
+        reading = sample_of(program_of(BOUNCE), bounceoutcome(), TIMING, to_host)
         # G0 starts at 5 ms and ends at 15 ms; G1 starts at 2 and 9 us after and ends at 14 ms.
         assert reading.skew_us == pytest.approx(9.0 + shift_us)
         assert reading.skew_error_us == pytest.approx(0.6)
@@ -390,8 +390,8 @@ MIXED = "G0->D0->G1 G0->G0->C0{blocks=1}"
 class LateStamps(FakePool):
     """Stamps of copies that wait for kernels, in the second half of their window."""
 
-    def _outcome(self, program, timing):
-        found = super()._outcome(program, timing)
+    def outcome(self, program, timing):
+        found = super().outcome(program, timing)
         for rows in found.stamps.values():
             for row in rows:
                 row[len(row) // 2 :] = row[-1] + np.uint64(timing.window_us * 1e3)

@@ -12,7 +12,6 @@ import msgspec
 import pynvml
 import pytest
 
-from tccl_profiler import watch as module
 from tccl_profiler.watch import (
     GpuConditions,
     GpuProcess,
@@ -77,6 +76,8 @@ class FakeNvml:
     """Functions that this pynvml does not have."""
     opened: int = 0
     asked: list[str] = field(default_factory=list)
+    questions: set[tuple[Any, ...]] = field(default_factory=set)
+    """Names with arguments."""
     NVMLError = NvmlError
 
     def nvmlInit(self) -> None:  # noqa: N802 (NVML's names)
@@ -99,6 +100,7 @@ class FakeNvml:
 
         def answer(gpu: int, *arguments: int) -> Any:
             self.asked.append(question)
+            self.questions.add((question, *arguments))
             return self.gpus[gpu].get(question, fails(FUNCTION_NOT_FOUND))(*arguments)
 
         return answer
@@ -250,15 +252,27 @@ def test_every_name_that_is_asked_for_exists_in_pynvml(proc):
     assert all(hasattr(pynvml, f"nvmlDevice{question}") for question in nvml.asked)
 
 
-def test_numbers_written_out_are_those_of_pynvml():
-    assert (module._SM_CLOCK, module._MEMORY_CLOCK) == (
-        pynvml.NVML_CLOCK_SM,
-        pynvml.NVML_CLOCK_MEM,
-    )
-    assert module._GPU_SENSOR == pynvml.NVML_TEMPERATURE_GPU
-    assert module._UNCORRECTED == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-    assert module._VOLATILE == pynvml.NVML_VOLATILE_ECC
-    assert module._NOT_ANSWERED == (
+def test_numbers_written_out_are_those_of_pynvml(proc):
+    nvml = FakeNvml([gpu_answers()])
+    with Watch([0], set(), nvml, proc=proc) as watch:
+        watch.look()
+    assert {asked for asked in nvml.questions if len(asked) > 1} == {
+        ("GetClockInfo", pynvml.NVML_CLOCK_SM),
+        ("GetClockInfo", pynvml.NVML_CLOCK_MEM),
+        ("GetMaxClockInfo", pynvml.NVML_CLOCK_SM),
+        ("GetApplicationsClock", pynvml.NVML_CLOCK_GRAPHICS),
+        ("GetTemperature", pynvml.NVML_TEMPERATURE_GPU),
+        (
+            "GetTotalEccErrors",
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            pynvml.NVML_VOLATILE_ECC,
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
         pynvml.NVML_ERROR_INVALID_ARGUMENT,
         pynvml.NVML_ERROR_NOT_SUPPORTED,
         pynvml.NVML_ERROR_NO_PERMISSION,
@@ -266,7 +280,13 @@ def test_numbers_written_out_are_those_of_pynvml():
         pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
         pynvml.NVML_ERROR_VGPU_ECC_NOT_SUPPORTED,
         pynvml.NVML_ERROR_DEPRECATED,
-    )
+    ],
+)
+def test_a_question_that_a_gpu_does_not_answer_is_left_open(number, proc):
+    nvml = FakeNvml([gpu_answers(GetPersistenceMode=fails(number))])
+    with Watch([0], set(), nvml, proc=proc) as watch:
+        (seen,) = watch.look()
+    assert (seen.persistence, seen.sm_mhz) == (None, 1980)
 
 
 # Throttling by name

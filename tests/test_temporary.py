@@ -13,9 +13,9 @@ import time
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.files import _MARKER as MARKER
 from tccl_py.files import temporary_folder
 
+MARKER = ".tccl-temporary"
 HOLDING = (
     "import sys, time\nfrom tccl_py.files import temporary_folder\n"
     "with temporary_folder('tccl-t-') as folder:\n"

@@ -32,7 +32,7 @@ class FakeJobs:
         wrong=(),
         grouped=lambda groups, environment: 1.0,
     ):
-        self._seconds, self._noise, self._fails, self._wrong = seconds, noise, fails, wrong
+        self.seconds, self._noise, self._fails, self._wrong = seconds, noise, fails, wrong
         self._grouped = grouped
         self._random = np.random.default_rng(seed)
         self.jobs = []
@@ -64,7 +64,7 @@ class FakeJobs:
         job = float(np.exp(self._random.normal(0, self._noise)))
         timings = []
         for batch, row in enumerate(spec.rows):
-            seconds = self._seconds(row.bytes, environment) * job * (1 + 0.001 * batch)
+            seconds = self.seconds(row.bytes, environment) * job * (1 + 0.001 * batch)
             if row.groups:
                 seconds *= self._grouped(row.groups, environment)
             # A graph file fails smaller communicators.

@@ -28,7 +28,7 @@ from tccl_py.readers.nvml import gpu_count
 from tccl_py.sources.profiled import MeasuredMachine, users_of
 
 _DESCRIBED = "give --machine MACHINE for a verdict by NCCL's rules"
-_MOST_FILES = 16
+MOST_FILES = 16
 """Of more graph files one for each number of GPUs is loaded."""
 
 
@@ -83,7 +83,7 @@ def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
     if not rings.able:
         return ()
     subsets = [subset.gpus for subset in plan.subsets]
-    if len(subsets) >= _MOST_FILES:
+    if len(subsets) >= MOST_FILES:
         subsets = list({len(gpus): gpus for gpus in subsets}.values())
     names = {GRAPH_FILE: plan.gpus, **{subset_file(gpus): gpus for gpus in subsets}}
     texts = nccl_files(plan, Path())

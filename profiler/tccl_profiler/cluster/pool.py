@@ -60,7 +60,7 @@ class ClusterPool:
         self._devices = {host: tuple(sorted(ids)) for host, ids in devices.items() if ids}
         self.lanes: dict[str, int] = {}
         self._variables: Mapping[str, str] = {}
-        self._ahead_ns = _AHEAD_NS
+        self.ahead_ns = _AHEAD_NS
         self.warnings: list[str] = []
         self.late = 0
 
@@ -168,7 +168,7 @@ class ClusterPool:
             for repeat in range(spec.repeats):
                 self._answers(number, hosts, say.Resident, spec)
                 # Agree on a time, and tell each host what that is by its clock.
-                at_ns = time.monotonic_ns() + self._ahead_ns
+                at_ns = time.monotonic_ns() + self.ahead_ns
                 for host in hosts:
                     there_ns = self._clocks[host].there_ns(at_ns)
                     self._agents.tell(host, number, say.Release(repeat=repeat, at_ns=there_ns))
@@ -179,7 +179,7 @@ class ClusterPool:
         except BaseException:
             self._give_up(number, hosts)
             raise
-        return self._judged(ran, spec)
+        return self.judged(ran, spec)
 
     def _answers(
         self, number: int, hosts: Collection[str], kind: type[Answer], spec: RunSpec
@@ -202,10 +202,11 @@ class ClusterPool:
             ended |= {h: a for h, a in answers.items() if not isinstance(a, say.Resident)}
         return ended
 
-    def _judged(self, ran: Mapping[str, say.Ran], spec: RunSpec) -> tuple[list[RunResult], bool]:
+    def judged(self, ran: Mapping[str, say.Ran], spec: RunSpec) -> tuple[list[RunResult], bool]:
+        """Return the results of all hosts and whether a release was late; adapt `ahead_ns`."""
         earliest_ns = min(early for host in ran.values() for early in host.early_ns)
-        took_ns = self._ahead_ns - earliest_ns
-        self._ahead_ns = min(_FURTHEST_NS, max(2 * took_ns + _LITTLE_NS, self._ahead_ns // 2))
+        took_ns = self.ahead_ns - earliest_ns
+        self.ahead_ns = min(_FURTHEST_NS, max(2 * took_ns + _LITTLE_NS, self.ahead_ns // 2))
         results = [
             joined({host: own.results[repeat].unpacked() for host, own in ran.items()})
             for repeat in range(spec.repeats)
