@@ -290,8 +290,12 @@ class Incumbent:
         del self._candidates[MAX_FINALISTS:]
 
     def finalists(self) -> list[Candidate]:
-        """Return the candidates within three standard errors of the best."""
-        return [c for c in self._candidates if c.score >= self.score * (1 - 3 * self.error)]
+        """Return the candidates within three standard errors of the best, one of each set."""
+        close = [c for c in self._candidates if c.score >= self.score * (1 - 3 * self.error)]
+        distinct: dict[str, Candidate] = {}
+        for candidate in close:
+            distinct.setdefault(candidate.index.text(candidate.hops), candidate)
+        return list(distinct.values())
 
     def clear(self) -> None:
         """Drop all candidates, because their scores are no longer valid."""
