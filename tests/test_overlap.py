@@ -20,7 +20,6 @@ from tccl_py.overlap.job import (
     OverlapResult,
     OverlapSpec,
     Pair,
-    Timing,
     default_sets,
     parse_sets,
     rows_of,
@@ -54,10 +53,14 @@ def order_of(**more):
     return OverlapSpec(**{**known, **more})
 
 
-def answer_of(rank, pairs_ms, total_ms, *, mode="concurrent", right=True, products=()):
-    times = Timing(mode=mode, works_ms=pairs_ms, total_ms=total_ms)
+def answer_of(rank, pairs_ms, *, mode="concurrent", right=True, products=()):
     return OverlapResult(
-        rank=rank, torch="2", device="", right=right, sets=((times,),), products=tuple(products)
+        rank=rank,
+        torch="2",
+        device="",
+        right=right,
+        sets=({mode: pairs_ms},),
+        products=tuple(products),
     )
 
 
@@ -187,8 +190,8 @@ def test_few_samples_give_all_they_have():
 def test_the_receivers_times_count_and_totals_follow_from_them(mode, total):
     order = order_of(sets=((Pair(source=0, target=1), Pair(source=1, target=0)),))
     answers = (
-        answer_of(0, ((), (20.0, 20.0)), (99.0, 99.0), mode=mode),
-        answer_of(1, ((10.0, 10.0), ()), (99.0, 99.0), mode=mode),
+        answer_of(0, ((), (20.0, 20.0)), mode=mode),
+        answer_of(1, ((10.0, 10.0), ()), mode=mode),
     )
     ((row,), _) = rows_of("nccl", order, answers, (4, 6))
     assert row.set == ("G4->G6", "G6->G4")
@@ -198,17 +201,12 @@ def test_the_receivers_times_count_and_totals_follow_from_them(mode, total):
 
 def test_of_a_product_the_slowest_rank_of_the_transfer_counts():
     def times(transfer_ms, product_ms):
-        timing = Timing(
-            mode="concurrent",
-            works_ms=(product_ms, transfer_ms),
-            total_ms=tuple(map(max, transfer_ms or product_ms, product_ms)),
-        )
-        return Pair(source=0, target=1), (timing,)
+        return Pair(source=0, target=1), {"concurrent": (product_ms, transfer_ms)}
 
     answers = (
-        answer_of(0, ((1.0,),), (1.0,), products=[times((4.0,), (2.0,))]),
-        answer_of(1, ((1.0,),), (1.0,), products=[times((5.0,), (3.0,))]),
-        answer_of(2, ((1.0,),), (1.0,), products=[times((), (9.0,))]),
+        answer_of(0, ((1.0,),), products=[times((4.0,), (2.0,))]),
+        answer_of(1, ((1.0,),), products=[times((5.0,), (3.0,))]),
+        answer_of(2, ((1.0,),), products=[times((), (9.0,))]),
     )
     order = order_of(places=3, sets=((Pair(source=0, target=1),),))
     _, (row,) = rows_of("nccl", order, answers, (0, 1, 2))
@@ -217,7 +215,7 @@ def test_of_a_product_the_slowest_rank_of_the_transfer_counts():
 
 
 def test_wrong_bytes_make_the_times_void():
-    answers = (answer_of(0, ((1.0,), (1.0,)), (1.0,), right=False),)
+    answers = (answer_of(0, ((1.0,), (1.0,)), right=False),)
     with pytest.raises(MeasurementError, match="rank 0 wrong bytes"):
         rows_of("nccl", order_of(), answers, (0, 1))
 

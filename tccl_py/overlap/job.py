@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -19,7 +19,11 @@ Backend = Literal["nccl", "gloo"]
 Kind = Literal["messages", "copies"]
 """Messages between ranks, one rank a GPU; or copies by one process between all GPUs."""
 Mode = Literal["sequential", "concurrent"]
-MODES: tuple[Mode, ...] = ("sequential", "concurrent")
+Works = tuple[tuple[float, ...], ...]
+"""One rank's times: ms of each repeat by work, () for other ranks' work. The works are a set's
+pairs, or a GEMM and the transfer beside it."""
+Timings = dict[Mode, Works]
+_TOTAL: dict[Mode, Callable[[tuple[float, ...]], float]] = {"sequential": sum, "concurrent": max}
 ALL_REDUCE = "all-reduce"
 RANK_PROGRAM = "tccl_py.overlap.rank"
 _PAIR = re.compile(r"G([0-9]{1,4})->G([0-9]{1,4})", re.ASCII)
@@ -61,17 +65,6 @@ class OverlapSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.places if self.kind == "messages" else 1
 
 
-class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rank's times in a mode: ms of each repeat by work, () for other ranks' work.
-
-    The works are a set's pairs, or a GEMM and the transfer beside it.
-    """
-
-    mode: Mode
-    works_ms: tuple[tuple[float, ...], ...]
-    total_ms: tuple[float, ...]
-
-
 class OverlapResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Result of one rank: each set's timings, and those of each transfer beside a GEMM.
 
@@ -83,8 +76,8 @@ class OverlapResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     torch: str
     device: str
     right: bool
-    sets: tuple[tuple[Timing, ...], ...]
-    products: tuple[tuple[Pair | None, tuple[Timing, ...]], ...]
+    sets: tuple[Timings, ...]
+    products: tuple[tuple[Pair | None, Timings], ...]
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,49 +200,50 @@ def rows_of(
     if wrong:
         what = f"gave rank {', '.join(wrong)} wrong bytes: times are void"
         raise MeasurementError(f"transfers by {by}: {what}")
+    names = [tuple(pair.text(gpus) for pair in pairs) for pairs in spec.sets]
     pairs = [
-        _pair_row(by, spec, number, [result.sets[number][mode] for result in results], gpus)
-        for number in range(len(results[0].sets))
-        for mode in range(len(results[0].sets[number]))
+        _pair_row(by, mode, names[at], spec.messages, [result.sets[at][mode] for result in results])
+        for at, timings in enumerate(results[0].sets)
+        for mode in timings
     ]
     products = [
-        _product_row(by, transfer, [result.products[number][1][mode] for result in results], gpus)
-        for number, (transfer, timings) in enumerate(results[0].products)
-        for mode in range(len(timings))
+        _product_row(
+            by,
+            mode,
+            ALL_REDUCE if transfer is None else transfer.text(gpus),
+            [result.products[at][1][mode] for result in results],
+        )
+        for at, (transfer, timings) in enumerate(results[0].products)
+        for mode in timings
     ]
     return tuple(pairs), tuple(products)
 
 
 def _pair_row(
-    by: str, spec: OverlapSpec, number: int, ranks: Sequence[Timing], gpus: Sequence[int]
+    by: str, mode: Mode, pairs: tuple[str, ...], messages: int, ranks: Sequence[Works]
 ) -> PairRow:
-    pairs, mode = spec.sets[number], ranks[0].mode
-    by_work = zip(*(rank.works_ms for rank in ranks), strict=True)
-    each = [next(filter(None, times)) for times in by_work]
-    join = sum if mode == "sequential" else max
+    each = [next(filter(None, times)) for times in zip(*ranks, strict=True)]
     return PairRow(
         by=by,
         mode=mode,
-        set=tuple(pair.text(gpus) for pair in pairs),
-        message=tuple(span(time / spec.messages for time in times) for times in each),
-        total=span(join(times) for times in zip(*each, strict=True)),
+        set=pairs,
+        message=tuple(span(time / messages for time in times) for times in each),
+        total=span(map(_TOTAL[mode], zip(*each, strict=True))),
     )
 
 
-def _product_row(
-    by: str, transfer: Pair | None, ranks: Sequence[Timing], gpus: Sequence[int]
-) -> ProductRow:
+def _product_row(by: str, mode: Mode, transfer: str, ranks: Sequence[Works]) -> ProductRow:
     # All ranks multiply; only ranks of the transfer affect it.
-    part = [rank for rank in ranks if rank.works_ms[1]]
+    part = [works for works in ranks if works[1]]
 
-    def slowest(rows: Iterable[tuple[float, ...]]) -> Span:
+    def slowest(rows: Iterable[Iterable[float]]) -> Span:
         return span(map(max, zip(*rows, strict=True)))
 
     return ProductRow(
         by=by,
-        mode=ranks[0].mode,
-        transfer=ALL_REDUCE if transfer is None else transfer.text(gpus),
-        transfer_time=slowest(rank.works_ms[1] for rank in part),
-        product_time=slowest(rank.works_ms[0] for rank in part),
-        total=slowest(rank.total_ms for rank in part),
+        mode=mode,
+        transfer=transfer,
+        transfer_time=slowest(works[1] for works in part),
+        product_time=slowest(works[0] for works in part),
+        total=slowest(map(_TOTAL[mode], zip(*works, strict=True)) for works in part),
     )

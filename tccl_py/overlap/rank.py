@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tccl_py.overlap.job import MODES, Mode, OverlapResult, OverlapSpec, Pair, Timing
+from tccl_py.overlap.job import OverlapResult, OverlapSpec, Pair, Timings
 from tccl_py.rank_processes.rank import Communicator, join, read_spec, write_result
 
 _WARM_UPS = 2
@@ -203,31 +203,28 @@ class Timer:
     def __init__(self, mover: Copies, watch: CudaStopwatch | ThreadStopwatch, repeats: int) -> None:
         self._mover, self._watch, self._repeats = mover, watch, repeats
 
-    def time(self, works: Mapping[int, Work], reported: Sequence[bool]) -> tuple[Timing, ...]:
+    def time(self, works: Mapping[int, Work], reported: Sequence[bool]) -> Timings:
         """Return timings by mode of this rank's works by number.
 
         Ranks without a work still wait for its ranks; `reported` tells for each work of the job
         whether this rank reports its time.
         """
-        samples: dict[Mode, list[tuple[dict[int, float], float]]] = {mode: [] for mode in MODES}
+        alone: list[list[float]] = []
+        together: list[dict[int, float]] = []
         for _ in range(_WARM_UPS + self._repeats):
-            each = {number: self.single(works.get(number)) for number in range(len(reported))}
-            samples["sequential"].append((each, sum(each.values())))
+            alone.append([self.single(works.get(number)) for number in range(len(reported))])
             self._mover.align()
             times = self._watch.together(list(works.values()))
-            both = dict(zip(works, times, strict=True)), max(times, default=0.0)
-            samples["concurrent"].append(both)
-        return tuple(
-            Timing(
-                mode=mode,
-                works_ms=tuple(
-                    tuple(each[number] for each, _ in rows[_WARM_UPS:]) if counts else ()
-                    for number, counts in enumerate(reported)
-                ),
-                total_ms=tuple(total for _, total in rows[_WARM_UPS:]),
+            together.append(dict(zip(works, times, strict=True)))
+
+        def timed(rows: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
+            counted = rows[_WARM_UPS:]
+            return tuple(
+                tuple(row[number] for row in counted) if counts else ()
+                for number, counts in enumerate(reported)
             )
-            for mode, rows in samples.items()
-        )
+
+        return {"sequential": timed(alone), "concurrent": timed(together)}
 
     def single(self, work: Work | None) -> float:
         """Align the ranks, run a work, and return its ms; 0 on a rank without it."""
@@ -237,7 +234,7 @@ class Timer:
 
 def _time_products(
     joined: Communicator, timer: Timer, mover: Copies
-) -> Iterator[tuple[Pair | None, tuple[Timing, ...]]]:
+) -> Iterator[tuple[Pair | None, Timings]]:
     """Time each transfer beside GEMMs that take about as long."""
     torch = joined.torch
     size, kind = (4096, torch.bfloat16) if joined.cuda else (256, torch.float32)

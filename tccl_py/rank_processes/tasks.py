@@ -154,34 +154,27 @@ def _wait(started: Sequence[_Rank], timeout: float, meanwhile: Callable[[], None
             folder = running[0].folder
             slow = [rank.number for rank in running if rank.folder == folder]
             what = f"did not end within {timeout:g} s"
-            raise RanksError(slow, what, _said(folder, slow[0]), late=True)
+            raise RanksError(slow, what, _said(folder, slow[0])[1], late=True)
         meanwhile()
         time.sleep(_POLL_S)
 
 
 def _failure(failed: Sequence[tuple[_Rank, int]]) -> RanksError:
     """Blame the rank whose last output names a cause, else the first with any output."""
-    lines = [_lines(rank.folder, rank.number) for rank, _ in failed]
-    said = [at for kind in (_causes, list) for at, own in enumerate(lines) if kind(own)]
-    rank, code = failed[said[0] if said else 0]
+    said = [_said(rank.folder, rank.number) for rank, _ in failed]
+    worst = max(range(len(said)), key=lambda at: said[at][0])
+    rank, code = failed[worst]
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    return RanksError([rank.number], how, _said(rank.folder, rank.number))
+    return RanksError([rank.number], how, said[worst][1])
 
 
-def _said(folder: Path, rank: int) -> str:
-    lines = _lines(folder, rank)
-    last = (_causes(lines) or lines)[-1:]
-    return last[0][-_TAIL:] if last else ""
-
-
-def _lines(folder: Path, rank: int) -> list[str]:
+def _said(folder: Path, rank: int) -> tuple[int, str]:
+    """Return a rank's last line with a cause, and 2; else the last line, and 1; or "" and 0."""
     path = _output(folder, rank)
     text = path.read_bytes()[-_LAST_BYTES:].decode(errors="replace") if path.exists() else ""
-    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-
-
-def _causes(lines: Sequence[str]) -> list[str]:
-    return [line for line in lines if any(word in line for word in _CAUSE)]
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    causes = [line for line in lines if any(word in line for word in _CAUSE)]
+    return bool(lines) + bool(causes), (causes or lines or [""])[-1][-_TAIL:]
 
 
 def _output(folder: Path, rank: int) -> Path:
@@ -192,7 +185,7 @@ def _result(folder: Path, rank: int) -> str:
     try:
         return result_file(folder, rank).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        raise RanksError([rank], "ended without a result", _said(folder, rank)) from None
+        raise RanksError([rank], "ended without a result", _said(folder, rank)[1]) from None
 
 
 def _log(folder: Path) -> str:
