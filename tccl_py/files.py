@@ -7,9 +7,9 @@ import fcntl
 import os
 import re
 import shutil
-import socket
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -118,15 +118,17 @@ def sweep_beside(path: Path) -> None:
     sweep(path.parent, _beside(path))
 
 
-def sweep(directory: Path, prefix: str) -> None:
+def sweep(directory: Path, prefix: str, *, least_age_s: float = 0.0) -> None:
     """Remove unlocked files and folders with this prefix; none on file systems without locks."""
+    newest = time.time() - least_age_s
     with suppress(OSError):
         for path in directory.iterdir():
             if path.name.startswith(prefix):
                 with suppress(OSError), _held(path, os.O_NONBLOCK) as unused:
-                    if unused and path.is_dir():
+                    old = unused and path.stat().st_mtime <= newest
+                    if old and path.is_dir():
                         shutil.rmtree(path, ignore_errors=True)
-                    elif unused:
+                    elif old:
                         path.unlink()
 
 
@@ -224,33 +226,19 @@ def encode_line(value: Any) -> bytes:
     return msgspec.json.encode(value, enc_hook=written) + b"\n"
 
 
-_MARKER = ".tccl-temporary"
-_MOST_BYTES = 4096
 _OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
-
-
-class _Owner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The process that made a folder: host, process id, and start in ticks since boot."""
-
-    temporary_folder_of: str = "tccl"
-    host: str
-    pid: int
-    started: int
+_UNLOCKED_S = 60.0  # A new folder may not be locked yet
 
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
     """Make a folder whose name begins with `prefix`, for the time of the block.
 
-    A killed program leaves the folder. The folder is locked while the program lives, and a marker
-    names the process: the next call with the prefix removes marked folders without lock and
-    process. InputError: the system refuses the folder, or a write in the block.
+    The folder is locked while the program lives; a later call with the prefix removes the folder
+    of a killed program. InputError: the system refuses the folder, or a write in the block.
     """
-    _sweep(prefix)
+    sweep(Path(tempfile.gettempdir()), prefix, least_age_s=_UNLOCKED_S)
     with _named(), tempfile.TemporaryDirectory(prefix=prefix) as name, _held(Path(name)):
-        # Marked only now that it is locked: until then it could look like a dead program's.
-        own = _Owner(host=socket.gethostname(), pid=os.getpid(), started=_started(os.getpid()))
-        write_atomically(Path(name, _MARKER), msgspec.json.encode(own).decode())
         yield Path(name)
 
 
@@ -281,33 +269,3 @@ def _held(path: Path, flags: int = os.O_DIRECTORY) -> Iterator[bool]:
         yield locked
     finally:
         os.close(descriptor)
-
-
-def _sweep(prefix: str) -> None:
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with suppress(OSError, ValueError):
-            if not stat.S_ISDIR(_owned(path)) or not stat.S_ISREG(_owned(path / _MARKER)):
-                continue
-            with (path / _MARKER).open("rb") as marker:
-                owner = msgspec.json.decode(marker.read(_MOST_BYTES), type=_Owner)
-            if owner.temporary_folder_of != "tccl" or owner.host != socket.gethostname():
-                continue
-            with _held(path) as unused:
-                if unused and not _lives(owner):
-                    shutil.rmtree(path, ignore_errors=True)
-
-
-def _owned(path: Path) -> int:
-    found = path.lstat()
-    return found.st_mode if found.st_uid == os.geteuid() else 0
-
-
-def _lives(owner: _Owner) -> bool:
-    with suppress(OSError):
-        return _started(owner.pid) == owner.started
-    return False
-
-
-def _started(pid: int) -> int:
-    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    return int(text.rpartition(")")[2].split()[19])

@@ -188,7 +188,7 @@ def test_truncated_output_is_refused():
 
 def test_cells_rows_and_columns_that_are_wrong_are_refused_where_they_stand():
     wrong = {
-        matrix({(0, 1): "WARP"}, 2): ("topo.txt:2", '"WARP"'),
+        matrix({(0, 1): "WARP"}, 2): ("topo.txt:2", "'WARP'"),
         matrix({(0, 1): "X"}, 2): ("topo.txt", "GPU0 and GPU1 by X"),
         matrix({}, 2).replace("\nGPU1", "\nGPU7"): ("topo.txt:3", "GPU7"),
         "\tGPU0\tGPU0\n": ("topo.txt:1", "GPU0 twice"),

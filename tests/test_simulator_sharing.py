@@ -22,7 +22,7 @@ from tccl_py.model.transfer import (
     transfer_set,
 )
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
-from tccl_py.simulator.executors import max_min_rates
+from tccl_py.simulator.routes import max_min_rates
 from tccl_py.simulator.source import Simulator
 
 SIMULATORS = {name: Simulator(load_bundled(name)) for name in bundled_names()}

@@ -1,9 +1,7 @@
 """Folders of programs that were killed are taken away by the next one, and nobody else's."""
 
 import errno
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +19,10 @@ HOLDING = (
     "with temporary_folder('tccl-t-') as folder:\n"
     "    (folder / 'file').write_text('x')\n    print(folder, flush=True)\n    time.sleep(600)\n"
 )
+
+
+def hour_ago(path):
+    os.utime(path, (time.time() - 3600,) * 2)
 
 
 @pytest.fixture
@@ -50,46 +52,27 @@ def test_what_a_killed_program_left_is_taken_away_and_what_a_living_one_has_is_n
     killed, living = (place / one.stdout.readline().strip() for one in started)
     started[0].send_signal(signal.SIGKILL)
     started[0].wait(60)
+    hour_ago(killed)
+    hour_ago(living)
     with temporary_folder("tccl-t-"):
         assert (killed.exists(), (living / "file").exists()) == (False, True)
     started[1].kill()
     started[1].wait(60)
 
 
-def marker_of(folder, **changed):
-    """The marker that a folder of a program that is gone would have."""
-    with temporary_folder("tccl-other-") as living:
-        found = json.loads((living / MARKER).read_text())
-    text = json.dumps({**found, "started": found["started"] + 1, **changed})
-    (folder / MARKER).write_text(text)
-
-
-def test_only_what_carries_a_dead_programs_marker_is_taken_away(place):
-    hour_ago = (time.time() - 3600,) * 2
+def test_only_old_folders_without_a_lock_are_taken_away(place):
     (place / "target").mkdir()
-    marker_of(place / "target")
-    folders = {
-        name: place / f"tccl-t-{name}"
-        for name in ("unmarked", "words", "empty", "other-host", "living", "linked-marker", "dead")
-    }
-    for folder in folders.values():
-        folder.mkdir()
-    (folders["words"] / MARKER).write_text("mine")
-    (folders["empty"] / MARKER).write_bytes(b"\xff" * 9000)
-    marker_of(folders["other-host"], host="elsewhere")
-    with temporary_folder("tccl-other-") as living:
-        shutil.copy(living / MARKER, folders["living"])
-    (folders["linked-marker"] / MARKER).symlink_to(place / "target" / MARKER)
-    marker_of(folders["dead"])
     (place / "tccl-t-link").symlink_to(place / "target")
-    (place / "tccl-t-file").write_text("x")
-    before = set(place.iterdir())
-    for path in before:
-        os.utime(path, hour_ago, follow_symlinks=False)
-    with temporary_folder("tccl-t-"):
-        pass
-    assert set(place.iterdir()) == before - {folders["dead"]}
-    assert (place / "target" / MARKER).exists()
+    (place / "tccl-t-young").mkdir()
+    with temporary_folder("tccl-t-") as living:
+        for name in ("tccl-t-old", "unlike"):
+            (place / name / "inner").mkdir(parents=True)
+        before = {path for path in place.iterdir() if path.name != "tccl-t-old"}
+        for path in (place / "tccl-t-old", place / "unlike", living, place / "target"):
+            hour_ago(path)
+        with temporary_folder("tccl-t-"):
+            pass
+        assert set(place.iterdir()) == before
 
 
 @pytest.mark.parametrize(

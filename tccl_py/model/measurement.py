@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
 from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -62,7 +63,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def gbps(self) -> tuple[float, ...]:
         """Median rate of each flow, in GB/s."""
-        return tuple(_median(row) for row in self.samples_gbps)
+        return tuple(median(row) for row in self.samples_gbps)
 
     @property
     def total_gbps(self) -> float:
@@ -87,20 +88,14 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def relative_error(self) -> float:
         """Relative standard error of the slowest flow's median; 0 with one sample."""
-        slowest = min(self.samples_gbps, key=_median)
-        middle = _median(slowest)
+        slowest = min(self.samples_gbps, key=median)
+        middle = median(slowest)
         if len(slowest) < 2 or middle <= 0:
             return 0.0
         mean = math.fsum(slowest) / len(slowest)
         squares = math.fsum((sample - mean) ** 2 for sample in slowest)
         deviation = math.sqrt(squares / (len(slowest) - 1))
         return math.sqrt(math.pi / 2 / len(slowest)) * deviation / middle
-
-
-def _median(samples: Sequence[float]) -> float:
-    ordered = sorted(samples)
-    half = len(ordered) // 2
-    return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)
 
 
 def dealt(flows: Iterable[Flow], values: Iterable[Value]) -> dict[Flow, list[Value]]:

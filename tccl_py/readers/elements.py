@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from xml.parsers import expat
 
 from tccl_py.errors import InputError
+from tccl_py.model.cluster import shown
 
 MAX_DEPTH = 64
 MAX_ELEMENTS = 10_000  # NCCL itself stops at 256 elements in a topology and 4096 in a graph
 
 _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]{1,15}|0|[1-9][0-9]{0,17})", re.ASCII)
-_SHOWN = 40
 
 
 @dataclass(kw_only=True)
@@ -46,14 +46,14 @@ class Element:
         value = int(text, 0) if _INTEGER.fullmatch(text) else None
         if value is None or not least <= value <= most:
             right = f"an integer from {least} to {most}"
-            raise self.refused(f'has {name}="{shortened(text)}"', right)
+            raise self.refused(f"has {name}={shown(text)}", right)
         return value
 
     def matching(self, name: str, pattern: re.Pattern[str], meaning: str) -> str:
         """Return an attribute of this pattern, `meaning` in messages; "" if missing or empty."""
         value = self.attributes.get(name, "")
         if value and not pattern.fullmatch(value):
-            raise self.refused(f'has {name}="{shortened(value)}"', meaning)
+            raise self.refused(f"has {name}={shown(value)}", meaning)
         return value
 
     def only(self, *tags: str) -> Iterator[Element]:
@@ -69,11 +69,6 @@ class Element:
         list(self.only())
 
 
-def shortened(text: str) -> str:
-    """Return `text`, cut to fit a message."""
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
 def parse_elements(text: str, *, where: str) -> Element:
     """Parse XML text into elements.
 
@@ -87,7 +82,7 @@ def parse_elements(text: str, *, where: str) -> Element:
     def start(tag: str, attributes: dict[str, str]) -> None:
         nonlocal count
         count += 1
-        place = f"{where}:{parser.CurrentLineNumber} <{shortened(tag)}>"
+        place = f"{where}:{parser.CurrentLineNumber} <{tag[:40]}>"
         element = Element(tag=tag, attributes=attributes, where=place)
         if count > MAX_ELEMENTS:
             right = f"one machine has at most {MAX_ELEMENTS}"
@@ -102,7 +97,7 @@ def parse_elements(text: str, *, where: str) -> Element:
 
     def data(found: str) -> None:
         if found.strip():
-            what = f'has the text "{shortened(" ".join(found.split()))}" between its elements'
+            what = f"has the text {shown(' '.join(found.split()))} between its elements"
             raise path[-1].refused(what, "everything is an attribute here")
 
     def refuse_type(*declared: object) -> None:  # noqa: ARG001

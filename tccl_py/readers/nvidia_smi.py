@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
+from tccl_py.model.cluster import shown
 from tccl_py.model.machine import (
     MAX_GPUS,
     Gpu,
@@ -36,7 +37,6 @@ from tccl_py.model.machine import (
     check,
 )
 from tccl_py.model.symmetry import joined_groups
-from tccl_py.readers.elements import shortened
 
 MAX_DEVICES = 256
 MAX_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS: no GPU has more
@@ -167,14 +167,14 @@ def _row(
 ) -> _Row:
     words = line.split()
     if not words or words[0] != label:
-        found = shortened(words[0]) if words else "nothing"
+        found = shown(words[0]) if words else "nothing"
         raise InputError(where, f"begins with {found}", f"the row of {label} comes here")
     cells = [_OLD_NAMES.get(word, word) for word in words[1 : len(labels) + 1]]
     if len(cells) < len(labels):
         raise InputError(where, f"has {len(cells)} of {label}'s {len(labels)} relations", _WHOLE)
     for column, cell in zip(labels, cells, strict=True):
         if not _is_relation(cell):
-            what = f'relates {label} and {column} by "{shortened(cell)}"'
+            what = f"relates {label} and {column} by {shown(cell)}"
             raise InputError(where, what, f"{', '.join((_SELF, *LEVELS))} or NV#")
     # Empty places cannot be seen, so the first words come first. GPU NUMA ID (Grace) is always
     # written and always last; a Machine has no place for it.

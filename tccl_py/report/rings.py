@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import msgspec
 
 from tccl_py.explain.findings import kind_of
+from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.paths import path_types
 from tccl_py.plan.plan import WORLD, Plan, PlanChain
 from tccl_py.report.machine import LANE, Layout, Wire, depth, wires
-from tccl_py.report.words import host_list, order_words
+from tccl_py.report.words import order_words
 
 _SAME = 1e-6
 _PORT = 9.0
@@ -91,7 +92,7 @@ def _view(
         order = " → ".join([f"N{ring.entry_nic}", *map(str, ring.gpus), f"N{ring.exit_nic}"])
     return RingView(
         id=f"ring-{path}-{number}",
-        title=f"Ring {number}" + (f" on {host_list(hosts)}" if plan.is_cluster else ""),
+        title=f"Ring {number}" + (f" on {listed(hosts)}" if plan.is_cluster else ""),
         order=order,
         rate=ring.rate,
         layout=layout,

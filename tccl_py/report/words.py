@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.readers.hosts import compress
 
 CHOICE_WORDS: dict[ChoiceName, str] = {
     "default": "default NCCL",
@@ -31,19 +32,7 @@ def gpu_list(gpus: Sequence[int]) -> str:
     >>> gpu_list((0, 1, 2, 5))
     '0-2,5'
     """
-    runs: list[list[int]] = []
-    for gpu in gpus:
-        if runs and runs[-1][-1] + 1 == gpu:
-            runs[-1].append(gpu)
-        else:
-            runs.append([gpu])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def host_list(names: Sequence[str], most: int = 4) -> str:
-    """Return host names with commas, the first few of many."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+    return compress(map(str, gpus)).strip("[]")
 
 
 def plan_name(plan: Plan) -> str:

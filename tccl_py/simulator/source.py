@@ -13,18 +13,6 @@ import numpy as np
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, TransferSet
-from tccl_py.simulator.executors import (
-    Bound,
-    Part,
-    applies,
-    bent,
-    figures_used,
-    held,
-    matches,
-    max_min_rates,
-    roles,
-    unbent,
-)
 from tccl_py.simulator.model import (
     Capacity,
     Figures,
@@ -35,7 +23,22 @@ from tccl_py.simulator.model import (
     bundled_parameters,
     figures_in,
 )
-from tccl_py.simulator.routes import Edge, Leg, Network, legs_of
+from tccl_py.simulator.routes import (
+    Bound,
+    Edge,
+    Leg,
+    Network,
+    Part,
+    applies,
+    bent,
+    figures_used,
+    held,
+    legs_of,
+    matches,
+    max_min_rates,
+    roles,
+    unbent,
+)
 
 MIB = 1024.0 * 1024.0
 
