@@ -76,9 +76,9 @@ def everything(folder):
 # our part of a file
 
 
-@given(data=st.none() | FILES, comment=st.sampled_from(["#", "--"]), head=st.sampled_from(HEADS))
-def test_a_part_that_is_taken_out_leaves_the_bytes_that_were_there(data, comment, head):
-    put = with_block(data, "A=b\n", comment=comment, head=head, where="f")
+@given(data=st.none() | FILES, head=st.sampled_from(HEADS))
+def test_a_part_that_is_taken_out_leaves_the_bytes_that_were_there(data, head):
+    put = with_block(data, "A=b\n", head=head, where="f")
     assert has_block(put, where="f")
     assert put.startswith(data or b"")
     assert without_block(put, heads=HEADS, where="f") == data
@@ -86,9 +86,9 @@ def test_a_part_that_is_taken_out_leaves_the_bytes_that_were_there(data, comment
 
 @given(data=st.none() | FILES)
 def test_a_part_that_is_put_twice_is_there_once(data):
-    first = with_block(data, "A=b\n", comment="#", head="", where="f")
-    assert with_block(first, "A=b\n", comment="#", head="", where="f") == first
-    other = with_block(first, "C=d\n", comment="#", head="", where="f")
+    first = with_block(data, "A=b\n", head="", where="f")
+    assert with_block(first, "A=b\n", head="", where="f") == first
+    other = with_block(first, "C=d\n", head="", where="f")
     assert b"A=b\n# <<<" not in other
     assert without_block(other, heads=HEADS, where="f") == data
 
@@ -96,7 +96,7 @@ def test_a_part_that_is_put_twice_is_there_once(data):
 @given(data=st.none() | FILES, later=FILES, earlier=FILES)
 def test_what_others_wrote_around_the_part_stays(data, later, earlier):
     assume(later)
-    put = with_block(data, "A=b\n", comment="#", head="", where="f")
+    put = with_block(data, "A=b\n", head="", where="f")
     earlier = earlier + b"\n" if earlier else b""
     rest = without_block(earlier + put + later, heads=HEADS, where="f")
     start = data or b""
@@ -106,7 +106,7 @@ def test_what_others_wrote_around_the_part_stays(data, later, earlier):
 
 @given(data=FILES, cut=st.integers(min_value=1, max_value=200))
 def test_damaged_markers_are_refused(data, cut):
-    put = with_block(data, "A=b\n", comment="#", head="", where="f")
+    put = with_block(data, "A=b\n", head="", where="f")
     assume(cut < len(put) - len(data))
     damaged = put[:-cut]
     try:
@@ -152,8 +152,10 @@ def test_markers_that_somebody_changed_are_refused_and_nothing_is_done(tmp_path,
 def test_installing_and_uninstalling_leaves_every_file_as_it_was(tmp_path, contents, modes):
     folder = tmp_path / "files"
     folder.mkdir()
-    names = {"conf": "conf", "slurm-prolog": "task prolog.sh", "module": "1.0.lua"}
+    names = {"conf": "conf", "slurm-prolog": "task prolog.sh", "module": "1.0"}
     targets = {kind: folder / names[kind] for kind in KINDS}
+    heads = [b"#%Module1.0\n" if kind == "module" else b"" for kind in KINDS]
+    contents = [data and head + data for head, data in zip(heads, contents, strict=True)]
     for path, data, mode in zip(targets.values(), contents, modes, strict=True):
         if data is not None:
             path.write_bytes(data)
@@ -181,14 +183,14 @@ def test_links_stay_links_and_what_they_lead_to_is_restored(tmp_path):
     real.write_bytes(b"NCCL_DEBUG=WARN")
     real.chmod(0o600)
     link.symlink_to("real")
-    nowhere.symlink_to("to-come.lua")
+    nowhere.symlink_to("to-come")
     before = everything(tmp_path)
     install(PLAN, {"conf": link, "module": nowhere}, dry_run=False)
     assert link.is_symlink()
     assert nowhere.is_symlink()
     assert stat.S_IMODE(real.stat().st_mode) == 0o600
     assert b"NCCL_P2P_LEVEL=SYS" in real.read_bytes()
-    assert (tmp_path / "to-come.lua").is_file()
+    assert (tmp_path / "to-come").is_file()
     found = uninstall()
     assert len(found.changes) == 2
     assert everything(tmp_path) == before
@@ -244,7 +246,7 @@ def test_a_file_that_somebody_deleted_is_forgotten(tmp_path):
 
 
 def test_a_file_that_fails_takes_all_others_back(tmp_path, monkeypatch):
-    conf, module = tmp_path / "conf", tmp_path / "module.lua"
+    conf, module = tmp_path / "conf", tmp_path / "module"
     conf.write_bytes(b"NCCL_DEBUG=WARN")
     before = everything(tmp_path)
     real = Path.replace
@@ -366,20 +368,17 @@ def test_nccl_reads_the_plans_settings_and_no_graph_from_the_file(tmp_path):
 
 
 def test_a_comment_of_nccls_file_is_never_taken_for_a_setting():
-    marked = with_block(
-        None, form_of(MEASURED, "conf", Path()).body, comment="#", head="", where="f"
-    )
+    marked = with_block(None, form_of(MEASURED, "conf").body, head="", where="f")
     lines = [line for line in marked.decode().splitlines() if not line.startswith("NCCL_")]
     assert all(line.startswith("#") for line in lines)
 
 
 def test_no_form_names_a_graph_file():
     for kind in KINDS:
-        for name in ("file", "file.lua"):
-            body = form_of(MEASURED, kind, Path(name)).body
-            lines = [line for line in body.splitlines() if not line.startswith(("#", "--"))]
-            assert "NCCL_P2P_LEVEL" in "\n".join(lines)
-            assert "GRAPH" not in "\n".join(lines)
+        body = form_of(MEASURED, kind).body
+        lines = [line for line in body.splitlines() if not line.startswith("#")]
+        assert "NCCL_P2P_LEVEL" in "\n".join(lines)
+        assert "GRAPH" not in "\n".join(lines)
 
 
 def test_nccl_takes_the_environment_first_and_of_files_the_first_line(tmp_path):
@@ -438,22 +437,22 @@ TOLD = [
 
 
 def test_the_prolog_tells_slurm_the_settings_where_the_plan_was_measured(node):
-    text = form_of(MEASURED, "slurm-prolog", Path()).body
+    text = form_of(MEASURED, "slurm-prolog").body
     assert prolog_says(text, node) == TOLD
 
 
 def test_the_prolog_leaves_what_the_job_has_set(node):
-    text = form_of(MEASURED, "slurm-prolog", Path()).body
+    text = form_of(MEASURED, "slurm-prolog").body
     assert prolog_says(text, node, NCCL_BUFFSIZE="", TCCL_PLAN="/x") == TOLD[:1]
 
 
 def test_the_prolog_of_a_plan_that_is_nobodys_always_tells(tmp_path):
-    assert prolog_says(form_of(PLAN, "slurm-prolog", Path()).body, tmp_path) == TOLD
+    assert prolog_says(form_of(PLAN, "slurm-prolog").body, tmp_path) == TOLD
 
 
 def test_the_prolog_for_equal_hosts_heeds_driver_and_numa_nodes_alone(node):
     alike = msgspec.structs.replace(MEASURED, gpu_uuids=(), alike=True)
-    text = form_of(alike, "slurm-prolog", Path()).body
+    text = form_of(alike, "slurm-prolog").body
     shutil.rmtree(node / "proc/driver/nvidia/gpus")
     assert prolog_says(text, node) == [*TOLD, "export TCCL_ALIKE=1"]
     (node / "proc/driver/nvidia/version").write_text("Module  590.58.01  Release\n")
@@ -471,7 +470,7 @@ def test_the_prolog_says_nothing_on_another_host(node, change):
         (node / "sys/devices/system/node/node2/cpulist").write_text("16\n")
     else:
         shutil.rmtree(driver)
-    assert prolog_says(form_of(MEASURED, "slurm-prolog", Path()).body, node) == []
+    assert prolog_says(form_of(MEASURED, "slurm-prolog").body, node) == []
 
 
 def test_a_module_of_tcl_sets_what_the_plan_has(tmp_path):
@@ -485,11 +484,14 @@ def test_a_module_of_tcl_sets_what_the_plan_has(tmp_path):
     assert 'TCCL_PLAN=/p $x [exit] {"\\;#é' in done.stdout
 
 
-def test_modules_escape_what_their_languages_take_for_more():
+def test_modules_escape_what_tcl_takes_for_more():
     odd = msgspec.structs.replace(PLAN, directory=Path('/p $x "\\'))
-    tcl, lua = (form_of(odd, "module", Path(name)).body for name in ("m", "m.lua"))
-    assert 'setenv TCCL_PLAN /p\\ \\$x\\ \\"\\\\\n' in tcl
-    assert 'setenv("TCCL_PLAN", "/p $x \\"\\\\")\n' in lua
+    assert 'setenv TCCL_PLAN /p\\ \\$x\\ \\"\\\\\n' in form_of(odd, "module").body
+
+
+def test_a_module_of_lua_is_refused(tmp_path):
+    with pytest.raises(InputError, match="is for Lua"):
+        install(PLAN, {"module": tmp_path / "1.lua"}, dry_run=False)
 
 
 # the commands
@@ -628,10 +630,10 @@ def test_a_simulated_plan_is_installed_only_by_force(tmp_path):
     verified(directory)
     result = tccl("install", directory)
     assert (result.exit_code, "is simulated; measure" in result.stderr) == (2, True)
-    result = tccl("install", directory, "--force", "--module", tmp_path / "m.lua")
+    result = tccl("install", directory, "--force", "--module", tmp_path / "m.tcl")
     assert result.exit_code == 0
     assert "changed" not in result.stderr
-    assert (tmp_path / "m.lua").exists()
+    assert (tmp_path / "m.tcl").exists()
 
 
 def test_a_directory_without_a_plan_is_a_sentence(tmp_path):

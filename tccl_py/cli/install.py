@@ -43,7 +43,7 @@ def install(
     ] = None,
     module: Annotated[
         Path | None,
-        opt("PATH", "An environment module, in Lua for Lmod if .lua, else in Tcl; - prints one."),
+        opt("PATH", "An environment module in Tcl, which Lmod reads too; - prints one."),
     ] = None,
     dry_run: options.DryRun = False,
     alike: Annotated[
@@ -67,7 +67,7 @@ def install(
     Examples:
 
         tccl install my-plan
-        tccl install my-plan --slurm-prolog /etc/slurm/task_prolog.sh --module modules/tccl/1.lua
+        tccl install my-plan --slurm-prolog /etc/slurm/task_prolog.sh --module modules/tccl/1.0
         tccl install my-plan --slurm-prolog - --force
     """
     check_plan_directory(directory)
@@ -85,7 +85,7 @@ def install(
         files = {"conf": user_file()}
     changes = put(installed, files, dry_run=dry_run)
     for kind in printed:
-        form = form_of(installed, kind, Path())
+        form = form_of(installed, kind)
         print(form.head + form.body, end="")
     made, changed = ("would make", "would change") if dry_run else ("made", "changed")
     for kind, change in zip(files, changes, strict=True):

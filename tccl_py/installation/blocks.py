@@ -12,7 +12,6 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -23,22 +22,21 @@ from tccl_py.plan.staging import refused
 MAX_BYTES = 1024 * 1024
 _OWN = "name a file of your own in a directory that you can write to"
 
-Comment = Literal["#", "--"]
 
 _MENTION = re.compile(rb"(?:>>>|<<<) tccl-py")
 # The state before: no file; a file; a file whose last line had no newline, which we added.
 _BLOCK = re.compile(
-    rb"^(?:#|--) >>> tccl-py, taken out by tccl uninstall \((made|kept|unended)\) >>>\n"
-    rb"(.*?)^(?:#|--) <<< tccl-py <<<(?:\n|\Z)",
+    rb"^# >>> tccl-py, taken out by tccl uninstall \((made|kept|unended)\) >>>\n"
+    rb"(.*?)^# <<< tccl-py <<<(?:\n|\Z)",
     re.M | re.S,
 )
 
 
-def with_block(data: bytes | None, body: str, *, comment: Comment, head: str, where: str) -> bytes:
+def with_block(data: bytes | None, body: str, *, head: str, where: str) -> bytes:
     """Return a file (`data`, None for a new one) with our block in place, or added at the end.
 
-    `head` stands before the block in a new file, `comment` begins the markers, `where` is the
-    file's name for messages. Raises InputError: the markers are damaged.
+    `head` stands before the block in a new file, `where` is the file's name for messages. Raises
+    InputError: the markers are damaged.
     """
     block = _find(data or b"", where)
     if data is not None and block is not None:
@@ -47,8 +45,8 @@ def with_block(data: bytes | None, body: str, *, comment: Comment, head: str, wh
     start = head.encode() if data is None else data
     if data and not data.endswith(b"\n"):
         before, start = "unended", data + b"\n"
-    first = f"{comment} >>> tccl-py, taken out by tccl uninstall ({before}) >>>\n"
-    return start + f"{first}{body}{comment} <<< tccl-py <<<\n".encode()
+    first = f"# >>> tccl-py, taken out by tccl uninstall ({before}) >>>\n"
+    return start + f"{first}{body}# <<< tccl-py <<<\n".encode()
 
 
 def without_block(data: bytes, *, heads: tuple[str, ...], where: str) -> bytes | None:

@@ -23,7 +23,6 @@ from tccl_py.files import decode_json, encode_json, lock, read_text, sweep_besid
 from tccl_py.health.fitness import ALIKE_VARIABLE
 from tccl_py.installation.blocks import (
     Change,
-    Comment,
     apply_changes,
     has_block,
     read_own,
@@ -75,10 +74,9 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of our block in a file: lines, comment mark, and the head and mode of a new file."""
+    """The form of our block in a file: lines, and the head and mode of a new file."""
 
     body: str
-    comment: Comment = "#"
     head: str = ""
     mode: int = 0o644
 
@@ -175,15 +173,17 @@ def uninstall(paths: Sequence[Path] = ()) -> Removal:
 def _change(plan: Installed, kind: Kind, path: Path) -> Change:
     place, where = real_path(path), str(path)
     before = read_own(place)
-    form = form_of(plan, kind, path)
+    if kind == "module" and path.suffix == ".lua":
+        raise InputError(where, "is for Lua", "name a Tcl module, which Lmod reads as well")
+    form = form_of(plan, kind)
     others = None if before is None else without_block(before, heads=HEADS, where=where)
     if others is not None:
-        _check_others(plan, kind, others, where, form)
-    after = with_block(before, form.body, comment=form.comment, head=form.head, where=where)
+        _check_others(plan, kind, others, where)
+    after = with_block(before, form.body, head=form.head, where=where)
     return Change(path=place, before=before, after=after, mode=form.mode)
 
 
-def _check_others(plan: Installed, kind: Kind, others: bytes, where: str, form: Form) -> None:
+def _check_others(plan: Installed, kind: Kind, others: bytes, where: str) -> None:
     if kind == "conf":
         _check_conf(plan, others, where)
     elif kind == "slurm-prolog":
@@ -191,7 +191,7 @@ def _check_others(plan: Installed, kind: Kind, others: bytes, where: str, form: 
         words = first.removeprefix("#!").replace("/", " ").split()
         if first.startswith("#!") and not set(words) & set(_SHELLS):
             raise InputError(where, f"is for {first[2:40].strip()}", "name a shell's script")
-    elif form.comment == "#" and others and not others.startswith(b"#%Module"):
+    elif others and not others.startswith(b"#%Module"):
         raise InputError(where, "is no module file", "its first line begins with #%Module")
 
 
@@ -256,18 +256,15 @@ def _save_record(record: Record, directory: Path) -> None:
         (directory / RECORD_FILE).unlink(missing_ok=True)
 
 
-def form_of(plan: Installed, kind: Kind, path: Path) -> Form:
-    """Return the block for a file of this kind; a module with the suffix .lua is for Lmod."""
+def form_of(plan: Installed, kind: Kind) -> Form:
+    """Return the block for a file of this kind; modules are Tcl, which Lmod reads as well."""
     if kind == "conf":
         return Form(body=conf_text(plan.settings, provenance=plan.provenance))
     if kind == "slurm-prolog":
         return Form(body=_prolog(plan), head="#!/bin/sh\n", mode=0o755)
-    said, first = plan.environment.items(), f" tccl-py, rates {plan.provenance}.\n"
-    if path.suffix == ".lua":
-        lines = [f"setenv({_lua_string(name)}, {_lua_string(text)})\n" for name, text in said]
-        return Form(body=f"--{first}{''.join(lines)}", comment="--")
-    lines = [f"setenv {name} {_tcl_word(value)}\n" for name, value in said]
-    return Form(body=f"#{first}{''.join(lines)}", head="#%Module1.0\n")
+    lines = [f"setenv {name} {_tcl_word(value)}\n" for name, value in plan.environment.items()]
+    body = f"# tccl-py, rates {plan.provenance}.\n{''.join(lines)}"
+    return Form(body=body, head="#%Module1.0\n")
 
 
 def _prolog(plan: Installed) -> str:
@@ -316,8 +313,3 @@ def _tcl_word(text: str) -> str:
     '/a\\ b/\\$x'
     """
     return "".join(char if char.isalnum() or char in _PLAIN else f"\\{char}" for char in text)
-
-
-def _lua_string(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'

@@ -5,7 +5,6 @@ usage: python -m tccl_py.overlap.rank SPEC.json RANK
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,62 +24,49 @@ def main() -> None:
     """Run the specification of the command line as rank RANK."""
     spec, rank, folder = read_spec(OverlapSpec)
     joined = join(spec.backend, folder, rank=rank, world=spec.world, local_rank=rank)
-    mover = Messages(joined, spec) if spec.kind == "messages" else Copies(joined, spec)
-    watch = CudaStopwatch(joined.torch, mover.devices) if joined.cuda else ThreadStopwatch()
-    timer = Timer(mover, watch, spec.repeats)
+    messages = Messages(joined, spec)
+    timer = Timer(joined, CudaStopwatch(joined) if joined.cuda else ThreadStopwatch(), spec.repeats)
     result = OverlapResult(
         rank=rank,
         torch=str(joined.torch.__version__),
         device=joined.device_name,
         sets=tuple(
-            timer.time(mover.works(number), [pair.target in mover.devices for pair in pairs])
+            timer.time(messages.works(number), [pair.target == rank for pair in pairs])
             for number, pairs in enumerate(spec.sets)
         ),
-        products=tuple(_time_products(joined, timer, mover)),
-        right=mover.right(),
+        products=tuple(_time_products(joined, timer, messages)),
+        right=messages.right(),
     )
     joined.dist.destroy_process_group()
     write_result(folder, rank, result)
 
 
 class CudaStopwatch:
-    """Stopwatch with streams for each work, on every device, and the first device's clock.
+    """Stopwatch with a stream for each work, and the device's clock.
 
-    Launched operations must use, or wait for, the current streams, as torch's do. torch queues a
-    copy between devices on both: on shared streams two opposite copies would wait for each other.
+    Launched operations must use, or wait for, the current stream, as torch's do.
     """
 
-    def __init__(self, torch: Any, devices: Sequence[int]) -> None:
-        self._torch, self._devices = torch, devices
-        self._streams: list[list[Any]] = []
+    def __init__(self, joined: Communicator) -> None:
+        self._joined = joined
+        self._streams: list[Any] = []
 
     def together(self, works: Sequence[Work]) -> tuple[float, ...]:
         """Begin all works at the same time; return the ms of each when all are done."""
-        cuda = self._torch.cuda
+        cuda = self._joined.torch.cuda
         while len(self._streams) < len(works):
-            self._streams.append([cuda.Stream(device) for device in self._devices])
-        self._wait()
+            self._streams.append(cuda.Stream())
+        self._joined.wait()
         begun = cuda.Event(enable_timing=True)
-        begun.record(cuda.current_stream(self._devices[0]))
-        ends = []
-        for streams, work in zip(self._streams, works, strict=False):
-            with contextlib.ExitStack() as current:
-                # Entered last, so that the first device is the current one.
-                for stream in reversed(streams):
-                    stream.wait_event(begun)
-                    current.enter_context(cuda.stream(stream))
+        begun.record()
+        ends = [cuda.Event(enable_timing=True) for _ in works]
+        for stream, work, end in zip(self._streams, works, ends, strict=False):
+            stream.wait_event(begun)
+            with cuda.stream(stream):
                 work()
-            first, *others = streams
-            for stream in others:
-                first.wait_stream(stream)
-            ends.append(cuda.Event(enable_timing=True))
-            ends[-1].record(first)
-        self._wait()
+            end.record(stream)
+        self._joined.wait()
         return tuple(begun.elapsed_time(end) for end in ends)
-
-    def _wait(self) -> None:
-        for device in self._devices:
-            self._torch.cuda.synchronize(device)
 
 
 class ThreadStopwatch:
@@ -103,81 +89,35 @@ class ThreadStopwatch:
             return tuple((end.result() - begun) * 1e3 for end in ends)
 
 
-class Copies:
-    """Transfers by one process that copies between devices, by their copy engines.
+class Messages:
+    """A rank's messages; each pair has a group, and so a communicator, of its own.
 
-    `devices` are the GPUs that this process opens. The time of a transfer is its receiver's.
+    In one group two transfers would be queued one behind the other.
     """
 
     def __init__(self, joined: Communicator, spec: OverlapSpec) -> None:
         self._joined, self._spec = joined, spec
-        alone = spec.kind == "messages"
-        self.devices = (joined.rank,) if alone else tuple(range(spec.places))
-        self._sent = {place: self._buffer(place, place + 1) for place in self.devices}
+        self._sent = self._buffer(joined.rank + 1)
         self._received: dict[tuple[int, Pair], Any] = {}
-
-    def align(self) -> None:
-        """Wait for all ranks and devices."""
-        self._joined.dist.barrier()
-        for place in self.devices if self._joined.cuda else ():
-            self._joined.torch.cuda.synchronize(place)
+        # Every rank makes every group, in the same order.
+        self._groups = [
+            [joined.dist.new_group(sorted(set(pair))) for pair in pairs] for pairs in spec.sets
+        ]
 
     def works(self, number: int) -> dict[int, Work]:
         """Return this rank's part of a set, by the pair's place in it."""
         return {
             place: self._work(number, place, pair)
             for place, pair in enumerate(self._spec.sets[number])
-            if {pair.source, pair.target} & set(self.devices)
+            if self._joined.rank in pair
         }
-
-    def _work(self, number: int, place: int, pair: Pair) -> Work:  # noqa: ARG002
-        source, held, count = self._sent[pair.source], self._held(place, pair), self._spec.messages
-
-        def run() -> None:
-            for _ in range(count):
-                held.copy_(source, non_blocking=True)
-
-        return run
-
-    def _held(self, place: int, pair: Pair) -> Any:
-        if (place, pair) not in self._received:
-            self._received[place, pair] = self._buffer(pair.target, 0)
-        return self._received[place, pair]
-
-    def _buffer(self, place: int, value: int) -> Any:
-        torch = self._joined.torch
-        device = torch.device("cuda", place) if self._joined.cuda else self._joined.device
-        return torch.full((self._spec.message_bytes,), value, dtype=torch.uint8, device=device)
-
-    def transfers(self) -> Iterator[tuple[Pair | None, Work | None]]:
-        """Yield the transfers beside a GEMM; the work is None on a rank without a part."""
-        yield self._spec.sets[0][0], self.works(0).get(0)
-
-    def right(self) -> bool:
-        """Return whether all received bytes equal the sent bytes."""
-        found = self._received.items()
-        return all(bool((held == pair.source + 1).all()) for (_, pair), held in found)
-
-
-class Messages(Copies):
-    """Transfers by torch.distributed; each pair has a group, and so a communicator, of its own.
-
-    In one group two transfers would be queued one behind the other.
-    """
-
-    def __init__(self, joined: Communicator, spec: OverlapSpec) -> None:
-        super().__init__(joined, spec)
-        # Every rank makes every group, in the same order.
-        self._groups = [
-            [joined.dist.new_group(sorted(set(pair))) for pair in pairs] for pairs in spec.sets
-        ]
 
     def _work(self, number: int, place: int, pair: Pair) -> Work:
         group, count = self._groups[number][place], self._spec.messages
-        call, peer = self._joined.dist.isend, pair.target
-        held = self._sent[self._joined.rank]
+        call, held, peer = self._joined.dist.isend, self._sent, pair.target
         if self._joined.rank == pair.target:
-            call, held, peer = self._joined.dist.irecv, self._held(place, pair), pair.source
+            held = self._received.setdefault((place, pair), self._buffer(0))
+            call, peer = self._joined.dist.irecv, pair.source
 
         def run() -> None:
             for _ in range(count):
@@ -185,10 +125,17 @@ class Messages(Copies):
 
         return run
 
+    def _buffer(self, value: int) -> Any:
+        torch, size = self._joined.torch, (self._spec.message_bytes,)
+        return torch.full(size, value, dtype=torch.uint8, device=self._joined.device)
+
     def transfers(self) -> Iterator[tuple[Pair | None, Work | None]]:
-        """Yield a message and an all-reduce."""
-        yield from super().transfers()
-        summed = self._buffer(self._joined.rank, 0).view(self._joined.torch.float32)
+        """Yield the transfers beside a GEMM, a message and an all-reduce.
+
+        The work is None on a rank without a part.
+        """
+        yield self._spec.sets[0][0], self.works(0).get(0)
+        summed = self._buffer(0).view(self._joined.torch.float32)
 
         def all_reduce() -> None:
             for _ in range(self._spec.messages):
@@ -196,12 +143,19 @@ class Messages(Copies):
 
         yield None, all_reduce
 
+    def right(self) -> bool:
+        """Return whether all received bytes equal the sent bytes."""
+        found = self._received.items()
+        return all(bool((held == pair.source + 1).all()) for (_, pair), held in found)
+
 
 class Timer:
     """Times works one after the other and together, in turn, so that drift favours neither."""
 
-    def __init__(self, mover: Copies, watch: CudaStopwatch | ThreadStopwatch, repeats: int) -> None:
-        self._mover, self._watch, self._repeats = mover, watch, repeats
+    def __init__(
+        self, joined: Communicator, watch: CudaStopwatch | ThreadStopwatch, repeats: int
+    ) -> None:
+        self._joined, self._watch, self._repeats = joined, watch, repeats
 
     def time(self, works: Mapping[int, Work], reported: Sequence[bool]) -> Timings:
         """Return timings by mode of this rank's works by number.
@@ -213,7 +167,7 @@ class Timer:
         together: list[dict[int, float]] = []
         for _ in range(_WARM_UPS + self._repeats):
             alone.append([self.single(works.get(number)) for number in range(len(reported))])
-            self._mover.align()
+            self._align()
             times = self._watch.together(list(works.values()))
             together.append(dict(zip(works, times, strict=True)))
 
@@ -228,12 +182,16 @@ class Timer:
 
     def single(self, work: Work | None) -> float:
         """Align the ranks, run a work, and return its ms; 0 on a rank without it."""
-        self._mover.align()
+        self._align()
         return max(self._watch.together([work] if work else []), default=0.0)
+
+    def _align(self) -> None:
+        self._joined.dist.barrier()
+        self._joined.wait()
 
 
 def _time_products(
-    joined: Communicator, timer: Timer, mover: Copies
+    joined: Communicator, timer: Timer, messages: Messages
 ) -> Iterator[tuple[Pair | None, Timings]]:
     """Time each transfer beside GEMMs that take about as long."""
     torch = joined.torch
@@ -245,7 +203,7 @@ def _time_products(
         for _ in range(count):
             torch.mm(left, right, out=result)
 
-    for pair, transfer in mover.transfers():
+    for pair, transfer in messages.transfers():
         transfer_ms = product_ms = 0.0
         for _ in range(_WARM_UPS + 1):
             transfer_ms, product_ms = timer.single(transfer), timer.single(multiply)
