@@ -326,7 +326,7 @@ def test_settings_under_which_the_job_fails_are_told(place, jobs):
         (("--sizes", "4K,x"), "--sizes: 'x': is no size; bytes, as 4096, 4K, 1M or 1G; 4 to 16G"),
         (("--sizes", "17G"), "--sizes: '17G': is no size"),
         (("--sizes", ""), "--sizes: '': is no size"),
-        (("--choice", "rings"), "--choice 'rings': is not known; variables or graph"),
+        (("--choice", "rings"), "--choice 'rings': is not known; one of variables, graph"),
         (("--choice", "graph", "--tune"), "--choice with --tune: contradict"),
         (("--collective", "sum"), "--collective 'sum': is not known; one of all_reduce,"),
         (("--backend", "tpu"), "--backend 'tpu': is not known; one of cuda, host"),

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import (
-    why_not_alike,
     why_not_here,
     why_not_with,
 )
@@ -146,7 +145,7 @@ OTHER_UUIDS = msgspec.structs.replace(MEASURED, gpu_uuids=("GPU-1", "GPU-2", "GP
 def test_the_plan_of_an_equal_host_fits_if_that_is_said(measured):
     plan, directory = measured
     assert why_not_here(plan, directory, OTHER_UUIDS)
-    assert why_not_alike(plan, directory, OTHER_UUIDS, facts_of(plan)) == ""
+    assert why_not_here(plan, directory, OTHER_UUIDS, alike=facts_of(plan)) == ""
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,8 @@ def test_the_plan_of_an_equal_host_fits_if_that_is_said(measured):
 def test_a_host_that_is_not_alike_is_told_so(measured, gpus, changes, said):
     plan, directory = measured
     now = msgspec.structs.replace(OTHER_UUIDS, **changes)
-    assert why_not_alike(plan, directory, now, facts_of(plan, **gpus)).startswith(said)
+    alike = facts_of(plan, **gpus)
+    assert why_not_here(plan, directory, now, alike=alike).startswith(said)
 
 
 @pytest.mark.parametrize("way", ["option", "variable"])

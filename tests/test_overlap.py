@@ -240,7 +240,7 @@ def test_odd_sets_are_refused(text, what):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--backend", "mpi"], "tccl: --backend 'mpi': is not known; nccl, or gloo for a dry run"),
+        (["--backend", "mpi"], "tccl: --backend 'mpi': is not known; one of nccl, gloo"),
         (["--backend", "gloo", "--ranks", "1"], "tccl: --ranks: is 1; 2 to 16"),
         (["--backend", "gloo", "--gpus", "0"], "tccl: --gpus: is for nccl; gloo has --ranks"),
         (["--ranks", "2"], "tccl: --ranks: is for gloo; nccl has --gpus"),

@@ -437,7 +437,7 @@ def test_a_plan_that_was_just_written_is_tuned_by_its_job(tmp_path, monkeypatch,
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
     # Who plans has the directory already.
     with locked(tmp_path):
-        made = verify.tuned_hosts(tmp_path, None, "host")
+        made = verify.tuned_plan(tmp_path, None, "host")
     assert made == load_plan(tmp_path)
     assert made.settings.algo == "Ring"
     # At the plan's 10 GB/s only the largest size takes long.
@@ -453,7 +453,7 @@ def test_sizes_that_take_a_slow_network_long_are_left_out_where_a_plan_is_tuned(
     write_plan(mixed(rate_gbps=0.1, bound_gbps=None), tmp_path)
     fake = FakeJobs(None, at=0)
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
-    verify.tuned_hosts(tmp_path, None, "host")
+    verify.tuned_plan(tmp_path, None, "host")
     assert max(one.bytes for one in load_verification(tmp_path).judged.sizes) == 4 << 20
 
 
@@ -495,7 +495,7 @@ def test_a_measured_plan_is_tuned_after_its_workers_have_ended(tmp_path, monkeyp
 
     monkeypatch.setattr("tccl_py.cli.plan.in_job", lambda: True)
     monkeypatch.setattr("tccl_py.cli.plan.plan_job", planned)
-    monkeypatch.setattr("tccl_py.cli.plan.tuned_hosts", tuned)
+    monkeypatch.setattr("tccl_py.cli.plan.tuned_plan", tuned)
     monkeypatch.setattr("tccl_py.cli.plan.check_tuning", lambda job: None)
     with agents_in_processes(("h0", "h1")) as job:
         monkeypatch.setattr("tccl_py.cli.plan.controlled_job", lambda: contextlib.nullcontext(job))

@@ -21,10 +21,10 @@ from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.health.drift import Drift, Effort, Journal, find_drift, joined, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
-from tccl_py.health.fitness import differences
+from tccl_py.health.fitness import check_same_machine
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.again import known_model, measured_as
-from tccl_py.plan.directory import check_plan_directory, known_fingerprint
+from tccl_py.plan.directory import check_plan_directory
 from tccl_py.plan.job import class_sources, journal_by_class
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
@@ -143,19 +143,12 @@ def _model(plan: Plan, directory: Path, header: JournalHeader, seed: int) -> Ope
 
 def _here(plan: Plan, directory: Path, header: JournalHeader) -> MeasuredMachine:
     """Return this machine, if the plan was measured on it, by GPUs, driver and NUMA nodes."""
-    planned = known_fingerprint(plan, directory)
     try:
         place = measured_as(header, plan.machine)
     except InputError as error:
         raise InputError(error.where, error.what, "check it where it was measured") from error
-    found = differences(plan.machine, planned, place.fingerprint, gpus=plan.gpus)
-    if found.another:
-        raise InputError(
-            str(directory),
-            f"was measured on another machine: {'; '.join(found.another)}",
-            "plan again here, or check it where it was measured",
-        )
-    for text in found.notes:
+    right = "plan again here, or check it where it was measured"
+    for text in check_same_machine(plan, directory, place.fingerprint, right=right):
         notice(f"{text}: that may explain what changed")
     return place
 

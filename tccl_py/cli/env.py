@@ -17,7 +17,6 @@ from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import (
     ALIKE_VARIABLE,
-    why_not_alike,
     why_not_here,
     why_not_of_class,
     why_not_with,
@@ -178,10 +177,8 @@ def why_elsewhere(plan: Plan, directory: Path, *, alike: bool) -> str:
     except InputError as error:
         notice(f"whether this is the plan's machine was not checked: {error.what}")
         return ""
-    here = fingerprint_of(facts)
-    if alike:
-        return why_not_alike(plan, directory, here, facts.gpus)
-    return why_not_here(plan, directory, here)
+    gpus = facts.gpus if alike else None
+    return why_not_here(plan, directory, fingerprint_of(facts), alike=gpus)
 
 
 def _why_not_on(plan: Plan, name: str) -> str:

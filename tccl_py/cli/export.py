@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from tccl_py.cli import options
-from tccl_py.cli.options import in_range, opt, parse_gpus, refuse
+from tccl_py.cli.options import in_range, one_of, opt, parse_gpus, refuse
 from tccl_py.cli.output import ProgressLine
 from tccl_py.cli.process import interrupts_put_off, notice, notice_each, write_result
 from tccl_py.errors import InputError
@@ -82,9 +82,7 @@ def export(
         tccl export my-plan --runtime nccl -o /etc/tccl
         tccl export my-plan --runtime tccl -o my-plan.xml
     """
-    if runtime not in RUNTIMES:
-        where = f"--runtime {runtime[:20]!r}"
-        raise InputError(where, "is not in this version", f"one of {', '.join(RUNTIMES)}")
+    one_of("--runtime", runtime, RUNTIMES)
     of_tccl = {"--subsets": subsets, "--nic": nic, "--max-sets": max_sets}
     other = "tccl" if runtime == "nccl" else "nccl"
     right = f"add --runtime {other}, or leave it out"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,6 +95,13 @@ def in_range(name: str, value: float, most: float, *, least: float = 1) -> None:
     if not (value > 0 if least == 0 else least <= value) or not value <= most:
         right = f"above 0, at most {most:.12g}" if least == 0 else f"{least:.12g} to {most:.12g}"
         raise InputError(name, f"is {value:.12g}", right)
+
+
+def one_of(name: str, value: str, known: Collection[str]) -> None:
+    """Check that an option has one of the known values."""
+    if value not in known:
+        where = f"{name} {value[:20]!r}"
+        raise InputError(where, "is not known", f"one of {', '.join(known)}")
 
 
 def gpus_argument(text: str | None, machine: Machine) -> tuple[int, ...] | None:

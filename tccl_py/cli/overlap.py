@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from tccl_py.cli import options
-from tccl_py.cli.options import check_quoted, gpus_argument, in_range, opt
+from tccl_py.cli.options import check_quoted, gpus_argument, in_range, one_of, opt
 from tccl_py.cli.output import results
 from tccl_py.cli.process import CTRL_C_AND_SIGTERM, interrupts_put_off, print_json
 from tccl_py.errors import InputError
@@ -75,9 +75,7 @@ def overlap(
         tccl overlap 'G0->G2 G0->G3' 'G2->G0 G0->G3' --size 64
         tccl overlap --backend gloo --size 4
     """
-    if backend not in get_args(Backend):
-        where = f"--backend {backend[:20]!r}"
-        raise InputError(where, "is not known", "nccl, or gloo for a dry run")
+    one_of("--backend", backend, get_args(Backend))
     chosen = cast(Backend, backend)
     in_range("--size", size, _MOST_MIB)
     in_range("--messages", messages, 1000)

@@ -29,7 +29,7 @@ from tccl_py.cli.process import (
     undisturbed,
 )
 from tccl_py.cli.show import plan_json, print_plan
-from tccl_py.cli.verify import check_tuning, tuned_hosts, tuned_plan
+from tccl_py.cli.verify import check_tuning, tuned_plan
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import MAX_GID_INDEX
@@ -326,7 +326,7 @@ def _tuned(made: Plan, output: Path, subject: _Subject, tune: bool | None) -> Pl
     if not tune:
         return made
     hosts.session.end_workers()
-    return tuned_hosts(output, job, "host" if hosts.dry_run else "cuda")
+    return tuned_plan(output, job, "host" if hosts.dry_run else "cuda")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import typer
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
-from tccl_py.cli.options import flag, in_range, opt, refuse, refuse_cluster
+from tccl_py.cli.options import flag, in_range, one_of, opt, refuse, refuse_cluster
 from tccl_py.cli.output import notices, results
 from tccl_py.cli.process import (
     ANSWER_IS_NO,
@@ -29,8 +29,8 @@ from tccl_py.cli.process import (
 )
 from tccl_py.cli.verify_text import print_verification, verification_json
 from tccl_py.errors import InputError, TcclError
-from tccl_py.health.fitness import differences, why_not_with
-from tccl_py.plan.directory import check_plan_directory, known_fingerprint
+from tccl_py.health.fitness import check_same_machine, why_not_of_class, why_not_with
+from tccl_py.plan.directory import check_plan_directory
 from tccl_py.plan.load import is_cluster_plan, load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import check_files, locked
@@ -38,7 +38,7 @@ from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.nvml import driver_version
 from tccl_py.report.words import choice_words
 from tccl_py.sources.opening import in_job, rank_jobs
-from tccl_py.sources.profiled import Backend, MeasuredMachine, check_backend, measured_machine
+from tccl_py.sources.profiled import Backend, check_backend, measured_machine
 from tccl_py.verify.jobs import HostRanks, Launcher, LocalRunner
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification, keep_verification
 from tccl_py.verify.spec import COLLECTIVES, SIZES, Collective
@@ -49,8 +49,7 @@ from tccl_py.verify.verify import DEFAULT_ROUNDS, DEFAULT_SECONDS, RunBudget, Wa
 if TYPE_CHECKING:
     from tccl_py.sources.opening import HostFacts, Job
 
-_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_SIZE = re.compile(r"(?P<number>[0-9]{1,12}) ?(?P<unit>[kmg]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,12}) ?([kmg]?)(?:i?b)?", re.ASCII)
 _MAX_BYTES = 16 << 30
 _MAX_SIZES = 32
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
@@ -144,9 +143,7 @@ def verify(
     """
     in_range("--rounds", rounds, MAX_ROUNDS // 2, least=LEAST_ROUNDS)
     in_range("--seconds", seconds, 86_400, least=0)
-    if collective not in COLLECTIVES:
-        where = f"--collective {collective[:20]!r}"
-        raise InputError(where, "is not known", f"one of {', '.join(COLLECTIVES)}")
+    one_of("--collective", collective, COLLECTIVES)
     budget = RunBudget(
         rounds=rounds,
         sizes=_sizes(sizes),
@@ -157,8 +154,8 @@ def verify(
     )
     kind = check_backend(backend)
     pinned = _pinned(pin_env or ())
-    if choice not in (None, "variables", "graph"):
-        raise InputError(f"--choice {choice[:20]!r}", "is not known", "variables or graph")
+    if choice is not None:
+        one_of("--choice", choice, ("variables", "graph"))
     if choice is not None and tune:
         raise InputError("--choice with --tune", "contradict", "--tune compares all choices")
     only = cast("ChoiceName | None", choice)
@@ -203,18 +200,16 @@ def check_tuning(job: Job | None = None) -> None:
         ) from error
 
 
-def tuned_plan(directory: Path) -> Plan:
-    """Verify a machine's plan that was just written, tune it, and return it."""
-    found = _verified(directory, None, RunBudget(), "cuda", tune=True)
-    print_verification(found, notices())
-    return load_plan(directory)
+def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda") -> Plan:
+    """Verify a plan that was just written, tune it, and return it.
 
-
-def tuned_hosts(directory: Path, job: Job, backend: Backend) -> Plan:
-    """Verify and tune a cluster's new plan on its hosts, without sizes that take long."""
-    rate = load_plan(directory).rate_gbps
-    sizes = tuple(size for size in SIZES if 2 * size / (rate * 1e9) <= _LONGEST_S) or SIZES[:1]
-    budget = RunBudget(sizes=sizes, seconds=_TUNING_S)
+    A cluster's plan is tuned on the hosts of `job`, without sizes that take long.
+    """
+    plan, budget = load_plan(directory), RunBudget()
+    if plan.is_cluster:
+        seconds = {size: 2 * size / (plan.rate_gbps * 1e9) for size in SIZES}
+        sizes = tuple(size for size in SIZES if seconds[size] <= _LONGEST_S) or SIZES[:1]
+        budget = RunBudget(sizes=sizes, seconds=_TUNING_S)
     print_verification(_verified(directory, job, budget, backend, tune=True), notices())
     return load_plan(directory)
 
@@ -328,7 +323,7 @@ def machine_launcher(
 ) -> Launcher:
     """Return the launcher of a plan's jobs on this machine, if the plan is for it."""
     if backend == "cuda":
-        _check_here(plan, directory, _here(plan))
+        _check_here(plan, directory)
     check_torch()
     ranks = tuple(range(len(plan.gpus)))
     here = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
@@ -341,9 +336,10 @@ def check_torch() -> None:
         raise InputError("torch", "is not installed", "`pip install torch`")
 
 
-def _here(plan: Plan) -> MeasuredMachine:
+def _check_here(plan: Plan, directory: Path) -> None:
+    """Check that a plan was made for this machine: its GPUs, and what was measured."""
     try:
-        return measured_machine()
+        place = measured_machine()
     except InputError as error:
         kind = "simulated" if plan.simulated else "measured"
         raise InputError(
@@ -351,46 +347,37 @@ def _here(plan: Plan) -> MeasuredMachine:
             f"cannot be verified here: {error.what}",
             "verify it on the machine that it is for; --backend host is a dry run over gloo",
         ) from error
-
-
-def _check_here(plan: Plan, directory: Path, here: MeasuredMachine) -> None:
-    """Check that a plan was made for this machine: its GPUs, and what was measured."""
     where, right = str(directory), "plan this machine, or verify it where it belongs"
-    for index in plan.gpus:
-        planned = plan.machine.gpu(index)
-        found = next((gpu for gpu in here.machine.gpus if gpu.index == index), None)
-        if found is None:
-            raise InputError(where, f"is for GPU {index}, which is not here", right)
-        if None not in (planned.sm, found.sm) and planned.sm != found.sm:
-            what = f"is for a GPU {index} of sm {planned.sm}, here it has sm {found.sm}"
-            raise InputError(where, what, right)
-        if plan.simulated and planned.bus_id != found.bus_id:
-            notice(f"GPU {index} is {planned.bus_id} in the plan and {found.bus_id} here")
-    if plan.simulated:
+    if not plan.simulated:
+        check_same_machine(plan, directory, place.fingerprint, right=right)
         return
-    measured = known_fingerprint(plan, directory)
-    another = differences(plan.machine, measured, here.fingerprint, gpus=plan.gpus).another
-    if another:
-        raise InputError(where, f"was measured on another machine: {'; '.join(another)}", right)
+    here = {gpu.index: gpu for gpu in place.machine.gpus}
+    for planned in map(plan.machine.gpu, plan.gpus):
+        found = here.get(planned.index)
+        if found is None:
+            raise InputError(where, f"is for GPU {planned.index}, which is not here", right)
+        if None not in (planned.sm, found.sm) and planned.sm != found.sm:
+            what = f"is for a GPU {found.index} of sm {planned.sm}, here it has sm {found.sm}"
+            raise InputError(where, what, right)
+        if planned.bus_id != found.bus_id:
+            notice(f"GPU {found.index} is {planned.bus_id} in the plan and {found.bus_id} here")
 
 
 def hosts_launcher(plan: Plan, job: Job, backend: Backend, pinned: tuple[str, ...]) -> Launcher:
     """Return the launcher of a plan's jobs on the hosts of an MPI job, if they are the plan's."""
     jobs = rank_jobs(job)
-    for host in plan.host_order:
-        if host not in jobs.hosts:
-            raise InputError(f"host {host}", "is in the plan, and no rank runs there", _OTHERS)
-    for host in jobs.hosts:
-        if host not in plan.host_order:
-            raise InputError(f"host {host}", "runs a rank and is not in the plan", _OTHERS)
+    here, planned = set(jobs.hosts), set(plan.host_order)
+    for host in sorted(here ^ planned):
+        what = "runs a rank and is not in the plan"
+        what = "is in the plan, and no rank runs there" if host in planned else what
+        raise InputError(f"host {host}", what, _OTHERS)
     facts = jobs.described(backend, interfaces=plan.settings.socket_ifname)
     callers = jobs.surroundings(modules=_NEEDED)
     parts = []
     for place in plan.hosts:
-        name, number = place.name, plan.class_number(place)
-        gpus = plan.class_gpus[number]
+        name, gpus = place.name, plan.gpus_of(place)
         if backend == "cuda":
-            _check_gpus(plan, number, facts[name])
+            _check_gpus(plan, facts[name])
         variables = {} if backend == "cuda" else _gloo(facts[name], callers[name])
         ranks = tuple(range(place.first_rank, place.first_rank + len(gpus)))
         environment = {**callers[name], **variables}
@@ -398,17 +385,14 @@ def hosts_launcher(plan: Plan, job: Job, backend: Backend, pinned: tuple[str, ..
     return Launcher(backend=backend, hosts=tuple(parts), keep=pinned, runner=jobs)
 
 
-def _check_gpus(plan: Plan, number: int, facts: HostFacts) -> None:
+def _check_gpus(plan: Plan, facts: HostFacts) -> None:
     """Check that a host has the plan's GPUs."""
-    here = {gpu.index: gpu.name for gpu in facts.machine.gpus}
-    planned = plan.cluster.classes[number].machine
-    where = f"host {facts.name}"
-    for index in plan.class_gpus[number]:
-        if index not in here:
-            raise InputError(where, f"lacks GPU {index}, which the plan is for", _OTHERS)
-        name = planned.gpu(index).name
-        if not plan.simulated and name != here[index]:
-            raise InputError(where, f"has GPU {index} {here[index]}, planned was {name}", _OTHERS)
+    here = facts.machine.gpus
+    planned = plan.class_gpus[plan.cluster.host_classes[facts.name]]
+    lacking = sorted(set(planned) - {gpu.index for gpu in here})
+    why = f"lacks GPU {lacking[0]}, which the plan is for" if lacking else ""
+    if why := why or why_not_of_class(plan, facts.name, here):
+        raise InputError(f"host {facts.name}", why, _OTHERS)
 
 
 def _gloo(facts: HostFacts, caller: Mapping[str, str]) -> dict[str, str]:
@@ -431,8 +415,8 @@ def _sizes(text: str | None) -> tuple[int, ...]:
 
 
 def _size(text: str) -> int:
-    match = _SIZE.fullmatch(text)
-    size = int(match["number"]) * _UNITS[match["unit"].lower()] if match else 0
+    match = _SIZE.fullmatch(text.lower())
+    size = int(match[1]) << 10 * " kmg".index(match[2] or " ") if match else 0
     if not 4 <= size <= _MAX_BYTES:
         right = "bytes, as 4096, 4K, 1M or 1G; 4 to 16G"
         raise InputError(f"--sizes: {text[:20]!r}", "is no size", right)

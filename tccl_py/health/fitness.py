@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.model.machine import Fingerprint, Machine
+from tccl_py.model.machine import Fingerprint, Gpu, Machine
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.directory import machine_file, planned_fingerprint
+from tccl_py.plan.directory import known_fingerprint, machine_file, planned_fingerprint
 from tccl_py.plan.plan import Plan
 from tccl_py.readers.nvml import GpuFacts
 
@@ -47,6 +47,22 @@ def differences(
     return Differences(another=tuple(another), notes=tuple(notes))
 
 
+def check_same_machine(
+    plan: Plan, directory: Path, here: Fingerprint, *, right: str
+) -> tuple[str, ...]:
+    """Check that a plan was measured on this machine; return notes on smaller differences.
+
+    Raises:
+        InputError: it is another machine, with the remedy `right`, or the plan has no fingerprint.
+    """
+    planned = known_fingerprint(plan, directory)
+    found = differences(plan.machine, planned, here, gpus=plan.gpus)
+    if found.another:
+        what = f"was measured on another machine: {'; '.join(found.another)}"
+        raise InputError(str(directory), what, right)
+    return found.notes
+
+
 def _replaced_gpus(
     machine: Machine, planned: Fingerprint, here: Fingerprint, gpus: tuple[int, ...]
 ) -> Iterator[str]:
@@ -69,42 +85,30 @@ ALIKE_VARIABLE = "TCCL_ALIKE"
 _VERSION = re.compile(r"v?([0-9]{1,3})\.([0-9]{1,3})(?![0-9])")
 
 
-def why_not_here(plan: Plan, directory: Path, here: Fingerprint) -> str:
+def why_not_here(
+    plan: Plan, directory: Path, here: Fingerprint, *, alike: Sequence[GpuFacts] | None = None
+) -> str:
     """Return why a plan's rates do not hold on this host, in clauses; "" if they hold.
 
     A simulated plan belongs to no host, so nothing speaks against it. `here` is the host's present
-    fingerprint.
+    fingerprint. With its present GPUs as `alike`, for the plan of one of many equal hosts, UUIDs
+    may differ: GPUs of the same kinds at the same places will do.
     """
-    planned = _planned(plan, directory)
-    if isinstance(planned, str):
-        return planned
-    return "; ".join(differences(plan.machine, planned, here, gpus=plan.gpus).another)
-
-
-def why_not_alike(plan: Plan, directory: Path, here: Fingerprint, gpus: Sequence[GpuFacts]) -> str:
-    """Return why a host differs from the plan's in more than GPU UUIDs, in clauses; "" if not.
-
-    For the plan of one of many equal hosts: GPUs of the same kinds at the same places, the same
-    driver and NUMA nodes. `here` and `gpus` are the host's present fingerprint and GPUs.
-    """
-    planned = _planned(plan, directory)
-    if not isinstance(planned, Fingerprint):
-        return planned
-    now = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in gpus}
+    if plan.simulated:
+        return ""
+    planned = planned_fingerprint(plan, directory)
+    if planned is None:
+        return f"{machine_file(plan, directory)} has no fingerprint of its host"
+    if alike is None:
+        return "; ".join(differences(plan.machine, planned, here, gpus=plan.gpus).another)
+    now = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in alike}
     was = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in plan.machine.gpus}
     # Without GPUs only the driver and the NUMA nodes are compared.
     rest = differences(plan.machine, planned, here, gpus=()).another
     return "; ".join([*_changed(was, now, plan.gpus), *rest])
 
 
-def _planned(plan: Plan, directory: Path) -> Fingerprint | str:
-    if plan.simulated:
-        return ""
-    found = planned_fingerprint(plan, directory)
-    return found or f"{machine_file(plan, directory)} has no fingerprint of its host"
-
-
-def why_not_of_class(plan: Plan, host: str, gpus: Sequence[GpuFacts]) -> str:
+def why_not_of_class(plan: Plan, host: str, gpus: Sequence[GpuFacts | Gpu]) -> str:
     """Return which of a host's GPUs are of other kinds than a cluster plan's, in clauses; or "".
 
     Hosts of a class share the measurements of one of them, so no host's UUIDs are known. `host` is

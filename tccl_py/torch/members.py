@@ -20,7 +20,6 @@ from tccl_py.errors import InputError
 from tccl_py.files import check_path
 from tccl_py.health.fitness import (
     ALIKE_VARIABLE,
-    why_not_alike,
     why_not_here,
     why_not_of_class,
     why_not_with,
@@ -232,9 +231,8 @@ def _misfit(opened: OpenPlan, here: Here, name: str) -> str:
 def _other_host(opened: OpenPlan, here: Here, name: str) -> str:
     plan, directory = opened.plan, opened.directory
     if not plan.is_cluster:
-        if os.environ.get(ALIKE_VARIABLE) == "1":
-            return why_not_alike(plan, directory, here.fingerprint, here.gpus)
-        return why_not_here(plan, directory, here.fingerprint)
+        alike = here.gpus if os.environ.get(ALIKE_VARIABLE) == "1" else None
+        return why_not_here(plan, directory, here.fingerprint, alike=alike)
     if not name:
         return "the plan has no such host"
     path = directory / "nccl" / host_graph_file(name)
