@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler.linux import yield_core
-from tccl_profiler.messages import Pace, Peer, Pinged
+from tccl_profiler.messages import Pace, Peer
 from tccl_profiler.program import COUNTER_BYTES, COUNTERS, Address, End, Lane
 from tccl_profiler.shared_memory import ABORT, Segment, differing, write_pattern
 from tccl_py.errors import MeasurementError
@@ -265,10 +265,3 @@ def released(
         pause(rounds)
         rounds += 1
     return 0 if flag.value == ABORT else time.monotonic_ns()
-
-
-def own_clock(count: int) -> Pinged:
-    """Return pings of a device whose clock is the host's: three readings each."""
-    now = time.monotonic_ns
-    asked, device, seen = zip(*((now(), now(), now()) for _ in range(count)), strict=True)
-    return Pinged(asked_ns=asked, device_ns=device, seen_ns=seen)

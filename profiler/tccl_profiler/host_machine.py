@@ -12,6 +12,7 @@ from pathlib import Path
 from tccl_profiler import linux as numa
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import MAX_GPUS, Fingerprint, Gpu, Machine, NumaNode, check
+from tccl_py.readers.sysfs import read_word
 
 SYSFS = Path("/sys")
 ROOT = Path("/")
@@ -83,7 +84,9 @@ def host_fingerprint(machine: Machine, *, root: Path = ROOT) -> Fingerprint:
 
 def cpu_model(root: Path = ROOT) -> str:
     """What the CPU calls itself; kernels of aarch64 do not say, and the architecture stands in."""
-    match = re.search(r"^model name\s*:\s*(\S.*)$", _text(root / "proc" / "cpuinfo"), re.MULTILINE)
+    match = re.search(
+        r"^model name\s*:\s*(\S.*)$", read_word(root / "proc" / "cpuinfo"), re.MULTILINE
+    )
     return match[1].strip() if match else platform.machine()
 
 
@@ -106,15 +109,8 @@ def _nodes_of(cpus: Iterable[int], ids: Iterable[int], nodes: Path) -> dict[int,
 
 def _host_id(root: Path) -> str:
     for path in ("etc/machine-id", "proc/sys/kernel/random/boot_id"):
-        text = _text(root / path).strip()
+        text = read_word(root / path)
         if text:
             # systemd asks not to show the machine id itself: machine-id(5).
             return hashlib.sha256(f"tccl {text}".encode()).hexdigest()[:12]
     return platform.node()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

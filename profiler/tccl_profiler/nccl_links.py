@@ -12,6 +12,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 
 import numpy as np
 
@@ -180,21 +181,18 @@ class Communicators:
 
 
 class _Making:
-    """A thread that makes a communicator, and its result."""
+    """A thread that makes a communicator; a daemon, as NCCL may wait for ever for a lost member."""
 
     def __init__(self, make: Callable[[], int], limit_s: float) -> None:
-        self._make, self._limit_s = make, limit_s
-        self._found: int | None = None
-        self._failure: Exception | None = None
-        # A daemon: NCCL may wait for ever for a member that is gone.
-        self._thread = threading.Thread(target=self._run, name="communicator", daemon=True)
-        self._thread.start()
+        self._made: Future[int] = Future()
+        self._limit_s = limit_s
+        threading.Thread(target=self._run, args=(make,), name="communicator", daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, make: Callable[[], int]) -> None:
         try:
-            self._found = self._make()
+            self._made.set_result(make())
         except Exception as error:
-            self._failure = error
+            self._made.set_exception(error)
 
     def ended(self, link: Link) -> int:
         """Return the communicator.
@@ -202,13 +200,12 @@ class _Making:
         Raises LinkLost if it could not be made; RuntimeError if the thread still waits within NCCL,
         and the process is of no more use.
         """
-        self._thread.join(self._limit_s)
-        if self._thread.is_alive():
+        if not wait([self._made], self._limit_s).done:
             raise RuntimeError(f"{link}: NCCL made no communicator within {self._limit_s:g} s")
-        if self._failure is not None:
-            raise LinkLost(f"{link}: {self._failure}") from self._failure
-        assert self._found is not None
-        return self._found
+        failure = self._made.exception()
+        if failure is not None:
+            raise LinkLost(f"{link}: {failure}") from failure
+        return self._made.result()
 
 
 _FARTHEST, _NEVER = "SYS", "LOC"

@@ -13,19 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from tccl_profiler import messages
 from tccl_profiler.execution import Execution, HostBuffers, RunResult, RunSpec, Timeouts
-from tccl_profiler.messages import (
-    Done,
-    Meet,
-    Peer,
-    Ping,
-    Pinged,
-    Share,
-    Start,
-    Started,
-    Stop,
-    WorkerLost,
-)
 from tccl_profiler.program import COUNTER_AREA_BYTES, MAX_REPEATS, HostProgram, is_nic
 from tccl_profiler.shared_memory import MAX_DEVICES, MAX_LANES, Control, Segment, control_bytes
 from tccl_profiler.workers import Answer, DeviceSpec, WorkerProcess, spawned
@@ -67,7 +56,7 @@ class Pool:
         self._memory = memory or Memory()
         self._timeouts = timeouts or Timeouts()
         self.workers: list[WorkerProcess] = []
-        self.started: dict[str, Started] = {}
+        self.started: dict[str, messages.Started] = {}
         self.control: Control | None = None
         self._lifeline: tuple[int, int] | None = None
         self._epoch = 0
@@ -100,7 +89,7 @@ class Pool:
                 self._spawn(slot, spec)
             deadline = time.monotonic() + self._timeouts.start_s
             for worker in self.workers:
-                started, fds = worker.received(Started, deadline - time.monotonic())
+                started, fds = worker.received(messages.Started, deadline - time.monotonic())
                 worker.arena_fd = fds[0] if fds else -1
                 self.started[worker.spec.device] = started
             self._introduce()
@@ -116,7 +105,7 @@ class Pool:
         worker = spawned(slot, spec, self._variables)
         self.workers.append(worker)
         self.pids.add(worker.process.pid)
-        start = Start(
+        start = messages.Start(
             backend="network" if is_nic(spec.device) else self._backend,
             slot=slot,
             control_bytes=control_bytes(len(self._specs)),
@@ -137,7 +126,7 @@ class Pool:
             others = [gpu for gpu in gpus if gpu is not worker]
             fds = [gpu.arena_fd for gpu in others if gpu.arena_fd >= 0]
             peers = tuple(
-                Peer(
+                messages.Peer(
                     space=gpu.spec.device,
                     handle=self.started[gpu.spec.device].handle,
                     size=self.started[gpu.spec.device].arena_bytes,
@@ -145,7 +134,7 @@ class Pool:
                 )
                 for gpu in others
             )
-            self._ask_worker(worker, Meet(peers=peers), fds)
+            self._ask_worker(worker, messages.Meet(peers=peers), fds)
         for worker in self.workers:
             worker.done(self._timeouts.start_s)
 
@@ -167,7 +156,7 @@ class Pool:
         for worker in self.workers:
             if not self._broken:
                 with contextlib.suppress(MeasurementError):
-                    worker.connection.send(Stop(), (), 1.0)
+                    worker.connection.send(messages.Stop(), (), 1.0)
             # A worker ends when its connection does, after its current request.
             worker.connection.close()
         deadline = time.monotonic() + (_BROKEN_STOP_S if self._broken else self._timeouts.stop_s)
@@ -271,10 +260,10 @@ class Pool:
         control.clear()
 
     def _share(self, space: str, segment: Segment) -> None:
-        share = Share(space=space, size=segment.size)
+        share = messages.Share(space=space, size=segment.size)
         # After a refusal only some workers have the memory.
         with self._breaking():
-            self._asked(dict.fromkeys(self.started, share), Done, (segment.fd,))
+            self._asked(dict.fromkeys(self.started, share), messages.Done, (segment.fd,))
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -311,7 +300,7 @@ class Pool:
                 try:
                     answer, _ = worker.received(kind, limit_s + self._timeouts.answer_s)
                     answers[worker.spec.device] = answer
-                except WorkerLost:
+                except messages.WorkerLost:
                     raise
                 except MeasurementError as error:
                     refused = refused or error
@@ -319,9 +308,9 @@ class Pool:
             raise refused
         return answers
 
-    def ping(self, count: int = 16) -> Mapping[str, Pinged]:
+    def ping(self, count: int = 16) -> Mapping[str, messages.Pinged]:
         """Compare each device's clock with CLOCK_MONOTONIC, one after the other."""
-        answers: dict[str, Pinged] = {}
+        answers: dict[str, messages.Pinged] = {}
         for device in self.started:
-            answers |= self.ask({device: Ping(count=count)}, Pinged)
+            answers |= self.ask({device: messages.Ping(count=count)}, messages.Pinged)
         return answers

@@ -31,11 +31,6 @@ class ChannelRate(msgspec.Struct, frozen=True, kw_only=True):
     gbps: float
     fifo_slices: int
 
-    def __post_init__(self) -> None:
-        if self.slice_bytes < 1 or self.fifo_slices < 1 or not 0 <= self.gbps < math.inf:
-            what = f"{self.slice_bytes} B x {self.fifo_slices} at {self.gbps} GB/s"
-            raise MeasurementError(f"channel: {what}; it has slices of bytes and a finite rate")
-
     @property
     def slice_us(self) -> float:
         """Microseconds per slice, infinite at rest; 1 GB/s is 1000 bytes per microsecond."""
@@ -57,22 +52,12 @@ class WindowLimits(msgspec.Struct, frozen=True, kw_only=True):
     start_error_share: float = 0.01
     warm_minimum_ms: float = 0.3
 
-    def __post_init__(self) -> None:
-        lengths = 0 < self.minimum_ms <= self.maximum_ms < math.inf and self.warm_minimum_ms > 0
-        if not (lengths and self.slices >= 1 and 0 < self.start_error_share <= 1):
-            right = "give 0 < minimum_ms <= maximum_ms, slices >= 1, 0 < start_error_share <= 1"
-            raise InputError("window limits", f"{self} fit no window", right)
-
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """Warm-up and window of a repeat.
-
-    `capped`: the maximum cut what the channels need, so rates are coarser than the limits promise.
-    """
+    """Warm-up and window of a repeat."""
 
     warm_us: float
     window_us: float
-    capped: bool = False
 
 
 def choose_window(
@@ -89,9 +74,6 @@ def choose_window(
     3. Neither part is shorter than in `at_least`, the previous window, so that a set whose channels
        take turns in being slow does not alternate.
     """
-    if not channels or not 0 <= start_error_us < math.inf:
-        what = f"window for {len(channels)} channels that start within {start_error_us} us"
-        raise MeasurementError(f"{what}; a set has a channel, and its start an error of 0 or more")
     limits = limits or WindowLimits()
     maximum_us = limits.maximum_ms * 1e3
     window_us = max(
@@ -107,7 +89,6 @@ def choose_window(
     return Window(
         warm_us=min(warm_us, maximum_us / 2),
         window_us=max(min(window_us, maximum_us), at_least.window_us if at_least else 0.0),
-        capped=window_us > maximum_us or warm_us > maximum_us / 2,
     )
 
 

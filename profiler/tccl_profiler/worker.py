@@ -13,22 +13,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from tccl_profiler.messages import (
-    Connection,
-    ConnectionClosed,
-    Done,
-    Endpoint,
-    Failed,
-    LinkEnds,
-    LinkStep,
-    Meet,
-    Ping,
-    Run,
-    Share,
-    Start,
-    Stop,
-    ToWorker,
-)
+from tccl_profiler import messages
 from tccl_profiler.shared_memory import Control, Segment
 from tccl_py.errors import MeasurementError
 
@@ -47,17 +32,17 @@ def main() -> None:
     """Serve the controller at the other end of the socket whose descriptor is argument 1."""
     # Ctrl-C reaches the whole process group; the controller decides what becomes of the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection: Connection[ToWorker] = Connection(
-        socket.socket(fileno=int(sys.argv[1])), receives=ToWorker, peer="the controller"
+    connection: messages.Connection[messages.ToWorker] = messages.Connection(
+        socket.socket(fileno=int(sys.argv[1])), receives=messages.ToWorker, peer="the controller"
     )
     # ConnectionClosed: the controller is gone or has closed the pool.
-    with contextlib.suppress(ConnectionClosed):
+    with contextlib.suppress(messages.ConnectionClosed):
         _serve(connection)
 
 
-def _serve(connection: Connection[ToWorker]) -> None:
+def _serve(connection: messages.Connection[messages.ToWorker]) -> None:
     start, descriptors = connection.receive(None)
-    if not isinstance(start, Start):
+    if not isinstance(start, messages.Start):
         raise MeasurementError("the first message is not Start")
     control_fd, lifeline = descriptors
     _die_with(lifeline)
@@ -69,10 +54,10 @@ def _serve(connection: Connection[ToWorker]) -> None:
         connection.send(started, fds)
         while _answer(connection, device):
             pass
-    except ConnectionClosed:
+    except messages.ConnectionClosed:
         raise
     except Exception as error:
-        connection.send(Failed.lost(error))
+        connection.send(messages.Failed.lost(error))
     finally:
         if device is not None:
             # The rest goes with the process.
@@ -106,34 +91,34 @@ def _device(backend: str) -> Device:
     raise MeasurementError(f"backend {backend!r} is not known; there are cuda and host")
 
 
-def _answer(connection: Connection[ToWorker], device: Device) -> bool:
+def _answer(connection: messages.Connection[messages.ToWorker], device: Device) -> bool:
     message, descriptors = connection.receive(None)
     try:
-        if isinstance(message, Run):
+        if isinstance(message, messages.Run):
             device.queue(message)
             device.finish()
-            connection.send(Done())
-        elif isinstance(message, Ping):
+            connection.send(messages.Done())
+        elif isinstance(message, messages.Ping):
             connection.send(device.ping(message.count))
-        elif isinstance(message, Share):
+        elif isinstance(message, messages.Share):
             device.share(message.space, Segment.attach(descriptors[0], message.size, message.space))
-            connection.send(Done())
-        elif isinstance(message, Meet):
+            connection.send(messages.Done())
+        elif isinstance(message, messages.Meet):
             fds = {-1: None, **dict(enumerate(descriptors))}
             device.meet({peer.space: (peer, fds[peer.descriptor]) for peer in message.peers})
-            connection.send(Done())
-        elif isinstance(message, LinkStep):
+            connection.send(messages.Done())
+        elif isinstance(message, messages.LinkStep):
             connection.send(_take_step(device.links, message))
     except MeasurementError as error:
         # The device itself is sound: it refused, or a link was lost.
-        connection.send(Failed.of(error))
-    return not isinstance(message, Stop)
+        connection.send(messages.Failed.of(error))
+    return not isinstance(message, messages.Stop)
 
 
-def _take_step(links: NicLinks | Communicators, message: LinkStep) -> LinkEnds:
-    endpoints: tuple[Endpoint, ...] = ()
+def _take_step(links: NicLinks | Communicators, message: messages.LinkStep) -> messages.LinkEnds:
+    endpoints: tuple[messages.Endpoint, ...] = ()
     if message.step == "usable":
-        return LinkEnds(links=links.usable())
+        return messages.LinkEnds(links=links.usable())
     if message.step == "listen":
         endpoints = links.listen(message.links)
     elif message.step == "connect":
@@ -141,7 +126,7 @@ def _take_step(links: NicLinks | Communicators, message: LinkStep) -> LinkEnds:
         links.connect(ends, message.limit_s)
     else:
         links.accept(message.links, message.limit_s)
-    return LinkEnds(links=message.links, endpoints=endpoints)
+    return messages.LinkEnds(links=message.links, endpoints=endpoints)
 
 
 if __name__ == "__main__":

@@ -14,15 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tccl_profiler.messages import (
-    Connection,
-    ConnectionClosed,
-    ConnectionTimeout,
-    Done,
-    Failed,
-    FromWorker,
-    WorkerLost,
-)
+from tccl_profiler import messages
 from tccl_py.children import child_command, child_environment, search_path
 from tccl_py.errors import MeasurementError
 
@@ -54,7 +46,7 @@ class WorkerProcess:
     spec: DeviceSpec
     slot: int
     process: subprocess.Popen[bytes]
-    connection: Connection[FromWorker]
+    connection: messages.Connection[messages.FromWorker]
     stderr_fd: int
     arena_fd: int = -1
     owes_answer: bool = False
@@ -71,32 +63,32 @@ class WorkerProcess:
         self.owes_answer = True
         try:
             self.connection.send(message, fds, limit_s)
-        except ConnectionClosed as error:
-            raise WorkerLost(f"{self.who} {self._death()}") from error
-        except ConnectionTimeout as error:
-            raise WorkerLost(f"{self.who} has not listened for {limit_s:g} s") from error
+        except messages.ConnectionClosed as error:
+            raise messages.WorkerLost(f"{self.who} {self._death()}") from error
+        except messages.ConnectionTimeout as error:
+            raise messages.WorkerLost(f"{self.who} has not listened for {limit_s:g} s") from error
 
     def received(self, kind: type[Answer], limit_s: float) -> tuple[Answer, tuple[int, ...]]:
         """Return the answer, of this type, and its descriptors."""
         try:
             message, fds = self.connection.receive(max(0.0, limit_s))
-        except ConnectionClosed as error:
-            raise WorkerLost(f"{self.who} {self._death()}") from error
-        except ConnectionTimeout as error:
-            raise WorkerLost(f"{self.who} has not answered for {limit_s:.1f} s") from error
+        except messages.ConnectionClosed as error:
+            raise messages.WorkerLost(f"{self.who} {self._death()}") from error
+        except messages.ConnectionTimeout as error:
+            raise messages.WorkerLost(f"{self.who} has not answered for {limit_s:.1f} s") from error
         except MeasurementError as error:
             # An invalid message; the error has the worker's name.
-            raise WorkerLost(str(error)) from error
+            raise messages.WorkerLost(str(error)) from error
         self.owes_answer = False
-        if isinstance(message, Failed):
+        if isinstance(message, messages.Failed):
             raise message.error(_by_name(self.spec.device, message.what))
         if not isinstance(message, kind):
-            raise WorkerLost(f"{self.who} answered {type(message).__name__} out of turn")
+            raise messages.WorkerLost(f"{self.who} answered {type(message).__name__} out of turn")
         return message, fds
 
     def done(self, limit_s: float) -> None:
         """Wait until a request has been carried out; raises as `received`."""
-        self.received(Done, limit_s)
+        self.received(messages.Done, limit_s)
 
     def free(self, limit_s: float) -> None:
         """Wait for the end of the process, and close its descriptors."""
@@ -141,7 +133,9 @@ def spawned(slot: int, spec: DeviceSpec, variables: Mapping[str, str]) -> Worker
             slot=slot,
             process=process,
             stderr_fd=stderr_fd,
-            connection=Connection(ours, receives=FromWorker, peer=f"the worker of {spec.device}"),
+            connection=messages.Connection(
+                ours, receives=messages.FromWorker, peer=f"the worker of {spec.device}"
+            ),
         )
         undo.pop_all()
     return worker

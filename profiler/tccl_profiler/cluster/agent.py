@@ -20,14 +20,6 @@ from typing import Any
 from tccl_profiler import linux
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.facts import HostFacts, addresses, host_facts, listening
-from tccl_profiler.cluster.messages import (
-    Backoff,
-    Envelope,
-    HeartbeatThread,
-    Message,
-    Messenger,
-    PeerGone,
-)
 from tccl_profiler.execution import RunResult
 from tccl_profiler.messages import Connection, Done, Failed, LinkEnds, LinkStep, Ping, Stop
 from tccl_profiler.pool import Pool
@@ -68,7 +60,7 @@ class Agent:
 
     def __init__(
         self,
-        messenger: Messenger,
+        messenger: say.Messenger,
         *,
         name: str | None = None,
         now_ns: Callable[[], int] = time.monotonic_ns,
@@ -83,12 +75,12 @@ class Agent:
         self._facts: HostFacts | None = None
         self._pool: Pool | None = None
         self._ranks = RankTasks()
-        self._waiting: deque[Envelope] = deque()
-        self._backoff = Backoff()
+        self._waiting: deque[say.Envelope] = deque()
+        self._backoff = say.Backoff()
         self._prioritised = False
         self._bound = (1, 1)
         # What each message asks for; a request without an answer of its own is Done.
-        self._does: dict[type[Message], Callable[[Any], Message | None]] = {
+        self._does: dict[type[say.Message], Callable[[Any], say.Message | None]] = {
             say.PingsDone: lambda _: None,
             say.PingHost: lambda _: say.HostTime(at_ns=self._now_ns()),
             say.Describe: self._describe,
@@ -105,7 +97,7 @@ class Agent:
 
     def serve(self) -> int:
         """Carry out requests until told to stop; return the exit code. Raises ControllerLost."""
-        heart = HeartbeatThread(lambda: self._messenger.send(0, say.Heartbeat()))
+        heart = say.HeartbeatThread(lambda: self._messenger.send(0, say.Heartbeat()))
         heart.start()
         try:
             while True:
@@ -121,7 +113,7 @@ class Agent:
             raise ControllerLost(str(error)) from error
         except Terminated:
             # First of all: the controller has a moment to find out who is not to blame.
-            with contextlib.suppress(PeerGone):
+            with contextlib.suppress(say.PeerGone):
                 self._answer(0, say.Leaving())
             raise
         finally:
@@ -148,13 +140,13 @@ class Agent:
         if pool is not None:
             pool.close()
 
-    def _polled(self) -> Envelope | None:
+    def _polled(self) -> say.Envelope | None:
         envelope = self._messenger.poll()
         if envelope is None and time.monotonic() - self._messenger.heard_s > self._silence_s:
             raise ControllerLost(f"the controller has said nothing for {self._silence_s:g} s")
         return envelope
 
-    def _next(self, limit_s: float | None = None) -> Envelope:
+    def _next(self, limit_s: float | None = None) -> say.Envelope:
         if self._waiting:
             return self._waiting.popleft()
         until = None if limit_s is None else time.monotonic() + limit_s
@@ -172,11 +164,11 @@ class Agent:
         self._prioritised = pinged
         return envelope
 
-    def _answer(self, number: int, message: Message) -> None:
+    def _answer(self, number: int, message: say.Message) -> None:
         self._backoff.reset()
         self._messenger.send(number, message)
 
-    def _done(self, envelope: Envelope) -> Message:
+    def _done(self, envelope: say.Envelope) -> say.Message:
         number, message = envelope.number, envelope.message
         try:
             if isinstance(message, say.Begin):
@@ -192,7 +184,7 @@ class Agent:
         except _Aborted:
             return say.Aborted()
 
-    def _describe(self, message: say.Describe) -> Message:
+    def _describe(self, message: say.Describe) -> say.Message:
         self._backend, self._interfaces = message.backend, message.interfaces
         if message.backend == "cuda":
             # Cores stand for devices on the other backend, and the launcher deals them out.
@@ -203,9 +195,9 @@ class Agent:
             devices=message.devices,
             interfaces=message.interfaces,
         )
-        return say.Described(facts=self._facts)
+        return self._facts
 
-    def _restart(self, message: say.Restart) -> Message:
+    def _restart(self, message: say.Restart) -> say.Message:
         pool, own = self._opened(), {"NCCL_HOSTID": self._name}
         # NCCL_HOSTID tells hosts apart that share a kernel.
         if self._interfaces:
@@ -218,7 +210,7 @@ class Agent:
             raise MeasurementError(f"host {self._name}: its workers were not started")
         return self._pool
 
-    def _open(self, message: say.Open) -> Message:
+    def _open(self, message: say.Open) -> say.Message:
         self.close()
         if not message.devices:
             return say.Opened(lanes={})
@@ -380,10 +372,12 @@ def _terminate(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (a
 def main() -> None:
     """Serve the controller at the socket whose descriptor is argument 1, as host argument 2."""
     sock = socket.socket(fileno=int(sys.argv[1]))
-    connection: Connection[Envelope] = Connection(sock, receives=Envelope, peer="the controller")
+    connection: Connection[say.Envelope] = Connection(
+        sock, receives=say.Envelope, peer="the controller"
+    )
     with agent_signals():
         try:
-            Agent(Messenger(connection), name=(*sys.argv[2:], None)[0]).serve()
+            Agent(say.Messenger(connection), name=(*sys.argv[2:], None)[0]).serve()
         except (ControllerLost, Terminated):
             sys.exit(_TERMINATED)
 

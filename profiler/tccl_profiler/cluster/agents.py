@@ -197,8 +197,7 @@ class RankJobs:
     def described(self, backend: str, *, interfaces: Sequence[str] = ()) -> dict[str, HostFacts]:
         """Return the hosts' facts by name; `interfaces` are their NICs, if not their own."""
         question = say.Describe(backend=backend, devices=None, interfaces=tuple(interfaces))
-        found = self._agents.ask(dict.fromkeys(self._agents.hosts, question), say.Described)
-        return {host: described.facts for host, described in found.items()}
+        return self._agents.ask(dict.fromkeys(self._agents.hosts, question), HostFacts)
 
     def surroundings(self, *, modules: tuple[str, ...] = ()) -> dict[str, dict[str, str]]:
         """Return the environment of each host's agent."""

@@ -20,7 +20,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, Nic
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.readers.nvml import VARIABLE, only_gpus, visible_indices
-from tccl_py.readers.sysfs import network_ports
+from tccl_py.readers.sysfs import network_ports, read_word
 
 SYSFS = Path("/sys")
 PROC = Path("/proc")
@@ -47,7 +47,7 @@ class NicAddress(msgspec.Struct, frozen=True, kw_only=True):
     address: str
 
 
-class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A host of the cluster; `addresses` are by the index of the NIC, `down` are interfaces."""
 
     name: str
@@ -306,7 +306,7 @@ def _with_own_nics(machine: Machine, *, sysfs: Path = SYSFS) -> Machine:
         name = _interface_of(nic, sysfs)
         found = interface(name, sysfs=sysfs)
         if found is not None and found.up and found.address:
-            node = _text(sysfs / "class" / "net" / name / "device" / "numa_node")
+            node = read_word(sysfs / "class" / "net" / name / "device" / "numa_node")
             parent = nodes.get(int(node), first) if node.isdecimal() else first
             nics.append(msgspec.structs.replace(nic, parent=parent, speed_mbps=port.speed_mbps))
     return msgspec.structs.replace(machine, nics=tuple(nics))
@@ -321,13 +321,6 @@ def _interface_of(nic: Nic, sysfs: Path = SYSFS) -> str:
         found = sorted(entry.name for entry in behind.iterdir())
     except OSError:
         return ""
-    ports = {name: _text(behind / name / "dev_port") for name in found}
+    ports = {name: read_word(behind / name / "dev_port") for name in found}
     wanted = str(max(nic.port - 1, 0))
     return next((name for name in found if ports[name] == wanted), found[0] if found else "")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

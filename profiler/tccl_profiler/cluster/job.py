@@ -22,17 +22,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import Agent, ControllerLost, Terminated, agent_signals
 from tccl_profiler.cluster.facts import addresses, listening
-from tccl_profiler.cluster.messages import (
-    Backoff,
-    Ended,
-    Envelope,
-    Heartbeat,
-    HeartbeatThread,
-    Messenger,
-    PeerGone,
-)
 from tccl_profiler.messages import Connection, Stop
 from tccl_py.children import child_command, child_environment, search_path
 from tccl_py.errors import InputError, MeasurementError, SourceLostError, TcclError
@@ -87,7 +79,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     size: int
     peers: Mapping[int, PeerInfo]
-    connections: Mapping[int, Connection[Envelope]]
+    connections: Mapping[int, Connection[say.Envelope]]
 
 
 def own_info() -> PeerInfo:
@@ -139,7 +131,7 @@ def _gathered(bootstrap: Bootstrap, join_s: float) -> Rendezvous:
             right = "start one tccl command with the same arguments on all hosts"
             raise InputError("this MPI job", what, right)
         peers[rank] = msgspec.msgpack.decode(data, type=PeerInfo)
-    connections: dict[int, Connection[Envelope]] = {}
+    connections: dict[int, Connection[say.Envelope]] = {}
     if bootstrap.size > 1:
         _allow_descriptors(bootstrap.size)
         with listening() as listener:
@@ -165,9 +157,9 @@ def _accepted(
     bootstrap: Bootstrap,
     address: ListenAddress,
     peers: Mapping[int, PeerInfo],
-) -> dict[int, Connection[Envelope]]:
+) -> dict[int, Connection[say.Envelope]]:
     """Accept a connection of every rank; callers without the token are dropped."""
-    until, found = time.monotonic() + CONNECT_S, dict[int, Connection[Envelope]]()
+    until, found = time.monotonic() + CONNECT_S, dict[int, Connection[say.Envelope]]()
     while len(found) < bootstrap.size - 1:
         # Earlier messages may need this side's progress to arrive.
         bootstrap.poll(CONTROLLER)
@@ -212,11 +204,11 @@ def _connected(address: ListenAddress, rank: int) -> socket.socket:
     raise MeasurementError(f"the controller is not reached at {', '.join(address.addresses)}")
 
 
-def _connection(sock: socket.socket, peer: str) -> Connection[Envelope]:
+def _connection(sock: socket.socket, peer: str) -> Connection[say.Envelope]:
     """Return a connection that sends small messages at once and notices a host that vanished."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return Connection(sock, receives=Envelope, peer=peer)
+    return Connection(sock, receives=say.Envelope, peer=peer)
 
 
 class HostRanks(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,10 +225,10 @@ class Job:
         self.rank, self.size = ranks.rank, ranks.size
         self.is_controller = ranks.rank == CONTROLLER
         self._peers = ranks.peers
-        self._ranks = {rank: Messenger(end) for rank, end in ranks.connections.items()}
+        self._ranks = {rank: say.Messenger(end) for rank, end in ranks.connections.items()}
         self._seats: tuple[HostRanks, ...] = ()
-        self._local: tuple[subprocess.Popen[bytes], Messenger] | None = None
-        self._heart = HeartbeatThread(self._beat)
+        self._local: tuple[subprocess.Popen[bytes], say.Messenger] | None = None
+        self._heart = say.HeartbeatThread(self._beat)
         self._usual: Any = signal.SIG_DFL
         self.broken = False
 
@@ -276,7 +268,7 @@ class Job:
             self._seats = _seats(self._peers)
         return self._seats
 
-    def messenger(self, host: str) -> Messenger:
+    def messenger(self, host: str) -> say.Messenger:
         """Return the connection to a host's agent, which is started on this host."""
         (rank,) = (seat.ranks[0] for seat in self.seats if seat.host == host)
         if rank != CONTROLLER:
@@ -285,24 +277,24 @@ class Job:
             self._local = agent_process()
         return self._local[1]
 
-    def _messengers(self) -> list[Messenger]:
+    def _messengers(self) -> list[say.Messenger]:
         return [*self._ranks.values(), *([self._local[1]] if self._local else [])]
 
     def _beat(self) -> None:
         for messenger in self._messengers():
-            with contextlib.suppress(PeerGone):
-                messenger.send(0, Heartbeat())
+            with contextlib.suppress(say.PeerGone):
+                messenger.send(0, say.Heartbeat())
 
     def _end_all(self, code: int) -> None:
         waiting = self._messengers()
         for messenger in waiting:
-            with contextlib.suppress(PeerGone):
+            with contextlib.suppress(say.PeerGone):
                 messenger.send(0, Stop(code=code))
         if self.broken:
             # The launcher is about to kill this process, which has a message to print before.
             # Agents end by themselves: they were told, and their connection ends.
             return
-        until, backoff = time.monotonic() + _GOODBYE_S, Backoff()
+        until, backoff = time.monotonic() + _GOODBYE_S, say.Backoff()
         while waiting and time.monotonic() < until:
             waiting = [messenger for messenger in waiting if not _has_ended(messenger)]
             backoff.nap(1e-3)
@@ -342,7 +334,7 @@ class Job:
                 return 128 + signal.SIGTERM
 
 
-def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], Messenger]:
+def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], say.Messenger]:
     """Start an agent on this host, in a process of its own, and connect to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     arguments = [str(theirs.fileno()), *([] if name is None else [name])]
@@ -355,8 +347,8 @@ def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], Mes
             stdout=subprocess.DEVNULL,
         )
     who = "this host's agent" if name is None else f"the agent of host {name}"
-    connection: Connection[Envelope] = Connection(ours, receives=Envelope, peer=who)
-    return process, Messenger(connection)
+    connection: Connection[say.Envelope] = Connection(ours, receives=say.Envelope, peer=who)
+    return process, say.Messenger(connection)
 
 
 def _seats(peers: Mapping[int, PeerInfo]) -> tuple[HostRanks, ...]:
@@ -372,12 +364,12 @@ def _seats(peers: Mapping[int, PeerInfo]) -> tuple[HostRanks, ...]:
     return tuple(HostRanks(host=host, ranks=tuple(found)) for host, found in ranks.items())
 
 
-def _has_ended(messenger: Messenger) -> bool:
+def _has_ended(messenger: say.Messenger) -> bool:
     try:
         envelope = messenger.poll()
     except TcclError:
         return True
-    return envelope is not None and isinstance(envelope.message, Ended)
+    return envelope is not None and isinstance(envelope.message, say.Ended)
 
 
 def _code_of(error: BaseException | None) -> int:

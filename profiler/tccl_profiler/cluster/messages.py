@@ -14,21 +14,10 @@ from collections.abc import Callable, Mapping
 import msgspec
 import numpy as np
 
+from tccl_profiler import messages
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.linux import precise_sleeps
-from tccl_profiler.messages import (
-    Connection,
-    ConnectionClosed,
-    ConnectionTimeout,
-    Done,
-    Failed,
-    LinkEnds,
-    LinkStep,
-    Ping,
-    Pinged,
-    Stop,
-)
 from tccl_profiler.program import HostProgram
 from tccl_profiler.shared_memory import RECORD
 from tccl_py.errors import MeasurementError
@@ -41,17 +30,11 @@ _SHORT_NAP_S, _NAP_S, _LONG_NAP_S = 20e-6, 1e-3, 5e-3
 
 
 class Describe(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Discover this host, with these interfaces as NICs, or with its own if none are given."""
+    """Discover this host, with these interfaces as NICs, or its own; answered by HostFacts."""
 
     backend: str
     devices: int | None
     interfaces: tuple[str, ...]
-
-
-class Described(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The host."""
-
-    facts: HostFacts
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -90,7 +73,7 @@ class PingsDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class DevicesPinged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Each device's clock against the host's."""
 
-    pinged: Mapping[str, Pinged]
+    pinged: Mapping[str, messages.Pinged]
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -203,38 +186,12 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The sender lives."""
 
 
-Message = (
-    Describe
-    | Described
-    | Open
-    | Opened
-    | Restart
-    | PingHost
-    | HostTime
-    | PingsDone
-    | Ping
-    | DevicesPinged
-    | LinkStep
-    | LinkEnds
-    | Begin
-    | Resident
-    | Release
-    | Ran
-    | AskEnvironment
-    | Environment
-    | OpenRendezvous
-    | RendezvousOpen
-    | RunRanks
-    | RanksLeft
-    | Abort
-    | Aborted
-    | Done
-    | Failed
-    | Stop
-    | Ended
-    | Leaving
-    | Heartbeat
-)
+Request = Describe | Open | Restart | PingHost | PingsDone | Begin | Release | Abort
+Answer = HostFacts | Opened | HostTime | DevicesPinged | Resident | Ran | Aborted | Ended
+RankMessage = AskEnvironment | Environment | OpenRendezvous | RendezvousOpen | RunRanks | RanksLeft
+WorkerMessage = messages.Ping | messages.LinkStep | messages.LinkEnds | messages.Stop
+Outcome = messages.Done | messages.Failed
+Message = Request | Answer | RankMessage | WorkerMessage | Outcome | Leaving | Heartbeat
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -254,7 +211,7 @@ class Messenger:
     `heard_s` is when anything last came; `leaving` that the peer's launcher tells it to end.
     """
 
-    def __init__(self, connection: Connection[Envelope]) -> None:
+    def __init__(self, connection: messages.Connection[Envelope]) -> None:
         self._connection = connection
         self._sending = threading.Lock()
         self.heard_s = time.monotonic()
@@ -265,7 +222,7 @@ class Messenger:
         try:
             with self._sending:
                 self._connection.send(Envelope(number, message), (), _SEND_S)
-        except (ConnectionClosed, ConnectionTimeout) as error:
+        except (messages.ConnectionClosed, messages.ConnectionTimeout) as error:
             raise PeerGone(str(error)) from error
 
     def poll(self) -> Envelope | None:
@@ -273,9 +230,9 @@ class Messenger:
         while True:
             try:
                 envelope, _ = self._connection.receive(0)
-            except ConnectionTimeout:
+            except messages.ConnectionTimeout:
                 return None
-            except ConnectionClosed as error:
+            except messages.ConnectionClosed as error:
                 raise PeerGone(str(error)) from error
             self.heard_s = time.monotonic()
             if isinstance(envelope.message, Leaving):

@@ -75,9 +75,9 @@ class ClusterSession:
         job = self._job
         self._agents = Agents.of(job, self._timeouts)
         questions = dict.fromkeys(self._agents.hosts, self._describe)
-        found = self._agents.ask(questions, say.Described)
+        found = self._agents.ask(questions, HostFacts)
         self.hosts = tuple(
-            msgspec.structs.replace(found[seat.host].facts, ranks=seat.ranks) for seat in job.seats
+            msgspec.structs.replace(found[seat.host], ranks=seat.ranks) for seat in job.seats
         )
         check_hosts(
             self.hosts,
