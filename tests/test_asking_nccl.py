@@ -26,7 +26,6 @@ from tccl_py.nccl.asked import (
     NcclAnswer,
     Question,
     RefusedError,
-    Way,
     ask_each,
     ask_nccl,
     judged,
@@ -34,7 +33,7 @@ from tccl_py.nccl.asked import (
 from tccl_py.nccl.asked_rank import CommunicatorLog
 from tccl_py.nccl.graph_file import Channel, Graph
 from tccl_py.nccl.graph_search import default_choice
-from tccl_py.nccl.log import same_rings
+from tccl_py.nccl.log import same_rings, transport_of
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan.load import load_plan
@@ -72,8 +71,8 @@ def test_default_nccl_says_its_rings_channels_types_and_transports(monkeypatch):
     assert (found.version, found.fallback) == ("2.28.9", False)
     assert found.rings == ((0, 1, 3),) * 24
     assert (found.graph.nchannels, found.graph.typeintra) == (12, "NVL")
-    assert [(way.source, way.target) for way in found.ways] == [(0, 1), (1, 3), (3, 0)]
-    assert {way.transport for way in found.ways} == {"P2P"}
+    assert list(found.via) == [(0, 1), (1, 3), (3, 0)]
+    assert set(map(transport_of, found.via.values())) == {"P2P"}
 
 
 def test_variables_change_what_nccl_does(monkeypatch):
@@ -81,11 +80,11 @@ def test_variables_change_what_nccl_does(monkeypatch):
     gpus = [0, 2, 4]
     found = ask_nccl(variables, gpus)
     assert (found.version, found.fallback, len(found.rings)) == ("2.30.7", True, 2)
-    assert {way.transport for way in found.ways} == {"SHM"}
+    assert set(map(transport_of, found.via.values())) == {"SHM"}
     more = {"NCCL_P2P_LEVEL": "SYS", "NCCL_MIN_NCHANNELS": "8"}
     found = ask_nccl({**variables, **more}, gpus)
     assert len(found.rings) == 8
-    assert {way.transport for way in found.ways} == {"P2P"}
+    assert set(map(transport_of, found.via.values())) == {"P2P"}
 
 
 def test_the_callers_variables_of_nccl_do_not_count(monkeypatch):
@@ -289,7 +288,7 @@ def answer(rings, *, version="2.28.9", via="P2P/CUMEM", channels=12, fallback=Fa
         gpus=gpus,
         rings=tuple(orders * 2),
         graph=graph,
-        ways=tuple(Way(source=one, target=other, via=via) for one, other in sorted(hops)),
+        via=dict.fromkeys(sorted(hops), via),
         fallback=fallback,
     )
 
@@ -480,14 +479,14 @@ def test_of_torn_logs_no_rings_are_made(start, end, dumped):
         same_rings(ring, order)
         for ring, order in zip(found.rings, [(4, 5, 7), (4, 7, 5)] * 2, strict=True)
     )
-    assert all("P2P/CUMEM".startswith(way.via) for way in found.ways)
+    assert all("P2P/CUMEM".startswith(via) for via in found.via.values())
 
 
 def test_whole_logs_give_rings_and_transports():
     said = [CommunicatorLog(number=0, log=LOG, dump=DUMP)]
     found = asked.read_answer(Question(gpus=(4, 5, 7)), said, "2.28.9")
     assert found.rings == ((4, 5, 7), (4, 7, 5)) * 2
-    assert len(found.ways) == 6
+    assert len(found.via) == 6
 
 
 def test_the_environment_of_ranks_has_none_of_the_callers_settings(monkeypatch):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
-from tccl_py.nccl.log import parse_log, same_rings
+from tccl_py.nccl.log import parse_log, same_rings, transport_of
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.variables import env_sh, job_environment, nccl_conf
 from tests.nccl_cases import CASES
@@ -95,7 +95,7 @@ def test_the_log_of_four_h200_shows_24_rings_over_p2p():
     assert log.communicators == (((0, 1, 2, 3),) * 24,)
     ring = {(0, 1), (1, 2), (2, 3), (3, 0)}
     assert {(one.source, one.target) for one in log.connections} == ring
-    assert {one.transport for one in log.connections} == {"P2P"}
+    assert {transport_of(one.via) for one in log.connections} == {"P2P"}
     assert len(log.connections) == 24 * 4
 
 
@@ -116,7 +116,7 @@ def test_bounces_networks_and_several_communicators_are_told_apart():
     )
     log = parse_log(text, where="log")
     assert log.communicators == (((0, 2, 1), (0, 1, 2)), ((0, 1),))
-    assert [(one.source, one.target, one.transport) for one in log.connections] == [
+    assert [(one.source, one.target, transport_of(one.via)) for one in log.connections] == [
         (0, 2, "SHM"),
         (2, 1, "SHM"),
         (1, 0, "NET"),

@@ -118,7 +118,7 @@ def check_own_rings(host: Host) -> Found:
         if found:
             yield Unseen(what="the rings of default NCCL", why=found)
         return
-    counts = Counter(way.via for way in found.ways)
+    counts = Counter(found.via.values())
     ways = ", ".join(f"{count} by {via}" for via, count in counts.most_common())
     what = f"NCCL {found.version} runs {ring_words(found)}; of its hops {ways}"
     where = f"a communicator over GPUs {', '.join(map(str, found.gpus))}"

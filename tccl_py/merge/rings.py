@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from tccl_py.errors import InputError, SearchError
+from tccl_py.errors import SearchError
 from tccl_py.merge.walks import (
     Best,
     Decision,
@@ -43,30 +43,11 @@ class ChainTable(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Rates of the best chains through a host of one class, by entry and exit crossing.
 
     `rates[x, y]`, GB/s, is for chains that the ring enters by crossing x and leaves by crossing y;
-    0 is no chain. The array is copied and read-only.
-
-    Raises:
-        InputError: a table that is empty or not square, or a rate that is negative or not finite.
+    0 is no chain. All tables of a ring are over the same crossings.
     """
 
     name: str
     rates: Rates
-
-    def __post_init__(self) -> None:
-        rates = np.array(self.rates, dtype=np.float64)
-        where = f"chain table {self.name}"
-        if rates.ndim != 2 or rates.shape[0] != rates.shape[1] or not rates.size:
-            shape = " x ".join(map(str, rates.shape)) or "a single number"
-            right = "a row for each crossing in and a column for each crossing out are needed"
-            raise InputError(where, f"the rates are {shape}", right)
-        wrong = np.argwhere(~np.isfinite(rates) | (rates < 0))
-        if len(wrong):
-            entry, leave = wrong[0].tolist()
-            place = f"{where}, in by crossing {entry} and out by {leave}"
-            right = "a rate in GB/s, or 0 where there is no chain, is needed"
-            raise InputError(place, f"the rate is {rates[entry, leave]}", right)
-        rates.setflags(write=False)
-        msgspec.structs.force_setattr(self, "rates", rates)
 
 
 class MergedRing(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,12 +83,10 @@ def merge_in_order(tables: Sequence[ChainTable], order: Sequence[int]) -> Merged
     (4.0, (1, 0))
 
     Raises:
-        InputError: tables over different crossings, or one host.
         SearchError: there is no ring.
     """
-    rates = _stacked(tables)
-    _check_size(len(order), "node order")
-    order = tuple(int(number) for number in order)
+    rates = np.stack([table.rates for table in tables])
+    order = tuple(order)
     used = sorted(set(order))
     best = highest(
         worthwhile(rates[used]),
@@ -189,13 +168,10 @@ def merge_with_switches(
     (('a0', 'b0', 'a1', 'b1'), 5.0, True)
 
     Raises:
-        InputError: tables over different crossings, one host, or an uplink without a rate.
         SearchError: there is no ring.
     """
     names = tuple(tree.all_hosts)
-    rates = _stacked(tables)
-    _check_size(len(names), "switch tree")
-    _check_uplinks(tree)
+    rates = np.stack([table.rates for table in tables])
     if given_order is not None:
         rates = np.minimum(rates, uplink_limit(tree, given_order))
         capped = [ChainTable(name=t.name, rates=r) for t, r in zip(tables, rates, strict=True)]
@@ -372,21 +348,6 @@ def _closed(relations: Relation, classes: Sequence[int], root: Group) -> Decisio
     return Decision(walk=Walk(hosts=hosts, crossings=crossings))
 
 
-# Checks, and what tables come to.
-
-
-def _stacked(tables: Sequence[ChainTable]) -> Rates:
-    if not tables:
-        raise InputError("chain tables", "there are none", "one for each node class is needed")
-    first = tables[0]
-    for table in tables:
-        if len(table.rates) != len(first.rates):
-            what = f"it has {len(table.rates)} crossings, table {first.name} {len(first.rates)}"
-            right = "all tables must be over the same crossings"
-            raise InputError(f"chain table {table.name}", what, right)
-    return np.stack([table.rates for table in tables])
-
-
 def _ring_rate(rates: Rates, order: Sequence[int], crossings: Sequence[int]) -> float:
     """Return the slowest chain's rate, GB/s: node n is entered by crossing n - 1, left by n."""
     leave = np.asarray(crossings)
@@ -398,17 +359,3 @@ def _no_ring(tables: Sequence[ChainTable], used: Sequence[int], why: str) -> Sea
         if not tables[number].rates.any():
             return SearchError(f"no ring: node class {tables[number].name} has no chain at all")
     return SearchError(f"no ring: {why}")
-
-
-def _check_size(nodes: int, where: str) -> None:
-    if nodes < 2:
-        what = "there is one node, which needs no crossing" if nodes else "there are no nodes"
-        raise InputError(where, what, "a ring over nodes needs at least 2")
-
-
-def _check_uplinks(tree: SwitchTree) -> None:
-    for switch in tree.all_switches:
-        if switch.uplink_gbps is not None and not 0 < switch.uplink_gbps < math.inf:
-            right = "a rate in GB/s above 0, or none for no limit, is needed"
-            what = f"the uplink rate is {switch.uplink_gbps}"
-            raise InputError(f"switch {switch.name}", what, right)

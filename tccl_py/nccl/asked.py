@@ -45,32 +45,19 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     graph: str | None = None
 
 
-class Way(msgspec.Struct, frozen=True, kw_only=True):
-    """NCCL's name (`P2P/CUMEM`) for the connection from a GPU to the next in a ring."""
-
-    source: int
-    target: int
-    via: str
-
-    @property
-    def transport(self) -> str:
-        """`P2P`, `SHM` or `NET`."""
-        return transport_of(self.via)
-
-
 class NcclAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One communicator of the installed NCCL.
 
     `rings` has each final channel's GPU order, `graph` the ring graph searched or loaded, before
-    channels are doubled. `ways` are the hops of all rings; empty without connections. `fallback` is
-    true where NCCL took its simple order.
+    channels are doubled. `via` has NCCL's name (`P2P/CUMEM`) for each hop of the rings; nothing
+    without connections. `fallback` is true where NCCL took its simple order.
     """
 
     version: str
     gpus: tuple[int, ...]
     rings: tuple[tuple[int, ...], ...]
     graph: Graph
-    ways: tuple[Way, ...]
+    via: Mapping[tuple[int, int], str]
     fallback: bool
 
 
@@ -211,10 +198,7 @@ def read_answer(question: Question, logs: Sequence[CommunicatorLog], version: st
         gpus=gpus,
         rings=rings,
         graph=graph,
-        ways=tuple(
-            Way(source=source, target=target, via=via[source, target])
-            for source, target in sorted(hops & set(via))
-        ),
+        via={hop: via[hop] for hop in sorted(hops & via.keys())},
         fallback=_FALLBACK.search(text) is not None,
     )
 
@@ -353,7 +337,7 @@ class InstalledRings:
     ) -> DefaultChoice:
         named = environment_text(settings) or "its defaults"
         under = f"NCCL {found.version} with {named}"
-        self._compare_ways(found, settings, under)
+        self._compare_transports(found, settings, under)
         # Final channels are the searched channels twice, and no more than the tree has.
         rings = found.rings[: max(1, len(found.rings) // 2)]
         expected = emulated.rings[: max(1, emulated.channels // 2)]
@@ -377,13 +361,12 @@ class InstalledRings:
             fallback=found.fallback,
         )
 
-    def _compare_ways(self, found: NcclAnswer, settings: Settings, under: str) -> None:
+    def _compare_transports(self, found: NcclAnswer, settings: Settings, under: str) -> None:
         seen = view(self._machine, self._knowledge, settings, gpus=self._gpus)
         different = [
-            f"GPU {way.source} -> {way.target} by {way.via}, not {expected}"
-            for way in found.ways
-            if way.transport
-            != (expected := TRANSPORTS[pair_mechanism(seen, way.source, way.target).kind])
+            f"GPU {hop[0]} -> {hop[1]} by {via}, not {expected}"
+            for hop, via in found.via.items()
+            if transport_of(via) != (expected := TRANSPORTS[pair_mechanism(seen, *hop).kind])
         ]
         if different:
             count = len(different)

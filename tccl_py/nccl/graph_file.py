@@ -13,7 +13,7 @@ from typing import NoReturn
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.nccl.versions import LATEST, SWAPPING, TYPES, VersionFacts, version_facts
+from tccl_py.nccl.versions import LATEST, TYPES, VersionFacts, version_facts
 
 MAX_TEXT = 8 * 1024 * 1024
 """Several times the largest file within NCCL's limit on elements."""
@@ -37,8 +37,6 @@ _DEVICES = {
     16: re.compile(r"(?:0x)?[0-9a-fA-F]{1,4}"),
 }
 """Numbers of GPUs and NICs, by the base in which a version of NCCL reads them (0: by prefix)."""
-
-Ranks = tuple[int, ...]
 
 
 class GraphRejectedError(InputError):
@@ -258,35 +256,3 @@ def _check_room(
         error = GraphRejectedError if facts.children_checked else GraphCrashError
         what = f"<{parent.name}> has more than {facts.max_children} children"
         raise error(element.place, what, f"NCCL {facts.name} holds no more")
-
-
-# Rings of a communicator from the channels of its nodes.
-
-
-@dataclass(frozen=True, slots=True)
-class NodeRings:
-    """Rank orders of one node's channels; each has all ranks of the node once."""
-
-    orders: tuple[Ranks, ...]
-    crossnic: int = 0
-
-
-def connect(nodes: Sequence[NodeRings], *, channels: int) -> list[Ranks]:
-    """Return the first `channels` rings as rank orders from rank 0 on, nodes in rank order.
-
-    With crossed NICs odd nodes swap the channels of each pair, if all channels are in pairs.
-    """
-    rings = []
-    for channel in range(channels):
-        ring: list[int] = []
-        for number, node in enumerate(nodes):
-            swapped = node.crossnic == SWAPPING and number % 2 and channels % 2 == 0
-            ring += node.orders[channel ^ 1 if swapped else channel]
-        start = ring.index(0)
-        rings.append((*ring[start:], *ring[:start]))
-    return rings
-
-
-def repeated(rings: Sequence[Ranks], count: int) -> tuple[Ranks, ...]:
-    """Return the final `count` channels: the rings over and over."""
-    return tuple(rings[number % len(rings)] for number in range(count))

@@ -40,11 +40,6 @@ class Connection(msgspec.Struct, frozen=True, order=True):
     target: int
     via: str
 
-    @property
-    def transport(self) -> str:
-        """`P2P`, `SHM` or `NET`."""
-        return transport_of(self.via)
-
 
 class InitLog(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed log; `communicators` holds final rank orders, one tuple of rings for each."""

@@ -16,15 +16,12 @@ from tccl_py.nccl.graph_file import (
     GraphCrashError,
     GraphFile,
     GraphRejectedError,
-    NodeRings,
-    connect,
     parse_graph_file,
-    repeated,
 )
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.network import leaves_as_named
 from tccl_py.nccl.settings import final_channels, settings_from_environment
-from tccl_py.nccl.versions import LATEST, RING, TREE, VersionFacts, version_facts
+from tccl_py.nccl.versions import LATEST, RING, SWAPPING, TREE, VersionFacts, version_facts
 from tccl_py.nccl.view import NcclView, net_devices, view
 
 VerdictKind = Literal["used", "ignored", "clipped", "rejected", "crash"]
@@ -148,6 +145,7 @@ class _NodeGraphs:
     ) -> None:
         self._seen, self._gpus, self._nodes = seen, tuple(gpus), nodes
         self._file, self._where = file, where
+        self._place = {gpu: place for place, gpu in enumerate(self._gpus)}
         self._facts: VersionFacts = version_facts(seen.settings.version)
         self._devices = net_devices(seen.machine, seen.settings)
         self._nics = {device: nic for nic, device in self._devices.items()}
@@ -250,7 +248,7 @@ class _NodeGraphs:
         """
         if not self._facts.rank_overrides_dev:
             return
-        rank = self._ranks(start)
+        rank = {gpu: start + place for gpu, place in self._place.items()}
         for graph in self._file.graphs:
             for channel in graph.channels:
                 for gpu, given in zip(channel.gpus, channel.ranks, strict=True):
@@ -260,14 +258,9 @@ class _NodeGraphs:
 
     # Rings and NICs in use
 
-    def _ranks(self, start: int) -> dict[int, int]:
-        return {gpu: start + place for place, gpu in enumerate(self._gpus)}
-
-    def rings(self, start: int) -> NodeRings:
-        """Return the ring channels as ranks, on the node whose first rank is `start`."""
-        rank, used = self._ranks(start), self.ring.orders[: self.ring.channels]
-        orders = tuple(tuple(rank[gpu] for gpu in order.gpus[: self.size]) for order in used)
-        return NodeRings(orders, crossnic=self.ring.crossnic)
+    def ranks_of(self, channel: int, start: int) -> list[int]:
+        """Return a ring channel as ranks, on the node whose first rank is `start`."""
+        return [start + self._place[gpu] for gpu in self.ring.orders[channel].gpus[: self.size]]
 
     def nic(self, channel: int, place: int) -> int | None:
         """Return the NIC by which a channel reaches the node's GPU at `place`; None without a NIC.
@@ -387,18 +380,30 @@ class _Job:
         return Verdict(
             verdict=verdict,
             reason=reason,
-            rings=repeated(rings, final),
+            rings=tuple(rings[channel % len(rings)] for channel in range(final)),
             nics=tuple(nics[channel % len(nics)] for channel in range(final)) if nics[0] else (),
         )
 
     def _connected(self, channels: int) -> list[tuple[int, ...]]:
+        """Return the rings of the channels from rank 0 on, nodes in rank order.
+
+        With crossed NICs odd nodes swap the channels of each pair, if all channels are in pairs.
+        """
         pairs = list(zip(self._nodes, self._starts, strict=False))
         try:
             for graphs, start in pairs:
                 graphs.check_ranks(start)
         except GraphRejectedError as error:
             raise _FaultError("rejected", str(error)) from error
-        return connect([graphs.rings(start) for graphs, start in pairs], channels=channels)
+        rings = []
+        for channel in range(channels):
+            ring: list[int] = []
+            for number, (graphs, start) in enumerate(pairs):
+                swapped = graphs.ring.crossnic == SWAPPING and number % 2 and channels % 2 == 0
+                ring += graphs.ranks_of(channel ^ 1 if swapped else channel, start)
+            first = ring.index(0)
+            rings.append((*ring[first:], *ring[:first]))
+        return rings
 
     def _nics(self, ring: tuple[int, ...], channel: int) -> tuple[ChannelNics, ...]:
         """Return the NICs by which a ring enters and leaves each node."""

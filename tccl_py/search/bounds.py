@@ -30,7 +30,6 @@ class Bounds:
         self._words = -(-count * copies // 64)
         self.single: Floats = np.full(count, np.inf)
         self.pair: Floats = np.full((count, count), np.inf)
-        self.pair_known = np.zeros((count, count), dtype=bool)
         self._masks: Masks = np.zeros((0, self._words), dtype=np.uint64)
         self._rates: Floats = np.zeros(0)
         self._with_hop: list[npt.NDArray[np.int64] | None] = [None] * count
@@ -48,7 +47,6 @@ class Bounds:
             for i, j in ((0, 1), (1, 0)):
                 cells = (orbit[:, i], orbit[:, j])
                 self.pair[cells] = np.minimum(self.pair[cells], upper)
-                self.pair_known[cells] = True
         else:
             masks = self._masks_of_many(orbit.astype(np.int64))
             self._masks = np.concatenate([self._masks, masks])

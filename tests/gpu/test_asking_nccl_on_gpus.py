@@ -20,7 +20,7 @@ from tccl_py.nccl.asked import (
     judged,
     verdict_on,
 )
-from tccl_py.nccl.log import same_rings
+from tccl_py.nccl.log import same_rings, transport_of
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.load import load_plan
 from tccl_py.readers.live import discover_machine
@@ -61,17 +61,17 @@ def test_default_nccl_answers_in_seconds_with_rings_and_transports(gpus):
     begun = time.monotonic()
     found = ask_nccl({}, gpus)
     seconds = time.monotonic() - begun
-    print(found.version, len(found.rings), "channels", found.ways, f"{seconds:.1f} s")
+    print(found.version, len(found.rings), "channels", found.via, f"{seconds:.1f} s")
     assert seconds < 30
     assert all(sorted(ring) == list(gpus) for ring in found.rings)
     hops = {hop for ring in found.rings for hop in zip(ring, (*ring[1:], ring[0]), strict=True)}
-    assert {(way.source, way.target) for way in found.ways} == hops
+    assert set(found.via) == hops
     assert found.graph.nchannels >= 1
 
 
 def test_variables_change_transports_and_channels(gpus):
     found = ask_nccl({"NCCL_P2P_DISABLE": "1", "NCCL_MIN_NCHANNELS": "32"}, gpus)
-    assert {way.transport for way in found.ways} == {"SHM"}
+    assert set(map(transport_of, found.via.values())) == {"SHM"}
     assert len(found.rings) == 32
 
 

@@ -151,7 +151,7 @@ def test_nccl_runs_two_rings_that_are_not_its_own(level, tmp_path):
     answers, log = run_ranks(gpus, variables, tmp_path / "log")
     assert all(answer["right"] for answer in answers)
     assert_loaded(log, rings, gpus)
-    transports = {connection.transport for connection in log.connections}
+    transports = {transport_of(connection.via) for connection in log.connections}
     assert transports == ({"P2P"} if level is None else {"SHM"})
     verdict = validate(
         text,
