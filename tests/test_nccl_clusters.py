@@ -35,7 +35,7 @@ ONE = with_nics(toy_machine(gpus=1), {0: "G0", 1: "G0"})
 
 
 def facts_of(seen, orders, ends):
-    return node_rings(seen, orders, ends, speed_gbps=1.0, speed_inter_gbps=1.0)
+    return node_rings(seen, orders, ends, speed_gbps=1.0)
 
 
 def written(node, orders, ends, *, gpus=None, rate=10.0, **options):

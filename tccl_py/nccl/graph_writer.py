@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -22,6 +21,7 @@ _TREE_PATTERN = 3
 """A tree that reaches other nodes by its first GPU alone; pattern 1 needs a second GPU."""
 
 _MAX_DEVICE = 255
+_MAX_GBPS = 100_000
 
 
 class GraphRings(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,19 +29,16 @@ class GraphRings(msgspec.Struct, frozen=True, kw_only=True):
 
     `orders` has GPU indices (NVML) for each channel, `speed_gbps` a channel's rate; types are the
     farthest paths used. NCCL's tuner believes them: they must be true. `nets` has each channel's
-    entry and exit NIC (device numbers; none for a single node), `speed_inter_gbps` its rate between
-    nodes (None: the same). `tree_nets` and `tree_type_inter` are the tree's, by default the rings'
-    entries. With `tree_spreads` the tree's first two GPUs talk to other nodes, else only the first.
+    entry and exit NIC (device numbers; none for a single node); the tree uses the entries. With
+    `tree_spreads` the tree's first two GPUs talk to other nodes, else only the first.
     """
 
     orders: tuple[tuple[int, ...], ...]
     speed_gbps: float
     type_intra: str
     nets: tuple[tuple[int, int], ...] = ()
-    speed_inter_gbps: float | None = None
     type_inter: str = "PIX"
-    tree_nets: tuple[tuple[int, int], ...] = ()
-    tree_type_inter: str | None = None
+    tree_type_inter: str = "PIX"
     tree_spreads: bool = True
 
 
@@ -51,7 +48,6 @@ def node_rings(
     ends: Sequence[tuple[int, int]],
     *,
     speed_gbps: float,
-    speed_inter_gbps: float,
 ) -> GraphRings:
     """Return the file's content for channels over `orders` between entry and exit NICs `ends`.
 
@@ -79,9 +75,7 @@ def node_rings(
         speed_gbps=speed_gbps,
         type_intra=_farthest(intra, settings),
         nets=tuple((device[entry], device[leave]) for entry, leave in ends),
-        speed_inter_gbps=speed_inter_gbps,
         type_inter=_farthest(inter, settings),
-        tree_nets=tuple((device[entry], device[entry]) for entry, _ in ends),
         tree_type_inter=_farthest(first, settings),
         tree_spreads=bool(second) and max(second) <= max(first),
     )
@@ -99,14 +93,12 @@ def _farthest(kinds: Sequence[PathType], settings: Settings) -> str:
 def graph_xml(rings: GraphRings, *, version: str = LATEST) -> str:
     """Return the text of a graph file with a ring and a tree graph over the same orders."""
     _check(rings, version)
-    inter = rings.speed_gbps if rings.speed_inter_gbps is None else rings.speed_inter_gbps
     # A single node's tree uses no NIC, whatever its pattern.
     spreads = not rings.nets or (rings.tree_spreads and len(rings.orders[0]) > 1)
-    tree_nets = rings.tree_nets or tuple((entry, entry) for entry, _ in rings.nets)
-    tree_inter = rings.tree_type_inter or rings.type_inter
+    tree_nets = tuple((entry, entry) for entry, _ in rings.nets)
     tree_pattern = _BALANCED_TREE_PATTERN if spreads else _TREE_PATTERN
-    ring = _graph(rings, RING, _RING_PATTERN, nets=rings.nets, inter=(inter, rings.type_inter))
-    tree = _graph(rings, TREE, tree_pattern, nets=tree_nets, inter=(inter, tree_inter))
+    ring = _graph(rings, RING, _RING_PATTERN, nets=rings.nets, type_inter=rings.type_inter)
+    tree = _graph(rings, TREE, tree_pattern, nets=tree_nets, type_inter=rings.tree_type_inter)
     return f'<graphs version="1">\n{ring}{tree}</graphs>\n'
 
 
@@ -116,7 +108,7 @@ def _graph(
     pattern: int,
     *,
     nets: tuple[tuple[int, int], ...],
-    inter: tuple[float, str],
+    type_inter: str,
 ) -> str:
     # Of the GPUs alone: NCCL's own dumps say 1 of channels over different NICs.
     same = len(set(rings.orders)) == 1
@@ -125,8 +117,8 @@ def _graph(
     head = (
         f'<graph id="{number}" pattern="{pattern}" crossnic="{int(crossed)}" '
         f'nchannels="{len(rings.orders)}" speedintra="{rings.speed_gbps:.6g}" '
-        f'speedinter="{inter[0]:.6g}" latencyinter="0" '
-        f'typeintra="{rings.type_intra}" typeinter="{inter[1]}" samechannels="{int(same)}">'
+        f'speedinter="{rings.speed_gbps:.6g}" latencyinter="0" '
+        f'typeintra="{rings.type_intra}" typeinter="{type_inter}" samechannels="{int(same)}">'
     )
     lines = [f"  {head}"]
     for index, order in enumerate(rings.orders):
@@ -139,45 +131,47 @@ def _graph(
 
 
 def _check(rings: GraphRings, version: str) -> None:
-    facts = version_facts(version)
-    count = len(rings.orders)
-    if not 1 <= count <= facts.max_channels:
+    facts, orders = version_facts(version), rings.orders
+    if not 1 <= len(orders) <= facts.max_channels:
         right = f"NCCL {version} takes 1 to {facts.max_channels}, more overflow its memory"
-        raise InputError("graph file", f"would have {count} channels", right)
-    for nets in (rings.nets, rings.tree_nets):
-        if nets and len(nets) != count:
-            what = f"has NICs for {len(nets)} of {count} channels"
-            raise InputError("graph file", what, "one pair for each")
-    _check_orders(rings, facts.max_children)
-    elements = 1 + 2 * (1 + count * (1 + len(rings.orders[0]) + 2 * bool(rings.nets)))
-    if elements > facts.max_elements:
-        right = f"NCCL {version} takes {facts.max_elements}: use fewer channels"
-        raise InputError("graph file", f"would have {elements} elements", right)
-    _check_facts(rings)
-
-
-def _check_orders(rings: GraphRings, most: int) -> None:
-    first = rings.orders[0]
-    for order in rings.orders:
+        raise InputError("graph file", f"would have {len(orders)} channels", right)
+    first = orders[0]
+    for order in orders:
         if not order or len(set(order)) != len(order) or set(order) != set(first):
             what = f"channel {list(order)} does not visit each GPU of {sorted(first)} once"
             raise InputError("graph file", what, "NCCL fails at init unless every channel does")
-    if len(first) + 2 > most:
-        raise InputError("graph file", f"has {len(first)} GPUs a channel", f"at most {most - 2}")
-    if len(first) == 1 and any(entry != leave for entry, leave in rings.nets):
-        what = "leaves a node of one GPU by another NIC than it enters by"
-        right = "NCCL leaves it by the first NIC of the channel: name that twice"
-        raise InputError("graph file", what, right)
-    devices = [*first, *(net for pair in (*rings.nets, *rings.tree_nets) for net in pair)]
-    if not all(0 <= device <= _MAX_DEVICE for device in devices):
-        raise InputError("graph file", f"names devices {devices}", f"0 to {_MAX_DEVICE}")
-
-
-def _check_facts(rings: GraphRings) -> None:
-    speeds = [s for s in (rings.speed_gbps, rings.speed_inter_gbps) if s is not None]
-    if not all(math.isfinite(speed) and 0 < speed < 100_000 for speed in speeds):
-        raise InputError("graph file", f"has speeds {speeds}", "GB/s of one channel, above 0")
-    for kind in (rings.type_intra, rings.type_inter, rings.tree_type_inter or "LOC"):
-        if kind not in TYPES:
-            what = f"has path type {kind[:20]!r}"
-            raise InputError("graph file", what, f"one of {', '.join(TYPES)}")
+    nets, most = rings.nets, facts.max_children - 2
+    elements = 1 + 2 * (1 + len(orders) * (1 + len(first) + 2 * bool(nets)))
+    devices = [*first, *(net for pair in nets for net in pair)]
+    types = {rings.type_intra, rings.type_inter, rings.tree_type_inter} - {*TYPES}
+    for wrong, what, right in (
+        (
+            nets and len(nets) != len(orders),
+            f"has NICs for {len(nets)} of {len(orders)} channels",
+            "one pair for each",
+        ),
+        (len(first) > most, f"has {len(first)} GPUs a channel", f"at most {most}"),
+        (
+            len(first) == 1 and any(entry != leave for entry, leave in nets),
+            "leaves a node of one GPU by another NIC than it enters by",
+            "NCCL leaves it by the first NIC of the channel: name that twice",
+        ),
+        (
+            not all(0 <= device <= _MAX_DEVICE for device in devices),
+            f"names devices {devices}",
+            f"0 to {_MAX_DEVICE}",
+        ),
+        (
+            elements > facts.max_elements,
+            f"would have {elements} elements",
+            f"NCCL {version} takes {facts.max_elements}: use fewer channels",
+        ),
+        (
+            not 0 < rings.speed_gbps < _MAX_GBPS,
+            f"has a speed of {rings.speed_gbps}",
+            "GB/s of one channel, above 0",
+        ),
+        (types, f"has path type {min(types, default='')[:20]!r}", f"one of {', '.join(TYPES)}"),
+    ):
+        if wrong:
+            raise InputError("graph file", what, right)

@@ -170,7 +170,7 @@ def node_graph_text(
     from tccl_py.nccl.graph_writer import graph_xml, node_rings  # noqa: PLC0415 (slow)
 
     speed = rate_gbps / len(orders)
-    rings = node_rings(seen, orders, ends, speed_gbps=speed, speed_inter_gbps=speed)
+    rings = node_rings(seen, orders, ends, speed_gbps=speed)
     gpus = ", ".join(str(gpu) for gpu in sorted(orders[0]))
     note = f"rates {provenance}; for one node of several, with exactly these GPUs of it: {gpus}"
     return f"<!-- tccl-py: {note} -->\n" + graph_xml(rings, version=seen.settings.version)
