@@ -11,9 +11,10 @@ from tccl_py.nccl.graph_file import (
     Channel,
     GraphCrashError,
     GraphRejectedError,
+    GraphRings,
+    graph_xml,
     parse_graph_file,
 )
-from tccl_py.nccl.graph_writer import GraphRings, graph_xml
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.versions import known_versions
 from tests.nccl_cases import (

@@ -17,12 +17,13 @@ import msgspec
 from tccl_py.errors import InputError, SearchError
 from tccl_py.model.rings import HopSpace, Ring, ring
 from tccl_py.model.transfer import Fifo, Flow, entering, leaving
+from tccl_py.nccl.graph_file import GraphRings
 from tccl_py.nccl.paths import DISCONNECTED, Direction, gpu_direct_rule, local_cpu, relay_of
 from tccl_py.nccl.settings import Settings, check_settings, final_channels
 from tccl_py.nccl.system import PathType
-from tccl_py.nccl.transport import hop_space
-from tccl_py.nccl.versions import Level
-from tccl_py.nccl.view import NcclView, view
+from tccl_py.nccl.transport import hop_space, pair_mechanism
+from tccl_py.nccl.versions import TYPES, Level, version_facts
+from tccl_py.nccl.view import NcclView, net_devices, view
 from tccl_py.search.chains import WORLD, chain_space, entry, entry_nic, exit_nic, leave
 
 _GDR_LEVELS: tuple[Level | None, ...] = (None, "SYS", "PHB", "PXB", "PIX", "LOC")
@@ -191,3 +192,56 @@ def gdr_variants(seen: NcclView, *, nics: Sequence[int]) -> tuple[Settings, ...]
         flows += [exit_flow(under, gpu, nic, blocks=1) for gpu, nic in ends]
         distinct.setdefault(tuple(flows), changed)
     return tuple(distinct.values())[1:]
+
+
+# The content of graph files of several nodes.
+
+
+def node_rings(
+    seen: NcclView,
+    orders: Sequence[tuple[int, ...]],
+    ends: Sequence[tuple[int, int]],
+    *,
+    speed_gbps: float,
+) -> GraphRings:
+    """Return the file's content for channels over `orders` between entry and exit NICs `ends`.
+
+    The tree uses the ring's entry in both directions, as in NCCL's own dumps; it spreads to the
+    second GPU where this GPU is as near to the NIC.
+    """
+    settings = seen.settings
+    if not may_change_rails(settings) and any(into != out for into, out in ends):
+        what = "leave by other NICs than they enter by, with NCCL_CROSS_NIC=0"
+        raise InputError("channels over several nodes", what, "choose cross_nic 1, 2 or None")
+    intra = [PathType[pair_mechanism(seen, *p).path] for order in orders for p in pairwise(order)]
+    channels = [(order, *pair) for order, pair in zip(orders, ends, strict=True)]
+    inter = farthest_end(seen, [(order[0], into, order[-1], out) for order, into, out in channels])
+    directions: tuple[Direction, ...] = ("receive", "send")
+    first, second = (
+        [
+            net_path(seen, gpu, into, direction)
+            for order, into, _ in channels
+            for gpu in order[place : place + 1]
+            for direction in directions
+        ]
+        for place in (0, 1)
+    )
+    device = net_devices(seen.machine, settings)
+    return GraphRings(
+        orders=tuple(orders),
+        speed_gbps=speed_gbps,
+        type_intra=_farthest(intra, settings),
+        nets=tuple((device[into], device[out]) for into, out in ends),
+        type_inter=_farthest([inter], settings),
+        tree_type_inter=_farthest(first, settings),
+        tree_spreads=bool(second) and max(second) <= max(first),
+    )
+
+
+def _farthest(kinds: Sequence[PathType], settings: Settings) -> str:
+    farthest = max(kinds, default=PathType.LOC)
+    unknown = version_facts(settings.version).unknown_levels
+    for name in TYPES:
+        if name not in unknown and PathType[name] >= farthest:
+            return name
+    raise InputError("channels over several nodes", "join devices without a path", "choose others")

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from tccl_py.errors import InputError
 from tccl_py.files import check_path, encode_json
+from tccl_py.nccl.graph_file import GraphRings, graph_xml
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.variables import env_sh, nccl_conf
 from tccl_py.nccl.view import NcclView, view
@@ -137,8 +138,6 @@ def graph_text(
     Raises:
         InputError: orders or channels that NCCL would not take.
     """
-    from tccl_py.nccl.graph_writer import GraphRings, graph_xml  # noqa: PLC0415 (slow)
-
     rings = GraphRings(
         orders=tuple(orders), speed_gbps=rate_gbps / len(orders), type_intra=type_intra
     )
@@ -167,7 +166,7 @@ def node_graph_text(
     Raises:
         InputError: orders or NICs that NCCL would not take, or not as they are meant.
     """
-    from tccl_py.nccl.graph_writer import graph_xml, node_rings  # noqa: PLC0415 (slow)
+    from tccl_py.nccl.network import node_rings  # noqa: PLC0415 (slow)
 
     speed = rate_gbps / len(orders)
     rings = node_rings(seen, orders, ends, speed_gbps=speed)
