@@ -45,6 +45,7 @@ SOCKETS = ((2, 2), (4, 2), (4, 4))
 of a job. On two H200 over the loopback interface (2, 2) made 10 GB/s of 4, and (4, 2) with four
 channels 17 (NCCL 2.28.9)."""
 
+Candidate = tuple[ChoiceName, Settings]
 Stage = Callable[[Settings], Iterator[Settings]]
 """Returns the settings to try, from the best so far."""
 
@@ -74,24 +75,24 @@ def run_tuning(
     # 1. Try candidates, one job each.
     sweep = Sweep(plan, launcher, budget, first, watch=watch)
     trials = _trials(plan, sweep, deadline=time.monotonic() + seconds)
-    tried = sweep.records(trials)
+    tried = (sweep.baseline(), *trials)
     # 2. Compare the best of each choice in rounds; the second best where those are no better.
     careful = msgspec.structs.replace(budget, training=True)
     best_plan, best, rejected = plan, _judged_by_winner(first), list[str]()
     offer: tuple[Target, Verification] | None = None
     for _ in range(ATTEMPTS):
-        fastest = {name: _fastest(trials, name, sweep) for name in plan.choices}
+        fastest = {name: _fastest(trials, name) for name in plan.choices}
         found = {name: trial for name, trial in fastest.items() if trial is not None}
         changes = {
-            name: trial.candidate.settings
+            name: trial.settings
             for name, trial in found.items()
-            if trial.candidate.settings != plan.choices[name]
+            if trial.settings != plan.choices[name]
         }
         if not changes:
             break
         # Predictions cannot be compared with job throughput: use the jobs' for all choices.
         rates: dict[ChoiceName, float] = {"default": tried[0].gbps}
-        rates |= {name: sweep.gbps(trial.seconds) for name, trial in found.items()}
+        rates |= {name: trial.gbps for name, trial in found.items()}
         changed = plan.retuned(changes, rates)
         if changed.choices == plan.choices:
             break
@@ -107,9 +108,7 @@ def run_tuning(
             break
         # The number of channels is what mostly harms small messages, or training.
         harmful = {(name, *_channels(found[name])) for name in changes}
-        trials = [
-            trial for trial in trials if (trial.candidate.name, *_channels(trial)) not in harmful
-        ]
+        trials = [trial for trial in trials if (trial.arm, *_channels(trial)) not in harmful]
     # 3. Offer settings that only large messages gain from; they are not recommended.
     if best_plan is plan and best.chosen == "default" and offer is not None:
         best_plan, best = offer
@@ -145,24 +144,20 @@ def _judged_by_winner(found: Verification) -> Verification:
     return msgspec.structs.replace(found, recommended=found.winner, chosen=found.winner)
 
 
-def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Trial]:
+def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Tried]:
     """Try the plan's own settings, and the stages' until the deadline.
 
     Each stage starts from the best settings of each choice so far.
     """
-    trials = sweep.run([Candidate(name, settings) for name, settings in plan.choices.items()])
+    trials = sweep.run(list(plan.choices.items()))
     for steps in zip(*(stages(plan, name) for name in plan.choices), strict=True):
-        known = {trial.candidate for trial in trials}
+        known = {(trial.arm, trial.settings) for trial in trials}
         wanted: dict[Candidate, None] = {}
         for name, stage in zip(plan.choices, steps, strict=True):
-            best = _fastest(trials, name, sweep)
-            base = plan.choices[name] if best is None else best.candidate.settings
-            wanted |= dict.fromkeys(Candidate(name, settings) for settings in stage(base))
-        waiting = [
-            candidate
-            for candidate in wanted
-            if candidate not in known and plan.permits(candidate.name, candidate.settings)
-        ]
+            best = _fastest(trials, name)
+            base = plan.choices[name] if best is None else best.settings
+            wanted |= dict.fromkeys((name, settings) for settings in stage(base))
+        waiting = [each for each in wanted if each not in known and plan.permits(*each)]
         while waiting and time.monotonic() < deadline:
             count = sweep.at_once
             trials += sweep.run(waiting[:count])
@@ -170,23 +165,22 @@ def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Trial]:
     return trials
 
 
-def _fastest(trials: Sequence[Trial], name: ChoiceName, sweep: Sweep) -> Trial | None:
+def _fastest(trials: Sequence[Tried], name: ChoiceName) -> Tried | None:
     """Return the fastest candidate at large sizes that is not much slower than default NCCL.
 
     Of equally fast ones it is the first.
     """
-    best: Trial | None = None
+    best: Tried | None = None
     for trial in trials:
-        if trial.candidate.name != name or sweep.worst_ratio(trial) < _LEAST:
+        if trial.arm != name or trial.worst_ratio < _LEAST:
             continue
-        gbps = sweep.gbps(trial.seconds)
-        if best is None or gbps > sweep.gbps(best.seconds) * (1 + SMALLEST_EFFECT):
+        if best is None or trial.gbps > best.gbps * (1 + SMALLEST_EFFECT):
             best = trial
     return best
 
 
-def _channels(trial: Trial) -> tuple[int, int | None]:
-    return trial.candidate.settings.channels, trial.candidate.settings.min_channels
+def _channels(trial: Tried) -> tuple[int, int | None]:
+    return trial.settings.channels, trial.settings.min_channels
 
 
 def _better(found: Verification, first: Verification) -> bool:
@@ -200,22 +194,6 @@ def _better(found: Verification, first: Verification) -> bool:
     if CHOICES.index(found.chosen) < CHOICES.index(first.chosen):
         return lead >= 1 - SMALLEST_EFFECT
     return lead >= 1 + SMALLEST_EFFECT
-
-
-class Candidate(msgspec.Struct, frozen=True):
-    """Settings of a choice."""
-
-    name: ChoiceName
-    settings: Settings
-
-
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate's seconds per call by size, None if its job failed, and the baseline's."""
-
-    candidate: Candidate
-    seconds: tuple[float, ...] | None
-    default: tuple[float, ...]
-    failed: str = ""
 
 
 class Sweep:
@@ -237,26 +215,26 @@ class Sweep:
         self._target, self._watch = target, watch
         self._slowest = {row.bytes: max(row.seconds) for row in first.arms[0].sizes}
         self._spec = JobSpec(sizes=budget.few_sizes, collective=budget.collective)
-        self._world = 0
-        self._default: tuple[float, ...] = ()
         self._jobs = ConcurrentJobs(launcher, budget.few_sizes)
+        self._default: tuple[float, ...] = ()
+        self._default_gbps: list[float] = []
 
     @property
     def at_once(self) -> int:
         """Return the number of concurrent candidates beside the baseline job."""
         return max(1, self._jobs.at_once - 1)
 
-    def run(self, candidates: Sequence[Candidate]) -> list[Trial]:
+    def run(self, candidates: Sequence[Candidate]) -> list[Tried]:
         """Run a job of each candidate. Raises JobError: the baseline job failed."""
-        named = (f"{c.name} of {c.settings.buffsize >> 10} KiB" for c in candidates)
+        named = (f"{name} of {settings.buffsize >> 10} KiB" for name, settings in candidates)
         self._watch(f"trying {', '.join(named)}")
         targets = [
             self._target
-            if candidate.settings == self._target.choices[candidate.name]
-            else self._target.retuned({candidate.name: candidate.settings})
-            for candidate in candidates
+            if settings == self._target.choices[name]
+            else self._target.retuned({name: settings})
+            for name, settings in candidates
         ]
-        arms = [target.arm(each.name) for target, each in zip(targets, candidates, strict=True)]
+        arms = [target.arm(name) for target, (name, _) in zip(targets, candidates, strict=True)]
         with_default = self._jobs.at_once > 1 or not self._default
         outcomes = self._jobs.run([targets[0].arms[0]] * with_default + arms, self._spec)
         if with_default:
@@ -264,61 +242,38 @@ class Sweep:
             if isinstance(default, JobError):
                 raise default
             self._default = self._seconds(default)
+        self._default_gbps += [self._gbps(self._default)] * len(candidates)
         return [
-            self._trial(candidate, outcome)
+            self._rated(*candidate, outcome)
             for candidate, outcome in zip(candidates, outcomes, strict=True)
         ]
 
-    def _trial(self, candidate: Candidate, outcome: Outcome | JobError) -> Trial:
-        if isinstance(outcome, JobError):
-            failed, seconds = str(outcome), None
-        else:
-            failed, seconds = "", self._seconds(outcome)
-        return Trial(candidate=candidate, seconds=seconds, default=self._default, failed=failed)
+    def baseline(self) -> Tried:
+        """Return default NCCL with the median rate of its jobs."""
+        settings = Settings(version=self._target.plan.variables.settings.version)
+        rate = median(self._default_gbps)
+        return Tried(arm="default", settings=settings, gbps=rate, worst_ratio=1.0)
 
-    def gbps(self, seconds: Sequence[float] | None) -> float:
-        """Return the bus bandwidth at the large sizes; 0 if the job failed."""
-        if seconds is None:
-            return 0.0
+    def _rated(self, name: ChoiceName, settings: Settings, outcome: Outcome | JobError) -> Tried:
+        if isinstance(outcome, JobError):
+            return Tried(arm=name, settings=settings, failed=str(outcome))
+        seconds = self._seconds(outcome)
+        worst = min(
+            max(default, self._slowest.get(size, 0.0)) / taken
+            for size, taken, default in zip(self._spec.sizes, seconds, self._default, strict=True)
+        )
+        rate = self._gbps(seconds)
+        return Tried(arm=name, settings=settings, gbps=rate, worst_ratio=worst)
+
+    def _gbps(self, seconds: Sequence[float]) -> float:
+        """Return the bus bandwidth at the large sizes."""
         rates = [
-            (size, bus_gbps(self._spec.collective, self._world, size, taken))
+            (size, bus_gbps(self._spec.collective, self._target.world, size, taken))
             for size, taken in zip(self._spec.sizes, seconds, strict=True)
         ]
         return large_gbps(rates) or 0.0
 
-    def worst_ratio(self, trial: Trial) -> float:
-        """Return the smallest ratio, over sizes, to the slowest baseline job; 0 if failed."""
-        if trial.seconds is None:
-            return 0.0
-        return min(
-            max(default, self._slowest.get(size, 0.0)) / taken
-            for size, taken, default in zip(
-                self._spec.sizes, trial.seconds, trial.default, strict=True
-            )
-        )
-
-    def records(self, trials: Sequence[Trial]) -> tuple[Tried, ...]:
-        """Return trials for verify.json, after the baseline with the median of its jobs."""
-        default = Tried(
-            arm="default",
-            settings=Settings(version=trials[0].candidate.settings.version),
-            gbps=median(self.gbps(trial.default) for trial in trials),
-            worst_ratio=1.0,
-        )
-        others = (
-            Tried(
-                arm=trial.candidate.name,
-                settings=trial.candidate.settings,
-                gbps=self.gbps(trial.seconds),
-                worst_ratio=self.worst_ratio(trial),
-                failed=trial.failed,
-            )
-            for trial in trials
-        )
-        return (default, *others)
-
     def _seconds(self, outcome: Outcome) -> tuple[float, ...]:
-        self._world = len(outcome.results)
         return tuple(seconds for (seconds,) in row_seconds(self._spec, [outcome]).values())
 
 
