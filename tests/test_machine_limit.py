@@ -15,8 +15,7 @@ from tccl_py.cli.show import plan_json, print_plan
 from tccl_py.errors import MeasurementError
 from tccl_py.model.rings import Hop, ring, ring_from_order, ring_set
 from tccl_py.model.transfer import Fifo, bounce, parse_set
-from tccl_py.plan.planner import make_plan
-from tccl_py.plan.subsets import bare_copies, limit_gbps
+from tccl_py.plan.planner import bare_copies, limit_gbps, make_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.verify.target import Target

@@ -6,7 +6,7 @@ of NCCL 2.30.7.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, permutations
@@ -67,6 +67,11 @@ class NcclView(Reach):
     def nics(self) -> tuple[int, ...]:
         """Numbers of the NICs that NCCL may use, ascending."""
         return tuple(sorted(int(net[1:]) for net in self.system.nets))
+
+    def farthest(self, pairs: Iterable[tuple[int, int]]) -> str:
+        """Return the name of the farthest path between pairs of GPUs, as NCCL's tuner reads it."""
+        types = (self.paths[f"G{source}", f"G{target}"].type for source, target in pairs)
+        return max(types, default=PathType.LOC).name
 
 
 def view(

@@ -261,7 +261,7 @@ def _host_path(
     node: HostClass, number: int, settings: Settings, host_chains: HostChains
 ) -> HostPath:
     """Return a path as it is saved, each hop with its rate with all others running."""
-    chains = plan_chains([chain.hops for chain in host_chains.chains], host_chains.measurement)
+    chains = plan_chains(host_chains.chains, host_chains.measurement)
     type_intra, type_inter = path_types(node.task.view(settings), chains)
     return HostPath(node_class=number, chains=chains, type_intra=type_intra, type_inter=type_inter)
 

@@ -59,8 +59,8 @@ def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
         files |= {f"{ORDER_FOLDER}/{name}": text for name, text in order.items()}
         text_of, named = cluster_env_text, place / HOSTS_FOLDER
     else:
-        known = plan.choices["graph"].best_known_gbps or plan.rate_gbps
-        files[GRAPH_FILE] = _graph(plan, plan.channel_rings, known, plan.paths[0].type_intra)
+        known, farthest = plan.best_known_gbps, plan.paths[0].type_intra
+        files[GRAPH_FILE] = _graph(plan, plan.channel_rings, known, farthest)
         for subset in plan.subsets:
             files[subset_file(subset.gpus)] = subset_graph(plan, subset)
         text_of, named = env_text, place / GRAPH_FILE
@@ -75,8 +75,7 @@ def subset_graph(plan: Plan, subset: SubsetRings) -> str:
     seen = view(plan.machine, plan.knowledge, plan.settings, gpus=subset.gpus)
     orders = per_channel(subset.rings, plan.settings.channels)
     hops = {pair for ring in subset.rings for pair in pairwise((*ring, ring[0]))}
-    farthest = max(seen.paths[f"G{i}", f"G{j}"].type for i, j in hops).name
-    return _graph(plan, orders, subset.rate_gbps, farthest)
+    return _graph(plan, orders, subset.rate_gbps, seen.farthest(hops))
 
 
 def _graph(
@@ -118,7 +117,7 @@ def _path_text(plan: Plan, path: HostPath) -> str:
         [chain.gpus for chain in dealt],
         [(into, out) for into, out in ends if into is not None and out is not None],
         # Rings are as fast as the slowest host lets them be, and NCCL takes the least of all.
-        rate_gbps=plan.choices["graph"].best_known_gbps or plan.rate_gbps,
+        rate_gbps=plan.best_known_gbps,
         provenance=plan.provenance,
     )
 

@@ -36,6 +36,11 @@ class PlanHop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     flow: Flow
     gbps: float
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The GPU before the hop and the GPU after it, or WORLD."""
+        return self.source, self.target
+
 
 class PlanChain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A ring's hops on a host, closed from the lowest GPU on, or open from NIC to NIC.
@@ -308,6 +313,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             assumed=self.assumed,
         )
         return {"default": self.stock, "variables": self.variables, "graph": graph}
+
+    @property
+    def best_known_gbps(self) -> float:
+        """The achieved bandwidth of the graph files, or the predicted one where none is known."""
+        return self.rate_gbps if self.achieved_gbps is None else self.achieved_gbps
 
     @property
     def tuned(self) -> bool:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
+import numpy as np
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
-from tccl_py.model.rings import Hop, RingSet
-from tccl_py.model.transfer import receiving_nic, sending_nic
+from tccl_py.model.rings import Ring, RingSet
+from tccl_py.model.symmetry import Symmetry, automorphisms
+from tccl_py.model.transfer import (
+    Fifo,
+    Flow,
+    Place,
+    Transfer,
+    TransferSet,
+    receiving_nic,
+    sending_nic,
+    transfer_set,
+)
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
@@ -27,12 +40,15 @@ from tccl_py.plan.plan import (
     single_host,
 )
 from tccl_py.plan.settings_search import SettingsSearch
-from tccl_py.plan.subsets import ALL_SUBSETS_UP_TO, limit_gbps, subset_rings
-from tccl_py.plan.tasks import Choice, Stock, Task, measured_well
+from tccl_py.plan.tasks import Choice, Order, Stock, Task, measured_well, search_under
 from tccl_py.search.problem import Budget, Reporter, SearchResult, SilentReporter
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.memory import RememberingSource, remembering
 
+ALL_SUBSETS_UP_TO = 8
+"""Machines with more GPUs have too many subsets."""
+SUBSET_BUDGET = Budget(sets=60, idle_sets=15)
+SUBSET_RING_COUNTS = (1, 2)
 DEFAULT_BUDGET = Budget(sets=1000, idle_sets=100)
 RING_COUNTS = (1, 2, 4)
 FEW_RING_COUNTS = (1, 2)
@@ -151,10 +167,11 @@ def _assembled(task: Task, own: OwnChoices, search: SettingsSearch) -> Plan:
         cancelled = True
     results = [one.result for one in (*search.searched, best) if one.result is not None]
     cluster = single_host(task.machine, task.knowledge, task.gpus)
+    hops = ((hop.source, hop.target) for ring in best.rings.rings for hop in ring.hops)
     path = HostPath(
         node_class=0,
-        chains=plan_chains([ring.hops for ring in best.rings.rings], measurement),
-        type_intra=_farthest(task, best),
+        chains=plan_chains(best.rings.rings, measurement),
+        type_intra=task.view(best.settings).farthest(hops),
     )
     plan = Plan(
         cluster=cluster,
@@ -233,11 +250,11 @@ def is_proven(rate_gbps: float, bound_gbps: float | None) -> bool:
     return bound_gbps is not None and bound_gbps <= rate_gbps * (1 + PROOF)
 
 
-def plan_chains(chains: Sequence[Sequence[Hop]], measurement: Measurement) -> tuple[PlanChain, ...]:
+def plan_chains(chains: Sequence[Ring], measurement: Measurement) -> tuple[PlanChain, ...]:
     """Return rings or chains with the rate of each hop in a measurement of all of them."""
     waiting = dealt(measurement.transfers.flows, measurement.gbps)
     found = []
-    for hops in chains:
+    for hops in (chain.hops for chain in chains):
         planned = tuple(
             PlanHop(
                 source=hop.source, target=hop.target, flow=hop.flow, gbps=waiting[hop.flow].pop()
@@ -247,13 +264,6 @@ def plan_chains(chains: Sequence[Sequence[Hop]], measurement: Measurement) -> tu
         into, out = receiving_nic(hops[0].flow), sending_nic(hops[-1].flow)
         found.append(PlanChain(hops=planned, entry_nic=into, exit_nic=out))
     return tuple(found)
-
-
-def _farthest(task: Task, best: Choice) -> str:
-    """Return the farthest path type of any hop, for NCCL's tuner."""
-    seen = task.view(best.settings)
-    pairs = {(hop.source, hop.target) for one in best.rings.rings for hop in one.hops}
-    return max(seen.paths[f"G{i}", f"G{j}"].type for i, j in pairs).name
 
 
 def _notices(task: Task, results: Sequence[SearchResult]) -> tuple[str, ...]:
@@ -266,3 +276,94 @@ def version_notices(version: str) -> tuple[str, ...]:
     facts = version_facts(version)
     known = f"NCCL {version} is taken for {facts.name}, the nearest version that was checked"
     return () if facts.verified else (known,)
+
+
+# Rings for communicators over some of the GPUs, planned once for each class of equal subsets.
+
+
+def subset_rings(
+    task: Task, settings: Settings, orders: Sequence[Order]
+) -> tuple[SubsetRings, ...]:
+    """Return rings for every proper subset of two GPUs or more, under the plan's settings.
+
+    Subsets that a symmetry of the machine exchanges share one search. Machines with more than
+    ALL_SUBSETS_UP_TO GPUs have none.
+    """
+    if len(task.gpus) > ALL_SUBSETS_UP_TO:
+        return ()
+    symmetry = automorphisms(task.machine, task.knowledge)
+    found: dict[Order, SubsetRings] = {}
+    for size in range(2, len(task.gpus)):
+        for subset in itertools.combinations(task.gpus, size):
+            if subset not in found and (planned := _subset(task, settings, orders, subset)):
+                found.update(_images(planned, symmetry))
+    # A symmetry of the whole machine may take a subset to GPUs that are not planned for.
+    inside = [subset for subset in found if set(subset) <= set(task.gpus)]
+    return tuple(found[subset] for subset in sorted(inside, key=lambda s: (len(s), s)))
+
+
+def _subset(
+    task: Task, settings: Settings, orders: Sequence[Order], gpus: Order
+) -> SubsetRings | None:
+    """Return rings over exactly these GPUs; None where the settings leave a GPU without a hop."""
+    part = msgspec.structs.replace(
+        task, gpus=gpus, ring_counts=SUBSET_RING_COUNTS, budget=SUBSET_BUDGET
+    )
+    # The whole machine's rings without the GPUs that are missing are a good beginning.
+    known = [tuple(tuple(gpu for gpu in order if gpu in gpus) for order in orders)]
+    try:
+        result = search_under(part, settings, orders=known, floor=0.0, sets=SUBSET_BUDGET.sets or 1)
+    except (SearchError, MeasurementError):
+        return None
+    if result.cancelled:
+        raise KeyboardInterrupt
+    rings = tuple(one.gpus for one in result.rings.rings)
+    return SubsetRings(gpus=gpus, rings=rings, rate_gbps=result.rate_gbps)
+
+
+def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings]:
+    """The plan of a subset carried over to all subsets that look the same."""
+    column = {int(p[1:]): i for i, p in enumerate(symmetry.points) if p.startswith("G")}
+    gpu_at = {i: gpu for gpu, i in column.items()}
+    moved = symmetry.elements[:, [column[gpu] for gpu in planned.gpus]]
+    _, rows = np.unique(np.sort(moved, axis=1), axis=0, return_index=True)
+    images = {planned.gpus: planned}
+    for row in symmetry.elements[rows].tolist():
+        rings = tuple(tuple(gpu_at[row[column[gpu]]] for gpu in ring) for ring in planned.rings)
+        gpus = tuple(sorted(rings[0]))
+        images.setdefault(gpus, SubsetRings(gpus=gpus, rings=rings, rate_gbps=planned.rate_gbps))
+    return images
+
+
+# The machine's limit for given rings: bare copies over the same hops, all at the same time.
+
+
+def limit_gbps(source: BandwidthSource, rings: RingSet, *, assumed: bool) -> float | None:
+    """Measure bare copies over the hops of a ring set, by copy engines and by kernels.
+
+    Return the better of the two in GB/s, scored as the rings are; None if neither can be measured.
+    With `assumed` assumed values may lie behind the limit, as they do behind the plan.
+    """
+    rates = []
+    for copy_engine in (True, False):
+        with suppress(MeasurementError):
+            (found,) = source.measure([bare_copies(rings, copy_engine=copy_engine)])
+            if assumed or not found.assumed:
+                rates.append(rings.rate(found))
+    return max(rates, default=None)
+
+
+def bare_copies(rings: RingSet, *, copy_engine: bool) -> TransferSet:
+    """Return a plain transfer for each transfer of the rings' hops.
+
+    A bounce becomes an independent write and read of host memory as large as its FIFOs together:
+    in a larger buffer the host's memory would decide, not its caches.
+    """
+    flows = []
+    for flow in rings.flows.flows:
+        size = (flow.blocks or 1) * (flow.fifo or Fifo()).bytes if flow.is_bounce else None
+        for one in flow.transfers:
+            executor = Place("D" if copy_engine else "G", one.executor.index)
+            bare = Transfer(one.source, executor, one.destination)
+            flows.append(Flow((bare,), buffer=size))
+    return transfer_set(flows)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 
 from tccl_py.errors import InputError, SearchError
-from tccl_py.model.rings import ring_from_order
+from tccl_py.model.rings import Hop, Ring, ring_like
 from tccl_py.model.transfer import Flow
-from tccl_py.nccl.network import chain_hop_space, chains_as_rings, farthest_end
+from tccl_py.nccl.network import chain_hop_space, net_path
 from tccl_py.nccl.network import gdr_variants as gdr_settings
 from tccl_py.nccl.settings import Settings, check_settings, final_channels
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.files import class_view
-from tccl_py.plan.plan import HostPath, Plan, PlanChain
+from tccl_py.plan.plan import WORLD, HostPath, Plan, PlanChain
 
-PathFlows = tuple[tuple[Flow, ...], ...]
-"""The flows of each chain of a path, hop by hop."""
 _NOTE = "settings tuned: predictions are of the settings before, which real jobs did not run"
 
 
@@ -36,48 +36,52 @@ def ends_as_measured(settings: Settings, *, sm: int | None, hosts: int, rate_gbp
 
 def path_types(seen: NcclView, chains: Sequence[PlanChain]) -> tuple[str, str]:
     """Return the farthest paths of chains inside a host and to its NICs, by name."""
-    pairs = {
-        (hop.source, hop.target)
-        for chain in chains
-        for hop in chain.hops
-        if min(hop.source, hop.target) >= 0
-    }
-    types = [seen.paths[f"G{one}", f"G{other}"].type for one, other in pairs]
-    ends = [
-        (chain.gpus[0], chain.entry_nic, chain.gpus[-1], chain.exit_nic)
-        for chain in chains
-        if chain.entry_nic is not None and chain.exit_nic is not None
-    ]
-    inside = max(types).name if types else "LOC"
-    return inside, farthest_end(seen, ends).name if ends else ""
+    hops = [hop for chain in chains for hop in chain.hops]
+    inside = seen.farthest((hop.source, hop.target) for hop in hops if WORLD not in hop.ends)
+    into = [(chain.gpus[0], chain.entry_nic) for chain in chains]
+    out = [(chain.gpus[-1], chain.exit_nic) for chain in chains]
+    ends = [net_path(seen, gpu, nic, "receive") for gpu, nic in into if nic is not None]
+    ends += [net_path(seen, gpu, nic, "send") for gpu, nic in out if nic is not None]
+    return inside, max(ends).name if ends else ""
 
 
-def path_flows(plan: Plan, path: HostPath, settings: Settings) -> PathFlows:
-    """Return the flows of the chains of a path under these settings.
+def _moved(plan: Plan, path: HostPath, settings: Settings) -> HostPath:
+    """Return a path with the flows of its chains under these settings.
 
     Raises:
         SearchError: a pair of its GPUs, or a GPU and a NIC, has no hop then.
     """
-    count = len(path.chains)
-    seen = class_view(plan, path.node_class, settings)
-    if plan.is_cluster:
-        space = chain_hop_space(seen, chains_in_set=count)
-        rings = chains_as_rings(
-            space, [(c.entry_nic or 0, c.gpus, c.exit_nic or 0) for c in path.chains]
-        )
-    else:
-        space = hop_space(seen, rings_in_set=count)
-        rings = tuple(ring_from_order(space, chain.gpus) for chain in path.chains)
-    return tuple(tuple(hop.flow for hop in ring.hops) for ring in rings)
+    seen, count = class_view(plan, path.node_class, settings), len(path.chains)
+    space = (
+        chain_hop_space(seen, chains_in_set=count)
+        if plan.is_cluster
+        else hop_space(seen, rings_in_set=count)
+    )
+    replace, chains = msgspec.structs.replace, []
+    for chain in path.chains:
+        now = ring_like(space, Ring(tuple(Hop(*hop.ends, hop.flow) for hop in chain.hops)))
+        moved = zip(chain.hops, now.hops, strict=True)
+        hops = tuple(replace(hop, flow=new.flow) for hop, new in moved)
+        chains.append(replace(chain, hops=hops))
+    type_intra, type_inter = path_types(seen, chains)
+    return replace(path, chains=tuple(chains), type_intra=type_intra, type_inter=type_inter)
+
+
+def _all_moved(plan: Plan, settings: Settings) -> tuple[HostPath, ...]:
+    return tuple(_moved(plan, path, settings) for path in plan.paths)
+
+
+def _flows(path: HostPath) -> list[Flow]:
+    return [hop.flow for chain in path.chains for hop in chain.hops]
 
 
 def keeps_rings(plan: Plan, settings: Settings) -> bool:
     """Return whether the plan's rings are possible under settings, with just their channels."""
     try:
-        _flows(plan, settings)
+        _all_moved(plan, settings)
     except SearchError:
         return False
-    return _as_measured(plan, settings, _best_known(plan))
+    return _as_measured(plan, settings, plan.best_known_gbps)
 
 
 def gdr_variants(plan: Plan, settings: Settings) -> tuple[Settings, ...]:
@@ -85,12 +89,11 @@ def gdr_variants(plan: Plan, settings: Settings) -> tuple[Settings, ...]:
 
     Of settings with equal flows it is the first, which departs least from NCCL's defaults.
     """
-    found: dict[tuple[PathFlows, ...], Settings] = {}
+    found: dict[tuple[Flow, ...], Settings] = {}
     for other in (settings, *_gdr_of_classes(plan, settings)):
-        try:
-            found.setdefault(_flows(plan, other), other)
-        except SearchError:
-            continue
+        with suppress(SearchError):
+            flows = itertools.chain.from_iterable(map(_flows, _all_moved(plan, other)))
+            found.setdefault(tuple(flows), other)
     return tuple(one for one in found.values() if one != settings)
 
 
@@ -114,16 +117,12 @@ def retuned(plan: Plan, settings: Settings, *, achieved_gbps: float | None = Non
         SearchError: a ring has no hop under them.
     """
     check_settings(settings)
-    while not _as_measured(plan, settings, achieved_gbps or _best_known(plan)):
+    while not _as_measured(plan, settings, achieved_gbps or plan.best_known_gbps):
         settings = msgspec.structs.replace(settings, channels=2 * settings.channels)
-    moved = _flows(plan, settings)
     return msgspec.structs.replace(
         plan,
         settings=settings,
-        paths=tuple(
-            _moved(plan, path, settings, flows)
-            for path, flows in zip(plan.paths, moved, strict=True)
-        ),
+        paths=_all_moved(plan, settings),
         achieved_gbps=achieved_gbps,
         bound_gbps=None,
         proven=False,
@@ -132,27 +131,6 @@ def retuned(plan: Plan, settings: Settings, *, achieved_gbps: float | None = Non
         limit_gbps=None,
         notices=(*(one for one in plan.notices if one != _NOTE), _NOTE),
     )
-
-
-def _moved(plan: Plan, path: HostPath, settings: Settings, flows: PathFlows) -> HostPath:
-    replace = msgspec.structs.replace
-    chains = tuple(
-        replace(
-            chain,
-            hops=tuple(replace(hop, flow=flow) for hop, flow in zip(chain.hops, new, strict=True)),
-        )
-        for chain, new in zip(path.chains, flows, strict=True)
-    )
-    type_intra, type_inter = path_types(class_view(plan, path.node_class, settings), chains)
-    return replace(path, chains=chains, type_intra=type_intra, type_inter=type_inter)
-
-
-def _flows(plan: Plan, settings: Settings) -> tuple[PathFlows, ...]:
-    return tuple(path_flows(plan, path, settings) for path in plan.paths)
-
-
-def _best_known(plan: Plan) -> float:
-    return plan.rate_gbps if plan.achieved_gbps is None else plan.achieved_gbps
 
 
 def _as_measured(plan: Plan, settings: Settings, rate_gbps: float) -> bool:
@@ -172,14 +150,13 @@ def for_version(plan: Plan, version: str) -> Plan:
         path = plan.paths[number]
         name = plan.cluster.classes[path.node_class].name
         try:
-            moved = path_flows(plan, path, settings)
+            moved = _moved(plan, path, settings)
         except SearchError as error:
             raise _refused(version, f"has no hop for a pair of GPUs of {name}") from error
-        for chain, flows in zip(path.chains, moved, strict=True):
-            for now, hop in zip(flows, chain.hops, strict=True):
-                if now != hop.flow:
-                    what = f"on {name} moves by {now}, where the plan has {hop.flow}"
-                    raise _refused(version, what)
+        for now, planned in zip(_flows(moved), _flows(path), strict=True):
+            if now != planned:
+                what = f"on {name} moves by {now}, where the plan has {planned}"
+                raise _refused(version, what)
     verified = version_facts(version).verified
     return msgspec.structs.replace(plan, settings=settings, settings_verified=verified)
 
