@@ -21,11 +21,22 @@ import msgspec
 from tccl_py.errors import InputError, limit_reached
 
 MAX_INPUT_BYTES = 32 * 1024 * 1024  # Larger input is refused unread
+SPACE = "choose a writable place with free space"
 
 T = TypeVar("T")
 Text = TypeVar("Text", bound="TextValue")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _TERMINAL = re.compile("[\x7f-\x9f]")  # Control characters that JSON lets stand as they are
+
+
+@contextmanager
+def refused(path: Path, what: str, right: str) -> Iterator[None]:
+    """Turn a system error about `path` into a sentence for the user."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{what} ({error.strerror or error})"
+        raise limit_reached(error) or InputError(str(path), what, right) from error
 
 
 def read_text(path: Path, *, limit: int = MAX_INPUT_BYTES) -> str:
@@ -49,16 +60,12 @@ def read_bytes(path: Path, *, limit: int = MAX_INPUT_BYTES) -> bytes:
 @contextmanager
 def reading(path: Path) -> Iterator[BufferedReader]:
     """Open a file to read its bytes; InputError if it is missing, unreadable or no regular file."""
-    try:
+    with refused(path, "cannot be read", "name a readable file"):
         if path.exists() and not path.is_file():
             raise InputError(str(path), "is not a regular file", "name a file")
         # A FIFO may appear there meanwhile; do not wait for its writer.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as handle:
             yield handle
-    except OSError as error:
-        what = f"cannot be read ({error.strerror or error})"
-        reached = limit_reached(error)
-        raise reached or InputError(str(path), what, "name a readable file") from error
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -66,7 +73,7 @@ def write_atomically(path: Path, text: str) -> None:
 
     A replaced file keeps its permissions. InputError: a directory, or not to be written.
     """
-    try:
+    with refused(path, "cannot be written", SPACE):
         if path.is_dir():
             raise InputError(str(path), "is a directory", "name a file")
         held = stat.S_IMODE(path.stat().st_mode) if path.is_file() else None
@@ -74,10 +81,6 @@ def write_atomically(path: Path, text: str) -> None:
             handle.write(text.encode())
             if held is not None:
                 os.fchmod(handle.fileno(), held)
-    except OSError as error:
-        what = f"cannot be written ({error.strerror or error})"
-        right = "choose a writable place with free space"
-        raise limit_reached(error) or InputError(str(path), what, right) from error
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from tccl_py.cli.options import flag
 from tccl_py.cli.output import grid, results
 from tccl_py.cli.process import notice, print_json, write_result
 from tccl_py.errors import InputError
+from tccl_py.files import refused
 from tccl_py.nccl.settings import environment, environment_text
 from tccl_py.nccl.variables import pinned_env_text
 from tccl_py.plan.load import load_plan
@@ -280,14 +281,11 @@ def report(
 
 def _check_replaceable(target: Path, mark: str, *, inside: bool) -> None:
     """Check that a file may be replaced: it is empty, or a report."""
-    try:
+    with refused(target, "cannot be read", "name another file"):
         if not target.is_file():
             return
         with target.open("rb") as file:
             head = file.read(_HEAD_BYTES)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(str(target), f"cannot be read ({reason})", "name another file") from error
     if head and mark.encode() not in head:
         right = "name another file" if inside else "name another file, or add --force to replace it"
         raise InputError(str(target), "is no report of tccl", right)

@@ -16,8 +16,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import check_path, read_bytes, replacement
-from tccl_py.plan.staging import refused
+from tccl_py.files import check_path, read_bytes, refused, replacement
 
 MAX_BYTES = 1024 * 1024
 _OWN = "name a file of your own in a directory that you can write to"

@@ -19,7 +19,15 @@ from typing import Literal
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import decode_json, encode_json, lock, read_text, sweep_beside, write_atomically
+from tccl_py.files import (
+    decode_json,
+    encode_json,
+    lock,
+    read_text,
+    refused,
+    sweep_beside,
+    write_atomically,
+)
 from tccl_py.health.fitness import ALIKE_VARIABLE
 from tccl_py.installation.blocks import (
     Change,
@@ -34,7 +42,6 @@ from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.variables import conf_lines, env_conflicts, job_environment
 from tccl_py.plan.files import conf_text
-from tccl_py.plan.staging import refused
 
 Kind = Literal["conf", "slurm-prolog", "module"]
 PLAN_VARIABLE = "TCCL_PLAN"

@@ -17,6 +17,7 @@ from tccl_py.files import (
     encode_json,
     read_bytes,
     read_text,
+    refused,
     write_atomically,
 )
 from tccl_py.model.machine import DiscoveredMachine, Fingerprint, description_to_json
@@ -31,7 +32,6 @@ from tccl_py.plan.staging import (
     locked,
     make,
     read_manifest,
-    refused,
     unmake,
     write_new_directory,
     write_with_plan,

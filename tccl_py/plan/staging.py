@@ -19,12 +19,14 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import (
+    SPACE,
     check_path,
     decode_json,
     encode_json,
     lock,
     read_bytes,
     read_text,
+    refused,
     sweep,
     sweep_beside,
 )
@@ -124,7 +126,6 @@ _REPLACING_S = 2.0
 _NAP_S = 0.01
 _PARTS = (*FOLDERS, PLAN_FILE, MANIFEST_FILE)
 _WRITERS = 16
-SPACE = "choose a writable place with free space"
 
 
 def write_with_plan(
@@ -210,16 +211,6 @@ def write_new_directory(output: Path, files_of: Callable[[Path], Mapping[str, st
             unmake(made)
             raise
     return len(files)
-
-
-@contextmanager
-def refused(path: Path, what: str, right: str) -> Iterator[None]:
-    """Turn a system error about `path` into a sentence for the user."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(str(path), f"{what} ({reason})", right) from error
 
 
 def make(directory: Path, made: list[Path]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.files import decode_json, encode_line, lock, parsed, reading
+from tccl_py.files import SPACE, decode_json, encode_line, lock, parsed, reading, refused
 from tccl_py.model.measurement import Measurement, NoRateError, faults
 from tccl_py.model.transfer import TransferSet
 
@@ -28,6 +28,7 @@ FORMAT_VERSION = 1
 MAX_LINE_BYTES = 32 << 20
 _HEADER_START = b'{"machine":'
 _RIGHT = "give a file this program wrote"
+_UNWRITABLE = "cannot be written", SPACE
 _DECODER = msgspec.json.Decoder(Measurement, dec_hook=parsed)
 
 
@@ -210,12 +211,10 @@ class JournalFile:
     def __init__(self, path: Path, header: JournalHeader, *, replace: bool = False) -> None:
         self._path = path
         self.notices: tuple[str, ...] = ()
-        try:
+        with refused(path, *_UNWRITABLE):
             if replace and not _is_resumable(path, header):
                 path.replace(path.with_name(path.name + ".old"))
             self._file = _opened(path)
-        except OSError as error:
-            raise self._unwritable(error) from error
         try:
             self.measurements = self._resume(header)
         except BaseException:
@@ -255,23 +254,13 @@ class JournalFile:
         self._write(measurement)
 
     def _truncate(self, length: int) -> None:
-        try:
+        with refused(self._path, *_UNWRITABLE):
             self._file.truncate(length)
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def _write(self, record: JournalHeader | Measurement) -> None:
-        try:
+        with refused(self._path, *_UNWRITABLE):
             self._file.write(encode_line(record))
             self._file.flush()
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> InputError:
-        reason = error.strerror or str(error)
-        return InputError(
-            str(self._path), f"cannot be written ({reason})", "choose a writable place with space"
-        )
 
     def close(self) -> None:
         """Close the file."""
