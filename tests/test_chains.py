@@ -19,7 +19,6 @@ from tccl_py.search.chains import (
     EvenUse,
     Pairing,
     nic_pair,
-    paired_chains,
     symmetry_keeping,
 )
 from tccl_py.search.problem import Budget, SearchProblem
@@ -92,7 +91,14 @@ def test_chains_with_given_nics_are_the_best_of_all_such_sets(seed):
     machine = networked_machine(gpus=2, nics=2)
     space, source = space_of(machine, 2), MadeUp(seed)
     pairing = Pairing(((0, 1), (1, 0)))
-    result = paired_chains(space, pairing, source=source, symmetry=automorphisms(machine))
+    problem = SearchProblem(
+        spaces={2: space},
+        source=source,
+        symmetry=symmetry_keeping(automorphisms(machine), pairing),
+        rules={2: pairing},
+        budget=Budget(sets=200, idle_sets=40),
+    )
+    result = find_rings(problem)
     chains = [ring(hops) for hops in all_chains(space)]
     rates = [
         together(source, pair)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 
 import msgspec
@@ -12,7 +13,7 @@ from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring
-from tccl_py.model.symmetry import automorphisms, natural_cuts
+from tccl_py.model.symmetry import Symmetry, automorphisms
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice, default_choice_or_sys
 from tccl_py.nccl.network import chain_hop_space, chains_as_rings, gdr_variants
 from tccl_py.nccl.settings import Settings
@@ -20,6 +21,7 @@ from tccl_py.nccl.view import NcclView
 from tccl_py.plan.settings_search import WORTH, SettingsSearch
 from tccl_py.plan.tasks import (
     Choice,
+    Rings,
     Stock,
     Task,
     choice_found,
@@ -37,7 +39,7 @@ from tccl_py.search.chains import (
     entry_nic,
     exit_nic,
     nic_pair,
-    paired_chains,
+    symmetry_keeping,
 )
 from tccl_py.search.problem import SearchResult, SetRule
 
@@ -48,7 +50,12 @@ PAIRED_SETS = 150
 
 
 class HostTask(Task, frozen=True, kw_only=True):
-    """Planning a host of several: rings are chains by `nics`, closed through the world outside."""
+    """Planning a host of several: rings are chains by `nics`, closed through the world outside.
+
+    With a `pairing` the chains have just these pairs of NICs; else NICs are used evenly.
+    """
+
+    pairing: Pairing | None = None
 
     @property
     def same_nic(self) -> bool:
@@ -59,9 +66,15 @@ class HostTask(Task, frozen=True, kw_only=True):
         """Return the hops of a view, with those over the network."""
         return chain_hop_space(seen, nics=self.nics, chains_in_set=count)
 
+    @property
+    def symmetry(self) -> Symmetry:
+        """The symmetry of the machine that keeps the pairing."""
+        whole = automorphisms(self.machine, self.knowledge, gpus=self.gpus)
+        return whole if self.pairing is None else symmetry_keeping(whole, self.pairing)
+
     def rule(self, count: int, /) -> SetRule:
-        """Return the rule that NICs are used evenly."""
-        return EvenUse(self.nics, count, same=self.same_nic)
+        """Return the rule for the NICs."""
+        return self.pairing or EvenUse(self.nics, count, same=self.same_nic)
 
 
 class HostChains(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +105,8 @@ class HostClass:
 
     `choices` are the settings searched with their best chains, best first. `stock` are NCCL's own
     chains, with the variables without which they have no rate; `plain` those of default NCCL, or
-    the reason why they have no rate.
+    the reason why they have no rate. `best_under(settings, count)` and `chains_with(settings,
+    pairing)` search once.
     """
 
     def __init__(self, node_class: NodeClass, task: HostTask, *, nodes: int) -> None:
@@ -102,8 +116,8 @@ class HostClass:
         self._nodes = nodes
         self.choices: list[Choice] = []
         self._left = task.budget.sets
-        self._paired_chains: dict[tuple[Settings, Pairing], HostChains | None] = {}
-        self._best: dict[tuple[Settings, int], Choice | None] = {}
+        self.best_under = cache(self._best_under)
+        self.chains_with = cache(self._chains_with)
 
     def explore(self) -> None:
         """Rate NCCL's own chains, then search settings and chains.
@@ -173,27 +187,19 @@ class HostClass:
         """The best chains with other NIC buffer placements."""
         found = []
         for settings in gdr_variants(self.task.view(best.settings), nics=self.task.nics):
-            try:
-                result = search_under(
-                    self.task,
-                    settings,
-                    known=[best.rings.rings],
-                    floor=best.rate_gbps * (1 + WORTH),
-                    sets=self._few_sets,
-                )
-            except (SearchError, MeasurementError):
-                continue
-            found.append(choice_found(settings, result))
+            result = search_under(
+                self.task,
+                settings,
+                known=[best.rings.rings],
+                floor=best.rate_gbps * (1 + WORTH),
+                sets=self._few_sets,
+            )
+            if result is not None:
+                found.append(choice_found(settings, result))
         return found
 
-    def best_under(self, settings: Settings, count: int) -> Choice | None:
+    def _best_under(self, settings: Settings, count: int) -> Choice | None:
         """Return the best set of so many chains under these settings; None if there is none."""
-        key = (settings, count)
-        if key not in self._best:
-            self._best[key] = self._search(settings, count)
-        return self._best[key]
-
-    def _search(self, settings: Settings, count: int) -> Choice | None:
         for choice in self.choices:
             if choice.settings == settings and len(choice.rings.rings) == count:
                 return choice
@@ -201,43 +207,35 @@ class HostClass:
             return None
         task = msgspec.structs.replace(self.task, ring_counts=(count,))
         known = [one.rings.rings for one in self.choices if len(one.rings.rings) == count]
-        try:
-            result = search_under(task, settings, known=known, floor=0.0, sets=self._few_sets)
-        except (SearchError, MeasurementError):
-            return None
-        if result.cancelled:
+        result = self._searched(task, settings, known)
+        return None if result is None else choice_found(settings, result)
+
+    def _searched(
+        self, task: HostTask, settings: Settings, known: Sequence[Rings]
+    ) -> SearchResult | None:
+        """Search with a part of the budget that is left; KeyboardInterrupt if interrupted."""
+        result = search_under(task, settings, known=known, floor=0.0, sets=self._few_sets)
+        if result is not None and result.cancelled:
             raise KeyboardInterrupt
         self._spend(result)
-        return choice_found(settings, result)
+        return result
 
-    def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
+    def _chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
         """Return the best chains with just these NICs under these settings, or None."""
-        key = (settings, pairing)
-        if key not in self._paired_chains:
-            self._paired_chains[key] = self._paired(settings, pairing)
-        return self._paired_chains[key]
-
-    def _paired(self, settings: Settings, pairing: Pairing) -> HostChains | None:
         if not {nic for pair in pairing.pairs for nic in pair} <= set(self.task.nics):
             return None
         if self.task.same_nic and any(one != other for one, other in pairing.pairs):
             return None
-        best = self.best_under(settings, len(pairing.pairs))
+        count = len(pairing.pairs)
+        best = self.best_under(settings, count)
         if best is not None and nic_pairs(best.rings) == pairing.pairs:
             return self.measured(best.rings)
-        space = self.task.space(settings, len(pairing.pairs))
-        seed = paired_chain_set(space, pairing.pairs)
-        found = paired_chains(
-            space,
-            pairing,
-            source=self.task.source,
-            symmetry=automorphisms(self.task.machine, self.task.knowledge, gpus=self.task.gpus),
-            cuts=natural_cuts(self.task.machine, self.task.knowledge, gpus=self.task.gpus),
-            known=[*([seed] if seed else []), *(one.rings.rings for one in self.choices)],
-            budget=msgspec.structs.replace(self.task.budget, sets=self._few_sets),
-            reporter=self.task.reporter,
+        task = msgspec.structs.replace(
+            self.task, ring_counts=(count,), pairing=pairing, strategy="best-first"
         )
-        self._spend(found)
+        seed = paired_chain_set(task.space(settings, count), pairing.pairs)
+        known = [*([seed] if seed else []), *(one.rings.rings for one in self.choices)]
+        found = self._searched(task, settings, known)
         return self.measured(found.rings) if found is not None else None
 
     def measured(self, rings: RingSet) -> HostChains:

@@ -9,7 +9,7 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 
-from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.rings import Ring, RingSet
@@ -311,9 +311,8 @@ def _subset(
     )
     # The whole machine's rings without the GPUs that are missing are a good beginning.
     known = [tuple(tuple(gpu for gpu in order if gpu in gpus) for order in orders)]
-    try:
-        result = search_under(part, settings, orders=known, floor=0.0, sets=SUBSET_BUDGET.sets or 1)
-    except (SearchError, MeasurementError):
+    result = search_under(part, settings, orders=known, floor=0.0, sets=SUBSET_BUDGET.sets or 1)
+    if result is None:
         return None
     if result.cancelled:
         raise KeyboardInterrupt

@@ -21,7 +21,6 @@ from tccl_py.plan.tasks import (
     rings_under,
     search_under,
 )
-from tccl_py.search.problem import SearchResult
 
 BASE_CHANNELS = 8
 """Channels under which mechanisms are compared first; the number is settled afterwards."""
@@ -78,7 +77,7 @@ class SettingsSearch:
             waiting.remove(settings)
             share = max(MIN_SETS, left // 2)
             floor = self.best.rate_gbps
-            result = _searched(task, settings, self._known, floor=floor, sets=share)
+            result = search_under(task, settings, known=self._known, floor=floor, sets=share)
             if result is None:
                 continue
             # What the journal answers counts as well: a resumed run goes the same way.
@@ -98,7 +97,7 @@ class SettingsSearch:
         """Search under exactly the chosen settings, for a bound that holds for them."""
         best = self.best
         settings, known = best.settings, [best.rings.rings]
-        result = _searched(self._task, settings, known, floor=0.0, sets=sets)
+        result = search_under(self._task, settings, known=known, floor=0.0, sets=sets)
         if result is None:
             return
         self.cancelled = result.cancelled
@@ -155,16 +154,6 @@ def _channel_counts(task: Task) -> tuple[int, ...]:
         if sum(speeds) < SLOW_NETWORK_MBPS:
             most = min(most, SLOW_NETWORK_CHANNELS)
     return tuple(count for count in CHANNELS if count <= most)
-
-
-def _searched(
-    task: Task, settings: Settings, known: Sequence[Rings], *, floor: float, sets: int
-) -> SearchResult | None:
-    """Return the best rings under these settings; None where a GPU has no hop."""
-    try:
-        return search_under(task, settings, known=known, floor=floor, sets=sets)
-    except (SearchError, MeasurementError):
-        return None
 
 
 def _tuned(task: Task, choice: Choice) -> Choice:

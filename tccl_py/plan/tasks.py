@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.rings import (
@@ -21,7 +22,7 @@ from tccl_py.model.rings import (
     ring_like,
     ring_set,
 )
-from tccl_py.model.symmetry import automorphisms, natural_cuts
+from tccl_py.model.symmetry import Symmetry, automorphisms, natural_cuts
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
@@ -84,6 +85,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     def hops(self, seen: NcclView, count: int) -> HopSpace:
         """Return the hops of a view; a host of several adds those over its NICs."""
         return hop_space(seen, rings_in_set=count)
+
+    @property
+    def symmetry(self) -> Symmetry:
+        """The symmetry of the machine as far as it exchanges the GPUs."""
+        return automorphisms(self.machine, self.knowledge, gpus=self.gpus)
 
     def rule(self, _count: int, /) -> SetRule | None:
         """Return the rule for sets of so many rings, if any."""
@@ -208,8 +214,8 @@ def search_under(
     known: Sequence[Rings] = (),
     floor: float,
     sets: int,
-) -> SearchResult:
-    """Search for rings under one choice of settings.
+) -> SearchResult | None:
+    """Search for rings under one choice of settings; None where a GPU has no hop.
 
     Args:
         task: the input of planning.
@@ -221,15 +227,18 @@ def search_under(
     """
     counts = [count for count in task.ring_counts if settings.channels % count == 0]
     rules = {count: rule for count in counts if (rule := task.rule(count)) is not None}
-    problem = SearchProblem(
-        spaces={count: task.space(settings, count) for count in counts},
-        source=task.source,
-        symmetry=automorphisms(task.machine, task.knowledge, gpus=task.gpus),
-        orders=tuple(tuple(one) for one in orders),
-        known=tuple(tuple(one) for one in known),
-        rules=rules,
-        cuts=natural_cuts(task.machine, task.knowledge, gpus=task.gpus),
-        floor_gbps=floor,
-        budget=msgspec.structs.replace(task.budget, sets=sets),
-    )
-    return find_rings(problem, strategy=task.strategy, reporter=task.reporter)
+    try:
+        problem = SearchProblem(
+            spaces={count: task.space(settings, count) for count in counts},
+            source=task.source,
+            symmetry=task.symmetry,
+            orders=tuple(tuple(one) for one in orders),
+            known=tuple(tuple(one) for one in known),
+            rules=rules,
+            cuts=natural_cuts(task.machine, task.knowledge, gpus=task.gpus),
+            floor_gbps=floor,
+            budget=msgspec.structs.replace(task.budget, sets=sets),
+        )
+        return find_rings(problem, strategy=task.strategy, reporter=task.reporter)
+    except (SearchError, MeasurementError):
+        return None

@@ -12,17 +12,13 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.rings import Hop, HopSpace, Ring
+from tccl_py.errors import SearchError
+from tccl_py.model.rings import Hop, HopSpace
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.model.transfer import Flow, receiving_nic, sending_nic
-from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult
-from tccl_py.search.strategies import find_rings
 
 WORLD = -1
 """The vertex of all other nodes; lower than any GPU, so that rings begin at the world."""
-PAIRING_BUDGET = Budget(sets=200, idle_sets=40)
 
 
 def entry(gpu: int, flow: Flow) -> Hop:
@@ -137,38 +133,3 @@ def symmetry_keeping(symmetry: Symmetry, pairing: Pairing) -> Symmetry:
         for element in zip(*(end.tolist() for end in ends), strict=True)
     ]
     return symmetry if all(keep) else keeping(symmetry, np.array(keep, dtype=bool))
-
-
-def paired_chains(
-    space: HopSpace,
-    pairing: Pairing,
-    *,
-    source: BandwidthSource,
-    symmetry: Symmetry,
-    cuts: Sequence[frozenset[int]] = (),
-    known: Sequence[Sequence[Ring]] = (),
-    budget: Budget = PAIRING_BUDGET,
-    reporter: Reporter | None = None,
-) -> SearchResult | None:
-    """Find the best chains over exactly these pairs of NICs, together; None if there are none.
-
-    Raises:
-        KeyboardInterrupt: the search was interrupted.
-    """
-    count = len(pairing.pairs)
-    problem = SearchProblem(
-        spaces={count: space},
-        source=source,
-        symmetry=symmetry_keeping(symmetry, pairing),
-        known=tuple(tuple(rings) for rings in known),
-        rules={count: pairing},
-        cuts=tuple(cuts),
-        budget=budget,
-    )
-    try:
-        result = find_rings(problem, reporter=reporter)
-    except (SearchError, MeasurementError):
-        return None
-    if result.cancelled:
-        raise KeyboardInterrupt
-    return result
