@@ -154,7 +154,7 @@ BAD = {
     "full disk for a journal": (
         ("measure", SET, *ON, "--journal", "/dev/full"),
         "/dev/full: cannot be written (No space left on device); choose a writable place with "
-        "space",
+        "free space",
     ),
     "no such folder": (
         ("discover", "--nccl-topology", TOPOLOGY, "-o", "/no/such/box.json"),

@@ -153,6 +153,12 @@ def chain_hop_space(
     )
 
 
+def farthest_end(seen: NcclView, ends: Sequence[tuple[int, int, int, int]]) -> PathType:
+    """Return the farthest path at chains' ends: (first GPU, entry NIC, last GPU, exit NIC)."""
+    into = [net_path(seen, first, nic, "receive") for first, nic, _, _ in ends]
+    return max(into + [net_path(seen, last, nic, "send") for _, _, last, nic in ends])
+
+
 def chains_as_rings(
     space: HopSpace, chains: Sequence[tuple[int, Sequence[int], int]]
 ) -> tuple[Ring, ...]:

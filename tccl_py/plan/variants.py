@@ -11,7 +11,7 @@ import msgspec
 from tccl_py.errors import InputError, SearchError
 from tccl_py.model.rings import Hop, Ring, ring_like
 from tccl_py.model.transfer import Flow
-from tccl_py.nccl.network import chain_hop_space, net_path
+from tccl_py.nccl.network import chain_hop_space, farthest_end
 from tccl_py.nccl.network import gdr_variants as gdr_settings
 from tccl_py.nccl.settings import Settings, check_settings, final_channels
 from tccl_py.nccl.transport import hop_space
@@ -38,11 +38,12 @@ def path_types(seen: NcclView, chains: Sequence[PlanChain]) -> tuple[str, str]:
     """Return the farthest paths of chains inside a host and to its NICs, by name."""
     hops = [hop for chain in chains for hop in chain.hops]
     inside = seen.farthest((hop.source, hop.target) for hop in hops if WORLD not in hop.ends)
-    into = [(chain.gpus[0], chain.entry_nic) for chain in chains]
-    out = [(chain.gpus[-1], chain.exit_nic) for chain in chains]
-    ends = [net_path(seen, gpu, nic, "receive") for gpu, nic in into if nic is not None]
-    ends += [net_path(seen, gpu, nic, "send") for gpu, nic in out if nic is not None]
-    return inside, max(ends).name if ends else ""
+    ends = [
+        (chain.gpus[0], chain.entry_nic, chain.gpus[-1], chain.exit_nic)
+        for chain in chains
+        if chain.entry_nic is not None and chain.exit_nic is not None
+    ]
+    return inside, farthest_end(seen, ends).name if ends else ""
 
 
 def _moved(plan: Plan, path: HostPath, settings: Settings) -> HostPath:
