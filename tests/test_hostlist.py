@@ -17,7 +17,6 @@ from tccl_py.readers.hosts import (
     compress,
     expand,
     parse_host_list,
-    parse_rankfile,
     read_host_list,
 )
 from tests.effort import soon
@@ -217,28 +216,6 @@ def test_machinefile_plain_list_and_expressions():
     assert hosts("gpu[1-2]:8,login1*2") == {"gpu1": 8, "gpu2": 8, "login1": 2}
     assert hosts("gpu[1-2] slots=4") == {"gpu1": 4, "gpu2": 4}
     assert hosts("b,a,b") == {"b": 2, "a": None}
-
-
-def test_rankfiles_are_in_the_order_of_their_ranks():
-    text = "# by hand\nrank 1=b slot=0-3\nrank 0 = a slot=1:0-1\nrank 2=me@b slot=4\n"
-    assert parse_rankfile(text, where="ranks") == ("a", "b", "b")
-    assert hosts(text) == {"a": 1, "b": 2}
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("rank 0=a slot=0\nrank 0=b slot=0\n", ["ranks:2", "rank 0 is there twice"]),
-        ("rank 0=a slot=0\nrank 2=a slot=0\n", ["rank 1 is missing"]),
-        ("rank 0=a slot=0\nnode1\n", ["ranks:2", "'node1' is no rank"]),
-        ("rank 0=+n1 slot=0\n", ["ranks:1", "+n1"]),
-        ("rank 999999999=a slot=0\n", ["ranks:1", "999999999"]),
-        ("rank 0=a slot=0; rm\n", ["ranks:1"]),
-        ("", ["no rank"]),
-    ],
-)
-def test_rankfiles_that_are_refused(text, parts):
-    refused(lambda: parse_rankfile(text, where="ranks"), *parts)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Lists of hosts as launchers write them, and SLURM's host list expressions.
 
-Sources: Open MPI (PRRTE's src/util/hostfile and src/mca/rmaps/rank_file), MPICH (Hydra's host
-files) and SLURM (slurm_read_hostfile in src/api/allocate.c).
+Sources: Open MPI (PRRTE's src/util/hostfile), MPICH (Hydra's host files) and SLURM
+(slurm_read_hostfile in src/api/allocate.c).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import os
 import re
 import socket
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,6 @@ _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<digits>[0-9]{1,18})?", re.ASCII)
 _RANGE = "ranges in brackets are needed, as in gpu[001-016,020]"
 
 _ENTRY = re.compile(r"(?P<names>.*?)(?:[:*](?P<count>[0-9]{1,6}))?", re.ASCII)
-_RANK = re.compile(r"rank\s+(?P<rank>[0-9]{1,9})=(?P<host>\S+)(?:\s+slot=\S+)?", re.ASCII)
 _SLOTS = {"slots", "count", "cpu"}
 _MAX_SLOTS = {"max_slots", "slots_max", "max_count", "count_max", "max_cpu", "cpu_max"}
 """Open MPI's keys for the number of slots and for its limit, - standing for _ too."""
@@ -144,7 +142,7 @@ class HostSlots(msgspec.Struct, frozen=True):
 
 
 def read_host_list(path: Path) -> tuple[HostSlots, ...]:
-    """Read a list of hosts, or a rankfile."""
+    """Read a list of hosts."""
     return parse_host_list(read_list(path), where=str(path))
 
 
@@ -165,15 +163,10 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
         node1:8                         MPICH's (Hydra's) host file
         node1                           a plain list; SLURM's hostfile has such a line for each task
         gpu[001-016,020]:8,login1*2     SLURM's expressions; `:8` and `*8` stand for 8 lines
-        rank 3=node1 slot=0-7           Open MPI's rankfile, all lines then
 
     Lines of a host add up: a bare name adds a slot, `:8` adds eight, and a single bare name leaves
     the slots open. `slots=` after earlier lines of the host is refused, as by Open MPI.
     """
-    first = next(_lines(text, where), None)
-    if first is not None and first[1].startswith("rank "):
-        counts = Counter(parse_rankfile(text, where=where))
-        return tuple(HostSlots(name, count) for name, count in counts.items())
     found: dict[str, _Tally] = {}
     mentions = 0
     for place, content in _lines(text, where):
@@ -195,27 +188,6 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
         HostSlots(tally.name, tally.slots if tally.given else None, tally.times)
         for tally in found.values()
     )
-
-
-def parse_rankfile(text: str, *, where: str) -> tuple[str, ...]:
-    """Return the host of each rank of Open MPI's rankfile, from rank 0 on without a gap."""
-    hosts: dict[int, str] = {}
-    for place, content in _lines(text, where):
-        match = _RANK.fullmatch(content)
-        if match is None:
-            raise InputError(place, f"{shown(content)} is no rank", "write rank 3=node1 slot=0-7")
-        rank = int(match["rank"])
-        if rank in hosts:
-            raise InputError(place, f"rank {rank} is there twice", "once is right")
-        if rank >= MAX_RANKS:
-            raise InputError(place, f"the rank is {rank}", f"they are 0 to {MAX_RANKS - 1}")
-        hosts[rank] = check_host_name(_without_user(match["host"]), where=place)
-    for rank in range(len(hosts)):
-        if rank not in hosts:
-            raise InputError(where, f"rank {rank} is missing", "all ranks from 0 on are needed")
-    if not hosts:
-        raise InputError(where, "has no rank", "write lines such as rank 0=node1 slot=0-7")
-    return tuple(hosts[rank] for rank in range(len(hosts)))
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 The matrix has relations, not bridges, so the result is the smallest regular PCI tree with these
 relations, and with invented bus ids (domains ffff and fffe). Values missing in the
-text stay unknown: link speeds, compute capability, NIC speeds, sockets.
+text stay unknown: link speeds, compute capability, NIC speeds, sockets, CPUs of NUMA nodes.
 
 Three ambiguities of the text are settled so:
 
@@ -41,8 +41,6 @@ from tccl_py.model.symmetry import joined_groups
 MAX_DEVICES = 256
 MAX_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS: no GPU has more
 LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")  # Relations on PCI, from near to far
-_MAX_CPUS = 8192
-_CPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 _GPU_LABEL = re.compile(r"GPU([0-9]{1,3})", re.ASCII)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NIC_NAME = re.compile(r"(NIC[0-9]{1,3}): *(\S{1,64})", re.ASCII)
@@ -57,11 +55,10 @@ _Groups = list[list[int]]  # Row numbers of devices that belong together, in ord
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """A device's relations to all devices, and the affinities ("" if missing)."""
+    """A device's relations to all devices, and the NUMA affinity ("" if missing)."""
 
     label: str
     cells: tuple[str, ...]
-    cpus: str = ""
     numa: str = ""
 
 
@@ -181,8 +178,7 @@ def _row(
     words = words[len(labels) + 1 : -1 if "GPU NUMA ID" in titles else None]
     names = [title for title in titles if title != "GPU NUMA ID"]
     told = {name: "" if word == "N/A" else word for name, word in zip(names, words, strict=False)}
-    cpus, numa = (told.get(title, "") for title in ("CPU Affinity", "NUMA Affinity"))
-    return _Row(label=label, cells=tuple(cells), cpus=cpus, numa=numa)
+    return _Row(label=label, cells=tuple(cells), numa=told.get("NUMA Affinity", ""))
 
 
 def _check_symmetry(matrix: _Matrix) -> None:
@@ -250,7 +246,7 @@ def _build(matrix: _Matrix, levels: dict[str, _Groups]) -> Machine:
     for index, group in enumerate(_numa_groups(matrix, levels["NODE"])):
         numa = _numa_id(matrix, group)
         numa = -1 if numa in {node.numa_id for node in nodes} else numa
-        nodes.append(NumaNode(index=index, numa_id=numa, affinity=_affinity(matrix, group)))
+        nodes.append(NumaNode(index=index, numa_id=numa))
         for near in levels["PXB"]:
             if near[0] in group:
                 inner = [same for same in levels["PIX"] if same[0] in near]
@@ -316,21 +312,3 @@ def _nvlinks(matrix: _Matrix) -> tuple[tuple[NvLink, ...], tuple[NvSwitch, ...]]
             if matrix.nvlinks(a, b)
         ]
     return tuple(links), tuple(switches)
-
-
-def _affinity(matrix: _Matrix, group: Sequence[int]) -> str:
-    """Return the CPUs of a group's GPUs as the kernel's mask; "" if the GPUs differ."""
-    told = {matrix.rows[row].cpus for row in group if matrix.rows[row].cpus}
-    if len(told) != 1:
-        return ""
-    (cpus,) = told
-    bits = 0
-    for part in cpus.split(","):
-        match = _CPU_RANGE.fullmatch(part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not first <= last < _MAX_CPUS:
-            raise InputError(matrix.where, f"names CPUs {cpus[:40]}", "a list such as 0-15,32-47")
-        bits |= ((1 << (last - first + 1)) - 1) << first
-    digits = f"{bits:x}"
-    digits = digits.zfill(-(-len(digits) // 8) * 8)
-    return ",".join(digits[i : i + 8] for i in range(0, len(digits), 8))

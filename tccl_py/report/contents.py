@@ -10,10 +10,9 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.explain.findings import EXPLANATION_FILE, Explanation, load_explanation
-from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory, machine_file
+from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
-from tccl_py.plan.staging import PLAN_FILE
 from tccl_py.report.words import mark
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.verify.record import VERIFICATION_FILE, load_verification
@@ -83,30 +82,6 @@ def _achieved(directory: Path) -> tuple[dict[ChoiceName, float], list[str]]:
         {arm.name: arm.gbps for arm in found.arms if arm.gbps is not None},
         [f"jobs of the choice {arm.name} failed: {arm.failure}" for arm in failed],
     )
-
-
-def plan_files(contents: Contents) -> Iterator[tuple[str, str, bool]]:
-    """Yield the files of a plan for readers: name, purpose, and whether the file is there."""
-    directory, plan = contents.directory, contents.plan
-    purposes = {
-        "nccl/env.sh": "settings and graph, for jobs over exactly the plan's GPUs",
-        "nccl/nccl.conf": "settings that hold for every job of a host; names no graph",
-        PLAN_FILE: "the plan itself",
-        JOURNAL_FILE: "every measurement; an interrupted plan goes on from it",
-    }
-    if plan.is_cluster:
-        purposes["nccl/env.sh"] = "settings and graph of the host that sources it"
-        purposes["nccl/order/hosts.txt"] = "the order of hosts for ranks; more for launchers"
-        purposes["nccl/hosts/"] = "the rings' parts on each host, as NCCL reads them"
-    else:
-        purposes["nccl/graph.xml"] = "the rings, as NCCL reads them"
-    for number, part in enumerate(plan.cluster.classes):
-        purposes[str(machine_file(plan, Path(), number))] = f"the machine {part.machine.name}"
-    for name, purpose in purposes.items():
-        yield name, purpose, (directory / name).exists()
-    subsets = len(list((directory / "nccl" / "subsets").glob("graph-*.xml")))
-    if subsets:
-        yield "nccl/subsets/", f"{subsets} more graph files, each for a smaller set of GPUs", True
 
 
 def rate_sources(contents: Contents) -> Iterator[tuple[str, str, str]]:

@@ -15,7 +15,7 @@ from tccl_py.model.machine import Machine
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.variables import env_sh, pinned_env_text
 from tccl_py.plan.plan import Plan, proof_text
-from tccl_py.report.contents import Contents, plan_files, rate_sources
+from tccl_py.report.contents import Contents, rate_sources
 from tccl_py.report.machine import Layout, NvLinks, lay_out, link_words, machine_sentence, nvlinks
 from tccl_py.report.rates import (
     HeatMap,
@@ -94,7 +94,6 @@ def report_html(contents: Contents) -> str:
             most_hosts=_MOST_HOSTS,
             default_rings=default_rings(plan),
             sources=rate_sources(contents),
-            files=plan_files(contents),
         )
     )
 
