@@ -101,7 +101,7 @@ def test_a_model_is_read_from_a_file(tmp_path):
         ),
         (
             ["capacities", 0, "at"],
-            {"type": "memory", "numa_nodes": [7]},
+            {"type": "links", "kinds": ["pci"], "devices": ["C7"]},
             "speaks of C7; name a device of asus-esc8000a-e13p",
         ),
         (["capacities"], [json.loads(TEXT)["capacities"][0]] * 10_001, "has 10001 capacities"),

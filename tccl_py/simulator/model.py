@@ -91,14 +91,7 @@ class Links(_Data, frozen=True, kw_only=True, tag="links"):
 
 
 class Memory(_Data, frozen=True, kw_only=True, tag="memory"):
-    """Host memory, one place a NUMA node; empty `numa_nodes` is all."""
-
-    numa_nodes: tuple[int, ...] = ()
-
-    @property
-    def devices(self) -> list[str]:
-        """The named NUMA nodes' ids."""
-        return [f"C{index}" for index in self.numa_nodes]
+    """Host memory, one place a NUMA node."""
 
 
 class Capacity(_Data, frozen=True, kw_only=True):
@@ -275,8 +268,7 @@ def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> M
             raise InputError(where, f"has {len(entries)} {kind}", f"at most {MAX_ENTRIES}")
     for capacity in model.capacities:
         at = capacity.at
-        named = [*at.devices, *(at.between or ())] if isinstance(at, Links) else at.devices
-        for device in named:
+        for device in (*at.devices, *(at.between or ())) if isinstance(at, Links) else ():
             if device not in model.machine.graph:
                 place, right = f"{where} capacity {capacity.name!r}", model.machine.name
                 raise InputError(place, f"speaks of {device}", f"name a device of {right}")

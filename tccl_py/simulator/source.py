@@ -268,7 +268,7 @@ def _places(capacity: Capacity, leg: Leg, network: Network) -> list[str]:
     at = capacity.at
     if isinstance(at, Memory):
         place = leg.keys.get("memory")
-        return [place] if place and (not at.numa_nodes or place in at.devices) else []
+        return [place] if place else []
     edges = (edge for edge in leg.edges if _selected(at, edge, network))
     return [">".join(sorted(edge) if at.way == "both" else edge) for edge in edges]
 
