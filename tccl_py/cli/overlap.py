@@ -28,14 +28,13 @@ from tccl_py.overlap.job import (
     run_job,
 )
 from tccl_py.rank_processes.forkserver import ForkServer
+from tccl_py.rank_processes.tasks import torch_environment
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nvml import VARIABLE, visible_indices
 
 MIB = 1024 * 1024
 _MOST_MIB = 4096
 _MOST_RANKS = 16
-_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher says of another job."""
 _DRY_RUN = "add --backend gloo for a dry run in host memory"
 
 
@@ -86,7 +85,7 @@ def overlap(
     wanted = parse_sets(sets, places) if sets else default_sets(len(places))
     if importlib.util.find_spec("torch") is None:
         raise InputError("tccl overlap", "needs torch", "`pip install torch`")
-    environment = _environment(chosen, places)
+    environment = torch_environment(os.environ, places if chosen == "nccl" else None)
     counted = {"message_bytes": size * MIB, "messages": messages, "repeats": repeats}
     spec = OverlapSpec(backend=chosen, world=len(places), sets=wanted, **counted)
     with ForkServer() as server, interrupts_put_off(CTRL_C_AND_SIGTERM):
@@ -119,19 +118,6 @@ def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int,
     if len(chosen) < 2:
         raise InputError("tccl overlap", "has one GPU", "a transfer joins two")
     return chosen
-
-
-def _environment(backend: Backend, places: Sequence[int]) -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
-    found["PYTHONWARNINGS"] = "ignore"
-    if backend == "gloo":
-        # What the host's name resolves to may be no interface of it.
-        found.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    else:
-        found[VARIABLE] = ",".join(map(str, places))
-        # NVML's order, which the indices have.
-        found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    return found
 
 
 def _print(

@@ -55,11 +55,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     imports: tuple[str, ...] = ()
 
 
-class _Event(msgspec.Struct, frozen=True, kw_only=True):
-    """A forked process (no code), or an ended one with a code as in subprocess."""
-
-    pid: int
-    code: int | None = None
+_Event = tuple[int, int | None]
+"""A forked process's number, and None, or the code of one that ended, as in subprocess."""
 
 
 class ForkServer:
@@ -144,17 +141,16 @@ class ForkServer:
         return ours
 
     def _forked(self, deadline: float) -> int:
-        while True:
-            event = self._event(max(0.0, deadline - time.monotonic()))
-            if event is None:
-                raise self._gone()
-            if event.code is None:
-                return event.pid
-            self._codes[event.pid] = event.code
+        while (event := self._event(max(0.0, deadline - time.monotonic()))) is not None:
+            pid, code = event
+            if code is None:
+                return pid
+            self._codes[pid] = code
+        raise self._gone()
 
     def _drain(self) -> None:
         while (event := self._event(0.0)) is not None:
-            self._codes[event.pid] = event.code
+            self._codes.update([event])
 
     def _event(self, seconds: float) -> _Event | None:
         """Return the next event; None on timeout or if the server has ended."""
@@ -165,7 +161,7 @@ class ForkServer:
         with contextlib.suppress(ConnectionResetError):
             message = self._control.recv(_MESSAGE_BYTES)
             if message:
-                return msgspec.json.decode(message, type=_Event)
+                return msgspec.json.decode(message, type=tuple[int, int | None])
         self._control.close()
         self._control = None
         return None
@@ -222,8 +218,7 @@ def _serve(control: socket.socket) -> tuple[Program, list[int]] | None:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     children.remove(pid)
-                    code = os.waitstatus_to_exitcode(status)
-                    control.send(msgspec.json.encode(_Event(pid=pid, code=code)))
+                    control.send(msgspec.json.encode((pid, os.waitstatus_to_exitcode(status))))
             if not readable:
                 continue
             # 2. Fork for the next request: the kernel ends the fork with this process.
@@ -241,7 +236,7 @@ def _serve(control: socket.socket) -> tuple[Program, list[int]] | None:
                 os.setpgid(pid, pid)
             for descriptor in descriptors:
                 os.close(descriptor)
-            control.send(msgspec.json.encode(_Event(pid=pid)))
+            control.send(msgspec.json.encode((pid, None)))
         except (BrokenPipeError, ConnectionResetError):
             return None
 

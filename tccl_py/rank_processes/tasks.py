@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -18,6 +18,8 @@ from tccl_py.rank_processes.rank import SPEC_FILE, result_file, slots_file, writ
 
 TORCH = ("torch", "torch.distributed", "torch.nn.parallel")
 """Imports that take most of a torch rank's start."""
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+"""Variables by which a launcher describes another job."""
 FOLDER = "{folder}"
 """Placeholder in environment values for the folder that the ranks get."""
 LOGS = "log-*"
@@ -125,6 +127,27 @@ def _program(task: Task, folder: Path, rank: int) -> Program:
         output=str(_output(folder, rank)),
         imports=task.imports,
     )
+
+
+def torch_environment(caller: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
+    """Return the caller's environment for torch ranks over these GPUs (None: in host memory).
+
+    Variables by which a launcher describes another job are left out.
+    """
+    found = {
+        name: value
+        for name, value in caller.items()
+        if not (name in _LAUNCHER or name.startswith(("MASTER_", "TORCHELASTIC_")))
+    }
+    found["PYTHONWARNINGS"] = "ignore"
+    if gpus is None:
+        # The host's name may resolve to an address of no local interface.
+        found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        # NVML's order, which the indices have.
+        found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    return found
 
 
 def decoded(output: RankOutput, ranks: Sequence[int], kind: type[T]) -> tuple[T, ...]:

@@ -15,7 +15,15 @@ from tccl_py.plan.files import GRAPH_FILE
 from tccl_py.plan.plan import ChoiceName
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
-from tccl_py.rank_processes.tasks import FOLDER, TORCH, RankOutput, Task, decoded, run_tasks
+from tccl_py.rank_processes.tasks import (
+    FOLDER,
+    TORCH,
+    RankOutput,
+    Task,
+    decoded,
+    run_tasks,
+    torch_environment,
+)
 from tccl_py.verify.spec import Backend, JobResult, JobSpec
 
 RANK_PROGRAM = "tccl_py.verify.rank"
@@ -23,11 +31,7 @@ DEFAULT_TIMEOUT = 180.0
 THIS_HOST = ""
 """Name of the host of a job on one machine."""
 _GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
-_REMOVED = ("NCCL_", "TORCH_NCCL_", "MASTER_", "TORCHELASTIC_")
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-"""Variables by which a launcher describes another job."""
 _RANK_VARIABLES = {
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     "NCCL_CONF_FILE": "/dev/null",
     "NCCL_GRAPH_REGISTER": "0",
     "NCCL_DEBUG": "INFO",
@@ -204,17 +208,11 @@ def rank_environment(
     user's own nccl.conf is not read; /etc/nccl.conf is.
     """
     kept = {*HOST_VARIABLES, *keep}
-    found = {
+    own = {
         name: value
         for name, value in caller.items()
-        if name in kept or not (name.startswith(_REMOVED) or name in _LAUNCHER)
+        if name in kept or not name.startswith(("NCCL_", "TORCH_NCCL_"))
     }
-    found["PYTHONWARNINGS"] = "ignore"
-    if gpus is None:
-        # The host's name may resolve to an address of no local interface.
-        found.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return {**found, **variables}
-    # The plan's indices are in NVML's order. CUDA graphs stand for single calls, for which NCCL
-    # registers no buffers.
-    found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    return {**found, **_RANK_VARIABLES, **variables}
+    # CUDA graphs stand for single calls, for which NCCL registers no buffers.
+    nccl = {} if gpus is None else _RANK_VARIABLES
+    return {**torch_environment(own, gpus), **nccl, **variables}

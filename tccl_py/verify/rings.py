@@ -129,13 +129,18 @@ def _ring_differences(expected: Rings, found: Rings) -> Iterator[str]:
         return
     if len(found) != len(expected):
         yield f"NCCL uses {len(found)} channels, the plan comes to {len(expected)}"
-    pairs = enumerate(zip(found, expected, strict=False))
-    wrong = [(number, *rings) for number, rings in pairs if not same_rings(*rings)]
-    for number, *rings in wrong[:_SHOWN]:
-        logged, planned = (" ".join(map(str, ring)) for ring in rings)
-        yield f"channel {number} is {logged}, planned was {planned}"
-    if len(wrong) > _SHOWN:
-        yield f"and {len(wrong) - _SHOWN} more channels have another ring"
+    wrong = []
+    for number, rings in enumerate(zip(found, expected, strict=False)):
+        if not same_rings(*rings):
+            logged, planned = (" ".join(map(str, ring)) for ring in rings)
+            wrong.append(f"channel {number} is {logged}, planned was {planned}")
+    yield from _some(wrong, "channels have another ring")
+
+
+def _some(lines: list[str], rest: str) -> Iterator[str]:
+    yield from lines[:_SHOWN]
+    if len(lines) > _SHOWN:
+        yield f"and {len(lines) - _SHOWN} more {rest}"
 
 
 def _links(log: InitLog, names: tuple[int, ...]) -> tuple[Link, ...]:
@@ -207,9 +212,7 @@ def _nics(
                     f"channel {channel}, rank {source} -> {target}: by {used}, planned was from "
                     f"N{ends[0]} to N{ends[1]}"
                 )
-    yield from wrong[:_SHOWN]
-    if len(wrong) > _SHOWN:
-        yield f"and {len(wrong) - _SHOWN} more connections by other NICs"
+    yield from _some(wrong, "connections by other NICs")
 
 
 def neighbours(ring: Ring) -> Iterator[tuple[int, int]]:
