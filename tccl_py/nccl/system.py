@@ -21,7 +21,6 @@ from tccl_py.nccl.versions import (
     MBPS_PER_GBPS,
     GraphRules,
     between_cpus_gbps,
-    graph_rules,
     nvlink_gbps,
     pci_gbps,
 )
@@ -142,7 +141,7 @@ def build_system(
     """
     chosen = _checked(machine, gpus)
     ports = [nic for nic in machine.nics if nics is None or nic.index in nics]
-    rules = graph_rules(version)
+    rules = GraphRules(version)
     below = _fused_tree(machine, chosen, ports, rules)
     system = _nodes(machine, chosen, ports, below, rules)
     flat = _flattened(machine, below)

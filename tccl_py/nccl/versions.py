@@ -24,41 +24,29 @@ SWAPPING = 2
 """The crossnic of a graph whose pairs of channels are swapped on odd nodes."""
 
 
-class GraphRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How a version builds and searches its graph of a machine (src/graph of NCCL's releases).
+class GraphRules:
+    """How a release builds and searches its graph of a machine (src/graph of NCCL's releases).
 
-    With `fuses_topologies` each rank looks only at its own GPU and all NICs, and the views are
-    fused in rank order. With `device_nodes` every GPU is two nodes, a device and a rank's GPU. With
-    `nearer_wins` a path of a nearer type replaces another, else only a wider path that is not
-    longer. With `shares_nets_by_place` a GPU's first NIC follows from its number among the GPUs
-    that share the NICs, else from its NVML index. A search without result takes local NICs with
-    `falls_back_to_local_nets`, else NIC 0. With `old_gpus_leave_over_sys` trees of GPUs before sm
-    90 may reach NICs over any path.
+    Without a third number the last such release counts. With `fuses_topologies` each rank looks
+    only at its own GPU and all NICs, and the views are fused in rank order. With `device_nodes`
+    every GPU is two nodes, a device and a rank's GPU. With `nearer_wins` a path of a nearer type
+    replaces another, else only a wider path that is not longer. With `shares_nets_by_place` a GPU's
+    first NIC follows from its number among the GPUs that share the NICs, else from its NVML index.
+    A search without result takes local NICs with `falls_back_to_local_nets`, else NIC 0. With
+    `old_gpus_leave_over_sys` trees of GPUs before sm 90 may reach NICs over any path.
+
+    >>> GraphRules("2.30.4").nearer_wins, GraphRules("2.30").nearer_wins
+    (False, True)
     """
 
-    fuses_topologies: bool
-    old_gpus_leave_over_sys: bool
-    falls_back_to_local_nets: bool
-    more_sm100_rates: bool
-    rate_80: bool
-    rate_86: bool
-    device_nodes: bool
-    nearer_wins: bool
-    shares_nets_by_place: bool
-
-
-_RULES_SINCE = {
-    "fuses_topologies": (2, 21, 5),
-    "old_gpus_leave_over_sys": (2, 29, 2),
-    "falls_back_to_local_nets": (2, 29, 2),
-    "more_sm100_rates": (2, 29, 2),
-    "rate_80": (2, 29, 7),
-    "rate_86": (2, 30, 3),
-    "device_nodes": (2, 30, 3),
-    "nearer_wins": (2, 30, 7),
-    "shares_nets_by_place": (2, 30, 7),
-}
-"""The first release with each rule."""
+    def __init__(self, version: str) -> None:
+        release = _number(version)
+        self.fuses_topologies = release >= (2, 21, 5)
+        self.old_gpus_leave_over_sys = release >= (2, 29, 2)
+        self.falls_back_to_local_nets = self.more_sm100_rates = release >= (2, 29, 2)
+        self.rate_80 = release >= (2, 29, 7)
+        self.rate_86 = self.device_nodes = release >= (2, 30, 3)
+        self.nearer_wins = self.shares_nets_by_place = release >= (2, 30, 7)
 
 
 class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,16 +124,6 @@ def version_facts(version: str) -> VersionFacts:
     if _distance(nearest.name, wanted) == 0:
         return nearest
     return msgspec.structs.replace(nearest, verified=False)
-
-
-def graph_rules(version: str) -> GraphRules:
-    """Return the rules of a release; without a third number, of the last such release.
-
-    >>> graph_rules("2.30.4").nearer_wins, graph_rules("2.30").nearer_wins
-    (False, True)
-    """
-    number = _number(version)
-    return GraphRules(**{rule: number >= first for rule, first in _RULES_SINCE.items()})
 
 
 def _number(version: str) -> tuple[int, int, int]:
