@@ -29,7 +29,7 @@ from tccl_profiler.profiler import Options  # noqa: E402
 from tccl_profiler.session import Session  # noqa: E402
 from tccl_py.model.rings import ring_from_order, ring_set  # noqa: E402
 from tccl_py.model.transfer import TransferSet, parse_set  # noqa: E402
-from tccl_py.nccl.log import parse_log  # noqa: E402
+from tccl_py.nccl.communicators import parse_log  # noqa: E402
 from tccl_py.nccl.settings import Settings, environment  # noqa: E402
 from tccl_py.nccl.transport import hop_space  # noqa: E402
 from tccl_py.nccl.view import view  # noqa: E402

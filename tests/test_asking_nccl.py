@@ -30,10 +30,9 @@ from tccl_py.nccl.asked import (
     ask_nccl,
     judged,
 )
-from tccl_py.nccl.asked_rank import CommunicatorLog
+from tccl_py.nccl.communicators import CommunicatorLog, same_rings, transport_of
 from tccl_py.nccl.graph_file import Channel, Graph
 from tccl_py.nccl.graph_search import default_choice
-from tccl_py.nccl.log import same_rings, transport_of
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan.load import load_plan

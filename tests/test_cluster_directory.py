@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError
 from tccl_py.model.cluster import MAX_NAME
 from tccl_py.model.transfer import parse_flow
-from tccl_py.nccl.log import same_rings
+from tccl_py.nccl.communicators import same_rings
 from tccl_py.nccl.settings import Settings, environment, settings_from_environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.versions import known_versions

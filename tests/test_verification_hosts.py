@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
 from tccl_py.errors import MeasurementError
-from tccl_py.nccl.log import same_rings
+from tccl_py.nccl.communicators import same_rings
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.directory import write_plan

@@ -15,10 +15,17 @@ import msgspec
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_json
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.nccl.asked_rank import Communicator, CommunicatorLog, JobSpec, RankResult
+from tccl_py.nccl.communicators import (
+    Communicator,
+    CommunicatorLog,
+    JobSpec,
+    RankResult,
+    parse_log,
+    same_rings,
+    transport_of,
+)
 from tccl_py.nccl.graph_file import Graph, parse_graph_file
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice
-from tccl_py.nccl.log import parse_log, same_rings, transport_of
 from tccl_py.nccl.settings import HOST_VARIABLES, Settings, environment, environment_text
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.validator import Verdict, VerdictKind
@@ -27,7 +34,7 @@ from tccl_py.nccl.view import view
 from tccl_py.nccl_library import find_library
 from tccl_py.rank_processes.tasks import RanksError, Task, decoded, run_tasks
 
-PROGRAM = "tccl_py.nccl.asked_rank"
+PROGRAM = "tccl_py.nccl.communicators"
 TIMEOUT_S = 60.0
 _EACH_S = 10.0
 """Added to the timeout for every further communicator."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.nccl.log import Connection, InitLog, parse_log, same_rings, transport_of
+from tccl_py.nccl.communicators import Connection, InitLog, parse_log, same_rings, transport_of
 from tccl_py.nccl.settings import final_channels
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster

@@ -20,7 +20,7 @@ from tccl_py.nccl.asked import (
     judged,
     verdict_on,
 )
-from tccl_py.nccl.log import same_rings, transport_of
+from tccl_py.nccl.communicators import same_rings, transport_of
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.load import load_plan
 from tccl_py.readers.live import discover_machine

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.nccl.log import parse_log, same_rings
+from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.load import load_plan
 from tccl_py.verify.record import load_verification

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tccl_py.model.machine import Knowledge
-from tccl_py.nccl.log import parse_log, same_rings, transport_of
+from tccl_py.nccl.communicators import parse_log, same_rings, transport_of
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.settings import Settings, environment, final_channels
 from tccl_py.nccl.system import PathType

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from tccl_py.model.machine import Knowledge
+from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.graph_search import default_choice
-from tccl_py.nccl.log import parse_log, same_rings
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.view import view

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tccl_py.nccl.log import parse_log, same_rings
+from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.plan.directory import machine_file, write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.readers.live import discover_machine

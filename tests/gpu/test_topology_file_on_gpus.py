@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from tccl_py.model.machine import PciLink
+from tccl_py.nccl.communicators import same_rings
 from tccl_py.nccl.graph_search import default_choice
-from tccl_py.nccl.log import same_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.readers.live import discover_machine

@@ -1,0 +1,225 @@
+"""Communicators of the installed NCCL: the program of one rank, and the reader of NCCL's logs.
+
+usage: tccl_py.nccl.communicators FOLDER/spec.json RANK   (by `asked.py`, a process for each GPU)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.errors import InputError, TcclError
+from tccl_py.files import write_atomically
+from tccl_py.nccl_library import Library, version_text
+from tccl_py.rank_processes.rank import read_spec, write_result
+
+_POLL_S = 0.005
+_ABORT_S = 5.0
+# Numbers are bounded, because a torn log joins digits of several.
+_CHANNEL = re.compile(
+    r"NCCL INFO Channel (?P<number>\d{2,3})/(?P<count>\d{2,3}) :(?P<ranks>(?: +\d{1,7})+) *$",
+    re.ASCII,
+)
+_LINK = re.compile(
+    r"NCCL INFO Channel (?P<number>\d{2,3})(?:/\d+)? : "
+    r"(?P<source>\d{1,7})\[(?P<from>[0-9a-f]+)\] -> (?P<target>\d{1,7})\[(?P<to>[0-9a-f]+)\]"
+    r"(?: \[(?P<way>send|receive)\])? via (?P<via>\S+)",
+    re.ASCII,
+)
+_VERSION = re.compile(r"NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})", re.ASCII)
+MAX_LOG_CHARACTERS = 512 * 1024 * 1024
+
+
+class Communicator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A communicator to make: its ranks, and the name of its graph file ("": none)."""
+
+    ranks: tuple[int, ...]
+    graph: str = ""
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """NCCL's library, the GPU of each rank, and communicators to make one after another."""
+
+    library: str
+    gpus: tuple[int, ...]
+    communicators: tuple[Communicator, ...]
+
+
+class CommunicatorLog(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """NCCL's log of communicator `number` in this rank; its rank 0 adds the dumped graphs."""
+
+    number: int
+    log: str
+    dump: str = ""
+
+
+class RankResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """NCCL's version, and its log of each communicator with this rank."""
+
+    version: str
+    logs: tuple[CommunicatorLog, ...]
+
+
+def main() -> None:
+    """Make the communicators; exit with code 1 and NCCL's message if NCCL refuses one."""
+    spec, rank, folder = read_spec(JobSpec)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
+    # NVML's order, which the GPUs' indices have.
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    os.environ["NCCL_DEBUG_FILE"] = str(folder / f"nccl-{rank}")
+    number = -1
+    try:
+        library = Library(spec.library)
+        library.use_gpu(rank)
+        logs = []
+        for number, communicator in enumerate(spec.communicators):
+            if rank in communicator.ranks:
+                # Names the communicator in case NCCL crashes.
+                print(f"communicator {number}", flush=True)
+                logs.append(_made(library, communicator, number, rank, folder))
+    except TcclError as error:
+        where = f"communicator {number}: " if number >= 0 else ""
+        print(f"error: {where}{error}", flush=True)
+        os._exit(1)
+    write_result(folder, rank, RankResult(version=version_text(library.version), logs=tuple(logs)))
+    sys.stdout.flush()
+    # Threads of NCCL may still run.
+    os._exit(0)
+
+
+def _made(
+    library: Library, communicator: Communicator, number: int, rank: int, folder: Path
+) -> CommunicatorLog:
+    """Make one communicator with the other ranks, end it, and return its log."""
+    place = communicator.ranks.index(rank)
+    dump, log = folder / f"dump-{number}.xml", folder / f"nccl-{rank}"
+    # 1. Name the files that NCCL reads and writes with every communicator.
+    os.environ["NCCL_GRAPH_DUMP_FILE"] = str(dump)
+    os.environ.pop("NCCL_GRAPH_FILE", None)
+    if communicator.graph:
+        os.environ["NCCL_GRAPH_FILE"] = str(folder / communicator.graph)
+    # 2. Join by the id of rank 0.
+    id_file = folder / f"id-{number}"
+    if place == 0:
+        write_atomically(id_file, library.unique_id().hex())
+    _wait_for(id_file)
+    begun = log.stat().st_size if log.exists() else 0
+    unique_id = bytes.fromhex(id_file.read_text())
+    made = library.communicator(unique_id, rank=place, ranks=len(communicator.ranks))
+    # 3. Abort once all ranks have it: until then they need this rank.
+    (folder / f"made-{number}-{rank}").touch()
+    for peer in communicator.ranks:
+        _wait_for(folder / f"made-{number}-{peer}")
+    ending = threading.Thread(target=library.abort, args=(made,), daemon=True)
+    ending.start()
+    ending.join(_ABORT_S)
+    text = log.read_bytes()[begun:].decode(errors="replace")
+    dumped = dump.read_text(errors="replace") if place == 0 and dump.exists() else ""
+    return CommunicatorLog(number=number, log=text, dump=dumped)
+
+
+def _wait_for(path: Path) -> None:
+    """Wait for a peer's file; the parent process limits the time."""
+    while not path.exists():
+        time.sleep(_POLL_S)
+
+
+# Logs of NCCL_DEBUG=INFO: final rings, and the transport of every connection.
+
+
+def transport_of(via: str) -> str:
+    """Return the transport of a connection by NCCL's name of it.
+
+    >>> transport_of("P2P/CUMEM"), transport_of("SHM/direct")
+    ('P2P', 'SHM')
+    """
+    return via.split("/", maxsplit=1)[0]
+
+
+class Connection(msgspec.Struct, frozen=True, order=True):
+    """One connection: channel, ranks, and NCCL's name for it (`P2P/CUMEM`, `SHM/direct`)."""
+
+    channel: int
+    source: int
+    target: int
+    via: str
+
+
+class InitLog(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed log; `communicators` holds final rank orders, one tuple of rings for each."""
+
+    version: str | None
+    communicators: tuple[tuple[tuple[int, ...], ...], ...]
+    connections: tuple[Connection, ...]
+
+    def rings_over(self, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """Return the first rings over this many ranks; () unless every ring has each rank once."""
+        rings = next((found for found in self.communicators if len(found[0]) == ranks), ())
+        every = list(range(ranks))
+        return rings if all(sorted(ring) == every for ring in rings) else ()
+
+
+def parse_log(text: str, *, where: str) -> InitLog:
+    """Read final channels and connections from an INFO log of one or more ranks.
+
+    Only rank 0 prints orders; a communicator begins with its channel 0 and ends with the last.
+    """
+    if len(text) > MAX_LOG_CHARACTERS:
+        raise InputError(where, "is too large", f"at most {MAX_LOG_CHARACTERS} characters")
+    version = _VERSION.search(text)
+    rings: list[list[tuple[int, ...]]] = []
+    expected: list[int] = []
+    connections = set()
+    for number, line in enumerate(text.splitlines(), start=1):
+        channel = _CHANNEL.search(line.rstrip())
+        if channel is not None:
+            _add(channel, rings, expected, f"{where}:{number}")
+            continue
+        link = _LINK.search(line)
+        if link is not None:
+            ends = int(link["number"]), int(link["source"]), int(link["target"])
+            connections.add(Connection(*ends, link["via"]))
+    for found, count in zip(rings, expected, strict=True):
+        if len(found) != count:
+            raise InputError(where, f"shows {len(found)} of {count} channels", "give the whole log")
+    return InitLog(
+        version=version["version"] if version else None,
+        communicators=tuple(tuple(found) for found in rings),
+        connections=tuple(sorted(connections)),
+    )
+
+
+def _add(
+    match: re.Match[str], rings: list[list[tuple[int, ...]]], expected: list[int], where: str
+) -> None:
+    number, count = int(match["number"]), int(match["count"])
+    if number == 0:
+        rings.append([])
+        expected.append(count)
+    if not rings or len(rings[-1]) != number or expected[-1] != count:
+        raise InputError(
+            where, f"channel {number} of {count} comes out of turn", "give the log of one job"
+        )
+    rings[-1].append(tuple(int(rank) for rank in match["ranks"].split()))
+
+
+def same_rings(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return whether two rank orders are the same ring, from any start.
+
+    >>> same_rings((0, 2, 1, 3), (1, 3, 0, 2))
+    True
+    """
+    if len(one) != len(other) or set(one) != set(other) or not one:
+        return one == other
+    start = other.index(one[0])
+    return one == (*other[start:], *other[:start])
+
+
+if __name__ == "__main__":
+    main()
