@@ -78,7 +78,9 @@ class Clock:
         The bound holds, however unequal the ways of the pings, if the device's rate stays within 1
         ppm of an even one. It grows with the time to the nearest reading.
         """
-        line = self._fitted()
+        line = self._line
+        if line is None:
+            raise MeasurementError(f"{self.device}: its clock was never read; ping it first")
         since = int(device_ns) - line.device_ns
         elapsed = (since - line.start) / (1 + line.slope)
         # At the drift limit, a host's ns is that much longer than a device's; 1 ns is rounding.
@@ -93,11 +95,6 @@ class Clock:
             f"{self.device}: its clock jumped by {off / 1e3:+,.1f} us against the host's, of which "
             f"{allowed / 1e3:,.1f} us are explained; discard what it stamped since the last reading"
         )
-
-    def _fitted(self) -> _Line:
-        if self._line is None:
-            raise MeasurementError(f"{self.device}: its clock was never read; ping it first")
-        return self._line
 
 
 class _Line:

@@ -94,10 +94,7 @@ class HostLane:
     _errors: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._in, self._out = self.incoming, self.outgoing
-        self._slice_bytes, self._cycle = self.share.slice_bytes, self.share.cycle
-        self._user, self._keep = self.user
-        self._coupled = self.share.coupled and self._in.data != 0 and self._out.data != 0
+        self._coupled = self.share.coupled and self.incoming.data != 0 and self.outgoing.data != 0
 
     def turns(self, warm_at: int, stop_at: int, given_up_at: int) -> Iterator[bool]:
         """Move a slice at each turn if possible, and yield whether; end by the clock.
@@ -105,7 +102,7 @@ class HostLane:
         A lane with a pace ends with the last slice, or if still waiting at `given_up_at`: the peer
         stops by the clock, and then the controller releases the lane.
         """
-        now, incoming, outgoing, pace = time.monotonic_ns, self._in, self._out, self.pace
+        now, incoming, outgoing, pace = time.monotonic_ns, self.incoming, self.outgoing, self.pace
         until = _NEVER if pace else stop_at
         most = pace.groups * pace.slices if pace else _NEVER
         while now() < until and incoming.done + outgoing.done < most:
@@ -136,12 +133,12 @@ class HostLane:
 
     def report(self, epoch: int, start: int) -> tuple[int, ...]:
         """Return the lane's record (`shared_memory.RECORD`), not finished yet."""
-        incoming, outgoing = self._in, self._out
+        incoming, outgoing = self.incoming, self.outgoing
         return (
             *(epoch, start, max(incoming.last, outgoing.last)),
             *(incoming.first, incoming.last, incoming.count),
             *(outgoing.first, outgoing.last, outgoing.count),
-            *(self._errors, (incoming.done + outgoing.done) * self._slice_bytes, 0),
+            *(self._errors, (incoming.done + outgoing.done) * self.share.slice_bytes, 0),
         )
 
     def _wanted(self) -> tuple[bool, bool]:
@@ -150,14 +147,14 @@ class HostLane:
         A coupled lane's first chunk goes out unasked, and it keeps a cycle's last one.
         """
         if not self._coupled:
-            return self._in.data != 0, self._out.data != 0
-        done = self._in.done
-        if self._cycle and done // CHUNK % self._cycle == self._cycle - 1:
+            return self.incoming.data != 0, self.outgoing.data != 0
+        done = self.incoming.done
+        if self.share.cycle and done // CHUNK % self.share.cycle == self.share.cycle - 1:
             return True, False
-        return self._out.done - done >= CHUNK, True
+        return self.outgoing.done - done >= CHUNK, True
 
     def _move(self, takes: bool, puts: bool) -> None:
-        incoming, outgoing, size = self._in, self._out, self._slice_bytes
+        incoming, outgoing, size = self.incoming, self.outgoing, self.share.slice_bytes
         source = incoming.data + incoming.done % incoming.slices * size
         target = outgoing.data + outgoing.done % outgoing.slices * size
         user = (outgoing.done if puts else incoming.done) % self.user_slices * size
@@ -165,15 +162,15 @@ class HostLane:
         if takes and self.check and incoming.waits:
             self._errors += differing(source, size, incoming.seed, incoming.done)
         if takes and (not puts or self._keeps()):
-            ctypes.memmove(self._keep + user, source, size)
+            ctypes.memmove(self.user[1] + user, source, size)
         if puts and self.check:
             write_pattern(target, size, outgoing.seed, outgoing.done)
         elif puts:
-            ctypes.memmove(target, source if takes else self._user + user, size)
+            ctypes.memmove(target, source if takes else self.user[0] + user, size)
 
     def _keeps(self) -> bool:
         """Return whether a forwarded slice is a whole sum, which an all-reduce also keeps."""
-        step, cycle = self._in.done // CHUNK, self._cycle
+        step, cycle = self.incoming.done // CHUNK, self.share.cycle
         return step % cycle >= cycle // 2 - 1 if cycle else step % 2 == 1
 
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tccl_profiler import linux as numa
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import MAX_GPUS, Fingerprint, Gpu, Machine, NumaNode, check
 from tccl_py.readers.sysfs import read_word
@@ -34,7 +33,7 @@ def host_machine(
     process.
     """
     nodes = sysfs / "devices" / "system" / "node"
-    ids = numa.online_nodes(nodes)
+    ids = online_nodes(nodes)
     usable = sorted(set(os.sched_getaffinity(0) if cpus is None else cpus))
     node_of = _nodes_of(usable, ids, nodes)
     usable.sort(key=lambda cpu: (node_of[cpu], cpu))
@@ -93,7 +92,7 @@ def cpu_model(root: Path = ROOT) -> str:
 def _nodes_of(cpus: Iterable[int], ids: Iterable[int], nodes: Path) -> dict[int, int]:
     """Return the index (not the system's number) of each core's NUMA node."""
     try:
-        on = {cpu: i for i, id_ in enumerate(ids) for cpu in numa.cpus_of_node(id_, nodes)}
+        on = {cpu: i for i, id_ in enumerate(ids) for cpu in cpus_of_node(id_, nodes)}
     except MeasurementError:
         # A kernel without NUMA: one node has all.
         on = dict.fromkeys(range(os.cpu_count() or 1), 0)

@@ -15,7 +15,7 @@ import numpy as np
 from tccl_profiler.messages import Pace
 from tccl_profiler.program import Part, Program
 from tccl_profiler.shared_memory import MAX_STAMPS
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import InputError
 
 STRETCH = 4  # factor of the next window, if not every repeat in this one counts
 LONGER = 1.25
@@ -162,7 +162,7 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Inter
     interpolated after Hettmansperger & Sheather (1986), so that the width shrinks with every
     sample. Below 6 samples no pair of order statistics holds the median with 95 %.
     """
-    ordered = _checked(samples)
+    ordered = sorted(samples)
     ranks = _ranks(len(ordered), confidence)
     if ranks is None:
         return Interval(low=-math.inf, high=math.inf)
@@ -189,7 +189,7 @@ def outliers(samples: Sequence[float]) -> tuple[int, ...]:
     The median absolute deviation counts as at least 0.1 % of the median, because a coarse timer
     makes samples equal: nothing within 0.5 % of the median is flagged.
     """
-    if not _checked(samples):
+    if not len(samples):
         return ()
     values = np.asarray(samples, dtype=np.float64)
     median = float(np.median(values))
@@ -215,11 +215,11 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
     def enough(self, samples_by_flow: Sequence[Sequence[float]]) -> bool:
         """Return whether the limit or the target is reached."""
-        return _repeats(samples_by_flow) >= self.limit or self.reached(samples_by_flow)
+        return len(samples_by_flow[0]) >= self.limit or self.reached(samples_by_flow)
 
     def reached(self, samples_by_flow: Sequence[Sequence[float]]) -> bool:
         """Return whether every flow's interval is narrower than the target."""
-        if _repeats(samples_by_flow) < self.minimum:
+        if len(samples_by_flow[0]) < self.minimum:
             return False
         return all(
             relative_width(median_interval(row), float(np.median(row))) < self.target
@@ -227,37 +227,23 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Sentinel:
-    """A set measured repeatedly during a run, to detect drift of the machine."""
+def drift(
+    transfers: str, first: Sequence[Sequence[float]], newest: Sequence[Sequence[float]], times: int
+) -> str | None:
+    """Return a notice if a set that was measured again differs beyond what is tolerated, or None.
 
-    def __init__(self, *, transfers: str) -> None:
-        self.transfers = transfers
-        self._times = 0
-        self._first: Sequence[Sequence[float]] = ()
-        self._newest: Sequence[Sequence[float]] = ()
-
-    def add(self, samples_by_flow: Sequence[Sequence[float]]) -> None:
-        """Add a measurement of the set, rows as in `Stopping`."""
-        _repeats(samples_by_flow)
-        self._first = self._first or samples_by_flow
-        if len(samples_by_flow) != len(self._first):
-            counts = f"{len(samples_by_flow)} flows after {len(self._first)}"
-            raise MeasurementError(f"sentinel {self.transfers}: {counts}; measure the same set")
-        self._newest, self._times = samples_by_flow, self._times + 1
-
-    def drift(self) -> str | None:
-        """Return a notice of the flow that moved furthest beyond what is tolerated, or None."""
-        pairs = list(zip(self._first, self._newest, strict=True))
-        changes = [_certain_change(*pair) for pair in pairs]
-        flow = max(range(len(changes)), key=lambda i: abs(changes[i]), default=0)
-        if not changes or abs(changes[flow]) <= _DRIFT:
-            return None
-        before, after = (float(np.median(row)) for row in pairs[flow])
-        return (
-            f"sentinel {self.transfers}: flow {flow} went from {before:.4g} to {after:.4g} GB/s "
-            f"({changes[flow]:+.1%}) since the first of {self._times} times; rates between "
-            "may not be comparable: look for other jobs and for clocks lowered by heat"
-        )
+    Names the flow that moved furthest; rows are flows, as in `Stopping`.
+    """
+    changes = [_certain_change(*rows) for rows in zip(first, newest, strict=True)]
+    flow = max(range(len(changes)), key=lambda i: abs(changes[i]))
+    if abs(changes[flow]) <= _DRIFT:
+        return None
+    before, after = (float(np.median(rows[flow])) for rows in (first, newest))
+    return (
+        f"sentinel {transfers}: flow {flow} went from {before:.4g} to {after:.4g} GB/s "
+        f"({changes[flow]:+.1%}) since the first of {times} times; rates between "
+        "may not be comparable: look for other jobs and for clocks lowered by heat"
+    )
 
 
 def _certain_change(first: Sequence[float], newest: Sequence[float]) -> float:
@@ -287,18 +273,3 @@ def _ranks(count: int, confidence: float) -> tuple[int, float] | None:
     share = (held - confidence) / (held - narrower)
     inwards = (count - rank) * share / (rank + (count - 2 * rank) * share) if rank else 0.0
     return (rank, inwards) if rank else None
-
-
-def _repeats(samples_by_flow: Sequence[Sequence[float]]) -> int:
-    counts = sorted({len(row) for row in samples_by_flow})
-    if len(counts) != 1:
-        what = f"flows with {counts} samples" if counts else "no flows"
-        raise MeasurementError(f"{what}; every flow of a set has one sample a repeat")
-    return counts[0]
-
-
-def _checked(samples: Sequence[float]) -> list[float]:
-    for index, sample in enumerate(samples):
-        if not math.isfinite(sample):
-            raise MeasurementError(f"sample {index} is {sample}; a rate is a finite number")
-    return sorted(float(sample) for sample in samples)

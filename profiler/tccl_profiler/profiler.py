@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 
+from tccl_profiler import rates
 from tccl_profiler.clock import Clock, offset_from_pings
 from tccl_profiler.compiler import FlowCoupling, checkable, program_for
 from tccl_profiler.endpoints import Network
@@ -18,28 +19,17 @@ from tccl_profiler.execution import Runner, RunSpec
 from tccl_profiler.messages import WorkerLost
 from tccl_profiler.precision import (
     ChannelRate,
-    Sentinel,
     Stopping,
     Window,
     WindowLimits,
     choose_window,
+    drift,
     needs_longer,
     outliers,
     paces_for,
     stretched,
 )
 from tccl_profiler.program import MAX_REPEATS, Program
-from tccl_profiler.rates import (
-    Sample,
-    ToHost,
-    hides_overlap,
-    median_channels,
-    sample_of,
-    uncontended_gbps,
-    why_uncounted,
-    with_few,
-    with_few_channels,
-)
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER, Measurement
 from tccl_py.model.transfer import Flow, TransferSet
@@ -110,10 +100,10 @@ class Profiler:
         self._checked: set[str] = set()
         self._uncontended: dict[TransferSet, Mapping[Flow, float]] = {}
         self._random = random.Random(self.options.seed)
-        self._sentinel: Sentinel | None = None
-        self._first: TransferSet | None = None
+        self._sentinel: Measurement | None = None
+        self._sentinel_times = 1
         self._since_sentinel = 0
-        self._drifted = ""
+        self._drifted: str | None = None
         self.notices: list[str] = []
         self.sets_run = 0
 
@@ -124,7 +114,7 @@ class Profiler:
         results: dict[int, Measurement] = {}
         for number in order:
             results[number] = self._retried(sets[number], self._measured)
-            self._watch_drift(sets[number], results[number])
+            self._watch_drift(results[number])
         return [results[number] for number in range(len(sets))]
 
     def exercise(self, transfers: TransferSet) -> None:
@@ -159,7 +149,7 @@ class Profiler:
             skew_us=float(np.median([sample.skew_us for sample in seen])),
             skew_error_us=float(np.median([sample.skew_error_us for sample in seen])),
             overlap=overlap,
-            overlap_at_least=overlap < TOGETHER and hides_overlap(program),
+            overlap_at_least=overlap < TOGETHER and rates.hides_overlap(program),
             settled=self.options.stopping.reached(rows),
             outliers=tuple(sorted({index for row in rows for index in outliers(row)})),
             window_us=window.window_us,
@@ -199,7 +189,7 @@ class Profiler:
                 paces=paces_for(proof, None, window_ms * 1e3),
             )
             (result,) = self._pool.run(proof, spec)
-            sample = sample_of(proof, result, spec, self._to_host())
+            sample = rates.sample_of(proof, result, spec, self._to_host())
             for flow, wrong in zip(proof.transfers.flows, sample.wrong, strict=True):
                 if wrong:
                     raise MeasurementError(
@@ -215,7 +205,7 @@ class Profiler:
 
         Sets that differ only in channel counts share one measurement.
         """
-        few = with_few_channels(transfers)
+        few = rates.with_few_channels(transfers)
         if few is None:
             return {}
         if few not in self._uncontended:
@@ -229,17 +219,21 @@ class Profiler:
                     "rates of more channels may be too low"
                 )
         known = self._uncontended[few]
-        return {flow: known[with_few(flow)] for flow in transfers.flows if with_few(flow) in known}
+        return {
+            flow: known[rates.with_few(flow)]
+            for flow in transfers.flows
+            if rates.with_few(flow) in known
+        }
 
     def _uncontended_measured(self, few: TransferSet) -> Mapping[Flow, float]:
         program = self._compiled(few)
         self._read_clocks()
         _, seen = self._repeated(program, _FEW_REPEATS, {})
-        return uncontended_gbps(program, median_channels(seen))
+        return rates.uncontended_gbps(program, rates.median_channels(seen))
 
     def _repeated(
         self, program: Program, stopping: Stopping, uncontended: Mapping[Flow, float]
-    ) -> tuple[Window, list[Sample]]:
+    ) -> tuple[Window, list[rates.Sample]]:
         """Repeat a set until that is enough or takes too long; return window and samples.
 
         Repeats are discarded if the window turns out too short, or if a copy ended within it. Both
@@ -247,15 +241,15 @@ class Profiler:
         """
         limits, begun, pacings, uncounted = self.options.limits, self._now(), 0, 0
         window, channels = self._windows.get(program.transfers) or self._trial(program)
-        seen: list[Sample] = []
+        seen: list[rates.Sample] = []
         while not self._enough(stopping, seen, self._now() - begun):
             # 1. Some more repeats, not beyond the limit.
             wanted = min(_MORE, stopping.limit - len(seen)) if seen else stopping.minimum
             repeats = min(wanted, MAX_REPEATS)
             samples = self._run(program, window, channels, repeats=repeats, uncontended=uncontended)
-            channels, start_error_us = median_channels(samples), _start_error(samples)
+            channels, start_error_us = rates.median_channels(samples), _start_error(samples)
             # 2. Begin again if these repeats are of little use.
-            faults = [why_uncounted(program, sample) for sample in samples]
+            faults = [rates.why_uncounted(program, sample) for sample in samples]
             if needs_longer(window, channels, start_error_us, limits):
                 window, seen = choose_window(channels, start_error_us, limits, window), []
             elif pacings < _PACINGS and any(sample.ended_early for sample in samples):
@@ -276,7 +270,7 @@ class Profiler:
         self._windows[program.transfers] = window, channels
         return window, seen
 
-    def _enough(self, stopping: Stopping, seen: Sequence[Sample], lasted_s: float) -> bool:
+    def _enough(self, stopping: Stopping, seen: Sequence[rates.Sample], lasted_s: float) -> bool:
         late = lasted_s > self.options.seconds_per_set and len(seen) >= stopping.minimum
         return bool(seen) and (late or stopping.enough(_rows(seen)))
 
@@ -286,7 +280,7 @@ class Profiler:
         for trial_ms in _TRIALS_MS:
             trial = Window(warm_us=0.0 if copies else trial_ms * 250, window_us=trial_ms * 1e3)
             samples = self._run(program, trial, None, repeats=1)
-            channels = median_channels(samples)
+            channels = rates.median_channels(samples)
             if all(channel.gbps for channel in channels):
                 break
         return choose_window(channels, _start_error(samples), self.options.limits), channels
@@ -299,7 +293,7 @@ class Profiler:
         *,
         repeats: int,
         uncontended: Mapping[Flow, float] | None = None,
-    ) -> list[Sample]:
+    ) -> list[rates.Sample]:
         spec = RunSpec(
             repeats=repeats,
             warm_us=window.warm_us,
@@ -311,7 +305,8 @@ class Profiler:
         self._read_clocks()
         clocks = self._to_host()
         return [
-            sample_of(program, result, spec, clocks, uncontended=uncontended) for result in results
+            rates.sample_of(program, result, spec, clocks, uncontended=uncontended)
+            for result in results
         ]
 
     # Clocks and drift
@@ -334,29 +329,29 @@ class Profiler:
         self._clocks.clear()
         self._pinged_s = -math.inf
 
-    def _to_host(self) -> Mapping[str, ToHost]:
+    def _to_host(self) -> Mapping[str, rates.ToHost]:
         return {device: clock.host_ns for device, clock in self._clocks.items()}
 
-    def _watch_drift(self, transfers: TransferSet, measurement: Measurement) -> None:
+    def _watch_drift(self, measurement: Measurement) -> None:
         """Measure the first set again every so many sets, and replace the notice of drift."""
         if not self.options.sentinel_every:
             return
-        if self._sentinel is None or self._first is None:
-            self._first, self._sentinel = transfers, Sentinel(transfers=str(transfers))
-            self._sentinel.add(measurement.samples_gbps)
+        first = self._sentinel = self._sentinel or measurement
         self._since_sentinel += 1
         if self._since_sentinel < self.options.sentinel_every:
             return
         self._since_sentinel = 0
         try:
-            self._sentinel.add(self._retried(self._first, self._measured).samples_gbps)
+            newest = self._retried(first.transfers, self._measured)
         except MeasurementError as error:
             # The set that was asked for has been measured, and counts.
             self._note(f"the first set could not be measured again: {error}")
             return
+        self._sentinel_times += 1
         if self._drifted in self.notices:
             self.notices.remove(self._drifted)
-        self._drifted = self._sentinel.drift() or ""
+        samples = first.samples_gbps, newest.samples_gbps
+        self._drifted = drift(str(first.transfers), *samples, self._sentinel_times)
         self._note(self._drifted)
 
     def _note(self, text: str | None) -> None:
@@ -364,9 +359,9 @@ class Profiler:
             self.notices.append(text)
 
 
-def _start_error(samples: Sequence[Sample]) -> float:
+def _start_error(samples: Sequence[rates.Sample]) -> float:
     return float(np.median([sample.skew_us for sample in samples]))
 
 
-def _rows(samples: Sequence[Sample]) -> tuple[tuple[float, ...], ...]:
+def _rows(samples: Sequence[rates.Sample]) -> tuple[tuple[float, ...], ...]:
     return tuple(zip(*(sample.gbps for sample in samples), strict=True))

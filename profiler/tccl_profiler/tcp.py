@@ -62,14 +62,11 @@ class NicDevice(ThreadedDevice):
             self._nic.close()
 
     def _lanes(self, run: Run, repeat: int) -> Sequence[RunningLane]:
-        if run.program.copies:
-            raise MeasurementError("a NIC makes no copies")
         return [self._lane(run, repeat, lane) for lane in run.program.lanes]
 
     def _lane(self, run: Run, repeat: int, lane: Lane) -> TcpLane:
         end = lane.incoming or lane.outgoing
-        if end is None or lane.link is None or (lane.incoming and lane.outgoing):
-            raise MeasurementError("a NIC's lane has a link, and an end beside it")
+        assert end is not None and lane.link is not None
         space, sends, (start, _) = end.data.space, lane.incoming is not None, self._opened()
         if space.startswith("G") and space not in self._spaces:
             raise MeasurementError(
@@ -110,9 +107,13 @@ class TcpLane:
     check: bool
 
     def __post_init__(self) -> None:
-        self._end, self._size, self._given_up_at = self.end, self.slice_bytes, 0
+        self._given_up_at = 0
         self._slots = [
-            memoryview((ctypes.c_ubyte * self._size).from_address(self.end.data + i * self._size))
+            memoryview(
+                (ctypes.c_ubyte * self.slice_bytes).from_address(
+                    self.end.data + i * self.slice_bytes
+                )
+            )
             for i in range(self.end.slices)
         ]
         self._checks = self.check and not self.end.waits
@@ -123,7 +124,7 @@ class TcpLane:
 
     def report(self, epoch: int, start: int) -> tuple[int, ...]:
         """Return the lane's record (`shared_memory.RECORD`), not finished yet."""
-        end = self._end
+        end = self.end
         counted, nothing = (end.first, end.last, end.count), (0, 0, 0)
         sides = (*counted, *nothing) if self.sends else (*nothing, *counted)
         return (epoch, start, end.last, *sides, self._errors, self._moved, 0)
@@ -137,7 +138,7 @@ class TcpLane:
         return self._send(warm_at, stop_at) if self.sends else self._receive(warm_at, stop_at)
 
     def _send(self, warm_at: int, stop_at: int) -> Iterator[bool]:
-        end, size, number = self._end, self._size, 0
+        end, size, number = self.end, self.slice_bytes, 0
         while (yield from self._ready(stop_at)):
             if self._checks:
                 write_pattern(end.data + number % end.slices * size, size, end.seed, number)
@@ -152,7 +153,7 @@ class TcpLane:
         yield from self._push(memoryview(_HEADER.pack(self.repeat, 0, number)))
 
     def _receive(self, warm_at: int, stop_at: int) -> Iterator[bool]:
-        end, size, number = self._end, self._size, 0
+        end, size, number = self.end, self.slice_bytes, 0
         while (yield from self._ready(stop_at)):
             if not (yield from self._announced(number)):
                 return
@@ -172,7 +173,7 @@ class TcpLane:
 
     def _ready(self, stop_at: int) -> Generator[bool, None, bool]:
         while time.monotonic_ns() < stop_at:
-            if self._end.ready():
+            if self.end.ready():
                 return True
             yield False
         return False
@@ -181,10 +182,10 @@ class TcpLane:
         header = bytearray(_HEADER.size)
         yield from self._pull(memoryview(header))
         repeat, size, said = _HEADER.unpack(header)
-        if repeat != self.repeat or size not in (0, self._size) or said != number:
+        if repeat != self.repeat or size not in (0, self.slice_bytes) or said != number:
             raise LinkLost(
                 f"{self.link}: out of step: slice {said} of {size} bytes of repeat {repeat} came "
-                f"for slice {number} of {self._size} bytes of repeat {self.repeat}"
+                f"for slice {number} of {self.slice_bytes} bytes of repeat {self.repeat}"
             )
         return bool(size)
 

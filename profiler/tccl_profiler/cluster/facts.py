@@ -81,15 +81,8 @@ def host_facts(
         machine = with_interfaces(machine, interfaces, host=name)
     addresses: dict[int, NicAddress] = {}
     # Discovery leaves out what is down; another host may have the same interface up.
-    down = (
-        []
-        if interfaces
-        else [
-            seen.name
-            for name in sorted(_names())
-            if _is_device(name) and (seen := interface(name)) is not None and not seen.up
-        ]
-    )
+    devices_here = [] if interfaces else sorted(filter(_is_device, _names()))
+    down = [own for own in devices_here if (seen := interface(own)) is not None and not seen.up]
     for nic in machine.nics:
         found = interface(_interface_of(nic))
         if found is not None and not found.up:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -218,18 +218,15 @@ class ClusterPool:
 
 def joined(results: Mapping[str, RunResult]) -> RunResult:
     """Return one repeat's result over several hosts, from each host's own."""
-    return RunResult(
-        records={
+
+    def named(field: str) -> dict[str, Any]:
+        return {
             f"{host}.{device}": rows
             for host, result in results.items()
-            for device, rows in result.records.items()
-        },
-        stamps={
-            f"{host}.{device}": rows
-            for host, result in results.items()
-            for device, rows in result.stamps.items()
-        },
-    )
+            for device, rows in getattr(result, field).items()
+        }
+
+    return RunResult(records=named("records"), stamps=named("stamps"))
 
 
 class HostClock:

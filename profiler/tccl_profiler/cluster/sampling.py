@@ -15,21 +15,12 @@ import msgspec
 
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.endpoints import Network
+from tccl_py.model import transfer
 from tccl_py.model.machine import gpus_beside_nics
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.transfer import (
-    Fifo,
-    Flow,
-    Place,
-    Transfer,
-    entering,
-    joined,
-    leaving,
-    transfer_set,
-)
 
 CHECK_BLOCKS = 4
-CHECK_FIFO = Fifo(bytes=512 << 10)  # small enough that a slow network moves slices often
+CHECK_FIFO = transfer.Fifo(bytes=512 << 10)  # small enough that a slow network moves slices often
 _LEAST_OFF = 0.1  # a smaller deviation of a host is not reported, however certain
 _DEVIATIONS = 5.0
 _LEAST_NOISE = 1e-3
@@ -171,7 +162,7 @@ class _PairSample:
                 flow = between_gpus(here, nic, there, receiver_nic)
             else:
                 flow = between(sender, nic, receiver, receiver_nic)
-            (found,) = self._source.measure([transfer_set([flow])])
+            (found,) = self._source.measure([transfer.transfer_set([flow])])
             rate = PairRate(
                 sender=sender,
                 receiver=receiver,
@@ -239,19 +230,21 @@ class _PairSample:
                 )
 
 
-def between(sender: str, nic: int, receiver: str, receiver_nic: int) -> Flow:
+def between(sender: str, nic: int, receiver: str, receiver_nic: int) -> transfer.Flow:
     """Return a flow from host memory beside one NIC to host memory beside another.
 
     >>> str(between("h0", 0, "h1", 1))
     'h0.C0->h0.N0->h1.N1->h1.N1->h1.C0{blocks=4,fifo=512K}'
     """
-    source, out = Place("C", 0, sender), Place("N", nic, sender)
-    into, target = Place("N", receiver_nic, receiver), Place("C", 0, receiver)
-    transfers = (Transfer(source, out, into), Transfer(into, into, target))
-    return Flow(transfers, CHECK_BLOCKS, CHECK_FIFO)
+    source, out = transfer.Place("C", 0, sender), transfer.Place("N", nic, sender)
+    into, target = transfer.Place("N", receiver_nic, receiver), transfer.Place("C", 0, receiver)
+    transfers = (transfer.Transfer(source, out, into), transfer.Transfer(into, into, target))
+    return transfer.Flow(transfers, CHECK_BLOCKS, CHECK_FIFO)
 
 
-def between_gpus(sender: HostFacts, nic: int, receiver: HostFacts, receiver_nic: int) -> Flow:
+def between_gpus(
+    sender: HostFacts, nic: int, receiver: HostFacts, receiver_nic: int
+) -> transfer.Flow:
     """Return a flow between the GPUs beside two NICs, through host memory on both sides."""
     ends = []
     for host, port in ((sender, nic), (receiver, receiver_nic)):
@@ -259,6 +252,6 @@ def between_gpus(sender: HostFacts, nic: int, receiver: HostFacts, receiver_nic:
         gpu = gpus_beside_nics(host.machine, nics)[port]
         ends.append((gpu, host.machine.numa_of(f"N{port}")))
     (gpu, numa), (receiver_gpu, receiver_numa) = ends
-    out = leaving(gpu, nic, through=numa, blocks=CHECK_BLOCKS, fifo=CHECK_FIFO)
-    into = entering(receiver_nic, receiver_gpu, through=receiver_numa)
-    return joined(out, into, sender=sender.name, receiver=receiver.name)
+    out = transfer.leaving(gpu, nic, through=numa, blocks=CHECK_BLOCKS, fifo=CHECK_FIFO)
+    into = transfer.entering(receiver_nic, receiver_gpu, through=receiver_numa)
+    return transfer.joined(out, into, sender=sender.name, receiver=receiver.name)
