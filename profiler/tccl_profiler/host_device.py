@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tccl_profiler import linux
 from tccl_profiler.host_lane import HostLane, MappedSpaces, pause, released
-from tccl_profiler.host_machine import cpu_model
+from tccl_profiler.linux import cpu_model
 from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
 from tccl_profiler.nccl_links import Communicators, Memory
 from tccl_profiler.program import COUNTER_AREA_BYTES, Copy, Lane

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Literal
 
 from tccl_profiler import linux
-from tccl_profiler.host_machine import cpus_of_devices
+from tccl_profiler.linux import cpus_of_devices
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.watch import Conditions, Watch, changes, conditions_note, warmed, warnings

@@ -13,7 +13,7 @@ from tccl_profiler.cluster.job import CONTROLLER, Job
 from tccl_profiler.cluster.pool import FIRST_PINGS, ClusterPool, HostClock, OwnClock
 from tccl_profiler.compiler import check_places
 from tccl_profiler.endpoints import Network, device_of, is_carried
-from tccl_profiler.host_machine import shared_cores
+from tccl_profiler.linux import shared_cores
 from tccl_profiler.precision import WindowLimits
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.program import is_nic, local
