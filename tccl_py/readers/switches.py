@@ -318,18 +318,11 @@ def _joined(lines: Iterable[_Line], *, where: str, hosts: Iterable[str] | None) 
     if not by_name:
         raise InputError(where, "has no switch", "describe one at least")
     above = _above(by_name)
-    for line in by_name.values():
-        name, passed = line.name, {line.name}
-        while name in above:
-            name = above[name]
-            if name in passed:
-                what = f"switch {shown(name)} is below itself"
-                raise InputError(by_name[name].where, what, "every switch hangs from a root")
-            passed.add(name)
-            if len(passed) > MAX_LEVELS:
-                what = f"switch {shown(line.name)} is below {MAX_LEVELS} others or more"
-                raise InputError(line.where, what, f"at most {MAX_LEVELS} levels are read")
-    tops = tuple(_tree(by_name, name) for name in by_name if name not in above)
+    tops = tuple(_tree(by_name, name, 1) for name in by_name if name not in above)
+    hanging = {switch.name for top in tops for switch in top.all_switches}
+    for name in (name for name in by_name if name not in hanging):
+        what = f"switch {shown(name)} is below itself, or below such a switch"
+        raise InputError(by_name[name].where, what, "every switch hangs from a root")
     tree = tops[0] if len(tops) == 1 else SwitchTree(name="", switches=tops)
     if hosts is not None:
         return restricted(tree, hosts, where=where)
@@ -350,7 +343,10 @@ def _above(by_name: dict[str, _Line]) -> dict[str, str]:
     return above
 
 
-def _tree(by_name: dict[str, _Line], name: str) -> SwitchTree:
+def _tree(by_name: dict[str, _Line], name: str, level: int) -> SwitchTree:
     line = by_name[name]
-    below = tuple(_tree(by_name, switch) for switch in line.switches)
+    if level > MAX_LEVELS:
+        what = f"switch {shown(name)} is below {MAX_LEVELS} others or more"
+        raise InputError(line.where, what, f"at most {MAX_LEVELS} levels are read")
+    below = tuple(_tree(by_name, switch, level + 1) for switch in line.switches)
     return SwitchTree(name=name, hosts=line.hosts, switches=below, uplink_gbps=line.uplink_gbps)

@@ -184,29 +184,26 @@ def cell_text(gbps: float) -> str:
 
 def fastest_alone(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
     """Return the fastest flow of each ordered pair of GPUs that was measured alone."""
-    found: Readings = {}
-    for flow, gbps in _singles(journal, hosts):
-        reading = Reading(flow=flow, gbps=gbps)
-        found.setdefault((flow.source.index, flow.destination.index), reading)
-    return found
+    return {_ends(one.flow): one for one in _singles(journal, hosts)}
 
 
 def fastest_bounces(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
     """Return the fastest bounce alone through each NUMA node from each GPU."""
-    found: Readings = {}
-    for flow, gbps in _singles(journal, hosts):
-        if flow.is_bounce:
-            key = (flow.transfers[0].destination.index, flow.source.index)
-            found.setdefault(key, Reading(flow=flow, gbps=gbps))
-    return found
+    return {
+        (one.flow.transfers[0].destination.index, one.flow.source.index): one
+        for one in _singles(journal, hosts)
+        if one.flow.is_bounce
+    }
 
 
 def slowest_together(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
     """Return the slowest flow of each ordered pair of GPUs beside one other flow between GPUs."""
-    found: Readings = {}
-    for reading in sorted(_beside(journal, hosts), key=lambda reading: reading.gbps):
-        found.setdefault((reading.flow.source.index, reading.flow.destination.index), reading)
-    return found
+    found = sorted(_beside(journal, hosts), key=lambda reading: reading.gbps)
+    return {_ends(one.flow): one for one in reversed(found)}
+
+
+def _ends(flow: Flow) -> tuple[int, int]:
+    return flow.source.index, flow.destination.index
 
 
 def worst_pairs(
@@ -225,14 +222,14 @@ def worst_pairs(
     return list(worst.values())[:count]
 
 
-def _singles(journal: Journal, hosts: Hosts) -> list[tuple[Flow, float]]:
-    """Return single flows and their rates, the fastest first."""
+def _singles(journal: Journal, hosts: Hosts) -> list[Reading]:
+    """Return the flows measured alone, the fastest last."""
     found = [
-        (transfers.flows[0], _rates(measured)[0])
+        Reading(flow=transfers.flows[0], gbps=_rates(measured)[0])
         for transfers, measured in journal.items()
         if len(transfers) == 1 and _joins_gpus(transfers, hosts)
     ]
-    return sorted(found, key=lambda single: -single[1])
+    return sorted(found, key=lambda one: -one.gbps)[::-1]
 
 
 def _beside(journal: Journal, hosts: Hosts) -> Iterator[Reading]:

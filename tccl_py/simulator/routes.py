@@ -317,13 +317,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     keys: dict[Key, str]
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """The bounds of a rule on a group, and whether any bound is assumed."""
-
-    bounds: tuple[Bound, ...]
-    assumed: bool
-
-
 def matches(traffic: Traffic, leg: Leg) -> bool:
     """Return whether a leg is of this traffic."""
     fields = traffic.__struct_fields__
@@ -342,8 +335,10 @@ def roles(rules: Sequence[Congestion], leg: Leg) -> tuple[tuple[int, int, str], 
     )
 
 
-def held(rules: Sequence[Congestion], parts: Sequence[Part], figures: Figures) -> Iterator[Held]:
-    """Yield the rules in force for this set, a result for each group."""
+def held(
+    rules: Sequence[Congestion], parts: Sequence[Part], figures: Figures
+) -> Iterator[tuple[list[Bound], bool]]:
+    """Yield the bounds of each rule in force on each group, and whether any bound is assumed."""
     groups: dict[tuple[int, str], list[Part]] = {}
     for part in parts:
         alone = f"{part.flow}/{part.leg}" if rules[part.rule].together_at == "transfer" else ""
@@ -366,7 +361,7 @@ def _holds(rule: Congestion, group: Sequence[Part]) -> bool:
     return True
 
 
-def _bounds(rule: Congestion, group: Sequence[Part], figures: Figures) -> Held:
+def _bounds(rule: Congestion, group: Sequence[Part], figures: Figures) -> tuple[list[Bound], bool]:
     present = [rule.members[index] for index in sorted({part.member for part in group})]
     used = [figure for member in present for figure in figures_in(member).values()]
     bounds: list[Bound] = []
@@ -381,4 +376,4 @@ def _bounds(rule: Congestion, group: Sequence[Part], figures: Figures) -> Held:
         each = rule.members[part.member].each
         if each is not None:
             bounds.append({part.flow: 1.0 / figures.value(each)})
-    return Held(bounds=tuple(bounds), assumed=any(figures.assumed(figure) for figure in used))
+    return bounds, any(figures.assumed(figure) for figure in used)

@@ -188,8 +188,8 @@ class Engine:
             for leg, rule, member, group in use.roles
         ]
         holding = list(held(self.model.congestion, parts, self.figures))
-        bounds = [bound for rule in holding for bound in rule.bounds]
-        return bounds, any(rule.assumed for rule in holding)
+        bounds = [bound for own, _ in holding for bound in own]
+        return bounds, any(assumed for _, assumed in holding)
 
     def _capacity_bounds(self, uses: list[Use]) -> tuple[list[Bound], bool]:
         """Return the bounds of the capacities that the set loads, and whether any is assumed."""
