@@ -155,19 +155,6 @@ def planned_model(plan: Plan, directory: Path, number: int = 0) -> MachineModel 
     return found.model
 
 
-def planned_models(plan: Plan, directory: Path) -> dict[str, MachineModel]:
-    """Return the models of all classes with a model, by the names of the classes.
-
-    Raises:
-        InputError: as `planned_model`.
-    """
-    found = {
-        one.name: planned_model(plan, directory, number)
-        for number, one in enumerate(plan.cluster.classes)
-    }
-    return {name: model for name, model in found.items() if model is not None}
-
-
 def known_model(plan: Plan, directory: Path, *, otherwise: str = "") -> MachineModel:
     """Return the model of a plan whose hosts are all equal.
 

@@ -276,14 +276,14 @@ def _with_nics(
     nics = [nic for node in nodes for nic in node.task.machine.nics if nic.index in node.task.nics]
     rdma = all(nic.rdma for nic in nics)
     names = dict.fromkeys(f"{nic.name}:{nic.port or 1}" if rdma else nic.name for nic in nics)
-    changes = any(path.changes_nics for path in paths)
+    chains = [chain for path in paths for chain in path.chains]
     return msgspec.structs.replace(
         settings,
         ib_hca=tuple(names) if rdma else (),
         ib_gid_index=ib_gid_index if rdma else None,
         socket_ifname=() if rdma else tuple(names),
         # By itself NCCL lets rings change NICs only where it finds that better.
-        cross_nic=1 if changes else settings.cross_nic,
+        cross_nic=1 if any(c.entry_nic != c.exit_nic for c in chains) else settings.cross_nic,
     )
 
 

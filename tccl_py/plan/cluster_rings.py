@@ -282,16 +282,11 @@ def _chains_of_hosts(
         node = nodes[cluster.host_classes[host]]
         host_chains = node.chains_with(settings, pairing_of(into.entries, out.exits))
         assert host_chains is not None
-        found.append(_dealt(host_chains, into, out))
+        # In the order of the rings that take them.
+        left, chains = list(host_chains.chains), []
+        for wanted in zip(into.entries, out.exits, strict=True):
+            chain = next(one for one in left if nic_pair(one.hops) == wanted)
+            left.remove(chain)
+            chains.append(chain)
+        found.append(msgspec.structs.replace(host_chains, chains=tuple(chains)))
     return tuple(found)
-
-
-def _dealt(host_chains: HostChains, into: NicMap, out: NicMap) -> HostChains:
-    """Return a host's chains in the order of the rings that take them."""
-    left = list(host_chains.chains)
-    chains = []
-    for wanted in zip(into.entries, out.exits, strict=True):
-        chain = next(one for one in left if nic_pair(one.hops) == wanted)
-        left.remove(chain)
-        chains.append(chain)
-    return msgspec.structs.replace(host_chains, chains=tuple(chains))

@@ -151,7 +151,7 @@ def write_plan(
     plan: Plan,
     directory: Path,
     *,
-    models: Mapping[str, msgspec.Struct] | None = None,
+    models: Mapping[str, msgspec.Struct | None] | None = None,
     fingerprint: Fingerprint | None = None,
 ) -> None:
     """Write all files of a plan below `directory`, and the manifest of them: all, or none.

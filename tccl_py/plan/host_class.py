@@ -134,10 +134,9 @@ class HostClass:
             settings = msgspec.structs.replace(_graph_settings(own), net_disable_intra=True)
             self.stock = self._rated(own, settings)
         self.plain = self._default(own)
-        search = SettingsSearch(self.task, self.stock)
-        space = self.task.space(search.best.settings, 1)
-        for count in self.task.ring_counts:
-            search.offer(list(initial_chains(space, self.task.nics, count)))
+        space, nics = self.task.space(self.stock.settings, 1), self.task.nics
+        known = [found for n in self.task.ring_counts for found in initial_chains(space, nics, n)]
+        search = SettingsSearch(self.task, self.stock, known)
         search.run(sets=self.task.budget.sets or 1)
         self.cancelled = search.cancelled
         found = [search.best, *search.searched, self.stock]

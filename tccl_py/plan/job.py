@@ -17,7 +17,7 @@ from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.again import journal_source
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring_rate
+from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring
 from tccl_py.readers.hosts import HostSlots, read_host_list
 from tccl_py.readers.switches import read_switches
 from tccl_py.simulator.model import MachineModel
@@ -233,8 +233,8 @@ def _with_whole_ring(made: Plan, source: BandwidthSource) -> Plan:
     if len(made.hosts) > WHOLE_RING_HOSTS:
         return made
     try:
-        rate = whole_ring_rate(made, source)
+        (answer,) = source.measure([whole_ring(made)])
     except MeasurementError as error:
         text = f"the rings could not be measured all at once: {error}"
         return msgspec.structs.replace(made, notices=(*made.notices, text))
-    return msgspec.structs.replace(made, whole_ring_gbps=rate)
+    return msgspec.structs.replace(made, whole_ring_gbps=made.ring_count * answer.rate_gbps)

@@ -86,11 +86,6 @@ class HostPath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The bandwidth of all rings together on this host, GB/s."""
         return len(self.chains) * min(chain.rate for chain in self.chains)
 
-    @property
-    def changes_nics(self) -> bool:
-        """Return whether a ring leaves by another NIC than its entry."""
-        return any(chain.entry_nic != chain.exit_nic for chain in self.chains)
-
 
 class PlannedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A host in ring order: the number of its path, and the first of its ranks."""

@@ -123,8 +123,8 @@ def make_plan(
     )
     check_settings(task.default_settings)
     own = own_choices(task)
-    search = SettingsSearch(task, as_graph(own.rated[0]))
-    search.offer([one.rings.rings for one in own.rated[1:]])
+    known = [one.rings.rings for one in own.rated[1:]]
+    search = SettingsSearch(task, as_graph(own.rated[0]), known)
     search.cancelled = own.cancelled
     if not own.cancelled:
         search.run(sets=budget.sets or DEFAULT_BUDGET.sets or 1)

@@ -220,12 +220,12 @@ def placements(
         if over_sockets or carried:
             nics = [nic for nic in own.machine.nics if nic.speed_mbps > 0]
             speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in nics}
-            placement = msgspec.structs.replace(placement, unmeasured=speeds)
-        if over_sockets and addressed is not None:
-            here, there = addressed[host], addressed[partner]
-            ends = placement.ends.items()
-            unreached = frozenset(n for n, (end, _) in ends if n not in here or end not in there)
-            placement = msgspec.structs.replace(placement, unreached=unreached)
+            unreached: frozenset[int] = frozenset()
+            if over_sockets and addressed is not None:
+                here, there = addressed[host], addressed[partner]
+                ends = placement.ends.items()
+                unreached = frozenset(n for n, (m, _) in ends if n not in here or m not in there)
+            placement = msgspec.structs.replace(placement, unmeasured=speeds, unreached=unreached)
         found.append(placement)
     return tuple(found)
 
@@ -258,16 +258,6 @@ def whole_ring(plan: Plan) -> TransferSet:
             out, into = chain.hops[-1].flow, then.hops[0].flow
             flows.append(joined(out, into, sender=host.name, receiver=following.name))
     return transfer_set(flows)
-
-
-def whole_ring_rate(plan: Plan, source: BandwidthSource) -> float:
-    """Measure all rings on all hosts at once, GB/s of all rings together.
-
-    Raises:
-        MeasurementError: they cannot be measured.
-    """
-    (answer,) = source.measure([whole_ring(plan)])
-    return plan.ring_count * answer.rate_gbps
 
 
 def estimate_uplinks(tree: SwitchTree, pairs: Sequence[PairRate]) -> SwitchTree:

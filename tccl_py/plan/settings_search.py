@@ -36,22 +36,18 @@ WORTH = AS_GOOD
 
 
 class SettingsSearch:
-    """The search over settings; its results outlive an interruption.
+    """The search over settings from `start`; its results outlive an interruption.
 
     `best` is the best choice, `searched` all settings searched, `cancelled` tells of an
-    interruption.
+    interruption. Ring sets `known` are tried under every choice of settings.
     """
 
-    def __init__(self, task: Task, start: Choice) -> None:
+    def __init__(self, task: Task, start: Choice, known: Sequence[Rings] = ()) -> None:
         self.best = start
         self.searched: list[Choice] = []
         self.cancelled = False
         self._task = task
-        self._known: list[Rings] = [start.rings.rings]
-
-    def offer(self, sets: Sequence[Rings]) -> None:
-        """Ring sets to be tried under every choice of settings; before `run`."""
-        self._known.extend(sets)
+        self._known = [start.rings.rings, *known]
 
     def run(self, *, sets: int) -> None:
         """Find the best settings with their rings; KeyboardInterrupt ends it with the best so far.

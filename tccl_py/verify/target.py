@@ -17,7 +17,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import candidates, pair_mechanism
 from tccl_py.nccl.variables import job_environment, pinned_level
 from tccl_py.nccl.view import view
-from tccl_py.plan.again import planned_models
+from tccl_py.plan.again import planned_model
 from tccl_py.plan.choices import own_rings
 from tccl_py.plan.directory import planned_fingerprint, write_plan
 from tccl_py.plan.files import GRAPH_FILE, HOSTS_FOLDER, host_graph_file, host_graphs, nccl_files
@@ -220,8 +220,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def write(self) -> None:
         """Replace the plan in its directory."""
-        models = planned_models(self.plan, self.directory)
-        bare = not models and not self.hosts
+        models = {
+            one.name: planned_model(self.plan, self.directory, number)
+            for number, one in enumerate(self.plan.cluster.classes)
+        }
+        bare = not any(models.values()) and not self.hosts
         fingerprint = planned_fingerprint(self.plan, self.directory) if bare else None
         write_plan(self.plan, self.directory, models=models, fingerprint=fingerprint)
 
