@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tccl_py.nccl.settings import Settings, check_settings
-from tccl_py.plan.choices import as_graph, own_choices
-from tccl_py.plan.settings_search import SettingsSearch
+from tccl_py.plan.choices import SettingsSearch, as_graph, own_choices
 from tccl_py.plan.tasks import (
     CAREFUL,
     Task,

@@ -15,7 +15,7 @@ from tccl_py.nccl.graph_search import DefaultChain, DefaultChoice
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, SWAPPING, version_facts
-from tccl_py.plan.choices import interval
+from tccl_py.plan.choices import WORTH, interval, preferred
 from tccl_py.plan.cluster_rings import ClusterRings, cluster_rings
 from tccl_py.plan.host_class import HostChains, HostClass, HostTask, used_nics
 from tccl_py.plan.plan import HostPath, Plan, PlanChoice, PlannedHost
@@ -27,7 +27,6 @@ from tccl_py.plan.planner import (
     plan_chains,
     version_notices,
 )
-from tccl_py.plan.settings_search import WORTH, preferred
 from tccl_py.plan.tasks import Stock
 from tccl_py.plan.variants import ends_as_measured, path_types
 from tccl_py.search.problem import Budget, Reporter, SilentReporter

@@ -16,8 +16,8 @@ from tccl_py.errors import SearchError
 from tccl_py.merge.rings import ChainTable, MergedRing, merge_with_switches, passes, uplink_limit
 from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.nccl.settings import Settings
+from tccl_py.plan.choices import WORTH
 from tccl_py.plan.host_class import HostChains, HostClass, nic_pairs
-from tccl_py.plan.settings_search import WORTH
 from tccl_py.plan.tasks import Choice
 from tccl_py.search.chains import NicPair, Pairing, nic_pair
 

@@ -18,7 +18,7 @@ from tccl_py.nccl.graph_search import DefaultChoice, default_choice, default_cho
 from tccl_py.nccl.network import chain_hop_space, chains_as_rings, gdr_variants
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
-from tccl_py.plan.settings_search import WORTH, SettingsSearch
+from tccl_py.plan.choices import WORTH, SettingsSearch
 from tccl_py.plan.tasks import (
     Choice,
     Rings,

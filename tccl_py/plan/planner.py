@@ -28,7 +28,7 @@ from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, version_facts
-from tccl_py.plan.choices import OwnChoices, as_graph, interval, own_choices
+from tccl_py.plan.choices import OwnChoices, SettingsSearch, as_graph, interval, own_choices
 from tccl_py.plan.plan import (
     Alternative,
     HostPath,
@@ -39,7 +39,6 @@ from tccl_py.plan.plan import (
     SubsetRings,
     single_host,
 )
-from tccl_py.plan.settings_search import SettingsSearch
 from tccl_py.plan.tasks import Choice, Order, Stock, Task, measured_well, search_under
 from tccl_py.search.problem import Budget, Reporter, SearchResult, SilentReporter
 from tccl_py.search.strategies import STRATEGIES
