@@ -21,7 +21,7 @@ from tccl_py.files import refused
 from tccl_py.nccl.settings import environment, environment_text
 from tccl_py.nccl.variables import pinned_env_text
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, proof_text
+from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
 from tccl_py.readers.hosts import compress
 from tccl_py.report.words import CHOICE_WORDS
 
@@ -144,8 +144,7 @@ def _summary(plan: Plan) -> Iterator[tuple[str, str]]:
         yield CHOICE_WORDS[choice_name], _choice_text(plan, choice_name, choice, mark)
     bound = "not known"
     if plan.bound_gbps is not None:
-        proof = proof_text(plan.ring_count, proven=plan.proven)
-        bound = f"{plan.bound_gbps:.2f} GB/s, {proof}"
+        bound = f"{plan.bound_gbps:.2f} GB/s, {plan.proof}"
     yield "bound", bound
     if plan.limit_text:
         yield "limit", f"{plan.limit_gbps:.2f} GB/s ({mark}): {plan.limit_text}"

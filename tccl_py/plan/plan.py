@@ -387,6 +387,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         share = min(1.0, rate / self.limit_gbps)
         return f"bare copies over the same hops; the plan gets {share:.0%} of it"
 
+    @property
+    def proof(self) -> str:
+        """Whether the plan is proven best, and among which rings."""
+        if not self.proven:
+            return "not proven best"
+        among = "single rings" if self.ring_count == 1 else f"sets of {self.ring_count} rings"
+        return f"proven best within 1 % among {among} under these settings"
+
     def subset(self, gpus: Iterable[int]) -> SubsetRings | None:
         """Return the rings planned for exactly these GPUs of a single host, or None."""
         wanted = tuple(sorted(gpus))
@@ -420,18 +428,6 @@ def single_host(machine: Machine, knowledge: Knowledge, gpus: Iterable[int]) -> 
     slots = len(tuple(gpus))
     name = class_name(machine.name)
     return cluster_of([HostReport(host=name, machine=machine, knowledge=knowledge, slots=slots)])
-
-
-def proof_text(rings: int, *, proven: bool) -> str:
-    """Say whether a plan of so many rings is proven best, and among which rings.
-
-    >>> proof_text(2, proven=True)
-    'proven best within 1 % among sets of 2 rings under these settings'
-    """
-    if not proven:
-        return "not proven best"
-    among = "single rings" if rings == 1 else f"sets of {rings} rings"
-    return f"proven best within 1 % among {among} under these settings"
 
 
 def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,7 @@ from tccl_py.errors import visible
 from tccl_py.model.machine import Machine
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.variables import env_sh, pinned_env_text
-from tccl_py.plan.plan import Plan, proof_text
+from tccl_py.plan.plan import Plan
 from tccl_py.report.contents import Contents, rate_sources
 from tccl_py.report.machine import Layout, NvLinks, lay_out, link_words, machine_sentence, nvlinks
 from tccl_py.report.rates import (
@@ -79,7 +79,7 @@ def report_html(contents: Contents) -> str:
             mark=plan.provenance,
             stock_mark=mark(simulated=plan.simulated, assumed=plan.stock.assumed),
             explanation_mark=found and mark(simulated=found.simulated, assumed=found.assumed),
-            proof=proof_text(plan.ring_count, proven=plan.proven),
+            proof=plan.proof,
             notices=_notices(contents),
             variables=environment(plan.settings),
             exports=env_sh(plan.job_settings),
