@@ -200,7 +200,7 @@ def found_here(monkeypatch, fingerprint):
     place = MeasuredMachine(
         backend="cuda", machine=model.machine, knowledge=model.knowledge, fingerprint=fingerprint
     )
-    monkeypatch.setattr("tccl_py.sources.opening.measured_machine", lambda *_: place)
+    monkeypatch.setattr("tccl_py.plan.again.measured_machine", lambda *_: place)
 
 
 def test_a_measured_plan_is_checked_by_measuring(measured):

@@ -16,7 +16,14 @@ from tccl_py.cli import options
 from tccl_py.cli.measure import journal_of_plan, planned_hosts
 from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, results
-from tccl_py.cli.process import ANSWER_IS_NO, interrupts_put_off, notice, notice_each, write_result
+from tccl_py.cli.process import (
+    ANSWER_IS_NO,
+    interrupts_put_off,
+    notice,
+    notice_each,
+    picked,
+    write_result,
+)
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.health.drift import Drift, Effort, Journal, find_drift, joined, prometheus_text
@@ -161,7 +168,7 @@ def _json(plan: Plan, drift: Drift) -> dict[str, Any]:
         "false_alarm_rate": drift.false_alarm_rate,
         "changes": [
             {"set": str(row.transfers), "flow": str(row.flow)}
-            | {name: getattr(row, name) for name in ("was_gbps", "is_gbps", "ratio", "p")}
+            | picked(row, "was_gbps", "is_gbps", "ratio", "p")
             for row in drift.changes
         ],
         "points_to": drift.points_to,

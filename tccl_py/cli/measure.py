@@ -11,9 +11,9 @@ import typer
 from rich.table import Table
 
 from tccl_py.cli import options
-from tccl_py.cli.options import check_quoted, flag, opt, refuse
+from tccl_py.cli.options import check_quoted, flag, opt
 from tccl_py.cli.output import ProgressLine, results
-from tccl_py.cli.process import notice, notice_each, print_json
+from tccl_py.cli.process import notice, notice_each, picked, print_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.model.measurement import Measurement, dealt
 from tccl_py.model.transfer import TransferSet, parse_flow, parse_set
@@ -105,30 +105,23 @@ def measure(
         job = stack.enter_context(controlled_job()) if simulate is None and in_job() else None
         check_quoted(sets, "G0->G0->G1")
         wanted = [parse_set(text) for text in sets]
-        hardware: dict[str, Any] = {"--backend": backend, "--devices": devices, "--target": target}
-        of_job = {"--interfaces": interfaces, "--network": network}
+        options.check_source(locals(), in_job=job is not None)
         how = measurement_options(target=target, meeting=meeting, check=check)
         if simulate is not None:
-            hardware |= {"--meeting": meeting, "--check": check, **of_job}
-            refuse(hardware, options.WITH_MODEL)
             model = load_machine(simulate)
             # Sets that the machine cannot run are refused before the journal is touched.
             Simulator(model).measure(wanted)
             source: OpenedSource = open_source(model, noise=noise or 0.0, seed=seed or 0)
             title = model.name
+        elif job is None:
+            place = measured_machine(backend, devices)
+            source = open_source(place, gpus=gpus_of(place.machine, wanted), options=how)
+            title = place.machine.name
         else:
-            refuse({"--noise": noise, "--seed": seed}, options.WITHOUT_MODEL)
-            if job is None:
-                refuse(of_job, options.OUTSIDE_JOB)
-                place = measured_machine(backend, devices)
-                gpus = gpus_of(place.machine, wanted)
-                source = open_source(place, gpus=gpus, options=how)
-                title = place.machine.name
-            else:
-                ways: dict[str, Any] = {"backend": backend, "devices": devices}
-                ways |= {"interfaces": interfaces, "network": network, "options": how}
-                source = stack.enter_context(open_hosts(job, **ways))
-                title = f"hosts {', '.join(source.use_only(wanted))}"
+            nets: dict[str, Any] = {"interfaces": interfaces, "network": network}
+            hosts = open_hosts(job, backend=backend, devices=devices, options=how, **nets)
+            source = stack.enter_context(hosts)
+            title = f"hosts {', '.join(source.use_only(wanted))}"
         with source:
             found = _measured(source, wanted, journal)
             conditions = source.conditions
@@ -226,16 +219,14 @@ def in_given_order(
 
 
 def _entry(text: str, measurement: Measurement) -> dict[str, Any]:
-    def told(*names: str) -> dict[str, Any]:
-        return {name: getattr(measurement, name) for name in names}
-
     gbps = in_given_order(text, measurement)
-    entry = {"set": text, "gbps": gbps, "total_gbps": sum(gbps), **told("simulated", "assumed")}
+    entry = {"set": text, "gbps": gbps, "total_gbps": sum(gbps)}
+    entry |= picked(measurement, "simulated", "assumed")
     if not measurement.simulated:
-        entry |= told("skew_us", "skew_error_us", "overlap", "overlap_at_least")
+        entry |= picked(measurement, "skew_us", "skew_error_us", "overlap", "overlap_at_least")
         entry["spread"] = in_given_order(text, measurement, relative_intervals(measurement))
         entry["repeats"] = len(measurement.samples_gbps[0])
-        entry |= told("settled", "outliers")
+        entry |= picked(measurement, "settled", "outliers")
     return entry
 
 

@@ -66,9 +66,12 @@ Noise = Annotated[float | None, opt("F", "Spread of simulated samples, 0 to 1.")
 Seed = Annotated[int | None, opt("N", "Seed of the noise.")]
 Gpus = Annotated[str | None, opt("LIST", "GPUs, as 0,2,5 or 0-3; all if not given.")]
 
-WITH_MODEL = ("beside --simulate", "is about hardware", "leave one of the two out")
-WITHOUT_MODEL = ("without --simulate", "is about models", "add --simulate MACHINE")
-OUTSIDE_JOB = ("", "is about the hosts of an MPI job", "start the command by mpirun or srun")
+_OF_MODEL = ("noise", "seed")
+_OF_HARDWARE = ("backend", "devices", "target", "meeting", "check")
+_OF_JOB = ("interfaces", "network")
+_WITH_MODEL = ("beside --simulate", "is about hardware", "leave one of the two out")
+_WITHOUT_MODEL = ("without --simulate", "is about models", "add --simulate MACHINE")
+_OUTSIDE_JOB = ("", "is about the hosts of an MPI job", "start the command by mpirun or srun")
 OF_CLUSTER = ("", "is for the plan of a machine, this one is of a cluster", "leave it out")
 
 _GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
@@ -81,12 +84,18 @@ def refuse(options: Mapping[str, object], why: tuple[str, str, str]) -> None:
             raise InputError(f"{name} {why[0]}".rstrip(), *why[1:])
 
 
-def refuse_cluster(directory: Path, right: str) -> None:
-    """Refuse a cluster's plan; `right` is the remedy."""
-    from tccl_py.plan.load import is_cluster_plan  # noqa: PLC0415
+def check_source(given: Mapping[str, object], *, in_job: bool) -> None:
+    """Refuse options, given by their names, that are of another source than is asked for."""
 
-    if is_cluster_plan(directory):
-        raise InputError(str(directory), "is the plan of a cluster", right)
+    def refuse_these(names: Iterable[str], why: tuple[str, str, str]) -> None:
+        refuse({f"--{name}": given.get(name) for name in names}, why)
+
+    if given["simulate"] is None:
+        refuse_these(_OF_MODEL, _WITHOUT_MODEL)
+    else:
+        refuse_these((*_OF_HARDWARE, *_OF_JOB), _WITH_MODEL)
+    if not in_job:
+        refuse_these(_OF_JOB, _OUTSIDE_JOB)
 
 
 def in_range(name: str, value: float, most: float, *, least: float = 1) -> None:

@@ -199,12 +199,7 @@ def plan(
 
 def _check(asked: SimpleNamespace) -> None:
     """Refuse options that contradict each other."""
-    of_job = {"--interfaces": asked.interfaces, "--network": asked.network}
-    if asked.simulate is not None:
-        hardware = {"--backend": asked.backend, "--devices": asked.devices}
-        refuse({**hardware, "--target": asked.target, **of_job}, options.WITH_MODEL)
-    else:
-        refuse({"--noise": asked.noise, "--seed": asked.seed}, options.WITHOUT_MODEL)
+    options.check_source(vars(asked), in_job=asked.in_job)
     asked.options = measurement_options(target=asked.target, repeats=SEARCH_REPEATS)
     if asked.gid_index is not None and not 0 <= asked.gid_index <= MAX_GID_INDEX:
         raise InputError("--gid-index", f"is {asked.gid_index}", f"0 to {MAX_GID_INDEX}")
@@ -217,7 +212,6 @@ def _check(asked: SimpleNamespace) -> None:
     if asked.in_job:
         refuse({"--simulate": asked.simulate, "--nodes": asked.nodes}, _IN_JOB)
         return
-    refuse(of_job, options.OUTSIDE_JOB)
     if asked.several:
         refuse({"--tune": asked.tune}, _BY_HOSTS)
         if asked.simulate is None:

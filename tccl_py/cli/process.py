@@ -47,6 +47,11 @@ def complain(text: str) -> int:
     return NOT_USABLE
 
 
+def picked(record: object, *names: str) -> dict[str, Any]:
+    """Return some fields of a record by their names, for JSON."""
+    return {name: getattr(record, name) for name in names}
+
+
 def print_json(value: Any) -> None:
     """Print `value` as JSON on stdout: keys as declared, no NaN (msgspec writes null)."""
     print(encode_json(value), end="")

@@ -15,10 +15,10 @@ from rich.table import Column, Table
 from tccl_py.cli import options
 from tccl_py.cli.options import flag
 from tccl_py.cli.output import grid, results
-from tccl_py.cli.process import notice, print_json, write_result
+from tccl_py.cli.process import notice, picked, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.files import refused
-from tccl_py.nccl.settings import environment, environment_text
+from tccl_py.nccl.settings import Settings, environment, environment_text
 from tccl_py.nccl.variables import pinned_env_text
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
@@ -70,34 +70,26 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         **subject,
         "rings": plan.channel_rings,
-        "rate_gbps": plan.rate_gbps,
-        "bound_gbps": plan.bound_gbps,
+        **picked(plan, "rate_gbps", "bound_gbps"),
         **limit,
-        "proven": plan.proven,
-        "sets_measured": plan.sets_measured,
-        "simulated": plan.simulated,
-        "assumed": plan.assumed,
-        "settings": msgspec.to_builtins(plan.settings),
-        "environment": environment(plan.settings),
+        **picked(plan, "proven", "sets_measured", "simulated", "assumed"),
+        **_settings_json(plan.settings),
         "kept": plan.pinned_env,
         "recommended": plan.recommended,
         "choices": {name: choice_json(choice) for name, choice in plan.choices.items()},
         "stock": choice_json(plan.stock),
-        "cancelled": plan.cancelled,
-        "notices": plan.notices,
+        **picked(plan, "cancelled", "notices"),
     }
 
 
 def choice_json(choice: PlanChoice) -> dict[str, Any]:
     """Return the JSON of one way to run NCCL."""
-    return {
-        "rate_gbps": choice.rate_gbps,
-        "settings": msgspec.to_builtins(choice.settings),
-        "environment": environment(choice.settings),
-        "rings": choice.rings,
-        "achieved_gbps": choice.achieved_gbps,
-        "note": choice.note,
-    }
+    more = picked(choice, "rings", "achieved_gbps", "note")
+    return {"rate_gbps": choice.rate_gbps, **_settings_json(choice.settings), **more}
+
+
+def _settings_json(settings: Settings) -> dict[str, Any]:
+    return {"settings": msgspec.to_builtins(settings), "environment": environment(settings)}
 
 
 def print_plan(plan: Plan, console: Console) -> None:

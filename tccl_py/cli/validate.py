@@ -13,7 +13,7 @@ from tccl_py.cli import options
 from tccl_py.cli.nccl_here import verdict_here
 from tccl_py.cli.options import MACHINE_HELP, gpus_argument, opt, refuse
 from tccl_py.cli.output import results
-from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
+from tccl_py.cli.process import ANSWER_IS_NO, notice, picked, print_json
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.model.machine import Machine
@@ -72,8 +72,7 @@ def validate(
         count, version = 1 if nodes is None else nodes, LATEST if nccl is None else nccl
         verdict = _by_rules(graph, machine, gpus=gpus, nodes=count, nccl=version, env=env or ())
     if json:
-        keys = ("verdict", "reason", "rings")
-        print_json({key: getattr(verdict, key) for key in keys})
+        print_json(picked(verdict, "verdict", "reason", "rings"))
     else:
         out = results()
         out.print(f"{graph}: {verdict.verdict}", style="bold", soft_wrap=True)

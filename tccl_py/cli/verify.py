@@ -15,7 +15,7 @@ import typer
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
-from tccl_py.cli.options import flag, in_range, one_of, opt, refuse, refuse_cluster
+from tccl_py.cli.options import flag, in_range, one_of, opt, refuse
 from tccl_py.cli.output import notices, results
 from tccl_py.cli.process import (
     ANSWER_IS_NO,
@@ -58,6 +58,11 @@ _LONGEST_S, _TUNING_S = 0.1, 90.0
 """Tuning over hosts: the longest call of its jobs, each of which makes a dozen calls of each size,
 and seconds of each comparison."""
 _NEEDED = ("torch",)
+_OF_ONE = ("is the plan of one machine", "start the command by itself there")
+_OF_SEVERAL = (
+    "is the plan of a cluster",
+    "start the command by mpirun or srun, with a rank on each host",
+)
 _OTHERS = "start a rank on each host that the plan has, or plan these hosts"
 
 
@@ -161,17 +166,13 @@ def verify(
     only = cast("ChoiceName | None", choice)
     job = None
     with ExitStack() as stack:
-        if in_job():
+        several = in_job()
+        if several:
             refuse({"--choice": choice}, ("", "is for the plan of one machine", "leave it out"))
             job = stack.enter_context(controlled_job())
-            check_plan_directory(directory)
-            if not is_cluster_plan(directory):
-                right = "start the command by itself there"
-                raise InputError(str(directory), "is the plan of one machine", right)
-        else:
-            check_plan_directory(directory)
-            right = "start the command by mpirun or srun, with a rank on each host"
-            refuse_cluster(directory, right)
+        check_plan_directory(directory)
+        if is_cluster_plan(directory) != several:
+            raise InputError(str(directory), *(_OF_ONE if several else _OF_SEVERAL))
         # A plan that is written into it meanwhile would get the verdict of another one.
         stack.enter_context(locked(directory))
         found = _verified(directory, job, budget, kind, pinned, tune=tune, only=only)

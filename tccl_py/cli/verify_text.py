@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tccl_py.cli.process import picked
 from tccl_py.plan.plan import ChoiceName
 from tccl_py.report.words import CHOICE_WORDS, choice_words
 from tccl_py.verify.record import (
@@ -34,36 +35,31 @@ _WINS: dict[ChoiceName, str] = {
 
 def verification_json(found: Verification) -> dict[str, Any]:
     """Return what `verify --json` prints; verify.json has all timings beside."""
-    head = ("machine", "accepted", "winner", "recommended", "chosen")
-    rest = ("simulated", "tried", "rounds", "seconds", "hosts")
-    arms = {"arms": [_arm_json(arm) for arm in found.arms]}
-    return {**_picked(found, head), **arms, **_picked(found, rest)}
-
-
-def _picked(record: object, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in names}
+    return {
+        **picked(found, "machine", "accepted", "winner", "recommended", "chosen"),
+        "arms": [_arm_json(arm) for arm in found.arms],
+        **picked(found, "simulated", "tried", "rounds", "seconds", "hosts"),
+    }
 
 
 def _arm_json(arm: ArmResult) -> dict[str, Any]:
-    rings = arm.rings
     return {
-        **_picked(arm, ("name", "accepted", "objections", "gbps")),
-        **_picked(arm.large, ("ratio", "low", "high")),
-        **_picked(arm, ("predicted_gbps", "environment")),
+        **picked(arm, "name", "accepted", "objections", "gbps"),
+        **picked(arm.large, "ratio", "low", "high"),
+        **picked(arm, "predicted_gbps", "environment"),
         "settings": msgspec.to_builtins(arm.settings),
         "sizes": [{"bytes": row.bytes, **_row_json(row)} for row in arm.sizes],
-        "groups": [{**_picked(row, ("groups", "bytes")), **_row_json(row)} for row in arm.groups],
+        "groups": [{**picked(row, "groups", "bytes"), **_row_json(row)} for row in arm.groups],
         "training": [{"mode": row.mode, **_row_json(row)} for row in arm.training],
         "not_recommended": arm.worse_sizes,
-        "checked": arm.checked,
-        "wrong": arm.wrong,
-        "rings": None if rings is None else {"same": rings.same, "differences": rings.differences},
+        **picked(arm, "checked", "wrong"),
+        "rings": None if arm.rings is None else picked(arm.rings, "same", "differences"),
         "failure": arm.failure,
     }
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    compared = _picked(row.compared, ("ratio", "low", "high"))
+    compared = picked(row.compared, "ratio", "low", "high")
     return {"us": _us(row), "gbps": row.gbps, **compared, "verdict": row.verdict}
 
 
