@@ -15,7 +15,6 @@ from tccl_py.model.machine import (
     HiddenLink,
     Knowledge,
     NvLink,
-    PciLink,
     PeerAccess,
     check,
     check_knowledge,
@@ -55,8 +54,11 @@ def first(**changes):
         (changed(gpus=first(index=-1)), "has a negative device index"),
         (changed(gpus=first(parent="C7")), "G0 hangs from unknown C7"),
         (changed(bridges=first(parent="0000:80:00.0")), "the PCI tree turns in a circle"),
-        (changed(gpus=first(link={"speed_gts": -4.0})), "G0 has link speed -4.0"),
-        (changed(gpus=first(link={"width": 0})), "G0 has link width 0; 1 to 32 lanes"),
+        (
+            changed(gpus=first(link={"speed_gts": -4.0})),
+            "$.gpus[0].link.speed_gts",
+        ),
+        (changed(gpus=first(link={"width": 0})), ">= 1 - at `$.gpus[0].link.width`"),
         (changed(gpus=lambda g: g * 400), "has 800 GPUs; at most 64 fit a node"),
         (changed(colour="red"), "Object contains unknown field `colour`"),
         (changed(name=7), "Expected `str`, got `int` - at `$.name`"),
@@ -83,13 +85,6 @@ def test_damaged_json_is_a_machine_or_refused(place, junk):
     except InputError:
         return
     assert check(machine, where="m.json") == machine
-
-
-def test_a_self_made_link_with_nan_is_refused():
-    machine = toy_machine(gpus=2)
-    gpu = msgspec.structs.replace(machine.gpus[0], link=PciLink(speed_gts=float("nan")))
-    with pytest.raises(InputError, match="link speed nan"):
-        check(msgspec.structs.replace(machine, gpus=(gpu, machine.gpus[1])), where="m")
 
 
 def test_a_gpu_that_is_not_there_is_named_with_those_that_are():

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import combinations
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -32,8 +32,8 @@ _BUS_ID = re.compile(
 class PciLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The PCI Express link from a device up to its parent; None is "not reported"."""
 
-    speed_gts: float | None = None
-    width: int | None = None
+    speed_gts: Annotated[float, msgspec.Meta(gt=0, lt=1000)] | None = None
+    width: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
 
 
 class _Numbered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,7 +121,7 @@ class NvLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     source: str
     target: str
-    count: int
+    count: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     kind: Literal["nvlink", "xgmi", "c2c"] = "nvlink"
 
 
@@ -224,7 +224,7 @@ def check(machine: Machine, *, where: str) -> Machine:
         if times > 1:
             raise InputError(where, f"names {kind} {name} twice", "every name is used once")
     _check_tree(machine, where)
-    _check_links(machine, where)
+    _check_nvlinks(machine, where)
     return machine
 
 
@@ -259,22 +259,13 @@ def _check_tree(machine: Machine, where: str) -> None:
             seen.add(at)
 
 
-def _check_links(machine: Machine, where: str) -> None:
-    for device, link in machine.links.items():
-        speed, width = link.speed_gts, link.width
-        # The comparison is written so that NaN fails it.
-        if speed is not None and not 0 < speed < 1000:
-            raise InputError(where, f"{device} has link speed {speed}", "GT/s between 0 and 1000")
-        if width is not None and not 0 < width <= 32:
-            raise InputError(where, f"{device} has link width {width}", "1 to 32 lanes")
+def _check_nvlinks(machine: Machine, where: str) -> None:
     ends = {d.id for d in machine.devices if not isinstance(d, PciBridge | Nic)}
     for nvlink in machine.nvlinks:
         if not {nvlink.source, nvlink.target} <= ends:
             what = f"an NVLink joins {nvlink.source} and {nvlink.target}"
             right = "both ends are GPUs, NVLink switches or CPUs of this machine"
             raise InputError(where, what, right)
-        if not 0 < nvlink.count <= 1024:
-            raise InputError(where, f"an NVLink count is {nvlink.count}", "1 to 1024")
 
 
 def normal_bus_id(text: str) -> str | None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from functools import cache
 from importlib import resources
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -25,7 +25,6 @@ PARAMETERS_FILE = "parameters.json"
 MAX_FIGURE = 1e6  # A petabyte a second; more is a malformed file
 MIN_FIGURE = 1e-6
 MAX_ENTRIES = 10_000
-MAX_SHARPNESS = 64.0
 
 Crosses = Literal["any", "socket", "numa", "nothing"]
 LinkKind = Literal["pci", "smp", "nvlink", "xgmi", "c2c", "hidden"]
@@ -33,6 +32,8 @@ Key = Literal[
     "transfer", "source_gpu", "source_uplink", "destination_root", "memory", "executor_gpu"
 ]
 """Keys that group and count transfers: see `tccl_py.simulator.routes.Leg`."""
+_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_ENTRIES)]
+_Few = msgspec.Meta(max_length=MAX_ENTRIES)
 
 
 class _Data(
@@ -130,9 +131,9 @@ class Congestion(_Data, frozen=True, kw_only=True):
     """
 
     name: str
-    members: tuple[Member, ...]
+    members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
     together_at: Key
-    at_least: dict[Key, int] = {}
+    at_least: dict[Key, _Count] = {}
     needs: Literal["any", "every"] = "any"
     note: str = ""
 
@@ -154,7 +155,7 @@ class ExecutorLimit(_Data, frozen=True, kw_only=True):
     per_block: Figure | None = None
     latency_us: Figure | None = None
     ceiling: Figure | None = None
-    sharpness: float = 16.0
+    sharpness: Annotated[float, msgspec.Meta(ge=1, le=64)] = 16.0
     note: str = ""
 
 
@@ -170,7 +171,7 @@ class FifoCache(_Data, frozen=True, kw_only=True):
     cache_mib: Figure
     write: Figure
     read: Figure
-    default_blocks: int = 4
+    default_blocks: _Count = 4
     note: str = ""
 
 
@@ -183,9 +184,9 @@ class MachineModel(_Data, frozen=True, kw_only=True):
     source: str = ""
     machine: Machine
     knowledge: Knowledge
-    capacities: tuple[Capacity, ...]
-    congestion: tuple[Congestion, ...] = ()
-    executors: tuple[ExecutorLimit, ...] = ()
+    capacities: Annotated[tuple[Capacity, ...], _Few]
+    congestion: Annotated[tuple[Congestion, ...], _Few] = ()
+    executors: Annotated[tuple[ExecutorLimit, ...], _Few] = ()
     fifo_cache: FifoCache | None = None
 
 
@@ -259,13 +260,6 @@ def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> M
         raise InputError(where, what, f"this program reads version {MODEL_VERSION}")
     check(model.machine, where=where)
     check_knowledge(model.knowledge, model.machine, where=where)
-    for entries, kind in (
-        (model.capacities, "capacities"),
-        (model.congestion, "congestion rules"),
-        (model.executors, "executor limits"),
-    ):
-        if len(entries) > MAX_ENTRIES:
-            raise InputError(where, f"has {len(entries)} {kind}", f"at most {MAX_ENTRIES}")
     for capacity in model.capacities:
         at = capacity.at
         for device in (*at.devices, *(at.between or ())) if isinstance(at, Links) else ():
@@ -273,16 +267,13 @@ def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> M
                 place, right = f"{where} capacity {capacity.name!r}", model.machine.name
                 raise InputError(place, f"speaks of {device}", f"name a device of {right}")
     for rule in model.congestion:
-        _check_rule(rule, f"{where} congestion {rule.name!r}")
+        if all(member.total is None and member.each is None for member in rule.members):
+            place = f"{where} congestion {rule.name!r}"
+            raise InputError(place, "bounds nothing", "give a member a total or an each")
     for limit in model.executors:
-        place = f"{where} executor limit {limit.name!r}"
-        # The comparison is written so that NaN fails it.
-        if not 1 <= limit.sharpness <= MAX_SHARPNESS:
-            raise InputError(place, f"has sharpness {limit.sharpness}", f"1 to {MAX_SHARPNESS:.0f}")
         if limit.per_block is None and limit.ceiling is None:
+            place = f"{where} executor limit {limit.name!r}"
             raise InputError(place, "bounds nothing", "give per_block or ceiling")
-    if model.fifo_cache is not None and not 1 <= model.fifo_cache.default_blocks <= MAX_ENTRIES:
-        raise InputError(where, "fifo_cache has no default_blocks", f"1 to {MAX_ENTRIES}")
     figures = Figures(parameters)
     for place, figure in figures_of(model):
         _check_figure(figure, figures, f"{where} {place}")
@@ -300,13 +291,3 @@ def _check_figure(figure: Figure, figures: Figures, place: str) -> None:
     # The comparison is written so that NaN fails it.
     if not MIN_FIGURE <= value <= MAX_FIGURE or not figure.scale > 0:
         raise InputError(place, f"comes to {value}", f"{MIN_FIGURE} to {MAX_FIGURE:.0f}")
-
-
-def _check_rule(rule: Congestion, place: str) -> None:
-    if not 1 <= len(rule.members) <= MAX_ENTRIES:
-        raise InputError(place, f"has {len(rule.members)} members", f"1 to {MAX_ENTRIES}")
-    if all(member.total is None and member.each is None for member in rule.members):
-        raise InputError(place, "bounds nothing", "give a member a total or an each")
-    for key, count in rule.at_least.items():
-        if not 1 <= count <= MAX_ENTRIES:
-            raise InputError(place, f"asks for {count} of {key}", f"1 to {MAX_ENTRIES}")
