@@ -1,0 +1,282 @@
+/* What a communicator gets, from its posts; and the communicator that a thread initialises. */
+#define _GNU_SOURCE
+#include "plugin.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+OLD_SYMBOL(pthread_once);
+OLD_SYMBOL(pthread_key_create);
+OLD_SYMBOL(pthread_setspecific);
+
+enum { SCANNED_BYTES = 4 << 20, CHUNK = 1 << 16, NOTHING = 0, POSTED, EARLY, DECIDED };
+
+static const char *const refusals[REFUSALS] = {
+    [USER_VARIABLE] = "a variable of the user contradicts the plan",
+    [OTHER_GPU] = "its GPU is not the plan's",
+    [NO_MEMORY_FILE] = "it has no file in memory",
+};
+
+/* Check one post against this rank's own; return why it means default NCCL, or NULL. */
+static const char *objection(const struct plan *plan, const struct post *own,
+                             const struct post *post) {
+  struct post sealed = *post;
+  board_seal(&sealed);
+  if (memcmp(&sealed, post, sizeof sealed) != 0) return "the post is damaged";
+  if (post->hash != own->hash || post->ranks != own->ranks || post->rank >= own->ranks)
+    return "the post is of another communicator";
+  if (post->host != own->host) return "it is on another host";
+  if (memcmp(post->digest, own->digest, DIGEST_BYTES) != 0 || post->nccl != own->nccl)
+    return "it has another index or another NCCL";
+  if (post->refusal >= REFUSALS) return "the post is damaged";
+  if (post->refusal != AGREES) return refusals[post->refusal];
+  if (post->gpu < 0 || post->gpu >= plan->gpu_count || post->nvml < 0 ||
+      post->nvml > MAX_NVML_INDEX)
+    return "the post is damaged";
+  return NULL;
+}
+
+/* Decide from nothing but the posts and the plan, which all ranks have alike. */
+struct decision decide(const struct plan *plan, const struct post *own, const void *posts,
+                       size_t size) {
+  struct decision decision = {.graph = NULL};
+  uint64_t ranks = 0, gpus = 0;
+  size_t count = size / sizeof(struct post);
+  if (own->ranks > MAX_GPUS || count != own->ranks || size % sizeof(struct post) != 0) {
+    explain(decision.why, "%zu posts for %u ranks", count, own->ranks);
+    return decision;
+  }
+  for (size_t i = 0; i < count; i++) {
+    struct post post;
+    memcpy(&post, (const char *)posts + i * sizeof post, sizeof post);
+    const char *why = objection(plan, own, &post);
+    if (why) {
+      explain(decision.why, "rank %u: %s", post.rank, why);
+      return decision;
+    }
+    for (int gpu = 0; gpu < plan->gpu_count; gpu++)
+      if ((gpus & UINT64_C(1) << gpu) && decision.nvml[gpu] == post.nvml) gpus = UINT64_MAX;
+    if ((ranks & UINT64_C(1) << post.rank) || (gpus & UINT64_C(1) << post.gpu)) {
+      explain(decision.why, "rank %u or its GPU is there twice", post.rank);
+      return decision;
+    }
+    ranks |= UINT64_C(1) << post.rank;
+    gpus |= UINT64_C(1) << post.gpu;
+    decision.nvml[post.gpu] = post.nvml;
+  }
+  decision.agreed = true;
+  decision.graph = plan_graph(plan, gpus);
+  if (!decision.graph) explain(decision.why, "the plan has no graph file for these GPUs");
+  return decision;
+}
+
+/* Write the graph file with today's NVML indices, which a container numbers anew. */
+size_t graph_text(const struct plan *plan, const struct decision *decision, char *out,
+                  size_t room) {
+  static const char tag[] = "<gpu dev=\"0x";
+  const char *from = decision->graph->text, *end = from + decision->graph->size;
+  size_t size = 0;
+  while (from < end) {
+    const char *at = strstr(from, tag), *stop = at ? at + sizeof tag - 1 : end;
+    if (size + (size_t)(stop - from) + 4 > room) return 0;
+    memcpy(out + size, from, (size_t)(stop - from));
+    size += (size_t)(stop - from);
+    from = stop;
+    if (!at) break;
+    char *rest;
+    int nvml = (int)strtoul(from, &rest, 16);
+    for (int gpu = 0; gpu < plan->gpu_count; gpu++)
+      if (plan->gpus[gpu].nvml == nvml) {
+        size += (size_t)sprintf(out + size, "%x", (unsigned)decision->nvml[gpu]);
+        break;
+      }
+    from = rest;
+  }
+  return size;
+}
+
+/* Room for the largest graph file: each of its tags may grow by a digit. */
+static size_t graph_room(const struct plan *plan) { return plan->largest_graph * 5 / 4 + 64; }
+
+/* The communicator that a thread initialises. NCCL asks for its variables on the same thread. */
+struct member {
+  int phase;
+  int board;  /* open from the post to the decision */
+  int memory; /* the graph file as NCCL gets it: no change of files reaches it */
+  char *mapped;
+  char path[32];
+  struct post post;
+  const struct graph *graph;
+};
+static _Thread_local struct member member;
+static pthread_key_t at_thread_exit;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void drop(void *unused) {
+  (void)unused;
+  forget();
+}
+
+static void first_use(void) {
+  if (pthread_key_create(&at_thread_exit, drop) != 0) at_thread_exit = 0;
+  boards_sweep();
+}
+
+static void drop_memory(void) {
+  if (member.mapped) munmap(member.mapped, graph_room(active_plan()));
+  if (member.memory > 0) close(member.memory);
+  member.mapped = NULL;
+  member.memory = 0;
+}
+
+/* Forget the communicator; a board that was never decided on goes with its last holder. */
+void forget(void) {
+  if (member.phase == NOTHING) return;
+  if (member.phase == POSTED) board_leave(member.board, member.post.hash);
+  drop_memory();
+  member.phase = NOTHING;
+  member.graph = NULL;
+}
+
+/* Make a file in memory with all its pages, so that filling it cannot fail later. */
+static bool make_memory(const struct plan *plan) {
+  size_t room = graph_room(plan);
+  member.memory = (int)syscall(SYS_memfd_create, "tccl-graph", 1u /* MFD_CLOEXEC */);
+  if (member.memory > 0 && fallocate(member.memory, 0, 0, (off_t)room) == 0) {
+    snprintf(member.path, sizeof member.path, "/proc/self/fd/%d", member.memory);
+    void *mapped = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_SHARED, member.memory, 0);
+    member.mapped = mapped == MAP_FAILED ? NULL : mapped;
+    if (mapped != MAP_FAILED && access(member.path, R_OK) == 0) return true;
+  }
+  drop_memory();
+  return false;
+}
+
+/* Find rank and number of ranks behind netContext in struct ncclComm, where they follow the
+ * communicator's hash: {uint64_t commHash; int rank, nRanks;} in 2.28.7 to 2.30.7. No plugin is
+ * told the number of ranks before the graph is searched. Reading through /proc/self/mem cannot
+ * fault. */
+static bool find_ranks(const void *context, uint64_t hash, uint32_t *rank, uint32_t *ranks) {
+  static size_t known; /* the distance in this process's NCCL */
+  char *chunk = malloc(CHUNK + 16);
+  size_t first = __atomic_load_n(&known, __ATOMIC_RELAXED);
+  int memory = open("/proc/self/mem", O_RDONLY | O_CLOEXEC);
+  bool found = false;
+  for (int pass = first ? 0 : 1; pass < 2 && chunk && memory >= 0 && !found; pass++) {
+    size_t from = pass ? 0 : first, until = pass ? SCANNED_BYTES : first + 8;
+    for (; from < until && !found; from += CHUNK) {
+      ssize_t got = pread(memory, chunk, pass ? CHUNK + 16 : 16, (off_t)((uintptr_t)context + from));
+      if (got < 16) break;
+      for (ssize_t at = 0; at + 16 <= got && !found; at += 8) {
+        uint32_t pair[2];
+        memcpy(pair, chunk + at + 8, sizeof pair);
+        found = memcmp(chunk + at, &hash, 8) == 0 && pair[0] < pair[1];
+        if (!found) continue;
+        *rank = pair[0];
+        *ranks = pair[1];
+        __atomic_store_n(&known, from + (size_t)at, __ATOMIC_RELAXED);
+      }
+    }
+  }
+  if (memory >= 0) close(memory);
+  free(chunk);
+  return found;
+}
+
+/* Say what this rank knows: its GPU if it is the plan's, or why it refuses. */
+static void fill_post(const struct plan *plan, struct post *post, char why[MAX_REASON]) {
+  struct here here;
+  const char *other = contradiction(plan);
+  post->gpu = post->nvml = -1;
+  post->nccl = nccl_version();
+  post->host = host_identity(user_value("NCCL_HOSTID"));
+  memcpy(post->digest, plan->digest, DIGEST_BYTES);
+  if (other) {
+    post->refusal = USER_VARIABLE;
+    explain(why, "%s", other);
+    return;
+  }
+  post->refusal = OTHER_GPU;
+  if (!current_gpu(&here, why)) return;
+  for (int i = 0; i < plan->gpu_count; i++) {
+    const struct gpu *gpu = &plan->gpus[i];
+    if (gpu->bus == here.bus && (!gpu->has_uuid || memcmp(gpu->uuid, here.uuid, 16) == 0)) {
+      post->gpu = i;
+      post->nvml = here.nvml;
+      post->refusal = make_memory(plan) ? AGREES : NO_MEMORY_FILE;
+    }
+  }
+  if (post->refusal != AGREES) explain(why, "%s", refusals[post->refusal]);
+}
+
+/* A communicator begins on this thread: post its rank. */
+void watch(const struct plan *plan, void *context, uint64_t hash) {
+  char why[MAX_REASON] = "";
+  struct post post = {.hash = hash};
+  pthread_once(&once, first_use);
+  forget();
+  if (!find_ranks(context, hash, &post.rank, &post.ranks)) {
+    say("default NCCL: this NCCL does not show the number of ranks");
+    return;
+  }
+  if (post.ranks < 2 || post.ranks > (uint32_t)plan->gpu_count) return; /* alike on all ranks */
+  fill_post(plan, &post, why);
+  board_seal(&post);
+  if (why[0]) say("rank %u of %u refuses the plan: %s", post.rank, post.ranks, why);
+  member.board = board_post(&post, why);
+  if (member.board < 0) {
+    say("default NCCL on all ranks: rank %u of %u %s", post.rank, post.ranks, why);
+    drop_memory();
+    return;
+  }
+  member.post = post;
+  member.phase = POSTED;
+  if (at_thread_exit) pthread_setspecific(at_thread_exit, &member);
+}
+
+/* NCCL reads most variables once, in a process's first communicator, after its decision. Where a
+ * rank there is without the plan, no rank may have the plan's variables. */
+static int first_agreed; /* 0: no communicator yet, 1: it did, -1: it did not */
+
+bool some_rank_disagreed(void) { return __atomic_load_n(&first_agreed, __ATOMIC_RELAXED) < 0; }
+
+/* All ranks have posted: decide, and fill the file that was made before. Nothing here can fail on
+ * one rank alone. NCCL asks for the topology's dump once per communicator (`topology`), and for the
+ * P2P level before that in a process's first communicator, both behind its first allgather. */
+void conclude(bool topology) {
+  const struct plan *plan = active_plan();
+  struct post posts[MAX_GPUS + 1];
+  if (member.phase == EARLY && topology) member.phase = DECIDED;
+  else if (member.phase != POSTED && topology) forget(); /* a child that shares its parent's network */
+  if (member.phase != POSTED) return;
+  ssize_t size = pread(member.board, posts, sizeof posts, 0);
+  struct decision decision = decide(plan, &member.post, posts, size < 0 ? 0 : (size_t)size);
+  board_close(member.board, member.post.hash);
+  member.phase = topology ? DECIDED : EARLY;
+  int none = 0;
+  __atomic_compare_exchange_n(&first_agreed, &none, decision.agreed ? 1 : -1, false,
+                              __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  size_t length = 0;
+  if (decision.graph) length = graph_text(plan, &decision, member.mapped, graph_room(plan));
+  if (length > 0 && ftruncate(member.memory, (off_t)length) == 0) {
+    member.graph = decision.graph;
+    say("rank %u of %u: graph file %s of %s%s", member.post.rank, member.post.ranks,
+        decision.graph->name, plan->path, plan->simulated ? " (simulated)" : "");
+    return;
+  }
+  say("rank %u of %u: default NCCL: %s", member.post.rank, member.post.ranks, decision.why);
+  forget();
+}
+
+const char *chosen_graph_file(void) { return member.graph ? member.path : NULL; }
+
+const char *chosen_variable(const char *name) {
+  if (!member.graph) return NULL;
+  return strcmp(name, "NCCL_ALGO") == 0 ? member.graph->algo : member.graph->proto;
+}

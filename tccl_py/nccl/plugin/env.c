@@ -1,0 +1,192 @@
+/* The environment half: answers of the plan where the user has none. */
+#define _GNU_SOURCE
+#include "plugin.h"
+
+#include <dlfcn.h>
+#include <limits.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <unistd.h>
+
+OLD_SYMBOL(dlopen);
+OLD_SYMBOL(dlsym);
+OLD_SYMBOL(dladdr);
+OLD_SYMBOL(pthread_once);
+
+enum { SUCCESS = 0, LOG_INFO = 3, LOG_INIT = 0x1, MAX_LIBRARY_NAME = 254 };
+/* NCCL versions whose order of calls and struct ncclComm this plugin knows. */
+enum { FIRST_NCCL = 22807, LAST_NCCL = 23099 };
+
+typedef void (*logger_t)(int level, unsigned long flags, const char *file, int line,
+                         const char *format, ...);
+struct environment {
+  const char *name;
+  int (*init)(uint8_t, uint8_t, uint8_t, const char *, logger_t); /* version 1: no logger */
+  int (*finalize)(void);
+  const char *(*get)(const char *);
+};
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static struct plan *plan;
+static struct environment *next;   /* somebody else's environment plugin, behind this one */
+static char *networks;             /* the answer for NCCL_NET_PLUGIN */
+static uint32_t version;
+static logger_t logger;
+static bool debug;
+
+const struct plan *active_plan(void) { return plan; }
+uint32_t nccl_version(void) { return version; }
+void set_logger(void *function) { *(void **)&logger = function; }
+
+const char *user_value(const char *name) { return next ? next->get(name) : getenv(name); }
+
+/* Write a line to NCCL's log, and with TCCL_DEBUG=1 to stderr. */
+void say(const char *format, ...) {
+  char text[1024];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  logger_t log = logger;
+  if (log) log(LOG_INFO, LOG_INIT, "tccl", 0, "tccl: %s", text);
+  if (debug) dprintf(STDERR_FILENO, "tccl[%d]: %s\n", (int)getpid(), text);
+}
+
+static bool enabled(const char *name) {
+  const char *value = getenv(name);
+  return value && value[0] != '\0' && strcmp(value, "0") != 0;
+}
+
+/* Return the user's variable that contradicts the plan, or NULL. */
+const char *contradiction(const struct plan *of) {
+  /* Communicators of NCCL_COMM_ID have the same hash in every job. */
+  static const char *const always[] = {"NCCL_GRAPH_FILE", "NCCL_COMM_ID"};
+  for (size_t i = 0; i < sizeof always / sizeof *always; i++)
+    if (user_value(always[i])) return always[i];
+  for (int i = 0; i < of->forbid.count; i++)
+    if (user_value(of->forbid.items[i].name)) return of->forbid.items[i].name;
+  for (int i = 0; i < of->must.count; i++) {
+    const char *value = user_value(of->must.items[i].name);
+    if (value && strcasecmp(value, of->must.items[i].value) != 0) return of->must.items[i].name;
+  }
+  return NULL;
+}
+
+/* Put this library in front of the networks that NCCL would try. */
+static bool list_networks(char why[MAX_REASON]) {
+  Dl_info info;
+  char own[PATH_MAX];
+  const char *others = user_value("NCCL_NET_PLUGIN");
+  if (!others) others = "libnccl-net.so";
+  else if (strcasecmp(others, "none") == 0) others = "";
+  if (dladdr(&once, &info) == 0 || !realpath(info.dli_fname, own))
+    return explain(why, "the plugin does not find its own file");
+  if (strlen(own) > MAX_LIBRARY_NAME || strchr(own, ','))
+    return explain(why, "NCCL cannot open %.120s: a comma, or too long", own);
+  return asprintf(&networks, "%s%s%s", own, others[0] ? "," : "", others) > 0 ||
+         explain(why, "no memory");
+}
+
+static bool fits(const struct plan *found, char why[MAX_REASON]) {
+  int major = (int)(version / 10000), minor = (int)(version / 100 % 100);
+  if (found->nccl_major >= 0 && (found->nccl_major != major || found->nccl_minor != minor))
+    return explain(why, "the plan is for NCCL %d.%d", found->nccl_major, found->nccl_minor);
+  if ((version < FIRST_NCCL || version > LAST_NCCL) && !enabled("TCCL_ANY_NCCL"))
+    return explain(why, "this plugin does not know NCCL %d.%d", major, minor);
+  return host_matches(found, why) && (found->graph_count == 0 || list_networks(why));
+}
+
+static void load(void) {
+  char why[MAX_REASON] = "";
+  const char *index = getenv("TCCL_INDEX");
+  if (enabled("TCCL_DISABLE")) {
+    say("default NCCL: TCCL_DISABLE is set");
+    return;
+  }
+  char *path = index ? strdup(index) : NULL; /* the environment may change */
+  struct plan *found = path ? plan_load(path, why) : NULL;
+  if (found && !fits(found, why)) {
+    plan_free(found);
+    found = NULL;
+  }
+  if (!found) free(path);
+  __atomic_store_n(&plan, found, __ATOMIC_RELEASE);
+  if (!found) say("default NCCL: %s", index ? why : "TCCL_INDEX is not set");
+  else say("plan %s: %d graph files%s", found->path, found->graph_count,
+           found->simulated ? ", simulated" : "");
+}
+
+/* Load the environment plugin that TCCL_ENV_PLUGIN_NEXT names. */
+static void load_next(const uint8_t nccl[3], const char *suffix, logger_t log, int api) {
+  const char *path = getenv("TCCL_ENV_PLUGIN_NEXT");
+  void *library = path && path[0] ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
+  struct environment *found = NULL;
+  if (!path || !path[0] || next) return;
+  if (library && api == 2) found = dlsym(library, "ncclEnvPlugin_v2");
+  if (library && !found) found = dlsym(library, "ncclEnvPlugin_v1");
+  if (found && dlsym(library, "tccl_plugin") == NULL &&
+      found->init(nccl[0], nccl[1], nccl[2], suffix, log) == SUCCESS)
+    next = found;
+  else
+    say("TCCL_ENV_PLUGIN_NEXT=%s: no environment plugin that starts", path);
+}
+
+static int start(const uint8_t nccl[3], const char *suffix, logger_t log, int api) {
+  if (log) set_logger((void *)log);
+  debug = enabled("TCCL_DEBUG");
+  version = nccl[0] * 10000u + nccl[1] * 100u + nccl[2];
+  load_next(nccl, suffix, log, api);
+  pthread_once(&once, load);
+  return SUCCESS; /* a failure would fail every later call of NCCL */
+}
+
+static int init_v1(uint8_t major, uint8_t minor, uint8_t patch, const char *suffix, logger_t none) {
+  (void)none;
+  return start((uint8_t[]){major, minor, patch}, suffix, NULL, 1);
+}
+
+static int init_v2(uint8_t major, uint8_t minor, uint8_t patch, const char *suffix, logger_t log) {
+  return start((uint8_t[]){major, minor, patch}, suffix, log, 2);
+}
+
+/* At exit, while NCCL's threads may still ask: everything stays as it is. */
+static int finalize(void) {
+  if (networks) boards_sweep();
+  return next ? next->finalize() : SUCCESS;
+}
+
+static const char *get(const char *name) {
+  const char *value = user_value(name);
+  if (!plan) return value;
+  /* A communicator begins: one that failed before it was decided on counts no more. */
+  if (strcmp(name, "NCCL_NET") == 0) {
+    forget();
+    if (networks) name_network(value ? value : "tccl");
+    return value;
+  }
+  if (strcmp(name, "NCCL_NET_PLUGIN") == 0) return networks ? networks : value;
+  if (strcmp(name, "NCCL_TOPO_DUMP_FILE") == 0) {
+    conclude(true);
+    return value;
+  }
+  if (strcmp(name, "NCCL_P2P_DISABLE") == 0) conclude(false);
+  if (strcmp(name, "NCCL_GRAPH_FILE") == 0) return value ? value : chosen_graph_file();
+  const char *answer = NULL;
+  if (strcmp(name, "NCCL_PROTO") == 0) answer = chosen_variable(name);
+  if (strcmp(name, "NCCL_ALGO") == 0) {
+    answer = chosen_variable(name);
+    forget(); /* the last question of a communicator (graph/tuning.cc) */
+  }
+  if (value) return value;
+  if (!answer && !some_rank_disagreed() && !contradiction(plan))
+    answer = variable_of(&plan->set, name);
+  return answer;
+}
+
+EXPORT const int tccl_plugin = 1;
+EXPORT struct environment ncclEnvPlugin_v1 = {"tccl", init_v1, finalize, get};
+EXPORT struct environment ncclEnvPlugin_v2 = {"tccl", init_v2, finalize, get};

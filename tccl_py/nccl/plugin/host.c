@@ -1,0 +1,133 @@
+/* The host, its driver, and the GPU of this thread. */
+#define _GNU_SOURCE
+#include "plugin.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+OLD_SYMBOL(dlopen);
+OLD_SYMBOL(dlsym);
+OLD_SYMBOL(dlclose);
+
+/* Return the driver's major version: `NVRM version: ... Module  580.95.05  Release ...`. */
+static int driver_major(void) {
+  char line[512];
+  if (!read_line("/proc/driver/nvidia/version", line, sizeof line)) return -1;
+  for (char *save, *word = strtok_r(line, " \t", &save); word; word = strtok_r(NULL, " \t", &save)) {
+    char *end;
+    long major = strtol(word, &end, 10);
+    if (end - word >= 3 && *end == '.' && major < 10000) return (int)major;
+  }
+  return -1;
+}
+
+/* Count the NUMA nodes with CPUs in a list such as `0-1,4`. */
+static int numa_nodes(void) {
+  char line[512];
+  int count = 0;
+  if (!read_line("/sys/devices/system/node/has_cpu", line, sizeof line)) return 0;
+  for (char *save, *part = strtok_r(line, ",", &save); part; part = strtok_r(NULL, ",", &save)) {
+    int first, last, fields = sscanf(part, "%d-%d", &first, &last);
+    count += fields == 2 ? last - first + 1 : fields == 1;
+  }
+  return count;
+}
+
+/* Check the UUIDs of the plan's GPUs that the driver shows; -1: another GPU, else how many. */
+static int known_uuids(const struct plan *plan) {
+  int known = 0;
+  for (int i = 0; i < plan->gpu_count; i++) {
+    const struct gpu *gpu = &plan->gpus[i];
+    char path[96], text[64], *at = text;
+    unsigned bus = (unsigned)gpu->bus & 0xffffff;
+    snprintf(path, sizeof path, "/proc/driver/nvidia/gpus/%04x:%02x:%02x.%x/information",
+             (unsigned)(gpu->bus >> 24), bus >> 16, bus >> 8 & 0xff, bus & 0xff);
+    FILE *file = gpu->has_uuid ? fopen(path, "re") : NULL;
+    if (!file) continue;
+    char line[256], expected[64];
+    for (int byte = 0; byte < 16; byte++)
+      at += sprintf(at, "%s%02x", byte >= 4 && byte <= 10 && byte % 2 == 0 ? "-" : "",
+                    gpu->uuid[byte]);
+    while (fgets(line, sizeof line, file))
+      /* A GPU that nobody uses may show question marks. */
+      if (sscanf(line, "GPU UUID: GPU-%60[0-9a-f-]", expected) == 1 && strlen(expected) == 36) {
+        if (strcmp(expected, text) != 0) known = -1;
+        else if (known >= 0) known++;
+      }
+    fclose(file);
+    if (known < 0) break;
+  }
+  return known;
+}
+
+/* Check that the plan was made for this host. */
+bool host_matches(const struct plan *plan, char why[MAX_REASON]) {
+  int driver = plan->driver < 0 ? -1 : driver_major(), numa = plan->numa < 0 ? -1 : numa_nodes();
+  if (driver != plan->driver)
+    return explain(why, "the plan is for driver %d, not %d", plan->driver, driver);
+  if (numa != plan->numa)
+    return explain(why, "the plan is for %d NUMA nodes, not %d", plan->numa, numa);
+  if (plan->gpus[0].has_uuid && known_uuids(plan) <= 0)
+    return explain(why, "the plan is for other GPUs");
+  return true;
+}
+
+/* Return NCCL's notion of a host: NCCL_HOSTID, or the name of the host and its boot id. */
+uint64_t host_identity(const char *nccl_hostid) {
+  char text[1024] = "";
+  if (nccl_hostid) return hash_of(nccl_hostid, strlen(nccl_hostid));
+  if (gethostname(text, 512) != 0) text[0] = '\0';
+  text[511] = '\0';
+  size_t length = strlen(text);
+  if (!read_line("/proc/sys/kernel/random/boot_id", text + length, sizeof text - length))
+    text[length] = '\0';
+  return hash_of(text, strlen(text));
+}
+
+static void *symbol(void *library, const char *name, const char *older) {
+  void *found = dlsym(library, name);
+  return found ? found : dlsym(library, older);
+}
+
+/* Return the NVML index of the GPU; -1 where NVML does not say. NCCL too keeps NVML open. */
+static int nvml_index(const char *bus) {
+  void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL), *device;
+  unsigned index;
+  if (!library) return -1;
+  int (*init)(void), (*by_bus)(const char *, void **), (*index_of)(void *, unsigned *);
+  *(void **)&init = symbol(library, "nvmlInit_v2", "nvmlInit");
+  *(void **)&by_bus =
+      symbol(library, "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetHandleByPciBusId");
+  *(void **)&index_of = dlsym(library, "nvmlDeviceGetIndex");
+  static int state; /* 0: not yet initialised, 1: initialised */
+  if (!init || !by_bus || !index_of) return -1;
+  if (!__atomic_load_n(&state, __ATOMIC_ACQUIRE)) {
+    if (init() != 0) return -1;
+    __atomic_store_n(&state, 1, __ATOMIC_RELEASE);
+  }
+  return by_bus(bus, &device) == 0 && index_of(device, &index) == 0 && index <= MAX_NVML_INDEX
+             ? (int)index
+             : -1;
+}
+
+/* Identify the GPU of this thread's CUDA context, through the libcuda that NCCL has loaded. */
+bool current_gpu(struct here *here, char why[MAX_REASON]) {
+  void *library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  int device, (*current)(int *), (*bus_of)(char *, int, int), (*uuid_of)(void *, int);
+  char bus[32] = "";
+  if (!library) return explain(why, "libcuda.so.1 is not loaded");
+  *(void **)&current = dlsym(library, "cuCtxGetDevice");
+  *(void **)&bus_of = dlsym(library, "cuDeviceGetPCIBusId");
+  /* The second version answers with the UUID of a MIG instance, which is no GPU of a plan. */
+  *(void **)&uuid_of = symbol(library, "cuDeviceGetUuid_v2", "cuDeviceGetUuid");
+  bool found = current && bus_of && uuid_of && current(&device) == 0 &&
+               bus_of(bus, sizeof bus, device) == 0 && parse_bus(bus, &here->bus) &&
+               uuid_of(here->uuid, device) == 0;
+  dlclose(library);
+  if (!found) return explain(why, "CUDA does not say which GPU this thread uses");
+  here->nvml = nvml_index(bus);
+  return here->nvml >= 0 || explain(why, "NVML does not know GPU %s", bus);
+}

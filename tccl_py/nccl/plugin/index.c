@@ -1,0 +1,274 @@
+/* The index of a plan: read whole, checked whole. index.py writes it and documents its grammar. */
+#define _GNU_SOURCE
+#include "plugin.h"
+
+#include <ctype.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { MAX_FIELDS = 8 };
+
+struct reader {
+  char *at; /* start of the next line */
+  int line;
+  int count; /* fields of this line */
+  char *fields[MAX_FIELDS];
+};
+
+/* Split the next line into fields, which a single space separates. */
+static bool next_line(struct reader *reader) {
+  char *end = strchr(reader->at, '\n');
+  reader->line++;
+  reader->count = 0;
+  if (!end) return false;
+  *end = '\0';
+  for (char *field = reader->at; field;) {
+    if (reader->count == MAX_FIELDS || *field == '\0' || *field == ' ') return false;
+    reader->fields[reader->count++] = field;
+    field = strchr(field, ' ');
+    if (field) *field++ = '\0';
+  }
+  for (const char *c = reader->at; c < end; c++)
+    if (*c != '\0' && (*c <= ' ' || *c > '~')) return false;
+  reader->at = end + 1;
+  return true;
+}
+
+static bool is(const struct reader *reader, const char *word, int fields) {
+  return reader->count == fields && strcmp(reader->fields[0], word) == 0;
+}
+
+/* Read a decimal number without sign or leading zeros, up to `end`. */
+static const char *number(const char *text, int limit, int *out) {
+  if (!isdigit((unsigned char)*text) || (text[0] == '0' && isdigit((unsigned char)text[1])))
+    return NULL;
+  for (*out = 0; isdigit((unsigned char)*text); text++)
+    if ((*out = *out * 10 + (*text - '0')) > limit) return NULL;
+  return text;
+}
+
+static bool whole_number(const char *text, int limit, int *out) {
+  *out = -1;
+  if (strcmp(text, "-") == 0) return true;
+  const char *end = number(text, limit, out);
+  return end && *end == '\0';
+}
+
+bool parse_bus(const char *text, uint64_t *bus) {
+  unsigned part[4];
+  char rest;
+  if (strlen(text) > 16 || strspn(text, "0123456789abcdefABCDEF:.") != strlen(text) ||
+      sscanf(text, "%8x:%2x:%2x.%1x%c", &part[0], &part[1], &part[2], &part[3], &rest) != 4)
+    return false;
+  *bus = (uint64_t)part[0] << 24 | part[1] << 16 | part[2] << 8 | part[3];
+  return true;
+}
+
+/* Read `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as nvidia-smi writes it. */
+static bool parse_uuid(const char *text, uint8_t uuid[16]) {
+  if (strlen(text) != 40 || strncmp(text, "GPU-", 4) != 0) return false;
+  text += 4;
+  for (int i = 0; i < 16; i++, text += 2) {
+    if (i == 4 || i == 6 || i == 8 || i == 10)
+      if (*text++ != '-') return false;
+    if (!isxdigit((unsigned char)text[0]) || !isxdigit((unsigned char)text[1])) return false;
+    uuid[i] = (uint8_t)strtoul((char[]){text[0], text[1], '\0'}, NULL, 16);
+  }
+  return true;
+}
+
+static bool parse_gpu(struct plan *plan, char **fields) {
+  if (plan->gpu_count == MAX_GPUS) return false;
+  struct gpu *gpu = &plan->gpus[plan->gpu_count];
+  if (!whole_number(fields[1], MAX_NVML_INDEX, &gpu->nvml) || gpu->nvml < 0) return false;
+  if (!parse_bus(fields[2], &gpu->bus)) return false;
+  gpu->has_uuid = strcmp(fields[3], "-") != 0;
+  if (gpu->has_uuid && !parse_uuid(fields[3], gpu->uuid)) return false;
+  for (int i = 0; i < plan->gpu_count; i++)
+    if (plan->gpus[i].nvml >= gpu->nvml || plan->gpus[i].bus == gpu->bus) return false;
+  plan->gpu_count++;
+  return true;
+}
+
+/* Add a variable. Those that decide how the plugin works cannot be set by a plan. */
+static bool parse_variable(struct variables *to, const char *name, const char *value, bool set) {
+  static const char *const own[] = {"NCCL_GRAPH_FILE", "NCCL_ENV_PLUGIN",     "NCCL_NET_PLUGIN",
+                                    "NCCL_NET",        "NCCL_TOPO_DUMP_FILE", "NCCL_COMM_ID",
+                                    "NCCL_HOSTID",     "NCCL_CONF_FILE"};
+  static const char allowed[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_";
+  if (strncmp(name, "NCCL_", 5) != 0 || strlen(name) > 64 || name[strspn(name, allowed)] != '\0')
+    return false;
+  for (size_t i = 0; set && i < sizeof own / sizeof *own; i++)
+    if (strcmp(name, own[i]) == 0) return false;
+  for (int i = 0; i < to->count; i++)
+    if (strcmp(to->items[i].name, name) == 0) return false;
+  if (to->count == MAX_VARIABLES) return false;
+  to->items[to->count++] = (struct variable){name, value};
+  return true;
+}
+
+/* Read `0,2,5`: ascending NVML indices of the plan's GPUs. */
+static bool parse_gpus(const struct plan *plan, const char *text, uint64_t *gpus) {
+  int last = -1, nvml;
+  *gpus = 0;
+  for (;; text++) {
+    int found = -1;
+    text = number(text, MAX_NVML_INDEX, &nvml);
+    if (!text || nvml <= last) return false;
+    for (int i = 0; i < plan->gpu_count; i++)
+      if (plan->gpus[i].nvml == nvml) found = i;
+    if (found < 0) return false;
+    *gpus |= UINT64_C(1) << found;
+    last = nvml;
+    if (*text != ',') return *text == '\0' && (*gpus & (*gpus - 1));
+  }
+}
+
+/* Check that a graph file names all GPUs of its set and no other GPU. */
+static bool names_its_gpus(const struct plan *plan, const struct graph *graph) {
+  static const char tag[] = "<gpu dev=\"0x";
+  uint64_t named = 0;
+  for (const char *at = graph->text; (at = strstr(at, tag));) {
+    char *end;
+    at += sizeof tag - 1;
+    unsigned long nvml = isxdigit((unsigned char)*at) ? strtoul(at, &end, 16) : MAX_NVML_INDEX + 1;
+    uint64_t bit = 0;
+    for (int i = 0; i < plan->gpu_count; i++)
+      if ((unsigned long)plan->gpus[i].nvml == nvml) bit = UINT64_C(1) << i;
+    if (!(bit & graph->gpus) || *end != '"') return false;
+    named |= bit;
+  }
+  return named == graph->gpus && strlen(graph->text) == graph->size;
+}
+
+/* Read a set's graph file, now: what NCCL gets later does not depend on files any more. */
+static bool read_graph(struct plan *plan, struct graph *graph, const char *hex, char *why) {
+  uint8_t wanted[DIGEST_BYTES], found[DIGEST_BYTES];
+  if (graph->name[0] == '/' || !digest_from_hex(hex, wanted)) return false;
+  graph->text = read_trusted(plan->folder, graph->name, MAX_GRAPH_BYTES, &graph->size, why);
+  if (!graph->text) return false;
+  digest_of(graph->text, graph->size, found);
+  if (memcmp(wanted, found, DIGEST_BYTES) != 0 || !names_its_gpus(plan, graph))
+    return explain(why, "%.200s is not the file of the index", graph->name);
+  if (graph->size > plan->largest_graph) plan->largest_graph = graph->size;
+  return true;
+}
+
+static bool parse_set(struct plan *plan, struct reader *reader, char *why) {
+  if (plan->graph_count == MAX_SETS) return false;
+  struct graph *graph = &plan->graphs[plan->graph_count];
+  memset(graph, 0, sizeof *graph);
+  if (!parse_gpus(plan, reader->fields[1], &graph->gpus)) return false;
+  if (plan->graph_count > 0 && graph[-1].gpus >= graph->gpus) return false;
+  graph->name = reader->fields[2];
+  for (int i = 4; i < reader->count; i++) {
+    char *value = strchr(reader->fields[i], '=');
+    if (!value || value[1] == '\0') return false;
+    *value++ = '\0';
+    bool algo = strcmp(reader->fields[i], "NCCL_ALGO") == 0;
+    if (!algo && strcmp(reader->fields[i], "NCCL_PROTO") != 0) return false;
+    *(algo ? &graph->algo : &graph->proto) = value;
+  }
+  plan->graph_count++; /* counted before it is read, so that plan_free finds its text */
+  return read_graph(plan, graph, reader->fields[3], why);
+}
+
+static bool parse_head(struct plan *plan, struct reader *reader) {
+  if (!next_line(reader) || !is(reader, "provenance", 2)) return false;
+  plan->simulated = strcmp(reader->fields[1], "simulated") == 0;
+  if (!plan->simulated && strcmp(reader->fields[1], "measured") != 0) return false;
+  if (!next_line(reader) || !is(reader, "nccl", 2)) return false;
+  plan->nccl_major = plan->nccl_minor = -1;
+  if (strcmp(reader->fields[1], "-") != 0) {
+    const char *rest = number(reader->fields[1], 99, &plan->nccl_major);
+    if (!rest || *rest != '.' || !whole_number(rest + 1, 99, &plan->nccl_minor)) return false;
+  }
+  return next_line(reader) && is(reader, "driver", 2) &&
+         whole_number(reader->fields[1], 9999, &plan->driver) && next_line(reader) &&
+         is(reader, "numa", 2) && whole_number(reader->fields[1], 1024, &plan->numa);
+}
+
+/* Read the lines behind the head; their kinds come in this order. */
+static bool parse_body(struct plan *plan, struct reader *reader, char *why) {
+  int kind = 0;
+  while (next_line(reader)) {
+    int before = kind;
+    char **fields = reader->fields;
+    if (is(reader, "gpu", 4)) kind = 1;
+    else if (is(reader, "variable", 3)) kind = 2;
+    else if (is(reader, "must", 3)) kind = 3;
+    else if (is(reader, "forbid", 2)) kind = 4;
+    else if (reader->count >= 4 && strcmp(fields[0], "set") == 0) kind = 5;
+    else return is(reader, "end", 1) && *reader->at == '\0' && plan->gpu_count > 0;
+    if (kind < before) return false;
+    if (kind == 1 ? !parse_gpu(plan, fields)
+        : kind == 2 ? !parse_variable(&plan->set, fields[1], fields[2], true)
+        : kind == 3 ? !parse_variable(&plan->must, fields[1], fields[2], false)
+        : kind == 4 ? !parse_variable(&plan->forbid, fields[1], NULL, false)
+                    : !parse_set(plan, reader, why))
+      return false;
+  }
+  return false;
+}
+
+/* Check an index against its digest, then read it. */
+static bool parse_index(struct plan *plan, size_t size, char why[MAX_REASON]) {
+  struct reader reader = {.at = plan->data};
+  uint8_t found[DIGEST_BYTES];
+  if (strlen(plan->data) != size || !next_line(&reader) || !is(&reader, "tccl-index", 2) ||
+      strcmp(reader.fields[1], "1") != 0 || !next_line(&reader) || !is(&reader, "digest", 2) ||
+      !digest_from_hex(reader.fields[1], plan->digest))
+    return explain(why, "%.200s is no index that this plugin reads", plan->path);
+  digest_of(reader.at, size - (size_t)(reader.at - plan->data), found);
+  if (memcmp(found, plan->digest, DIGEST_BYTES) != 0)
+    return explain(why, "%.200s has another digest than it says", plan->path);
+  why[0] = '\0';
+  if (parse_head(plan, &reader) && parse_body(plan, &reader, why)) return true;
+  return why[0] ? false : explain(why, "%.200s: line %d is wrong", plan->path, reader.line);
+}
+
+/* Return the plan of an index, which keeps the path, or NULL and why not. */
+struct plan *plan_load(char *path, char why[MAX_REASON]) {
+  char *slash = strrchr(path, '/');
+  size_t size;
+  if (path[0] != '/') return explain(why, "%.200s is no absolute path", path), NULL;
+  struct plan *plan = calloc(1, sizeof *plan);
+  if (!plan || !(plan->graphs = calloc(MAX_SETS, sizeof *plan->graphs)))
+    return free(plan), (void)explain(why, "no memory"), NULL;
+  plan->path = path;
+  *slash = '\0';
+  plan->folder = open_trusted(-1, path, true, why);
+  *slash = '/';
+  if (plan->folder >= 0)
+    plan->data = read_trusted(plan->folder, slash + 1, MAX_INDEX_BYTES, &size, why);
+  bool good = plan->data && parse_index(plan, size, why);
+  if (plan->folder >= 0) close(plan->folder);
+  if (good) return plan;
+  plan_free(plan);
+  return NULL;
+}
+
+void plan_free(struct plan *plan) {
+  for (int i = 0; plan && i < plan->graph_count; i++) free((void *)(uintptr_t)plan->graphs[i].text);
+  if (plan) free(plan->graphs);
+  if (plan) free(plan->data);
+  free(plan);
+}
+
+const struct graph *plan_graph(const struct plan *plan, uint64_t gpus) {
+  int low = 0, high = plan->graph_count;
+  while (low < high) {
+    int middle = (low + high) / 2;
+    if (plan->graphs[middle].gpus < gpus) low = middle + 1;
+    else high = middle;
+  }
+  return low < plan->graph_count && plan->graphs[low].gpus == gpus ? &plan->graphs[low] : NULL;
+}
+
+const char *variable_of(const struct variables *variables, const char *name) {
+  for (int i = 0; i < variables->count; i++)
+    if (strcmp(variables->items[i].name, name) == 0) return variables->items[i].value;
+  return NULL;
+}

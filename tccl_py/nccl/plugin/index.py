@@ -1,0 +1,166 @@
+"""The index of a plan for the NCCL plugin: one text file, `nccl/plugin.index` of a plan.
+
+The plugin reads the file whole and checks all of it before use (index.c). Lines end with a newline,
+a single space separates fields, and kinds of lines come in this order:
+
+    index     = "tccl-index 1" digest provenance nccl driver numa
+                gpu+ variable* must* forbid* set* "end"
+    digest    = "digest" HEX              BLAKE2b-256 of all bytes after this line
+    provenance = "provenance" ("measured" | "simulated")
+    nccl      = "nccl" (MAJOR.MINOR | "-")    NCCL of the rates; - is any known version
+    driver    = "driver" (MAJOR | "-")        NVIDIA driver, of /proc/driver/nvidia/version
+    numa      = "numa" (COUNT | "-")          NUMA nodes with CPUs
+    gpu       = "gpu" NVML BUS (UUID | "-")   NVML index, ascending; bus id 0000:01:00.0; GPU-...
+    variable  = "variable" NAME VALUE     answered for every communicator, unless the user set NAME
+    must      = "must" NAME VALUE         another value of the user means default NCCL everywhere
+    forbid    = "forbid" NAME             any value of the user means default NCCL everywhere
+    set       = "set" NVML,NVML... FILE HEX [NCCL_ALGO=VALUE] [NCCL_PROTO=VALUE]
+                                          a graph file for communicators over exactly these GPUs,
+                                          relative to the index, and its BLAKE2b-256
+
+Sets are in ascending order of their bit masks (bit i is the index's gpu i). Neither the index nor a
+graph file may be a link, and only root and the caller may be able to write them and the folders
+above them. The plugin reads the graph files once, with the index, and hands NCCL a copy in memory:
+a file that changes later changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from hashlib import blake2b
+
+import msgspec
+
+from tccl_py.errors import InputError
+
+INDEX_FILE = "plugin.index"
+INDEX_VARIABLE = "TCCL_INDEX"
+MAX_GPUS, MAX_VARIABLES, MAX_SETS = 64, 64, 4096
+MAX_INDEX_BYTES, MAX_GRAPH_BYTES = 1 << 20, 1 << 18
+PER_COMMUNICATOR = ("NCCL_ALGO", "NCCL_PROTO")
+"""Variables that NCCL reads anew for every communicator (graph/tuning.cc of 2.28.9)."""
+OWN_VARIABLES = (
+    "NCCL_GRAPH_FILE",
+    "NCCL_ENV_PLUGIN",
+    "NCCL_NET_PLUGIN",
+    "NCCL_NET",
+    "NCCL_TOPO_DUMP_FILE",
+    "NCCL_COMM_ID",
+    "NCCL_HOSTID",
+    "NCCL_CONF_FILE",
+)
+"""Variables by which the plugin works; no plan sets them."""
+_NAME = re.compile(r"NCCL_[A-Z0-9_]{1,59}")
+_VALUE = re.compile(r"[!-~]+")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
+_BUS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
+_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+class IndexedGpu(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU of a plan: NVML index, bus id, and UUID ("" in simulated plans)."""
+
+    nvml: int
+    bus_id: str
+    uuid: str = ""
+
+
+class IndexedSet(msgspec.Struct, frozen=True, kw_only=True):
+    """A graph file and the GPUs (NVML indices) of its communicators."""
+
+    gpus: tuple[int, ...]
+    file: str
+    text: bytes
+    variables: Mapping[str, str] = {}
+
+
+class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the plugin needs from a plan; None and "" are not known.
+
+    `must` and `forbid` name variables of users under which the plan does not hold.
+    """
+
+    simulated: bool
+    gpus: tuple[IndexedGpu, ...]
+    sets: tuple[IndexedSet, ...] = ()
+    variables: Mapping[str, str] = {}
+    must: Mapping[str, str] = {}
+    forbid: tuple[str, ...] = ()
+    nccl: str = ""
+    driver: int | None = None
+    numa: int | None = None
+
+    def encode(self) -> bytes:
+        """Return the bytes of the index.
+
+        Raises:
+            InputError: names, values or numbers that the plugin would not read.
+        """
+        self._check()
+        place = {gpu.nvml: 1 << number for number, gpu in enumerate(self.gpus)}
+        lines = [
+            f"provenance {'simulated' if self.simulated else 'measured'}",
+            f"nccl {self.nccl or '-'}",
+            f"driver {'-' if self.driver is None else self.driver}",
+            f"numa {'-' if self.numa is None else self.numa}",
+            *(f"gpu {gpu.nvml} {gpu.bus_id} {gpu.uuid or '-'}" for gpu in self.gpus),
+            *(f"variable {name} {value}" for name, value in self.variables.items()),
+            *(f"must {name} {value}" for name, value in self.must.items()),
+            *(f"forbid {name}" for name in self.forbid),
+        ]
+        for found in sorted(self.sets, key=lambda found: sum(place[gpu] for gpu in found.gpus)):
+            gpus = ",".join(str(gpu) for gpu in sorted(found.gpus))
+            own = "".join(f" {name}={value}" for name, value in found.variables.items())
+            lines.append(f"set {gpus} {found.file} {digest(found.text)}{own}")
+        body = "".join(f"{line}\n" for line in (*lines, "end")).encode("ascii")
+        encoded = b"tccl-index 1\ndigest %s\n%s" % (digest(body).encode(), body)
+        _require(len(encoded) <= MAX_INDEX_BYTES, "is too large", f"{MAX_INDEX_BYTES} bytes")
+        return encoded
+
+    def _check(self) -> None:
+        indices = [gpu.nvml for gpu in self.gpus]
+        _require(0 < len(indices) <= MAX_GPUS, f"has {len(indices)} GPUs", f"1 to {MAX_GPUS}")
+        _require(indices == sorted(set(indices)), "has GPUs out of order", "ascending NVML indices")
+        for gpu in self.gpus:
+            _match(_BUS, gpu.bus_id, "a bus id such as 0000:01:00.0")
+            if gpu.uuid:
+                _match(_UUID, gpu.uuid, "a GPU's UUID, not a MIG instance's")
+        for name in (*self.variables, *self.must, *self.forbid):
+            _match(_NAME, name, "a variable of NCCL")
+        for value in (*self.variables.values(), *self.must.values()):
+            _match(_VALUE, value, "a value without spaces")
+        for kind in (self.variables, self.must, self.forbid):
+            _require(len(kind) <= MAX_VARIABLES, "has many variables", f"{MAX_VARIABLES} of a kind")
+        for name in OWN_VARIABLES:
+            _require(name not in self.variables, f"sets {name}", "the plugin answers it")
+        _require(len(self.sets) <= MAX_SETS, f"has {len(self.sets)} sets", f"{MAX_SETS}")
+        masks = {frozenset(found.gpus) for found in self.sets}
+        _require(len(masks) == len(self.sets), "has a set twice", "one graph file for a set")
+        for found in self.sets:
+            _check_set(found, frozenset(indices))
+
+
+def _check_set(found: IndexedSet, gpus: frozenset[int]) -> None:
+    _require(len(set(found.gpus)) == len(found.gpus) > 1, "has a set of one GPU", "two or more")
+    _require(set(found.gpus) <= gpus, "has a set with another GPU", "GPUs of the plan")
+    _match(_FILE, found.file, "a relative path of plain names")
+    _require(len(found.text) <= MAX_GRAPH_BYTES, f"{found.file} is too large", "256 KiB")
+    for name, value in found.variables.items():
+        right = f"one of {', '.join(PER_COMMUNICATOR)}"
+        _require(name in PER_COMMUNICATOR, f"sets {name} for one communicator", right)
+        _match(_VALUE, value, "a value without spaces")
+
+
+def _match(form: re.Pattern[str], text: str, right: str) -> None:
+    _require(form.fullmatch(text) is not None, f"has {text[:60]!r}", right)
+
+
+def _require(good: bool, what: str, right: str) -> None:
+    if not good:
+        raise InputError(INDEX_FILE, what, right)
+
+
+def digest(data: bytes) -> str:
+    """Return the BLAKE2b-256 of some bytes, as hexadecimal digits."""
+    return blake2b(data, digest_size=32).hexdigest()

@@ -1,0 +1,153 @@
+/* The tccl plugin for NCCL: declarations shared by its sources.
+ *
+ * A communicator gets the graph file of exactly its GPUs, or default NCCL:
+ *   1. NCCL initialises the network half on each rank (net.c), which posts the rank's GPU (board.c).
+ *   2. NCCL's allgather of peer information is the barrier.
+ *   3. NCCL asks the environment half for NCCL_TOPO_DUMP_FILE (env.c): all ranks read the same posts
+ *      and decide alike (decide.c).
+ *   4. NCCL asks for NCCL_GRAPH_FILE, on the same thread.
+ */
+#ifndef TCCL_PLUGIN_H
+#define TCCL_PLUGIN_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/stat.h>
+
+enum {
+  DIGEST_BYTES = 32,
+  MAX_GPUS = 64,
+  MAX_VARIABLES = 64,
+  MAX_SETS = 4096,
+  MAX_INDEX_BYTES = 1 << 20,
+  MAX_GRAPH_BYTES = 1 << 18,
+  MAX_NVML_INDEX = 255,
+  MAX_REASON = 256,
+};
+
+/* digest.c: BLAKE2b (RFC 7693) with 256 bits and no key. */
+void digest_of(const void *data, size_t size, uint8_t out[DIGEST_BYTES]);
+bool digest_from_hex(const char *hex, uint8_t out[DIGEST_BYTES]);
+uint64_t hash_of(const void *data, size_t size);
+
+/* files.c: files that nobody but root and the caller can write. */
+int open_trusted(int at, const char *path, bool folder, char why[MAX_REASON]);
+char *read_trusted(int folder, const char *path, size_t limit, size_t *size,
+                   char why[MAX_REASON]);
+int stat_of(int fd, struct stat *st);
+bool read_line(const char *path, char *out, size_t size);
+bool explain(char why[MAX_REASON], const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* index.c: the plan. Immutable once loaded, never freed. */
+struct gpu {
+  int nvml;         /* the NVML index, by which graph files name the GPU */
+  uint64_t bus;     /* domain, bus, device and function */
+  uint8_t uuid[16]; /* of measured plans only */
+  bool has_uuid;
+};
+struct variable {
+  const char *name, *value; /* `value` NULL: any */
+};
+struct variables {
+  int count;
+  struct variable items[MAX_VARIABLES];
+};
+struct graph {
+  uint64_t gpus; /* bit i: the index's GPU i */
+  const char *name;
+  const char *text; /* of the file, as it was when its digest was checked */
+  size_t size;
+  const char *algo, *proto; /* NCCL_ALGO and NCCL_PROTO of its communicators, or NULL */
+};
+struct plan {
+  const char *path;
+  int folder; /* of the index, open while it is read */
+  char *data; /* the index's text, where all names and values point to */
+  uint8_t digest[DIGEST_BYTES];
+  bool simulated;
+  int nccl_major, nccl_minor, driver, numa; /* -1: not known */
+  int gpu_count;
+  struct gpu gpus[MAX_GPUS];
+  struct variables set, must, forbid;
+  int graph_count;
+  struct graph *graphs; /* by ascending `gpus` */
+  size_t largest_graph;
+};
+struct plan *plan_load(char *path, char why[MAX_REASON]);
+void plan_free(struct plan *plan);
+const struct graph *plan_graph(const struct plan *plan, uint64_t gpus);
+const char *variable_of(const struct variables *variables, const char *name);
+bool parse_bus(const char *text, uint64_t *bus);
+
+/* host.c: the host and this thread's GPU. */
+bool host_matches(const struct plan *plan, char why[MAX_REASON]);
+uint64_t host_identity(const char *nccl_hostid);
+struct here {
+  uint64_t bus;
+  int nvml;
+  uint8_t uuid[16];
+};
+bool current_gpu(struct here *here, char why[MAX_REASON]);
+
+/* board.c: posts of a communicator's ranks, in a file of /dev/shm. */
+enum refusal { AGREES, USER_VARIABLE, OTHER_GPU, NO_MEMORY_FILE, REFUSALS };
+struct post { /* 104 bytes without padding; written by one append */
+  char magic[8];
+  uint64_t hash;
+  uint32_t rank, ranks;
+  uint64_t host;
+  uint32_t refusal;
+  int32_t gpu, nvml;
+  uint32_t nccl;
+  uint8_t digest[DIGEST_BYTES];
+  uint64_t check[3]; /* two spare words, then the hash of all before */
+};
+int board_post(const struct post *post, char why[MAX_REASON]);
+void board_close(int fd, uint64_t hash);
+void board_leave(int fd, uint64_t hash);
+void board_seal(struct post *post);
+void boards_sweep(void);
+
+/* decide.c: a thread's communicator. */
+struct decision {
+  bool agreed; /* all ranks have this plan and may use it */
+  const struct graph *graph;
+  int nvml[MAX_GPUS]; /* today's NVML index of each of the graph's GPUs */
+  char why[MAX_REASON];
+};
+struct decision decide(const struct plan *plan, const struct post *own, const void *posts,
+                       size_t size);
+size_t graph_text(const struct plan *plan, const struct decision *decision, char *out,
+                  size_t room);
+void watch(const struct plan *plan, void *context, uint64_t hash);
+void conclude(bool topology);
+void forget(void);
+const char *chosen_graph_file(void);
+const char *chosen_variable(const char *name);
+bool some_rank_disagreed(void);
+
+/* env.c */
+const struct plan *active_plan(void);
+const char *user_value(const char *name);
+const char *contradiction(const struct plan *plan);
+uint32_t nccl_version(void);
+void set_logger(void *logger);
+void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* net.c */
+void name_network(const char *name);
+
+/* Since glibc 2.34 libdl and libpthread are in libc; the old versions of their symbols keep the
+ * library loadable on older hosts. */
+#if defined(__x86_64__)
+#define OLD_SYMBOL(name) __asm__(".symver " #name "," #name "@GLIBC_2.2.5")
+#elif defined(__aarch64__)
+#define OLD_SYMBOL(name) __asm__(".symver " #name "," #name "@GLIBC_2.17")
+#else
+#define OLD_SYMBOL(name) struct old_##name
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+
+#endif

@@ -1,0 +1,256 @@
+"""Cases: a scenario, what is special about it, and what its communicators must get."""
+
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.nccl_host import TOPOLOGIES
+from tests.plugin import runs
+from tests.plugin.runs import TOPOLOGY, VERSIONS, differences, make_plan, run_ranks
+
+HERE = Path(__file__).resolve().parent
+
+
+class Case(msgspec.Struct, kw_only=True):
+    """A scenario run by `size` ranks.
+
+    `default` are the names of communicators that must get default NCCL, or True for all. `prepare`
+    is given the case's folder and its plan, and returns more options of `run_ranks`; `plan` are
+    fields of the index. `check` returns complaints about a result.
+    """
+
+    name: str
+    scenario: str = "world"
+    size: int = 4
+    default: bool | tuple[str, ...] = ()
+    options: dict = {}
+    plan: dict = {}
+    prepare: Callable | None = None
+    check: Callable | None = None
+    versions: tuple[str, ...] = VERSIONS
+
+
+def run_case(case, folder, version):
+    """Return complaints about a case, as lines."""
+    plan = make_plan(folder / "plan", **case.plan)
+    options = dict(case.options)
+    if case.prepare is not None:
+        options |= case.prepare(folder, plan)
+    result = run_ranks(
+        folder / "run", case.scenario, case.size, plan=plan, version=version, **options
+    )
+    wrong = differences(result, plan, default=case.default)
+    if case.check is not None:
+        wrong += case.check(result, folder)
+    return wrong
+
+
+def compile_c(name, folder):
+    """Return the path of a shared library made of a C file beside this module."""
+    target = folder / f"{Path(name).stem}.so"
+    command = ["cc", "-shared", "-fPIC", "-o", str(target), str(HERE / name)]
+    subprocess.run(command, check=True)
+    return target
+
+
+def _own_file(folder, plan):
+    own = folder / "own.xml"
+    shutil.copy(plan.folder / plan.file((0, 1, 2, 3)), own)
+    return {"env": {"NCCL_GRAPH_FILE": str(own), "OWN_FILE": str(own)}}
+
+
+def _own_file_later(folder, plan):
+    options = _own_file(folder, plan)
+    del options["env"]["NCCL_GRAPH_FILE"]
+    return options
+
+
+def _only_own_file(result, folder):
+    files = {file for made in result.made for one in made for file in one.files}
+    return [] if files == {str(folder / "own.xml")} else [f"NCCL was told {files}"]
+
+
+def _own_in_the_middle(result, folder):
+    found = [[sorted(set(one.files)) for one in made] for made in result.made]
+    good = all(
+        len(files) == 3 and files[1] == [str(folder / "own.xml")] != files[0] for files in found
+    )
+    return [] if good else [f"NCCL was told {found}"]
+
+
+def _another_index(folder, plan):
+    other = make_plan(folder / "other", forbid=("NCCL_CROSS_NIC",))
+    return {"rank_env": {1: {"TCCL_INDEX": str(other.index)}}}
+
+
+def _linked_index(folder, plan):
+    (folder / "link").symlink_to(plan.folder)
+    return {"rank_env": {1: {"TCCL_INDEX": str(folder / "link" / plan.index.name)}}}
+
+
+def _open_folder(folder, plan):
+    plan.folder.chmod(0o777)
+    return {}
+
+
+def _damaged_graph(folder, plan):
+    with (plan.folder / plan.file((0, 5))).open("ab") as file:
+        file.write(b"\n")
+    return {}
+
+
+def _other_net(folder, plan):
+    library = compile_c("other_net.c", folder)
+    return {"env": {"NCCL_NET_PLUGIN": str(library)}}
+
+
+def _other_env(folder, plan):
+    return {"env": {"TCCL_ENV_PLUGIN_NEXT": str(compile_c("other_env.c", folder))}}
+
+
+def _other_env_answers(result, folder):
+    text = (folder / "run" / "log.0").read_text()
+    good = "NCCL_BUFFSIZE set by environment to 2097152" in text
+    return [] if good else ["the other environment plugin was not asked"]
+
+
+def _container(folder, plan):
+    """GPUs 2, 3, 5 and 6 of the host, which a container numbers 0 to 3."""
+    tree = ET.parse(TOPOLOGIES / TOPOLOGY)
+    chosen = {2: 0, 3: 1, 5: 2, 6: 3}
+    for pci in list(tree.iter("pci")):
+        for gpu in pci.findall("gpu"):
+            number = chosen.get(int(gpu.get("dev")))
+            if number is None:
+                pci.remove(gpu)
+            else:
+                gpu.set("dev", str(number))
+    path = folder / "container.xml"
+    tree.write(path)
+    buses = runs.bus_ids()
+    return {
+        "gpus": list(chosen),
+        "devices": list(chosen.values()),
+        "env": {
+            "NCCL_TOPO_FILE": str(path),
+            "FAKE_GPUS": "4",
+            "FAKE_BUSES": ",".join(buses[gpu] for gpu in chosen),
+        },
+    }
+
+
+def _alike(result, folder):
+    """Any choice is right that is the same on all ranks."""
+    graphs = {}
+    for made in result.made:
+        for one in made or ():
+            graphs.setdefault(one.name, set()).add(one.graph)
+    return [f"{name}: ranks differ" for name, found in graphs.items() if len(found) > 1]
+
+
+def _private_shm(script):
+    """Run in a mount namespace with another /dev/shm."""
+
+    def prepare(folder, plan):
+        command = ["unshare", "-m", "sh", "-c", f'{script}; exec "$@"', "sh"]
+        if subprocess.run([*command, "true"], check=False, capture_output=True).returncode:
+            pytest.skip("this user cannot make mount namespaces")
+        return {"wrapper": command}
+
+    return prepare
+
+
+def _visible(gpus):
+    return {
+        "gpus": list(gpus),
+        "devices": [0] * len(gpus),
+        "rank_env": {rank: {"CUDA_VISIBLE_DEVICES": str(gpu)} for rank, gpu in enumerate(gpus)},
+    }
+
+
+LACKS = {"rank_env": {2: {"NCCL_ENV_PLUGIN": None}}}
+CASES = (
+    *(Case(name=f"world{size}", size=size) for size in range(2, 9)),
+    Case(name="many4", scenario="many"),
+    Case(name="many8", scenario="many", size=8),
+    Case(name="split4", scenario="split"),
+    Case(name="split8", scenario="split", size=8),
+    Case(name="share", scenario="share"),
+    Case(name="group", scenario="group"),
+    Case(name="one process", scenario="one_process", size=1, options={"argument": 8}),
+    Case(name="shrunk", scenario="shrunk"),
+    # The pretended CUDA has no UUIDs for NCCL 2.30 to tell GPUs by that are each the only visible.
+    Case(name="visible pair", size=2, options=_visible((5, 2)), versions=("2.28.9",)),
+    Case(name="visible three", size=3, options=_visible((7, 0, 4)), versions=("2.28.9",)),
+    Case(name="single", size=1, default=True),
+    Case(name="container", prepare=_container),
+    Case(name="NCCL_NET=Socket", scenario="many", options={"env": {"NCCL_NET": "Socket"}}),
+    Case(name="set without file", plan={"missing": {(0, 1, 2, 3)}}, default=True),
+    Case(name="own file", default=True, prepare=_own_file, check=_only_own_file),
+    Case(
+        name="own file later",
+        scenario="own_file_later",
+        default=("own",),
+        prepare=_own_file_later,
+        check=_own_in_the_middle,
+    ),
+    Case(
+        name="contradicting variable",
+        default=True,
+        options={"env": {"NCCL_P2P_LEVEL": "PHB"}},
+        plan={"must": {"NCCL_P2P_LEVEL": "SYS"}},
+    ),
+    Case(
+        name="contradicting variable of one rank",
+        default=True,
+        options={"rank_env": {1: {"NCCL_IGNORE_CPU_AFFINITY": "1"}}},
+        plan={"forbid": ("NCCL_IGNORE_CPU_AFFINITY",)},
+    ),
+    Case(
+        name="rank without plugin",
+        scenario="many",
+        default=("world", "pair2", "triple", "later", "cross0"),
+        options=LACKS,
+        check=_alike,
+    ),
+    Case(name="disabled rank", default=True, options={"rank_env": {3: {"TCCL_DISABLE": "1"}}}),
+    Case(name="disabled", default=True, options={"env": {"TCCL_DISABLE": "1"}}),
+    Case(
+        name="other host",
+        default=True,
+        options={"rank_env": {rank: {"NCCL_HOSTID": "other"} for rank in (2, 3)}},
+    ),
+    Case(name="another index", default=True, prepare=_another_index),
+    Case(name="index behind a link", default=True, prepare=_linked_index),
+    Case(name="folder that others write", default=True, prepare=_open_folder),
+    Case(name="damaged graph file", default=True, prepare=_damaged_graph),
+    Case(
+        name="no /dev/shm", default=True, prepare=_private_shm("mount -t tmpfs -o ro none /dev/shm")
+    ),
+    Case(
+        name="other user's folder",
+        default=True,
+        prepare=_private_shm(
+            "mount -t tmpfs none /dev/shm && mkdir -m 700 /dev/shm/tccl-$(id -u) && "
+            "chown 12345 /dev/shm/tccl-$(id -u)"
+        ),
+    ),
+    Case(
+        name="full /dev/shm",
+        default=True,
+        prepare=_private_shm("mount -t tmpfs -o nr_inodes=1 none /dev/shm"),
+    ),
+    Case(name="other driver", default=True, plan={"driver": 1}),
+    Case(name="other NUMA nodes", default=True, plan={"numa": 1000}),
+    Case(name="other NCCL", default=True, plan={"nccl": "2.29"}),
+    Case(
+        name="other network plugin", scenario="many", default=True, prepare=_other_net, check=_alike
+    ),
+    Case(name="other environment plugin", prepare=_other_env, check=_other_env_answers),
+    Case(name="NCCL_COMM_ID", default=True, options={"env": {"NCCL_COMM_ID": "127.0.0.1:51234"}}),
+)

@@ -1,0 +1,179 @@
+"""Runs of ranks with the plugin: a made-up plan, the run, and what each communicator must get."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tccl_py.nccl.graph_writer import GraphRings, graph_xml
+from tccl_py.nccl.plugin.build import build_plugin
+from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
+from tests.nccl_host import FOLDER, TOPOLOGIES
+from tests.plugin.ranks import Made, Record, Spec
+
+TOPOLOGY = "asus-esc8000a-e13p.xml"
+VERSIONS = ("2.28.9", "2.30.7")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """The records of all ranks, by rank; None of a killed rank."""
+
+    made: list[list[Made] | None]
+    codes: dict[str, int]
+    killed: list[int]
+    errors: list[str]
+    stderr: list[str]
+
+
+class MadePlan(msgspec.Struct, kw_only=True):
+    """A plan with a graph file of its own for each set of GPUs, so that none passes for another."""
+
+    folder: Path
+    orders: dict[tuple[int, ...], list[tuple[int, ...]]]
+
+    @property
+    def index(self):
+        return self.folder / INDEX_FILE
+
+    def file(self, gpus):
+        return f"subsets/graph-{'-'.join(map(str, sorted(gpus)))}.xml"
+
+
+def needs_host(version="2.28.9"):
+    if not (FOLDER / version / "libnccl.so.2").is_file():
+        pytest.skip(f"NCCL {version}'s host code is not in {FOLDER}")
+
+
+def bus_ids(topology=TOPOLOGY):
+    """Bus ids by NVML index."""
+    return {
+        int(gpu.get("dev")): pci.get("busid").lower()
+        for pci in ET.parse(TOPOLOGIES / topology).iter("pci")
+        for gpu in pci.findall("gpu")
+    }
+
+
+def make_plan(folder, *, buses=None, sizes=range(2, 9), missing=(), **fields):
+    """Write an index with graph files whose rings are random, and different in their channels."""
+    buses = buses or bus_ids()
+    (folder / "subsets").mkdir(parents=True)
+    sets, orders = [], {}
+    for number, gpus in enumerate(
+        found for size in sizes for found in itertools.combinations(sorted(buses), size)
+    ):
+        if gpus in missing:
+            continue
+        source = random.Random(number)
+        orders[gpus] = [tuple(source.sample(gpus, len(gpus))) for _ in range(1 + number % 3)]
+        rings = GraphRings(orders=tuple(orders[gpus]), speed_gbps=12.0, type_intra="SYS")
+        text = graph_xml(rings, version="2.28").encode()
+        name = f"subsets/graph-{'-'.join(map(str, gpus))}.xml"
+        (folder / name).write_bytes(text)
+        sets.append(IndexedSet(gpus=gpus, file=name, text=text))
+    gpus = tuple(IndexedGpu(nvml=nvml, bus_id=bus) for nvml, bus in sorted(buses.items()))
+    values = {"simulated": True, "variables": {"NCCL_P2P_LEVEL": "SYS"}, "sets": tuple(sets)}
+    index = PluginIndex(gpus=gpus, **(values | fields))
+    (folder / INDEX_FILE).write_bytes(index.encode())
+    return MadePlan(folder=folder, orders=orders)
+
+
+def plugin_library():
+    """Return the built plugin, or skip the test where there is no compiler."""
+    try:
+        return build_plugin(ROOT / "build" / "plugin")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+def run_ranks(folder, scenario, size, *, plan, version="2.28.9", topology=TOPOLOGY, **options):
+    """Run a scenario; `env` and `rank_env` come on top of what loads the plugin."""
+    folder.mkdir(parents=True)
+    buses = bus_ids(topology)
+    env = {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,ENV",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_RAS_ENABLE": "0",
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_TOPO_FILE": str(TOPOLOGIES / topology),
+        "FAKE_GPUS": str(len(buses)),
+        "FAKE_BUSES": ",".join(buses[gpu] for gpu in sorted(buses)),
+    }
+    if plan is not None:
+        env |= {"NCCL_ENV_PLUGIN": str(plugin_library()), "TCCL_INDEX": str(plan.index)}
+    env |= options.pop("env", {})
+    wrapper = options.pop("wrapper", [])
+    spec = Spec(
+        scenario=scenario, size=size, folder=str(folder), version=version, env=env, **options
+    )
+    path = folder / "spec.json"
+    path.write_bytes(msgspec.json.encode(spec))
+    host = FOLDER / version
+    environ = os.environ | {"LD_LIBRARY_PATH": f"{host}:{FOLDER / 'cuda'}"}
+    command = [*wrapper, sys.executable, "-m", "tests.plugin.ranks", str(path)]
+    subprocess.run(command, env=environ, cwd=ROOT, check=True, timeout=spec.timeout + 60)
+    return _collect(folder, size)
+
+
+def _collect(folder, size):
+    made, errors = [], []
+    for rank in range(size):
+        path = folder / f"result.{rank}"
+        if not path.exists():
+            made.append(None)
+            continue
+        found = msgspec.json.decode(path.read_bytes(), type=Record)
+        made.append(found.made)
+        errors += [f"rank {rank}: {found.error}"] if found.error else []
+    codes = msgspec.json.decode((folder / "codes").read_bytes())
+    stderr = [(folder / f"err.{rank}").read_text() for rank in range(size)]
+    return Result(made=made, errors=errors, stderr=stderr, **codes)
+
+
+def differences(result, plan, *, default=()):
+    """Return where communicators did not get exactly the file of their GPUs, as lines.
+
+    Names of `default`, shared children and single GPUs have to get default NCCL; True: all.
+    """
+    found = list(result.errors)
+    found += [f"rank {rank}: exit {code}" for rank, code in result.codes.items() if code]
+    for rank, records in enumerate(result.made):
+        if records is None:
+            found.append(f"rank {rank}: no result")
+            continue
+        for made in records:
+            where = f"rank {rank}, {made.name} {made.gpus}"
+            if made.code:
+                found.append(f"{where}: code {made.code}")
+            plain = default is True or made.name in default or made.shared
+            key = tuple(sorted(made.gpus))
+            wanted = None if plain else plan.orders.get(key)
+            found += [f"{where}: {what}" for what in _wrong(made, wanted, plan)]
+    return found
+
+
+def _wrong(made, wanted, plan):
+    if not made.gpus or (not made.rings and not made.files and made.graph == ""):
+        # Records of groups have no log of their own; single GPUs have no rings.
+        return
+    if wanted is None:
+        if made.files or made.graph:
+            yield f"got {made.graph or made.files}, not default NCCL"
+        return
+    # One process with several ranks has a line of the log for each.
+    if set(made.graph.split()) != {plan.file(made.gpus)} or not made.files:
+        yield f"got {made.graph or 'default NCCL'} ({made.reason}), {made.files}"
+    for channel, following in made.rings.items():
+        order = wanted[channel % len(wanted)]
+        own = order.index(made.gpus[made.rank])
+        right = made.gpus.index(order[(own + 1) % len(order)])
+        if following != right:
+            yield f"channel {channel}: next is {following}, not {right}"

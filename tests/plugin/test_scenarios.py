@@ -1,0 +1,27 @@
+"""Communicators of NCCL's own host code get exactly the graph file of their GPUs, or none.
+
+A few of the cases of tests/plugin/cases.py; `scripts/judge-plugin cases` runs all.
+"""
+
+import pytest
+
+from tests.plugin.cases import CASES, run_case
+from tests.plugin.runs import needs_host
+
+SAMPLE = {
+    "many4": "2.28.9",
+    "split4": "2.30.7",
+    "share": "2.28.9",
+    "one process": "2.30.7",
+    "container": "2.28.9",
+    "own file later": "2.30.7",
+    "rank without plugin": "2.28.9",
+    "contradicting variable of one rank": "2.30.7",
+}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_each_communicator_gets_the_file_of_its_gpus(tmp_path, name):
+    needs_host(SAMPLE[name])
+    case = next(case for case in CASES if case.name == name)
+    assert run_case(case, tmp_path / "case", SAMPLE[name]) == []
