@@ -8,7 +8,8 @@ shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -24,17 +25,7 @@ _LARGE = 100_000
 _LARGE_DTYPES = ("float32", "bfloat16")
 _ABSENT = ("not support", "not implemented", "unsupported", "not currently supported")
 """Words of torch's errors for a collective or dtype that the backend lacks."""
-
-
-class _Case(msgspec.Struct, frozen=True):
-    """Type and size of a case, and whether the call is asynchronous."""
-
-    dtype: str
-    count: int
-    asynchronous: bool
-
-    def __str__(self) -> str:
-        return f"{self.dtype} x {self.count}{', async' if self.asynchronous else ''}"
+_Pairs = Sequence[tuple[Any, Any]]
 
 
 def run_checks(communicator: Communicator, result: JobResult) -> JobResult:
@@ -44,42 +35,46 @@ def run_checks(communicator: Communicator, result: JobResult) -> JobResult:
     """
     checked, wrong, left_out = 0, [], set()
     cases = [
-        _Case(dtype, count, asynchronous)
+        (dtype, count, asynchronous)
         for count in COUNTS
         for dtype in (DTYPES if count < _LARGE else _LARGE_DTYPES)
         for asynchronous in (False, True)
     ]
-    for name, check in COLLECTIVE_CHECKS.items():
-        for case in cases:
-            try:
-                what = check(_Tensors(communicator, case))
-            except Exception as error:
-                text = str(error) or type(error).__name__
-                if any(words in text.lower() for words in _ABSENT):
-                    left_out.add(f"{name} of {case.dtype}")
-                    continue
-                what = text.splitlines()[0][:300]
-            checked += 1
-            if what:
-                wrong.append(WrongValue(case=f"{name}, {case}", rank=communicator.rank, what=what))
+    for (name, check), case in itertools.product(COLLECTIVE_CHECKS.items(), cases):
+        dtype, count, asynchronous = case
+        try:
+            tensors = _Tensors(communicator, *case)
+            what = next(filter(None, itertools.starmap(tensors.compare, check(tensors))), "")
+        except Exception as error:
+            text = str(error) or type(error).__name__
+            if any(words in text.lower() for words in _ABSENT):
+                left_out.add(f"{name} of {dtype}")
+                continue
+            what = text.splitlines()[0][:300]
+        checked += 1
+        if what:
+            named = f"{name}, {dtype} x {count}{', async' if asynchronous else ''}"
+            wrong.append(WrongValue(case=named, rank=communicator.rank, what=what))
     return msgspec.structs.replace(
         result, checked=checked, wrong=tuple(wrong), left_out=tuple(sorted(left_out))
     )
 
 
 class _Tensors:
-    """A case's tensors and calls on one rank."""
+    """Tensors and calls of a case on one rank: its type, number of elements, and kind of call."""
 
-    def __init__(self, communicator: Communicator, case: _Case) -> None:
+    def __init__(
+        self, communicator: Communicator, dtype: str, count: int, asynchronous: bool
+    ) -> None:
         self.torch, self.dist = communicator.torch, communicator.dist
         self.rank, self.world = communicator.rank, communicator.world
-        self.case = case
+        self.asynchronous, self._count = asynchronous, count
         self._device = communicator.device
-        self._dtype = getattr(communicator.torch, case.dtype)
+        self._dtype = getattr(communicator.torch, dtype)
 
     def of(self, rank: int, *, block: int = 0) -> Any:
         """Return the contribution of `rank`, for rank `block` where blocks differ: 0 to 7."""
-        index = self.torch.arange(self.case.count, dtype=self.torch.int64, device=self._device)
+        index = self.torch.arange(self._count, dtype=self.torch.int64, device=self._device)
         index = index + (rank * 1_000_003 + block * 500_009)
         # The high bits of a product with an odd constant look random (Knuth, volume 3, 6.4).
         return ((index * 2_654_435_761) >> 13) & 7
@@ -98,13 +93,13 @@ class _Tensors:
 
     def empty(self, parts: int = 1) -> Any:
         """Return a buffer of a value that no collective gives, so unwritten elements show."""
-        shape = (parts * self.case.count,)
+        shape = (parts * self._count,)
         return self.torch.full(shape, 99, dtype=self._dtype, device=self._device)
 
     def run(self, call: Callable[..., Any], *arguments: Any, **more: Any) -> None:
         """Run a collective, and wait for it."""
-        work = call(*arguments, async_op=self.case.asynchronous, **more)
-        if self.case.asynchronous:
+        work = call(*arguments, async_op=self.asynchronous, **more)
+        if self.asynchronous:
             work.wait()
 
     def compare(self, found: Any, expected: Any) -> str:
@@ -120,67 +115,68 @@ class _Tensors:
         )
 
 
-def _broadcast(tensors: _Tensors) -> str:
+# Each check runs a collective, and returns what it gave and what it has to give.
+
+
+def _broadcast(tensors: _Tensors) -> _Pairs:
     root = tensors.world - 1
     held = tensors.own() if tensors.rank == root else tensors.empty()
     tensors.run(tensors.dist.broadcast, held, src=root)
-    return tensors.compare(held, tensors.of(root))
+    return [(held, tensors.of(root))]
 
 
-def _scatter(tensors: _Tensors) -> str:
+def _scatter(tensors: _Tensors) -> _Pairs:
     got = tensors.empty()
     blocks = tensors.own_blocks() if tensors.rank == 0 else None
     tensors.run(tensors.dist.scatter, got, blocks, src=0)
-    return tensors.compare(got, tensors.of(0, block=tensors.rank))
+    return [(got, tensors.of(0, block=tensors.rank))]
 
 
-def _reduce(tensors: _Tensors) -> str:
+def _reduce(tensors: _Tensors) -> _Pairs:
     root, held = tensors.world - 1, tensors.own()
     tensors.run(tensors.dist.reduce, held, dst=root)
     # The other ranks' buffers are undefined then.
-    return tensors.compare(held, sum(tensors.of_all())) if tensors.rank == root else ""
+    return [(held, sum(tensors.of_all()))] if tensors.rank == root else []
 
 
-def _gather(tensors: _Tensors) -> str:
+def _gather(tensors: _Tensors) -> _Pairs:
     parts = [tensors.empty() for _ in range(tensors.world)] if tensors.rank == 0 else None
     tensors.run(tensors.dist.gather, tensors.own(), parts, dst=0)
-    if parts is None:
-        return ""
-    return tensors.compare(tensors.torch.cat(parts), tensors.torch.cat(tensors.of_all()))
+    return list(zip(parts or (), tensors.of_all(), strict=False))
 
 
-def _all_reduce(tensors: _Tensors) -> str:
+def _all_reduce(tensors: _Tensors) -> _Pairs:
     summed, largest = tensors.own(), tensors.own()
     tensors.run(tensors.dist.all_reduce, summed)
     tensors.run(tensors.dist.all_reduce, largest, op=tensors.dist.ReduceOp.MAX)
     maximum = tensors.torch.stack(tensors.of_all()).max(dim=0).values
-    return tensors.compare(summed, sum(tensors.of_all())) or tensors.compare(largest, maximum)
+    return [(summed, sum(tensors.of_all())), (largest, maximum)]
 
 
-def _all_gather(tensors: _Tensors) -> str:
+def _all_gather(tensors: _Tensors) -> _Pairs:
     parts = [tensors.empty() for _ in range(tensors.world)]
     tensors.run(tensors.dist.all_gather, parts, tensors.own())
-    return tensors.compare(tensors.torch.cat(parts), tensors.torch.cat(tensors.of_all()))
+    return list(zip(parts, tensors.of_all(), strict=True))
 
 
-def _reduce_scatter(tensors: _Tensors) -> str:
+def _reduce_scatter(tensors: _Tensors) -> _Pairs:
     got, blocks = tensors.empty(), tensors.torch.cat(tensors.own_blocks())
     tensors.run(tensors.dist.reduce_scatter_tensor, got, blocks)
-    return tensors.compare(got, sum(tensors.of_all(block=tensors.rank)))
+    return [(got, sum(tensors.of_all(block=tensors.rank)))]
 
 
-def _all_to_all(tensors: _Tensors) -> str:
+def _all_to_all(tensors: _Tensors) -> _Pairs:
     got, blocks = tensors.empty(tensors.world), tensors.torch.cat(tensors.own_blocks())
     tensors.run(tensors.dist.all_to_all_single, got, blocks)
-    return tensors.compare(got, tensors.torch.cat(tensors.of_all(block=tensors.rank)))
+    return [(got, tensors.torch.cat(tensors.of_all(block=tensors.rank)))]
 
 
-def _send_receive(tensors: _Tensors) -> str:
+def _send_receive(tensors: _Tensors) -> _Pairs:
     """Send from each rank to the next: blocking in turn, or all at once."""
     dist, rank = tensors.dist, tensors.rank
     after, before = (rank + 1) % tensors.world, (rank - 1) % tensors.world
     own, got = tensors.own(), tensors.empty()
-    if tensors.case.asynchronous:
+    if tensors.asynchronous:
         both = [dist.P2POp(dist.isend, own, after), dist.P2POp(dist.irecv, got, before)]
         for work in dist.batch_isend_irecv(both):
             work.wait()
@@ -190,10 +186,10 @@ def _send_receive(tensors: _Tensors) -> str:
     else:
         dist.recv(got, before)
         dist.send(own, after)
-    return tensors.compare(got, tensors.of(before))
+    return [(got, tensors.of(before))]
 
 
-COLLECTIVE_CHECKS: dict[str, Callable[[_Tensors], str]] = {
+COLLECTIVE_CHECKS: dict[str, Callable[[_Tensors], _Pairs]] = {
     "broadcast": _broadcast,
     "scatter": _scatter,
     "reduce": _reduce,

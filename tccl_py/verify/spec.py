@@ -94,21 +94,14 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     training: dict[str, tuple[float, ...]] = {}
 
 
-def bus_factor(collective: str, world: int) -> float:
-    """Return bytes over a ring's slowest hop per byte of the buffer, as in NCCL's bus bandwidth.
+def bus_gbps(collective: str, world: int, size: int, seconds: float) -> float:
+    """Return NCCL's bus bandwidth, GB/s, of a buffer of `size` bytes in `seconds`.
 
-    >>> bus_factor("all_reduce", 4)
+    >>> bus_gbps("all_reduce", 4, 10**9, 1.0)  # bytes over a ring's slowest hop
     1.5
     """
-    if collective == "broadcast":
-        return 1.0
-    share = (world - 1) / world
-    return 2 * share if collective == "all_reduce" else share
-
-
-def bus_gbps(collective: str, world: int, size: int, seconds: float) -> float:
-    """Return the bus bandwidth, GB/s, of a buffer of `size` bytes in `seconds`."""
-    return size / seconds * bus_factor(collective, world) / 1e9
+    share = 1.0 if collective == "broadcast" else (world - 1) / world
+    return size / seconds * share * (2 if collective == "all_reduce" else 1) / 1e9
 
 
 def is_large(size: int) -> bool:
