@@ -65,11 +65,6 @@ def without_block(data: bytes, *, heads: tuple[str, ...], where: str) -> bytes |
     return rest[:-1] if block[1] == b"unended" and last else rest
 
 
-def has_block(data: bytes, *, where: str) -> bool:
-    """Return whether our block is in a file. Raises InputError: the markers are damaged."""
-    return _find(data, where) is not None
-
-
 def _find(data: bytes, where: str) -> re.Match[bytes] | None:
     mentions = len(_MENTION.findall(data))
     block = _BLOCK.search(data)

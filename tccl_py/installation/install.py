@@ -32,7 +32,6 @@ from tccl_py.health.fitness import ALIKE_VARIABLE
 from tccl_py.installation.blocks import (
     Change,
     apply_changes,
-    has_block,
     read_own,
     real_path,
     with_block,
@@ -155,11 +154,11 @@ def removal(paths: Sequence[Path] = ()) -> Removal:
     changes, untouched = [], []
     for path in dict.fromkeys(map(real_path, found)):
         before = read_own(path) if path.exists() else None
-        if before is None or not has_block(before, where=str(path)):
+        after = None if before is None else without_block(before, heads=HEADS, where=str(path))
+        if after == before:
             untouched.append(path)
-            continue
-        after = without_block(before, heads=HEADS, where=str(path))
-        changes.append(Change(path=path, before=before, after=after))
+        else:
+            changes.append(Change(path=path, before=before, after=after))
     return Removal(changes=tuple(changes), untouched=tuple(untouched))
 
 

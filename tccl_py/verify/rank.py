@@ -61,16 +61,9 @@ def main() -> None:
         local_rank=local_rank,
     )
     slot = time_slots(slots_file(folder), spec.slot, local_rank)
-    result = run_spec(spec, communicator, slot)
-    communicator.dist.destroy_process_group()
-    write_result(folder, rank, result)
-
-
-def run_spec(spec: JobSpec, communicator: Communicator, slot: TimeSlot) -> JobResult:
-    """Run a specification; timed work runs in time slots."""
     torch = communicator.torch
     result = JobResult(
-        rank=communicator.rank,
+        rank=rank,
         torch=str(torch.__version__),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if communicator.cuda else "",
         device=communicator.device_name,
@@ -83,12 +76,18 @@ def run_spec(spec: JobSpec, communicator: Communicator, slot: TimeSlot) -> JobRe
         result = msgspec.structs.replace(result, timings=timings)
     if spec.training:
         result = msgspec.structs.replace(result, training=time_training(communicator, slot))
-    return result
+    communicator.dist.destroy_process_group()
+    write_result(folder, rank, result)
 
 
 def _timings(
     spec: JobSpec, communicator: Communicator, slot: TimeSlot
 ) -> Iterator[tuple[float, ...]]:
+    """Yield each row's seconds per call of BATCHES batches that together take about `seconds`.
+
+    The set-up and every batch have a time slot each. Ranks outside a row's communicator join the
+    barriers of the whole job, and have no times.
+    """
     made: dict[Groups, Communicator] = {(): communicator}
     for row in spec.rows:
         if row.groups not in made:
@@ -96,9 +95,15 @@ def _timings(
             groups = () if "NCCL_GRAPH_FILE" in os.environ else row.groups
             with slot():
                 made[row.groups] = communicator.split(groups)
-        group = made[row.groups]
-        found = time_size(group, spec.collective, row.bytes, spec.seconds, slot)
-        yield found if group.world > 1 else ()
+        group, found = made[row.groups], []
+        with ExitStack() as stack:
+            with slot():
+                call = _call(group, spec.collective, row.bytes)
+                batch = _batch_of(group, call, row.bytes, spec.seconds / BATCHES, stack)
+            for _ in range(BATCHES):
+                with slot():
+                    found.append(batch())
+        yield tuple(found) if group.world > 1 else ()
 
 
 def warm_up(communicator: Communicator) -> None:
@@ -110,25 +115,6 @@ def warm_up(communicator: Communicator) -> None:
     while time.monotonic() < until:
         communicator.torch.mm(square, square)
         communicator.wait()
-
-
-def time_size(
-    communicator: Communicator, collective: Collective, size: int, seconds: float, slot: TimeSlot
-) -> tuple[float, ...]:
-    """Return the seconds per call of BATCHES batches that together take about `seconds`.
-
-    `size` is bytes of the whole buffer; the set-up and every batch have a time slot each. Ranks
-    outside the communicator join the barriers of the whole job.
-    """
-    with ExitStack() as stack:
-        with slot():
-            call = _call(communicator, collective, size)
-            batch = _batch_of(communicator, call, size, seconds / BATCHES, stack)
-        found = []
-        for _ in range(BATCHES):
-            with slot():
-                found.append(batch())
-        return tuple(found)
 
 
 def _batch_of(

@@ -25,7 +25,7 @@ from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.verify.jobs import THIS_HOST, Arm
 from tccl_py.verify.record import Verification, sizes_text
-from tccl_py.verify.rings import RingsFound, neighbours, rings_found
+from tccl_py.verify.rings import neighbours
 
 HOST_CHANNELS = (8, 16, 4, 32)
 CLUSTER_CHANNELS, SOCKET_CHANNELS = (8, 4, 16, 2, 32, 1), (2, 4, 8, 1, 16)
@@ -109,10 +109,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             what = "sets nothing that default NCCL has not"
             raise InputError(f"--choice {name}", what, "leave it out")
         return msgspec.structs.replace(self, only=name)
-
-    def find_rings(self, log: str, variables: Mapping[str, str]) -> RingsFound:
-        """Compare NCCL's log of a job with these NCCL variables with the planned rings."""
-        return rings_found(self.plan, self.graphs, log, variables)
 
     @property
     def choices(self) -> Choices:

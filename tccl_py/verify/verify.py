@@ -21,11 +21,10 @@ from tccl_py.verify.record import (
     compare,
     find_winner,
 )
-from tccl_py.verify.rings import RingsFound
+from tccl_py.verify.rings import RingsFound, rings_found
 from tccl_py.verify.spec import (
     SIZES,
     Collective,
-    Groups,
     JobSpec,
     TimedRow,
     bus_gbps,
@@ -67,16 +66,6 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
         """Return some sizes up to the largest one."""
         return tuple(size for size in FEW_SIZES if size <= max(self.sizes)) or self.sizes
 
-    def spec(self, groups: tuple[Groups, ...] = ()) -> JobSpec:
-        """Return the specification of a round's jobs, with smaller communicators if given."""
-        return JobSpec(
-            sizes=self.sizes,
-            groups=groups,
-            group_sizes=self.few_sizes[:4],
-            collective=self.collective,
-            training=self.training,
-        )
-
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs of all rounds by arm, without arms of which a job failed.
@@ -111,7 +100,13 @@ def verify_target(
     # 2. Time the arms that ran. Variables hold for smaller communicators of a process as well.
     running = [arm for arm in target.arms if arm.name not in failures]
     with_groups = not target.hosts and any(arm.name == "variables" for arm in running)
-    spec = budget.spec(groups_of(target.world) if with_groups else ())
+    spec = JobSpec(
+        sizes=budget.sizes,
+        groups=groups_of(target.world) if with_groups else (),
+        group_sizes=budget.few_sizes[:4],
+        collective=budget.collective,
+        training=budget.training,
+    )
     rounds = run_rounds(launcher, running, budget, spec, begun=begun, watch=watch)
     failures |= rounds.failures
     # 3. Judge each arm, and find the winner.
@@ -171,7 +166,8 @@ def _rings(
         return None
     # Without checks the first job moves nothing, and NCCL connects nothing in it.
     logs = outcomes if checks or len(outcomes) == 1 else outcomes[1:]
-    found = [target.find_rings(job.log, launcher.variables(arm)) for job in logs]
+    variables = launcher.variables(arm)
+    found = [rings_found(target.plan, target.graphs, job.log, variables) for job in logs]
     return next((rings for rings in found if not rings.same), found[0])
 
 
