@@ -54,6 +54,7 @@ class ThreadedDevice:
         self._thread: threading.Thread | None = None
         self._failures: list[BaseException] = []
         self._stopping = False
+        self._links_open = contextlib.ExitStack()
 
     def _open(self, start: Start, control: Control) -> None:
         if start.cpus:
@@ -116,6 +117,7 @@ class ThreadedDevice:
     def close(self) -> None:
         """Stop the run and give all memory back; the control segment is the caller's."""
         self._stopping = True
+        self._links_open.close()
         with contextlib.suppress(MeasurementError):
             self.finish()
         self._spaces.close()
@@ -181,7 +183,6 @@ class HostDevice(ThreadedDevice):
 
     def __init__(self) -> None:
         super().__init__()
-        self._links: Communicators | None = None
         self._carriers: list[threading.Thread] = []
 
     def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
@@ -192,7 +193,8 @@ class HostDevice(ThreadedDevice):
         # Written, so that every page is there and on this core's node before anything is timed.
         self._user, self._keep = (np.full(start.user_bytes, 1, np.uint8) for _ in range(2))
         memory = Memory(self._user.ctypes.data, self._keep.ctypes.data, start.user_bytes)
-        self._links = Communicators(start.device, int(start.device[1:]), memory)
+        self.links = Communicators(start.device, int(start.device[1:]), memory)
+        self._links_open.callback(self.links.close)
         started = Started(
             name=cpu_model(),
             lanes=LANES,
@@ -201,13 +203,6 @@ class HostDevice(ThreadedDevice):
             memory_bytes=start.arena_bytes + 2 * start.user_bytes,
         )
         return started, (arena.fd,)
-
-    @property
-    def links(self) -> Communicators:
-        """The device's links by NCCL."""
-        if self._links is None:
-            raise MeasurementError("this device is not open")
-        return self._links
 
     def _begin(self, run: Run) -> None:
         """Clear the arena's counters, and start a thread for each copy that NCCL carries."""
@@ -256,12 +251,6 @@ class HostDevice(ThreadedDevice):
             for thread in carriers:
                 thread.join()
         super().finish()
-
-    def close(self) -> None:
-        """Stop the run and give all memory back; the control segment is the caller's."""
-        if self._links is not None:
-            self._links.close()
-        super().close()
 
     def _lanes(self, run: Run, repeat: int) -> Sequence[RunningLane]:
         """Return one repeat's lanes, then its copies, which are lanes with one end here."""

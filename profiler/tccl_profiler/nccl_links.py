@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import cached_property
 
 import numpy as np
 
@@ -59,25 +60,21 @@ class Memory:
 
 
 class Communicators:
-    """Makes and keeps the communicators of a device; a `LinkSet`.
+    """Makes and keeps the communicators of a device, kept for later sets.
 
     Methods raise LinkLost if NCCL fails, is late, or damages bytes. `gpu` is NCCL's number of the
-    GPU; `library` loads NCCL at first use.
+    GPU.
     """
 
-    def __init__(
-        self, device: str, gpu: int, memory: Memory, *, library: Callable[[], Library] = Library
-    ) -> None:
+    def __init__(self, device: str, gpu: int, memory: Memory) -> None:
         self._device, self._gpu, self._memory = device, gpu, memory
-        self._load = library
-        self._library: Library | None = None
         self._made: dict[Link, int] = {}
         self._ids: dict[Link, bytes] = {}
         self._making: tuple[Link, _Making] | None = None
 
     def listen(self, links: Sequence[Link]) -> tuple[Endpoint, ...]:
         """Return the unique ids by which senders reach this device."""
-        library = self._loaded()
+        library = self._library
         for link in links:
             self._drop(link)
             self._ids[link] = library.unique_id()
@@ -100,7 +97,7 @@ class Communicators:
     def usable(self) -> tuple[Link, ...]:
         """Return the usable links, after waiting for a pending communicator."""
         self._settle()
-        for link in [link for link, made in self._made.items() if self._loaded().failure(made)]:
+        for link in [link for link, made in self._made.items() if self._library.failure(made)]:
             self._drop(link)
         return tuple(self._made)
 
@@ -111,7 +108,7 @@ class Communicators:
             raise MeasurementError(f"{link} was not made")
         address = self._memory.sent if sends else self._memory.kept
         while size > 0:
-            self._loaded().broadcast(address, min(size, self._memory.size), made, stream)
+            self._library.broadcast(address, min(size, self._memory.size), made, stream)
             size -= self._memory.size
 
     def close(self) -> None:
@@ -119,20 +116,19 @@ class Communicators:
         for link in list(self._made):
             self._drop(link)
 
-    def _loaded(self) -> Library:
-        if self._library is None:
-            try:
-                self._library = self._load()
-            except MeasurementError as error:
-                instead = "or measure the network by TCP: --network tcp"
-                raise MeasurementError(f"{error}, {instead}") from error
-        return self._library
+    @cached_property
+    def _library(self) -> Library:
+        try:
+            return Library()
+        except MeasurementError as error:
+            instead = "or measure the network by TCP: --network tcp"
+            raise MeasurementError(f"{error}, {instead}") from error
 
     def _drop(self, link: Link) -> None:
         made = self._made.pop(link, None)
         if made is not None:
             with contextlib.suppress(MeasurementError):
-                self._loaded().abort(made)
+                self._library.abort(made)
 
     def _begin(self, link: Link, unique_id: bytes, rank: int, limit_s: float) -> None:
         self._settle()
@@ -146,7 +142,7 @@ class Communicators:
 
     def _member(self, link: Link, unique_id: bytes, rank: int) -> int:
         assert link.carrier is not None
-        library, sends = self._loaded(), rank == _SENDER
+        library, sends = self._library, rank == _SENDER
         self._memory.enter()
         with temporary_folder("tccl-graph-") as folder:
             path = folder / "graph.xml"

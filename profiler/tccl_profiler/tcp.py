@@ -35,31 +35,15 @@ arrive, and the default may be megabytes; with much less, a fast link would wait
 class NicDevice(ThreadedDevice):
     """A NIC as a `Device`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._nic: NicLinks | None = None
-
     def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
         """Pin the calling thread and its children; find the NIC."""
         self._open(start, control)
-        self._nic = NicLinks(start.device, start.address, start.interface)
+        self.links = NicLinks(start.device, start.address, start.interface)
+        self._links_open.callback(self.links.close)
         started = Started(
-            name=self._nic.name, lanes=LANES, arena_bytes=0, handle=b"", memory_bytes=0
+            name=self.links.name, lanes=LANES, arena_bytes=0, handle=b"", memory_bytes=0
         )
         return started, ()
-
-    @property
-    def links(self) -> NicLinks:
-        """The NIC's TCP links."""
-        if self._nic is None:
-            raise MeasurementError("this device is not open")
-        return self._nic
-
-    def close(self) -> None:
-        """Stop the run, close all links, give all memory back."""
-        super().close()
-        if self._nic is not None:
-            self._nic.close()
 
     def _lanes(self, run: Run, repeat: int) -> Sequence[RunningLane]:
         return [self._lane(run, repeat, lane) for lane in run.program.lanes]
@@ -225,7 +209,7 @@ class TcpLane:
 
 
 class NicLinks:
-    """The TCP links of one NIC, kept for later sets; a `LinkSet`. Methods raise LinkLost.
+    """The TCP links of one NIC, kept for later sets. Methods raise LinkLost.
 
     Both ends are bound to the address of their NIC and, where permitted, to its interface. The
     first bytes are a random token of the listener: callers without a token are dropped.

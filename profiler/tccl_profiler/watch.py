@@ -106,7 +106,9 @@ class Watch:
 
     def __enter__(self) -> Watch:
         if self._nvml is None:
-            self._nvml = _imported()
+            import pynvml  # noqa: PLC0415 (only measuring needs it)
+
+            self._nvml = pynvml
         try:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as error:
@@ -171,16 +173,6 @@ class Watch:
                         f"GPU {gpu}: does not answer nvmlDevice{name} ({error}); {_SHOWN}"
                     ) from error
         return None
-
-
-def _imported() -> Any:
-    try:
-        import pynvml  # noqa: PLC0415 (only measuring needs it)
-    except ImportError as error:
-        raise MeasurementError(
-            "this machine: no NVIDIA driver answers (pynvml is missing); install nvidia-ml-py"
-        ) from error
-    return pynvml
 
 
 def warmed(
