@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ def two_nodes(monkeypatch):
 @pytest.fixture
 def kernel_tells():
     """Skip where a container hides where pages are."""
-    with create_segment(PAGE, numa_id=None, label="probe") as segment:
+    with closing(create_segment(PAGE, numa_id=None, label="probe")) as segment:
         try:
             numa.pages_by_node(segment.address, segment.size)
         except MeasurementError as error:
@@ -64,7 +65,7 @@ def kernel_tells():
 @pytest.fixture
 def kernel_binds():
     """Skip where a container refuses mbind."""
-    with create_segment(PAGE, numa_id=None, label="probe") as segment:
+    with closing(create_segment(PAGE, numa_id=None, label="probe")) as segment:
         try:
             numa.bind(segment.address, segment.size, 0)
         except OSError as error:
@@ -73,10 +74,11 @@ def kernel_binds():
 
 CHILD = """
 import socket, sys
+from contextlib import closing
 from tccl_profiler.shared_memory import Segment
 sock = socket.socket(fileno=int(sys.argv[1]))
 _, (fd,), _, _ = socket.recv_fds(sock, 1, 1)
-with Segment.attach(fd, int(sys.argv[2]), "ring buffer") as segment:
+with closing(Segment.attach(fd, int(sys.argv[2]), "ring buffer")) as segment:
     words = segment.array("<u4", 4, 3)
     assert words.tolist() == [1, 2, 3], words
     words *= 10
@@ -88,7 +90,7 @@ with Segment.attach(fd, int(sys.argv[2]), "ring buffer") as segment:
 def test_another_process_sees_and_changes_the_same_bytes_and_leaves_nothing_when_killed():
     size = 5 * PAGE + 17
     ours, theirs = socket.socketpair()
-    with ours, create_segment(size, numa_id=None, label="ring buffer") as segment:
+    with ours, closing(create_segment(size, numa_id=None, label="ring buffer")) as segment:
         segment.array(np.uint32, 4, 3)[:] = 1, 2, 3
         command = [sys.executable, "-c", CHILD, str(theirs.fileno()), str(size)]
         child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
@@ -104,7 +106,7 @@ def test_another_process_sees_and_changes_the_same_bytes_and_leaves_nothing_when
 
 
 def test_every_page_is_there_from_the_start_and_zero():
-    with create_segment(64 * PAGE + 1, numa_id=None, label="full") as segment:
+    with closing(create_segment(64 * PAGE + 1, numa_id=None, label="full")) as segment:
         assert os.fstat(segment.fd).st_blocks * 512 >= 65 * PAGE
         assert not segment.array(np.uint8, 0, segment.size).any()
         assert fcntl.fcntl(segment.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
@@ -112,14 +114,14 @@ def test_every_page_is_there_from_the_start_and_zero():
 
 def test_an_older_kernel_that_cannot_populate_gives_every_page_as_well(monkeypatch):
     monkeypatch.setattr(numa, "MADV_POPULATE_WRITE", 9999)
-    with create_segment(64 * PAGE, numa_id=None, label="old") as segment:
+    with closing(create_segment(64 * PAGE, numa_id=None, label="old")) as segment:
         assert os.fstat(segment.fd).st_blocks * 512 >= 64 * PAGE
 
 
 def test_the_kernel_binds_to_node_0_and_says_that_all_pages_are_there(
     two_nodes, kernel_tells, kernel_binds
 ):
-    with create_segment(100 * PAGE, numa_id=0, label="bound") as segment:
+    with closing(create_segment(100 * PAGE, numa_id=0, label="bound")) as segment:
         assert numa.pages_by_node(segment.address, segment.size) == {0: 100}
         # numa_maps names the policy: this is mbind's doing, not chance.
         lines = numa.NUMA_MAPS.read_text().splitlines()
@@ -136,7 +138,7 @@ def test_where_mbind_is_refused_a_thread_on_the_node_touches_the_pages(
     monkeypatch.setattr(
         os, "posix_fallocate", lambda *a: (ran_on.append(os.sched_getaffinity(0)), fallocate(*a))
     )
-    with create_segment(10 * PAGE, numa_id=0, label="touched") as segment:
+    with closing(create_segment(10 * PAGE, numa_id=0, label="touched")) as segment:
         assert numa.pages_by_node(segment.address, segment.size) == {0: 10}
     allowed, on_node = two_nodes
     assert ran_on == [on_node]
@@ -256,7 +258,7 @@ def test_a_limit_of_address_space_is_reported_and_leaves_no_descriptor(monkeypat
 
 def test_attach_takes_the_descriptor_also_when_it_fails():
     before = open_fds()
-    with create_segment(PAGE, numa_id=None, label="small") as segment:
+    with closing(create_segment(PAGE, numa_id=None, label="small")) as segment:
         for size in (PAGE + 1, 0, -1):
             with pytest.raises(MeasurementError, match=rf"memory x: cannot map {size} bytes"):
                 Segment.attach(os.dup(segment.fd), size, "x")
@@ -303,7 +305,7 @@ def test_a_view_outside_the_segment_is_refused(offset, count):
 def test_pages_not_faulted_in_are_on_no_node(kernel_tells):
     fd = os.memfd_create("sparse")
     os.ftruncate(fd, 3 * PAGE)
-    with Segment(fd, 3 * PAGE, "sparse") as segment:
+    with closing(Segment(fd, 3 * PAGE, "sparse")) as segment:
         segment.array(np.uint8, PAGE, 1)[:] = 1
         seen = numa.pages_by_node(segment.address, segment.size)
         assert seen.pop(numa.NO_NODE) == 2

@@ -90,12 +90,6 @@ class Segment:
             with contextlib.suppress(BufferError):
                 mapping.close()
 
-    def __enter__(self) -> Segment:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _open(self) -> mmap.mmap:
         if self._mapping is None:
             raise MeasurementError(f"shared memory {self.label} is closed")

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -30,6 +30,7 @@ from tccl_profiler.workers import DeviceSpec
 from tccl_py.children import search_path
 from tccl_py.errors import MeasurementError, TcclError
 from tccl_py.rank_processes.forkserver import ForkServer
+from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import Task, run_tasks
 
 SILENCE_S = 30.0  # the controller is lost after so long without a message
@@ -331,8 +332,9 @@ class RankTasks:
         """Open listening sockets for the ranks of the next concurrent jobs."""
         self._close_listeners()
         self._listeners = tuple(listening() for _ in range(count))
-        ports = tuple(listener.getsockname()[1] for listener in self._listeners)
-        return say.RendezvousOpen(addresses=addresses(), ports=ports)
+        here, ports = addresses(), [listener.getsockname()[1] for listener in self._listeners]
+        meetings = tuple(Rendezvous(addresses=here, port=port) for port in ports)
+        return say.RendezvousOpen(meetings=meetings)
 
     def run(self, tasks: Sequence[Task], meanwhile: Callable[[], None]) -> say.RanksLeft:
         """Run fresh processes until they have ended; an exception of `meanwhile` ends them."""
@@ -356,12 +358,10 @@ class RankTasks:
             listener.close()
 
 
-@contextlib.contextmanager
-def agent_signals() -> Iterator[None]:
+def set_agent_signals() -> None:
     """Set an agent's signals: Ctrl-C is the controller's, SIGTERM raises Terminated."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _terminate)
-    yield
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (as handlers are)
@@ -375,11 +375,11 @@ def main() -> None:
     connection: Connection[say.Envelope] = Connection(
         sock, receives=say.Envelope, peer="the controller"
     )
-    with agent_signals():
-        try:
-            Agent(say.Messenger(connection), name=(*sys.argv[2:], None)[0]).serve()
-        except (ControllerLost, Terminated):
-            sys.exit(_TERMINATED)
+    set_agent_signals()
+    try:
+        Agent(say.Messenger(connection), name=(*sys.argv[2:], None)[0]).serve()
+    except (ControllerLost, Terminated):
+        sys.exit(_TERMINATED)
 
 
 if __name__ == "__main__":

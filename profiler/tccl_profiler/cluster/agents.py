@@ -211,8 +211,7 @@ class RankJobs:
     def rendezvous(self, host: str, count: int) -> tuple[Rendezvous, ...]:
         """Return where the ranks of the next concurrent jobs meet: at this host, with rank 0."""
         question = {host: say.OpenRendezvous(count=count)}
-        found = self._agents.ask(question, say.RendezvousOpen)[host]
-        return tuple(Rendezvous(addresses=found.addresses, port=port) for port in found.ports)
+        return self._agents.ask(question, say.RendezvousOpen)[host].meetings
 
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> dict[str, tuple[RankOutput, ...]]:
         """Run each host's ranks, of one job or of several at once; if some fail, end all."""

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tccl_profiler.cluster import messages as say
-from tccl_profiler.cluster.agent import Agent, ControllerLost, Terminated, agent_signals
+from tccl_profiler.cluster.agent import Agent, ControllerLost, Terminated, set_agent_signals
 from tccl_profiler.cluster.facts import addresses, listening
 from tccl_profiler.messages import Connection, Stop
 from tccl_py.children import child_command, child_environment, search_path
@@ -325,13 +325,13 @@ class Job:
 
     def serve(self) -> int:
         """Serve the controller until it ends; return its exit code. Nothing is printed."""
-        with agent_signals():
-            try:
-                return Agent(self._ranks[CONTROLLER]).serve()
-            except ControllerLost:
-                return NOT_USABLE
-            except Terminated:
-                return 128 + signal.SIGTERM
+        set_agent_signals()
+        try:
+            return Agent(self._ranks[CONTROLLER]).serve()
+        except ControllerLost:
+            return NOT_USABLE
+        except Terminated:
+            return 128 + signal.SIGTERM
 
 
 def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], say.Messenger]:

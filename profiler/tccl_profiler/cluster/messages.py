@@ -21,6 +21,7 @@ from tccl_profiler.linux import precise_sleeps
 from tccl_profiler.program import HostProgram
 from tccl_profiler.shared_memory import RECORD
 from tccl_py.errors import MeasurementError
+from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task
 
 HEARTBEAT_S = 1.0
@@ -148,10 +149,9 @@ class OpenRendezvous(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RendezvousOpen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The addresses and ports of these sockets."""
+    """The addresses and port of each of these sockets."""
 
-    addresses: tuple[str, ...]
-    ports: tuple[int, ...]
+    meetings: tuple[Rendezvous, ...]
 
 
 class RunRanks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
