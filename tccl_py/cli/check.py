@@ -54,12 +54,8 @@ def check(
     directory: options.Directory,
     *,
     max_seconds: Annotated[float, opt("S", "Seconds of all measurements at most.")] = 120.0,
-    seed: Annotated[
-        int, opt("N", "Seed of the random sample of sets; another each day sees more of them.")
-    ] = 0,
-    prometheus: Annotated[
-        bool, flag("--prometheus", "Print metrics in Prometheus' text format.")
-    ] = False,
+    seed: Annotated[int, opt("N", "Seed of the sample; another each day sees more sets.")] = 0,
+    prometheus: Annotated[bool, flag("--prometheus", "Print metrics for Prometheus.")] = False,
     output: options.Output = None,
     json: options.Json = False,
 ) -> None:

@@ -39,19 +39,10 @@ Choice = Enum("Choice", {name: name for name in CHOICES})  # type: ignore[misc]
 def env(
     directory: options.Directory,
     *,
-    gpus: Annotated[
-        str | None, opt("LIST", "The job's GPUs (NVML indices), as 0,2,5 or 0-3.")
-    ] = None,
-    host: Annotated[
-        str | None, opt("NAME", "Of a cluster's plan: the host to print for; this one by default.")
-    ] = None,
-    nccl: Annotated[
-        str | None, opt("VERSION", "The job's version of NCCL; the installed one if not given.")
-    ] = None,
-    choice: Annotated[
-        Choice | None,
-        opt("NAME", "default, variables or graph; the plan's recommended one if not given."),
-    ] = None,
+    gpus: Annotated[str | None, opt("LIST", "The job's GPUs (NVML), as 0,2,5 or 0-3.")] = None,
+    host: Annotated[str | None, opt("NAME", "A cluster's host; this one if not given.")] = None,
+    nccl: Annotated[str | None, opt("VERSION", "The job's; if not given, as installed.")] = None,
+    choice: Annotated[Choice | None, opt("NAME", "The recommended one if not given.")] = None,
     alike: Annotated[
         bool,
         typer.Option(

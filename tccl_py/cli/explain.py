@@ -40,12 +40,8 @@ def explain(
     max_sets: Annotated[
         int, opt("N", "Sets to measure at most that the journal does not hold.")
     ] = DEFAULT_BUDGET.sets or 200,
-    max_causes: Annotated[
-        int, opt("N", "Different slow sets to find at most, for all rings.")
-    ] = MOST_FINDINGS,
-    no_measure: Annotated[
-        bool, flag("--no-measure", "Measure nothing: use the plan's journal alone.")
-    ] = False,
+    max_causes: Annotated[int, opt("N", "Different slow sets to find at most.")] = MOST_FINDINGS,
+    no_measure: Annotated[bool, flag("--no-measure", "Use the plan's journal alone.")] = False,
     json: options.Json = False,
 ) -> None:
     """Explain a plan: which transfers hurt which, in its rings and in default NCCL's.

@@ -35,9 +35,7 @@ RUNTIMES = ("nccl", "tccl")
 def export(
     directory: options.PlanPath,
     *,
-    runtime: Annotated[
-        str, opt("nccl|tccl", "Unmodified NCCL, or the fork of NCCL 2.18 by TCCL's authors.")
-    ] = "nccl",
+    runtime: Annotated[str, opt("nccl|tccl", "Unmodified NCCL, or TCCL's fork of 2.18.")] = "nccl",
     output: Annotated[
         Path | None,
         opt(
@@ -47,9 +45,7 @@ def export(
             "--output",
         ),
     ] = None,
-    nccl: Annotated[
-        str | None, opt("VERSION", "Write for this version of NCCL; the plan's if not given.")
-    ] = None,
+    nccl: Annotated[str | None, opt("VERSION", "The jobs' NCCL; the plan's if not given.")] = None,
     subsets: Annotated[
         str | None,
         opt(
@@ -58,13 +54,8 @@ def export(
             "'0-3 4-7 0,4'. All sets if not given, and above 8 GPUs none.",
         ),
     ] = None,
-    nic: Annotated[
-        int | None,
-        opt("N", "For tccl: the NIC that joins nodes, as N0 is 0; the fastest if not given."),
-    ] = None,
-    max_sets: Annotated[
-        int | None, opt("N", f"For tccl: sets to measure at most; {DEFAULT_MAX_SETS} if not given.")
-    ] = None,
+    nic: Annotated[int | None, opt("N", "For tccl: the NIC between nodes, as N0 is 0.")] = None,
+    max_sets: Annotated[int | None, opt("N", "For tccl: sets to measure at most.")] = None,
 ) -> None:
     """Write the files that a runtime reads, or print the main one.
 

@@ -38,21 +38,11 @@ def install(
             "This one if no other option names a file.",
         ),
     ] = None,
-    slurm_prolog: Annotated[
-        Path | None, opt("PATH", "A script for SLURM's TaskProlog; - prints its lines.")
-    ] = None,
-    module: Annotated[
-        Path | None,
-        opt("PATH", "An environment module in Tcl, which Lmod reads too; - prints one."),
-    ] = None,
+    slurm_prolog: Annotated[Path | None, opt("PATH", "A TaskProlog of SLURM, or -.")] = None,
+    module: Annotated[Path | None, opt("PATH", "An environment module in Tcl, or -.")] = None,
     dry_run: options.DryRun = False,
-    alike: Annotated[
-        bool, flag("--alike", "For hosts like the plan's: GPUs may have other UUIDs.")
-    ] = False,
-    force: Annotated[
-        bool,
-        flag("--force", "Also if simulated, not verified, worse than NCCL, or of another machine."),
-    ] = False,
+    alike: Annotated[bool, flag("--alike", "For hosts like the plan's, with other UUIDs.")] = False,
+    force: Annotated[bool, flag("--force", "Also if not verified, or of another machine.")] = False,
 ) -> None:
     """Put a verified plan's settings where jobs find them.
 
@@ -62,7 +52,7 @@ def install(
 
     NCCL reads a file of the user's, then /etc/nccl.conf, and takes the first line of a name; the
     environment comes before both. The prolog sets nothing on hosts with other GPUs, driver or NUMA
-    nodes, and no variable that the job has set.
+    nodes, and no variable that the job has set. With - for PATH lines are printed.
 
     Examples:
 

@@ -24,12 +24,8 @@ from tccl_py.simulator.model import MachineModel, figures_of
 
 def discover(
     *,
-    nccl_topology: Annotated[
-        Path | None, opt("FILE", "Read an NCCL topology XML, as NCCL_TOPO_DUMP_FILE writes it.")
-    ] = None,
-    nvidia_smi: Annotated[
-        Path | None, opt("FILE", "Read what `nvidia-smi topo -m` printed.")
-    ] = None,
+    nccl_topology: Annotated[Path | None, opt("FILE", "Read an NCCL topology XML.")] = None,
+    nvidia_smi: Annotated[Path | None, opt("FILE", "Read output of `nvidia-smi topo -m`.")] = None,
     output: options.Output = None,
 ) -> None:
     """Describe a machine's GPUs, NUMA nodes, PCI tree, NVLinks and NICs as JSON.

@@ -71,16 +71,12 @@ def measure(
             "goes at its own pace.",
         ),
     ] = None,
-    check: Annotated[
-        bool, flag("--check", "Compare the data of every repeat, not once for each flow.")
-    ] = False,
+    check: Annotated[bool, flag("--check", "Compare the data of every repeat.")] = False,
     interfaces: options.Interfaces = None,
     network: options.Network = None,
     noise: options.Noise = None,
     seed: options.Seed = None,
-    journal: Annotated[
-        Path | None, opt("FILE", "Keep measurements in FILE; sets in it are not repeated.")
-    ] = None,
+    journal: Annotated[Path | None, opt("FILE", "Keep measurements; none is repeated.")] = None,
     json: options.Json = False,
 ) -> None:
     """Measure how fast transfers are that run at the same time, in GB/s for each flow.

@@ -48,9 +48,7 @@ def overlap(
         ),
     ] = None,
     *,
-    backend: Annotated[
-        str, opt("nccl|gloo", "nccl on GPUs; gloo is a dry run in host memory.")
-    ] = "nccl",
+    backend: Annotated[str, opt("nccl|gloo", "GPUs, or a dry run in host memory.")] = "nccl",
     gpus: options.Gpus = None,
     ranks: Annotated[int | None, opt("N", "With gloo: how many ranks; 2 if not given.")] = None,
     size: Annotated[int, opt("MIB", "Size of one message in MiB.")] = 64,

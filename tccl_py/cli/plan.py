@@ -83,9 +83,7 @@ def plan(
             f"else {LATEST}; {', '.join(known_versions())} were checked.",
         ),
     ] = None,
-    rings: Annotated[
-        str | None, opt("LIST", "How many rings together, as 1,2,4; 1,2,4 by default.")
-    ] = None,
+    rings: Annotated[str | None, opt("LIST", "Rings together; 1,2,4 if not given.")] = None,
     strategy: Annotated[str, opt("NAME", f"One of {', '.join(STRATEGIES)}.")] = "best-first",
     max_sets: Annotated[
         int,
@@ -99,18 +97,13 @@ def plan(
     noise: options.Noise = None,
     seed: options.Seed = None,
     nodes: Annotated[int | None, opt("N", "How many equal nodes to simulate.")] = None,
-    hosts: Annotated[
-        Path | None,
-        opt("FILE", "The hosts expected: a hostfile of Open MPI, MPICH or SLURM, or a list."),
-    ] = None,
+    hosts: Annotated[Path | None, opt("FILE", "The hosts expected: a hostfile, or a list.")] = None,
     switches: Annotated[
         Path | None,
         opt("FILE", "Switches between hosts: SLURM's topology.conf or topology.yaml, or our YAML."),
     ] = None,
     keep_order: Annotated[bool, flag("--keep-order", "Keep the order of the hosts.")] = False,
-    gid_index: Annotated[
-        int | None, opt("N", "NCCL_IB_GID_INDEX of RoCE ports; NCCL's choice if not given.")
-    ] = None,
+    gid_index: Annotated[int | None, opt("N", "NCCL_IB_GID_INDEX of RoCE ports.")] = None,
     interfaces: options.Interfaces = None,
     network: options.Network = None,
     pin_env: Annotated[

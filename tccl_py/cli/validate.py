@@ -37,17 +37,13 @@ def validate(
         str | None,
         opt("MACHINE", f"What every node is; if not given, NCCL here is asked. {MACHINE_HELP}"),
     ] = None,
-    gpus: Annotated[
-        str | None, opt("LIST", "The job's GPUs on every node in rank order, as 0,2,5 or 0-3.")
-    ] = None,
+    gpus: Annotated[str | None, opt("LIST", "The job's GPUs on every node, in rank order.")] = None,
     nodes: Annotated[int | None, opt("N", "How many equal nodes; one if not given.")] = None,
     nccl: Annotated[
         str | None,
         opt("VERSION", f"{LATEST} if not given; {', '.join(known_versions())} were checked."),
     ] = None,
-    env: Annotated[
-        list[str] | None, opt("NAME=VALUE", "A variable of the job; can be repeated.")
-    ] = None,
+    env: Annotated[list[str] | None, opt("NAME=VALUE", "Variables of the job.")] = None,
     json: options.Json = False,
 ) -> None:
     """Say what NCCL will do with a graph file: use, ignore, clip or reject it, or crash.

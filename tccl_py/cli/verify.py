@@ -69,9 +69,7 @@ _OTHERS = "start a rank on each host that the plan has, or plan these hosts"
 def verify(
     directory: options.Directory,
     *,
-    choice: Annotated[
-        str | None, opt("NAME", "variables or graph: compare default NCCL with this choice alone.")
-    ] = None,
+    choice: Annotated[str | None, opt("variables|graph", "Compare this choice alone.")] = None,
     rounds: Annotated[
         int,
         opt(
@@ -80,31 +78,15 @@ def verify(
             "clear before, up to four times as many where a verdict is open.",
         ),
     ] = DEFAULT_ROUNDS,
-    sizes: Annotated[
-        str | None, opt("LIST", "Sizes to time, as 4K,1M,256M; 1K to 1G by default.")
-    ] = None,
+    sizes: Annotated[str | None, opt("LIST", "As 4K,1M,256M; 1K to 1G if not given.")] = None,
     seconds: Annotated[
         float, opt("S", f"After this no round begins, but {LEAST_ROUNDS} are always run.")
     ] = DEFAULT_SECONDS,
-    collective: Annotated[
-        str, opt("NAME", f"What to time: {', '.join(COLLECTIVES)}.")
-    ] = "all_reduce",
-    training: Annotated[
-        bool, flag("--training", "Also time steps of a small model, eager and in a CUDA graph.")
-    ] = False,
-    tune: Annotated[
-        bool,
-        flag(
-            "--tune", "Then try other settings by jobs, and rewrite the plan where one is better."
-        ),
-    ] = False,
-    no_checks: Annotated[
-        bool, flag("--no-checks", "Do not compare the values that collectives give.")
-    ] = False,
-    pin_env: Annotated[
-        list[str] | None,
-        opt("NCCL_NAME", "A variable of yours that all jobs get; may be repeated."),
-    ] = None,
+    collective: Annotated[str, opt("NAME", f"One of {', '.join(COLLECTIVES)}.")] = "all_reduce",
+    training: Annotated[bool, flag("--training", "Also time steps of a small model.")] = False,
+    tune: Annotated[bool, flag("--tune", "Try other settings, and keep better ones.")] = False,
+    no_checks: Annotated[bool, flag("--no-checks", "Do not compare results' values.")] = False,
+    pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "Variables that all jobs get.")] = None,
     backend: options.Backend = None,
     json: options.Json = False,
 ) -> None:
