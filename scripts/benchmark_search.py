@@ -24,7 +24,7 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.choices import own_choices
 from tccl_py.plan.planner import DEFAULT_BUDGET, FEW_RING_COUNTS, RING_COUNTS, make_plan
 from tccl_py.plan.tasks import Stock, Task
-from tccl_py.search.problem import Budget, SearchProblem, SilentReporter, count_ring_sets
+from tccl_py.search.problem import Budget, SearchProblem, count_ring_sets
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.model import MachineModel
@@ -120,7 +120,6 @@ class Bench:
             ring_counts=self.counts,
             strategy="best-first",
             budget=DEFAULT_BUDGET,
-            reporter=SilentReporter(),
         )
         return own_choices(task).rated[-1]
 

@@ -189,7 +189,7 @@ class Impatient:
     def measured(self, count):
         pass
 
-    def update(self, progress):
+    def __call__(self, progress):
         type(self).reports += 1
         if self.reports > self.patience:
             raise KeyboardInterrupt

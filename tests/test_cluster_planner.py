@@ -23,7 +23,7 @@ from tccl_py.plan.cluster_rings import cluster_rings, rail_tuples
 from tccl_py.plan.host_class import HostClass, HostTask, used_nics
 from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring
 from tccl_py.search.chains import Pairing, nic_pair
-from tccl_py.search.problem import Budget, SilentReporter
+from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.memory import RememberingSource, remembering
@@ -54,7 +54,6 @@ def node_of(node_class, source, nodes, *, budget=SMALL):
             ring_counts=(1,),
             strategy="best-first",
             budget=budget,
-            reporter=SilentReporter(),
             nics=used_nics(node_class.machine),
         ),
         nodes=nodes,
@@ -331,10 +330,10 @@ def test_hosts_of_a_class_with_unequal_ranks_are_refused_by_name():
 
 
 def test_an_interrupted_search_gives_the_best_so_far():
-    class Impatient(SilentReporter):
+    class Impatient:
         left = 60
 
-        def update(self, progress):
+        def __call__(self, progress):
             self.left -= 1
             if self.left < 0:
                 raise KeyboardInterrupt

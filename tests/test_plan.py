@@ -25,7 +25,7 @@ from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan, per_channel
 from tccl_py.plan.planner import make_plan
-from tccl_py.search.problem import SearchProblem, SilentReporter
+from tccl_py.search.problem import SearchProblem
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
@@ -457,10 +457,10 @@ def test_a_plan_with_any_value_replaced_is_refused_or_still_safe_to_write(draw, 
 
 @pytest.mark.parametrize("seed, updates", [(1, 20), (3, 40), (4, 60), (4, 100), (4, 10_000)])
 def test_whenever_a_search_is_interrupted_its_bound_is_true_under_the_plans_settings(seed, updates):
-    class Impatient(SilentReporter):
+    class Impatient:
         left = updates
 
-        def update(self, progress):
+        def __call__(self, progress):
             self.left -= 1
             if self.left < 0:
                 raise KeyboardInterrupt

@@ -158,7 +158,7 @@ def test_ctrl_c_gives_the_best_so_far():
     class Impatient:
         calls = 0
 
-        def update(self, progress):
+        def __call__(self, progress):
             self.calls += 1
             if self.calls > 45:
                 raise KeyboardInterrupt

@@ -14,7 +14,7 @@ from tccl_py.plan.tasks import (
     orders_under,
     search_under,
 )
-from tccl_py.search.problem import Budget, SilentReporter
+from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.memory import RememberingSource
@@ -46,7 +46,6 @@ def task_for(name, *, source=None, version="2.30", counts=(1, 2)):
         ring_counts=counts,
         strategy="best-first",
         budget=Budget(sets=200, idle_sets=50),
-        reporter=SilentReporter(),
     )
 
 

@@ -15,7 +15,7 @@ from tccl_py.model.rings import Ring, ring, ring_set
 from tccl_py.model.transfer import Fifo, Flow, entering, leaving, transfer_set
 from tccl_py.plan.planner import make_plan
 from tccl_py.search.chains import entry, leave
-from tccl_py.search.problem import Budget, SilentReporter
+from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.memory import RememberingSource
@@ -76,7 +76,6 @@ def task_of(machine, source, *, knowledge=None, gpus=None, max_sets=100_000, **m
             "fifo_bytes": 1 << 20,
             "rings": (),
             "max_sets": max_sets,
-            "reporter": SilentReporter(),
             **more,
         }
     )

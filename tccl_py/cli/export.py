@@ -23,7 +23,7 @@ from tccl_py.plan.files import GRAPH_FILE, nccl_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.variants import for_version
-from tccl_py.search.problem import Reporter, SilentReporter
+from tccl_py.search.problem import Reporter
 from tccl_py.sources.memory import RememberingSource
 from tccl_py.sources.opening import open_source
 from tccl_py.tccl_fork.database import MadeDatabase, make_database, tccl_xml
@@ -136,7 +136,7 @@ def _made(plan: Plan, directory: Path, wanted: Export) -> MadeDatabase:
     with ExitStack() as stack:
         line = stack.enter_context(ProgressLine())
         # A source that measures reports by itself.
-        reporter: Reporter = line if plan.simulated else SilentReporter()
+        reporter: Reporter | None = line if plan.simulated else None
         if plan.simulated:
             source = open_source(known_model(plan, directory))
         else:

@@ -92,7 +92,7 @@ class ProgressLine:
         self._search = ""
         self._measured = ""
 
-    def update(self, progress: Progress) -> None:
+    def __call__(self, progress: Progress) -> None:
         """Show sets measured, the best so far and the bound of the search that runs."""
         self._best = max(self._best, progress.best_gbps)
         bound = progress.bound_gbps

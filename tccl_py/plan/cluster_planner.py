@@ -29,7 +29,7 @@ from tccl_py.plan.planner import (
 )
 from tccl_py.plan.tasks import Stock
 from tccl_py.plan.variants import ends_as_measured, path_types
-from tccl_py.search.problem import Budget, Reporter, SilentReporter
+from tccl_py.search.problem import Budget, Reporter
 from tccl_py.sources.memory import remembering
 
 FEW_RINGS = 4
@@ -93,7 +93,7 @@ def make_cluster_plan(
                 ring_counts=tuple(counts),
                 strategy=strategy,
                 budget=budget,
-                reporter=reporter or SilentReporter(),
+                reporter=reporter,
                 p2p_level=level,
                 nics=used_nics(one.machine),
             ),

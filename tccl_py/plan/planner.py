@@ -40,7 +40,7 @@ from tccl_py.plan.plan import (
     single_host,
 )
 from tccl_py.plan.tasks import Choice, Order, Stock, Task, measured_well, search_under
-from tccl_py.search.problem import Budget, Reporter, SearchResult, SilentReporter
+from tccl_py.search.problem import Budget, Reporter, SearchResult
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.memory import RememberingSource, remembering
 
@@ -116,7 +116,7 @@ def make_plan(
         ring_counts=tuple(ring_counts or usual),
         strategy=check_strategy(strategy),
         budget=budget,
-        reporter=reporter or SilentReporter(),
+        reporter=reporter,
         p2p_level=pinned_level(pinned),
         own_rings=own_rings,
     )

@@ -60,7 +60,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     ring_counts: tuple[int, ...]
     strategy: str
     budget: Budget
-    reporter: Reporter
+    reporter: Reporter | None = None
     nics: tuple[int, ...] = ()
     p2p_level: Level | None = None
     own_rings: Callable[[Settings], DefaultChoice] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -109,18 +109,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     bound_gbps: float
 
 
-class Reporter(Protocol):
-    """Receives the events of a search; KeyboardInterrupt from `update` cancels the search."""
-
-    def update(self, progress: Progress) -> None:
-        """Take an event."""
-
-
-class SilentReporter:
-    """A reporter that ignores events."""
-
-    def update(self, progress: Progress) -> None:
-        """Ignore an event."""
+Reporter = Callable[[Progress], None]
+"""Receives the events of a search; a KeyboardInterrupt cancels the search."""
 
 
 def check_problem(problem: SearchProblem) -> None:

@@ -25,7 +25,6 @@ from tccl_py.search.problem import (
     Reporter,
     SearchProblem,
     SearchResult,
-    SilentReporter,
     admitted,
     check_problem,
     count_ring_sets,
@@ -50,7 +49,7 @@ class Run:
     A strategy may store upper bounds by ring count in `bounds`, and remarks in `notices`.
     """
 
-    def __init__(self, problem: SearchProblem, strategy: str, reporter: Reporter) -> None:
+    def __init__(self, problem: SearchProblem, strategy: str, reporter: Reporter | None) -> None:
         self.problem = problem
         self.strategy = strategy
         self.incumbent = Incumbent(error=problem.noise, floor=problem.floor_gbps)
@@ -72,7 +71,9 @@ class Run:
 
     def report(self, event: Event) -> None:
         """Send an event to the reporter."""
-        self._reporter.update(
+        if self._reporter is None:
+            return
+        self._reporter(
             Progress(
                 event=event,
                 strategy=self.strategy,
@@ -149,7 +150,7 @@ def find_rings(
     """
     name, search = _named(strategy)
     check_problem(problem)
-    run = Run(problem, name, reporter or SilentReporter())
+    run = Run(problem, name, reporter)
     cancelled = False
     try:
         search(run)

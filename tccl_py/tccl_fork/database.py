@@ -17,7 +17,7 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop
 from tccl_py.model.transfer import Place, Transfer, leaving, transfer_set
 from tccl_py.plan.plan import Plan
-from tccl_py.search.problem import Reporter, SilentReporter
+from tccl_py.search.problem import Reporter
 from tccl_py.tccl_fork.search import (
     ALL_SETS_UP_TO,
     MOST_CHANNELS,
@@ -211,7 +211,7 @@ def make_database(
     """
     export = export or Export()
     check_plan_for_fork(plan)
-    task = task_of(plan, source, export, reporter or SilentReporter())
+    task = task_of(plan, source, export, reporter)
     nic, count = _nic(task.machine, export.nic), max(task.gpus) + 1
     numa = numa_ids(task.machine)
     bits = index_bits(count, max(numa.values()) + 1)

@@ -78,7 +78,7 @@ class DatabaseTask(msgspec.Struct, frozen=True, kw_only=True):
     fifo_bytes: int
     rings: tuple[Ring, ...]
     max_sets: int
-    reporter: Reporter
+    reporter: Reporter | None = None
     p2p_level: Level | None = None
 
     def hop_space(self, gpus: Sequence[int]) -> HopSpace:
@@ -158,7 +158,7 @@ def check_plan_for_fork(plan: Plan, *, where: str = "plan") -> None:
 
 
 def task_of(
-    plan: Plan, source: BandwidthSource, export: Export, reporter: Reporter
+    plan: Plan, source: BandwidthSource, export: Export, reporter: Reporter | None
 ) -> DatabaseTask:
     """Return the task of a plan's database; InputError as `make_database`."""
     (node,), (gpus,) = plan.cluster.classes, plan.class_gpus
