@@ -120,7 +120,8 @@ def check_own_rings(host: Host) -> Found:
         return
     counts = Counter(found.via.values())
     ways = ", ".join(f"{count} by {via}" for via, count in counts.most_common())
-    what = f"NCCL {found.version} runs {ring_words(found)}; of its hops {ways}"
+    runs = ring_words(found.rings, fallback=found.fallback)
+    what = f"NCCL {found.version} runs {runs}; of its hops {ways}"
     where = f"a communicator over GPUs {', '.join(map(str, found.gpus))}"
     if found.fallback:
         why = "its search finds no rings and takes the order of the GPUs, whatever joins them"

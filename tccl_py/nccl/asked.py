@@ -354,10 +354,11 @@ class InstalledRings:
             and (len(found.rings), found.fallback) == (emulated.channels, emulated.fallback)
         ):
             return emulated
+        runs = ring_words(found.rings, fallback=found.fallback)
+        rules = ring_words(expected, fallback=emulated.fallback, channels=emulated.channels)
         self.notices.append(
-            f"{under} runs {ring_words(found)}, and its rules as tccl has them give "
-            f"{_ring_words(expected, emulated.channels, fallback=emulated.fallback)}: the plan "
-            "takes what it runs"
+            f"{under} runs {runs}, and its rules as tccl has them give {rules}: the plan takes "
+            "what it runs"
         )
         return msgspec.structs.replace(
             emulated,
@@ -382,12 +383,10 @@ class InstalledRings:
             self.notices.append(f"{under} connects {shown}{more}: rates are of the latter")
 
 
-def ring_words(found: NcclAnswer) -> str:
-    """Return the channels and rings of an answer as text."""
-    return _ring_words(found.rings, len(found.rings), fallback=found.fallback)
-
-
-def _ring_words(rings: Sequence[tuple[int, ...]], channels: int, *, fallback: bool) -> str:
+def ring_words(
+    rings: Sequence[tuple[int, ...]], *, fallback: bool, channels: int | None = None
+) -> str:
+    """Return final channels (None: as many as rings) and distinct rings as text."""
     distinct: list[tuple[int, ...]] = []
     for ring in rings:
         if not any(same_rings(ring, known) for known in distinct):
@@ -395,4 +394,4 @@ def _ring_words(rings: Sequence[tuple[int, ...]], channels: int, *, fallback: bo
     shown = ", ".join(" ".join(map(str, ring)) for ring in distinct[:_SHOWN])
     more = ", ..." if len(distinct) > _SHOWN else ""
     order = " in its simple order" if fallback else ""
-    return f"{channels} channels over {shown}{more}{order}"
+    return f"{channels or len(rings)} channels over {shown}{more}{order}"

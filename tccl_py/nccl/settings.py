@@ -92,8 +92,6 @@ def check_settings(settings: Settings) -> Settings:
     if settings.shm_copy_engine is not None and not facts.shm_copy_engine:
         right = "leave shm_copy_engine out, or use NCCL 2.28"
         raise InputError(where, "bounces cannot use a copy engine", right)
-    if settings.p2p_copy_engine and not facts.p2p_copy_engine:
-        raise InputError(where, "P2P cannot use a copy engine", "leave p2p_copy_engine out")
     if not 1 <= settings.channels <= facts.max_channels:
         right = f"a graph file holds 1 to {facts.max_channels}"
         raise InputError(where, f"channels is {settings.channels}", right)

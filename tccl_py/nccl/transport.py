@@ -160,10 +160,9 @@ def expressible(version: str = LATEST, *, p2p_level: Level | None = None) -> tup
     """
     facts = version_facts(version)
     engines = list(_ENGINES) if facts.shm_copy_engine else [None]
-    copies = (False, True) if facts.p2p_copy_engine else (False,)
     levels = _LEVELS if p2p_level is None else (p2p_level,)
     fields = "p2p_level p2p_read p2p_copy_engine shm_locality shm_copy_engine net_disable_intra"
-    choices = product(levels, (None, True, False), copies, _SIDES, engines, (False, True))
+    choices = product(levels, (None, True, False), (False, True), _SIDES, engines, (False, True))
     each = (dict(zip(fields.split(), choice, strict=True)) for choice in choices)
     return tuple(msgspec.convert({"version": version, **chosen}, Settings) for chosen in each)
 

@@ -77,7 +77,6 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_elements: int = 65536
     max_attributes: int = 16
     rank_overrides_dev: bool = False
-    p2p_copy_engine: bool = True
     shm_copy_engine: bool = True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -93,16 +93,9 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     notices: tuple[str, ...] = ()
 
 
-Event = Literal["ring count", "measured", "improved", "symmetry broken", "confirming"]
-"""A search of another ring count began; a set was measured; a better ring set was found; the
-answer differs from its image; finalists are measured again."""
-
-
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """An event of a search and its state; `best_gbps` is 0 before the first ring is known."""
+    """The state of a search; `best_gbps` is 0 before the first ring is known."""
 
-    event: Event
-    strategy: str
     rings_in_set: int
     sets_measured: int
     best_gbps: float
@@ -110,7 +103,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Reporter = Callable[[Progress], None]
-"""Receives the events of a search; a KeyboardInterrupt cancels the search."""
+"""Told of each measurement and step of a search; a KeyboardInterrupt cancels the search."""
 
 
 def check_problem(problem: SearchProblem) -> None:

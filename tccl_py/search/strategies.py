@@ -19,7 +19,6 @@ from tccl_py.search.evaluator import (
     checked_index,
 )
 from tccl_py.search.problem import (
-    Event,
     HopIndex,
     Progress,
     Reporter,
@@ -57,7 +56,7 @@ class Run:
             problem.source,
             budget=problem.budget,
             noise=problem.noise,
-            measured=lambda: self.report("measured"),
+            measured=self.report,
         )
         self.bounds: dict[int, float] = {}
         self.notices: list[str] = []
@@ -69,25 +68,21 @@ class Run:
         """Upper bound over all ring counts, never below the best found."""
         return max(self.incumbent.score, *self.bounds.values(), 0.0)
 
-    def report(self, event: Event) -> None:
-        """Send an event to the reporter."""
-        if self._reporter is None:
-            return
-        self._reporter(
-            Progress(
-                event=event,
-                strategy=self.strategy,
+    def report(self) -> None:
+        """Send the state to the reporter."""
+        if self._reporter is not None:
+            progress = Progress(
                 rings_in_set=self._count,
                 sets_measured=self.evaluator.sets_measured,
                 best_gbps=self.incumbent.score,
                 bound_gbps=self.bound_gbps,
             )
-        )
+            self._reporter(progress)
 
     def begin(self, count: int) -> None:
         """Report that sets of `count` rings are searched from here on."""
         self._count = count
-        self.report("ring count")
+        self.report()
 
     def offer(self, index: HopIndex, sequences: Sequence[Sequence[int]]) -> None:
         """Measure a ring set and offer it to the incumbent."""
@@ -96,7 +91,7 @@ class Run:
         at = self.evaluator.sets_measured
         self.incumbent.offer(len(sequences) * rate, index, sequences, at=at)
         if self.incumbent.score > before:
-            self.report("improved")
+            self.report()
 
     def offer_orders(self, orders: Sequence[Sequence[Sequence[int]]]) -> None:
         """Measure ring sets given as GPU orders."""
@@ -206,7 +201,7 @@ def _best_first(run: Run) -> None:
     _search_all_counts(run, indices)
     if not _answer_holds(run):
         # A device differs from its images: measure every hop, keep the symmetry that is left.
-        run.report("symmetry broken")
+        run.report()
         run.notices.append("the machine is less symmetric than described; searched again")
         run.incumbent.clear()
         run.bounds.clear()
@@ -291,7 +286,7 @@ def _confirm(run: Run) -> None:
     finalists = run.incumbent.finalists()
     if error <= run.problem.tolerance or len(finalists) < 2:
         return
-    run.report("confirming")
+    run.report()
     rates: dict[int, list[float]] = {turn: [] for turn in range(len(finalists))}
     while len(rates) > 1 or len(rates[min(rates)]) < 2 * CONFIRMATIONS:
         for turn, known in rates.items():
