@@ -312,7 +312,7 @@ def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
             yield _valid(base, p2p_read="read" not in kinds)
         if "bounce" in kinds and facts.shm_copy_engine:
             yield _valid(base, shm_copy_engine="both")
-        if kinds & {"read", "write"} and facts.p2p_copy_engine:
+        if kinds & {"read", "write"}:
             yield _valid(base, p2p_copy_engine=True)
 
     return sockets, channels_and_sizes, more_sizes, algorithm_and_paths, mechanisms
