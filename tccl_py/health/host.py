@@ -7,9 +7,7 @@ the root.
 from __future__ import annotations
 
 import functools
-import os
 import re
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from tccl_py.errors import InputError
+from tccl_py.files import reading
 from tccl_py.model.machine import PeerAccess, bus_order, normal_bus_id
 from tccl_py.nccl.asked import NcclAnswer
 from tccl_py.nccl_library import InstalledNccl
@@ -162,19 +162,10 @@ class Host:
         if path is None:
             return None
         try:
-            # Opening a FIFO would wait for a writer.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-        except OSError:
-            return None
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return None
-            with os.fdopen(descriptor, "rb", closefd=False) as handle:
+            with reading(path) as handle:
                 return handle.read(limit)
-        except OSError:
+        except InputError:
             return None
-        finally:
-            os.close(descriptor)
 
     def text(self, name: str) -> str:
         """Return a file's text, stripped; "" if unreadable."""

@@ -143,15 +143,7 @@ class HostSlots(msgspec.Struct, frozen=True):
 
 def read_host_list(path: Path) -> tuple[HostSlots, ...]:
     """Read a list of hosts."""
-    return parse_host_list(read_list(path), where=str(path))
-
-
-def read_list(path: Path) -> str:
-    """Return the text of a file about a cluster's hosts, of at most MAX_BYTES."""
-    if path.is_file() and path.stat().st_size > MAX_BYTES:
-        right = "give a list of hosts or switches"
-        raise InputError(str(path), f"is larger than {MAX_BYTES} bytes", right)
-    return read_text(path, limit=MAX_BYTES)
+    return parse_host_list(read_text(path, limit=MAX_BYTES), where=str(path))
 
 
 def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:

@@ -34,6 +34,7 @@ import msgspec
 import yaml
 
 from tccl_py.errors import InputError
+from tccl_py.files import read_text
 from tccl_py.model.cluster import (
     MAX_HOSTS,
     Rails,
@@ -43,7 +44,7 @@ from tccl_py.model.cluster import (
     restricted,
     shown,
 )
-from tccl_py.readers.hosts import expand, read_list
+from tccl_py.readers.hosts import MAX_BYTES, expand
 
 MAX_SWITCHES = 65_536
 MAX_LEVELS = 32
@@ -88,7 +89,7 @@ def read_switches(path: Path, hosts: Iterable[str] | None = None) -> Network:
     Raises:
         InputError: the file cannot be read, or as the two parsers.
     """
-    text, where = read_list(path), str(path)
+    text, where = read_text(path, limit=MAX_BYTES), str(path)
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
     if not is_yaml and (path.suffix.lower() == ".conf" or _FIRST.search(text)):
         return Network(switches=parse_slurm_topology(text, where=where, hosts=hosts))
