@@ -92,10 +92,10 @@ def test_a_description_comes_back_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        ({"gpus": []}, "has no GPU; a machine to plan for has at least one"),
+        ({"gpus": []}, "has no GPU"),
         ({"colour": 1}, "unknown field `colour`"),
-        ({"format_version": 9}, "has format version 9; this program reads version 1"),
-        ({"knowledge": {"peer_access": [FACT]}}, "speaks of GPU 7; toy has no such GPU"),
+        ({"format_version": 9}, "has format version 9"),
+        ({"knowledge": {"peer_access": [FACT]}}, "speaks of GPU 7"),
     ],
 )
 def test_a_damaged_description_is_refused(change, sentence, tmp_path):

@@ -312,7 +312,7 @@ def test_a_nic_with_a_guid_of_zeros_is_one_for_sockets():
 
 def test_one_host_and_hosts_without_nics_are_refused():
     alone = cluster_with([networked_machine(gpus=2)])
-    with pytest.raises(InputError, match="rings over nodes need 2 or more"):
+    with pytest.raises(InputError, match=r"rings over nodes need 2"):
         make_cluster_plan(alone, [MadeUp(0)])
     bare = load_bundled("asus-esc8000a-e13p").machine
     with pytest.raises(InputError, match="has no NIC"):
@@ -325,7 +325,7 @@ def test_hosts_of_a_class_with_unequal_ranks_are_refused_by_name():
         HostReport(host="a", machine=machine),
         HostReport(host="b", machine=machine, slots=2),
     ]
-    with pytest.raises(InputError, match="host b: has 2 ranks, a of the same class has 4"):
+    with pytest.raises(InputError, match=r"host b: has 2 ranks"):
         make_cluster_plan(cluster_of(reports, where="test"), [MadeUp(0)])
 
 
@@ -583,7 +583,7 @@ def test_a_ring_count_that_does_not_come_about_is_told():
     cluster = cluster_with([model.machine] * 2)
     plan = make_cluster_plan(cluster, [Simulator(model)], ring_counts=(3,), budget=SMALL)
     assert plan.ring_count != 3
-    assert any("sets of 3 rings were asked for" in notice for notice in plan.notices)
+    assert any("sets of 3 rings were asked" in notice for notice in plan.notices)
 
 
 def test_partners_are_under_the_same_switch_and_of_the_same_class_where_there_are_such():

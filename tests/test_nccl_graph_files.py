@@ -288,13 +288,13 @@ def test_every_order_survives_the_file(found, version):
     [
         ({"orders": ((0, 1),) * 33}, "would have 33 channels"),
         ({"orders": ()}, "would have 0 channels"),
-        ({"orders": ((0, 1), (0, 2))}, r"channel \[0, 2\] does not visit each GPU of \[0, 1\]"),
+        ({"orders": ((0, 1), (0, 2))}, r"channel \[0, 2\] does not visit each"),
         ({"orders": ((0, 0),)}, "does not visit each GPU"),
         ({"nets": ((0, 0),)}, "has NICs for 1 of 2 channels"),
         ({"speed_gbps": float("nan")}, "has a speed of"),
         ({"type_intra": 'SYS" x="'}, "has path type"),
         ({"tree_type_inter": "C2C"}, "has path type"),
-        ({"orders": ((0,), (0,)), "nets": ((0, 1), (0, 0))}, "leaves a node of one GPU by another"),
+        ({"orders": ((0,), (0,)), "nets": ((0, 1), (0, 0))}, "leaves a node of one"),
         ({"orders": ((0, 1, -1),)}, "names devices"),
     ],
 )

@@ -79,10 +79,10 @@ def test_another_machine_in_the_plans_directory_is_refused(tmp_path):
     plan = plan_of(PCIE)
     write_plan(plan, tmp_path)
     machine_file(plan, tmp_path).write_text(encode_json(load_bundled(SMALL)))
-    with pytest.raises(InputError, match="was changed since the plan was written; restore it, or"):
+    with pytest.raises(InputError, match=r"was changed since the plan"):
         planned_model(plan, tmp_path)
     rebind(tmp_path)
-    with pytest.raises(InputError, match="is not the plan's machine; plan it again"):
+    with pytest.raises(InputError, match=r"is not the plan's machine"):
         planned_model(plan, tmp_path)
 
 
@@ -359,7 +359,7 @@ def test_a_plan_that_could_not_be_read_again_is_not_put_in_place(there, tmp_path
     before = held(tmp_path)
     with pytest.raises(InputError) as refusal:
         write_plan(msgspec.structs.replace(plan, bound_gbps=plan.rate_gbps / 2), tmp_path)
-    assert str(refusal.value).startswith(f"{tmp_path}: the plan could not be read again, so none ")
+    assert str(refusal.value).startswith(f"{tmp_path}: the plan could")
     assert held(tmp_path) == before
 
 
@@ -374,7 +374,7 @@ def test_exported_files_appear_together_or_not_at_all(tmp_path, monkeypatch):
     ]
     # NCCL_P2P_LEVEL alone does it here.
     assert "NCCL_GRAPH_FILE=" not in (tmp_path / "a" / "b" / "nccl" / "env.sh").read_text()
-    with pytest.raises(InputError, match="already exists; name a new directory"):
+    with pytest.raises(InputError, match=r"already exists; name a new"):
         write_nccl_files(plan, tmp_path / "a" / "b")
     monkeypatch.setattr("os.fsync", full_disk(5))
     before = set(held(tmp_path))

@@ -157,10 +157,10 @@ def test_what_tcp_carries_needs_no_variables():
 @pytest.mark.parametrize(
     ("carriers", "sentence"),
     [
-        ((carrier(), carrier(fifo_bytes=1 << 20)), "FIFOs of one size in a process"),
-        ((carrier(), carrier(direct_in=False)), "by one rule in a process"),
-        ((carrier(), carrier(direct_out=False)), "by one rule in a process"),
-        ((carrier(direct_in=False),), "directly only if those that receive do"),
+        ((carrier(), carrier(fifo_bytes=1 << 20)), "FIFOs of one size"),
+        ((carrier(), carrier(direct_in=False)), "by one rule"),
+        ((carrier(), carrier(direct_out=False)), "by one rule"),
+        ((carrier(direct_in=False),), "directly only if"),
     ],
 )
 def test_what_one_process_cannot_be_told_is_refused(carriers, sentence):

@@ -205,13 +205,13 @@ def test_what_goes_over_the_network_is_checked_as_it_is():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("h0.G0->h0.N0->h0.N0", "only one end of it is named; name the other host's too, as h0.G0"),
-        ("h0.N0->h0.N0->h0.C0", "only one end of it is named; name the other host's too, as h0.G0"),
-        ("h0.G0->h0.N7->h0.N7", "h0.N7 is not measured here; there are h0.G0, h0.G1, h0.G2, h0.N0"),
-        ("G0->G0->G1", "G0 is not measured here; name its host, of h0, node-1.rack"),
-        ("h9.G0->h9.G0->h9.G1", "h9.G0 is not measured here; no device of host h9 is"),
-        ("h0.G0->h0.G0->node-1.rack.G1", "goes from host to host without a NIC"),
-        ("h0.G0->h0.G0->node-1.rack.C0", "goes from host to host without a NIC"),
+        ("h0.G0->h0.N0->h0.N0", "only one end"),
+        ("h0.N0->h0.N0->h0.C0", "only one end"),
+        ("h0.G0->h0.N7->h0.N7", "h0.N7 is not measured here"),
+        ("G0->G0->G1", "G0 is not measured here"),
+        ("h9.G0->h9.G0->h9.G1", "h9.G0 is not measured here"),
+        ("h0.G0->h0.G0->node-1.rack.G1", "goes from host to host"),
+        ("h0.G0->h0.G0->node-1.rack.C0", "goes from host to host"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_by_name(text, sentence):

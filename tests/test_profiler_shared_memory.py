@@ -185,9 +185,9 @@ def test_pages_that_the_kernel_put_elsewhere_are_an_error(two_nodes, kernel_tell
 @pytest.mark.parametrize(
     ("seen", "sentence"),
     [
-        ({0: 9, 1: 1}, "of 10 pages looked at, these lie elsewhere: 1 on node 1"),
-        ({0: 8, numa.NO_NODE: 2}, "of 10 pages looked at, these lie elsewhere: 2 on no node"),
-        ({}, "of 0 pages looked at, these lie elsewhere: none seen"),
+        ({0: 9, 1: 1}, "of 10 pages .*: 1 on node 1"),
+        ({0: 8, numa.NO_NODE: 2}, "of 10 pages .*: 2 on no node"),
+        ({}, "of 0 pages .*: none seen"),
     ],
 )
 def test_a_single_page_elsewhere_is_enough(two_nodes, monkeypatch, seen, sentence):
@@ -243,7 +243,7 @@ def test_more_than_the_machine_has_is_refused_before_it_is_tried(size):
 
 def test_more_than_the_node_has_is_refused_before_it_is_tried(two_nodes, monkeypatch):
     monkeypatch.setattr(numa, "available_bytes", lambda node: 1 << 30 if node is None else PAGE)
-    with pytest.raises(MeasurementError, match=f"node 1: the node has {PAGE} bytes available"):
+    with pytest.raises(MeasurementError, match=rf"node 1: the node has {PAGE} bytes"):
         create_segment(PAGE + 1, numa_id=1, label="x")
 
 
@@ -297,7 +297,7 @@ def test_a_closed_segment_gives_no_address():
 def test_a_view_outside_the_segment_is_refused(offset, count):
     with (
         create_segment(4096, numa_id=None, label="x") as segment,
-        pytest.raises(MeasurementError, match=rf"{count} x float64 from byte {offset} is not"),
+        pytest.raises(MeasurementError, match=rf"{count} x float64 from byte {offset}"),
     ):
         segment.array(np.float64, offset, count)
 

