@@ -58,9 +58,7 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
     world_size: int = -1,
     rank: int = -1,
     store: Any = None,
-    group_name: str = "",
-    pg_options: Any = None,
-    device_id: Any = None,
+    **options: Any,
 ) -> None:
     """Make the default group as torch.distributed.init_process_group does, with a plan's rings.
 
@@ -70,16 +68,16 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
     fit one of them (other GPUs, driver, NUMA nodes or NCCL, or other settings in the environment),
     rank 0 says why on stderr, and all groups use default NCCL.
 
-    `plan_dir` is a plan's directory, None for the one in TCCL_PLAN, if set; the rest is torch's.
+    `plan_dir` is a plan's directory, None for the one in TCCL_PLAN, if set; the rest is torch's,
+    `options` as well (group_name, pg_options, device_id).
     Raises InputError, the same on all ranks: no plan, a damaged one, or one with other settings
     than this process has already; a file of NCCL's that names a graph for all communicators; or
     torch is missing.
     """
     torch = import_torch()
     dist = torch.distributed
-    options = _given(
-        timeout=timeout, group_name=group_name or None, pg_options=pg_options, device_id=device_id
-    )
+    waiting = {} if timeout is None else {"timeout": timeout}
+    options |= waiting
     STATE.job = None
     if not wants_nccl(torch, backend):
         numbers = {"world_size": world_size, "rank": rank}
@@ -92,8 +90,8 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
     # 1. Let the ranks meet as torch does, but have the store before the group.
     shared = own = store
     if store is None:
-        method, more = init_method or "env://", _given(timeout=timeout)
-        shared, rank, world_size = next(iter(dist.rendezvous(method, rank, world_size, **more)))
+        method = init_method or "env://"
+        shared, rank, world_size = next(iter(dist.rendezvous(method, rank, world_size, **waiting)))
         if timeout is not None:
             shared.set_timeout(timeout)
         own = dist.PrefixStore("default_pg", shared)
@@ -101,7 +99,7 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
         what = "is given beside another way to meet"
         raise InputError("store", what, "give rank and world_size, no init_method")
     # 2. Agree on the plan, and set its settings.
-    device = device_of(torch, device_id)
+    device = device_of(torch, options.get("device_id"))
     plan, roster = _agreed(torch, shared, (rank, world_size), plan_dir, device)
 
     # 3. Make the default group.
@@ -115,59 +113,35 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
     STATE.job = job
 
 
-def new_group(  # noqa: PLR0917 (torch's own order)
-    ranks: Sequence[int] | None = None,
-    timeout: Any = None,
-    backend: str | None = None,
-    pg_options: Any = None,
-    use_local_synchronization: bool = False,
-    group_desc: str | None = None,
-    device_id: Any = None,
-    sort_ranks: bool = True,
-) -> Any:
+def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
     """Make a group as torch.distributed.new_group does, with the rings planned for its GPUs.
 
     Without rings for exactly these GPUs, the group uses default NCCL. The communicator exists on
-    return. Arguments are torch's. Raises InputError: the default group was not made here.
+    return. `options` are torch's, by name. Raises InputError: the default group was not made here.
     """
     torch, job = import_torch(), _current_job()
-    options = _given(
-        timeout=timeout,
-        backend=backend,
-        pg_options=pg_options,
-        use_local_synchronization=use_local_synchronization or None,
-        group_desc=group_desc,
-        device_id=device_id,
-        sort_ranks=None if sort_ranks else False,
-    )
 
     def create() -> Any:
         return torch.distributed.new_group(ranks, **options)
 
-    if job.roster is None or not wants_nccl(torch, backend or "nccl"):
+    if job.roster is None or not wants_nccl(torch, options.get("backend") or "nccl"):
         with graph_file(None):
             return create()
     order = list(range(len(job.roster.members)) if ranks is None else ranks)
-    return _made(torch, job, sorted(order) if sort_ranks else order, create)
+    return _made(torch, job, sorted(order) if options.get("sort_ranks", True) else order, create)
 
 
 def split_group(
-    parent_pg: Any = None,
-    split_ranks: Sequence[Sequence[int]] | None = None,
-    timeout: Any = None,
-    pg_options: Any = None,
-    group_desc: str | None = None,
+    parent_pg: Any = None, split_ranks: Sequence[Sequence[int]] | None = None, **options: Any
 ) -> Any:
     """Split a group as torch.distributed.split_group does (ncclCommSplit).
 
-    Each part has the rings planned for the part's GPUs, or default NCCL's.
-
-    Arguments are torch's; `split_ranks` has ranks of the parent. Raises InputError: the default
-    group was not made here.
+    Each part has the rings planned for the part's GPUs, or default NCCL's. `split_ranks` has ranks
+    of the parent, `options` are torch's, by name. Raises InputError: the default group was not made
+    here.
     """
     torch, job = import_torch(), _current_job()
     dist = torch.distributed
-    options = _given(timeout=timeout, pg_options=pg_options, group_desc=group_desc)
 
     def create() -> Any:
         return dist.split_group(parent_pg, split_ranks, **options)
@@ -281,7 +255,3 @@ def _current_job() -> _Job:
         right = "call tccl_py.torch.init_process_group first"
         raise InputError("the default group", "was not made here", right)
     return job
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
