@@ -21,7 +21,7 @@ from tccl_py.nccl.graph_file import (
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.network import leaves_as_named
 from tccl_py.nccl.settings import final_channels, settings_from_environment
-from tccl_py.nccl.versions import LATEST, RING, SWAPPING, TREE, VersionFacts, version_facts
+from tccl_py.nccl.versions import LATEST, RING, SWAPPING, TREE, version_facts
 from tccl_py.nccl.view import NcclView, net_devices, view
 
 VerdictKind = Literal["used", "ignored", "clipped", "rejected", "crash"]
@@ -135,18 +135,12 @@ class _NodeGraphs:
     """
 
     def __init__(
-        self,
-        seen: NcclView,
-        gpus: Sequence[int],
-        nodes: int,
-        *,
-        file: GraphFile,
-        where: str,
+        self, seen: NcclView, gpus: tuple[int, ...], nodes: int, *, file: GraphFile, where: str
     ) -> None:
-        self._seen, self._gpus, self._nodes = seen, tuple(gpus), nodes
+        self._seen, self._gpus, self._nodes = seen, gpus, nodes
         self._file, self._where = file, where
         self._place = {gpu: place for place, gpu in enumerate(self._gpus)}
-        self._facts: VersionFacts = version_facts(seen.settings.version)
+        self._facts = version_facts(seen.settings.version)
         self._devices = net_devices(seen.machine, seen.settings)
         self._nics = {device: nic for nic, device in self._devices.items()}
         self.size, self.sm = len(self._gpus), seen.system.sm_min
