@@ -64,7 +64,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def is_collapse(self) -> bool:
-        """Whether all flows together get less than one of them alone."""
+        """True if all flows together get less than one of them alone."""
         return self.total_gbps < COLLAPSE * max(self.each_alone_gbps)
 
 

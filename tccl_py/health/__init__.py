@@ -1,1 +1,1 @@
-"""Whether a host is fit for NCCL, and whether a machine is still what its plan was measured on."""
+"""Fitness of a host for NCCL, and drift of a machine since its plan was measured."""

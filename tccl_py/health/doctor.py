@@ -156,7 +156,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing was found that hangs or slows NCCL."""
+        """True if nothing hangs or slows NCCL."""
         return all(finding.severity == "note" for finding in self.findings)
 
 

@@ -62,7 +62,7 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def drifted(self) -> bool:
-        """Whether anything changed."""
+        """True if anything changed."""
         return bool(self.changes or self.lost)
 
     @property

@@ -61,7 +61,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def alarming(self) -> bool:
-        """Whether the rate changed beyond doubt."""
+        """True if the rate changed beyond doubt."""
         return self.p <= FALSE_ALARM_RATE
 
 

@@ -232,13 +232,13 @@ class Host:
 
     @property
     def virtual(self) -> bool:
-        """Whether the host is a virtual machine."""
+        """True if the host is a virtual machine."""
         flags = re.search(r"^flags\s*:(.*)$", self.text("proc/cpuinfo"), re.MULTILINE)
         return bool(flags and "hypervisor" in flags[1].split())
 
     @property
     def container(self) -> bool:
-        """Whether the host is a container."""
+        """True if the host is a container."""
         if self.has(".dockerenv") or self.has("run/.containerenv"):
             return True
         return any(word in self.text("proc/1/cgroup") for word in ("docker", "kubepods", "lxc"))

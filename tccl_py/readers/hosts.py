@@ -6,6 +6,7 @@ Sources: Open MPI (PRRTE's src/util/hostfile), MPICH (Hydra's host files) and SL
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import os
@@ -206,21 +207,15 @@ class _Tally:
 
 def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
     """Yield places and contents without comments, one at a time: millions of lines take much."""
-    start = 0
-    for number in itertools.count(1):
-        end = text.find("\n", start)
-        stop = len(text) if end < 0 else end
-        if stop - start > MAX_LINE:
+    for number, line in enumerate(io.StringIO(text), start=1):
+        if len(line) > MAX_LINE:
             what = f"has more than {MAX_LINE} characters"
             raise InputError(f"{where}:{number}", what, "give the hosts of one job, a line each")
-        content = text[start:stop].partition("#")[0].strip()
+        content = line.partition("#")[0].strip()
         if "=" in content:
             content = "=".join(part.strip() for part in content.split("="))
         if content:
             yield f"{where}:{number}", content
-        if end < 0:
-            return
-        start = end + 1
 
 
 def _named(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:

@@ -1,6 +1,6 @@
 """The drawing of a machine, and lanes below it for lines between devices.
 
-Sockets stand around NUMA nodes, above switches, above GPUs. Everything is as wide as its children,
+Sockets stand around NUMA nodes, above switches, above GPUs. Each box is as wide as its children,
 so every PCIe link is a vertical line, and all GPUs stand in one row, by index as far as the tree
 allows. `templates/macros.html` turns the geometry, in pixels, into SVG.
 """

@@ -1,4 +1,4 @@
-"""Rates of a plan and of its journal: bars, and maps of single hops and of pairs of hops."""
+"""Rates of a plan and of a journal: bars, and maps of single hops and of pairs of hops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE_HOST: Hosts = ("",)
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """A rate to compare: `kind` is its class in the page, `note` follows its label."""
+    """A rate to compare: `kind` is a class of the page, `note` follows the label."""
 
     label: str
     gbps: float
@@ -77,7 +77,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> float:
-        """The rate over the rate alone; 1 if that was not measured."""
+        """The rate over the rate alone; 1 if unknown."""
         return self.gbps / self.alone_gbps if self.alone_gbps else 1.0
 
 
@@ -211,7 +211,7 @@ def worst_pairs(
 ) -> list[Reading]:
     """Return the flows that one other flow slows most, worst first.
 
-    Two flows are listed once, with the blocks and FIFOs with which they slow each other most.
+    Two flows are listed once, with the blocks and FIFOs of the largest slowdown.
     """
     worst: dict[frozenset[object], Reading] = {}
     readings = [reading for reading in _beside(journal, hosts) if reading.share < _SLOWED]

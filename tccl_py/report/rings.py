@@ -1,4 +1,4 @@
-"""Rings as drawings below their machine: every hop a line with its rate, the slowest marked."""
+"""Rings as drawings below a machine: every hop a line with a rate, the slowest marked."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DrawnHop(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RingView(msgspec.Struct, frozen=True, kw_only=True):
-    """A ring, or its chain on some hosts, on the page; `paths` explains the words below hops."""
+    """A ring, or a ring's chain on some hosts; `paths` explains the words below hops."""
 
     id: str
     title: str
