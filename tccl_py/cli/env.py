@@ -45,12 +45,7 @@ def env(
     choice: Annotated[Choice | None, opt("NAME", "The recommended one if not given.")] = None,
     alike: Annotated[
         bool,
-        typer.Option(
-            "--alike",
-            metavar=" ",
-            envvar=ALIKE_VARIABLE,
-            help="Take the plan of another host that is like this one: GPUs' UUIDs may differ.",
-        ),
+        typer.Option("--alike", metavar=" ", envvar=ALIKE_VARIABLE, help="GPUs' UUIDs may differ."),
     ] = False,
     json: options.Json = False,
 ) -> None:

@@ -37,23 +37,10 @@ def export(
     *,
     runtime: Annotated[str, opt("nccl|tccl", "Unmodified NCCL, or TCCL's fork of 2.18.")] = "nccl",
     output: Annotated[
-        Path | None,
-        opt(
-            "DIR|FILE",
-            "A new directory for nccl, a new file for tccl; else it is printed.",
-            "-o",
-            "--output",
-        ),
+        Path | None, opt("DIR|FILE", "A new directory, for tccl a new file.", "-o", "--output")
     ] = None,
     nccl: Annotated[str | None, opt("VERSION", "The jobs' NCCL; the plan's if not given.")] = None,
-    subsets: Annotated[
-        str | None,
-        opt(
-            "LISTS",
-            "For tccl: the sets of GPUs that jobs use besides all of them, apart by spaces, as "
-            "'0-3 4-7 0,4'. All sets if not given, and above 8 GPUs none.",
-        ),
-    ] = None,
+    subsets: Annotated[str | None, opt("LISTS", "For tccl: sets of GPUs, as '0-3 0,4'.")] = None,
     nic: Annotated[int | None, opt("N", "For tccl: the NIC between nodes, as N0 is 0.")] = None,
     max_sets: Annotated[int | None, opt("N", "For tccl: sets to measure at most.")] = None,
 ) -> None:
@@ -63,10 +50,11 @@ def export(
     each host, and the order of hosts for launchers.
 
     For tccl: the XML file of the TCCL fork (TCCL_XML_FILE, with NCCL_ALGO=TCCL,RING), whose runtime
-    moves every hop by the mechanism in the file. Rings are searched for every set of GPUs, and
-    chains over every set for jobs of several equal nodes: by the model of a simulated plan, on the
-    machine itself of a measured plan. A cluster's plan needs equal nodes and a model. Parts of the
-    plan that the file cannot express are named in notices, and in a comment of the file.
+    moves every hop by the mechanism in the file. Rings are searched for every set of GPUs (above 8
+    GPUs for all together, and for those of --subsets), and chains over every set for jobs of
+    several equal nodes: by the model of a simulated plan, on the machine itself of a measured plan.
+    A cluster's plan needs equal nodes and a model. Parts of the plan that the file cannot express
+    are named in notices, and in a comment of the file.
 
     Examples:
 

@@ -30,14 +30,7 @@ _PRINTED = "-"
 def install(
     directory: options.Directory,
     *,
-    conf: Annotated[
-        Path | None,
-        opt(
-            "PATH",
-            "The file that NCCL reads in every process of yours: NCCL_CONF_FILE, or ~/.nccl.conf. "
-            "This one if no other option names a file.",
-        ),
-    ] = None,
+    conf: Annotated[Path | None, opt("PATH", "A file in NCCL's form; yours by default.")] = None,
     slurm_prolog: Annotated[Path | None, opt("PATH", "A TaskProlog of SLURM, or -.")] = None,
     module: Annotated[Path | None, opt("PATH", "An environment module in Tcl, or -.")] = None,
     dry_run: options.DryRun = False,
@@ -50,7 +43,8 @@ def install(
     named: communicators over other GPUs would fail. Jobs get graph files from `tccl env`, or from
     `tccl_py.torch`, which finds the plan by TCCL_PLAN of the prolog and the module.
 
-    NCCL reads a file of the user's, then /etc/nccl.conf, and takes the first line of a name; the
+    Without an option the file is NCCL_CONF_FILE, or ~/.nccl.conf, for every process of yours. NCCL
+    reads a file of the user's, then /etc/nccl.conf, and takes the first line of a name; the
     environment comes before both. The prolog sets nothing on hosts with other GPUs, driver or NUMA
     nodes, and no variable that the job has set. With - for PATH lines are printed.
 

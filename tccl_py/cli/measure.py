@@ -64,12 +64,7 @@ def measure(
     devices: options.Devices = None,
     target: options.Target = None,
     meeting: Annotated[
-        str | None,
-        opt(
-            "pass-on|independent",
-            "Flows that meet at a GPU: data is passed on, as in a ring (the default), or each flow "
-            "goes at its own pace.",
-        ),
+        str | None, opt("pass-on|independent", "Pace of flows that meet at a GPU.")
     ] = None,
     check: Annotated[bool, flag("--check", "Compare the data of every repeat.")] = False,
     interfaces: options.Interfaces = None,
@@ -84,7 +79,8 @@ def measure(
     `G0->G0->G4` is GPU 0 writing to GPU 4, `G0->G4->G4` GPU 4 reading from GPU 0, and
     `G0->G0->C1->G4->G4` a bounce through NUMA node 1's host memory. Options follow in braces:
     `{blocks=8,fifo=512K}`. Sets are measured in random order, each until its rates are certain.
-    Rates from a model are marked as simulated.
+    Rates from a model are marked as simulated. Where flows meet at a GPU, data is passed on as in a
+    ring; with --meeting independent each flow goes at its own pace.
 
     Under mpirun or srun, with a rank or more on each host, sets may span hosts: `h0` and `h1` are
     their names, `N0` is a NIC.

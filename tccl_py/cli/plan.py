@@ -75,50 +75,25 @@ def plan(
     devices: options.Devices = None,
     target: options.Target = None,
     gpus: options.Gpus = None,
-    nccl: Annotated[
-        str | None,
-        opt(
-            "VERSION",
-            "The jobs' version of NCCL. If not given, the installed one where GPUs are measured, "
-            f"else {LATEST}; {', '.join(known_versions())} were checked.",
-        ),
-    ] = None,
+    nccl: Annotated[str | None, opt("VERSION", f"{', '.join(known_versions())} checked.")] = None,
     rings: Annotated[str | None, opt("LIST", "Rings together; 1,2,4 if not given.")] = None,
     strategy: Annotated[str, opt("NAME", f"One of {', '.join(STRATEGIES)}.")] = "best-first",
-    max_sets: Annotated[
-        int,
-        opt(
-            "N",
-            "Sets to measure at most while settings and rings are searched, on a cluster for each "
-            "class of hosts; channels, subsets and common chains take some more.",
-        ),
-    ] = DEFAULT_BUDGET.sets or 1000,
+    max_sets: Annotated[int, opt("N", "Sets to measure at most in a search.")] = DEFAULT_BUDGET.sets
+    or 1000,
     max_seconds: Annotated[float | None, opt("S", "Seconds of a single search at most.")] = None,
     noise: options.Noise = None,
     seed: options.Seed = None,
     nodes: Annotated[int | None, opt("N", "How many equal nodes to simulate.")] = None,
     hosts: Annotated[Path | None, opt("FILE", "The hosts expected: a hostfile, or a list.")] = None,
-    switches: Annotated[
-        Path | None,
-        opt("FILE", "Switches between hosts: SLURM's topology.conf or topology.yaml, or our YAML."),
-    ] = None,
+    switches: Annotated[Path | None, opt("FILE", "Switches: SLURM's topology, or YAML.")] = None,
     keep_order: Annotated[bool, flag("--keep-order", "Keep the order of the hosts.")] = False,
     gid_index: Annotated[int | None, opt("N", "NCCL_IB_GID_INDEX of RoCE ports.")] = None,
     interfaces: options.Interfaces = None,
     network: options.Network = None,
-    pin_env: Annotated[
-        list[str] | None,
-        opt(
-            "NCCL_NAME", "NCCL_P2P_DISABLE or NCCL_P2P_LEVEL, if all jobs set it; may be repeated."
-        ),
-    ] = None,
+    pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "A variable of all jobs.")] = None,
     tune: Annotated[
         bool | None,
-        typer.Option(
-            "--tune/--no-tune",
-            help="Verify the plan and tune its settings, as `tccl verify`. If not given, only "
-            "between hosts that talk over sockets, where one thread serves a GPU's connections.",
-        ),
+        typer.Option("--tune/--no-tune", help="Verify and tune by jobs; over sockets by default."),
     ] = None,
     force: Annotated[bool, flag("--force", "Replace a plan that is already in DIR.")] = False,
     json: options.Json = False,
@@ -138,7 +113,9 @@ def plan(
     Under mpirun or srun, with a rank or more on each host, the job's hosts are planned for
     together. NCCL joins nodes in the order of ranks: nccl/order has files for launchers.
 
-    With --pin-env all settings tried, and default NCCL in the comparison, have your variable too.
+    With --pin-env all settings tried, and default NCCL in the comparison, have your variable too:
+    NCCL_P2P_DISABLE or NCCL_P2P_LEVEL. --hosts takes hostfiles of Open MPI, MPICH and SLURM.
+    --max-sets holds for each class of hosts; channels, subsets and common chains take some more.
 
     Examples:
 

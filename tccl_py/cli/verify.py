@@ -70,18 +70,9 @@ def verify(
     directory: options.Directory,
     *,
     choice: Annotated[str | None, opt("variables|graph", "Compare this choice alone.")] = None,
-    rounds: Annotated[
-        int,
-        opt(
-            "N",
-            f"Rounds with a job of each choice; {LEAST_ROUNDS} or more. Fewer are run where all is "
-            "clear before, up to four times as many where a verdict is open.",
-        ),
-    ] = DEFAULT_ROUNDS,
+    rounds: Annotated[int, opt("N", "Rounds with a job of each choice.")] = DEFAULT_ROUNDS,
     sizes: Annotated[str | None, opt("LIST", "As 4K,1M,256M; 1K to 1G if not given.")] = None,
-    seconds: Annotated[
-        float, opt("S", f"After this no round begins, but {LEAST_ROUNDS} are always run.")
-    ] = DEFAULT_SECONDS,
+    seconds: Annotated[float, opt("S", "After this no round begins.")] = DEFAULT_SECONDS,
     collective: Annotated[str, opt("NAME", f"One of {', '.join(COLLECTIVES)}.")] = "all_reduce",
     training: Annotated[bool, flag("--training", "Also time steps of a small model.")] = False,
     tune: Annotated[bool, flag("--tune", "Try other settings, and keep better ones.")] = False,
@@ -102,7 +93,8 @@ def verify(
 
     The winner is the smallest intervention (default, then variables, then graph) whose bandwidth at
     64 MiB and above is within 1 % of the best, or within a wider interval, and which loses at no
-    size.
+    size. Rounds end early where all is clear, and go on, up to four times as many, where a verdict
+    is open; 6 are always run.
 
     A cluster's plan is verified under mpirun or srun, with a rank on each host, from a directory
     that the first rank sees.
