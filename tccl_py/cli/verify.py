@@ -31,7 +31,7 @@ from tccl_py.cli.verify_text import print_verification, verification_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.health.fitness import check_same_machine, why_not_of_class, why_not_with
 from tccl_py.plan.directory import check_plan_directory
-from tccl_py.plan.load import is_cluster_plan, load_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import check_files, locked
 from tccl_py.rank_processes.forkserver import ForkServer
@@ -145,7 +145,7 @@ def verify(
             refuse({"--choice": choice}, ("", "is for the plan of one machine", "leave it out"))
             job = stack.enter_context(controlled_job())
         check_plan_directory(directory)
-        if is_cluster_plan(directory) != several:
+        if load_plan(directory).is_cluster != several:
             raise InputError(str(directory), *(_OF_ONE if several else _OF_SEVERAL))
         # A plan that is written into it meanwhile would get the verdict of another one.
         stack.enter_context(locked(directory))

@@ -60,14 +60,10 @@ def simulated_cluster(
 
 def _cluster(reports: Sequence[HostReport], switches: Path | None, *, where: str) -> Cluster:
     """Return a cluster with the switches and rails of a file, if there is one."""
-    names = [report.host for report in reports]
-    network = read_switches(switches, names) if switches is not None else None
-    return cluster_of(
-        reports,
-        switches=network.switches if network is not None else None,
-        rails=network.rails if network is not None else "any",
-        where=where,
-    )
+    if switches is None:
+        return cluster_of(reports, where=where)
+    network = read_switches(switches, [report.host for report in reports])
+    return cluster_of(reports, switches=network.switches, rails=network.rails, where=where)
 
 
 def _listed(nodes: int | None, path: Path | None) -> tuple[HostSlots, ...]:

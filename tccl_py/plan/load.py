@@ -27,16 +27,12 @@ MAX_GBPS = 1e6
 _AGAIN = "plan it again"
 
 
-class _HeadOfCluster(msgspec.Struct):
-    hosts: tuple[msgspec.Raw, ...]
-
-
 class _Head(msgspec.Struct):
     """The part of a plan file that all versions have."""
 
     format_version: int
     kind: str = ""
-    cluster: _HeadOfCluster | msgspec.UnsetType = msgspec.UNSET
+    cluster: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 def load_plan(path: Path | str) -> Plan:
@@ -58,22 +54,6 @@ def load_plan(path: Path | str) -> Plan:
             "journal beside it has is not measured again",
         )
     return check_plan(decode_json(text, Plan, where=str(path)), where=str(path))
-
-
-def is_cluster_plan(path: Path | str) -> bool:
-    """Return whether a plan file or a directory's is of several hosts; False without a file.
-
-    Raises:
-        InputError: the file cannot be read, or is no JSON.
-    """
-    path = Path(path)
-    if path.is_dir():
-        settle(path)
-        path /= PLAN_FILE
-    if not path.is_file():
-        return False
-    cluster = decode_json(read_text(path), _Head, where=str(path), name="Plan").cluster
-    return cluster is not msgspec.UNSET and len(cluster.hosts) > 1
 
 
 def plan_file(path: Path) -> Path:

@@ -40,7 +40,7 @@ from tccl_py.plan.plan import (
     single_host,
 )
 from tccl_py.plan.tasks import Choice, Order, Stock, Task, measured_well, search_under
-from tccl_py.search.problem import Budget, Reporter, SearchResult
+from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.memory import RememberingSource, remembering
 
@@ -165,6 +165,7 @@ def _assembled(task: Task, own: OwnChoices, search: SettingsSearch) -> Plan:
     except KeyboardInterrupt:
         cancelled = True
     results = [one.result for one in (*search.searched, best) if one.result is not None]
+    notes = (note for result in results for note in result.notices)
     cluster = single_host(task.machine, task.knowledge, task.gpus)
     hops = ((hop.source, hop.target) for ring in best.rings.rings for hop in ring.hops)
     path = HostPath(
@@ -193,7 +194,7 @@ def _assembled(task: Task, own: OwnChoices, search: SettingsSearch) -> Plan:
         error=interval(measurement),
         alternatives=_alternatives(search.searched),
         subsets=subsets,
-        notices=_notices(task, results),
+        notices=(*dict.fromkeys(notes), *version_notices(task.version)),
         cancelled=cancelled,
     )
     rings = {"default": own.rated[-1].rings, "variables": own.rated[0].rings, "graph": best.rings}
@@ -263,11 +264,6 @@ def plan_chains(chains: Sequence[Ring], measurement: Measurement) -> tuple[PlanC
         into, out = receiving_nic(hops[0].flow), sending_nic(hops[-1].flow)
         found.append(PlanChain(hops=planned, entry_nic=into, exit_nic=out))
     return tuple(found)
-
-
-def _notices(task: Task, results: Sequence[SearchResult]) -> tuple[str, ...]:
-    found = dict.fromkeys(note for result in results for note in result.notices)
-    return (*found, *version_notices(task.version))
 
 
 def version_notices(version: str) -> tuple[str, ...]:
