@@ -68,15 +68,14 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Jobs of all rounds by arm, without arms of which a job failed.
+    """Jobs of all rounds with their arms, in order, without arms of which a job failed.
 
-    `order` has the arm of each job; `at_once` is the final number of concurrent jobs; `compared`
-    has every row of every arm but the baseline.
+    `at_once` is the final number of concurrent jobs; `compared` has every row of every arm but the
+    baseline.
     """
 
-    outcomes: Mapping[ChoiceName, Sequence[Outcome]]
+    jobs: Sequence[tuple[ChoiceName, Outcome]]
     failures: Mapping[ChoiceName, str]
-    order: tuple[ChoiceName, ...]
     at_once: int
     compared: Mapping[tuple[ChoiceName, TimedRow], Compared]
 
@@ -120,8 +119,8 @@ def verify_target(
             failure=failures.get(arm.name, ""),
         )
         outcome = checked[arm.name]
-        if arm.name in rounds.outcomes and isinstance(outcome, Outcome):
-            logs = [outcome, *rounds.outcomes[arm.name]]
+        if arm.name not in failures and isinstance(outcome, Outcome):
+            logs = [outcome, *_jobs_of(arm.name, rounds.jobs)]
             result = msgspec.structs.replace(
                 result,
                 rows=_rows(target, spec, rounds, arm),
@@ -152,9 +151,12 @@ def verify_target(
         left_out=baseline.results[0].left_out,
         versions={"torch": baseline.results[0].torch, "nccl": baseline.results[0].nccl},
         devices=tuple(rank.device for rank in baseline.results),
-        order="".join(letters[name] for name in rounds.order),
+        order="".join(letters[name] for name, _ in rounds.jobs),
         at_once=rounds.at_once,
-        raw=_raw(rounds),
+        raw=tuple(
+            tuple(zip(*(rank.timings for rank in job.results), strict=True))
+            for _, job in rounds.jobs
+        ),
         seconds=time.monotonic() - begun,
     )
 
@@ -173,7 +175,7 @@ def _rings(
 
 def _rows(target: Target, spec: JobSpec, rounds: Rounds, arm: Arm) -> tuple[Row, ...]:
     rows = []
-    for timed, seconds in row_seconds(spec, rounds.outcomes[arm.name]).items():
+    for timed, seconds in row_seconds(spec, _jobs_of(arm.name, rounds.jobs)).items():
         compared = rounds.compared.get((arm.name, timed), EQUAL)
         ranks = len(timed.groups[0]) if timed.groups else target.world
         row = Row(
@@ -189,12 +191,8 @@ def _rows(target: Target, spec: JobSpec, rounds: Rounds, arm: Arm) -> tuple[Row,
     return tuple(rows)
 
 
-def _raw(rounds: Rounds) -> tuple[tuple[tuple[tuple[float, ...], ...], ...], ...]:
-    jobs = {name: iter(outcomes) for name, outcomes in rounds.outcomes.items()}
-    return tuple(
-        tuple(zip(*(rank.timings for rank in next(jobs[name]).results), strict=True))
-        for name in rounds.order
-    )
+def _jobs_of(name: ChoiceName, jobs: Sequence[tuple[ChoiceName, Outcome]]) -> list[Outcome]:
+    return [job for arm, job in jobs if arm == name]
 
 
 def round_order(arms: Sequence[Arm], number: int) -> list[Arm]:
@@ -219,8 +217,7 @@ def run_rounds(
     the first arm, the baseline, failed.
     """
     jobs = ConcurrentJobs(launcher, spec.sizes)
-    found: dict[ChoiceName, list[Outcome]] = {arm.name: [] for arm in arms}
-    ran: list[ChoiceName] = []
+    ran: list[tuple[ChoiceName, Outcome]] = []
     failures: dict[ChoiceName, str] = {}
     compared: dict[tuple[ChoiceName, TimedRow], Compared] = {}
     running, count = list(arms), 0
@@ -233,24 +230,23 @@ def run_rounds(
         batch = [arm for number in numbers for arm in round_order(running, number)]
         for arm, outcome in zip(batch, jobs.run(batch, spec), strict=True):
             if not isinstance(outcome, JobError):
-                found[arm.name].append(outcome)
-                ran.append(arm.name)
+                ran.append((arm.name, outcome))
             elif arm is arms[0]:
                 raise outcome
             else:
                 failures[arm.name] = str(outcome)
         running = [arm for arm in running if arm.name not in failures]
-        count = len(found[arms[0].name])
+        ran = [(name, job) for name, job in ran if name not in failures]
+        count = len(_jobs_of(arms[0].name, ran))
         if count < LEAST_ROUNDS or len(running) == 1:
             continue
         # 2. Compare all rows of all arms at once; stop where more rounds add nothing.
-        compared = _compare_arms(spec, {arm.name: found[arm.name] for arm in running})
+        compared = _compare_arms(spec, {arm.name: _jobs_of(arm.name, ran) for arm in running})
         if _enough(budget, compared, count) or time.monotonic() - begun > budget.seconds:
             break
     return Rounds(
-        outcomes={arm.name: found[arm.name] for arm in running},
+        jobs=ran,
         failures=failures,
-        order=tuple(name for name in ran if name not in failures),
         at_once=min(jobs.at_once, len(batch)),
         compared=compared,
     )
