@@ -9,7 +9,6 @@ import re
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -121,17 +120,23 @@ def sweep_beside(path: Path) -> None:
     sweep(path.parent, _beside(path))
 
 
-def sweep(directory: Path, prefix: str, *, least_age_s: float = 0.0) -> None:
-    """Remove unlocked files and folders with this prefix; none on file systems without locks."""
-    newest = time.time() - least_age_s
+def sweep(directory: Path, prefix: str, *, marker: str = "") -> None:
+    """Remove this user's unlocked files and folders with this prefix.
+
+    With a `marker`, only folders that have a file of this name. File systems without locks keep
+    all.
+    """
     with suppress(OSError):
         for path in directory.iterdir():
             if path.name.startswith(prefix):
                 with suppress(OSError), _held(path, os.O_NONBLOCK) as unused:
-                    old = unused and path.stat().st_mtime <= newest
-                    if old and path.is_dir():
+                    if marker and not stat.S_ISREG((path / marker).lstat().st_mode):
+                        continue
+                    if not unused or path.lstat().st_uid != os.geteuid():
+                        continue
+                    if path.is_dir():
                         shutil.rmtree(path, ignore_errors=True)
-                    elif old:
+                    else:
                         path.unlink()
 
 
@@ -230,7 +235,7 @@ def encode_line(value: Any) -> bytes:
 
 
 _OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
-_UNLOCKED_S = 60.0  # A new folder may not be locked yet
+_MARKER = ".tccl-temporary"
 
 
 @contextmanager
@@ -238,10 +243,13 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     """Make a folder whose name begins with `prefix`, for the time of the block.
 
     The folder is locked while the program lives; a later call with the prefix removes the folder
-    of a killed program. InputError: the system refuses the folder, or a write in the block.
+    of a killed program, known by its marker. InputError: the system refuses the folder, or a write
+    in the block.
     """
-    sweep(Path(tempfile.gettempdir()), prefix, least_age_s=_UNLOCKED_S)
+    sweep(Path(tempfile.gettempdir()), prefix, marker=_MARKER)
     with _named(), tempfile.TemporaryDirectory(prefix=prefix) as name, _held(Path(name)):
+        # Marked only now that it is locked: until then it could look like a killed program's.
+        Path(name, _MARKER).touch()
         yield Path(name)
 
 

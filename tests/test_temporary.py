@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 
 import pytest
 
@@ -19,10 +18,6 @@ HOLDING = (
     "with temporary_folder('tccl-t-') as folder:\n"
     "    (folder / 'file').write_text('x')\n    print(folder, flush=True)\n    time.sleep(600)\n"
 )
-
-
-def hour_ago(path):
-    os.utime(path, (time.time() - 3600,) * 2)
 
 
 @pytest.fixture
@@ -52,27 +47,25 @@ def test_what_a_killed_program_left_is_taken_away_and_what_a_living_one_has_is_n
     killed, living = (place / one.stdout.readline().strip() for one in started)
     started[0].send_signal(signal.SIGKILL)
     started[0].wait(60)
-    hour_ago(killed)
-    hour_ago(living)
     with temporary_folder("tccl-t-"):
         assert (killed.exists(), (living / "file").exists()) == (False, True)
     started[1].kill()
     started[1].wait(60)
 
 
-def test_only_old_folders_without_a_lock_are_taken_away(place):
-    (place / "target").mkdir()
+def test_only_marked_folders_without_a_lock_are_taken_away(place):
+    for name in ("target", "tccl-t-unmarked", "tccl-t-linked-marker", "tccl-t-dead", "unlike"):
+        (place / name / "inner").mkdir(parents=True)
+    for name in ("target", "tccl-t-dead", "unlike"):
+        (place / name / MARKER).touch()
+    (place / "tccl-t-linked-marker" / MARKER).symlink_to(place / "target" / MARKER)
     (place / "tccl-t-link").symlink_to(place / "target")
-    (place / "tccl-t-young").mkdir()
     with temporary_folder("tccl-t-") as living:
-        for name in ("tccl-t-old", "unlike"):
-            (place / name / "inner").mkdir(parents=True)
-        before = {path for path in place.iterdir() if path.name != "tccl-t-old"}
-        for path in (place / "tccl-t-old", place / "unlike", living, place / "target"):
-            hour_ago(path)
+        kept = {path for path in place.iterdir() if path.name != "tccl-t-dead"}
+        assert living in kept
         with temporary_folder("tccl-t-"):
             pass
-        assert set(place.iterdir()) == before
+        assert set(place.iterdir()) == kept
 
 
 @pytest.mark.parametrize(
