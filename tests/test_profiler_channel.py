@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def no_descriptor_is_leaked():
 def pair():
     left, right = socket.socketpair()
     with (
-        Connection(left, receives=Message, peer="worker of G0") as one,
-        Connection(right, receives=Message, peer="controller") as two,
+        closing(Connection(left, receives=Message, peer="worker of G0")) as one,
+        closing(Connection(right, receives=Message, peer="controller")) as two,
     ):
         yield one, two
 
@@ -68,7 +69,7 @@ def pair():
 def raw():
     """A channel, and a bare socket that can say anything to it."""
     left, right = socket.socketpair()
-    with left, Connection(right, receives=Message, peer="worker of G0") as channel:
+    with left, closing(Connection(right, receives=Message, peer="worker of G0")) as channel:
         yield left, channel
 
 
@@ -175,7 +176,7 @@ def test_a_killed_process_is_noticed_after_its_last_words(tmp_path):
     arguments = [str(theirs.fileno()), str(Path(__file__).parent)]
     child = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], pass_fds=[theirs.fileno()])
     theirs.close()
-    with note, Connection(ours, receives=Message, peer="worker of G0") as channel:
+    with note, closing(Connection(ours, receives=Message, peer="worker of G0")) as channel:
         channel.send(PeerInfo(rank=1), [note.fileno()])
         assert channel.receive(9) == (PeerInfo(rank=2), ())
         assert os.pread(note.fileno(), 9, 0) == b"rank 1"
@@ -229,7 +230,7 @@ def test_any_bytes_are_a_message_or_one_that_does_not_fit(noise, at):
     body = msgspec.msgpack.encode({"type": "text", "text": "words of a device", "deep": [[1]]})
     at = min(at, len(body))
     ours, theirs = socket.socketpair()
-    with ours, Connection(theirs, receives=Text, peer="worker of G0") as channel:
+    with ours, closing(Connection(theirs, receives=Text, peer="worker of G0")) as channel:
         for one in (noise, body[:at] + noise + body[at + len(noise) :]):
             ours.sendall(struct.pack("!IH", len(one), 0) + one)
             try:

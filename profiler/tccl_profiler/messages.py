@@ -239,7 +239,7 @@ Received = TypeVar("Received")
 
 
 class ConnectionClosed(MeasurementError):  # noqa: N818 - an end, not always an error
-    """The peer has closed its end or has died, or this end is closed."""
+    """The peer has closed the connection or has died, or this end is closed."""
 
 
 class ConnectionTimeout(MeasurementError):  # noqa: N818 - as above
@@ -331,12 +331,6 @@ class Connection(Generic[Received]):
         """Close this end, and descriptors of a message that was still arriving."""
         self._socket.close()
         self._drop()
-
-    def __enter__(self) -> Connection[Received]:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _send_some(
         self, data: bytes | memoryview, fds: Sequence[int], deadline: float | None

@@ -177,7 +177,7 @@ class Communicators:
 
 
 class _Making:
-    """A thread that makes a communicator; a daemon, as NCCL may wait for ever for a lost member."""
+    """A thread making a communicator; a daemon, as NCCL may wait for ever for a lost member."""
 
     def __init__(self, make: Callable[[], int], limit_s: float) -> None:
         self._made: Future[int] = Future()

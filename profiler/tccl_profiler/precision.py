@@ -230,9 +230,9 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 def drift(
     transfers: str, first: Sequence[Sequence[float]], newest: Sequence[Sequence[float]], times: int
 ) -> str | None:
-    """Return a notice if a set that was measured again differs beyond what is tolerated, or None.
+    """Return a notice if a set measured again differs beyond the tolerance, or None.
 
-    Names the flow that moved furthest; rows are flows, as in `Stopping`.
+    The notice names the flow with the largest change; rows are flows, as in `Stopping`.
     """
     changes = [_certain_change(*rows) for rows in zip(first, newest, strict=True)]
     flow = max(range(len(changes)), key=lambda i: abs(changes[i]))

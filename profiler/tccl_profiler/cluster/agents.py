@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -15,11 +14,11 @@ from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.messages import Backoff, Message, Messenger, PeerGone
 from tccl_profiler.linux import realtime
 from tccl_profiler.messages import Failed, WorkerLost
+from tccl_profiler.workers import Answer
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task
 
-Answer = TypeVar("Answer", bound=msgspec.Struct)
 _LOOK_S = 0.2
 _PING_LIMIT_S = 0.1
 _SPARE_S = 30.0  # time after the ranks' own timeout in which an agent reports it

@@ -202,7 +202,7 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 class PeerGone(MeasurementError):  # noqa: N818 - says what happened
-    """The peer has closed its end or has died."""
+    """The peer has closed the connection or has died."""
 
 
 class Messenger:
@@ -241,7 +241,7 @@ class Messenger:
                 return envelope
 
     def has_died(self) -> bool:
-        """Return whether the peer is gone without a word; its last messages are dropped."""
+        """Return whether the peer is gone without a word; the last messages are dropped."""
         while True:
             try:
                 if self.poll() is None:
@@ -264,7 +264,7 @@ class Backoff:
         precise_sleeps()
 
     def reset(self) -> None:
-        """Note that a message came: the next may follow at once."""
+        """Note the arrival of a message: the next may follow at once."""
         self._since_s = time.monotonic()
 
     def nap(self, longest_s: float = _LONG_NAP_S) -> None:
@@ -278,7 +278,7 @@ class Backoff:
 
 
 class HeartbeatThread:
-    """A thread that sends heartbeats until it is stopped.
+    """A thread sending heartbeats until stopped.
 
     `beat` sends to all peers; its MeasurementErrors are ignored.
     """

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, TypeVar
-
-import msgspec
+from typing import Any, Literal
 
 from tccl_profiler.clock import Clock, ClockReading
 from tccl_profiler.cluster import messages as say
@@ -20,9 +18,8 @@ from tccl_profiler.linux import realtime
 from tccl_profiler.messages import Endpoint, LinkEnds, LinkLost, LinkStep, Ping, Pinged, WorkerLost
 from tccl_profiler.nccl_links import process_variables
 from tccl_profiler.program import Link, Program, host_of
+from tccl_profiler.workers import Answer
 from tccl_py.errors import SourceLostError
-
-Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 FIRST_PINGS, PINGS = 40, 12
 _AHEAD_NS = 3_000_000
