@@ -296,7 +296,7 @@ def test_a_closed_segment_gives_no_address():
 @pytest.mark.parametrize(("offset", "count"), [(0, 513), (8, 512), (-8, 1), (0, -1), (4096, 1)])
 def test_a_view_outside_the_segment_is_refused(offset, count):
     with (
-        create_segment(4096, numa_id=None, label="x") as segment,
+        closing(create_segment(4096, numa_id=None, label="x")) as segment,
         pytest.raises(MeasurementError, match=rf"{count} x float64 from byte {offset}"),
     ):
         segment.array(np.float64, offset, count)
