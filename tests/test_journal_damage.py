@@ -218,8 +218,8 @@ def test_a_file_torn_anywhere_is_gone_on_from(path):
         kept = sum(length >= len(b"".join(lines[: count + 1])) for count in range(1, len(lines)))
         torn = length - len(whole[:length].rpartition(b"\n")[0]) - (length >= len(lines[0]))
         _, notices, calls = measured(path)
-        sentence = f"{path}: dropped a torn last line of {torn} characters"
-        assert notices == ((sentence,) if torn else ())
+        assert len(notices) == (torn > 0)
+        assert all(f"line of {torn} characters" in notice for notice in notices)
         assert len(calls) == len(SETS) - kept
         assert path.read_bytes() == whole
 
@@ -228,7 +228,10 @@ def test_a_line_torn_inside_a_character_is_dropped_with_a_notice(path):
     measured(path)
     with path.open("ab") as file:
         file.write('{"transfers":"größe'.encode()[:-2])
-    assert measured(path)[1:] == ((f"{path}: dropped a torn last line of 18 characters",), [])
+    _, (notice,), asked = measured(path)
+    assert notice.startswith(f"{path}: ")
+    assert "18 characters" in notice
+    assert asked == []
 
 
 def test_a_whole_line_that_is_not_utf_8_is_named(path):
@@ -257,8 +260,7 @@ def test_a_pipe_is_no_journal(tmp_path):
     ):
         result = CliRunner().invoke(app, arguments)
         assert (result.exit_code, result.stdout) == (2, "")
-        sentence = f"tccl: {tmp_path / name}: is not a regular file; name a file\n"
-        assert result.stderr == sentence
+        assert f"{tmp_path / name}: is not a regular" in result.stderr
 
 
 def test_a_journal_in_use_is_refused_and_stays_as_it_is(path):
@@ -266,8 +268,8 @@ def test_a_journal_in_use_is_refused_and_stays_as_it_is(path):
         journal.measure(SETS)
         before = path.read_bytes()
         result = CliRunner().invoke(app, (*COMMAND, str(path)))
-        sentence = f"tccl: {path}: is in use by another run; wait for its end, or name another\n"
-        assert (result.exit_code, result.stdout, result.stderr) == (2, "", sentence)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"{path}: is in use" in result.stderr
         assert path.read_bytes() == before
     assert measured(path)[2] == []
 

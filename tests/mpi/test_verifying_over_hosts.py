@@ -99,8 +99,7 @@ def test_collectives_of_all_hosts_are_checked_and_timed(namespaces, directory): 
 def test_hosts_that_are_not_the_plans_are_refused(namespaces, directory):  # noqa: F811
     ran = namespaces.run("verify", str(directory), *QUICK, hosts=("h0", "h1"), timeout_s=120)
     assert (ran.code, ran.stdout) == (2, "")
-    said = "host h2: is in the plan, and no rank runs there; start a rank on each host that"
-    assert said in ran.stderr
+    assert "host h2: is in the plan" in ran.stderr
     assert not (directory / "verify.json").exists()
 
 
