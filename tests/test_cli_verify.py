@@ -275,7 +275,9 @@ def test_copy_engines_that_lose_at_a_size_are_not_recommended(tmp_path, jobs):
     engines = [one for one in kept.tried if one.settings.shm_copy_engine]
     assert max(one.gbps for one in engines) > 1.5 * kept.tried[0].gbps
     after = load_plan(place)
-    assert (after.recommended, after.variables.settings.shm_copy_engine) == ("default", None)
+    # They are offered for large messages, with a note on the small.
+    assert (after.recommended, after.variables.settings.shm_copy_engine) == ("default", "both")
+    assert "4 KiB" in after.variables.note
     assert "tuned: default NCCL\n" in found.stderr
 
 
