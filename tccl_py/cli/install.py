@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from tccl_py.cli import options
@@ -85,17 +84,20 @@ def install(
 def _installed(plan: Plan, directory: Path, *, alike: bool) -> Installed:
     place = directory.resolve()
     check_path(place)
-    found = Installed(
-        directory=place, settings=plan.job_settings, provenance=plan.provenance, alike=alike
+    measured = not plan.is_cluster and not plan.simulated
+    fingerprint = planned_fingerprint(plan, directory) if measured else None
+    uuids: tuple[str, ...] = ()
+    if fingerprint is not None and not alike:
+        known = dict(zip(plan.machine.gpu_indices, fingerprint.gpu_uuids, strict=False))
+        uuids = tuple(known[gpu] for gpu in plan.gpus if gpu in known)
+    return Installed(
+        directory=place,
+        settings=plan.job_settings,
+        provenance=plan.provenance,
+        alike=alike,
+        fingerprint=fingerprint,
+        gpu_uuids=uuids,
     )
-    if plan.is_cluster or plan.simulated:
-        return found
-    fingerprint = planned_fingerprint(plan, directory)
-    if fingerprint is None:
-        return found
-    uuids = dict(zip(plan.machine.gpu_indices, fingerprint.gpu_uuids, strict=False))
-    own = () if alike else tuple(uuids[gpu] for gpu in plan.gpus if gpu in uuids)
-    return msgspec.structs.replace(found, fingerprint=fingerprint, gpu_uuids=own)
 
 
 def _check(plan: Plan, directory: Path, *, force: bool, alike: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -143,7 +144,14 @@ def plan(
         "budget": Budget(sets=max_sets, seconds=max_seconds, idle_sets=idle),
     }
     with ExitStack() as stack:
-        subject = _subject(asked, task, stack)
+        if asked.in_job or asked.several:
+            task |= {"keep_order": keep_order, "ib_gid_index": gid_index}
+        elif tune:
+            check_tuning()
+        if asked.in_job:
+            subject = _job(asked, task, stack)
+        else:
+            subject = _here(asked, task) if simulate is None else _model(asked, task)
         with output_directory(output, force=force) as journal:
             with _planning(journal, output), ProgressLine() as line:
                 subject.source.watch(line.measured)
@@ -197,17 +205,6 @@ class _Subject(NamedTuple):
     model: MachineModel | None = None
     fingerprint: Fingerprint | None = None
     job: tuple[HostsSource, Job] | None = None
-
-
-def _subject(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> _Subject:
-    """Open what is planned for: a job's hosts, a model, or this machine."""
-    if asked.in_job or asked.several:
-        task |= {"keep_order": asked.keep_order, "ib_gid_index": asked.gid_index}
-    if asked.in_job:
-        return _job(asked, task, stack)
-    if asked.tune:
-        check_tuning()
-    return _here(asked, task) if asked.simulate is None else _model(asked, task)
 
 
 def _model(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
@@ -330,11 +327,10 @@ def not_pinned(names: Sequence[str]) -> tuple[str, ...]:
 def _ring_counts(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    parts = [part.strip() for part in text.split(",")]
     where = f"--rings {text[:40]!r}"
-    if not all(part.isascii() and part.isdigit() for part in parts):
+    if re.fullmatch(r"\s*\d{1,99}\s*(,\s*\d{1,99}\s*)*", text, re.ASCII) is None:
         raise InputError(where, "is no list of numbers", "write 1,2,4")
-    counts = tuple(sorted({int(part[:6]) for part in parts}))
+    counts = tuple(sorted(set(map(int, text.split(",")))))
     if counts[0] < 1 or counts[-1] > _MAX_RINGS:
         raise InputError(where, "is out of range", f"1 to {_MAX_RINGS} rings")
     return counts

@@ -18,7 +18,6 @@ from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.model.machine import Machine
 from tccl_py.nccl import validator
-from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import LATEST, known_versions, version_facts
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.simulator.descriptions import load_machine
@@ -61,12 +60,25 @@ def validate(
         tccl validate graph.xml
         tccl validate graph.xml --machine h200x4-vm --env NCCL_P2P_LEVEL=SYS
     """
+    given = variables(env or ())
     if machine is None:
         refuse({"--nodes": nodes, "--nccl": nccl}, _OF_MACHINES)
-        verdict = verdict_here(read_text(graph), gpus, variables(env or ()), where=str(graph))
+        verdict = verdict_here(read_text(graph), gpus, given, where=str(graph))
     else:
-        count, version = 1 if nodes is None else nodes, LATEST if nccl is None else nccl
-        verdict = _by_rules(graph, machine, gpus=gpus, nodes=count, nccl=version, env=env or ())
+        model, version = load_machine(machine), LATEST if nccl is None else nccl
+        if not version_facts(version).verified:
+            nearest = version_facts(version).name
+            notice(f"NCCL {version} was not checked; taken for {nearest}, the nearest")
+        verdict = validator.validate(
+            read_text(graph),
+            _as_told(model.machine, given.get("NCCL_TOPO_FILE", "")),
+            model.knowledge,
+            gpus=gpus_argument(gpus, model.machine),
+            nodes=1 if nodes is None else nodes,
+            version=version,
+            environment=given,
+            where=str(graph),
+        )
     if json:
         print_json(picked(verdict, "verdict", "reason", "rings"))
     else:
@@ -76,27 +88,6 @@ def validate(
             out.print(line, soft_wrap=True)
     if verdict.verdict != "used":
         raise typer.Exit(ANSWER_IS_NO)
-
-
-def _by_rules(
-    graph: Path, machine: str, *, gpus: str | None, nodes: int, nccl: str, env: Sequence[str]
-) -> Verdict:
-    """Return what NCCL's rules make of the file on a described machine."""
-    model = load_machine(machine)
-    if not version_facts(nccl).verified:
-        notice(f"NCCL {nccl} was not checked; taken for {version_facts(nccl).name}, the nearest")
-    given = variables(env)
-    seen = _as_told(model.machine, given.get("NCCL_TOPO_FILE", ""))
-    return validator.validate(
-        read_text(graph),
-        seen,
-        model.knowledge,
-        gpus=gpus_argument(gpus, model.machine),
-        nodes=nodes,
-        version=nccl,
-        environment=given,
-        where=str(graph),
-    )
 
 
 def _as_told(machine: Machine, path: str) -> Machine:
