@@ -43,7 +43,8 @@ def tccl(*words):
 def order_of(**more):
     known = {
         "backend": "gloo",
-        "world": 2,
+        "kind": "messages",
+        "places": 2,
         "sets": default_sets(2),
         "message_bytes": 1024,
         "messages": 2,
@@ -71,7 +72,9 @@ def test_transfers_and_products_are_timed_for_real_over_gloo():
     found = json.loads(result.stdout)
     assert (found["gpus"], found["message_bytes"], found["backend"]) == ([0, 1, 2], 2**20, "gloo")
     kinds = {(row["by"], row["mode"]) for row in found["pairs"]}
-    assert kinds == {("gloo", mode) for mode in ("sequential", "concurrent")}
+    assert kinds == {
+        (by, mode) for by in ("gloo", "memcpy") for mode in ("sequential", "concurrent")
+    }
     assert ["G1->G0", "G2->G0"] in [row["set"] for row in found["pairs"]]
     for row in found["pairs"]:
         for one in (*row["message"], row["total"]):
@@ -79,6 +82,7 @@ def test_transfers_and_products_are_timed_for_real_over_gloo():
     transfers = [(row["by"], row["transfer"], row["mode"]) for row in found["products"]]
     assert ("gloo", "all-reduce", "concurrent") in transfers
     assert ("gloo", "G0->G1", "sequential") in transfers
+    assert ("memcpy", "G0->G1", "concurrent") in transfers
     for row in found["products"]:
         assert row["total"]["median_ms"] >= row["product_time"]["low_ms"]
         assert row["product_time"]["median_ms"] > 0
@@ -89,7 +93,7 @@ def test_the_table_shows_sets_modes_and_intervals():
     words = ("overlap", "G1->G0", "--backend", "gloo", "--size", 1, "--messages", 1, "--repeats", 1)
     result = tccl(*words)
     assert result.exit_code == 0, result.output
-    for text in ("G1->G0", "sequential", "concurrent", "all-reduce", "95 % interval"):
+    for text in ("G1->G0", "sequential", "concurrent", "memcpy", "all-reduce", "95 % interval"):
         assert text in result.stdout
 
 
@@ -189,7 +193,7 @@ def test_the_receivers_times_count_and_totals_follow_from_them(mode, total):
         answer_of(0, ((), (20.0, 20.0)), mode=mode),
         answer_of(1, ((10.0, 10.0), ()), mode=mode),
     )
-    ((row,), _) = rows_of(order, answers, (4, 6))
+    ((row,), _) = rows_of("nccl", order, answers, (4, 6))
     assert row.set == ("G4->G6", "G6->G4")
     assert [one.median_ms for one in row.message] == [5.0, 10.0]
     assert row.total.median_ms == total
@@ -204,8 +208,8 @@ def test_of_a_product_the_slowest_rank_of_the_transfer_counts():
         answer_of(1, ((1.0,),), products=[times((5.0,), (3.0,))]),
         answer_of(2, ((1.0,),), products=[times((), (9.0,))]),
     )
-    order = order_of(world=3, sets=((Pair(source=0, target=1),),))
-    _, (row,) = rows_of(order, answers, (0, 1, 2))
+    order = order_of(places=3, sets=((Pair(source=0, target=1),),))
+    _, (row,) = rows_of("nccl", order, answers, (0, 1, 2))
     assert (row.transfer_time.median_ms, row.product_time.median_ms) == (5.0, 3.0)
     assert row.total.median_ms == 5.0
 
@@ -213,7 +217,7 @@ def test_of_a_product_the_slowest_rank_of_the_transfer_counts():
 def test_wrong_bytes_make_the_times_void():
     answers = (answer_of(0, ((1.0,), (1.0,)), right=False),)
     with pytest.raises(MeasurementError, match="rank 0 wrong bytes"):
-        rows_of(order_of(), answers, (0, 1))
+        rows_of("nccl", order_of(), answers, (0, 1))
 
 
 def test_sets_are_written_with_the_gpus_of_the_job():

@@ -1,4 +1,4 @@
-"""`tccl overlap`: transfers beside transfers, and beside compute, by NCCL."""
+"""`tccl overlap`: transfers beside transfers, and beside compute, by NCCL and by memcpy."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from tccl_py.cli.process import CTRL_C_AND_SIGTERM, interrupts_put_off, print_js
 from tccl_py.errors import InputError
 from tccl_py.overlap.job import (
     Backend,
+    Kind,
+    OverlapResult,
     OverlapSpec,
     PairRow,
     ProductRow,
@@ -54,15 +56,15 @@ def overlap(
     size: Annotated[int, opt("MIB", "Size of one message in MiB.")] = 64,
     messages: Annotated[int, opt("N", "Messages of one transfer.")] = 5,
     repeats: Annotated[int, opt("N", "How often all is timed.")] = 11,
-    timeout: Annotated[float, opt("SECONDS", "How long the job may take.")] = 300.0,
+    timeout: Annotated[float, opt("SECONDS", "How long each of the two jobs may take.")] = 300.0,
     json: options.Json = False,
 ) -> None:
     """Time transfers one after the other and together, and beside a matrix multiplication (GEMM).
 
-    By NCCL: torch.distributed, a process for each GPU, a communicator for each pair. (Copy engines
-    are measured by `tccl measure`.) Each time is a median with the 95 % interval. The loss of two
-    transfers that run together shows the link or memory they share; the time of a transfer together
-    with a GEMM, compared with the sum of both, is the gain of overlap here.
+    Once by NCCL (torch.distributed, a process for each GPU, a communicator for each pair), once by
+    copies (a single process, copy engines). Each time is a median with the 95 % interval. The loss
+    of two transfers that run together shows the link or memory they share; the time of a transfer
+    together with a GEMM, compared with the sum of both, is the gain of overlap here.
 
     Needs torch. NCCL's variables are taken from the environment unchanged.
 
@@ -85,10 +87,20 @@ def overlap(
         raise InputError("tccl overlap", "needs torch", "`pip install torch`")
     environment = torch_environment(os.environ, places if chosen == "nccl" else None)
     counted = {"message_bytes": size * MIB, "messages": messages, "repeats": repeats}
-    spec = OverlapSpec(backend=chosen, world=len(places), sets=wanted, **counted)
-    with ForkServer() as server, interrupts_put_off(CTRL_C_AND_SIGTERM):
-        job_results = run_job(spec, environment, timeout=timeout, server=server)
-    pairs, products = rows_of(spec, job_results, places)
+    pairs: list[PairRow] = []
+    products: list[ProductRow] = []
+    job_results: tuple[OverlapResult, ...] = ()
+    kinds: tuple[tuple[str, Kind], ...] = ((chosen, "messages"), ("memcpy", "copies"))
+    with ForkServer() as server:
+        for by, kind in kinds:
+            spec = OverlapSpec(
+                backend=chosen, kind=kind, places=len(places), sets=wanted, **counted
+            )
+            with interrupts_put_off(CTRL_C_AND_SIGTERM):
+                job_results = run_job(spec, environment, timeout=timeout, server=server)
+            found = rows_of(by, spec, job_results, places)
+            pairs += found[0]
+            products += found[1]
     first = job_results[0]
     head = {"backend": chosen, "gpus": places, "gpu": first.device, "torch": first.torch, **counted}
     if json:

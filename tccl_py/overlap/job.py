@@ -16,6 +16,8 @@ from tccl_py.rank_processes.tasks import TORCH, RanksError, Task, decoded, run_t
 from tccl_py.statistics import median_interval
 
 Backend = Literal["nccl", "gloo"]
+Kind = Literal["messages", "copies"]
+"""Messages between ranks, one rank a GPU; or copies by one process between all GPUs."""
 Mode = Literal["sequential", "concurrent"]
 Works = tuple[tuple[float, ...], ...]
 """One rank's times: ms of each repeat by work, () for other ranks' work. The works are a set's
@@ -45,16 +47,22 @@ Pairs = tuple[Pair, ...]
 class OverlapSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Specification of a job: each set of pairs, then transfers beside a GEMM.
 
-    `world` is the number of ranks, one a GPU. A transfer is `messages` of `message_bytes`, and
-    everything is timed `repeats` times.
+    `places` is the number of GPUs. A transfer is `messages` of `message_bytes`, and everything is
+    timed `repeats` times.
     """
 
     backend: Backend
-    world: int
+    kind: Kind
+    places: int
     sets: tuple[Pairs, ...]
     message_bytes: int
     messages: int
     repeats: int
+
+    @property
+    def world(self) -> int:
+        """Return the number of processes."""
+        return self.places if self.kind == "messages" else 1
 
 
 class OverlapResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -182,13 +190,12 @@ def span(samples: Iterable[float]) -> Span:
 
 
 def rows_of(
-    spec: OverlapSpec, results: Sequence[OverlapResult], gpus: Sequence[int]
+    by: str, spec: OverlapSpec, results: Sequence[OverlapResult], gpus: Sequence[int]
 ) -> tuple[tuple[PairRow, ...], tuple[ProductRow, ...]]:
-    """Return a job's rows; `gpus` has the index of each rank's GPU.
+    """Return a job's rows; `by` is `nccl`, `gloo` or `memcpy`, `gpus` the index of each place.
 
     Wrong bytes are a MeasurementError.
     """
-    by = spec.backend
     wrong = [str(result.rank) for result in results if not result.right]
     if wrong:
         what = f"gave rank {', '.join(wrong)} wrong bytes: times are void"

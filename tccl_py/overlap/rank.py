@@ -5,6 +5,7 @@ usage: python -m tccl_py.overlap.rank SPEC.json RANK
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,49 +25,62 @@ def main() -> None:
     """Run the specification of the command line as rank RANK."""
     spec, rank, folder = read_spec(OverlapSpec)
     joined = join(spec.backend, folder, rank=rank, world=spec.world, local_rank=rank)
-    messages = Messages(joined, spec)
-    timer = Timer(joined, CudaStopwatch(joined) if joined.cuda else ThreadStopwatch(), spec.repeats)
+    mover = Messages(joined, spec) if spec.kind == "messages" else Copies(joined, spec)
+    watch = CudaStopwatch(joined.torch, mover.devices) if joined.cuda else ThreadStopwatch()
+    timer = Timer(mover, watch, spec.repeats)
     result = OverlapResult(
         rank=rank,
         torch=str(joined.torch.__version__),
         device=joined.device_name,
         sets=tuple(
-            timer.time(messages.works(number), [pair.target == rank for pair in pairs])
+            timer.time(mover.works(number), [pair.target in mover.devices for pair in pairs])
             for number, pairs in enumerate(spec.sets)
         ),
-        products=tuple(_time_products(joined, timer, messages)),
-        right=messages.right(),
+        products=tuple(_time_products(joined, timer, mover)),
+        right=mover.right(),
     )
     joined.dist.destroy_process_group()
     write_result(folder, rank, result)
 
 
 class CudaStopwatch:
-    """Stopwatch with a stream for each work, and the device's clock.
+    """Stopwatch with streams for each work, on every device, and the first device's clock.
 
-    Launched operations must use, or wait for, the current stream, as torch's do.
+    Launched operations must use, or wait for, the current streams, as torch's do. torch queues a
+    copy between devices on both: on shared streams two opposite copies would wait for each other.
     """
 
-    def __init__(self, joined: Communicator) -> None:
-        self._joined = joined
-        self._streams: list[Any] = []
+    def __init__(self, torch: Any, devices: Sequence[int]) -> None:
+        self._torch, self._devices = torch, devices
+        self._streams: list[list[Any]] = []
 
     def together(self, works: Sequence[Work]) -> tuple[float, ...]:
         """Begin all works at the same time; return the ms of each when all are done."""
-        cuda = self._joined.torch.cuda
+        cuda = self._torch.cuda
         while len(self._streams) < len(works):
-            self._streams.append(cuda.Stream())
-        self._joined.wait()
+            self._streams.append([cuda.Stream(device) for device in self._devices])
+        self._wait()
         begun = cuda.Event(enable_timing=True)
-        begun.record()
-        ends = [cuda.Event(enable_timing=True) for _ in works]
-        for stream, work, end in zip(self._streams, works, ends, strict=False):
-            stream.wait_event(begun)
-            with cuda.stream(stream):
+        begun.record(cuda.current_stream(self._devices[0]))
+        ends = []
+        for streams, work in zip(self._streams, works, strict=False):
+            with contextlib.ExitStack() as current:
+                # Entered last, so that the first device is the current one.
+                for stream in reversed(streams):
+                    stream.wait_event(begun)
+                    current.enter_context(cuda.stream(stream))
                 work()
-            end.record(stream)
-        self._joined.wait()
+            first, *others = streams
+            for stream in others:
+                first.wait_stream(stream)
+            ends.append(cuda.Event(enable_timing=True))
+            ends[-1].record(first)
+        self._wait()
         return tuple(begun.elapsed_time(end) for end in ends)
+
+    def _wait(self) -> None:
+        for device in self._devices:
+            self._torch.cuda.synchronize(device)
 
 
 class ThreadStopwatch:
@@ -89,59 +103,55 @@ class ThreadStopwatch:
             return tuple((end.result() - begun) * 1e3 for end in ends)
 
 
-class Messages:
-    """A rank's messages; each pair has a group, and so a communicator, of its own.
+class Copies:
+    """Transfers by one process that copies between devices, by their copy engines.
 
-    In one group two transfers would be queued one behind the other.
+    `devices` are the GPUs that this process opens. The time of a transfer is its receiver's.
     """
 
     def __init__(self, joined: Communicator, spec: OverlapSpec) -> None:
         self._joined, self._spec = joined, spec
-        self._sent = self._buffer(joined.rank + 1)
+        alone = spec.kind == "messages"
+        self.devices = (joined.rank,) if alone else tuple(range(spec.places))
+        self._sent = {place: self._buffer(place, place + 1) for place in self.devices}
         self._received: dict[tuple[int, Pair], Any] = {}
-        # Every rank makes every group, in the same order.
-        self._groups = [
-            [joined.dist.new_group(sorted(set(pair))) for pair in pairs] for pairs in spec.sets
-        ]
+
+    def align(self) -> None:
+        """Wait for all ranks and devices."""
+        self._joined.dist.barrier()
+        for place in self.devices if self._joined.cuda else ():
+            self._joined.torch.cuda.synchronize(place)
 
     def works(self, number: int) -> dict[int, Work]:
         """Return this rank's part of a set, by the pair's place in it."""
         return {
             place: self._work(number, place, pair)
             for place, pair in enumerate(self._spec.sets[number])
-            if self._joined.rank in pair
+            if {pair.source, pair.target} & set(self.devices)
         }
 
-    def _work(self, number: int, place: int, pair: Pair) -> Work:
-        group, count = self._groups[number][place], self._spec.messages
-        call, held, peer = self._joined.dist.isend, self._sent, pair.target
-        if self._joined.rank == pair.target:
-            held = self._received.setdefault((place, pair), self._buffer(0))
-            call, peer = self._joined.dist.irecv, pair.source
+    def _work(self, number: int, place: int, pair: Pair) -> Work:  # noqa: ARG002
+        source, held, count = self._sent[pair.source], self._held(place, pair), self._spec.messages
 
         def run() -> None:
             for _ in range(count):
-                call(held, peer, group=group).wait()
+                held.copy_(source, non_blocking=True)
 
         return run
 
-    def _buffer(self, value: int) -> Any:
-        torch, size = self._joined.torch, (self._spec.message_bytes,)
-        return torch.full(size, value, dtype=torch.uint8, device=self._joined.device)
+    def _held(self, place: int, pair: Pair) -> Any:
+        if (place, pair) not in self._received:
+            self._received[place, pair] = self._buffer(pair.target, 0)
+        return self._received[place, pair]
+
+    def _buffer(self, place: int, value: int) -> Any:
+        torch = self._joined.torch
+        device = torch.device("cuda", place) if self._joined.cuda else self._joined.device
+        return torch.full((self._spec.message_bytes,), value, dtype=torch.uint8, device=device)
 
     def transfers(self) -> Iterator[tuple[Pair | None, Work | None]]:
-        """Yield the transfers beside a GEMM, a message and an all-reduce.
-
-        The work is None on a rank without a part.
-        """
+        """Yield the transfers beside a GEMM; the work is None on a rank without a part."""
         yield self._spec.sets[0][0], self.works(0).get(0)
-        summed = self._buffer(0).view(self._joined.torch.float32)
-
-        def all_reduce() -> None:
-            for _ in range(self._spec.messages):
-                self._joined.dist.all_reduce(summed, async_op=True).wait()
-
-        yield None, all_reduce
 
     def right(self) -> bool:
         """Return whether all received bytes equal the sent bytes."""
@@ -149,13 +159,49 @@ class Messages:
         return all(bool((held == pair.source + 1).all()) for (_, pair), held in found)
 
 
+class Messages(Copies):
+    """Transfers by torch.distributed; each pair has a group, and so a communicator, of its own.
+
+    In one group two transfers would be queued one behind the other.
+    """
+
+    def __init__(self, joined: Communicator, spec: OverlapSpec) -> None:
+        super().__init__(joined, spec)
+        # Every rank makes every group, in the same order.
+        self._groups = [
+            [joined.dist.new_group(sorted(set(pair))) for pair in pairs] for pairs in spec.sets
+        ]
+
+    def _work(self, number: int, place: int, pair: Pair) -> Work:
+        group, count = self._groups[number][place], self._spec.messages
+        call, peer = self._joined.dist.isend, pair.target
+        held = self._sent[self._joined.rank]
+        if self._joined.rank == pair.target:
+            call, held, peer = self._joined.dist.irecv, self._held(place, pair), pair.source
+
+        def run() -> None:
+            for _ in range(count):
+                call(held, peer, group=group).wait()
+
+        return run
+
+    def transfers(self) -> Iterator[tuple[Pair | None, Work | None]]:
+        """Yield a message and an all-reduce."""
+        yield from super().transfers()
+        summed = self._buffer(self._joined.rank, 0).view(self._joined.torch.float32)
+
+        def all_reduce() -> None:
+            for _ in range(self._spec.messages):
+                self._joined.dist.all_reduce(summed, async_op=True).wait()
+
+        yield None, all_reduce
+
+
 class Timer:
     """Times works one after the other and together, in turn, so that drift favours neither."""
 
-    def __init__(
-        self, joined: Communicator, watch: CudaStopwatch | ThreadStopwatch, repeats: int
-    ) -> None:
-        self._joined, self._watch, self._repeats = joined, watch, repeats
+    def __init__(self, mover: Copies, watch: CudaStopwatch | ThreadStopwatch, repeats: int) -> None:
+        self._mover, self._watch, self._repeats = mover, watch, repeats
 
     def time(self, works: Mapping[int, Work], reported: Sequence[bool]) -> Timings:
         """Return timings by mode of this rank's works by number.
@@ -167,7 +213,7 @@ class Timer:
         together: list[dict[int, float]] = []
         for _ in range(_WARM_UPS + self._repeats):
             alone.append([self.single(works.get(number)) for number in range(len(reported))])
-            self._align()
+            self._mover.align()
             times = self._watch.together(list(works.values()))
             together.append(dict(zip(works, times, strict=True)))
 
@@ -182,16 +228,12 @@ class Timer:
 
     def single(self, work: Work | None) -> float:
         """Align the ranks, run a work, and return its ms; 0 on a rank without it."""
-        self._align()
+        self._mover.align()
         return max(self._watch.together([work] if work else []), default=0.0)
-
-    def _align(self) -> None:
-        self._joined.dist.barrier()
-        self._joined.wait()
 
 
 def _time_products(
-    joined: Communicator, timer: Timer, messages: Messages
+    joined: Communicator, timer: Timer, mover: Copies
 ) -> Iterator[tuple[Pair | None, Timings]]:
     """Time each transfer beside GEMMs that take about as long."""
     torch = joined.torch
@@ -203,7 +245,7 @@ def _time_products(
         for _ in range(count):
             torch.mm(left, right, out=result)
 
-    for pair, transfer in messages.transfers():
+    for pair, transfer in mover.transfers():
         transfer_ms = product_ms = 0.0
         for _ in range(_WARM_UPS + 1):
             transfer_ms, product_ms = timer.single(transfer), timer.single(multiply)
