@@ -50,7 +50,7 @@ GPUS = "h0.G0->h0.G0->h0.C0->h0.N0->h1.N1->h1.N1->h1.C0->h1.G1->h1.G1{blocks=1,f
 
 def measure(namespaces, *sets):  # noqa: F811
     """What sets have, by one command."""
-    ran = namespaces.run(*MEASURE, "--target", "0.05", "--json", *sets, timeout_s=240)
+    ran = namespaces.run(*MEASURE, "--target", "0.1", "--json", *sets, timeout_s=240)
     assert ran.code == 0, ran.stderr
     # Were it printed by every rank, it would not be one document.
     return {entry["set"]: entry for entry in json.loads(ran.stdout)}
