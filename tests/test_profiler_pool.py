@@ -261,9 +261,9 @@ def test_a_copy_engine_moves_what_no_fifo_bounds():
 
 
 def test_a_closed_pool_says_so():
-    pool = pool_of()
+    pool, program = pool_of(), program_for(BOUNCE, lanes={"G0": 64, "G1": 64})
     with pytest.raises(MeasurementError, match=r"^the pool is closed"):
-        pool.ping()
+        pool.run(program, RunSpec(repeats=1, warm_us=0.0, window_us=1e3))
 
 
 @pytest.mark.parametrize("devices", [0, 65])
