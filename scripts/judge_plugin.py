@@ -7,6 +7,7 @@ time that the plugin adds to a communicator.
 """
 
 import random
+import re
 import sys
 import tempfile
 import time
@@ -15,12 +16,20 @@ from pathlib import Path
 import pytest
 
 from tests.plugin.cases import CASES, run_case
-from tests.plugin.runs import VERSIONS, differences, make_plan, run_ranks
+from tests.plugin.programs import StandIn, expected_answers, fuzz, stand_in_plan
+from tests.plugin.ranks import boards
+from tests.plugin.runs import VERSIONS, complaints, differences, make_plan, run_ranks
 
 
 def main() -> None:
     """Run one kind of judgement; the exit status is 1 if anything was wrong."""
-    kinds = {"cases": cases, "sequences": sequences}
+    kinds = {
+        "cases": cases,
+        "sequences": sequences,
+        "kills": kills,
+        "mutations": mutations,
+        "cost": cost,
+    }
     if len(sys.argv) < 2 or sys.argv[1] not in kinds:
         sys.exit(__doc__)
     with tempfile.TemporaryDirectory(prefix="plugin-") as folder:
@@ -36,7 +45,9 @@ def cases(folder: Path, *names: str) -> int:
                 continue
             start = time.monotonic()
             try:
-                wrong = run_case(case, folder / f"{case.name.replace('/', '')} {version}", version)
+                wrong = run_case(
+                    case, folder / re.sub(r"\W", "-", f"{case.name} {version}"), version
+                )
             except pytest.skip.Exception as error:
                 print(f"{case.name}: skipped, {error}", flush=True)
                 continue
@@ -66,6 +77,69 @@ def sequences(folder: Path, count: str, first: str = "0") -> int:
             print(f"{seed + 1} sequences, {communicators} ranks of communicators", flush=True)
     print(f"{count} sequences, {communicators} ranks of communicators, {bad} wrong")
     return bad
+
+
+def kills(folder: Path, count: str, first: str = "0") -> int:
+    """Kill random ranks at random moments, then look what the next job leaves behind."""
+    plan = make_plan(folder / "plan")
+    bad = died = boards_left = 0
+    for seed in range(int(first), int(first) + int(count)):
+        source = random.Random(seed)
+        version, size = VERSIONS[seed % 2], source.randint(2, 4)
+        victims = source.sample(range(size), source.randint(1, size))
+        # Most kills hit a board: it is there for a few milliseconds.
+        seen = source.randint(0, 4)
+        moments = [(rank, source.uniform(0, 0.004 if seen else 1.5)) for rank in victims]
+        result = run_ranks(
+            folder / f"run{seed}",
+            "many",
+            size,
+            plan=plan,
+            version=version,
+            kills=moments,
+            after_boards=seen,
+            timeout=10.0,
+        )
+        left = boards()
+        boards_left += len(left)
+        after = run_ranks(folder / f"after{seed}", "world", 2, plan=plan, version=version)
+        wrong = differences(after, plan) + [f"left: {name}" for name in sorted(boards())]
+        wrong += [
+            f"rank {rank}, {made.name} {made.gpus}: {what}"
+            for rank, records in enumerate(result.made)
+            for made in records or ()
+            for what in complaints(made, plan)
+            if made.code == 0
+        ]
+        died += len(result.killed)
+        bad += bool(wrong)
+        if wrong or seed % 10 == 9:
+            found = f"{died} killed so far, {boards_left} boards left to the next jobs"
+            print(f"seed {seed}, {version}: {found}", *wrong[:12], sep="\n    ", flush=True)
+    print(f"{count} jobs, {died} ranks killed, {boards_left} boards left, {bad} wrong")
+    return bad
+
+
+def mutations(folder: Path, count: str, seed: str = "1") -> int:
+    """Mutate indices and boards, half of the number each, under ASan and UBSan."""
+    for kind in ("board", "index"):
+        print(fuzz(folder, kind, int(count) // 2, int(seed)), flush=True)
+    return 0
+
+
+def cost(folder: Path) -> int:
+    """Print the milliseconds of CPU time in the plugin for a communicator of eight threads."""
+    plan, stand_in = stand_in_plan(folder / "plan"), StandIn(folder)
+    script = [("comm", number + 1, list(range(8))) for number in range(1000)]
+    assert stand_in.run(plan, script) == expected_answers(plan, script)
+    mean, worst = (1000 * seconds for seconds in stand_in.seconds)
+    print(f"{8 * len(script)} ranks of communicators: mean {mean:.3f} ms, worst {worst:.3f} ms")
+    starts = []
+    for _ in range(20):
+        stand_in.run(plan, [("comm", 5, [0, 1])])
+        starts.append(1000 * stand_in.start)
+    print(f"loading an index of 247 sets: median {sorted(starts)[10]:.3f} ms, once in a process")
+    return worst > 5
 
 
 if __name__ == "__main__":

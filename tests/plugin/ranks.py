@@ -31,7 +31,8 @@ class Spec(msgspec.Struct, kw_only=True):
     """A run: a scenario of tests.plugin.scenarios, its ranks, and their environments.
 
     `gpus` has each rank's GPU, by default its own number, and `devices` CUDA's number of it.
-    `rank_env` has variables of single ranks; None takes one away. `kills` are (rank, seconds).
+    `rank_env` has variables of single ranks; None takes one away. `kills` are (rank, seconds)
+    after the start, or after as many boards were seen in /dev/shm as `after_boards` says.
     """
 
     scenario: str
@@ -44,6 +45,7 @@ class Spec(msgspec.Struct, kw_only=True):
     env: dict[str, str] = {}
     rank_env: dict[int, dict[str, str | None]] = {}
     kills: list[tuple[int, float]] = []
+    after_boards: int = 0
     timeout: float = 120.0
 
 
@@ -287,6 +289,14 @@ def _be_rank(spec, rank):
     ctypes.CDLL(None).exit(0)
 
 
+def boards():
+    """Return the names of this user's boards in /dev/shm."""
+    try:
+        return set(os.listdir(f"/dev/shm/tccl-{os.geteuid()}"))  # noqa: PTH208
+    except FileNotFoundError:
+        return set()
+
+
 def main(path):
     """Run the ranks of a spec; kill all at the time limit. Write their exit codes to `codes`."""
     spec = msgspec.json.decode(Path(path).read_bytes(), type=Spec)
@@ -298,14 +308,18 @@ def main(path):
             _be_rank(spec, rank)
         pids[pid] = rank
     codes, start, kills = {}, time.monotonic(), sorted(spec.kills, key=lambda kill: kill[1])
-    killed = []
+    killed, seen, since = [], set(), None if spec.after_boards else start
     while len(codes) < spec.size:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             codes[pids[pid]] = os.waitstatus_to_exitcode(status)
             continue
         now = time.monotonic() - start
-        while kills and kills[0][1] <= now:
+        if since is None:
+            seen |= boards()
+            if len(seen) >= spec.after_boards:
+                since = time.monotonic()
+        while kills and since is not None and kills[0][1] <= time.monotonic() - since:
             rank = kills.pop(0)[0]
             target = next(pid for pid, number in pids.items() if number == rank)
             if rank not in codes:
@@ -315,7 +329,7 @@ def main(path):
             for pid, rank in pids.items():
                 if rank not in codes:
                     os.kill(pid, signal.SIGKILL)
-        time.sleep(0.002)
+        time.sleep(0.002 if since is not None and not kills else 0.0001)
     Path(spec.folder, "codes").write_text(json.dumps({"codes": codes, "killed": killed}))
 
 

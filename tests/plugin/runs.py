@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tccl_py.nccl.graph_writer import GraphRings, graph_xml
 
+from tccl_py.nccl.graph_file import GraphRings, graph_xml
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
 from tests.nccl_host import FOLDER, TOPOLOGIES
@@ -29,7 +29,6 @@ class Result(msgspec.Struct, kw_only=True):
     codes: dict[str, int]
     killed: list[int]
     errors: list[str]
-    stderr: list[str]
 
 
 class MadePlan(msgspec.Struct, kw_only=True):
@@ -78,8 +77,8 @@ def make_plan(folder, *, buses=None, sizes=range(2, 9), missing=(), **fields):
         (folder / name).write_bytes(text)
         sets.append(IndexedSet(gpus=gpus, file=name, text=text))
     gpus = tuple(IndexedGpu(nvml=nvml, bus_id=bus) for nvml, bus in sorted(buses.items()))
-    values = {"simulated": True, "variables": {"NCCL_P2P_LEVEL": "SYS"}, "sets": tuple(sets)}
-    index = PluginIndex(gpus=gpus, **(values | fields))
+    values = {"simulated": True, "variables": {"NCCL_P2P_LEVEL": "SYS"}, "gpus": gpus}
+    index = PluginIndex(sets=tuple(sets), **(values | fields))
     (folder / INDEX_FILE).write_bytes(index.encode())
     return MadePlan(folder=folder, orders=orders)
 
@@ -134,8 +133,7 @@ def _collect(folder, size):
         made.append(found.made)
         errors += [f"rank {rank}: {found.error}"] if found.error else []
     codes = msgspec.json.decode((folder / "codes").read_bytes())
-    stderr = [(folder / f"err.{rank}").read_text() for rank in range(size)]
-    return Result(made=made, errors=errors, stderr=stderr, **codes)
+    return Result(made=made, errors=errors, **codes)
 
 
 def differences(result, plan, *, default=()):
@@ -153,19 +151,20 @@ def differences(result, plan, *, default=()):
             where = f"rank {rank}, {made.name} {made.gpus}"
             if made.code:
                 found.append(f"{where}: code {made.code}")
-            plain = default is True or made.name in default or made.shared
-            key = tuple(sorted(made.gpus))
-            wanted = None if plain else plan.orders.get(key)
-            found += [f"{where}: {what}" for what in _wrong(made, wanted, plan)]
+            plain = default is True or made.name in default
+            found += [f"{where}: {what}" for what in complaints(made, plan, default=plain)]
     return found
 
 
-def _wrong(made, wanted, plan):
+def complaints(made, plan, *, default=False):
+    """Yield how a communicator differs from the file of its GPUs, or from default NCCL."""
+    plain = default or made.shared
+    wanted = None if plain else plan.orders.get(tuple(sorted(made.gpus)))
     if not made.gpus or (not made.rings and not made.files and made.graph == ""):
         # Records of groups have no log of their own; single GPUs have no rings.
         return
     if wanted is None:
-        if made.files or made.graph:
+        if made.graph or any(file.startswith("/proc/self/fd/") for file in made.files):
             yield f"got {made.graph or made.files}, not default NCCL"
         return
     # One process with several ranks has a line of the log for each.

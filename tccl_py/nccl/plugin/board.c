@@ -5,7 +5,6 @@
  * decided. Nobody waits for a lock: an exclusive one is only tried, and granted only where no
  * living process has a rank on the board. The kernel releases the locks of killed processes.
  */
-#define _GNU_SOURCE
 #include "plugin.h"
 
 #include <dirent.h>

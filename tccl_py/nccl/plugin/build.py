@@ -18,6 +18,7 @@ LIBRARY = "libnccl-env-tccl.so"
 SOURCES = Path(__file__).resolve().parent
 FLAGS = (
     "-std=c11",
+    "-D_GNU_SOURCE",
     "-Wall",
     "-Wextra",
     "-Werror",

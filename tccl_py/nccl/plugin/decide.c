@@ -1,5 +1,4 @@
 /* What a communicator gets, from its posts; and the communicator that a thread initialises. */
-#define _GNU_SOURCE
 #include "plugin.h"
 
 #include <fcntl.h>
@@ -116,6 +115,7 @@ struct member {
 };
 static _Thread_local struct member member;
 static pthread_key_t at_thread_exit;
+static bool has_key;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static void drop(void *unused) {
@@ -124,7 +124,7 @@ static void drop(void *unused) {
 }
 
 static void first_use(void) {
-  if (pthread_key_create(&at_thread_exit, drop) != 0) at_thread_exit = 0;
+  has_key = pthread_key_create(&at_thread_exit, drop) == 0;
   boards_sweep();
 }
 
@@ -189,62 +189,66 @@ static bool find_ranks(const void *context, uint64_t hash, uint32_t *rank, uint3
   return found;
 }
 
-/* Say what this rank knows: its GPU if it is the plan's, or why it refuses. */
-static void fill_post(const struct plan *plan, struct post *post, char why[MAX_REASON]) {
+/* NCCL reads most variables once, in a process's first communicator, after its decision. Where a
+ * rank there is without the plan, no rank may have the plan's variables. */
+static int first_agreed; /* 0: no communicator yet, 1: it did, -1: it did not */
+
+static void note_first(bool agreed) {
+  int none = 0;
+  __atomic_compare_exchange_n(&first_agreed, &none, agreed ? 1 : -1, false, __ATOMIC_RELAXED,
+                              __ATOMIC_RELAXED);
+}
+
+bool some_rank_disagreed(void) { return __atomic_load_n(&first_agreed, __ATOMIC_RELAXED) < 0; }
+
+/* Find this thread's GPU among the plan's. */
+static enum refusal identify(const struct plan *plan, struct post *post, char why[MAX_REASON]) {
   struct here here;
   const char *other = contradiction(plan);
-  post->gpu = post->nvml = -1;
-  post->nccl = nccl_version();
-  post->host = host_identity(user_value("NCCL_HOSTID"));
-  memcpy(post->digest, plan->digest, DIGEST_BYTES);
-  if (other) {
-    post->refusal = USER_VARIABLE;
-    explain(why, "%s", other);
-    return;
-  }
-  post->refusal = OTHER_GPU;
-  if (!current_gpu(&here, why)) return;
+  if (other) return explain(why, "%s", other), USER_VARIABLE;
+  if (!current_gpu(&here, why)) return OTHER_GPU;
   for (int i = 0; i < plan->gpu_count; i++) {
     const struct gpu *gpu = &plan->gpus[i];
-    if (gpu->bus == here.bus && (!gpu->has_uuid || memcmp(gpu->uuid, here.uuid, 16) == 0)) {
-      post->gpu = i;
-      post->nvml = here.nvml;
-      post->refusal = make_memory(plan) ? AGREES : NO_MEMORY_FILE;
-    }
+    if (gpu->bus != here.bus || (gpu->has_uuid && memcmp(gpu->uuid, here.uuid, 16) != 0)) continue;
+    post->gpu = i;
+    post->nvml = here.nvml;
+    return AGREES;
   }
-  if (post->refusal != AGREES) explain(why, "%s", refusals[post->refusal]);
+  return explain(why, "%s", refusals[OTHER_GPU]), OTHER_GPU;
 }
 
 /* A communicator begins on this thread: post its rank. */
 void watch(const struct plan *plan, void *context, uint64_t hash) {
   char why[MAX_REASON] = "";
-  struct post post = {.hash = hash};
+  struct post post = {.hash = hash, .gpu = -1, .nvml = -1, .nccl = nccl_version()};
   pthread_once(&once, first_use);
   forget();
+  post.refusal = identify(plan, &post, why);
+  if (post.refusal != AGREES) note_first(false);
   if (!find_ranks(context, hash, &post.rank, &post.ranks)) {
     say("default NCCL: this NCCL does not show the number of ranks");
     return;
   }
   if (post.ranks < 2 || post.ranks > (uint32_t)plan->gpu_count) return; /* alike on all ranks */
-  fill_post(plan, &post, why);
+  if (post.refusal == AGREES && plan->graph_count > 0 && !make_memory(plan)) {
+    post.refusal = NO_MEMORY_FILE;
+    explain(why, "%s", refusals[NO_MEMORY_FILE]);
+  }
+  post.host = host_identity(user_value("NCCL_HOSTID"));
+  memcpy(post.digest, plan->digest, DIGEST_BYTES);
   board_seal(&post);
   if (why[0]) say("rank %u of %u refuses the plan: %s", post.rank, post.ranks, why);
   member.board = board_post(&post, why);
   if (member.board < 0) {
     say("default NCCL on all ranks: rank %u of %u %s", post.rank, post.ranks, why);
+    note_first(false);
     drop_memory();
     return;
   }
   member.post = post;
   member.phase = POSTED;
-  if (at_thread_exit) pthread_setspecific(at_thread_exit, &member);
+  if (has_key) pthread_setspecific(at_thread_exit, &member);
 }
-
-/* NCCL reads most variables once, in a process's first communicator, after its decision. Where a
- * rank there is without the plan, no rank may have the plan's variables. */
-static int first_agreed; /* 0: no communicator yet, 1: it did, -1: it did not */
-
-bool some_rank_disagreed(void) { return __atomic_load_n(&first_agreed, __ATOMIC_RELAXED) < 0; }
 
 /* All ranks have posted: decide, and fill the file that was made before. Nothing here can fail on
  * one rank alone. NCCL asks for the topology's dump once per communicator (`topology`), and for the
@@ -259,9 +263,7 @@ void conclude(bool topology) {
   struct decision decision = decide(plan, &member.post, posts, size < 0 ? 0 : (size_t)size);
   board_close(member.board, member.post.hash);
   member.phase = topology ? DECIDED : EARLY;
-  int none = 0;
-  __atomic_compare_exchange_n(&first_agreed, &none, decision.agreed ? 1 : -1, false,
-                              __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  note_first(decision.agreed);
   size_t length = 0;
   if (decision.graph) length = graph_text(plan, &decision, member.mapped, graph_room(plan));
   if (length > 0 && ftruncate(member.memory, (off_t)length) == 0) {

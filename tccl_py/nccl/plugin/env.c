@@ -1,5 +1,4 @@
 /* The environment half: answers of the plan where the user has none. */
-#define _GNU_SOURCE
 #include "plugin.h"
 
 #include <dlfcn.h>
@@ -40,7 +39,7 @@ static bool debug;
 
 const struct plan *active_plan(void) { return plan; }
 uint32_t nccl_version(void) { return version; }
-void set_logger(void *function) { *(void **)&logger = function; }
+void set_logger(void *function) { __atomic_store_n((void **)&logger, function, __ATOMIC_RELEASE); }
 
 const char *user_value(const char *name) { return next ? next->get(name) : getenv(name); }
 
@@ -51,7 +50,8 @@ void say(const char *format, ...) {
   va_start(arguments, format);
   vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
-  logger_t log = logger;
+  logger_t log;
+  *(void **)&log = __atomic_load_n((void **)&logger, __ATOMIC_ACQUIRE);
   if (log) log(LOG_INFO, LOG_INIT, "tccl", 0, "tccl: %s", text);
   if (debug) dprintf(STDERR_FILENO, "tccl[%d]: %s\n", (int)getpid(), text);
 }
@@ -97,7 +97,7 @@ static bool fits(const struct plan *found, char why[MAX_REASON]) {
     return explain(why, "the plan is for NCCL %d.%d", found->nccl_major, found->nccl_minor);
   if ((version < FIRST_NCCL || version > LAST_NCCL) && !enabled("TCCL_ANY_NCCL"))
     return explain(why, "this plugin does not know NCCL %d.%d", major, minor);
-  return host_matches(found, why) && (found->graph_count == 0 || list_networks(why));
+  return host_matches(found, why) && list_networks(why);
 }
 
 static void load(void) {
@@ -155,7 +155,7 @@ static int init_v2(uint8_t major, uint8_t minor, uint8_t patch, const char *suff
 
 /* At exit, while NCCL's threads may still ask: everything stays as it is. */
 static int finalize(void) {
-  if (networks) boards_sweep();
+  if (plan) boards_sweep();
   return next ? next->finalize() : SUCCESS;
 }
 
@@ -165,10 +165,10 @@ static const char *get(const char *name) {
   /* A communicator begins: one that failed before it was decided on counts no more. */
   if (strcmp(name, "NCCL_NET") == 0) {
     forget();
-    if (networks) name_network(value ? value : "tccl");
+    name_network(value ? value : "tccl");
     return value;
   }
-  if (strcmp(name, "NCCL_NET_PLUGIN") == 0) return networks ? networks : value;
+  if (strcmp(name, "NCCL_NET_PLUGIN") == 0) return networks;
   if (strcmp(name, "NCCL_TOPO_DUMP_FILE") == 0) {
     conclude(true);
     return value;

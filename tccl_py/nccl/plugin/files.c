@@ -1,5 +1,4 @@
 /* Reading files that nobody but root and the caller can write: a plan names what NCCL opens. */
-#define _GNU_SOURCE
 #include "plugin.h"
 
 #include <errno.h>

@@ -1,5 +1,4 @@
 /* The host, its driver, and the GPU of this thread. */
-#define _GNU_SOURCE
 #include "plugin.h"
 
 #include <dlfcn.h>
@@ -36,42 +35,13 @@ static int numa_nodes(void) {
   return count;
 }
 
-/* Check the UUIDs of the plan's GPUs that the driver shows; -1: another GPU, else how many. */
-static int known_uuids(const struct plan *plan) {
-  int known = 0;
-  for (int i = 0; i < plan->gpu_count; i++) {
-    const struct gpu *gpu = &plan->gpus[i];
-    char path[96], text[64], *at = text;
-    unsigned bus = (unsigned)gpu->bus & 0xffffff;
-    snprintf(path, sizeof path, "/proc/driver/nvidia/gpus/%04x:%02x:%02x.%x/information",
-             (unsigned)(gpu->bus >> 24), bus >> 16, bus >> 8 & 0xff, bus & 0xff);
-    FILE *file = gpu->has_uuid ? fopen(path, "re") : NULL;
-    if (!file) continue;
-    char line[256], expected[64];
-    for (int byte = 0; byte < 16; byte++)
-      at += sprintf(at, "%s%02x", byte >= 4 && byte <= 10 && byte % 2 == 0 ? "-" : "",
-                    gpu->uuid[byte]);
-    while (fgets(line, sizeof line, file))
-      /* A GPU that nobody uses may show question marks. */
-      if (sscanf(line, "GPU UUID: GPU-%60[0-9a-f-]", expected) == 1 && strlen(expected) == 36) {
-        if (strcmp(expected, text) != 0) known = -1;
-        else if (known >= 0) known++;
-      }
-    fclose(file);
-    if (known < 0) break;
-  }
-  return known;
-}
-
-/* Check that the plan was made for this host. */
+/* Check that the plan was made for this host; a rank's GPU is checked when it posts. */
 bool host_matches(const struct plan *plan, char why[MAX_REASON]) {
   int driver = plan->driver < 0 ? -1 : driver_major(), numa = plan->numa < 0 ? -1 : numa_nodes();
   if (driver != plan->driver)
     return explain(why, "the plan is for driver %d, not %d", plan->driver, driver);
   if (numa != plan->numa)
     return explain(why, "the plan is for %d NUMA nodes, not %d", plan->numa, numa);
-  if (plan->gpus[0].has_uuid && known_uuids(plan) <= 0)
-    return explain(why, "the plan is for other GPUs");
   return true;
 }
 

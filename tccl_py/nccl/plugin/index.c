@@ -1,5 +1,4 @@
 /* The index of a plan: read whole, checked whole. index.py writes it and documents its grammar. */
-#define _GNU_SOURCE
 #include "plugin.h"
 
 #include <ctype.h>

@@ -11,7 +11,7 @@ static int init(void **context, uint64_t hash, void *config, void *logger, void 
   (void)config, (void)profiler;
   const struct plan *plan = active_plan();
   set_logger(logger);
-  if (plan && plan->graph_count > 0) watch(plan, context, hash);
+  if (plan) watch(plan, context, hash);
   return SUCCESS;
 }
 

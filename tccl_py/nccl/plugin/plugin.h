@@ -140,7 +140,9 @@ void name_network(const char *name);
 
 /* Since glibc 2.34 libdl and libpthread are in libc; the old versions of their symbols keep the
  * library loadable on older hosts. */
-#if defined(__x86_64__)
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define OLD_SYMBOL(name) struct old_##name /* sanitizers intercept the new ones */
+#elif defined(__x86_64__)
 #define OLD_SYMBOL(name) __asm__(".symver " #name "," #name "@GLIBC_2.2.5")
 #elif defined(__aarch64__)
 #define OLD_SYMBOL(name) __asm__(".symver " #name "," #name "@GLIBC_2.17")

@@ -1,0 +1,186 @@
+/* A stand-in for NCCL: a thread for each rank plays what NCCL was recorded to ask of its plugins.
+ *
+ * usage: stand_in PLUGIN RECORD LIBCUDA LIBNVML < SCRIPT
+ * SCRIPT: one line for each communicator, played by its ranks alone, in the order of lines:
+ *     comm HASH R,R,...     the ranks make a communicator
+ *     lacks HASH R,R,...    the same, but the last rank's NCCL has no plugin
+ *     failed HASH R,R,...   the ranks begin, and fail before NCCL's first barrier
+ *     shared HASH R,R,...   a child that shares its parent's network
+ * Prints `HASH RANK SIZE FNV PROTO ALGO` for each rank of a communicator: the graph file that the
+ * plugin answered, or 0 0; and at last the seconds of loading the plan,
+ * and the mean and the worst seconds in the plugin for a rank of a communicator.
+ */
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { RANKS = 8, LINES = 4096, CALLS = 256, HASH_AT = (1 << 20) + 3192 };
+
+struct line {
+  char kind[8];
+  uint64_t hash;
+  int ranks[RANKS], count;
+  pthread_barrier_t barrier;
+};
+struct section {
+  char names[CALLS][48];
+  int count;
+};
+struct environment {
+  const char *name;
+  int (*init)(uint8_t, uint8_t, uint8_t, const char *, void *);
+  int (*finalize)(void);
+  const char *(*get)(const char *);
+};
+struct network {
+  const char *name;
+  int (*init)(void **, uint64_t, void *, void *, void *);
+};
+
+static struct line lines[LINES];
+static int line_count;
+static struct section sections[3]; /* first, later, shared */
+static struct environment *environment;
+static struct network *network;
+static void (*use_gpu)(int);
+static double worst, total;
+static long communicators;
+static pthread_mutex_t output = PTHREAD_MUTEX_INITIALIZER;
+
+/* The thread's own time: a busy machine takes cores away for longer than the plugin needs. */
+static double now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+static void read_file(const char *path, size_t *size, uint64_t *fnv) {
+  FILE *file = fopen(path, "rb");
+  if (!file) {
+    printf("cannot open %s\n", path);
+    exit(1);
+  }
+  *size = 0;
+  *fnv = 0xcbf29ce484222325;
+  for (int c; (c = fgetc(file)) != EOF; ++*size) *fnv = (*fnv ^ (uint64_t)c) * 0x100000001b3;
+  fclose(file);
+}
+
+/* Play one communicator on one rank. */
+static void play(struct line *line, int place, bool first) {
+  bool mute = strcmp(line->kind, "lacks") == 0 && place == line->count - 1;
+  bool shared = strcmp(line->kind, "shared") == 0, behind = false;
+  const struct section *asked = &sections[shared ? 2 : first ? 0 : 1];
+  char *comm = calloc(1, HASH_AT + 64);
+  uint32_t ranks[2] = {(uint32_t)place, (uint32_t)line->count};
+  char proto[32] = "-", algo[32] = "-";
+  size_t size = 0;
+  uint64_t fnv = 0;
+  double spent = 0;
+  memcpy(comm + HASH_AT, &line->hash, 8);
+  memcpy(comm + HASH_AT + 8, ranks, 8);
+  for (int i = 0; i < asked->count; i++) {
+    const char *name = asked->names[i], *answer = NULL;
+    if (strcmp(name, "net") == 0 && !mute) {
+      double start = now();
+      network->init((void **)comm, line->hash, NULL, NULL, NULL);
+      spent += now() - start;
+    }
+    bool next = strcmp(name, "NCCL_P2P_DISABLE") == 0 || strcmp(name, "NCCL_TOPO_DUMP_FILE") == 0;
+    if (next && strcmp(line->kind, "failed") == 0) break;
+    if (next && !behind) {
+      pthread_barrier_wait(&line->barrier); /* NCCL's allgather of peer information */
+      behind = true;
+    }
+    if (strcmp(name, "net") == 0 || mute) continue;
+    double start = now();
+    answer = environment->get(name);
+    spent += now() - start;
+    if (!answer) continue;
+    if (strcmp(name, "NCCL_GRAPH_FILE") == 0) read_file(answer, &size, &fnv);
+    if (strcmp(name, "NCCL_PROTO") == 0) snprintf(proto, sizeof proto, "%s", answer);
+    if (strcmp(name, "NCCL_ALGO") == 0) snprintf(algo, sizeof algo, "%s", answer);
+  }
+  free(comm);
+  pthread_mutex_lock(&output);
+  if (strcmp(line->kind, "failed") != 0)
+    printf("%llx %d %zu %llx %s %s\n", (unsigned long long)line->hash, line->ranks[place], size,
+           (unsigned long long)fnv, proto, algo);
+  if (spent > worst) worst = spent;
+  total += spent;
+  communicators++;
+  pthread_mutex_unlock(&output);
+}
+
+static void *be_rank(void *argument) {
+  int rank = (int)(intptr_t)argument;
+  bool first = true;
+  use_gpu(rank);
+  for (int i = 0; i < line_count; i++)
+    for (int place = 0; place < lines[i].count; place++)
+      if (lines[i].ranks[place] == rank) {
+        play(&lines[i], place, first);
+        first = false;
+      }
+  return NULL;
+}
+
+static void read_record(const char *path) {
+  static const char *const kinds[] = {"first", "later", "shared"};
+  char text[128], name[48];
+  FILE *file = fopen(path, "r");
+  struct section *section = NULL;
+  while (file && fgets(text, sizeof text, file)) {
+    text[strcspn(text, "\n")] = '\0';
+    for (int i = 0; i < 3; i++)
+      if (strcmp(text, kinds[i]) == 0) section = &sections[i];
+    if (!section || section->count == CALLS) continue;
+    if (sscanf(text, "env %47s", name) == 1) strcpy(section->names[section->count++], name);
+    if (strcmp(text, "net") == 0) strcpy(section->names[section->count++], "net");
+  }
+  if (!file || !sections[2].count) exit(fprintf(stderr, "%s: no record\n", path));
+  fclose(file);
+}
+
+static void read_script(void) {
+  char text[256], ranks[128];
+  while (line_count < LINES && fgets(text, sizeof text, stdin)) {
+    struct line *line = &lines[line_count];
+    unsigned long long hash;
+    if (sscanf(text, "%7s %llx %127s", line->kind, &hash, ranks) != 3) continue;
+    line->hash = hash;
+    for (char *save, *part = strtok_r(ranks, ",", &save); part && line->count < RANKS;
+         part = strtok_r(NULL, ",", &save))
+      line->ranks[line->count++] = atoi(part);
+    pthread_barrier_init(&line->barrier, NULL, (unsigned)line->count);
+    line_count++;
+  }
+}
+
+int main(int count, char **arguments) {
+  pthread_t threads[RANKS];
+  if (count != 5) return fprintf(stderr, "usage: stand_in PLUGIN RECORD LIBCUDA LIBNVML\n"), 2;
+  void *cuda = dlopen(arguments[3], RTLD_NOW), *nvml = dlopen(arguments[4], RTLD_NOW);
+  void *plugin = dlopen(arguments[1], RTLD_NOW | RTLD_LOCAL);
+  if (!cuda || !nvml || !plugin) return fprintf(stderr, "%s\n", dlerror()), 2;
+  *(void **)&use_gpu = dlsym(cuda, "fake_use");
+  environment = dlsym(plugin, "ncclEnvPlugin_v2");
+  network = dlsym(plugin, "ncclNetPlugin_v12");
+  read_record(arguments[2]);
+  read_script();
+  double start = now();
+  environment->init(2, 30, 7, "", NULL);
+  start = now() - start;
+  environment->get("NCCL_NET_PLUGIN");
+  for (intptr_t i = 0; i < RANKS; i++) pthread_create(&threads[i], NULL, be_rank, (void *)i);
+  for (int i = 0; i < RANKS; i++) pthread_join(threads[i], NULL);
+  environment->finalize();
+  dlclose(plugin);
+  printf("seconds %.9f %.9f %.9f\n", start, total / (double)(communicators ? communicators : 1), worst);
+  return 0;
+}

@@ -1,0 +1,168 @@
+"""The plugin under a stand-in for NCCL that plays what NCCL was recorded to ask."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tccl_py.nccl.plugin.build import build_plugin
+from tccl_py.nccl.plugin.index import IndexedGpu
+from tests.plugin.programs import (
+    StandIn,
+    expected_answers,
+    file_answer,
+    fuzz,
+    random_script,
+    stand_in_plan,
+)
+from tests.plugin.runs import make_plan
+
+PAIR = [("comm", 7, (0, 1))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("stand-in")
+
+
+@pytest.fixture(scope="module")
+def plan(folder):
+    return stand_in_plan(folder / "plan")
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return StandIn(folder)
+
+
+@pytest.mark.parametrize("version", ["2.28.9", "2.30.7"])
+@pytest.mark.parametrize("sanitizer", ["", "address", "thread"])
+def test_random_communicators_of_eight_threads_get_their_files(folder, plan, sanitizer, version):
+    script = random_script(len(sanitizer), 150)
+    found = StandIn(folder, sanitizer).run(plan, script, version=version)
+    assert found == expected_answers(plan, script)
+
+
+def test_nothing_is_left_in_shared_memory(plan, plain):
+    plain.run(plan, [*random_script(3, 40), ("failed", 9, (2, 3))])
+    assert not Path(f"/dev/shm/tccl-{os.geteuid()}/0000000000000009").exists()
+
+
+def test_a_board_of_killed_ranks_is_not_taken_for_a_new_one(plan, plain):
+    board = Path(f"/dev/shm/tccl-{os.geteuid()}/0000000000000007")
+    board.parent.mkdir(mode=0o700, exist_ok=True)
+    board.write_bytes(bytes(104))
+    assert plain.run(plan, PAIR) == expected_answers(plan, PAIR)
+    assert not board.exists()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"TCCL_DISABLE": "1"},
+        {"NCCL_GRAPH_FILE": "/dev/null"},
+        {"NCCL_COMM_ID": "127.0.0.1:1"},
+        {"TCCL_INDEX": "/nowhere"},
+        {"TCCL_INDEX": ""},
+        {"TCCL_INDEX": "plugin.index"},
+    ],
+)
+def test_default_nccl_where_the_user_says_so(plan, plain, variables):
+    found = plain.run(plan, PAIR, **variables)
+    assert {size for size, _ in found.values()} == {0}
+
+
+def spoil(folder, how):
+    index, graph = folder / "plugin.index", folder / "subsets" / "graph-0-1.xml"
+    match how:
+        case "link":
+            index.rename(folder / "other")
+            index.symlink_to(folder / "other")
+        case "fifo":
+            index.unlink()
+            os.mkfifo(index)
+        case "folder":
+            index.unlink()
+            index.mkdir()
+        case "graph is a fifo":
+            graph.unlink()
+            os.mkfifo(graph)
+        case "graph is a link":
+            graph.rename(folder / "other")
+            graph.symlink_to(folder / "other")
+        case "others write":
+            index.chmod(0o646)
+        case "group writes":
+            folder.chmod(0o770)
+        case "cut":
+            index.write_bytes(index.read_bytes()[:-4])
+        case "too large":
+            with index.open("ab") as file:
+                file.truncate(2 << 20)
+        case "another user's":
+            os.chown(index, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "link",
+        "fifo",
+        "folder",
+        "graph is a fifo",
+        "graph is a link",
+        "others write",
+        "group writes",
+        "cut",
+        "too large",
+        "another user's",
+    ],
+)
+def test_files_that_are_not_trusted_mean_default_nccl(tmp_path, plain, how):
+    if how.startswith("another") and os.geteuid() != 0:
+        pytest.skip("only root gives files to others")
+    plan = stand_in_plan(tmp_path / "plan", gpus=2)
+    wanted = file_answer(plan, (0, 1))
+    assert set(plain.run(plan, PAIR).values()) == {wanted}
+    spoil(plan.folder, how)
+    assert set(plain.run(plan, PAIR).values()) == {(0, 0)}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_uuids_tell_gpus_apart(tmp_path, plain, own):
+    buses = {gpu: f"0000:{16 + gpu:02x}:00.0" for gpu in range(2)}
+    uuids = {gpu: f"{gpu + 1:02x}" * 16 for gpu in buses}
+    if not own:
+        uuids[1] = "ff" * 16
+    gpus = tuple(IndexedGpu(nvml=gpu, bus_id=buses[gpu], uuid=uuid(uuids[gpu])) for gpu in buses)
+    plan = make_plan(tmp_path / "plan", buses=buses, gpus=gpus, simulated=False)
+    wanted = file_answer(plan, (0, 1)) if own else (0, 0)
+    assert set(plain.run(plan, PAIR).values()) == {wanted}
+
+
+def uuid(digits):
+    parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
+    return f"GPU-{'-'.join(parts)}"
+
+
+@pytest.mark.parametrize("kind", ["index", "board"])
+def test_mutated_files_and_boards_break_nothing(folder, kind):
+    count = {"index": 1500, "board": 60_000}[kind]
+    assert fuzz(folder, kind, count, seed=5).startswith(f"{count} ")
+
+
+def test_the_library_loads_where_glibc_is_old(tmp_path):
+    if shutil.which("objdump") is None:
+        pytest.skip("no objdump")
+    library = build_plugin(tmp_path)
+    table = subprocess.run(
+        ["objdump", "-T", library], capture_output=True, text=True, check=True
+    ).stdout
+    versions = {tuple(map(int, found.split("."))) for found in re.findall(r"GLIBC_([\d.]+)", table)}
+    assert max(versions) <= (2, 17)
+    exported = {line.split()[-1] for line in table.splitlines() if re.search(r" g +DO ", line)}
+    names = ("ncclEnvPlugin_v1", "ncclEnvPlugin_v2", "ncclNetPlugin_v11", "ncclNetPlugin_v12")
+    assert set(names) < exported
