@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tccl_profiler.watch import GpuConditions, GpuProcess
-from tccl_py.cli import nccl_here
 from tccl_py.cli.main import app
 from tccl_py.errors import MeasurementError
 from tccl_py.health.doctor import check_own_rings
@@ -35,6 +34,7 @@ from tccl_py.nccl.graph_file import Channel, Graph
 from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
+from tccl_py.plan import nccl_here
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.planner import make_plan
 from tccl_py.simulator.descriptions import load_bundled
@@ -253,7 +253,9 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
     assert "nccl/graph.xml: NCCL here does not" in result.stderr
     assert [path.name for path in place.iterdir()] == ["measurements.jsonl"]
     monkeypatch.setattr("tccl_py.cli.plan.graph_file_notices", lambda *_: ("it was tried",))
-    assert tccl(*words).exit_code == 0
+    result = tccl(*words)
+    assert result.exit_code == 0
+    assert "planned for NCCL" not in result.stderr
     plan = load_plan(place)
     assert set(plan.stock.rings) == {(0, 2, 1, 3)}
     assert any("the plan takes what it runs" in one for one in plan.notices)

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.cli.nccl_here import version_here, version_of_hosts
 from tccl_py.health.doctor import examine
 from tccl_py.health.host import Host
 from tccl_py.nccl_library import InstalledNccl, installed_nccls
+from tccl_py.plan.nccl_here import version_to_plan
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc, which is not here")
 TORCH = "the package nvidia-nccl-cu12, which torch 2.11.0 loads"
@@ -113,22 +113,18 @@ def found_here(monkeypatch, *found):
     monkeypatch.setattr(name, lambda: iter(found))
 
 
-def test_a_plan_of_this_machine_is_for_what_is_installed(monkeypatch, capsys):
+def test_a_plan_of_this_machine_is_for_what_is_installed(monkeypatch):
     found_here(monkeypatch, InstalledNccl(version="2.28.9", source=f"of {TORCH}"))
-    assert version_here(None) == "2.28"
-    assert "planned for NCCL 2.28: 2.28.9" in capsys.readouterr().err
+    version, said = version_to_plan()
+    assert version == "2.28"
+    assert "planned for NCCL 2.28: 2.28.9" in said
 
 
-def test_without_any_a_plan_is_for_the_newest_and_says_so(monkeypatch, capsys):
+def test_without_any_a_plan_is_for_the_newest_and_says_so(monkeypatch):
     found_here(monkeypatch)
-    assert version_here(None) == "2.30"
-    assert "planned for NCCL 2.30" in capsys.readouterr().err
-
-
-def test_what_was_asked_for_is_planned_without_a_word(monkeypatch, capsys):
-    found_here(monkeypatch, InstalledNccl(version="2.28.9", source="x"))
-    assert version_here("2.18") == version_of_hosts("2.18", "2.28.9") == "2.18"
-    assert capsys.readouterr().err == ""
+    version, said = version_to_plan()
+    assert version == "2.30"
+    assert "planned for NCCL 2.30" in said
 
 
 @pytest.mark.parametrize(
@@ -138,9 +134,10 @@ def test_what_was_asked_for_is_planned_without_a_word(monkeypatch, capsys):
         ("none", "2.30", "the hosts have none"),
     ],
 )
-def test_a_plan_of_hosts_is_for_what_they_told(told, version, said, capsys):
-    assert version_of_hosts(None, told) == version
-    assert said in capsys.readouterr().err
+def test_a_plan_of_hosts_is_for_what_they_told(told, version, said):
+    found, notice = version_to_plan(told)
+    assert found == version
+    assert said in notice
 
 
 def test_a_simulated_plan_is_for_the_newest_whatever_is_installed(monkeypatch, tmp_path):

@@ -13,7 +13,6 @@ import typer
 from rich.padding import Padding
 
 from tccl_py.cli import options
-from tccl_py.cli.nccl_here import asked_here
 from tccl_py.cli.options import opt
 from tccl_py.cli.output import grid, results
 from tccl_py.cli.process import ANSWER_IS_NO, print_json
@@ -21,6 +20,7 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.doctor import Diagnosis, examine
 from tccl_py.health.host import DriverState, GpuState, Host
 from tccl_py.nccl_library import installed_nccls
+from tccl_py.plan.nccl_here import asked_here
 from tccl_py.readers.nvml import DriverFacts, driver_facts
 from tccl_py.sources.profiled import conditions_of
 

@@ -16,7 +16,6 @@ import typer
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job, measurement_options
-from tccl_py.cli.nccl_here import graph_file_notices, rings_here, version_here, version_of_hosts
 from tccl_py.cli.options import flag, gpus_argument, in_range, opt, refuse
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import (
@@ -39,6 +38,7 @@ from tccl_py.nccl.versions import LATEST, known_versions
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.directory import holds_measurements, output_directory, write_plan
 from tccl_py.plan.job import cluster_of_job, plan_job, simulated_cluster
+from tccl_py.plan.nccl_here import graph_file_notices, rings_here, version_to_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.readers.hosts import read_host_list
@@ -230,7 +230,7 @@ def _here(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
     place = measured_machine(asked.backend, asked.devices)
     # No NCCL runs where the host's memory is measured.
     if asked.backend != "host":
-        task["version"] = version_here(asked.nccl)
+        task["version"] = asked.nccl or _version_found()
         notice_each(not_pinned(asked.pin_env))
     gpus = task["gpus"] = gpus_argument(asked.gpus, place.machine)
     source = open_source(place, gpus=gpus, options=asked.options)
@@ -260,8 +260,7 @@ def _job(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> _Sub
     if asked.tune:
         check_tuning(job)
     if asked.backend != "host":
-        installed = source.session.hosts[0].software.nccl
-        task["version"] = version_of_hosts(asked.nccl, installed)
+        task["version"] = asked.nccl or _version_found(source.session.hosts[0].software.nccl)
     cluster = cluster_of_job(source, asked.switches)
 
     def search(line: ProgressLine) -> Plan:
@@ -271,6 +270,12 @@ def _job(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> _Sub
             source.close()
 
     return _Subject(source, search, job=(source, job))
+
+
+def _version_found(told: str | None = None) -> str:
+    version, said = version_to_plan(told)
+    notice(said)
+    return version
 
 
 def _tuned(made: Plan, output: Path, subject: _Subject, tune: bool | None) -> Plan:

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from tccl_py.cli import options
-from tccl_py.cli.nccl_here import verdict_here
-from tccl_py.cli.options import MACHINE_HELP, gpus_argument, opt, refuse
+from tccl_py.cli.options import MACHINE_HELP, gpus_argument, opt, parse_gpus, refuse
 from tccl_py.cli.output import results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, picked, print_json
 from tccl_py.errors import InputError
@@ -19,6 +18,7 @@ from tccl_py.files import read_text
 from tccl_py.model.machine import Machine
 from tccl_py.nccl import validator
 from tccl_py.nccl.versions import LATEST, known_versions, version_facts
+from tccl_py.plan.nccl_here import verdict_here
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.simulator.descriptions import load_machine
 
@@ -63,7 +63,8 @@ def validate(
     given = variables(env or ())
     if machine is None:
         refuse({"--nodes": nodes, "--nccl": nccl}, _OF_MACHINES)
-        verdict = verdict_here(read_text(graph), gpus, given, where=str(graph))
+        chosen = None if gpus is None else parse_gpus(gpus)
+        verdict = verdict_here(read_text(graph), chosen, given, where=str(graph))
     else:
         model, version = load_machine(machine), LATEST if nccl is None else nccl
         if not version_facts(version).verified:

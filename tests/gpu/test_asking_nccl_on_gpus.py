@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from tccl_py.cli.nccl_here import why_not_asked
 from tccl_py.nccl.asked import (
     InstalledRings,
     Question,
@@ -23,6 +22,7 @@ from tccl_py.nccl.asked import (
 from tccl_py.nccl.communicators import same_rings, transport_of
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.nccl_here import why_not_asked
 from tccl_py.readers.live import discover_machine
 from tests.gpu.test_nccl_loads_plans import in_ranks, run_ranks, tccl
 

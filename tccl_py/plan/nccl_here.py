@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tccl_py.cli.options import parse_gpus
-from tccl_py.cli.process import notice
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.nccl.asked import (
     InstalledRings,
@@ -32,26 +30,21 @@ MOST_FILES = 16
 """Of more graph files one for each number of GPUs is loaded."""
 
 
-def version_here(asked: str | None) -> str:
-    """Return the version of NCCL to plan this machine for, with a notice if none was named."""
-    found = installed_nccl() if asked is None else None
-    here = f"{found.version} is here, {found.source}" if found is not None else ""
-    return asked or _told(found, here, "none was found here")
+def version_to_plan(told: str | None = None) -> tuple[str, str]:
+    """Return the version of NCCL to plan for, and a notice on why.
 
-
-def version_of_hosts(asked: str | None, told: str) -> str:
-    """Return the version of NCCL to plan a job's hosts for; `told` is that of all, or "none"."""
-    found = None if told == "none" else InstalledNccl(version=told, source="on all hosts")
-    return asked or _told(found, f"{told} is on all hosts", "the hosts have none that was found")
-
-
-def _told(found: InstalledNccl | None, here: str, none: str) -> str:
+    `told` is the version on all hosts of a job, or "none"; without it, this machine's is found.
+    """
     other = "--nccl VERSION plans for another"
+    if told is None:
+        found, none = installed_nccl(), "none was found here"
+        here = f"{found.version} is here, {found.source}" if found is not None else ""
+    else:
+        found = None if told == "none" else InstalledNccl(version=told, source="on all hosts")
+        here, none = f"{told} is on all hosts", "the hosts have none that was found"
     if found is None:
-        notice(f"planned for NCCL {LATEST}, the newest known: {none}; {other}")
-        return LATEST
-    notice(f"planned for NCCL {found.minor}: {here}; {other}")
-    return found.minor
+        return LATEST, f"planned for NCCL {LATEST}, the newest known: {none}; {other}"
+    return found.minor, f"planned for NCCL {found.minor}: {here}; {other}"
 
 
 def why_not_asked(gpus: Sequence[int]) -> str:
@@ -115,9 +108,9 @@ def asked_here(gpus: Sequence[int]) -> NcclAnswer | str:
 
 
 def verdict_here(
-    text: str, gpus: str | None, variables: Mapping[str, str], *, where: str
+    text: str, gpus: Sequence[int] | None, variables: Mapping[str, str], *, where: str
 ) -> Verdict:
-    """Return the verdict of the installed NCCL on a graph file over a list of GPUs (None: all).
+    """Return the verdict of the installed NCCL on a graph file over some GPUs (None: all).
 
     Raises:
         InputError: no GPU, unknown ones, GPUs that others use, or no NCCL that starts.
@@ -126,7 +119,7 @@ def verdict_here(
         count = gpu_count()
     except InputError as error:
         raise InputError("the NCCL here", f"cannot be asked: {error.what}", _DESCRIBED) from error
-    chosen = tuple(range(count)) if gpus is None else parse_gpus(gpus)
+    chosen = tuple(range(count)) if gpus is None else tuple(gpus)
     if max(chosen) >= count:
         right = f"it has {', '.join(map(str, range(count)))}"
         raise InputError(f"GPU {max(chosen)}", "is not in this machine", right)
