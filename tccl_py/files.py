@@ -223,6 +223,11 @@ def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
         raise InputError(where, what, "give a file this program wrote") from error
 
 
+def picked(record: object, *names: str) -> dict[str, Any]:
+    """Return some fields of a record by their names, for JSON."""
+    return {name: getattr(record, name) for name in names}
+
+
 def encode_json(value: Any) -> str:
     """Encode as indented JSON in field order; control characters are escaped."""
     text = msgspec.json.format(encode_line(value)[:-1], indent=1).decode() + "\n"

@@ -8,12 +8,12 @@ import signal
 import pytest
 from typer.testing import CliRunner
 
-from tccl_py.cli import verify as module
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.plan.directory import locked, write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.verify import plans as module
 from tccl_py.verify.record import load_verification
 from tccl_py.verify.spec import WrongValue
 from tests.planned import as_only
@@ -376,7 +376,7 @@ def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
     fake.seconds = seconds
     # Where GPUs are missing: ranks are stand-ins, and so is their place.
     real = module.machine_launcher
-    monkeypatch.setattr(module, "machine_launcher", lambda p, at, _, e: real(p, at, "host", e))
+    monkeypatch.setattr(module, "machine_launcher", lambda p, at, _, *e: real(p, at, "host", *e))
     monkeypatch.setattr(module, "check_tuning", lambda: None)
     monkeypatch.setattr("tccl_py.cli.plan.check_tuning", lambda: None)
     options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1", "--tune", "--json")

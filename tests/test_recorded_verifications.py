@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tccl_py.cli.verify_text import print_verification
+from tccl_py.cli.verify import print_verification
 from tccl_py.files import decode_json
 from tccl_py.verify.record import Verification, compare
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from tccl_py.cli import verify
 from tccl_py.cli.main import app
-from tccl_py.cli.process import Terminated
 from tccl_py.errors import InputError, SourceLostError
+from tccl_py.interrupts import Terminated
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.directory import locked, write_plan
@@ -24,6 +24,7 @@ from tccl_py.plan.files import host_graphs, nccl_files
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.simulator.descriptions import model_for, read_description
+from tccl_py.verify import plans
 from tccl_py.verify.record import load_verification
 from tccl_py.verify.spec import SIZES
 from tccl_py.verify.target import read_target
@@ -225,7 +226,7 @@ def test_the_directory_is_written_whole_for_the_tuned_settings(tmp_path):
     before = texts_below(tmp_path)
     target = read_target(plan, tmp_path)
     hosts = FakeHosts(seconds=by_settings(best_of_all))
-    found = verify.verified(target, tmp_path, place_of(plan, hosts), EFFORT, tune=True)
+    found = plans.run(target, place_of(plan, hosts), EFFORT, tune=True)
     after = load_plan(tmp_path)
     assert (after.settings.channels, after.settings.buffsize) == (8, 512 << 10)
     assert after.notices[-1].startswith("settings tuned: ")
@@ -271,7 +272,7 @@ def watch_tuning(monkeypatch, hosts):
         hosts.tuning = True
         return run_tuning(*arguments, **more)
 
-    monkeypatch.setattr(verify, "run_tuning", tuning)
+    monkeypatch.setattr(plans, "run_tuning", tuning)
 
 
 def lost():
@@ -297,7 +298,7 @@ def test_whatever_ends_tuning_leaves_the_plan_and_what_was_verified_of_it(
     hosts = Ending(happens, at=job)
     watch_tuning(monkeypatch, hosts)
     with pytest.raises(raised):
-        verify.verified(target, tmp_path, place_of(plan, hosts), EFFORT, tune=True)
+        plans.run(target, place_of(plan, hosts), EFFORT, tune=True)
     after = texts_below(tmp_path)
     assert load_verification(tmp_path).judged.settings == plan.settings
     assert {name: text for name, text in after.items() if name != "verify.json"} == before

@@ -16,26 +16,20 @@ from tccl_py.cli import options
 from tccl_py.cli.measure import journal_of_plan, planned_hosts
 from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, results
-from tccl_py.cli.process import (
-    ANSWER_IS_NO,
-    interrupts_put_off,
-    notice,
-    notice_each,
-    picked,
-    write_result,
-)
+from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, write_result
 from tccl_py.errors import InputError
-from tccl_py.files import encode_json
+from tccl_py.files import encode_json, picked
 from tccl_py.health.drift import Drift, Effort, Journal, find_drift, joined, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.fitness import check_same_machine
+from tccl_py.interrupts import interrupts_put_off
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.again import known_model, measured_as
 from tccl_py.plan.directory import check_plan_directory
 from tccl_py.plan.job import class_sources, journal_by_class
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.report.words import plan_name
+from tccl_py.plan.words import plan_name
 from tccl_py.sources.journal import JournalContents, JournalHeader
 from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
 from tccl_py.sources.profiled import (

@@ -14,18 +14,19 @@ from tccl_py.cli import options
 from tccl_py.cli.measure import journal_of_plan, planned_hosts
 from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, grid, results
-from tccl_py.cli.process import interrupts_put_off, notice, notice_each, print_json
+from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError
 from tccl_py.explain.explain import DEFAULT_BUDGET, MOST_FINDINGS
 from tccl_py.explain.explain import explain as explanation_of
 from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
+from tccl_py.interrupts import interrupts_put_off
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.again import journal_source, known_model, measured_again, simulated_again
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory
 from tccl_py.plan.job import class_sources, journal_sources
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.report.words import mark as provenance
+from tccl_py.plan.words import mark as provenance
 from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.memory import RememberingSource

@@ -9,8 +9,9 @@ from typing import Annotated
 from tccl_py.cli import options
 from tccl_py.cli.options import in_range, one_of, opt, parse_gpus, refuse
 from tccl_py.cli.output import ProgressLine
-from tccl_py.cli.process import interrupts_put_off, notice, notice_each, write_result
+from tccl_py.cli.process import notice, notice_each, write_result
 from tccl_py.errors import InputError
+from tccl_py.interrupts import interrupts_put_off
 from tccl_py.plan.again import (
     ElsewhereError,
     journal_of,

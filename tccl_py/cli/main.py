@@ -20,13 +20,12 @@ from tccl_py.cli.process import (
     NO_READER,
     NOT_USABLE,
     TERMINATED,
-    Terminated,
     complain,
     flush_output,
-    left_at_once,
     silence_output,
 )
 from tccl_py.errors import InputError, TcclError, limit_reached
+from tccl_py.interrupts import Terminated, left_at_once
 
 COMMANDS = {
     "discover": ("machines:discover", "Describe a machine's GPUs, NUMA nodes, links and NICs."),

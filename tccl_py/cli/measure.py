@@ -13,14 +13,15 @@ from rich.table import Table
 from tccl_py.cli import options
 from tccl_py.cli.options import check_quoted, flag, opt
 from tccl_py.cli.output import ProgressLine, results
-from tccl_py.cli.process import notice, notice_each, picked, print_json
+from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
+from tccl_py.files import picked
 from tccl_py.model.measurement import Measurement, dealt
 from tccl_py.model.transfer import TransferSet, parse_flow, parse_set
 from tccl_py.plan.again import journal_of
 from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.plan import Plan
-from tccl_py.report.words import mark as provenance
+from tccl_py.plan.words import mark as provenance
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalContents, JournalHeader, read_journal

@@ -14,8 +14,9 @@ from rich.table import Table
 from tccl_py.cli import options
 from tccl_py.cli.options import check_quoted, gpus_argument, in_range, one_of, opt
 from tccl_py.cli.output import results
-from tccl_py.cli.process import CTRL_C_AND_SIGTERM, interrupts_put_off, print_json
+from tccl_py.cli.process import print_json
 from tccl_py.errors import InputError
+from tccl_py.interrupts import CTRL_C_AND_SIGTERM, interrupts_put_off
 from tccl_py.overlap.job import (
     Backend,
     Kind,

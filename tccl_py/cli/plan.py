@@ -18,19 +18,11 @@ from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job, measurement_options
 from tccl_py.cli.options import flag, gpus_argument, in_range, opt, refuse
 from tccl_py.cli.output import ProgressLine, results
-from tccl_py.cli.process import (
-    CTRL_C_AND_SIGTERM,
-    INTERRUPTED,
-    Terminated,
-    interrupts_put_off,
-    notice,
-    notice_each,
-    print_json,
-    undisturbed,
-)
+from tccl_py.cli.process import INTERRUPTED, notice, notice_each, print_json
 from tccl_py.cli.show import plan_json, print_plan
-from tccl_py.cli.verify import check_tuning, tuned_plan
+from tccl_py.cli.verify import tuned_plan
 from tccl_py.errors import InputError
+from tccl_py.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.variables import PINNABLE, check_pinnable, pinned_level, pinned_values
@@ -48,6 +40,7 @@ from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.opening import HostsSource, OpenedSource, in_job, open_hosts, open_source
 from tccl_py.sources.profiled import SEARCH_REPEATS, measured_machine
+from tccl_py.verify.plans import check_tuning
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job

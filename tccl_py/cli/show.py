@@ -15,15 +15,15 @@ from rich.table import Column, Table
 from tccl_py.cli import options
 from tccl_py.cli.options import flag
 from tccl_py.cli.output import grid, results
-from tccl_py.cli.process import notice, picked, print_json, write_result
+from tccl_py.cli.process import notice, print_json, write_result
 from tccl_py.errors import InputError
-from tccl_py.files import refused
+from tccl_py.files import picked, refused
 from tccl_py.nccl.settings import Settings, environment, environment_text
 from tccl_py.nccl.variables import pinned_env_text
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
+from tccl_py.plan.words import CHOICE_WORDS
 from tccl_py.readers.hosts import compress
-from tccl_py.report.words import CHOICE_WORDS
 
 REPORT_FILE = "report.html"
 _HEAD_BYTES = 2000

@@ -13,7 +13,7 @@ from tccl_py.explain.findings import EXPLANATION_FILE, Explanation, load_explana
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
-from tccl_py.report.words import mark
+from tccl_py.plan.words import mark
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.verify.record import VERIFICATION_FILE, load_verification
 

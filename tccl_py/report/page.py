@@ -15,6 +15,7 @@ from tccl_py.model.machine import Machine
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.variables import env_sh, pinned_env_text
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.words import CHOICE_WORDS, gpu_list, mark, order_words, plan_name, settings_words
 from tccl_py.report.contents import Contents, rate_sources
 from tccl_py.report.machine import Layout, NvLinks, lay_out, link_words, machine_sentence, nvlinks
 from tccl_py.report.rates import (
@@ -29,14 +30,6 @@ from tccl_py.report.rates import (
     worst_pairs,
 )
 from tccl_py.report.rings import RingView, default_rings, drawn_kinds, ring_views
-from tccl_py.report.words import (
-    CHOICE_WORDS,
-    gpu_list,
-    mark,
-    order_words,
-    plan_name,
-    settings_words,
-)
 
 _MOST_HOSTS = 64
 """More hosts are not all listed; `nccl/order/hosts.txt` has them."""

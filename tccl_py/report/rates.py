@@ -10,7 +10,7 @@ import numpy as np
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.plan.plan import ChoiceName, Plan
-from tccl_py.report.words import CHOICE_WORDS, settings_words
+from tccl_py.plan.words import CHOICE_WORDS, settings_words
 
 _SLOWED = 0.99
 """Flows that keep more of their rate are not slowed: noise makes as much."""

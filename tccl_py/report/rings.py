@@ -13,8 +13,8 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.paths import path_types
 from tccl_py.plan.plan import WORLD, Plan, PlanChain
+from tccl_py.plan.words import order_words
 from tccl_py.report.machine import LANE, Layout, Wire, depth, wires
-from tccl_py.report.words import order_words
 
 _SAME = 1e-6
 _PORT = 9.0

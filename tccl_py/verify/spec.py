@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
 
+from tccl_py.errors import InputError
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
 
 Backend = Literal["cuda", "host"]
@@ -24,6 +26,9 @@ _LARGE_BYTES = 64 * MIB
 """Predictions are compared with bus bandwidths from this size on, else with the largest size."""
 ELEMENT_BYTES = 4
 """Timed collectives move float32."""
+
+_SIZE = re.compile(r"([0-9]{1,12}) ?([kmg]?)(?:i?b)?", re.ASCII)
+_MAX_BYTES, _MAX_SIZES = 16 * GIB, 32
 
 Groups = tuple[tuple[int, ...], ...]
 """Disjoint communicators that run at once, by ranks or GPUs; () is one over all."""
@@ -142,3 +147,22 @@ def size_text(size: int) -> str:
         if size % unit == 0:
             return f"{size // unit} {name}"
     return f"{size} B"
+
+
+def parse_sizes(text: str, where: str = "sizes") -> tuple[int, ...]:
+    """Parse a list of sizes in powers of 1024, in ascending order.
+
+    >>> parse_sizes("1M, 4k,512")
+    (512, 4096, 1048576)
+    """
+    found = set()
+    for part in map(str.strip, text.split(",")):
+        match = _SIZE.fullmatch(part.lower())
+        size = int(match[1]) << 10 * " kmg".index(match[2] or " ") if match else 0
+        if not ELEMENT_BYTES <= size <= _MAX_BYTES:
+            right = "bytes, as 4096, 4K, 1M or 1G; 4 to 16G"
+            raise InputError(f"{where}: {part[:20]!r}", "is no size", right)
+        found.add(size)
+    if len(found) > _MAX_SIZES:
+        raise InputError(where, f"has {len(found)} sizes", f"at most {_MAX_SIZES}")
+    return tuple(sorted(found))

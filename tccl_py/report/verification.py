@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
-from tccl_py.cli.process import picked
+from tccl_py.files import picked
 from tccl_py.plan.plan import ChoiceName
-from tccl_py.report.words import CHOICE_WORDS, choice_words
+from tccl_py.plan.words import CHOICE_WORDS, choice_words
 from tccl_py.verify.record import (
     FALSE_RATE,
     SMALLEST_EFFECT,
@@ -67,16 +65,11 @@ def _us(row: Row) -> float:
     return statistics.median(row.seconds) * 1e6
 
 
-def print_verification(found: Verification, console: Console) -> None:
-    """Print the winner, the sizes, and what the answer rests on."""
+def headline(found: Verification) -> tuple[str, str]:
+    """Return the winner, and whether the choice in question may be used."""
     of = ",".join(found.hosts) if found.hosts else f"GPUs {','.join(map(str, found.gpus))}"
     backend = "over NCCL" if found.backend == "cuda" else "as a dry run over gloo"
-    console.print(f"{found.machine}, {of}, {backend}: {_winner(found)}")
-    console.print(_answer(found))
-    if len(found.arms[0].sizes):
-        console.print(_table([arm for arm in found.arms if arm.sizes]))
-    for line in _facts(found):
-        console.print(line)
+    return f"{found.machine}, {of}, {backend}: {_winner(found)}", _answer(found)
 
 
 def _winner(found: Verification) -> str:
@@ -114,29 +107,22 @@ def _where(found: Verification) -> str:
     return f"at {size_text(min(large))} and above" if large else f"at {size_text(max(sizes))}"
 
 
-def _table(arms: Sequence[ArmResult]) -> Table:
-    """Give each arm its columns; all but default NCCL also those of the comparison."""
-    table = Table("size")
-    for arm in arms:
-        table.add_column(f"{arm.name} us")
-        table.add_column("GB/s")
-        if arm is not arms[0]:
-            table.add_column("ratio (95 %)")
+def size_rows(arms: Sequence[ArmResult]) -> Iterator[list[str]]:
+    """Yield a row for each size: time and bandwidth of each arm, from the second on its ratio."""
     for rows in zip(*(arm.sizes for arm in arms), strict=True):
         cells = [size_text(rows[0].bytes)]
         for row in rows:
             cells += [f"{_us(row):.1f}", f"{row.gbps:.2f}"]
-            if row is not rows[0]:
-                cells.append(_verdict(row))
-        table.add_row(*cells)
-    return table
+            cells += [_verdict(row)] if row is not rows[0] else []
+        yield cells
 
 
 def _verdict(row: Row) -> str:
     return _over(row.compared) + (f" {row.verdict}" if row.verdict != "same" else "")
 
 
-def _facts(found: Verification) -> list[str]:
+def facts_of(found: Verification) -> list[str]:
+    """Return the results beside sizes: rings, values, communicators, trials, and the cost."""
     lines = [line for arm in found.arms for line in _arm_facts(found, arm)]
     left_out = found.left_out
     lines += [f"not in this backend: {', '.join(left_out)}"] if left_out else []

@@ -1,0 +1,247 @@
+"""Verification of a plan in its directory, here or on the hosts of an MPI job; its record."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tccl_py.errors import InputError, TcclError
+from tccl_py.health.fitness import check_same_machine, why_not_of_class, why_not_with
+from tccl_py.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.staging import check_files
+from tccl_py.plan.words import choice_words
+from tccl_py.rank_processes.forkserver import ForkServer
+from tccl_py.readers.nvml import driver_version
+from tccl_py.sources.opening import rank_jobs
+from tccl_py.sources.profiled import Backend, measured_machine
+from tccl_py.verify.jobs import HostRanks, Launcher, LocalRunner
+from tccl_py.verify.record import Verification, keep_verification
+from tccl_py.verify.spec import SIZES
+from tccl_py.verify.target import Target, read_target
+from tccl_py.verify.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
+from tccl_py.verify.verify import RunBudget, Watcher, verify_target
+
+if TYPE_CHECKING:
+    from tccl_py.sources.opening import HostFacts, Job
+
+_SYSTEM_CONF = Path("/etc/nccl.conf")
+_LONGEST_S, _TUNING_S = 0.1, 90.0
+"""Tuning over hosts: the longest call of its jobs, each of which makes a dozen calls of each size,
+and seconds of each comparison."""
+_NEEDED = ("torch",)
+_OTHERS = "start a rank on each host that the plan has, or plan these hosts"
+
+Say = Callable[[str], None]
+"""Receives a notice for the user."""
+
+
+def check_torch() -> None:
+    """Check that torch is installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise InputError("torch", "is not installed", "`pip install torch`")
+
+
+def check_tuning(job: Job | None = None) -> None:
+    """Check for torch on the hosts of an MPI job, or for torch and GPUs here, before planning."""
+    if job is not None:
+        rank_jobs(job).surroundings(modules=_NEEDED)
+        return
+    check_torch()
+    try:
+        measured_machine()
+    except InputError as error:
+        raise InputError(
+            "--tune",
+            f"runs NCCL's collectives, and {error.what}",
+            "leave it out; `tccl verify DIR --backend host --tune` is a dry run over gloo",
+        ) from error
+
+
+def tuning_budget(plan: Plan) -> RunBudget:
+    """Return the work of tuning a plan that was just written: of a cluster's, no long sizes."""
+    if not plan.is_cluster:
+        return RunBudget()
+    seconds = {size: 2 * size / (plan.rate_gbps * 1e9) for size in SIZES}
+    sizes = tuple(size for size in SIZES if seconds[size] <= _LONGEST_S) or SIZES[:1]
+    return RunBudget(sizes=sizes, seconds=_TUNING_S)
+
+
+def verify_plan(
+    directory: Path,
+    budget: RunBudget,
+    *,
+    job: Job | None = None,
+    backend: Backend = "cuda",
+    pinned: tuple[str, ...] = (),
+    tune: bool = False,
+    only: ChoiceName | None = None,
+    say: Say = lambda _: None,
+    watch: Watcher = lambda _: None,
+) -> Verification:
+    """Verify a plan on this machine, or a cluster's on the hosts of `job`; keep the result.
+
+    `pinned` are caller's variables that jobs get. The other arguments are as for `run`.
+
+    Raises:
+        InputError: the plan is for another machine or other hosts, or torch is missing.
+    """
+    plan = load_plan(directory)
+    check_files(directory)
+    with ExitStack() as stack:
+        if plan.is_cluster:
+            launcher = _hosts_launcher(plan, job, backend, pinned)
+        else:
+            launcher = machine_launcher(plan, directory, backend, pinned, say)
+            runner = LocalRunner(stack.enter_context(ForkServer()))
+            launcher = msgspec.structs.replace(launcher, runner=runner)
+        target = read_target(plan, directory)
+        return run(target, launcher, budget, tune=tune, only=only, say=say, watch=watch)
+
+
+def run(
+    plan: Target,
+    launcher: Launcher,
+    budget: RunBudget,
+    *,
+    tune: bool = False,
+    only: ChoiceName | None = None,
+    say: Say = lambda _: None,
+    watch: Watcher = lambda _: None,
+) -> Verification:
+    """Verify all choices, or `only` one; tune if asked to, unless that fails; keep the result."""
+    if tune:
+        budget = msgspec.structs.replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
+    with interrupts_put_off(CTRL_C_AND_SIGTERM):
+        try:
+            target = plan if only is None else plan.narrowed(only)
+            # Between hosts the first comparison serves the sweep alone: the fewest rounds do.
+            quick = msgspec.structs.replace(budget, seconds=0.0)
+            first = quick if tune and plan.hosts else budget
+            found = verify_target(target, launcher, first, watch=watch)
+        except (KeyboardInterrupt, Terminated):
+            say(f"interrupted: nothing in {plan.directory} was changed")
+            raise
+        if not tune:
+            return _kept(found, plan, say)
+        try:
+            seconds = min(SWEEP_SECONDS, budget.seconds)
+            tuned = run_tuning(plan, launcher, budget, found, seconds=seconds, watch=watch)
+        except (KeyboardInterrupt, Terminated, TcclError) as error:
+            _kept(found, plan, say)
+            why = "not tuned" if isinstance(error, TcclError) else "interrupted"
+            say(f"{why}: the plan is as it was, and its verification is kept")
+            raise
+    if tuned.plan is plan:
+        say("tuned: nothing that was tried is better, and the plan stays as it is")
+    return _kept(tuned.verification, tuned.plan, say, tuned=tuned.plan is not plan)
+
+
+def _kept(found: Verification, plan: Target, say: Say, *, tuned: bool = False) -> Verification:
+    """Write the result with versions and notices, after the plan if that was tuned."""
+    cuda = found.backend == "cuda"
+    versions = {**found.versions, **({"driver": driver_version()} if cuda else {})}
+    nccl = found.versions.get("nccl", "")
+    said = [*found.notices]
+    if not cuda:
+        said.append("a dry run over gloo: its rates say nothing about GPUs or NCCL")
+    elif other := (why_not_with(found.judged.settings, nccl) if nccl else ""):
+        said.append(f"jobs here get default NCCL instead of the plan: {other}")
+    if cuda and _SYSTEM_CONF.exists():
+        said.append(f"{_SYSTEM_CONF} holds for all arms, default NCCL as well")
+    for text in said:
+        say(text)
+    found = msgspec.structs.replace(found, versions=versions, notices=tuple(said))
+    with undisturbed():
+        if tuned:
+            plan.write()
+            say(f"tuned: {choice_words(found.chosen, found.judged.settings)}")
+        return keep_verification(found, plan.directory)
+
+
+def machine_launcher(
+    plan: Plan, directory: Path, backend: Backend, pinned: tuple[str, ...], say: Say
+) -> Launcher:
+    """Return the launcher of a plan's jobs on this machine, if the plan is for it."""
+    if backend == "cuda":
+        _check_here(plan, directory, say)
+    check_torch()
+    ranks = tuple(range(len(plan.gpus)))
+    here = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
+    return Launcher(backend=backend, hosts=(here,), keep=pinned)
+
+
+def _check_here(plan: Plan, directory: Path, say: Say) -> None:
+    """Check that a plan was made for this machine: its GPUs, and what was measured."""
+    try:
+        place = measured_machine()
+    except InputError as error:
+        kind = "simulated" if plan.simulated else "measured"
+        raise InputError(
+            f"the plan of {plan.machine.name} ({kind})",
+            f"cannot be verified here: {error.what}",
+            "verify it on the machine that it is for; --backend host is a dry run over gloo",
+        ) from error
+    where, right = str(directory), "plan this machine, or verify it where it belongs"
+    if not plan.simulated:
+        check_same_machine(plan, directory, place.fingerprint, right=right)
+        return
+    here = {gpu.index: gpu for gpu in place.machine.gpus}
+    for planned in map(plan.machine.gpu, plan.gpus):
+        found = here.get(planned.index)
+        if found is None:
+            raise InputError(where, f"is for GPU {planned.index}, which is not here", right)
+        if None not in (planned.sm, found.sm) and planned.sm != found.sm:
+            what = f"is for a GPU {found.index} of sm {planned.sm}, here it has sm {found.sm}"
+            raise InputError(where, what, right)
+        if planned.bus_id != found.bus_id:
+            say(f"GPU {found.index} is {planned.bus_id} in the plan and {found.bus_id} here")
+
+
+def _hosts_launcher(plan: Plan, job: Any, backend: Backend, pinned: tuple[str, ...]) -> Launcher:
+    """Return the launcher of a plan's jobs on the hosts of an MPI job, if they are the plan's."""
+    jobs = rank_jobs(job)
+    here, planned = set(jobs.hosts), set(plan.host_order)
+    for host in sorted(here ^ planned):
+        what = "runs a rank and is not in the plan"
+        what = "is in the plan, and no rank runs there" if host in planned else what
+        raise InputError(f"host {host}", what, _OTHERS)
+    facts = jobs.described(backend, interfaces=plan.settings.socket_ifname)
+    callers = jobs.surroundings(modules=_NEEDED)
+    parts = []
+    for place in plan.hosts:
+        name, gpus = place.name, plan.gpus_of(place)
+        if backend == "cuda":
+            _check_gpus(plan, facts[name])
+        variables = {} if backend == "cuda" else _gloo(facts[name], callers[name])
+        ranks = tuple(range(place.first_rank, place.first_rank + len(gpus)))
+        environment = {**callers[name], **variables}
+        parts.append(HostRanks(name=name, ranks=ranks, gpus=gpus, environment=environment))
+    return Launcher(backend=backend, hosts=tuple(parts), keep=pinned, runner=jobs)
+
+
+def _check_gpus(plan: Plan, facts: HostFacts) -> None:
+    """Check that a host has the plan's GPUs."""
+    here = facts.machine.gpus
+    planned = plan.class_gpus[plan.cluster.host_classes[facts.name]]
+    lacking = sorted(set(planned) - {gpu.index for gpu in here})
+    why = f"lacks GPU {lacking[0]}, which the plan is for" if lacking else ""
+    if why := why or why_not_of_class(plan, facts.name, here):
+        raise InputError(f"host {facts.name}", why, _OTHERS)
+
+
+def _gloo(facts: HostFacts, caller: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with gloo's interface: the caller's, or that of the first NIC."""
+    name = "GLOO_SOCKET_IFNAME"
+    if caller.get(name):
+        return {}
+    for address in facts.addresses.values():
+        return {name: address.interface}
+    raise InputError(f"host {facts.name}", "has no NIC with an address", f"set {name}")
