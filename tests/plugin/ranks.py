@@ -115,6 +115,7 @@ class Comm(msgspec.Struct):
     handle: ctypes.c_void_p
     made: Made
     ranks: list[int]
+    share: bool = False
 
 
 class Job:
@@ -142,7 +143,7 @@ class Job:
     def begin(self, name, ranks, *, blocking=True, share=False, at=None):
         rank = ranks.index(self.rank) if at is None else at
         made = self._new(name, ranks, rank)
-        comm = Comm(ctypes.c_void_p(), made, list(ranks))
+        comm = Comm(ctypes.c_void_p(), made, list(ranks), share)
         config = Config(blocking=blocking, share=share)
         unique = self._unique_id(name, owner=rank == 0)
         self._read_log()
@@ -153,11 +154,14 @@ class Job:
         return comm
 
     def split(self, name, parent, color, ranks, *, key=0, share=False):
-        """Split a communicator; `ranks` are those of this rank's color, in order of keys."""
+        """Split a communicator; `ranks` are those of this rank's color, in order of keys.
+
+        Its parent's configuration decides whether the child shares the parent's network.
+        """
         config = Config(share=share)
         rank = ranks.index(self.rank) if color != NO_COLOR else -1
-        made = self._new(name, ranks, rank, shared=share)
-        comm = Comm(ctypes.c_void_p(), made, list(ranks))
+        made = self._new(name, ranks, rank, shared=parent.share)
+        comm = Comm(ctypes.c_void_p(), made, list(ranks), share)
         self._read_log()
         made.seconds = -time.monotonic()
         made.code = self._nccl.ncclCommSplit(

@@ -1,5 +1,6 @@
 """Runs of ranks with the plugin: a made-up plan, the run, and what each communicator must get."""
 
+import functools
 import itertools
 import os
 import random
@@ -91,6 +92,18 @@ def plugin_library():
         pytest.skip(str(error))
 
 
+@functools.cache
+def _patience():
+    """Return a library for ranks that are more than the cores."""
+    folder = ROOT / "build" / "plugin"
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = folder / f"patience.{os.getpid()}"
+    source = str(Path(__file__).with_name("patience.c"))
+    command = ["cc", "-D_GNU_SOURCE", "-shared", "-fPIC", "-o", str(fresh), source, "-ldl"]
+    subprocess.run(command, check=True)
+    return fresh.rename(folder / "patience.so")
+
+
 def run_ranks(folder, scenario, size, *, plan, version="2.28.9", topology=TOPOLOGY, **options):
     """Run a scenario; `env` and `rank_env` come on top of what loads the plugin."""
     folder.mkdir(parents=True)
@@ -116,7 +129,10 @@ def run_ranks(folder, scenario, size, *, plan, version="2.28.9", topology=TOPOLO
     path = folder / "spec.json"
     path.write_bytes(msgspec.json.encode(spec))
     host = FOLDER / version
-    environ = os.environ | {"LD_LIBRARY_PATH": f"{host}:{FOLDER / 'cuda'}"}
+    environ = os.environ | {
+        "LD_LIBRARY_PATH": f"{host}:{FOLDER / 'cuda'}",
+        "LD_PRELOAD": str(_patience()),
+    }
     command = [*wrapper, sys.executable, "-m", "tests.plugin.ranks", str(path)]
     subprocess.run(command, env=environ, cwd=ROOT, check=True, timeout=spec.timeout + 60)
     return _collect(folder, size)

@@ -89,12 +89,14 @@ def sequence(job):
     """A random sequence of creations, splits, aborts and destroys, the same on all ranks."""
     source = random.Random(job.argument)
     comms = {}
-    for step in range(source.randint(4, 8)):
+    for step in range(source.randint(3, 7)):
         what = source.choice(("init", "init", "group", "split", "split", "end"))
         name = f"{what}{step}"
         if what == "init":
             ranks = _some(source, range(job.size))
-            comms[name] = (ranks, job.init(name, ranks, blocking=source.random() < 0.6))
+            blocking, share = source.random() < 0.6, source.random() < 0.25
+            comm = job.init(name, ranks, blocking=blocking, share=share)
+            comms[name] = (ranks, comm)
         elif what == "group":
             sets = [_some(source, range(job.size)) for _ in range(source.randint(1, 3))]
             job.group(True)

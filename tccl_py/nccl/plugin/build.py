@@ -59,9 +59,16 @@ def build_plugin(folder: Path, *, flags: Sequence[str] = (), name: str = LIBRARY
     command = [compiler, *FLAGS, *flags, "-o", str(fresh), *sources, *LIBRARIES]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
+        fresh.unlink(missing_ok=True)
         raise BuildError(f"{compiler} fails: {done.stderr[-2000:]}")
     fresh.replace(target)
     return target
+
+
+def installed_plugin() -> Path | None:
+    """Return the library that was built with this package; None on a host without a compiler."""
+    library = SOURCES / LIBRARY
+    return library if library.is_file() else None
 
 
 def main() -> None:

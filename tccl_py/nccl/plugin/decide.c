@@ -113,7 +113,7 @@ struct member {
   struct post post;
   const struct graph *graph;
 };
-static _Thread_local struct member member;
+static _Thread_local struct member member = {.board = -1, .memory = -1};
 static pthread_key_t at_thread_exit;
 static bool has_key;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -130,9 +130,9 @@ static void first_use(void) {
 
 static void drop_memory(void) {
   if (member.mapped) munmap(member.mapped, graph_room(active_plan()));
-  if (member.memory > 0) close(member.memory);
+  if (member.memory >= 0) close(member.memory);
   member.mapped = NULL;
-  member.memory = 0;
+  member.memory = -1;
 }
 
 /* Forget the communicator; a board that was never decided on goes with its last holder. */
@@ -148,7 +148,7 @@ void forget(void) {
 static bool make_memory(const struct plan *plan) {
   size_t room = graph_room(plan);
   member.memory = (int)syscall(SYS_memfd_create, "tccl-graph", 1u /* MFD_CLOEXEC */);
-  if (member.memory > 0 && fallocate(member.memory, 0, 0, (off_t)room) == 0) {
+  if (member.memory >= 0 && fallocate(member.memory, 0, 0, (off_t)room) == 0) {
     snprintf(member.path, sizeof member.path, "/proc/self/fd/%d", member.memory);
     void *mapped = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_SHARED, member.memory, 0);
     member.mapped = mapped == MAP_FAILED ? NULL : mapped;
