@@ -53,13 +53,15 @@ SLOWEST_FIRST = (
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(monkeypatch):
+def _own_environment(monkeypatch, tmp_path_factory):
     """No setting of the caller's shell changes what is printed or planned."""
     monkeypatch.delenv("COLUMNS", raising=False)
     for name in ("NCCL_GRAPH_FILE", "NCCL_TOPO_FILE"):
         monkeypatch.delenv(name, raising=False)
     # Nor which NCCL is installed.
     monkeypatch.setattr("tccl_py.nccl_library.installed_nccls", lambda: iter(()))
+    # Nor whether the plugin's library was built.
+    monkeypatch.setattr("tccl_py.plan.plugin.SOURCES", tmp_path_factory.getbasetemp())
     # Nor what it does on this machine's GPUs.
     monkeypatch.setattr("tccl_py.cli.plan.rings_here", lambda *_: None)
     monkeypatch.setattr("tccl_py.cli.doctor.asked_here", lambda *_: "")

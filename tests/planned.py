@@ -60,7 +60,7 @@ def with_parts(plan, *, machine=None, knowledge=None, gpus=None, rings=None, **c
 def rebind(directory):
     """Give a plan's directory, whose files a test has changed, the manifest of these files."""
     names = [name for name in read_manifest(directory).files if (directory / name).is_file()]
-    manifest = manifest_of({name: (directory / name).read_text() for name in names})
+    manifest = manifest_of({name: (directory / name).read_bytes() for name in names})
     (directory / MANIFEST_FILE).write_text(encode_json(manifest))
 
 

@@ -58,6 +58,7 @@ def test_a_plan_has_all_its_files_and_no_others(tmp_path):
         "nccl/graph.xml",
         "nccl/nccl.conf",
         "nccl/env.sh",
+        "nccl/plugin.index",
     }
 
 
@@ -239,7 +240,7 @@ def test_what_a_plan_replaces_is_put_aside_before_it_is_deleted(kind, tmp_path, 
     )
     assert planned_to(place, SMALL, "--force").exit_code == 0
     assert [name.startswith(".writing-") for name in removed] == [True]
-    assert {"graph.xml", "nccl.conf", "env.sh", "subsets"} == {
+    assert {"graph.xml", "nccl.conf", "env.sh", "plugin.index", "subsets"} == {
         one.name for one in (place / "nccl").iterdir()
     }
     assert not (place / "nccl").is_symlink()

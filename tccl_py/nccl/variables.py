@@ -209,6 +209,31 @@ def env_conflicts(settings: Settings, given: Mapping[str, str]) -> tuple[str, ..
     return tuple(named) or ("its NCCL variables",)
 
 
+_NEUTRAL = {
+    "NCCL_P2P_DISABLE": "0",
+    "NCCL_P2P_USE_CUDA_MEMCPY": "0",
+    "NCCL_SHM_LOCALITY": "2",
+    "NCCL_SHM_USE_CUDA_MEMCPY": "0",
+    "NCCL_SHM_DISABLE": "0",
+    "NCCL_NET_DISABLE_INTRA": "0",
+    "NCCL_BUFFSIZE": str(Settings().buffsize),
+}
+"""NCCL's own values of the variables that always change a ring's transfers."""
+_UNTOUCHED = ("NCCL_P2P_LEVEL", "NCCL_P2P_READ_ENABLE")
+"""Such variables whose own value depends on the machine."""
+
+
+def env_rules(settings: Settings) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the rules of `env_conflicts` as a table, a little stricter.
+
+    Jobs that set a variable of the first part must give it this value, and must leave those of the
+    second part alone.
+    """
+    must = _NEUTRAL | environment(settings)
+    known = must if settings.p2p_level != "LOC" else {**must, "NCCL_P2P_LEVEL": ""}
+    return must, tuple(name for name in _UNTOUCHED if name not in known)
+
+
 def _differ(settings: Settings, variables: Mapping[str, str]) -> bool:
     read = settings_from_environment(
         variables, version=settings.version, channels=settings.channels

@@ -24,6 +24,7 @@ from tccl_py.model.machine import DiscoveredMachine, Fingerprint, description_to
 from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.plugin import plugin_files
 from tccl_py.plan.staging import (
     FOLDERS,
     MANIFEST_FILE,
@@ -166,7 +167,9 @@ def write_plan(
     Raises:
         InputError: a file cannot be written; the earlier files are still there.
     """
-    files = _below_nccl(plan, directory)
+    texts = nccl_files(plan, directory)
+    nccl = {**texts, **plugin_files(plan, texts, fingerprint)}
+    files = {f"nccl/{name}": content for name, content in nccl.items()}
     for number, one in enumerate(plan.cluster.classes):
         found = (models or {}).get(one.name)
         files[str(machine_file(plan, Path(), number))] = (
@@ -178,17 +181,16 @@ def write_plan(
     write_with_plan(files, directory, check=load_plan)
 
 
-def _below_nccl(plan: Plan, directory: Path) -> dict[str, str]:
-    return {f"nccl/{name}": text for name, text in nccl_files(plan, directory).items()}
-
-
 def write_nccl_files(plan: Plan, output: Path) -> int:
     """Write NCCL's and launchers' files to the new directory `output`; return their number.
 
     Raises:
         InputError: it exists, or cannot be written; nothing is left then.
     """
-    return write_new_directory(output, lambda place: _below_nccl(plan, place))
+    return write_new_directory(
+        output,
+        lambda place: {f"nccl/{name}": text for name, text in nccl_files(plan, place).items()},
+    )
 
 
 S = TypeVar("S", bound=msgspec.Struct)

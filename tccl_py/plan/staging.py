@@ -54,9 +54,17 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def manifest_of(files: Mapping[str, str]) -> Manifest:
-    """Return the manifest of these texts by file name."""
-    return Manifest(files={name: digest(text.encode()) for name, text in files.items()})
+Files = Mapping[str, str | bytes]
+"""Contents of files by name."""
+
+
+def manifest_of(files: Files) -> Manifest:
+    """Return the manifest of these files."""
+    return Manifest(files={name: digest(_bytes(content)) for name, content in files.items()})
+
+
+def _bytes(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -128,13 +136,11 @@ _PARTS = (*FOLDERS, PLAN_FILE, MANIFEST_FILE)
 _WRITERS = 16
 
 
-def write_with_plan(
-    files: Mapping[str, str], directory: Path, *, check: Callable[[Path], object]
-) -> None:
+def write_with_plan(files: Files, directory: Path, *, check: Callable[[Path], object]) -> None:
     """Write a plan's files below `directory`, with their manifest; findings of another plan go.
 
     Args:
-        files: texts by file name: plan.json, and at least a file below each of FOLDERS.
+        files: contents by file name: plan.json, and at least a file below each of FOLDERS.
         directory: an existing directory, where no other run is at work.
         check: reads the plan from the staging directory, before anything is replaced.
 
@@ -190,7 +196,7 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def write_new_directory(output: Path, files_of: Callable[[Path], Mapping[str, str]]) -> int:
+def write_new_directory(output: Path, files_of: Callable[[Path], Files]) -> int:
     """Write the files that `files_of(output)` names to a new directory; return their number.
 
     Raises:
@@ -217,7 +223,7 @@ def make(directory: Path, made: list[Path]) -> None:
     """Make a directory and its parents; each new directory is added to `made`."""
     missing = [one for one in (directory, *directory.parents) if not one.exists()]
     for folder in reversed(missing):
-        folder.mkdir()
+        folder.mkdir(mode=0o755)
         made.append(folder)
 
 
@@ -231,7 +237,7 @@ def unmake(made: Sequence[Path]) -> None:
 
 
 @contextmanager
-def _staged(files: Mapping[str, str], directory: Path, prefix: str, target: Path) -> Iterator[Path]:
+def _staged(files: Files, directory: Path, prefix: str, target: Path) -> Iterator[Path]:
     """Make a new folder in `directory` with these files, removed at the end unless it was moved.
 
     Remains of killed runs with its `prefix` are swept. Errors name `target`: the folder is gone.
@@ -239,12 +245,15 @@ def _staged(files: Mapping[str, str], directory: Path, prefix: str, target: Path
     sweep(directory, prefix)
     staging = directory / (prefix + os.urandom(4).hex())
     with refused(target, "cannot be written", SPACE):
-        staging.mkdir()
+        # Whatever the umask: NCCL's plugin trusts nothing that a group can write.
+        staging.mkdir(mode=0o755)
         descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
     try:
         lock(descriptor, staging)
         # Each file waits for the disk, which takes many at once as well as one.
         with refused(target, "cannot be written", SPACE), ThreadPoolExecutor(_WRITERS) as writers:
+            for name in sorted({str(parent) for file in files for parent in Path(file).parents}):
+                (staging / name).mkdir(mode=0o755, exist_ok=True)
             list(writers.map(_write_new, (staging / name for name in files), files.values()))
         yield staging
     finally:
@@ -252,10 +261,10 @@ def _staged(files: Mapping[str, str], directory: Path, prefix: str, target: Path
         os.close(descriptor)
 
 
-def _write_new(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("x", encoding="utf-8") as handle:
-        handle.write(text)
+def _write_new(path: Path, content: str | bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o644), "wb") as handle:
+        handle.write(_bytes(content))
         handle.flush()
         os.fsync(handle.fileno())
 

@@ -1,0 +1,133 @@
+"""A plan's files for the NCCL plugin: index and library, and the variables that load them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from tccl_py.errors import InputError
+from tccl_py.model.machine import Fingerprint
+from tccl_py.nccl.plugin.build import LIBRARY, SOURCES
+from tccl_py.nccl.plugin.index import (
+    INDEX_FILE,
+    INDEX_VARIABLE,
+    PER_COMMUNICATOR,
+    IndexedGpu,
+    IndexedSet,
+    PluginIndex,
+)
+from tccl_py.nccl.settings import environment
+from tccl_py.nccl.variables import env_rules
+from tccl_py.plan.files import GRAPH_FILE, subset_file
+from tccl_py.plan.plan import Plan
+
+PLUGIN_VARIABLE = "NCCL_ENV_PLUGIN"
+FIRST_NCCL = (2, 28, 7)
+"""The first NCCL with environment plugins."""
+_BUILD = "python -m tccl_py.nccl.plugin.build"
+
+
+def plugin_files(
+    plan: Plan, texts: Mapping[str, str], fingerprint: Fingerprint | None
+) -> dict[str, str | bytes]:
+    """Return names (below `nccl/`) and contents of the plugin's files.
+
+    `texts` are the files of `nccl_files`. There are none for a plan of several hosts, and for
+    measured GPUs that no UUID identifies; the library is left out where none was built.
+    """
+    files: dict[str, str | bytes] = {}
+    with suppress(InputError):
+        if (index := _index(plan, texts, fingerprint)) is not None:
+            files[INDEX_FILE] = index.encode()
+    library = SOURCES / LIBRARY
+    if files and library.is_file():
+        files[LIBRARY] = library.read_bytes()
+    return files
+
+
+def _index(
+    plan: Plan, texts: Mapping[str, str], fingerprint: Fingerprint | None
+) -> PluginIndex | None:
+    known = None if plan.simulated else fingerprint
+    if plan.is_cluster or (known is None and not plan.simulated):
+        return None
+    uuids = dict(zip(plan.machine.gpu_indices, known.gpu_uuids if known else (), strict=False))
+    gpus = tuple(
+        # A measured GPU without UUID has an invalid one here, and so no index.
+        IndexedGpu(
+            nvml=gpu.index, bus_id=gpu.bus_id, uuid=uuids.get(gpu.index, "?" if known else "")
+        )
+        for gpu in sorted(plan.machine.gpus, key=lambda gpu: gpu.index)
+        if gpu.index in plan.gpus
+    )
+    variables = environment(plan.job_settings)
+    names = {gpus: name for gpus, name in graph_files(plan).items() if name in texts}
+    own = {n: value for n, value in variables.items() if names and n in PER_COMMUNICATOR}
+    must, forbid = env_rules(plan.job_settings)
+    return PluginIndex(
+        simulated=plan.simulated,
+        gpus=gpus,
+        sets=tuple(
+            IndexedSet(gpus=gpus, file=name, text=texts[name].encode(), variables=own)
+            for gpus, name in names.items()
+        ),
+        variables={name: value for name, value in variables.items() if name not in own},
+        must=must,
+        forbid=forbid,
+        # Rates of a model do not depend on the version, and measured plans hold for their own.
+        nccl="" if known is None else ".".join(plan.settings.version.split(".")[:2]),
+        driver=None if known is None else int(known.driver.partition(".")[0]),
+        numa=None if known is None else known.numa_count,
+    )
+
+
+def graph_files(plan: Plan) -> dict[tuple[int, ...], str]:
+    """Return the graph file (below `nccl/`) of each set of GPUs that the plugin gives one to."""
+    if plan.is_cluster or plan.recommended != "graph":
+        return {}
+    return {plan.gpus: GRAPH_FILE} | {one.gpus: subset_file(one.gpus) for one in plan.subsets}
+
+
+def plugin_variables(directory: Path) -> dict[str, str]:
+    """Return the variables by which a job loads the plugin with the plan in a directory.
+
+    Raises:
+        InputError: the plan has no index, there is no library beside it, or the plugin would not
+            trust the files.
+    """
+    folder = directory.resolve() / "nccl"
+    index, library = folder / INDEX_FILE, folder / LIBRARY
+    if not index.is_file():
+        what = f"has no nccl/{INDEX_FILE}, as plans of several hosts and of earlier programs"
+        raise InputError(str(directory), what, "use the plan without the plugin, or plan again")
+    if not library.is_file():
+        what = "has no library of the plugin: no C compiler was there when tccl-py was installed"
+        raise InputError(str(directory), what, f"build it: {_BUILD} {folder}")
+    if why := why_not_trusted(index):
+        raise InputError(str(index), f"is nothing that the plugin trusts: {why}", "chmod or chown")
+    return {PLUGIN_VARIABLE: str(library), INDEX_VARIABLE: str(index)}
+
+
+def why_not_trusted(path: Path) -> str:
+    """Return who else can write a file or a folder above it, as a clause; "" if nobody can."""
+    for place in (path, *path.parents):
+        found = place.lstat()
+        if found.st_uid not in (0, os.geteuid()):
+            return f"{place} belongs to user {found.st_uid}"
+        sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+            return f"others can write {place}"
+    return ""
+
+
+def has_env_plugins(version: str) -> bool:
+    """Return whether a version of NCCL has environment plugins; missing numbers are favourable.
+
+    >>> has_env_plugins("2.28.9"), has_env_plugins("2.28.3"), has_env_plugins("2.28")
+    (True, False, True)
+    """
+    numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
+    return numbers >= FIRST_NCCL[: len(numbers)]

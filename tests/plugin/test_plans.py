@@ -1,0 +1,38 @@
+"""Plans that `tccl` writes reach the communicators of NCCL's own host code by the plugin."""
+
+import pytest
+
+from tccl_py.nccl.plugin.build import BuildError, build_plugin
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.plugin import plugin_variables
+from tccl_py.simulator.descriptions import load_bundled
+from tests.planned import ASUS, as_only, plan_of
+from tests.plugin.logs import assert_own_rings
+from tests.plugin.runs import needs_host, run_ranks
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A simulated plan of eight GPUs, with the library beside it."""
+    place = tmp_path_factory.mktemp("plans") / "asus"
+    place.mkdir()
+    write_plan(plan_of(ASUS), place, models=as_only(load_bundled(ASUS)))
+    try:
+        build_plugin(place / "nccl")
+    except BuildError as error:
+        pytest.skip(str(error))
+    return place
+
+
+@pytest.mark.parametrize("version", ["2.28.9", "2.30.7"])
+def test_communicators_run_the_rings_that_were_planned_for_their_gpus(directory, tmp_path, version):
+    needs_host(version)
+    env = plugin_variables(directory)
+    result = run_ranks(tmp_path / "run", "many", 8, plan=None, version=version, env=env)
+    assert result.errors == [] and set(result.codes.values()) == {0}
+    logs = [(tmp_path / "run" / f"log.{rank}").read_text() for rank in range(8)]
+    counts = assert_own_rings(plan_of(ASUS), logs)
+    # The world twice, and pairs of both kinds.
+    assert counts[tuple(range(8))] == 2
+    assert {(0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2)} <= counts.keys()
+    assert "NCCL_P2P_LEVEL set by environment to SYS" in logs[0]
