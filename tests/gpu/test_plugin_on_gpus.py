@@ -1,0 +1,135 @@
+"""Unmodified torch programs with the NCCL plugin on real GPUs: each communicator has its own rings.
+
+A line of nccl.conf names the plugin, another one its index; a program of torch makes communicators
+in many ways. Every subset of the GPUs has a graph file, so each communicator of two GPUs or more
+has to run the rings of its own file. NCCL_NVLS_ENABLE is taken from the environment as it is, and
+TCCL_KEEP names a folder in which NCCL's logs are kept.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tccl_py.nccl.plugin.build import build_plugin
+from tccl_py.nccl.plugin.index import INDEX_FILE
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plugin import plugin_variables
+from tccl_py.readers.live import discover_machine
+from tests.planned import needing_a_graph
+from tests.plugin.logs import assert_own_rings
+
+pytestmark = pytest.mark.timeout(150)
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(2, marks=pytest.mark.gpu(count=2), id="2 GPUs"),
+        pytest.param(4, marks=pytest.mark.gpu(count=4), id="4 GPUs"),
+    ],
+)
+def planned(request, tmp_path_factory):
+    """How many GPUs, a plan for them and for torch's NCCL, and the host's fingerprint."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    if torch.cuda.nccl.version() < (2, 28, 7):
+        pytest.skip(f"NCCL {version} has no environment plugins")
+    folder = tmp_path_factory.mktemp("here")
+    options = ["--gpus", f"0-{request.param - 1}", "--max-sets", "60"]
+    options += ["--nccl", ".".join(version.split(".")[:2])]
+    for words in (
+        ["discover", "-o", folder / "machine.json"],
+        ["plan", "-o", folder / "plan", "--simulate", folder / "machine.json", *options],
+    ):
+        command = [sys.executable, "-m", "tccl_py", *map(str, words)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    _, _, fingerprint = discover_machine()
+    return request.param, needing_a_graph(load_plan(folder / "plan")), fingerprint
+
+
+def install(folder, plan, fingerprint):
+    """Write a plan and the library beside it; return the text of an nccl.conf that loads both."""
+    folder.mkdir()
+    write_plan(plan, folder, fingerprint=fingerprint)
+    assert (folder / "nccl" / INDEX_FILE).is_file()
+    build_plugin(folder / "nccl")
+    return "".join(f"{name}={value}\n" for name, value in plugin_variables(folder).items())
+
+
+def run_job(way, size, conf, folder, **variables):
+    """Run one rank a GPU; return their errors and NCCL's log of each rank."""
+    kept = ("NCCL_NVLS_ENABLE", "NCCL_SOCKET_IFNAME")
+    environment = {
+        name: text
+        for name, text in os.environ.items()
+        if name in kept or not name.startswith(("TCCL_", "NCCL_"))
+    }
+    environment |= variables | {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(size))),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "NCCL_CONF_FILE": str(conf),
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,ENV",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.plugin_rank", way, str(rank), str(size), str(folder)],
+            cwd=REPOSITORY,
+            env={**environment, "NCCL_DEBUG_FILE": str(folder / f"log{rank}")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    logs = [path.read_text() if path.exists() else "" for path in map(folder.joinpath, _logs(size))]
+    if keep := os.environ.get("TCCL_KEEP"):
+        for rank, name in enumerate(_logs(size)):
+            shutil.copy(folder / name, f"{keep}/plugin-{size}-{way}-{rank}")
+    ends = [f"rank {n}: {err[-3000:]}" for n, (_, err) in enumerate(outputs)]
+    said = [line for line in "\n".join(logs).splitlines() if "tccl" in line or "WARN" in line]
+    told = "\n".join([*ends, *said[:60]])
+    assert [rank.returncode for rank in ranks] == [0] * size, told
+    assert all(out.strip().endswith("all sums are right") for out, _ in outputs), told
+    return logs
+
+
+def _logs(size):
+    return [f"log{rank}" for rank in range(size)]
+
+
+@pytest.mark.parametrize("way", ["lazy", "eager", "background"])
+def test_communicators_of_unmodified_programs_run_the_rings_of_their_gpus(planned, tmp_path, way):
+    size, plan, fingerprint = planned
+    if way == "eager":
+        # Called measured, so that the plugin compares GPUs, driver and NUMA nodes with the host's.
+        plan = msgspec.structs.replace(plan, simulated=False)
+    conf = tmp_path / "nccl.conf"
+    conf.write_text(install(tmp_path / "plan", plan, fingerprint))
+    before = boards()
+    variables = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"} if way == "background" else {}
+    logs = run_job(way, size, conf, tmp_path, **variables)
+    counts = assert_own_rings(plan, logs)
+    wanted = {(0, 1), tuple(range(size))}
+    if size == 4:
+        wanted |= {(2, 3), (0, 2), (1, 3), (0, 1, 2)}
+    assert wanted <= counts.keys(), counts
+    print(f"{size} GPUs, {way}: communicators by GPUs {dict(counts)}")
+    assert boards() <= before
+
+
+def boards():
+    return set(Path("/dev/shm").glob("tccl-*/*"))
