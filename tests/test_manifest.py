@@ -154,7 +154,9 @@ OWN = ("nccl", "machines", "plan.json", "manifest.json")
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o027, 0o002])
-def test_files_and_folders_get_what_the_umask_leaves_and_only_the_owner_writes_a_plan(umask, tmp_path):
+def test_files_and_folders_get_what_the_umask_leaves_and_only_the_owner_writes_a_plan(
+    umask, tmp_path
+):
     before = os.umask(umask)
     try:
         place = tmp_path / "plan"
