@@ -13,30 +13,33 @@ import typer
 from rich.table import Table
 
 from tccl_py.cli import options
-from tccl_py.cli.measure import journal_of_plan, planned_hosts
+from tccl_py.cli.measure import planned_hosts
 from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, results
-from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, write_result
+from tccl_py.cli.process import ANSWER_IS_NO, notice_each, write_result
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json, picked
-from tccl_py.health.drift import Drift, Effort, Journal, find_drift, joined, prometheus_text
+from tccl_py.health.drift import (
+    Drift,
+    Effort,
+    Journal,
+    find_drift,
+    joined,
+    measured_anew,
+    prometheus_text,
+    simulated_anew,
+)
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
-from tccl_py.health.fitness import check_same_machine
 from tccl_py.interrupts import interrupts_put_off
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.again import known_model, measured_as
+from tccl_py.plan.again import journal_of
 from tccl_py.plan.directory import check_plan_directory
 from tccl_py.plan.job import class_sources, journal_by_class
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
-from tccl_py.sources.journal import JournalContents, JournalHeader
-from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
-from tccl_py.sources.profiled import (
-    SEARCH_REPEATS,
-    MeasuredMachine,
-    MeasurementOptions,
-)
+from tccl_py.sources.journal import JournalContents
+from tccl_py.sources.opening import OpenedSource
 
 _MAX_SECONDS = 86_400
 _SHOWN = 8
@@ -83,7 +86,8 @@ def check(
         raise InputError("--seed", f"is {seed}", "0 or more")
     check_plan_directory(directory)
     plan = load_plan(directory)
-    journal = journal_of_plan(plan, directory)
+    journal = journal_of(plan, directory)
+    notice_each(journal.notices)
     effort = Effort(seconds=max_seconds / len(plan.cluster.classes), seed=seed)
     with interrupts_put_off(), ExitStack() as stack:
         source, known, sources = _sources(plan, directory, journal, seed, stack)
@@ -110,44 +114,16 @@ def _sources(
     plan: Plan, directory: Path, journal: JournalContents, seed: int, stack: ExitStack
 ) -> tuple[OpenedSource, Sequence[Journal], Sequence[BandwidthSource]]:
     """Return the source, and the earlier measurements and a source for each class of hosts."""
-    if plan.simulated:
-        source = stack.enter_context(_model(plan, directory, journal.header, seed))
-        return source, [journal.measurements], [source]
     line = stack.enter_context(ProgressLine())
-    if plan.is_cluster:
+    if plan.is_cluster and not plan.simulated:
         hosts = planned_hosts(plan, journal.header, stack)
         hosts.watch(line.measured)
         return hosts, journal_by_class(plan, journal), class_sources(hosts, plan.cluster)
-    options = MeasurementOptions(repeats=SEARCH_REPEATS)
-    here = _here(plan, directory, journal.header)
-    source = open_source(here, gpus=plan.gpus, options=options)
+    again = simulated_anew if plan.simulated else measured_anew
+    source, notices = again(plan, directory, journal.header, seed)
+    notice_each(notices)
     source.watch(line.measured)
     return stack.enter_context(source), [journal.measurements], [source]
-
-
-def _model(plan: Plan, directory: Path, header: JournalHeader, seed: int) -> OpenedSource:
-    """Return the plan's model, with noise of its own."""
-    model = known_model(plan, directory)
-    noise, used = simulation_noise(header)
-    if open_source(model, noise=noise, seed=used).header != header:
-        notice(
-            "the model, or this program's parameters, are not those that the plan was simulated "
-            "with: differences for that reason are reported as changes"
-        )
-    # The journal's own seed would draw the journal's own samples again.
-    return open_source(model, noise=noise, seed=used + 1 + seed)
-
-
-def _here(plan: Plan, directory: Path, header: JournalHeader) -> MeasuredMachine:
-    """Return this machine, if the plan was measured on it, by GPUs, driver and NUMA nodes."""
-    try:
-        place = measured_as(header, plan.machine)
-    except InputError as error:
-        raise InputError(error.where, error.what, "check it where it was measured") from error
-    right = "plan again here, or check it where it was measured"
-    for text in check_same_machine(plan, directory, place.fingerprint, right=right):
-        notice(f"{text}: that may explain what changed")
-    return place
 
 
 def _json(plan: Plan, drift: Drift) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tccl_py.cli import options
-from tccl_py.cli.measure import journal_of_plan, planned_hosts
+from tccl_py.cli.measure import planned_hosts
 from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, grid, results
 from tccl_py.cli.process import notice, notice_each, print_json
@@ -21,7 +21,7 @@ from tccl_py.explain.explain import explain as explanation_of
 from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
 from tccl_py.interrupts import interrupts_put_off
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.again import journal_source, known_model, measured_again, simulated_again
+from tccl_py.plan.again import journal_of, journal_source, measured_again, simulated_again
 from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory
 from tccl_py.plan.job import class_sources, journal_sources
 from tccl_py.plan.load import load_plan
@@ -67,7 +67,8 @@ def explain(
     with interrupts_put_off(), ExitStack() as stack:
         line = stack.enter_context(ProgressLine())
         if no_measure:
-            contents = journal_of_plan(plan, directory)
+            contents = journal_of(plan, directory)
+            notice_each(contents.notices)
             source: RememberingSource = journal_source(contents)
             sources: Sequence[BandwidthSource] = [source] * len(plan.cluster.classes)
             if plan.is_cluster and not plan.simulated:
@@ -95,14 +96,11 @@ def explain(
 
 def _again(plan: Plan, directory: Path, line: ProgressLine) -> OpenedSource:
     """Return the source of a simulated plan, or of one host's plan, with its journal."""
-    journal = directory / JOURNAL_FILE
     if plan.simulated:
-        also = ", or add --no-measure"
-        model = known_model(plan, directory, otherwise=also)
-        source, notices = simulated_again(model, journal, otherwise=also)
+        source, notices = simulated_again(plan, directory, otherwise=", or add --no-measure")
     else:
         otherwise = "explain it there, or add --no-measure"
-        source, notices = measured_again(journal, plan.machine, plan.gpus, otherwise=otherwise)
+        source, notices = measured_again(plan, directory, otherwise=otherwise)
         source.watch(line.measured)
     notice_each(notices)
     return source

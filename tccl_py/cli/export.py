@@ -19,7 +19,7 @@ from tccl_py.plan.again import (
     known_model,
     measured_again,
 )
-from tccl_py.plan.directory import JOURNAL_FILE, write_nccl_files
+from tccl_py.plan.directory import write_nccl_files
 from tccl_py.plan.files import GRAPH_FILE, nccl_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
@@ -119,7 +119,6 @@ def _export_tccl(directory: Path, output: Path | None, wanted: Export) -> None:
 
 def _made(plan: Plan, directory: Path, wanted: Export) -> MadeDatabase:
     """Make the database by the plan's model, by its machine, or by its journal alone."""
-    journal = directory / JOURNAL_FILE
     notices: tuple[str, ...] = ()
     source: RememberingSource
     with ExitStack() as stack:
@@ -130,12 +129,10 @@ def _made(plan: Plan, directory: Path, wanted: Export) -> MadeDatabase:
             source = open_source(known_model(plan, directory))
         else:
             try:
-                source, notices = measured_again(
-                    journal, plan.machine, plan.gpus, otherwise="export it there"
-                )
+                source, notices = measured_again(plan, directory, otherwise="export it there")
                 source.watch(line.measured)
             except ElsewhereError as why:
-                contents = journal_of(journal, plan.machine, simulated=False)
+                contents = journal_of(plan, directory)
                 source, notices = journal_source(contents, elsewhere=why), contents.notices
         notice_each(notices)
         with source:

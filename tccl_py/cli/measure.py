@@ -18,13 +18,12 @@ from tccl_py.errors import InputError, TcclError
 from tccl_py.files import picked
 from tccl_py.model.measurement import Measurement, dealt
 from tccl_py.model.transfer import TransferSet, parse_flow, parse_set
-from tccl_py.plan.again import journal_of
-from tccl_py.plan.directory import JOURNAL_FILE
+from tccl_py.plan.job import hosts_again
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import mark as provenance
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalContents, JournalHeader, read_journal
+from tccl_py.sources.journal import JournalHeader
 from tccl_py.sources.opening import (
     HostsSource,
     OpenedSource,
@@ -34,10 +33,8 @@ from tccl_py.sources.opening import (
     open_source,
 )
 from tccl_py.sources.profiled import (
-    SEARCH_REPEATS,
     MeasurementOptions,
     gpus_of,
-    is_dry_run,
     measured_machine,
     overlap_notices,
     relative_intervals,
@@ -139,44 +136,14 @@ def controlled_job() -> Iterator[Job]:
         yield job
 
 
-def planned_hosts(
-    plan: Plan,
-    journal: JournalHeader,
-    stack: ExitStack,
-) -> HostsSource:
-    """Join this MPI job, and return a source over its hosts, on which a plan was measured.
-
-    `stack` leaves the job.
-
-    Raises:
-        InputError: this is no MPI job, or the plan was measured on other hosts.
-    """
-    what = f"the plan of {len(plan.hosts)} hosts"
+def planned_hosts(plan: Plan, journal: JournalHeader, stack: ExitStack) -> HostsSource:
+    """Join this MPI job until `stack` is left; return a source over the hosts of a plan."""
     if not in_job():
         right = "start the command by mpirun or srun, with a rank on each host"
-        raise InputError(what, "needs the hosts for measurements", right)
-    machine, dry_run = plan.cluster.classes[0].machine, dict[str, Any]()
-    if is_dry_run(journal):
-        nics = ",".join(nic.name for nic in machine.nics)
-        dry_run = {"backend": "host", "devices": len(machine.gpus), "interfaces": nics}
+        where = f"the plan of {len(plan.hosts)} hosts"
+        raise InputError(where, "needs the hosts for measurements", right)
     job = stack.enter_context(controlled_job())
-    source = open_hosts(job, options=MeasurementOptions(repeats=SEARCH_REPEATS), **dry_run)
-    stack.enter_context(source)
-    if source.header != journal:
-        found = f"was measured on other hosts ({journal.identity}) than these"
-        raise InputError(what, f"{found} ({source.header.identity})", "plan these hosts")
-    return source
-
-
-def journal_of_plan(plan: Plan, directory: Path) -> JournalContents:
-    """Read the journal of a plan, and print notices on it."""
-    path, machine = directory / JOURNAL_FILE, plan.cluster.classes[0].machine
-    if plan.is_cluster and not plan.simulated:
-        contents = read_journal(path)
-    else:
-        contents = journal_of(path, machine, simulated=plan.simulated)
-    notice_each(contents.notices)
-    return contents
+    return stack.enter_context(hosts_again(plan, journal, job))
 
 
 def measurement_options(*, target: float | None = None, **options: Any) -> MeasurementOptions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -18,11 +19,16 @@ from tccl_py.health.drift_statistics import (
     points_to,
     worst_of_each_set,
 )
+from tccl_py.health.fitness import check_same_machine
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.nccl.paths import path_types
+from tccl_py.plan.again import known_model, measured_as
 from tccl_py.plan.plan import Plan
+from tccl_py.sources.journal import JournalHeader
+from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
+from tccl_py.sources.profiled import SEARCH_REPEATS, MeasurementOptions
 
 ROUNDS = 3
 """Measurements of each set, interleaved with the other sets to show the spread over time."""
@@ -69,6 +75,39 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
     def sets(self) -> dict[TransferSet, Comparison]:
         """The sets compared, each with the flow that fell most."""
         return {row.transfers: row for row in worst_of_each_set(self.rows)}
+
+
+def simulated_anew(
+    plan: Plan, directory: Path, journal: JournalHeader, seed: int
+) -> tuple[OpenedSource, tuple[str, ...]]:
+    """Return a plan's model with noise of its own, and a notice if it is not the journal's."""
+    model, (noise, used) = known_model(plan, directory), simulation_noise(journal)
+    same = open_source(model, noise=noise, seed=used).header == journal
+    text = (
+        "the model, or this program's parameters, are not those that the plan was simulated "
+        "with: differences for that reason are reported as changes"
+    )
+    # The journal's own seed would draw the journal's own samples again.
+    return open_source(model, noise=noise, seed=used + 1 + seed), () if same else (text,)
+
+
+def measured_anew(
+    plan: Plan, directory: Path, journal: JournalHeader, _: int = 0
+) -> tuple[OpenedSource, tuple[str, ...]]:
+    """Return a source over this machine, if the plan was measured on it, and notices.
+
+    Raises:
+        InputError: other GPUs, another driver or other NUMA nodes.
+    """
+    try:
+        place = measured_as(journal, plan.machine)
+    except InputError as error:
+        raise InputError(error.where, error.what, "check it where it was measured") from error
+    right = "plan again here, or check it where it was measured"
+    notes = check_same_machine(plan, directory, place.fingerprint, right=right)
+    options = MeasurementOptions(repeats=SEARCH_REPEATS)
+    source = open_source(place, gpus=plan.gpus, options=options)
+    return source, tuple(f"{text}: that may explain what changed" for text in notes)
 
 
 def find_drift(

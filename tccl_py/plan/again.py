@@ -9,7 +9,7 @@ from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet
-from tccl_py.plan.directory import machine_file
+from tccl_py.plan.directory import JOURNAL_FILE, machine_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_if_listed
 from tccl_py.simulator.descriptions import read_description
@@ -58,13 +58,15 @@ def journal_source(
     return RememberingSource(none, contents.measurements)
 
 
-def journal_of(journal: Path, machine: Machine, *, simulated: bool) -> JournalContents:
-    """Read the journal of a plan of a machine; refuse that of another machine."""
+def journal_of(plan: Plan, directory: Path) -> JournalContents:
+    """Read the journal of a plan; refuse that of another machine."""
+    journal = directory / JOURNAL_FILE
     if not journal.is_file():
         raise InputError(str(journal), "does not exist", "plan again: it has the measurements")
     contents = read_journal(journal)
-    header = contents.header
-    if (header.machine, header.simulated) != (machine.name, simulated):
+    header, machine = contents.header, plan.cluster.classes[0].machine
+    of_hosts = plan.is_cluster and not plan.simulated
+    if not of_hosts and (header.machine, header.simulated) != (machine.name, plan.simulated):
         kind = "simulated" if header.simulated else "measured"
         what = f"is of machine {header.machine}, {kind}, and not of this plan"
         raise InputError(str(journal), what, f"the journal of {machine.name}")
@@ -72,15 +74,16 @@ def journal_of(journal: Path, machine: Machine, *, simulated: bool) -> JournalCo
 
 
 def simulated_again(
-    model: MachineModel, journal: Path, *, otherwise: str = ""
+    plan: Plan, directory: Path, *, otherwise: str = ""
 ) -> tuple[OpenedSource, tuple[str, ...]]:
     """Return a simulated plan's source with its journal (made if missing), and notices on the file.
 
     `otherwise` is another remedy than planning again.
 
     Raises:
-        InputError: the journal is of another model or of other parameters.
+        InputError: the plan has no model, or its journal is of another model or other parameters.
     """
+    model, journal = known_model(plan, directory, otherwise=otherwise), directory / JOURNAL_FILE
     header = read_journal(journal).header if journal.is_file() else None
     noise, seed = (0.0, 0) if header is None else simulation_noise(header)
     source = open_source(model, noise=noise, seed=seed)
@@ -101,11 +104,7 @@ def measured_as(header: JournalHeader, machine: Machine) -> MeasuredMachine:
 
 
 def measured_again(
-    journal: Path,
-    machine: Machine,
-    gpus: Sequence[int],
-    *,
-    otherwise: str,
+    plan: Plan, directory: Path, *, otherwise: str
 ) -> tuple[OpenedSource, tuple[str, ...]]:
     """Return a source over this host, if the plan was measured on it, and notices on its journal.
 
@@ -115,15 +114,16 @@ def measured_again(
         ElsewhereError: this is another machine.
         InputError: the journal is missing, damaged, or another machine's.
     """
-    header = journal_of(journal, machine, simulated=False).header
+    machine, header = plan.machine, journal_of(plan, directory).header
     try:
         place = measured_as(header, machine)
     except InputError as error:
         here = f"{error.where} {error.what}"
     else:
-        source = open_source(place, gpus=gpus, options=MeasurementOptions(repeats=SEARCH_REPEATS))
+        options = MeasurementOptions(repeats=SEARCH_REPEATS)
+        source = open_source(place, gpus=plan.gpus, options=options)
         if source.header == header:
-            return source, source.keep_in(journal)
+            return source, source.keep_in(directory / JOURNAL_FILE)
         here = f"this is {place.machine.name} ({source.header.identity})"
     raise ElsewhereError(
         f"the plan of {machine.name}",

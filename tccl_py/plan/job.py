@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,9 +21,13 @@ from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements,
 from tccl_py.readers.hosts import HostSlots, read_host_list
 from tccl_py.readers.switches import read_switches
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.journal import JournalContents
+from tccl_py.sources.journal import JournalContents, JournalHeader
 from tccl_py.sources.memory import RememberingSource
-from tccl_py.sources.opening import HostsSource, sampled_links
+from tccl_py.sources.opening import HostsSource, open_hosts, sampled_links
+from tccl_py.sources.profiled import SEARCH_REPEATS, MeasurementOptions, is_dry_run
+
+if TYPE_CHECKING:
+    from tccl_py.sources.opening import Job
 
 MANY_NODES = 16_384
 SPOT_CHECKS = 16
@@ -144,6 +148,26 @@ def class_sources(source: HostsSource, cluster: Cluster) -> list[PlacedSource]:
     carried, tcp = session.network == "nccl", session.over_sockets
     places = placements(cluster, over_sockets=tcp, addressed=addressed, carried=carried)
     return [PlacedSource(source, place) for place in places]
+
+
+@contextmanager
+def hosts_again(plan: Plan, journal: JournalHeader, job: Job) -> Iterator[HostsSource]:
+    """Open a source over the hosts of a job, on which a plan was measured with this journal.
+
+    Raises:
+        InputError: the plan was measured on other hosts.
+    """
+    machine, dry_run = plan.cluster.classes[0].machine, dict[str, Any]()
+    if is_dry_run(journal):
+        nics = ",".join(nic.name for nic in machine.nics)
+        dry_run = {"backend": "host", "devices": len(machine.gpus), "interfaces": nics}
+    options = MeasurementOptions(repeats=SEARCH_REPEATS)
+    with open_hosts(job, options=options, **dry_run) as source:
+        if source.header != journal:
+            found = f"was measured on other hosts ({journal.identity}) than these"
+            what, right = f"{found} ({source.header.identity})", "plan these hosts"
+            raise InputError(f"the plan of {len(plan.hosts)} hosts", what, right)
+        yield source
 
 
 def journal_by_class(
