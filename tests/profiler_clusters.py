@@ -8,13 +8,7 @@ from dataclasses import dataclass, field
 
 from tccl_profiler.cluster.agent import Agent, ControllerLost
 from tccl_profiler.cluster.job import HostRanks, agent_process
-from tccl_profiler.cluster.messages import (
-    Envelope,
-    Heartbeat,
-    HeartbeatThread,
-    Messenger,
-    PeerGone,
-)
+from tccl_profiler.cluster.messages import Envelope, Heartbeat, HeartbeatThread, Messenger, PeerGone
 from tccl_profiler.messages import Connection, Stop
 
 

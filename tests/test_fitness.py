@@ -10,13 +10,11 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.health.fitness import (
-    why_not_here,
-    why_not_with,
-)
+from tccl_py.health.fitness import why_not_here, why_not_with
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.directory import machine_file, planned_fingerprint, write_plan
+from tccl_py.plan.beside import planned_fingerprint
+from tccl_py.plan.directory import machine_file, write_plan
 from tccl_py.readers.nvml import GpuFacts
 from tests.cluster_plans import mixed
 from tests.planned import SMALL, needing_a_graph, plan_of

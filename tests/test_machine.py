@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json, read_text, write_atomically
-from tccl_py.model.machine import (
-    HiddenLink,
-    Knowledge,
-    NvLink,
-    PeerAccess,
-    check,
-    check_knowledge,
-)
+from tccl_py.model.machine import HiddenLink, Knowledge, NvLink, PeerAccess, check, check_knowledge
 from tccl_py.model.symmetry import natural_cuts
 from tests.toy import machine_from_json, toy_machine
 

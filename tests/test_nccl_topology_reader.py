@@ -8,15 +8,7 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
-from tccl_py.model.machine import (
-    Gpu,
-    Machine,
-    Nic,
-    NumaNode,
-    NvLink,
-    NvSwitch,
-    PciLink,
-)
+from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, NvLink, NvSwitch, PciLink
 from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
 from tests.effort import soon
 from tests.toy import machine_from_json

@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.model.machine import (
-    Gpu,
-    Machine,
-    Nic,
-    NumaNode,
-    NvLink,
-    PciBridge,
-    PciLink,
-)
+from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, NvLink, PciBridge, PciLink
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.system import PathType
 from tccl_py.readers.nccl_topology import read_nccl_topology

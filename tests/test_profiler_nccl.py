@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 
 from tccl_profiler.cluster.session import ClusterSession
 from tccl_profiler.compiler import CARRIED_GROUP_US, program_for
-from tccl_profiler.nccl_links import (
-    Communicators,
-    graph_text,
-    process_variables,
-)
+from tccl_profiler.nccl_links import Communicators, graph_text, process_variables
 from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options
 from tccl_profiler.program import Carrier, Link, is_nic

@@ -16,7 +16,7 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.report.contents import read_contents
 from tccl_py.report.machine import LANE, lay_out, nvlinks, wires
-from tccl_py.report.page import report_html
+from tccl_py.report.page import drawn_hops, report_html
 from tccl_py.report.rates import (
     fastest_alone,
     fastest_bounces,
@@ -24,7 +24,6 @@ from tccl_py.report.rates import (
     viridis,
     worst_pairs,
 )
-from tccl_py.report.rings import drawn_hops
 from tccl_py.verify.record import keep_verification
 from tccl_py.verify.verify import RunBudget
 from tests.cluster_plans import mixed

@@ -19,9 +19,7 @@ from tccl_py.simulator.descriptions import (
     model_for,
     model_from_json,
 )
-from tccl_py.simulator.model import (
-    bundled_parameters,
-)
+from tccl_py.simulator.model import bundled_parameters
 from tccl_py.simulator.source import Simulator
 from tests.toy import toy_machine
 

@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.model.transfer import parse_flow
-from tccl_py.tccl_fork.database import (
-    index_bits,
-    table_bytes,
-    tccl_xml,
-    typed_transfers,
-)
+from tccl_py.tccl_fork.database import index_bits, table_bytes, tccl_xml, typed_transfers
 from tests.tccl_databases import databases, small_database
 from tests.tccl_runtime import check_database, parse_tccl_xml, read_tccl_xml
 

@@ -28,14 +28,7 @@ from tccl_py.verify.target import read_target
 from tccl_py.verify.verify import RunBudget, round_order
 from tests.nccl_cases import torn
 from tests.planned import SMALL, as_only, plan_of, rebind
-from tests.verified import (
-    FakeJobs,
-    by_plan,
-    by_variables,
-    changed,
-    dry_run,
-    run_verification,
-)
+from tests.verified import FakeJobs, by_plan, by_variables, changed, dry_run, run_verification
 
 LOG = Path(__file__).parent / "cases" / "nccl-logs" / "h200x2-plan-2.28.9.log"
 

@@ -33,7 +33,7 @@ from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.interrupts import interrupts_put_off
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.again import journal_of
-from tccl_py.plan.directory import check_plan_directory
+from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.job import class_sources, journal_by_class
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan

@@ -15,16 +15,11 @@ from tccl_py.cli import options
 from tccl_py.cli.options import gpus_argument, opt, refuse
 from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
 from tccl_py.errors import InputError
-from tccl_py.health.fitness import (
-    ALIKE_VARIABLE,
-    why_not_here,
-    why_not_of_class,
-    why_not_with,
-)
+from tccl_py.health.fitness import ALIKE_VARIABLE, why_not_here, why_not_of_class, why_not_with
 from tccl_py.model.cluster import shown
 from tccl_py.nccl.variables import export_lines, job_environment
 from tccl_py.nccl_library import installed_nccl
-from tccl_py.plan.directory import check_plan_directory
+from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import CHOICES, Plan

@@ -22,7 +22,8 @@ from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save
 from tccl_py.interrupts import interrupts_put_off
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.again import journal_of, journal_source, measured_again, simulated_again
-from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory
+from tccl_py.plan.beside import check_plan_directory
+from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.job import class_sources, journal_sources
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan

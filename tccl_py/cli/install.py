@@ -16,8 +16,8 @@ from tccl_py.files import check_path
 from tccl_py.installation.install import Installed, Kind, form_of, removal
 from tccl_py.installation.install import install as put
 from tccl_py.installation.install import uninstall as take_out
-from tccl_py.nccl.variables import user_file
-from tccl_py.plan.directory import check_plan_directory, planned_fingerprint
+from tccl_py.nccl.conf import user_file
+from tccl_py.plan.beside import check_plan_directory, planned_fingerprint
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files

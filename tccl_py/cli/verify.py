@@ -18,7 +18,7 @@ from tccl_py.cli.options import flag, in_range, one_of, opt, refuse
 from tccl_py.cli.output import notices, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
 from tccl_py.errors import InputError
-from tccl_py.plan.directory import check_plan_directory
+from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import locked

@@ -10,7 +10,15 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import MeasurementError
-from tccl_py.explain.causes import Cause, ContradictionError, find_causes, is_hurt
+from tccl_py.explain.causes import (
+    Cause,
+    ContradictionError,
+    Shared,
+    Sharing,
+    busy,
+    find_causes,
+    is_hurt,
+)
 from tccl_py.explain.findings import (
     COLLAPSE,
     Finding,
@@ -20,7 +28,6 @@ from tccl_py.explain.findings import (
     kind_of,
 )
 from tccl_py.explain.probing import Flows, Key, Prober, Rate
-from tccl_py.explain.sharing import Shared, Sharing, busy
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import dealt
 from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write

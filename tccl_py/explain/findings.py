@@ -11,7 +11,7 @@ import msgspec
 
 from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import Flow
-from tccl_py.plan.directory import keep_beside_plan, read_beside_plan
+from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
 
 FORMAT_VERSION = 1
 EXPLANATION_FILE = "explanation.json"

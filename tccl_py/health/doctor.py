@@ -22,7 +22,7 @@ from tccl_py.health.checks import (
 )
 from tccl_py.health.host import SEVERITIES, Finding, Found, Host, Unseen, defect, rules
 from tccl_py.nccl.asked import ring_words
-from tccl_py.nccl.variables import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines
+from tccl_py.nccl.conf import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines
 from tccl_py.nccl.versions import version_facts
 
 # Checks of NCCL: variables in force, lines of nccl.conf that NCCL misreads, version and rings.

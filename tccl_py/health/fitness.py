@@ -11,7 +11,8 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint, Gpu, Machine
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.directory import known_fingerprint, machine_file, planned_fingerprint
+from tccl_py.plan.beside import known_fingerprint, planned_fingerprint
+from tccl_py.plan.directory import machine_file
 from tccl_py.plan.plan import Plan
 from tccl_py.readers.nvml import GpuFacts
 

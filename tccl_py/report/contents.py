@@ -10,7 +10,8 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.explain.findings import EXPLANATION_FILE, Explanation, load_explanation
-from tccl_py.plan.directory import JOURNAL_FILE, check_plan_directory
+from tccl_py.plan.beside import check_plan_directory
+from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.words import mark

@@ -129,6 +129,21 @@ Choices = npt.NDArray[np.int64]
 """Rows of hop numbers; every ring set contains at least one of the rows."""
 
 
+def distinct_cuts(index: HopIndex, cuts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return one of the cuts that the symmetry exchanges."""
+    names = [f"G{gpu}" for gpu in index.gpus]
+    point = {name: i for i, name in enumerate(index.symmetry.points)}
+    # The world outside, which chains pass through, is no device, and stays where it is.
+    moving = [cut for cut in cuts if all(names[i] in point for i in cut)]
+    elements = index.symmetry.elements[index.inside]
+    distinct: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for cut in moving:
+        columns = [point[names[i]] for i in cut]
+        images = np.unique(np.sort(elements[:, columns], axis=1), axis=0)
+        distinct.setdefault(tuple(images[0].tolist()), cut)
+    return [cut for cut in cuts if cut not in moving] + list(distinct.values())
+
+
 def crossings(index: HopIndex, group: Iterable[int], rings: int) -> list[Choices]:
     """List the hops by which `rings` rings can leave, enter, or do both at a group of GPUs."""
     inside = np.isin(np.arange(len(index.gpus)), list(group))

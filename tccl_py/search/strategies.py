@@ -11,6 +11,7 @@ from tccl_py.errors import SearchError
 from tccl_py.model.rings import HopSpace, Ring, ring_from_order, ring_like
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.search.best_first import RingSetSearch
+from tccl_py.search.bounds import distinct_cuts
 from tccl_py.search.evaluator import (
     BudgetSpentError,
     Candidate,
@@ -244,7 +245,7 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> None:
             if count_ring_sets(index.space, count) <= FEW_RING_SETS:
                 search.enumerate_all()
             else:
-                search.relax(_one_of_each(index, cuts))
+                search.relax(distinct_cuts(index, cuts))
                 search.run()
         except BudgetSpentError:
             pass
@@ -252,21 +253,6 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> None:
             run.bounds[count] = search.bound_gbps
     run.evaluator.allot(1)
     _confirm(run)
-
-
-def _one_of_each(index: HopIndex, cuts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return one of the cuts that the symmetry exchanges."""
-    names = [f"G{gpu}" for gpu in index.gpus]
-    point = {name: i for i, name in enumerate(index.symmetry.points)}
-    # The world outside, which chains pass through, is no device, and stays where it is.
-    moving = [cut for cut in cuts if all(names[i] in point for i in cut)]
-    elements = index.symmetry.elements[index.inside]
-    distinct: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for cut in moving:
-        columns = [point[names[i]] for i in cut]
-        images = np.unique(np.sort(elements[:, columns], axis=1), axis=0)
-        distinct.setdefault(tuple(images[0].tolist()), cut)
-    return [cut for cut in cuts if cut not in moving] + list(distinct.values())
 
 
 def _answer_holds(run: Run) -> bool:

@@ -18,16 +18,12 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
-from tccl_py.health.fitness import (
-    ALIKE_VARIABLE,
-    why_not_here,
-    why_not_of_class,
-    why_not_with,
-)
+from tccl_py.health.fitness import ALIKE_VARIABLE, why_not_here, why_not_of_class, why_not_with
 from tccl_py.installation.install import PLAN_VARIABLE
 from tccl_py.model.machine import Fingerprint, normal_bus_id
-from tccl_py.nccl.variables import env_conflicts, job_environment, settings_of_files
-from tccl_py.plan.directory import check_plan_directory
+from tccl_py.nccl.conf import settings_of_files
+from tccl_py.nccl.variables import env_conflicts, job_environment
+from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan

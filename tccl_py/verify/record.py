@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.directory import keep_beside_plan, read_beside_plan
+from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
 from tccl_py.plan.plan import AS_GOOD, ChoiceName
 from tccl_py.statistics import hodges_lehmann, holm, signed_rank_p
 from tccl_py.verify.rings import RingsFound

@@ -18,8 +18,9 @@ from tccl_py.nccl.transport import candidates, pair_mechanism
 from tccl_py.nccl.variables import job_environment, pinned_level
 from tccl_py.nccl.view import view
 from tccl_py.plan.again import planned_model
+from tccl_py.plan.beside import planned_fingerprint
 from tccl_py.plan.choices import own_rings
-from tccl_py.plan.directory import planned_fingerprint, write_plan
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.files import GRAPH_FILE, HOSTS_FOLDER, host_graph_file, host_graphs, nccl_files
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
