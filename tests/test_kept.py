@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.cli.plan import not_pinned
 from tccl_py.errors import InputError
 from tccl_py.explain.build import by_mechanism
 from tccl_py.explain.explain import explain, node_of, subjects
@@ -34,6 +33,7 @@ from tccl_py.nccl.view import direct_pairs, view
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.nccl_here import not_pinned
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.plan.tasks import condensed
 from tccl_py.search.problem import Budget

@@ -34,17 +34,15 @@ from tccl_py.sources.opening import (
 )
 from tccl_py.sources.profiled import (
     MeasurementOptions,
+    doubts,
     gpus_of,
+    half_width,
     measured_machine,
-    overlap_notices,
     relative_intervals,
 )
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
-
-_MANY = 0.2
-"""A share of outliers (of all repeats) above this gets a notice."""
 
 
 def measure(
@@ -124,7 +122,7 @@ def measure(
         # When it is closed, the source has looked at the GPUs once more.
         notice_each(source.notices)
         for row in rows:
-            notice_each(_doubts(*row))
+            notice_each(doubts(*row))
 
 
 @contextmanager
@@ -190,26 +188,6 @@ def _entry(text: str, measurement: Measurement) -> dict[str, Any]:
     return entry
 
 
-def _doubts(text: str, measurement: Measurement) -> Iterator[str]:
-    """Warn of what makes a measurement doubtful."""
-    if measurement.simulated:
-        return
-    repeats, far = len(measurement.samples_gbps[0]), len(measurement.outliers)
-    if not measurement.settled:
-        width = _half(max(relative_intervals(measurement)))
-        yield (
-            f"{text}: rates vary: after {repeats} repeats the 95 % interval is still {width} wide; "
-            "other work, clocks or heat may disturb it; a larger --target accepts it"
-        )
-    if far > repeats * _MANY:
-        yield f"{text}: repeats far from the others: {far} of {repeats}; they count as well"
-    yield from overlap_notices(text, measurement)
-
-
-def _half(width: float) -> str:
-    return f"\u00b1 {width / 2:.1%}" if width < float("inf") else "?"
-
-
 def _print_table(title: str, conditions: str, rows: Sequence[tuple[str, Measurement]]) -> None:
     measured = any(not measurement.simulated for _, measurement in rows)
     more = ("interval", "repeats") if measured else ()
@@ -231,7 +209,7 @@ def _add_rows(table: Table, text: str, measurement: Measurement) -> None:
     if not measurement.simulated:
         repeats = str(len(measurement.samples_gbps[0]))
         widths = in_given_order(text, measurement, relative_intervals(measurement))
-        beside = [[_half(width), repeats] for width in widths]
+        beside = [[half_width(width), repeats] for width in widths]
         together = ["", repeats, f"{mark}{_timing(measurement)}"]
     for flow, rate, more in zip(text.split(), gbps, beside, strict=True):
         table.add_row(flow, f"{rate:.2f}", *more, mark)

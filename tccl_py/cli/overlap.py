@@ -19,19 +19,13 @@ from tccl_py.errors import InputError
 from tccl_py.interrupts import CTRL_C_AND_SIGTERM, interrupts_put_off
 from tccl_py.overlap.job import (
     Backend,
-    Kind,
-    OverlapResult,
-    OverlapSpec,
     PairRow,
     ProductRow,
     Span,
     default_sets,
     parse_sets,
-    rows_of,
-    run_job,
+    time_overlap,
 )
-from tccl_py.rank_processes.forkserver import ForkServer
-from tccl_py.rank_processes.tasks import torch_environment
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nvml import VARIABLE, visible_indices
 
@@ -86,23 +80,9 @@ def overlap(
     wanted = parse_sets(sets, places) if sets else default_sets(len(places))
     if importlib.util.find_spec("torch") is None:
         raise InputError("tccl overlap", "needs torch", "`pip install torch`")
-    environment = torch_environment(os.environ, places if chosen == "nccl" else None)
     counted = {"message_bytes": size * MIB, "messages": messages, "repeats": repeats}
-    pairs: list[PairRow] = []
-    products: list[ProductRow] = []
-    job_results: tuple[OverlapResult, ...] = ()
-    kinds: tuple[tuple[str, Kind], ...] = ((chosen, "messages"), ("memcpy", "copies"))
-    with ForkServer() as server:
-        for by, kind in kinds:
-            spec = OverlapSpec(
-                backend=chosen, kind=kind, places=len(places), sets=wanted, **counted
-            )
-            with interrupts_put_off(CTRL_C_AND_SIGTERM):
-                job_results = run_job(spec, environment, timeout=timeout, server=server)
-            found = rows_of(by, spec, job_results, places)
-            pairs += found[0]
-            products += found[1]
-    first = job_results[0]
+    with interrupts_put_off(CTRL_C_AND_SIGTERM):
+        pairs, products, first = time_overlap(chosen, places, wanted, timeout=timeout, **counted)
     head = {"backend": chosen, "gpus": places, "gpu": first.device, "torch": first.torch, **counted}
     if json:
         print_json({**head, "pairs": pairs, "products": products})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,12 +24,17 @@ from tccl_py.errors import InputError
 from tccl_py.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import MAX_GID_INDEX
-from tccl_py.nccl.variables import PINNABLE, check_pinnable, pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, known_versions
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.directory import holds_measurements, output_directory, write_plan
 from tccl_py.plan.job import cluster_of_job, plan_job, simulated_cluster
-from tccl_py.plan.nccl_here import graph_file_notices, rings_here, version_to_plan
+from tccl_py.plan.nccl_here import (
+    graph_file_notices,
+    not_pinned,
+    pinned_here,
+    rings_here,
+    version_to_plan,
+)
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.readers.hosts import read_host_list
@@ -131,7 +135,7 @@ def plan(
     idle = DEFAULT_BUDGET.idle_sets
     task: dict[str, Any] = {
         "version": LATEST if nccl is None else nccl,
-        "pinned_env": _pinned_here(asked.pin_env),
+        "pinned_env": pinned_here(asked.pin_env),
         "ring_counts": _ring_counts(rings),
         "strategy": strategy,
         "budget": Budget(sets=max_sets, seconds=max_seconds, idle_sets=idle),
@@ -300,26 +304,6 @@ def _planning(journal: Path, output: Path) -> Iterator[None]:
         if holds_measurements(journal):
             notice(f"measurements are kept: the same command resumes from {output}")
         raise
-
-
-def _pinned_here(names: Sequence[str]) -> dict[str, str]:
-    """Return the variables of these names as they are set here, and as NCCL reads them."""
-    for name in names:
-        check_pinnable(name, where="--pin-env")
-        if name not in os.environ:
-            right = f"set it as all jobs have it, as in `{name}=... tccl plan`"
-            raise InputError(f"--pin-env {name}", "is not set here", right)
-    return pinned_values({name: os.environ[name] for name in names}, where="--pin-env")
-
-
-def not_pinned(names: Sequence[str]) -> tuple[str, ...]:
-    """Return notices on variables that are set here, and are not among the pinned `names`."""
-    return tuple(
-        f"{name}={os.environ[name][:20]} is set here and is not planned for: if all jobs have it, "
-        f"add --pin-env {name}"
-        for name in PINNABLE
-        if name not in names and pinned_level({name: os.environ.get(name, "")}) is not None
-    )
 
 
 def _ring_counts(text: str | None) -> tuple[int, ...] | None:

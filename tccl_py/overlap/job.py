@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -12,7 +13,14 @@ import msgspec
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_json
 from tccl_py.rank_processes.forkserver import ForkServer
-from tccl_py.rank_processes.tasks import TORCH, RanksError, Task, decoded, run_tasks
+from tccl_py.rank_processes.tasks import (
+    TORCH,
+    RanksError,
+    Task,
+    decoded,
+    run_tasks,
+    torch_environment,
+)
 from tccl_py.statistics import median_interval
 
 Backend = Literal["nccl", "gloo"]
@@ -181,6 +189,27 @@ def run_job(
             raise MeasurementError(f"{error}; raise --timeout") from error
         raise
     return decoded(output, ranks, OverlapResult)
+
+
+def time_overlap(
+    backend: Backend, gpus: Sequence[int], sets: tuple[Pairs, ...], *, timeout: float, **counts: int
+) -> tuple[list[PairRow], list[ProductRow], OverlapResult]:
+    """Run a job of messages and one of copies here; return their rows, and a rank's result.
+
+    `counts` are as in OverlapSpec; raises MeasurementError as `run_job` and `rows_of`.
+    """
+    environment = torch_environment(os.environ, gpus if backend == "nccl" else None)
+    pairs: list[PairRow] = []
+    products: list[ProductRow] = []
+    kinds: tuple[tuple[str, Kind], ...] = ((backend, "messages"), ("memcpy", "copies"))
+    with ForkServer() as server:
+        for by, kind in kinds:
+            spec = OverlapSpec(backend=backend, kind=kind, places=len(gpus), sets=sets, **counts)
+            results = run_job(spec, environment, timeout=timeout, server=server)
+            found = rows_of(by, spec, results, gpus)
+            pairs += found[0]
+            products += found[1]
+    return pairs, products, results[0]
 
 
 def span(samples: Iterable[float]) -> Span:

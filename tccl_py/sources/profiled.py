@@ -40,6 +40,8 @@ DRY_RUN = (
 )
 _UNSETTLED = 0.1
 """A share of unsettled sets above this gets a notice."""
+_MANY = 0.2
+"""A share of outliers (of all repeats) above this gets a notice."""
 _SHOWN = 5
 """Failed sets, and sets of unknown overlap, that notices name."""
 
@@ -289,6 +291,27 @@ def overlap_notices(text: str, measurement: Measurement) -> Iterator[str]:
             "the clock shows no more, as time stamps of copy engines wait for kernels of their "
             "GPU, and copies may be faster than was measured"
         )
+
+
+def doubts(text: str, measurement: Measurement) -> Iterator[str]:
+    """Warn of what makes a measurement of the set `text` doubtful."""
+    if measurement.simulated:
+        return
+    repeats, far = len(measurement.samples_gbps[0]), len(measurement.outliers)
+    if not measurement.settled:
+        width = half_width(max(relative_intervals(measurement)))
+        yield (
+            f"{text}: rates vary: after {repeats} repeats the 95 % interval is still {width} wide; "
+            "other work, clocks or heat may disturb it; a larger --target accepts it"
+        )
+    if far > repeats * _MANY:
+        yield f"{text}: repeats far from the others: {far} of {repeats}; they count as well"
+    yield from overlap_notices(text, measurement)
+
+
+def half_width(width: float) -> str:
+    """Return a relative interval's width as text."""
+    return f"\u00b1 {width / 2:.1%}" if width < float("inf") else "?"
 
 
 def relative_intervals(measurement: Measurement) -> tuple[float, ...]:
