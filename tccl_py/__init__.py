@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tccl_py.errors import InputError, TcclError
-    from tccl_py.model.cluster import Cluster, HostReport, cluster_of
+    from tccl_py.model.cluster import Cluster
+    from tccl_py.model.reports import HostReport, cluster_of
     from tccl_py.model.transfer import parse_flow, parse_set
     from tccl_py.plan.cluster_planner import make_cluster_plan
     from tccl_py.plan.directory import write_plan
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 _NAMES = {
     "plan.cluster_planner": "make_cluster_plan",
     "errors": "InputError TcclError",
-    "model.cluster": "Cluster HostReport cluster_of",
+    "model.cluster": "Cluster",
+    "model.reports": "HostReport cluster_of",
     "model.transfer": "parse_flow parse_set",
     "plan.directory": "write_plan",
     "plan.load": "load_plan",

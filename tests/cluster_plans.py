@@ -2,8 +2,8 @@
 
 import msgspec
 
-from tccl_py.model.cluster import HostReport, cluster_of
 from tccl_py.model.machine import Knowledge
+from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.nccl.network import chain_hop_space, chains_as_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view

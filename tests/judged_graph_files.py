@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import SearchError
-from tccl_py.model.cluster import HostReport, cluster_of
 from tccl_py.model.machine import Knowledge
+from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.nccl.settings import environment, final_channels
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.cluster_planner import make_cluster_plan

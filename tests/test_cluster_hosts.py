@@ -9,17 +9,7 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json
-from tccl_py.model.cluster import (
-    Cluster,
-    Host,
-    HostReport,
-    NodeClass,
-    SwitchTree,
-    canonical,
-    check_cluster,
-    classes_of,
-    cluster_of,
-)
+from tccl_py.model.cluster import Cluster, Host, NodeClass, SwitchTree, check_cluster
 from tccl_py.model.machine import (
     HiddenLink,
     Knowledge,
@@ -31,6 +21,7 @@ from tccl_py.model.machine import (
     PeerAccess,
     check,
 )
+from tccl_py.model.reports import HostReport, canonical, classes_of, cluster_of
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tests.effort import soon
 from tests.toy import toy_machine

@@ -12,8 +12,9 @@ from tccl_profiler.compiler import program_for
 from tccl_profiler.nccl_links import process_variables
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.merge.rings import uplink_limit
-from tccl_py.model.cluster import HostReport, SwitchTree, cluster_of
+from tccl_py.model.cluster import SwitchTree
 from tccl_py.model.machine import Knowledge, gpus_beside_nics
+from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings, final_channels

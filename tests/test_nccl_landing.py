@@ -5,16 +5,9 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, NvLink
-from tccl_py.nccl.network import (
-    entry_flow,
-    exit_flow,
-    may_change_rails,
-    net_buffer_numa,
-    net_path,
-    relay,
-)
+from tccl_py.nccl.network import entry_flow, exit_flow, net_buffer_numa, relay
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.view import usable_nics, view
+from tccl_py.nccl.view import may_change_rails, net_path, usable_nics, view
 from tests.nccl_cases import machine
 from tests.nccl_nodes import with_nics
 from tests.toy import toy_machine

@@ -1,6 +1,6 @@
 """How a ring leaves a node and enters the next: NICs, network buffers, and hops of chains.
 
-A graph file names the NICs; whether they reach GPU memory follows from the pair and the settings.
+Whether NICs reach GPU memory follows from the pair and the settings.
 
 Source: sendSetup, recvSetup, sendProxyConnect and recvProxyConnect (transport/net.cc),
 ncclTopoCheckGdr and ncclTopoGetIntermediateRank (paths.cc), ncclTopoGetNetDev (search.cc) of
@@ -14,16 +14,15 @@ from itertools import pairwise, product
 
 import msgspec
 
-from tccl_py.errors import InputError, SearchError
+from tccl_py.errors import SearchError
 from tccl_py.model.rings import HopSpace, Ring, ring
 from tccl_py.model.transfer import Fifo, Flow, entering, leaving
-from tccl_py.nccl.graph_file import GraphRings
 from tccl_py.nccl.paths import DISCONNECTED, Direction, gpu_direct_rule, local_cpu, relay_of
 from tccl_py.nccl.settings import Settings, check_settings, final_channels
 from tccl_py.nccl.system import PathType
-from tccl_py.nccl.transport import hop_space, pair_mechanism
-from tccl_py.nccl.versions import TYPES, Level, version_facts
-from tccl_py.nccl.view import NcclView, net_devices, view
+from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.versions import Level
+from tccl_py.nccl.view import NcclView, net_ends, net_path, view
 from tccl_py.search.chains import WORLD, chain_space, entry, entry_nic, exit_nic, leave
 
 _GDR_LEVELS: tuple[Level | None, ...] = (None, "SYS", "PHB", "PXB", "PIX", "LOC")
@@ -39,7 +38,7 @@ def net_buffer_numa(seen: NcclView, gpu: int, nic: int, direction: Direction) ->
     (ncclTopoGetCpuAffinity), so the buffer is on the GPU's own NUMA node (the relay's, if a relay
     sends). NCCL_IGNORE_CPU_AFFINITY, NCCL_PROXY_CPUSET or a rank bound elsewhere change this.
     """
-    name, port = _ends(seen, gpu, nic)
+    name, port = net_ends(seen, gpu, nic)
     path = seen.paths.get((name, port), DISCONNECTED)
     over = relay_of(seen.system, path)
     direct = gpu_direct_rule(seen.settings).allows(
@@ -62,26 +61,9 @@ def relay(seen: NcclView, gpu: int, nic: int) -> int | None:
     The GPU's kernel writes over NVLink into the memory of the GPU beside the NIC, where the NIC
     reads. NCCL receives without PXN. No Settings choose NCCL_PXN_DISABLE=1.
     """
-    pair = _ends(seen, gpu, nic)
+    pair = net_ends(seen, gpu, nic)
     over = relay_of(seen.system, seen.paths.get(pair, DISCONNECTED))
     return None if over is None else int(over[1:])
-
-
-def net_path(seen: NcclView, gpu: int, nic: int, direction: Direction) -> PathType:
-    """Return the type of the path between a GPU and a NIC, as a graph's typeinter counts it."""
-    name, port = _ends(seen, gpu, nic)
-    pair = (name, port) if direction == "send" else (port, name)
-    return seen.paths.get(pair, DISCONNECTED).type
-
-
-def _ends(seen: NcclView, gpu: int, nic: int) -> tuple[str, str]:
-    name, port = f"G{gpu}", f"N{nic}"
-    if name not in seen.system.sm or port not in seen.system.nets:
-        gpus, nets = ", ".join(seen.system.gpus), ", ".join(seen.system.nets)
-        what = f"is not on machine {seen.machine.name}, or not for this job"
-        right = f"there are {gpus} and {nets or 'no NICs'}"
-        raise InputError(f"end of a ring at GPU {gpu} and NIC {nic}", what, right)
-    return name, port
 
 
 def exit_flow(seen: NcclView, gpu: int, nic: int, *, blocks: int) -> Flow:
@@ -100,22 +82,6 @@ def entry_flow(seen: NcclView, nic: int, gpu: int, *, blocks: int) -> Flow:
     fifo = Fifo(bytes=check_settings(seen.settings).buffsize)
     through = net_buffer_numa(seen, gpu, nic, "receive")
     return entering(nic, gpu, through=through, blocks=blocks, fifo=fifo)
-
-
-def may_change_rails(settings: Settings) -> bool:
-    """Return whether a ring may leave a node by another NIC than its entry (NCCL_CROSS_NIC)."""
-    return settings.cross_nic != 0
-
-
-def leaves_as_named(gpus: Sequence[int], entry: int, leave: int) -> bool:
-    """Return whether a channel leaves by the NIC that a file names, on a node with these GPUs.
-
-    ncclTopoGetNetDev gives a channel's first GPU the entry's NIC for both directions.
-
-    >>> leaves_as_named([0], 0, 1), leaves_as_named([0], 1, 1), leaves_as_named([0, 1], 0, 1)
-    (False, True, True)
-    """
-    return len(gpus) > 1 or entry == leave
 
 
 # Hops of chains: inside a node, its entries and its exits.
@@ -153,12 +119,6 @@ def chain_hop_space(
     )
 
 
-def farthest_end(seen: NcclView, ends: Sequence[tuple[int, int, int, int]]) -> PathType:
-    """Return the farthest path at chains' ends: (first GPU, entry NIC, last GPU, exit NIC)."""
-    into = [net_path(seen, first, nic, "receive") for first, nic, _, _ in ends]
-    return max(into + [net_path(seen, last, nic, "send") for _, _, last, nic in ends])
-
-
 def chains_as_rings(
     space: HopSpace, chains: Sequence[tuple[int, Sequence[int], int]]
 ) -> tuple[Ring, ...]:
@@ -192,56 +152,3 @@ def gdr_variants(seen: NcclView, *, nics: Sequence[int]) -> tuple[Settings, ...]
         flows += [exit_flow(under, gpu, nic, blocks=1) for gpu, nic in ends]
         distinct.setdefault(tuple(flows), changed)
     return tuple(distinct.values())[1:]
-
-
-# The content of graph files of several nodes.
-
-
-def node_rings(
-    seen: NcclView,
-    orders: Sequence[tuple[int, ...]],
-    ends: Sequence[tuple[int, int]],
-    *,
-    speed_gbps: float,
-) -> GraphRings:
-    """Return the file's content for channels over `orders` between entry and exit NICs `ends`.
-
-    The tree uses the ring's entry in both directions, as in NCCL's own dumps; it spreads to the
-    second GPU where this GPU is as near to the NIC.
-    """
-    settings = seen.settings
-    if not may_change_rails(settings) and any(into != out for into, out in ends):
-        what = "leave by other NICs than they enter by, with NCCL_CROSS_NIC=0"
-        raise InputError("channels over several nodes", what, "choose cross_nic 1, 2 or None")
-    intra = [PathType[pair_mechanism(seen, *p).path] for order in orders for p in pairwise(order)]
-    channels = [(order, *pair) for order, pair in zip(orders, ends, strict=True)]
-    inter = farthest_end(seen, [(order[0], into, order[-1], out) for order, into, out in channels])
-    directions: tuple[Direction, ...] = ("receive", "send")
-    first, second = (
-        [
-            net_path(seen, gpu, into, direction)
-            for order, into, _ in channels
-            for gpu in order[place : place + 1]
-            for direction in directions
-        ]
-        for place in (0, 1)
-    )
-    device = net_devices(seen.machine, settings)
-    return GraphRings(
-        orders=tuple(orders),
-        speed_gbps=speed_gbps,
-        type_intra=_farthest(intra, settings),
-        nets=tuple((device[into], device[out]) for into, out in ends),
-        type_inter=_farthest([inter], settings),
-        tree_type_inter=_farthest(first, settings),
-        tree_spreads=bool(second) and max(second) <= max(first),
-    )
-
-
-def _farthest(kinds: Sequence[PathType], settings: Settings) -> str:
-    farthest = max(kinds, default=PathType.LOC)
-    unknown = version_facts(settings.version).unknown_levels
-    for name in TYPES:
-        if name not in unknown and PathType[name] >= farthest:
-            return name
-    raise InputError("channels over several nodes", "join devices without a path", "choose others")

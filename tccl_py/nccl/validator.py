@@ -19,10 +19,9 @@ from tccl_py.nccl.graph_file import (
     parse_graph_file,
 )
 from tccl_py.nccl.graph_search import search_ring, search_tree
-from tccl_py.nccl.network import leaves_as_named
 from tccl_py.nccl.settings import final_channels, settings_from_environment
 from tccl_py.nccl.versions import LATEST, RING, SWAPPING, TREE, version_facts
-from tccl_py.nccl.view import NcclView, net_devices, view
+from tccl_py.nccl.view import NcclView, leaves_as_named, net_devices, view
 
 VerdictKind = Literal["used", "ignored", "clipped", "rejected", "crash"]
 MAX_NODES = 65_536

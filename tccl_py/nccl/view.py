@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, permutations
 
+from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.paths import (
     DISCONNECTED,
+    Direction,
     GpuDirectRule,
     Paths,
     gpu_direct_rule,
@@ -129,6 +131,40 @@ def net_devices(machine: Machine, settings: Settings) -> dict[int, int]:
     if len(nics) == len(machine.nics):
         return {nic: nic for nic in nics}
     return {nic: device for device, nic in enumerate(nics)}
+
+
+def net_path(seen: NcclView, gpu: int, nic: int, direction: Direction) -> PathType:
+    """Return the type of the path between a GPU and a NIC, as a graph's typeinter counts it."""
+    name, port = net_ends(seen, gpu, nic)
+    pair = (name, port) if direction == "send" else (port, name)
+    return seen.paths.get(pair, DISCONNECTED).type
+
+
+def net_ends(seen: NcclView, gpu: int, nic: int) -> tuple[str, str]:
+    """Return the names of a GPU and a NIC of the communicator (InputError)."""
+    name, port = f"G{gpu}", f"N{nic}"
+    if name not in seen.system.sm or port not in seen.system.nets:
+        gpus, nets = ", ".join(seen.system.gpus), ", ".join(seen.system.nets)
+        what = f"is not on machine {seen.machine.name}, or not for this job"
+        right = f"there are {gpus} and {nets or 'no NICs'}"
+        raise InputError(f"end of a ring at GPU {gpu} and NIC {nic}", what, right)
+    return name, port
+
+
+def may_change_rails(settings: Settings) -> bool:
+    """Return whether a ring may leave a node by another NIC than its entry (NCCL_CROSS_NIC)."""
+    return settings.cross_nic != 0
+
+
+def leaves_as_named(gpus: Sequence[int], entry: int, leave: int) -> bool:
+    """Return whether a channel leaves by the NIC that a file names, on a node with these GPUs.
+
+    ncclTopoGetNetDev gives a channel's first GPU the entry's NIC for both directions.
+
+    >>> leaves_as_named([0], 0, 1), leaves_as_named([0], 1, 1), leaves_as_named([0, 1], 0, 1)
+    (False, True, True)
+    """
+    return len(gpus) > 1 or entry == leave
 
 
 def p2p_level(system: System, settings: Settings) -> PathType:

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from tccl_py.errors import InputError
 from tccl_py.files import check_path, encode_json
-from tccl_py.nccl.graph_file import GraphRings, graph_xml
+from tccl_py.nccl.graph_writer import GraphRings, graph_xml, node_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.variables import env_sh, nccl_conf
 from tccl_py.nccl.view import NcclView, view
@@ -165,8 +165,6 @@ def node_graph_text(
     Raises:
         InputError: orders or NICs that NCCL would not take, or not as they are meant.
     """
-    from tccl_py.nccl.network import node_rings  # noqa: PLC0415 (slow)
-
     speed = rate_gbps / len(orders)
     rings = node_rings(seen, orders, ends, speed_gbps=speed)
     gpus = ", ".join(str(gpu) for gpu in sorted(orders[0]))

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.model.cluster import Cluster, HostReport, cluster_of
+from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.again import journal_source
 from tccl_py.plan.cluster_planner import make_cluster_plan

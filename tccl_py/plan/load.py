@@ -19,7 +19,7 @@ from tccl_py.model.transfer import receiving_nic, sending_nic
 from tccl_py.nccl.settings import check_settings
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.variables import check_pinned_env
-from tccl_py.nccl.view import usable_nics
+from tccl_py.nccl.view import leaves_as_named, may_change_rails, usable_nics
 from tccl_py.plan.plan import FORMAT_VERSION, WORLD, HostPath, Plan, PlanChain, PlanHop
 from tccl_py.plan.staging import PLAN_FILE, check_if_listed, settle
 
@@ -190,9 +190,6 @@ def _check_open(plan: Plan, chain: PlanChain, machine: Machine, where: str) -> N
     """Check that NCCL would enter and leave a host by the NICs of a chain."""
     if chain.hops[0].source != WORLD or chain.entry_nic is None or chain.exit_nic is None:
         raise InputError(where, "stays on its host", "a ring over hosts enters and leaves each")
-    # Slow to import, and plans of a single host need none of it.
-    from tccl_py.nccl.network import leaves_as_named, may_change_rails  # noqa: PLC0415
-
     nics = usable_nics(machine, plan.settings)
     for nic in (chain.entry_nic, chain.exit_nic):
         right = f"the settings let NCCL use {_few(nics)}"

@@ -16,7 +16,7 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json, write_atomically
-from tccl_py.model.cluster import Cluster, HostReport, NodeClass, class_name, cluster_of
+from tccl_py.model.cluster import Cluster, Host, NodeClass, check_cluster, class_name
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings, environment_text
@@ -425,9 +425,10 @@ def as_good(rates: dict[ChoiceName, tuple[float, float]]) -> ChoiceName:
 
 def single_host(machine: Machine, knowledge: Knowledge, gpus: Iterable[int]) -> Cluster:
     """Return a machine as a cluster of one host, named after it, with a rank for each GPU."""
-    slots = len(tuple(gpus))
     name = class_name(machine.name)
-    return cluster_of([HostReport(host=name, machine=machine, knowledge=knowledge, slots=slots)])
+    host = Host(name=name, node_class=0, slots=len(tuple(gpus)))
+    known = NodeClass(name=name, machine=machine, knowledge=knowledge)
+    return check_cluster(Cluster(hosts=(host,), classes=(known,)), where="cluster")
 
 
 def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[int, ...], ...]:

@@ -41,9 +41,9 @@ from tccl_py.model.cluster import (
     SwitchTree,
     check_host_name,
     check_hosts_once,
-    restricted,
     shown,
 )
+from tccl_py.model.reports import restricted
 from tccl_py.readers.hosts import MAX_BYTES, expand
 
 MAX_SWITCHES = 65_536

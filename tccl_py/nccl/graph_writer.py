@@ -1,0 +1,185 @@
+"""Writer of graph files, in XML that NCCL 2.18, 2.28 and 2.30 read alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.nccl.paths import Direction
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.system import PathType
+from tccl_py.nccl.transport import pair_mechanism
+from tccl_py.nccl.versions import LATEST, RING, TREE, TYPES, version_facts
+from tccl_py.nccl.view import NcclView, may_change_rails, net_devices, net_path
+
+_RING_PATTERN = 4
+_BALANCED_TREE_PATTERN = 1
+_TREE_PATTERN = 3
+"""A tree that reaches other nodes by its first GPU alone; pattern 1 needs a second GPU."""
+
+_MAX_DEVICE = 255
+_MAX_GBPS = 100_000
+
+
+class GraphRings(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a graph file for one node.
+
+    `orders` has GPU indices (NVML) for each channel, `speed_gbps` a channel's rate; types are the
+    farthest paths used. NCCL's tuner believes them: they must be true. `nets` has each channel's
+    entry and exit NIC (device numbers; none for a single node); the tree uses the entries. With
+    `tree_spreads` the tree's first two GPUs talk to other nodes, else only the first.
+    """
+
+    orders: tuple[tuple[int, ...], ...]
+    speed_gbps: float
+    type_intra: str
+    nets: tuple[tuple[int, int], ...] = ()
+    type_inter: str = "PIX"
+    tree_type_inter: str = "PIX"
+    tree_spreads: bool = True
+
+
+def graph_xml(rings: GraphRings, *, version: str = LATEST) -> str:
+    """Return the text of a graph file with a ring and a tree graph over the same orders."""
+    _check(rings, version)
+    # A single node's tree uses no NIC, whatever its pattern.
+    spreads = not rings.nets or (rings.tree_spreads and len(rings.orders[0]) > 1)
+    tree_nets = tuple((entry, entry) for entry, _ in rings.nets)
+    tree_pattern = _BALANCED_TREE_PATTERN if spreads else _TREE_PATTERN
+    ring = _graph_text(rings, RING, _RING_PATTERN, nets=rings.nets, type_inter=rings.type_inter)
+    tree = _graph_text(rings, TREE, tree_pattern, nets=tree_nets, type_inter=rings.tree_type_inter)
+    return f'<graphs version="1">\n{ring}{tree}</graphs>\n'
+
+
+def _graph_text(
+    rings: GraphRings,
+    number: int,
+    pattern: int,
+    *,
+    nets: tuple[tuple[int, int], ...],
+    type_inter: str,
+) -> str:
+    # Of the GPUs alone: NCCL's own dumps say 1 of channels over different NICs.
+    same = len(set(rings.orders)) == 1
+    crossed = any(entry != leave for entry, leave in nets)
+    # One tag is one line, since a newline inside a tag ends NCCL's parser.
+    head = (
+        f'<graph id="{number}" pattern="{pattern}" crossnic="{int(crossed)}" '
+        f'nchannels="{len(rings.orders)}" speedintra="{rings.speed_gbps:.6g}" '
+        f'speedinter="{rings.speed_gbps:.6g}" latencyinter="0" '
+        f'typeintra="{rings.type_intra}" typeinter="{type_inter}" samechannels="{int(same)}">'
+    )
+    lines = [f"  {head}"]
+    for index, order in enumerate(rings.orders):
+        devices = [f'<gpu dev="{gpu:#x}"/>' for gpu in order]
+        if nets:
+            into, out = (f'<net dev="{net:#x}"/>' for net in nets[index])
+            devices = [into, *devices, out]
+        lines += ["    <channel>", *(f"      {device}" for device in devices), "    </channel>"]
+    return "\n".join([*lines, "  </graph>\n"])
+
+
+def _check(rings: GraphRings, version: str) -> None:
+    facts, orders = version_facts(version), rings.orders
+    if not 1 <= len(orders) <= facts.max_channels:
+        right = f"NCCL {version} takes 1 to {facts.max_channels}, more overflow its memory"
+        raise InputError("graph file", f"would have {len(orders)} channels", right)
+    first = orders[0]
+    for order in orders:
+        if not order or len(set(order)) != len(order) or set(order) != set(first):
+            what = f"channel {list(order)} does not visit each GPU of {sorted(first)} once"
+            raise InputError("graph file", what, "NCCL fails at init unless every channel does")
+    nets, most = rings.nets, facts.max_children - 2
+    elements = 1 + 2 * (1 + len(orders) * (1 + len(first) + 2 * bool(nets)))
+    devices = [*first, *(net for pair in nets for net in pair)]
+    types = {rings.type_intra, rings.type_inter, rings.tree_type_inter} - {*TYPES}
+    for wrong, what, right in (
+        (
+            nets and len(nets) != len(orders),
+            f"has NICs for {len(nets)} of {len(orders)} channels",
+            "one pair for each",
+        ),
+        (len(first) > most, f"has {len(first)} GPUs a channel", f"at most {most}"),
+        (
+            len(first) == 1 and any(entry != leave for entry, leave in nets),
+            "leaves a node of one GPU by another NIC than it enters by",
+            "NCCL leaves it by the first NIC of the channel: name that twice",
+        ),
+        (
+            not all(0 <= device <= _MAX_DEVICE for device in devices),
+            f"names devices {devices}",
+            f"0 to {_MAX_DEVICE}",
+        ),
+        (
+            elements > facts.max_elements,
+            f"would have {elements} elements",
+            f"NCCL {version} takes {facts.max_elements}: use fewer channels",
+        ),
+        (
+            not 0 < rings.speed_gbps < _MAX_GBPS,
+            f"has a speed of {rings.speed_gbps}",
+            "GB/s of one channel, above 0",
+        ),
+        (types, f"has path type {min(types, default='')[:20]!r}", f"one of {', '.join(TYPES)}"),
+    ):
+        if wrong:
+            raise InputError("graph file", what, right)
+
+
+def node_rings(
+    seen: NcclView,
+    orders: Sequence[tuple[int, ...]],
+    ends: Sequence[tuple[int, int]],
+    *,
+    speed_gbps: float,
+) -> GraphRings:
+    """Return the file's content for channels over `orders` between entry and exit NICs `ends`.
+
+    The tree uses the ring's entry in both directions, as in NCCL's own dumps; it spreads to the
+    second GPU where this GPU is as near to the NIC.
+    """
+    settings = seen.settings
+    if not may_change_rails(settings) and any(into != out for into, out in ends):
+        what = "leave by other NICs than they enter by, with NCCL_CROSS_NIC=0"
+        raise InputError("channels over several nodes", what, "choose cross_nic 1, 2 or None")
+    intra = [PathType[pair_mechanism(seen, *p).path] for order in orders for p in pairwise(order)]
+    channels = [(order, *pair) for order, pair in zip(orders, ends, strict=True)]
+    inter = farthest_end(seen, [(order[0], into, order[-1], out) for order, into, out in channels])
+    directions: tuple[Direction, ...] = ("receive", "send")
+    first, second = (
+        [
+            net_path(seen, gpu, into, direction)
+            for order, into, _ in channels
+            for gpu in order[place : place + 1]
+            for direction in directions
+        ]
+        for place in (0, 1)
+    )
+    device = net_devices(seen.machine, settings)
+    return GraphRings(
+        orders=tuple(orders),
+        speed_gbps=speed_gbps,
+        type_intra=_farthest(intra, settings),
+        nets=tuple((device[into], device[out]) for into, out in ends),
+        type_inter=_farthest([inter], settings),
+        tree_type_inter=_farthest(first, settings),
+        tree_spreads=bool(second) and max(second) <= max(first),
+    )
+
+
+def _farthest(kinds: Sequence[PathType], settings: Settings) -> str:
+    farthest = max(kinds, default=PathType.LOC)
+    unknown = version_facts(settings.version).unknown_levels
+    for name in TYPES:
+        if name not in unknown and PathType[name] >= farthest:
+            return name
+    raise InputError("channels over several nodes", "join devices without a path", "choose others")
+
+
+def farthest_end(seen: NcclView, ends: Sequence[tuple[int, int, int, int]]) -> PathType:
+    """Return the farthest path at chains' ends: (first GPU, entry NIC, last GPU, exit NIC)."""
+    into = [net_path(seen, first, nic, "receive") for first, nic, _, _ in ends]
+    return max(into + [net_path(seen, last, nic, "send") for _, _, last, nic in ends])
