@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
@@ -21,7 +20,7 @@ from tccl_py.explain.explain import explain as explanation_of
 from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
 from tccl_py.interrupts import interrupts_put_off
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.again import journal_of, journal_source, measured_again, simulated_again
+from tccl_py.plan.again import journal_of, journal_source, source_again
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.job import class_sources, journal_sources
@@ -31,7 +30,6 @@ from tccl_py.plan.words import mark as provenance
 from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.memory import RememberingSource
-from tccl_py.sources.opening import OpenedSource
 
 _WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
 
@@ -81,7 +79,12 @@ def explain(
             notice_each(hosts.keep_in(journal))
             source, sources = hosts, class_sources(hosts, plan.cluster)
         else:
-            source = stack.enter_context(_again(plan, directory, line))
+            again, notices = source_again(
+                plan, directory, verb="explain", also=", or add --no-measure"
+            )
+            again.watch(line.measured)
+            notice_each(notices)
+            source = stack.enter_context(again)
             sources = [source] * len(plan.cluster.classes)
         found = explanation_of(plan, sources, budget=budget, most=max_causes)
     notice_each(source.notices)
@@ -93,18 +96,6 @@ def explain(
         print_json(found)
     else:
         _print(found, plan, results())
-
-
-def _again(plan: Plan, directory: Path, line: ProgressLine) -> OpenedSource:
-    """Return the source of a simulated plan, or of one host's plan, with its journal."""
-    if plan.simulated:
-        source, notices = simulated_again(plan, directory, otherwise=", or add --no-measure")
-    else:
-        otherwise = "explain it there, or add --no-measure"
-        source, notices = measured_again(plan, directory, otherwise=otherwise)
-        source.watch(line.measured)
-    notice_each(notices)
-    return source
 
 
 def _print(found: Explanation, plan: Plan, console: Console) -> None:

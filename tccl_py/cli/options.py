@@ -86,16 +86,14 @@ def refuse(options: Mapping[str, object], why: tuple[str, str, str]) -> None:
 
 def check_source(given: Mapping[str, object], *, in_job: bool) -> None:
     """Refuse options, given by their names, that are of another source than is asked for."""
-
-    def refuse_these(names: Iterable[str], why: tuple[str, str, str]) -> None:
-        refuse({f"--{name}": given.get(name) for name in names}, why)
-
-    if given["simulate"] is None:
-        refuse_these(_OF_MODEL, _WITHOUT_MODEL)
-    else:
-        refuse_these((*_OF_HARDWARE, *_OF_JOB), _WITH_MODEL)
-    if not in_job:
-        refuse_these(_OF_JOB, _OUTSIDE_JOB)
+    simulated = given["simulate"] is not None
+    for names, of_this, why in (
+        (_OF_MODEL, simulated, _WITHOUT_MODEL),
+        ((*_OF_HARDWARE, *_OF_JOB), not simulated, _WITH_MODEL),
+        (_OF_JOB, in_job, _OUTSIDE_JOB),
+    ):
+        if not of_this:
+            refuse({f"--{name}": given.get(name) for name in names}, why)
 
 
 def in_range(name: str, value: float, most: float, *, least: float = 1) -> None:

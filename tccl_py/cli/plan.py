@@ -227,7 +227,7 @@ def _here(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
     place = measured_machine(asked.backend, asked.devices)
     # No NCCL runs where the host's memory is measured.
     if asked.backend != "host":
-        task["version"] = asked.nccl or _version_found()
+        task["version"] = asked.nccl or version_to_plan(notice)
         notice_each(not_pinned(asked.pin_env))
     gpus = task["gpus"] = gpus_argument(asked.gpus, place.machine)
     source = open_source(place, gpus=gpus, options=asked.options)
@@ -257,7 +257,8 @@ def _job(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> _Sub
     if asked.tune:
         check_tuning(job)
     if asked.backend != "host":
-        task["version"] = asked.nccl or _version_found(source.session.hosts[0].software.nccl)
+        told = source.session.hosts[0].software.nccl
+        task["version"] = asked.nccl or version_to_plan(notice, told)
     cluster = cluster_of_job(source, asked.switches)
 
     def search(line: ProgressLine) -> Plan:
@@ -267,12 +268,6 @@ def _job(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> _Sub
             source.close()
 
     return _Subject(source, search, job=(source, job))
-
-
-def _version_found(told: str | None = None) -> str:
-    version, said = version_to_plan(told)
-    notice(said)
-    return version
 
 
 def _tuned(made: Plan, output: Path, subject: _Subject, tune: bool | None) -> Plan:

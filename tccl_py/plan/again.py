@@ -73,23 +73,25 @@ def journal_of(plan: Plan, directory: Path) -> JournalContents:
     return contents
 
 
-def simulated_again(
-    plan: Plan, directory: Path, *, otherwise: str = ""
+def source_again(
+    plan: Plan, directory: Path, *, verb: str, also: str = ""
 ) -> tuple[OpenedSource, tuple[str, ...]]:
-    """Return a simulated plan's source with its journal (made if missing), and notices on the file.
+    """Return a source of a simulated plan, or of one host's, with its journal, and notices on it.
 
-    `otherwise` is another remedy than planning again.
+    On another machine the remedy is to `verb` it there; `also` is another remedy.
 
     Raises:
-        InputError: the plan has no model, or its journal is of another model or other parameters.
+        InputError: as `measured_again`, the plan has no model, or its journal is of another model.
     """
-    model, journal = known_model(plan, directory, otherwise=otherwise), directory / JOURNAL_FILE
+    if not plan.simulated:
+        return measured_again(plan, directory, otherwise=f"{verb} it there{also}")
+    model, journal = known_model(plan, directory, otherwise=also), directory / JOURNAL_FILE
     header = read_journal(journal).header if journal.is_file() else None
     noise, seed = (0.0, 0) if header is None else simulation_noise(header)
     source = open_source(model, noise=noise, seed=seed)
     if header not in (None, source.header):
         what = f"is not of the model of {model.name} as this program has it"
-        raise InputError(str(journal), what, f"plan again{otherwise}")
+        raise InputError(str(journal), what, f"plan again{also}")
     return source, source.keep_in(journal)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tccl_py.errors import InputError, MeasurementError
@@ -32,21 +32,21 @@ MOST_FILES = 16
 """Of more graph files one for each number of GPUs is loaded."""
 
 
-def version_to_plan(told: str | None = None) -> tuple[str, str]:
-    """Return the version of NCCL to plan for, and a notice on why.
+def version_to_plan(say: Callable[[str], None], told: str | None = None) -> str:
+    """Return the version of NCCL to plan for, and `say` why.
 
     `told` is the version on all hosts of a job, or "none"; without it, this machine's is found.
     """
-    other = "--nccl VERSION plans for another"
     if told is None:
-        found, none = installed_nccl(), "none was found here"
-        here = f"{found.version} is here, {found.source}" if found is not None else ""
+        found, where, none = installed_nccl(), "here, ", "none was found here"
     else:
         found = None if told == "none" else InstalledNccl(version=told, source="on all hosts")
-        here, none = f"{told} is on all hosts", "the hosts have none that was found"
-    if found is None:
-        return LATEST, f"planned for NCCL {LATEST}, the newest known: {none}; {other}"
-    return found.minor, f"planned for NCCL {found.minor}: {here}; {other}"
+        where, none = "", "the hosts have none that was found"
+    version, why = LATEST, f", the newest known: {none}"
+    if found is not None:
+        version, why = found.minor, f": {found.version} is {where}{found.source}"
+    say(f"planned for NCCL {version}{why}; --nccl VERSION plans for another")
+    return version
 
 
 def why_not_asked(gpus: Sequence[int]) -> str:
