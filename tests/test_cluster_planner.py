@@ -43,7 +43,7 @@ def cluster_with(machines, *, rails="any", switches=None, slots=None):
     return cluster_of(reports, rails=rails, switches=switches, where="test")
 
 
-def node_of(node_class, source, nodes, *, budget=SMALL):
+def node_of(node_class, source, *, budget=SMALL):
     return HostClass(
         node_class,
         HostTask(
@@ -57,7 +57,6 @@ def node_of(node_class, source, nodes, *, budget=SMALL):
             budget=budget,
             nics=used_nics(node_class.machine),
         ),
-        nodes=nodes,
     )
 
 
@@ -114,7 +113,7 @@ def test_rings_over_nodes_equal_brute_force_over_chains_crossings_and_orders(cas
     used = list(dict.fromkeys(hosts))
     sources = [MadeUp(seed + kind) for kind in used]
     nodes = [
-        node_of(one, source, len(hosts), budget=EXACT)
+        node_of(one, source, budget=EXACT)
         for one, source in zip(cluster.classes, sources, strict=True)
     ]
     rates = [chain_rates(*kinds[kind], source) for kind, source in zip(used, sources, strict=True)]
@@ -171,7 +170,7 @@ def test_under_switches_no_order_of_hosts_is_above_the_bound_and_none_above_what
     used = list(dict.fromkeys(kinds))
     sources = [MadeUp(seed + number) for number in range(len(used))]
     nodes = [
-        node_of(one, source, len(kinds), budget=EXACT)
+        node_of(one, source, budget=EXACT)
         for one, source in zip(cluster.classes, sources, strict=True)
     ]
     rates = [chain_rates(*kind, source) for kind, source in zip(used, sources, strict=True)]
@@ -471,10 +470,10 @@ def test_hosts_with_gpu_direct_are_planned_for_though_their_network_cannot_be_me
     (placement,) = placements(cluster, over_sockets=True)
     source = PlacedSource(RememberingSource(TcpOnly()), placement)
     settings = Settings(net_gdr_level="SYS")
-    node = node_of(cluster.classes[0], source, 2)
+    node = node_of(cluster.classes[0], source)
     found = cluster_rings(cluster, [node], settings, 1, keep_order=False)
     assert found is not None
-    assert found.chains[0].measurement.assumed
+    assert found.chains[0].assumed
 
 
 LANES = {f"h{host}.G{gpu}": 64 for host in range(2) for gpu in range(4)}
@@ -568,12 +567,12 @@ def test_few_sets_are_measured_where_few_are_allowed():
 def test_chains_between_given_nics_share_what_is_left_of_the_budget():
     machine = networked_machine(gpus=6, nics=4, numa_nodes=2)
     one = cluster_with([machine, machine]).classes[0]
-    node = node_of(one, MadeUp(7), 2, budget=Budget(sets=100, idle_sets=40))
+    node = node_of(one, MadeUp(7), budget=Budget(sets=100, idle_sets=40))
     node.explore()
     before = node.task.source.sets_measured
     ends = itertools.combinations(itertools.product(range(4), repeat=2), 2)
     pairings = [Pairing(tuple(sorted(pair))) for pair in itertools.islice(ends, 40)]
-    passages = [node.chains_with(node.choices[0].settings, pairing) for pairing in pairings]
+    passages = [node.chains_with(node.choices[0][0], pairing) for pairing in pairings]
     # A search that has nothing left measures one set, so that a plan is possible all the same.
     assert node.task.source.sets_measured - before < 100 + len(pairings)
     assert None not in passages

@@ -37,6 +37,7 @@ from tccl_py.plan.nccl_here import (
 )
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
+from tccl_py.plan.tables import KeptTable, table_files
 from tccl_py.readers.hosts import read_host_list
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
@@ -85,6 +86,9 @@ def plan(
     hosts: Annotated[Path | None, opt("FILE", "The hosts expected: a hostfile, or a list.")] = None,
     switches: Annotated[Path | None, opt("FILE", "Switches: SLURM's topology, or YAML.")] = None,
     keep_order: Annotated[bool, flag("--keep-order", "Keep the order of the hosts.")] = False,
+    gpus_per_job: Annotated[
+        str | None, opt("LIST", "GPUs that jobs use of a host, as 8,4,4-7 (see below).")
+    ] = None,
     gid_index: Annotated[int | None, opt("N", "NCCL_IB_GID_INDEX of RoCE ports.")] = None,
     interfaces: options.Interfaces = None,
     network: options.Network = None,
@@ -111,6 +115,11 @@ def plan(
     Under mpirun or srun, with a rank or more on each host, the job's hosts are planned for
     together. NCCL joins nodes in the order of ranks: nccl/order has files for launchers.
 
+    A plan of several hosts keeps tables, by which `tccl export DIR --hosts LIST` plans a job over
+    any of its hosts without measuring. --gpus-per-job names the GPUs of a host that jobs use:
+    counts of the lowest GPUs, and sets, as 8,4,4-7,0+2; all, half, a quarter and one if not given.
+    Each class of hosts may take as many sets for them once more as --max-sets allows.
+
     With --pin-env all settings tried, and default NCCL in the comparison, have your variable too:
     NCCL_P2P_DISABLE or NCCL_P2P_LEVEL. --hosts takes hostfiles of Open MPI, MPICH and SLURM.
     --max-sets holds for each class of hosts; channels, subsets and common chains take some more.
@@ -132,7 +141,7 @@ def plan(
     in_range("--max-sets", max_sets, 1_000_000_000)
     if max_seconds is not None:
         in_range("--max-seconds", max_seconds, 1_000_000_000, least=0)
-    idle = DEFAULT_BUDGET.idle_sets
+    idle, tables = DEFAULT_BUDGET.idle_sets, list[KeptTable]()
     task: dict[str, Any] = {
         "version": LATEST if nccl is None else nccl,
         "pinned_env": pinned_here(asked.pin_env),
@@ -143,6 +152,7 @@ def plan(
     with ExitStack() as stack:
         if asked.in_job or asked.several:
             task |= {"keep_order": keep_order, "ib_gid_index": gid_index}
+            task |= {"gpus_per_job": gpus_per_job, "tables": tables}
         elif tune:
             check_tuning()
         if asked.in_job:
@@ -159,7 +169,13 @@ def plan(
                 model, classes = subject.model, made.cluster.classes
                 models = {} if model is None else {known.name: model for known in classes}
                 with undisturbed():
-                    write_plan(made, output, models=models, fingerprint=subject.fingerprint)
+                    write_plan(
+                        made,
+                        output,
+                        models=models,
+                        fingerprint=subject.fingerprint,
+                        tables=table_files(tables),
+                    )
                 made = _tuned(made, output, subject, tune)
     if made.cancelled:
         notice(f"interrupted: the best so far follows; the same command resumes from {output}")
@@ -183,7 +199,7 @@ def _check(asked: SimpleNamespace) -> None:
     else:
         listed = {"--hosts": asked.hosts, "--switches": asked.switches}
         order = {"--keep-order": asked.keep_order, "--gid-index": asked.gid_index}
-        refuse({**listed, **order}, _FOR_ONE)
+        refuse({**listed, **order, "--gpus-per-job": asked.gpus_per_job}, _FOR_ONE)
     if asked.in_job:
         refuse({"--simulate": asked.simulate, "--nodes": asked.nodes}, _IN_JOB)
         return

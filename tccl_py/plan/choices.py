@@ -15,7 +15,7 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import candidates
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import view
-from tccl_py.plan.plan import AS_GOOD, Plan, PlanChoice
+from tccl_py.plan.plan import AS_GOOD, Plan, PlanChoice, preferred
 from tccl_py.plan.tasks import (
     Choice,
     Rings,
@@ -186,11 +186,6 @@ def _tuned(task: Task, choice: Choice) -> Choice:
 def _preferred(one: Choice, other: Choice) -> bool:
     costs = [(len(c.orders), c.settings.channels, -c.settings.buffsize) for c in (one, other)]
     return preferred(one.rate_gbps, other.rate_gbps, less=costs[0] < costs[1])
-
-
-def preferred(rate: float, than: float, *, less: bool) -> bool:
-    """Return whether a rate is clearly higher, or as high with fewer rings or channels (`less`)."""
-    return rate > than * (1 + WORTH) or (less and rate >= than * (1 - WORTH / 2))
 
 
 # NCCL without a graph file: by default, and with the best environment variables.

@@ -16,10 +16,9 @@ from tccl_py.errors import SearchError
 from tccl_py.merge.rings import ChainTable, MergedRing, merge_with_switches, passes, uplink_limit
 from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.choices import WORTH
-from tccl_py.plan.host_class import HostChains, HostClass, nic_pairs
-from tccl_py.plan.tasks import Choice
-from tccl_py.search.chains import NicPair, Pairing, nic_pair
+from tccl_py.plan.plan import AS_GOOD as WORTH
+from tccl_py.plan.tables import ChainSet, HostChains, HostNode
+from tccl_py.search.chains import NicPair, Pairing
 
 Nics = tuple[int, ...]
 """A NIC for each ring."""
@@ -139,7 +138,7 @@ class ClusterRings(msgspec.Struct, frozen=True, kw_only=True):
 
 def cluster_rings(
     cluster: Cluster,
-    nodes: Sequence[HostClass],
+    nodes: Sequence[HostNode],
     settings: Settings,
     count: int,
     *,
@@ -154,11 +153,11 @@ def cluster_rings(
     found = [choice for choice in choices if choice is not None]
     if len(found) < len(nodes):
         return None
-    pairs = [nic_pairs(choice.rings) for choice in found]
+    pairs = [choice.pairs for choice in found]
     ceiling = min(choice.rate_gbps for choice in found)
     limits = [choice.bound_gbps for choice in found if choice.bound_gbps is not None]
     bound = min(limits) if len(limits) == len(nodes) else None
-    rails = [NicMap(nics, nics) for nics in rail_tuples(pairs, [node.task.nics for node in nodes])]
+    rails = [NicMap(nics, nics) for nics in rail_tuples(pairs, [node.nics for node in nodes])]
     merged = _merged(cluster, nodes, settings, found, rails, keep_order=keep_order)
     if cluster.rails == "any" and (merged is None or merged[0].rate_gbps < ceiling * (1 - WORTH)):
         free = _merged(cluster, nodes, settings, found, free_maps(pairs), keep_order=keep_order)
@@ -190,9 +189,9 @@ def cluster_rings(
 
 def _merged(
     cluster: Cluster,
-    nodes: Sequence[HostClass],
+    nodes: Sequence[HostNode],
     settings: Settings,
-    choices: Sequence[Choice],
+    choices: Sequence[ChainSet],
     nic_maps: Sequence[NicMap],
     *,
     keep_order: bool,
@@ -202,7 +201,7 @@ def _merged(
     The best chains of every class are tried alone first: if they close, no other chains between the
     same NICs need be searched.
     """
-    pairings = [{Pairing(nic_pairs(choice.rings))} for choice in choices]
+    pairings = [{Pairing(choice.pairs)} for choice in choices]
     ceiling = min(choice.rate_gbps for choice in choices)
     found = None
     for allowed in (pairings, [None] * len(nodes)):
@@ -221,7 +220,7 @@ def _merged(
 
 
 def _table(
-    node: HostClass,
+    node: HostNode,
     settings: Settings,
     nic_maps: Sequence[NicMap],
     only: Collection[Pairing] | None,
@@ -270,7 +269,7 @@ def _cannot_improve(ring: MergedRing, tables: Sequence[ChainTable]) -> bool:
 
 def _chains_of_hosts(
     cluster: Cluster,
-    nodes: Sequence[HostClass],
+    nodes: Sequence[HostNode],
     settings: Settings,
     ring: MergedRing,
     nic_maps: Sequence[NicMap],
@@ -285,7 +284,7 @@ def _chains_of_hosts(
         # In the order of the rings that take them.
         left, chains = list(host_chains.chains), []
         for wanted in zip(into.entries, out.exits, strict=True):
-            chain = next(one for one in left if nic_pair(one.hops) == wanted)
+            chain = next(one for one in left if (one.entry_nic, one.exit_nic) == wanted)
             left.remove(chain)
             chains.append(chain)
         found.append(msgspec.structs.replace(host_chains, chains=tuple(chains)))

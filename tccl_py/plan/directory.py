@@ -103,6 +103,7 @@ def write_plan(
     *,
     models: Mapping[str, msgspec.Struct | None] | None = None,
     fingerprint: Fingerprint | None = None,
+    tables: Mapping[str, str] | None = None,
 ) -> None:
     """Write all files of a plan below `directory`, and the manifest of them: all, or none.
 
@@ -112,13 +113,14 @@ def write_plan(
         models: the models behind the rates of a simulated plan, by the names of its classes,
             written in the machines' place, so that more can be planned by them.
         fingerprint: the measured host, written beside the machine.
+        tables: files of chain tables, as `tables.table_files` gives them.
 
     Raises:
         InputError: a file cannot be written; the earlier files are still there.
     """
     texts = nccl_files(plan, directory)
     nccl = {**texts, **plugin_files(plan, texts, fingerprint)}
-    files = {f"nccl/{name}": content for name, content in nccl.items()}
+    files = {f"nccl/{name}": content for name, content in nccl.items()} | dict(tables or {})
     for number, one in enumerate(plan.cluster.classes):
         found = (models or {}).get(one.name)
         files[str(machine_file(plan, Path(), number))] = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import pairwise
 
 import msgspec
@@ -11,14 +10,15 @@ import msgspec
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
-from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring
 from tccl_py.model.symmetry import Symmetry, automorphisms
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice, default_choice_or_sys
 from tccl_py.nccl.network import chain_hop_space, chains_as_rings, gdr_variants
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
-from tccl_py.plan.choices import WORTH, SettingsSearch
+from tccl_py.plan.choices import WORTH, SettingsSearch, interval
+from tccl_py.plan.planner import plan_chains
+from tccl_py.plan.tables import ChainSet, HostChains, KeptTable, OwnChains, kept_table
 from tccl_py.plan.tasks import (
     Choice,
     Rings,
@@ -77,14 +77,6 @@ class HostTask(Task, frozen=True, kw_only=True):
         return self.pairing or EvenUse(self.nics, count, same=self.same_nic)
 
 
-class HostChains(msgspec.Struct, frozen=True, kw_only=True):
-    """Chains that share a host, their bandwidth together, and the measurement of all at once."""
-
-    chains: tuple[Ring, ...]
-    rate_gbps: float
-    measurement: Measurement
-
-
 def used_nics(machine: Machine) -> tuple[int, ...]:
     """Return the NICs of rings: of the kind NCCL takes, not much slower than the fastest.
 
@@ -101,23 +93,20 @@ def used_nics(machine: Machine) -> tuple[int, ...]:
 
 
 class HostClass:
-    """A class of hosts, and the rates of chains on them.
+    """A class of hosts whose chains are searched and measured once, when asked (HostNode)."""
 
-    `choices` are the settings searched with their best chains, best first. `stock` are NCCL's own
-    chains, with the variables without which they have no rate; `plain` those of default NCCL, or
-    the reason why they have no rate. `best_under(settings, count)` and `chains_with(settings,
-    pairing)` search once.
-    """
-
-    def __init__(self, node_class: NodeClass, task: HostTask, *, nodes: int) -> None:
+    def __init__(self, node_class: NodeClass, task: HostTask) -> None:
         self.node_class, self.task = node_class, task
+        self.gpus, self.nics = task.gpus, task.nics
+        self.default_settings = task.default_settings
         self.cancelled = False
         self.sets_by_symmetry = 0
-        self._nodes = nodes
-        self.choices: list[Choice] = []
+        self.stock: OwnChains
+        self.plain: OwnChains | str
         self._left = task.budget.sets
-        self.best_under = cache(self._best_under)
-        self.chains_with = cache(self._chains_with)
+        self._searched: list[Choice] = []
+        self._best: dict[tuple[Settings, int], Choice | None] = {}
+        self._chains: dict[tuple[Settings, Pairing], HostChains | None] = {}
 
     def explore(self) -> None:
         """Rate NCCL's own chains, then search settings and chains.
@@ -126,25 +115,29 @@ class HostClass:
             SearchError: no chains can be built.
             MeasurementError: the source cannot measure them.
         """
-        own = default_choice_or_sys(self.task.view(self.task.default_settings), nodes=self._nodes)
+        # For NCCL's search any number of hosts above 1 is equal.
+        own = default_choice_or_sys(self.task.view(self.default_settings), nodes=2)
         try:
-            self.stock = self._rated(own, _graph_settings(own))
+            started = self._rated(own, _graph_settings(own))
         except SearchError:
             # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
             settings = msgspec.structs.replace(_graph_settings(own), net_disable_intra=True)
-            self.stock = self._rated(own, settings)
+            started = self._rated(own, settings)
+        self.stock = _own_chains(started)
         self.plain = self._default(own)
-        space, nics = self.task.space(self.stock.settings, 1), self.task.nics
+        space, nics = self.task.space(started.settings, 1), self.nics
         known = [found for n in self.task.ring_counts for found in initial_chains(space, nics, n)]
-        search = SettingsSearch(self.task, self.stock, known)
+        search = SettingsSearch(self.task, started, known)
         search.run(sets=self.task.budget.sets or 1)
         self.cancelled = search.cancelled
-        found = [search.best, *search.searched, self.stock]
+        found = [search.best, *search.searched, started]
         if not self.cancelled:
             found += self._gdr_choices(search.best)
         for choice in found:
             self.sets_by_symmetry += choice.result.sets_by_symmetry if choice.result else 0
-        self.choices = sorted(found, key=lambda one: -one.rate_gbps)
+        self._searched = sorted(found, key=lambda one: -one.rate_gbps)
+        for choice in self._searched:
+            self._best.setdefault((choice.settings, len(choice.rings.rings)), choice)
         # The rest of the budget is for chains shared by all classes, half of it at least.
         total = self.task.budget.sets
         if total is not None:
@@ -152,13 +145,30 @@ class HostClass:
                 self._spend(result)
             self._left = max(self._left or 0, total // 2)
 
-    def _default(self, own: DefaultChoice) -> Stock | str:
+    @property
+    def choices(self) -> Sequence[tuple[Settings, ChainSet]]:
+        """Settings and their best chains, best first."""
+        return [(one.settings, _chain_set(one)) for one in self._chosen]
+
+    @property
+    def _chosen(self) -> Sequence[Choice]:
+        """The best of the search for each choice of settings and number of rings."""
+        keyed = ((one, (one.settings, len(one.rings.rings))) for one in self._searched)
+        return [one for one, key in keyed if self._best[key] is one]
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Notices of the search."""
+        found = [choice.result for choice in self._searched if choice.result is not None]
+        return tuple(dict.fromkeys(note for result in found for note in result.notices))
+
+    def _default(self, own: DefaultChoice) -> OwnChains | str:
         """Rate default NCCL, or return why it has no rate."""
         if not own.assumed_sys and not self.stock.settings.net_disable_intra:
             return self.stock
-        found = default_choice(self.task.view(self.task.default_settings), nodes=self._nodes)
+        found = default_choice(self.task.view(self.default_settings), nodes=2)
         try:
-            return self._rated(found, _graph_settings(found))
+            return _own_chains(self._rated(found, _graph_settings(found)))
         except SearchError:
             return "NCCL joins GPUs of a host over their NICs, at a rate that is not known"
         except MeasurementError as error:
@@ -197,19 +207,23 @@ class HostClass:
                 found.append(choice_found(settings, result))
         return found
 
-    def _best_under(self, settings: Settings, count: int) -> Choice | None:
+    def best_under(self, settings: Settings, count: int) -> ChainSet | None:
         """Return the best set of so many chains under these settings; None if there is none."""
-        for choice in self.choices:
-            if choice.settings == settings and len(choice.rings.rings) == count:
-                return choice
-        if settings.channels % count:
-            return None
-        task = msgspec.structs.replace(self.task, ring_counts=(count,))
-        known = [one.rings.rings for one in self.choices if len(one.rings.rings) == count]
-        result = self._searched(task, settings, known)
-        return None if result is None else choice_found(settings, result)
+        found = self._best_choice(settings, count)
+        return None if found is None else _chain_set(found)
 
-    def _searched(
+    def _best_choice(self, settings: Settings, count: int) -> Choice | None:
+        if (settings, count) not in self._best:
+            if settings.channels % count:
+                return None
+            task = msgspec.structs.replace(self.task, ring_counts=(count,))
+            of_count = [one.rings.rings for one in self._searched if len(one.rings.rings) == count]
+            result = self._search(task, settings, of_count)
+            found = None if result is None else choice_found(settings, result)
+            self._best[settings, count] = found
+        return self._best[settings, count]
+
+    def _search(
         self, task: HostTask, settings: Settings, known: Sequence[Rings]
     ) -> SearchResult | None:
         """Search with a part of the budget that is left; KeyboardInterrupt if interrupted."""
@@ -219,29 +233,80 @@ class HostClass:
         self._spend(result)
         return result
 
-    def _chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
+    def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
         """Return the best chains with just these NICs under these settings, or None."""
-        if not {nic for pair in pairing.pairs for nic in pair} <= set(self.task.nics):
+        if (settings, pairing) not in self._chains:
+            rings = self._paired(settings, pairing)
+            found = None if rings is None else self._measured(rings)
+            self._chains[settings, pairing] = found
+        return self._chains[settings, pairing]
+
+    def _paired(self, settings: Settings, pairing: Pairing) -> RingSet | None:
+        if not {nic for pair in pairing.pairs for nic in pair} <= set(self.nics):
             return None
         if self.task.same_nic and any(one != other for one, other in pairing.pairs):
             return None
         count = len(pairing.pairs)
-        best = self.best_under(settings, count)
+        best = self._best_choice(settings, count)
         if best is not None and nic_pairs(best.rings) == pairing.pairs:
-            return self.measured(best.rings)
+            return best.rings
         task = msgspec.structs.replace(
             self.task, ring_counts=(count,), pairing=pairing, strategy="best-first"
         )
         seed = paired_chain_set(task.space(settings, count), pairing.pairs)
-        known = [*([seed] if seed else []), *(one.rings.rings for one in self.choices)]
-        found = self._searched(task, settings, known)
-        return self.measured(found.rings) if found is not None else None
+        known = [*([seed] if seed else []), *(one.rings.rings for one in self._searched)]
+        found = self._search(task, settings, known)
+        return None if found is None else found.rings
 
-    def measured(self, rings: RingSet) -> HostChains:
-        """Measure a set of chains well."""
-        measurement = measured_well(self.task.source, rings)
-        rate = rings.rate(measurement)
-        return HostChains(chains=rings.rings, rate_gbps=rate, measurement=measurement)
+    def _measured(self, rings: RingSet, *, well: bool = True) -> HostChains:
+        """Measure a set of chains; `well` as the rate in a plan must be."""
+        source = self.task.source
+        found = measured_well(source, rings) if well else source.measure([rings.flows])[0]
+        return HostChains(
+            chains=plan_chains(rings.rings, found),
+            rate_gbps=rings.rate(found),
+            error=interval(found),
+            simulated=found.simulated,
+            assumed=found.assumed,
+        )
+
+    def table(self) -> KeptTable:
+        """Return all answers so far; chains that only the search asked for are as it found them."""
+        chosen = self._chosen
+        keys = {(one.settings, len(one.rings.rings)) for one in chosen}
+        best = {
+            key: _chain_set(choice, chosen=key in keys)
+            for key, choice in self._best.items()
+            if choice is not None
+        }
+        paired = {
+            (one.settings, Pairing(nic_pairs(one.rings))): self._measured(one.rings, well=False)
+            for one in chosen
+        }
+        paired |= {key: found for key, found in self._chains.items() if found is not None}
+        return kept_table(self, best, paired, simulated=self.task.source.simulated)
+
+
+def _chain_set(choice: Choice, *, chosen: bool = False) -> ChainSet:
+    return ChainSet(
+        pairs=nic_pairs(choice.rings),
+        rate_gbps=choice.rate_gbps,
+        bound_gbps=choice.bound_gbps,
+        chosen=chosen,
+    )
+
+
+def _own_chains(found: Stock) -> OwnChains:
+    return OwnChains(
+        settings=found.settings,
+        distinct=len(found.rings.rings),
+        chains=found.nccl.chains,
+        cross_nic=found.nccl.cross_nic,
+        rate_gbps=found.rate_gbps,
+        error=interval(found.measurement),
+        assumed=found.measurement.assumed,
+        fallback=found.nccl.fallback,
+    )
 
 
 def _graph_settings(own: DefaultChoice) -> Settings:

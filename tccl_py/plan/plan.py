@@ -20,10 +20,16 @@ from tccl_py.model.cluster import Cluster, Host, NodeClass, check_cluster, class
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings, environment_text
+from tccl_py.nccl.versions import version_facts
 
 FORMAT_VERSION = 2
 AS_GOOD = 0.01
 """A choice this much slower than the best (relative) is as good."""
+PROOF = 0.0101
+"""A plan counts as proven best if its bound is no farther above it (relative).
+
+It is what a search calls proven, and a little for rounding.
+"""
 WORLD = -1
 """The source of the hop by which a chain enters a host, and the target of the one that leaves."""
 
@@ -421,6 +427,23 @@ def as_good(rates: dict[ChoiceName, tuple[float, float]]) -> ChoiceName:
     return next(
         name for name, (rate, error) in rates.items() if rate * (1 + max(AS_GOOD, error)) >= best
     )
+
+
+def preferred(rate: float, than: float, *, less: bool) -> bool:
+    """Return whether a rate is clearly higher, or as high with fewer rings or channels (`less`)."""
+    return rate > than * (1 + AS_GOOD) or (less and rate >= than * (1 - AS_GOOD / 2))
+
+
+def is_proven(rate_gbps: float, bound_gbps: float | None) -> bool:
+    """Return whether a bound shows that no rings are clearly faster; None shows nothing."""
+    return bound_gbps is not None and bound_gbps <= rate_gbps * (1 + PROOF)
+
+
+def version_notices(version: str) -> tuple[str, ...]:
+    """Return a notice where the rules of another version of NCCL stand for this version's."""
+    facts = version_facts(version)
+    known = f"NCCL {version} is taken for {facts.name}, the nearest version that was checked"
+    return () if facts.verified else (known,)
 
 
 def single_host(machine: Machine, knowledge: Knowledge, gpus: Iterable[int]) -> Cluster:

@@ -37,7 +37,9 @@ from tccl_py.plan.plan import (
     PlanHop,
     PlannedHost,
     SubsetRings,
+    is_proven,
     single_host,
+    version_notices,
 )
 from tccl_py.plan.tasks import Choice, Order, Stock, Task, measured_well, search_under
 from tccl_py.search.problem import Budget, Reporter
@@ -52,11 +54,6 @@ DEFAULT_BUDGET = Budget(sets=1000, idle_sets=100)
 RING_COUNTS = (1, 2, 4)
 FEW_RING_COUNTS = (1, 2)
 """On machines of more than 8 GPUs sets of four rings are too many to say much about."""
-PROOF = 0.0101
-"""A plan counts as proven best if its bound is no farther above it (relative).
-
-It is what a search calls proven, and a little for rounding.
-"""
 
 
 def make_plan(
@@ -245,11 +242,6 @@ def _alternatives(searched: Sequence[Choice]) -> tuple[Alternative, ...]:
     )
 
 
-def is_proven(rate_gbps: float, bound_gbps: float | None) -> bool:
-    """Return whether a bound shows that no rings are clearly faster; None shows nothing."""
-    return bound_gbps is not None and bound_gbps <= rate_gbps * (1 + PROOF)
-
-
 def plan_chains(chains: Sequence[Ring], measurement: Measurement) -> tuple[PlanChain, ...]:
     """Return rings or chains with the rate of each hop in a measurement of all of them."""
     waiting = dealt(measurement.transfers.flows, measurement.gbps)
@@ -264,13 +256,6 @@ def plan_chains(chains: Sequence[Ring], measurement: Measurement) -> tuple[PlanC
         into, out = receiving_nic(hops[0].flow), sending_nic(hops[-1].flow)
         found.append(PlanChain(hops=planned, entry_nic=into, exit_nic=out))
     return tuple(found)
-
-
-def version_notices(version: str) -> tuple[str, ...]:
-    """Return a notice where the rules of another version of NCCL stand for this version's."""
-    facts = version_facts(version)
-    known = f"NCCL {version} is taken for {facts.name}, the nearest version that was checked"
-    return () if facts.verified else (known,)
 
 
 # Rings for communicators over some of the GPUs, planned once for each class of equal subsets.

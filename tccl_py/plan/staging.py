@@ -121,8 +121,9 @@ def check_if_listed(directory: Path, name: str) -> None:
 
 FINDINGS = ("verify.json", "explanation.json", "report.html")
 """What other commands leave there of a plan; it says nothing of another one."""
-FOLDERS = ("nccl", "machines")
-"""What a plan's directory has beside its files; each plan replaces both."""
+TABLES = "tables"
+FOLDERS = ("nccl", "machines", TABLES)
+"""What a plan's directory has beside its files; each plan replaces all. TABLES may be empty."""
 STAGING = ".writing-"
 REPLACING = ".tccl-replacing"
 """Holds new parts that are not in place yet, and old ones, until all are."""
@@ -140,7 +141,7 @@ def write_with_plan(files: Files, directory: Path, *, check: Callable[[Path], ob
     """Write a plan's files below `directory`, with their manifest; findings of another plan go.
 
     Args:
-        files: contents by file name: plan.json, and at least a file below each of FOLDERS.
+        files: contents by file name: plan.json, and files below FOLDERS.
         directory: an existing directory, where no other run is at work.
         check: reads the plan from the staging directory, before anything is replaced.
 
@@ -157,6 +158,7 @@ def write_with_plan(files: Files, directory: Path, *, check: Callable[[Path], ob
             what = f"the plan could not be read again, so none was written ({error.what})"
             raise InputError(str(directory), what, f"{error.right}; report this fault") from error
         with refused(directory, "cannot be written", SPACE):
+            (staging / TABLES).mkdir(exist_ok=True)
             _replace(staging, directory)
 
 
@@ -285,6 +287,8 @@ def _replace(staging: Path, directory: Path) -> None:
             if os.path.lexists(place):
                 place.rename(moving / f"old-{name}")
             (moving / name).rename(place)
+        with suppress(OSError):  # Only an empty folder can be removed.
+            (directory / TABLES).rmdir()
         # From here on it cannot be undone.
         moving.rename(staging)
     except BaseException:

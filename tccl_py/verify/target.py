@@ -23,6 +23,7 @@ from tccl_py.plan.choices import own_rings
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.files import GRAPH_FILE, HOSTS_FOLDER, host_graph_file, host_graphs, nccl_files
 from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.tables import kept_files
 from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.verify.jobs import THIS_HOST, Arm
 from tccl_py.verify.record import Verification, sizes_text
@@ -223,7 +224,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         }
         bare = not any(models.values()) and not self.hosts
         fingerprint = planned_fingerprint(self.plan, self.directory) if bare else None
-        write_plan(self.plan, self.directory, models=models, fingerprint=fingerprint)
+        tables = kept_files(self.directory) if self.hosts else {}
+        write_plan(self.plan, self.directory, models=models, fingerprint=fingerprint, tables=tables)
 
 
 def read_target(plan: Plan, directory: Path) -> Target:

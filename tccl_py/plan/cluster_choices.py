@@ -1,0 +1,309 @@
+"""A plan over hosts from the rates of their classes: the best graph files, and NCCL's own rings.
+
+Classes are searched and measured while this asks them, or answer from kept tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import msgspec
+
+from tccl_py.errors import InputError, SearchError
+from tccl_py.merge.rings import uplink_limit
+from tccl_py.model.cluster import Cluster
+from tccl_py.nccl.graph_search import DefaultChain
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.versions import SWAPPING, version_facts
+from tccl_py.nccl.view import NcclView, view
+from tccl_py.plan.cluster_rings import ClusterRings, cluster_rings
+from tccl_py.plan.plan import AS_GOOD as WORTH
+from tccl_py.plan.plan import (
+    HostPath,
+    Plan,
+    PlanChoice,
+    PlannedHost,
+    is_proven,
+    preferred,
+    version_notices,
+)
+from tccl_py.plan.tables import HostChains, HostNode, OwnChains
+from tccl_py.plan.variants import ends_as_measured, path_types
+
+CANDIDATES = 6
+"""Choices of settings that are merged over all classes, the most promising first."""
+
+
+def plan_over(
+    cluster: Cluster,
+    nodes: Sequence[HostNode],
+    *,
+    strategy: str,
+    keep_order: bool = False,
+    ib_gid_index: int | None = None,
+    pinned_env: Mapping[str, str] | None = None,
+) -> Plan:
+    """Return the best plan over a cluster's hosts, with a node for each of its classes.
+
+    KeyboardInterrupt ends it with the best so far. The counts of sets are left 0.
+
+    Raises:
+        InputError: a host with other ranks than its class has GPUs.
+        SearchError: no ring exists.
+        MeasurementError: a source cannot measure a needed set.
+    """
+    _check_slots(cluster, nodes)
+    best, cancelled = best_rings(cluster, nodes, keep_order=keep_order)
+    plan = _assembled(cluster, nodes, best, strategy=strategy, ib_gid_index=ib_gid_index)
+    return msgspec.structs.replace(plan, pinned_env=dict(pinned_env or {}), cancelled=cancelled)
+
+
+def _check_slots(cluster: Cluster, nodes: Sequence[HostNode]) -> None:
+    for host in cluster.hosts:
+        count = len(nodes[host.node_class].gpus)
+        if host.slots != count:
+            what = f"has {host.slots} ranks, and {count} GPUs are planned for"
+            raise InputError(f"host {host.name}", what, "a GPU has one rank")
+
+
+def best_rings(
+    cluster: Cluster, nodes: Sequence[HostNode], *, keep_order: bool = False
+) -> tuple[ClusterRings, bool]:
+    """Return the best rings over all hosts, and whether KeyboardInterrupt ended the search.
+
+    Raises:
+        SearchError: no ring exists.
+        MeasurementError: a source cannot measure a needed set.
+    """
+    best: ClusterRings | None = None
+    cancelled = False
+    try:
+        for settings, count, promise in _candidates(nodes):
+            if best is not None and promise <= best.rate_gbps * (1 + WORTH):
+                break
+            found = _realisable(cluster, nodes, settings, count, keep_order=keep_order)
+            if found is not None and (best is None or _preferred(found, best)):
+                best = found
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+        cancelled = True
+    if best is None:
+        raise SearchError("no ring over all hosts was found: no settings suit every class")
+    return best, cancelled
+
+
+def _candidates(nodes: Sequence[HostNode]) -> Iterator[tuple[Settings, int, float]]:
+    """Yield settings and ring counts, each with an upper estimate of its rate, best first.
+
+    A class that was not searched under them may still turn out to be slower.
+    """
+    promises: dict[tuple[Settings, int], float] = {}
+    for node in nodes:
+        for settings, found in node.choices:
+            key = (settings, len(found.pairs))
+            promises[key] = min(promises.get(key, float("inf")), found.rate_gbps)
+    for node in nodes:
+        best = node.choices[0][1].rate_gbps
+        promises = {key: min(hope, best) for key, hope in promises.items()}
+    ranked = sorted(promises.items(), key=lambda one: (-one[1], one[0][1]))
+    # NCCL's own chains are always among them: a plan is never below them.
+    own = {(node.stock.settings, node.stock.distinct) for node in nodes}
+    chosen = ranked[:CANDIDATES]
+    chosen += [one for one in ranked[CANDIDATES:] if one[0] in own]
+    for (settings, count), promise in chosen:
+        yield settings, count, promise
+
+
+def _realisable(
+    cluster: Cluster,
+    nodes: Sequence[HostNode],
+    settings: Settings,
+    count: int,
+    *,
+    keep_order: bool,
+) -> ClusterRings | None:
+    """Return the best rings under settings with which NCCL runs the measured channels.
+
+    Between hosts NCCL doubles few and quick channels once more. Then the file asks for as many.
+    """
+    sm, hosts = min(_view(one, settings).system.sm_min for one in nodes), len(cluster.hosts)
+    while True:
+        found = cluster_rings(cluster, nodes, settings, count, keep_order=keep_order)
+        if found is None or ends_as_measured(
+            settings, sm=sm, hosts=hosts, rate_gbps=found.rate_gbps
+        ):
+            return found
+        settings = msgspec.structs.replace(settings, channels=2 * settings.channels)
+
+
+def _preferred(one: ClusterRings, other: ClusterRings) -> bool:
+    less = (one.rings, one.settings.channels) < (other.rings, other.settings.channels)
+    return preferred(one.rate_gbps, other.rate_gbps, less=less)
+
+
+def _view(node: HostNode, settings: Settings) -> NcclView:
+    one = node.node_class
+    return view(one.machine, one.knowledge, settings, gpus=node.gpus)
+
+
+def _assembled(
+    cluster: Cluster,
+    nodes: Sequence[HostNode],
+    best: ClusterRings,
+    *,
+    strategy: str,
+    ib_gid_index: int | None,
+) -> Plan:
+    kinds: dict[tuple[int, tuple[object, ...]], int] = {}
+    paths: list[HostPath] = []
+    hosts: list[PlannedHost] = []
+    rank = 0
+    for name, host_chains in zip(best.hosts, best.chains, strict=True):
+        number = cluster.host_classes[name]
+        key = (number, host_chains.chains)
+        if key not in kinds:
+            kinds[key] = len(paths)
+            paths.append(_host_path(nodes[number], number, best.settings, host_chains))
+        hosts.append(PlannedHost(name=name, path=kinds[key], first_rank=rank))
+        rank += len(nodes[number].gpus)
+    settings = _with_nics(best.settings, nodes, paths, ib_gid_index)
+    stock, variables = _own_choices(cluster, nodes)
+    return Plan(
+        cluster=cluster,
+        class_gpus=tuple(node.gpus for node in nodes),
+        hosts=tuple(hosts),
+        paths=tuple(paths),
+        settings=settings,
+        settings_verified=version_facts(settings.version).verified,
+        rate_gbps=best.rate_gbps,
+        error=max(one.error for one in best.chains),
+        bound_gbps=best.bound_gbps,
+        proven=is_proven(best.rate_gbps, best.bound_gbps),
+        simulated=any(one.simulated for one in best.chains),
+        assumed=any(one.assumed for one in best.chains),
+        strategy=strategy,
+        sets_measured=0,
+        sets_remembered=0,
+        sets_by_symmetry=0,
+        stock=stock,
+        variables=variables,
+        notices=tuple(_notices(best, nodes, settings)),
+    )
+
+
+def _host_path(
+    node: HostNode, number: int, settings: Settings, host_chains: HostChains
+) -> HostPath:
+    """Return a path as it is saved, each hop with its rate with all others running."""
+    type_intra, type_inter = path_types(_view(node, settings), host_chains.chains)
+    return HostPath(
+        node_class=number,
+        chains=host_chains.chains,
+        type_intra=type_intra,
+        type_inter=type_inter,
+    )
+
+
+def _with_nics(
+    settings: Settings,
+    nodes: Sequence[HostNode],
+    paths: Sequence[HostPath],
+    ib_gid_index: int | None,
+) -> Settings:
+    """Return the settings with the NICs for NCCL, and leave for rings to change NICs."""
+    nics = [n for node in nodes for n in node.node_class.machine.nics if n.index in node.nics]
+    rdma = all(nic.rdma for nic in nics)
+    names = dict.fromkeys(f"{nic.name}:{nic.port or 1}" if rdma else nic.name for nic in nics)
+    chains = [chain for path in paths for chain in path.chains]
+    return msgspec.structs.replace(
+        settings,
+        ib_hca=tuple(names) if rdma else (),
+        ib_gid_index=ib_gid_index if rdma else None,
+        socket_ifname=() if rdma else tuple(names),
+        # By itself NCCL lets rings change NICs only where it finds that better.
+        cross_nic=1 if any(c.entry_nic != c.exit_nic for c in chains) else settings.cross_nic,
+    )
+
+
+def _own_choices(cluster: Cluster, nodes: Sequence[HostNode]) -> tuple[PlanChoice, PlanChoice]:
+    """Return default NCCL, and NCCL with the variables without which its rings have no rate.
+
+    The slowest class decides, and uplinks in the order given. Both are equal where all classes are
+    rated without variables.
+    """
+    variables = _own_choice(cluster, nodes, [node.stock for node in nodes])
+    rated = [node.plain for node in nodes if isinstance(node.plain, OwnChains)]
+    if len(rated) == len(nodes):
+        return _own_choice(cluster, nodes, rated), variables
+    note = next(node.plain for node in nodes if isinstance(node.plain, str))
+    settings = nodes[0].default_settings
+    default = PlanChoice(settings=settings, rings=variables.rings, rate_gbps=None, note=note)
+    return default, variables
+
+
+def _own_choice(
+    cluster: Cluster, nodes: Sequence[HostNode], own: Sequence[OwnChains]
+) -> PlanChoice:
+    """Return NCCL's own rings over the hosts in the order given."""
+    rate = min(stock.rate_gbps for stock in own)
+    if cluster.switches is not None:
+        rate = min(rate, uplink_limit(cluster.switches, cluster.names))
+    settings = nodes[0].default_settings
+    for stock in own:
+        settings = msgspec.structs.replace(
+            settings,
+            p2p_level=stock.settings.p2p_level or settings.p2p_level,
+            net_disable_intra=stock.settings.net_disable_intra or settings.net_disable_intra,
+        )
+    fallback = any(stock.fallback for stock in own)
+    return PlanChoice(
+        settings=settings,
+        rings=_own_rings(cluster, nodes, own),
+        rate_gbps=rate,
+        error=max(stock.error for stock in own),
+        assumed=any(stock.assumed for stock in own),
+        note="NCCL's search finds no rings and takes its simple order" if fallback else "",
+    )
+
+
+def _own_rings(
+    cluster: Cluster, nodes: Sequence[HostNode], own: Sequence[OwnChains]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of NCCL's own rings for each channel that every class has."""
+    chains = [_chains_on(own[host.node_class], number) for number, host in enumerate(cluster.hosts)]
+    ranks = [{gpu: at for at, gpu in enumerate(node.gpus)} for node in nodes]
+    firsts = [0, *accumulate(host.slots for host in cluster.hosts)][:-1]
+    return tuple(
+        tuple(
+            first + ranks[host.node_class][gpu]
+            for host, first, channels in zip(cluster.hosts, firsts, chains, strict=True)
+            for gpu in channels[channel].gpus
+        )
+        for channel in range(min(map(len, chains)))
+    )
+
+
+def _chains_on(own: OwnChains, number: int) -> tuple[DefaultChain, ...]:
+    """Return NCCL's own chains on a host by its number in rank order.
+
+    On odd hosts pairs of channels are swapped if they leave by another NIC than they enter by, so
+    that each stays on its rail between hosts (ncclTopoPostset in connect.cc of NCCL 2.30.7).
+    """
+    chains = own.chains
+    if own.cross_nic != SWAPPING or number % 2 == 0 or len(chains) % 2:
+        return chains
+    return tuple(chains[channel ^ 1] for channel in range(len(chains)))
+
+
+def _notices(best: ClusterRings, nodes: Sequence[HostNode], settings: Settings) -> Iterator[str]:
+    for node in nodes:
+        yield from node.notices
+        machine = node.node_class.machine
+        names = ", ".join(nic.id for nic in machine.nics if nic.index not in node.nics)
+        if names:
+            yield f"{node.node_class.name}: {names} left out, as too slow or of another kind"
+    if not best.order_proven:
+        yield "another order of the hosts may be better: not all could be ruled out"
+    yield from version_notices(settings.version)

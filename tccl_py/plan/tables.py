@@ -1,0 +1,388 @@
+"""Tables of chains on hosts of a class, kept with a plan: jobs are planned by them, unmeasured.
+
+A table answers each question that planning asked of a class of hosts: the best chains under
+settings, the best chains between given NICs, and default NCCL's own chains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.files import decode_json, encode_line, read_text
+from tccl_py.model.cluster import NodeClass, shown
+from tccl_py.model.machine import MAX_GPUS
+from tccl_py.model.rings import Hop
+from tccl_py.model.transfer import receiving_nic, sending_nic
+from tccl_py.nccl.graph_search import DefaultChain
+from tccl_py.nccl.settings import Settings, check_settings
+from tccl_py.plan.plan import PlanChain, PlanHop
+from tccl_py.plan.staging import TABLES, check_files, read_manifest
+from tccl_py.search.chains import NicPair, Pairing
+
+FORMAT_VERSION = 1
+MAX_TABLES = 1_024
+_SUBSET = re.compile(r"(?P<count>[0-9]{1,4})|(?P<gpus>[0-9]{1,4}(?:[-+][0-9]{1,4})+)", re.ASCII)
+_AGAIN = "plan again with --force, which measures nothing twice"
+
+
+class ChainSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The NIC pairs of the best chains under settings, sorted, with their rate and bound, GB/s.
+
+    `chosen` marks a result of the search over settings.
+    """
+
+    pairs: tuple[NicPair, ...]
+    rate_gbps: float
+    bound_gbps: float | None = None
+    chosen: bool = False
+
+
+class HostChains(msgspec.Struct, frozen=True, kw_only=True):
+    """Chains that share a host, each hop with its rate, and the rate of all together, GB/s.
+
+    `error` is half the 95 % interval, relative.
+    """
+
+    chains: tuple[PlanChain, ...]
+    rate_gbps: float
+    error: float = 0.0
+    simulated: bool = False
+    assumed: bool = False
+
+
+class OwnChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """NCCL's own chains on a host, under the variables without which they have no rate.
+
+    `distinct` is the number of different chains; the rest is as of DefaultChoice and HostChains.
+    """
+
+    settings: Settings
+    distinct: int
+    chains: tuple[DefaultChain, ...]
+    cross_nic: int
+    rate_gbps: float
+    error: float = 0.0
+    assumed: bool = False
+    fallback: bool = False
+
+
+class HostNode(Protocol):
+    """A class of hosts with the rates of chains on its hosts: measured when asked, or kept.
+
+    `choices` are settings with the best chains searched under them, best first. `plain` is default
+    NCCL, or the reason why it has no rate; `stock` has the variables without which it has none.
+    """
+
+    @property
+    def node_class(self) -> NodeClass:
+        """The class."""
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """The GPUs that rings visit."""
+
+    @property
+    def nics(self) -> tuple[int, ...]:
+        """The NICs that rings use."""
+
+    @property
+    def default_settings(self) -> Settings:
+        """The settings of default NCCL, with the pinned level."""
+
+    @property
+    def choices(self) -> Sequence[tuple[Settings, ChainSet]]:
+        """Settings and their best chains, best first."""
+
+    @property
+    def stock(self) -> OwnChains:
+        """NCCL's own chains."""
+
+    @property
+    def plain(self) -> OwnChains | str:
+        """Default NCCL's chains, or a reason."""
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Notices of the search."""
+
+    def best_under(self, settings: Settings, count: int) -> ChainSet | None:
+        """Return the best set of so many chains; None if there is none."""
+
+    def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
+        """Return the best chains between exactly these NICs; None if there are none."""
+
+
+class KeptChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """HostChains; a chain lists numbers of the table's hops, and `gbps` their rates."""
+
+    pairs: tuple[NicPair, ...]
+    chains: tuple[tuple[int, ...], ...]
+    gbps: tuple[tuple[float, ...], ...]
+    rate_gbps: float
+    error: float = 0.0
+    assumed: bool = False
+
+
+class KeptSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that was asked under one choice of settings."""
+
+    settings: Settings
+    best: tuple[ChainSet, ...]
+    paired: tuple[KeptChains, ...]
+
+
+class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file of a class of hosts and some of its GPUs."""
+
+    node_class: str
+    gpus: tuple[int, ...]
+    nics: tuple[int, ...]
+    simulated: bool
+    default_settings: Settings
+    stock: OwnChains
+    plain: OwnChains | str
+    hops: tuple[Hop, ...]
+    answers: tuple[KeptSettings, ...]
+    notices: tuple[str, ...] = ()
+    format_version: int = FORMAT_VERSION
+
+
+class HostTable:
+    """A class of hosts with the rates of a kept table; see HostNode."""
+
+    def __init__(self, node_class: NodeClass, kept: KeptTable) -> None:
+        self.node_class, self.kept = node_class, kept
+        self.gpus, self.nics = kept.gpus, kept.nics
+        self.default_settings = kept.default_settings
+        self.stock, self.plain, self.notices = kept.stock, kept.plain, kept.notices
+
+    @cached_property
+    def choices(self) -> Sequence[tuple[Settings, ChainSet]]:
+        """Settings and their best chains, best first."""
+        found = [(s, one) for (s, _), one in self._best.items() if one.chosen]
+        return sorted(found, key=lambda one: -one[1].rate_gbps)
+
+    @cached_property
+    def _best(self) -> dict[tuple[Settings, int], ChainSet]:
+        return {
+            (answer.settings, len(one.pairs)): one
+            for answer in self.kept.answers
+            for one in answer.best
+        }
+
+    @cached_property
+    def _paired(self) -> dict[tuple[Settings, Pairing], KeptChains]:
+        return {
+            (answer.settings, Pairing(one.pairs)): one
+            for answer in self.kept.answers
+            for one in answer.paired
+        }
+
+    def best_under(self, settings: Settings, count: int) -> ChainSet | None:
+        """Return the best set of so many chains; None if there is none."""
+        return self._best.get((settings, count))
+
+    def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
+        """Return the best chains between exactly these NICs; None if there are none."""
+        found = self._paired.get((settings, pairing))
+        if found is None:
+            return None
+        chains = tuple(
+            self._chain(hops, gbps) for hops, gbps in zip(found.chains, found.gbps, strict=True)
+        )
+        return HostChains(
+            chains=chains,
+            rate_gbps=found.rate_gbps,
+            error=found.error,
+            simulated=self.kept.simulated,
+            assumed=found.assumed,
+        )
+
+    def _chain(self, numbers: Sequence[int], rates: Sequence[float]) -> PlanChain:
+        hops = tuple(
+            PlanHop(source=hop.source, target=hop.target, flow=hop.flow, gbps=rate)
+            for hop, rate in zip((self.kept.hops[n] for n in numbers), rates, strict=True)
+        )
+        into, out = receiving_nic(hops[0].flow), sending_nic(hops[-1].flow)
+        return PlanChain(hops=hops, entry_nic=into, exit_nic=out)
+
+
+def kept_table(
+    node: HostNode,
+    best: Mapping[tuple[Settings, int], ChainSet],
+    paired: Mapping[tuple[Settings, Pairing], HostChains],
+    *,
+    simulated: bool,
+) -> KeptTable:
+    """Return the table of all answers of a node."""
+    hops: dict[Hop, int] = {}
+
+    def kept(pairing: Pairing, found: HostChains) -> KeptChains:
+        return KeptChains(
+            pairs=pairing.pairs,
+            chains=tuple(
+                tuple(hops.setdefault(Hop(*hop.ends, hop.flow), len(hops)) for hop in chain.hops)
+                for chain in found.chains
+            ),
+            gbps=tuple(tuple(hop.gbps for hop in chain.hops) for chain in found.chains),
+            rate_gbps=found.rate_gbps,
+            error=found.error,
+            assumed=found.assumed,
+        )
+
+    answers = tuple(
+        KeptSettings(
+            settings=settings,
+            best=tuple(one for (under, _), one in best.items() if under == settings),
+            paired=tuple(
+                kept(pairing, one) for (under, pairing), one in paired.items() if under == settings
+            ),
+        )
+        for settings in dict.fromkeys(settings for settings, _ in (*best, *paired))
+    )
+    return KeptTable(
+        node_class=node.node_class.name,
+        gpus=node.gpus,
+        nics=node.nics,
+        simulated=simulated,
+        default_settings=node.default_settings,
+        stock=node.stock,
+        plain=node.plain,
+        hops=tuple(hops),
+        answers=answers,
+        notices=node.notices,
+    )
+
+
+# Files.
+
+
+def gpus_text(gpus: Sequence[int]) -> str:
+    """Return GPUs as a part of a file name, and as an item of --gpus-per-job.
+
+    >>> gpus_text((0, 1, 2, 3)), gpus_text((0, 2, 5)), gpus_text((4,))
+    ('0-3', '0+2+5', '4')
+    """
+    if len(gpus) > 1 and tuple(gpus) == tuple(range(gpus[0], gpus[-1] + 1)):
+        return f"{gpus[0]}-{gpus[-1]}"
+    return "+".join(map(str, gpus))
+
+
+def table_files(tables: Iterable[KeptTable]) -> dict[str, str]:
+    """Return the names of tables' files in a plan's directory, and their texts."""
+    return {
+        f"{TABLES}/{one.node_class}.{gpus_text(one.gpus)}.json": encode_line(one).decode()
+        for one in tables
+    }
+
+
+def kept_files(directory: Path, classes: Iterable[str] | None = None) -> dict[str, str]:
+    """Return the texts of tables in a plan's directory, those of some classes (None: all).
+
+    Raises:
+        InputError: no manifest, a file is missing or was changed, or there are too many.
+    """
+    names = [name for name in read_manifest(directory).files if name.startswith(f"{TABLES}/")]
+    if len(names) > MAX_TABLES:
+        right = f"at most {MAX_TABLES} are possible"
+        raise InputError(str(directory / TABLES), f"has {len(names)} tables", right)
+    if classes is not None:
+        prefixes = {f"{TABLES}/{one}" for one in classes}
+        names = [name for name in names if name.rsplit(".", 2)[0] in prefixes]
+    check_files(directory, names)
+    return {name: read_text(directory / name) for name in names}
+
+
+def read_tables(directory: Path, classes: Iterable[NodeClass]) -> list[HostTable]:
+    """Read the tables of some classes in a plan's directory.
+
+    Raises:
+        InputError: as `kept_files`; or a damaged table.
+    """
+    of_name = {one.name: one for one in classes}
+    found = []
+    for name, text in kept_files(directory, of_name).items():
+        where = str(directory / name)
+        kept = _checked(decode_json(text, KeptTable, where=where), of_name, where)
+        found.append(HostTable(of_name[kept.node_class], kept))
+    return found
+
+
+def _checked(kept: KeptTable, classes: Mapping[str, NodeClass], where: str) -> KeptTable:
+    """Return a table whose parts fit together; paths of a plan made of it are checked again."""
+    if kept.format_version != FORMAT_VERSION:
+        what = f"has format version {kept.format_version}"
+        raise InputError(where, what, f"this program reads version {FORMAT_VERSION}")
+    if kept.node_class not in classes:
+        raise InputError(where, f"is of class {shown(kept.node_class)}", _AGAIN)
+    machine = classes[kept.node_class].machine
+    known = set(machine.gpu_indices), {nic.index for nic in machine.nics}
+    fits = kept.gpus and set(kept.gpus) <= known[0] and set(kept.nics) <= known[1]
+    for answer in kept.answers:
+        check_settings(answer.settings)
+        for one in answer.paired:
+            lengths = [len(hops) for hops in one.chains]
+            fits = fits and len(lengths) == len(one.pairs) and all(lengths)
+            fits = fits and lengths == [len(rates) for rates in one.gbps]
+            fits = fits and all(0 <= n < len(kept.hops) for hops in one.chains for n in hops)
+    if not fits:
+        raise InputError(where, f"does not fit class {shown(kept.node_class)}", _AGAIN)
+    return kept
+
+
+# Subsets of GPUs.
+
+
+def job_gpus(text: str | None, gpus: Sequence[int], *, where: str) -> list[tuple[int, ...]]:
+    """Return the sets of GPUs of jobs on a host, from a list of counts and sets; all GPUs first.
+
+    A count is of the lowest GPUs; larger counts than a host has are left out. None is all GPUs,
+    half of them, a quarter, and one.
+
+    >>> job_gpus(None, range(8), where="")
+    [(0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2, 3), (0, 1), (0,)]
+    >>> job_gpus("2,4-7,0+2", range(8), where="")[1:]
+    [(0, 1), (4, 5, 6, 7), (0, 2)]
+
+    Raises:
+        InputError: an item that is neither, or GPUs that no host has.
+    """
+    count = len(gpus)
+    found: list[tuple[int, ...]] = [tuple(gpus)]
+    if text is None:
+        found += [tuple(gpus[:some]) for some in (count // 2, count // 4, 1) if some]
+        return list(dict.fromkeys(found))
+    for item in map(str.strip, text.split(",")):
+        match = _SUBSET.fullmatch(item)
+        right = "write counts of GPUs or sets, as 8,4,4-7,0+2"
+        if match is None or match["count"] == "0":
+            raise InputError(where, f"{shown(item)} is no number of GPUs and no set", right)
+        if match["count"]:
+            wanted = tuple(gpus[: int(match["count"])])
+            if len(wanted) < int(match["count"]):
+                continue
+        else:
+            wanted = _gpu_set(match["gpus"])
+            if not wanted or len(wanted) > MAX_GPUS:
+                raise InputError(where, f"{shown(item)} is no set of GPUs", right)
+            if not set(wanted) <= set(gpus):
+                continue
+        found.append(wanted)
+    return list(dict.fromkeys(found))
+
+
+def _gpu_set(text: str) -> tuple[int, ...]:
+    found: set[int] = set()
+    for part in text.split("+"):
+        first, _, last = part.partition("-")
+        if last.count("-"):
+            return ()
+        found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))
