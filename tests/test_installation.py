@@ -1,5 +1,6 @@
 """Installing leaves others' lines as they are, and uninstalling leaves everything as it was."""
 
+import json
 import os
 import shutil
 import stat
@@ -28,13 +29,14 @@ from tccl_py.installation.install import (
 )
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.conf import conf_lines, settings_of_files
-from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.plugin.build import LIBRARY
+from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.variables import env_conflicts
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.verify.record import ArmResult, Compared, Row, Verification, keep_verification
 from tccl_py.verify.spec import WrongValue
-from tests.planned import SMALL, plan_of
+from tests.planned import SMALL, needing_a_graph, plan_of
 
 SETTINGS = Settings(version="2.28", p2p_level="SYS", channels=8, buffsize=524288)
 PLAN = Installed(directory=Path("/plans/my box"), settings=SETTINGS, provenance="measured")
@@ -42,6 +44,7 @@ PRINT = Fingerprint(
     gpu_uuids=("GPU-aa", "GPU-bb"), driver="580.159.04", numa_count=2, kernel="6.8.0"
 )
 MEASURED = msgspec.structs.replace(PLAN, fingerprint=PRINT, gpu_uuids=PRINT.gpu_uuids)
+BOX = "amd-v100"
 KINDS = ("conf", "slurm-prolog", "module")
 # Pieces of files, markers' look-alikes among them.
 PIECES = st.one_of(
@@ -641,3 +644,44 @@ def test_a_simulated_plan_is_installed_only_by_force(tmp_path):
 def test_a_directory_without_a_plan_is_a_sentence(tmp_path):
     assert tccl("install", tmp_path).exit_code == 2
     assert tccl("install", tmp_path / "none").exit_code == 2
+
+
+def test_the_plugin_is_loaded_where_nccl_has_plugins_and_a_library_is_there(tmp_path):
+    directory, conf = tmp_path / "plan", Path(os.environ["NCCL_CONF_FILE"])
+    directory.mkdir()
+    plan = needing_a_graph(plan_of(BOX))
+    write_plan(plan, directory)
+    result = tccl("install", directory, "--force")
+    assert "without the plugin" in result.stderr
+    variables = {line.name for line in conf_lines(conf.read_bytes(), where="conf")}
+    assert variables == environment(plan.settings).keys()
+    (directory / "nccl" / LIBRARY).touch()
+    before = conf.read_bytes()
+    assert tccl("install", directory, "--force", "--no-plugin").exit_code == 0
+    assert conf.read_bytes() == before
+    assert tccl("install", directory, "--force").exit_code == 0
+    lines = {line.name: line.value for line in conf_lines(conf.read_bytes(), where="conf")}
+    assert lines == {
+        "NCCL_ENV_PLUGIN": str(directory / "nccl" / LIBRARY),
+        "TCCL_INDEX": str(directory / "nccl" / "plugin.index"),
+    }
+    printed = json.loads(tccl("env", directory, "--plugin", "--json").stdout)
+    assert (printed["environment"], printed["simulated"]) == (lines, True)
+    result = tccl("env", directory, "--plugin", "--choice", "graph")
+    assert (result.exit_code, "--choice" in result.stderr) == (2, True)
+    directory.chmod(0o777)
+    result = tccl("env", directory, "--plugin")
+    assert (result.exit_code, "can write" in result.stderr) == (2, True)
+
+
+def test_an_older_nccl_gets_variables_alone(tmp_path):
+    directory = tmp_path / "plan"
+    directory.mkdir()
+    plan = plan_of(BOX, version="2.27")
+    write_plan(plan, directory)
+    (directory / "nccl" / LIBRARY).touch()
+    result = tccl("install", directory, "--force")
+    assert "2.27 has no environment plugins" in result.stderr
+    assert "NCCL_P2P_LEVEL=SYS" in Path(os.environ["NCCL_CONF_FILE"]).read_text()
+    result = tccl("env", directory, "--plugin")
+    assert (result.exit_code, result.stdout) == (1, "unset NCCL_GRAPH_FILE\n")

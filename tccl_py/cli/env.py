@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from tccl_py.cli import options
-from tccl_py.cli.options import gpus_argument, opt, refuse
+from tccl_py.cli.options import flag, gpus_argument, opt, refuse
 from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import ALIKE_VARIABLE, why_not_here, why_not_of_class, why_not_with
@@ -23,6 +23,7 @@ from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import CHOICES, Plan
+from tccl_py.plan.plugin import plugin_variables, why_no_plugin
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
 from tccl_py.readers.live import fingerprint_of
@@ -38,6 +39,7 @@ def env(
     host: Annotated[str | None, opt("NAME", "A cluster's host; this one if not given.")] = None,
     nccl: Annotated[str | None, opt("VERSION", "The job's; if not given, as installed.")] = None,
     choice: Annotated[Choice | None, opt("NAME", "The recommended one if not given.")] = None,
+    plugin: Annotated[bool, flag("--plugin", "Load NCCL's plugin: any communicators.")] = False,
     alike: Annotated[
         bool,
         typer.Option("--alike", metavar=" ", envvar=ALIKE_VARIABLE, help="GPUs' UUIDs may differ."),
@@ -52,7 +54,10 @@ def env(
 
     A graph file is named only for exactly these GPUs: any other would fail the job. If the plan has
     none, the variables of the second choice are printed, with exit code 1 after --choice graph.
-    `tccl_py.torch` gives communicators over fewer of the GPUs a graph file each.
+
+    With --plugin the lines load the plan's plugin, for NCCL 2.28.7 and later: it gives each
+    communicator of the job, over whatever GPUs, the graph file of exactly these, or none, and sets
+    the variables of the recommended choice. `tccl show --sets` lists who gets what.
 
     If the GPUs, the driver's major version, the NUMA layout or NCCL's version differ from the
     plan's, a measured plan is disabled: only `unset NCCL_GRAPH_FILE` is printed, stderr says why,
@@ -66,15 +71,15 @@ def env(
     Examples:
 
         eval "$(tccl env my-plan --gpus 0,2,5)"
+        eval "$(tccl env my-plan --plugin)"
         eval "$(tccl env my-cluster --host gpu07)"
     """
     check_plan_directory(directory)
     plan = load_plan(directory)
-    if plan.is_cluster:
-        refuse({"--gpus": gpus, "--nccl": nccl}, options.OF_CLUSTER)
-    else:
-        refuse({"--host": host}, ("", "is for the plan of a cluster", "leave it out"))
+    named = {"--gpus": gpus, "--nccl": nccl, "--host": host, "--choice": choice}
+    _check_options(plan, named, plugin=plugin)
     listed = check_files(directory).files
+    loading = plugin_variables(directory, alike=alike) if plugin else {}
     if plan.is_cluster:
         name = planned_host(plan, host)
         subject: dict[str, Any] = {"host": name}
@@ -86,6 +91,8 @@ def env(
         disabled = f"it is for GPUs {','.join(map(str, plan.gpus))}"
         if set(chosen) <= set(plan.gpus):
             disabled = _why_disabled(plan, directory, nccl, alike=alike)
+        if plugin and not disabled:
+            disabled = why_no_plugin(nccl or planned_or_installed(plan))
         file = GRAPH_FILE if chosen == plan.gpus else subset_file(chosen)
     if disabled:
         subject["off"] = disabled
@@ -93,7 +100,7 @@ def env(
         notice(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
         raise typer.Exit(ANSWER_IS_NO)
     taken = plan.recommended if choice is None else choice.value
-    missing = f"nccl/{file}" not in listed and (taken == "graph" or not file)
+    missing = f"nccl/{file}" not in listed and (taken == "graph" or not file) and not plugin
     if missing:
         notice(_lacking(host, subject))
     if missing and not plan.is_cluster:
@@ -101,10 +108,21 @@ def env(
     graph = None
     if taken == "graph" and not missing:
         graph = PurePosixPath(directory.resolve() / "nccl" / file)
-    variables = job_environment(plan.choices[taken].settings, graph=graph)
+    variables = loading or job_environment(plan.choices[taken].settings, graph=graph)
     _print(plan, variables, {**subject, "choice": taken}, json=json)
     if missing and (plan.is_cluster or choice is not None):
         raise typer.Exit(ANSWER_IS_NO)
+
+
+def _check_options(plan: Plan, given: Mapping[str, object], *, plugin: bool) -> None:
+    """Refuse options that do not suit the plan, or are for jobs without the plugin."""
+    if plugin:
+        rest = {name: value for name, value in given.items() if name != "--nccl"}
+        refuse(rest, ("", "is for jobs without the plugin", "leave it out"))
+    if plan.is_cluster:
+        refuse({name: given[name] for name in ("--gpus", "--nccl")}, options.OF_CLUSTER)
+    else:
+        refuse({"--host": given["--host"]}, ("", "is for the plan of a cluster", "leave it out"))
 
 
 def _print(
@@ -160,6 +178,12 @@ def why_elsewhere(plan: Plan, directory: Path, *, alike: bool) -> str:
         return ""
     gpus = facts.gpus if alike else None
     return why_not_here(plan, directory, fingerprint_of(facts), alike=gpus)
+
+
+def planned_or_installed(plan: Plan) -> str:
+    """Return the version of the installed NCCL; the plan's where none is found."""
+    installed = installed_nccl()
+    return plan.settings.version if installed is None else installed.version
 
 
 def _why_not_on(plan: Plan, name: str) -> str:

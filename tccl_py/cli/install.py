@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tccl_py.cli import options
-from tccl_py.cli.env import why_elsewhere
+from tccl_py.cli.env import planned_or_installed, why_elsewhere
 from tccl_py.cli.options import flag, opt
 from tccl_py.cli.process import notice
 from tccl_py.errors import InputError
@@ -20,6 +20,7 @@ from tccl_py.nccl.conf import user_file
 from tccl_py.plan.beside import check_plan_directory, planned_fingerprint
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.plugin import plugin_variables, why_no_plugin
 from tccl_py.plan.staging import check_files
 from tccl_py.verify.record import why_not_verified
 
@@ -34,13 +35,21 @@ def install(
     module: Annotated[Path | None, opt("PATH", "An environment module in Tcl, or -.")] = None,
     dry_run: options.DryRun = False,
     alike: Annotated[bool, flag("--alike", "For hosts like the plan's, with other UUIDs.")] = False,
+    plugin: Annotated[
+        bool, typer.Option("--plugin/--no-plugin", help="Load the plugin where NCCL has plugins.")
+    ] = True,
     force: Annotated[bool, flag("--force", "Also if not verified, or of another machine.")] = False,
 ) -> None:
-    """Put a verified plan's settings where jobs find them.
+    """Put a verified plan where jobs find it.
 
-    The plan's lines stand between two marker lines; others stay, byte for byte. No graph file is
-    named: communicators over other GPUs would fail. Jobs get graph files from `tccl env`, or from
-    `tccl_py.torch`, which finds the plan by TCCL_PLAN of the prolog and the module.
+    The plan's lines stand between two marker lines; others stay, byte for byte. They load the
+    plan's plugin: NCCL 2.28.7 and later asks it for each communicator, and gets the graph file of
+    exactly its GPUs, or none, and the variables of the recommended choice. Any doubt is default
+    NCCL, and a user's own variables win.
+
+    For an older NCCL, for a plan of several hosts, without the plugin's library, and with
+    --no-plugin the lines set the variables alone. No line names a graph file: communicators over
+    other GPUs would fail. `tccl_py.torch` finds the plan by TCCL_PLAN of the prolog and the module.
 
     Without an option the file is NCCL_CONF_FILE, or ~/.nccl.conf, for every process of yours. NCCL
     reads a file of the user's, then /etc/nccl.conf, and takes the first line of a name; the
@@ -57,7 +66,8 @@ def install(
     plan = load_plan(directory)
     check_files(directory)
     _check(plan, directory, force=force, alike=alike)
-    installed = _installed(plan, directory, alike=alike)
+    loading = _plugin(plan, directory, alike=alike) if plugin else {}
+    installed = _installed(plan, directory, alike=alike, plugin=loading)
     named: dict[Kind, Path | None] = {"conf": conf, "slurm-prolog": slurm_prolog, "module": module}
     targets = {kind: path for kind, path in named.items() if path is not None}
     if conf is not None and str(conf) == _PRINTED:
@@ -75,13 +85,14 @@ def install(
         done = f"{made if change.before is None else changed} {change.path} ({kind})"
         notice(done if change.needed else f"{change.path} has the plan's lines already")
     if "conf" in files and not dry_run:
+        what = "the plugin is loaded by" if installed.plugin else "the settings hold for"
         notice(
-            "the settings hold for all NCCL jobs of yours, on every host that has "
+            f"{what} all NCCL jobs of yours, on every host that has "
             f"{files['conf']}; one that runs now keeps what it has"
         )
 
 
-def _installed(plan: Plan, directory: Path, *, alike: bool) -> Installed:
+def _installed(plan: Plan, directory: Path, *, alike: bool, plugin: dict[str, str]) -> Installed:
     place = directory.resolve()
     check_path(place)
     measured = not plan.is_cluster and not plan.simulated
@@ -94,10 +105,23 @@ def _installed(plan: Plan, directory: Path, *, alike: bool) -> Installed:
         directory=place,
         settings=plan.job_settings,
         provenance=plan.provenance,
+        plugin=plugin,
         alike=alike,
         fingerprint=fingerprint,
         gpu_uuids=uuids,
     )
+
+
+def _plugin(plan: Plan, directory: Path, *, alike: bool) -> dict[str, str]:
+    """Return the variables that load the plugin; none, with a notice, where it does not work."""
+    why = why_no_plugin(planned_or_installed(plan))
+    try:
+        loading = plugin_variables(directory, alike=alike)
+    except InputError as error:
+        loading, why = {}, why or str(error)
+    if why:
+        notice(f"without the plugin, by variables alone: {why}")
+    return {} if why else loading
 
 
 def _check(plan: Plan, directory: Path, *, force: bool, alike: bool) -> None:

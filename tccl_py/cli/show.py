@@ -21,7 +21,8 @@ from tccl_py.files import picked, refused
 from tccl_py.nccl.settings import Settings, environment, environment_text
 from tccl_py.nccl.variables import pinned_env_text
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
+from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, SubsetRings
+from tccl_py.plan.plugin import graph_files
 from tccl_py.plan.words import CHOICE_WORDS
 from tccl_py.readers.hosts import compress
 
@@ -37,6 +38,7 @@ def show(
     directory: options.PlanPath,
     *,
     hops: Annotated[bool, flag("--hops", "List every hop with its rate.")] = False,
+    sets: Annotated[bool, flag("--sets", "List what communicators get by the plugin.")] = False,
     json: options.Json = False,
 ) -> None:
     """Show a plan: rings, rates, the slowest hop, the bound, settings, and default NCCL.
@@ -57,6 +59,8 @@ def show(
     print_plan(plan, console)
     if hops:
         console.print(_flows_table(plan) if plan.is_cluster else _hops_table(plan))
+    if sets and graph_files(plan):
+        console.print(_sets_table(plan))
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -66,6 +70,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         limit = {"whole_ring_gbps": plan.whole_ring_gbps}
     else:
         subject = {"machine": plan.machine.name, "gpus": plan.gpus}
+        subject["communicators"] = [
+            {"gpus": gpus, "graph_file": f"nccl/{name}"} | picked(found, "rings", "rate_gbps")
+            for gpus, name, found in _sets(plan)
+        ]
         limit = {"limit_gbps": plan.limit_gbps}
     return {
         **subject,
@@ -140,6 +148,7 @@ def _summary(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "bound", bound
     if plan.limit_text:
         yield "limit", f"{plan.limit_gbps:.2f} GB/s ({mark}): {plan.limit_text}"
+    yield "plugin", _plugin_text(plan)
     unchecked = "" if plan.settings_verified else " (this version was not checked)"
     variables = environment_text(plan.settings) or "defaults"
     more = f": {variables}" if plan.is_cluster else ""
@@ -149,6 +158,38 @@ def _summary(plan: Plan) -> Iterator[tuple[str, str]]:
     done = "simulated" if plan.simulated else "measured"
     known = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"
     yield "cost", f"{plan.sets_measured} sets {done}, {known}"
+
+
+def _sets(plan: Plan) -> Iterator[tuple[tuple[int, ...], str, SubsetRings]]:
+    """Yield sets of GPUs whose communicators get a graph file by the plugin, and their rings."""
+    for gpus, name in graph_files(plan).items():
+        rings = plan.subset(gpus)
+        if rings is not None:
+            yield gpus, name, rings
+
+
+def _sets_table(plan: Plan) -> Table:
+    table = _folded("GPUs", "GB/s", "rings", "graph file")
+    for gpus, name, found in _sets(plan):
+        rings = ", ".join(map(_numbers, found.rings))
+        table.add_row(_numbers(gpus, ","), f"{found.rate_gbps:.2f}", rings, f"nccl/{name}")
+    return table
+
+
+def _plugin_text(plan: Plan) -> str:
+    """Return what communicators get by the plugin."""
+    if plan.is_cluster:
+        return "none for several hosts; launch with the files of nccl/order"
+    variables = environment_text(plan.job_settings)
+    rest = f"default NCCL with {variables}" if variables else "default NCCL"
+    count = len(graph_files(plan))
+    if not count:
+        return f"{rest} for every communicator"
+    rates = [found.rate_gbps for _, _, found in _sets(plan)]
+    return (
+        f"a graph file for communicators over {count} set{'s' * (count != 1)} of GPUs, "
+        f"{min(rates):.2f} to {max(rates):.2f} GB/s (`tccl show --sets`); {rest} for others"
+    )
 
 
 def _choice_text(plan: Plan, name: ChoiceName, choice: PlanChoice, mark: str) -> str:

@@ -2,9 +2,9 @@
 
 The files are nccl.conf, a SLURM task prolog, and an environment module. None names a graph file,
 because they hold for all communicators of a job and a graph file for communicators over exactly its
-GPUs. They set the plan's settings; prolog and module also set TCCL_PLAN, by which tccl_py.torch
-finds the graph file of each group. The record is in the user's state directory (XDG_STATE_HOME,
-else ~/.local/state).
+GPUs. They load NCCL's plugin, which gives each communicator its own, or set the plan's settings;
+prolog and module also set TCCL_PLAN, for tccl_py.torch. The record is in the user's state directory
+(XDG_STATE_HOME, else ~/.local/state).
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
     """A plan to install: its directory and settings, and the machine that it holds for.
 
     `gpu_uuids` are the plan's GPUs, none if it holds for all hosts that are `alike`. `fingerprint`
-    is None for a plan without a measured machine, which holds wherever it is installed.
+    is None for a plan without a measured machine, which holds wherever it is installed. `plugin`
+    are the variables that load NCCL's plugin, in place of the settings.
     """
 
     directory: Path
@@ -67,15 +68,16 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: Fingerprint | None = None
     gpu_uuids: tuple[str, ...] = ()
     alike: bool = False
+    plugin: Mapping[str, str] = {}
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return a job's settings."""
-        return job_environment(self.settings)
+        """Return the variables that load the plugin, or else a job's settings."""
+        return dict(self.plugin) or job_environment(self.settings)
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return a job's settings, and the variables by which tccl_py.torch finds the plan."""
+        """Return `variables`, and those by which tccl_py.torch finds the plan."""
         more = {ALIKE_VARIABLE: "1"} if self.alike else {}
         return {**self.variables, PLAN_VARIABLE: str(self.directory), **more}
 
@@ -265,6 +267,9 @@ def _save_record(record: Record, directory: Path) -> None:
 
 def form_of(plan: Installed, kind: Kind) -> Form:
     """Return the block for a file of this kind; modules are Tcl, which Lmod reads as well."""
+    if kind == "conf" and plan.plugin:
+        head = f"# tccl-py, rates {plan.provenance}; `tccl show --sets` says for whom.\n"
+        return Form(body=head + "".join(f"{name}={v}\n" for name, v in plan.plugin.items()))
     if kind == "conf":
         return Form(body=conf_text(plan.settings, provenance=plan.provenance))
     if kind == "slurm-prolog":

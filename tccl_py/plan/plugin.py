@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.plugin.build import LIBRARY, SOURCES
@@ -25,8 +27,12 @@ from tccl_py.plan.files import GRAPH_FILE, subset_file
 from tccl_py.plan.plan import Plan
 
 PLUGIN_VARIABLE = "NCCL_ENV_PLUGIN"
+ALIKE_INDEX_FILE = "plugin-alike.index"
+"""The index of a measured plan for hosts of the same kind, whose GPUs have other UUIDs."""
 FIRST_NCCL = (2, 28, 7)
 """The first NCCL with environment plugins."""
+_MAX_PATH = 254
+"""Of a network plugin's path (plugin.h); the library is one as well."""
 _BUILD = "python -m tccl_py.nccl.plugin.build"
 
 
@@ -41,7 +47,11 @@ def plugin_files(
     files: dict[str, str | bytes] = {}
     with suppress(InputError):
         if (index := _index(plan, texts, fingerprint)) is not None:
-            files[INDEX_FILE] = index.encode()
+            files[INDEX_FILE] = index.encode().decode()
+            if not index.simulated:
+                gpus = tuple(msgspec.structs.replace(gpu, uuid="") for gpu in index.gpus)
+                alike = msgspec.structs.replace(index, gpus=gpus)
+                files[ALIKE_INDEX_FILE] = alike.encode().decode()
     library = SOURCES / LIBRARY
     if files and library.is_file():
         files[LIBRARY] = library.read_bytes()
@@ -91,8 +101,10 @@ def graph_files(plan: Plan) -> dict[tuple[int, ...], str]:
     return {plan.gpus: GRAPH_FILE} | {one.gpus: subset_file(one.gpus) for one in plan.subsets}
 
 
-def plugin_variables(directory: Path) -> dict[str, str]:
+def plugin_variables(directory: Path, *, alike: bool = False) -> dict[str, str]:
     """Return the variables by which a job loads the plugin with the plan in a directory.
+
+    With `alike`, GPUs' UUIDs may differ.
 
     Raises:
         InputError: the plan has no index, there is no library beside it, or the plugin would not
@@ -101,13 +113,19 @@ def plugin_variables(directory: Path) -> dict[str, str]:
     folder = directory.resolve() / "nccl"
     index, library = folder / INDEX_FILE, folder / LIBRARY
     if not index.is_file():
-        what = f"has no nccl/{INDEX_FILE}, as plans of several hosts and of earlier programs"
-        raise InputError(str(directory), what, "use the plan without the plugin, or plan again")
+        what = f"has no {INDEX_FILE}, as the plans of several hosts and of earlier programs"
+        raise InputError(str(folder), what, "use the plan without the plugin, or plan again")
+    if alike and (folder / ALIKE_INDEX_FILE).is_file():
+        index = folder / ALIKE_INDEX_FILE
     if not library.is_file():
         what = "has no library of the plugin: no C compiler was there when tccl-py was installed"
-        raise InputError(str(directory), what, f"build it: {_BUILD} {folder}")
+        raise InputError(str(folder), what, f"{_BUILD} {folder}")
+    if "," in str(library) or len(str(library)) > _MAX_PATH:
+        right = f"at most {_MAX_PATH} characters without a comma"
+        raise InputError(str(library), "is a path that NCCL cannot open", right)
     if why := why_not_trusted(index):
-        raise InputError(str(index), f"is nothing that the plugin trusts: {why}", "chmod or chown")
+        right = "let nobody but root and the user of the jobs write it, and the folders above it"
+        raise InputError(str(index), f"is not trusted by the plugin: {why}", right)
     return {PLUGIN_VARIABLE: str(library), INDEX_VARIABLE: str(index)}
 
 
@@ -123,11 +141,15 @@ def why_not_trusted(path: Path) -> str:
     return ""
 
 
-def has_env_plugins(version: str) -> bool:
-    """Return whether a version of NCCL has environment plugins; missing numbers are favourable.
+def why_no_plugin(version: str) -> str:
+    """Return why a version of NCCL does not load the plugin, as a clause; "" if it does.
 
-    >>> has_env_plugins("2.28.9"), has_env_plugins("2.28.3"), has_env_plugins("2.28")
-    (True, False, True)
+    Missing numbers are taken for favourable ones.
+
+    >>> why_no_plugin("2.28.9"), why_no_plugin("2.28.3"), why_no_plugin("2.28")
+    ('', 'NCCL 2.28.3 has no environment plugins, which came with 2.28.7', '')
     """
     numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
-    return numbers >= FIRST_NCCL[: len(numbers)]
+    if numbers >= FIRST_NCCL[: len(numbers)]:
+        return ""
+    return f"NCCL {version} has no environment plugins, which came with 2.28.7"
