@@ -211,7 +211,7 @@ def stand_in(library_folder, tmp_path, monkeypatch):
 
 OPTIONS = Options(
     stopping=Stopping(target=0.5, minimum=2, limit=2),
-    limits=WindowLimits(minimum_ms=20.0, maximum_ms=100.0, start_error_share=1.0),
+    limits=WindowLimits(minimum_ms=5.0, maximum_ms=50.0, start_error_share=1.0),
     sentinel_every=0,
     network="nccl",
 )

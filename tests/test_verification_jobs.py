@@ -27,6 +27,8 @@ PROGRAM = "tests.rank_programs"
 
 def environment(**variables):
     found = rank_environment(dict(os.environ), gpus=None, variables=variables)
+    # It names each test anew, and a fork server is one environment's: it would import torch again.
+    found.pop("PYTEST_CURRENT_TEST", None)
     paths = [str(REPOSITORY), str(REPOSITORY / "profiler"), found.get("PYTHONPATH", "")]
     return {**found, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 

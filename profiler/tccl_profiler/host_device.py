@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler import linux
-from tccl_profiler.host_lane import HostLane, MappedSpaces, pause, released
+from tccl_profiler.host_lane import SPINS, HostLane, MappedSpaces, pause, released
 from tccl_profiler.linux import cpu_model
 from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
 from tccl_profiler.nccl_links import Communicators, Memory
@@ -46,6 +46,8 @@ class RunningLane(Protocol):
 
 class ThreadedDevice:
     """A device whose lanes one thread runs in turn."""
+
+    spins = SPINS
 
     def __init__(self) -> None:
         self._start: Start | None = None
@@ -174,7 +176,7 @@ class ThreadedDevice:
                     yield number
             if rounds:
                 # There may be more workers than cores.
-                pause(rounds)
+                pause(rounds, self.spins)
         yield from running
 
 

@@ -243,9 +243,9 @@ class MappedSpaces:
         self._segments = {}
 
 
-def pause(rounds: int) -> None:
-    """Let other threads run, longer after many rounds without progress."""
-    if rounds < SPINS:
+def pause(rounds: int, spins: int = SPINS) -> None:
+    """Let other threads run, longer after `spins` rounds without progress."""
+    if rounds < spins:
         yield_core()
     else:
         time.sleep(NAP_S)
