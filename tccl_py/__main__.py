@@ -14,10 +14,6 @@ from tccl_py.children import search_path
 # Started by `python -m`, what is imported from here on could be files of the current directory.
 sys.path[:] = search_path()
 
-import signal  # noqa: E402
-from types import FrameType  # noqa: E402
-from typing import NoReturn  # noqa: E402
-
 NOT_USABLE, INTERRUPTED = 2, 130
 _OF_RANKS = ("check", "explain", "measure", "plan", "verify")
 """Commands that the ranks of an MPI job do together."""
@@ -26,33 +22,25 @@ _OF_RANKS = ("check", "explain", "measure", "plan", "verify")
 def main() -> None:
     """Run the console entry point; an interrupt ends it with 130 and without a word."""
     try:
-        usual = signal.getsignal(signal.SIGINT)
-        # A shell that starts a command in the background may have it ignore interrupts.
-        if usual is signal.default_int_handler:
-            signal.signal(signal.SIGINT, _leave)
-        from tccl_py.errors import InputError, check_limits  # noqa: PLC0415 (only now)
+        from tccl_py.interrupts import left_at_once  # noqa: PLC0415
 
-        try:
-            check_limits()
-        except InputError as error:
-            sys.stderr.write(f"tccl: {error}\n")
-            sys.exit(NOT_USABLE)
-        if sys.argv[1:2] and sys.argv[1] in _OF_RANKS:
-            from tccl_profiler.cluster.mpi import only_serves, served  # noqa: PLC0415
+        with left_at_once():
+            from tccl_py.errors import InputError, check_limits  # noqa: PLC0415 (only now)
 
-            if only_serves(sys.argv[1:], os.environ):
-                sys.exit(served())
-        from tccl_py.cli.main import main as run  # noqa: PLC0415
+            try:
+                check_limits()
+            except InputError as error:
+                sys.stderr.write(f"tccl: {error}\n")
+                sys.exit(NOT_USABLE)
+            if sys.argv[1:2] and sys.argv[1] in _OF_RANKS:
+                from tccl_profiler.cluster.mpi import only_serves, served  # noqa: PLC0415
 
-        signal.signal(signal.SIGINT, usual)
+                if only_serves(sys.argv[1:], os.environ):
+                    sys.exit(served())
+            from tccl_py.cli.main import main as run  # noqa: PLC0415
         run()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 (as handlers are)
-    # An exception could end in an import that takes it for a missing library.
-    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

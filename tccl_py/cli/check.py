@@ -25,9 +25,8 @@ from tccl_py.health.drift import (
     Journal,
     find_drift,
     joined,
-    measured_anew,
+    measuring_again,
     prometheus_text,
-    simulated_anew,
 )
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.interrupts import interrupts_put_off
@@ -119,8 +118,7 @@ def _sources(
         hosts = planned_hosts(plan, journal.header, stack)
         hosts.watch(line.measured)
         return hosts, journal_by_class(plan, journal), class_sources(hosts, plan.cluster)
-    again = simulated_anew if plan.simulated else measured_anew
-    source, notices = again(plan, directory, journal.header, seed)
+    source, notices = measuring_again(plan, directory, journal.header, seed)
     notice_each(notices)
     source.watch(line.measured)
     return stack.enter_context(source), [journal.measurements], [source]

@@ -77,33 +77,29 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
         return {row.transfers: row for row in worst_of_each_set(self.rows)}
 
 
-def simulated_anew(
+def measuring_again(
     plan: Plan, directory: Path, journal: JournalHeader, seed: int
 ) -> tuple[OpenedSource, tuple[str, ...]]:
-    """Return a plan's model with noise of its own, and a notice if it is not the journal's."""
-    model, (noise, used) = known_model(plan, directory), simulation_noise(journal)
-    same = open_source(model, noise=noise, seed=used).header == journal
-    text = (
-        "the model, or this program's parameters, are not those that the plan was simulated "
-        "with: differences for that reason are reported as changes"
-    )
-    # The journal's own seed would draw the journal's own samples again.
-    return open_source(model, noise=noise, seed=used + 1 + seed), () if same else (text,)
-
-
-def measured_anew(
-    plan: Plan, directory: Path, journal: JournalHeader, _: int = 0
-) -> tuple[OpenedSource, tuple[str, ...]]:
-    """Return a source over this machine, if the plan was measured on it, and notices.
+    """Return the source of a plan's machine, or its model with noise of its own, and notices.
 
     Raises:
-        InputError: other GPUs, another driver or other NUMA nodes.
+        InputError: this machine has other GPUs, another driver or other NUMA nodes.
     """
+    if plan.simulated:
+        model, (noise, used) = known_model(plan, directory), simulation_noise(journal)
+        same = open_source(model, noise=noise, seed=used).header == journal
+        text = (
+            "the model, or this program's parameters, are not those that the plan was simulated "
+            "with: differences for that reason are reported as changes"
+        )
+        # The journal's own seed would draw the journal's own samples again.
+        return open_source(model, noise=noise, seed=used + 1 + seed), () if same else (text,)
+    right = "check it where it was measured"
     try:
         place = measured_as(journal, plan.machine)
     except InputError as error:
-        raise InputError(error.where, error.what, "check it where it was measured") from error
-    right = "plan again here, or check it where it was measured"
+        raise InputError(error.where, error.what, right) from error
+    right = f"plan again here, or {right}"
     notes = check_same_machine(plan, directory, place.fingerprint, right=right)
     options = MeasurementOptions(repeats=SEARCH_REPEATS)
     source = open_source(place, gpus=plan.gpus, options=options)
