@@ -53,7 +53,8 @@ class Made(msgspec.Struct, kw_only=True):
     """A communicator as one rank saw it.
 
     `gpus` has NVML indices by rank, `files` NCCL's values of NCCL_GRAPH_FILE, `graph` the plugin's
-    choice, and `rings` this rank's next rank for each channel.
+    choice, and `rings` this rank's next rank for each channel. A record of a group, behind those of
+    its communicators, has the GPUs of each in `group` and all their choices.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Made(msgspec.Struct, kw_only=True):
     rank: int
     code: int
     shared: bool = False
+    group: list[list[int]] = []
     files: list[str] = []
     graph: str = ""
     reason: str = ""
@@ -167,6 +169,7 @@ class Job:
         made.code = self._nccl.ncclCommSplit(
             parent.handle, color, key, ctypes.byref(comm.handle), ctypes.byref(config)
         )
+        self._settle(parent)
         if color == NO_COLOR:
             return None
         return self.finish(comm)
@@ -183,7 +186,24 @@ class Job:
         made.code = self._nccl.ncclCommShrink(
             parent.handle, array, len(numbers), ctypes.byref(comm.handle), None, 0
         )
+        self._settle(parent)
         return self.finish(comm)
+
+    def _settle(self, parent):
+        """Wait for a parent that does not block: its child is there when the parent is ready."""
+        state = ctypes.c_int(IN_PROGRESS)
+        while state.value == IN_PROGRESS:
+            self._nccl.ncclCommGetAsyncError(parent.handle, ctypes.byref(state))
+            time.sleep(0.001 * (state.value == IN_PROGRESS))
+
+    def finish_group(self, name, comms):
+        """Wait for the communicators of a group, and record them and what they got together."""
+        for comm in comms:
+            self.finish(comm, alone=False)
+        made = Made(name=name, gpus=[], rank=0, code=0)
+        made.group = [comm.made.gpus for comm in comms]
+        self._describe(made)
+        self.made.append(made)
 
     def finish(self, comm, *, alone=True):
         """Wait for a communicator and record it; `alone`: the log since its start is its own."""

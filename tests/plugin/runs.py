@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tccl_py.nccl.graph_file import GraphRings, graph_xml
+from tccl_py.nccl.graph_writer import GraphRings, graph_xml
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
 from tests.nccl_host import FOLDER, TOPOLOGIES
@@ -175,6 +175,12 @@ def differences(result, plan, *, default=()):
 def complaints(made, plan, *, default=False):
     """Yield how a communicator differs from the file of its GPUs, or from default NCCL."""
     plain = default or made.shared
+    if made.group:
+        sets = [tuple(sorted(gpus)) for gpus in made.group]
+        right = [] if plain else sorted(plan.file(gpus) for gpus in sets if gpus in plan.orders)
+        if sorted(made.graph.split()) != right:
+            yield f"got {made.graph or 'default NCCL'}, not {right}"
+        return
     wanted = None if plain else plan.orders.get(tuple(sorted(made.gpus)))
     if not made.gpus or (not made.rings and not made.files and made.graph == ""):
         # Records of groups have no log of their own; single GPUs have no rings.

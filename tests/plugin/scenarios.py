@@ -48,8 +48,7 @@ def group(job):
     job.group(True)
     comms = [job.begin(name, ranks) for name, ranks in both]
     job.group(False)
-    for comm in comms:
-        job.finish(comm, alone=False)
+    job.finish_group("both", comms)
 
 
 def one_process(job):
@@ -63,8 +62,7 @@ def one_process(job):
             job.use(first + at)
             comms.append(job.begin(f"pair{first}", [first, first + 1], at=at))
         job.group(False)
-        for comm in comms:
-            job.finish(comm, alone=False)
+        job.finish_group(f"pair{first} of one process", comms)
 
 
 def shrunk(job):
@@ -105,9 +103,8 @@ def sequence(job):
                 for i, ranks in enumerate(sets)
             ]
             job.group(False)
+            job.finish_group(name, [comm for comm in begun if comm is not None])
             for i, (ranks, comm) in enumerate(zip(sets, begun, strict=True)):
-                if comm is not None:
-                    job.finish(comm, alone=False)
                 comms[f"{name}.{i}"] = (ranks, comm)
         elif comms:
             chosen = source.choice(sorted(comms))
