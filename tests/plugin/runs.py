@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
 from tccl_py.nccl.graph_writer import GraphRings, graph_xml
+
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
 from tests.nccl_host import FOLDER, TOPOLOGIES
