@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tccl_py.nccl.graph_writer import GraphRings, graph_xml
+from tccl_py.nccl.graph_file import GraphRings, graph_xml
 
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
