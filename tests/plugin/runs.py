@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tccl_py.nccl.graph_file import GraphRings, graph_xml
 
+from tccl_py.nccl.graph_file import GraphRings, graph_xml
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
 from tests.nccl_host import FOLDER, TOPOLOGIES
@@ -115,6 +115,10 @@ def run_ranks(folder, scenario, size, *, plan, version="2.28.9", topology=TOPOLO
         "NCCL_RAS_ENABLE": "0",
         "NCCL_CUMEM_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
+        # Little memory: many ranks share a machine.
+        "NCCL_BUFFSIZE": "65536",
+        "NCCL_LL_BUFFSIZE": "16384",
+        "NCCL_LL128_BUFFSIZE": "16384",
         "NCCL_TOPO_FILE": str(TOPOLOGIES / topology),
         "FAKE_GPUS": str(len(buses)),
         "FAKE_BUSES": ",".join(buses[gpu] for gpu in sorted(buses)),
