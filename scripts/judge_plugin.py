@@ -1,9 +1,10 @@
 """Judge the NCCL plugin over NCCL's own host code, and print every complaint.
 
-`cases [NAME...]`: each case on NCCL 2.28.9 and 2.30.7. `sequences N [FIRST [VERSION]]`: N random sequences of
-creations, splits, aborts and destroys. `kills N [FIRST [VERSION]]`: SIGKILL of random ranks while they create
-communicators. `mutations N`: N mutations of indices and boards under ASan and UBSan. `cost`: the
-time that the plugin adds to a communicator.
+`cases [NAME...]`: each case on NCCL 2.28.9 and 2.30.7. `sequences N [FIRST [VERSION]]`: N random
+sequences of creations, splits, aborts and destroys. `kills N [FIRST [VERSION]]`: SIGKILL of random
+ranks while they create communicators; nothing else of this user may use NCCL meanwhile.
+`mutations N`: N mutations of indices and boards under ASan and UBSan. `cost`: the time that the
+plugin adds to a communicator.
 """
 
 import random
