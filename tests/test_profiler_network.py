@@ -11,6 +11,7 @@ import time
 import msgspec
 import pytest
 
+from tccl_profiler.cluster.session import FlowsBetweenHosts
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
 from tccl_profiler.messages import Endpoint, LinkLost, Peer, Run, Start, WorkerLost
@@ -30,6 +31,9 @@ pytestmark = pytest.mark.timeout(120)
 HOST_TO_HOST = "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0{blocks=1,fifo=256K}"
 GPU_TO_GPU = "h0.G0->h0.G0->h0.C0->h0.N0->h1.N0->h1.N0->h1.C0->h1.G0->h1.G0{blocks=1,fifo=256K}"
 LINK = Link("h0.N0", "h1.N0", 0)
+
+
+TCP = FlowsBetweenHosts("tcp")
 
 
 def hosts_of(gpus=1, nics=1):
@@ -164,7 +168,12 @@ def test_a_nic_counts_what_it_moves(hosts):
 
 
 def test_a_profiler_measures_over_hosts_as_on_one(hosts):
-    profiler = Profiler(hosts, options=options(check="every"), source="host backend")
+    profiler = Profiler(
+        hosts,
+        options=options(check="every"),
+        source="host backend",
+        network=TCP,
+    )
     sets = [
         parse_set(text) for text in (HOST_TO_HOST, GPU_TO_GPU, SETS["round a ring of two hosts"])
     ]
@@ -392,7 +401,9 @@ def test_links_are_made_over_ipv6_too():
 def test_a_gpu_whose_memory_a_nic_does_not_map_is_refused_with_what_to_do():
     """As a CUDA GPU's, which TCP does not reach."""
     program = program_for(
-        parse_set(DIRECT), lanes=dict.fromkeys(("h0.G0", "h0.N0", "h1.N0", "h1.G0"), 64)
+        parse_set(DIRECT),
+        lanes=dict.fromkeys(("h0.G0", "h0.N0", "h1.N0", "h1.G0"), 64),
+        network=TCP,
     )
     control, device = Control.create(1), NicDevice()
     start = Start(

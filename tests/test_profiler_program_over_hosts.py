@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tccl_profiler.cluster.session import FlowsBetweenHosts
 from tccl_profiler.compiler import NETWORK_BLOCKS, checkable, program_for
 from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram, Link, host_of, is_nic, local
 from tccl_py.errors import MeasurementError
@@ -31,8 +32,11 @@ LANES = {
 }
 
 
+TCP = FlowsBetweenHosts("tcp")
+
+
 def program_of(text, **more):
-    return program_for(parse_set(text), lanes=LANES, **more)
+    return program_for(parse_set(text), lanes=LANES, network=TCP, **more)
 
 
 @st.composite
@@ -64,7 +68,7 @@ def named(host, name):
 @given(sets)
 @settings(max_examples=100, deadline=None)
 def test_hosts_shares_are_the_program_apart_without_their_names(transfers):
-    program = program_for(transfers, lanes=LANES)
+    program = program_for(transfers, lanes=LANES, network=TCP)
     devices, spaces = {}, {}
     for host in program.hosts:
         share = program.on(host)
@@ -96,7 +100,7 @@ def test_hosts_shares_are_the_program_apart_without_their_names(transfers):
 @given(sets)
 @settings(max_examples=100, deadline=None)
 def test_every_link_has_one_sending_and_one_receiving_lane_that_agree(transfers):
-    program = program_for(transfers, lanes=LANES)
+    program = program_for(transfers, lanes=LANES, network=TCP)
     sends, receives = {}, {}
     for device, share in program.devices.items():
         for lane in share.lanes:
@@ -120,7 +124,7 @@ def test_every_link_has_one_sending_and_one_receiving_lane_that_agree(transfers)
 @given(sets)
 @settings(max_examples=50, deadline=None)
 def test_every_fifo_beside_a_nic_has_a_kernel_at_its_other_end(transfers):
-    program = program_for(transfers, lanes=LANES)
+    program = program_for(transfers, lanes=LANES, network=TCP)
     ends = Counter()
     for share in program.devices.values():
         for lane in share.lanes:
@@ -151,7 +155,7 @@ def test_a_flow_over_the_network_is_moved_by_four_and_counted_where_it_arrives()
 
 def test_host_memory_at_the_end_of_a_flow_is_nobodys_fifo():
     text = "h0.C0->h0.N0->h1.N1->h1.N1->h1.C1{fifo=1M}"
-    program = program_for(parse_set(text), lanes={"h0.N0": 64, "h1.N1": 64})
+    program = program_for(parse_set(text), lanes={"h0.N0": 64, "h1.N1": 64}, network=TCP)
     (counted,), ((other,),) = program.counted, program.other
     assert (counted.device, counted.kind) == ("h1.N1", "outgoing")
     assert (other.device, other.kind) == ("h0.N0", "incoming")
@@ -182,7 +186,7 @@ def test_a_ring_over_hosts_passes_on_by_cycles_of_its_gpus(through):
         into = entering(0, 0, through=through)
         ring.append(joined(out, into, sender=host, receiver=hosts[(i + 1) % 3]))
     lanes = {f"{host}.{name}": 64 for host in hosts for name in ("G0", "G1", "N0")}
-    program = program_for(transfer_set(ring), lanes=lanes)
+    program = program_for(transfer_set(ring), lanes=lanes, network=TCP)
     for device, share in program.devices.items():
         if is_nic(device):
             assert [lane.cycle for lane in share.lanes] == [0] * 4
@@ -223,7 +227,7 @@ def test_what_cannot_be_measured_is_refused_by_name(text, sentence):
 def test_a_nic_with_too_many_lanes_is_refused():
     text = "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0{blocks=9}"
     with pytest.raises(MeasurementError, match=r"^h0\.N0 would run 9"):
-        program_for(parse_set(text), lanes={"h0.N0": 8, "h1.N0": 64})
+        program_for(parse_set(text), lanes={"h0.N0": 8, "h1.N0": 64}, network=TCP)
 
 
 def test_names_have_a_host_and_a_local_part():

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tccl_profiler.cluster.session import FlowsBetweenHosts
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.messages import Pace, WorkerLost
@@ -24,6 +25,9 @@ SLICE = 64 * 1024
 MS = 1_000_000
 TIMING = RunSpec(repeats=1, warm_us=1000.0, window_us=10_000.0)
 SAME_CLOCK = {"G0": lambda stamp: (stamp, 100), "G1": lambda stamp: (stamp, 300)}
+
+
+TCP = FlowsBetweenHosts("tcp")
 
 
 def program_of(text):
@@ -560,7 +564,7 @@ def test_answers_are_in_the_order_given_and_a_set_listed_twice_is_measured_twice
 
 def network_reading(*lanes):
     text = f"h0.C0->h0.N0->h1.N0->h1.N0->h1.C0{{blocks={len(lanes)},fifo=256K}}"
-    program = program_for(parse_set(text), lanes={"h0.N0": 64, "h1.N0": 64})
+    program = program_for(parse_set(text), lanes={"h0.N0": 64, "h1.N0": 64}, network=TCP)
     sending = [record("in", last=14 * MS) for _ in lanes]
     rows = {"h0.N0": sending, "h1.N0": [record("out", **lane) for lane in lanes]}
     same_clock = {device: lambda stamp: (stamp, 100) for device in rows}

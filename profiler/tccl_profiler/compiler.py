@@ -12,10 +12,9 @@ from typing import Literal
 from tccl_profiler.endpoints import (
     BufferLayout,
     FlowEndpoint,
-    Network,
+    NetworkFlows,
     device_of,
     endpoints_of,
-    is_carried,
 )
 from tccl_profiler.program import (
     MAX_COPIES,
@@ -50,7 +49,7 @@ def program_for(
     *,
     lanes: Mapping[str, int],
     meeting: FlowCoupling = "pass-on",
-    network: Network = "tcp",
+    network: NetworkFlows | None = None,
 ) -> Program:
     """Compile a set for its devices, on one host or several.
 
@@ -88,12 +87,12 @@ def program_for(
 
 
 def check_places(
-    transfers: TransferSet, *, lanes: Mapping[str, int], network: Network = "tcp"
+    transfers: TransferSet, *, lanes: Mapping[str, int], network: NetworkFlows | None = None
 ) -> None:
     """Refuse a set whose places cannot be measured by these devices."""
     for flow in transfers.flows:
         # NCCL opens NICs itself.
-        others = "CN" if is_carried(flow, network) else "C"
+        others = "CN" if _is_carried(flow, network) else "C"
         for place in _places(flow):
             if place.kind not in others and device_of(place) not in lanes:
                 raise MeasurementError(
@@ -109,7 +108,7 @@ def check_places(
     # Flows into a GPU share blocks with flows out of it, but not with each other.
     load: Counter[tuple[str, bool]] = Counter()
     for flow in transfers.flows:
-        for device in () if is_carried(flow, network) else sorted(_executors(flow, network)):
+        for device in () if _is_carried(flow, network) else sorted(_executors(flow, network)):
             load[device, device == device_of(flow.source)] += flow.blocks or 1
     for (device, _), count in load.items():
         _check_lanes(device, count, lanes)
@@ -168,7 +167,9 @@ def _places(flow: Flow) -> list[Place]:
     ]
 
 
-def _free_blocks(transfers: TransferSet, lanes: Mapping[str, int], network: Network) -> list[int]:
+def _free_blocks(
+    transfers: TransferSet, lanes: Mapping[str, int], network: NetworkFlows | None
+) -> list[int]:
     """Return the blocks of flows that name none: an equal share of the busiest device's rest."""
     left, sharers = dict(lanes), dict.fromkeys(lanes, 0)
     used = [_executors(flow, network) for flow in transfers.flows]
@@ -186,8 +187,12 @@ def _free_blocks(transfers: TransferSet, lanes: Mapping[str, int], network: Netw
     return [blocks(flow, devices) for flow, devices in zip(transfers.flows, used, strict=True)]
 
 
-def _executors(flow: Flow, network: Network) -> set[str]:
-    if is_carried(flow, network):
+def _is_carried(flow: Flow, network: NetworkFlows | None) -> bool:
+    return network is not None and network.carries(flow)
+
+
+def _executors(flow: Flow, network: NetworkFlows | None) -> set[str]:
+    if _is_carried(flow, network):
         return {str(flow.source), str(flow.destination)}
     if flow.is_network:
         return {device_of(place) for place in _places(flow) if place.kind != "C"}

@@ -1,13 +1,13 @@
 """The endpoints of a flow on its devices, and the shared memory of endpoints.
 
-A flow has an endpoint at each GPU, and at each NIC unless NCCL carries the flow.
+A flow on a host has an endpoint at each GPU; see the session over hosts for flows between hosts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -21,14 +21,12 @@ from tccl_profiler.program import (
     Link,
 )
 from tccl_py.errors import MeasurementError
-from tccl_py.model.transfer import Fifo, Flow, Place, Transfer
+from tccl_py.model.transfer import Fifo, Flow, Place
 
 SLICES = 4  # NCCL posts a FIFO of eight slots by two slots at a time
 FREE_BYTES = 64 * 1024 * 1024  # memory that a flow without a FIFO cycles through
 FREE_SLICE_BYTES = 256 * 1024
 COPY_BYTES = 64 * 1024 * 1024  # one request to a copy engine, where no FIFO sets the size
-CARRIED_BYTES = 1024 * 1024
-"""The unit in which NCCL's bytes are counted; the pace sets how many NCCL is given at once."""
 
 Network = Literal["tcp", "nccl"]
 """The carrier between hosts: NICs over TCP, or NCCL where both ends are GPUs."""
@@ -109,21 +107,26 @@ def device_of(place: Place) -> str:
     return str(Place("G", place.index, place.host)) if place.kind == "D" else str(place)
 
 
-def is_carried(flow: Flow, network: Network) -> bool:
-    """Return whether NCCL carries a flow from host to host."""
-    return (
-        network == "nccl" and flow.is_network and flow.source.kind == flow.destination.kind == "G"
-    )
+class NetworkFlows(Protocol):
+    """The flows between hosts."""
+
+    def carries(self, flow: Flow, /) -> bool:
+        """Return whether NCCL carries a flow."""
+
+    def endpoints(
+        self, layout: BufferLayout, number: int, flow: Flow, blocks: int, /
+    ) -> Iterator[FlowEndpoint]:
+        """Yield the endpoints of a flow, in the order of the bytes."""
 
 
 def endpoints_of(
-    layout: BufferLayout, number: int, flow: Flow, blocks: int, network: Network = "tcp"
+    layout: BufferLayout, number: int, flow: Flow, blocks: int, network: NetworkFlows | None
 ) -> Iterator[FlowEndpoint]:
     """Yield the endpoints of flow `number` of a set, in the order of the bytes."""
-    if is_carried(flow, network):
-        yield from _carried(layout, number, flow, blocks)
-    elif flow.is_network:
-        yield from _network(layout, number, flow, blocks)
+    if flow.is_network:
+        if network is None:
+            raise MeasurementError(f"{flow}: only the hosts of a job measure their network")
+        yield from network.endpoints(layout, number, flow, blocks)
     elif flow.is_bounce or (
         flow.blocks is not None
         and {flow.source.kind, flow.destination.kind} == {"G"}
@@ -149,14 +152,14 @@ def _piped(
     else:
         place = str(target if first.operation == "write" else source)
         filled, taken = str(target), str(source)
-    slices, slice_bytes = _slicing(flow.fifo or Fifo())
+    slices, slice_bytes = slicing(flow.fifo or Fifo())
     writers, readers = zip(
         *(
             layout.fifo(
                 End(
                     data=layout.memory(place, slices * slice_bytes),
                     slices=slices,
-                    seed=_seed(number, block),
+                    seed=seed_of(number, block),
                 ),
                 filled=filled,
                 taken=taken,
@@ -172,86 +175,6 @@ def _piped(
         endpoint(device=str(source), kind="outgoing", ends=writers, engine=engines[0]),
         endpoint(device=str(target), kind="incoming", ends=readers, engine=engines[1]),
     )
-
-
-def _network(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> Iterator[FlowEndpoint]:
-    """Lay out a flow from host to host: a NIC at each end, and a kernel wherever a GPU is.
-
-    A NIC's FIFO lies in host memory or, if reachable, in GPU memory: NCCL's kernels copy into a
-    FIFO there too. Host memory at a flow's end is no FIFO: the NIC cycles through the memory. A
-    slice keeps number and seed all the way, so that checks compare end to end.
-    """
-    over, into = _network_transfers(flow)
-    sender, receiver = str(over.executor), str(into.executor)
-    links = tuple(layout.link(sender, receiver) for _ in range(blocks))
-    slices, slice_bytes = _slicing(flow.fifo or Fifo())
-
-    def ends_beside_nic(memory: Place, end: Place) -> tuple[tuple[End, ...], tuple[End, ...]]:
-        """Return the ends of those who fill and those who empty the NIC's memory."""
-        place, filled, taken = str(memory), [], []
-        for block in range(blocks):
-            data = layout.memory(place, slices * slice_bytes)
-            writer = reader = End(data=data, slices=slices, seed=_seed(number, block))
-            if end.kind == "G":
-                writer, reader = layout.fifo(writer, filled=place, taken=place)
-            filled.append(writer)
-            taken.append(reader)
-        return tuple(filled), tuple(taken)
-
-    def endpoint(device: str, kind: Direction, ends: tuple[End, ...]) -> FlowEndpoint:
-        return FlowEndpoint(
-            flow=number,
-            device=device,
-            kind=kind,
-            ends=ends,
-            slice_bytes=slice_bytes,
-            piped=ends[0].wait is not None,
-            links=links if device in (sender, receiver) else (),
-        )
-
-    filled, taken = ends_beside_nic(over.source, flow.source)
-    if flow.source.kind == "G":
-        yield endpoint(str(flow.source), "outgoing", filled)
-    yield endpoint(sender, "incoming", taken)
-    filled, taken = ends_beside_nic(into.destination, flow.destination)
-    yield endpoint(receiver, "outgoing", filled)
-    if flow.destination.kind == "G":
-        yield endpoint(str(flow.destination), "incoming", taken)
-
-
-def _network_transfers(flow: Flow) -> tuple[Transfer, Transfer]:
-    at = next(i for i, part in enumerate(flow.transfers) if part.executor.kind == "N")
-    over, into = flow.transfers[at : at + 2]
-    return over, into
-
-
-def _carried(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> Iterator[FlowEndpoint]:
-    """Lay out a flow that NCCL carries from GPU to GPU, through FIFOs of its own."""
-    over, into = _network_transfers(flow)
-    between = {over.source, into.destination} - {flow.source, flow.destination}
-    if any(place.kind == "G" for place in between):
-        raise MeasurementError(
-            f"{flow}: NCCL's communicator of two GPUs cannot send through a third one's memory"
-        )
-    carrier = Carrier(
-        nic_out=over.executor.index,
-        nic_in=into.executor.index,
-        channels=blocks,
-        fifo_bytes=(flow.fifo or Fifo()).bytes,
-        direct_out=over.source == flow.source,
-        direct_in=into.destination == flow.destination,
-    )
-    link = layout.link(str(flow.source), str(flow.destination), carrier)
-    for place in (flow.source, flow.destination):
-        yield FlowEndpoint(
-            flow=number,
-            device=str(place),
-            kind="outgoing" if place == flow.source else "incoming",
-            ends=(End(data=Address(str(place), 0), slices=1, seed=_seed(number, 0)),),
-            slice_bytes=CARRIED_BYTES,
-            engine=True,
-            links=(link,),
-        )
 
 
 def _free(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> FlowEndpoint:
@@ -275,7 +198,7 @@ def _free(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> FlowEnd
         End(
             data=Address(far, first.offset + block * slices * slice_bytes),
             slices=slices,
-            seed=_seed(number, block),
+            seed=seed_of(number, block),
         )
         for block in range(blocks)
     )
@@ -290,12 +213,12 @@ def _free(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> FlowEnd
     )
 
 
-def _seed(flow: int, block: int) -> int:
+def seed_of(flow: int, block: int) -> int:
     """Return the check pattern's seed: never 0, different for every block of every flow."""
     return 1 + flow * 8191 + block * 127
 
 
-def _slicing(fifo: Fifo) -> tuple[int, int]:
+def slicing(fifo: Fifo) -> tuple[int, int]:
     """Return the count and bytes of a FIFO's slices: two slots each, whole packs of 16 bytes."""
     slices = max(1, fifo.slots * SLICES // 8)
     return slices, max(16, fifo.bytes // slices // 16 * 16)
