@@ -5,6 +5,7 @@ Prints "all sums are right" at the end, or fails.
 """
 
 import ctypes
+import os
 import sys
 
 from tccl_py.nccl_library import find_library
@@ -131,10 +132,15 @@ class Program:
         self.sharded()
         self.by_ctypes()
         self.torch.cuda.synchronize()
-        self.dist.destroy_process_group()
+        self.dist.barrier()
+        if self.way == "lazy":
+            self.dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     _, way, rank, size, folder = sys.argv
     Program(way, int(rank), int(size), folder).run()
     print("all sums are right", flush=True)
+    # With overlapping splits of four GPUs torch 2.11 hangs while it destroys groups, without the
+    # plugin too: end as programs do that do not destroy them.
+    os._exit(0)
