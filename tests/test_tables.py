@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_line
-from tccl_py.model.cluster import Cluster, Host, HostReport, cluster_of
+from tccl_py.model.cluster import Cluster, Host
+from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.plan.cluster_choices import plan_over
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.directory import write_plan

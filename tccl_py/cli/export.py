@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from tccl_py.cli import options
-from tccl_py.cli.options import in_range, one_of, opt, parse_gpus, refuse
-from tccl_py.cli.output import ProgressLine
-from tccl_py.cli.process import notice, notice_each, write_result
+from tccl_py.cli.options import flag, in_range, one_of, opt, parse_gpus, refuse
+from tccl_py.cli.process import notice, notice_each
 from tccl_py.errors import InputError
-from tccl_py.interrupts import interrupts_put_off
-from tccl_py.plan.again import (
-    ElsewhereError,
-    journal_of,
-    journal_source,
-    known_model,
-    measured_again,
-)
-from tccl_py.plan.directory import write_nccl_files
+from tccl_py.files import read_text
+from tccl_py.model.cluster import shown
+from tccl_py.plan.beside import check_plan_directory
+from tccl_py.plan.directory import machine_file, write_job, write_nccl_files
 from tccl_py.plan.files import GRAPH_FILE, nccl_files
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import Plan
-from tccl_py.plan.variants import for_version
-from tccl_py.search.problem import Reporter
-from tccl_py.sources.memory import RememberingSource
-from tccl_py.sources.opening import open_source
-from tccl_py.tccl_fork.database import MadeDatabase, make_database, tccl_xml
-from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, Export, check_plan_for_fork
+from tccl_py.plan.staging import check_files
+from tccl_py.readers.hosts import expand, listed_hosts
 
 RUNTIMES = ("nccl", "tccl")
 
@@ -44,11 +33,21 @@ def export(
     subsets: Annotated[str | None, opt("LISTS", "For tccl: sets of GPUs, as '0-3 0,4'.")] = None,
     nic: Annotated[int | None, opt("N", "For tccl: the NIC between nodes, as N0 is 0.")] = None,
     max_sets: Annotated[int | None, opt("N", "For tccl: sets to measure at most.")] = None,
+    hosts: Annotated[str | None, opt("LIST", "A job's hosts: a list, or a file of one.")] = None,
+    gpus: Annotated[
+        str | None, opt("LIST", "The job's GPUs of a host, as 0-3, or as 'gpu[1-2]:0-3;gpu3:4,5'.")
+    ] = None,
+    keep_order: Annotated[bool, flag("--keep-order", "Keep the order of --hosts.")] = False,
 ) -> None:
     """Write the files that a runtime reads, or print the main one.
 
     For nccl these are the graph files, nccl.conf and env.sh; for a cluster's plan a graph file for
     each host, and the order of hosts for launchers.
+
+    With --hosts, these are the files of a job over some hosts of a cluster's plan, with plan.json:
+    as if the job's hosts were planned alone, but by the tables in DIR, so nothing is measured, and
+    no GPU is needed. LIST has the form of any hostfile, or of $SLURM_JOB_NODELIST; slots are the
+    number of GPUs, lowest indices first. Hosts may use different GPUs.
 
     For tccl: the XML file of the TCCL fork (TCCL_XML_FILE, with NCCL_ALGO=TCCL,RING), whose runtime
     moves every hop by the mechanism in the file. Rings are searched for every set of GPUs (above 8
@@ -61,6 +60,7 @@ def export(
 
         tccl export my-plan --runtime nccl -o /etc/tccl
         tccl export my-plan --runtime tccl -o my-plan.xml
+        tccl export my-cluster --hosts "$SLURM_JOB_NODELIST" -o job-$SLURM_JOB_ID
     """
     one_of("--runtime", runtime, RUNTIMES)
     of_tccl = {"--subsets": subsets, "--nic": nic, "--max-sets": max_sets}
@@ -70,23 +70,78 @@ def export(
         of_tccl if runtime == "nccl" else {"--nccl": nccl},
         ("", f"is for another runtime, {other}", right),
     )
+    refuse(
+        {"--hosts": hosts if runtime == "tccl" else None},
+        ("", "is for another runtime, nccl", "leave it out"),
+    )
+    if hosts is None:
+        refuse({"--gpus": gpus, "--keep-order": keep_order}, ("", "is for a job", "add --hosts"))
+    else:
+        refuse({"--nccl": nccl}, ("beside --hosts", "is another version", "plan for it"))
+        _export_job(directory, output, hosts, gpus, keep_order=keep_order)
+        return
     if runtime == "tccl":
-        if max_sets is not None:
-            in_range("--max-sets", max_sets, 1_000_000)
-        wanted = Export(
-            subsets=_gpu_sets(subsets),
-            nic=nic,
-            max_sets=DEFAULT_MAX_SETS if max_sets is None else max_sets,
-        )
-        _export_tccl(directory, output, wanted)
+        _export_fork(directory, output, subsets, nic, max_sets)
         return
     plan = load_plan(directory)
-    plan = plan if nccl is None else for_version(plan, nccl)
+    if nccl is not None:
+        from tccl_py.plan.variants import for_version  # noqa: PLC0415 (slow)
+
+        plan = for_version(plan, nccl)
     if output is not None:
         notice(f"wrote {write_nccl_files(plan, output)} files to {output}")
         return
     plan.check_single(directory, "there is a file for each host: name a new directory by --output")
     print(nccl_files(plan, directory)[GRAPH_FILE], end="")
+
+
+def _export_fork(
+    directory: Path, output: Path | None, subsets: str | None, nic: int | None, sets: int | None
+) -> None:
+    """Write the file of the TCCL fork."""
+    from tccl_py.cli.export_fork import export_fork  # noqa: PLC0415 (slow)
+    from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, Export  # noqa: PLC0415 (slow)
+
+    if sets is not None:
+        in_range("--max-sets", sets, 1_000_000)
+    most = DEFAULT_MAX_SETS if sets is None else sets
+    export_fork(directory, output, Export(subsets=_gpu_sets(subsets), nic=nic, max_sets=most))
+
+
+def _export_job(
+    directory: Path, output: Path | None, hosts: str, gpus: str | None, *, keep_order: bool
+) -> None:
+    """Write the files of a job over some hosts of a cluster's plan."""
+    from tccl_py.plan.table_jobs import plan_of_job  # noqa: PLC0415 (slow)
+
+    if output is None:
+        right = "name a new directory that all hosts of the job can read"
+        raise InputError("--hosts", "makes a file for each host", f"add -o DIR: {right}")
+    check_plan_directory(directory)
+    plan = load_plan(directory)
+    listed = listed_hosts(hosts, where="--hosts")
+    of_hosts = _gpus_of_hosts(gpus, [host.name for host in listed])
+    made, classes = plan_of_job(plan, directory, listed, of_hosts, keep_order=keep_order)
+    names = [one.name for one in plan.cluster.classes]
+    files = {one: machine_file(plan, directory, names.index(of)) for one, of in classes.items()}
+    check_files(directory, [str(path.relative_to(directory)) for path in files.values()])
+    count = write_job(made, output, {one: read_text(path) for one, path in files.items()})
+    notice(f"wrote {count} files to {output}: {made.rate_gbps:.2f} GB/s ({made.provenance})")
+    notice(made.advice)
+    notice_each(made.notices)
+
+
+def _gpus_of_hosts(text: str | None, hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Parse GPUs for all hosts, as `0-3`, or for hosts by name, as `gpu[1-2]:0-3;gpu3:4,5`."""
+    found: dict[str, tuple[int, ...]] = {}
+    for part in [] if text is None else text.split(";"):
+        names, colon, gpus = part.rpartition(":")
+        some = tuple(sorted(parse_gpus(gpus)))
+        for name in expand(names.strip(), where="--gpus") if colon else hosts:
+            if name in found:
+                raise InputError("--gpus", f"names {shown(name)} twice", "once is right")
+            found[name] = some
+    return found
 
 
 def _gpu_sets(text: str | None) -> tuple[tuple[int, ...], ...] | None:
@@ -97,45 +152,3 @@ def _gpu_sets(text: str | None) -> tuple[tuple[int, ...], ...] | None:
     if not lists:
         raise InputError("--subsets", "names no set of GPUs", "write lists, as '0-3 4-7 0,4'")
     return tuple(tuple(sorted(parse_gpus(part))) for part in lists)
-
-
-def _export_tccl(directory: Path, output: Path | None, wanted: Export) -> None:
-    """Write the file of the TCCL fork's runtime to the new file `output`, or print it."""
-    if output is not None and (output.is_file() or output.is_dir()):
-        raise InputError(str(output), "already exists", "name a new file")
-    place = directory if directory.is_dir() else directory.parent
-    with interrupts_put_off():
-        plan = load_plan(directory)
-        check_plan_for_fork(plan, where=str(directory))
-        made = _made(plan, place, wanted)
-    write_result(tccl_xml(made.database, notes=made.notes), output)
-    notice_each(made.notes)
-    if output is not None:
-        rings = len(made.database.intra)
-        chains = sum(len(part.chains) for part in made.database.inter)
-        said = f"{rings} ring{'s' * (rings != 1)} and {chains} chain{'s' * (chains != 1)}"
-        notice(f"wrote {said} to {output}")
-
-
-def _made(plan: Plan, directory: Path, wanted: Export) -> MadeDatabase:
-    """Make the database by the plan's model, by its machine, or by its journal alone."""
-    notices: tuple[str, ...] = ()
-    source: RememberingSource
-    with ExitStack() as stack:
-        line = stack.enter_context(ProgressLine())
-        # A source that measures reports by itself.
-        reporter: Reporter | None = line if plan.simulated else None
-        if plan.simulated:
-            source = open_source(known_model(plan, directory))
-        else:
-            try:
-                source, notices = measured_again(plan, directory, otherwise="export it there")
-                source.watch(line.measured)
-            except ElsewhereError as why:
-                contents = journal_of(plan, directory)
-                source, notices = journal_source(contents, elsewhere=why), contents.notices
-        notice_each(notices)
-        with source:
-            made = make_database(plan, source, export=wanted, reporter=reporter)
-        notice_each(source.notices)
-    return made

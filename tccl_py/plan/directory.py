@@ -12,14 +12,16 @@ from tccl_py.errors import InputError
 from tccl_py.files import check_path, encode_json, refused
 from tccl_py.model.machine import Fingerprint, description_to_json
 from tccl_py.plan.files import nccl_files
-from tccl_py.plan.load import load_plan
+from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.plugin import plugin_files
 from tccl_py.plan.staging import (
     FOLDERS,
+    MANIFEST_FILE,
     PLAN_FILE,
     locked,
     make,
+    manifest_of,
     unmake,
     write_new_directory,
     write_with_plan,
@@ -130,6 +132,26 @@ def write_plan(
         )
     files[PLAN_FILE] = encode_json(plan)
     write_with_plan(files, directory, check=load_plan)
+
+
+def write_job(plan: Plan, output: Path, machines: Mapping[str, str]) -> int:
+    """Write a job's plan with all its files to the new directory `output`; return their number.
+
+    `machines` are the texts of machines' files by the names of the plan's classes.
+
+    Raises:
+        InputError: parts of the plan do not fit together; or as `write_nccl_files`.
+    """
+    check_plan(plan, where=str(output))
+
+    def files_of(place: Path) -> Mapping[str, str]:
+        files = {f"nccl/{name}": text for name, text in nccl_files(plan, place).items()}
+        for number, one in enumerate(plan.cluster.classes):
+            files[str(machine_file(plan, Path(), number))] = machines[one.name]
+        files[PLAN_FILE] = encode_json(plan)
+        return {**files, MANIFEST_FILE: encode_json(manifest_of(files))}
+
+    return write_new_directory(output, files_of)
 
 
 def write_nccl_files(plan: Plan, output: Path) -> int:

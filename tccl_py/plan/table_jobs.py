@@ -1,0 +1,126 @@
+"""The plan of a job over some hosts of a planned cluster, by its tables: nothing is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.model.cluster import Cluster, Host, NodeClass, class_name, shown
+from tccl_py.model.reports import restricted
+from tccl_py.plan.cluster_choices import plan_over
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, read_tables
+from tccl_py.readers.hosts import HostSlots
+
+_Key = tuple[int, tuple[int, ...]]
+"""The number of a class, and the GPUs of a job on its hosts."""
+
+
+def plan_of_job(
+    plan: Plan,
+    directory: Path,
+    hosts: Sequence[HostSlots],
+    gpus: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    keep_order: bool = False,
+) -> tuple[Plan, dict[str, str]]:
+    """Return a job's plan, and the plan's class for each of the job's classes, by name.
+
+    Hosts of a class with other GPUs in the job are of another class of the job.
+
+    Args:
+        plan: of a cluster, in `directory` with its tables.
+        directory: where the tables are.
+        hosts: of the job, in rank order; slots are the number of lowest GPUs, None is `gpus`.
+        gpus: of the job on a host, by its name; hosts that are not named use the plan's GPUs.
+        keep_order: leave the hosts in the given order.
+
+    Raises:
+        InputError: a plan of one host, an unknown host, fewer than 2 hosts, or GPUs that no table
+            of the host's class is for.
+        SearchError: no ring exists.
+    """
+    used = _used(plan, hosts, gpus or {})
+    keys = list(dict.fromkeys(used.values()))
+    numbers = {key: number for number, key in enumerate(keys)}
+    known = plan.cluster.classes
+    of_plan = [known[number] for number in dict.fromkeys(number for number, _ in keys)]
+    tables = read_tables(directory, of_plan)
+    classes: list[NodeClass] = []
+    for number, some in keys:
+        alone = sum(other == number for other, _ in keys) == 1
+        text = known[number].name if alone else f"{known[number].name}-gpus-{gpus_text(some)}"
+        name = class_name(text, {one.name for one in classes})
+        classes.append(msgspec.structs.replace(known[number], name=name))
+    nodes = [
+        HostTable(one, _table(tables, known[number].name, some))
+        for one, (number, some) in zip(classes, keys, strict=True)
+    ]
+    tree = plan.cluster.switches
+    cluster = Cluster(
+        hosts=tuple(
+            Host(name=name, node_class=numbers[key], slots=len(key[1]))
+            for name, key in used.items()
+        ),
+        classes=tuple(classes),
+        switches=None if tree is None else restricted(tree, used),
+        rails=plan.cluster.rails,
+    )
+    made = plan_over(
+        cluster,
+        nodes,
+        strategy=plan.strategy,
+        keep_order=keep_order,
+        ib_gid_index=plan.settings.ib_gid_index,
+        pinned_env=plan.pinned_env,
+    )
+    names = {one.name: known[key[0]].name for one, key in zip(classes, keys, strict=True)}
+    return made, names
+
+
+def _used(
+    plan: Plan, hosts: Sequence[HostSlots], gpus: Mapping[str, tuple[int, ...]]
+) -> dict[str, _Key]:
+    """Return the class and the GPUs of each host of a job."""
+    if len(hosts) < 2:
+        what = f"names {len(hosts)} host"
+        raise InputError("--hosts", what, "a job of one host is planned on it: `tccl plan -o DIR`")
+    names = {host.name for host in hosts}
+    odd = next((name for name in gpus if name not in names), None)
+    if odd is not None:
+        raise InputError("--gpus", f"names {shown(odd)}", "name hosts of --hosts")
+    found: dict[str, _Key] = {}
+    for host in hosts:
+        number = plan.cluster.host_classes.get(host.name)
+        if number is None:
+            right = "name hosts of the plan, or plan again with this host"
+            raise InputError("--hosts", f"host {shown(host.name)} is not in the plan", right)
+        found[host.name] = number, _gpus(plan, number, host, gpus.get(host.name))
+    return found
+
+
+def _gpus(
+    plan: Plan, number: int, host: HostSlots, given: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    known = plan.cluster.classes[number].machine.gpu_indices
+    some = given
+    if some is None:
+        some = plan.class_gpus[number] if host.slots is None else known[: host.slots]
+    if not some or not set(some) <= set(known) or host.slots not in (None, len(some)):
+        what = f"has {len(known)} GPUs, and {host.slots or len(some)} ranks for {len(some)} of them"
+        raise InputError(f"host {host.name}", what, "name GPUs that it has, one for each rank")
+    return tuple(sorted(some))
+
+
+def _table(tables: Collection[HostTable], name: str, gpus: tuple[int, ...]) -> KeptTable:
+    of_class = [one.kept for one in tables if one.node_class.name == name]
+    found = next((one for one in of_class if one.gpus == gpus), None)
+    if found is None:
+        there = ", ".join(gpus_text(one.gpus) for one in of_class) or "none"
+        what = f"has no table for GPUs {gpus_text(gpus)}, but for {there}"
+        right = f"measure them: tccl plan --force --gpus-per-job ...,{gpus_text(gpus)}"
+        raise InputError(f"class {name}", what, right)
+    return found

@@ -1,0 +1,275 @@
+"""Jobs planned by tables: against brute force, fresh plans, NCCL's rules, and the clock."""
+
+import itertools
+import json
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.errors import InputError, SearchError
+from tccl_py.model.cluster import Cluster, Host, NodeClass
+from tccl_py.model.machine import Knowledge
+from tccl_py.model.rings import Hop
+from tccl_py.nccl.graph_search import DefaultChain
+from tccl_py.nccl.network import chain_hop_space
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.validator import NodeJob, validate_cluster
+from tccl_py.nccl.view import view
+from tccl_py.plan.cluster_choices import plan_over
+from tccl_py.plan.host_class import paired_chain_set
+from tccl_py.plan.load import check_plan, load_plan
+from tccl_py.plan.staging import check_files
+from tccl_py.plan.table_jobs import plan_of_job
+from tccl_py.plan.tables import ChainSet, HostTable, KeptChains, KeptSettings, KeptTable, OwnChains
+from tccl_py.readers.hosts import HostSlots, listed_hosts
+from tests.effort import soon
+from tests.networked import networked_machine
+from tests.test_cli_plan import done, tccl
+
+UNDER = Settings(channels=2)
+MACHINE = networked_machine(gpus=3, nics=2, numa_nodes=2)
+GPUS = [(0, 1, 2), (0, 1), (1, 2), (2,)]
+PAIRINGS = {
+    1: [((0, 0),), ((0, 1),), ((1, 0),), ((1, 1),)],
+    2: [((0, 0), (1, 1)), ((0, 1), (1, 0))],
+}
+
+
+def table(number, gpus, rates):
+    """A table with a rate for each pairing of one number of chains, 0 for none."""
+    space = chain_hop_space(view(MACHINE, Knowledge(), UNDER, gpus=gpus), chains_in_set=1)
+    hops, paired = {}, []
+    for pairs, rate in rates.items():
+        if rate:
+            chains = paired_chain_set(space, pairs)
+            numbers = tuple(
+                tuple(hops.setdefault(Hop(h.source, h.target, h.flow), len(hops)) for h in c.hops)
+                for c in chains
+            )
+            share = rate / len(pairs)
+            gbps = tuple((share,) * len(chain) for chain in numbers)
+            paired.append(KeptChains(pairs=pairs, chains=numbers, gbps=gbps, rate_gbps=rate))
+    best = max(paired, key=lambda one: one.rate_gbps)
+    best = ChainSet(pairs=best.pairs, rate_gbps=best.rate_gbps, chosen=True)
+    own = OwnChains(
+        settings=UNDER,
+        distinct=len(best.pairs),
+        chains=(DefaultChain(0, gpus, 0),),
+        cross_nic=2,
+        rate_gbps=min(rate for rate in rates.values() if rate),
+    )
+    kept = KeptTable(
+        node_class=f"box{number}",
+        gpus=gpus,
+        nics=(0, 1),
+        simulated=True,
+        default_settings=Settings(),
+        stock=own,
+        plain=own,
+        hops=tuple(hops),
+        answers=(KeptSettings(settings=UNDER, best=(best,), paired=tuple(paired)),),
+    )
+    return HostTable(NodeClass(name=kept.node_class, machine=MACHINE), kept)
+
+
+def possible(gpus, pairs):
+    """Return whether NCCL runs these chains: a single GPU has one NIC for both directions."""
+    return len(gpus) > 1 or all(one == other for one, other in pairs)
+
+
+def brute_force(hosts, tables, count, rails):
+    """The best ring of all orders of hosts and all crossings of NICs."""
+    best, (first, *rest) = 0.0, range(len(hosts))
+    crossings = [(0,), (1,)] if count == 1 else [(0, 1), (1, 0)]
+    if rails == "any":
+        best = min(max(tables[one].values()) for one in hosts)
+    for order in itertools.permutations(rest):
+        of = [tables[hosts[at]] for at in (first, *order)]
+        for taken in itertools.product(crossings, repeat=len(hosts)):
+            rates = []
+            for at, rates_of in enumerate(of):
+                pairs = tuple(sorted(zip(taken[at - 1], taken[at], strict=True)))
+                rates.append(rates_of.get(pairs, 0.0))
+            best = max(best, min(rates))
+    return best
+
+
+rate_tables = st.sampled_from([1, 2]).flatmap(
+    lambda count: st.tuples(
+        st.just(count),
+        st.lists(
+            st.tuples(
+                st.sampled_from(GPUS),
+                st.lists(
+                    st.integers(0, 40).map(float),
+                    min_size=len(PAIRINGS[count]),
+                    max_size=len(PAIRINGS[count]),
+                ),
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+    )
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(rate_tables, st.data(), st.sampled_from(["any", "only"]))
+def test_jobs_over_random_tables_equal_brute_force_unlike_gpus_included(case, data, rails):
+    count, kinds = case
+    rates = [
+        {
+            pairs: rate if possible(gpus, pairs) else 0.0
+            for pairs, rate in zip(PAIRINGS[count], row, strict=True)
+        }
+        for gpus, row in kinds
+    ]
+    # A class has a chain.
+    rates = [row if any(row.values()) else {PAIRINGS[count][0]: 1.0} for row in rates]
+    nodes = [table(n, kinds[n][0], row) for n, row in enumerate(rates)]
+    hosts = data.draw(st.lists(st.integers(0, len(nodes) - 1), min_size=2, max_size=4))
+    cluster = Cluster(
+        hosts=tuple(
+            Host(name=f"h{n}", node_class=one, slots=len(nodes[one].gpus))
+            for n, one in enumerate(hosts)
+        ),
+        classes=tuple(node.node_class for node in nodes),
+        rails=rails,
+    )
+    used = set(hosts)
+    if used != set(range(len(nodes))):
+        numbers = sorted(used)
+        renumbered = tuple(
+            msgspec.structs.replace(host, node_class=numbers.index(host.node_class))
+            for host in cluster.hosts
+        )
+        classes = tuple(nodes[n].node_class for n in numbers)
+        cluster = msgspec.structs.replace(cluster, hosts=renumbered, classes=classes)
+        nodes = [nodes[n] for n in numbers]
+    expected = brute_force(hosts, rates, count, rails)
+    try:
+        plan = plan_over(cluster, nodes, strategy="best-first")
+    except SearchError:
+        assert expected == 0
+        return
+    assert plan.rate_gbps == expected
+    assert min(path.rate_gbps for path in plan.paths) == pytest.approx(expected)
+    check_plan(plan, where="job")
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """A plan of four hosts, and its directory."""
+    place = tmp_path_factory.mktemp("plans") / "four"
+    done("plan", "-o", place, "--simulate", "amd-v100", "--nodes", "4", *FEW)
+    return place
+
+
+FEW = ("--rings", "1", "--max-sets", "60")
+
+
+@pytest.mark.parametrize("gpus", [None, "0-1", "0"])
+def test_a_job_gets_what_a_fresh_plan_of_its_hosts_has_and_nothing_is_measured(
+    gpus, four, tmp_path
+):
+    more = () if gpus is None else ("--gpus", gpus)
+    before = (four / "measurements.jsonl").read_bytes()
+    result = done("export", four, "--hosts", "node[2,4]", *more, "-o", tmp_path / "job")
+    assert "GB/s (simulated" in result.stderr
+    assert (four / "measurements.jsonl").read_bytes() == before
+    job = load_plan(tmp_path / "job")
+    check_files(tmp_path / "job")
+    hosts = tmp_path / "hosts.txt"
+    slots = 4 if gpus is None else len(listed(gpus))
+    hosts.write_text(f"node2 slots={slots}\nnode4 slots={slots}\n")
+    fresh_at = ("-o", tmp_path / "fresh", "--hosts", hosts)
+    done("plan", *fresh_at, "--simulate", "amd-v100", "--gpus-per-job", "1", *FEW)
+    fresh = load_plan(tmp_path / "fresh")
+    assert job.rate_gbps == pytest.approx(fresh.rate_gbps, rel=0.01)
+    assert job.cluster.names == ("node2", "node4")
+    assert job.class_gpus == fresh.class_gpus
+    assert job.stock.rate_gbps == pytest.approx(fresh.stock.rate_gbps)
+    assert job.recommended == fresh.recommended
+    assert job.sets_measured == 0
+    told = json.loads(done("show", tmp_path / "job", "--json").stdout)
+    assert set(told["choices"]) == {"default", "variables", "graph"}
+
+
+def listed(text):
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def test_the_files_of_a_job_with_unlike_gpus_close_into_its_rings(four, tmp_path):
+    given = ("--hosts", "node1,node2,node4", "--gpus", "node[1,4]:0-1;node2:0")
+    done("export", four, *given, "-o", tmp_path / "job")
+    plan = load_plan(tmp_path / "job")
+    assert {host.name: plan.gpus_of(host) for host in plan.hosts} == {
+        "node1": (0, 1),
+        "node2": (0,),
+        "node4": (0, 1),
+    }
+    jobs = []
+    for host in plan.hosts:
+        one = plan.cluster.classes[plan.class_number(host)]
+        graph = (tmp_path / "job" / "nccl" / "hosts" / f"{host.name}.xml").read_text()
+        gpus = plan.gpus_of(host)
+        jobs.append(NodeJob(machine=one.machine, knowledge=one.knowledge, gpus=gpus, graph=graph))
+    variables = environment(plan.settings)
+    found = validate_cluster(jobs, version=plan.settings.version, environment=variables)
+    assert found.verdict == "used", found.reason
+    assert {tuple(ring) for ring in found.rings} == set(plan.orders)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--hosts", "node1"), "names 1 host"),
+        (("--hosts", "node[1-5]"), "node5"),
+        (("--hosts", "node[1-2]", "--gpus", "0-2"), "--gpus-per-job"),
+        (("--hosts", "node[1-2]", "--gpus", "0-7"), "has 4 GPUs"),
+        (("--hosts", "node[1-2]:3", "--gpus", "0-1"), "3 ranks"),
+        (("--hosts", "node[1-2]", "--gpus", "node3:0-1"), "names 'node3'"),
+        (("--hosts", "node[1-2]", "--gpus", "node1:0;node1:1"), "twice"),
+        (("--hosts", "node[1-2", "--gpus", "0-1"), "brackets"),
+        (("--gpus", "0-1"), "add --hosts"),
+        (("--hosts", "node[1-2]", "--runtime", "tccl"), "--hosts"),
+    ],
+)
+def test_jobs_that_are_refused(words, said, four, tmp_path):
+    result = tccl("export", four, *words, "-o", tmp_path / "job")
+    assert (result.exit_code, result.stdout) == (2, ""), result.stderr
+    assert said in result.stderr
+    assert not (tmp_path / "job").exists()
+
+
+def test_a_job_needs_a_place_and_a_plan_of_a_cluster(four, tmp_path):
+    assert "add -o DIR" in tccl("export", four, "--hosts", "node[1-2]").stderr
+    done("plan", "-o", tmp_path / "one", "--simulate", "amd-v100", "--max-sets", "20")
+    alone = tccl("export", tmp_path / "one", "--hosts", "a,b", "-o", tmp_path / "job")
+    assert "'a' is not in the plan" in alone.stderr
+
+
+def test_hosts_are_listed_by_a_file_or_as_slurm_has_them(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("gpu01 slots=2\ngpu02\n")
+    assert listed_hosts(str(path), where="") == (HostSlots("gpu01", 2), HostSlots("gpu02"))
+    assert [one.name for one in listed_hosts("gpu[01-02],login", where="")] == [
+        "gpu01",
+        "gpu02",
+        "login",
+    ]
+
+
+def test_a_job_of_a_thousand_hosts_is_planned_soon(tmp_path):
+    done("plan", "-o", tmp_path / "all", "--simulate", "amd-v100", "--nodes", "1500", *FEW)
+    plan = load_plan(tmp_path / "all")
+    hosts = [HostSlots(name) for name in plan.cluster.names[:1024]]
+    with soon(2):
+        job, _ = plan_of_job(plan, tmp_path / "all", hosts)
+    assert job.rate_gbps == pytest.approx(plan.rate_gbps)
+    assert len(job.hosts) == 1024
+    with pytest.raises(InputError, match="elsewhere"):
+        plan_of_job(plan, tmp_path / "all", [*hosts, HostSlots("elsewhere")])
