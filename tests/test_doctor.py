@@ -10,6 +10,9 @@ from tccl_py.health.checks import acs_control, shared_memory_needed
 from tccl_py.health.doctor import examine
 from tccl_py.health.host import DriverState, GpuState, Host, rules
 from tccl_py.model.machine import PeerAccess
+from tccl_py.nccl_library import InstalledNccl
+from tccl_py.plan.directory import write_plan
+from tests.planned import needing_a_graph, plan_of
 from tests.recorded_hosts import config_space, link, pci, recorded, write
 
 ROOT = "0000:00:01.1"
@@ -246,6 +249,43 @@ def test_lines_that_nccl_reads_otherwise_are_told(tmp_path, line, what):
     (misread,) = examine(Host(root=tmp_path)).findings
     assert (misread.severity, misread.where) == ("slow", "/etc/nccl.conf:1")
     assert what in misread.what
+
+
+LIBRARY_LINE = "NCCL_ENV_PLUGIN=/plan/nccl/libnccl-env-tccl.so\n"
+INSTALLED = f"{LIBRARY_LINE}TCCL_INDEX=/plan/nccl/plugin.index\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda nccl: None, ""),
+        (lambda nccl: (nccl / "libnccl-env-tccl.so").unlink(), "library"),
+        (lambda nccl: (nccl / "plugin.index").unlink(), "missing"),
+        (lambda nccl: (nccl / "plugin.index").write_text("tccl-index 1\n"), "damaged"),
+        (lambda nccl: (nccl / "graph.xml").write_text(""), "graph.xml"),
+        (lambda nccl: (nccl.parent / "manifest.json").write_text('{"files": {}}'), "beside"),
+    ],
+)
+def test_an_installed_plugin_that_does_nothing_is_told(tmp_path, change, word):
+    (tmp_path / "plan").mkdir()
+    write_plan(needing_a_graph(plan_of("amd-v100")), tmp_path / "plan")
+    (tmp_path / "plan" / "nccl" / "libnccl-env-tccl.so").touch()
+    write(tmp_path, "etc/nccl.conf", INSTALLED)
+    change(tmp_path / "plan" / "nccl")
+    findings = examine(Host(root=tmp_path)).findings
+    assert [one.check for one in findings] == (["plugin"] if word else [])
+    assert all(word in one.what for one in findings)
+
+
+def test_other_plugins_and_older_versions_are_told(tmp_path):
+    write(tmp_path, "etc/nccl.conf", LIBRARY_LINE)
+    nccl = (InstalledNccl(version="2.27.3", source="torch"),)
+    env = {"NCCL_ENV_PLUGIN": "/their/plugin.so", "NCCL_TUNER_PLUGIN": "theirs"}
+    host = Host(root=tmp_path, environment=env, nccl=nccl)
+    found = [one for one in examine(host).findings if one.check == "plugin"]
+    words = ["another plugin", "TCCL_INDEX", "NCCL_TUNER_PLUGIN", "2.27.3"]
+    assert all(word in one.what for word, one in zip(words, found, strict=True))
+    assert [one.severity for one in found] == ["slow", "slow", "note", "note"]
 
 
 def test_comments_and_other_lines_are_nothing(tmp_path):

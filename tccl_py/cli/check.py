@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -29,8 +30,11 @@ from tccl_py.health.drift import (
     prometheus_text,
 )
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
+from tccl_py.health.host import Finding, Host
+from tccl_py.health.plugin import check_plugin
 from tccl_py.interrupts import interrupts_put_off
 from tccl_py.model.measurement import BandwidthSource
+from tccl_py.nccl.conf import home
 from tccl_py.plan.again import journal_of
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.job import class_sources, journal_by_class
@@ -87,6 +91,7 @@ def check(
     plan = load_plan(directory)
     journal = journal_of(plan, directory)
     notice_each(journal.notices)
+    notice_each(_plugin_notices())
     effort = Effort(seconds=max_seconds / len(plan.cluster.classes), seed=seed)
     with interrupts_put_off(), ExitStack() as stack:
         source, known, sources = _sources(plan, directory, journal, seed, stack)
@@ -107,6 +112,13 @@ def check(
         _print(plan, drift)
     if drift.drifted:
         raise typer.Exit(ANSWER_IS_NO)
+
+
+def _plugin_notices() -> list[str]:
+    """Return what keeps an installed plugin from its plan."""
+    host = Host(home=str(home()), environment=dict(os.environ))
+    found = [one for one in check_plugin(host) if isinstance(one, Finding)]
+    return [f"{one.where}: {one.what}" for one in found if one.severity != "note"]
 
 
 def _sources(

@@ -39,10 +39,10 @@ def doctor(
     """Look for causes on this host that hang NCCL, slow it, or spoil measurements.
 
     Looks at ACS and the IOMMU, PCIe links, P2P and GPU-direct, GPU conditions, NUMA, /dev/shm,
-    limits, NCCL's version, settings and files, containers and virtual machines. Where two GPUs or
-    more are idle, NCCL is started on them for its rings. All else is only read; root sees more. DIR
-    holds another host's sys, proc, etc and dev. The fix of a finding is printed, never run. HANG:
-    NCCL hangs or fails. SLOW: NCCL, or a measurement, gets less than the machine has.
+    limits, NCCL's version, settings, files and plugin, containers and virtual machines. Where two
+    GPUs or more are idle, NCCL is started on them for its rings. All else is only read; root sees
+    more. DIR holds another host's sys, proc, etc and dev. The fix of a finding is printed, never
+    run. HANG: NCCL hangs or fails. SLOW: NCCL, or a measurement, gets less than the machine has.
 
     Exit codes: 0 nothing but notes, 1 something hangs or slows NCCL, 2 wrong use.
 

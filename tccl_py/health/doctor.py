@@ -21,13 +21,13 @@ from tccl_py.health.checks import (
     check_virtual,
 )
 from tccl_py.health.host import SEVERITIES, Finding, Found, Host, Unseen, defect, rules
+from tccl_py.health.plugin import ENVIRONMENT, check_plugin, in_force, lines_of
 from tccl_py.nccl.asked import ring_words
-from tccl_py.nccl.conf import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines
+from tccl_py.nccl.conf import ConfLine
 from tccl_py.nccl.versions import version_facts
 
 # Checks of NCCL: variables in force, lines of nccl.conf that NCCL misreads, version and rings.
 
-_ENVIRONMENT = "the environment"
 _SHOWN = 60
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
 
@@ -38,34 +38,21 @@ _HOST_FIX = "remove the line; `tccl env DIR --gpus LIST` sets it for one job"
 
 def check_settings(host: Host) -> Found:
     """Report variables in force and misread lines of NCCL's files."""
-    own = host.environment.get(CONF_VARIABLE) or f"{host.home}/.nccl.conf"
-    lines = [
-        line
-        for path in (own, str(HOST_FILE))
-        for line in conf_lines(host.data(path) or b"", where=path)
-    ]
-    for line in lines:
+    for line in lines_of(host):
         yield from _misread(line)
-    job = [
-        ConfLine(name=name, value=value, where=_ENVIRONMENT)
-        for name, value in host.environment.items()
-    ]
-    in_force: dict[str, ConfLine] = {}
-    for line in (*job, *lines):
-        if _NAME.fullmatch(line.name):
-            in_force.setdefault(line.name, line)
-    graph = in_force.get("NCCL_GRAPH_FILE")
+    found = {name: line for name, line in in_force(host).items() if _NAME.fullmatch(name)}
+    graph = found.get("NCCL_GRAPH_FILE")
     if graph is not None and graph.value:
         what, where = f"NCCL_GRAPH_FILE={_cut(graph.value)} is set", graph.where
-        if where == _ENVIRONMENT:
+        if where == ENVIRONMENT:
             yield defect("graph", where, severity="note", what=what, fix=_JOB_FIX)
         else:
             yield defect("graph", where, what=f"{what} for all jobs of this host", fix=_HOST_FIX)
     for name, rule in rules().items():
-        if name in in_force and in_force[name].value != rule.harmless:
-            line = in_force[name]
+        if name in found and found[name].value != rule.harmless:
+            line = found[name]
             scope, fix = "it holds for every job that does not set it itself", "remove the line"
-            if line.where == _ENVIRONMENT:
+            if line.where == ENVIRONMENT:
                 scope, fix = "it overrides a plan's setting", f"unset {name}"
             what = f"{name}={_cut(line.value)} is set"
             yield defect(name, line.where, what=what, effect=f"; {scope}", fix=fix)
@@ -142,6 +129,7 @@ CHECKS: Mapping[str, Callable[[Host], Iterator[Finding | Unseen]]] = {
     "limits": check_limits,
     "settings": check_settings,
     "nccl": check_nccl,
+    "plugin": check_plugin,
     "nccl-rings": check_own_rings,
     "container": check_container,
     "virtual machine": check_virtual,

@@ -76,6 +76,7 @@ def _index(
     variables = environment(plan.job_settings)
     names = {gpus: name for gpus, name in graph_files(plan).items() if name in texts}
     own = {n: value for n, value in variables.items() if names and n in PER_COMMUNICATOR}
+    major = "" if known is None else known.driver.partition(".")[0]
     must, forbid = env_rules(plan.job_settings)
     return PluginIndex(
         simulated=plan.simulated,
@@ -89,7 +90,7 @@ def _index(
         forbid=forbid,
         # Rates of a model do not depend on the version, and measured plans hold for their own.
         nccl="" if known is None else ".".join(plan.settings.version.split(".")[:2]),
-        driver=None if known is None else int(known.driver.partition(".")[0]),
+        driver=int(major) if major.isdecimal() else None,
         numa=None if known is None else known.numa_count,
     )
 
