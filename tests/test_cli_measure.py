@@ -6,13 +6,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.cli.measure import in_given_order
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_set
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import simulation_header
+from tccl_py.sources.profiled import in_given_order
 from tests.nccl_cases import CASES
 
 BOX = "asus-esc8000a-e13p"

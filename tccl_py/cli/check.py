@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -19,11 +19,12 @@ from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice_each, write_result
 from tccl_py.errors import InputError
-from tccl_py.files import encode_json, picked
+from tccl_py.files import encode_json
 from tccl_py.health.drift import (
     Drift,
     Effort,
     Journal,
+    drift_json,
     find_drift,
     joined,
     measuring_again,
@@ -107,7 +108,7 @@ def check(
         text = prometheus_text(drift, machine=name, simulated=plan.simulated, now=ended)
         write_result(text, output)
     elif json:
-        write_result(encode_json(_json(plan, drift)), output)
+        write_result(encode_json(drift_json(plan, drift)), output)
     else:
         _print(plan, drift)
     if drift.drifted:
@@ -134,25 +135,6 @@ def _sources(
     notice_each(notices)
     source.watch(line.measured)
     return stack.enter_context(source), [journal.measurements], [source]
-
-
-def _json(plan: Plan, drift: Drift) -> dict[str, Any]:
-    return {
-        "machine": plan_name(plan),
-        "drifted": drift.drifted,
-        "sets_compared": len(drift.sets),
-        "false_alarm_rate": drift.false_alarm_rate,
-        "changes": [
-            {"set": str(row.transfers), "flow": str(row.flow)}
-            | picked(row, "was_gbps", "is_gbps", "ratio", "p")
-            for row in drift.changes
-        ],
-        "points_to": drift.points_to,
-        "lost": {str(transfers): why for transfers, why in drift.lost.items()},
-        "skipped": [str(transfers) for transfers in drift.skipped],
-        "seconds": drift.seconds,
-        "simulated": plan.simulated,
-    }
 
 
 def _print(plan: Plan, drift: Drift) -> None:

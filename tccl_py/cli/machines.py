@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -19,7 +18,7 @@ from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.readers.nvidia_smi import read_nvidia_smi
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
-from tccl_py.simulator.model import MachineModel, figures_of
+from tccl_py.simulator.model import MachineModel, gpu_names, provenances, summary
 
 
 def discover(
@@ -80,34 +79,8 @@ def machines(
         _print_list(models)
 
 
-def summary(model: MachineModel) -> dict[str, Any]:
-    """Return a model's entry in the list as JSON; the keys are stable."""
-    machine = model.machine
-    return {
-        "name": model.name,
-        "gpus": len(machine.gpus),
-        "gpu": _gpu_names(machine),
-        "numa_nodes": len(machine.numa_nodes),
-        "nics": len(machine.nics),
-        "figures": _provenances(model),
-        "note": model.note,
-        "source": model.source,
-    }
-
-
-def _gpu_names(machine: Machine) -> str:
-    kinds = (gpu.name or (f"sm {gpu.sm}" if gpu.sm else "GPU") for gpu in machine.gpus)
-    return ", ".join(dict.fromkeys(kinds))
-
-
-def _provenances(model: MachineModel) -> dict[str, int]:
-    """Count parameters by provenance; a parameter counts once wherever it is used."""
-    counts = Counter(str(figure.provenance) for _, figure in figures_of(model))
-    return {kind: counts[kind] for kind in ("measured", "published", "assumed")}
-
-
 def _provenances_text(model: MachineModel) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in _provenances(model).items() if count)
+    return ", ".join(f"{count} {kind}" for kind, count in provenances(model).items() if count)
 
 
 def _print_list(models: list[MachineModel]) -> None:
@@ -135,7 +108,7 @@ def _show(model: MachineModel, *, json: bool) -> None:
         ("Note", model.note),
         ("Source", model.source or "none: every parameter is assumed"),
         ("Parameters", _provenances_text(model)),
-        ("GPUs", f"{len(machine.gpus)}: {_gpu_names(machine)}"),
+        ("GPUs", f"{len(machine.gpus)}: {gpu_names(machine)}"),
         ("NUMA nodes", ", ".join(node.id for node in machine.numa_nodes)),
         ("NVLinks", ", ".join(links) or "none"),
         ("Peer access", f"{direct} of {len(pairs)} ordered pairs of GPUs"),

@@ -16,8 +16,8 @@ from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.files import picked
-from tccl_py.model.measurement import Measurement, dealt
-from tccl_py.model.transfer import TransferSet, parse_flow, parse_set
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import TransferSet, parse_set
 from tccl_py.plan.job import hosts_again
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import mark as provenance
@@ -37,6 +37,7 @@ from tccl_py.sources.profiled import (
     doubts,
     gpus_of,
     half_width,
+    in_given_order,
     measured_machine,
     relative_intervals,
 )
@@ -165,15 +166,6 @@ def _measured(
                 count = f"{source.sets_measured} of {len(sets)}"
                 notice(f"sets measured and kept in {journal}: {count}")
             raise
-
-
-def in_given_order(
-    text: str, measurement: Measurement, values: Sequence[float] | None = None
-) -> tuple[float, ...]:
-    """Return rates, or `values`, in the order of `text`; measurements have their own order."""
-    found = measurement.gbps if values is None else values
-    waiting = dealt(measurement.transfers.flows, found)
-    return tuple(waiting[parse_flow(part)].pop(0) for part in text.split())
 
 
 def _entry(text: str, measurement: Measurement) -> dict[str, Any]:

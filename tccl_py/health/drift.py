@@ -6,10 +6,12 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.files import picked
 from tccl_py.health.drift_statistics import (
     FALSE_ALARM_RATE,
     Comparison,
@@ -26,6 +28,7 @@ from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.nccl.paths import path_types
 from tccl_py.plan.again import known_model, measured_as
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.words import plan_name
 from tccl_py.sources.journal import JournalHeader
 from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
 from tccl_py.sources.profiled import SEARCH_REPEATS, MeasurementOptions
@@ -298,6 +301,26 @@ def gpus_of(transfers: TransferSet) -> set[int]:
     """Return the indices of the GPUs at the ends of a set's flows."""
     ends = (place for flow in transfers.flows for place in (flow.source, flow.destination))
     return {place.index for place in ends if place.kind == "G"}
+
+
+def drift_json(plan: Plan, drift: Drift) -> dict[str, Any]:
+    """Return the JSON of `check --json`."""
+    return {
+        "machine": plan_name(plan),
+        "drifted": drift.drifted,
+        "sets_compared": len(drift.sets),
+        "false_alarm_rate": drift.false_alarm_rate,
+        "changes": [
+            {"set": str(row.transfers), "flow": str(row.flow)}
+            | picked(row, "was_gbps", "is_gbps", "ratio", "p")
+            for row in drift.changes
+        ],
+        "points_to": drift.points_to,
+        "lost": {str(transfers): why for transfers, why in drift.lost.items()},
+        "skipped": [str(transfers) for transfers in drift.skipped],
+        "seconds": drift.seconds,
+        "simulated": plan.simulated,
+    }
 
 
 def prometheus_text(drift: Drift, *, machine: str, simulated: bool, now: float) -> str:

@@ -9,10 +9,11 @@ routes, capacities and rules.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from importlib import resources
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -291,3 +292,30 @@ def _check_figure(figure: Figure, figures: Figures, place: str) -> None:
     # The comparison is written so that NaN fails it.
     if not MIN_FIGURE <= value <= MAX_FIGURE or not figure.scale > 0:
         raise InputError(place, f"comes to {value}", f"{MIN_FIGURE} to {MAX_FIGURE:.0f}")
+
+
+def summary(model: MachineModel) -> dict[str, Any]:
+    """Return a model's entry in the list as JSON; the keys are stable."""
+    machine = model.machine
+    return {
+        "name": model.name,
+        "gpus": len(machine.gpus),
+        "gpu": gpu_names(machine),
+        "numa_nodes": len(machine.numa_nodes),
+        "nics": len(machine.nics),
+        "figures": provenances(model),
+        "note": model.note,
+        "source": model.source,
+    }
+
+
+def gpu_names(machine: Machine) -> str:
+    """Return the different names of a machine's GPUs."""
+    kinds = (gpu.name or (f"sm {gpu.sm}" if gpu.sm else "GPU") for gpu in machine.gpus)
+    return ", ".join(dict.fromkeys(kinds))
+
+
+def provenances(model: MachineModel) -> dict[str, int]:
+    """Count parameters by provenance; a parameter counts once wherever it is used."""
+    counts = Counter(str(figure.provenance) for _, figure in figures_of(model))
+    return {kind: counts[kind] for kind in ("measured", "published", "assumed")}

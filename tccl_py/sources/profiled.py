@@ -12,8 +12,8 @@ import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine
-from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import Place, TransferSet
+from tccl_py.model.measurement import Measurement, dealt
+from tccl_py.model.transfer import Place, TransferSet, parse_flow
 from tccl_py.readers.live import discover_machine
 from tccl_py.sources.journal import JournalHeader
 
@@ -291,6 +291,15 @@ def overlap_notices(text: str, measurement: Measurement) -> Iterator[str]:
             "the clock shows no more, as time stamps of copy engines wait for kernels of their "
             "GPU, and copies may be faster than was measured"
         )
+
+
+def in_given_order(
+    text: str, measurement: Measurement, values: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """Return rates, or `values`, in the order of `text`; measurements have their own order."""
+    found = measurement.gbps if values is None else values
+    waiting = dealt(measurement.transfers.flows, found)
+    return tuple(waiting[parse_flow(part)].pop(0) for part in text.split())
 
 
 def doubts(text: str, measurement: Measurement) -> Iterator[str]:
