@@ -12,10 +12,17 @@ from tccl_py.model.machine import Knowledge
 from tccl_py.model.rings import ring
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import transfer_set
-from tccl_py.nccl.network import chain_hop_space, chains_as_rings, gdr_variants
+from tccl_py.nccl.network import (
+    EvenUse,
+    Pairing,
+    chain_hop_space,
+    chains_as_rings,
+    gdr_variants,
+    nic_pair,
+    symmetry_keeping,
+)
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
-from tccl_py.search.chains import EvenUse, Pairing, nic_pair, symmetry_keeping
 from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import load_bundled

@@ -17,14 +17,13 @@ from tccl_py.model.cluster import SwitchTree
 from tccl_py.model.machine import Knowledge, gpus_beside_nics
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.transfer import parse_set
-from tccl_py.nccl.network import chain_hop_space
+from tccl_py.nccl.network import Pairing, chain_hop_space, nic_pair
 from tccl_py.nccl.settings import Settings, final_channels
 from tccl_py.nccl.view import view
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.cluster_rings import cluster_rings, rail_tuples
 from tccl_py.plan.host_class import HostClass, HostTask, used_nics
 from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring
-from tccl_py.search.chains import Pairing, nic_pair
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator

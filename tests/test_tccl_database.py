@@ -13,8 +13,8 @@ from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.machine import Knowledge, Nic, check
 from tccl_py.model.rings import Ring, ring, ring_set
 from tccl_py.model.transfer import Fifo, Flow, entering, leaving, transfer_set
+from tccl_py.nccl.network import entry, leave
 from tccl_py.plan.planner import make_plan
-from tccl_py.search.chains import entry, leave
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator

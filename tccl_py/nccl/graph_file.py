@@ -13,7 +13,7 @@ from typing import NoReturn
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.nccl.versions import LATEST, TYPES, VersionFacts, version_facts
+from tccl_py.nccl.versions import LATEST, MAX_ATTRIBUTES, TYPES, VersionFacts, version_facts
 
 MAX_TEXT = 8 * 1024 * 1024
 """Several times the largest file within NCCL's limit on elements."""
@@ -224,7 +224,7 @@ def read_elements(text: str, facts: VersionFacts, *, where: str) -> list[XmlElem
             stack.pop()
         elif tag["open"]:
             count += 1
-            element = _element(tag, facts, where, line)
+            element = _element(tag, where, line)
             _check_room(element, stack, count, facts)
             stack[-1].children.append(element)
             if not tag["single"]:
@@ -234,12 +234,12 @@ def read_elements(text: str, facts: VersionFacts, *, where: str) -> list[XmlElem
     return stack[0].children
 
 
-def _element(tag: re.Match[str], facts: VersionFacts, where: str, line: int) -> XmlElement:
+def _element(tag: re.Match[str], where: str, line: int) -> XmlElement:
     pairs = _PAIR.findall(tag["attributes"])
     element = XmlElement(tag["open"], dict(pairs), where, line)
-    if len(pairs) > facts.max_attributes or len(element.attributes) < len(pairs):
+    if len(pairs) > MAX_ATTRIBUTES or len(element.attributes) < len(pairs):
         what = f"has {len(pairs)} attributes, {len(element.attributes)} of them different"
-        element.reject(what, f"at most {facts.max_attributes}, each once")
+        element.reject(what, f"at most {MAX_ATTRIBUTES}, each once")
     return element
 
 

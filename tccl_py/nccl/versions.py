@@ -20,6 +20,8 @@ RING, TREE = 0, 1
 """Ids of the graphs that this package writes."""
 TYPES = ("LOC", "NVL", "NVB", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 """Path types of graph files, nearest first; NCCL silently reads any other type as LOC."""
+MAX_ATTRIBUTES = 16
+"""Attributes that NCCL reads of an XML element."""
 SWAPPING = 2
 """The crossnic of a graph whose pairs of channels are swapped on odd nodes."""
 
@@ -52,7 +54,7 @@ class GraphRules:
 class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of one version; `verified` is false for facts of the nearest known version.
 
-    An AMD host with up to `amd_gpus` GPUs (None: any number) gets `amd_level` by default.
+    An AMD host with up to `amd_gpus` GPUs (None: any number) gets P2P level SYS by default.
     `max_channels` limits a graph file, `max_final_channels` a communicator. `default_gdr_level` is
     the farthest path over which a NIC reaches GPU memory by default; `unknown_levels` are read as
     LOC. With `relays_need_gpu_direct` only a GPU with GPU direct RDMA relays. `crossed` is the
@@ -62,12 +64,10 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     verified: bool = True
-    default_p2p_level: Level = "PXB"
     default_gdr_level: Level = "P2C"
     unknown_levels: tuple[Level, ...] = ()
     relays_need_gpu_direct: bool = False
     crossed: Literal[1, 2] = 2
-    amd_level: Level = "SYS"
     amd_gpus: int | None = 2
     dev_base: Literal[0, 16] = 16
     max_channels: int = 32
@@ -75,7 +75,6 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_children: int = 640
     children_checked: bool = True
     max_elements: int = 65536
-    max_attributes: int = 16
     rank_overrides_dev: bool = False
     shm_copy_engine: bool = True
 

@@ -173,8 +173,8 @@ def p2p_level(system: System, settings: Settings) -> PathType:
         return PathType[settings.p2p_level]
     facts = version_facts(settings.version)
     if system.amd and (facts.amd_gpus is None or len(system.gpus) <= facts.amd_gpus):
-        return PathType[facts.amd_level]
-    return PathType[facts.default_p2p_level]
+        return PathType.SYS
+    return PathType.PXB
 
 
 @lru_cache(maxsize=64)

@@ -15,10 +15,10 @@ import numpy as np
 from tccl_py.errors import SearchError
 from tccl_py.merge.rings import ChainTable, MergedRing, merge_with_switches, passes, uplink_limit
 from tccl_py.model.cluster import Cluster, SwitchTree
+from tccl_py.nccl.network import NicPair, Pairing
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.plan import AS_GOOD as WORTH
 from tccl_py.plan.tables import ChainSet, HostChains, HostNode
-from tccl_py.search.chains import NicPair, Pairing
 
 Nics = tuple[int, ...]
 """A NIC for each ring."""

@@ -13,7 +13,19 @@ from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring
 from tccl_py.model.symmetry import Symmetry, automorphisms
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice, default_choice_or_sys
-from tccl_py.nccl.network import chain_hop_space, chains_as_rings, gdr_variants
+from tccl_py.nccl.network import (
+    WORLD,
+    EvenUse,
+    NicPair,
+    Pairing,
+    chain_hop_space,
+    chains_as_rings,
+    entry_nic,
+    exit_nic,
+    gdr_variants,
+    nic_pair,
+    symmetry_keeping,
+)
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.choices import WORTH, SettingsSearch, interval
@@ -30,16 +42,6 @@ from tccl_py.plan.tasks import (
     rings_under,
     search_under,
     stock,
-)
-from tccl_py.search.chains import (
-    WORLD,
-    EvenUse,
-    NicPair,
-    Pairing,
-    entry_nic,
-    exit_nic,
-    nic_pair,
-    symmetry_keeping,
 )
 from tccl_py.search.problem import SearchResult, SetRule
 

@@ -21,10 +21,10 @@ from tccl_py.model.machine import MAX_GPUS
 from tccl_py.model.rings import Hop
 from tccl_py.model.transfer import receiving_nic, sending_nic
 from tccl_py.nccl.graph_search import DefaultChain
+from tccl_py.nccl.network import NicPair, Pairing
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.plan.plan import PlanChain, PlanHop
 from tccl_py.plan.staging import TABLES, check_files, read_manifest
-from tccl_py.search.chains import NicPair, Pairing
 
 FORMAT_VERSION = 1
 MAX_TABLES = 1_024

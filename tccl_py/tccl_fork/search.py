@@ -27,13 +27,13 @@ from tccl_py.model.transfer import (
     entering,
     leaving,
 )
+from tccl_py.nccl.network import WORLD, chain_space, entry, leave
 from tccl_py.nccl.settings import final_channels
 from tccl_py.nccl.variables import pinned_level
 from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import direct_pairs
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Order, measured_well
-from tccl_py.search.chains import WORLD, chain_space, entry, leave
 from tccl_py.search.problem import Budget, Reporter, SearchProblem
 from tccl_py.search.strategies import AGREEMENT, find_rings
 from tccl_py.sources.memory import RememberingSource
