@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tccl_py.nccl.graph_file import GraphRings, graph_xml
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
+from tccl_py.nccl.settings import Settings
+from tccl_py.plan.files import graph_text
 from tests.nccl_host import FOLDER, TOPOLOGIES
 from tests.plugin.ranks import Made, Record, Spec
 
@@ -64,7 +65,7 @@ def make_plan(folder, *, buses=None, sizes=range(2, 9), missing=(), **fields):
     """Write an index with graph files whose rings are random, and different in their channels."""
     buses = buses or bus_ids()
     (folder / "subsets").mkdir(parents=True)
-    sets, orders = [], {}
+    sets, orders, settings = [], {}, Settings(version="2.28")
     for number, gpus in enumerate(
         found for size in sizes for found in itertools.combinations(sorted(buses), size)
     ):
@@ -72,8 +73,9 @@ def make_plan(folder, *, buses=None, sizes=range(2, 9), missing=(), **fields):
             continue
         source = random.Random(number)
         orders[gpus] = [tuple(source.sample(gpus, len(gpus))) for _ in range(1 + number % 3)]
-        rings = GraphRings(orders=tuple(orders[gpus]), speed_gbps=12.0, type_intra="SYS")
-        text = graph_xml(rings, version="2.28").encode()
+        text = graph_text(
+            orders[gpus], settings, rate_gbps=12.0, type_intra="SYS", provenance="made up"
+        ).encode()
         name = f"subsets/graph-{'-'.join(map(str, gpus))}.xml"
         (folder / name).write_bytes(text)
         sets.append(IndexedSet(gpus=gpus, file=name, text=text))

@@ -65,12 +65,6 @@ def build_plugin(folder: Path, *, flags: Sequence[str] = (), name: str = LIBRARY
     return target
 
 
-def installed_plugin() -> Path | None:
-    """Return the library that was built with this package; None on a host without a compiler."""
-    library = SOURCES / LIBRARY
-    return library if library.is_file() else None
-
-
 def main() -> None:
     """Build the library in the folder that is named, and print its path."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):

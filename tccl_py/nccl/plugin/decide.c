@@ -229,7 +229,10 @@ void watch(const struct plan *plan, void *context, uint64_t hash) {
     say("default NCCL: this NCCL does not show the number of ranks");
     return;
   }
-  if (post.ranks < 2 || post.ranks > (uint32_t)plan->gpu_count) return; /* alike on all ranks */
+  /* These are alike on all ranks. */
+  if (post.ranks > (uint32_t)plan->gpu_count)
+    say("default NCCL: %u ranks, and the plan has %d GPUs", post.ranks, plan->gpu_count);
+  if (post.ranks < 2 || post.ranks > (uint32_t)plan->gpu_count) return;
   if (post.refusal == AGREES && plan->graph_count > 0 && !make_memory(plan)) {
     post.refusal = NO_MEMORY_FILE;
     explain(why, "%s", refusals[NO_MEMORY_FILE]);

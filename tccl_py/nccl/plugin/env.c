@@ -43,7 +43,8 @@ void set_logger(void *function) { __atomic_store_n((void **)&logger, function, _
 
 const char *user_value(const char *name) { return next ? next->get(name) : getenv(name); }
 
-/* Write a line to NCCL's log, and with TCCL_DEBUG=1 to stderr. */
+/* Write a line to NCCL's log, and with TCCL_DEBUG=1 to stderr. Version 1 has no log at its start:
+ * there NCCL_DEBUG=INFO shows on stderr why there is no plan. */
 void say(const char *format, ...) {
   char text[1024];
   va_list arguments;
@@ -53,7 +54,9 @@ void say(const char *format, ...) {
   logger_t log;
   *(void **)&log = __atomic_load_n((void **)&logger, __ATOMIC_ACQUIRE);
   if (log) log(LOG_INFO, LOG_INIT, "tccl", 0, "tccl: %s", text);
-  if (debug) dprintf(STDERR_FILENO, "tccl[%d]: %s\n", (int)getpid(), text);
+  const char *level = log ? NULL : getenv("NCCL_DEBUG");
+  if (debug || (level && (strcasecmp(level, "INFO") == 0 || strcasecmp(level, "TRACE") == 0)))
+    dprintf(STDERR_FILENO, "tccl[%d]: %s\n", (int)getpid(), text);
 }
 
 static bool enabled(const char *name) {
