@@ -26,6 +26,7 @@ class FakeStore:
 
     def __init__(self, others, rank):
         self.others, self.rank, self.own, self.prefixes = others, rank, None, []
+        self.loaded = {}
 
     def set(self, key, value):
         """Keep what this rank tells."""
@@ -33,6 +34,8 @@ class FakeStore:
             self.own = msgspec.json.decode(value)
         elif key == "members":
             self.everybody = value.encode()
+        elif key.startswith("plugin/"):
+            self.loaded[key] = value.encode()
 
     def set_timeout(self, timeout):
         """How long `get` waits; here all is there."""
@@ -41,6 +44,8 @@ class FakeStore:
         """What another rank tells, or rank 0 of all."""
         if key.startswith("read/"):
             return b""
+        if key.startswith("plugin/"):
+            return self.loaded.get(key, b"1")
         if key != "members":
             return msgspec.json.encode(self.others[int(key.removeprefix("member/"))])
         if self.rank == 0:
@@ -130,7 +135,7 @@ class FakeTorch:
             is_available=lambda: available,
             current_device=lambda: current,
             synchronize=lambda device: None,
-            nccl=SimpleNamespace(version=lambda: version),
+            nccl=SimpleNamespace(version=lambda: version, unique_id=lambda: b""),
         )
 
     def device(self, kind, index):

@@ -1,5 +1,6 @@
 """Every communicator sees the graph file for exactly its GPUs or none; the environment is kept."""
 
+import ctypes
 import os
 import threading
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import tccl_py.torch
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
+from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.directory import write_plan
 from tccl_py.torch import groups
@@ -94,6 +96,32 @@ def file_for(directory, gpus):
     name = "graph.xml" if tuple(gpus) == GPUS else f"subsets/graph-{'-'.join(map(str, gpus))}.xml"
     path = directory / "nccl" / name
     return str(path) if path.is_file() else None
+
+
+# the plugin
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_the_plugin_chooses_where_nccl_loads_it(tmp_path, monkeypatch, used_before):
+    for name in ("NCCL_ENV_PLUGIN", "TCCL_INDEX"):
+        monkeypatch.setenv(name, "")
+        del os.environ[name]
+    write_plan(box_plan(), tmp_path)
+    try:
+        library = build_plugin(tmp_path / "nccl")
+    except BuildError as error:
+        pytest.skip(str(error))
+    members = [msgspec.structs.replace(one, plugin=True) for one in told(tmp_path, GPUS)]
+    rank = Rank(monkeypatch, members, 1)
+    if not used_before:
+        rank.torch.cuda.nccl.unique_id = lambda: ctypes.CDLL(os.environ["NCCL_ENV_PLUGIN"])
+    tccl_py.torch.init_process_group(tmp_path)
+    tccl_py.torch.new_group([0, 1])
+    wanted = (
+        (None, None) if not used_before else (file_for(tmp_path, GPUS), file_for(tmp_path, (0, 1)))
+    )
+    assert tuple(graph for _, graph in rank.graphs) == wanted
+    assert os.environ.get("NCCL_ENV_PLUGIN") == (None if used_before else str(library))
 
 
 # groups of one job on one machine

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.plan.plugin import PLUGIN_VARIABLE
 from tccl_py.torch.members import GRAPH_VARIABLE, OpenPlan, Roster, exchange, member_of
 
 # The environment belongs to the whole process, so one communicator is made at a time.
@@ -67,6 +68,9 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
     device, so call torch.cuda.set_device before. All ranks use the plan, or none: if it does not
     fit one of them (other GPUs, driver, NUMA nodes or NCCL, or other settings in the environment),
     rank 0 says why on stderr, and all groups use default NCCL.
+
+    Where NCCL has plugins (2.28.7), the plan has the plugin's library, and the process has not used
+    NCCL before, the plugin chooses the graph files, for groups that torch alone makes as well.
 
     `plan_dir` is a plan's directory, None for the one in TCCL_PLAN, if set; the rest is torch's,
     `options` as well (group_name, pg_options, device_id).
@@ -219,7 +223,28 @@ def _agreed(
         if STATE.settings is None:
             STATE.settings = {} if plan is None else plan.variables
             os.environ.update(STATE.settings)
-    return plan, roster
+        if plan is None or not all(member.plugin for member in roster.members):
+            return plan, roster
+        loaded = _load_plugin(torch, plan.loading(version))
+    # The plugin gives all communicators their graph files, if all ranks have it.
+    own.set(f"plugin/{place[0]}", str(int(loaded)))
+    answers = [own.get(f"plugin/{number}") for number in range(place[1])]
+    return (None if all(answer in (b"1", "1") for answer in answers) else plan), roster
+
+
+def _load_plugin(torch: Any, loading: Mapping[str, str]) -> bool:
+    """Let NCCL load the plugin; return False if NCCL was initialised without it before."""
+    before = {name: os.environ.get(name) for name in loading}
+    os.environ.update(loading)
+    # NCCL reads its environment, and opens the plugin, with the first id of a process.
+    with suppress(RuntimeError):
+        torch.cuda.nccl.unique_id()
+    if loading[PLUGIN_VARIABLE] in Path("/proc/self/maps").read_text(encoding="utf-8"):
+        return True
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+    return False
 
 
 def device_of(torch: Any, device_id: Any) -> Any:

@@ -27,6 +27,7 @@ from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.plugin import plugin_variables, why_no_plugin
 from tccl_py.plan.staging import PLAN_FILE, check_files
 from tccl_py.readers.hosts import names_of_this_host
 from tccl_py.readers.live import fingerprint_of
@@ -41,7 +42,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     `host` identifies the host as NCCL does, `name` is the plan's name for the host ("" if none),
     `gpu` the NVML index, and `plan` the plan's identity. `off` says why the plan does not fit this
-    rank, and `wrong` describes a mistake that ends the job.
+    rank, and `wrong` describes a mistake that ends the job. With `plugin`, NCCL's plugin can be
+    loaded.
     """
 
     host: str
@@ -51,6 +53,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     settings: dict[str, str] = {}
     off: str = ""
     wrong: str = ""
+    plugin: bool = False
 
 
 class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +68,16 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
     def variables(self) -> dict[str, str]:
         """Return the settings of all communicators."""
         return job_environment(self.plan.job_settings)
+
+    def loading(self, nccl: str) -> dict[str, str]:
+        """Return the variables that load the plan's plugin; none if this process cannot."""
+        try:
+            wanted = plugin_variables(self.directory, alike=os.environ.get(ALIKE_VARIABLE) == "1")
+        except InputError:
+            return {}
+        given = {name: line.value for name, line in settings_of_files().items()} | dict(os.environ)
+        others = any(given.get(name, value) != value for name, value in wanted.items())
+        return {} if others or why_no_plugin(nccl) else wanted
 
     def host_name(self, names: Sequence[str]) -> str:
         """Return the plan's name for the host with these names; "" on a single-host plan."""
@@ -197,7 +210,8 @@ def member_of(
         return replace(member, off=f"{PLAN_VARIABLE} names no plan"), None
     # 3. Check the plan's fit.
     name = opened.host_name(tuple(names_of_this_host()))
-    member = replace(member, name=name, plan=opened.identity, settings=opened.variables)
+    told = {"plan": opened.identity, "settings": opened.variables}
+    member = replace(member, name=name, plugin=bool(opened.loading(nccl)), **told)
     try:
         return replace(member, off=_misfit(opened, here, name)), opened
     except InputError as error:
