@@ -117,10 +117,6 @@ def run_ranks(folder, scenario, size, *, plan, version="2.28.9", topology=TOPOLO
         "NCCL_RAS_ENABLE": "0",
         "NCCL_CUMEM_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
-        # Little memory: many ranks share a machine.
-        "NCCL_BUFFSIZE": "65536",
-        "NCCL_LL_BUFFSIZE": "16384",
-        "NCCL_LL128_BUFFSIZE": "16384",
         "NCCL_TOPO_FILE": str(TOPOLOGIES / topology),
         "FAKE_GPUS": str(len(buses)),
         "FAKE_BUSES": ",".join(buses[gpu] for gpu in sorted(buses)),
