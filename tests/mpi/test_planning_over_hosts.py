@@ -8,16 +8,12 @@ import pytest
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.load import load_plan
-from tests.namespaces import (
-    LINK_GBPS,
-    PAYLOAD,
-    RACKS,
-    UPLINK_GBPS,
-    namespaces,  # noqa: F401 (a fixture)
-)
+from tests.namespaces import PAYLOAD, RACKS, namespaces_in
 
 pytestmark = pytest.mark.mpi
 
+LINK_GBPS, UPLINK_GBPS = 0.25, 0.1
+"""Quicker than elsewhere: a set takes windows of many slices, whose time is that of the links."""
 GIVEN = ("h0", "h2", "h1", "h3")
 """Hosts of the two racks in turn: in this order the ring crosses the slow uplink four times."""
 SWITCHES = """\
@@ -37,7 +33,14 @@ def shaped_rate(order):
 
 
 @pytest.fixture(scope="module")
-def planned(namespaces, tmp_path_factory):  # noqa: F811
+def namespaces(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quick")
+    with namespaces_in(folder, link_gbps=LINK_GBPS, uplink_gbps=UPLINK_GBPS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def planned(namespaces, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     switches = folder / "switches.yaml"
     switches.write_text(SWITCHES)
@@ -84,7 +87,7 @@ def test_every_set_was_measured_on_hosts_by_their_names(planned):
     assert all(text.startswith(("h0.", "h1.", "h2.", "h3.")) for text in sets)
 
 
-def test_the_plan_is_explained_and_checked_on_its_hosts(planned, namespaces):  # noqa: F811
+def test_the_plan_is_explained_and_checked_on_its_hosts(planned, namespaces):
     _, directory = planned
     plan = load_plan(directory)
     ran = namespaces.run("explain", str(directory), "--json", "--max-sets", "6", hosts=GIVEN)
