@@ -529,7 +529,7 @@ def test_a_killed_run_leaves_no_process_and_is_gone_on_from(how, tmp_path):
 
 def test_a_plan_over_the_host_backend_is_a_rehearsal_and_says_so(tmp_path):
     place = tmp_path / "plan"
-    command = ("plan", *ON_HOST, "-o", place, "--rings", "1", "--max-sets", "10")
+    command = ("plan", *ON_HOST, "-o", place, "--rings", "1", "--max-sets", "4", "--target", "0.3")
     output, _ = on_host(*command)
     assert "for host-2, GPUs 0,1: measured" in output
     assert REHEARSAL in output.replace("\n", " ")
