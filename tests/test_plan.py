@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -24,13 +25,13 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan, per_channel
-from tccl_py.plan.planner import make_plan
+from tccl_py.plan.planner import make_plan, subsets
 from tccl_py.search.problem import SearchProblem
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.networked import MadeUp
-from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of
+from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, WRX, plan_of
 from tests.reference_strategies import brute_force
 from tests.toy import toy_machine
 
@@ -482,3 +483,12 @@ def test_whenever_a_search_is_interrupted_its_bound_is_true_under_the_plans_sett
     best = find_rings(problem, strategy=brute_force).rate_gbps
     assert plan.bound_gbps is None or plan.bound_gbps >= best
     assert plan.cancelled or plan.bound_gbps is not None
+
+
+def test_of_many_gpus_usual_subsets_are_planned_for():
+    machine = load_bundled(WRX).machine
+    found = subsets(machine, machine.gpu_indices)
+    assert {(0, 1, 2, 3), tuple(range(8)), (0, 1), (14, 15)} <= set(found)
+    # Four switches with four GPUs each, and two halves.
+    assert Counter(map(len, found)) == {2: 24, 4: 4, 8: 2}
+    assert len(subsets(machine, machine.gpu_indices[:8])) == 246

@@ -30,6 +30,7 @@ from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, version_facts
 from tccl_py.plan.choices import OwnChoices, SettingsSearch, as_graph, interval, own_choices
 from tccl_py.plan.plan import (
+    AS_GOOD,
     Alternative,
     HostPath,
     Plan,
@@ -47,7 +48,7 @@ from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.memory import RememberingSource, remembering
 
 ALL_SUBSETS_UP_TO = 8
-"""Machines with more GPUs have too many subsets."""
+"""Machines with more GPUs have too many subsets: only usual ones are planned."""
 SUBSET_BUDGET = Budget(sets=60, idle_sets=15)
 SUBSET_RING_COUNTS = (1, 2)
 DEFAULT_BUDGET = Budget(sets=1000, idle_sets=100)
@@ -154,11 +155,14 @@ def check_strategy(strategy: str) -> str:
 def _assembled(task: Task, own: OwnChoices, search: SettingsSearch) -> Plan:
     source = task.source
     best, measurement = _final(task, own.rated[0], search.best)
-    subsets: tuple[SubsetRings, ...] = ()
+    planned: tuple[SubsetRings, ...] = ()
     cancelled = search.cancelled
     try:
-        if not cancelled:
-            subsets = subset_rings(task, best.settings, best.orders)
+        # More are worth their time only where graph files are.
+        others = max(choice.rate_gbps or 0.0 for choice in (own.default, own.variables))
+        few = len(task.gpus) <= ALL_SUBSETS_UP_TO
+        if not cancelled and (few or best.rate_gbps > others * (1 + AS_GOOD)):
+            planned = subset_rings(task, best.settings, best.orders)
     except KeyboardInterrupt:
         cancelled = True
     results = [one.result for one in (*search.searched, best) if one.result is not None]
@@ -190,7 +194,7 @@ def _assembled(task: Task, own: OwnChoices, search: SettingsSearch) -> Plan:
         variables=own.variables,
         error=interval(measurement),
         alternatives=_alternatives(search.searched),
-        subsets=subsets,
+        subsets=planned,
         notices=(*dict.fromkeys(notes), *version_notices(task.version)),
         cancelled=cancelled,
     )
@@ -266,20 +270,39 @@ def subset_rings(
 ) -> tuple[SubsetRings, ...]:
     """Return rings for every proper subset of two GPUs or more, under the plan's settings.
 
-    Subsets that a symmetry of the machine exchanges share one search. Machines with more than
-    ALL_SUBSETS_UP_TO GPUs have none.
+    Subsets that a symmetry of the machine exchanges share one search. Of more than
+    ALL_SUBSETS_UP_TO GPUs only the usual subsets are planned.
     """
-    if len(task.gpus) > ALL_SUBSETS_UP_TO:
-        return ()
+    wanted = subsets(task.machine, task.gpus)
     symmetry = automorphisms(task.machine, task.knowledge)
     found: dict[Order, SubsetRings] = {}
-    for size in range(2, len(task.gpus)):
-        for subset in itertools.combinations(task.gpus, size):
-            if subset not in found and (planned := _subset(task, settings, orders, subset)):
-                found.update(_images(planned, symmetry))
+    for subset in wanted:
+        if subset not in found and (planned := _subset(task, settings, orders, subset)):
+            found.update(_images(planned, symmetry))
     # A symmetry of the whole machine may take a subset to GPUs that are not planned for.
-    inside = [subset for subset in found if set(subset) <= set(task.gpus)]
-    return tuple(found[subset] for subset in sorted(inside, key=lambda s: (len(s), s)))
+    return tuple(found[subset] for subset in wanted if subset in found)
+
+
+def subsets(machine: Machine, gpus: Order) -> tuple[Order, ...]:
+    """Return the proper subsets of two GPUs or more that a plan has rings for, by size.
+
+    Of more than ALL_SUBSETS_UP_TO GPUs they are halves and quarters in the order of indices, all
+    GPUs below one switch, and pairs of these.
+    """
+    count, combinations = len(gpus), itertools.combinations
+    if count <= ALL_SUBSETS_UP_TO:
+        return tuple(one for size in range(2, count) for one in combinations(gpus, size))
+    parts = [
+        gpus[at : at + size] for size in (count // 2, count // 4) for at in range(0, count, size)
+    ]
+    parents = {gpu.index: gpu.parent for gpu in machine.gpus}
+    below = [
+        tuple(gpu for gpu in gpus if parents[gpu] == parent)
+        for parent in dict.fromkeys(parents[gpu] for gpu in gpus)
+    ]
+    pairs = [pair for group in below for pair in combinations(group, 2)]
+    found = {one for one in (*parts, *below, *pairs) if 2 <= len(one) < count}
+    return tuple(sorted(found, key=lambda one: (len(one), one)))
 
 
 def _subset(
