@@ -31,7 +31,7 @@ from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.conf import conf_lines, settings_of_files
 from tccl_py.nccl.plugin.build import LIBRARY
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.variables import env_conflicts
+from tccl_py.nccl.variables import env_conflicts, env_rules
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.verify.record import ArmResult, Compared, Row, Verification, keep_verification
@@ -685,3 +685,16 @@ def test_an_older_nccl_gets_variables_alone(tmp_path):
     assert "NCCL_P2P_LEVEL=SYS" in Path(os.environ["NCCL_CONF_FILE"]).read_text()
     result = tccl("env", directory, "--plugin")
     assert (result.exit_code, result.stdout) == (1, "unset NCCL_GRAPH_FILE\n")
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{}, {"p2p_level": "SYS"}, {"p2p_level": "LOC"}, {"min_channels": 8, "buffsize": 8192}],
+)
+@pytest.mark.parametrize("value", ["0", "1", "2", "8", "8192", "4194304", "SYS", "PHB"])
+def test_the_table_of_rules_finds_every_conflict(chosen, value):
+    plan = Settings(**chosen)
+    must, forbid = env_rules(plan)
+    for name in (*must, "NCCL_P2P_LEVEL", "NCCL_P2P_READ_ENABLE", "NCCL_DEBUG"):
+        refused = name in forbid or must.get(name, value) != value
+        assert refused or not env_conflicts(plan, {name: value}), name
