@@ -20,7 +20,7 @@ import pytest
 from tests.namespaces import Ran, ended
 
 NODES = ("gpu01", "gpu02")
-TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sinfo", "unshare")
+TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "unshare")
 CPUS = 8
 """More than there may be: tasks share them."""
 START_S = 60
@@ -72,10 +72,10 @@ class Slurm:
             "PATH": os.pathsep.join((bin_folder, os.environ["PATH"])),
         }
 
-    def begin(self, *words, environment=None):
-        """Start srun with these words."""
+    def begin(self, *words, environment=None, program="srun"):
+        """Start srun, or another program, with these words."""
         return subprocess.Popen(
-            ["srun", *map(str, words)],
+            [program, *map(str, words)],
             env={**self.environment, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -87,6 +87,10 @@ class Slurm:
     def run(self, *words, environment=None, timeout_s=120.0) -> Ran:
         """What srun prints with these words."""
         return ended(self.begin(*words, environment=environment), timeout_s)
+
+    def batch(self, *words, timeout_s=120.0) -> Ran:
+        """What sbatch prints with these words."""
+        return ended(self.begin(*words, program="sbatch"), timeout_s)
 
 
 @pytest.fixture(scope="module")

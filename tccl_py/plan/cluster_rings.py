@@ -7,6 +7,7 @@ for each ring. On a network of rails NIC i reaches only NIC i, so both tuples ar
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import combinations, islice
 
 import msgspec
@@ -275,17 +276,21 @@ def _chains_of_hosts(
     nic_maps: Sequence[NicMap],
 ) -> tuple[HostChains, ...]:
     """The chains of each host, in ring order."""
-    found = []
-    for number, host in enumerate(ring.hosts):
-        into, out = nic_maps[number - 1], nic_maps[number]
-        node = nodes[cluster.host_classes[host]]
-        host_chains = node.chains_with(settings, pairing_of(into.entries, out.exits))
-        assert host_chains is not None
+
+    @cache
+    def between(node_class: int, into: NicMap, out: NicMap) -> HostChains:
+        pairing = pairing_of(into.entries, out.exits)
+        found = nodes[node_class].chains_with(settings, pairing)
+        assert found is not None
         # In the order of the rings that take them.
-        left, chains = list(host_chains.chains), []
+        left, chains = list(found.chains), []
         for wanted in zip(into.entries, out.exits, strict=True):
             chain = next(one for one in left if (one.entry_nic, one.exit_nic) == wanted)
             left.remove(chain)
             chains.append(chain)
-        found.append(msgspec.structs.replace(host_chains, chains=tuple(chains)))
-    return tuple(found)
+        return msgspec.structs.replace(found, chains=tuple(chains))
+
+    return tuple(
+        between(cluster.host_classes[host], nic_maps[number - 1], nic_maps[number])
+        for number, host in enumerate(ring.hosts)
+    )

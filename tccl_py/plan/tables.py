@@ -162,6 +162,7 @@ class HostTable:
         self.gpus, self.nics = kept.gpus, kept.nics
         self.default_settings = kept.default_settings
         self.stock, self.plain, self.notices = kept.stock, kept.plain, kept.notices
+        self._chains: dict[tuple[Settings, Pairing], HostChains] = {}
 
     @cached_property
     def choices(self) -> Sequence[tuple[Settings, ChainSet]]:
@@ -191,19 +192,18 @@ class HostTable:
 
     def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
         """Return the best chains between exactly these NICs; None if there are none."""
-        found = self._paired.get((settings, pairing))
-        if found is None:
-            return None
-        chains = tuple(
-            self._chain(hops, gbps) for hops, gbps in zip(found.chains, found.gbps, strict=True)
-        )
-        return HostChains(
-            chains=chains,
-            rate_gbps=found.rate_gbps,
-            error=found.error,
-            simulated=self.kept.simulated,
-            assumed=found.assumed,
-        )
+        key = settings, pairing
+        if key not in self._chains and key in self._paired:
+            found = self._paired[key]
+            rows = zip(found.chains, found.gbps, strict=True)
+            self._chains[key] = HostChains(
+                chains=tuple(self._chain(hops, gbps) for hops, gbps in rows),
+                rate_gbps=found.rate_gbps,
+                error=found.error,
+                simulated=self.kept.simulated,
+                assumed=found.assumed,
+            )
+        return self._chains.get(key)
 
     def _chain(self, numbers: Sequence[int], rates: Sequence[float]) -> PlanChain:
         hops = tuple(

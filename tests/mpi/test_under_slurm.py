@@ -128,3 +128,30 @@ def test_the_hostfile_for_slurm_starts_ranks_in_the_planned_order(slurm, order, 
     found = sorted(line.split() for line in ran.stdout.splitlines())
     # Four GPUs a host; every rank loads the file of the host that it runs on.
     assert found == [[str(rank), order[rank // 4], order[rank // 4]] for rank in range(8)]
+
+
+def test_a_batch_script_makes_the_files_of_its_own_nodes(slurm, tmp_path):  # noqa: F811
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("gpu[01-04]\n")
+    words = ("tccl", "plan", "-o", tmp_path / "plan", "--simulate", "amd-v100", "--hosts", hosts)
+    made = slurm.run("--ntasks=1", *words, "--rings", "1", "--max-sets", "20")
+    assert made.code == 0, made.stderr
+    job = tmp_path / "job"
+    # As docs/tutorial/slurm.md has it.
+    script = (
+        f'tccl export {tmp_path}/plan --hosts "$SLURM_JOB_NODELIST" --gpus 0-1 -o {job}\n'
+        f"export SLURM_HOSTFILE={job}/nccl/order/hostfile.slurm\n"
+        "unset SLURM_NNODES SLURM_NTASKS SLURM_NPROCS SLURM_DISTRIBUTION\n"
+        f"srun --overlap --distribution=arbitrary --ntasks=4 sh -c '. {job}/nccl/env.sh; "
+        'echo "$SLURM_PROCID $(hostname) $(basename "$NCCL_GRAPH_FILE" .xml)"\'\n'
+    )
+    batch = tmp_path / "batch.sh"
+    batch.write_text(f"#!/bin/sh\n{script}")
+    ran = slurm.batch("--nodes=2", "--wait", f"--output={tmp_path}/out", batch)
+    said = (tmp_path / "out").read_text()
+    assert ran.code == 0, said
+    assert "wrote" in said
+    order = (job / "nccl" / "order" / "hosts.txt").read_text().split()
+    assert sorted(order) == list(NODES)
+    found = sorted(line.split() for line in said.splitlines() if line[:1].isdigit())
+    assert found == [[str(rank), order[rank // 2], order[rank // 2]] for rank in range(4)]
